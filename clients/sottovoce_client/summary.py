@@ -1,0 +1,167 @@
+"""What a run came to: plain values, gathered by `evaluate`, shown by `console` and `report`, saved as `summary.json`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sottovoce.arrays import FloatArray
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """One look at the running learners; per-learner lists are by index.
+
+    Attributes:
+        seconds: since the first round.
+        rounds: rounds done.
+        accuracy: prequential accuracy; None where the run did not opt in, or nothing was predicted yet.
+        epsilon: spent.
+        messages: sent.
+    """
+
+    seconds: float
+    rounds: tuple[int, ...]
+    accuracy: tuple[float | None, ...]
+    epsilon: tuple[float, ...]
+    messages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Swap:
+    """An adjacent data set, and how well this very capture tells it from the true one.
+
+    Attributes:
+        loss: exact privacy loss of the capture, absolute.
+        supremum: the largest loss that any capture could have shown for this pair of data sets.
+        budget: the epsilon that the guarantee claims for such a swap.
+        by_round: cumulative loss, signed.
+    """
+
+    loss: float
+    supremum: float
+    budget: float
+    by_round: FloatArray
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerSummary:
+    """One learner at the end.
+
+    Attributes:
+        records: how many records it holds.
+        most_uses: in how many rounds the most used of them was learned.
+        rounds: rounds done.
+        test_accuracy: on the held-out records; None where it could not be asked.
+        prequential_accuracy: on its own records, each predicted before it was learned.
+        messages, bytes: said.
+        spent: epsilon charged by the learner itself.
+        budget: where it would have stopped; None for nowhere.
+        paper: cumulative epsilon by the paper's formula.
+        event: tight cumulative epsilon of one use of one record.
+        record: tight cumulative epsilon of one record in all its uses.
+        infinite_horizon: bound on `event` over infinitely many rounds; may be infinite.
+        paper_curve, event_curve, record_curve: the same after every round.
+        swap_event, swap_record: the worst record swapped in its first use, and in all uses; None without a capture.
+    """
+
+    name: str
+    records: int
+    most_uses: int
+    rounds: int
+    test_accuracy: float | None
+    prequential_accuracy: float | None
+    messages: int
+    bytes: int
+    spent: float
+    budget: float | None
+    paper: float
+    event: float
+    record: float
+    infinite_horizon: float
+    paper_curve: FloatArray
+    event_curve: FloatArray
+    record_curve: FloatArray
+    swap_event: Swap | None = None
+    swap_record: Swap | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureSummary:
+    """What was overheard.
+
+    Attributes:
+        mode: `relay` or `mirror`.
+        location: folder of the capture.
+        messages, bytes: recorded.
+        messages_of: name of the learner whose messages are shown.
+        heard: `(rounds, dim)` what that learner said, as overheard.
+        first_scale, last_scale: Laplace scale of its noise in the first and last round.
+    """
+
+    mode: str
+    location: str
+    messages: int
+    bytes: int
+    messages_of: str
+    heard: FloatArray
+    first_scale: float
+    last_scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """A whole run.
+
+    Attributes:
+        state: `finished`, `stopped` or `failed`; `detail` says why.
+        seconds: from the first round to the end.
+        edges: pairs of learner indices.
+        disagreement: largest share of held-out records on which two learners predict different labels.
+        central_accuracy: of a non-private model trained on all records together.
+        warnings: conditions of a theorem that do not hold, by code.
+    """
+
+    name: str
+    run_id: str
+    data: str
+    state: str
+    detail: str
+    rounds: int
+    seconds: float
+    n_features: int
+    test_records: int
+    edges: tuple[tuple[int, int], ...]
+    learners: tuple[LearnerSummary, ...]
+    disagreement: float | None
+    central_accuracy: float | None
+    capture: CaptureSummary | None
+    warnings: tuple[tuple[str, str], ...]
+    spec_yaml: str
+    version: str
+    started_at: str
+    progress: tuple[Progress, ...] = field(default=())
+
+    @property
+    def rounds_done(self) -> int:
+        """Rounds that all learners have done."""
+        return min(learner.rounds for learner in self.learners)
+
+    @property
+    def rounds_per_second(self) -> float:
+        """Mean speed."""
+        return self.rounds_done / self.seconds if self.seconds > 0 else 0.0
+
+    def save(self, path: Path) -> None:
+        """Write as JSON."""
+        path.write_text(json.dumps(asdict(self), default=_plain, indent=1), encoding="utf-8")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    raise TypeError(f"cannot write {type(value).__name__} as JSON")

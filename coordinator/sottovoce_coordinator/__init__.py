@@ -1,0 +1,1 @@
+"""The coordinator: distributes the topology and the round clock; never in the data path."""

@@ -1,0 +1,131 @@
+"""The book of one run: who takes part, what they were told, how far they are, how it ended. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from sottovoce.run import Run
+from sottovoce_coordinator.clock import RoundClock
+from sottovoce_wire.v1 import coordinator_pb2, eavesdropper_pb2, learner_pb2
+
+FINAL = frozenset(
+    {coordinator_pb2.RUN_STATE_FINISHED, coordinator_pb2.RUN_STATE_STOPPED, coordinator_pb2.RUN_STATE_FAILED}
+)
+
+
+@dataclass(slots=True)
+class RunBook:
+    """A run in progress.
+
+    Attributes:
+        run_id: its name.
+        run: what is run.
+        n_features: features of a record.
+        addresses: of the learners, by index.
+        state, detail: where it stands, and why it ended.
+        statuses: the learners' last reports, by index.
+    """
+
+    run_id: str
+    run: Run
+    n_features: int
+    addresses: tuple[str, ...]
+    state: coordinator_pb2.RunState.ValueType = coordinator_pb2.RUN_STATE_CONNECTING
+    detail: str = ""
+    statuses: list[learner_pb2.LearnerStatus] = field(init=False)
+    clock: RoundClock = field(init=False)
+
+    def __post_init__(self) -> None:
+        spec = self.run.spec
+        self.statuses = [learner_pb2.LearnerStatus(learner=name, run_id=self.run_id) for name in spec.names]
+        self.clock = RoundClock(spec.clock, spec.rounds, spec.n_learners)
+
+    # ---- what learners are told -----------------------------------------------------------------------------------------
+
+    def routes(self) -> list[eavesdropper_pb2.Route]:
+        """Every edge, in the direction in which its stream is opened."""
+        edges = self.run.topology.edges
+        return [eavesdropper_pb2.Route(caller=i, callee=j, target=self.addresses[j]) for i, j in edges]
+
+    def assignment(self, index: int, mirror_address: str = "") -> coordinator_pb2.Directive:
+        """The preparation of one learner."""
+        topology = self.run.topology
+        return coordinator_pb2.Directive(
+            assignment=coordinator_pb2.Assignment(
+                run_id=self.run_id,
+                spec=json.dumps(self.run.spec.model_dump(mode="json")),
+                n_features=self.n_features,
+                index=index,
+                own_weights=[topology.own_weight(i) for i in range(topology.n_learners)],
+                mirror_address=mirror_address,
+            )
+        )
+
+    def epoch(self, index: int, relays: Mapping[tuple[int, int], str]) -> coordinator_pb2.Directive:
+        """The topology as one learner needs it; `relays` gives addresses in place of the neighbours' own, by edge."""
+        names = self.run.spec.names
+        neighbours = [
+            coordinator_pb2.Neighbour(
+                index=j, name=names[j], address=relays.get((index, j), self.addresses[j]), weight=weight
+            )
+            for j, weight in self.run.topology.neighbours(index).items()
+        ]
+        return coordinator_pb2.Directive(epoch=coordinator_pb2.TopologyEpoch(run_id=self.run_id, neighbours=neighbours))
+
+    def grant(self) -> coordinator_pb2.Directive:
+        """What is granted now."""
+        return coordinator_pb2.Directive(
+            grant=coordinator_pb2.Grant(run_id=self.run_id, until_round=self.clock.granted)
+        )
+
+    def stop(self) -> coordinator_pb2.Directive:
+        """The end."""
+        return coordinator_pb2.Directive(stop=coordinator_pb2.Stop(run_id=self.run_id, reason=self.detail))
+
+    # ---- what learners tell ---------------------------------------------------------------------------------------------
+
+    def report(self, status: learner_pb2.LearnerStatus) -> bool:
+        """Take in a report; True when the grant has grown."""
+        index = self.run.spec.names.index(status.learner)
+        self.statuses[index] = status
+        self._judge(status)
+        before = self.clock.granted
+        running = learner_pb2.LEARNER_STATE_RUNNING
+        if self.state == coordinator_pb2.RUN_STATE_CONNECTING and all(s.state == running for s in self.statuses):
+            self.state = coordinator_pb2.RUN_STATE_RUNNING
+            self.clock.start()
+        if self.state == coordinator_pb2.RUN_STATE_RUNNING:
+            self.clock.progress(index, status.round, status.data_rounds)
+        return self.clock.granted > before
+
+    def _judge(self, status: learner_pb2.LearnerStatus) -> None:
+        """Does this report end the run?"""
+        if status.state == learner_pb2.LEARNER_STATE_FAILED:
+            self.end(coordinator_pb2.RUN_STATE_FAILED, f"{status.learner} failed: {status.detail}")
+        elif status.state == learner_pb2.LEARNER_STATE_BUDGET_EXHAUSTED:
+            self.end(coordinator_pb2.RUN_STATE_STOPPED, f"{status.learner} stopped speaking: {status.detail}")
+        elif all(s.state == learner_pb2.LEARNER_STATE_FINISHED for s in self.statuses):
+            self.end(coordinator_pb2.RUN_STATE_FINISHED, "")
+
+    def end(self, state: coordinator_pb2.RunState.ValueType, detail: str) -> None:
+        """End the run, once."""
+        if self.state not in FINAL:
+            self.state, self.detail = state, detail
+
+    @property
+    def ended(self) -> bool:
+        """True when the state is final."""
+        return self.state in FINAL
+
+    def view(self) -> coordinator_pb2.WatchRunResponse:
+        """The run as it stands."""
+        return coordinator_pb2.WatchRunResponse(
+            run_id=self.run_id, state=self.state, detail=self.detail, learners=self.statuses
+        )
+
+
+def missing(names: Sequence[str], joined: Mapping[str, object]) -> list[str]:
+    """Learners of a run that have not joined."""
+    return [name for name in names if name not in joined]

@@ -1,0 +1,191 @@
+"""A `Dataset`, and the sources that one can come from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from sottovoce.arrays import FloatArray, IntArray, as_floats
+from sottovoce.data.files import AnyArray, Table, import_extra, read_columns, read_npz
+from sottovoce.data.labels import map_labels
+from sottovoce.errors import DataError, SpecError
+from sottovoce.spec import DataSpec, LossSpec
+
+
+class Labelled(NamedTuple):
+    """Records with their labels: `(records, features)` and `(records,)`."""
+
+    features: FloatArray
+    labels: FloatArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Dataset:
+    """Records of one source, before anybody got any of them.
+
+    Attributes:
+        name: the source.
+        features: `(records, features)`, finite.
+        labels: `(records,)` in the domain of the loss.
+        classes: `(records,)` rank of the original label; a partition deals by class, though a binary loss sees two
+            labels only. None: the labels are the classes.
+        learner: `(records,)` to whom a record goes: an index into `learner_names` if there are any, else into the
+            learners of the run.
+        learner_names: names that the source calls learners by.
+        round: `(records,)` the round in which a record is learned.
+        test: a part that the source itself holds out.
+    """
+
+    name: str
+    features: FloatArray
+    labels: FloatArray
+    classes: IntArray | None = None
+    learner: IntArray | None = None
+    learner_names: tuple[str, ...] | None = None
+    round: IntArray | None = None
+    test: Labelled | None = None
+
+
+SKLEARN = ("breast_cancer", "digits")
+"""Shipped with scikit-learn."""
+
+FILES = {
+    "mushrooms": "UCI 'Mushroom' (https://archive.ics.uci.edu/dataset/73) as X_onehot (8124, 112) and y",
+    "adult": "UCI 'Adult' (https://archive.ics.uci.edu/dataset/2) as num_*, cat_* and y_* of train and test, "
+    "num_columns, cat_columns and values_<column>",
+    "a9a": "LIBSVM 'a9a' (https://www.csie.ntu.edu.tw/~cjlin/libsvmtools/datasets) as X_train, y_train, X_test, y_test",
+    "letter": "UCI 'Letter Recognition' (https://archive.ics.uci.edu/dataset/59) as X (20000, 16) and y",
+    "mnist": "MNIST (http://yann.lecun.com/exdb/mnist) as X_train (60000, 28, 28), y_train, X_test, y_test",
+    "poker": "UCI 'Poker Hand' (https://archive.ics.uci.edu/dataset/158) as X_train, y_train, X_test, y_test",
+}
+"""Public data sets that we do not ship: what to download, and the arrays to save."""
+
+READABLE = (".npz", ".csv", ".parquet")
+
+
+def load_dataset(data: DataSpec, loss: LossSpec, *, folder: Path | None = None) -> Dataset:
+    """Read the records of `data.source` and map their labels to the domain of the loss.
+
+    Args:
+        data: where records come from.
+        loss: what labels are mapped to: 0 and 1 (logistic), or numbers as they are (ridge).
+        folder: where the `.npz` files of the public data sets lie (the client passes $SOTTOVOCE_DATA).
+
+    Raises:
+        SpecError: there is no such source, or what reads it is not installed.
+        DataError: its records are unusable; the message names the row and the column.
+    """
+    table = _read(data, folder)
+    _check(table, data.source)
+    labels = table.labels if table.test is None else np.concatenate([table.labels, table.test[1]])
+    mapped, classes = map_labels(labels, loss, data.positive)
+    n = len(table.features)
+    learner, names = _learner_column(table.learner, data.source)
+    rounds = None if table.round is None else _indices(table.round, "round", data.source)
+    test = None if table.test is None else Labelled(table.test[0], mapped[n:])
+    return Dataset(data.source, table.features, mapped[:n], classes[:n], learner, names, rounds, test)
+
+
+def _read(data: DataSpec, folder: Path | None) -> Table:
+    """The source as a table whose labels are float64 or text."""
+    if data.source in SKLEARN:
+        loaders = import_extra("sklearn.datasets", "scikit-learn", f"data.source {data.source}")
+        features, labels = getattr(loaders, f"load_{data.source}")(return_X_y=True)
+        return Table(as_floats(features), as_floats(labels))
+    if data.source in FILES:
+        return _plain(read_npz(_public_file(data.source, folder)), data.source)
+    path = Path(data.source)
+    if path.suffix.lower() not in READABLE:
+        known = ", ".join((*SKLEARN, *FILES))
+        raise SpecError(f"data.source must be one of {known}, or a path to a {', '.join(READABLE)} file, got {path}")
+    if not path.is_file():
+        raise SpecError(f"data.source must be a file that exists, got {path} (looked for at {path.absolute()})")
+    return _plain(read_npz(path) if path.suffix.lower() == ".npz" else read_columns(path, data.label), data.source)
+
+
+def _public_file(source: str, folder: Path | None) -> Path:
+    """Where a public data set lies, or what to download and where to put it."""
+    if folder is None:
+        place = f"save it as {source}.npz in a folder of your choice, and set SOTTOVOCE_DATA to that folder"
+    elif not (folder / f"{source}.npz").is_file():
+        place = f"save it as {folder / source}.npz"
+    else:
+        return folder / f"{source}.npz"
+    raise SpecError(f"data.source {source} is not shipped: download {FILES[source]}, {place}")
+
+
+def _plain(table: Table, source: str) -> Table:
+    """The table with labels as float64 or text."""
+
+    def plain(labels: AnyArray) -> AnyArray:
+        if labels.dtype.kind not in "biufUS":
+            raise DataError(f"{source}: labels must be numbers or text, got {labels.dtype}")
+        return labels.astype(np.str_) if labels.dtype.kind in "US" else as_floats(labels)
+
+    test = None if table.test is None else (table.test[0], plain(table.test[1]))
+    return Table(table.features, plain(table.labels), table.columns, table.learner, table.round, test)
+
+
+# ---- checks ----------------------------------------------------------------------------------------------------------
+
+
+def _check(table: Table, source: str) -> None:
+    """Shapes agree, and every number is finite."""
+    if not table.features.size:
+        raise DataError(f"{source} must hold at least one record and one feature, got {table.features.shape}")
+    for name, values in (("labels", table.labels), ("learner", table.learner), ("round", table.round)):
+        _check_length(name, values, len(table.features), source)
+    _check_finite(table.features, table.labels, table.columns, source)
+    if table.test is not None:
+        features, labels = table.test
+        if features.shape[1] != table.features.shape[1]:
+            want = table.features.shape[1]
+            raise DataError(
+                f"{source}: test records must have {want} features like the others, got {features.shape[1]}"
+            )
+        if labels.dtype.kind != table.labels.dtype.kind:
+            raise DataError(
+                f"{source}: labels must be all numbers or all text, got {table.labels.dtype}, {labels.dtype}"
+            )
+        _check_length("test labels", labels, len(features), source)
+        _check_finite(features, labels, table.columns, f"{source}, test part")
+
+
+def _check_length(name: str, values: AnyArray | None, records: int, source: str) -> None:
+    """One entry a record."""
+    if values is not None and values.shape != (records,):
+        raise DataError(f"{source}: {name} must have the shape ({records},), one for each record, got {values.shape}")
+
+
+def _check_finite(features: FloatArray, labels: AnyArray, columns: tuple[str, ...] | None, source: str) -> None:
+    """Names the first number that is not finite."""
+    if not np.isfinite(features).all():
+        row, column = (int(index) for index in np.argwhere(~np.isfinite(features))[0])
+        where = f"{source}: row {row} (counted from 0), column {column if columns is None else repr(columns[column])}"
+        raise DataError(f"{where} must be a finite number, got {features[row, column]}")
+    if labels.dtype.kind == "f" and not np.isfinite(labels).all():
+        row = int(np.flatnonzero(~np.isfinite(labels))[0])
+        raise DataError(f"{source}: row {row} (counted from 0), label column must be finite, got {labels[row]}")
+
+
+def _learner_column(values: AnyArray | None, source: str) -> tuple[IntArray | None, tuple[str, ...] | None]:
+    """Learners as indices, and the names that they index where the column holds names."""
+    if values is None or values.dtype.kind not in "US":
+        return None if values is None else _indices(values, "learner", source), None
+    names, index = np.unique(values.astype(np.str_), return_inverse=True)
+    return index.astype(np.int64), tuple(str(name) for name in names)
+
+
+def _indices(values: AnyArray, column: str, source: str) -> IntArray:
+    """A column of integers from 0."""
+    if values.dtype.kind not in "biuf":
+        raise DataError(f"{source}: column {column!r} must hold integers, got {values.dtype}")
+    numbers = as_floats(values)
+    bad = np.flatnonzero(~((numbers >= 0) & (numbers < 2**53) & (numbers == np.floor(numbers))))
+    if bad.size:
+        where = f"{source}: row {bad[0]} (counted from 0), column {column!r}"
+        raise DataError(f"{where} must be an integer >= 0, got {numbers[bad[0]]:g}")
+    return numbers.astype(np.int64)

@@ -1,0 +1,199 @@
+"""Reads a file into a `Table`: features as numbers, everything else as it stands there."""
+
+from __future__ import annotations
+
+import importlib
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sottovoce.arrays import FloatArray, as_floats
+from sottovoce.errors import DataError, SpecError
+
+AnyArray = npt.NDArray[Any]
+PLACEMENT_COLUMNS = ("learner", "round")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Table:
+    """What a source holds, before labels and placement are given a meaning.
+
+    Attributes:
+        features: `(records, features)`.
+        labels: `(records,)`, numbers or text.
+        columns: names of the features, where the source has them.
+        learner: `(records,)` indices or names.
+        round: `(records,)`.
+        test: features and labels that the source itself holds out.
+    """
+
+    features: FloatArray
+    labels: AnyArray
+    columns: tuple[str, ...] | None = None
+    learner: AnyArray | None = None
+    round: AnyArray | None = None
+    test: tuple[FloatArray, AnyArray] | None = None
+
+
+def import_extra(module: str, package: str, what: str) -> Any:
+    """A module that only the `audit` extra installs.
+
+    Raises:
+        SpecError: it is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError:
+        raise SpecError(f"{what} needs {package}: pip install 'sottovoce[audit]'") from None
+
+
+# ---- .npz ------------------------------------------------------------------------------------------------------------
+
+
+def read_npz(path: Path) -> Table:
+    """Read a NumPy archive; more than one axis after the first is flattened.
+
+    Layouts: `X` (or `X_train`) and `y` (or `y_train`), optionally `X_test`/`X_test_part` and `y_test`/`y_test_part`,
+    `learner`, `round`, `columns`; `X_onehot` is preferred to `X`; or `num_train`, `cat_train`, `num_test`, `cat_test`,
+    where codes of categories become one-hot columns (-1, a missing value: all zero).
+
+    Raises:
+        DataError: unreadable, pickled objects, or none of these layouts.
+    """
+    arrays = _load_arrays(path)
+    labels = _first(arrays, "y", "y_train")
+    test_labels = _first(arrays, "y_test", "y_test_part")
+    columns: tuple[str, ...] | None
+    if "num_train" in arrays and labels is not None:
+        features, columns = _mixed_table(arrays, "train", path)
+        test_features = _mixed_table(arrays, "test", path)[0] if "num_test" in arrays else None
+    else:
+        raw, raw_test = _first(arrays, "X_onehot", "X", "X_train"), _first(arrays, "X_test", "X_test_part")
+        if raw is None or labels is None:
+            raise DataError(f"{path} must hold the arrays X and y (or X_train and y_train), got {sorted(arrays)}")
+        features = _flat(raw, path)
+        test_features = None if raw_test is None else _flat(raw_test, path)
+        columns = _column_names(arrays, features.shape[1])
+    if (test_features is None) != (test_labels is None):
+        raise DataError(f"{path} must hold both of X_test and y_test, or neither, got one of them")
+    test = None if test_features is None or test_labels is None else (test_features, test_labels)
+    return Table(features, labels, columns, arrays.get("learner"), arrays.get("round"), test)
+
+
+def _load_arrays(path: Path) -> dict[str, AnyArray]:
+    """Every array of the archive."""
+    try:
+        # Opened here: np.load leaves its own handle open when the archive is broken.
+        with path.open("rb") as file:
+            archive = np.load(file, allow_pickle=False)
+            if not isinstance(archive, np.lib.npyio.NpzFile):
+                raise ValueError("it holds one bare array")
+            return {key: archive[key] for key in archive.files}
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise DataError(f"{path} must be a NumPy .npz archive without pickled objects: {error}") from None
+
+
+def _first(arrays: Mapping[str, AnyArray], *names: str) -> AnyArray | None:
+    """The first of these arrays that there is."""
+    return next((arrays[name] for name in names if name in arrays), None)
+
+
+def _flat(values: AnyArray, path: Path) -> FloatArray:
+    """`(records, ...)` as `(records, features)` numbers."""
+    if values.dtype.kind not in "biuf" or values.ndim < 2:
+        raise DataError(
+            f"{path}: features must be numbers of the shape (records, features), got {values.dtype} {values.shape}"
+        )
+    return as_floats(values.reshape(len(values), int(np.prod(values.shape[1:]))))
+
+
+def _column_names(arrays: Mapping[str, AnyArray], width: int) -> tuple[str, ...] | None:
+    """Names of the feature columns, where the archive has as many as there are columns."""
+    names = _first(arrays, "onehot_names", "columns") if "X_onehot" in arrays else arrays.get("columns")
+    return tuple(map(str, names)) if names is not None and names.shape == (width,) else None
+
+
+def _mixed_table(arrays: Mapping[str, AnyArray], part: str, path: Path) -> tuple[FloatArray, tuple[str, ...]]:
+    """Numeric columns as they are, then one column for each value of each categorical column."""
+    try:
+        numbers, codes = arrays[f"num_{part}"], arrays[f"cat_{part}"]
+        attributes = [str(name) for name in arrays["cat_columns"]]
+        values = [arrays[f"values_{attribute}"] for attribute in attributes]
+        names = [str(name) for name in arrays["num_columns"]]
+    except KeyError as error:
+        raise DataError(f"{path} has num_{part}, so it must hold the array {error.args[0].split()[0]} too") from None
+    one_hot = [codes[:, j, None] == np.arange(len(values[j])) for j in range(len(attributes))]
+    names += [f"{attribute}={value}" for attribute, of in zip(attributes, values, strict=True) for value in of]
+    return as_floats(np.hstack([numbers, *one_hot])), tuple(names)
+
+
+# ---- .csv and .parquet -----------------------------------------------------------------------------------------------
+
+
+def read_columns(path: Path, label: str | None) -> Table:
+    """Read a `.csv` (with a header line) or `.parquet` file.
+
+    Args:
+        path: the file; its suffix tells the format.
+        label: the label column; None: `label`, else `y`, else the last one. The columns `learner` and `round` place a
+            record; every other column is a feature.
+
+    Raises:
+        DataError: unreadable, an empty cell, or a feature column that is not numeric (named).
+        SpecError: no such label column; pyarrow is not installed.
+    """
+    table = _arrow_table(path)
+    names: list[str] = list(table.column_names)
+    if len(set(names)) != len(names):
+        raise DataError(f"{path}: column names must differ, got {names}")
+    label = _label_column(names, label, path)
+    features = [name for name in names if name != label and name not in PLACEMENT_COLUMNS]
+    if not features:
+        raise DataError(f"{path} must have a feature column beside {label!r}, got the columns {names}")
+    columns = {name: _values(table, name, path) for name in names}
+    for name in features:
+        if columns[name].dtype.kind != "f":
+            kind = table.schema.field(name).type
+            raise DataError(f"{path}: column {name!r} must be numeric, got type {kind}; encode or drop it")
+    matrix = np.column_stack([columns[name] for name in features])
+    return Table(as_floats(matrix), columns[label], tuple(features), columns.get("learner"), columns.get("round"))
+
+
+def _arrow_table(path: Path) -> Any:
+    """The file as a pyarrow table."""
+    arrow = import_extra("pyarrow", "pyarrow", f"reading {path.suffix} files")
+    try:
+        if path.suffix.lower() == ".csv":
+            return import_extra("pyarrow.csv", "pyarrow", "reading .csv files").read_csv(path)
+        # One file, not a data set: a folder named a=b on the way to it must not become a column.
+        return import_extra("pyarrow.parquet", "pyarrow", "reading .parquet files").ParquetFile(path).read()
+    except (OSError, arrow.ArrowException) as error:
+        raise DataError(f"{path} must be a readable {path.suffix} file: {error}") from None
+
+
+def _label_column(names: list[str], label: str | None, path: Path) -> str:
+    """The label column that was asked for, or the default one."""
+    candidates = [name for name in names if name not in PLACEMENT_COLUMNS]
+    if label is None and candidates:
+        return next((name for name in ("label", "y") if name in candidates), candidates[-1])
+    if label not in candidates:
+        raise SpecError(f"data.label must name a column of {path}, one of {candidates}, got {label!r}")
+    return label
+
+
+def _values(table: Any, name: str, path: Path) -> AnyArray:
+    """One column: float64 where it is numeric, else text."""
+    types = import_extra("pyarrow", "pyarrow", "reading columns").types
+    column = table.column(name)
+    kind = column.type
+    if column.null_count:
+        row = int(np.flatnonzero(column.is_null().to_numpy())[0])
+        raise DataError(f"{path}: row {row} (counted from 0), column {name!r} must hold a value, got an empty cell")
+    if types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind) or types.is_decimal(kind):
+        return as_floats(column.cast("float64", safe=False).to_numpy())
+    return np.array([str(value) for value in column.to_pylist()], dtype=np.str_)

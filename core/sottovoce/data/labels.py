@@ -1,0 +1,66 @@
+"""Labels as a source has them, mapped to the domain of the loss."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sottovoce.arrays import FloatArray, IntArray, as_floats
+from sottovoce.data.files import AnyArray
+from sottovoce.errors import DataError, SpecError
+from sottovoce.spec import LossSpec
+
+SHOWN = 12
+"""How many labels an error message lists."""
+
+
+def map_labels(labels: AnyArray, loss: LossSpec, positive: tuple[int | str, ...] | None) -> tuple[FloatArray, IntArray]:
+    """Labels in the domain of the loss, and the class of each record.
+
+    Ridge: numbers as they are. Logistic: 1 for a label in `positive`, else 0; by default the later half of the k sorted
+    labels is positive (with an odd k the middle one is not), so of two labels the second.
+
+    Args:
+        labels: `(records,)`, finite numbers or text.
+        loss: the loss of the run.
+        positive: labels that count as 1.
+
+    Returns:
+        Mapped labels `(records,)`, and classes `(records,)`: the rank of the original label among the distinct ones.
+
+    Raises:
+        DataError: ridge labels are not numbers, or logistic labels are all the same.
+        SpecError: `positive` names a label that does not occur, or all of them.
+    """
+    distinct, classes = np.unique(labels, return_inverse=True)
+    classes = classes.astype(np.int64)
+    if loss.kind == "ridge":
+        if labels.dtype.kind != "f":
+            raise DataError(f"labels of the ridge loss must be numbers, got text: {_listed(_texts(distinct))}")
+        return as_floats(labels), classes
+    if len(distinct) < 2:
+        raise DataError(f"the logistic loss needs at least two distinct labels, got only {_listed(_texts(distinct))}")
+    return _is_positive(distinct, positive)[classes], classes
+
+
+def _is_positive(distinct: AnyArray, positive: tuple[int | str, ...] | None) -> FloatArray:
+    """`(labels,)`: 1.0 where the label counts as 1."""
+    if positive is None:
+        return as_floats(2 * np.arange(len(distinct)) >= len(distinct))
+    texts, wanted = _texts(distinct), {str(label) for label in positive}
+    if unknown := sorted(wanted - set(texts)):
+        raise SpecError(f"data.positive must name labels that occur ({_listed(texts)}), got {_listed(unknown)}")
+    if not 0 < len(wanted) < len(texts):
+        raise SpecError(f"data.positive must name some of the labels {_listed(texts)}, not all, got {list(positive)}")
+    return as_floats([text in wanted for text in texts])
+
+
+def _texts(distinct: AnyArray) -> list[str]:
+    """Labels as a spec writes them: the float 3.0 is `3`."""
+    if distinct.dtype.kind != "f":
+        return [str(label) for label in distinct]
+    return [str(int(label)) if float(label).is_integer() else str(label) for label in distinct]
+
+
+def _listed(texts: list[str]) -> str:
+    """The first few, for a message."""
+    return ", ".join(texts[:SHOWN]) + (", ..." if len(texts) > SHOWN else "")

@@ -1,0 +1,78 @@
+"""Decision sets Theta: closed convex sets with a Euclidean projection along the last axis."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from sottovoce.arrays import FloatArray
+from sottovoce.errors import SpecError
+from sottovoce.spec import BoxSpec, L2BallSpec
+
+
+class DecisionSet(Protocol):
+    """Where a parameter vector may lie."""
+
+    def project(self, theta: FloatArray) -> FloatArray:
+        """Nearest point of the set to each vector of `theta (..., dim)`; `theta` itself where it lies inside."""
+        ...
+
+    def radius(self, dim: int) -> float:
+        """Largest l2 norm in the set."""
+        ...
+
+    def diameter(self, dim: int) -> float:
+        """Largest l2 distance between two points."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class L2Ball:
+    """All theta with `||theta||_2 <= r`."""
+
+    r: float
+
+    def project(self, theta: FloatArray) -> FloatArray:
+        square = np.einsum("...i,...i->...", theta, theta)
+        if np.all(square <= self.r * self.r):
+            return theta
+        return theta * np.minimum(1.0, self.r / np.sqrt(np.maximum(square, np.finfo(float).tiny)))[..., None]
+
+    def radius(self, dim: int) -> float:
+        return self.r
+
+    def diameter(self, dim: int) -> float:
+        return 2 * self.r
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """All theta with `low <= theta_k <= high` for every coordinate k."""
+
+    low: float
+    high: float
+
+    def project(self, theta: FloatArray) -> FloatArray:
+        return np.clip(theta, self.low, self.high)
+
+    def radius(self, dim: int) -> float:
+        return math.sqrt(dim) * max(abs(self.low), abs(self.high))
+
+    def diameter(self, dim: int) -> float:
+        return math.sqrt(dim) * (self.high - self.low)
+
+
+def build_decision_set(spec: L2BallSpec | BoxSpec) -> DecisionSet:
+    """The set that a spec names.
+
+    Raises:
+        SpecError: an empty box.
+    """
+    if isinstance(spec, L2BallSpec):
+        return L2Ball(spec.radius)
+    if not spec.low < spec.high:
+        raise SpecError(f"decision_set: low must be below high, got low={spec.low}, high={spec.high}")
+    return Box(spec.low, spec.high)

@@ -1,0 +1,60 @@
+"""What can go wrong, and who erred.
+
+Every message names the requirement and the value that came. `sottovoce_rpc.status` maps these classes to gRPC
+status codes; the command line prints them in one line and exits with code 2.
+"""
+
+from __future__ import annotations
+
+
+class SottovoceError(Exception):
+    """Base of every error that this project raises on purpose."""
+
+
+class SpecError(SottovoceError):
+    """A run spec, or a value in it, is not allowed."""
+
+
+class CheckFailed(SpecError):
+    """A validity condition of an algorithm does not hold; `code` is the condition's name in the docs."""
+
+    def __init__(self, code: str, text: str) -> None:
+        super().__init__(f"{text} [{code}]")
+        self.code = code
+        self.text = text
+
+
+class DataError(SottovoceError):
+    """Records are unusable: wrong shape, non-finite, outside the loss's domain."""
+
+
+class NotReady(SottovoceError):
+    """Asked for something that this service cannot give in its present state."""
+
+
+class LocalProtocolError(SottovoceError):
+    """Our own side broke the exchange protocol: a bug here, never the peer's fault."""
+
+
+class RemoteProtocolError(SottovoceError):
+    """A peer broke the exchange protocol: wrong round, shape, sender, or a non-finite value."""
+
+
+class StrangerError(RemoteProtocolError):
+    """Somebody who is not a neighbour in this run tried to take part in it."""
+
+
+class EquivocationError(RemoteProtocolError):
+    """A peer said two different things in one round."""
+
+
+class BudgetExhausted(SottovoceError):
+    """Saying the next message would spend more than the learner's privacy budget."""
+
+
+class CaptureError(SottovoceError):
+    """A capture or transcript is unreadable, incomplete or of another run."""
+
+
+class Unavailable(SottovoceError):
+    """Another service could not be reached in time."""

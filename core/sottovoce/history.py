@@ -1,0 +1,142 @@
+"""The history gradient `d_t(theta)`: the mean gradient of all records seen so far (Chen & Wang 2025, section II).
+
+Two ways, chosen by the loss: exact statistics for the unclipped squared loss (constant time and memory), and the records
+themselves for everything else (time and memory grow with the rounds).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, Self
+
+import numpy as np
+
+from sottovoce.arrays import FloatArray
+from sottovoce.losses import Loss, Squared, scores_of
+from sottovoce.machine import Batch
+
+
+class History(Protocol):
+    """All that a learner remembers of its records: a value, `observe` returns the next one."""
+
+    def observe(self, batch: Batch) -> Self:
+        """The history with one more batch. Records are expected to obey the loss's bounds (`Loss.enforce`)."""
+        ...
+
+    def gradient(self, theta: FloatArray) -> FloatArray:
+        """Mean data gradient at `theta (..., dim)` over the records seen (zero before the first), without the ridge."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Log:
+    """Rows along axis -2 that only grow. Values share one buffer: appending to the newest writes in place, else copies."""
+
+    buffer: FloatArray
+    length: int
+    filled: list[int]  # of the shared buffer: how far some value has written it
+
+    @classmethod
+    def empty(cls, like: FloatArray) -> _Log:
+        return cls(np.empty((*like.shape[:-2], 8, like.shape[-1])), 0, [0])
+
+    @property
+    def rows(self) -> FloatArray:
+        return self.buffer[..., : self.length, :]
+
+    def append(self, rows: FloatArray) -> _Log:
+        new = self.length + rows.shape[-2]
+        buffer, filled = self.buffer, self.filled
+        if new > buffer.shape[-2] or filled[0] != self.length:
+            buffer = np.empty((*buffer.shape[:-2], max(2 * new, 8), buffer.shape[-1]))
+            buffer[..., : self.length, :] = self.rows
+            filled = [self.length]
+        buffer[..., self.length : new, :] = rows
+        filled[0] = new
+        return _Log(buffer, new, filled)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordHistory:
+    """Keeps the records. Clipping is per record, before averaging: clipping the mean would not be 1/t-sensitive."""
+
+    loss: Loss
+    features: _Log | None = None
+    labels: _Log | None = None
+    present: _Log | None = None  # only where stacked learners have unequal numbers of records
+
+    def observe(self, batch: Batch) -> RecordHistory:
+        if batch.size == 0:
+            return self
+        labels = batch.labels[..., None]
+        if self.features is None or self.labels is None:
+            seen = 0
+            features_log, labels_log, present_log = _Log.empty(batch.features), _Log.empty(labels), None
+        else:
+            seen = self.features.length
+            features_log, labels_log, present_log = self.features, self.labels, self.present
+        if batch.present is not None or present_log is not None:
+            if present_log is None:
+                present_log = _Log.empty(labels).append(np.ones((*labels.shape[:-2], seen, 1)))
+            present = np.ones_like(batch.labels) if batch.present is None else batch.present
+            present_log = present_log.append(present[..., None])
+        return RecordHistory(self.loss, features_log.append(batch.features), labels_log.append(labels), present_log)
+
+    def gradient(self, theta: FloatArray) -> FloatArray:
+        if self.features is None or self.labels is None:
+            return np.zeros_like(theta)
+        features, labels = self.features.rows, _per_record(self.labels, theta)
+        slopes = self.loss.slope(scores_of(theta, features), labels)
+        if np.isfinite(self.loss.clip_norm):
+            norms = np.sqrt(np.einsum("...i,...i->...", features, features))
+            norms = norms[..., None, :] if theta.ndim > norms.ndim else norms
+            slopes = slopes * (self.loss.clip_norm / np.maximum(np.abs(slopes) * norms, self.loss.clip_norm))
+        if self.present is None:
+            return np.matmul(slopes, features) / self.features.length
+        present = _per_record(self.present, theta)
+        return np.matmul(slopes * present, features) / np.maximum(present.sum(axis=-1, keepdims=True), 1.0)
+
+
+def _per_record(log: _Log, theta: FloatArray) -> FloatArray:
+    """A column `(learners, records, 1)` as `(learners, 1, records)` to stand beside scores `(learners, replicas, records)`."""
+    column = log.rows[..., 0]
+    return column[..., None, :] if theta.ndim > column.ndim else column
+
+
+@dataclass(frozen=True, slots=True)
+class QuadraticHistory:
+    """Exact statistics of the squared loss: `S = sum a a^T`, `q = sum a b`, `d = 2 (S theta - q) / count`.
+
+    `(..., dim, dim)` and `(..., dim)` numbers, constant time per round.
+    """
+
+    S: FloatArray | None = None
+    q: FloatArray | None = None
+    count: FloatArray | None = None
+
+    def observe(self, batch: Batch) -> QuadraticHistory:
+        if batch.size == 0:
+            return self
+        present = np.ones_like(batch.labels) if batch.present is None else batch.present
+        kept = batch.features * present[..., None]
+        S = np.matmul(kept.swapaxes(-1, -2), batch.features)
+        q = np.matmul(batch.labels[..., None, :], kept)[..., 0, :]
+        count = present.sum(axis=-1)
+        if self.S is None or self.q is None or self.count is None:
+            return QuadraticHistory(S, q, count)
+        return QuadraticHistory(self.S + S, self.q + q, self.count + count)
+
+    def gradient(self, theta: FloatArray) -> FloatArray:
+        if self.S is None or self.q is None or self.count is None:
+            return np.zeros_like(theta)
+        stacked = theta.ndim > self.q.ndim
+        q = self.q[..., None, :] if stacked else self.q
+        count = self.count[..., None, None] if stacked else self.count[..., None]
+        return 2.0 * (np.matmul(theta, self.S) - q) / np.maximum(count, 1.0)
+
+
+def start_history(loss: Loss) -> History:
+    """The cheapest exact history for a loss."""
+    if isinstance(loss, Squared) and not np.isfinite(loss.clip_norm):
+        return QuadraticHistory()
+    return RecordHistory(loss)

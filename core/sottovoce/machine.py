@@ -1,0 +1,201 @@
+"""The one seam: an algorithm is a pure state machine, driven alike by the service, the simulator and the auditor.
+
+A round of one learner::
+
+    state, message = algorithm.speak(state, noise)     # what goes on the wire
+    state = algorithm.listen(state, heard, batch)      # after all neighbours were heard and the record arrived
+
+Shapes. A parameter array ends in the axis `dim`. The service drives one learner, so its arrays are `(dim,)`. The
+simulator stacks all learners and many replicas, so its arrays are `(learners, replicas, dim)`; the auditor stacks
+worlds in place of learners. An algorithm never asks which of the three it is: it computes along the last axis and lets
+everything before it broadcast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
+
+import numpy as np
+
+from sottovoce.arrays import FloatArray, IntArray, Scalars
+from sottovoce.privacy.guarantee import Accountant, Guarantee
+
+StateT = TypeVar("StateT")
+
+
+@dataclass(frozen=True, slots=True)
+class Who:
+    """Which learners a state stands for, and how often.
+
+    `learner` is one index (the service) or a tuple of them (the simulator, one entry per row of the leading axis; an
+    auditor repeats one index once per world). `replicas` is None for arrays `(dim,)`, else the length of the replica axis.
+    """
+
+    learner: int | tuple[int, ...]
+    replicas: int | None = None
+
+    @property
+    def lead(self) -> tuple[int, ...]:
+        """The leading axes of every array of the state."""
+        if isinstance(self.learner, int):
+            return () if self.replicas is None else (self.replicas,)
+        return (len(self.learner), 1 if self.replicas is None else self.replicas)
+
+    def pick(self, per_learner: tuple[float, ...]) -> Scalars:
+        """The entries of a per-learner parameter that belong to this state, ready to broadcast."""
+        if isinstance(self.learner, int):
+            return per_learner[self.learner]
+        return np.array([per_learner[i] for i in self.learner]).reshape(-1, 1, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What a learner says in one round: a small set of named tensors, the same lengths in every round."""
+
+    fields: Mapping[str, FloatArray]
+
+    def __getitem__(self, name: str) -> FloatArray:
+        return self.fields[name]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The records that reach a learner in one round.
+
+    Attributes:
+        features: `(..., records, features)`.
+        labels: `(..., records)`.
+        present: `(..., records)` of 1.0 and 0.0; 0.0 marks padding, where stacked learners got unequal numbers. None: all.
+    """
+
+    features: FloatArray
+    labels: FloatArray
+    present: FloatArray | None = None
+
+    @classmethod
+    def empty(cls, n_features: int) -> Batch:
+        """A round without records."""
+        return cls(np.empty((0, n_features)), np.empty(0))
+
+    @property
+    def size(self) -> int:
+        """Number of record slots (padding included)."""
+        return int(self.labels.shape[-1])
+
+
+class Heard(Protocol):
+    """What a learner heard from its neighbours in one round, with the coupling weights of that round's topology."""
+
+    @property
+    def total_weight(self) -> Scalars:
+        """`|w_ii|`, the sum of the weights of the neighbours that were heard."""
+        ...
+
+    def weighted_sum(self, name: str) -> FloatArray:
+        """`sum_j w_ij y_j` over the neighbours j, for the field `name`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class HeardFromNeighbours:
+    """`Heard` of one learner: neighbour index to weight, and to message."""
+
+    weights: Mapping[int, float]
+    messages: Mapping[int, Message]
+    total_weight: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "total_weight", sum(self.weights.values()))
+
+    def weighted_sum(self, name: str) -> FloatArray:
+        terms = (weight * self.messages[j][name] for j, weight in self.weights.items())
+        total: FloatArray = next(terms)
+        for term in terms:
+            total = total + term
+        return total
+
+
+@dataclass(frozen=True, slots=True)
+class HeardByAll:
+    """`Heard` of all learners at once: messages `(learners, replicas, dim)`, off-diagonal weights `(learners, learners)`."""
+
+    weights: FloatArray
+    message: Message
+
+    @property
+    def total_weight(self) -> FloatArray:
+        return self.weights.sum(axis=1).reshape(-1, 1, 1)
+
+    def weighted_sum(self, name: str) -> FloatArray:
+        said = self.message[name]
+        return (self.weights @ said.reshape(len(said), -1)).reshape(said.shape)
+
+
+class Noise(Protocol):
+    """Where the noise of a message comes from: the operating system, a seed, a recording, or nowhere."""
+
+    def laplace(self, name: str, t: int, scale: Scalars, grid: Scalars, shape: tuple[int, ...]) -> FloatArray:
+        """Independent discrete Laplace numbers, multiples of `grid`, with mass proportional to `exp(-|x|/scale)`.
+
+        Args:
+            name: field of the message that the noise is for.
+            t: round.
+            scale: Laplace scale, in units of the message.
+            grid: spacing of the lattice, a power of two.
+            shape: shape of the result.
+        """
+        ...
+
+
+class Algorithm(Protocol[StateT]):
+    """A decentralised online learning algorithm, pure: no network, clock, file or global random state."""
+
+    name: str
+    dim: int
+    """Number of parameters, the last axis of `decision`."""
+
+    def field_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shape of every field of a message without leading axes: what a receiver insists on."""
+        ...
+
+    def start(self, who: Who) -> StateT:
+        """The state before round 0: independent of all data."""
+        ...
+
+    def speak(self, state: StateT, noise: Noise) -> tuple[StateT, Message]:
+        """Draw this round's noise, once, and form the message of this round."""
+        ...
+
+    def listen(self, state: StateT, heard: Heard, batch: Batch) -> StateT:
+        """Take in the neighbours' messages and the new records, update, and step to the next round."""
+        ...
+
+    def decision(self, state: StateT) -> FloatArray:
+        """The model in use, `(..., dim)`. It is private: it leaves a learner only where the run opted in."""
+        ...
+
+    def overheard(self, state: StateT, message: Message) -> tuple[StateT, FloatArray]:
+        """Replay: the state after having said exactly `message`, and the log density of saying it, `(...)`.
+
+        `listen` follows, as after `speak`.
+        """
+        ...
+
+    def accountant(self, learner: int) -> Accountant:
+        """A fresh meter of what this learner's messages cost, round by round."""
+        ...
+
+    def guarantee(self, learner: int, counts: IntArray | None = None, replaced: IntArray | None = None) -> Guarantee:
+        """What is promised about this learner's messages over the whole run, and what the promise rests on.
+
+        Args:
+            learner: its index.
+            counts: `(rounds,)` records that each round brings (default: one each).
+            replaced: `(rounds,)` how many of them differ between the worlds (default: one, the first).
+        """
+        ...
+
+
+AnyAlgorithm = Algorithm[Any]

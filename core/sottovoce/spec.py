@@ -1,0 +1,403 @@
+"""The run spec: one YAML file that `run`, `up`, `simulate` and `audit` read alike.
+
+A spec is checked once, here, and is a frozen value afterwards. What a section means is decided by the module that it
+names: `topology`, `data`, `losses`, `decision_sets`, `algorithms`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
+
+from sottovoce.errors import SpecError
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+
+def _shorthand(value: object) -> object:
+    """`ring` stands for `{kind: ring}`."""
+    return {"kind": value} if isinstance(value, str) else value
+
+
+class Section(BaseModel):
+    """Part of a spec: frozen, and an unknown field is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+# ---- topology ---------------------------------------------------------------------------------------------------------
+
+
+class Ring(Section):
+    """Every learner has two neighbours."""
+
+    kind: Literal["ring"]
+
+
+class PathGraph(Section):
+    """A line."""
+
+    kind: Literal["path"]
+
+
+class Star(Section):
+    """The first learner is everybody's neighbour."""
+
+    kind: Literal["star"]
+
+
+class Complete(Section):
+    """Everybody is everybody's neighbour."""
+
+    kind: Literal["complete"]
+
+
+class Grid(Section):
+    """A rectangular grid of `rows` times `columns` learners."""
+
+    kind: Literal["grid"]
+    rows: PositiveInt
+    columns: PositiveInt
+
+
+class ErdosRenyi(Section):
+    """Every pair is an edge with this probability."""
+
+    kind: Literal["erdos_renyi"]
+    probability: Annotated[float, Field(gt=0, le=1)]
+    seed: NonNegativeInt = 0
+
+
+class WattsStrogatz(Section):
+    """A ring in which everybody knows the `nearest` next ones, each edge rewired with this probability."""
+
+    kind: Literal["watts_strogatz"]
+    nearest: PositiveInt
+    probability: Annotated[float, Field(ge=0, le=1)]
+    seed: NonNegativeInt = 0
+
+
+class Edges(Section):
+    """The edges, as pairs of learner indices counted from 0."""
+
+    kind: Literal["edges"]
+    edges: tuple[tuple[NonNegativeInt, NonNegativeInt], ...]
+
+
+class GraphFile(Section):
+    """A file: GraphML (`.graphml`), or an edge list of two whitespace-separated node names a line."""
+
+    kind: Literal["file"]
+    path: Path
+
+
+Graph = Annotated[
+    Ring | PathGraph | Star | Complete | Grid | ErdosRenyi | WattsStrogatz | Edges | GraphFile,
+    Field(discriminator="kind"),
+    BeforeValidator(_shorthand),
+]
+
+
+class ConstantWeights(Section):
+    """`w_ij = value` for every edge."""
+
+    kind: Literal["constant"]
+    value: Positive
+
+
+class MetropolisWeights(Section):
+    """`w_ij = 1 / (1 + max(degree_i, degree_j))`."""
+
+    kind: Literal["metropolis"]
+
+
+class MaxDegreeWeights(Section):
+    """`w_ij = 1 / (1 + largest degree)`."""
+
+    kind: Literal["max_degree"]
+
+
+Weights = Annotated[
+    ConstantWeights | MetropolisWeights | MaxDegreeWeights, Field(discriminator="kind"), BeforeValidator(_shorthand)
+]
+
+
+class TopologySpec(Section):
+    """Who hears whom, and with which coupling weights."""
+
+    graph: Graph = Ring(kind="ring")
+    weights: Weights = MetropolisWeights(kind="metropolis")
+
+
+# ---- data -------------------------------------------------------------------------------------------------------------
+
+
+class Iid(Section):
+    """Records are dealt out at random."""
+
+    kind: Literal["iid"]
+
+
+class ByLabel(Section):
+    """Records are sorted by label and cut into equal parts: most learners see one label only.
+
+    `mixed` is the share of each learner's records that is dealt out at random instead (0: the hardest skew).
+    """
+
+    kind: Literal["by_label"]
+    mixed: Annotated[float, Field(ge=0, le=1)] = 0.0
+
+
+class Dirichlet(Section):
+    """For each label, shares over learners drawn from a symmetric Dirichlet law: small concentration, strong skew."""
+
+    kind: Literal["dirichlet"]
+    concentration: Positive
+
+
+class Paper4060(Section):
+    """40 % of class c to learner c mod learners, the rest of it dealt out evenly (Chen & Wang, experiments B and C)."""
+
+    kind: Literal["paper_40_60"]
+
+
+Partition = Annotated[Iid | ByLabel | Dirichlet | Paper4060, Field(discriminator="kind"), BeforeValidator(_shorthand)]
+
+
+class DataSpec(Section):
+    """Where records come from, who gets which, and in what order."""
+
+    source: str = "breast_cancer"
+    """`breast_cancer` and `digits` (shipped with scikit-learn), or a path to a `.npz`, `.csv` or `.parquet` file."""
+    label: str | None = None
+    """Label column of a `.csv` or `.parquet` file (default: `label`, else `y`, else the last column)."""
+    positive: tuple[int | str, ...] | None = None
+    """Labels that count as 1 in a binary problem (default: the later half of the sorted labels)."""
+    partition: Partition = Iid(kind="iid")
+    """Ignored where the file carries a `learner` column."""
+    order: Literal["given", "shuffled"] = "shuffled"
+    batch_size: PositiveInt = 1
+    """Records per learner and round. Ignored where the file carries a `round` column."""
+    reuse: bool = False
+    """Start again from the first record when a learner's records run out. Each use is an event of its own."""
+    test_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.25
+    """Held out for accuracy. Treated as public: the constants of `scale` are read off it."""
+    scale: Literal["none", "standard", "range"] = "none"
+    """Per-feature scaling by constants of the held-out part, so that no constant depends on a learner's records."""
+    intercept: bool = True
+    """Append a constant feature."""
+    seed: NonNegativeInt = 0
+    """For the split, the partition and the order. Not for noise."""
+
+
+# ---- learning ---------------------------------------------------------------------------------------------------------
+
+
+class LossSpec(Section):
+    """The loss of one record."""
+
+    kind: Literal["logistic", "ridge"] = "logistic"
+    ridge: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.01
+    """Coefficient r of the exact term r*theta in every gradient."""
+    feature_bound: Positive = 1.0
+    """Every row is scaled to at most this l2 norm, row by row, before use."""
+    label_bound: Positive = 1.0
+    """Ridge only: labels are clipped to [-label_bound, label_bound]."""
+    clip_norm: Positive | None = None
+    """Clip every record's data gradient to this l2 norm (None: no clipping)."""
+
+
+class L2BallSpec(Section):
+    """All theta with l2 norm at most `radius`."""
+
+    kind: Literal["l2_ball"]
+    radius: Positive
+
+
+class BoxSpec(Section):
+    """All theta with every coordinate in [low, high]."""
+
+    kind: Literal["box"]
+    low: Finite
+    high: Finite
+
+
+DecisionSetSpec = Annotated[L2BallSpec | BoxSpec, Field(discriminator="kind")]
+
+PerLearner = float | tuple[float, ...]
+"""One number for all learners, or a list with one number each."""
+
+
+class LdpDolSpec(Section):
+    """LDP-DOL (Chen & Wang 2025). `algorithms/ldp_dol.py` checks the conditions that the theory puts on these numbers."""
+
+    name: Literal["ldp-dol"]
+    lam0: float = 1.0
+    v: float = 0.77
+    gam0: float = 1.0
+    u: float = 0.65
+    sigma: PerLearner = 1.0
+    varsigma: PerLearner = 0.1
+    accounting: Literal["loose", "smooth", "convex", "clip", "best"] = "best"
+
+
+AlgorithmSpec = Annotated[LdpDolSpec, Field()]
+
+
+class PrivacySpec(Section):
+    """What a learner may spend."""
+
+    budget: PerLearner | None = None
+    """Epsilon at which a learner stops speaking (None: it counts, and never stops)."""
+
+
+# ---- running ----------------------------------------------------------------------------------------------------------
+
+
+class ClockSpec(Section):
+    """The round clock: grants of windows of rounds, not barriers."""
+
+    mode: Literal["free", "paced", "data"] = "free"
+    """free: as fast as data and neighbours allow. paced: one round a period. data: when every learner has its batch."""
+    window: PositiveInt = 100
+    """Rounds granted at a time (free mode)."""
+    period_s: Positive | None = None
+    """Seconds per round (paced mode)."""
+    deadline_s: Positive = 60.0
+    """How long a learner waits for a neighbour, a grant or its data before the run fails."""
+
+    @model_validator(mode="after")
+    def _period_when_paced(self) -> ClockSpec:
+        if (self.mode == "paced") != (self.period_s is not None):
+            raise ValueError("period_s must be given in paced mode, and only there")
+        return self
+
+
+class TelemetrySpec(Section):
+    """What learners tell their operator beyond rounds, bytes and budget. All of it is outside the privacy guarantee."""
+
+    accuracy: bool = False
+    """Report prequential accuracy: data-dependent."""
+    predict: bool = False
+    """Answer Predict calls: the answers depend on the private model."""
+
+
+class RunSpec(Section):
+    """A whole run."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")] = "run"
+    rounds: PositiveInt
+    learners: PositiveInt | tuple[str, ...] = 5
+    """How many, or their names."""
+    algorithm: AlgorithmSpec
+    loss: LossSpec = LossSpec()
+    decision_set: DecisionSetSpec = L2BallSpec(kind="l2_ball", radius=100.0)
+    topology: TopologySpec = TopologySpec()
+    data: DataSpec = DataSpec()
+    privacy: PrivacySpec = PrivacySpec()
+    clock: ClockSpec = ClockSpec()
+    capture: Literal["relay", "mirror", "none"] = "none"
+    """relay: every edge passes through the eavesdropper. mirror: learners copy their messages to it."""
+    durability: Literal["process", "power"] = "power"
+    """What a journaled message survives: kill -9 of the learner, or loss of power (fsync before every send)."""
+    telemetry: TelemetrySpec = TelemetrySpec()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the learners, by index."""
+        return (
+            self.learners if isinstance(self.learners, tuple) else tuple(f"learner-{i}" for i in range(self.learners))
+        )
+
+    @property
+    def n_learners(self) -> int:
+        """Number of learners."""
+        return len(self.names)
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> RunSpec:
+        if len(set(self.names)) != len(self.names):
+            raise ValueError(f"learner names must differ, got {list(self.names)}")
+        return self
+
+    def per_learner(self, value: PerLearner, field: str) -> tuple[float, ...]:
+        """`value` as one number per learner.
+
+        Raises:
+            SpecError: a list of another length than the number of learners.
+        """
+        values = value if isinstance(value, tuple) else (value,) * self.n_learners
+        if len(values) != self.n_learners:
+            raise SpecError(f"{field}: a list must have one number per learner ({self.n_learners}), got {len(values)}")
+        return values
+
+
+# ---- reading and writing ----------------------------------------------------------------------------------------------
+
+
+def parse_spec(document: object, *, source: str = "spec") -> RunSpec:
+    """Check a parsed document.
+
+    Raises:
+        SpecError: one line per problem, each with the field, the value and what is allowed.
+    """
+    if not isinstance(document, Mapping):
+        raise SpecError(f"{source}: a run spec must be a mapping of fields, got {type(document).__name__}")
+    try:
+        return RunSpec.model_validate(document)
+    except ValidationError as error:
+        raise SpecError("\n".join(_explain(problem, source) for problem in error.errors())) from None
+
+
+def load_spec(path: Path) -> RunSpec:
+    """Read a YAML file.
+
+    Raises:
+        SpecError: unreadable, not YAML, or not a valid spec.
+    """
+    try:
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(f"cannot read the run spec {path}: {error}") from None
+    except yaml.YAMLError as error:
+        raise SpecError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    return parse_spec(document, source=str(path))
+
+
+def dump_spec(spec: RunSpec) -> str:
+    """The spec as YAML, complete with defaults."""
+    return yaml.safe_dump(spec.model_dump(mode="json"), sort_keys=False)
+
+
+def spec_schema() -> str:
+    """JSON schema of a run spec, for editors."""
+    return json.dumps(RunSpec.model_json_schema(), indent=2)
+
+
+def _explain(problem: Any, source: str) -> str:
+    """One pydantic problem as a line for a person."""
+    where = ".".join(str(part) for part in problem["loc"]) or "spec"
+    came = problem.get("input")
+    match problem["type"]:
+        case "extra_forbidden":
+            return f"{source}: unknown field {where}; see `sottovoce spec schema` for the fields there are"
+        case "missing":
+            return f"{source}: field {where} is required"
+        case _:
+            text = problem["msg"].removeprefix("Value error, ")
+            return f"{source}: {where}: {text[0].lower() + text[1:]}, got {came!r}"

@@ -1,0 +1,76 @@
+"""Write, or check, the Python code of the wire: `sottovoce_wire/v1/*.proto` to `generated/sottovoce_wire/v1`.
+
+    python proto/generate.py            # write
+    python proto/generate.py --check    # exit 1 and name the files where the committed code is not what protoc writes
+
+The proto path equals the Python path, so the generated imports need no rewriting.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+GENERATED = HERE / "generated"
+
+
+def generate(into: Path) -> None:
+    """Run protoc, writing messages, services and the stubs of both below the folder `into`."""
+    protos = sorted(path.relative_to(HERE).as_posix() for path in HERE.glob("sottovoce_wire/**/*.proto"))
+    outputs = [
+        f"--python_out={into}",
+        f"--grpc_python_out={into}",
+        f"--mypy_out=quiet:{into}",
+        f"--mypy_grpc_out=quiet:{into}",
+    ]
+    # protoc looks for mypy-protobuf's plugins on the PATH, where an environment that is not activated is missing.
+    path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")])
+    command = [sys.executable, "-m", "grpc_tools.protoc", "-I.", *outputs, *protos]
+    subprocess.run(command, cwd=HERE, env={**os.environ, "PATH": path}, check=True)
+
+
+def read(folder: Path) -> dict[str, bytes]:
+    """The generated files below a folder: path to content."""
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*_pb2*.py*")}
+
+
+def differences(committed: dict[str, bytes], fresh: dict[str, bytes]) -> list[str]:
+    """What is wrong with the committed files, one line each."""
+    return [
+        *(f"missing: {name}" for name in sorted(fresh.keys() - committed.keys())),
+        *(f"stale, no .proto makes it: {name}" for name in sorted(committed.keys() - fresh.keys())),
+        *(f"differs: {name}" for name in sorted(fresh.keys() & committed.keys()) if fresh[name] != committed[name]),
+    ]
+
+
+def main() -> int:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description="Write the Python code of the wire.")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where the code is not fresh")
+    check = parser.parse_args().check
+
+    with tempfile.TemporaryDirectory() as folder:
+        generate(Path(folder))
+        committed, fresh = read(GENERATED), read(Path(folder))
+    if check:
+        problems = differences(committed, fresh)
+        print("\n".join(problems) or f"{len(fresh)} generated files are fresh")
+        return 1 if problems else 0
+
+    for name in committed.keys() - fresh.keys():
+        (GENERATED / name).unlink()
+    for name, content in fresh.items():
+        (GENERATED / name).parent.mkdir(parents=True, exist_ok=True)
+        (GENERATED / name).write_bytes(content)
+    print(f"wrote {len(fresh)} files below {GENERATED}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The eavesdropper: sits on the channels, records every byte, asks nobody."""

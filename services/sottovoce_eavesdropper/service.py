@@ -1,0 +1,216 @@
+"""The eavesdropper's gRPC face: captures are opened, listed, read and closed."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import structlog
+
+from sottovoce.errors import CaptureError
+from sottovoce_eavesdropper.records import CaptureFile
+from sottovoce_eavesdropper.relay import Relay
+from sottovoce_rpc.server import Service, start_server
+from sottovoce_rpc.status import answering
+from sottovoce_wire.v1 import eavesdropper_pb2, eavesdropper_pb2_grpc
+
+log = structlog.get_logger()
+
+NAME = "sottovoce_wire.v1.Eavesdropper"
+CHUNK = 1024 * 1024
+MIRROR_DRAIN_S = 3.0
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class EavesdropperConfig:
+    """How an eavesdropper is deployed.
+
+    Attributes:
+        listen: `host:port` to listen on; port 0 picks one. Relays listen on free ports of the same host.
+        folder: where captures are written.
+        advertise_host: name of this host for learners, where it differs from that of `listen`.
+    """
+
+    listen: str = "127.0.0.1:0"
+    folder: Path = field(default_factory=lambda: Path("sottovoce-captures"))
+    advertise_host: str | None = None
+
+
+@dataclass(slots=True)
+class Recording:
+    """A capture, the relays that feed it, and its writer."""
+
+    file: CaptureFile
+    relays: list[Relay]
+    writer: asyncio.Task[None]
+    mirrors: int = 0
+
+
+class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
+    """Any number of captures, of one run each."""
+
+    def __init__(self, config: EavesdropperConfig) -> None:
+        self.config = config
+        self._captures: dict[str, Recording] = {}
+        self.service: Service | None = None
+        self.address = ""
+
+    async def start(self) -> str:
+        """Listen; returns the address."""
+        self.service = await start_server(
+            self.config.listen,
+            lambda server: eavesdropper_pb2_grpc.add_EavesdropperServicer_to_server(self, server),
+            [NAME],
+        )
+        self.address = self._advertised(self.service.address)
+        return self.address
+
+    async def stop(self) -> None:
+        """Write everything that is in memory, then end."""
+        await asyncio.gather(*(self._close(capture, drain_s=0.0) for capture in self._captures.values()))
+        if self.service is not None:
+            await self.service.stop()
+
+    # ---- captures -------------------------------------------------------------------------------------------------------
+
+    async def OpenCapture(
+        self, request: eavesdropper_pb2.OpenCaptureRequest, context: Context
+    ) -> eavesdropper_pb2.OpenCaptureResponse:
+        """Begin a capture, with one relay per route."""
+        async with answering(context):
+            capture_id = f"{request.run_id}-{uuid.uuid4().hex[:6]}"
+            folder = self.config.folder.absolute() / Path(capture_id).name
+            file = CaptureFile(folder, capture_id, request.run_id, request.spec or "{}")
+            relays = [Relay(route, file) for route in request.routes]
+            addresses = [await relay.start(self._host()) for relay in relays]
+            self._captures[capture_id] = Recording(file, relays, asyncio.ensure_future(file.write_parts()))
+            log.info("capture opened", capture=capture_id, relays=len(relays), folder=str(folder))
+            return eavesdropper_pb2.OpenCaptureResponse(
+                capture_id=capture_id,
+                relay_addresses=[self._advertised(address) for address in addresses],
+                mirror_address=self.address,
+                location=str(folder),
+            )
+        raise AssertionError("answering() ends the call")
+
+    async def CloseCapture(
+        self, request: eavesdropper_pb2.CloseCaptureRequest, context: Context
+    ) -> eavesdropper_pb2.CloseCaptureResponse:
+        """End a capture; once closed, closing it again says what was captured."""
+        async with answering(context):
+            capture = self._known(request.capture_id)
+            await self._close(capture, drain_s=MIRROR_DRAIN_S)
+            return eavesdropper_pb2.CloseCaptureResponse(capture=_info(capture.file))
+        raise AssertionError("answering() ends the call")
+
+    async def ListCaptures(
+        self, request: eavesdropper_pb2.ListCapturesRequest, context: Context
+    ) -> eavesdropper_pb2.ListCapturesResponse:
+        """All captures of this process."""
+        return eavesdropper_pb2.ListCapturesResponse(captures=[_info(c.file) for c in self._captures.values()])
+
+    async def StreamCapture(
+        self, request: eavesdropper_pb2.StreamCaptureRequest, context: Context
+    ) -> AsyncIterator[eavesdropper_pb2.StreamCaptureResponse]:
+        """The files of a capture as they stand."""
+        async with answering(context):
+            capture = self._known(request.capture_id)
+            await capture.file.flush()
+            for path in sorted(capture.file.folder.iterdir()):
+                if path.suffix == ".partial":
+                    continue
+                content = await asyncio.to_thread(path.read_bytes)
+                for start in range(0, max(len(content), 1), CHUNK):
+                    yield eavesdropper_pb2.StreamCaptureResponse(file=path.name, data=content[start : start + CHUNK])
+
+    async def Mirror(
+        self, requests: AsyncIterator[eavesdropper_pb2.MirrorRequest], context: Context
+    ) -> eavesdropper_pb2.MirrorResponse:
+        """Copies from a learner: one row per receiver, as the relay would have it, but without metadata or its own times."""
+        taken, capture = 0, None
+        async with answering(context):
+            try:
+                async for request in requests:
+                    if capture is None:
+                        capture = self._of_run(request.run_id)
+                        capture.mirrors += 1
+                    taken += _keep(capture.file, request)
+            finally:
+                if capture is not None:
+                    capture.mirrors -= 1
+        return eavesdropper_pb2.MirrorResponse(messages=taken)
+
+    def _known(self, capture_id: str) -> Recording:
+        if capture_id not in self._captures:
+            raise CaptureError(f"no capture {capture_id!r} here; there are {sorted(self._captures)}")
+        return self._captures[capture_id]
+
+    def _of_run(self, run_id: str) -> Recording:
+        for capture in self._captures.values():
+            if capture.file.open and capture.file.run_id == run_id:
+                return capture
+        raise CaptureError(f"no open capture of run {run_id!r}")
+
+    async def _close(self, capture: Recording, drain_s: float) -> None:
+        """Let mirrored copies on their way arrive, cut the relays, write the rest."""
+        if not capture.file.open:
+            return
+        for _ in range(int(drain_s / 0.05)):
+            if capture.mirrors == 0:
+                break
+            await asyncio.sleep(0.05)
+        await asyncio.gather(*(relay.stop() for relay in capture.relays))
+        capture.writer.cancel()
+        await capture.file.close()
+        log.info(
+            "capture closed", capture=capture.file.capture_id, messages=capture.file.messages, bytes=capture.file.bytes
+        )
+
+    def _host(self) -> str:
+        return self.config.listen.rsplit(":", 1)[0]
+
+    def _advertised(self, address: str) -> str:
+        return f"{self.config.advertise_host or self._host()}:{address.rsplit(':', 1)[1]}"
+
+
+def _info(file: CaptureFile) -> eavesdropper_pb2.CaptureInfo:
+    return eavesdropper_pb2.CaptureInfo(
+        capture_id=file.capture_id,
+        run_id=file.run_id,
+        location=str(file.folder),
+        messages=file.messages,
+        bytes=file.bytes,
+        open=file.open,
+    )
+
+
+def _keep(file: CaptureFile, request: eavesdropper_pb2.MirrorRequest) -> int:
+    now = time.monotonic_ns()
+    for message in request.messages:
+        for receiver in message.receivers:
+            caller, callee = sorted((request.sender, receiver))
+            direction = "out" if request.sender == caller else "back"
+            size = len(message.payload)
+            file.add(
+                (
+                    caller,
+                    callee,
+                    request.sender,
+                    direction,
+                    "message",
+                    0,
+                    message.sent_at_ns,
+                    now,
+                    size,
+                    message.payload,
+                )
+            )
+    return len(request.messages)

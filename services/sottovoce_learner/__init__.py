@@ -1,0 +1,1 @@
+"""The learner service: one learner of the graph, its neighbours, its owner's data, and its books."""

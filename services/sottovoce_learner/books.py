@@ -1,0 +1,42 @@
+"""The learner's books: what the next message costs, what was spent, and the refusal to overspend."""
+
+from __future__ import annotations
+
+from sottovoce.errors import BudgetExhausted
+from sottovoce.privacy.guarantee import Accountant
+
+
+class Books:
+    """Spending of one learner.
+
+    Args:
+        accountant: meters the algorithm.
+        budget: epsilon that must not be exceeded; None for no limit.
+    """
+
+    def __init__(self, accountant: Accountant, budget: float | None) -> None:
+        self._accountant = accountant
+        self.budget = budget
+        self.spent = 0.0
+
+    def price(self, t: int) -> float:
+        """Epsilon spent once the message of round t is out.
+
+        Raises:
+            BudgetExhausted: that would be more than the budget.
+        """
+        after = self.spent + self._accountant.next_loss()
+        if self.budget is not None and after > self.budget:
+            raise BudgetExhausted(
+                f"saying round {t} would bring the spent epsilon from {self.spent:.6g} to {after:.6g}, "
+                f"above the budget of {self.budget:.6g}"
+            )
+        return after
+
+    def charge(self, after: float) -> None:
+        """Book what the journal already says."""
+        self.spent = after
+
+    def round_over(self, new_records: int) -> None:
+        """The round brought so many records."""
+        self._accountant.advance(new_records)

@@ -1,0 +1,85 @@
+"""The intake: records from the learner's owner, cut into rounds. No network, no clock.
+
+Every source counts its batches from 0. A batch that was taken in already is passed over, a gap is refused, so a feeder
+that reconnects neither loses nor doubles a record. Rows are scaled to the loss's bounds here, before anything sees them.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+from sottovoce.arrays import FloatArray
+from sottovoce.data import check_batch
+from sottovoce.errors import DataError, NotReady, RemoteProtocolError
+from sottovoce.losses import Loss
+from sottovoce.machine import Batch
+from sottovoce.spec import LossSpec
+from sottovoce_rpc.codec import from_tensor
+from sottovoce_wire.v1 import learner_pb2
+
+
+class Intake:
+    """Batches by round.
+
+    Args:
+        n_features: features of a record.
+        spec: the loss's section of the run spec.
+        loss: enforces its bounds on the records.
+        rounds: planned rounds of the run.
+    """
+
+    def __init__(self, n_features: int, spec: LossSpec, loss: Loss, rounds: int) -> None:
+        self._n_features, self._spec, self._loss, self._rounds = n_features, spec, loss, rounds
+        self._next: dict[str, int] = {}
+        self._batches: dict[int, Batch] = {}
+        self._nothing = Batch.empty(n_features)
+        self.filled = 0
+        """Rounds below this one have their records."""
+
+    def next_sequence(self, source: str) -> int:
+        """The batch that is due from a source."""
+        return self._next.get(source, 0)
+
+    def put(self, batch: learner_pb2.SampleBatch) -> None:
+        """Take a batch in, whole or not at all.
+
+        Raises:
+            NotReady: an earlier batch of the source is missing.
+            DataError: the records do not fit the run. The message quotes no record value.
+            RemoteProtocolError: a malformed tensor, or rounds that have their records already.
+        """
+        due = self.next_sequence(batch.source)
+        if batch.sequence < due:
+            return
+        if batch.sequence > due:
+            raise NotReady(f"source {batch.source!r} must send batch {due} next, got batch {batch.sequence}")
+        features, labels = from_tensor(batch.features), from_tensor(batch.labels)
+        check_batch(features, labels, self._n_features, self._spec)
+        first, counts = self._rounds_of(batch, len(labels))
+        features, labels = self._loss.enforce(features, labels)
+        self._file(first, counts, features, labels)
+        self._next[batch.source] = due + 1
+
+    def take(self, t: int) -> Batch:
+        """The records of a round below `filled`, once."""
+        return self._batches.pop(t, self._nothing)
+
+    def _rounds_of(self, batch: learner_pb2.SampleBatch, records: int) -> tuple[int, list[int]]:
+        counts = list(batch.counts) or [records]
+        first = batch.first_round if batch.HasField("first_round") else self.filled
+        if sum(counts) != records:
+            raise DataError(f"the counts of a batch must add up to its records, {records}, got {sum(counts)}")
+        if first < self.filled:
+            raise RemoteProtocolError(f"records must be for round {self.filled} or later, got round {first}")
+        if first + len(counts) > self._rounds:
+            raise DataError(
+                f"the run has rounds 0 to {self._rounds - 1}, got records for round {first + len(counts) - 1}"
+            )
+        return first, counts
+
+    def _file(self, first: int, counts: list[int], features: FloatArray, labels: FloatArray) -> None:
+        ends = list(accumulate(counts))
+        for t, (count, end) in enumerate(zip(counts, ends, strict=True), start=first):
+            if count:
+                self._batches[t] = Batch(features[end - count : end], labels[end - count : end])
+        self.filled = first + len(counts)

@@ -1,0 +1,83 @@
+"""Links: the stream to each neighbour, whoever opened it, and what is said again when it breaks.
+
+A link keeps the bytes of the last two rounds, exactly as they were journaled. When a stream is opened (again), the
+neighbour names the first round it has not heard, and the link goes on from there with the same bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import Protocol
+
+import grpc
+
+
+class Stream(Protocol):
+    """The writing half of a stream: a client call and a server context look alike here."""
+
+    async def write(self, message: bytes) -> None:
+        """Send one message."""
+        ...
+
+
+class Link:
+    """Everything that is said to one neighbour, in order, over whichever stream is there."""
+
+    def __init__(self) -> None:
+        self._frames: deque[tuple[int, bytes]] = deque(maxlen=2)
+        self._stream: Stream | None = None
+        self._next = 0
+        self._writing: asyncio.Task[None] | None = None
+        self.attached = asyncio.Event()
+
+    def say(self, t: int, frame: bytes) -> None:
+        """Send a round's bytes as soon as the stream allows; never waits."""
+        self._frames.append((t, frame))
+        self._kick()
+
+    def attach(self, stream: Stream, next_round: int) -> None:
+        """A stream is there, and its other end has heard everything below `next_round`."""
+        self._stream, self._next = stream, next_round
+        self.attached.set()
+        self._kick()
+
+    def detach(self, stream: Stream) -> None:
+        """A stream has ended."""
+        if self._stream is stream:
+            self._stream = None
+            self.attached.clear()
+
+    async def flushed(self) -> None:
+        """Wait until all that was said is written, or the stream is gone."""
+        if self._writing is not None:
+            await asyncio.wait([self._writing])
+
+    def _kick(self) -> None:
+        if self._stream is not None and (self._writing is None or self._writing.done()):
+            self._writing = asyncio.ensure_future(self._drain(self._stream))
+
+    async def _drain(self, stream: Stream) -> None:
+        """Write what is due, one message at a time: two writes in flight on one stream are an error."""
+        try:
+            while self._stream is stream and (frame := self._due()) is not None:
+                await stream.write(frame)
+        except (
+            grpc.RpcError,
+            grpc.aio.BaseError,
+            grpc.aio.UsageError,
+            asyncio.InvalidStateError,
+            asyncio.CancelledError,
+        ):
+            self.detach(stream)
+        else:
+            if self._stream is not stream:  # another stream came while the last write was under way
+                self._writing = None
+                self._kick()
+
+    def _due(self) -> bytes | None:
+        for t, frame in self._frames:
+            if t >= self._next:
+                self._next = t + 1
+                return frame
+        return None

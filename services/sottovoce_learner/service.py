@@ -1,0 +1,292 @@
+"""The learner's gRPC face, and its side of the conversation with the coordinator."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import structlog
+
+from sottovoce.errors import NotReady, SottovoceError, SpecError, Unavailable
+from sottovoce.machine import Noise
+from sottovoce.noise import RecordedNoise, SystemNoise
+from sottovoce.spec import parse_spec
+from sottovoce.transcript import read_noise
+from sottovoce_learner import exchange
+from sottovoce_learner.mirror import Mirror
+from sottovoce_learner.session import Assignment, Session
+from sottovoce_rpc.codec import from_tensor
+from sottovoce_rpc.server import Service, channel, is_loopback, start_server
+from sottovoce_rpc.status import answering, as_error
+from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc, learner_pb2
+
+log = structlog.get_logger()
+
+NAME = "sottovoce_wire.v1.Learner"
+REPORT_S = 0.25
+RECEIPT_EVERY = 16
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerConfig:
+    """How a learner is deployed.
+
+    Attributes:
+        name: its name, unique at its coordinator.
+        coordinator: address of the coordinator.
+        listen: `host:port` to listen on; port 0 picks one.
+        advertise: address for others, where it differs from `listen`.
+        state_folder: where journals stand.
+        join_timeout_s: how long the coordinator may be unreachable at the start.
+        recorded_noise: a file of noise to use in place of the operating system's: for tests, on loopback only.
+    """
+
+    name: str
+    coordinator: str
+    listen: str = "127.0.0.1:0"
+    advertise: str | None = None
+    state_folder: Path = field(default_factory=lambda: Path("sottovoce-state"))
+    join_timeout_s: float = 30.0
+    recorded_noise: Path | None = None
+
+    def check(self) -> None:
+        """Refuse what would not protect anybody.
+
+        Raises:
+            SpecError: recorded noise on an address that others can reach.
+        """
+        if self.recorded_noise is not None and not is_loopback(self.advertise or self.listen):
+            raise SpecError(
+                f"recorded noise protects nobody and is allowed on loopback addresses only, got {self.advertise or self.listen}"
+            )
+
+
+class Learner:
+    """A learner process: serves its neighbours and its owner, follows its coordinator."""
+
+    def __init__(self, config: LearnerConfig) -> None:
+        config.check()
+        self.config = config
+        self._noise_fields = None if config.recorded_noise is None else read_noise(config.recorded_noise)
+        self._session: Session | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._run_tasks: set[asyncio.Task[Any]] = set()
+        self._mirror: Mirror | None = None
+        self.service: Service | None = None
+
+    # ---- life -----------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> str:
+        """Listen; returns the address for others."""
+        self.service = await start_server(self.config.listen, self._add, [NAME])
+        return self.config.advertise or self.service.address
+
+    async def follow(self, address: str) -> None:
+        """Follow the coordinator for ever; it may come back after having been away.
+
+        Raises:
+            Unavailable: it could not be reached in the first place.
+        """
+        async with channel(self.config.coordinator) as to:
+            stub = coordinator_pb2_grpc.CoordinatorStub(to)
+            await self._reachable(to)
+            self._spawn(self._report(stub), self._tasks)
+            while True:
+                try:
+                    request = coordinator_pb2.JoinRequest(learner=self.config.name, address=address)
+                    async for directive in stub.Join(request):
+                        await self._obey_or_tell(directive, stub)
+                except grpc.aio.AioRpcError as error:
+                    failure = as_error(error, f"the coordinator at {self.config.coordinator}")
+                    if not isinstance(failure, Unavailable):
+                        raise failure from None
+                    log.warning("coordinator away", reason=str(failure))
+                await asyncio.sleep(0.5)
+
+    async def stop(self) -> None:
+        """Finish the message on its way, then end."""
+        await self._end_run()
+        for task in self._tasks:
+            task.cancel()
+        if self.service is not None:
+            await self.service.stop()
+
+    async def _reachable(self, to: grpc.aio.Channel) -> None:
+        try:
+            await asyncio.wait_for(to.channel_ready(), self.config.join_timeout_s)
+        except TimeoutError:
+            raise Unavailable(
+                f"cannot reach the coordinator at {self.config.coordinator} within {self.config.join_timeout_s:g} s: "
+                "is it running, and is the address right?"
+            ) from None
+
+    def _spawn(self, work: Coroutine[Any, Any, Any], group: set[asyncio.Task[Any]]) -> None:
+        task = asyncio.ensure_future(work)
+        group.add(task)
+        task.add_done_callback(group.discard)
+
+    # ---- the coordinator ------------------------------------------------------------------------------------------------
+
+    async def _obey_or_tell(
+        self, directive: coordinator_pb2.Directive, stub: coordinator_pb2_grpc.CoordinatorStub
+    ) -> None:
+        """A directive that cannot be followed fails the run, with the reason, and leaves the learner alive."""
+        try:
+            await self._obey(directive)
+        except (SottovoceError, OSError) as error:
+            log.error("directive refused", reason=str(error))
+            which = directive.WhichOneof("directive")
+            status = learner_pb2.LearnerStatus(
+                learner=self.config.name,
+                run_id=getattr(directive, which).run_id if which else "",
+                state=learner_pb2.LEARNER_STATE_FAILED,
+                detail=str(error),
+            )
+            await stub.Report(coordinator_pb2.ReportRequest(status=status), timeout=5.0)
+
+    async def _obey(self, directive: coordinator_pb2.Directive) -> None:
+        match directive.WhichOneof("directive"):
+            case "assignment":
+                await self._prepare(directive.assignment)
+            case "epoch":
+                self._meet(directive.epoch)
+            case "grant":
+                if (session := self._of_run(directive.grant.run_id)) is not None:
+                    session.grant(directive.grant.until_round)
+            case "stop":
+                if self._of_run(directive.stop.run_id) is not None:
+                    await self._end_run()
+
+    def _of_run(self, run_id: str) -> Session | None:
+        session = self._session
+        return session if session is not None and session.assignment.run_id == run_id else None
+
+    async def _prepare(self, told: coordinator_pb2.Assignment) -> None:
+        if self._of_run(told.run_id) is not None:  # said again after a reconnect
+            return
+        await self._end_run()
+        assignment = Assignment(
+            told.run_id, parse_spec(json.loads(told.spec)), told.n_features, told.index, tuple(told.own_weights)
+        )
+        self.config.state_folder.mkdir(parents=True, exist_ok=True)
+        self._mirror = Mirror(told.run_id, told.index, told.mirror_address) if told.mirror_address else None
+        copy: Callable[[bytes, list[int]], None] | None = self._mirror.copy if self._mirror else None
+        self._session = Session(
+            assignment, self._noise(told.index), self.config.state_folder, copy, private=self._noise_fields is None
+        )
+
+    def _noise(self, index: int) -> Noise:
+        if self._noise_fields is None:
+            return SystemNoise()
+        return RecordedNoise({name: values[:, index, 0] for name, values in self._noise_fields.items()})
+
+    def _meet(self, epoch: coordinator_pb2.TopologyEpoch) -> None:
+        session = self._of_run(epoch.run_id)
+        if session is None or session.links:
+            return
+        session.set_topology({n.index: n.weight for n in epoch.neighbours})
+        for neighbour in epoch.neighbours:
+            if neighbour.index > session.assignment.index:
+                self._spawn(exchange.keep_open(session, neighbour.index, neighbour.address), self._run_tasks)
+        if self._mirror is not None:
+            self._spawn(self._mirror.run(), self._tasks)
+        self._spawn(self._run(session), self._run_tasks)
+
+    async def _run(self, session: Session) -> None:
+        await session.run()
+        if self._mirror is not None:
+            self._mirror.end()
+
+    async def _end_run(self) -> None:
+        for task in tuple(self._run_tasks):
+            task.cancel()
+        await asyncio.gather(*self._run_tasks, return_exceptions=True)
+
+    async def _report(self, stub: coordinator_pb2_grpc.CoordinatorStub) -> None:
+        """Tell the coordinator how far we are, when it matters for the clock and a few times a second."""
+        last = b""
+        while True:
+            session = self._session
+            if session is None:
+                await asyncio.sleep(REPORT_S / 5)
+                continue
+            try:
+                await asyncio.wait_for(session.changed.wait(), REPORT_S)
+            except TimeoutError:
+                pass
+            session.changed.clear()
+            if (said := session.status.SerializeToString(deterministic=True)) == last:
+                continue
+            try:
+                await stub.Report(coordinator_pb2.ReportRequest(status=session.status), timeout=5.0)
+                last = said
+            except grpc.aio.AioRpcError as error:
+                log.warning("report not taken", reason=error.details())
+                await asyncio.sleep(REPORT_S)
+
+    # ---- the gRPC face --------------------------------------------------------------------------------------------------
+
+    def _add(self, server: grpc.aio.Server) -> None:
+        """By hand rather than by the generated function: Exchange passes bytes through, encoded once for all neighbours."""
+        pb = learner_pb2
+        handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+            "Exchange": grpc.stream_stream_rpc_method_handler(self._exchange),
+            "Ingest": grpc.stream_stream_rpc_method_handler(
+                self._ingest, pb.SampleBatch.FromString, pb.IngestReceipt.SerializeToString
+            ),
+            "Predict": grpc.stream_stream_rpc_method_handler(
+                self._predict, pb.PredictRequest.FromString, pb.PredictResponse.SerializeToString
+            ),
+            "Status": grpc.unary_unary_rpc_method_handler(
+                self._status, pb.StatusRequest.FromString, pb.StatusResponse.SerializeToString
+            ),
+        }
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(NAME, handlers),))
+
+    def _in_run(self) -> Session:
+        if self._session is None:
+            raise NotReady("this learner is not in a run yet")
+        return self._session
+
+    async def _exchange(self, requests: AsyncIterator[bytes], context: Context) -> None:
+        async with answering(context):
+            session = self._session
+            if session is not None and not session.links:
+                raise NotReady("this learner does not know its neighbours yet")
+            await exchange.accept(session, context)
+
+    async def _ingest(
+        self, batches: AsyncIterator[learner_pb2.SampleBatch], context: Context
+    ) -> AsyncIterator[learner_pb2.IngestReceipt]:
+        async with answering(context):
+            session = self._in_run()
+            taken, source = 0, ""
+            async for batch in batches:
+                await session.feed(batch)
+                taken, source = taken + 1, batch.source
+                if taken % RECEIPT_EVERY == 0:
+                    yield learner_pb2.IngestReceipt(next_sequence=session.intake.next_sequence(source))
+            yield learner_pb2.IngestReceipt(next_sequence=session.intake.next_sequence(source))
+
+    async def _predict(
+        self, requests: AsyncIterator[learner_pb2.PredictRequest], context: Context
+    ) -> AsyncIterator[learner_pb2.PredictResponse]:
+        async with answering(context):
+            session = self._in_run()
+            if not session.assignment.spec.telemetry.predict:
+                raise NotReady("predictions depend on private data; this run did not opt in (telemetry.predict)")
+            async for request in requests:
+                yield session.predict(from_tensor(request.features))
+
+    async def _status(self, request: learner_pb2.StatusRequest, context: Context) -> learner_pb2.StatusResponse:
+        if self._session is None:
+            idle = learner_pb2.LearnerStatus(learner=self.config.name, state=learner_pb2.LEARNER_STATE_IDLE)
+            return learner_pb2.StatusResponse(status=idle)
+        return learner_pb2.StatusResponse(status=self._session.status)

@@ -1,0 +1,286 @@
+"""One run of one learner: the round loop around the pure algorithm.
+
+A round: be granted it, form the message, journal and charge it, send it; take the round's records, hear all neighbours,
+update. What is decided is decided by the pure parts (algorithm, books, inbox, intake); this file awaits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import structlog
+
+from sottovoce.arrays import FloatArray
+from sottovoce.errors import BudgetExhausted, DataError, LocalProtocolError, SottovoceError, Unavailable
+from sottovoce.machine import Batch, HeardFromNeighbours, Message, Noise, Who
+from sottovoce.run import build_algorithm
+from sottovoce.spec import RunSpec
+from sottovoce_learner.books import Books
+from sottovoce_learner.inbox import Inbox
+from sottovoce_learner.intake import Intake
+from sottovoce_learner.journal import Entry, Journal
+from sottovoce_learner.links import Link
+from sottovoce_rpc.codec import encode_round, to_tensor
+from sottovoce_wire.v1 import learner_pb2
+
+log = structlog.get_logger()
+
+AHEAD = 4096
+"""Rounds of records that a learner takes in before it lets the feeder wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """What a learner is told before a run.
+
+    Attributes:
+        run_id: the run.
+        spec: the run spec.
+        n_features: features of a record.
+        index: this learner's index.
+        own_weights: `|w_ii|` of every learner.
+    """
+
+    run_id: str
+    spec: RunSpec
+    n_features: int
+    index: int
+    own_weights: tuple[float, ...]
+
+
+class Session:
+    """A learner in a run.
+
+    Args:
+        assignment: what to do.
+        noise: where noise comes from.
+        journal_folder: where the journal stands.
+        mirror: is given every frame that was sent and who heard it, where the run is mirrored.
+        private: False when the noise is not the operating system's.
+    """
+
+    def __init__(
+        self,
+        assignment: Assignment,
+        noise: Noise,
+        journal_folder: Path,
+        mirror: Callable[[bytes, list[int]], None] | None = None,
+        *,
+        private: bool = True,
+    ) -> None:
+        self.assignment, self._noise, self._mirror = assignment, noise, mirror
+        spec, index = assignment.spec, assignment.index
+        self.algorithm = build_algorithm(spec, assignment.n_features, assignment.own_weights)
+        self.loss = self.algorithm.loss
+        self.shapes = self.algorithm.field_shapes()
+        self._state = self.algorithm.start(Who(index))
+        self._books = Books(self.algorithm.accountant(index), _budget(spec, index))
+        self._journal = Journal(
+            journal_folder / f"{assignment.run_id}-{spec.names[index]}.journal",
+            assignment.run_id,
+            len(encode_round(0, index, _blank(self.shapes))),
+            spec.durability,
+        )
+        self.intake = Intake(assignment.n_features, spec.loss, self.loss, spec.rounds)
+        self.links: dict[int, Link] = {}
+        self.inbox = Inbox(())
+        self._weights: dict[int, float] = {}
+        self._granted = 0
+        self._waiting: tuple[str, float, asyncio.Future[None]] | None = None
+        self._correct = self._seen = 0
+        self.changed = asyncio.Event()
+        """Set when there is something to report."""
+        self.status = learner_pb2.LearnerStatus(
+            learner=spec.names[index],
+            run_id=assignment.run_id,
+            state=learner_pb2.LEARNER_STATE_CONNECTING,
+            epsilon_budget=self._books.budget,
+            noise_is_not_private=not private,
+        )
+
+    # ---- what the coordinator and the neighbours bring -------------------------------------------------------------------
+
+    def set_topology(self, weights: Mapping[int, float]) -> None:
+        """The neighbours and their weights.
+
+        Raises:
+            LocalProtocolError: the weights do not add up to the own weight that the guarantee rests on.
+        """
+        promised = self.assignment.own_weights[self.assignment.index]
+        if abs(sum(weights.values()) - promised) > 1e-9:
+            raise LocalProtocolError(
+                f"neighbour weights must add up to |w_ii| = {promised}, got {sum(weights.values())}"
+            )
+        self._weights = dict(weights)
+        self.inbox = Inbox(weights)
+        self.links = {j: Link() for j in weights}
+
+    def grant(self, until_round: int) -> None:
+        """Rounds below `until_round` may be run."""
+        self._granted = max(self._granted, until_round)
+        self._wake()
+
+    def hear(self, neighbour: int, t: int, sender: int, message: Message) -> None:
+        """A neighbour's message.
+
+        Raises:
+            RemoteProtocolError: it is not what is due from this neighbour.
+        """
+        if self.inbox.put(neighbour, t, sender, message):
+            self._wake()
+
+    async def feed(self, batch: learner_pb2.SampleBatch) -> None:
+        """Records from the owner; waits while the learner has more than enough.
+
+        Raises:
+            DataError: they do not fit the run.
+        """
+        while self.intake.filled > self.inbox.round + AHEAD and not self.ended:
+            await asyncio.sleep(0.05)
+        self.intake.put(batch)
+        self.status.data_rounds = self.intake.filled
+        self.changed.set()
+        self._wake()
+
+    def predict(self, features: FloatArray) -> learner_pb2.PredictResponse:
+        """Answer with the model in use.
+
+        Raises:
+            DataError: rows of another width.
+        """
+        if features.ndim != 2 or features.shape[1] != self.assignment.n_features:
+            raise DataError(f"features must be shaped (records, {self.assignment.n_features}), got {features.shape}")
+        scores = self.loss.predict(
+            self.algorithm.decision(self._state), self.loss.enforce(features, np.zeros(len(features)))[0]
+        )
+        labels = self.loss.classify(scores)
+        return learner_pb2.PredictResponse(scores=to_tensor(scores), labels=to_tensor(labels), round=self.status.round)
+
+    @property
+    def ended(self) -> bool:
+        """True when nothing more will be said."""
+        return self.status.state not in (learner_pb2.LEARNER_STATE_CONNECTING, learner_pb2.LEARNER_STATE_RUNNING)
+
+    # ---- the rounds -----------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """All rounds, to whatever end; the status says which."""
+        watchdog = asyncio.ensure_future(self._watch())
+        try:
+            await self._connected()
+            self._become(learner_pb2.LEARNER_STATE_RUNNING)
+            for t in range(self.assignment.spec.rounds):
+                await self._round(t)
+            await self._flush()
+            self._become(learner_pb2.LEARNER_STATE_FINISHED)
+        except BudgetExhausted as error:
+            await self._flush()
+            self._become(learner_pb2.LEARNER_STATE_BUDGET_EXHAUSTED, str(error))
+        except SottovoceError as error:
+            self._become(learner_pb2.LEARNER_STATE_FAILED, str(error))
+        except OSError as error:
+            self._become(learner_pb2.LEARNER_STATE_FAILED, f"the journal cannot be written: {error.strerror}")
+        except asyncio.CancelledError:
+            self._become(learner_pb2.LEARNER_STATE_STOPPED)
+        finally:
+            watchdog.cancel()
+            self._journal.close()
+
+    async def _connected(self) -> None:
+        for j, link in self.links.items():
+            try:
+                await asyncio.wait_for(link.attached.wait(), self.assignment.spec.clock.deadline_s)
+            except TimeoutError:
+                raise Unavailable(f"no connection with learner {j} within the deadline") from None
+
+    async def _round(self, t: int) -> None:
+        while self._granted <= t:
+            await self._wait("a grant of the coordinator")
+        frame = self._speak(t)
+        for link in self.links.values():
+            link.say(t, frame)
+        if self._mirror is not None:
+            self._mirror(frame, list(self.links))
+        while self.intake.filled <= t:
+            await self._wait("records")
+        while not self.inbox.complete:
+            await self._wait("a neighbour")
+        batch = self.intake.take(t)
+        self._predict_first(batch)
+        heard = HeardFromNeighbours(self._weights, self.inbox.take())
+        self._state = self.algorithm.listen(self._state, heard, batch)
+        self._books.round_over(batch.size)
+        self.status.round = t + 1
+        if not self.links or 2 * (self._granted - t) <= self.assignment.spec.clock.window:
+            self.changed.set()
+        if not self.links:
+            await asyncio.sleep(0)  # nobody to wait for: let others have the loop
+
+    def _speak(self, t: int) -> bytes:
+        """Draw the noise, once; journal and charge the message; only then give it out."""
+        after = self._books.price(t)
+        self._state, message = self.algorithm.speak(self._state, self._noise)
+        frame = encode_round(t, self.assignment.index, message)
+        self._journal.write(Entry(t, after, frame))
+        self._books.charge(after)
+        self.status.epsilon_spent = after
+        self.status.messages_sent += len(self.links)
+        self.status.bytes_sent += len(frame) * len(self.links)
+        return frame
+
+    def _predict_first(self, batch: Batch) -> None:
+        """Prequential accuracy: predict the records before learning them. Opt-in, because it depends on the data."""
+        if not self.assignment.spec.telemetry.accuracy or batch.size == 0:
+            return
+        scores = self.loss.predict(self.algorithm.decision(self._state), batch.features)
+        self._correct += int((self.loss.classify(scores) == batch.labels).sum())
+        self._seen += batch.size
+        self.status.prequential_accuracy = self._correct / self._seen
+
+    async def _flush(self) -> None:
+        await asyncio.gather(*(link.flushed() for link in self.links.values()))
+
+    # ---- waiting --------------------------------------------------------------------------------------------------------
+
+    async def _wait(self, what: str) -> None:
+        future = asyncio.get_running_loop().create_future()
+        self._waiting = (what, time.monotonic(), future)
+        try:
+            await future
+        finally:
+            self._waiting = None
+
+    def _wake(self) -> None:
+        if self._waiting is not None and not self._waiting[2].done():
+            self._waiting[2].set_result(None)
+
+    async def _watch(self) -> None:
+        """One watchdog instead of a timer per wait: rounds are too short for those."""
+        deadline = self.assignment.spec.clock.deadline_s
+        while True:
+            await asyncio.sleep(min(1.0, deadline / 4))
+            if self._waiting is not None and time.monotonic() - self._waiting[1] > deadline:
+                what, _, future = self._waiting
+                missing = f" {self.inbox.missing}" if what == "a neighbour" else ""
+                if not future.done():
+                    future.set_exception(
+                        Unavailable(f"waited {deadline:g} s for {what}{missing} in round {self.inbox.round}")
+                    )
+
+    def _become(self, state: learner_pb2.LearnerState.ValueType, detail: str = "") -> None:
+        self.status.state, self.status.detail = state, detail
+        log.info("learner", state=learner_pb2.LearnerState.Name(state), round=self.status.round, detail=detail)
+        self.changed.set()
+
+
+def _budget(spec: RunSpec, index: int) -> float | None:
+    return None if spec.privacy.budget is None else spec.per_learner(spec.privacy.budget, "privacy.budget")[index]
+
+
+def _blank(shapes: Mapping[str, tuple[int, ...]]) -> Message:
+    return Message({name: np.zeros(shape) for name, shape in shapes.items()})

@@ -1,0 +1,138 @@
+"""A gRPC server with health checking and reflection, and the one ladder by which every service ends.
+
+The ladder: a signal (or the end of standard input) asks it to stop; the service drains within `DRAIN_S`; calls still open
+get `GRACE_S` more; a second signal ends the process at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from sottovoce.errors import Unavailable
+
+DRAIN_S = 3.0
+GRACE_S = 0.5
+MAX_MESSAGE = 256 * 1024 * 1024
+
+SERVER_OPTIONS = (
+    ("grpc.so_reuseport", 0),  # else a second server on a port in use would start without an error
+    ("grpc.max_receive_message_length", MAX_MESSAGE),
+    ("grpc.max_send_message_length", MAX_MESSAGE),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+)
+CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE),
+    ("grpc.max_send_message_length", MAX_MESSAGE),
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.keepalive_time_ms", 20_000),  # a partition without a reset is noticed only by a ping that nobody answers
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.enable_http_proxy", 0),
+)
+
+
+def channel(address: str) -> grpc.aio.Channel:
+    """A channel to one of our services."""
+    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+
+
+def is_loopback(address: str) -> bool:
+    """True when nobody outside this machine can reach the address."""
+    host = address.removeprefix("ipv4:").removeprefix("ipv6:").rsplit(":", 1)[0].strip("[]")
+    return address.startswith("unix:") or host in ("localhost", "::1") or host.startswith("127.")
+
+
+@dataclass(slots=True)
+class Service:
+    """A started server and where it listens."""
+
+    server: grpc.aio.Server
+    address: str
+    health: health.aio.HealthServicer
+
+    async def stop(self) -> None:
+        """Tell health checkers, let open calls end, then cut them."""
+        await self.health.enter_graceful_shutdown()
+        await self.server.stop(GRACE_S)
+
+
+async def start_server(listen: str, add: Callable[[grpc.aio.Server], None], names: Iterable[str]) -> Service:
+    """Start a server.
+
+    Args:
+        listen: `host:port`; port 0 picks a free one.
+        add: registers the servicers.
+        names: full names of the services, for health and reflection.
+
+    Raises:
+        Unavailable: the address cannot be listened on.
+    """
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    add(server)
+    checks = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(checks, server)
+    services = [*names, ""]
+    reflection.enable_server_reflection([*services[:-1], health.SERVICE_NAME, reflection.SERVICE_NAME], server)
+    address = listen_on(server, listen)
+    await server.start()
+    for name in services:
+        await checks.set(name, health_pb2.HealthCheckResponse.SERVING)
+    return Service(server, address, checks)
+
+
+def listen_on(server: grpc.aio.Server, listen: str) -> str:
+    """Bind a server to an address and return it with its port.
+
+    Raises:
+        Unavailable: the address is taken, or not one of this machine's.
+    """
+    try:
+        port = server.add_insecure_port(listen)
+    except RuntimeError:
+        port = 0
+    if port == 0:
+        raise Unavailable(f"cannot listen on {listen}: the port is in use, or the host is not this machine's")
+    return listen if listen.startswith("unix:") else f"{listen.rsplit(':', 1)[0]}:{port}"
+
+
+def announce(service: str, **facts: str) -> None:
+    """One JSON line on standard output: whoever started this process reads where it listens."""
+    print(json.dumps({"service": service, **facts}), flush=True)
+
+
+async def until_told_to_stop(*, with_stdin: bool = False) -> str:
+    """Wait for SIGTERM, SIGINT or (`with_stdin`) the end of standard input; says which. A second signal kills."""
+    loop = asyncio.get_running_loop()
+    told: asyncio.Future[str] = loop.create_future()
+
+    def tell(reason: str) -> None:
+        if told.done():
+            os._exit(130)
+        told.set_result(reason)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, tell, number.name)
+    if with_stdin:
+        reader = asyncio.StreamReader()
+        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+        ended = asyncio.ensure_future(reader.read())
+        ended.add_done_callback(lambda _: None if told.done() else told.set_result("standard input ended"))
+    return await told
+
+
+async def drained(work: Awaitable[object], seconds: float = DRAIN_S) -> bool:
+    """Give `work` its time; False when it was cut off."""
+    try:
+        await asyncio.wait_for(work, seconds)
+    except TimeoutError:
+        return False
+    return True

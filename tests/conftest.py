@@ -1,0 +1,19 @@
+"""Fixtures that all tests share."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+CHECKOUT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def data_folder() -> Path:
+    """The folder of the real data sets: `$SOTTOVOCE_DATA`, else `shared/data` beside the checkout."""
+    folder = Path(os.environ.get("SOTTOVOCE_DATA", CHECKOUT.parent / "shared" / "data"))
+    if not folder.is_dir():
+        pytest.skip(f"no real data sets: {folder} is not a folder (set SOTTOVOCE_DATA)")
+    return folder

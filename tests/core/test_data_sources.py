@@ -1,0 +1,356 @@
+"""Sources: what is read, how labels are mapped, and what is refused in which words."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sottovoce.data import Dataset, load_dataset
+from sottovoce.errors import DataError, SpecError
+from sottovoce.spec import DataSpec, LossSpec
+
+LOGISTIC, RIDGE = LossSpec(kind="logistic"), LossSpec(kind="ridge")
+Save = Callable[..., Path]
+
+
+def load(source: object, loss: LossSpec = LOGISTIC, folder: Path | None = None, **fields: Any) -> Dataset:
+    return load_dataset(DataSpec(source=str(source), **fields), loss, folder=folder)
+
+
+@pytest.fixture
+def npz(tmp_path: Path) -> Save:
+    def save(**arrays: Any) -> Path:
+        path = tmp_path / "records.npz"
+        np.savez(path, **arrays)
+        return path
+
+    return save
+
+
+@pytest.fixture
+def csv(tmp_path: Path) -> Callable[[str], Path]:
+    def save(text: str) -> Path:
+        path = tmp_path / "records.csv"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return save
+
+
+@pytest.fixture(scope="module")
+def public_folder() -> Path:
+    """Real files are too large to ship: they are used where somebody put them."""
+    beside = Path(__file__).resolve().parents[3] / "shared" / "data"
+    folder = Path(os.environ.get("SOTTOVOCE_DATA", beside))
+    if not folder.is_dir():
+        pytest.skip(f"public data sets not found in {folder}; set SOTTOVOCE_DATA to the folder that holds them")
+    return folder
+
+
+# ---- named sources ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("source", "shape", "classes"), [("breast_cancer", (569, 30), 2), ("digits", (1797, 64), 10)])
+def test_scikit_learn_sources(source: str, shape: tuple[int, int], classes: int) -> None:
+    pytest.importorskip("sklearn")
+    dataset = load(source)
+    assert dataset.features.shape == shape
+    assert set(dataset.labels) == {0.0, 1.0}
+    assert dataset.classes is not None
+    assert np.unique(dataset.classes).size == classes
+    assert dataset.learner is None
+    assert dataset.round is None
+    assert dataset.test is None
+
+
+def test_scikit_learn_missing_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(SpecError, match=r"needs scikit-learn: pip install 'sottovoce\[audit\]'"):
+        load("digits")
+
+
+def test_pyarrow_missing_says_what_to_install(csv: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(SpecError, match=r"needs pyarrow: pip install 'sottovoce\[audit\]'"):
+        load(csv("a,y\n1,0\n2,1\n"))
+
+
+def test_public_data_set_without_folder_says_what_to_download() -> None:
+    with pytest.raises(SpecError, match=r"download UCI 'Mushroom' .*set SOTTOVOCE_DATA"):
+        load("mushrooms")
+
+
+def test_public_data_set_missing_in_folder_says_where_to_put_it(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=f"save it as {tmp_path / 'poker'}.npz"):
+        load("poker", folder=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("source", "records", "features", "test_records", "positive"),
+    [
+        ("mushrooms", 8124, 112, None, 3916),
+        ("adult", 32561, 6 + 99, 16281, 7841),
+        ("a9a", 32561, 123, 16281, 7841),
+        ("letter", 20000, 16, None, None),
+        ("poker", 25010, 10, 18488, 54 + 36 + 6 + 5 + 5),
+    ],
+)
+def test_public_data_sets(
+    public_folder: Path, source: str, records: int, features: int, test_records: int | None, positive: int | None
+) -> None:
+    dataset = load(source, folder=public_folder)
+    assert dataset.features.shape == (records, features)
+    assert (None if dataset.test is None else dataset.test.features.shape) == (
+        None if test_records is None else (test_records, features)
+    )
+    if positive is not None:
+        assert dataset.labels.sum() == positive
+
+
+def test_mushrooms_are_one_hot_without_the_stalk_root(public_folder: Path) -> None:
+    assert (load("mushrooms", folder=public_folder).features.sum(axis=1) == 21).all()
+
+
+def test_letters_split_in_the_middle_of_the_alphabet(public_folder: Path) -> None:
+    dataset = load("letter", folder=public_folder)
+    assert dataset.classes is not None
+    assert np.array_equal(dataset.labels, (dataset.classes >= 13).astype(float))
+
+
+def test_mnist_images_become_rows(public_folder: Path) -> None:
+    dataset = load("mnist", folder=public_folder, positive=(3, 7))
+    assert dataset.features.shape == (60000, 784)
+    assert dataset.test is not None
+    assert dataset.test.features.shape == (10000, 784)
+    assert dataset.labels.sum() == 6131 + 6265
+    assert dataset.test.labels.sum() == 1010 + 1028
+
+
+# ---- .npz ------------------------------------------------------------------------------------------------------------
+
+
+def test_npz_with_everything(npz: Save) -> None:
+    path = npz(
+        X=np.arange(6.0).reshape(3, 2),
+        y=[0, 1, 1],
+        learner=[1, 0, 1],
+        round=[5, 0, 2],
+        X_test=np.ones((1, 2)),
+        y_test=[1],
+    )
+    dataset = load(path)
+    assert dataset.features.tolist() == [[0, 1], [2, 3], [4, 5]]
+    assert dataset.labels.tolist() == [0, 1, 1]
+    assert dataset.learner is not None
+    assert dataset.learner.tolist() == [1, 0, 1]
+    assert dataset.learner_names is None
+    assert dataset.round is not None
+    assert dataset.round.tolist() == [5, 0, 2]
+    assert dataset.test is not None
+    assert (dataset.test.features.tolist(), dataset.test.labels.tolist()) == ([[1, 1]], [1])
+
+
+def test_npz_categories_become_one_hot_and_missing_ones_zero(npz: Save) -> None:
+    path = npz(
+        num_train=[[10, 20], [30, 40]],
+        cat_train=[[0, 1], [-1, 0]],
+        num_columns=["age", "hours"],
+        cat_columns=["sex", "race"],
+        values_sex=["f", "m"],
+        values_race=["x", "y", "z"],
+        y_train=[0, 1],
+    )
+    assert load(path).features.tolist() == [[10, 20, 1, 0, 0, 1, 0], [30, 40, 0, 0, 1, 0, 0]]
+
+
+def test_npz_test_labels_are_mapped_together_with_the_others(npz: Save) -> None:
+    """A test part that lacks a class must not shift the mapping."""
+    dataset = load(npz(X=np.ones((3, 1)), y=[0, 1, 2], X_test=np.ones((2, 1)), y_test=[1, 1]))
+    assert dataset.test is not None
+    assert dataset.test.labels.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"X": np.ones((2, 1))}, r"must hold the arrays X and y .*got \['X'\]"),
+        ({"X": np.ones(2), "y": [0, 1]}, r"shape \(records, features\), got float64 \(2,\)"),
+        ({"X": [["a"], ["b"]], "y": [0, 1]}, "features must be numbers"),
+        ({"X": np.ones((2, 1)), "y": [0, 1, 1]}, r"labels must have the shape \(2,\).*got \(3,\)"),
+        ({"X": np.ones((0, 1)), "y": []}, "at least one record"),
+        ({"X": np.ones((2, 1)), "y": [0, 1], "y_test": [0]}, "both of X_test and y_test"),
+        ({"X": np.ones((2, 1)), "y": [0, 1], "X_test": np.ones((1, 3)), "y_test": [0]}, "must have 1 features .*got 3"),
+        ({"X": np.ones((2, 1)), "y": [0, 1], "X_test": [[np.nan]], "y_test": [0]}, "test part: row 0"),
+        ({"X": [[1.0, 2.0], [3.0, np.nan]], "y": [0, 1]}, r"row 1 \(counted from 0\), column 1 .*got nan"),
+        ({"X": [[1.0], [np.inf]], "y": [0, 1], "columns": ["age"]}, r"row 1 .*column 'age' .*got inf"),
+        ({"X": np.ones((2, 1)), "y": [0, np.nan]}, "row 1 .*label column must be finite"),
+        ({"X": np.ones((2, 1)), "y": [0, 1], "round": [0, -1]}, "row 1 .*'round' must be an integer >= 0, got -1"),
+        (
+            {"X": np.ones((2, 1)), "y": [0, 1], "learner": [0.5, 1]},
+            "row 0 .*'learner' must be an integer >= 0, got 0.5",
+        ),
+        ({"X": np.ones((2, 1)), "y": [0, 1], "round": ["a", "b"]}, "'round' must hold integers"),
+        ({"num_train": np.ones((2, 1)), "y_train": [0, 1]}, "must hold the array cat_train too"),
+        ({"X": np.ones((2, 1)), "y": np.array([0, None])}, "without pickled objects"),
+    ],
+)
+def test_npz_refused(npz: Save, arrays: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        load(npz(**arrays))
+
+
+def test_file_that_is_no_archive_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "no.npz").write_bytes(b"PK\x03\x04 not a zip")
+    with pytest.raises(DataError, match=r"must be a NumPy \.npz archive"):
+        load(tmp_path / "no.npz")
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("nowhere.npz", "must be a file that exists, got nowhere.npz"),
+        ("mushroms", "must be one of breast_cancer, .*got"),
+    ],
+)
+def test_unknown_source_is_refused(source: str, message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        load(source)
+
+
+# ---- .csv and .parquet -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("header", "label", "expected"),
+    [
+        ("a,label,y", None, [0, 1]),
+        ("a,y,b", None, [0, 1]),
+        ("y,b,a", "b", [0, 1]),
+        ("a,b,c", None, [1, 0]),
+        ("y,a,round", None, [0, 1]),
+    ],
+)
+def test_label_column(csv: Callable[[str], Path], header: str, label: str | None, expected: list[int]) -> None:
+    pytest.importorskip("pyarrow")
+    # First and second column ascend, the last one descends.
+    assert load(csv(f"{header}\n1,3,9\n2,4,8\n"), label=label).labels.tolist() == expected
+
+
+def test_csv_with_placement_by_name(csv: Callable[[str], Path]) -> None:
+    pytest.importorskip("pyarrow")
+    dataset = load(csv("age,learner,round,label\n1.5,rome,0,no\n2,bern,4,yes\n3,rome,2,no\n"))
+    assert dataset.features.tolist() == [[1.5], [2.0], [3.0]]
+    assert dataset.labels.tolist() == [0, 1, 0]
+    assert dataset.learner is not None
+    assert dataset.learner_names is not None
+    assert [dataset.learner_names[i] for i in dataset.learner] == ["rome", "bern", "rome"]
+    assert dataset.round is not None
+    assert dataset.round.tolist() == [0, 4, 2]
+
+
+def test_parquet(tmp_path: Path) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    # The folder looks like a partition of a data set: it must not turn into a column.
+    folder = tmp_path / "site=7"
+    folder.mkdir()
+    columns = {"a": [1, 2], "flag": [True, False], "learner": [1, 0], "y": arrow.array(["u", "v"]).dictionary_encode()}
+    parquet.write_table(arrow.table(columns), folder / "records.parquet")
+    dataset = load(folder / "records.parquet")
+    assert dataset.features.tolist() == [[1, 1], [2, 0]]
+    assert dataset.labels.tolist() == [0, 1]
+    assert dataset.learner is not None
+    assert dataset.learner.tolist() == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "message"),
+    [
+        ("a,city,y\n1,x,0\n2,z,1\n", DataError, "column 'city' must be numeric, got type string"),
+        ("a,b,y\n1,2,0\n3,,1\n", DataError, r"row 1 \(counted from 0\), column 'b' must hold a value"),
+        ("a,b,y\n1,2,0\n3,nan,1\n", DataError, "row 1 .*column 'b' must hold a value"),
+        ("a,b,y\n1,inf,0\n3,4,1\n", DataError, "row 0 .*column 'b' must be a finite number, got inf"),
+        ("a,a,y\n1,2,0\n3,4,1\n", DataError, "names must differ"),
+        ("y,round\n0,1\n1,0\n", DataError, "must have a feature column beside 'y'"),
+        ("a,y\n1,0\n1,2,3\n", DataError, r"must be a readable \.csv file"),
+        ("", DataError, r"must be a readable \.csv file"),
+        ("round,learner\n0,1\n", SpecError, "data.label must name a column"),
+    ],
+)
+def test_csv_refused(csv: Callable[[str], Path], text: str, error: type[Exception], message: str) -> None:
+    pytest.importorskip("pyarrow")
+    with pytest.raises(error, match=message):
+        load(csv(text))
+
+
+@pytest.mark.parametrize("label", ["b", "round"])
+def test_label_column_that_is_not_there_is_refused(csv: Callable[[str], Path], label: str) -> None:
+    pytest.importorskip("pyarrow")
+    with pytest.raises(SpecError, match=rf"one of \['a', 'y'\], got '{label}'"):
+        load(csv("a,y,round\n1,0,0\n2,1,0\n"), label=label)
+
+
+# ---- labels ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("labels", "positive", "expected"),
+    [
+        ([-1, 1, -1], None, [0, 1, 0]),
+        ([2, 1, 2], None, [1, 0, 1]),
+        (["m", "b", "m"], None, [1, 0, 1]),
+        ([b"m", b"b", b"m"], None, [1, 0, 1]),
+        ([True, False, True], None, [1, 0, 1]),
+        ([0, 1, 2], None, [0, 0, 1]),
+        ([3, 0, 1, 2], None, [1, 0, 0, 1]),
+        ([10, 9, 2], None, [1, 0, 0]),
+        ([0, 1, 2], (0, 2), [1, 0, 1]),
+        ([0, 1, 2], ("1",), [0, 1, 0]),
+        ([0.5, 1.0, 2.0], ("0.5",), [1, 0, 0]),
+        (["a", "b", "c"], ("b",), [0, 1, 0]),
+        ([0, 1, 0], (0,), [1, 0, 1]),
+    ],
+)
+def test_logistic_labels(
+    npz: Save, labels: list[Any], positive: tuple[int | str, ...] | None, expected: list[int]
+) -> None:
+    dataset = load(npz(X=np.ones((len(labels), 1)), y=labels), positive=positive)
+    assert dataset.labels.tolist() == expected
+    assert dataset.labels.dtype == np.float64
+
+
+def test_classes_keep_what_a_binary_loss_forgets(npz: Save) -> None:
+    dataset = load(npz(X=np.ones((4, 1)), y=[30, 10, 20, 40]))
+    assert dataset.classes is not None
+    assert dataset.classes.tolist() == [2, 0, 1, 3]
+
+
+@pytest.mark.parametrize(
+    ("labels", "positive", "error", "message"),
+    [
+        ([4, 4], None, DataError, "at least two distinct labels, got only 4"),
+        ([0, 1], (5,), SpecError, r"must name labels that occur \(0, 1\), got 5"),
+        ([0, 1], (0, 1), SpecError, "some of the labels 0, 1, not all"),
+        ([0, 1], (), SpecError, "some of the labels 0, 1, not all"),
+    ],
+)
+def test_logistic_labels_refused(
+    npz: Save, labels: list[int], positive: tuple[int, ...] | None, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        load(npz(X=np.ones((2, 1)), y=labels), positive=positive)
+
+
+def test_ridge_labels_stay_as_they_are(npz: Save) -> None:
+    assert load(npz(X=np.ones((3, 1)), y=[0.25, -7, 3]), RIDGE).labels.tolist() == [0.25, -7, 3]
+    assert load(npz(X=np.ones((2, 1)), y=[1, 1]), RIDGE).labels.tolist() == [1, 1]
+
+
+def test_ridge_refuses_text(npz: Save) -> None:
+    with pytest.raises(DataError, match="ridge loss must be numbers, got text: high, low"):
+        load(npz(X=np.ones((2, 1)), y=["low", "high"]), RIDGE)
