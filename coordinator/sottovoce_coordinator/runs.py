@@ -42,7 +42,7 @@ class RunBook:
         self.statuses = [learner_pb2.LearnerStatus(learner=name, run_id=self.run_id) for name in spec.names]
         self.clock = RoundClock(spec.clock, spec.rounds, spec.n_learners)
 
-    # ---- what learners are told -----------------------------------------------------------------------------------------
+    # ---- what learners are told ---------------------------------------------------------------------------
 
     def routes(self) -> list[eavesdropper_pb2.Route]:
         """Every edge, in the direction in which its stream is opened."""
@@ -84,7 +84,7 @@ class RunBook:
         """The end."""
         return coordinator_pb2.Directive(stop=coordinator_pb2.Stop(run_id=self.run_id, reason=self.detail))
 
-    # ---- what learners tell ---------------------------------------------------------------------------------------------
+    # ---- what learners tell -------------------------------------------------------------------------------
 
     def report(self, status: learner_pb2.LearnerStatus) -> bool:
         """Take in a report; True when the grant has grown."""

@@ -16,7 +16,7 @@ from sottovoce.errors import NotReady, SpecError
 from sottovoce.run import build_run
 from sottovoce.spec import RunSpec, parse_spec
 from sottovoce_coordinator.runs import RunBook, missing
-from sottovoce_rpc.server import Service, channel, start_server
+from sottovoce_rpc.server import Service, announce, channel, serve_until_stopped, start_server
 from sottovoce_rpc.status import answering, as_error
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc, eavesdropper_pb2, eavesdropper_pb2_grpc
 
@@ -81,7 +81,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         if self.service is not None:
             await self.service.stop()
 
-    # ---- learners -------------------------------------------------------------------------------------------------------
+    # ---- learners -----------------------------------------------------------------------------------------
 
     async def Join(
         self, request: coordinator_pb2.JoinRequest, context: Context
@@ -110,7 +110,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
                 await self._after_end(book)
         return coordinator_pb2.ReportResponse()
 
-    # ---- operators ------------------------------------------------------------------------------------------------------
+    # ---- operators ----------------------------------------------------------------------------------------
 
     async def StartRun(
         self, request: coordinator_pb2.StartRunRequest, context: Context
@@ -165,7 +165,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
             raise NotReady(f"no run {run_id!r}: {known}")
         return self._book
 
-    # ---- a run's course -------------------------------------------------------------------------------------------------
+    # ---- a run's course -----------------------------------------------------------------------------------
 
     async def _all_joined(self, spec: RunSpec) -> None:
         async with self._joined:
@@ -264,3 +264,14 @@ def _spec(text: str) -> RunSpec:
         return parse_spec(json.loads(text))
     except json.JSONDecodeError as error:
         raise SpecError(f"the run spec must be JSON: {error}") from None
+
+
+async def serve(config: CoordinatorConfig, *, with_stdin: bool = False) -> None:
+    """Run the coordinator in this process until it is told to stop.
+
+    Raises:
+        SottovoceError: the address is taken.
+    """
+    service = Coordinator(config)
+    announce("coordinator", address=await service.start())
+    await serve_until_stopped(service.stop, with_stdin=with_stdin)

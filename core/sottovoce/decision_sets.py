@@ -39,7 +39,8 @@ class L2Ball:
         square = np.einsum("...i,...i->...", theta, theta)
         if np.all(square <= self.r * self.r):
             return theta
-        return theta * np.minimum(1.0, self.r / np.sqrt(np.maximum(square, np.finfo(float).tiny)))[..., None]
+        shrink: FloatArray = np.minimum(1.0, self.r / np.sqrt(np.maximum(square, np.finfo(float).tiny)))
+        return theta * shrink[..., None]
 
     def radius(self, dim: int) -> float:
         return self.r

@@ -20,7 +20,7 @@ class History(Protocol):
     """All that a learner remembers of its records: a value, `observe` returns the next one."""
 
     def observe(self, batch: Batch) -> Self:
-        """The history with one more batch. Records are expected to obey the loss's bounds (`Loss.enforce`)."""
+        """The history with one more batch. Its records obey the loss's bounds (`Loss.enforce`)."""
         ...
 
     def gradient(self, theta: FloatArray) -> FloatArray:
@@ -92,9 +92,11 @@ class RecordHistory:
             norms = norms[..., None, :] if theta.ndim > norms.ndim else norms
             slopes = slopes * (self.loss.clip_norm / np.maximum(np.abs(slopes) * norms, self.loss.clip_norm))
         if self.present is None:
-            return np.matmul(slopes, features) / self.features.length
+            total: FloatArray = np.matmul(slopes, features)
+            return total / self.features.length
         present = _per_record(self.present, theta)
-        return np.matmul(slopes * present, features) / np.maximum(present.sum(axis=-1, keepdims=True), 1.0)
+        total = np.matmul(slopes * present, features)
+        return total / np.maximum(present.sum(axis=-1, keepdims=True), 1.0)
 
 
 def _per_record(log: _Log, theta: FloatArray) -> FloatArray:
@@ -132,7 +134,8 @@ class QuadraticHistory:
         stacked = theta.ndim > self.q.ndim
         q = self.q[..., None, :] if stacked else self.q
         count = self.count[..., None, None] if stacked else self.count[..., None]
-        return 2.0 * (np.matmul(theta, self.S) - q) / np.maximum(count, 1.0)
+        total: FloatArray = 2.0 * (np.matmul(theta, self.S) - q)
+        return total / np.maximum(count, 1.0)
 
 
 def start_history(loss: Loss) -> History:

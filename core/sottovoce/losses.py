@@ -19,13 +19,25 @@ from sottovoce.spec import LossSpec
 class Loss(Protocol):
     """The loss of one record, vectorised over records and leading axes."""
 
-    ridge: float
-    """r, coefficient of the exact term `r*theta` in every gradient."""
-    clip_norm: float
-    """G, the clipping threshold of a record's data gradient; infinite: none."""
-    smoothness: float
-    """L, Lipschitz constant of a record's data gradient."""
-    convex: bool
+    @property
+    def ridge(self) -> float:
+        """r, coefficient of the exact term `r*theta` in every gradient."""
+        ...
+
+    @property
+    def clip_norm(self) -> float:
+        """G, the clipping threshold of a record's data gradient; infinite: none."""
+        ...
+
+    @property
+    def smoothness(self) -> float:
+        """L, Lipschitz constant of a record's data gradient."""
+        ...
+
+    @property
+    def convex(self) -> bool:
+        """Is `phi` convex in the score?"""
+        ...
 
     def enforce(self, features: FloatArray, labels: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Records made to obey the declared bounds, row by row: scaled down, never refused (an error would tell)."""
@@ -48,7 +60,7 @@ class Loss(Protocol):
         ...
 
     def predict(self, theta: FloatArray, features: FloatArray) -> FloatArray:
-        """Scores `(..., records)` of `theta (..., dim)` on `features (..., records, dim)`."""
+        """Scores `(..., records)` of `theta (..., dim)` on `features (..., records, dim)`, rows scaled as for learning."""
         ...
 
     def classify(self, scores: FloatArray) -> FloatArray:
@@ -58,13 +70,14 @@ class Loss(Protocol):
 
 def scores_of(theta: FloatArray, features: FloatArray) -> FloatArray:
     """`a.theta` for every record: `(..., records)`."""
-    return np.matmul(theta, features.swapaxes(-1, -2))
+    scores: FloatArray = np.matmul(theta, features.swapaxes(-1, -2))
+    return scores
 
 
 def scale_rows(features: FloatArray, bound: float) -> FloatArray:
     """Rows of l2 norm above `bound` scaled down to it, each by its own norm alone."""
     norms = np.sqrt(np.einsum("...i,...i->...", features, features))
-    factors = bound / np.maximum(norms, bound)
+    factors: FloatArray = bound / np.maximum(norms, bound)
     return features * factors[..., None]
 
 
@@ -102,7 +115,7 @@ class Logistic:
         return np.logaddexp(0.0, scores) - labels * scores
 
     def predict(self, theta: FloatArray, features: FloatArray) -> FloatArray:
-        return scores_of(theta, features)
+        return scores_of(theta, scale_rows(features, self.feature_bound))
 
     def classify(self, scores: FloatArray) -> FloatArray:
         return (scores > 0).astype(np.float64)
@@ -144,7 +157,7 @@ class Squared:
         return (labels - scores) ** 2
 
     def predict(self, theta: FloatArray, features: FloatArray) -> FloatArray:
-        return scores_of(theta, features)
+        return scores_of(theta, scale_rows(features, self.feature_bound))
 
     def classify(self, scores: FloatArray) -> FloatArray:
         return (scores > 0.5).astype(np.float64)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -126,11 +126,13 @@ class HeardByAll:
 
     @property
     def total_weight(self) -> FloatArray:
-        return self.weights.sum(axis=1).reshape(-1, 1, 1)
+        total: FloatArray = self.weights.sum(axis=1)
+        return total.reshape(-1, 1, 1)
 
     def weighted_sum(self, name: str) -> FloatArray:
         said = self.message[name]
-        return (self.weights @ said.reshape(len(said), -1)).reshape(said.shape)
+        mixed: FloatArray = self.weights @ said.reshape(len(said), -1)
+        return mixed.reshape(said.shape)
 
 
 class Noise(Protocol):

@@ -34,7 +34,8 @@ def grid(scale: Scalars) -> Scalars:
     """
     if isinstance(scale, float):
         return math.ldexp(1.0, math.frexp(scale)[1] - 1 - GRID_BITS)
-    return np.ldexp(1.0, np.frexp(scale)[1] - 1 - GRID_BITS)
+    spacing: FloatArray = np.ldexp(1.0, np.frexp(scale)[1] - 1 - GRID_BITS)
+    return spacing
 
 
 def on_grid(values: FloatArray, spacing: Scalars) -> FloatArray:

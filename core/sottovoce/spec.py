@@ -40,7 +40,7 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-# ---- topology ---------------------------------------------------------------------------------------------------------
+# ---- topology --------------------------------------------------------------------------------------------
 
 
 class Ring(Section):
@@ -144,7 +144,7 @@ class TopologySpec(Section):
     weights: Weights = MetropolisWeights(kind="metropolis")
 
 
-# ---- data -------------------------------------------------------------------------------------------------------------
+# ---- data ------------------------------------------------------------------------------------------------
 
 
 class Iid(Section):
@@ -205,7 +205,7 @@ class DataSpec(Section):
     """For the split, the partition and the order. Not for noise."""
 
 
-# ---- learning ---------------------------------------------------------------------------------------------------------
+# ---- learning --------------------------------------------------------------------------------------------
 
 
 class LossSpec(Section):
@@ -266,7 +266,7 @@ class PrivacySpec(Section):
     """Epsilon at which a learner stops speaking (None: it counts, and never stops)."""
 
 
-# ---- running ----------------------------------------------------------------------------------------------------------
+# ---- running ---------------------------------------------------------------------------------------------
 
 
 class ClockSpec(Section):
@@ -347,7 +347,7 @@ class RunSpec(Section):
         return values
 
 
-# ---- reading and writing ----------------------------------------------------------------------------------------------
+# ---- reading and writing ---------------------------------------------------------------------------------
 
 
 def parse_spec(document: object, *, source: str = "spec") -> RunSpec:

@@ -137,7 +137,7 @@ def build_topology(spec: TopologySpec, n_learners: int) -> Topology:
         raise CheckFailed(failure.code, f"{failure.text}; {_connect_advice(spec.graph)}") from None
 
 
-# ---- checks of W -----------------------------------------------------------------------------------------------------
+# ---- checks of W -----------------------------------------------------------------------------------------
 
 
 def _off_diagonal(weights: FloatArray) -> FloatArray:
@@ -155,7 +155,9 @@ def _check_entries(weights: FloatArray) -> None:
     _refuse("W_NEGATIVE", "coupling weights must be non-negative", weights, _off_diagonal(weights) < 0)
     # Against the largest entry, so that the checks mean the same for weights of any size and cannot overflow.
     relative = weights / (np.abs(weights).max() or 1.0)
-    asymmetric = np.abs(relative - relative.T) > ROUNDING
+    # However small the weight, an edge that one end alone knows would leave its other end waited for.
+    one_sided = (weights > 0) != (weights.T > 0)
+    asymmetric = (np.abs(relative - relative.T) > ROUNDING) | one_sided
     _refuse("W_ASYMMETRIC", "coupling weights must be symmetric", weights, asymmetric)
     unbalanced = np.diag(np.abs(relative.sum(axis=1)) > ROUNDING)
     text = "each diagonal weight must equal minus the sum of its row's neighbour weights"
@@ -210,7 +212,7 @@ def _check_gap(spectrum: FloatArray) -> None:
         )
 
 
-# ---- from graph to W -------------------------------------------------------------------------------------------------
+# ---- from graph to W -------------------------------------------------------------------------------------
 
 
 def _adjacency(edges: Iterable[Edge], n: int) -> FloatArray:
@@ -248,7 +250,7 @@ def _connect_advice(graph: Graph) -> str:
             return "add edges until every learner can reach every other"
 
 
-# ---- graphs ----------------------------------------------------------------------------------------------------------
+# ---- graphs ----------------------------------------------------------------------------------------------
 
 
 def _edges(graph: Graph, n: int) -> list[Edge]:
@@ -328,7 +330,7 @@ def _listed_edges(edges: Iterable[Edge], n: int) -> list[Edge]:
     return listed
 
 
-# ---- graph files -----------------------------------------------------------------------------------------------------
+# ---- graph files -----------------------------------------------------------------------------------------
 
 
 def _file_edges(path: Path, n: int) -> list[Edge]:

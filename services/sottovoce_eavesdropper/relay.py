@@ -66,7 +66,7 @@ class Relay(grpc.GenericRpcHandler):
         note_back = self._noter("back", stream, self._route.callee)
         metadata = _passable(context.invocation_metadata())
         note_out("metadata", _as_json({"method": method, "metadata": metadata}))
-        call = self._to.stream_stream(method)(metadata=metadata)
+        call: grpc.aio.StreamStreamCall[Any, Any] = self._to.stream_stream(method)(metadata=metadata)
         there = asyncio.ensure_future(_pump(context.read, call.write, note_out))
         there.add_done_callback(lambda task: None if task.cancelled() or task.exception() else _half_close(call))
         try:
@@ -76,7 +76,7 @@ class Relay(grpc.GenericRpcHandler):
             await _pump(call.read, context.write, note_back)
             code, text, trailers = await call.code(), await call.details(), tuple(await call.trailing_metadata())
         except grpc.aio.AioRpcError as error:
-            code, text, trailers = error.code(), error.details(), tuple(error.trailing_metadata() or ())
+            code, text, trailers = error.code(), error.details() or "", tuple(error.trailing_metadata() or ())
         finally:
             there.cancel()
             call.cancel()
@@ -84,7 +84,7 @@ class Relay(grpc.GenericRpcHandler):
         context.set_trailing_metadata(trailers)
         if code is not grpc.StatusCode.OK:
             context.set_code(code)
-            context.set_details(text or "")
+            context.set_details(text)
 
     def _noter(self, direction: str, stream: int, sender: int) -> Callable[[str, bytes], None]:
         caller, callee, add = self._route.caller, self._route.callee, self._capture.add

@@ -16,7 +16,7 @@ import structlog
 from sottovoce.errors import CaptureError
 from sottovoce_eavesdropper.records import CaptureFile
 from sottovoce_eavesdropper.relay import Relay
-from sottovoce_rpc.server import Service, start_server
+from sottovoce_rpc.server import Service, announce, serve_until_stopped, start_server
 from sottovoce_rpc.status import answering
 from sottovoce_wire.v1 import eavesdropper_pb2, eavesdropper_pb2_grpc
 
@@ -79,7 +79,7 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
         if self.service is not None:
             await self.service.stop()
 
-    # ---- captures -------------------------------------------------------------------------------------------------------
+    # ---- captures -----------------------------------------------------------------------------------------
 
     async def OpenCapture(
         self, request: eavesdropper_pb2.OpenCaptureRequest, context: Context
@@ -214,3 +214,14 @@ def _keep(file: CaptureFile, request: eavesdropper_pb2.MirrorRequest) -> int:
                 )
             )
     return len(request.messages)
+
+
+async def serve(config: EavesdropperConfig, *, with_stdin: bool = False) -> None:
+    """Run the eavesdropper in this process until it is told to stop.
+
+    Raises:
+        SottovoceError: the address is taken.
+    """
+    service = Eavesdropper(config)
+    announce("eavesdropper", address=await service.start())
+    await serve_until_stopped(service.stop, with_stdin=with_stdin)

@@ -66,7 +66,7 @@ async def accept(session: Session | None, context: grpc.aio.ServicerContext[Any,
     """
     if session is None:
         raise NotReady("this learner is not in a run")
-    neighbour, next_round = introduced(session, context.invocation_metadata() or ())
+    neighbour, next_round = introduced(session, tuple(context.invocation_metadata() or ()))
     if neighbour > session.assignment.index:
         raise RemoteProtocolError(f"the lower index opens the stream: learner {neighbour} must wait for us")
     await context.send_initial_metadata(introduction(session, neighbour))  # before any write: one operation at a time
@@ -82,7 +82,9 @@ async def keep_open(session: Session, neighbour: int, address: str) -> None:
     """Hold the stream to a neighbour open until cancelled."""
     attempt = 0
     async with channel(address) as to:
-        method = to.stream_stream(METHOD)  # no serialisers: bytes as they were journaled
+        method: grpc.aio.StreamStreamMultiCallable[Any, Any] = to.stream_stream(
+            METHOD
+        )  # no serialisers: bytes as they were journaled
         while not session.ended:
             call = method(metadata=introduction(session, neighbour))
             try:

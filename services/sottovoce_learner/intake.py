@@ -1,7 +1,7 @@
 """The intake: records from the learner's owner, cut into rounds. No network, no clock.
 
 Every source counts its batches from 0. A batch that was taken in already is passed over, a gap is refused, so a feeder
-that reconnects neither loses nor doubles a record. Rows are scaled to the loss's bounds here, before anything sees them.
+that reconnects neither loses nor doubles a record.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from itertools import accumulate
 from sottovoce.arrays import FloatArray
 from sottovoce.data import check_batch
 from sottovoce.errors import DataError, NotReady, RemoteProtocolError
-from sottovoce.losses import Loss
 from sottovoce.machine import Batch
 from sottovoce.spec import LossSpec
 from sottovoce_rpc.codec import from_tensor
@@ -24,12 +23,11 @@ class Intake:
     Args:
         n_features: features of a record.
         spec: the loss's section of the run spec.
-        loss: enforces its bounds on the records.
         rounds: planned rounds of the run.
     """
 
-    def __init__(self, n_features: int, spec: LossSpec, loss: Loss, rounds: int) -> None:
-        self._n_features, self._spec, self._loss, self._rounds = n_features, spec, loss, rounds
+    def __init__(self, n_features: int, spec: LossSpec, rounds: int) -> None:
+        self._n_features, self._spec, self._rounds = n_features, spec, rounds
         self._next: dict[str, int] = {}
         self._batches: dict[int, Batch] = {}
         self._nothing = Batch.empty(n_features)
@@ -56,7 +54,6 @@ class Intake:
         features, labels = from_tensor(batch.features), from_tensor(batch.labels)
         check_batch(features, labels, self._n_features, self._spec)
         first, counts = self._rounds_of(batch, len(labels))
-        features, labels = self._loss.enforce(features, labels)
         self._file(first, counts, features, labels)
         self._next[batch.source] = due + 1
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from sottovoce_learner import exchange
 from sottovoce_learner.mirror import Mirror
 from sottovoce_learner.session import Assignment, Session
 from sottovoce_rpc.codec import from_tensor
-from sottovoce_rpc.server import Service, channel, is_loopback, start_server
+from sottovoce_rpc.server import Service, announce, channel, is_loopback, serve_until_stopped, start_server
 from sottovoce_rpc.status import answering, as_error
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc, learner_pb2
 
@@ -81,7 +81,7 @@ class Learner:
         self._mirror: Mirror | None = None
         self.service: Service | None = None
 
-    # ---- life -----------------------------------------------------------------------------------------------------------
+    # ---- life ---------------------------------------------------------------------------------------------
 
     async def start(self) -> str:
         """Listen; returns the address for others."""
@@ -132,10 +132,10 @@ class Learner:
         group.add(task)
         task.add_done_callback(group.discard)
 
-    # ---- the coordinator ------------------------------------------------------------------------------------------------
+    # ---- the coordinator ----------------------------------------------------------------------------------
 
     async def _obey_or_tell(
-        self, directive: coordinator_pb2.Directive, stub: coordinator_pb2_grpc.CoordinatorStub
+        self, directive: coordinator_pb2.Directive, stub: coordinator_pb2_grpc.CoordinatorAsyncStub
     ) -> None:
         """A directive that cannot be followed fails the run, with the reason, and leaves the learner alive."""
         try:
@@ -209,7 +209,7 @@ class Learner:
             task.cancel()
         await asyncio.gather(*self._run_tasks, return_exceptions=True)
 
-    async def _report(self, stub: coordinator_pb2_grpc.CoordinatorStub) -> None:
+    async def _report(self, stub: coordinator_pb2_grpc.CoordinatorAsyncStub) -> None:
         """Tell the coordinator how far we are, when it matters for the clock and a few times a second."""
         last = b""
         while True:
@@ -231,7 +231,7 @@ class Learner:
                 log.warning("report not taken", reason=error.details())
                 await asyncio.sleep(REPORT_S)
 
-    # ---- the gRPC face --------------------------------------------------------------------------------------------------
+    # ---- the gRPC face ------------------------------------------------------------------------------------
 
     def _add(self, server: grpc.aio.Server) -> None:
         """By hand rather than by the generated function: Exchange passes bytes through, encoded once for all neighbours."""
@@ -290,3 +290,21 @@ class Learner:
             idle = learner_pb2.LearnerStatus(learner=self.config.name, state=learner_pb2.LEARNER_STATE_IDLE)
             return learner_pb2.StatusResponse(status=idle)
         return learner_pb2.StatusResponse(status=self._session.status)
+
+
+async def serve(configs: Sequence[LearnerConfig], *, with_stdin: bool = False) -> None:
+    """Run learners in this process until it is told to stop.
+
+    Raises:
+        SottovoceError: an address is taken, or the coordinator cannot be reached.
+    """
+    learners = [Learner(config) for config in configs]
+    addresses = [await learner.start() for learner in learners]
+    for learner, address in zip(learners, addresses, strict=True):
+        announce("learner", name=learner.config.name, address=address)
+
+    async def stop() -> None:
+        await asyncio.gather(*(learner.stop() for learner in learners))
+
+    following = [learner.follow(address) for learner, address in zip(learners, addresses, strict=True)]
+    await serve_until_stopped(stop, following, with_stdin=with_stdin)

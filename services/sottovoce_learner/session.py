@@ -86,7 +86,7 @@ class Session:
             len(encode_round(0, index, _blank(self.shapes))),
             spec.durability,
         )
-        self.intake = Intake(assignment.n_features, spec.loss, self.loss, spec.rounds)
+        self.intake = Intake(assignment.n_features, spec.loss, spec.rounds)
         self.links: dict[int, Link] = {}
         self.inbox = Inbox(())
         self._weights: dict[int, float] = {}
@@ -103,7 +103,7 @@ class Session:
             noise_is_not_private=not private,
         )
 
-    # ---- what the coordinator and the neighbours bring -------------------------------------------------------------------
+    # ---- what the coordinator and the neighbours bring ----------------------------------------------------
 
     def set_topology(self, weights: Mapping[int, float]) -> None:
         """The neighbours and their weights.
@@ -155,9 +155,7 @@ class Session:
         """
         if features.ndim != 2 or features.shape[1] != self.assignment.n_features:
             raise DataError(f"features must be shaped (records, {self.assignment.n_features}), got {features.shape}")
-        scores = self.loss.predict(
-            self.algorithm.decision(self._state), self.loss.enforce(features, np.zeros(len(features)))[0]
-        )
+        scores = self.loss.predict(self.algorithm.decision(self._state), features)
         labels = self.loss.classify(scores)
         return learner_pb2.PredictResponse(scores=to_tensor(scores), labels=to_tensor(labels), round=self.status.round)
 
@@ -166,7 +164,7 @@ class Session:
         """True when nothing more will be said."""
         return self.status.state not in (learner_pb2.LEARNER_STATE_CONNECTING, learner_pb2.LEARNER_STATE_RUNNING)
 
-    # ---- the rounds -----------------------------------------------------------------------------------------------------
+    # ---- the rounds ---------------------------------------------------------------------------------------
 
     async def run(self) -> None:
         """All rounds, to whatever end; the status says which."""
@@ -245,7 +243,7 @@ class Session:
     async def _flush(self) -> None:
         await asyncio.gather(*(link.flushed() for link in self.links.values()))
 
-    # ---- waiting --------------------------------------------------------------------------------------------------------
+    # ---- waiting ------------------------------------------------------------------------------------------
 
     async def _wait(self, what: str) -> None:
         future = asyncio.get_running_loop().create_future()

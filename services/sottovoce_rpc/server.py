@@ -136,3 +136,29 @@ async def drained(work: Awaitable[object], seconds: float = DRAIN_S) -> bool:
     except TimeoutError:
         return False
     return True
+
+
+async def serve_until_stopped(
+    stop: Callable[[], Awaitable[None]], work: Iterable[Awaitable[object]] = (), *, with_stdin: bool = False
+) -> None:
+    """Run a started service: until it is told to stop, or one of its endless works fails; then the ladder.
+
+    Args:
+        stop: drains and closes the service.
+        work: what it does in the meantime.
+        with_stdin: stop when standard input ends, so that no service outlives whoever started it.
+
+    Raises:
+        SottovoceError: what a work failed with.
+    """
+    told = asyncio.ensure_future(until_told_to_stop(with_stdin=with_stdin))
+    works = [asyncio.ensure_future(each) for each in work]
+    try:
+        done, _ = await asyncio.wait([told, *works], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in works:
+            task.cancel()
+        await drained(stop())
+        told.cancel()
+    for task in done:
+        task.result()

@@ -42,7 +42,10 @@ def _details(code: grpc.StatusCode, error: errors.SottovoceError) -> bytes:
         info.metadata["code"] = error.code
     packed = any_pb2.Any()
     packed.Pack(info)
-    return status_pb2.Status(code=code.value[0], message=str(error), details=[packed]).SerializeToString()
+    packed_status: bytes = status_pb2.Status(
+        code=code.value[0], message=str(error), details=[packed]
+    ).SerializeToString()
+    return packed_status
 
 
 def as_error(failure: grpc.aio.AioRpcError, who: str) -> errors.SottovoceError:
@@ -64,5 +67,5 @@ def _reason(packed: bytes) -> str:
     info = error_details_pb2.ErrorInfo()
     for detail in status_pb2.Status.FromString(packed).details:
         if detail.Unpack(info) and info.domain == DOMAIN:
-            return info.reason
+            return str(info.reason)
     return ""

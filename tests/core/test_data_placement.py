@@ -189,7 +189,8 @@ def test_test_part_of_the_source_is_used_in_place_of_a_split() -> None:
 
 @pytest.mark.parametrize(("scale", "expected"), [("standard", (40 - 4) / 2), ("range", (40 - 2) / 4)])
 def test_scale_constants_come_from_the_held_out_part(scale: str, expected: float) -> None:
-    test = Labelled(np.array([[2.0, 7.1], [6.0, 7.1], [2.0, 7.1], [6.0, 7.1]]), np.zeros(4))
+    test = Labelled(np.column_stack([np.tile([2.0, 6.0], 3), np.full(6, 7.1)]), np.zeros(6))
+    assert test.features[:, 1].std() > 0, "rounding must make the constant column look as if it varied"
     dataset = Dataset("numbers", np.array([[40.0, 9.1]]), np.zeros(1), test=test)
     learner = place(run_spec(learners=1, scale=scale), dataset).learners[0]
     # The second column is constant in the held-out part: it is shifted and divided by 1.
@@ -250,8 +251,10 @@ def test_without_reuse_later_rounds_are_empty() -> None:
     assert placed.learners[0].batch(3).features.shape == (0, 2)
 
 
-def test_shuffled_order_is_shuffled_per_learner() -> None:
-    orders = [learner.order.tolist() for learner in place(run_spec(100, reuse=False), numbered(80)).learners]
+@pytest.mark.parametrize("reuse", [True, False])
+def test_shuffled_order_is_shuffled_per_learner(reuse: bool) -> None:
+    placed = place(run_spec(100, reuse=reuse), numbered(80, test=NO_TEST))
+    orders = [learner.order[:40].tolist() for learner in placed.learners]
     assert orders[0] != orders[1]
     assert orders[0] != sorted(orders[0])
 
@@ -278,8 +281,9 @@ def test_explicit_placement_is_kept_exactly(where: list[tuple[int, int]], seed: 
 
 
 def test_given_order_holds_within_a_round_of_the_file() -> None:
-    dataset = numbered(4, learner=column(0, 0, 0, 0), round=column(1, 0, 1, 0))
-    assert learned(place(run_spec(2, 1, order="given"), dataset)) == [[[1, 3], [0, 2]]]
+    # Long enough that a sort which is not stable would mix the rows of a round.
+    dataset = numbered(200, learner=np.zeros(200, dtype=np.int64), round=1 - np.arange(200) % 2)
+    assert learned(place(run_spec(2, 1, order="given"), dataset)) == [[list(range(1, 200, 2)), list(range(0, 200, 2))]]
 
 
 def test_learner_column_alone_is_scheduled_by_batch_size() -> None:

@@ -89,7 +89,8 @@ def test_quiet_parameters_have_no_findings() -> None:
 @pytest.mark.parametrize("value", [0.0, -1.0, math.inf, math.nan])
 @pytest.mark.parametrize(("field", "code"), [("lam0", "LAMBDA0"), ("gam0", "GAMMA0")])
 def test_step_sizes_must_be_positive(field: str, code: str, value: float) -> None:
-    failure = refusal(**{field: value})
+    changes: dict[str, Any] = {field: value}
+    failure = refusal(**changes)
     assert failure.code == code
     assert failure.text == f"lam0 and gam0 must be positive, got {field}={value}"
 
@@ -97,7 +98,8 @@ def test_step_sizes_must_be_positive(field: str, code: str, value: float) -> Non
 @pytest.mark.parametrize("value", [0.5, 1.0, 0.3, math.nan])
 @pytest.mark.parametrize("field", ["u", "v"])
 def test_exponents_must_lie_inside(field: str, value: float) -> None:
-    failure = refusal(**{field: value})
+    changes: dict[str, Any] = {field: value}
+    failure = refusal(**changes)
     assert failure.code == "EXPONENT_RANGE"
     assert failure.text.startswith("u and v must lie strictly between 0.5 and 1, got ")
     assert f"{field}={value}" in failure.text

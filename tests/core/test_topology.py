@@ -137,6 +137,13 @@ def test_rounding_is_forgiven_and_more_is_not_at_any_scale(scale: float) -> None
         Topology.from_weights(weights * scale)
 
 
+def test_an_edge_that_one_end_alone_knows_is_refused_however_small() -> None:
+    weights = laplacian([[0, 1, 0], [1, 0, 1], [0, 1, 0]])
+    weights[0, 2] = 1e-15
+    with pytest.raises(CheckFailed, match=r"w\[0\]\[2\]=1e-15 but w\[2\]\[0\]=0.0.*W_ASYMMETRIC"):
+        Topology.from_weights(weights)
+
+
 def test_a_link_that_vanishes_in_rounding_does_not_connect() -> None:
     """Two pairs joined by a link of 1e-20: delta_2 is about -1e-20, which cannot be told from 0."""
     coupling = np.array([[0, 1, 0, 0], [1, 0, 1e-20, 0], [0, 1e-20, 0, 1], [0, 0, 1, 0]])

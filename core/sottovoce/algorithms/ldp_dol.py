@@ -89,7 +89,8 @@ class LdpDol:
     def listen(self, state: State, heard: Heard, batch: Batch) -> State:
         t, theta, ridge = state.t, state.theta, self.loss.ridge
         coupling, step = self.schedules.coupling(t), self.schedules.step_size(t)
-        history = state.history.observe(batch)
+        features, labels = self.loss.enforce(batch.features, batch.labels)
+        history = state.history.observe(replace(batch, features=features, labels=labels))
         pulled = heard.weighted_sum("y")
         keep = 1.0 - coupling * heard.total_weight - step * ridge
         moved = keep * theta + coupling * pulled - step * history.gradient(theta)
@@ -118,6 +119,10 @@ class LdpDol:
             counts=counts,
             replaced=replaced,
         )
+
+    def laplace_scale(self, learner: int, t: int) -> float:
+        """rho_t of one learner."""
+        return self._scales(learner).laplace_scale(t)
 
     def _constants(self) -> Constants:
         return constants_of(self.loss, self.decision_set, self.dim)

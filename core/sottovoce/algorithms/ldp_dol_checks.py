@@ -82,7 +82,7 @@ def check_ldp_dol(
     return tuple(findings)
 
 
-# ---- refused ------------------------------------------------------------------------------------------------
+# ---- refused ---------------------------------------------------------------------------------------------
 
 
 def _require(holds: bool, code: str, text: str) -> None:
@@ -119,7 +119,7 @@ def _require_accounting(spec: LdpDolSpec, constants: Constants, budget: bool, in
     _require(not infinite or bounded, "INFINITE_HORIZON", f"{text}, {got}")
 
 
-# ---- reported -----------------------------------------------------------------------------------------------
+# ---- reported --------------------------------------------------------------------------------------------
 
 
 def _network_findings(spec: LdpDolSpec, varsigma: tuple[float, ...], topology: Couplings) -> Iterator[Finding]:

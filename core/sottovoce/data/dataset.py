@@ -129,7 +129,7 @@ def _plain(table: Table, source: str) -> Table:
     return Table(table.features, plain(table.labels), table.columns, table.learner, table.round, test)
 
 
-# ---- checks ----------------------------------------------------------------------------------------------------------
+# ---- checks ----------------------------------------------------------------------------------------------
 
 
 def _check(table: Table, source: str) -> None:

@@ -52,7 +52,7 @@ def import_extra(module: str, package: str, what: str) -> Any:
         raise SpecError(f"{what} needs {package}: pip install 'sottovoce[audit]'") from None
 
 
-# ---- .npz ------------------------------------------------------------------------------------------------------------
+# ---- .npz ------------------------------------------------------------------------------------------------
 
 
 def read_npz(path: Path) -> Table:
@@ -132,7 +132,7 @@ def _mixed_table(arrays: Mapping[str, AnyArray], part: str, path: Path) -> tuple
     return as_floats(np.hstack([numbers, *one_hot])), tuple(names)
 
 
-# ---- .csv and .parquet -----------------------------------------------------------------------------------------------
+# ---- .csv and .parquet -----------------------------------------------------------------------------------
 
 
 def read_columns(path: Path, label: str | None) -> Table:

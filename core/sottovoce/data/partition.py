@@ -52,8 +52,11 @@ def _by_label(
 
 
 def _dirichlet(concentration: float, classes: IntArray, n_learners: int, rng: np.random.Generator) -> list[IntArray]:
-    """Shares p ~ Dirichlet(concentration, ...) of each class; learner i gets the records between the rounded cuts
-    `records * (p_0 + ... + p_{i-1})` and `records * (p_0 + ... + p_i)` of the shuffled class."""
+    """Shares p ~ Dirichlet(concentration, ..., concentration) of each class.
+
+    Learner i gets the records of the shuffled class between the rounded cuts `records * (p_0 + ... + p_{i-1})` and
+    `records * (p_0 + ... + p_i)`.
+    """
     parts: list[list[IntArray]] = [[] for _ in range(n_learners)]
     for rows in _shuffled_classes(classes, rng):
         shares = rng.dirichlet(np.full(n_learners, concentration))

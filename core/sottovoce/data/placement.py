@@ -48,7 +48,7 @@ def place(spec: RunSpec, dataset: Dataset) -> PlacedData:
     return PlacedData(tuple(learners), prepare(test.features), test.labels)
 
 
-# ---- held-out part ---------------------------------------------------------------------------------------------------
+# ---- held-out part ---------------------------------------------------------------------------------------
 
 
 def _hold_out(dataset: Dataset, fraction: float, rng: np.random.Generator) -> tuple[IntArray, Labelled]:
@@ -102,7 +102,7 @@ def _with_intercept(features: FloatArray) -> FloatArray:
     return np.hstack([features, np.ones((len(features), 1))])
 
 
-# ---- learners --------------------------------------------------------------------------------------------------------
+# ---- learners --------------------------------------------------------------------------------------------
 
 
 def _owners(spec: RunSpec, dataset: Dataset, rows: IntArray, rng: np.random.Generator) -> IntArray:
@@ -143,7 +143,7 @@ def _nothing_for(spec: RunSpec, learner: int, dataset: Dataset) -> str:
     return f"every learner must get at least one record, and {who} gets none: {advice}"
 
 
-# ---- rounds ----------------------------------------------------------------------------------------------------------
+# ---- rounds ----------------------------------------------------------------------------------------------
 
 
 def _rounds(spec: RunSpec, dataset: Dataset) -> IntArray | None:

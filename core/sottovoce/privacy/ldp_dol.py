@@ -14,7 +14,8 @@ the l2 change of `theta_t` when records are replaced. `Phi` obeys a recursion in
 `n_t` records were seen up to round t, `m_t` of them replaced; with one record a round, the first one replaced,
 `m_t/n_t = 1/(t+1)`. A history gradient is a mean of `n_t` record gradients. Replacing changes `m_t` of them, each by at
 most C; moving theta by Phi changes it by at most L Phi, or 2G if each is clipped. `convex` holds because a gradient
-step on a convex L-smooth f contracts. Projection does not expand, and no two states are further apart than the diameter.
+step on a convex L-smooth f contracts. Projection does not expand, and no two states are further apart than the
+diameter.
 """
 
 from __future__ import annotations

@@ -1,0 +1,5 @@
+"""`python -m sottovoce_client` is the command `sottovoce`."""
+
+from sottovoce_client.cli import main
+
+main()

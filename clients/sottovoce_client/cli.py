@@ -1,0 +1,312 @@
+"""The command `sottovoce`."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import os
+import sys
+from collections.abc import Callable, Coroutine
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+
+from sottovoce.errors import SottovoceError, SpecError
+from sottovoce.spec import RunSpec, dump_spec, load_spec, parse_spec, spec_schema
+
+app = typer.Typer(
+    name="sottovoce",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help=(
+        "Differentially private decentralized online learning, and an eavesdropper that checks it.\n\n"
+        "Start with [bold]sottovoce demo[/]: five learners, a coordinator and an eavesdropper on this machine."
+    ),
+)
+spec_app = typer.Typer(no_args_is_help=True, help="Check and print run specs.")
+app.add_typer(spec_app, name="spec")
+
+SpecFile = Annotated[Path, typer.Argument(metavar="SPEC", help="The run spec, a YAML file.", show_default=False)]
+Out = Annotated[
+    Path | None, typer.Option("--out", help="Folder for the results.", show_default="sottovoce-runs/NAME-TIME")
+]
+Listen = Annotated[str, typer.Option(envvar="SOTTOVOCE_LISTEN", help="host:port to listen on; port 0 picks one.")]
+LogLevel = Annotated[str, typer.Option(envvar="SOTTOVOCE_LOG_LEVEL", help="debug, info, warning or error.")]
+StopWithStdin = Annotated[bool, typer.Option(help="Stop when standard input ends.", hidden=True)]
+
+
+def _config(context: typer.Context, path: Path | None) -> Path | None:
+    """Defaults from a file: weaker than flags and environment."""
+    if path is not None:
+        try:
+            defaults = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        except (OSError, yaml.YAMLError) as error:
+            raise SpecError(f"cannot read the configuration {path}: {' '.join(str(error).split())}") from None
+        known = {parameter.name for parameter in context.command.params}
+        if not isinstance(defaults, dict) or not defaults.keys() <= known:
+            unknown = sorted(defaults.keys() - known) if isinstance(defaults, dict) else type(defaults).__name__
+            raise SpecError(
+                f"{path} must map options of this command to values; unknown: {unknown}; known: {sorted(known)}"
+            )
+        context.default_map = {**(context.default_map or {}), **defaults}
+    return path
+
+
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        envvar="SOTTOVOCE_CONFIG",
+        is_eager=True,
+        callback=_config,
+        help="YAML file with values for these options; flags and environment win.",
+    ),
+]
+
+
+# ---- services --------------------------------------------------------------------------------------------
+
+
+@app.command(rich_help_panel="Services")
+def coordinator(
+    listen: Listen = "127.0.0.1:7400",
+    eavesdropper: Annotated[
+        str | None,
+        typer.Option(envvar="SOTTOVOCE_EAVESDROPPER", help="Address of the eavesdropper, for runs that are captured."),
+    ] = None,
+    log_level: LogLevel = "info",
+    stop_with_stdin: StopWithStdin = False,
+    config: ConfigFile = None,
+) -> None:
+    """Start a [bold]coordinator[/] in the foreground: it distributes the topology and the round clock."""
+    from sottovoce_coordinator.service import CoordinatorConfig, serve
+
+    _serve(serve(CoordinatorConfig(listen, eavesdropper), with_stdin=stop_with_stdin), log_level)
+
+
+@app.command(rich_help_panel="Services")
+def learner(
+    name: Annotated[
+        list[str], typer.Option(envvar="SOTTOVOCE_NAME", help="Its name; repeat for several learners in one process.")
+    ],
+    coordinator: Annotated[str, typer.Option(envvar="SOTTOVOCE_COORDINATOR", help="Address of the coordinator.")],
+    listen: Listen = "127.0.0.1:0",
+    advertise: Annotated[
+        str | None, typer.Option(envvar="SOTTOVOCE_ADVERTISE", help="Address for others, where it differs.")
+    ] = None,
+    state: Annotated[
+        Path, typer.Option(envvar="SOTTOVOCE_STATE", help="Folder for the journal. It must survive restarts.")
+    ] = Path("sottovoce-state"),
+    join_timeout: Annotated[
+        float, typer.Option(envvar="SOTTOVOCE_JOIN_TIMEOUT", help="Seconds to wait for the coordinator at the start.")
+    ] = 30.0,
+    recorded_noise: Annotated[
+        Path | None,
+        typer.Option(help="Use this noise instead of drawing it. Protects nobody: loopback only, for tests."),
+    ] = None,
+    log_level: LogLevel = "info",
+    stop_with_stdin: StopWithStdin = False,
+    config: ConfigFile = None,
+) -> None:
+    """Start a [bold]learner[/] in the foreground: it learns from its owner's stream and talks to its neighbours."""
+    from sottovoce_learner.service import LearnerConfig, serve
+
+    if len(name) > 1 and not listen.endswith(":0"):
+        raise SpecError(f"several learners in one process need --listen HOST:0, got {listen}")
+    configs = [
+        LearnerConfig(each, coordinator, listen, advertise, state, join_timeout, recorded_noise) for each in name
+    ]
+    _serve(serve(configs, with_stdin=stop_with_stdin), log_level)
+
+
+@app.command(rich_help_panel="Services")
+def eavesdropper(
+    listen: Listen = "127.0.0.1:7500",
+    folder: Annotated[Path, typer.Option(envvar="SOTTOVOCE_CAPTURES", help="Folder for captures.")] = Path(
+        "sottovoce-captures"
+    ),
+    advertise_host: Annotated[
+        str | None,
+        typer.Option(envvar="SOTTOVOCE_ADVERTISE_HOST", help="Name of this host for learners, where it differs."),
+    ] = None,
+    log_level: LogLevel = "info",
+    stop_with_stdin: StopWithStdin = False,
+    config: ConfigFile = None,
+) -> None:
+    """Start an [bold]eavesdropper[/] in the foreground: it relays the channels between learners and records every byte."""
+    from sottovoce_eavesdropper.service import EavesdropperConfig, serve
+
+    _serve(serve(EavesdropperConfig(listen, folder, advertise_host), with_stdin=stop_with_stdin), log_level)
+
+
+def _serve(work: Coroutine[Any, Any, None], log_level: str) -> None:
+    from sottovoce_rpc.logs import configure_logs
+
+    configure_logs(log_level)
+    asyncio.run(work)
+
+
+# ---- runs ------------------------------------------------------------------------------------------------
+
+
+@app.command(rich_help_panel="Runs")
+def demo(
+    data: Annotated[
+        str | None,
+        typer.Option(help="breast_cancer, digits, mushrooms, adult, letter …, or a .npz, .csv or .parquet file."),
+    ] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Rounds to run.", show_default="500")] = None,
+    out: Out = None,
+    print_spec: Annotated[bool, typer.Option("--print-spec", help="Print the demo's run spec and exit.")] = False,
+) -> None:
+    """The main job on this machine: five learners, a coordinator and an eavesdropper, each its own process.
+
+    Learners run LDP-DOL on a ring; every edge passes through the eavesdropper. Ends with a summary and an HTML report.
+    """
+    text = resources.files("sottovoce_client").joinpath("demo.yaml").read_text(encoding="utf-8")
+    if print_spec:
+        typer.echo(text, nl=False)
+        return
+    document = yaml.safe_load(text)
+    if data is not None:
+        document["data"]["source"] = data
+    if rounds is not None:
+        document["rounds"] = rounds
+    _up(parse_spec(document, source="demo"), out, per_process=1)
+
+
+@app.command(rich_help_panel="Runs")
+def up(
+    spec: SpecFile,
+    out: Out = None,
+    per_process: Annotated[int, typer.Option(min=1, help="Learners in one process.")] = 1,
+    recorded_noise: Annotated[
+        Path | None, typer.Option(help="Use this noise instead of drawing it. Protects nobody: for tests.")
+    ] = None,
+) -> None:
+    """Start all services of a spec on this machine, run it, stop them."""
+    _up(load_spec(spec), out, per_process=per_process, noise=recorded_noise)
+
+
+@app.command(rich_help_panel="Runs")
+def run(
+    spec: SpecFile,
+    coordinator: Annotated[
+        str, typer.Option(envvar="SOTTOVOCE_COORDINATOR", help="Address of the coordinator.")
+    ] = "127.0.0.1:7400",
+    out: Out = None,
+) -> None:
+    """Run a spec on services that are already up, feeding the learners from here."""
+    from sottovoce_client.operate import run_on
+
+    _conduct(
+        load_spec(spec),
+        out,
+        lambda prepared, watch, stop: run_on(coordinator, prepared.run.spec, prepared.data, watch, stop),
+    )
+
+
+@app.command(rich_help_panel="Runs")
+def simulate(
+    spec: SpecFile,
+    out: Out = None,
+    replicas: Annotated[int, typer.Option(min=1, help="Independent repetitions, side by side.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the noise.")] = 0,
+    noise: Annotated[
+        Path | None, typer.Option(help="Recorded noise to use instead (.parquet or .npz; zeros are allowed).")
+    ] = None,
+    record_noise: Annotated[bool, typer.Option("--record-noise", help="Write the noise that was drawn.")] = False,
+) -> None:
+    """Run a spec without a network, many replicas at once. Writes transcript.parquet and decisions.parquet."""
+    from sottovoce_client.simulation import simulate_to
+
+    prepared = _prepare(load_spec(spec))
+    folder = _folder(prepared.run.spec, out)
+    simulate_to(folder, prepared, replicas=replicas, seed=seed, noise=noise, record_noise=record_noise)
+
+
+def _up(spec: RunSpec, out: Path | None, *, per_process: int, noise: Path | None = None) -> None:
+    from sottovoce_client.launch import run_up
+
+    folder = _folder(spec, out)
+    _conduct(
+        spec,
+        folder,
+        lambda prepared, watch, stop: run_up(
+            prepared.run.spec, prepared.data, folder, watch, stop, per_process=per_process, noise=noise
+        ),
+    )
+
+
+def _conduct(spec: RunSpec, out: Path | None, start: Callable[..., Coroutine[Any, Any, Any]]) -> None:
+    """Prepare, run while the console shows it, then summarise."""
+    from sottovoce_client.conduct import conduct
+
+    folder = _folder(spec, out)
+    raise typer.Exit(conduct(_prepare(spec), folder, start))
+
+
+def _prepare(spec: RunSpec) -> Any:
+    from sottovoce_client.prepare import prepare
+
+    return prepare(spec, data_folder=os.environ.get("SOTTOVOCE_DATA"))
+
+
+def _folder(spec: RunSpec, out: Path | None) -> Path:
+    if out is None:
+        out = Path("sottovoce-runs") / f"{spec.name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SpecError(f"cannot write to the folder {out}: {error.strerror}") from None
+    return out
+
+
+# ---- specs -----------------------------------------------------------------------------------------------
+
+
+@spec_app.command("check")
+def spec_check(spec: SpecFile) -> None:
+    """Check a spec, its algorithm's conditions and its data, without running anything."""
+    prepared = _prepare(load_spec(spec))
+    for finding in prepared.run.warnings:
+        typer.echo(f"warning: {finding.text} [{finding.code}]")
+    typer.echo(f"{spec}: {prepared.run.spec.n_learners} learners, {prepared.data.n_features} features: fine")
+
+
+@spec_app.command("show")
+def spec_show(spec: SpecFile) -> None:
+    """Print a spec with all defaults filled in."""
+    typer.echo(dump_spec(load_spec(spec)), nl=False)
+
+
+@spec_app.command("schema")
+def spec_schema_() -> None:
+    """Print the JSON schema of a run spec, for editors."""
+    typer.echo(spec_schema())
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    from importlib.metadata import version as installed
+
+    typer.echo(installed("sottovoce"))
+
+
+def main() -> None:
+    """Run the command; what goes wrong is said in a line and exits with code 2."""
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # before grpc is imported: its own lines are no use to a person
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before numpy is: our matrices are small, and cores are shared
+    try:
+        app()
+    except SottovoceError as error:
+        print(f"sottovoce: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None

@@ -1,0 +1,170 @@
+"""What a run came to: accuracies, budgets, and the exact privacy loss of its capture."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+
+from sottovoce.arrays import FloatArray, IntArray
+from sottovoce.data import LearnerData, PlacedData
+from sottovoce.errors import CaptureError
+from sottovoce.losses import Squared
+from sottovoce.replay import worst_swap
+from sottovoce.run import Run
+from sottovoce.spec import dump_spec
+from sottovoce.transcript import Transcript
+from sottovoce_client.operate import Outcome
+from sottovoce_client.summary import CaptureSummary, LearnerSummary, RunSummary, Swap
+from sottovoce_eavesdropper.reading import open_capture
+
+
+def summarise(run: Run, data: PlacedData, outcome: Outcome) -> RunSummary:
+    """Gather everything that is shown and saved of a run."""
+    transcript, capture = _overheard(run, outcome)
+    accuracies = [_accuracy(labels, data.test_labels) for labels in outcome.predictions]
+    learners = tuple(_learner(run, data, outcome, transcript, i, accuracy) for i, accuracy in enumerate(accuracies))
+    return RunSummary(
+        name=run.spec.name,
+        run_id=outcome.run_id,
+        data=run.spec.data.source,
+        state=outcome.state,
+        detail=outcome.detail,
+        rounds=run.spec.rounds,
+        seconds=outcome.seconds,
+        n_features=data.n_features,
+        test_records=len(data.test_labels),
+        edges=run.topology.edges,
+        learners=learners,
+        disagreement=_disagreement(outcome.predictions),
+        central_accuracy=central_accuracy(run, data),
+        capture=capture,
+        warnings=tuple((finding.code, finding.text) for finding in run.warnings),
+        spec_yaml=dump_spec(run.spec),
+        version=version("sottovoce"),
+        started_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        progress=outcome.progress,
+    )
+
+
+def central_accuracy(run: Run, data: PlacedData) -> float | None:
+    """Accuracy on the held-out records of a non-private model of all records together, same loss, same ridge.
+
+    None without held-out records.
+    """
+    from sklearn.linear_model import LogisticRegression, Ridge
+
+    if not len(data.test_labels):
+        return None
+    loss = run.loss
+    features = np.concatenate([each.features for each in data.learners])
+    labels = np.concatenate([each.labels for each in data.learners])
+    features, labels = loss.enforce(features, labels)
+    test, _ = loss.enforce(data.test_features, np.zeros(len(data.test_labels)))
+    strength = max(loss.ridge, 1e-9) * len(labels)
+    if isinstance(loss, Squared):
+        scores = Ridge(alpha=strength / 2, fit_intercept=False).fit(features, labels).predict(test)
+    else:
+        model = LogisticRegression(C=1 / strength, fit_intercept=False, max_iter=5_000).fit(features, labels)
+        scores = model.decision_function(test)
+    return _accuracy(loss.classify(scores), data.test_labels)
+
+
+def _overheard(run: Run, outcome: Outcome) -> tuple[Transcript | None, CaptureSummary | None]:
+    """The transcript of a capture; none when nothing was captured, or not even one whole round."""
+    if outcome.capture is None:
+        return None, None
+    capture = open_capture(outcome.capture)
+    try:
+        transcript = capture.transcript(run.algorithm.field_shapes(), run.spec.n_learners)
+    except CaptureError:
+        return None, None
+    heard = next(iter(transcript.fields.values()))[:, 0, 0]
+    table = capture.messages()
+    return transcript, CaptureSummary(
+        mode=run.spec.capture,
+        location=str(outcome.capture),
+        messages=table.num_rows,
+        bytes=int(sum(table["size"].to_pylist())),
+        messages_of=run.spec.names[0],
+        heard=heard,
+        first_scale=run.algorithm.laplace_scale(0, 0),
+        last_scale=run.algorithm.laplace_scale(0, transcript.rounds - 1),
+    )
+
+
+def _learner(
+    run: Run, data: PlacedData, outcome: Outcome, transcript: Transcript | None, index: int, accuracy: float | None
+) -> LearnerSummary:
+    own, status = data.learners[index], outcome.statuses[index]
+    counts = np.diff(own.offsets)
+    event = run.algorithm.guarantee(index, counts)
+    record = run.algorithm.guarantee(index, counts, _uses_of_first(own))
+    said = max(status.round, transcript.rounds if transcript else 0)
+    swaps: tuple[Swap | None, Swap | None] = (None, None)
+    if transcript is not None and len(own.order):
+        swaps = (
+            _swap(run, transcript, data, index, event.cumulative, every_use=False),
+            _swap(run, transcript, data, index, record.cumulative, every_use=True),
+        )
+    return LearnerSummary(
+        name=run.spec.names[index],
+        records=len(np.unique(own.order)),
+        most_uses=int(own.uses().max(initial=0)),
+        rounds=status.round,
+        test_accuracy=accuracy,
+        prequential_accuracy=status.prequential_accuracy if status.HasField("prequential_accuracy") else None,
+        messages=status.messages_sent,
+        bytes=status.bytes_sent,
+        spent=status.epsilon_spent,
+        budget=status.epsilon_budget if status.HasField("epsilon_budget") else None,
+        paper=_last(event.paper, said),
+        event=_last(event.cumulative, said),
+        record=_last(record.cumulative, said),
+        infinite_horizon=event.infinite_horizon,
+        paper_curve=event.paper,
+        event_curve=event.cumulative,
+        record_curve=record.cumulative,
+        swap_event=swaps[0],
+        swap_record=swaps[1],
+    )
+
+
+def _swap(
+    run: Run, transcript: Transcript, data: PlacedData, learner: int, claimed: FloatArray, *, every_use: bool
+) -> Swap:
+    worst = worst_swap(run, transcript, data, learner, every_use=every_use)
+    return Swap(worst.loss, worst.supremum, float(claimed[transcript.rounds - 1]), worst.by_round)
+
+
+def _uses_of_first(own: LearnerData) -> IntArray:
+    """`(rounds,)`: how often each round learns the record that is learned first."""
+    uses = np.flatnonzero(own.order == own.order[0]) if len(own.order) else np.empty(0, np.int64)
+    rounds = np.searchsorted(own.offsets, uses, side="right") - 1
+    return np.bincount(rounds, minlength=own.rounds)
+
+
+def _last(curve: FloatArray, rounds: int) -> float:
+    return float(curve[rounds - 1]) if rounds else 0.0
+
+
+def _accuracy(predicted: FloatArray | None, labels: FloatArray) -> float | None:
+    return None if predicted is None else float(np.mean(predicted == labels))
+
+
+def _disagreement(predictions: Sequence[FloatArray | None]) -> float | None:
+    """Largest share of records on which two learners differ."""
+    known = [labels for labels in predictions if labels is not None]
+    if len(known) < 2:
+        return None
+    return max(float(np.mean(a != b)) for k, a in enumerate(known) for b in known[:k])
+
+
+def save_outcome(summary: RunSummary, folder: Path) -> Path:
+    """Write `summary.json`; returns its path."""
+    path = folder / "summary.json"
+    summary.save(path)
+    return path

@@ -1,0 +1,156 @@
+"""All services of a run on this machine, each its own process; nothing outlives whoever started them.
+
+Every process is told to stop when its standard input ends, so even a killed parent leaves none behind. What a process says
+goes to a log file; its first line on standard output tells where it listens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from sottovoce.errors import Unavailable
+from sottovoce.spec import RunSpec
+
+START_S = 30.0
+STOP_S = 3.5
+
+
+@dataclass(slots=True)
+class Process:
+    """A running service."""
+
+    name: str
+    child: asyncio.subprocess.Process
+    log: Path
+    addresses: dict[str, str] = field(default_factory=dict)
+    """Where what it serves listens, by the name that it announced."""
+
+    def last_words(self) -> str:
+        """The last line of its log."""
+        lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        return lines[-1] if lines else "it said nothing"
+
+
+class LocalServices:
+    """A coordinator, learners and (for captured runs) an eavesdropper, as child processes. Use it in `async with`.
+
+    Args:
+        spec: the run.
+        folder: for journals, captures and logs.
+        per_process: learners in one process.
+        noise: a file of recorded noise, for tests.
+    """
+
+    def __init__(self, spec: RunSpec, folder: Path, *, per_process: int = 1, noise: Path | None = None) -> None:
+        self._spec, self._folder, self._per_process, self._noise = spec, folder, per_process, noise
+        self._processes: list[Process] = []
+        self.coordinator = ""
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self._start_all()
+        except BaseException:
+            await self.stop()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    async def death(self) -> str:
+        """Wait for a service to die by itself; says which, and how."""
+        waits = {asyncio.ensure_future(process.child.wait()): process for process in self._processes}
+        try:
+            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        process = waits[done.pop()]
+        return f"{process.name} (process {process.child.pid}) died, {_how(process.child.returncode)}: {process.last_words()}"
+
+    async def stop(self) -> None:
+        """Tell all to stop; who has not after `STOP_S` is killed."""
+        for process in self._processes:
+            if process.child.returncode is None:
+                process.child.send_signal(signal.SIGTERM)
+        waits = [asyncio.ensure_future(process.child.wait()) for process in self._processes]
+        if waits:
+            _, late = await asyncio.wait(waits, timeout=STOP_S)
+            for process in self._processes:
+                if late and process.child.returncode is None:
+                    process.child.kill()
+            await asyncio.gather(*waits)
+        self._processes.clear()
+
+    # ---- starting -----------------------------------------------------------------------------------------
+
+    async def _start_all(self) -> None:
+        more: list[str] = []
+        if self._spec.capture != "none":
+            captures = str(self._folder / "captures")
+            eavesdropper = await self._start("eavesdropper", ["eavesdropper", "--folder", captures])
+            more = ["--eavesdropper", await self._announced(eavesdropper)]
+        coordinator = await self._start("coordinator", ["coordinator", *more])
+        self.coordinator = await self._announced(coordinator)
+        names = self._spec.names
+        groups = [names[k : k + self._per_process] for k in range(0, len(names), self._per_process)]
+        learners = [await self._start(group[0], self._learner_command(group)) for group in groups]
+        for process, group in zip(learners, groups, strict=True):
+            for _ in group:
+                await self._announced(process)
+
+    def _learner_command(self, names: Sequence[str]) -> list[str]:
+        command = ["learner", "--coordinator", self.coordinator, "--state", str(self._folder / "journals")]
+        for name in names:
+            command += ["--name", name]
+        return command + (["--recorded-noise", str(self._noise)] if self._noise else [])
+
+    async def _start(self, name: str, command: Sequence[str]) -> Process:
+        logs = self._folder / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        path = logs / f"{name}.log"
+        with path.open("wb") as log:
+            child = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "sottovoce_client",
+                *command,
+                "--stop-with-stdin",
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,  # Ctrl-C is for the parent, which stops its children in order
+            )
+        process = Process(name, child, path)
+        self._processes.append(process)
+        return process
+
+    async def _announced(self, process: Process) -> str:
+        """Read where a process listens."""
+        assert process.child.stdout is not None
+        try:
+            line = await asyncio.wait_for(process.child.stdout.readline(), START_S)
+        except TimeoutError:
+            raise Unavailable(f"{process.name} did not start within {START_S:g} s; see {process.log}") from None
+        if not line:
+            await process.child.wait()
+            raise Unavailable(f"{process.name} did not start: {process.last_words()}")
+        facts = json.loads(line)
+        process.addresses[facts.get("name", process.name)] = facts["address"]
+        return str(facts["address"])
+
+
+def _how(code: int | None) -> str:
+    if code is not None and code < 0:
+        return f"killed by {signal.Signals(-code).name}"
+    return f"exit code {code}"

@@ -1,0 +1,34 @@
+"""From a spec to a run and its data, ready to start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from sottovoce.data import PlacedData, load_dataset, place
+from sottovoce.run import Run, build_run
+from sottovoce.spec import RunSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A run that may start, and who learns what when."""
+
+    run: Run
+    data: PlacedData
+
+
+def prepare(spec: RunSpec, *, data_folder: str | None = None) -> Prepared:
+    """Load and place the data, and check the run.
+
+    Args:
+        spec: the run spec.
+        data_folder: where downloaded public data sets lie.
+
+    Raises:
+        SpecError: the spec cannot be run as it is.
+        DataError: its data cannot be used.
+    """
+    dataset = load_dataset(spec.data, spec.loss, folder=Path(data_folder) if data_folder else None)
+    data = place(spec, dataset)
+    return Prepared(build_run(spec, data.n_features), data)

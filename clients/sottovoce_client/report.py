@@ -1,0 +1,290 @@
+"""The report: one HTML file with everything that it needs inside, to be opened, mailed and archived."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Callable, Iterable
+from importlib.resources import files
+from pathlib import Path
+
+import numpy as np
+
+from sottovoce_client import report_plots as plots
+from sottovoce_client.report_verdict import Verdict, exceeds, telling, verdict_of
+from sottovoce_client.summary import CaptureSummary, LearnerSummary, RunSummary, Swap
+from sottovoce_client.wording import count, duration, number, plural, share, share_range, size
+
+# Nothing may be loaded, from anywhere: a page about eavesdropping does not phone home.
+POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
+
+
+def write_report(summary: RunSummary, path: Path) -> None:
+    """Write the report.
+
+    Raises:
+        SpecError: plotly is not installed.
+    """
+    path.write_text(render_report(summary), encoding="utf-8")
+
+
+def render_report(summary: RunSummary) -> str:
+    """The report as text of a self-contained HTML page.
+
+    Raises:
+        SpecError: plotly is not installed.
+    """
+    parts = (_graph_and_learning, _budget, _losses, _heard, _table, _promise, _warnings, _spec)
+    body = [_header(summary), _banner(summary), _verdict(verdict_of(summary)), _cards(summary)]
+    body += [part(summary) for part in parts]
+    style = files("sottovoce_client").joinpath("report.css").read_text(encoding="utf-8")
+    return "\n".join(
+        [
+            '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
+            f"<title>{_text(summary.name)}: Sottovoce report</title>\n<style>\n{style}</style>",
+            f"<script>{plots.plotly('offline').get_plotlyjs()}</script>\n</head>\n<body>\n<main>",
+            *filter(None, body),
+            f"<footer>Written by Sottovoce {_text(summary.version)}. {OUTSIDE}</footer>\n</main>\n</body>\n</html>\n",
+        ]
+    )
+
+
+def _text(value: str) -> str:
+    return html.escape(value)
+
+
+def _section(title: str, lead: str, *content: str) -> str:
+    lead = f'<p class="lead">{lead}</p>' if lead else ""
+    return f"<section>\n<h2>{title}</h2>\n{lead}\n{''.join(content)}\n</section>"
+
+
+def _note(text: str) -> str:
+    return f'<p class="note">{text}</p>'
+
+
+# ---- the head --------------------------------------------------------------------------------------------
+
+
+def _header(summary: RunSummary) -> str:
+    facts = (
+        f"{plural(len(summary.learners), 'learner')} on {_text(summary.data)}",
+        f"{plural(summary.n_features, 'feature')}",
+        f"started {_text(summary.started_at)}",
+        f"run <code>{_text(summary.run_id)}</code>",
+    )
+    spans = "".join(f"<span>{fact}</span>" for fact in facts)
+    kicker = '<div class="kicker">Sottovoce · run report</div>'
+    return f'<header>{kicker}<h1>{_text(summary.name)}</h1><div class="facts">{spans}</div></header>'
+
+
+def _banner(summary: RunSummary) -> str:
+    if summary.state == "finished":
+        return ""
+    reached = f"after {count(summary.rounds_done)} of {plural(summary.rounds, 'round')}"
+    detail = f"<p>{_text(summary.detail)}</p>" if summary.detail else ""
+    return f'<div class="banner"><strong>This run {_text(summary.state)} {reached}.</strong>{detail}</div>'
+
+
+def _verdict(verdict: Verdict) -> str:
+    return f'<div class="verdict {verdict.kind}"><strong>{_text(verdict.headline)}</strong><p>{_text(verdict.text)}</p></div>'
+
+
+def _cards(summary: RunSummary) -> str:
+    learners = summary.learners
+    accuracy = share_range(each.test_accuracy for each in learners)
+    central = f"worst to best learner; {share(summary.central_accuracy)} centralised without privacy"
+    paper = (
+        f"tight, per event, largest of all learners; {number(max(e.paper for e in learners))} by the paper’s formula"
+    )
+    speed = f"{number(summary.rounds_per_second)} rounds/s, {duration(summary.seconds)} in all"
+    cards = (
+        _card("Rounds", f"{count(summary.rounds_done)} <small>of {count(summary.rounds)}</small>", speed),
+        _card("Test accuracy", accuracy, central),
+        _card("Privacy budget used", f"ε = {number(max(each.event for each in learners))}", paper),
+        _overheard_card(summary.capture),
+        _loss_card(summary),
+    )
+    return f'<div class="cards">{"".join(cards)}</div>'
+
+
+def _card(what: str, figure: str, more: str, meter: str = "") -> str:
+    inner = f'<div class="what">{what}</div><div class="figure">{figure}</div>{meter}<div class="more">{more}</div>'
+    return f'<div class="card">{inner}</div>'
+
+
+def _overheard_card(capture: CaptureSummary | None) -> str:
+    if capture is None:
+        return _card("Overheard", "–", "nobody listened in this run")
+    return _card("Overheard", plural(capture.messages, "message"), f"{size(capture.bytes)}, mode {_text(capture.mode)}")
+
+
+def _loss_card(summary: RunSummary) -> str:
+    what = "Exact privacy loss"
+    worst = telling(summary)
+    if worst is None:
+        return _card(what, "–", "needs a capture")
+    learner, level, swap = worst
+    part = swap.loss / swap.budget if 0 < swap.budget < math.inf else 0.0
+    over = " over" if exceeds(swap.loss, swap.budget) else ""
+    meter = f'<div class="meter{over}"><i style="width:{min(100, 100 * part):.1f}%"></i></div>'
+    more = f"of this capture, against a claim of {number(swap.budget)} ({_text(learner.name)}, per {level})"
+    return _card(what, number(swap.loss), more, meter)
+
+
+# ---- plots -----------------------------------------------------------------------------------------------
+
+
+def _graph_and_learning(summary: RunSummary) -> str:
+    differ = f" Two learners disagree on at most {share(summary.disagreement)} of the held-out records."
+    agreement = differ if summary.disagreement is not None else ""
+    graph = f"{plural(len(summary.learners), 'learner')}, {plural(len(summary.edges), 'edge')}. Colour: accuracy on "
+    graph += f"{plural(summary.test_records, 'held-out record')}; grey where it is not known.{agreement}"
+    predicted = any(value is not None for look in summary.progress for value in look.accuracy)
+    learning = "Each learner predicts every record of its own before it learns it; share of right predictions so far."
+    curves = plots.learning_plot(summary) if predicted else _note("No accuracy was reported during this run.")
+    left = _section("Who spoke to whom", graph, plots.graph_plot(summary))
+    return f'<div class="pair">{left}{_section("How they learned", learning, curves)}</div>'
+
+
+def _budget(summary: RunSummary) -> str:
+    lead = "The ε claimed so far, largest of all learners; the bands reach down to the smallest. The paper’s formula and the "
+    lead += "tight per-event value bound the same thing: what one use of one record reveals. The per-record value adds "
+    lead += "all uses of the most telling record."
+    infinite = [name for kind, name, _ in plots.KINDS if any(math.isinf(getattr(e, kind)) for e in summary.learners)]
+    lacking = (
+        f"<b>ε = ∞</b> for at least one learner, so nothing is promised: {', '.join(infinite)}." if infinite else ""
+    )
+    horizon = max(learner.infinite_horizon for learner in summary.learners)
+    forever = "No finite bound is known for infinitely many rounds."
+    if math.isfinite(horizon):
+        forever = f"However long the run goes on, per event ε stays below <b>{number(horizon)}</b>."
+    known = any(np.isfinite(e.event_curve).any() or np.isfinite(e.paper_curve).any() for e in summary.learners)
+    drawn = known and any(learner.rounds for learner in summary.learners)
+    return _section("What it cost", lead, plots.budget_plot(summary) if drawn else "", _note(f"{forever} {lacking}"))
+
+
+def _losses(summary: RunSummary) -> str:
+    lead = "One record of a learner is swapped in thought, and every message of the capture weighed: how much likelier is it "
+    lead += (
+        "with the true record than with the other one? The logarithm of that ratio, summed over rounds, is the exact "
+    )
+    lead += "privacy loss of this very capture, for the most telling swap among those tried. The grey area is what the claim "
+    lead += "allows."
+    levels = (("event", "One use of the record swapped"), ("record", "All uses of the record swapped"))
+    shown = [
+        f"<div><h3>{title}</h3>{plots.loss_plot(summary, level)}</div>"
+        for level, title in levels
+        if any((swap := plots.swap_of(each, level)) is not None and swap.by_round.size for each in summary.learners)
+    ]
+    if not shown:
+        return _section("What this capture gives away", "", _note("There is no capture to measure."))
+    return _section("What this capture gives away", lead, f'<div class="halves">{"".join(shown)}</div>')
+
+
+def _heard(summary: RunSummary) -> str:
+    capture = summary.capture
+    if capture is None or not capture.heard.size:
+        return ""
+    rounds, dim = capture.heard.shape
+    lead = f"All that {_text(capture.messages_of)} said, as the eavesdropper heard it: {plural(rounds, 'message')} of "
+    lead += f"{plural(dim, 'number')}, a column each. Mostly this is noise, of Laplace scale {number(capture.first_scale)} in the "
+    lead += (
+        f"first round and {number(capture.last_scale)} in the last; what is learned shows only as a faint lasting tint "
+    )
+    lead += "of a row."
+    clipped = "The colours end where 2 % of the values lie beyond."
+    picked = any(n > most for n, most in zip((rounds, dim), plots.MOST_HEARD, strict=True))
+    kept = " Too large to show whole: evenly spaced rounds and coordinates were picked." if picked else ""
+    where = f" The capture lies in <code>{_text(capture.location)}</code>."
+    return _section("What was overheard", lead, plots.heard_plot(capture.heard), _note(clipped + kept + where))
+
+
+# ---- words and figures -----------------------------------------------------------------------------------
+
+Column = tuple[str, Callable[[LearnerSummary], str]]
+GROUPS: tuple[tuple[str, tuple[Column, ...]], ...] = (
+    ("records", (("held", lambda e: count(e.records)), ("most uses", lambda e: count(e.most_uses)))),
+    ("accuracy", (("test", lambda e: share(e.test_accuracy)), ("own", lambda e: share(e.prequential_accuracy)))),
+    ("said", (("rounds", lambda e: count(e.rounds)), ("messages", lambda e: count(e.messages)))),
+    ("", (("bytes", lambda e: size(e.bytes)),)),
+    ("budget", (("spent", lambda e: number(e.spent)), ("limit", lambda e: number(e.budget) if e.budget else "none"))),
+    ("claimed ε", (("paper", lambda e: number(e.paper)), ("event", lambda e: number(e.event)))),
+    ("", (("record", lambda e: number(e.record)), ("forever", lambda e: number(e.infinite_horizon)))),
+)
+
+
+def _table(summary: RunSummary) -> str:
+    levels = ("event", "record")
+    above = "".join(f'<th class="group" colspan="{len(columns)}">{title}</th>' for title, columns in GROUPS)
+    above += "".join(f'<th class="group" colspan="3">loss, per {level}</th>' for level in levels)
+    heads = [name for _, columns in GROUPS for name, _ in columns] + ["this", "largest", "claim"] * len(levels)
+    below = "".join(f"<th>{name}</th>" for name in heads)
+    rows = "".join(_row(learner) for learner in summary.learners)
+    table = (
+        f"<table><thead><tr><th></th>{above}</tr><tr><th>learner</th>{below}</tr></thead><tbody>{rows}</tbody></table>"
+    )
+    lead = "Own accuracy: on the learner’s own records, each predicted before it was learned. Forever: bound on the per-event ε "
+    lead += "over infinitely many rounds. Loss: of this capture; the largest that any capture could have shown for the same "
+    lead += "swap; and the claim, which neither may exceed."
+    return _section("Learner by learner", lead, f'<div class="wide">{table}</div>')
+
+
+def _row(learner: LearnerSummary) -> str:
+    figures = "".join(f"<td>{show(learner)}</td>" for _, columns in GROUPS for _, show in columns)
+    swaps = _swap_cells(learner.swap_event) + _swap_cells(learner.swap_record)
+    name = _text(learner.name)
+    return f'<tr><th title="{name}">{name}</th>{figures}{swaps}</tr>'
+
+
+def _swap_cells(swap: Swap | None) -> str:
+    if swap is None:
+        return "<td>–</td>" * 3
+    marked = [(value, exceeds(value, swap.budget)) for value in (swap.loss, swap.supremum)]
+    cells = "".join(f'<td class="over">{number(v)}</td>' if over else f"<td>{number(v)}</td>" for v, over in marked)
+    return f"{cells}<td>{number(swap.budget)}</td>"
+
+
+OUTSIDE = (
+    "This page itself is not covered by the promise: accuracies and exact losses are computed from the records, "
+    "without noise. Think before you publish it."
+)
+
+
+def _promise(summary: RunSummary) -> str:
+    uses = max(learner.most_uses for learner in summary.learners)
+    wire = "Somebody hears every message on every channel (threat model <i>wire</i>), and knows the algorithm, the graph and "
+    wire += "the noise scales. Swapping one record changes the probability of whatever is heard by a factor of at most "
+    wire += "e<sup>ε</sup>, even if other learners send it anything they like."
+    event = (
+        "<i>Per event</i>: one use of one record is swapped. <i>Per record</i>: the record is swapped wherever it is "
+    )
+    event += f"learned; in this run a record was learned in up to {plural(uses, 'round')}. Whoever owns several records adds "
+    event += "up their losses."
+    outside = (
+        "Accuracies, predictions answered to clients, the number and timing of rounds, and the un-noised models inside "
+    )
+    outside += "the learners."
+    terms = (("On the wire", wire), ("Event and record", event), ("Not covered", outside))
+    pairs = "".join(f"<dt>{term}</dt><dd>{meaning}</dd>" for term, meaning in terms)
+    return _section("What was promised", "", f"<dl>{pairs}</dl>")
+
+
+def _warnings(summary: RunSummary) -> str:
+    if not summary.warnings:
+        return ""
+    lead = (
+        "Conditions of a convergence theorem that do not hold. They touch how well is learned, not what is protected."
+    )
+    return _section("Warnings", lead, f'<ul class="codes">{_codes(summary.warnings)}</ul>')
+
+
+def _codes(warnings: Iterable[tuple[str, str]]) -> str:
+    return "".join(f"<li><code>{_text(code)}</code> {_text(text)}</li>" for code, text in warnings)
+
+
+def _spec(summary: RunSummary) -> str:
+    lead = "The whole run spec, to run it again."
+    spec = f"<details><summary>Show</summary><pre><code>{_text(summary.spec_yaml)}</code></pre></details>"
+    return _section("Spec", lead, spec)

@@ -1,0 +1,65 @@
+"""Numbers as people read them: four significant digits, `1.4 MB`, `5,000`, `∞`; an en dash where there is nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+NOTHING = "–"
+
+
+def number(value: float | None) -> str:
+    """Four significant digits; thousands separated, powers of ten only where digits would not help."""
+    if value is None or math.isnan(value):
+        return NOTHING
+    if math.isinf(value):
+        return "∞" if value > 0 else "−∞"
+    rounded = float(f"{value:.4g}")
+    if rounded and not 1e-4 <= abs(rounded) < 1e7:
+        digits, _, power = f"{rounded:.3e}".partition("e")
+        text = f"{digits}e{int(power)}"
+    else:
+        text = f"{rounded:,.0f}" if abs(rounded) >= 1000 else f"{rounded:.4g}"
+    return text.replace("-", "−")
+
+
+def count(value: int) -> str:
+    """`5,000`."""
+    return f"{value:,}"
+
+
+def plural(value: int, noun: str) -> str:
+    """`1 message`, `5,000 messages`."""
+    return f"{count(value)} {noun}" if value == 1 else f"{count(value)} {noun}s"
+
+
+def share(value: float | None) -> str:
+    """`94.2 %`."""
+    return NOTHING if value is None or not math.isfinite(value) else f"{100 * value:.1f} %"
+
+
+def share_range(values: Iterable[float | None]) -> str:
+    """Smallest to largest: `91.2–95.0 %`."""
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    low, high = share(min(known, default=None)), share(max(known, default=None))
+    return low if low == high else f"{low.removesuffix(' %')}{NOTHING}{high}"
+
+
+def size(n_bytes: int) -> str:
+    """`1.4 MB`, in powers of a thousand."""
+    if n_bytes < 1000:
+        return plural(n_bytes, "byte")
+    value = float(n_bytes)
+    for unit in ("kB", "MB", "GB"):
+        value /= 1000
+        if value < 999.5:
+            return f"{value:.3g} {unit}"
+    return f"{value / 1000:,.3g} TB"
+
+
+def duration(seconds: float) -> str:
+    """`1.2 s`, `3 min 20 s`, `2 h 05 min`."""
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"
