@@ -20,6 +20,7 @@ from sottovoce.spec import RunSpec, dump_spec, load_spec, parse_spec, spec_schem
 app = typer.Typer(
     name="sottovoce",
     no_args_is_help=True,
+    add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -29,7 +30,7 @@ app = typer.Typer(
     ),
 )
 spec_app = typer.Typer(no_args_is_help=True, help="Check and print run specs.")
-app.add_typer(spec_app, name="spec")
+app.add_typer(spec_app, name="spec", rich_help_panel="Specs")
 
 SpecFile = Annotated[Path, typer.Argument(metavar="SPEC", help="The run spec, a YAML file.", show_default=False)]
 Out = Annotated[
@@ -67,88 +68,6 @@ ConfigFile = Annotated[
         help="YAML file with values for these options; flags and environment win.",
     ),
 ]
-
-
-# ---- services --------------------------------------------------------------------------------------------
-
-
-@app.command(rich_help_panel="Services")
-def coordinator(
-    listen: Listen = "127.0.0.1:7400",
-    eavesdropper: Annotated[
-        str | None,
-        typer.Option(envvar="SOTTOVOCE_EAVESDROPPER", help="Address of the eavesdropper, for runs that are captured."),
-    ] = None,
-    log_level: LogLevel = "info",
-    stop_with_stdin: StopWithStdin = False,
-    config: ConfigFile = None,
-) -> None:
-    """Start a [bold]coordinator[/] in the foreground: it distributes the topology and the round clock."""
-    from sottovoce_coordinator.service import CoordinatorConfig, serve
-
-    _serve(serve(CoordinatorConfig(listen, eavesdropper), with_stdin=stop_with_stdin), log_level)
-
-
-@app.command(rich_help_panel="Services")
-def learner(
-    name: Annotated[
-        list[str], typer.Option(envvar="SOTTOVOCE_NAME", help="Its name; repeat for several learners in one process.")
-    ],
-    coordinator: Annotated[str, typer.Option(envvar="SOTTOVOCE_COORDINATOR", help="Address of the coordinator.")],
-    listen: Listen = "127.0.0.1:0",
-    advertise: Annotated[
-        str | None, typer.Option(envvar="SOTTOVOCE_ADVERTISE", help="Address for others, where it differs.")
-    ] = None,
-    state: Annotated[
-        Path, typer.Option(envvar="SOTTOVOCE_STATE", help="Folder for the journal. It must survive restarts.")
-    ] = Path("sottovoce-state"),
-    join_timeout: Annotated[
-        float, typer.Option(envvar="SOTTOVOCE_JOIN_TIMEOUT", help="Seconds to wait for the coordinator at the start.")
-    ] = 30.0,
-    recorded_noise: Annotated[
-        Path | None,
-        typer.Option(help="Use this noise instead of drawing it. Protects nobody: loopback only, for tests."),
-    ] = None,
-    log_level: LogLevel = "info",
-    stop_with_stdin: StopWithStdin = False,
-    config: ConfigFile = None,
-) -> None:
-    """Start a [bold]learner[/] in the foreground: it learns from its owner's stream and talks to its neighbours."""
-    from sottovoce_learner.service import LearnerConfig, serve
-
-    if len(name) > 1 and not listen.endswith(":0"):
-        raise SpecError(f"several learners in one process need --listen HOST:0, got {listen}")
-    configs = [
-        LearnerConfig(each, coordinator, listen, advertise, state, join_timeout, recorded_noise) for each in name
-    ]
-    _serve(serve(configs, with_stdin=stop_with_stdin), log_level)
-
-
-@app.command(rich_help_panel="Services")
-def eavesdropper(
-    listen: Listen = "127.0.0.1:7500",
-    folder: Annotated[Path, typer.Option(envvar="SOTTOVOCE_CAPTURES", help="Folder for captures.")] = Path(
-        "sottovoce-captures"
-    ),
-    advertise_host: Annotated[
-        str | None,
-        typer.Option(envvar="SOTTOVOCE_ADVERTISE_HOST", help="Name of this host for learners, where it differs."),
-    ] = None,
-    log_level: LogLevel = "info",
-    stop_with_stdin: StopWithStdin = False,
-    config: ConfigFile = None,
-) -> None:
-    """Start an [bold]eavesdropper[/] in the foreground: it relays the channels between learners and records every byte."""
-    from sottovoce_eavesdropper.service import EavesdropperConfig, serve
-
-    _serve(serve(EavesdropperConfig(listen, folder, advertise_host), with_stdin=stop_with_stdin), log_level)
-
-
-def _serve(work: Coroutine[Any, Any, None], log_level: str) -> None:
-    from sottovoce_rpc.logs import configure_logs
-
-    configure_logs(log_level)
-    asyncio.run(work)
 
 
 # ---- runs ------------------------------------------------------------------------------------------------
@@ -267,6 +186,88 @@ def _folder(spec: RunSpec, out: Path | None) -> Path:
     return out
 
 
+# ---- services --------------------------------------------------------------------------------------------
+
+
+@app.command(rich_help_panel="Services")
+def coordinator(
+    listen: Listen = "127.0.0.1:7400",
+    eavesdropper: Annotated[
+        str | None,
+        typer.Option(envvar="SOTTOVOCE_EAVESDROPPER", help="Address of the eavesdropper, for runs that are captured."),
+    ] = None,
+    log_level: LogLevel = "info",
+    stop_with_stdin: StopWithStdin = False,
+    config: ConfigFile = None,
+) -> None:
+    """Start a [bold]coordinator[/] in the foreground: it distributes the topology and the round clock."""
+    from sottovoce_coordinator.service import CoordinatorConfig, serve
+
+    _serve(serve(CoordinatorConfig(listen, eavesdropper), with_stdin=stop_with_stdin), log_level)
+
+
+@app.command(rich_help_panel="Services")
+def learner(
+    name: Annotated[
+        list[str], typer.Option(envvar="SOTTOVOCE_NAME", help="Its name; repeat for several learners in one process.")
+    ],
+    coordinator: Annotated[str, typer.Option(envvar="SOTTOVOCE_COORDINATOR", help="Address of the coordinator.")],
+    listen: Listen = "127.0.0.1:0",
+    advertise: Annotated[
+        str | None, typer.Option(envvar="SOTTOVOCE_ADVERTISE", help="Address for others, where it differs.")
+    ] = None,
+    state: Annotated[
+        Path, typer.Option(envvar="SOTTOVOCE_STATE", help="Folder for the journal. It must survive restarts.")
+    ] = Path("sottovoce-state"),
+    join_timeout: Annotated[
+        float, typer.Option(envvar="SOTTOVOCE_JOIN_TIMEOUT", help="Seconds to wait for the coordinator at the start.")
+    ] = 30.0,
+    recorded_noise: Annotated[
+        Path | None,
+        typer.Option(help="Use this noise instead of drawing it. Protects nobody: loopback only, for tests."),
+    ] = None,
+    log_level: LogLevel = "info",
+    stop_with_stdin: StopWithStdin = False,
+    config: ConfigFile = None,
+) -> None:
+    """Start a [bold]learner[/] in the foreground: it learns from its owner's stream and talks to its neighbours."""
+    from sottovoce_learner.service import LearnerConfig, serve
+
+    if len(name) > 1 and not listen.endswith(":0"):
+        raise SpecError(f"several learners in one process need --listen HOST:0, got {listen}")
+    configs = [
+        LearnerConfig(each, coordinator, listen, advertise, state, join_timeout, recorded_noise) for each in name
+    ]
+    _serve(serve(configs, with_stdin=stop_with_stdin), log_level)
+
+
+@app.command(rich_help_panel="Services")
+def eavesdropper(
+    listen: Listen = "127.0.0.1:7500",
+    folder: Annotated[Path, typer.Option(envvar="SOTTOVOCE_CAPTURES", help="Folder for captures.")] = Path(
+        "sottovoce-captures"
+    ),
+    advertise_host: Annotated[
+        str | None,
+        typer.Option(envvar="SOTTOVOCE_ADVERTISE_HOST", help="Name of this host for learners, where it differs."),
+    ] = None,
+    log_level: LogLevel = "info",
+    stop_with_stdin: StopWithStdin = False,
+    config: ConfigFile = None,
+) -> None:
+    """Start an [bold]eavesdropper[/] in the foreground: it relays the channels between learners and records every byte."""
+    from sottovoce_eavesdropper.service import EavesdropperConfig, serve
+
+    _serve(serve(EavesdropperConfig(listen, folder, advertise_host), with_stdin=stop_with_stdin), log_level)
+
+
+def _serve(work: Coroutine[Any, Any, None], log_level: str) -> None:
+    from sottovoce_rpc.logs import configure_logs
+
+    configure_logs(log_level)
+    asyncio.run(work)
+
+
 # ---- specs -----------------------------------------------------------------------------------------------
 
 
@@ -291,7 +292,7 @@ def spec_schema_() -> None:
     typer.echo(spec_schema())
 
 
-@app.command()
+@app.command(rich_help_panel="Specs")
 def version() -> None:
     """Print the version."""
     from importlib.metadata import version as installed

@@ -7,13 +7,11 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-import rich
-
 from sottovoce.spec import dump_spec
 from sottovoce_client.console import print_summary, run_console
 from sottovoce_client.evaluate import summarise
 from sottovoce_client.launch import run_async
-from sottovoce_client.operate import Outcome, Watcher
+from sottovoce_client.operate import BY_OPERATOR, Outcome, Watcher
 from sottovoce_client.prepare import Prepared
 from sottovoce_client.report import write_report
 from sottovoce_client.summary import Progress
@@ -22,15 +20,15 @@ Start = Callable[[Prepared, Watcher, asyncio.Event], Coroutine[Any, Any, Outcome
 
 
 def conduct(prepared: Prepared, folder: Path, start: Start) -> int:
-    """Run, show, summarise; returns the exit code: 0 finished, 1 failed, 130 stopped by the operator.
+    """Run, show, summarise; returns the exit code.
+
+    0: finished. 1: failed, or stopped by a learner whose budget was used up. 130: stopped by the operator.
 
     Raises:
         SottovoceError: the run was refused, or a service did not start.
     """
     spec = prepared.run.spec
     (folder / "spec.yaml").write_text(dump_spec(spec), encoding="utf-8")
-    for finding in prepared.run.warnings:
-        rich.print(f"[yellow]note[/] {finding.text} [dim]({finding.code})[/]")
     per_message = 0 if spec.capture == "none" else 1
     with run_console(spec.name, spec.rounds, spec.names) as console:
 
@@ -38,13 +36,13 @@ def conduct(prepared: Prepared, folder: Path, start: Start) -> int:
             console.update(progress, state, overheard=per_message * sum(progress.messages))
 
         outcome: Outcome = run_async(lambda stop: start(prepared, watch, stop))
-    if outcome.state == "finished":
+    if outcome.state != "failed" and outcome.detail != BY_OPERATOR:
         summary = summarise(prepared.run, prepared.data, outcome)
         summary.save(folder / "summary.json")
         report = folder / "report.html"
         write_report(summary, report)
         print_summary(summary, report=report)
-        return 0
+        return 0 if outcome.state == "finished" else 1
     return _cut_short(outcome)
 
 
@@ -54,4 +52,4 @@ def _cut_short(outcome: Outcome) -> int:
     print(f"The run {outcome.state} in round {done}: {outcome.detail}")
     if outcome.capture is not None:
         print(f"What was overheard is kept in {outcome.capture}")
-    return 130 if outcome.state == "stopped" else 1
+    return 130 if outcome.detail == BY_OPERATOR else 1

@@ -23,6 +23,7 @@ from sottovoce_rpc.status import as_error
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc, learner_pb2, learner_pb2_grpc
 
 CALL_S = 40.0
+BY_OPERATOR = "stopped by the operator"
 
 STATES = {
     coordinator_pb2.RUN_STATE_CONNECTING: "connecting",
@@ -95,7 +96,7 @@ class _Running:
     ) -> None:
         self._stub, self._started, self._spec, self._data = stub, started, spec, data
         self._watch, self._stop = watch, stop
-        self._began: float | None = None
+        self._began = time.monotonic()
         self._progress: list[Progress] = []
 
     async def to_its_end(self) -> Outcome:
@@ -109,7 +110,7 @@ class _Running:
             stopper.cancel()
             feeders.cancel()
             fed = (await asyncio.gather(feeders, return_exceptions=True))[0]
-        seconds = time.monotonic() - self._began if self._began is not None else 0.0
+        seconds = time.monotonic() - self._began
         detail = str(fed) if isinstance(fed, Exception) and not last.detail else last.detail
         predictions = await asyncio.gather(*(self._predict(info.address) for info in self._started.learners))
         location = self._started.capture_location
@@ -136,14 +137,14 @@ class _Running:
 
     async def _stop_when_told(self) -> None:
         await self._stop.wait()
-        request = coordinator_pb2.StopRunRequest(run_id=self._started.run_id, reason="stopped by the operator")
+        request = coordinator_pb2.StopRunRequest(run_id=self._started.run_id, reason=BY_OPERATOR)
         await self._stub.StopRun(request, timeout=CALL_S)
 
     async def _watch_it(self) -> coordinator_pb2.WatchRunResponse:
         last = None
         async for view in self._stub.WatchRun(coordinator_pb2.WatchRunRequest(run_id=self._started.run_id)):
             last = view
-            if self._began is None and view.state != coordinator_pb2.RUN_STATE_CONNECTING:
+            if view.state == coordinator_pb2.RUN_STATE_CONNECTING:  # the run begins after the last of these
                 self._began = time.monotonic()
             self._progress.append(self._look(view))
             self._watch(self._progress[-1], STATES[view.state])
@@ -153,7 +154,7 @@ class _Running:
 
     def _look(self, view: coordinator_pb2.WatchRunResponse) -> Progress:
         return Progress(
-            seconds=0.0 if self._began is None else time.monotonic() - self._began,
+            seconds=time.monotonic() - self._began,
             rounds=tuple(s.round for s in view.learners),
             accuracy=tuple(
                 s.prequential_accuracy if s.HasField("prequential_accuracy") else None for s in view.learners

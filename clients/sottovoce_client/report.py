@@ -116,8 +116,8 @@ def _card(what: str, figure: str, more: str, meter: str = "") -> str:
 
 def _overheard_card(capture: CaptureSummary | None) -> str:
     if capture is None:
-        return _card("Overheard", "–", "nobody listened in this run")
-    return _card("Overheard", plural(capture.messages, "message"), f"{size(capture.bytes)}, mode {_text(capture.mode)}")
+        return _card("Overheard messages", "–", "nobody listened in this run")
+    return _card("Overheard messages", count(capture.messages), f"{size(capture.bytes)}, mode {_text(capture.mode)}")
 
 
 def _loss_card(summary: RunSummary) -> str:

@@ -22,6 +22,7 @@ PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#4
 INK, FAINT, GRID, CLEAR = "#1f2933", "#6b7785", "#e6eaee", "rgba(0,0,0,0)"
 KINDS = (("paper", "by the paper's formula", "#6b7785"), ("record", "tight, per record", "#D55E00"))
 KINDS = (*KINDS, ("event", "tight, per event", "#0072B2"))
+LEGEND = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "font": {"size": 12}, "traceorder": "normal"}
 MOST_POINTS = 400
 MOST_HEARD = (500, 200)
 """Rounds and coordinates that a heatmap shows at most."""
@@ -48,15 +49,17 @@ def draw(name: str, traces: Sequence[Trace], height: int, **layout: Any) -> str:
     base = {
         "template": None,
         "height": height,
-        "margin": {"l": 62, "r": 16, "t": 40, "b": 48},
+        "margin": {"l": 62, "r": 40, "t": 40, "b": 48},
         "paper_bgcolor": CLEAR,
         "plot_bgcolor": CLEAR,
         "font": {"family": "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif", "size": 13, "color": INK},
-        "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "font": {"size": 12}},
+        "legend": LEGEND,
+        "modebar": {"bgcolor": CLEAR, "color": "#b8c2cc", "activecolor": INK},
         "hoverlabel": {"bgcolor": "white", "bordercolor": GRID, "font": {"color": INK}, "namelength": -1},
     }
     figure = plotly("graph_objects").Figure(list(traces), {**base, **layout})
-    config = {"displaylogo": False, "responsive": True, "modeBarButtonsToRemove": ["lasso2d", "select2d"]}
+    # Only the button that saves a picture: dragging zooms in, and a double click goes back.
+    config = {"displaylogo": False, "responsive": True, "modeBarButtons": [["toImage"]]}
     text: str = plotly("io").to_html(figure, config, include_plotlyjs=False, full_html=False, div_id=name)
     return text
 
@@ -152,8 +155,8 @@ def _names(learners: Sequence[LearnerSummary], x: FloatArray, y: FloatArray) -> 
         "type": "scatter",
         "mode": "text",
         "hoverinfo": "skip",
-        "x": finite(x * 1.14),
-        "y": finite(y * 1.14),
+        "x": finite(x * 1.18),
+        "y": finite(y * 1.18),
         "text": [label(each.name) for each in learners],
         "textposition": [f"{height} {side}" for height, side in zip(heights, sides, strict=True)],
         "cliponaxis": False,
@@ -294,7 +297,7 @@ def loss_plot(summary: RunSummary, level: str) -> str:
         360,
         xaxis=axis("round", tickformat=","),
         yaxis=axis("privacy loss so far", zeroline=True, zerolinecolor="#b8c2cc"),
-        legend={"orientation": "h", "y": -0.2, "yanchor": "top", "x": 0, "font": {"size": 12}},
+        legend={**LEGEND, "y": -0.2, "yanchor": "top"},
         updatemenus=buttons(
             ("whole budget", {"yaxis.autorange": True}),
             ("closer", {"yaxis.autorange": False, "yaxis.range": [-near, near]}),
@@ -341,7 +344,7 @@ def heard_plot(heard: FloatArray) -> str:
         "plot-heard",
         [picture],
         360,
-        margin={"l": 62, "r": 16, "t": 12, "b": 48},
+        margin={"l": 62, "r": 40, "t": 12, "b": 48},
         xaxis=axis("round", tickformat=",", showgrid=False),
         yaxis=axis("coordinate", showgrid=False, autorange="reversed"),
     )

@@ -110,11 +110,11 @@ class HeardFromNeighbours:
         object.__setattr__(self, "total_weight", sum(self.weights.values()))
 
     def weighted_sum(self, name: str) -> FloatArray:
-        terms = (weight * self.messages[j][name] for j, weight in self.weights.items())
-        total: FloatArray = next(terms)
-        for term in terms:
-            total = total + term
-        return total
+        total: FloatArray | None = None
+        for j, weight in self.weights.items():
+            term = weight * self.messages[j][name]
+            total = term if total is None else total + term
+        return np.zeros(()) if total is None else total  # a learner without neighbours hears nothing
 
 
 @dataclass(frozen=True, slots=True)

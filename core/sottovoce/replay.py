@@ -20,6 +20,9 @@ from sottovoce.run import Run
 from sottovoce.transcript import Transcript
 
 
+SCREENED_ROUNDS = 40
+
+
 @dataclass(frozen=True, slots=True)
 class Losses:
     """Privacy losses of one learner's messages between world 0 and each other world.
@@ -91,7 +94,8 @@ def worst_swap(
 ) -> WorstSwap:
     """Swap the learner's first record for the candidates that move its gradient most, and keep the worst.
 
-    Candidates: the same record with the other label, its mirror image, and a spread of the other learners' records.
+    Candidates: the same record with the other label, its mirror image, and a spread of the other learners' records. The
+    worst is chosen by the first `SCREENED_ROUNDS` rounds, in which a record weighs most.
 
     Args:
         run: the run that was overheard.
@@ -101,11 +105,12 @@ def worst_swap(
         every_use: swap the record in all rounds that use it, not only in the first.
     """
     own = data.learners[learner]
-    worlds = [own, *(_with(own, features, label, every_use) for features, label in _candidates(data, learner))]
-    losses = replay(run, transcript, learner, worlds)
-    worst = int(np.argmax(losses.supremum[:, 0]))
-    by_round = np.cumsum(losses.realised[:, worst, 0])
-    return WorstSwap(learner, abs(float(by_round[-1])), float(losses.supremum[worst, 0]), by_round)
+    others = [_with(own, features, label, every_use) for features, label in _candidates(data, learner)]
+    screened = replay(run, transcript.until(SCREENED_ROUNDS), learner, [own, *others])
+    worst = others[int(np.argmax(screened.supremum[:, 0]))]
+    losses = replay(run, transcript, learner, [own, worst])
+    by_round = np.cumsum(losses.realised[:, 0, 0])
+    return WorstSwap(learner, abs(float(by_round[-1])), float(losses.supremum[0, 0]), by_round)
 
 
 def _with(own: LearnerData, features: FloatArray, label: float, every_use: bool) -> LearnerData:

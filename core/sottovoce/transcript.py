@@ -40,6 +40,10 @@ class Transcript:
         """Number of repetitions."""
         return int(next(iter(self.fields.values())).shape[2])
 
+    def until(self, rounds: int) -> Transcript:
+        """The first rounds of it."""
+        return Transcript({name: values[:rounds] for name, values in self.fields.items()})
+
     def message(self, t: int, sender: int) -> Message:
         """What one learner said in round t, `(1, replicas, dim)`."""
         return Message({name: values[t, sender : sender + 1] for name, values in self.fields.items()})

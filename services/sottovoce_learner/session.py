@@ -272,7 +272,8 @@ class Session:
 
     def _become(self, state: learner_pb2.LearnerState.ValueType, detail: str = "") -> None:
         self.status.state, self.status.detail = state, detail
-        log.info("learner", state=learner_pb2.LearnerState.Name(state), round=self.status.round, detail=detail)
+        name = learner_pb2.LearnerState.Name(state).removeprefix("LEARNER_STATE_").lower()
+        log.info("state", learner=self.status.learner, state=name, round=self.status.round, detail=detail)
         self.changed.set()
 
 
