@@ -137,9 +137,9 @@ class LocalServices:
 
     async def _announced(self, process: Process) -> str:
         """Read where a process listens."""
-        assert process.child.stdout is not None
+        said = process.child.stdout
         try:
-            line = await asyncio.wait_for(process.child.stdout.readline(), START_S)
+            line = await asyncio.wait_for(said.readline(), START_S) if said else b""
         except TimeoutError:
             raise Unavailable(f"{process.name} did not start within {START_S:g} s; see {process.log}") from None
         if not line:

@@ -105,7 +105,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         book = self._book
         if book is not None and request.status.run_id == book.run_id and request.status.learner in book.run.spec.names:
             if book.report(request.status):
-                self._tell_all(book.grant())
+                self._tell_all(book, book.grant())
             if book.ended:
                 await self._after_end(book)
         return coordinator_pb2.ReportResponse()
@@ -223,11 +223,10 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
             await asyncio.sleep(max(0.0, due - loop.time()))
             if book.state == coordinator_pb2.RUN_STATE_RUNNING:
                 book.clock.tick()
-                self._tell_all(book.grant())
+                self._tell_all(book, book.grant())
 
-    def _tell_all(self, directive: coordinator_pb2.Directive) -> None:
-        assert self._book is not None
-        for name in self._book.run.spec.names:
+    def _tell_all(self, book: RunBook, directive: coordinator_pb2.Directive) -> None:
+        for name in book.run.spec.names:
             if name in self._members:
                 self._members[name].directives.put_nowait(directive)
 
@@ -239,7 +238,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
     async def _after_end(self, book: RunBook) -> None:
         """Stop the learners (a finished run has nothing to stop) and close the capture, once."""
         if book.state != coordinator_pb2.RUN_STATE_FINISHED:
-            self._tell_all(book.stop())
+            self._tell_all(book, book.stop())
         if (capture := self._capture) is None or self.config.eavesdropper is None:
             return
         self._capture = None

@@ -92,11 +92,12 @@ class RecordHistory:
             norms = norms[..., None, :] if theta.ndim > norms.ndim else norms
             slopes = slopes * (self.loss.clip_norm / np.maximum(np.abs(slopes) * norms, self.loss.clip_norm))
         if self.present is None:
-            total: FloatArray = np.matmul(slopes, features)
-            return total / self.features.length
-        present = _per_record(self.present, theta)
-        total = np.matmul(slopes * present, features)
-        return total / np.maximum(present.sum(axis=-1, keepdims=True), 1.0)
+            count: FloatArray | float = float(self.features.length)
+        else:
+            present = _per_record(self.present, theta)
+            slopes, count = slopes * present, np.maximum(present.sum(axis=-1, keepdims=True), 1.0)
+        total: FloatArray = np.matmul(slopes, features)
+        return total / count
 
 
 def _per_record(log: _Log, theta: FloatArray) -> FloatArray:

@@ -22,9 +22,10 @@ from sottovoce.machine import Noise
 GRID_BITS = 40
 """Lattice points per Laplace scale, as a power of two: rounding moves a state by less than 2^-40 scales."""
 
-_LOW_BITS = GRID_BITS - 10
-_LEVELS = np.exp2(np.arange(_LOW_BITS, GRID_BITS + 7))
-"""Values of the bits that are drawn one by one. The next one would be set with probability below e^-64."""
+_LEVELS = 16
+_POWERS = np.exp2(np.arange(_LEVELS))
+_SURE = 2**16 - 2**7
+"""A 16-bit coin below this accepts any low bits, for they are rejected with probability below 2^-9."""
 
 
 def grid(scale: Scalars) -> Scalars:
@@ -49,9 +50,11 @@ class SystemNoise:
     """Noise of a deployed learner: discrete Laplace from the operating system's entropy, nothing kept, no seed.
 
     The magnitude of a discrete Laplace number is geometric with ratio `q = exp(-grid/scale)`, and the binary digits of a
-    geometric number are independent. Each high bit (value v) is set with probability `1 / (1 + q^-v)`: one comparison, in
-    which 16 random bits decide, and 48 more settle the rare tie. The low bits together are uniform, accepted with
-    probability `q^low` (at least .999). What is rejected is drawn again, and so is minus zero, else zero counted twice.
+    geometric number are independent. The low bits, whose value times `grid/scale` stays below 2^-9, are drawn together:
+    uniform, accepted with probability `q^low`. Each of the 16 bits above (value v) is set with probability
+    `1 / (1 + q^-v)`; the next one would be with probability below e^-128. What is rejected is drawn again, and so is minus
+    zero, else zero counted twice. Every comparison of a random number with a probability is decided by 16 bits, and by 48
+    more where those tie.
     """
 
     def __init__(self, entropy: Callable[[int], bytes] = os.urandom) -> None:
@@ -70,31 +73,39 @@ class SystemNoise:
 
     def _attempt(self, count: int, rate: float) -> tuple[FloatArray, npt.NDArray[np.bool_]]:
         """Signed whole numbers, and which of them count."""
-        low, coin = np.frombuffer(self._entropy(16 * count), np.uint64).reshape(2, count)
-        magnitude = (low >> np.uint64(64 - _LOW_BITS)).astype(np.float64)
-        accepted = coin < _as_fraction(np.exp(-rate * magnitude))
-        magnitude += _LEVELS @ self._high_bits(count, rate)
-        negative = np.frombuffer(self._entropy(count), np.int8) < 0
+        low_bits = max(0, -9 - math.frexp(rate)[1])
+        if low_bits > 32:
+            raise ValueError(f"scale must be at most 2^41 times grid, got {1 / rate:g} times")
+        entropy = self._entropy((7 + 2 * _LEVELS) * count)
+        low = np.frombuffer(entropy, np.uint32, count) >> np.uint32(32 - low_bits) if low_bits else np.zeros(count)
+        coin = np.frombuffer(entropy, np.uint16, count, 4 * count)
+        coarse = np.frombuffer(entropy, np.uint16, _LEVELS * count, 6 * count).reshape(_LEVELS, count)
+        negative = np.frombuffer(entropy, np.int8, count, (6 + 2 * _LEVELS) * count) < 0
+        magnitude = math.ldexp(1.0, low_bits) * (_POWERS @ self._high_bits(coarse, math.ldexp(rate, low_bits)))
+        magnitude += low
+        accepted = coin < _SURE
+        if not accepted.all():
+            doubtful = np.flatnonzero(~accepted)
+            accepted[doubtful] = self._below(coin[doubtful], np.exp(-rate * low[doubtful]))
         accepted &= (magnitude > 0) | ~negative
         return np.negative(magnitude, out=magnitude, where=negative), accepted
 
-    def _high_bits(self, count: int, rate: float) -> FloatArray:
-        """`(levels, count)` independent zeros and ones."""
-        with np.errstate(over="ignore"):  # the top levels: exp is infinite, the probability zero
-            chance = _as_fraction(1.0 / (1.0 + np.exp(rate * _LEVELS)))
-        coarse = np.frombuffer(self._entropy(2 * count * _LEVELS.size), np.uint16).reshape(_LEVELS.size, count)
-        leading = (chance >> np.uint64(48)).astype(np.uint16)[:, None]
+    def _high_bits(self, coarse: npt.NDArray[np.uint16], rate: float) -> FloatArray:
+        """`(levels, count)` independent zeros and ones; the lowest level's value times `grid/scale` is `rate`."""
+        chance = 1.0 / (1.0 + np.exp(np.minimum(rate * _POWERS, 700.0)))
+        leading = (chance * 2.0**16).astype(np.uint16)[:, None]
         bits = coarse < leading
-        level, sample = np.nonzero(coarse == leading)
-        if level.size:
-            fine = np.frombuffer(self._entropy(8 * level.size), np.uint64) >> np.uint64(16)
-            bits[level, sample] = fine < (chance[level] & np.uint64((1 << 48) - 1))
+        tied = coarse == leading
+        if tied.any():
+            level, sample = np.nonzero(tied)
+            bits[level, sample] = self._below(coarse[level, sample], chance[level])
         return bits.astype(np.float64)
 
-
-def _as_fraction(probability: FloatArray) -> npt.NDArray[np.uint64]:
-    """Probabilities in (0, 1] as 64-bit fractions; one becomes the largest fraction."""
-    return np.minimum(np.ldexp(probability, 64), np.nextafter(2.0**64, 0)).astype(np.uint64)
+    def _below(self, leading: npt.NDArray[np.uint16], chance: FloatArray) -> npt.NDArray[np.bool_]:
+        """Whether 64 random bits, of which the leading 16 are drawn already, are below a probability as a fraction."""
+        fine = np.frombuffer(self._entropy(8 * leading.size), np.uint64) >> np.uint64(16)
+        whole = np.minimum(np.ldexp(chance, 64), np.nextafter(2.0**64, 0)).astype(np.uint64)
+        return (leading.astype(np.uint64) << np.uint64(48) | fine) < whole
 
 
 class SeededNoise:

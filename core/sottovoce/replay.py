@@ -19,7 +19,6 @@ from sottovoce.noise import NoNoise
 from sottovoce.run import Run
 from sottovoce.transcript import Transcript
 
-
 SCREENED_ROUNDS = 40
 
 

@@ -27,6 +27,8 @@ from sottovoce.errors import SpecError
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
+LearnerName = Annotated[str, Field(pattern=r"^\w[\w .-]{0,62}$")]
+"""It is part of file names: no slashes."""
 
 
 def _shorthand(value: object) -> object:
@@ -302,7 +304,7 @@ class RunSpec(Section):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")] = "run"
     rounds: PositiveInt
-    learners: PositiveInt | tuple[str, ...] = 5
+    learners: PositiveInt | Annotated[tuple[LearnerName, ...], Field(min_length=1)] = 5
     """How many, or their names."""
     algorithm: AlgorithmSpec
     loss: LossSpec = LossSpec()

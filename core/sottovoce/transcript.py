@@ -6,11 +6,13 @@ The same table holds decisions (field `decision`) and recorded noise (the noise 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -133,6 +135,7 @@ def read_transcript(path: Path, run: str | None = None, world: int = 0) -> Trans
         raise CaptureError(f"cannot read the transcript {path}: {error}") from None
     if missing := [name for name in COLUMNS if name not in table.column_names]:
         raise CaptureError(f"{path} is not a transcript: it must have columns {list(COLUMNS)}, and lacks {missing}")
+    _require_kinds(path, table)
     columns = {name: table.column(name).to_numpy() for name in COLUMNS if name != "value"}
     chosen = columns["world"] == world
     if run is not None:
@@ -148,17 +151,30 @@ def read_transcript(path: Path, run: str | None = None, world: int = 0) -> Trans
     return Transcript(fields)
 
 
+def _require_kinds(path: Path, table: pa.Table) -> None:
+    """Columns of the types that they are written with, and no holes."""
+    for expected in _schema():
+        column = table.column(expected.name)
+        if column.type != expected.type or column.null_count:
+            raise CaptureError(
+                f"{path} is not a transcript: column {expected.name!r} must be {expected.type} without nulls, "
+                f"got {column.type} with {column.null_count}"
+            )
+
+
 def _dense(path: Path, name: str, keys: tuple[np.ndarray[Any, Any], ...], values: Any) -> FloatArray:
     """Rows as one array `(rounds, learners, replicas, dim)`."""
-    shape = tuple(int(key.max()) + 1 for key in keys)
+    rows, shape = len(keys[0]), tuple(int(key.max()) + 1 for key in keys)
     flat = values.flatten().to_numpy(zero_copy_only=False)
-    if len(keys[0]) != np.prod(shape) or len(flat) % len(keys[0]):
+    lengths = np.unique(values.value_lengths().to_numpy(zero_copy_only=False))
+    distinct = len(np.unique(np.stack(keys), axis=1).T)
+    if min(int(key.min()) for key in keys) < 0 or not rows == distinct == math.prod(shape) or len(lengths) != 1:
         raise CaptureError(
             f"{path}: field {name!r} must have one row of equal length for each of {shape} (rounds, learners, replicas), "
-            f"got {len(keys[0])} rows with {len(flat)} numbers"
+            f"got {rows} rows ({distinct} different ones) with {len(flat)} numbers"
         )
-    dense = np.full((*shape, len(flat) // len(keys[0])), np.nan)
-    dense[keys] = flat.reshape(len(keys[0]), -1)
+    dense = np.empty((*shape, int(lengths[0])))
+    dense[keys] = flat.reshape(rows, -1)
     return dense
 
 
@@ -171,13 +187,7 @@ def read_noise(path: Path) -> dict[str, FloatArray]:
     Raises:
         CaptureError: unreadable, or of another shape.
     """
-    if path.suffix != ".npz":
-        return dict(read_transcript(path).fields)
-    try:
-        with np.load(path, allow_pickle=False) as archive:
-            arrays = {name: np.asarray(archive[name], dtype=np.float64) for name in archive.files}
-    except (OSError, ValueError) as error:
-        raise CaptureError(f"cannot read the noise file {path}: {error}") from None
+    arrays = _arrays(path) if path.suffix == ".npz" else dict(read_transcript(path).fields)
     for name, array in arrays.items():
         if array.ndim not in (3, 4) or not np.isfinite(array).all():
             raise CaptureError(
@@ -185,3 +195,12 @@ def read_noise(path: Path) -> dict[str, FloatArray]:
                 f"got shape {array.shape}"
             )
     return {name: array[:, :, None] if array.ndim == 3 else array for name, array in arrays.items()}
+
+
+def _arrays(path: Path) -> dict[str, FloatArray]:
+    """The arrays of a `.npz` file."""
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            return {name: np.asarray(archive[name], dtype=np.float64) for name in archive.files}
+    except (OSError, ValueError, EOFError, AttributeError, BadZipFile) as error:  # what NumPy raises for other files
+        raise CaptureError(f"cannot read the noise file {path}: {error}") from None

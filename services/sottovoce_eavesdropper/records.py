@@ -11,6 +11,7 @@ the gRPC message as they crossed the channel (metadata as JSON).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 from collections.abc import Sequence
@@ -92,10 +93,8 @@ class CaptureFile:
     async def write_parts(self) -> None:
         """Write parts as they fill up, until cancelled."""
         while True:
-            try:
+            with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._full.wait(), PART_S)
-            except TimeoutError:
-                pass
             self._full.clear()
             await self.flush()
 

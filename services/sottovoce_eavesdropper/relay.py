@@ -6,6 +6,7 @@ It knows nothing of what passes: any gRPC method, any message. One listening por
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
 from collections.abc import Callable
@@ -67,8 +68,7 @@ class Relay(grpc.GenericRpcHandler):
         metadata = _passable(context.invocation_metadata())
         note_out("metadata", _as_json({"method": method, "metadata": metadata}))
         call: grpc.aio.StreamStreamCall[Any, Any] = self._to.stream_stream(method)(metadata=metadata)
-        there = asyncio.ensure_future(_pump(context.read, call.write, note_out))
-        there.add_done_callback(lambda task: None if task.cancelled() or task.exception() else _half_close(call))
+        there = asyncio.ensure_future(_pump_out(context, call, note_out))
         try:
             introduction = _passable(await call.initial_metadata())
             note_back("metadata", _as_json({"metadata": introduction}))
@@ -115,8 +115,13 @@ async def _pump(read: Any, write: Any, note: Callable[[str, bytes], None]) -> No
         await write(payload)
 
 
-def _half_close(call: grpc.aio.StreamStreamCall[Any, Any]) -> None:
-    asyncio.ensure_future(call.done_writing())
+async def _pump_out(
+    context: Context, call: grpc.aio.StreamStreamCall[Any, Any], note: Callable[[str, bytes], None]
+) -> None:
+    """Pass the caller's messages on, then its end. A broken call shows at its reading end, so here it just ends."""
+    with contextlib.suppress(grpc.RpcError, grpc.aio.BaseError, grpc.aio.UsageError, asyncio.InvalidStateError):
+        await _pump(context.read, call.write, note)
+        await call.done_writing()
 
 
 def _passable(metadata: Any) -> Metadata:

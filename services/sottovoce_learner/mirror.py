@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 
 import grpc
@@ -63,9 +64,7 @@ class Mirror:
                 log.warning("mirroring ended", reason=error.details())
 
     async def _pause(self) -> None:
-        try:
+        with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._full.wait(), FLUSH_S)
-        except TimeoutError:
-            pass
         if not self._ended:
             self._full.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
@@ -217,10 +218,8 @@ class Learner:
             if session is None:
                 await asyncio.sleep(REPORT_S / 5)
                 continue
-            try:
+            with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(session.changed.wait(), REPORT_S)
-            except TimeoutError:
-                pass
             session.changed.clear()
             if (said := session.status.SerializeToString(deterministic=True)) == last:
                 continue

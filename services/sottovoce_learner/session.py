@@ -93,6 +93,7 @@ class Session:
         self._granted = 0
         self._waiting: tuple[str, float, asyncio.Future[None]] | None = None
         self._correct = self._seen = 0
+        self._hungry = asyncio.Event()  # set once a round, so a feeder that waits looks again
         self.changed = asyncio.Event()
         """Set when there is something to report."""
         self.status = learner_pb2.LearnerStatus(
@@ -141,7 +142,8 @@ class Session:
             DataError: they do not fit the run.
         """
         while self.intake.filled > self.inbox.round + AHEAD and not self.ended:
-            await asyncio.sleep(0.05)
+            self._hungry.clear()
+            await self._hungry.wait()
         self.intake.put(batch)
         self.status.data_rounds = self.intake.filled
         self.changed.set()
@@ -186,6 +188,7 @@ class Session:
         except asyncio.CancelledError:
             self._become(learner_pb2.LEARNER_STATE_STOPPED)
         finally:
+            self._hungry.set()
             watchdog.cancel()
             self._journal.close()
 
@@ -214,6 +217,7 @@ class Session:
         self._state = self.algorithm.listen(self._state, heard, batch)
         self._books.round_over(batch.size)
         self.status.round = t + 1
+        self._hungry.set()
         if not self.links or 2 * (self._granted - t) <= self.assignment.spec.clock.window:
             self.changed.set()
         if not self.links:

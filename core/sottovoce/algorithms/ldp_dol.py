@@ -14,7 +14,7 @@ rounded to the noise's lattice, which changes it by less than 2^-40 scales and i
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -33,7 +33,6 @@ from sottovoce.privacy.ldp_dol import (
     Schedules,
     ldp_dol_guarantee,
 )
-
 
 ENFORCED_BY = {
     "grad_change": "the loss, on rows scaled to feature_bound (and labels clipped to label_bound), clipped to clip_norm",
@@ -90,11 +89,12 @@ class LdpDol:
         t, theta, ridge = state.t, state.theta, self.loss.ridge
         coupling, step = self.schedules.coupling(t), self.schedules.step_size(t)
         features, labels = self.loss.enforce(batch.features, batch.labels)
-        history = state.history.observe(replace(batch, features=features, labels=labels))
+        history = state.history.observe(Batch(features, labels, batch.present))
         pulled = heard.weighted_sum("y")
         keep = 1.0 - coupling * heard.total_weight - step * ridge
         moved = keep * theta + coupling * pulled - step * history.gradient(theta)
-        return replace(state, t=t + 1, theta=self.decision_set.project(moved), history=history)
+        theta = self.decision_set.project(moved)
+        return State(state.who, t + 1, theta, history, state.sigma, state.varsigma)
 
     def decision(self, state: State) -> FloatArray:
         return state.theta

@@ -1,0 +1,1 @@
+"""What is promised about messages, what they cost, and the proofs behind it."""

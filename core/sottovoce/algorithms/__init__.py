@@ -1,0 +1,1 @@
+"""The algorithms: pure state machines behind one seam, `sottovoce.machine.Algorithm`."""

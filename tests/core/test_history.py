@@ -1,0 +1,160 @@
+"""The history gradient is the mean of the records' clipped gradients, however it is computed; a history is a value."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sottovoce.arrays import FloatArray
+from sottovoce.data.schedule import stack
+from sottovoce.history import History, QuadraticHistory, RecordHistory, start_history
+from sottovoce.losses import Logistic, Loss, Squared
+from sottovoce.machine import Batch
+from tests.strategies import labels_for, losses, matrices, vectors
+
+DIM = 3
+
+
+def brute_force(loss: Loss, batches: Sequence[Batch], theta: FloatArray) -> FloatArray:
+    """One record at a time, straight from the definition."""
+    gradients = []
+    for batch in batches:
+        for features, label in zip(batch.features, batch.labels, strict=True):
+            gradient = float(loss.slope(np.array(features @ theta), np.array(label))) * features
+            norm = float(np.linalg.norm(gradient))
+            gradients.append(gradient * min(1.0, loss.clip_norm / norm) if norm > 0 else gradient)
+    return np.mean(gradients, axis=0) if gradients else np.zeros(DIM)
+
+
+def observed(history: History, batches: Sequence[Batch]) -> History:
+    for batch in batches:
+        history = history.observe(batch)
+    return history
+
+
+@st.composite
+def some_batches(draw: st.DrawFn, loss: Loss, rounds: int) -> list[Batch]:
+    """A batch for every round, some of them empty; records obey the loss's bounds."""
+    made = []
+    for size in draw(st.lists(st.integers(0, 3), min_size=rounds, max_size=rounds)):
+        features, labels = draw(matrices(size, DIM, 3.0)), draw(labels_for(loss, size))
+        made.append(Batch(*loss.enforce(features, labels)))
+    return made
+
+
+def random_batches(sizes: Sequence[int], seed: int = 0) -> list[Batch]:
+    generator = np.random.default_rng(seed)
+    return [Batch(generator.normal(size=(n, DIM)), (generator.random(n) < 0.5).astype(np.float64)) for n in sizes]
+
+
+@given(st.data(), losses, vectors(DIM, 5.0))
+def test_the_gradient_is_the_mean_over_the_records(data: st.DataObject, loss: Loss, theta: FloatArray) -> None:
+    batches = data.draw(some_batches(loss, 5))
+    expected = brute_force(loss, batches, theta)
+
+    np.testing.assert_allclose(observed(start_history(loss), batches).gradient(theta), expected, rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(observed(RecordHistory(loss), batches).gradient(theta), expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [Logistic(9.0, 0.0), Logistic(9.0, 0.0, 0.3), Squared(9.0, 9.0, 0.0), Squared(9.0, 9.0, 0.0, 0.7)],
+    ids=str,
+)
+@given(st.integers(0, 2**32), st.integers(1, 4))
+def test_stacked_ragged_batches_give_every_learner_its_own_mean(loss: Loss, seed: int, replicas: int) -> None:
+    """Three learners with unequal numbers of records, one of them with none at first, several replicas."""
+    generator = np.random.default_rng(seed)
+    sizes = generator.integers(0, 4, size=(6, 3))
+    sizes[:2, 1] = 0
+    by_learner = [random_batches(sizes[:, i].tolist(), seed + i) for i in range(3)]
+    rounds = [stack([batches[t] for batches in by_learner]) for t in range(6)]
+    theta = generator.normal(size=(3, replicas, DIM))
+    got = observed(start_history(loss), rounds).gradient(theta)
+
+    for i in range(3):
+        for k in range(replicas):
+            expected = brute_force(loss, by_learner[i], theta[i, k])
+            np.testing.assert_allclose(got[i, k], expected, rtol=1e-10, atol=1e-12)
+
+
+@given(st.data(), vectors(DIM, 5.0))
+def test_statistics_equal_the_records(data: st.DataObject, theta: FloatArray) -> None:
+    loss = Squared(3.0, 5.0, 0.0)
+    batches = data.draw(some_batches(loss, 6))
+
+    np.testing.assert_allclose(
+        observed(QuadraticHistory(), batches).gradient(theta),
+        observed(RecordHistory(loss), batches).gradient(theta),
+        rtol=1e-9,
+        atol=1e-9,
+    )
+
+
+def test_the_cheapest_exact_history_is_chosen() -> None:
+    assert isinstance(start_history(Squared(1.0, 1.0, 0.0)), QuadraticHistory)
+    assert isinstance(start_history(Squared(1.0, 1.0, 0.0, 0.5)), RecordHistory)
+    assert isinstance(start_history(Logistic(1.0, 0.0)), RecordHistory)
+
+
+def test_statistics_do_not_grow() -> None:
+    sizes = []
+    history = QuadraticHistory()
+    for batch in random_batches([2] * 50):
+        history = history.observe(batch)
+        assert history.S is not None and history.q is not None
+        sizes.append((history.S.size, history.q.size))
+    assert set(sizes) == {(DIM * DIM, DIM)}
+
+
+@pytest.mark.parametrize("loss", [Logistic(9.0, 0.0), Squared(9.0, 9.0, 0.0)], ids=str)
+def test_before_the_first_record_the_gradient_is_zero(loss: Loss) -> None:
+    history = start_history(loss).observe(Batch.empty(DIM))
+    assert history.gradient(np.ones((2, 1, DIM))).tolist() == [[[0.0] * DIM]] * 2
+
+
+# ---- a history is a value --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loss", [Logistic(9.0, 0.0, 0.5), Squared(9.0, 9.0, 0.0)], ids=str)
+@given(st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 3)), min_size=1, max_size=40), st.integers(0, 2**32))
+def test_old_values_stay_valid_whatever_grows_from_them(loss: Loss, steps: list[tuple[int, int]], seed: int) -> None:
+    """A random tree of histories: each node appended to some earlier one, then all compared with brute force."""
+    batches = random_batches([size for _, size in steps], seed)
+    theta = np.array([0.5, -1.0, 2.0])
+    values: list[tuple[History, list[Batch]]] = [(start_history(loss), [])]
+    for (parent, _), batch in zip(steps, batches, strict=True):
+        history, seen = values[parent % len(values)]
+        values.append((history.observe(batch), [*seen, batch]))
+
+    for history, seen in values:
+        np.testing.assert_allclose(history.gradient(theta), brute_force(loss, seen, theta), rtol=1e-10, atol=1e-12)
+
+
+def test_a_shared_buffer_is_not_written_twice() -> None:
+    """Two successors of one value, and the value itself after both."""
+    loss, theta = Logistic(9.0, 0.0), np.array([1.0, 0.0, -1.0])
+    first, left, right = random_batches([2, 3, 3])
+    root = RecordHistory(loss).observe(first)
+    before = root.gradient(theta)
+    one, two = root.observe(left), root.observe(right)
+
+    np.testing.assert_allclose(one.gradient(theta), brute_force(loss, [first, left], theta))
+    np.testing.assert_allclose(two.gradient(theta), brute_force(loss, [first, right], theta))
+    assert (root.gradient(theta) == before).all()
+
+
+def test_clipping_is_before_averaging() -> None:
+    """Opposite large gradients: clipped one by one they cancel, and so does their mean; three against one do not."""
+    loss = Squared(100.0, 100.0, 0.0, 1.0)
+    features = np.array([[10.0, 0.0, 0.0], [0.0, 1.0, 0.0]])
+    batch = Batch(features, np.array([50.0, 0.2]))
+    gradient = RecordHistory(loss).observe(batch).gradient(np.zeros(DIM))
+
+    np.testing.assert_allclose(gradient, [-0.5, -0.2, 0.0])
+    assert math.isclose(loss.clip_norm, 1.0)

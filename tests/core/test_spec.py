@@ -1,0 +1,206 @@
+"""The run spec: every refusal names the field and the value; what is printed can be read back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sottovoce.errors import CheckFailed, SpecError
+from sottovoce.run import build_run
+from sottovoce.spec import RunSpec, dump_spec, load_spec, parse_spec, spec_schema
+
+LEAST: dict[str, Any] = {"rounds": 10, "algorithm": {"name": "ldp-dol"}}
+
+
+def document(**changes: Any) -> dict[str, Any]:
+    return {**LEAST, **changes}
+
+
+def refusal(**changes: Any) -> str:
+    with pytest.raises(SpecError) as failure:
+        parse_spec(document(**changes), source="s.yaml")
+    return str(failure.value)
+
+
+# ---- refused ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"roundz": 3}, ["unknown field roundz", "sottovoce spec schema"]),
+        ({"loss": {"kind": "logistic", "rigde": 1}}, ["unknown field loss.rigde"]),
+        ({"topology": {"graph": {"kind": "ring", "size": 3}}}, ["unknown field topology.graph.ring.size"]),
+        ({"algorithm": {"name": "sgd"}}, ["algorithm.name", "'ldp-dol'", "got 'sgd'"]),
+        (
+            {"algorithm": {"name": "ldp-dol", "accounting": "magic"}},
+            ["algorithm.accounting", "'loose'", "'best'", "'magic'"],
+        ),
+        ({"algorithm": {}}, ["field algorithm.name is required"]),
+        ({"rounds": 0}, ["rounds", "greater than 0", "got 0"]),
+        ({"rounds": "many"}, ["rounds", "integer", "got 'many'"]),
+        ({"name": "no spaces"}, ["name", "pattern", "got 'no spaces'"]),
+        ({"topology": {"graph": "moebius"}}, ["topology.graph", "'moebius'", "'ring'", "'complete'"]),
+        ({"topology": {"weights": {"kind": "constant", "value": -1}}}, ["topology.weights.constant.value", "got -1"]),
+        ({"loss": {"kind": "hinge"}}, ["loss.kind", "'logistic' or 'ridge'", "got 'hinge'"]),
+        ({"loss": {"feature_bound": 0}}, ["loss.feature_bound", "greater than 0", "got 0"]),
+        ({"loss": {"clip_norm": float("nan")}}, ["loss.clip_norm", "got nan"]),
+        ({"decision_set": {"kind": "l2_ball", "radius": float("inf")}}, ["decision_set.l2_ball.radius", "got inf"]),
+        (
+            {"data": {"partition": {"kind": "dirichlet", "concentration": 0}}},
+            ["concentration", "greater than 0", "got 0"],
+        ),
+        ({"data": {"batch_size": 0}}, ["data.batch_size", "greater than 0", "got 0"]),
+        ({"clock": {"mode": "paced"}}, ["clock", "period_s must be given in paced mode", "'paced'"]),
+        ({"clock": {"period_s": 1.0}}, ["clock", "period_s must be given in paced mode, and only there"]),
+        ({"learners": ["a", "b", "a"]}, ["learner names must differ", "['a', 'b', 'a']"]),
+        ({"learners": 0}, ["learners", "greater than 0", "got 0"]),
+        ({"learners": []}, ["learners", "at least 1", "got []"]),
+        ({"learners": ["a", "../b"]}, ["learners", "pattern", "got '../b'"]),
+        ({"capture": "all"}, ["capture", "'relay', 'mirror' or 'none'", "got 'all'"]),
+        ({"durability": "none"}, ["durability", "'process' or 'power'", "got 'none'"]),
+    ],
+    ids=str,
+)
+def test_a_refusal_names_the_field_what_is_allowed_and_what_came(changes: dict[str, Any], words: list[str]) -> None:
+    text = refusal(**changes)
+    assert text.startswith("s.yaml: ")
+    for word in words:
+        assert word in text
+
+
+def test_every_problem_gets_a_line() -> None:
+    lines = refusal(rounds=-1, colour="red", loss={"kind": "hinge"}).splitlines()
+    assert len(lines) == 3
+    assert all(line.startswith("s.yaml: ") for line in lines)
+
+
+@pytest.mark.parametrize("value", [0, 0.0, -2.5, float("nan"), float("inf")])
+def test_a_noise_scale_must_be_positive(value: float) -> None:
+    spec = parse_spec(document(algorithm={"name": "ldp-dol", "sigma": value}))
+    with pytest.raises(CheckFailed, match=rf"sigma must be positive, got {float(value)} \[SIGMA\]"):
+        build_run(spec, 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        (
+            {"algorithm": {"name": "ldp-dol", "sigma": [1.0, 2.0]}},
+            r"algorithm.sigma: .* one number per learner \(5\), got 2",
+        ),
+        ({"algorithm": {"name": "ldp-dol", "varsigma": [0.1]}}, r"algorithm.varsigma: .* \(5\), got 1"),
+        ({"privacy": {"budget": [1.0] * 6}}, r"privacy.budget: a list must have one number per learner \(5\), got 6"),
+    ],
+)
+def test_a_list_needs_one_number_per_learner(changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(SpecError, match=text):
+        build_run(parse_spec(document(**changes)), 3)
+
+
+@pytest.mark.parametrize("content", [None, 3, "text", ["rounds"]])
+def test_a_spec_is_a_mapping(content: object) -> None:
+    with pytest.raises(SpecError, match=f"must be a mapping of fields, got {type(content).__name__}"):
+        parse_spec(content)
+
+
+@pytest.mark.parametrize("content", ["rounds: [1, 2", "a: b: c", "\t- x", "!!python/object/apply:os.getcwd []"])
+def test_a_file_must_be_yaml(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "s.yaml"
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(SpecError, match=r"s\.yaml is not YAML: ") as failure:
+        load_spec(path)
+    assert "\n" not in str(failure.value)
+
+
+@pytest.mark.parametrize("content", [None, b"\xff\xfe\x00"])
+def test_a_file_must_be_readable(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "s.yaml"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(SpecError, match=r"cannot read the run spec .*s\.yaml"):
+        load_spec(path)
+
+
+# ---- accepted --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", ["metropolis", "max_degree"])
+@pytest.mark.parametrize("graph", ["ring", "path", "star", "complete"])
+def test_a_word_stands_for_its_kind(graph: str, rule: str) -> None:
+    topology = parse_spec(document(topology={"graph": graph, "weights": rule})).topology
+    assert (topology.graph.kind, topology.weights.kind) == (graph, rule)
+
+
+def test_learners_are_a_number_or_names() -> None:
+    assert parse_spec(document(learners=2)).names == ("learner-0", "learner-1")
+    assert parse_spec(document(learners=["a", "b"])).names == ("a", "b")
+
+
+def test_a_spec_does_not_change() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        parse_spec(LEAST).rounds = 3
+
+
+specs = st.fixed_dictionaries(
+    {"rounds": st.integers(1, 10**6), "algorithm": st.fixed_dictionaries({"name": st.just("ldp-dol")}, optional={
+        "sigma": st.one_of(st.floats(0.01, 1e6), st.lists(st.floats(0.01, 9.0), min_size=1, max_size=4)),
+        "u": st.floats(0.5, 1.0),
+        "accounting": st.sampled_from(["loose", "smooth", "convex", "clip", "best"]),
+    })},
+    optional={
+        "name": st.from_regex(r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,10}\Z"),
+        "learners": st.one_of(st.integers(1, 9), st.lists(st.sampled_from("abcdef"), min_size=1, max_size=6, unique=True)),
+        "loss": st.fixed_dictionaries({"kind": st.sampled_from(["logistic", "ridge"])}, optional={
+            "ridge": st.floats(0, 9), "clip_norm": st.one_of(st.none(), st.floats(0.01, 9.0))}),
+        "decision_set": st.one_of(
+            st.builds(lambda r: {"kind": "l2_ball", "radius": r}, st.floats(0.01, 1e9)),
+            st.builds(lambda a, b: {"kind": "box", "low": a, "high": b}, st.floats(-9, 9), st.floats(-9, 9)),
+        ),
+        "topology": st.fixed_dictionaries({"graph": st.one_of(
+            st.sampled_from(["ring", "star"]),
+            st.builds(lambda p: {"kind": "erdos_renyi", "probability": p}, st.floats(0.01, 1)),
+            st.just({"kind": "edges", "edges": [[0, 1], [1, 2]]}),
+            st.just({"kind": "file", "path": "graph.graphml"}),
+        )}),
+        "data": st.fixed_dictionaries({}, optional={"positive": st.just([1, "b"]), "partition": st.just("iid")}),
+        "clock": st.one_of(st.just({"mode": "paced", "period_s": 0.5}), st.builds(lambda w: {"window": w}, st.integers(1, 9))),
+        "privacy": st.builds(lambda b: {"budget": b}, st.one_of(st.none(), st.floats(0, 9), st.lists(st.floats(0, 9)))),
+        "capture": st.sampled_from(["relay", "mirror", "none"]),
+    },
+)  # fmt: skip
+
+
+@given(specs)
+def test_a_dumped_spec_reads_back_equal(fields: dict[str, Any]) -> None:
+    spec = parse_spec(fields)
+    assert parse_spec(yaml.safe_load(dump_spec(spec))) == spec
+    assert parse_spec(json.loads(json.dumps(spec.model_dump(mode="json")))) == spec
+
+
+def test_a_dumped_spec_shows_the_defaults() -> None:
+    shown = yaml.safe_load(dump_spec(parse_spec(LEAST)))
+    assert shown["durability"] == "power"
+    assert shown["clock"] == {"mode": "free", "window": 100, "period_s": None, "deadline_s": 60.0}
+
+
+def test_the_schema_describes_every_field_and_refuses_others() -> None:
+    schema = json.loads(spec_schema())
+
+    assert schema["properties"].keys() == RunSpec.model_fields.keys()
+    assert schema["required"] == ["rounds", "algorithm"]
+    assert schema["additionalProperties"] is False
+    references = {part["$ref"] for part in _parts(schema) if "$ref" in part}
+    assert references == {f"#/$defs/{name}" for name in schema["$defs"]}
+
+
+def _parts(value: Any) -> list[dict[str, Any]]:
+    if isinstance(value, dict):
+        return [value, *(part for each in value.values() for part in _parts(each))]
+    return [part for each in value for part in _parts(each)] if isinstance(value, list) else []

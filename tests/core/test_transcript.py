@@ -1,0 +1,211 @@
+"""Transcripts and recorded noise on disk: what was written comes back, and nothing else passes for it."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from sottovoce.arrays import FloatArray
+from sottovoce.errors import CaptureError
+from sottovoce.transcript import COLUMNS, Transcript, TranscriptWriter, read_noise, read_transcript
+
+ROUNDS, LEARNERS, REPLICAS, DIM = 7, 3, 2, 4
+
+
+@pytest.fixture
+def values() -> FloatArray:
+    return np.random.default_rng(0).normal(size=(ROUNDS, LEARNERS, REPLICAS, DIM))
+
+
+def write(
+    path: Path, values: FloatArray, run: str = "r", world: int = 0, field: str = "y", group: int = 20_000
+) -> None:
+    with TranscriptWriter(path, run, world, rows_per_group=group) as writer:
+        for t, said in enumerate(values):
+            writer.write(t, field, said)
+
+
+def changed(path: Path, change: Any) -> Path:
+    """The same file with its rows, a list of dictionaries, changed."""
+    table = pq.read_table(path)
+    pq.write_table(pa.Table.from_pylist(change(table.to_pylist()), schema=table.schema), path)
+    return path
+
+
+# ---- transcripts -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("group", [1, 10, 20_000])
+def test_what_was_written_comes_back(tmp_path: Path, values: FloatArray, group: int) -> None:
+    write(tmp_path / "t.parquet", values, group=group)
+    back = read_transcript(tmp_path / "t.parquet")
+
+    assert np.array_equal(back.fields["y"], values)
+    assert (back.rounds, back.replicas) == (ROUNDS, REPLICAS)
+    assert np.array_equal(back.message(4, 1)["y"], values[4, 1:2])
+
+
+def test_the_file_has_the_promised_columns(tmp_path: Path, values: FloatArray) -> None:
+    write(tmp_path / "t.parquet", values, run="name")
+    table = pq.read_table(tmp_path / "t.parquet")
+    row = table.to_pylist()[-1]
+
+    assert tuple(table.column_names) == COLUMNS
+    assert table.num_rows == ROUNDS * LEARNERS * REPLICAS
+    assert row == {
+        "run": "name",
+        "world": 0,
+        "replica": REPLICAS - 1,
+        "round": ROUNDS - 1,
+        "sender": LEARNERS - 1,
+        "field": "y",
+        "value": values[-1, -1, -1].tolist(),
+    }
+
+
+def test_row_order_does_not_matter(tmp_path: Path, values: FloatArray) -> None:
+    write(tmp_path / "t.parquet", values)
+    path = changed(tmp_path / "t.parquet", lambda rows: rows[::-1])
+    assert np.array_equal(read_transcript(path).fields["y"], values)
+
+
+def test_runs_worlds_and_fields_are_kept_apart(tmp_path: Path, values: FloatArray) -> None:
+    path = tmp_path / "t.parquet"
+    tables = []
+    for run, world, field, sign in [("a", 0, "y", 1), ("a", 0, "w", 2), ("a", 1, "y", 3), ("b", 0, "y", 4)]:
+        write(path, sign * values, run, world, field)
+        tables.append(pq.read_table(path))
+    pq.write_table(pa.concat_tables(tables), path)
+
+    assert np.array_equal(read_transcript(path, "a").fields["y"], values)
+    assert np.array_equal(read_transcript(path, "a").fields["w"], 2 * values)
+    assert np.array_equal(read_transcript(path, "a", 1).fields["y"], 3 * values)
+    assert np.array_equal(read_transcript(path, "b").fields["y"], 4 * values)
+    with pytest.raises(CaptureError, match="no rows of run 'c' and world 0"):
+        read_transcript(path, "c")
+
+
+def test_the_file_is_complete_after_an_error_too(tmp_path: Path, values: FloatArray) -> None:
+    with pytest.raises(KeyError), TranscriptWriter(tmp_path / "t.parquet", "r") as writer:
+        writer.write(0, "y", values[0])
+        raise KeyError
+    assert np.array_equal(read_transcript(tmp_path / "t.parquet").fields["y"], values[:1])
+
+
+def drop(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [*rows[:5], *rows[6:]]
+
+
+def double(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row twice in the place of another: the count is right."""
+    return [*rows[:5], rows[4], *rows[6:]]
+
+
+def unequal(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One vector longer, another one shorter: the sum is right."""
+    first, second, *rest = rows
+    return [first | {"value": first["value"] + [0.0]}, second | {"value": second["value"][:-1]}, *rest]
+
+
+def negative(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [row | {"sender": row["sender"] - 1} for row in rows]
+
+
+@pytest.mark.parametrize("change", [drop, double, unequal, negative], ids=lambda change: change.__name__)
+def test_a_transcript_with_rows_missing_is_refused(tmp_path: Path, values: FloatArray, change: Any) -> None:
+    write(tmp_path / "t.parquet", values)
+    path = changed(tmp_path / "t.parquet", change)
+    with pytest.raises(CaptureError, match="field 'y' must have one row of equal length for each of"):
+        read_transcript(path)
+
+
+def test_other_files_are_not_transcripts(tmp_path: Path) -> None:
+    path = tmp_path / "t.parquet"
+    with pytest.raises(CaptureError, match="cannot read the transcript"):
+        read_transcript(path)
+    path.write_bytes(b"nothing of the kind")
+    with pytest.raises(CaptureError, match="cannot read the transcript"):
+        read_transcript(path)
+    pq.write_table(pa.table({"run": ["a"], "round": [1]}), path)
+    with pytest.raises(CaptureError, match="is not a transcript: it must have columns .*, and lacks .*'sender'"):
+        read_transcript(path)
+
+
+@pytest.mark.parametrize(("name", "wrong"), [("value", 1.0), ("round", "one"), ("sender", None)])
+def test_columns_of_another_type_are_refused(tmp_path: Path, values: FloatArray, name: str, wrong: Any) -> None:
+    path = tmp_path / "t.parquet"
+    write(path, values)
+    rows = pq.read_table(path).to_pylist()
+    pq.write_table(pa.Table.from_pylist([row | {name: wrong} for row in rows]), path)
+    with pytest.raises(CaptureError, match=f"is not a transcript: column '.*' must be .*"):
+        read_transcript(path)
+
+
+# ---- recorded noise --------------------------------------------------------------------------------------------------
+
+
+def test_noise_may_be_a_transcript(tmp_path: Path, values: FloatArray) -> None:
+    write(tmp_path / "n.parquet", values)
+    assert np.array_equal(read_noise(tmp_path / "n.parquet")["y"], values)
+
+
+def test_noise_may_be_an_archive_with_or_without_replicas(tmp_path: Path, values: FloatArray) -> None:
+    np.savez(tmp_path / "n.npz", y=values, w=values[:, :, 0], z=np.zeros((2, 3, 1), int))
+    fields = read_noise(tmp_path / "n.npz")
+
+    assert np.array_equal(fields["y"], values)
+    assert np.array_equal(fields["w"], values[:, :, :1])
+    assert (fields["z"].shape, fields["z"].dtype) == ((2, 3, 1, 1), np.float64)
+
+
+@pytest.mark.parametrize("array", [np.zeros(3), np.zeros((2, 3)), np.zeros((1,) * 5), np.full((1, 1, 1), np.nan)])
+def test_noise_of_another_shape_or_not_finite_is_refused(tmp_path: Path, array: FloatArray) -> None:
+    np.savez(tmp_path / "n.npz", y=array)
+    with pytest.raises(CaptureError, match=r"'y' must be finite and shaped \(rounds, learners, dim\)"):
+        read_noise(tmp_path / "n.npz")
+
+
+def test_noise_of_a_transcript_must_be_finite_as_well(tmp_path: Path, values: FloatArray) -> None:
+    values[3, 1, 0, 2] = np.inf
+    write(tmp_path / "n.parquet", values)
+    with pytest.raises(CaptureError, match="'y' must be finite"):
+        read_noise(tmp_path / "n.parquet")
+
+
+def archive(**arrays: Any) -> bytes:
+    held = io.BytesIO()
+    np.savez(held, **arrays)
+    return held.getvalue()
+
+
+def single_array() -> bytes:
+    held = io.BytesIO()
+    np.save(held, np.zeros((2, 3, 1)))
+    return held.getvalue()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"text", archive(y=np.zeros((9, 9, 9)))[:-40], archive(y=np.array(["a"])), single_array()],
+    ids=["empty", "text", "cut off", "words", "a single array"],
+)
+def test_an_unreadable_noise_file_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "n.npz").write_bytes(content)
+    with pytest.raises(CaptureError, match=r"cannot read the noise file .*n\.npz"):
+        read_noise(tmp_path / "n.npz")
+
+
+def test_a_missing_noise_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CaptureError, match=r"cannot read the noise file .*n\.npz"):
+        read_noise(tmp_path / "n.npz")
+
+
+def test_a_transcript_is_as_long_as_its_fields() -> None:
+    transcript = Transcript({"y": np.zeros((5, 2, 3, 1))})
+    assert (transcript.rounds, transcript.replicas) == (5, 3)

@@ -1,0 +1,51 @@
+"""Small runs and made-up records that tests of several packages share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from sottovoce.data import LearnerData, PlacedData
+from sottovoce.run import Run, build_run
+from sottovoce.spec import RunSpec, parse_spec
+
+
+def small_spec(
+    rounds: int = 20, learners: Any = 3, *, algorithm: dict[str, Any] | None = None, **sections: Any
+) -> RunSpec:
+    """A spec that needs no file; `algorithm` changes single parameters, `sections` whole sections."""
+    chosen = {"name": "ldp-dol", "sigma": 1.0, "varsigma": 0.1, **(algorithm or {})}
+    document = {"rounds": rounds, "learners": learners, "algorithm": chosen, "durability": "process", **sections}
+    return parse_spec(document)
+
+
+def small_run(rounds: int = 20, learners: Any = 3, n_features: int = 3, **more: Any) -> Run:
+    """A run of `small_spec`."""
+    return build_run(small_spec(rounds, learners, **more), n_features)
+
+
+def made_up(
+    spec: RunSpec, n_features: int = 3, *, batch: int = 1, records: int | None = None, seed: int = 0
+) -> PlacedData:
+    """Records for a run: labels 0 and 1, `batch` in every round.
+
+    Args:
+        spec: the run.
+        n_features: features of a record.
+        batch: records in a round.
+        records: how many a learner has before they repeat (default: as many as it learns).
+        seed: of the records.
+    """
+    generator = np.random.default_rng(seed)
+    uses = spec.rounds * batch
+    own = records or uses
+    learners = []
+    for _ in range(spec.n_learners):
+        features = generator.normal(size=(own, n_features))
+        labels = (generator.random(own) < 0.5).astype(np.float64)
+        order = (np.arange(uses) % own).astype(np.int64)
+        offsets = (np.arange(spec.rounds + 1) * batch).astype(np.int64)
+        learners.append(LearnerData(features, labels, order, offsets))
+    test = generator.normal(size=(8, n_features))
+    return PlacedData(tuple(learners), test, (test[:, 0] > 0).astype(np.float64))
