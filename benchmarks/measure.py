@@ -224,9 +224,7 @@ async def run_services(case: Case, folder: Path) -> Sample:
 
 
 async def _start(to: grpc.aio.Channel, spec: RunSpec, data: PlacedData) -> coordinator_pb2.StartRunResponse:
-    request = coordinator_pb2.StartRunRequest(
-        spec=json.dumps(spec.model_dump(mode="json")), n_features=data.n_features
-    )
+    request = coordinator_pb2.StartRunRequest(spec=json.dumps(spec.model_dump(mode="json")), n_features=data.n_features)
     return await coordinator_pb2_grpc.CoordinatorStub(to).StartRun(request, timeout=CALL_S)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from sottovoce.spec import dump_spec
 from sottovoce_client.console import print_summary, run_console
 from sottovoce_client.evaluate import summarise
-from sottovoce_client.launch import run_async
+from sottovoce_client.launch import ServiceDied, run_async
 from sottovoce_client.operate import BY_OPERATOR, Outcome, Watcher
 from sottovoce_client.prepare import Prepared
 from sottovoce_client.report import write_report
@@ -35,7 +35,11 @@ def conduct(prepared: Prepared, folder: Path, start: Start) -> int:
         def watch(progress: Progress, state: str) -> None:
             console.update(progress, state, overheard=per_message * sum(progress.messages))
 
-        outcome: Outcome = run_async(lambda stop: start(prepared, watch, stop))
+        try:
+            outcome: Outcome = run_async(lambda stop: start(prepared, watch, stop))
+        except ServiceDied as death:
+            print(f"The run failed: {death}. What was overheard is kept in {folder / 'captures'}")
+            return 1
     if outcome.state != "failed" and outcome.detail != BY_OPERATOR:
         summary = summarise(prepared.run, prepared.data, outcome)
         summary.save(folder / "summary.json")

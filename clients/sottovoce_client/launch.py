@@ -10,12 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from sottovoce.data import PlacedData
-from sottovoce.errors import SottovoceError
+from sottovoce.errors import SottovoceError, Unavailable
 from sottovoce.spec import RunSpec
 from sottovoce_client.local import LocalServices
 from sottovoce_client.operate import Outcome, Watcher, run_on
 
 AFTER_DEATH_S = 1.0
+
+
+class ServiceDied(SottovoceError):
+    """A service ended by itself, and took the run with it."""
 
 
 class Interrupted(SottovoceError):
@@ -45,6 +49,7 @@ async def run_up(
 
     Raises:
         SottovoceError: a service did not start, or the run was refused.
+        ServiceDied: a service died, and the run's outcome with it.
         Interrupted: told to stop before the run had begun.
     """
     async with LocalServices(spec, folder, per_process=per_process, noise=noise) as services:
@@ -54,7 +59,9 @@ async def run_up(
         death = asyncio.ensure_future(services.death())
         try:
             await asyncio.wait([running, death], return_when=asyncio.FIRST_COMPLETED)
-            if running.done():
+            if running.done() and isinstance(running.exception(), Unavailable):
+                await asyncio.wait([death], timeout=AFTER_DEATH_S)  # the reason, where a service has died
+            if not death.done():
                 return running.result()
             return await _after_death(death.result(), running, stop)
         finally:
@@ -69,7 +76,7 @@ async def _after_death(what: str, running: asyncio.Task[Outcome], stop: asyncio.
     await asyncio.wait([running], timeout=AFTER_DEATH_S)
     if running.done() and not running.cancelled() and running.exception() is None:
         return replace(running.result(), state="failed", detail=what)
-    raise SottovoceError(what)
+    raise ServiceDied(what)
 
 
 def run_async(work: Callable[[asyncio.Event], Coroutine[Any, Any, Any]]) -> Any:

@@ -76,7 +76,7 @@ class LocalServices:
             for wait in waits:
                 wait.cancel()
         process = waits[done.pop()]
-        return f"{process.name} (process {process.child.pid}) died, {_how(process.child.returncode)}: {process.last_words()}"
+        return f"{process.name} (process {process.child.pid}) died, {_how(process.child.returncode)}; its log is {process.log}"
 
     async def stop(self) -> None:
         """Tell all to stop; who has not after `STOP_S` is killed."""
@@ -125,6 +125,8 @@ class LocalServices:
                 "-m",
                 "sottovoce_client",
                 *command,
+                "--listen",
+                "127.0.0.1:0",
                 "--stop-with-stdin",
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,

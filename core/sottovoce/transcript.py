@@ -200,7 +200,10 @@ def read_noise(path: Path) -> dict[str, FloatArray]:
 def _arrays(path: Path) -> dict[str, FloatArray]:
     """The arrays of a `.npz` file."""
     try:
-        with np.load(path, allow_pickle=False) as archive:
-            return {name: np.asarray(archive[name], dtype=np.float64) for name in archive.files}
-    except (OSError, ValueError, EOFError, AttributeError, BadZipFile) as error:  # what NumPy raises for other files
+        with path.open("rb") as file:
+            archive = np.load(file, allow_pickle=False)
+            if not isinstance(archive, Mapping):
+                raise ValueError("it is not a .npz archive")
+            return {name: np.asarray(archive[name], dtype=np.float64) for name in archive}
+    except (OSError, ValueError, EOFError, BadZipFile) as error:  # what NumPy raises for other files
         raise CaptureError(f"cannot read the noise file {path}: {error}") from None

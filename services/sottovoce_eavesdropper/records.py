@@ -24,7 +24,7 @@ from sottovoce.transcript import parquet
 if TYPE_CHECKING:
     import pyarrow as pa
 
-PART_ROWS, PART_BYTES, PART_S = 8_192, 64 * 1024 * 1024, 2.0
+PART_ROWS, PART_BYTES, PART_S = 8_192, 64 * 1024 * 1024, 1.0
 
 Row = tuple[int, int, int, str, str, int, int, int, int, bytes]
 """caller, callee, sender, direction, kind, stream, wall_ns, mono_ns, size, payload"""

@@ -50,7 +50,7 @@ class Link:
 
     async def flushed(self) -> None:
         """Wait until all that was said is written, or the stream is gone."""
-        if self._writing is not None:
+        while self._writing is not None and not self._writing.done():
             await asyncio.wait([self._writing])
 
     def _kick(self) -> None:
@@ -70,10 +70,9 @@ class Link:
             asyncio.CancelledError,
         ):
             self.detach(stream)
-        else:
-            if self._stream is not stream:  # another stream came while the last write was under way
-                self._writing = None
-                self._kick()
+        if self._stream is not stream:  # another one may have come while the last write was under way, or failed
+            self._writing = None
+            self._kick()
 
     def _due(self) -> bytes | None:
         for t, frame in self._frames:

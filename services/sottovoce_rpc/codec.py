@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 
 import numpy as np
+from google.protobuf.message import DecodeError
 
 from sottovoce.arrays import FloatArray
 from sottovoce.errors import RemoteProtocolError
@@ -37,7 +38,10 @@ def from_tensor(tensor: tensor_pb2.Tensor) -> FloatArray:
         raise RemoteProtocolError(
             f"a float64 tensor of shape {shape} has {8 * math.prod(shape)} bytes, got {len(tensor.data)}"
         )
-    return np.frombuffer(tensor.data, _LITTLE).reshape(shape)
+    try:
+        return np.frombuffer(tensor.data, _LITTLE).reshape(shape)
+    except ValueError:  # empty along one axis and absurd along another, or too many axes
+        raise RemoteProtocolError(f"a tensor must have a shape that NumPy can represent, got {len(shape)} axes") from None
 
 
 def encode_round(t: int, sender: int, message: Message) -> bytes:
@@ -58,7 +62,7 @@ def decode_round(payload: bytes, shapes: Mapping[str, tuple[int, ...]]) -> tuple
     """
     try:
         said = learner_pb2.RoundMessage.FromString(payload)
-    except ValueError:
+    except DecodeError:
         raise RemoteProtocolError(f"expected a RoundMessage, got {len(payload)} bytes that are none") from None
     if not (said.HasField("round") and said.HasField("sender")):
         raise RemoteProtocolError("a RoundMessage must carry its round and its sender")

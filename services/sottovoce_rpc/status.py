@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
+import structlog
 from google.protobuf import any_pb2
+from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
 from sottovoce import errors
@@ -25,15 +28,26 @@ _CODES: tuple[tuple[type[errors.SottovoceError], grpc.StatusCode], ...] = (  # t
 )
 DOMAIN = "sottovoce"
 
+log = structlog.get_logger()
+
 
 @asynccontextmanager
 async def answering(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[None]:
-    """End the call with the status that an error of ours stands for, details attached (`google.rpc.Status`)."""
+    """End the call with the status that an error of ours stands for, details attached (`google.rpc.Status`).
+
+    Of any other error, which is a bug, neither the peer nor the log gets the text.
+    """
     try:
         yield
     except errors.SottovoceError as error:
         code = next(code for kind, code in _CODES if isinstance(error, kind))
         await context.abort(code, str(error), (("grpc-status-details-bin", _details(code, error)),))
+    except grpc.aio.BaseError:  # an abort, or the end of the connection
+        raise
+    except Exception as error:  # noqa: BLE001 - gRPC would send its text, and that may quote a record
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        log.error("bug", kind=type(error).__name__, where=f"{frame.filename}:{frame.lineno}")
+        await context.abort(grpc.StatusCode.INTERNAL, "an internal error; the log of the service says where")
 
 
 def _details(code: grpc.StatusCode, error: errors.SottovoceError) -> bytes:
@@ -64,8 +78,12 @@ def as_error(failure: grpc.aio.AioRpcError, who: str) -> errors.SottovoceError:
 
 
 def _reason(packed: bytes) -> str:
+    """Name of our class, empty where the details are somebody else's or no details at all."""
     info = error_details_pb2.ErrorInfo()
-    for detail in status_pb2.Status.FromString(packed).details:
-        if detail.Unpack(info) and info.domain == DOMAIN:
-            return str(info.reason)
+    try:
+        for detail in status_pb2.Status.FromString(packed).details:
+            if detail.Unpack(info) and info.domain == DOMAIN:
+                return str(info.reason)
+    except DecodeError:
+        pass
     return ""

@@ -1,0 +1,93 @@
+"""The inbox under any order of messages: what the rules permit is taken, everything else is refused and changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from sottovoce.errors import RemoteProtocolError, StrangerError
+from sottovoce.machine import Message
+from sottovoce_learner.inbox import Inbox
+
+
+def message(t: int, sender: int) -> Message:
+    return Message({"y": np.array([float(t), float(sender)])})
+
+
+def content(heard: Mapping[int, Message]) -> dict[int, list[float]]:
+    return {j: said["y"].tolist() for j, said in heard.items()}
+
+
+class Neighbourhood(RuleBasedStateMachine):
+    """A model of the rules beside the real thing: `due` is the next round of each neighbour."""
+
+    @initialize(neighbours=st.sets(st.integers(0, 6), max_size=4), first=st.integers(0, 3))
+    def begin(self, neighbours: set[int], first: int) -> None:
+        self.inbox = Inbox(neighbours, first)
+        self.due = dict.fromkeys(neighbours, first)
+        self.round = first
+
+    @precondition(lambda self: any(due <= self.round + 1 for due in self.due.values()))
+    @rule(data=st.data())
+    def say_what_is_due(self, data: st.DataObject) -> None:
+        j = data.draw(st.sampled_from(sorted(j for j, due in self.due.items() if due <= self.round + 1)))
+        t = self.due[j]
+        self.due[j] += 1
+        assert self.inbox.put(j, t, j, message(t, j)) == self._complete()
+
+    @precondition(lambda self: self._complete())
+    @rule()
+    def go_on(self) -> None:
+        assert content(self.inbox.take()) == {j: [float(self.round), float(j)] for j in self.due}
+        self.round += 1
+
+    @precondition(lambda self: self.due)
+    @rule(data=st.data(), t=st.integers(0, 12))
+    def say_something_out_of_turn(self, data: st.DataObject, t: int) -> None:
+        j = data.draw(st.sampled_from(sorted(self.due)))
+        if t == self.due[j] and t <= self.round + 1:
+            t += 1
+        with pytest.raises(RemoteProtocolError, match=f"learner {j} must say round {self.due[j]} next, got round {t}"):
+            self.inbox.put(j, t, j, message(-1, -1))
+
+    @precondition(lambda self: self.due)
+    @rule(data=st.data(), sender=st.integers(0, 9))
+    def speak_in_another_name(self, data: st.DataObject, sender: int) -> None:
+        j = data.draw(st.sampled_from(sorted(self.due)))
+        if sender != j:
+            with pytest.raises(
+                RemoteProtocolError, match=f"learner {j} sent a message in the name of learner {sender}"
+            ):
+                self.inbox.put(j, self.due[j], sender, message(-1, -1))
+
+    @rule(j=st.integers(0, 20))
+    def let_a_stranger_speak(self, j: int) -> None:
+        if j not in self.due:
+            with pytest.raises(StrangerError, match=f"learner {j} is not a neighbour"):
+                self.inbox.put(j, self.round, j, message(-1, -1))
+            with pytest.raises(StrangerError):
+                self.inbox.next_round(j)
+
+    @invariant()
+    def the_inbox_agrees_with_the_model(self) -> None:
+        assert self.inbox.round == self.round
+        assert {j: self.inbox.next_round(j) for j in self.due} == self.due
+        assert self.inbox.complete == self._complete()
+        assert sorted(self.inbox.missing) == sorted(j for j, due in self.due.items() if due <= self.round)
+
+    def _complete(self) -> bool:
+        return all(due > self.round for due in self.due.values())
+
+
+TestInbox = Neighbourhood.TestCase
+
+
+def test_without_neighbours_every_round_is_complete() -> None:
+    inbox = Inbox(())
+    assert inbox.complete
+    assert inbox.take() == {}
+    assert inbox.round == 1

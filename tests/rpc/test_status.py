@@ -1,0 +1,135 @@
+"""Errors as gRPC status and back: over a real call on loopback."""
+
+from __future__ import annotations
+
+import inspect
+import socket
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+import structlog.testing
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+
+from sottovoce import errors
+from sottovoce.errors import SottovoceError
+from sottovoce_rpc.server import channel
+from sottovoce_rpc.status import answering, as_error
+
+CLASSES = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, SottovoceError)]
+CODES = {
+    "SottovoceError": grpc.StatusCode.INTERNAL,
+    "SpecError": grpc.StatusCode.INVALID_ARGUMENT,
+    "CheckFailed": grpc.StatusCode.INVALID_ARGUMENT,
+    "DataError": grpc.StatusCode.INVALID_ARGUMENT,
+    "NotReady": grpc.StatusCode.FAILED_PRECONDITION,
+    "LocalProtocolError": grpc.StatusCode.INTERNAL,
+    "RemoteProtocolError": grpc.StatusCode.INVALID_ARGUMENT,
+    "StrangerError": grpc.StatusCode.PERMISSION_DENIED,
+    "EquivocationError": grpc.StatusCode.INVALID_ARGUMENT,
+    "BudgetExhausted": grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "CaptureError": grpc.StatusCode.FAILED_PRECONDITION,
+    "Unavailable": grpc.StatusCode.UNAVAILABLE,
+}
+WORDS = "u must lie in (0.5, 1), got u=0.5 – naïve"
+
+
+class Failing(grpc.GenericRpcHandler):
+    """A service whose only method fails as it is told."""
+
+    def __init__(self) -> None:
+        self.error: BaseException = SottovoceError(WORDS)
+        self.trailers: tuple[tuple[str, bytes], ...] = ()
+
+    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any]:
+        async def handle(request: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> bytes:
+            if self.trailers:
+                await context.abort(grpc.StatusCode.INTERNAL, "odd", self.trailers)
+            async with answering(context):
+                raise self.error
+            raise AssertionError("answering() ends the call")
+
+        return grpc.unary_unary_rpc_method_handler(handle)
+
+
+@pytest.fixture
+async def failing() -> AsyncIterator[tuple[Failing, str]]:
+    handler, server = Failing(), grpc.aio.server()
+    server.add_generic_rpc_handlers((handler,))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    yield handler, f"127.0.0.1:{port}"
+    await server.stop(0)
+
+
+async def failure(address: str) -> grpc.aio.AioRpcError:
+    async with channel(address) as to:
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await to.unary_unary("/any/Method")(b"", timeout=10)
+    return raised.value
+
+
+def instance(kind: type[SottovoceError]) -> SottovoceError:
+    return errors.CheckFailed("CODE", WORDS) if kind is errors.CheckFailed else kind(WORDS)
+
+
+def test_the_table_above_is_complete() -> None:
+    assert {kind.__name__ for kind in CLASSES} == CODES.keys()
+
+
+@pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
+async def test_every_error_crosses_the_wire_and_comes_back(
+    failing: tuple[Failing, str], kind: type[SottovoceError]
+) -> None:
+    handler, address = failing
+    handler.error = instance(kind)
+    got = await failure(address)
+
+    assert got.code() is CODES[kind.__name__]
+    assert got.details() == str(handler.error)
+
+    status = rpc_status.from_call(got)  # type: ignore[arg-type] # its stubs know the synchronous call alone
+    info = error_details_pb2.ErrorInfo()
+    assert status is not None and status.details[0].Unpack(info)
+    assert (info.reason, info.domain) == (kind.__name__, "sottovoce")
+    assert dict(info.metadata) == ({"code": "CODE"} if kind is errors.CheckFailed else {})
+
+    back = as_error(got, "the service")
+    expected = SottovoceError if kind is errors.LocalProtocolError else kind
+    assert isinstance(back, errors.SpecError if kind is errors.CheckFailed else expected)
+    assert WORDS in str(back)
+
+
+async def test_an_error_that_is_not_ours_tells_nothing(failing: tuple[Failing, str]) -> None:
+    """A bug's text may quote a record, and gRPC by itself would send it."""
+    handler, address = failing
+    handler.error = ValueError("could not convert string to float: 'diagnosis: positive'")
+    with structlog.testing.capture_logs() as logs:
+        got = await failure(address)
+
+    assert got.code() is grpc.StatusCode.INTERNAL
+    assert got.details() == "an internal error; the log of the service says where"
+    assert "diagnosis" not in f"{got.trailing_metadata()} {logs}"
+    assert [(event["event"], event["kind"]) for event in logs] == [("bug", "ValueError")]
+    assert "test_status.py" in logs[0]["where"]
+
+
+async def test_nobody_there_is_unavailable() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    got = as_error(await failure(f"127.0.0.1:{port}"), "the coordinator at 127.0.0.1")
+
+    assert isinstance(got, errors.Unavailable)
+    assert str(got).startswith("cannot reach the coordinator at 127.0.0.1: ")
+
+
+@pytest.mark.parametrize("details", [b"\xff\xff", b"", b"\x1a\x04junk"])
+async def test_details_that_are_not_ours_do_no_harm(failing: tuple[Failing, str], details: bytes) -> None:
+    handler, address = failing
+    handler.trailers = (("grpc-status-details-bin", details),)
+    got = as_error(await failure(address), "the service")
+
+    assert type(got) is SottovoceError
+    assert str(got) == "the service: odd (INTERNAL)"
