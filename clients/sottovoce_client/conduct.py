@@ -30,7 +30,9 @@ def conduct(prepared: Prepared, folder: Path, start: Start) -> int:
     spec = prepared.run.spec
     (folder / "spec.yaml").write_text(dump_spec(spec), encoding="utf-8")
     per_message = 0 if spec.capture == "none" else 1
-    with run_console(spec.name, spec.rounds, spec.names) as console:
+    budget = spec.privacy.budget
+    budgets = () if budget is None else spec.per_learner(budget, "privacy.budget")
+    with run_console(spec.name, spec.rounds, spec.names, budgets=budgets) as console:
 
         def watch(progress: Progress, state: str) -> None:
             console.update(progress, state, overheard=per_message * sum(progress.messages))

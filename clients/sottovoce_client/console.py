@@ -131,7 +131,7 @@ class _Lines:
     def _parts(self, progress: Progress, state: str, overheard: int) -> Iterator[str]:
         yield f"round {self._pace.done}/{self._rounds}"
         yield state
-        yield f"{number(self._pace.speed)} rounds/s"
+        yield f"{number(self._pace.speed, 3)} rounds/s"
         if any(value is not None for value in progress.accuracy):
             yield f"accuracy {share_range(progress.accuracy)}"
         yield f"epsilon <= {number(max(progress.epsilon, default=0.0))}"
@@ -175,7 +175,7 @@ class _Display:
         bar = ProgressBar(total=max(1, self._rounds), completed=self._pace.done, width=28)
         left = f"{self._pace.left} left" if self._pace.left else ""
         row.add_row(
-            bar, f"round {count(self._pace.done)}/{count(self._rounds)}", f"{number(self._pace.speed)} rounds/s", left
+            bar, f"round {count(self._pace.done)}/{count(self._rounds)}", f"{number(self._pace.speed, 3)} rounds/s", left
         )
         return row
 
@@ -195,9 +195,9 @@ class _Display:
         return table
 
 
-def _table(first: str, *others: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim")
-    table.add_column(first, no_wrap=True, overflow="ellipsis", max_width=24)
+def _table(first: str, *others: str, name_width: int = 24) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
+    table.add_column(first, no_wrap=True, overflow="ellipsis", max_width=min(24, name_width), vertical="bottom")
     for title in others:
         table.add_column(title, justify="right", no_wrap=True)
     return table
@@ -214,7 +214,7 @@ def print_summary(summary: RunSummary, console: Console | None = None, report: P
     """
     console = console or Console()
     console.print(_state_line(summary))
-    console.print(_learner_table(summary))
+    console.print(_learner_table(summary, console.width))
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="dim", no_wrap=True)
     facts.add_column(overflow="fold")
@@ -232,10 +232,10 @@ def _state_line(summary: RunSummary) -> Text:
     return line
 
 
-def _learner_table(summary: RunSummary) -> Table:
-    table = _table("learner", "test\naccuracy", "ε\npaper", "ε tight\nevent", "ε tight\nrecord")
-    for level in ("event", "record"):
-        table.add_column(f"loss of capture\nper {level}", justify="right", no_wrap=True)
+def _learner_table(summary: RunSummary, width: int) -> Table:
+    claims = ("test\naccuracy", "paper’s\nε", "ε per\nevent", "ε per\nrecord")
+    losses = ("capture’s loss\nper event", "capture’s loss\nper record")
+    table = _table("learner", *claims, *losses, name_width=max(11, width - 69))
     for learner in summary.learners[:MOST_ROWS]:
         table.add_row(*_cells(learner))
     if len(summary.learners) > MOST_ROWS:
@@ -256,7 +256,7 @@ def _loss(swap: Swap | None) -> Text:
     if swap is None:
         return Text("–", style="dim")
     style = "bold red" if exceeds(max(swap.loss, swap.supremum), swap.budget) else ""
-    return Text(f"{number(swap.loss)} of {number(swap.budget)}", style=style)
+    return Text(f"{number(swap.loss, 3)} of {number(swap.budget, 3)}", style=style)
 
 
 def _facts(summary: RunSummary, report: Path | None) -> Iterator[tuple[str, Text]]:

@@ -77,8 +77,8 @@ def _overheard(run: Run, outcome: Outcome) -> tuple[Transcript | None, CaptureSu
     """The transcript of a capture; none when nothing was captured, or not even one whole round."""
     if outcome.capture is None:
         return None, None
-    capture = open_capture(outcome.capture)
     try:
+        capture = open_capture(outcome.capture)  # on the eavesdropper's host: not here, where that is another one
         transcript = capture.transcript(run.algorithm.field_shapes(), run.spec.n_learners)
     except CaptureError:
         return None, None

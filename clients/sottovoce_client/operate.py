@@ -98,6 +98,7 @@ class _Running:
         self._watch, self._stop = watch, stop
         self._began = time.monotonic()
         self._progress: list[Progress] = []
+        self._reason = BY_OPERATOR
 
     async def to_its_end(self) -> Outcome:
         run_id = self._started.run_id
@@ -111,12 +112,14 @@ class _Running:
             feeders.cancel()
             fed = (await asyncio.gather(feeders, return_exceptions=True))[0]
         seconds = time.monotonic() - self._began
-        detail = str(fed) if isinstance(fed, Exception) and not last.detail else last.detail
+        state, detail = STATES[last.state], last.detail
+        if isinstance(fed, Exception):
+            state, detail = "failed", f"records could not be delivered: {_first_of(fed)}"
         predictions = await asyncio.gather(*(self._predict(info.address) for info in self._started.learners))
         location = self._started.capture_location
         return Outcome(
             run_id,
-            STATES[last.state],
+            state,
             detail,
             seconds,
             tuple(last.learners),
@@ -133,11 +136,12 @@ class _Running:
     def _feeding_over(self, task: asyncio.Task[None]) -> None:
         """Without its records the run cannot go on: stop it, and let the feeder's error say why."""
         if not task.cancelled() and task.exception() is not None:
+            self._reason = "a feeder could not deliver its records"  # why is for its owner alone
             self._stop.set()
 
     async def _stop_when_told(self) -> None:
         await self._stop.wait()
-        request = coordinator_pb2.StopRunRequest(run_id=self._started.run_id, reason=BY_OPERATOR)
+        request = coordinator_pb2.StopRunRequest(run_id=self._started.run_id, reason=self._reason)
         await self._stub.StopRun(request, timeout=CALL_S)
 
     async def _watch_it(self) -> coordinator_pb2.WatchRunResponse:
@@ -179,3 +183,8 @@ class _Running:
             except grpc.aio.AioRpcError:
                 return None
         return None
+
+
+def _first_of(error: BaseException) -> BaseException:
+    """What a group of errors began with."""
+    return _first_of(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error

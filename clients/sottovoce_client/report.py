@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterable
 from importlib.resources import files
 from pathlib import Path
 
-import numpy as np
-
 from sottovoce_client import report_plots as plots
 from sottovoce_client.report_verdict import Verdict, exceeds, telling, verdict_of
 from sottovoce_client.summary import CaptureSummary, LearnerSummary, RunSummary, Swap
@@ -128,7 +126,7 @@ def _loss_card(summary: RunSummary) -> str:
     learner, level, swap = worst
     part = swap.loss / swap.budget if 0 < swap.budget < math.inf else 0.0
     over = " over" if exceeds(swap.loss, swap.budget) else ""
-    meter = f'<div class="meter{over}"><i style="width:{min(100, 100 * part):.1f}%"></i></div>'
+    meter = f'<div class="meter{over}"><i style="width:{min(100, 100 * part):.1f}%"></i></div>' if part else ""
     more = f"of this capture, against a claim of {number(swap.budget)} ({_text(learner.name)}, per {level})"
     return _card(what, number(swap.loss), more, meter)
 
@@ -154,15 +152,13 @@ def _budget(summary: RunSummary) -> str:
     lead += "all uses of the most telling record."
     infinite = [name for kind, name, _ in plots.KINDS if any(math.isinf(getattr(e, kind)) for e in summary.learners)]
     lacking = (
-        f"<b>ε = ∞</b> for at least one learner, so nothing is promised: {', '.join(infinite)}." if infinite else ""
+        f"<b>ε = ∞</b> for at least one learner, so nothing is promised: {'; '.join(infinite)}." if infinite else ""
     )
     horizon = max(learner.infinite_horizon for learner in summary.learners)
     forever = "No finite bound is known for infinitely many rounds."
     if math.isfinite(horizon):
         forever = f"However long the run goes on, per event ε stays below <b>{number(horizon)}</b>."
-    known = any(np.isfinite(e.event_curve).any() or np.isfinite(e.paper_curve).any() for e in summary.learners)
-    drawn = known and any(learner.rounds for learner in summary.learners)
-    return _section("What it cost", lead, plots.budget_plot(summary) if drawn else "", _note(f"{forever} {lacking}"))
+    return _section("What it cost", lead, plots.budget_plot(summary), _note(f"{forever} {lacking}"))
 
 
 def _losses(summary: RunSummary) -> str:
@@ -171,7 +167,7 @@ def _losses(summary: RunSummary) -> str:
         "with the true record than with the other one? The logarithm of that ratio, summed over rounds, is the exact "
     )
     lead += "privacy loss of this very capture, for the most telling swap among those tried. The grey area is what the claim "
-    lead += "allows."
+    lead += "allows, as far as it is finite."
     levels = (("event", "One use of the record swapped"), ("record", "All uses of the record swapped"))
     shown = [
         f"<div><h3>{title}</h3>{plots.loss_plot(summary, level)}</div>"
@@ -207,11 +203,27 @@ Column = tuple[str, Callable[[LearnerSummary], str]]
 GROUPS: tuple[tuple[str, tuple[Column, ...]], ...] = (
     ("records", (("held", lambda e: count(e.records)), ("most uses", lambda e: count(e.most_uses)))),
     ("accuracy", (("test", lambda e: share(e.test_accuracy)), ("own", lambda e: share(e.prequential_accuracy)))),
-    ("said", (("rounds", lambda e: count(e.rounds)), ("messages", lambda e: count(e.messages)))),
-    ("", (("bytes", lambda e: size(e.bytes)),)),
-    ("budget", (("spent", lambda e: number(e.spent)), ("limit", lambda e: number(e.budget) if e.budget else "none"))),
-    ("claimed ε", (("paper", lambda e: number(e.paper)), ("event", lambda e: number(e.event)))),
-    ("", (("record", lambda e: number(e.record)), ("forever", lambda e: number(e.infinite_horizon)))),
+    (
+        "said",
+        (
+            ("rounds", lambda e: count(e.rounds)),
+            ("messages", lambda e: count(e.messages)),
+            ("bytes", lambda e: size(e.bytes)),
+        ),
+    ),
+    (
+        "budget",
+        (("spent", lambda e: number(e.spent)), ("limit", lambda e: "none" if e.budget is None else number(e.budget))),
+    ),
+    (
+        "claimed ε",
+        (
+            ("paper", lambda e: number(e.paper)),
+            ("event", lambda e: number(e.event)),
+            ("record", lambda e: number(e.record)),
+            ("forever", lambda e: number(e.infinite_horizon)),
+        ),
+    ),
 )
 
 

@@ -20,8 +20,12 @@ from sottovoce_client.wording import share
 # Okabe and Ito's colours, which all readers can tell apart, without the yellow, which is too pale on white.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#4B4B4B", "#8C6D31")
 INK, FAINT, GRID, CLEAR = "#1f2933", "#6b7785", "#e6eaee", "rgba(0,0,0,0)"
-KINDS = (("paper", "by the paper's formula", "#6b7785"), ("record", "tight, per record", "#D55E00"))
-KINDS = (*KINDS, ("event", "tight, per event", "#0072B2"))
+KINDS = (
+    ("paper", "by the paper’s formula", "#6b7785"),
+    ("record", "tight, per record", "#D55E00"),
+    ("event", "tight, per event", "#0072B2"),
+)
+"""Epsilons of a learner, as the page calls and colours them."""
 LEGEND = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "font": {"size": 12}, "traceorder": "normal"}
 MOST_POINTS = 400
 MOST_HEARD = (500, 200)
@@ -99,7 +103,8 @@ def label(name: str, most: int = 18) -> str:
 def graph_plot(summary: RunSummary) -> str:
     """Learners on a circle, coloured by test accuracy."""
     angles = math.pi / 2 - 2 * math.pi * np.arange(len(summary.learners)) / len(summary.learners)
-    x, y = np.cos(angles), np.sin(angles)
+    reach = 1.0 if len(summary.learners) > 1 else 0.0  # a single one sits in the middle
+    x, y = reach * np.cos(angles), reach * np.sin(angles)
     ends = [(x[i], x[j], y[i], y[j]) for i, j in summary.edges]
     lines = {
         "type": "scatter",
@@ -135,10 +140,10 @@ def _nodes(learners: Sequence[LearnerSummary], x: FloatArray, y: FloatArray) -> 
     }
     asked = [each.test_accuracy is not None for each in learners]
     colours = [each.test_accuracy if each.test_accuracy is not None else "#cfd6dd" for each in learners]
-    node = {"type": "scatter", "x": finite(x), "y": finite(y), "hoverinfo": "text", "cliponaxis": False}
-    marker = {"size": 30 if few else 14, "line": {"color": "white", "width": 2}, "color": colours}
+    node: Trace = {"type": "scatter", "x": finite(x), "y": finite(y), "hoverinfo": "text", "cliponaxis": False}
+    marker: Trace = {"size": 30 if few else 14, "line": {"color": "white", "width": 2}, "color": colours}
     if all(asked):
-        marker |= {"colorscale": "Cividis", "cmin": low, "cmax": high, "showscale": True, "colorbar": bar}
+        marker |= {"colorscale": "Cividis", "cmin": low, "cmax": high, "showscale": len(known) > 1, "colorbar": bar}
     elif any(asked):
         marker["color"] = ["#0072B2" if yes else "#cfd6dd" for yes in asked]
     hover = [f"{label(each.name, 60)}: {share(each.test_accuracy)}" for each in learners]
@@ -156,7 +161,7 @@ def _names(learners: Sequence[LearnerSummary], x: FloatArray, y: FloatArray) -> 
         "mode": "text",
         "hoverinfo": "skip",
         "x": finite(x * 1.18),
-        "y": finite(y * 1.18),
+        "y": finite(y * 1.18 if len(learners) > 1 else y + 0.18),
         "text": [label(each.name) for each in learners],
         "textposition": [f"{height} {side}" for height, side in zip(heights, sides, strict=True)],
         "cliponaxis": False,
@@ -173,8 +178,8 @@ def learner_lines(names: Sequence[str], points: Sequence[tuple[FloatArray, Float
         value: d3 format of the values.
     """
     few = len(names) <= len(PALETTE)
-    many = {"color": "rgba(0,114,178,0.35)", "width": 1}
-    return [
+    thin = {"color": "rgba(0,114,178,0.35)", "width": 1}
+    lines = [
         {
             "type": "scatter",
             "mode": "lines" if len(x) > 1 else "markers",
@@ -182,11 +187,17 @@ def learner_lines(names: Sequence[str], points: Sequence[tuple[FloatArray, Float
             "y": finite(y),
             "name": label(name),
             "showlegend": few and len(names) > 1,
-            "line": {"color": PALETTE[i], "width": 1.8} if few else many,
+            "line": {"color": PALETTE[i], "width": 1.8} if few else thin,
             "hovertemplate": f"round %{{x:,}}: %{{y:{value}}}",
         }
         for i, (name, (x, y)) in enumerate(zip(names, points, strict=True))
     ]
+    return lines if few else [_key(f"{len(names)} learners (point at a line for its name)"), *lines]
+
+
+def _key(text: str) -> Trace:
+    """An entry of the legend that stands for many lines, and draws none."""
+    return {"type": "scatter", "mode": "lines", "x": [None], "y": [None], "name": text, "line": {"color": PALETTE[0]}}
 
 
 def learning_plot(summary: RunSummary) -> str:
@@ -227,10 +238,15 @@ def stacked(curves: Sequence[FloatArray], rounds: Sequence[int]) -> FloatArray:
 
 
 def budget_plot(summary: RunSummary) -> str:
-    """Cumulative epsilons over rounds: the largest of all learners, and the range down to the smallest."""
+    """Cumulative epsilons over rounds: the largest of all learners, and the range down to the smallest.
+
+    Empty where no epsilon is finite and above zero.
+    """
     rounds = [learner.rounds for learner in summary.learners]
     rows = {kind: stacked([getattr(e, f"{kind}_curve") for e in summary.learners], rounds) for kind, *_ in KINDS}
     traces = [trace for kind, name, colour in KINDS for trace in _spread(rows[kind], name, colour)]
+    if not traces:
+        return ""
     budgets = [learner.budget for learner in summary.learners if learner.budget is not None]
     if budgets and math.isfinite(min(budgets)):
         traces.append(_level(min(budgets), max(rounds), "where a learner stops"))
@@ -251,10 +267,10 @@ def budget_plot(summary: RunSummary) -> str:
 
 def _spread(rows: FloatArray, name: str, colour: str) -> list[Trace]:
     """The largest value over the learners as a line, and a band down to the smallest."""
-    if not np.isfinite(rows).any():
-        return []
     kept = thinned(rows.shape[1])
     high, low = rows.max(axis=0)[kept], rows.min(axis=0)[kept]
+    if not (np.isfinite(high) & (high > 0)).any():
+        return []
     across = {"type": "scatter", "mode": "lines", "x": (kept + 1).tolist()}
     line = {**across, "y": finite(_above_zero(high)), "name": name, "line": {"color": colour, "width": 2.2}}
     line["hovertemplate"] = "%{y:.4~g}"
@@ -313,7 +329,7 @@ def swap_of(learner: LearnerSummary, level: str) -> Swap | None:
 def _claim(claims: FloatArray) -> list[Trace]:
     """The area that the claim allows, as far as it is finite."""
     known = claims[np.isfinite(claims)]  # a prefix: what has become infinite stays so
-    if not known.size:
+    if len(known) < 2:
         return []
     kept = thinned(len(known))
     edge = {"type": "scatter", "mode": "lines", "x": (kept + 1).tolist(), "line": {"color": "#9aa5b1", "width": 1.2}}

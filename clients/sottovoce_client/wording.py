@@ -8,18 +8,18 @@ from collections.abc import Iterable
 NOTHING = "–"
 
 
-def number(value: float | None) -> str:
-    """Four significant digits; thousands separated, powers of ten only where digits would not help."""
+def number(value: float | None, digits: int = 4) -> str:
+    """To significant digits; thousands separated, powers of ten only where digits would not help."""
     if value is None or math.isnan(value):
         return NOTHING
     if math.isinf(value):
         return "∞" if value > 0 else "−∞"
-    rounded = float(f"{value:.4g}")
+    rounded = float(f"{value:.{digits}g}")
     if rounded and not 1e-4 <= abs(rounded) < 1e7:
-        digits, _, power = f"{rounded:.3e}".partition("e")
-        text = f"{digits}e{int(power)}"
+        mantissa, _, power = f"{rounded:.{digits - 1}e}".partition("e")
+        text = f"{mantissa}e{int(power)}"
     else:
-        text = f"{rounded:,.0f}" if abs(rounded) >= 1000 else f"{rounded:.4g}"
+        text = f"{rounded:,.0f}" if abs(rounded) >= 1000 else f"{rounded:.{digits}g}"
     return text.replace("-", "−")
 
 

@@ -25,6 +25,8 @@ class RunBook:
         n_features: features of a record.
         addresses: of the learners, by index.
         state, detail: where it stands, and why it ended.
+        relays: addresses in place of the learners' own, by edge, where an eavesdropper listens in between.
+        mirror: where learners copy their messages to; empty for nowhere.
         statuses: the learners' last reports, by index.
     """
 
@@ -34,6 +36,8 @@ class RunBook:
     addresses: tuple[str, ...]
     state: coordinator_pb2.RunState.ValueType = coordinator_pb2.RUN_STATE_CONNECTING
     detail: str = ""
+    relays: dict[tuple[int, int], str] = field(default_factory=dict)
+    mirror: str = ""
     statuses: list[learner_pb2.LearnerStatus] = field(init=False)
     clock: RoundClock = field(init=False)
 
@@ -42,12 +46,24 @@ class RunBook:
         self.statuses = [learner_pb2.LearnerStatus(learner=name, run_id=self.run_id) for name in spec.names]
         self.clock = RoundClock(spec.clock, spec.rounds, spec.n_learners)
 
+    def use_capture(self, opened: eavesdropper_pb2.OpenCaptureResponse) -> None:
+        """An eavesdropper is ready: by relays on every edge, or by copies."""
+        edges = [(route.caller, route.callee) for route in self.routes()]
+        if self.run.spec.capture == "relay":
+            self.relays = dict(zip(edges, opened.relay_addresses, strict=True))
+        else:
+            self.mirror = opened.mirror_address
+
     # ---- what learners are told ---------------------------------------------------------------------------
 
     def routes(self) -> list[eavesdropper_pb2.Route]:
         """Every edge, in the direction in which its stream is opened."""
         edges = self.run.topology.edges
         return [eavesdropper_pb2.Route(caller=i, callee=j, target=self.addresses[j]) for i, j in edges]
+
+    def briefing(self, index: int) -> list[coordinator_pb2.Directive]:
+        """All that a learner has to know, at the start or after its stream of directives broke."""
+        return [self.assignment(index, self.mirror), self.epoch(index, self.relays), self.grant()]
 
     def assignment(self, index: int, mirror_address: str = "") -> coordinator_pb2.Directive:
         """The preparation of one learner."""
@@ -96,7 +112,9 @@ class RunBook:
         if self.state == coordinator_pb2.RUN_STATE_CONNECTING and all(s.state == running for s in self.statuses):
             self.state = coordinator_pb2.RUN_STATE_RUNNING
             self.clock.start()
-        if self.state == coordinator_pb2.RUN_STATE_RUNNING:
+            for i, each in enumerate(self.statuses):  # records may have come while others were still connecting
+                self.clock.progress(i, each.round, each.data_rounds)
+        elif self.state == coordinator_pb2.RUN_STATE_RUNNING:
             self.clock.progress(index, status.round, status.data_rounds)
         return self.clock.granted > before
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,8 +58,10 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         self.config = config
         self._members: dict[str, Member] = {}
         self._joined = asyncio.Condition()
+        self._closing: asyncio.Task[None] | None = None
         self._book: RunBook | None = None
         self._capture: eavesdropper_pb2.OpenCaptureResponse | None = None
+        self._starting = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
         self.service: Service | None = None
 
@@ -89,6 +91,10 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         """Hold the stream of directives to one learner."""
         member = Member(request.address, asyncio.Queue())
         self._members[request.learner] = member
+        book = self._book
+        if book is not None and not book.ended and request.learner in book.run.spec.names:  # it was away
+            for directive in book.briefing(book.run.spec.names.index(request.learner)):
+                member.directives.put_nowait(directive)
         log.info("joined", learner=request.learner, address=request.address)
         async with self._joined:
             self._joined.notify_all()
@@ -117,25 +123,18 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
     ) -> coordinator_pb2.StartRunResponse:
         """Start a run on the learners that have joined."""
         async with answering(context):
-            if self._book is not None and not self._book.ended:
-                raise NotReady(f"run {self._book.run_id} is under way: stop it first")
-            spec = _spec(request.spec)
-            run = build_run(spec, request.n_features)
-            await self._all_joined(spec)
-            addresses = tuple(self._members[name].address for name in spec.names)
-            book = RunBook(f"{spec.name}-{uuid.uuid4().hex[:12]}", run, request.n_features, addresses)
-            self._capture = await self._open_capture(book)
-            self._book = book
-            self._brief(book)
-            log.info("run", run_id=book.run_id, learners=len(addresses), capture=spec.capture)
+            self._require_idle()
+            async with self._starting:
+                book, capture = await self._start(_spec(request.spec), request.n_features)
+            log.info("run", run_id=book.run_id, learners=len(book.addresses), capture=book.run.spec.capture)
             return coordinator_pb2.StartRunResponse(
                 run_id=book.run_id,
                 learners=[
                     coordinator_pb2.LearnerInfo(name=name, address=address)
-                    for name, address in zip(spec.names, addresses, strict=True)
+                    for name, address in zip(book.run.spec.names, book.addresses, strict=True)
                 ],
-                capture_id=self._capture.capture_id if self._capture else "",
-                capture_location=self._capture.location if self._capture else "",
+                capture_id=capture.capture_id if capture else "",
+                capture_location=capture.location if capture else "",
             )
         raise AssertionError("answering() ends the call")
 
@@ -157,6 +156,8 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
             while not book.ended:
                 yield book.view()
                 await asyncio.sleep(WATCH_S)
+            if self._closing is not None:  # the last view comes when the capture is complete
+                await asyncio.wait([self._closing])
             yield book.view()
 
     def _the_run(self, run_id: str) -> RunBook:
@@ -166,6 +167,31 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         return self._book
 
     # ---- a run's course -----------------------------------------------------------------------------------
+
+    def _require_idle(self) -> None:
+        if self._starting.locked():
+            raise NotReady("another run is being started")
+        if self._book is not None and not self._book.ended:
+            raise NotReady(f"run {self._book.run_id} is under way: stop it first")
+
+    async def _start(
+        self, spec: RunSpec, n_features: int
+    ) -> tuple[RunBook, eavesdropper_pb2.OpenCaptureResponse | None]:
+        if n_features < 1:
+            raise SpecError(f"n_features must be at least 1, got {n_features}")
+        run = build_run(spec, n_features)
+        await self._all_joined(spec)
+        addresses = tuple(self._members[name].address for name in spec.names)
+        book = RunBook(f"{spec.name}-{uuid.uuid4().hex[:12]}", run, n_features, addresses)
+        capture = await self._open_capture(book)
+        if absent := missing(spec.names, self._members):  # gone in the meantime
+            self._forget_capture(capture)
+            raise NotReady(f"learners have left: {', '.join(absent)}")
+        self._capture, self._closing = capture, None
+        if capture is not None:
+            book.use_capture(capture)
+        self._begin(book)
+        return book, capture
 
     async def _all_joined(self, spec: RunSpec) -> None:
         async with self._joined:
@@ -198,19 +224,14 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
             except grpc.aio.AioRpcError as error:
                 raise as_error(error, f"the eavesdropper at {address}") from None
 
-    def _brief(self, book: RunBook) -> None:
-        """Tell every learner its part and its neighbours."""
-        capture, relays = self._capture, {}
-        if capture is not None:
-            relays = {
-                (route.caller, route.callee): address
-                for route, address in zip(book.routes(), capture.relay_addresses, strict=False)
-            }
-        mirror = capture.mirror_address if capture is not None and book.run.spec.capture == "mirror" else ""
-        for index, name in enumerate(book.run.spec.names):
-            self._members[name].directives.put_nowait(book.assignment(index, mirror))
-        for index, name in enumerate(book.run.spec.names):
-            self._members[name].directives.put_nowait(book.epoch(index, relays))
+    def _begin(self, book: RunBook) -> None:
+        """Brief every learner, all assignments before the first epoch, so that nobody meets a neighbour that knows nothing."""
+        self._book = book
+        briefings = [book.briefing(index) for index in range(len(book.addresses))]
+        for directives in zip(*briefings, strict=True):
+            for name, directive in zip(book.run.spec.names, directives, strict=True):
+                if name in self._members:  # else it is briefed when it joins again
+                    self._members[name].directives.put_nowait(directive)
         if book.run.spec.clock.period_s is not None:
             self._spawn(self._pace(book, book.run.spec.clock.period_s))
 
@@ -236,13 +257,14 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
             await self._after_end(self._book)
 
     async def _after_end(self, book: RunBook) -> None:
-        """Stop the learners (a finished run has nothing to stop) and close the capture, once."""
-        if book.state != coordinator_pb2.RUN_STATE_FINISHED:
-            self._tell_all(book, book.stop())
-        if (capture := self._capture) is None or self.config.eavesdropper is None:
-            return
-        self._capture = None
-        self._spawn(self._close_capture(self.config.eavesdropper, capture.capture_id))
+        """Let the learners go, who hold their channels open even when they have finished, and close the capture, once."""
+        self._tell_all(book, book.stop())
+        capture, self._capture = self._capture, None
+        self._forget_capture(capture)
+
+    def _forget_capture(self, capture: eavesdropper_pb2.OpenCaptureResponse | None) -> None:
+        if capture is not None and self.config.eavesdropper is not None:
+            self._closing = self._spawn(self._close_capture(self.config.eavesdropper, capture.capture_id))
 
     async def _close_capture(self, address: str, capture_id: str) -> None:
         async with channel(address) as to:
@@ -252,10 +274,11 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
             except grpc.aio.AioRpcError as error:
                 log.warning("capture not closed", reason=error.details())
 
-    def _spawn(self, work: Any) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
 
 def _spec(text: str) -> RunSpec:

@@ -52,9 +52,9 @@ class SystemNoise:
     The magnitude of a discrete Laplace number is geometric with ratio `q = exp(-grid/scale)`, and the binary digits of a
     geometric number are independent. The low bits, whose value times `grid/scale` stays below 2^-9, are drawn together:
     uniform, accepted with probability `q^low`. Each of the 16 bits above (value v) is set with probability
-    `1 / (1 + q^-v)`; the next one would be with probability below e^-128. What is rejected is drawn again, and so is minus
-    zero, else zero counted twice. Every comparison of a random number with a probability is decided by 16 bits, and by 48
-    more where those tie.
+    `1 / (1 + q^-v)`; the next one would be with probability below e^-64, and is not drawn. What is rejected is drawn again,
+    and so is minus zero, else zero counted twice. Every comparison of a random number with a probability is decided by 16
+    bits, and by 48 more where those tie.
     """
 
     def __init__(self, entropy: Callable[[int], bytes] = os.urandom) -> None:

@@ -1,4 +1,4 @@
-"""The run spec: one YAML file that `run`, `up`, `simulate` and `audit` read alike.
+"""The run spec: one YAML file that `run`, `up` and `simulate` read alike.
 
 A spec is checked once, here, and is a frozen value afterwards. What a section means is decided by the module that it
 names: `topology`, `data`, `losses`, `decision_sets`, `algorithms`.
@@ -264,7 +264,7 @@ AlgorithmSpec = Annotated[LdpDolSpec, Field()]
 class PrivacySpec(Section):
     """What a learner may spend."""
 
-    budget: PerLearner | None = None
+    budget: Positive | tuple[Positive, ...] | None = None
     """Epsilon at which a learner stops speaking (None: it counts, and never stops)."""
 
 

@@ -3,7 +3,7 @@
 A part is written under another name and renamed, so that whatever stands there can be read, however the process ended. At
 most the last part is lost: at most `PART_ROWS` messages or `PART_S` seconds.
 
-Columns: `capture, caller, callee, sender, direction, kind, stream, wall_ns, mono_ns, size, payload`. `direction` is `out` (from
+Columns: `caller, callee, sender, direction, kind, stream, wall_ns, mono_ns, size, payload`. `direction` is `out` (from
 the caller of the stream to its callee) or `back`; `kind` is `message`, `metadata` or `trailers`; `payload` has the bytes of
 the gRPC message as they crossed the channel (metadata as JSON).
 """
@@ -19,10 +19,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import structlog
+
 from sottovoce.transcript import parquet
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+log = structlog.get_logger()
 
 PART_ROWS, PART_BYTES, PART_S = 8_192, 64 * 1024 * 1024, 1.0
 
@@ -96,7 +100,14 @@ class CaptureFile:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._full.wait(), PART_S)
             self._full.clear()
-            await self.flush()
+            try:
+                await self.flush()
+            except OSError as error:  # a full disk must not fill the memory as well
+                log.error(
+                    "capture cannot be written: nothing more is recorded", capture=self.capture_id, reason=str(error)
+                )
+                self.open = False
+                return
 
     async def flush(self) -> None:
         """Write what is in memory."""

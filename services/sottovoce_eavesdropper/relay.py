@@ -24,7 +24,7 @@ log = structlog.get_logger()
 Context = grpc.aio.ServicerContext[Any, Any]
 Metadata = tuple[tuple[str, str | bytes], ...]
 
-_TRANSPORT_KEYS = ("user-agent", "grpc-", "te", "content-type", ":")
+_TRANSPORT_KEYS = frozenset({"user-agent", "te", "content-type"})
 
 
 class Relay(grpc.GenericRpcHandler):
@@ -65,8 +65,8 @@ class Relay(grpc.GenericRpcHandler):
         stream = self._streams = self._streams + 1
         note_out = self._noter("out", stream, self._route.caller)
         note_back = self._noter("back", stream, self._route.callee)
+        note_out("metadata", _as_json({"method": method, "metadata": tuple(context.invocation_metadata() or ())}))
         metadata = _passable(context.invocation_metadata())
-        note_out("metadata", _as_json({"method": method, "metadata": metadata}))
         call: grpc.aio.StreamStreamCall[Any, Any] = self._to.stream_stream(method)(metadata=metadata)
         there = asyncio.ensure_future(_pump_out(context, call, note_out))
         try:
@@ -126,7 +126,11 @@ async def _pump_out(
 
 def _passable(metadata: Any) -> Metadata:
     """Metadata without what the transport adds by itself."""
-    return tuple((key, value) for key, value in metadata or () if not key.startswith(_TRANSPORT_KEYS))
+    return tuple(
+        (key, value)
+        for key, value in metadata or ()
+        if key not in _TRANSPORT_KEYS and not key.startswith(("grpc-", ":"))
+    )
 
 
 def _as_json(facts: dict[str, Any]) -> bytes:

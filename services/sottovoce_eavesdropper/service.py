@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 import uuid
 from collections.abc import AsyncIterator
@@ -13,7 +14,7 @@ from typing import Any
 import grpc
 import structlog
 
-from sottovoce.errors import CaptureError
+from sottovoce.errors import CaptureError, SpecError
 from sottovoce_eavesdropper.records import CaptureFile
 from sottovoce_eavesdropper.relay import Relay
 from sottovoce_rpc.server import Service, announce, serve_until_stopped, start_server
@@ -88,7 +89,7 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
         async with answering(context):
             capture_id = f"{request.run_id}-{uuid.uuid4().hex[:6]}"
             folder = self.config.folder.absolute() / Path(capture_id).name
-            file = CaptureFile(folder, capture_id, request.run_id, request.spec or "{}")
+            file = _begin(folder, capture_id, request)
             relays = [Relay(route, file) for route in request.routes]
             addresses = [await relay.start(self._host()) for relay in relays]
             self._captures[capture_id] = Recording(file, relays, asyncio.ensure_future(file.write_parts()))
@@ -179,6 +180,15 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
 
     def _advertised(self, address: str) -> str:
         return f"{self.config.advertise_host or self._host()}:{address.rsplit(':', 1)[1]}"
+
+
+def _begin(folder: Path, capture_id: str, request: eavesdropper_pb2.OpenCaptureRequest) -> CaptureFile:
+    try:
+        return CaptureFile(folder, capture_id, request.run_id, request.spec or "{}")
+    except json.JSONDecodeError as error:
+        raise SpecError(f"the run spec must be JSON: {error}") from None
+    except OSError as error:
+        raise CaptureError(f"cannot write to the folder {folder}: {error.strerror}") from None
 
 
 def _info(file: CaptureFile) -> eavesdropper_pb2.CaptureInfo:

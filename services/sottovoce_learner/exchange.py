@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 import structlog
 
-from sottovoce.errors import NotReady, RemoteProtocolError, SottovoceError, StrangerError
+from sottovoce.errors import NotReady, RemoteProtocolError, SottovoceError, StrangerError, Unavailable
 from sottovoce_learner.session import Session
 from sottovoce_rpc.codec import decode_round
 from sottovoce_rpc.server import channel
@@ -47,9 +47,7 @@ def introduced(session: Session, metadata: Metadata) -> tuple[int, int]:
     """
     facts = {key: value for key, value in metadata if isinstance(value, str)}
     if facts.get(RUN) != session.assignment.run_id:
-        raise StrangerError(
-            f"this learner is in run {session.assignment.run_id!r}, the other side in {facts.get(RUN)!r}"
-        )
+        raise StrangerError(f"this learner is in another run than {facts.get(RUN)!r}")
     try:
         neighbour, next_round = int(facts[LEARNER]), int(facts[NEXT_ROUND])
     except (KeyError, ValueError):
@@ -70,12 +68,7 @@ async def accept(session: Session | None, context: grpc.aio.ServicerContext[Any,
     if neighbour > session.assignment.index:
         raise RemoteProtocolError(f"the lower index opens the stream: learner {neighbour} must wait for us")
     await context.send_initial_metadata(introduction(session, neighbour))  # before any write: one operation at a time
-    link = session.links[neighbour]
-    link.attach(context, next_round)
-    try:
-        await _listen(session, neighbour, context)
-    finally:
-        link.detach(context)
+    await _hold(session, neighbour, context, next_round)
 
 
 async def keep_open(session: Session, neighbour: int, address: str) -> None:
@@ -85,7 +78,7 @@ async def keep_open(session: Session, neighbour: int, address: str) -> None:
         method: grpc.aio.StreamStreamMultiCallable[Any, Any] = to.stream_stream(
             METHOD
         )  # no serialisers: bytes as they were journaled
-        while not session.ended:
+        while not session.silent:
             call = method(metadata=introduction(session, neighbour))
             try:
                 attempt = 0 if await _converse(session, neighbour, call) else attempt + 1
@@ -106,13 +99,31 @@ async def _converse(session: Session, neighbour: int, call: grpc.aio.StreamStrea
     peer, next_round = introduced(session, tuple(metadata))
     if peer != neighbour:
         raise StrangerError(f"expected learner {neighbour} at its address, found learner {peer}")
-    link = session.links[neighbour]
-    link.attach(call, next_round)
-    try:
-        await _listen(session, neighbour, call)
-    finally:
-        link.detach(call)
+    await _hold(session, neighbour, call, next_round)
     return True
+
+
+async def _hold(session: Session, neighbour: int, stream: Any, next_round: int) -> None:
+    """Use a stream until it ends.
+
+    Another stream in this neighbour's name takes its place, and it must end then: the neighbour would wait on it for ever
+    for what is said on the other one. If that was an impostor's, the true neighbour opens a third.
+
+    Raises:
+        Unavailable: another stream took its place.
+    """
+    link = session.links[neighbour]
+    listening = asyncio.ensure_future(_listen(session, neighbour, stream))
+    link.attach(stream, next_round, listening.cancel)
+    try:
+        await listening
+    except asyncio.CancelledError:
+        if link.has(stream):
+            raise
+        raise Unavailable(f"another stream of learner {neighbour} took the place of this one") from None
+    finally:
+        listening.cancel()
+        link.detach(stream)
 
 
 async def _listen(session: Session, neighbour: int, stream: Any) -> None:

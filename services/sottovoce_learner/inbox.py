@@ -33,7 +33,7 @@ class Inbox:
             StrangerError: not a neighbour.
         """
         if neighbour not in self._next:
-            raise StrangerError(f"learner {neighbour} is not a neighbour; the neighbours are {sorted(self._next)}")
+            raise StrangerError(f"learner {neighbour} is not a neighbour")
         return self._next[neighbour]
 
     def put(self, neighbour: int, t: int, sender: int, message: Message) -> bool:

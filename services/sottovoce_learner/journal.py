@@ -51,6 +51,9 @@ class Journal:
         if os.fstat(self._file).st_size < 2 * self._slot:
             os.posix_fallocate(self._file, 0, 2 * self._slot)  # a sync then has no metadata to write
             os.fsync(self._file)
+            folder = os.open(path.parent, os.O_RDONLY)  # the new name has to last, too
+            os.fsync(folder)
+            os.close(folder)
 
     def write(self, entry: Entry) -> None:
         """Make an entry last. Only after this may the message be sent.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
 import grpc
@@ -27,6 +28,7 @@ class Link:
     def __init__(self) -> None:
         self._frames: deque[tuple[int, bytes]] = deque(maxlen=2)
         self._stream: Stream | None = None
+        self._displaced: Callable[[], object] = lambda: None
         self._next = 0
         self._writing: asyncio.Task[None] | None = None
         self.attached = asyncio.Event()
@@ -36,15 +38,27 @@ class Link:
         self._frames.append((t, frame))
         self._kick()
 
-    def attach(self, stream: Stream, next_round: int) -> None:
-        """A stream is there, and its other end has heard everything below `next_round`."""
-        self._stream, self._next = stream, next_round
+    def attach(self, stream: Stream, next_round: int, displaced: Callable[[], object] = lambda: None) -> None:
+        """A stream is there, and its other end has heard everything below `next_round`.
+
+        Args:
+            stream: takes the place of the one that was there.
+            next_round: the round to go on with.
+            displaced: called when another stream takes this one's place.
+        """
+        if self.has(self._stream):
+            self._displaced()
+        self._stream, self._next, self._displaced = stream, next_round, displaced
         self.attached.set()
         self._kick()
 
+    def has(self, stream: Stream | None) -> bool:
+        """True when this is the stream that the link writes to."""
+        return stream is not None and self._stream is stream
+
     def detach(self, stream: Stream) -> None:
         """A stream has ended."""
-        if self._stream is stream:
+        if self.has(stream):
             self._stream = None
             self.attached.clear()
 

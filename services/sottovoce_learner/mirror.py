@@ -29,11 +29,14 @@ class Mirror:
     def __init__(self, run_id: str, sender: int, address: str) -> None:
         self._run_id, self._sender, self._address = run_id, sender, address
         self._waiting: list[eavesdropper_pb2.MirroredMessage] = []
-        self._full, self._ended = asyncio.Event(), False
+        self._full, self._ended, self._dropped = asyncio.Event(), False, 0
 
     def copy(self, frame: bytes, receivers: list[int]) -> None:
         """Keep a copy for the next batch. When the eavesdropper is away for too long, copies are dropped, never rounds."""
         if len(self._waiting) >= MOST_WAITING:
+            if not self._dropped:
+                log.warning("eavesdropper away: copies are dropped from here on", waiting=MOST_WAITING)
+            self._dropped += 1
             return
         self._waiting.append(
             eavesdropper_pb2.MirroredMessage(payload=frame, receivers=receivers, sent_at_ns=time.time_ns())

@@ -58,14 +58,19 @@ class LearnerConfig:
     recorded_noise: Path | None = None
 
     def check(self) -> None:
-        """Refuse what would not protect anybody.
+        """Refuse what would not protect anybody, or not be found.
 
         Raises:
-            SpecError: recorded noise on an address that others can reach.
+            SpecError: recorded noise on an address that others can reach, or no address to give to others.
         """
-        if self.recorded_noise is not None and not is_loopback(self.advertise or self.listen):
+        addresses = [self.listen, *([self.advertise] if self.advertise else [])]
+        if self.recorded_noise is not None and not all(map(is_loopback, addresses)):
             raise SpecError(
-                f"recorded noise protects nobody and is allowed on loopback addresses only, got {self.advertise or self.listen}"
+                f"recorded noise protects nobody and is allowed on loopback addresses only, got {addresses}"
+            )
+        if self.advertise is None and self.listen.startswith(("0.0.0.0:", "[::]:")):
+            raise SpecError(
+                f"listening on all addresses ({self.listen}) needs --advertise HOST:PORT, the address for others"
             )
 
 
@@ -186,6 +191,9 @@ class Learner:
     def _noise(self, index: int) -> Noise:
         if self._noise_fields is None:
             return SystemNoise()
+        for name, values in self._noise_fields.items():
+            if index >= values.shape[1]:
+                raise SpecError(f"recorded noise of field {name!r} must cover learner {index}, got {values.shape[1]}")
         return RecordedNoise({name: values[:, index, 0] for name, values in self._noise_fields.items()})
 
     def _meet(self, epoch: coordinator_pb2.TopologyEpoch) -> None:

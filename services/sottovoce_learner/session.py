@@ -113,7 +113,7 @@ class Session:
             LocalProtocolError: the weights do not add up to the own weight that the guarantee rests on.
         """
         promised = self.assignment.own_weights[self.assignment.index]
-        if abs(sum(weights.values()) - promised) > 1e-9:
+        if not abs(sum(weights.values()) - promised) <= 1e-9:  # not-a-number is refused, too
             raise LocalProtocolError(
                 f"neighbour weights must add up to |w_ii| = {promised}, got {sum(weights.values())}"
             )
@@ -166,6 +166,11 @@ class Session:
         """True when nothing more will be said."""
         return self.status.state not in (learner_pb2.LEARNER_STATE_CONNECTING, learner_pb2.LEARNER_STATE_RUNNING)
 
+    @property
+    def silent(self) -> bool:
+        """True when a neighbour has nothing to expect. After the last round it may still lack what was said in it."""
+        return self.ended and self.status.state != learner_pb2.LEARNER_STATE_FINISHED
+
     # ---- the rounds ---------------------------------------------------------------------------------------
 
     async def run(self) -> None:
@@ -188,6 +193,8 @@ class Session:
         except asyncio.CancelledError:
             self._become(learner_pb2.LEARNER_STATE_STOPPED)
         finally:
+            if not self.ended:  # an error that nobody foresaw: the task's owner logs it
+                self._become(learner_pb2.LEARNER_STATE_FAILED, "an internal error; the learner's log has it")
             self._hungry.set()
             watchdog.cancel()
             self._journal.close()
@@ -218,7 +225,7 @@ class Session:
         self._books.round_over(batch.size)
         self.status.round = t + 1
         self._hungry.set()
-        if not self.links or 2 * (self._granted - t) <= self.assignment.spec.clock.window:
+        if not self.links or 2 * (self._granted - self.status.round) <= self.assignment.spec.clock.window:
             self.changed.set()
         if not self.links:
             await asyncio.sleep(0)  # nobody to wait for: let others have the loop

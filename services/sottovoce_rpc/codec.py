@@ -41,7 +41,9 @@ def from_tensor(tensor: tensor_pb2.Tensor) -> FloatArray:
     try:
         return np.frombuffer(tensor.data, _LITTLE).reshape(shape)
     except ValueError:  # empty along one axis and absurd along another, or too many axes
-        raise RemoteProtocolError(f"a tensor must have a shape that NumPy can represent, got {len(shape)} axes") from None
+        raise RemoteProtocolError(
+            f"a tensor must have a shape that NumPy can represent, got {len(shape)} axes"
+        ) from None
 
 
 def encode_round(t: int, sender: int, message: Message) -> bytes:

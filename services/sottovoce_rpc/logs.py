@@ -7,13 +7,21 @@ import sys
 
 import structlog
 
+from sottovoce.errors import SpecError
+
 
 def configure_logs(level: str = "info") -> None:
     """Send structured logs to standard error.
 
     Args:
         level: `debug`, `info`, `warning` or `error`.
+
+    Raises:
+        SpecError: another level.
     """
+    levels = ("debug", "info", "warning", "error")
+    if level not in levels:
+        raise SpecError(f"the log level must be one of {', '.join(levels)}, got {level}")
     tty = sys.stderr.isatty()
     structlog.configure(
         processors=[

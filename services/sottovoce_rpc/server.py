@@ -7,6 +7,7 @@ get `GRACE_S` more; a second signal ends the process at once.
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import json
 import os
 import signal
@@ -48,7 +49,12 @@ def channel(address: str) -> grpc.aio.Channel:
 def is_loopback(address: str) -> bool:
     """True when nobody outside this machine can reach the address."""
     host = address.removeprefix("ipv4:").removeprefix("ipv6:").rsplit(":", 1)[0].strip("[]")
-    return address.startswith("unix:") or host in ("localhost", "::1") or host.startswith("127.")
+    if address.startswith("unix:") or host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name: who knows where it leads
+        return False
 
 
 @dataclass(slots=True)

@@ -97,7 +97,7 @@ def summary(learners: int = 5, rounds: int = 500, **more: Any) -> RunSummary:
         test_records=1_624,
         edges=ring,
         learners=tuple(learner(name, rounds, seed) for seed, name in enumerate(names)),
-        disagreement=0.0312,
+        disagreement=0.0312 if learners > 1 else None,
         central_accuracy=0.9655,
         capture=capture(rounds),
         warnings=WARNINGS,
@@ -136,5 +136,7 @@ def unstarted(made: RunSummary) -> RunSummary:
     """A run that failed before its first round."""
     none: dict[str, Any] = {"rounds": 0, "messages": 0, "bytes": 0, "spent": 0.0, "paper": 0.0, "event": 0.0}
     learners = tuple(replace(each, record=0.0, **none) for each in made.learners)
-    failed = replace(made, learners=learners, state="failed", detail="Bergen could not be reached", seconds=0.0, progress=())
+    failed = replace(
+        made, learners=learners, state="failed", detail="Bergen could not be reached", seconds=0.0, progress=()
+    )
     return unasked(unheard(failed))

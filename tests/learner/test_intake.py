@@ -1,0 +1,181 @@
+"""The intake: every record once, in its round, whatever a feeder does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sottovoce.arrays import FloatArray
+from sottovoce.errors import DataError, NotReady, RemoteProtocolError, SottovoceError
+from sottovoce.spec import LossSpec
+from sottovoce_learner.intake import Intake
+from sottovoce_rpc.codec import to_tensor
+from sottovoce_wire.v1 import learner_pb2, tensor_pb2
+
+ROUNDS = 10
+
+
+def intake(kind: str = "logistic", rounds: int = ROUNDS) -> Intake:
+    return Intake(2, LossSpec.model_validate({"kind": kind}), rounds)
+
+
+def batch(sequence: int, features: Any, labels: Any = None, **fields: Any) -> learner_pb2.SampleBatch:
+    """Records of two features; by default each carries its number twice, and label 1."""
+    rows = np.asarray(features, dtype=np.float64)
+    rows = np.column_stack([rows, rows]) if rows.ndim == 1 else rows
+    labels = np.ones(len(rows)) if labels is None else np.asarray(labels, dtype=np.float64)
+    fields = {"source": "s", **fields}
+    return learner_pb2.SampleBatch(sequence=sequence, features=to_tensor(rows), labels=to_tensor(labels), **fields)
+
+
+def ids(taken: Any) -> list[int]:
+    values: FloatArray = taken.features[:, 0]
+    return [int(value) for value in values]
+
+
+def contents(held: Intake, rounds: int = ROUNDS) -> list[list[int]]:
+    return [ids(held.take(t)) for t in range(rounds)]
+
+
+# ---- taken in --------------------------------------------------------------------------------------------------------
+
+
+def test_live_batches_fill_round_after_round() -> None:
+    held = intake()
+    for k in range(3):
+        held.put(batch(k, [10 * k, 10 * k + 1]))
+        assert held.filled == k + 1
+    assert contents(held, 4) == [[0, 1], [10, 11], [20, 21], []]
+
+
+def test_counts_cut_a_batch_into_rounds() -> None:
+    held = intake()
+    held.put(batch(0, range(5), counts=[2, 0, 3], first_round=0))
+    held.put(batch(1, [9], counts=[1, 0]))
+    assert held.filled == 5
+    assert contents(held) == [[0, 1], [], [2, 3, 4], [9], [], [], [], [], [], []]
+
+
+def test_an_explicit_round_may_leave_rounds_without_records() -> None:
+    held = intake()
+    held.put(batch(0, [1], first_round=3))
+    assert held.filled == 4
+    assert contents(held, 5) == [[], [], [], [1], []]
+
+
+def test_a_round_may_bring_no_record_at_all() -> None:
+    held = intake()
+    held.put(batch(0, np.empty((0, 2))))
+    assert held.filled == 1
+    assert held.take(0).size == 0
+
+
+def test_records_are_taken_once() -> None:
+    held = intake()
+    held.put(batch(0, [7], [0.0]))
+    first = held.take(0)
+    assert (ids(first), first.labels.tolist(), first.present) == ([7], [0.0], None)
+    assert held.take(0).size == 0
+
+
+def test_a_batch_said_again_is_passed_over() -> None:
+    held = intake()
+    for sequence in (0, 0, 1, 0, 1):
+        held.put(batch(sequence, [sequence]))
+    assert held.next_sequence("s") == 2
+    assert contents(held, 3) == [[0], [1], []]
+
+
+def test_a_batch_said_again_is_not_even_looked_at() -> None:
+    """It may have been cut off when the connection broke."""
+    held = intake()
+    held.put(batch(0, [5]))
+    held.put(learner_pb2.SampleBatch(source="s", sequence=0))
+    assert contents(held, 2) == [[5], []]
+
+
+def test_sources_count_for_themselves() -> None:
+    held = intake()
+    held.put(batch(0, [1], source="a"))
+    held.put(batch(0, [2], source="b"))
+    held.put(batch(1, [3], source="a"))
+    assert [held.next_sequence(source) for source in "abc"] == [2, 1, 0]
+    assert contents(held, 3) == [[1], [2], [3]]
+
+
+@given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), max_size=5), st.data())
+def test_a_feeder_that_reconnects_neither_loses_nor_doubles(plan: list[list[int]], data: st.DataObject) -> None:
+    """Batches of one source, each said again from any earlier one after a break: rounds come out as planned."""
+    held, made, number = intake(rounds=20), [], 0
+    for sequence, counts in enumerate(plan):
+        records = range(number, number + sum(counts))
+        made.append(batch(sequence, np.column_stack([records, records]), counts=counts))
+        number += sum(counts)
+    sent = 0
+    while sent < len(made):
+        restart = data.draw(st.integers(0, sent))
+        sent = data.draw(st.integers(max(restart, sent), len(made)))
+        for each in made[restart:sent]:
+            held.put(each)
+        assert held.next_sequence("s") == sent
+
+    flat = [record for taken in contents(held, 20) for record in taken]
+    assert flat == list(range(number))
+    assert held.filled == sum(len(counts) for counts in plan)
+
+
+# ---- refused, and nothing changed ------------------------------------------------------------------------------------
+
+MALFORMED = learner_pb2.SampleBatch(
+    source="s", sequence=1, features=tensor_pb2.Tensor(shape=[1, 2], dtype=tensor_pb2.DATA_TYPE_FLOAT64, data=b"x")
+)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "text"),
+    [
+        (batch(2, [1]), NotReady, "source 's' must send batch 1 next, got batch 2"),
+        (batch(1, [1], source="new"), NotReady, "source 'new' must send batch 0 next, got batch 1"),
+        (MALFORMED, RemoteProtocolError, r"shape \(1, 2\) has 16 bytes, got 1"),
+        (batch(1, np.zeros((1, 3))), DataError, "a record must have 2 features, got 3"),
+        (batch(1, np.zeros((1, 2, 1))), DataError, r"features must have the shape \(records, 2\), got 3 axes"),
+        (batch(1, [1, 2], [1.0]), DataError, r"labels must have the shape \(2,\)"),
+        (batch(1, [np.nan]), DataError, "features must be finite numbers"),
+        (batch(1, [-np.inf]), DataError, "features must be finite numbers"),
+        (batch(1, [1], [np.nan]), DataError, "labels must be finite numbers"),
+        (batch(1, [1], [7.0]), DataError, "labels of the logistic loss must be 0 or 1"),
+        (batch(1, [1, 2], counts=[1]), DataError, "must add up to its records, 2, got 1"),
+        (batch(1, [1], first_round=0), RemoteProtocolError, "records must be for round 1 or later, got round 0"),
+        (batch(1, [1], first_round=10), DataError, "the run has rounds 0 to 9, got records for round 10"),
+        (batch(1, [1], counts=[1] + [0] * 9), DataError, "the run has rounds 0 to 9, got records for round 10"),
+        (batch(1, [1], first_round=2**64 - 1), DataError, "the run has rounds 0 to 9, got records for round"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_does_not_fit_is_refused_whole(
+    wrong: learner_pb2.SampleBatch, error: type[SottovoceError], text: str
+) -> None:
+    held = intake()
+    held.put(batch(0, [5]))
+    with pytest.raises(error, match=text):
+        held.put(wrong)
+
+    assert (held.filled, held.next_sequence("s"), held.next_sequence("new")) == (1, 1, 0)
+    assert contents(held) == [[5], *[[]] * 9]
+
+
+def test_labels_of_the_squared_loss_are_any_number() -> None:
+    held = intake("ridge")
+    held.put(batch(0, [1], [-123.5]))
+    assert held.take(0).labels.tolist() == [-123.5]
+
+
+@pytest.mark.parametrize("wrong", [batch(0, [987.5, np.nan]), batch(0, [1, 2], [1, 987.5])], ids=["features", "labels"])
+def test_a_refusal_quotes_no_record(wrong: learner_pb2.SampleBatch) -> None:
+    with pytest.raises(DataError) as failure:
+        intake().put(wrong)
+    assert "987" not in str(failure.value)

@@ -1,0 +1,148 @@
+"""Coordinator, learners and eavesdropper in one event loop, over real gRPC on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from sottovoce.data import PlacedData
+from sottovoce.spec import RunSpec
+from sottovoce_client.feeder import feed
+from sottovoce_client.operate import Outcome, run_on
+from sottovoce_coordinator.service import Coordinator, CoordinatorConfig
+from sottovoce_eavesdropper.service import Eavesdropper, EavesdropperConfig
+from sottovoce_learner.service import Learner, LearnerConfig
+from sottovoce_rpc.server import channel
+from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc, learner_pb2, learner_pb2_grpc
+
+PATIENCE_S = 30.0
+"""Longest that a test waits for something that must happen."""
+
+
+@dataclass
+class Network:
+    """Services that are up.
+
+    Attributes:
+        folder: for journals and captures.
+        coordinator, eavesdropper: addresses.
+        learners: by name.
+        addresses: of the learners, by name.
+    """
+
+    folder: Path
+    coordinator: str
+    eavesdropper: str
+    learners: dict[str, Learner] = field(default_factory=dict)
+    addresses: dict[str, str] = field(default_factory=dict)
+    coordinating: Coordinator | None = None
+    eavesdropping: Eavesdropper | None = None
+    _following: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+
+    async def join(self, name: str, noise: Path | None = None) -> None:
+        """Start a learner and let it follow the coordinator."""
+        state = self.folder / "journals"
+        learner = Learner(LearnerConfig(name, self.coordinator, state_folder=state, recorded_noise=noise))
+        self.addresses[name] = await learner.start()
+        self.learners[name] = learner
+        self._following[name] = asyncio.ensure_future(learner.follow(self.addresses[name]))
+
+    async def leave(self, name: str) -> None:
+        """Stop a learner as SIGTERM does."""
+        self._following.pop(name).cancel()
+        await self.learners.pop(name).stop()
+
+    async def start(self, spec: RunSpec, n_features: int) -> coordinator_pb2.StartRunResponse:
+        """Start a run."""
+        async with channel(self.coordinator) as to:
+            request = coordinator_pb2.StartRunRequest(
+                spec=json.dumps(spec.model_dump(mode="json")), n_features=n_features
+            )
+            return await coordinator_pb2_grpc.CoordinatorStub(to).StartRun(request, timeout=PATIENCE_S)
+
+    async def run(self, spec: RunSpec, data: PlacedData, stop: asyncio.Event | None = None) -> Outcome:
+        """Run to the end, as the client does."""
+        running = run_on(self.coordinator, spec, data, lambda progress, state: None, stop)
+        return await asyncio.wait_for(running, PATIENCE_S)
+
+    async def feed(self, run_id: str, spec: RunSpec, data: PlacedData, *, but: Sequence[str] = ()) -> None:
+        """Feed all learners, but for those named."""
+        await asyncio.gather(
+            *(
+                feed(self.addresses[name], run_id, own)
+                for name, own in zip(spec.names, data.learners, strict=True)
+                if name not in but
+            )
+        )
+
+    async def watch(self, run_id: str) -> AsyncIterator[coordinator_pb2.WatchRunResponse]:
+        """The run as it stands, until its end."""
+        async with channel(self.coordinator) as to:
+            request = coordinator_pb2.WatchRunRequest(run_id=run_id)
+            async for view in coordinator_pb2_grpc.CoordinatorStub(to).WatchRun(request, timeout=PATIENCE_S):
+                yield view
+
+    async def end(self, run_id: str) -> coordinator_pb2.WatchRunResponse:
+        """The last word on a run."""
+        last = None
+        async for view in self.watch(run_id):
+            last = view
+        assert last is not None
+        return last
+
+    async def status(self, name: str) -> learner_pb2.LearnerStatus:
+        """What a learner says of itself."""
+        async with channel(self.addresses[name]) as to:
+            stub = learner_pb2_grpc.LearnerStub(to)
+            return (await stub.Status(learner_pb2.StatusRequest(), timeout=PATIENCE_S)).status
+
+    async def until(self, name: str, state: learner_pb2.LearnerState.ValueType, rounds: int = 0) -> None:
+        """Wait until a learner is in a state, with so many rounds done."""
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                status = await self.status(name)
+                if status.state == state and status.round >= rounds:
+                    return
+                await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def network(folder: Path, names: Sequence[str], *, noise: Path | None = None) -> AsyncIterator[Network]:
+    """All services for learners of these names."""
+    eavesdropper = Eavesdropper(EavesdropperConfig(folder=folder / "captures"))
+    coordinator = Coordinator(CoordinatorConfig(eavesdropper=await eavesdropper.start()))
+    up = Network(folder, await coordinator.start(), eavesdropper.address)
+    up.coordinating, up.eavesdropping = coordinator, eavesdropper
+    try:
+        for name in names:
+            await up.join(name, noise)
+        yield up
+    finally:
+        for name in list(up.learners):
+            await up.leave(name)
+        await coordinator.stop()
+        await eavesdropper.stop()
+
+
+def without_eavesdropper(config: CoordinatorConfig) -> CoordinatorConfig:
+    """The same, deployed without one."""
+    return replace(config, eavesdropper=None)
+
+
+async def refused(call: Any) -> grpc.aio.AioRpcError:
+    """The status with which a call ends."""
+    try:
+        if hasattr(call, "__aiter__"):
+            async for _ in call:
+                pass
+        await call
+    except grpc.aio.AioRpcError as error:
+        return error
+    raise AssertionError("the call was not refused")

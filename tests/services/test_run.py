@@ -1,0 +1,389 @@
+"""Whole runs in one event loop: what is captured, that it equals the simulation, and what breaks and heals on the way."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from sottovoce.arrays import FloatArray
+from sottovoce.data import PlacedData, load_dataset, place
+from sottovoce.noise import Recorder, SeededNoise
+from sottovoce.run import build_run
+from sottovoce.simulator import simulate
+from sottovoce.spec import RunSpec, parse_spec
+from sottovoce.transcript import Transcript
+from sottovoce_client.operate import BY_OPERATOR, Outcome
+from sottovoce_eavesdropper import service as eavesdropper_service
+from sottovoce_eavesdropper.reading import Capture, open_capture
+from sottovoce_eavesdropper.relay import Relay
+from sottovoce_learner.journal import Entry, Journal
+from sottovoce_rpc.codec import decode_round
+from sottovoce_rpc.server import listen_on
+from sottovoce_wire.v1 import learner_pb2
+from tests.examples import made_up, small_spec
+from tests.services.network import network
+
+ROUNDS = 30
+NAMES = ["ann", "ben", "cleo", "dan"]
+SHAPES: dict[str, tuple[int, ...]] = {"y": (3,)}
+
+
+def spec_of(capture: str = "none", **more: Any) -> RunSpec:
+    more = {"clock": {"window": 7, "deadline_s": 20.0}, "telemetry": {"accuracy": True, "predict": True}, **more}
+    return small_spec(ROUNDS, NAMES, capture=capture, **more)
+
+
+def captured(outcome: Outcome) -> Capture:
+    assert outcome.capture is not None
+    return open_capture(outcome.capture)
+
+
+async def closed(outcome: Outcome) -> Capture:
+    """The capture, once the eavesdropper has closed it (the coordinator asks it to when the run has ended)."""
+    async with asyncio.timeout(20):
+        while not captured(outcome).complete:
+            await asyncio.sleep(0.02)
+    return captured(outcome)
+
+
+def recorded(spec: RunSpec, data: PlacedData, path: Path) -> tuple[Path, FloatArray, FloatArray]:
+    """Simulate; the noise as a file, what was said, and the last decisions."""
+    run = build_run(spec, data.n_features)
+    recorder = Recorder(SeededNoise(1))
+    rounds = list(simulate(run, data, recorder))
+    np.savez(path, y=np.stack(recorder.drawn["y"]))
+    return path, np.stack([step.message["y"] for step in rounds]), rounds[-1].after[:, 0]
+
+
+# ---- a run that goes well --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("capture", ["none", "mirror", "relay"])
+async def test_a_run_equals_its_simulation_and_the_capture_shows_it(tmp_path: Path, capture: str) -> None:
+    """Equal noise, equal data: what crosses the wire is what the simulator computed, to 1e-12."""
+    spec = spec_of(capture)
+    data = made_up(spec, batch=2)
+    noise, said, last = recorded(spec, data, tmp_path / "noise.npz")
+    async with network(tmp_path, NAMES, noise=noise) as up:
+        outcome = await up.run(spec, data)
+        decisions = [up.learners[name]._in_run().algorithm.decision(up.learners[name]._in_run()._state) for name in NAMES]
+        if capture != "none":
+            await closed(outcome)
+
+    assert (outcome.state, outcome.detail) == ("finished", "")
+    np.testing.assert_allclose(decisions, last, rtol=1e-12, atol=1e-12)
+    for status, own in zip(outcome.statuses, data.learners, strict=True):
+        assert (status.state, status.round) == (learner_pb2.LEARNER_STATE_FINISHED, ROUNDS)
+        assert (status.data_rounds, status.messages_sent) == (ROUNDS, 2 * ROUNDS)
+        assert status.noise_is_not_private
+        assert status.HasField("prequential_accuracy")
+        assert len(own.order) == 2 * ROUNDS
+    run = build_run(spec, 3)
+    spent = [status.epsilon_spent for status in outcome.statuses]
+    counts = np.full(ROUNDS, 2)
+    assert spent == pytest.approx([run.algorithm.guarantee(i, counts).epsilon() for i in range(4)], rel=1e-12)
+    assert all(labels is not None and labels.shape == (8,) for labels in outcome.predictions)
+
+    if capture == "none":
+        assert outcome.capture is None
+        return
+    transcript = captured(outcome).transcript(SHAPES, 4)
+    np.testing.assert_allclose(transcript.fields["y"], said, rtol=1e-12, atol=1e-12)
+    assert captured(outcome).facts["messages"] == 2 * 4 * ROUNDS == captured(outcome).messages().num_rows
+
+
+async def test_mirror_and_relay_show_the_same(tmp_path: Path) -> None:
+    """Row by row: who said which bytes to whom, over which stream; the relay sees metadata besides."""
+    seen = {}
+    for capture in ("mirror", "relay"):
+        spec = spec_of(capture)
+        data = made_up(spec)
+        noise, _, _ = recorded(spec, data, tmp_path / "noise.npz")
+        async with network(tmp_path / capture, NAMES, noise=noise) as up:
+            table = (await closed(await up.run(spec, data))).messages()
+        columns = ["caller", "callee", "sender", "direction", "size", "payload"]
+        seen[capture] = sorted(zip(*(table[name].to_pylist() for name in columns), strict=True))
+    assert seen["mirror"] == seen["relay"]
+    assert len({size for *_, size, _ in seen["relay"]}) == 1
+
+
+async def test_private_noise_differs_from_run_to_run_and_is_said_to_be_private(tmp_path: Path) -> None:
+    spec, said = spec_of("mirror"), []
+    async with network(tmp_path, NAMES) as up:
+        for _ in range(2):
+            outcome = await up.run(spec, made_up(spec))
+            said.append((await closed(outcome)).transcript(SHAPES, 4).fields["y"])
+            assert not any(status.noise_is_not_private for status in outcome.statuses)
+    assert not (said[0] == said[1]).any()
+
+
+async def test_every_neighbour_hears_the_bytes_of_the_journal(tmp_path: Path) -> None:
+    spec = spec_of("relay")
+    async with network(tmp_path, NAMES) as up:
+        outcome = await up.run(spec, made_up(spec))
+        table = (await closed(outcome)).messages()
+    heard: dict[tuple[int, int], set[bytes]] = {}
+    for sender, payload in zip(table["sender"].to_pylist(), table["payload"].to_pylist(), strict=True):
+        heard.setdefault((sender, decode_round(payload, SHAPES)[0]), set()).add(payload)
+
+    assert all(len(payloads) == 1 for payloads in heard.values())
+    for i, name in enumerate(NAMES):
+        journal = Journal(
+            tmp_path / "journals" / f"{outcome.run_id}-{name}.journal",
+            outcome.run_id,
+            len(next(iter(heard[i, 0]))),
+            "process",
+        )
+        entries = journal.entries()
+        journal.close()
+        assert [entry.round for entry in entries] == [ROUNDS - 2, ROUNDS - 1]
+        assert [{entry.payload} for entry in entries] == [heard[i, ROUNDS - 2], heard[i, ROUNDS - 1]]
+        assert entries[-1].spent == outcome.statuses[i].epsilon_spent
+
+
+async def test_a_file_says_who_learns_what_when(tmp_path: Path) -> None:
+    """Columns `learner` and `round`, some rounds without any record: the run equals the simulation."""
+    rows = ["a,b,label,learner,round"]
+    generator = np.random.default_rng(5)
+    for k in range(40):
+        a, b = generator.normal(size=2)
+        rows.append(f"{a},{b},{k % 2},{NAMES[k % 4]},{3 * k % 25}")
+    (tmp_path / "d.csv").write_text("\n".join(rows), encoding="utf-8")
+    spec = spec_of("mirror", data={"source": str(tmp_path / "d.csv"), "order": "given"})
+    data = place(spec, load_dataset(spec.data, spec.loss))
+    noise, said, _ = recorded(spec, data, tmp_path / "noise.npz")
+    async with network(tmp_path, NAMES, noise=noise) as up:
+        outcome = await up.run(spec, data)
+        transcript = (await closed(outcome)).transcript(SHAPES, 4)
+
+    assert outcome.state == "finished"
+    assert {data.learners[i].batch(t).size for i in range(4) for t in range(ROUNDS)} >= {0, 1}
+    np.testing.assert_allclose(transcript.fields["y"], said, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("clock", [{"mode": "data"}, {"mode": "paced", "period_s": 0.01}, {"window": 1}], ids=str)
+async def test_other_clocks_bring_a_run_to_its_end(tmp_path: Path, clock: dict[str, Any]) -> None:
+    spec = spec_of(clock={**clock, "deadline_s": 20.0})
+    async with network(tmp_path, NAMES) as up:
+        outcome = await up.run(spec, made_up(spec))
+    assert outcome.state == "finished"
+
+
+async def test_a_learner_alone_can_run(tmp_path: Path) -> None:
+    spec = small_spec(ROUNDS, ["solo"])
+    async with network(tmp_path, ["solo"]) as up:
+        outcome = await up.run(spec, made_up(spec))
+    assert (outcome.state, outcome.statuses[0].round, outcome.statuses[0].messages_sent) == ("finished", ROUNDS, 0)
+
+
+async def test_learners_serve_one_run_after_another(tmp_path: Path) -> None:
+    spec = spec_of()
+    async with network(tmp_path, NAMES) as up:
+        outcomes = [await up.run(spec, made_up(spec, seed=k)) for k in range(3)]
+    assert [outcome.state for outcome in outcomes] == ["finished"] * 3
+    assert len({outcome.run_id for outcome in outcomes}) == 3
+
+
+# ---- a run that is stopped -------------------------------------------------------------------------------------------
+
+
+async def test_a_learner_whose_budget_would_be_exceeded_stops_speaking(tmp_path: Path) -> None:
+    """The run stops and says why; the message that was too dear is nowhere: not sent, not journaled, not charged."""
+    free = build_run(spec_of(), 3).algorithm.guarantee(1).cumulative
+    budget = float((free[11] + free[12]) / 2)  # enough for the messages of rounds 0 to 11
+    spec = spec_of("relay", privacy={"budget": [1e9, budget, 1e9, 1e9]})
+    async with network(tmp_path, NAMES) as up:
+        outcome = await up.run(spec, made_up(spec))
+        table = (await closed(outcome)).messages()
+    status = outcome.statuses[1]
+
+    assert outcome.state == "stopped"
+    assert outcome.detail.startswith("ben stopped speaking: saying round 12 would bring the spent epsilon from ")
+    assert outcome.detail.endswith(f"above the budget of {budget:.6g}")
+    assert status.state == learner_pb2.LEARNER_STATE_BUDGET_EXHAUSTED
+    assert status.epsilon_spent == pytest.approx(free[11]) and status.epsilon_spent <= status.epsilon_budget == budget
+    said = {
+        decode_round(payload, SHAPES)[0]
+        for sender, payload in zip(table["sender"].to_pylist(), table["payload"].to_pylist(), strict=True)
+        if sender == 1
+    }
+    assert said == set(range(12))
+    size = len(table["payload"].to_pylist()[0])
+    journal = Journal(tmp_path / "journals" / f"{outcome.run_id}-ben.journal", outcome.run_id, size, "process")
+    assert [entry.round for entry in journal.entries()] == [10, 11]
+    journal.close()
+
+
+async def test_an_operator_stops_a_run(tmp_path: Path) -> None:
+    spec = small_spec(100_000, NAMES, capture="relay")
+    data, stop = made_up(small_spec(ROUNDS, NAMES)), asyncio.Event()
+    async with network(tmp_path, NAMES) as up:
+        running = asyncio.ensure_future(up.run(spec, data, stop))
+        await up.until("ann", learner_pb2.LEARNER_STATE_RUNNING, 5)
+        stop.set()
+        outcome = await running
+        for name in NAMES:
+            await up.until(name, learner_pb2.LEARNER_STATE_STOPPED)
+        capture = await closed(outcome)
+    assert (outcome.state, outcome.detail) == ("stopped", BY_OPERATOR)
+    assert capture.transcript(SHAPES, 4).rounds >= 5
+
+
+async def test_a_learner_that_is_told_to_end_finishes_the_message_on_its_way(tmp_path: Path) -> None:
+    """As SIGTERM does it: whatever was journaled and charged before the end was said to the neighbours, or never will be."""
+    spec = small_spec(100_000, NAMES, capture="relay", clock={"deadline_s": 1.0})
+    data = made_up(small_spec(ROUNDS, NAMES))
+    async with network(tmp_path, NAMES) as up:
+        running = asyncio.ensure_future(up.run(spec, data))
+        await up.until("ben", learner_pb2.LEARNER_STATE_RUNNING, ROUNDS)
+        leaving = up.learners["ben"]
+        await up.leave("ben")
+        assert leaving._in_run().status.state == learner_pb2.LEARNER_STATE_STOPPED
+        outcome = await running
+        table = (await closed(outcome)).messages()
+    size = len(table["payload"].to_pylist()[0])
+    journal = Journal(tmp_path / "journals" / f"{outcome.run_id}-ben.journal", outcome.run_id, size, "process")
+    entries = journal.entries()
+    journal.close()
+    payloads = set(table["payload"].to_pylist())
+
+    assert outcome.state == "failed"
+    assert "waited 1 s for" in outcome.detail
+    assert entries and all(entry.payload in payloads for entry in entries)
+
+
+# ---- channels that break ---------------------------------------------------------------------------------------------
+
+
+class Cutting(Relay):
+    """A relay that swallows a message and breaks the stream with it, at chosen messages of a direction."""
+
+    cuts: dict[tuple[int, int, str], list[int]] = {}
+    """(caller, callee, direction) to the rounds whose messages break the stream, each once."""
+
+    async def _pass(self, method: str, context: Any) -> None:
+        self._cut = asyncio.Event()
+        passing, cut = asyncio.ensure_future(super()._pass(method, context)), asyncio.ensure_future(self._cut.wait())
+        await asyncio.wait({passing, cut}, return_when=asyncio.FIRST_COMPLETED)
+        cut.cancel()
+        if self._cut.is_set():
+            passing.cancel()
+            await asyncio.gather(passing, return_exceptions=True)
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "cut")
+        await passing
+
+    def _noter(self, direction: str, stream: int, sender: int) -> Any:
+        note = super()._noter(direction, stream, sender)
+        due = self.cuts.get((self._route.caller, self._route.callee, direction), [])
+
+        def check(kind: str, payload: bytes) -> None:
+            if kind == "message" and due and decode_round(payload, SHAPES)[0] == due[0]:
+                due.pop(0)
+                self._cut.set()
+                raise asyncio.InvalidStateError("cut")
+            note(kind, payload)
+
+        return check
+
+
+def by_round(transcript: Transcript) -> FloatArray:
+    return transcript.fields["y"][:, :, 0]
+
+
+@pytest.mark.parametrize(
+    ("direction", "rounds"),
+    [("back", [0]), ("back", [7, 8, 20]), ("back", [ROUNDS - 1]), ("out", [0]), ("out", [11]), ("out", [ROUNDS - 1])],
+    ids=str,
+)
+async def test_a_broken_stream_is_opened_again_and_the_same_bytes_are_said_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direction: str, rounds: list[int]
+) -> None:
+    """The relay takes a message in and dies with it, even the last one: the run ends as if nothing had happened.
+
+    Equal to the simulation, so each learner heard every message once; and nothing was said twice in different bytes, which
+    reading the transcript checks.
+    """
+    spec = spec_of("relay")
+    data = made_up(spec)
+    noise, said, last = recorded(spec, data, tmp_path / "noise.npz")
+    left = list(rounds)
+    monkeypatch.setattr(Cutting, "cuts", {(1, 2, direction): left})
+    monkeypatch.setattr(eavesdropper_service, "Relay", Cutting)
+    async with network(tmp_path, NAMES, noise=noise) as up:
+        outcome = await up.run(spec, data)
+        capture = await closed(outcome)
+        decisions = [up.learners[name]._in_run().algorithm.decision(up.learners[name]._in_run()._state) for name in NAMES]
+
+    assert left == []
+    assert (outcome.state, outcome.detail) == ("finished", "")
+    np.testing.assert_allclose(decisions, last, rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(by_round(capture.transcript(SHAPES, 4)), said[:, :, 0], rtol=1e-12, atol=1e-12)
+
+
+async def test_a_relay_that_is_restarted_on_its_port_is_found_again(tmp_path: Path) -> None:
+    spec = small_spec(400, NAMES, capture="relay", clock={"window": 50, "deadline_s": 20.0})
+    data = made_up(spec, records=10)
+    async with network(tmp_path, NAMES) as up:
+        running = asyncio.ensure_future(up.run(spec, data))
+        await up.until("ann", learner_pb2.LEARNER_STATE_RUNNING, 20)
+        assert up.eavesdropping is not None
+        (recording,) = up.eavesdropping._captures.values()
+        relay = recording.relays[0]
+        assert up.coordinating is not None and up.coordinating._capture is not None
+        address = up.coordinating._capture.relay_addresses[0]
+        await relay.stop()
+        before = (await up.status("ann")).round
+        await asyncio.sleep(0.2)
+        assert (await up.status("ann")).round <= before + 1  # nobody can go on without a neighbour
+
+        again = recording.relays[0] = Relay(relay._route, recording.file)
+        again._server.add_generic_rpc_handlers((again,))
+        assert listen_on(again._server, address) == address
+        await again._server.start()
+        outcome = await running
+        transcript = (await closed(outcome)).transcript(SHAPES, 4)
+    assert (outcome.state, transcript.rounds) == ("finished", 400)
+
+
+# ---- what is written before it is said -------------------------------------------------------------------------------
+
+
+async def test_a_message_is_journaled_and_charged_before_it_is_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A journal that cannot be written stops the learner, and what it could not write was never said."""
+    write = Journal.write
+    failing: list[bytes] = []
+
+    def full(journal: Journal, entry: Entry) -> None:
+        t, sender, _ = decode_round(entry.payload, SHAPES)
+        if (t, sender) == (9, 2):
+            failing.append(entry.payload)
+            raise OSError(28, "No space left on device", "/secret/path")
+        write(journal, entry)
+
+    monkeypatch.setattr(Journal, "write", full)
+    spec = spec_of("relay")
+    async with network(tmp_path, NAMES) as up:
+        outcome = await up.run(spec, made_up(spec))
+        table = (await closed(outcome)).messages()
+
+    assert len(failing) == 1
+    assert failing[0] not in table["payload"].to_pylist()
+    assert (outcome.state, outcome.detail) == (
+        "failed",
+        "cleo failed: the journal cannot be written: No space left on device",
+    )
+    spent = build_run(spec, 3).algorithm.guarantee(2).cumulative
+    assert outcome.statuses[2].epsilon_spent == pytest.approx(spent[8])
+
+
+def test_the_spec_of_these_runs_is_as_it_seems() -> None:
+    spec = parse_spec(spec_of().model_dump(mode="json"))
+    assert (spec.rounds, list(spec.names), spec.clock.window) == (ROUNDS, NAMES, 7)
+    assert grpc.StatusCode.OK.value[0] == 0
