@@ -11,7 +11,7 @@ from sottovoce.spec import dump_spec
 from sottovoce_client.console import print_summary, run_console
 from sottovoce_client.evaluate import summarise
 from sottovoce_client.launch import ServiceDied, run_async
-from sottovoce_client.operate import BY_OPERATOR, Outcome, Watcher
+from sottovoce_client.operate import BY_OPERATOR, Interrupted, Outcome, Watcher
 from sottovoce_client.prepare import Prepared
 from sottovoce_client.report import write_report
 from sottovoce_client.summary import Progress
@@ -42,6 +42,9 @@ def conduct(prepared: Prepared, folder: Path, start: Start) -> int:
         except ServiceDied as death:
             print(f"The run failed: {death}. What was overheard is kept in {folder / 'captures'}")
             return 1
+        except Interrupted as told:
+            print(f"Nothing was run: {told}")
+            return 130
     if outcome.state != "failed" and outcome.detail != BY_OPERATOR:
         summary = summarise(prepared.run, prepared.data, outcome)
         summary.save(folder / "summary.json")

@@ -23,7 +23,7 @@ from sottovoce_client.wording import count, duration, number, plural, share, sha
 
 LIVE_SECONDS = 0.125
 PLAIN_SECONDS = 2.0
-MOST_ROWS = 20
+MOST_ROWS = 16
 """Learners that the final table shows at most."""
 KINDS = {"consistent": "green", "refuted": "bold red", "open": "yellow"}
 STATES = {"finished": "bold green", "stopped": "bold yellow", "failed": "bold red"}
@@ -102,7 +102,7 @@ class _Pace:
     def left(self) -> str:
         """Time to go, in words."""
         missing = self._planned - self.done
-        return duration(missing / self.speed) if self.speed > 0 and missing > 0 else ""
+        return duration(math.ceil(missing / self.speed)) if self.speed > 0 and missing > 0 else ""
 
 
 # ---- lines ------------------------------------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ class _Display:
     def update(self, progress: Progress, state: str, overheard: int) -> None:
         shown_at, shown_state = self._shown
         now = self._clock()
-        if now - shown_at < LIVE_SECONDS and state == shown_state and self._pace.done < self._rounds:
+        if now - shown_at < LIVE_SECONDS and state == shown_state:
             return
         self._shown = (now, state)
         self._pace.look(progress)
@@ -175,7 +175,10 @@ class _Display:
         bar = ProgressBar(total=max(1, self._rounds), completed=self._pace.done, width=28)
         left = f"{self._pace.left} left" if self._pace.left else ""
         row.add_row(
-            bar, f"round {count(self._pace.done)}/{count(self._rounds)}", f"{number(self._pace.speed, 3)} rounds/s", left
+            bar,
+            f"round {count(self._pace.done)}/{count(self._rounds)}",
+            f"{number(self._pace.speed, 3)} rounds/s",
+            left,
         )
         return row
 

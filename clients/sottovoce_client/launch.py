@@ -13,17 +13,13 @@ from sottovoce.data import PlacedData
 from sottovoce.errors import SottovoceError, Unavailable
 from sottovoce.spec import RunSpec
 from sottovoce_client.local import LocalServices
-from sottovoce_client.operate import Outcome, Watcher, run_on
+from sottovoce_client.operate import Interrupted, Outcome, Watcher, run_on
 
 AFTER_DEATH_S = 1.0
 
 
 class ServiceDied(SottovoceError):
     """A service ended by itself, and took the run with it."""
-
-
-class Interrupted(SottovoceError):
-    """Told to stop before there was a run to stop."""
 
 
 async def run_up(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +13,7 @@ import grpc
 
 from sottovoce.arrays import FloatArray
 from sottovoce.data import PlacedData
-from sottovoce.errors import Unavailable
+from sottovoce.errors import SottovoceError, Unavailable
 from sottovoce.spec import RunSpec
 from sottovoce_client.feeder import feed
 from sottovoce_client.summary import Progress
@@ -34,6 +34,11 @@ STATES = {
 }
 
 Watcher = Callable[[Progress, str], None]
+Started = coordinator_pb2.StartRunResponse
+
+
+class Interrupted(SottovoceError):
+    """Told to stop before there was a run to stop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +74,7 @@ async def run_on(
 
     Raises:
         SottovoceError: refused, or the coordinator could not be reached.
+        Interrupted: told to stop before the run had begun.
     """
     async with channel(coordinator) as to:
         stub = coordinator_pb2_grpc.CoordinatorStub(to)
@@ -76,10 +82,24 @@ async def run_on(
             request = coordinator_pb2.StartRunRequest(
                 spec=json.dumps(spec.model_dump(mode="json")), n_features=data.n_features
             )
-            started = await stub.StartRun(request, timeout=CALL_S)
-            return await _Running(stub, started, spec, data, watch, stop or asyncio.Event()).to_its_end()
+            stop = stop or asyncio.Event()
+            started = await _unless_told(stub.StartRun(request, timeout=CALL_S), stop)
+            return await _Running(stub, started, spec, data, watch, stop).to_its_end()
         except grpc.aio.AioRpcError as error:
             raise as_error(error, f"the coordinator at {coordinator}") from None
+
+
+async def _unless_told(starting: Awaitable[Started], stop: asyncio.Event) -> Started:
+    """Wait for a run to start, unless told to stop: learners that never join would keep us waiting."""
+    start, told = asyncio.ensure_future(starting), asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait([start, told], return_when=asyncio.FIRST_COMPLETED)
+        if start.done():
+            return start.result()
+        raise Interrupted("stopped before the run had begun")
+    finally:
+        start.cancel()
+        told.cancel()
 
 
 class _Running:

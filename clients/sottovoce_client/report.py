@@ -9,6 +9,8 @@ from importlib.resources import files
 from pathlib import Path
 
 from sottovoce_client import report_plots as plots
+from sottovoce_client import report_text as words
+from sottovoce_client.report_drawing import plotly
 from sottovoce_client.report_verdict import Verdict, exceeds, telling, verdict_of
 from sottovoce_client.summary import CaptureSummary, LearnerSummary, RunSummary, Swap
 from sottovoce_client.wording import count, duration, number, plural, share, share_range, size
@@ -42,9 +44,9 @@ def render_report(summary: RunSummary) -> str:
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
             f"<title>{_text(summary.name)}: Sottovoce report</title>\n<style>\n{style}</style>",
-            f"<script>{plots.plotly('offline').get_plotlyjs()}</script>\n</head>\n<body>\n<main>",
+            f"<script>{plotly('offline').get_plotlyjs()}</script>\n</head>\n<body>\n<main>",
             *filter(None, body),
-            f"<footer>Written by Sottovoce {_text(summary.version)}. {OUTSIDE}</footer>\n</main>\n</body>\n</html>\n",
+            f"<footer>Written by Sottovoce {_text(summary.version)}. {words.OUTSIDE}</footer>\n</main>\n</body>\n</html>\n",
         ]
     )
 
@@ -135,66 +137,56 @@ def _loss_card(summary: RunSummary) -> str:
 
 
 def _graph_and_learning(summary: RunSummary) -> str:
-    differ = f" Two learners disagree on at most {share(summary.disagreement)} of the held-out records."
-    agreement = differ if summary.disagreement is not None else ""
-    graph = f"{plural(len(summary.learners), 'learner')}, {plural(len(summary.edges), 'edge')}. Colour: accuracy on "
-    graph += f"{plural(summary.test_records, 'held-out record')}; grey where it is not known.{agreement}"
+    graph = words.GRAPH.format(
+        learners=plural(len(summary.learners), "learner"),
+        edges=plural(len(summary.edges), "edge"),
+        records=plural(summary.test_records, "held-out record"),
+    )
+    if summary.disagreement is not None:
+        graph += words.DISAGREE.format(share=share(summary.disagreement))
     predicted = any(value is not None for look in summary.progress for value in look.accuracy)
-    learning = "Each learner predicts every record of its own before it learns it; share of right predictions so far."
-    curves = plots.learning_plot(summary) if predicted else _note("No accuracy was reported during this run.")
+    curves = plots.learning_plot(summary) if predicted else _note(words.UNKNOWN)
     left = _section("Who spoke to whom", graph, plots.graph_plot(summary))
-    return f'<div class="pair">{left}{_section("How they learned", learning, curves)}</div>'
+    return f'<div class="pair">{left}{_section("How they learned", words.LEARNED, curves)}</div>'
 
 
 def _budget(summary: RunSummary) -> str:
-    lead = "The ε claimed so far, largest of all learners; the bands reach down to the smallest. The paper’s formula and the "
-    lead += "tight per-event value bound the same thing: what one use of one record reveals. The per-record value adds "
-    lead += "all uses of the most telling record."
-    infinite = [name for kind, name, _ in plots.KINDS if any(math.isinf(getattr(e, kind)) for e in summary.learners)]
-    lacking = (
-        f"<b>ε = ∞</b> for at least one learner, so nothing is promised: {'; '.join(infinite)}." if infinite else ""
-    )
     horizon = max(learner.infinite_horizon for learner in summary.learners)
-    forever = "No finite bound is known for infinitely many rounds."
-    if math.isfinite(horizon):
-        forever = f"However long the run goes on, per event ε stays below <b>{number(horizon)}</b>."
-    return _section("What it cost", lead, plots.budget_plot(summary), _note(f"{forever} {lacking}"))
+    said = [words.FOREVER.format(bound=number(horizon)) if math.isfinite(horizon) else words.NOT_FOREVER]
+    infinite = [name for kind, name, _ in plots.KINDS if any(math.isinf(getattr(e, kind)) for e in summary.learners)]
+    if infinite:
+        said.append(words.UNPROMISED.format(kinds="; ".join(infinite)))
+    return _section("What it cost", words.COST, plots.budget_plot(summary), _note(" ".join(said)))
 
 
 def _losses(summary: RunSummary) -> str:
-    lead = "One record of a learner is swapped in thought, and every message of the capture weighed: how much likelier is it "
-    lead += (
-        "with the true record than with the other one? The logarithm of that ratio, summed over rounds, is the exact "
-    )
-    lead += "privacy loss of this very capture, for the most telling swap among those tried. The grey area is what the claim "
-    lead += "allows, as far as it is finite."
+    title = "What this capture gives away"
     levels = (("event", "One use of the record swapped"), ("record", "All uses of the record swapped"))
     shown = [
-        f"<div><h3>{title}</h3>{plots.loss_plot(summary, level)}</div>"
-        for level, title in levels
+        f"<div><h3>{heading}</h3>{plots.loss_plot(summary, level)}</div>"
+        for level, heading in levels
         if any((swap := plots.swap_of(each, level)) is not None and swap.by_round.size for each in summary.learners)
     ]
     if not shown:
-        return _section("What this capture gives away", "", _note("There is no capture to measure."))
-    return _section("What this capture gives away", lead, f'<div class="halves">{"".join(shown)}</div>')
+        return _section(title, "", _note(words.NO_LOSSES))
+    return _section(title, words.LOSSES, f'<div class="halves">{"".join(shown)}</div>')
 
 
 def _heard(summary: RunSummary) -> str:
     capture = summary.capture
     if capture is None or not capture.heard.size:
         return ""
-    rounds, dim = capture.heard.shape
-    lead = f"All that {_text(capture.messages_of)} said, as the eavesdropper heard it: {plural(rounds, 'message')} of "
-    lead += f"{plural(dim, 'number')}, a column each. Mostly this is noise, of Laplace scale {number(capture.first_scale)} in the "
-    lead += (
-        f"first round and {number(capture.last_scale)} in the last; what is learned shows only as a faint lasting tint "
+    lead = words.HEARD.format(
+        name=_text(capture.messages_of),
+        messages=plural(capture.heard.shape[0], "message"),
+        numbers=plural(capture.heard.shape[1], "number"),
+        first=number(capture.first_scale),
+        last=number(capture.last_scale),
     )
-    lead += "of a row."
-    clipped = "The colours end where 2 % of the values lie beyond."
-    picked = any(n > most for n, most in zip((rounds, dim), plots.MOST_HEARD, strict=True))
-    kept = " Too large to show whole: evenly spaced rounds and coordinates were picked." if picked else ""
-    where = f" The capture lies in <code>{_text(capture.location)}</code>."
-    return _section("What was overheard", lead, plots.heard_plot(capture.heard), _note(clipped + kept + where))
+    picked = any(n > most for n, most in zip(capture.heard.shape, plots.MOST_HEARD, strict=True))
+    where = words.WHERE.format(location=_text(capture.location))
+    said = [words.CLIPPED, *([words.PICKED] if picked else []), where]
+    return _section("What was overheard", lead, plots.heard_plot(capture.heard), _note(" ".join(said)))
 
 
 # ---- words and figures -----------------------------------------------------------------------------------
@@ -237,10 +229,7 @@ def _table(summary: RunSummary) -> str:
     table = (
         f"<table><thead><tr><th></th>{above}</tr><tr><th>learner</th>{below}</tr></thead><tbody>{rows}</tbody></table>"
     )
-    lead = "Own accuracy: on the learner’s own records, each predicted before it was learned. Forever: bound on the per-event ε "
-    lead += "over infinitely many rounds. Loss: of this capture; the largest that any capture could have shown for the same "
-    lead += "swap; and the claim, which neither may exceed."
-    return _section("Learner by learner", lead, f'<div class="wide">{table}</div>')
+    return _section("Learner by learner", words.TABLE, f'<div class="wide">{table}</div>')
 
 
 def _row(learner: LearnerSummary) -> str:
@@ -258,38 +247,16 @@ def _swap_cells(swap: Swap | None) -> str:
     return f"{cells}<td>{number(swap.budget)}</td>"
 
 
-OUTSIDE = (
-    "This page itself is not covered by the promise: accuracies and exact losses are computed from the records, "
-    "without noise. Think before you publish it."
-)
-
-
 def _promise(summary: RunSummary) -> str:
-    uses = max(learner.most_uses for learner in summary.learners)
-    wire = "Somebody hears every message on every channel (threat model <i>wire</i>), and knows the algorithm, the graph and "
-    wire += "the noise scales. Swapping one record changes the probability of whatever is heard by a factor of at most "
-    wire += "e<sup>ε</sup>, even if other learners send it anything they like."
-    event = (
-        "<i>Per event</i>: one use of one record is swapped. <i>Per record</i>: the record is swapped wherever it is "
-    )
-    event += f"learned; in this run a record was learned in up to {plural(uses, 'round')}. Whoever owns several records adds "
-    event += "up their losses."
-    outside = (
-        "Accuracies, predictions answered to clients, the number and timing of rounds, and the un-noised models inside "
-    )
-    outside += "the learners."
-    terms = (("On the wire", wire), ("Event and record", event), ("Not covered", outside))
-    pairs = "".join(f"<dt>{term}</dt><dd>{meaning}</dd>" for term, meaning in terms)
+    uses = plural(max(learner.most_uses for learner in summary.learners), "round")
+    pairs = "".join(f"<dt>{term}</dt><dd>{text.format(uses=uses)}</dd>" for term, text in words.PROMISE)
     return _section("What was promised", "", f"<dl>{pairs}</dl>")
 
 
 def _warnings(summary: RunSummary) -> str:
     if not summary.warnings:
         return ""
-    lead = (
-        "Conditions of a convergence theorem that do not hold. They touch how well is learned, not what is protected."
-    )
-    return _section("Warnings", lead, f'<ul class="codes">{_codes(summary.warnings)}</ul>')
+    return _section("Warnings", words.WARNINGS, f'<ul class="codes">{_codes(summary.warnings)}</ul>')
 
 
 def _codes(warnings: Iterable[tuple[str, str]]) -> str:
@@ -297,6 +264,5 @@ def _codes(warnings: Iterable[tuple[str, str]]) -> str:
 
 
 def _spec(summary: RunSummary) -> str:
-    lead = "The whole run spec, to run it again."
     spec = f"<details><summary>Show</summary><pre><code>{_text(summary.spec_yaml)}</code></pre></details>"
-    return _section("Spec", lead, spec)
+    return _section("Spec", words.SPEC, spec)

@@ -120,14 +120,16 @@ class QuadraticHistory:
     def observe(self, batch: Batch) -> QuadraticHistory:
         if batch.size == 0:
             return self
-        present = np.ones_like(batch.labels) if batch.present is None else batch.present
-        kept = batch.features * present[..., None]
+        kept, count = batch.features, np.full(batch.labels.shape[:-1], float(batch.size))
+        if batch.present is not None:
+            kept, count = kept * batch.present[..., None], batch.present.sum(axis=-1)
         S = np.matmul(kept.swapaxes(-1, -2), batch.features)
         q = np.matmul(batch.labels[..., None, :], kept)[..., 0, :]
-        count = present.sum(axis=-1)
-        if self.S is None or self.q is None or self.count is None:
-            return QuadraticHistory(S, q, count)
-        return QuadraticHistory(self.S + S, self.q + q, self.count + count)
+        if self.S is not None and self.q is not None and self.count is not None:
+            S += self.S  # into the new array: old values stay as they are
+            q += self.q
+            count += self.count
+        return QuadraticHistory(S, q, count)
 
     def gradient(self, theta: FloatArray) -> FloatArray:
         if self.S is None or self.q is None or self.count is None:

@@ -22,7 +22,7 @@ from sottovoce_learner import exchange
 from sottovoce_learner.mirror import Mirror
 from sottovoce_learner.session import Assignment, Session
 from sottovoce_rpc.codec import from_tensor
-from sottovoce_rpc.server import Service, announce, channel, is_loopback, serve_until_stopped, start_server
+from sottovoce_rpc.server import Service, announce, channel, drained, is_loopback, serve_until_stopped, start_server
 from sottovoce_rpc.status import answering, as_error
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc, learner_pb2
 
@@ -31,6 +31,7 @@ log = structlog.get_logger()
 NAME = "sottovoce_wire.v1.Learner"
 REPORT_S = 0.25
 RECEIPT_EVERY = 16
+FLUSH_S = 1.0
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -84,6 +85,7 @@ class Learner:
         self._session: Session | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._run_tasks: set[asyncio.Task[Any]] = set()
+        self._rounds: asyncio.Task[None] | None = None
         self._mirror: Mirror | None = None
         self.service: Service | None = None
 
@@ -206,7 +208,7 @@ class Learner:
                 self._spawn(exchange.keep_open(session, neighbour.index, neighbour.address), self._run_tasks)
         if self._mirror is not None:
             self._spawn(self._mirror.run(), self._tasks)
-        self._spawn(self._run(session), self._run_tasks)
+        self._rounds = asyncio.ensure_future(self._run(session))
 
     async def _run(self, session: Session) -> None:
         await session.run()
@@ -214,6 +216,11 @@ class Learner:
             self._mirror.end()
 
     async def _end_run(self) -> None:
+        """Begin no other round, let the message on its way reach the neighbours, then close the channels."""
+        if self._rounds is not None and self._session is not None:
+            self._rounds.cancel()
+            await asyncio.gather(self._rounds, return_exceptions=True)
+            await drained(self._session.flush(), FLUSH_S)
         for task in tuple(self._run_tasks):
             task.cancel()
         await asyncio.gather(*self._run_tasks, return_exceptions=True)

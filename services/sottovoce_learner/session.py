@@ -181,10 +181,10 @@ class Session:
             self._become(learner_pb2.LEARNER_STATE_RUNNING)
             for t in range(self.assignment.spec.rounds):
                 await self._round(t)
-            await self._flush()
+            await self.flush()
             self._become(learner_pb2.LEARNER_STATE_FINISHED)
         except BudgetExhausted as error:
-            await self._flush()
+            await self.flush()
             self._become(learner_pb2.LEARNER_STATE_BUDGET_EXHAUSTED, str(error))
         except SottovoceError as error:
             self._become(learner_pb2.LEARNER_STATE_FAILED, str(error))
@@ -251,7 +251,8 @@ class Session:
         self._seen += batch.size
         self.status.prequential_accuracy = self._correct / self._seen
 
-    async def _flush(self) -> None:
+    async def flush(self) -> None:
+        """Wait until all that was said is written, or the channels are broken."""
         await asyncio.gather(*(link.flushed() for link in self.links.values()))
 
     # ---- waiting ------------------------------------------------------------------------------------------

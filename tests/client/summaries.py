@@ -109,6 +109,11 @@ def summary(learners: int = 5, rounds: int = 500, **more: Any) -> RunSummary:
     return replace(made, **more)
 
 
+def summary_of(*learners: LearnerSummary) -> RunSummary:
+    """A run of these learners."""
+    return replace(summary(len(learners), learners[0].rounds), learners=learners)
+
+
 def unheard(made: RunSummary) -> RunSummary:
     """The same without a capture."""
     learners = tuple(replace(each, swap_event=None, swap_record=None) for each in made.learners)

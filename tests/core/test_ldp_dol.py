@@ -88,9 +88,7 @@ def test_the_start_is_in_the_decision_set_and_knows_no_data() -> None:
     run = small_run(decision_set={"kind": "box", "low": 1.0, "high": 2.0})
     assert run.algorithm.decision(run.algorithm.start(Who(0))).tolist() == [1.0, 1.0, 1.0]
 
-    first, second = (
-        simulated(run, made_up(run.spec, seed=seed), SeededNoise(4))[0].message["y"] for seed in (0, 1)
-    )
+    first, second = (simulated(run, made_up(run.spec, seed=seed), SeededNoise(4))[0].message["y"] for seed in (0, 1))
     assert (first == second).all()
 
 

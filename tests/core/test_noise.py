@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from sottovoce import noise
 from sottovoce.arrays import FloatArray
 from sottovoce.errors import SpecError
 from sottovoce.noise import NoNoise, RecordedNoise, Recorder, SeededNoise, SystemNoise, grid, on_grid

@@ -145,7 +145,7 @@ def test_learners_are_a_number_or_names() -> None:
 
 def test_a_spec_does_not_change() -> None:
     with pytest.raises(ValueError, match="frozen"):
-        parse_spec(LEAST).rounds = 3
+        parse_spec(LEAST).rounds = 3  # type: ignore[misc] # that it cannot is the point
 
 
 specs = st.fixed_dictionaries(

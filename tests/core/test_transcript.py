@@ -92,9 +92,13 @@ def test_runs_worlds_and_fields_are_kept_apart(tmp_path: Path, values: FloatArra
 
 
 def test_the_file_is_complete_after_an_error_too(tmp_path: Path, values: FloatArray) -> None:
-    with pytest.raises(KeyError), TranscriptWriter(tmp_path / "t.parquet", "r") as writer:
-        writer.write(0, "y", values[0])
-        raise KeyError
+    def fail_after_a_round() -> None:
+        with TranscriptWriter(tmp_path / "t.parquet", "r") as writer:
+            writer.write(0, "y", values[0])
+            raise KeyError("later")
+
+    with pytest.raises(KeyError, match="later"):
+        fail_after_a_round()
     assert np.array_equal(read_transcript(tmp_path / "t.parquet").fields["y"], values[:1])
 
 
@@ -133,7 +137,7 @@ def test_other_files_are_not_transcripts(tmp_path: Path) -> None:
     with pytest.raises(CaptureError, match="cannot read the transcript"):
         read_transcript(path)
     pq.write_table(pa.table({"run": ["a"], "round": [1]}), path)
-    with pytest.raises(CaptureError, match="is not a transcript: it must have columns .*, and lacks .*'sender'"):
+    with pytest.raises(CaptureError, match=r"is not a transcript: it must have columns .*, and lacks .*'sender'"):
         read_transcript(path)
 
 
@@ -143,7 +147,7 @@ def test_columns_of_another_type_are_refused(tmp_path: Path, values: FloatArray,
     write(path, values)
     rows = pq.read_table(path).to_pylist()
     pq.write_table(pa.Table.from_pylist([row | {name: wrong} for row in rows]), path)
-    with pytest.raises(CaptureError, match=f"is not a transcript: column '.*' must be .*"):
+    with pytest.raises(CaptureError, match=r"is not a transcript: column '.*' must be .*"):
         read_transcript(path)
 
 
@@ -161,7 +165,8 @@ def test_noise_may_be_an_archive_with_or_without_replicas(tmp_path: Path, values
 
     assert np.array_equal(fields["y"], values)
     assert np.array_equal(fields["w"], values[:, :, :1])
-    assert (fields["z"].shape, fields["z"].dtype) == ((2, 3, 1, 1), np.float64)
+    assert fields["z"].shape == (2, 3, 1, 1)
+    assert fields["z"].dtype == np.dtype("f8")
 
 
 @pytest.mark.parametrize("array", [np.zeros(3), np.zeros((2, 3)), np.zeros((1,) * 5), np.full((1, 1, 1), np.nan)])

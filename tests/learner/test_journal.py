@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -138,9 +140,16 @@ def test_nobody_else_may_read_it(path: Path) -> None:
 
 def test_power_syncs_before_it_returns(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    write, sync = os.pwritev, os.fdatasync
-    monkeypatch.setattr(os, "pwritev", lambda *a: (calls.append("write"), write(*a))[1])
-    monkeypatch.setattr(os, "fdatasync", lambda file: (calls.append("sync"), sync(file))[1])
+
+    def noting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*arguments: Any) -> Any:
+            calls.append(name)
+            return function(*arguments)
+
+        return noted
+
+    monkeypatch.setattr(os, "pwritev", noting("write", os.pwritev))
+    monkeypatch.setattr(os, "fdatasync", noting("sync", os.fdatasync))
     for durability, expected in (("power", ["write", "sync"]), ("process", ["write"])):
         journal = Journal(path, "run", SIZE, "power" if durability == "power" else "process")
         calls.clear()

@@ -67,7 +67,8 @@ async def failing() -> AsyncIterator[tuple[Failing, str]]:
 async def failure(address: str) -> grpc.aio.AioRpcError:
     async with channel(address) as to:
         with pytest.raises(grpc.aio.AioRpcError) as raised:
-            await to.unary_unary("/any/Method")(b"", timeout=10)
+            call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = to.unary_unary("/any/Method")
+            await call(b"", timeout=10)
     return raised.value
 
 

@@ -1,0 +1,263 @@
+"""The terminal: plain lines without a terminal, a live display with one, and a summary that fits."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+
+from sottovoce_client.console import MOST_ROWS, print_summary, run_console
+from sottovoce_client.summary import Progress, RunSummary, Swap
+from tests.client.summaries import boundless, learner, looks, summary, summary_of, unasked, unheard, unstarted
+
+NAMES = ("Aarhus", "Bergen", "[red]Cork")
+ESCAPE = "\x1b"
+
+
+class Clock:
+    """A clock that is set by hand."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def piped(width: int = 80) -> Console:
+    return Console(file=io.StringIO(), width=width, force_terminal=False)
+
+
+def terminal(width: int = 80, height: int = 30) -> Console:
+    return Console(file=io.StringIO(), width=width, height=height, force_terminal=True, color_system="standard")
+
+
+def written(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def look(done: int, seconds: float = 0.0, learners: int = 3) -> Progress:
+    known = tuple(0.9 + 0.01 * i for i in range(learners))
+    return Progress(seconds, (done,) * learners, known, (0.01 * done,) * learners, (2 * done,) * learners)
+
+
+def printed(made: RunSummary, width: int = 80, report: Path | None = None) -> str:
+    console = piped(width)
+    print_summary(made, console, report)
+    return written(console)
+
+
+# ---- while it runs ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=[False, True], ids=["pipe", "plain on a terminal"])
+def plain(request: pytest.FixtureRequest) -> tuple[Console, bool]:
+    return (terminal() if request.param else piped()), request.param
+
+
+def test_plain_lines(plain: tuple[Console, bool]) -> None:
+    console, asked = plain
+    with run_console("mushrooms", 500, NAMES, asked, console=console, clock=Clock()) as shown:
+        shown.update(look(0), "running", overheard=0)
+        shown.update(look(250, 0.5), "running", overheard=2_500)
+
+    first, start, half = written(console).splitlines()
+    assert first == "mushrooms: 3 learners, 500 rounds"
+    assert start == "round 0/500  running  0 rounds/s  accuracy 90.0–92.0 %  epsilon <= 0  0 messages overheard"
+    assert (
+        half == "round 250/500  running  500 rounds/s  accuracy 90.0–92.0 %  epsilon <= 2.5  2,500 messages overheard"
+    )
+
+
+def test_plain_lines_hold_no_escape_codes_and_do_not_wrap(plain: tuple[Console, bool]) -> None:
+    console, asked = plain
+    with run_console("[bold]run[/bold] " + "x" * 100, 500, NAMES, asked, console=console) as shown:
+        shown.update(look(250, 0.5), "running", overheard=2_500)
+
+    assert ESCAPE not in written(console)
+    assert len(written(console).splitlines()) == 2
+    assert "[bold]run[/bold]" in written(console)
+
+
+def test_a_line_every_tenth_of_the_rounds_however_fast() -> None:
+    console = piped()
+    with run_console("run", 500, NAMES, console=console, clock=Clock()) as shown:
+        for done in range(501):
+            shown.update(look(done), "running", overheard=0)
+
+    rounds = [line.split()[1] for line in written(console).splitlines()[1:]]
+    assert rounds == [f"{done}/500" for done in range(0, 501, 50)]
+
+
+def test_a_line_every_two_seconds_however_slow() -> None:
+    console, clock = piped(), Clock()
+    with run_console("run", 500, NAMES, console=console, clock=clock) as shown:
+        for tick in range(21):
+            clock.now = tick / 4
+            shown.update(look(1), "running", overheard=0)
+
+    assert len(written(console).splitlines()) == 1 + 3  # at 0, 2 and 4 seconds
+
+
+def test_a_change_of_state_is_said_at_once() -> None:
+    console = piped()
+    with run_console("run", 500, NAMES, console=console, clock=Clock()) as shown:
+        shown.update(look(1), "connecting", overheard=0)
+        shown.update(look(1), "running", overheard=0)
+
+    assert [line.split()[2] for line in written(console).splitlines()[1:]] == ["connecting", "running"]
+
+
+def test_unknown_accuracy_is_left_out() -> None:
+    console = piped()
+    with run_console("run", 10, NAMES, console=console, clock=Clock()) as shown:
+        shown.update(replace(look(1), accuracy=(None,) * 3), "running", overheard=1)
+
+    assert "accuracy" not in written(console)
+    assert "1 message overheard" in written(console)
+
+
+def test_speed_forgets_a_slow_start() -> None:
+    console, clock = piped(), Clock()
+    with run_console("run", 10_000, NAMES, console=console, clock=clock) as shown:
+        shown.update(look(0, 100.0), "running", overheard=0)
+        for k in range(100):
+            shown.update(look(10 * k, 100.0 + 0.1 * k), "running", overheard=0)
+        clock.now = 60.0
+        shown.update(look(1_000, 110.0), "running", overheard=0)
+
+    assert "  100 rounds/s" in written(console).splitlines()[-1]
+
+
+def test_live_display_on_a_terminal() -> None:
+    console, clock = terminal(), Clock()
+    with run_console("mushrooms", 500, NAMES, budgets=(4.5, None, 0.0), console=console, clock=clock) as shown:
+        shown.update(look(0, 0.0), "running", overheard=0)
+        clock.now = 1.0
+        shown.update(look(250, 1.0), "running", overheard=2_500)
+
+    text = written(console)
+    assert ESCAPE in text
+    for word in (
+        "mushrooms",
+        "round 250/500",
+        "250 rounds/s",
+        "1 s left",
+        "Bergen",
+        "91.0 %",
+        "none",
+        "2,500 messages",
+    ):
+        assert word in text
+    assert "[red]Cork" in text
+
+
+def test_live_display_is_drawn_a_few_times_a_second() -> None:
+    console, clock = terminal(), Clock()
+    with run_console("run", 10_000, NAMES, console=console, clock=clock) as shown:
+        for done in range(1_000):
+            clock.now = done / 1_000
+            shown.update(look(done, clock.now), "running", overheard=0)
+
+    assert written(console).count("messages overheard") <= 8 + 2  # once more as it ends
+
+
+def test_live_display_fits_the_height_of_the_terminal() -> None:
+    console = terminal(height=20)
+    with run_console("run", 100, [f"learner-{i}" for i in range(50)], console=console, clock=Clock()) as shown:
+        shown.update(looks(50, 100, 1.0)[30], "running", overheard=0)
+
+    assert "… 39 more" in written(console)
+    assert "learner-11" not in written(console)
+
+
+# ---- at the end -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("large", [False, True])
+def test_summary_fits(width: int, large: bool) -> None:
+    made = summary()
+    if large:
+        named = replace(made.learners[0], name="hospital-of-the-holy-spirit", paper=10_190.0)
+        made = replace(made, learners=(named, *made.learners[1:]))
+
+    lines = printed(made, width).splitlines()
+
+    assert max(map(cell_len, lines)) <= width
+    table = "\n".join(lines[1:10])
+    assert "…" not in table.replace("hospital-o…", "").replace("hospital-of-the-holy-sp…", "")
+
+
+def test_summary_says_everything() -> None:
+    text = printed(summary(), 120, Path("runs/mushrooms/report.html"))
+
+    for words in (
+        "mushrooms finished: 500 of 500 rounds in 1.21 s, 412 rounds/s",
+        "Consistent with the promise",
+        "5,000 messages, 1.43 MB, relay",
+        "runs/mushrooms/capture",
+        "two learners differ on at most 3.1 % of held-out records",
+        "report     runs/mushrooms/report.html",
+        "GAMMA0_LARGE  gam0 exceeds",
+        "LAMBDA0_LARGE",
+    ):
+        assert words in text
+    row = next(line for line in text.splitlines() if "Bergen  " in line)
+    assert row.split()[:5] == ["Bergen", "93.5", "%", "22.34", "6.912"]
+    assert "0.745 of 6.91" in row
+    assert next(line for line in text.splitlines() if "centralised" in line).split() == [
+        "centralised", "96.5", "%", "∞", "∞", "∞",
+    ]  # fmt: skip
+
+
+def test_summary_without_a_terminal_has_no_escape_codes() -> None:
+    assert ESCAPE not in printed(summary())
+
+
+@pytest.mark.parametrize("make", [unheard, unasked, boundless, unstarted])
+def test_summary_of_what_is_missing(make: Callable[[RunSummary], RunSummary]) -> None:
+    text = printed(make(summary()))
+
+    assert "None" not in text and "nan" not in text and "inf" not in text.split()
+
+
+def test_a_failure_gives_its_reason() -> None:
+    text = printed(replace(summary(), state="failed", detail="[Bergen] could not be reached"))
+
+    assert "mushrooms failed" in text
+    assert "[Bergen] could not be reached" in text
+
+
+def test_names_are_not_markup() -> None:
+    assert "[bold]x" in printed(summary_of(learner("[bold]x")))
+
+
+def test_many_learners_do_not_push_the_rest_off_the_screen() -> None:
+    text = printed(summary(50))
+
+    assert f"… {50 - MOST_ROWS} more" in text
+    assert len(text.splitlines()) < 40
+
+
+def test_a_refuted_claim_is_red() -> None:
+    console = terminal()
+    print_summary(summary_of(learner("a", swap_event=Swap(9.0, 9.0, 3.0, np.zeros(500)))), console)
+
+    assert re.search(r"\x1b\[1;31m *9 of 3", written(console))
+    assert "Refuted" in written(console)
+
+
+def test_infinite_claims_are_shown() -> None:
+    made = replace(learner("a"), swap_event=Swap(1.0, math.inf, math.inf, np.zeros(500)))
+
+    assert "1 of ∞" in printed(summary_of(made))

@@ -1,0 +1,367 @@
+"""The report: complete, self-contained, safe against what it shows, and unbroken by what is missing or infinite."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sottovoce.errors import SpecError
+from sottovoce_client.report import render_report, write_report
+from sottovoce_client.report_drawing import finite, thinned
+from sottovoce_client.report_plots import MOST_HEARD, stacked
+from sottovoce_client.report_verdict import exceeds, telling, verdict_of
+from sottovoce_client.summary import RunSummary, Swap
+from tests.client.summaries import boundless, capture, learner, looks, summary, summary_of, unasked, unheard, unstarted
+
+SECTIONS = (
+    "Who spoke to whom",
+    "How they learned",
+    "What it cost",
+    "What this capture gives away",
+    "What was overheard",
+    "Learner by learner",
+    "What was promised",
+    "Warnings",
+    "Spec",
+)
+PLOTS = ("graph", "learning", "budget", "loss-event", "loss-record", "heard")
+HOSTILE = '<img src=x onerror="alert(1)">&\'</script>{0}'
+
+
+class Page(HTMLParser):
+    """Headings, text, plots and what the page would load."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.headings: list[str] = []
+        self.words: list[str] = []
+        self.plots: list[str] = []
+        self.loads: list[str] = []
+        self.scripts: list[str] = []
+        self.rows: list[list[str]] = []
+        self._open: list[str] = []
+        self.feed(page)
+        self.close()
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = {name: value or "" for name, value in attrs}
+        self.tags.append(tag)
+        self.loads += [values[name] for name in ("src", "href", "srcset", "data", "poster") if name in values]
+        if "plotly-graph-div" in values.get("class", ""):
+            self.plots.append(values["id"].removeprefix("plot-"))
+        if tag == "tr":
+            self.rows.append([])
+        if tag not in {"meta", "link", "img", "br"}:
+            self._open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag, f"</{tag}> closes nothing"
+
+    def handle_data(self, data: str) -> None:
+        inside = self._open[-1] if self._open else ""
+        if inside == "script":
+            self.scripts.append(data)
+        elif inside != "style":
+            self.words.append(data)
+        if inside == "h2":
+            self.headings.append(data)
+        if inside in {"td", "th"} and self.rows:
+            self.rows[-1].append(data)
+
+    def plot(self, name: str) -> list[Any]:
+        """Traces of a plot."""
+        script = next(text for text in self.scripts if f'Plotly.newPlot(                        "plot-{name}"' in text)
+        traces, _ = json.JSONDecoder(parse_constant=pytest.fail).raw_decode(script, script.index("[{"))
+        assert isinstance(traces, list)
+        return traces
+
+
+def page(made: RunSummary) -> Page:
+    return Page(render_report(made))
+
+
+def with_swap(made: RunSummary, swap: Swap) -> RunSummary:
+    return replace(made, learners=(replace(made.learners[0], swap_event=swap), *made.learners[1:]))
+
+
+def test_every_section_and_plot_is_there() -> None:
+    shown = page(summary())
+
+    assert tuple(shown.headings) == SECTIONS
+    assert tuple(shown.plots) == PLOTS
+
+
+def test_file_is_the_page_in_utf8(tmp_path: Path) -> None:
+    write_report(summary(2, 20), tmp_path / "report.html")
+
+    written = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert written.startswith("<!doctype html>")
+    assert "ε" in written
+
+
+def test_nothing_is_loaded_from_anywhere() -> None:
+    text = render_report(summary())
+    shown = Page(text)
+
+    assert shown.loads == []
+    assert "link" not in shown.tags
+    assert "default-src 'none'" in text
+    style = text[text.index("<style>") : text.index("</style>")]
+    assert "url(" not in style and "@import" not in style
+
+
+def test_plotly_is_inlined_once() -> None:
+    big = [script for script in page(summary()).scripts if len(script) > 1_000_000]
+
+    assert len(big) == 1
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        replace(summary(), learners=(learner(HOSTILE), *summary().learners[1:])),
+        replace(summary(), name=HOSTILE, run_id=HOSTILE, data=HOSTILE, version=HOSTILE, started_at=HOSTILE),
+        replace(summary(), state="failed", detail=HOSTILE, spec_yaml=HOSTILE, warnings=((HOSTILE, HOSTILE),)),
+        replace(summary(), capture=capture(messages_of=HOSTILE, location=HOSTILE, mode=HOSTILE)),
+    ],
+    ids=["learner", "names", "texts", "capture"],
+)
+def test_hostile_text_is_shown_not_obeyed(made: RunSummary) -> None:
+    honest, shown = page(summary()), page(made)
+
+    assert HOSTILE in shown.text
+    assert "img" not in shown.tags
+    assert shown.tags.count("script") == honest.tags.count("script")
+
+
+def test_plots_read_no_tags_in_a_learners_name() -> None:
+    made = replace(summary(2), learners=(learner("<b>x</b>"), learner("y")))
+
+    assert [trace["name"] for trace in page(made).plot("learning")][:2] == ["&lt;b&gt;x&lt;/b&gt;", "y"]
+
+
+def test_key_figures() -> None:
+    text = page(summary()).text
+
+    for figure in (
+        "500 of 500",
+        "412 rounds/s",
+        "93.1–94.7 %",
+        "96.5 % centralised",
+        "ε = 7.312",
+        "23.34 by the paper",
+    ):
+        assert figure in text
+    assert "Overheard messages 5,000 1.43 MB" in text
+    assert "learned in up to 4 rounds" in text
+
+
+def test_table_has_every_figure_of_every_learner() -> None:
+    rows = page(summary()).rows
+
+    assert rows[2][:12] == [
+        "Aarhus",
+        "1,300",
+        "4",
+        "93.1 %",
+        "91.0 %",
+        "500",
+        "1,000",
+        "1.01 MB",
+        "7.312",
+        "10",
+        "23.34",
+        "7.312",
+    ]
+    assert {len(row) for row in rows[1:]} == {20}
+    assert len(rows) == 2 + 5
+
+
+def test_warnings_are_listed_by_code_and_left_out_if_none() -> None:
+    assert "GAMMA0_LARGE gam0 exceeds 1/(3 |delta_m|)" in page(summary()).text
+    assert "Warnings" not in page(replace(summary(), warnings=())).headings
+
+
+def test_without_capture() -> None:
+    shown = page(unheard(summary()))
+
+    assert "Nobody listened" in shown.text
+    assert tuple(shown.plots) == ("graph", "learning", "budget")
+
+
+def test_without_accuracy() -> None:
+    shown = page(unasked(summary()))
+
+    assert "learning" not in shown.plots
+    assert "No accuracy was reported" in shown.text
+    assert "None" not in shown.text
+
+
+def test_infinite_epsilons_are_words_not_plots() -> None:
+    shown = page(boundless(summary()))
+
+    assert "budget" not in shown.plots
+    assert "ε = ∞" in shown.text
+    assert "No finite bound is known" in shown.text
+    assert "Nothing finite was promised" in shown.text
+
+
+def test_a_curve_that_becomes_infinite_ends_there() -> None:
+    curve = np.array([0.0, 1.0, 2.0, math.inf])
+    made = replace(learner("Aarhus", 4), record_curve=curve, record=math.inf)
+
+    traces = page(summary_of(made)).plot("budget")
+
+    lines = {trace["name"]: trace["y"] for trace in traces if "name" in trace}
+    assert lines["tight, per record"] == [None, 1.0, 2.0, None]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: summary(1, 1),
+        lambda: summary(1),
+        lambda: summary(2),
+        lambda: boundless(summary(3)),
+        lambda: unasked(summary(3)),
+        lambda: unstarted(summary()),
+        lambda: summary(2, 3, capture=capture(0, 0)),
+    ],
+)
+def test_odd_runs_leave_no_trace_of_nothing(make: Callable[[], RunSummary]) -> None:
+    shown = page(make())
+
+    assert not re.search(r"\b(nan|NaN|inf|None)\b", shown.text)
+    for name in shown.plots:
+        assert shown.plot(name)  # which fails on NaN and Infinity
+
+
+def test_curves_of_plots_hold_no_nan() -> None:
+    made = summary(2, 10)
+    heard = np.full((10, 4), math.nan)
+    shown = page(replace(made, capture=capture(10, heard=heard), progress=looks(2, 10, 1.0, 5)))
+
+    assert shown.plot("heard")[0]["z"][0] == [None] * 10
+
+
+@pytest.mark.parametrize("state", ["stopped", "failed"])
+def test_a_run_cut_short_says_so(state: str) -> None:
+    cut = tuple(replace(each, rounds=120) for each in summary().learners)
+
+    text = page(replace(summary(), learners=cut, state=state, detail="Bergen has spent its budget of 7.0")).text
+
+    assert f"This run {state} after 120 of 500 rounds. Bergen has spent its budget of 7.0" in text
+
+
+def test_fifty_learners_share_one_entry_of_the_legend() -> None:
+    traces = page(summary(50)).plot("learning")
+
+    named = [trace["name"] for trace in traces if trace.get("showlegend", True)]
+    assert named == ["50 learners (point at a line for its name)", "centralised, not private (test)"]
+
+
+def test_budget_is_logarithmic_where_the_paper_dwarfs_the_rest() -> None:
+    dwarfing = tuple(replace(each, paper_curve=500 * each.paper_curve) for each in summary().learners)
+
+    assert '"type":"log"' in render_report(summary_of(*dwarfing))
+    assert '"type":"log"' not in render_report(summary())
+
+
+def test_heatmap_is_small_and_clipped() -> None:
+    heard = np.random.default_rng(3).laplace(0, 1, (1_200, 450))
+    heard[7, 7] = 1e9
+
+    picture = page(summary(2, capture=capture(heard=heard))).plot("heard")[0]
+
+    assert (len(picture["x"]), len(picture["y"])) == MOST_HEARD
+    assert picture["x"][0] == 1 and picture["x"][-1] == 1_200
+    assert picture["zmax"] == -picture["zmin"] < 10
+
+
+def test_missing_plotly_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> Any:
+        raise ImportError(name)
+
+    monkeypatch.setattr(importlib, "import_module", absent)
+    with pytest.raises(SpecError, match=r"needs plotly: pip install 'sottovoce\[audit\]'"):
+        render_report(summary(2, 5))
+
+
+# ---- verdict ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("swap", "kind", "says"),
+    [
+        (Swap(1.0, 2.0, 3.0, np.zeros(500)), "consistent", "within the claim"),
+        (Swap(3.1, 3.2, 3.0, np.zeros(500)), "refuted", "3.1, above the claim of 3 (Aarhus"),
+        (Swap(1.0, 3.2, 3.0, np.zeros(500)), "refuted", "could have shown 3.2, above the claim of 3 (Aarhus"),
+        (Swap(3.0 + 1e-12, 3.0, 3.0, np.zeros(500)), "consistent", "within the claim"),
+        (Swap(0.1, 0.1, 0.0, np.zeros(500)), "refuted", "above the claim of 0"),
+    ],
+)
+def test_verdict(swap: Swap, kind: str, says: str) -> None:
+    verdict = verdict_of(with_swap(summary(), swap))
+
+    assert verdict.kind == kind
+    assert says in verdict.text
+
+
+def test_a_refuted_claim_is_marked_in_the_table() -> None:
+    text = render_report(with_swap(summary(), Swap(9.25, 9.25, 3.0, np.zeros(500))))
+
+    assert text.count('<td class="over">9.25</td>') == 2
+    assert 'class="verdict refuted"' in text
+
+
+def test_telling_swap_is_the_one_nearest_its_claim() -> None:
+    far = Swap(2.0, 2.0, 100.0, np.zeros(500))
+    near = Swap(0.9, 0.9, 1.0, np.zeros(500))
+    one = replace(learner("a"), swap_event=far, swap_record=near)
+
+    found = telling(summary_of(one))
+
+    assert found is not None and found[1:] == ("record", near)
+    assert telling(unheard(summary())) is None
+
+
+def test_rounding_exceeds_no_claim() -> None:
+    assert not exceeds(1.0 + 1e-12, 1.0)
+    assert exceeds(1.0 + 1e-6, 1.0)
+    assert not exceeds(math.inf, math.inf)
+
+
+# ---- pieces -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("length", "kept"), [(0, 0), (1, 1), (399, 399), (5_000, 400)])
+def test_thinned_keeps_both_ends(length: int, kept: int) -> None:
+    positions = thinned(length)
+
+    assert len(positions) == kept
+    assert not length or (positions[0], positions[-1]) == (0, length - 1)
+
+
+def test_finite_makes_gaps() -> None:
+    assert finite(np.array([1.0, math.nan, math.inf, -math.inf, 0.123456789])) == [1.0, None, None, None, 0.12346]
+
+
+def test_who_has_stopped_spends_no_more() -> None:
+    rows = stacked([np.array([1.0, 2.0, 3.0]), np.array([1.0, 5.0, 9.0]), np.ones(3)], [3, 2, 0])
+
+    np.testing.assert_array_equal(rows, [[1, 2, 3], [1, 5, 5], [0, 0, 0]])

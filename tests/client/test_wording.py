@@ -1,0 +1,62 @@
+"""Numbers as people read them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from sottovoce_client.wording import count, duration, number, plural, share, share_range, size
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "–"),
+        (math.nan, "–"),
+        (math.inf, "∞"),
+        (-math.inf, "−∞"),
+        (0.0, "0"),
+        (7.31249, "7.312"),
+        (-0.5, "−0.5"),
+        (999.96, "1,000"),
+        (10_190.4, "10,190"),
+        (1_234_567.0, "1,235,000"),
+        (3.14159e19, "3.142e19"),
+        (0.000012345, "1.234e−5"),
+        (0.00012345, "0.0001234"),
+    ],
+)
+def test_number(value: float | None, text: str) -> None:
+    assert number(value) == text
+
+
+def test_number_with_fewer_digits() -> None:
+    assert [number(value, 3) for value in (0.059271, 15.58, 3.14159e19)] == ["0.0593", "15.6", "3.14e19"]
+
+
+@pytest.mark.parametrize(
+    ("n_bytes", "text"),
+    [(0, "0 bytes"), (1, "1 byte"), (999, "999 bytes"), (1_000, "1 kB"), (1_431_200, "1.43 MB"), (999_600, "1 MB"),
+     (5 * 10**9, "5 GB"), (2 * 10**12, "2 TB")],
+)  # fmt: skip
+def test_size(n_bytes: int, text: str) -> None:
+    assert size(n_bytes) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.0, "0 s"), (1.2135, "1.21 s"), (59.99, "60 s"), (200, "3 min 20 s"), (7_500, "2 h 05 min")]
+)
+def test_duration(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_shares() -> None:
+    assert [share(value) for value in (None, math.nan, 0.0, 0.9423, 1.0)] == ["–", "–", "0.0 %", "94.2 %", "100.0 %"]
+    assert share_range([0.95, None, 0.912]) == "91.2–95.0 %"
+    assert share_range([0.95]) == "95.0 %"
+    assert share_range([None]) == "–"
+
+
+def test_counts() -> None:
+    assert (count(5_000), plural(1, "edge"), plural(0, "edge")) == ("5,000", "1 edge", "0 edges")
