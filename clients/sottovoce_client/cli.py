@@ -203,7 +203,7 @@ def coordinator(
     """Start a [bold]coordinator[/] in the foreground: it distributes the topology and the round clock."""
     from sottovoce_coordinator.service import CoordinatorConfig, serve
 
-    _serve(serve(CoordinatorConfig(listen, eavesdropper), with_stdin=stop_with_stdin), log_level)
+    _serve(lambda: serve(CoordinatorConfig(listen, eavesdropper), with_stdin=stop_with_stdin), log_level)
 
 
 @app.command(rich_help_panel="Services")
@@ -238,7 +238,7 @@ def learner(
     configs = [
         LearnerConfig(each, coordinator, listen, advertise, state, join_timeout, recorded_noise) for each in name
     ]
-    _serve(serve(configs, with_stdin=stop_with_stdin), log_level)
+    _serve(lambda: serve(configs, with_stdin=stop_with_stdin), log_level)
 
 
 @app.command(rich_help_panel="Services")
@@ -258,14 +258,14 @@ def eavesdropper(
     """Start an [bold]eavesdropper[/] in the foreground: it relays the channels between learners and records every byte."""
     from sottovoce_eavesdropper.service import EavesdropperConfig, serve
 
-    _serve(serve(EavesdropperConfig(listen, folder, advertise_host), with_stdin=stop_with_stdin), log_level)
+    _serve(lambda: serve(EavesdropperConfig(listen, folder, advertise_host), with_stdin=stop_with_stdin), log_level)
 
 
-def _serve(work: Coroutine[Any, Any, None], log_level: str) -> None:
+def _serve(work: Callable[[], Coroutine[Any, Any, None]], log_level: str) -> None:
     from sottovoce_rpc.logs import configure_logs
 
     configure_logs(log_level)
-    asyncio.run(work)
+    asyncio.run(work())
 
 
 # ---- specs -----------------------------------------------------------------------------------------------

@@ -90,7 +90,7 @@ class Session:
         self.links: dict[int, Link] = {}
         self.inbox = Inbox(())
         self._weights: dict[int, float] = {}
-        self._granted = 0
+        self._granted = self._told = 0
         self._waiting: tuple[str, float, asyncio.Future[None]] | None = None
         self._correct = self._seen = 0
         self._hungry = asyncio.Event()  # set once a round, so a feeder that waits looks again
@@ -225,7 +225,8 @@ class Session:
         self._books.round_over(batch.size)
         self.status.round = t + 1
         self._hungry.set()
-        if not self.links or 2 * (self._granted - self.status.round) <= self.assignment.spec.clock.window:
+        if self._told != self._granted and 2 * (self._granted - t - 1) <= self.assignment.spec.clock.window:
+            self._told = self._granted  # once per grant: time for the next one
             self.changed.set()
         if not self.links:
             await asyncio.sleep(0)  # nobody to wait for: let others have the loop

@@ -7,6 +7,7 @@ get `GRACE_S` more; a second signal ends the process at once.
 from __future__ import annotations
 
 import asyncio
+import gc
 import ipaddress
 import json
 import os
@@ -157,6 +158,7 @@ async def serve_until_stopped(
     Raises:
         SottovoceError: what a work failed with.
     """
+    gc.freeze()  # what imports made stays for good: no later collection need look at it again
     told = asyncio.ensure_future(until_told_to_stop(with_stdin=with_stdin))
     works = [asyncio.ensure_future(each) for each in work]
     try:

@@ -120,7 +120,7 @@ def test_the_realised_loss_is_a_log_likelihood_ratio() -> None:
 
     Means of 20,000 transcripts, six standard errors each: failure probability below 1e-8, fixed seeds.
     """
-    run = small_run(rounds=8, loss=LOGISTIC, algorithm={"sigma": 1.0})
+    run = small_run(rounds=8, loss=LOGISTIC, algorithm={"sigma": 2.0})
     data = made_up(run.spec, seed=3)
     own = data.learners[0]
     other = own.with_record(0, own.features[0], 1.0 - own.labels[0])

@@ -66,8 +66,8 @@ async def failing() -> AsyncIterator[tuple[Failing, str]]:
 
 async def failure(address: str) -> grpc.aio.AioRpcError:
     async with channel(address) as to:
+        call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = to.unary_unary("/any/Method")
         with pytest.raises(grpc.aio.AioRpcError) as raised:
-            call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = to.unary_unary("/any/Method")
             await call(b"", timeout=10)
     return raised.value
 

@@ -17,7 +17,7 @@ from sottovoce.run import build_run
 from sottovoce.simulator import simulate
 from sottovoce.spec import RunSpec
 from sottovoce.transcript import Transcript
-from sottovoce_client.operate import BY_OPERATOR, Outcome
+from sottovoce_client.operate import BY_OPERATOR, Interrupted, Outcome
 from sottovoce_eavesdropper import service as eavesdropper_service
 from sottovoce_eavesdropper.reading import Capture, open_capture
 from sottovoce_eavesdropper.relay import Relay
@@ -233,6 +233,19 @@ async def test_an_operator_stops_a_run(tmp_path: Path) -> None:
         capture = closed(outcome)
     assert (outcome.state, outcome.detail) == ("stopped", BY_OPERATOR)
     assert capture.transcript(SHAPES, 4).rounds >= 5
+
+
+async def test_an_operator_need_not_wait_for_learners_that_never_join(tmp_path: Path) -> None:
+    """And the coordinator is free for the next run."""
+    spec, stop = spec_of(), asyncio.Event()
+    async with network(tmp_path, NAMES[:3]) as up:
+        running = asyncio.ensure_future(up.run(spec, made_up(spec), stop))
+        await asyncio.sleep(0.1)
+        stop.set()
+        with pytest.raises(Interrupted, match="stopped before the run had begun"):
+            await running
+        await up.join(NAMES[3])
+        assert (await up.run(spec, made_up(spec))).state == "finished"
 
 
 @pytest.mark.parametrize("rounds", [1, 50])

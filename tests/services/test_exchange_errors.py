@@ -1,0 +1,503 @@
+"""Whoever errs is told so with a status, on its own call; the run goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import structlog.testing
+from google.rpc import error_details_pb2
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2
+from grpc_status import rpc_status
+
+from sottovoce.data import LearnerData, PlacedData
+from sottovoce.errors import SpecError, Unavailable
+from sottovoce.machine import Message
+from sottovoce.spec import RunSpec
+from sottovoce_client.feeder import batches, feed
+from sottovoce_coordinator.service import Coordinator, CoordinatorConfig
+from sottovoce_eavesdropper.service import Eavesdropper, EavesdropperConfig
+from sottovoce_learner.service import Learner, LearnerConfig
+from sottovoce_rpc.codec import encode_round, to_tensor
+from sottovoce_rpc.server import channel
+from sottovoce_wire.v1 import (
+    coordinator_pb2,
+    coordinator_pb2_grpc,
+    eavesdropper_pb2,
+    eavesdropper_pb2_grpc,
+    learner_pb2,
+    learner_pb2_grpc,
+)
+from tests.examples import made_up, small_spec
+from tests.services.network import Network, network, refused
+from tests.services.test_run import recorded
+
+Code = grpc.StatusCode
+
+ROUNDS = 12
+NAMES = [
+    "ann",
+    "ben",
+    "cleo",
+    "dan",
+]  # on a ring: cleo's neighbours are ben (1), who opens the stream to her, and dan (3)
+EXCHANGE = "/sottovoce_wire.v1.Learner/Exchange"
+
+
+def spec_of(**more: Any) -> RunSpec:
+    return small_spec(ROUNDS, NAMES, clock={"window": 5, "deadline_s": 20.0}, **more)
+
+
+@asynccontextmanager
+async def run_that_ends_well(folder: Path, spec: RunSpec) -> AsyncIterator[tuple[Network, str, PlacedData]]:
+    """A run that waits for cleo's records; afterwards she gets them, and it must end as it was simulated."""
+    data = made_up(spec)
+    noise, _, last = recorded(spec, data, folder / "noise.npz")
+    async with network(folder, NAMES, noise=noise) as up:
+        run_id = (await up.start(spec, 3)).run_id
+        await up.feed(run_id, spec, data, but=["cleo"])
+        await up.until("cleo", learner_pb2.LEARNER_STATE_RUNNING)
+        yield up, run_id, data
+
+        assert [(await up.status(name)).detail for name in NAMES] == [""] * 4
+        await feed(up.addresses["cleo"], run_id, data.learners[2])
+        end = await up.end(run_id)
+        assert (end.state, end.detail) == (coordinator_pb2.RUN_STATE_FINISHED, "")
+        sessions = [up.learners[name]._in_run() for name in NAMES]
+        decisions = [session.algorithm.decision(session._state) for session in sessions]
+        np.testing.assert_allclose(decisions, last, rtol=1e-12, atol=1e-12)
+
+
+def reason(failure: grpc.aio.AioRpcError) -> str:
+    """The class of ours that the status details name."""
+    status = rpc_status.from_call(failure)  # type: ignore[arg-type] # its stubs know the synchronous call alone
+    info = error_details_pb2.ErrorInfo()
+    assert status is not None and status.details[0].Unpack(info)
+    return str(info.reason)
+
+
+# ---- between learners ------------------------------------------------------------------------------------------------
+
+
+def introduction(run_id: str, learner: object = 1, next_round: object = 0) -> list[tuple[str, str]]:
+    return [
+        ("sottovoce-run", run_id),
+        ("sottovoce-learner", str(learner)),
+        ("sottovoce-next-round", str(next_round)),
+    ]
+
+
+async def exchange(address: str, metadata: list[tuple[str, str]], *payloads: bytes) -> grpc.aio.AioRpcError:
+    """Open a stream, say something, and wait for the status."""
+
+    async def said() -> AsyncIterator[bytes]:
+        for payload in payloads:
+            yield payload
+        await asyncio.Event().wait()
+
+    async with channel(address) as to:
+        method: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = to.stream_stream(EXCHANGE)
+        return await refused(method(said(), metadata=metadata, timeout=10))
+
+
+STRANGERS = [
+    ([], Code.PERMISSION_DENIED, "StrangerError", "this learner is in another run than None"),
+    (introduction("other"), Code.PERMISSION_DENIED, "StrangerError", "this learner is in another run than 'other'"),
+    (introduction("", 0), Code.PERMISSION_DENIED, "StrangerError", "learner 0 is not a neighbour"),
+    (introduction("", 99), Code.PERMISSION_DENIED, "StrangerError", "learner 99 is not a neighbour"),
+    (introduction("", -1), Code.PERMISSION_DENIED, "StrangerError", "learner -1 is not a neighbour"),
+    (introduction("", 3), Code.INVALID_ARGUMENT, "RemoteProtocolError", "the lower index opens the stream: learner 3"),
+    (introduction("", "ben"), Code.INVALID_ARGUMENT, "RemoteProtocolError", "an introduction needs the numbers"),
+    (introduction("", 1, "soon"), Code.INVALID_ARGUMENT, "RemoteProtocolError", "an introduction needs the numbers"),
+    (introduction("")[:2], Code.INVALID_ARGUMENT, "RemoteProtocolError", "an introduction needs the numbers"),
+]
+"""Introductions; an empty run id stands for the run's."""
+
+
+async def test_strangers_are_turned_away_and_nobody_is_harmed(tmp_path: Path) -> None:
+    async with run_that_ends_well(tmp_path, spec_of()) as (up, run_id, _):
+        for metadata, code, kind, text in STRANGERS:
+            facts = [(key, value or run_id) for key, value in metadata]
+            failure = await exchange(up.addresses["cleo"], facts)
+
+            assert (failure.code(), reason(failure)) == (code, kind), text
+            assert text in (failure.details() or "")
+
+
+def said(t: int, sender: int, values: Any) -> bytes:
+    return encode_round(t, sender, Message({"y": np.asarray(values, dtype=np.float64)}))
+
+
+WRONG = [
+    (b"\xff\xff\xff", "expected a RoundMessage, got 3 bytes that are none"),
+    (b"", "a RoundMessage must carry its round and its sender"),
+    (said(7, 1, np.zeros(3)), "learner 1 must say round "),
+    (said(2**63, 1, np.zeros(3)), "next, got round 9223372036854775808"),
+    (said(0, 3, np.zeros(3)), "learner 1 sent a message in the name of learner 3"),
+    (said(0, 1, np.zeros(4)), "field 'y' must have shape (3,), got (4,)"),
+    (said(0, 1, [0.0, np.nan, 0.0]), "field 'y' must be finite"),
+    (said(0, 1, [0.0, np.inf, 0.0]), "field 'y' must be finite"),
+    (said(0, 1, [0.0, 1e300, 0.0]), "field 'y' must be finite and within 1e+100"),
+    (encode_round(0, 1, Message({"z": np.zeros(3)})), "a message must have the fields ['y'], got ['z']"),
+]
+
+
+async def test_wrong_messages_end_their_stream_and_nobody_is_harmed(tmp_path: Path) -> None:
+    """Somebody who introduces itself as ben displaces his stream; ben opens another, and what was wrong has changed nothing."""
+    async with run_that_ends_well(tmp_path, spec_of()) as (up, run_id, _):
+        for payload, text in WRONG:
+            failure = await exchange(up.addresses["cleo"], introduction(run_id), payload)
+
+            assert (failure.code(), reason(failure)) == (Code.INVALID_ARGUMENT, "RemoteProtocolError"), text
+            assert text in (failure.details() or "")
+
+
+async def test_a_second_stream_in_the_same_name_ends_the_first(tmp_path: Path) -> None:
+    async with run_that_ends_well(tmp_path, spec_of()) as (up, run_id, _):
+        first = asyncio.ensure_future(exchange(up.addresses["cleo"], introduction(run_id)))
+        await asyncio.sleep(0.05)
+        second = asyncio.ensure_future(exchange(up.addresses["cleo"], introduction(run_id), b"\xff"))
+        failure = await first  # by ben's own stream, or by the second
+
+        assert (failure.code(), reason(failure)) == (Code.UNAVAILABLE, "Unavailable")
+        assert failure.details() == "another stream of learner 1 took the place of this one"
+        assert (await second).code() is Code.INVALID_ARGUMENT
+
+
+async def test_a_learner_without_a_run_says_so(tmp_path: Path) -> None:
+    async with network(tmp_path, ["ann"]) as up, channel(up.addresses["ann"]) as to:
+        stub = learner_pb2_grpc.LearnerStub(to)
+        failures = [
+            await exchange(up.addresses["ann"], introduction("r")),
+            await refused(stub.Ingest(several(learner_pb2.SampleBatch()))),
+            await refused(stub.Predict(several(learner_pb2.PredictRequest()))),
+        ]
+        idle = await up.status("ann")
+    for failure in failures:
+        assert (failure.code(), reason(failure)) == (Code.FAILED_PRECONDITION, "NotReady")
+        assert "not in a run" in (failure.details() or "")
+    assert (idle.learner, idle.state) == ("ann", learner_pb2.LEARNER_STATE_IDLE)
+
+
+# ---- from the owner --------------------------------------------------------------------------------------------------
+
+
+async def several(*messages: Any) -> AsyncIterator[Any]:
+    for message in messages:
+        yield message
+
+
+def wrong_batches(own: LearnerData) -> list[tuple[learner_pb2.SampleBatch, Code, str, str]]:
+    """Batches that cannot be taken in; the marker 987.5 must not be seen anywhere else."""
+
+    def batch(features: Any, labels: Any, **more: Any) -> learner_pb2.SampleBatch:
+        tensors = {"features": to_tensor(np.array(features, float)), "labels": to_tensor(np.array(labels, float))}
+        return learner_pb2.SampleBatch(source="s", **{"sequence": 0, **tensors, **more})
+
+    fine = np.full((1, 3), 987.5)
+    (whole,) = batches(own, "s")
+    short = learner_pb2.SampleBatch()
+    short.CopyFrom(whole)
+    short.counts[0] += 1
+    return [
+        (
+            batch(np.full((1, 4), 987.5), [1]),
+            Code.INVALID_ARGUMENT,
+            "DataError",
+            "a record must have 3 features, got 4",
+        ),
+        (batch([[987.5, np.nan, 0]], [1]), Code.INVALID_ARGUMENT, "DataError", "features must be finite numbers"),
+        (batch([[987.5, np.inf, 0]], [1]), Code.INVALID_ARGUMENT, "DataError", "features must be finite numbers"),
+        (
+            batch(fine, [7]),
+            Code.INVALID_ARGUMENT,
+            "DataError",
+            "labels of the logistic loss must be 0 or 1, got another",
+        ),
+        (batch(fine, [np.nan]), Code.INVALID_ARGUMENT, "DataError", "labels must be finite numbers"),
+        (batch(fine, [1, 1]), Code.INVALID_ARGUMENT, "DataError", "labels must have the shape (1,)"),
+        (batch(fine, [1], sequence=4), Code.FAILED_PRECONDITION, "NotReady", "must send batch 0 next, got batch 4"),
+        (batch(fine, [1], first_round=99), Code.INVALID_ARGUMENT, "DataError", "the run has rounds 0 to 11"),
+        (short, Code.INVALID_ARGUMENT, "DataError", "the counts of a batch must add up to its records, 12, got 13"),
+    ]
+
+
+async def test_wrong_records_are_refused_to_the_feeder_alone(tmp_path: Path) -> None:
+    """Codes and texts go to the owner; no status, no neighbour, no channel and no log gets a word of it."""
+    spec = spec_of(capture="relay")
+    with structlog.testing.capture_logs() as logs:
+        async with run_that_ends_well(tmp_path, spec) as (up, run_id, data):
+            before = len(logs)
+            async with channel(up.addresses["cleo"]) as to:
+                for batch, code, kind, text in wrong_batches(data.learners[2]):
+                    failure = await refused(learner_pb2_grpc.LearnerStub(to).Ingest(several(batch), timeout=10))
+
+                    assert (failure.code(), reason(failure)) == (code, kind), text
+                    assert text in (failure.details() or "")
+                    assert "987" not in str(failure)
+            status = await up.status("cleo")
+            async for view in up.watch(run_id):
+                assert (view.state, view.detail) == (coordinator_pb2.RUN_STATE_RUNNING, "")
+                assert [each.detail for each in view.learners] == [""] * 4
+                break
+
+            assert (status.data_rounds, status.round, status.detail) == (0, 0, "")
+            assert logs[before:] == []
+
+
+async def test_records_that_cannot_be_delivered_fail_the_run_and_only_their_owner_knows_why(tmp_path: Path) -> None:
+    spec = spec_of()
+    data = made_up(spec)
+    own = replace(data.learners[1], labels=np.full(ROUNDS, 7.0))
+    async with network(tmp_path, NAMES) as up:
+        outcome = await up.run(spec, data.with_learner(1, own))
+        known = [(await up.status(name)).detail for name in NAMES]
+        view = await up.end(outcome.run_id)
+
+    assert outcome.state == "failed"
+    assert outcome.detail.startswith("records could not be delivered: labels of the logistic loss must be 0 or 1")
+    assert view.detail == "a feeder could not deliver its records"
+    assert "label" not in " ".join([view.detail, *known, *(each.detail for each in view.learners)])
+
+
+async def test_predictions_need_an_opt_in(tmp_path: Path) -> None:
+    async with run_that_ends_well(tmp_path, spec_of()) as (up, _, _), channel(up.addresses["ann"]) as to:
+        request = learner_pb2.PredictRequest(features=to_tensor(np.zeros((2, 3))))
+        failure = await refused(learner_pb2_grpc.LearnerStub(to).Predict(several(request), timeout=10))
+
+        assert (failure.code(), reason(failure)) == (Code.FAILED_PRECONDITION, "NotReady")
+        assert "this run did not opt in (telemetry.predict)" in (failure.details() or "")
+
+
+@pytest.mark.parametrize("shape", [(2, 4), (3,), (1, 2, 3)], ids=str)
+async def test_predictions_need_rows_of_the_right_width(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    spec = spec_of(telemetry={"predict": True})
+    async with run_that_ends_well(tmp_path, spec) as (up, _, _), channel(up.addresses["ann"]) as to:
+        request = learner_pb2.PredictRequest(features=to_tensor(np.zeros(shape)))
+        failure = await refused(learner_pb2_grpc.LearnerStub(to).Predict(several(request), timeout=10))
+
+        assert (failure.code(), reason(failure)) == (Code.INVALID_ARGUMENT, "DataError")
+        assert f"features must be shaped (records, 3), got {shape}" in (failure.details() or "")
+
+
+async def test_the_accuracy_is_told_by_those_alone_who_opted_in(tmp_path: Path) -> None:
+    async with run_that_ends_well(tmp_path, spec_of()) as (up, _, _):
+        assert not (await up.status("ann")).HasField("prequential_accuracy")
+
+
+# ---- from operators --------------------------------------------------------------------------------------------------
+
+
+async def start(address: str, document: Any, n_features: int = 3) -> grpc.aio.AioRpcError:
+    text = document if isinstance(document, str) else json.dumps(document)
+    async with channel(address) as to:
+        request = coordinator_pb2.StartRunRequest(spec=text, n_features=n_features)
+        return await refused(coordinator_pb2_grpc.CoordinatorStub(to).StartRun(request, timeout=20))
+
+
+def document(**changes: Any) -> dict[str, Any]:
+    return {**spec_of().model_dump(mode="json"), **changes}
+
+
+EDGES = {"graph": {"kind": "edges", "edges": [[0, 1], [2, 3]]}}
+UNFIT = [
+    ("{", 3, "SpecError", "the run spec must be JSON: "),
+    ("[1]", 3, "SpecError", "a run spec must be a mapping of fields, got list"),
+    (document(colour="red"), 3, "SpecError", "unknown field colour"),
+    (document(algorithm={"name": "sgd"}), 3, "SpecError", "got 'sgd'"),
+    (document(topology=EDGES), 3, "CheckFailed", "the communication graph is not connected"),
+    (document(algorithm={"name": "ldp-dol", "sigma": 0}), 3, "CheckFailed", "sigma must be positive, got 0.0"),
+    (document(algorithm={"name": "ldp-dol", "sigma": [1.0]}), 3, "SpecError", "one number per learner (4), got 1"),
+    (document(), 0, "SpecError", "n_features must be at least 1, got 0"),
+]
+
+
+async def test_a_run_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    async with network(tmp_path, NAMES) as up:
+        for unfit, n_features, kind, text in UNFIT:
+            failure = await start(up.coordinator, unfit, n_features)
+            assert (failure.code(), reason(failure)) == (Code.INVALID_ARGUMENT, kind), text
+            assert text in (failure.details() or "")
+        outcome = await up.run(spec_of(), made_up(spec_of()))
+    assert outcome.state == "finished"
+
+
+async def test_learners_that_have_not_joined_are_named(tmp_path: Path) -> None:
+    async with network(tmp_path, ["ann", "cleo"]) as up:
+        failure = await start(up.coordinator, document(clock={"deadline_s": 0.3}))
+    assert (failure.code(), reason(failure)) == (Code.FAILED_PRECONDITION, "NotReady")
+    assert failure.details() == "2 of 4 learners have not joined: ben, dan"
+
+
+async def test_one_run_at_a_time(tmp_path: Path) -> None:
+    async with run_that_ends_well(tmp_path, spec_of()) as (up, run_id, _):
+        failure = await start(up.coordinator, document())
+        assert (failure.code(), reason(failure)) == (Code.FAILED_PRECONDITION, "NotReady")
+        assert failure.details() == f"run {run_id} is under way: stop it first"
+
+
+async def test_one_run_is_started_at_a_time(tmp_path: Path) -> None:
+    """Two operators at once: one waits for learners, the other is told."""
+    async with network(tmp_path, ["ann"]) as up:
+        first = asyncio.ensure_future(start(up.coordinator, document(clock={"deadline_s": 1.0})))
+        await asyncio.sleep(0.2)
+        second = await start(up.coordinator, document())
+        assert second.details() == "another run is being started"
+        assert "have not joined" in ((await first).details() or "")
+        assert "have not joined" in ((await start(up.coordinator, document(clock={"deadline_s": 0.1}))).details() or "")
+
+
+async def test_a_capture_needs_an_eavesdropper(tmp_path: Path) -> None:
+    async with network(tmp_path, NAMES) as up:
+        assert up.coordinating is not None
+        up.coordinating.config = CoordinatorConfig()
+        none = await start(up.coordinator, document(capture="relay"))
+        up.coordinating.config = CoordinatorConfig(eavesdropper="127.0.0.1:1")
+        away = await start(up.coordinator, document(capture="mirror"))
+        up.coordinating.config = CoordinatorConfig(eavesdropper=up.eavesdropper)
+        outcome = await up.run(spec_of(capture="mirror"), made_up(spec_of()))
+
+    assert (none.code(), reason(none)) == (Code.FAILED_PRECONDITION, "NotReady")
+    assert "capture: relay needs an eavesdropper" in (none.details() or "")
+    assert (away.code(), reason(away)) == (Code.UNAVAILABLE, "Unavailable")
+    assert "cannot reach the eavesdropper at 127.0.0.1:1" in (away.details() or "")
+    assert outcome.state == "finished"
+
+
+async def test_runs_that_are_not_there_are_not_watched_or_stopped(tmp_path: Path) -> None:
+    async with run_that_ends_well(tmp_path, spec_of()) as (up, run_id, _), channel(up.coordinator) as to:
+        stub = coordinator_pb2_grpc.CoordinatorStub(to)
+        for failure in (
+            await refused(stub.WatchRun(coordinator_pb2.WatchRunRequest(run_id="other"), timeout=10)),
+            await refused(stub.StopRun(coordinator_pb2.StopRunRequest(run_id="other"), timeout=10)),
+        ):
+            assert (failure.code(), reason(failure)) == (Code.FAILED_PRECONDITION, "NotReady")
+            assert failure.details() == f"no run 'other': the last one is {run_id!r}"
+
+
+async def test_reports_of_strangers_change_nothing(tmp_path: Path) -> None:
+    failed = {"state": learner_pb2.LEARNER_STATE_FAILED, "detail": "mischief"}
+    async with run_that_ends_well(tmp_path, spec_of()) as (up, run_id, _), channel(up.coordinator) as to:
+        for who, run in (("ann", "other"), ("zoe", run_id), ("", "")):
+            status = learner_pb2.LearnerStatus(learner=who, run_id=run, **failed)  # type: ignore[arg-type]
+            request = coordinator_pb2.ReportRequest(status=status)
+            await coordinator_pb2_grpc.CoordinatorStub(to).Report(request, timeout=10)
+
+
+async def test_captures_that_are_not_there_are_refused(tmp_path: Path) -> None:
+    async with network(tmp_path, []) as up, channel(up.eavesdropper) as to:
+        stub = eavesdropper_pb2_grpc.EavesdropperStub(to)
+        wire = eavesdropper_pb2
+        for failure in (
+            await refused(stub.CloseCapture(wire.CloseCaptureRequest(capture_id="c"), timeout=10)),
+            await refused(stub.StreamCapture(wire.StreamCaptureRequest(capture_id="c"), timeout=10)),
+            await refused(stub.Mirror(several(wire.MirrorRequest(run_id="r")), timeout=10)),
+        ):
+            assert (failure.code(), reason(failure)) == (Code.FAILED_PRECONDITION, "CaptureError")
+        failure = await refused(stub.OpenCapture(wire.OpenCaptureRequest(run_id="r", spec="{"), timeout=10))
+        listed = await stub.ListCaptures(wire.ListCapturesRequest(), timeout=10)
+
+    assert (failure.code(), reason(failure)) == (Code.INVALID_ARGUMENT, "SpecError")
+    assert "the run spec must be JSON" in (failure.details() or "")
+    assert list(listed.captures) == []
+
+
+async def test_a_capture_needs_a_folder_that_can_be_written(tmp_path: Path) -> None:
+    (tmp_path / "captures").write_text("a file, not a folder", encoding="utf-8")
+    async with network(tmp_path, NAMES) as up:
+        failure = await start(up.coordinator, document(capture="mirror"))
+    assert (failure.code(), reason(failure)) == (Code.FAILED_PRECONDITION, "CaptureError")
+    assert "cannot write to the folder" in (failure.details() or "")
+
+
+# ---- every service ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["Coordinator", "Learner", "Eavesdropper"])
+async def test_every_service_tells_its_health_and_what_it_offers(tmp_path: Path, kind: str) -> None:
+    async with network(tmp_path, ["ann"]) as up:
+        address = {
+            "Coordinator": up.coordinator,
+            "Learner": up.addresses["ann"],
+            "Eavesdropper": up.eavesdropper,
+        }[kind]
+        async with channel(address) as to:
+            check: Any = to.unary_unary(
+                "/grpc.health.v1.Health/Check",
+                request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+                response_deserializer=health_pb2.HealthCheckResponse.FromString,
+            )
+            for name in ("", f"sottovoce_wire.v1.{kind}"):
+                answer = await check(health_pb2.HealthCheckRequest(service=name), timeout=10)
+                assert answer.status == health_pb2.HealthCheckResponse.SERVING
+            unknown = health_pb2.HealthCheckRequest(service="sottovoce_wire.v1.Nobody")
+            assert (await refused(check(unknown, timeout=10))).code() is Code.NOT_FOUND
+
+            reflect: Any = to.stream_stream(
+                "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+                request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
+                response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+            )
+            ask = several(reflection_pb2.ServerReflectionRequest(list_services=""))
+            answers = [answer async for answer in reflect(ask, timeout=10)]
+    names = {service.name for service in answers[0].list_services_response.service}
+    assert names >= {f"sottovoce_wire.v1.{kind}", "grpc.health.v1.Health"}
+
+
+async def test_a_port_in_use_is_refused(tmp_path: Path) -> None:
+    async with network(tmp_path, ["ann"]) as up:
+        taken = up.coordinator
+        for service in (
+            Coordinator(CoordinatorConfig(listen=taken)),
+            Eavesdropper(EavesdropperConfig(listen=taken, folder=tmp_path)),
+            Learner(LearnerConfig("zoe", taken, listen=taken, state_folder=tmp_path)),
+        ):
+            with pytest.raises(Unavailable, match=f"cannot listen on {taken}: the port is in use"):
+                await service.start()
+
+
+async def test_a_coordinator_that_is_not_there_is_named(tmp_path: Path) -> None:
+    learner = Learner(LearnerConfig("ann", "127.0.0.1:1", state_folder=tmp_path, join_timeout_s=0.2))
+    with pytest.raises(Unavailable, match=r"cannot reach the coordinator at 127\.0\.0\.1:1 within 0\.2 s"):
+        await learner.follow(await learner.start())
+    await learner.stop()
+
+
+@pytest.mark.parametrize(
+    "where",
+    [{"listen": "0.0.0.0:0", "advertise": "hospital:7"}, {"advertise": "10.0.0.7:7"}, {"advertise": "127.evil:7"}],
+)
+def test_recorded_noise_is_for_loopback_alone(tmp_path: Path, where: dict[str, str]) -> None:
+    with pytest.raises(SpecError, match="recorded noise protects nobody"):
+        Learner(LearnerConfig("ann", "127.0.0.1:1", recorded_noise=tmp_path / "n.npz", **where))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        (np.zeros((ROUNDS, 2, 3)), "must cover learner [23], got 2"),
+        (np.zeros((5, 4, 3)), "must have field 'y' for round 5, and it does not"),
+        (np.zeros((ROUNDS, 4, 2)), r"must have shape \(3,\) in a round, got \(2,\)"),
+    ],
+    ids=["learners", "rounds", "numbers"],
+)
+async def test_recorded_noise_that_does_not_fit_fails_the_run_with_its_reason(
+    tmp_path: Path, values: Any, text: str
+) -> None:
+    np.savez(tmp_path / "n.npz", y=values)
+    spec = spec_of()
+    async with network(tmp_path, NAMES, noise=tmp_path / "n.npz") as up:
+        outcome = await up.run(spec, made_up(spec))
+    assert outcome.state == "failed"
+    assert "failed: " in outcome.detail
+    assert re.search(text, outcome.detail), outcome.detail
