@@ -265,7 +265,17 @@ def _serve(work: Callable[[], Coroutine[Any, Any, None]], log_level: str) -> Non
     from sottovoce_rpc.logs import configure_logs
 
     configure_logs(log_level)
-    asyncio.run(work())
+    with asyncio.Runner(loop_factory=_event_loop()) as runner:
+        runner.run(work())
+
+
+def _event_loop() -> Callable[[], asyncio.AbstractEventLoop]:
+    """The loop of uvloop where that is installed (extra `fast`), else Python's own."""
+    try:
+        from uvloop import new_event_loop
+    except ImportError:
+        return asyncio.new_event_loop
+    return new_event_loop
 
 
 # ---- specs -----------------------------------------------------------------------------------------------

@@ -36,8 +36,8 @@ class L2Ball:
     r: float
 
     def project(self, theta: FloatArray) -> FloatArray:
-        square = np.einsum("...i,...i->...", theta, theta)
-        if np.all(square <= self.r * self.r):
+        square: FloatArray = np.vecdot(theta, theta)
+        if (square <= self.r * self.r).all():
             return theta
         shrink: FloatArray = np.minimum(1.0, self.r / np.sqrt(np.maximum(square, np.finfo(float).tiny)))
         return theta * shrink[..., None]

@@ -88,7 +88,7 @@ class RecordHistory:
         features, labels = self.features.rows, _per_record(self.labels, theta)
         slopes = self.loss.slope(scores_of(theta, features), labels)
         if np.isfinite(self.loss.clip_norm):
-            norms = np.sqrt(np.einsum("...i,...i->...", features, features))
+            norms = np.sqrt(np.vecdot(features, features))
             norms = norms[..., None, :] if theta.ndim > norms.ndim else norms
             slopes = slopes * (self.loss.clip_norm / np.maximum(np.abs(slopes) * norms, self.loss.clip_norm))
         if self.present is None:
@@ -123,7 +123,8 @@ class QuadraticHistory:
         kept, count = batch.features, np.full(batch.labels.shape[:-1], float(batch.size))
         if batch.present is not None:
             kept, count = kept * batch.present[..., None], batch.present.sum(axis=-1)
-        S = np.matmul(kept.swapaxes(-1, -2), batch.features)
+        columns = kept.swapaxes(-1, -2)
+        S: FloatArray = columns * batch.features if batch.size == 1 else np.matmul(columns, batch.features)
         q = np.matmul(batch.labels[..., None, :], kept)[..., 0, :]
         if self.S is not None and self.q is not None and self.count is not None:
             S += self.S  # into the new array: old values stay as they are

@@ -76,7 +76,7 @@ def scores_of(theta: FloatArray, features: FloatArray) -> FloatArray:
 
 def scale_rows(features: FloatArray, bound: float) -> FloatArray:
     """Rows of l2 norm above `bound` scaled down to it, each by its own norm alone."""
-    norms = np.sqrt(np.einsum("...i,...i->...", features, features))
+    norms = np.sqrt(np.vecdot(features, features))
     factors: FloatArray = bound / np.maximum(norms, bound)
     return features * factors[..., None]
 
@@ -140,7 +140,9 @@ class Squared:
         return 2 * self.feature_bound**2
 
     def enforce(self, features: FloatArray, labels: FloatArray) -> tuple[FloatArray, FloatArray]:
-        return scale_rows(features, self.feature_bound), np.clip(labels, -self.label_bound, self.label_bound)
+        return scale_rows(features, self.feature_bound), np.minimum(
+            np.maximum(labels, -self.label_bound), self.label_bound
+        )
 
     def slope(self, scores: FloatArray, labels: FloatArray) -> FloatArray:
         return 2.0 * (scores - labels)

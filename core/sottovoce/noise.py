@@ -97,7 +97,7 @@ class SystemNoise:
         bits = coarse < leading
         tied = coarse == leading
         if tied.any():
-            level, sample = np.nonzero(tied)
+            level, sample = np.divmod(np.flatnonzero(tied), coarse.shape[1])
             bits[level, sample] = self._below(coarse[level, sample], chance[level])
         return bits.astype(np.float64)
 

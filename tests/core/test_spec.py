@@ -148,6 +148,7 @@ def test_a_spec_does_not_change() -> None:
         parse_spec(LEAST).rounds = 3  # type: ignore[misc] # that it cannot is the point
 
 
+budgets = st.floats(0.01, 9)
 specs = st.fixed_dictionaries(
     {"rounds": st.integers(1, 10**6), "algorithm": st.fixed_dictionaries({"name": st.just("ldp-dol")}, optional={
         "sigma": st.one_of(st.floats(0.01, 1e6), st.lists(st.floats(0.01, 9.0), min_size=1, max_size=4)),
@@ -171,7 +172,7 @@ specs = st.fixed_dictionaries(
         )}),
         "data": st.fixed_dictionaries({}, optional={"positive": st.just([1, "b"]), "partition": st.just("iid")}),
         "clock": st.one_of(st.just({"mode": "paced", "period_s": 0.5}), st.builds(lambda w: {"window": w}, st.integers(1, 9))),
-        "privacy": st.builds(lambda b: {"budget": b}, st.one_of(st.none(), st.floats(0, 9), st.lists(st.floats(0, 9)))),
+        "privacy": st.builds(lambda b: {"budget": b}, st.one_of(st.none(), budgets, st.lists(budgets, min_size=1))),
         "capture": st.sampled_from(["relay", "mirror", "none"]),
     },
 )  # fmt: skip

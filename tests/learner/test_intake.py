@@ -107,8 +107,13 @@ def test_sources_count_for_themselves() -> None:
     assert contents(held, 3) == [[1], [2], [3]]
 
 
-@given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), max_size=5), st.data())
-def test_a_feeder_that_reconnects_neither_loses_nor_doubles(plan: list[list[int]], data: st.DataObject) -> None:
+@given(
+    st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), max_size=5),
+    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=6),
+)
+def test_a_feeder_that_reconnects_neither_loses_nor_doubles(
+    plan: list[list[int]], breaks: list[tuple[int, int]]
+) -> None:
     """Batches of one source, each said again from any earlier one after a break: rounds come out as planned."""
     held, made, number = intake(rounds=20), [], 0
     for sequence, counts in enumerate(plan):
@@ -116,9 +121,8 @@ def test_a_feeder_that_reconnects_neither_loses_nor_doubles(plan: list[list[int]
         made.append(batch(sequence, np.column_stack([records, records]), counts=counts))
         number += sum(counts)
     sent = 0
-    while sent < len(made):
-        restart = data.draw(st.integers(0, sent))
-        sent = data.draw(st.integers(max(restart, sent), len(made)))
+    for back, ahead in [*breaks, (0, len(made))]:
+        restart, sent = max(0, sent - back), min(len(made), sent + ahead)
         for each in made[restart:sent]:
             held.put(each)
         assert held.next_sequence("s") == sent

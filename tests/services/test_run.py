@@ -21,11 +21,14 @@ from sottovoce_client.operate import BY_OPERATOR, Interrupted, Outcome
 from sottovoce_eavesdropper import service as eavesdropper_service
 from sottovoce_eavesdropper.reading import Capture, open_capture
 from sottovoce_eavesdropper.relay import Relay
+from sottovoce_learner import service as learner_service
 from sottovoce_learner.journal import Entry, Journal
+from sottovoce_learner.service import Learner
 from sottovoce_rpc.codec import decode_round
 from sottovoce_rpc.server import listen_on
 from sottovoce_wire.v1 import learner_pb2
 from tests.examples import made_up, small_spec
+from tests.learner.test_links import Stream
 from tests.services.network import network
 
 ROUNDS = 30
@@ -271,6 +274,33 @@ async def test_a_learner_that_is_told_to_end_finishes_the_message_on_its_way(tmp
     assert "waited 1 s for" in outcome.detail
     assert entries and entries[-1].round < 2_000 - 1
     assert all(entry.payload in payloads for entry in entries)
+
+
+async def test_a_learner_does_not_end_before_its_last_message_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A channel that takes its time: the learner waits for it (`FLUSH_S`, here for long)."""
+    monkeypatch.setattr(learner_service, "FLUSH_S", 60.0)
+    spec, slow = spec_of(), Stream(hold=True)
+    async with network(tmp_path, NAMES) as up:
+        await up.start(spec, 3)
+        await up.until("ben", learner_pb2.LEARNER_STATE_RUNNING)
+        await eventually_said(up.learners["ben"])
+        up.learners["ben"]._in_run().links[2].attach(slow, 0)
+        leaving = asyncio.ensure_future(up.leave("ben"))
+        done, _ = await asyncio.wait([leaving], timeout=1.5)
+        assert not done
+        slow.release()
+        await leaving
+    (frame,) = slow.written
+    assert decode_round(frame, SHAPES)[:2] == (0, 1)
+
+
+async def eventually_said(learner: Learner) -> None:
+    """Wait until a learner, which has no records yet, has said round 0."""
+    async with asyncio.timeout(20):
+        while learner._in_run().status.messages_sent == 0:  # noqa: ASYNC110 - the status is no event
+            await asyncio.sleep(0.01)
 
 
 # ---- channels that break ---------------------------------------------------------------------------------------------
