@@ -60,9 +60,16 @@ class Results:
 
     def ratio(self, name: str) -> float | None:
         """Median of the ratios of rounds/s to the floor of the same repetition."""
+        return _median(case.rounds_per_s / floor.rounds_per_s for case, floor in self._pairs(name))
+
+    def cpu_ratio(self, name: str) -> float | None:
+        """The same of the learners' CPU per message: steadier than rounds/s on a machine that others use, too."""
+        return _median(case.cpu_us["learner"] / floor.cpu_us["learner"] for case, floor in self._pairs(name))
+
+    def _pairs(self, name: str) -> list[tuple[Sample, Sample]]:
         floor = self.samples.get(self.floor_of.get(name, ""), [])
         pairs = zip(self.samples.get(name, []), floor, strict=False)
-        return _median(a.rounds_per_s / b.rounds_per_s for a, b in pairs if a is not None and b is not None)
+        return [(a, b) for a, b in pairs if a is not None and b is not None]
 
 
 def groups(rounds: int) -> tuple[Group, ...]:
@@ -182,16 +189,18 @@ def _spread(samples: Sequence[Sample]) -> str:
 
 def rates_table(results: Results, targets: dict[str, float | None]) -> Table:
     """Rounds/s, CPU and ratios, one case a line."""
-    table = Table(title="Rings, medians over the repetitions", title_justify="left", box=box.SIMPLE_HEAD)
+    table = Table(
+        title="Rings, medians over the repetitions", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
     table.add_column("case", no_wrap=True)
-    for head in ("rounds/s", "range", "ratio", "target", "learn", "relay", "coord"):
+    for head in ("rounds/s", "range", "ratio", "target", "learn", "x floor", "relay", "coord"):
         table.add_column(head, justify="right", no_wrap=True)
     for name in results.samples:
         if name != "startup":
             table.add_row(*_row(results, name, targets.get(name)))
     table.caption = (
         "ratio: of the floor's rounds/s in the same repetition. learn, relay, coord: CPU microseconds per message of all "
-        "learners, of the eavesdropper, of the coordinator"
+        "learners, of the eavesdropper, of the coordinator. x floor: learn, in the floor's"
     )
     table.caption_justify = "left"
     return table
@@ -203,8 +212,9 @@ def _row(results: Results, name: str, target: float | None) -> list[str]:
     if ratio is not None and target is not None:
         shown = f"[{'green' if ratio >= target else 'yellow'}]{shown}[/]"
     rate = _number(_median(s.rounds_per_s for s in samples), ".0f")
-    cpu = [_cpu(samples, role) for role in ("learner", "eavesdropper", "coordinator")]
-    return [name, rate, _spread(samples), shown, _number(target, ".2f"), *cpu]
+    learn, relay, coordinator = (_cpu(samples, role) for role in ("learner", "eavesdropper", "coordinator"))
+    more = _number(results.cpu_ratio(name), ".2f")
+    return [name, rate, _spread(samples), shown, _number(target, ".2f"), learn, more, relay, coordinator]
 
 
 def others(results: Results) -> list[str]:
@@ -230,6 +240,7 @@ def as_json(options: argparse.Namespace, results: Results) -> str:
         "cores": os.cpu_count(),
         "samples": kept,
         "ratio_to_floor": {name: results.ratio(name) for name in results.floor_of},
+        "cpu_ratio_to_floor": {name: results.cpu_ratio(name) for name in results.floor_of},
         "memory_mb": results.memory,
         "failures": results.failures,
     }

@@ -105,18 +105,24 @@ class Learner:
         async with channel(self.config.coordinator) as to:
             stub = coordinator_pb2_grpc.CoordinatorStub(to)
             await self._reachable(to)
-            self._spawn(self._report(stub), self._tasks)
-            while True:
-                try:
-                    request = coordinator_pb2.JoinRequest(learner=self.config.name, address=address)
-                    async for directive in stub.Join(request):
-                        await self._obey_or_tell(directive, stub)
-                except grpc.aio.AioRpcError as error:
-                    failure = as_error(error, f"the coordinator at {self.config.coordinator}")
-                    if not isinstance(failure, Unavailable):
-                        raise failure from None
-                    log.warning("coordinator away", reason=str(failure))
-                await asyncio.sleep(0.5)
+            reporting = asyncio.ensure_future(self._report(stub))
+            try:
+                while True:
+                    await self._follow_once(stub, address)
+                    await asyncio.sleep(0.5)
+            finally:
+                reporting.cancel()  # before its channel is closed
+
+    async def _follow_once(self, stub: coordinator_pb2_grpc.CoordinatorAsyncStub, address: str) -> None:
+        """Join, and obey until the stream of directives ends."""
+        try:
+            async for directive in stub.Join(coordinator_pb2.JoinRequest(learner=self.config.name, address=address)):
+                await self._obey_or_tell(directive, stub)
+        except grpc.aio.AioRpcError as error:
+            failure = as_error(error, f"the coordinator at {self.config.coordinator}")
+            if not isinstance(failure, Unavailable):
+                raise failure from None
+            log.warning("coordinator away", reason=str(failure))
 
     async def stop(self) -> None:
         """Finish the message on its way, then end."""

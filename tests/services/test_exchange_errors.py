@@ -247,12 +247,13 @@ async def test_wrong_records_are_refused_to_the_feeder_alone(tmp_path: Path) -> 
                     assert "987" not in str(failure)
             status = await up.status("cleo")
             async for view in up.watch(run_id):
-                assert (view.state, view.detail) == (coordinator_pb2.RUN_STATE_RUNNING, "")
+                assert view.state in (coordinator_pb2.RUN_STATE_CONNECTING, coordinator_pb2.RUN_STATE_RUNNING)
+                assert view.detail == ""
                 assert [each.detail for each in view.learners] == [""] * 4
                 break
 
             assert (status.data_rounds, status.round, status.detail) == (0, 0, "")
-            assert logs[before:] == []
+            assert {event["event"] for event in logs[before:]} <= {"state"}  # who is running, in which round
 
 
 async def test_records_that_cannot_be_delivered_fail_the_run_and_only_their_owner_knows_why(tmp_path: Path) -> None:
