@@ -34,7 +34,7 @@ START_TARGET_S = 5.0
 MEMORY_TAIL = 4_200
 """Rounds planned after the last look at memory: more than a learner takes in ahead, so that this share stays the same."""
 
-console = Console()
+console = Console() if sys.stdout.isatty() else Console(width=100)
 
 
 @dataclass(frozen=True, slots=True)

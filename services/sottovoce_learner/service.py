@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import grpc
 import structlog
 
-from sottovoce.errors import NotReady, SottovoceError, SpecError, Unavailable
+from sottovoce.errors import NotReady, RemoteProtocolError, SottovoceError, SpecError, Unavailable
 from sottovoce.machine import Noise
 from sottovoce.noise import RecordedNoise, SystemNoise
 from sottovoce.spec import parse_spec
@@ -186,9 +187,7 @@ class Learner:
         if self._of_run(told.run_id) is not None:  # said again after a reconnect
             return
         await self._end_run()
-        assignment = Assignment(
-            told.run_id, parse_spec(json.loads(told.spec)), told.n_features, told.index, tuple(told.own_weights)
-        )
+        assignment = _assignment(told)
         self.config.state_folder.mkdir(parents=True, exist_ok=True)
         self._mirror = Mirror(told.run_id, told.index, told.mirror_address) if told.mirror_address else None
         copy: Callable[[bytes, list[int]], None] | None = self._mirror.copy if self._mirror else None
@@ -310,6 +309,29 @@ class Learner:
             idle = learner_pb2.LearnerStatus(learner=self.config.name, state=learner_pb2.LEARNER_STATE_IDLE)
             return learner_pb2.StatusResponse(status=idle)
         return learner_pb2.StatusResponse(status=self._session.status)
+
+
+def _assignment(told: coordinator_pb2.Assignment) -> Assignment:
+    """What the coordinator said, checked: its run id becomes part of a file name.
+
+    Raises:
+        RemoteProtocolError: it contradicts itself.
+        SpecError: the run spec is not valid.
+    """
+    if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", told.run_id) is None:
+        raise RemoteProtocolError(
+            f"a run id must be letters, digits, dots, dashes and underscores, got {told.run_id!r}"
+        )
+    try:
+        spec = parse_spec(json.loads(told.spec))
+    except json.JSONDecodeError as error:
+        raise RemoteProtocolError(f"the run spec of an assignment must be JSON: {error}") from None
+    if not told.index < spec.n_learners == len(told.own_weights):
+        raise RemoteProtocolError(
+            f"an assignment needs an index below {spec.n_learners} and as many weights, "
+            f"got index {told.index} and {len(told.own_weights)} weights"
+        )
+    return Assignment(told.run_id, spec, told.n_features, told.index, tuple(told.own_weights))
 
 
 async def serve(configs: Sequence[LearnerConfig], *, with_stdin: bool = False) -> None:
