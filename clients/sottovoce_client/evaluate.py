@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 from collections.abc import Sequence
 from importlib.metadata import version
-from pathlib import Path
 
 import numpy as np
 
@@ -161,10 +160,3 @@ def _disagreement(predictions: Sequence[FloatArray | None]) -> float | None:
     if len(known) < 2:
         return None
     return max(float(np.mean(a != b)) for k, a in enumerate(known) for b in known[:k])
-
-
-def save_outcome(summary: RunSummary, folder: Path) -> Path:
-    """Write `summary.json`; returns its path."""
-    path = folder / "summary.json"
-    summary.save(path)
-    return path

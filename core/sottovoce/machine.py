@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -198,6 +198,3 @@ class Algorithm(Protocol[StateT]):
             replaced: `(rounds,)` how many of them differ between the worlds (default: one, the first).
         """
         ...
-
-
-AnyAlgorithm = Algorithm[Any]

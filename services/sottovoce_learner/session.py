@@ -16,7 +16,7 @@ import numpy as np
 import structlog
 
 from sottovoce.arrays import FloatArray
-from sottovoce.errors import BudgetExhausted, DataError, LocalProtocolError, SottovoceError, Unavailable
+from sottovoce.errors import BudgetExhausted, DataError, LocalProtocolError, NotReady, SottovoceError, Unavailable
 from sottovoce.machine import Batch, HeardFromNeighbours, Message, Noise, Who
 from sottovoce.run import build_algorithm
 from sottovoce.spec import RunSpec
@@ -62,6 +62,9 @@ class Session:
         journal_folder: where the journal stands.
         mirror: is given every frame that was sent and who heard it, where the run is mirrored.
         private: False when the noise is not the operating system's.
+
+    Raises:
+        NotReady: the journal says that this learner has spoken in this run before.
     """
 
     def __init__(
@@ -86,6 +89,7 @@ class Session:
             len(encode_round(0, index, _blank(self.shapes))),
             spec.durability,
         )
+        self._refuse_to_repeat()
         self.intake = Intake(assignment.n_features, spec.loss, spec.rounds)
         self.links: dict[int, Link] = {}
         self.inbox = Inbox(())
@@ -103,6 +107,15 @@ class Session:
             epsilon_budget=self._books.budget,
             noise_is_not_private=not private,
         )
+
+    def _refuse_to_repeat(self) -> None:
+        """A learner that died in this run has lost its state: beginning again would say its rounds with other noise."""
+        if said := self._journal.entries():
+            self._journal.close()
+            raise NotReady(
+                f"this learner has said round {said[-1].round} of this run and was restarted since: it cannot go on in the "
+                "run, and must not say any round again; start a new run"
+            )
 
     # ---- what the coordinator and the neighbours bring ----------------------------------------------------
 
