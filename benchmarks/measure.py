@@ -27,6 +27,9 @@ from sottovoce_client.local import LocalServices
 from sottovoce_rpc.server import channel
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc, learner_pb2, learner_pb2_grpc
 
+EVENT_ENGINE = "GRPC_EXPERIMENTS"
+"""The variable by which the services can be run without gRPC's event engine; the floor never is."""
+
 WINDOW, DEADLINE_S, CALL_S = 100, 20.0, 40.0
 OPEN = (learner_pb2.LEARNER_STATE_CONNECTING, learner_pb2.LEARNER_STATE_RUNNING, learner_pb2.LEARNER_STATE_IDLE)
 ROLES = ("learner", "eavesdropper", "coordinator")
@@ -111,7 +114,8 @@ async def run_floor(script: Path, floor: Floor) -> Sample:
     numbers["--warmup"] = max(floor.rounds // 10, 20)
     arguments = [floor.layout, *(str(part) for pair in numbers.items() for part in pair)]
     with tempfile.TemporaryDirectory() as folder:  # it leaves its own behind where it is cut off
-        said = await _output([sys.executable, str(script), *arguments], {**os.environ, "TMPDIR": folder})
+        environment = {key: value for key, value in os.environ.items() if key != EVENT_ENGINE} | {"TMPDIR": folder}
+        said = await _output([sys.executable, str(script), *arguments], environment)
     facts = json.loads(said)
     return Sample(facts["rounds_per_s"], {"learner": facts["cpu_us_per_msg"]}, facts["startup_s"], facts["startup_s"])
 

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from measure import Case, Floor, Sample, ring_of, run_floor, run_services
+from measure import EVENT_ENGINE, Case, Floor, Sample, ring_of, run_floor, run_services
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -259,6 +259,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=2000, help="measured rounds at d = 117 (default: 2000)")
     parser.add_argument("--memory-rounds", type=int, default=20_000, help="rounds of the memory case (default: 20000)")
     parser.add_argument("--quick", action="store_true", help="once, few rounds: does it run at all?")
+    parser.add_argument(
+        "--no-event-engine", action="store_true", help="services with GRPC_EXPERIMENTS as in deploy/README.md"
+    )
     parser.add_argument("--floor", type=Path, default=FLOOR, help="the yardstick, ring_floor.py (default: %(default)s)")
     parser.add_argument(
         "--folder", type=Path, help="where journals and captures are written (default: a temporary one)"
@@ -289,6 +292,8 @@ async def _until_told(work: Awaitable[None]) -> None:
 def main() -> int:
     """Measure, show, and say whether everything could be run."""
     options = parse()
+    if options.no_event_engine:
+        os.environ[EVENT_ENGINE] = "-event_engine_client,-event_engine_listener,-event_engine_dns"
     bench = Bench(options)
     try:
         asyncio.run(_until_told(bench.run()))

@@ -312,8 +312,6 @@ def version() -> None:
 
 def main() -> None:
     """Run the command; what goes wrong is said in a line and exits with code 2."""
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # before grpc is imported: its own lines are no use to a person
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before numpy is: our matrices are small, and cores are shared
     try:
         app()
     except SottovoceError as error:

@@ -106,40 +106,55 @@ def _per_record(log: _Log, theta: FloatArray) -> FloatArray:
     return column[..., None, :] if theta.ndim > column.ndim else column
 
 
+FOLD = 32
+"""Records that exact statistics keep as they are before adding them in: one update of a large matrix instead of many."""
+
+
 @dataclass(frozen=True, slots=True)
 class QuadraticHistory:
     """Exact statistics of the squared loss: `S = sum a a^T`, `q = sum a b`, `d = 2 (S theta - q) / count`.
 
-    `(..., dim, dim)` and `(..., dim)` numbers, constant time per round.
+    `(..., dim, dim)` and `(..., dim)` numbers, and fewer than `FOLD` records not yet in them: constant time per round.
     """
 
     S: FloatArray | None = None
     q: FloatArray | None = None
     count: FloatArray | None = None
+    recent: tuple[_Log, _Log] | None = None  # features, and labels as a column
 
     def observe(self, batch: Batch) -> QuadraticHistory:
         if batch.size == 0:
             return self
-        kept, count = batch.features, np.full(batch.labels.shape[:-1], float(batch.size))
-        if batch.present is not None:
-            kept, count = kept * batch.present[..., None], batch.present.sum(axis=-1)
-        columns = kept.swapaxes(-1, -2)
-        S: FloatArray = columns * batch.features if batch.size == 1 else np.matmul(columns, batch.features)
-        q = np.matmul(batch.labels[..., None, :], kept)[..., 0, :]
-        if self.S is not None and self.q is not None and self.count is not None:
+        features, labels = batch.features, batch.labels[..., None]
+        count = np.full(batch.labels.shape[:-1], float(batch.size)) if self.count is None else self.count + batch.size
+        if batch.present is not None:  # what is padding counts for nothing, and neither do zeros
+            present = batch.present[..., None]
+            features, labels = features * present, labels * present
+            count = count - batch.size + batch.present.sum(axis=-1)
+        logs = self.recent or (_Log.empty(features), _Log.empty(labels))
+        recent = (logs[0].append(features), logs[1].append(labels))
+        if recent[0].length < FOLD:
+            return QuadraticHistory(self.S, self.q, count, recent)
+        rows, column = recent[0].rows, recent[1].rows
+        S, q = np.matmul(rows.swapaxes(-1, -2), rows), np.matmul(column.swapaxes(-1, -2), rows)[..., 0, :]
+        if self.S is not None and self.q is not None:
             S += self.S  # into the new array: old values stay as they are
             q += self.q
-            count += self.count
         return QuadraticHistory(S, q, count)
 
     def gradient(self, theta: FloatArray) -> FloatArray:
-        if self.S is None or self.q is None or self.count is None:
+        if self.count is None:
             return np.zeros_like(theta)
-        stacked = theta.ndim > self.q.ndim
-        q = self.q[..., None, :] if stacked else self.q
+        stacked = theta.ndim > self.count.ndim + 1
+        total: FloatArray | float = 0.0
+        if self.S is not None and self.q is not None:
+            total = np.matmul(theta, self.S) - (self.q[..., None, :] if stacked else self.q)
+        if self.recent is not None:
+            features, labels = self.recent[0].rows, _per_record(self.recent[1], theta)
+            total = total + np.matmul(scores_of(theta, features) - labels, features)
         count = self.count[..., None, None] if stacked else self.count[..., None]
-        total: FloatArray = 2.0 * (np.matmul(theta, self.S) - q)
-        return total / np.maximum(count, 1.0)
+        gradient: FloatArray = total * (2.0 / np.maximum(count, 1.0))
+        return gradient
 
 
 def start_history(loss: Loss) -> History:

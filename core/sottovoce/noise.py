@@ -8,24 +8,24 @@ point can come from every state, and `log p(x) - log p(x')` is exactly `(|x'| - 
 from __future__ import annotations
 
 import math
-import os
+import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from sottovoce.arrays import FloatArray, Scalars
+from sottovoce.arrays import FloatArray, IntArray, Scalars
 from sottovoce.errors import SpecError
 from sottovoce.machine import Noise
 
 GRID_BITS = 40
 """Lattice points per Laplace scale, as a power of two: rounding moves a state by less than 2^-40 scales."""
 
-_LEVELS = 16
+_LEVELS = 18
 _POWERS = np.exp2(np.arange(_LEVELS))
-_SURE = 2**16 - 2**7
-"""A 16-bit coin below this accepts any low bits, for they are rejected with probability below 2^-9."""
+_SURE = 2**16 - 2**5
+"""A 16-bit coin below this accepts any low bits, for they are rejected with probability below 2^-11."""
 
 
 def grid(scale: Scalars) -> Scalars:
@@ -47,48 +47,50 @@ def on_grid(values: FloatArray, spacing: Scalars) -> FloatArray:
 
 
 class SystemNoise:
-    """Noise of a deployed learner: discrete Laplace from the operating system's entropy, nothing kept, no seed.
+    """Noise of a deployed learner: discrete Laplace from cryptographic random bytes; no number is kept, there is no seed.
+
+    The bytes are those of OpenSSL's generator, which the operating system seeds, again and again and after every fork; what
+    it gave out cannot be computed from what it holds. They cost a tenth of the operating system's own.
 
     The magnitude of a discrete Laplace number is geometric with ratio `q = exp(-grid/scale)`, and the binary digits of a
-    geometric number are independent. The low bits, whose value times `grid/scale` stays below 2^-9, are drawn together:
-    uniform, accepted with probability `q^low`. Each of the 16 bits above (value v) is set with probability
+    geometric number are independent. The low bits, whose value times `grid/scale` stays below 2^-11, are drawn together:
+    uniform, accepted with probability `q^low`. Each of the 18 bits above (value v) is set with probability
     `1 / (1 + q^-v)`; the next one would be with probability below e^-64, and is not drawn. What is rejected is drawn again,
     and so is minus zero, else zero counted twice. Every comparison of a random number with a probability is decided by 16
     bits, and by 48 more where those tie.
     """
 
-    def __init__(self, entropy: Callable[[int], bytes] = os.urandom) -> None:
+    def __init__(self, entropy: Callable[[int], bytes] = ssl.RAND_bytes) -> None:
         self._entropy = entropy
 
     def laplace(self, name: str, t: int, scale: Scalars, grid: Scalars, shape: tuple[int, ...]) -> FloatArray:
         if not (isinstance(scale, float) and isinstance(grid, float)):
             raise TypeError("a deployed learner draws for itself alone: scale must be one number")
         rate = grid / scale
-        drawn, accepted = self._attempt(math.prod(shape), rate)
-        while not accepted.all():
-            again = np.flatnonzero(~accepted)
-            drawn[again], accepted[again] = self._attempt(again.size, rate)
+        drawn, rejected = self._attempt(math.prod(shape), rate)
+        while rejected.size:
+            drawn[rejected], still = self._attempt(rejected.size, rate)
+            rejected = rejected[still]
         drawn *= grid
         return drawn.reshape(shape)
 
-    def _attempt(self, count: int, rate: float) -> tuple[FloatArray, npt.NDArray[np.bool_]]:
-        """Signed whole numbers, and which of them count."""
-        low_bits = max(0, -9 - math.frexp(rate)[1])
+    def _attempt(self, count: int, rate: float) -> tuple[FloatArray, IntArray]:
+        """Signed whole numbers, and the places of those that do not count."""
+        low_bits = max(0, -11 - math.frexp(rate)[1])
         if low_bits > 32:
-            raise ValueError(f"scale must be at most 2^41 times grid, got {1 / rate:g} times")
-        entropy = self._entropy((7 + 2 * _LEVELS) * count)
-        low = np.frombuffer(entropy, np.uint32, count) >> np.uint32(32 - low_bits) if low_bits else np.zeros(count)
-        coin = np.frombuffer(entropy, np.uint16, count, 4 * count)
-        coarse = np.frombuffer(entropy, np.uint16, _LEVELS * count, 6 * count).reshape(_LEVELS, count)
-        negative = np.frombuffer(entropy, np.int8, count, (6 + 2 * _LEVELS) * count) < 0
-        magnitude = math.ldexp(1.0, low_bits) * (_POWERS @ self._high_bits(coarse, math.ldexp(rate, low_bits)))
+            raise ValueError(f"scale must be at most 2^43 times grid, got {1 / rate:g} times")
+        words = np.frombuffer(self._entropy((8 + 2 * _LEVELS) * count), np.uint16)
+        coin, sign = words[:count], words[count : 2 * count].view(np.int16)
+        low = words[2 * count : 4 * count].view(np.uint32) >> np.uint32(32 - low_bits) if low_bits else np.zeros(count)
+        bits = self._high_bits(words[4 * count :].reshape(_LEVELS, count), math.ldexp(rate, low_bits))
+        magnitude = (math.ldexp(1.0, low_bits) * _POWERS) @ bits
         magnitude += low
-        accepted = coin < _SURE
-        if not accepted.all():
-            doubtful = np.flatnonzero(~accepted)
-            accepted[doubtful] = self._below(coin[doubtful], np.exp(-rate * low[doubtful]))
-        accepted &= (magnitude > 0) | ~negative
-        return np.negative(magnitude, out=magnitude, where=negative), accepted
+        rejected = np.flatnonzero(coin >= _SURE)
+        if rejected.size:  # not yet: they are looked at more closely
+            rejected = rejected[~self._below(coin[rejected], np.exp(-rate * low[rejected]))]
+        if np.count_nonzero(magnitude) < count:
+            rejected = np.union1d(rejected, np.flatnonzero((magnitude == 0) & (sign < 0)))
+        return np.copysign(magnitude, sign), rejected
 
     def _high_bits(self, coarse: npt.NDArray[np.uint16], rate: float) -> FloatArray:
         """`(levels, count)` independent zeros and ones; the lowest level's value times `grid/scale` is `rate`."""
@@ -96,7 +98,7 @@ class SystemNoise:
         leading = (chance * 2.0**16).astype(np.uint16)[:, None]
         bits = coarse < leading
         tied = coarse == leading
-        if tied.any():
+        if np.count_nonzero(tied):
             level, sample = np.divmod(np.flatnonzero(tied), coarse.shape[1])
             bits[level, sample] = self._below(coarse[level, sample], chance[level])
         return bits.astype(np.float64)

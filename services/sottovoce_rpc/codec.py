@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -15,14 +18,23 @@ from sottovoce_wire.v1 import learner_pb2, tensor_pb2
 
 _LITTLE = np.dtype("<f8")
 
+Shapes = tuple[tuple[str, tuple[int, ...]], ...]
+
 LARGEST = 1e100
 """Of a number in a message: what is larger is no parameter, and its sums would overflow."""
 
 
 def to_tensor(values: FloatArray) -> tensor_pb2.Tensor:
     """An array as a wire tensor: shape and raw little-endian float64."""
-    data = np.ascontiguousarray(values, dtype=_LITTLE).tobytes()
-    return tensor_pb2.Tensor(shape=values.shape, dtype=tensor_pb2.DATA_TYPE_FLOAT64, data=data)
+    return _tensor(values.shape, _raw(values))
+
+
+def _raw(values: FloatArray) -> bytes:
+    return np.ascontiguousarray(values, dtype=_LITTLE).tobytes()
+
+
+def _tensor(shape: tuple[int, ...], data: bytes) -> tensor_pb2.Tensor:
+    return tensor_pb2.Tensor(shape=shape, dtype=tensor_pb2.DATA_TYPE_FLOAT64, data=data)
 
 
 def from_tensor(tensor: tensor_pb2.Tensor) -> FloatArray:
@@ -46,10 +58,77 @@ def from_tensor(tensor: tensor_pb2.Tensor) -> FloatArray:
         ) from None
 
 
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Where everything stands in a message of given fields: only round, sender and the fields' numbers ever change.
+
+    Attributes:
+        blank: the message of round 0 and learner 0, all numbers zero.
+        numbers: where the numbers of each field begin and end.
+        fixed: where the bytes begin and end that are the same in every message.
+    """
+
+    blank: bytes
+    numbers: tuple[tuple[str, tuple[int, ...], int, int], ...]
+    fixed: tuple[tuple[int, int], ...]
+
+    def fill(self, t: int, sender: int, message: Message) -> bytes:
+        """The bytes of a message of this layout."""
+        frame = bytearray(self.blank)
+        _ROUND.pack_into(frame, _ROUND_AT, t)
+        _SENDER.pack_into(frame, _SENDER_AT, sender)
+        for name, _, begin, end in self.numbers:
+            frame[begin:end] = _raw(message[name])
+        return bytes(frame)
+
+    def read(self, payload: bytes) -> tuple[int, int, Message] | None:
+        """Round, sender and message of bytes of this layout with numbers well within `LARGEST`; None for all others."""
+        if len(payload) != len(self.blank):
+            return None
+        for begin, end in self.fixed:
+            if payload[begin:end] != self.blank[begin:end]:
+                return None
+        fields = {}
+        for name, shape, begin, end in self.numbers:
+            values = np.frombuffer(payload, _LITTLE, (end - begin) // 8, begin)
+            if not values.dot(values) <= LARGEST:  # false for NaN, too
+                return None
+            fields[name] = values if len(shape) == 1 else values.reshape(shape)
+        return _ROUND.unpack_from(payload, _ROUND_AT)[0], _SENDER.unpack_from(payload, _SENDER_AT)[0], Message(fields)
+
+
+_ROUND, _SENDER = struct.Struct("<Q"), struct.Struct("<I")
+_ROUND_AT, _SENDER_AT = 1, 10  # each stands behind its tag, a byte
+
+
+@lru_cache(maxsize=64)
+def _layout(shapes: Shapes) -> _Layout:
+    """Found by comparing two messages of which one has zeros where the other has ones, bit by bit."""
+    zeros, ones = (
+        learner_pb2.RoundMessage(
+            round=bit * (2**64 - 1),
+            sender=bit * (2**32 - 1),
+            fields=[
+                learner_pb2.Field(name=name, value=_tensor(shape, bytes([255 * bit]) * 8 * math.prod(shape)))
+                for name, shape in shapes
+            ],
+        ).SerializeToString()
+        for bit in (0, 1)
+    )
+    numbers, fixed, at = [], [], _SENDER_AT + _SENDER.size
+    fixed += [(0, _ROUND_AT), (_ROUND_AT + _ROUND.size, _SENDER_AT)]
+    for name, shape in shapes:
+        size = 8 * math.prod(shape)
+        begin = next((k for k in range(at, len(zeros)) if zeros[k] != ones[k]), len(zeros)) if size else at
+        numbers.append((name, shape, begin, begin + size))
+        fixed.append((at, begin))
+        at = begin + size
+    return _Layout(zeros, tuple(numbers), (*fixed, (at, len(zeros))))
+
+
 def encode_round(t: int, sender: int, message: Message) -> bytes:
     """A round's message as the bytes that every neighbour gets: encoded once, of the same length in every round."""
-    fields = [learner_pb2.Field(name=name, value=to_tensor(value)) for name, value in message.fields.items()]
-    return learner_pb2.RoundMessage(round=t, sender=sender, fields=fields).SerializeToString()
+    return _layout(tuple([(name, value.shape) for name, value in message.fields.items()])).fill(t, sender, message)
 
 
 def decode_round(payload: bytes, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int, Message]:
@@ -62,6 +141,11 @@ def decode_round(payload: bytes, shapes: Mapping[str, tuple[int, ...]]) -> tuple
     Raises:
         RemoteProtocolError: not a round message, or other fields, shapes, or a NaN or infinity.
     """
+    return _layout(tuple(shapes.items())).read(payload) or _parse_round(payload, shapes)
+
+
+def _parse_round(payload: bytes, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int, Message]:
+    """The same for bytes in any order that protobuf allows, and to say what is wrong with them."""
     try:
         said = learner_pb2.RoundMessage.FromString(payload)
     except DecodeError:

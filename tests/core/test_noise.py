@@ -131,7 +131,7 @@ def test_system_noise_is_for_one_learner() -> None:
 
 
 def test_system_noise_refuses_a_lattice_that_it_is_too_fine_for() -> None:
-    with pytest.raises(ValueError, match=r"scale must be at most 2\^41 times grid, got 1.1259e\+15 times"):
+    with pytest.raises(ValueError, match=r"scale must be at most 2\^43 times grid, got 1.1259e\+15 times"):
         SystemNoise(Entropy(0)).laplace("y", 0, 1.0, 2.0**-50, (1,))
 
 
