@@ -7,6 +7,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+from sottovoce.setting import spread
 from sottovoce.spec import dump_spec
 from sottovoce_client.console import print_summary, run_console
 from sottovoce_client.evaluate import summarise
@@ -31,7 +32,7 @@ def conduct(prepared: Prepared, folder: Path, start: Start) -> int:
     (folder / "spec.yaml").write_text(dump_spec(spec), encoding="utf-8")
     per_message = 0 if spec.capture == "none" else 1
     budget = spec.privacy.budget
-    budgets = () if budget is None else spec.per_learner(budget, "privacy.budget")
+    budgets = () if budget is None else spread(budget, spec.n_learners, "privacy.budget")
     with run_console(spec.name, spec.rounds, spec.names, budgets=budgets) as console:
 
         def watch(progress: Progress, state: str) -> None:

@@ -90,8 +90,8 @@ def _overheard(run: Run, outcome: Outcome) -> tuple[Transcript | None, CaptureSu
         bytes=int(sum(table["size"].to_pylist())),
         messages_of=run.spec.names[0],
         heard=heard,
-        first_scale=run.algorithm.laplace_scale(0, 0),
-        last_scale=run.algorithm.laplace_scale(0, transcript.rounds - 1),
+        first_scale=run.algorithm.noise_scale(0, 0),
+        last_scale=run.algorithm.noise_scale(0, transcript.rounds - 1),
     )
 
 

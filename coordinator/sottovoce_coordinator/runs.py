@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from sottovoce.run import Run
+from sottovoce.topology import explicit
 from sottovoce_coordinator.clock import RoundClock
 from sottovoce_wire.v1 import coordinator_pb2, eavesdropper_pb2, learner_pb2
 
@@ -67,14 +68,14 @@ class RunBook:
 
     def assignment(self, index: int, mirror_address: str = "") -> coordinator_pb2.Directive:
         """The preparation of one learner."""
-        topology = self.run.topology
+        spec = self.run.spec
+        told = spec.model_copy(update={"topology": explicit(spec.topology, spec.n_learners)})
         return coordinator_pb2.Directive(
             assignment=coordinator_pb2.Assignment(
                 run_id=self.run_id,
-                spec=json.dumps(self.run.spec.model_dump(mode="json")),
+                spec=json.dumps(told.model_dump(mode="json")),
                 n_features=self.n_features,
                 index=index,
-                own_weights=[topology.own_weight(i) for i in range(topology.n_learners)],
                 mirror_address=mirror_address,
             )
         )
@@ -86,7 +87,7 @@ class RunBook:
             coordinator_pb2.Neighbour(
                 index=j, name=names[j], address=relays.get((index, j), self.addresses[j]), weight=weight
             )
-            for j, weight in self.run.topology.neighbours(index).items()
+            for j, weight in self.run.topology.at(0).heard_by(index).items()
         ]
         return coordinator_pb2.Directive(epoch=coordinator_pb2.TopologyEpoch(run_id=self.run_id, neighbours=neighbours))
 

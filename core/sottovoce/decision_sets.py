@@ -20,6 +20,12 @@ class DecisionSet(Protocol):
         """Nearest point of the set to each vector of `theta (..., dim)`; `theta` itself where it lies inside."""
         ...
 
+    def minimise(self, direction: FloatArray) -> FloatArray:
+        """The linear minimisation oracle: a point v of the set with the smallest `<direction, v>`, for each vector of
+        `direction (..., dim)`; for a zero direction, a fixed point of the set (the origin where it has one).
+        """
+        ...
+
     def radius(self, dim: int) -> float:
         """Largest l2 norm in the set."""
         ...
@@ -42,6 +48,11 @@ class L2Ball:
         shrink: FloatArray = np.minimum(1.0, self.r / np.sqrt(np.maximum(square, np.finfo(float).tiny)))
         return theta * shrink[..., None]
 
+    def minimise(self, direction: FloatArray) -> FloatArray:
+        norms = np.sqrt(np.vecdot(direction, direction))[..., None]
+        point: FloatArray = -self.r * direction / np.where(norms > 0, norms, 1.0)
+        return point
+
     def radius(self, dim: int) -> float:
         return self.r
 
@@ -58,6 +69,10 @@ class Box:
 
     def project(self, theta: FloatArray) -> FloatArray:
         return np.clip(theta, self.low, self.high)
+
+    def minimise(self, direction: FloatArray) -> FloatArray:
+        origin = min(max(0.0, self.low), self.high)
+        return np.where(direction > 0, self.low, np.where(direction < 0, self.high, origin))
 
     def radius(self, dim: int) -> float:
         return math.sqrt(dim) * max(abs(self.low), abs(self.high))

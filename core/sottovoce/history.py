@@ -12,7 +12,7 @@ from typing import Protocol, Self
 import numpy as np
 
 from sottovoce.arrays import FloatArray
-from sottovoce.losses import Loss, Squared, scores_of
+from sottovoce.losses import Loss, Squared, beside, mean_gradient, scores_of
 from sottovoce.machine import Batch
 
 
@@ -85,25 +85,8 @@ class RecordHistory:
     def gradient(self, theta: FloatArray) -> FloatArray:
         if self.features is None or self.labels is None:
             return np.zeros_like(theta)
-        features, labels = self.features.rows, _per_record(self.labels, theta)
-        slopes = self.loss.slope(scores_of(theta, features), labels)
-        if np.isfinite(self.loss.clip_norm):
-            norms = np.sqrt(np.vecdot(features, features))
-            norms = norms[..., None, :] if theta.ndim > norms.ndim else norms
-            slopes = slopes * (self.loss.clip_norm / np.maximum(np.abs(slopes) * norms, self.loss.clip_norm))
-        if self.present is None:
-            count: FloatArray | float = float(self.features.length)
-        else:
-            present = _per_record(self.present, theta)
-            slopes, count = slopes * present, np.maximum(present.sum(axis=-1, keepdims=True), 1.0)
-        total: FloatArray = np.matmul(slopes, features)
-        return total / count
-
-
-def _per_record(log: _Log, theta: FloatArray) -> FloatArray:
-    """A column `(learners, records, 1)` as `(learners, 1, records)` to stand beside scores `(learners, replicas, records)`."""
-    column = log.rows[..., 0]
-    return column[..., None, :] if theta.ndim > column.ndim else column
+        present = None if self.present is None else self.present.rows[..., 0]
+        return mean_gradient(self.loss, theta, Batch(self.features.rows, self.labels.rows[..., 0], present))
 
 
 FOLD = 32
@@ -150,7 +133,7 @@ class QuadraticHistory:
         if self.S is not None and self.q is not None:
             total = np.matmul(theta, self.S) - (self.q[..., None, :] if stacked else self.q)
         if self.recent is not None:
-            features, labels = self.recent[0].rows, _per_record(self.recent[1], theta)
+            features, labels = self.recent[0].rows, beside(self.recent[1].rows[..., 0], theta)
             total = total + np.matmul(scores_of(theta, features) - labels, features)
         count = self.count[..., None, None] if stacked else self.count[..., None]
         gradient: FloatArray = total * (2.0 / np.maximum(count, 1.0))

@@ -93,6 +93,11 @@ class Heard(Protocol):
         """`|w_ii|`, the sum of the weights of the neighbours that were heard."""
         ...
 
+    @property
+    def own_weight(self) -> Scalars:
+        """Weight of the learner's own value in a mix with what it heard: `1 - total_weight` where rows sum to one."""
+        ...
+
     def weighted_sum(self, name: str) -> FloatArray:
         """`sum_j w_ij y_j` over the neighbours j, for the field `name`."""
         ...
@@ -104,6 +109,7 @@ class HeardFromNeighbours:
 
     weights: Mapping[int, float]
     messages: Mapping[int, Message]
+    own_weight: float
     total_weight: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -119,19 +125,24 @@ class HeardFromNeighbours:
 
 @dataclass(frozen=True, slots=True)
 class HeardByAll:
-    """`Heard` of all learners at once: messages `(learners, replicas, dim)`, off-diagonal weights `(learners, learners)`."""
+    """`Heard` of all learners at once: messages `(learners, replicas, dim)`, weights as in `topology.Mixing`."""
 
-    weights: FloatArray
+    neighbours: FloatArray
+    own: FloatArray
     message: Message
 
     @property
     def total_weight(self) -> FloatArray:
-        total: FloatArray = self.weights.sum(axis=1)
+        total: FloatArray = self.neighbours.sum(axis=1)
         return total.reshape(-1, 1, 1)
+
+    @property
+    def own_weight(self) -> FloatArray:
+        return self.own.reshape(-1, 1, 1)
 
     def weighted_sum(self, name: str) -> FloatArray:
         said = self.message[name]
-        mixed: FloatArray = self.weights @ said.reshape(len(said), -1)
+        mixed: FloatArray = self.neighbours @ said.reshape(len(said), -1)
         return mixed.reshape(said.shape)
 
 
@@ -150,13 +161,30 @@ class Noise(Protocol):
         """
         ...
 
+    def spherical(self, name: str, t: int, rate: Scalars, shape: tuple[int, ...]) -> FloatArray:
+        """Independent vectors along the last axis with density proportional to `exp(-rate ||e||_2)`, not on a lattice.
+
+        Args:
+            name: field of the message that the noise is for.
+            t: round.
+            rate: zeta; the norm of a vector is `dim / rate` on average.
+            shape: shape of the result.
+        """
+        ...
+
 
 class Algorithm(Protocol[StateT]):
     """A decentralised online learning algorithm, pure: no network, clock, file or global random state."""
 
-    name: str
-    dim: int
-    """Number of parameters, the last axis of `decision`."""
+    @property
+    def name(self) -> str:
+        """As in a spec."""
+        ...
+
+    @property
+    def dim(self) -> int:
+        """Number of parameters, the last axis of `decision`."""
+        ...
 
     def field_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Shape of every field of a message without leading axes: what a receiver insists on."""
@@ -181,8 +209,12 @@ class Algorithm(Protocol[StateT]):
     def overheard(self, state: StateT, message: Message) -> tuple[StateT, FloatArray]:
         """Replay: the state after having said exactly `message`, and the log density of saying it, `(...)`.
 
-        `listen` follows, as after `speak`.
+        `listen` follows, as after `speak`. A message that could not have been said has log density `-inf`.
         """
+        ...
+
+    def noise_scale(self, learner: int, t: int) -> float:
+        """Scale of the noise in a learner's message of round t: Laplace scale of a coordinate, or `1/rate`; 0: none."""
         ...
 
     def accountant(self, learner: int) -> Accountant:

@@ -74,6 +74,17 @@ class SystemNoise:
         drawn *= grid
         return drawn.reshape(shape)
 
+    def spherical(self, name: str, t: int, rate: Scalars, shape: tuple[int, ...]) -> FloatArray:
+        """In float64, with what that leaks in the low bits: a sum of exponentials in the direction of a normal vector."""
+        count, pairs = math.prod(shape), -(-math.prod(shape) // 2)
+        uniform = np.frombuffer(self._entropy(8 * (count + 2 * pairs)), np.uint64) >> np.uint64(11)
+        uniform = (uniform + 0.5) * 2.0**-53
+        radius = -np.log(uniform[:count]).reshape(shape).sum(axis=-1, keepdims=True) / rate
+        length, angle = np.sqrt(-2.0 * np.log(uniform[count : count + pairs])), 2.0 * np.pi * uniform[count + pairs :]
+        normal = np.concatenate([length * np.cos(angle), length * np.sin(angle)])[:count].reshape(shape)
+        normal *= radius / np.linalg.norm(normal, axis=-1, keepdims=True)
+        return normal
+
     def _attempt(self, count: int, rate: float) -> tuple[FloatArray, IntArray]:
         """Signed whole numbers, and the places of those that do not count."""
         low_bits = max(0, -11 - math.frexp(rate)[1])
@@ -126,11 +137,20 @@ class SeededNoise:
         drawn *= scale
         return on_grid(drawn, grid)
 
+    def spherical(self, name: str, t: int, rate: Scalars, shape: tuple[int, ...]) -> FloatArray:
+        direction = self._generator.standard_normal(shape)
+        radius = self._generator.standard_gamma(shape[-1], (*shape[:-1], 1)) / rate
+        drawn: FloatArray = direction * (radius / np.linalg.norm(direction, axis=-1, keepdims=True))
+        return drawn
+
 
 class NoNoise:
     """Silence: every number is zero."""
 
     def laplace(self, name: str, t: int, scale: Scalars, grid: Scalars, shape: tuple[int, ...]) -> FloatArray:
+        return np.zeros(shape)
+
+    def spherical(self, name: str, t: int, rate: Scalars, shape: tuple[int, ...]) -> FloatArray:
         return np.zeros(shape)
 
 
@@ -144,6 +164,12 @@ class RecordedNoise:
     fields: Mapping[str, FloatArray]
 
     def laplace(self, name: str, t: int, scale: Scalars, grid: Scalars, shape: tuple[int, ...]) -> FloatArray:
+        return self._drawn(name, t, shape)
+
+    def spherical(self, name: str, t: int, rate: Scalars, shape: tuple[int, ...]) -> FloatArray:
+        return self._drawn(name, t, shape)
+
+    def _drawn(self, name: str, t: int, shape: tuple[int, ...]) -> FloatArray:
         if name not in self.fields or t >= len(self.fields[name]):
             raise SpecError(f"the recorded noise must have field {name!r} for round {t}, and it does not")
         try:
@@ -162,6 +188,11 @@ class Recorder:
     drawn: dict[str, list[FloatArray]] = field(default_factory=dict)
 
     def laplace(self, name: str, t: int, scale: Scalars, grid: Scalars, shape: tuple[int, ...]) -> FloatArray:
-        drawn = self.source.laplace(name, t, scale, grid, shape)
+        return self._kept(name, self.source.laplace(name, t, scale, grid, shape))
+
+    def spherical(self, name: str, t: int, rate: Scalars, shape: tuple[int, ...]) -> FloatArray:
+        return self._kept(name, self.source.spherical(name, t, rate, shape))
+
+    def _kept(self, name: str, drawn: FloatArray) -> FloatArray:
         self.drawn.setdefault(name, []).append(drawn)
         return drawn

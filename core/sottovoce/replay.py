@@ -56,7 +56,7 @@ def replay(run: Run, transcript: Transcript, learner: int, worlds: Sequence[Lear
         learner: whose records differ between the worlds.
         worlds: that learner's records in each world.
     """
-    algorithm, weights = run.algorithm, run.topology.neighbours(learner)
+    algorithm = run.algorithm
     state = algorithm.start(Who((learner,) * len(worlds), transcript.replicas))
     realised, largest = [], []
     for t in range(transcript.rounds):
@@ -64,7 +64,10 @@ def replay(run: Run, transcript: Transcript, learner: int, worlds: Sequence[Lear
         in_first = Message({name: value[:1] for name, value in centre.fields.items()})
         _, at_centre = algorithm.overheard(state, in_first)
         state, density = algorithm.overheard(state, transcript.message(t, learner))
-        heard = HeardFromNeighbours(weights, {j: transcript.message(t, j) for j in weights})
+        mixing = run.topology.at(t)
+        weights = mixing.heard_by(learner)
+        messages = {j: transcript.message(t, j) for j in weights}
+        heard = HeardFromNeighbours(weights, messages, float(mixing.own[learner]))
         state = algorithm.listen(state, heard, stack([world.batch(t) for world in worlds]))
         realised.append(density[0] - density[1:])
         largest.append(at_centre[0] - at_centre[1:])

@@ -40,10 +40,11 @@ def simulate(run: Run, data: PlacedData, noise: Noise, replicas: int = 1) -> Ite
         noise: its draws are `(learners, replicas, dim)`.
         replicas: independent repetitions.
     """
-    algorithm, coupling = run.algorithm, run.topology.coupling
+    algorithm = run.algorithm
     state = algorithm.start(Who(tuple(range(run.spec.n_learners)), replicas))
     for t in range(run.spec.rounds):
         before = algorithm.decision(state)
         state, message = algorithm.speak(state, noise)
-        state = algorithm.listen(state, HeardByAll(coupling, message), data.stacked(t))
+        mixing = run.topology.at(t)
+        state = algorithm.listen(state, HeardByAll(mixing.neighbours, mixing.own, message), data.stacked(t))
         yield SimulatedRound(t, message, before, algorithm.decision(state))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
 import yaml
 from pydantic import (
@@ -19,11 +19,17 @@ from pydantic import (
     Field,
     NonNegativeInt,
     PositiveInt,
+    SerializeAsAny,
     ValidationError,
+    create_model,
     model_validator,
 )
 
 from sottovoce.errors import SpecError
+
+if TYPE_CHECKING:
+    from sottovoce.machine import Algorithm
+    from sottovoce.setting import Finding, Setting
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -245,20 +251,20 @@ PerLearner = float | tuple[float, ...]
 """One number for all learners, or a list with one number each."""
 
 
-class LdpDolSpec(Section):
-    """LDP-DOL (Chen & Wang 2025). `algorithms/ldp_dol.py` checks the conditions that the theory puts on these numbers."""
+class AlgorithmSpec(Section):
+    """The parameters of an algorithm. Each has its own class, beside the algorithm: see `sottovoce.algorithms`."""
 
-    name: Literal["ldp-dol"]
-    lam0: float = 1.0
-    v: float = 0.77
-    gam0: float = 1.0
-    u: float = 0.65
-    sigma: PerLearner = 1.0
-    varsigma: PerLearner = 0.1
-    accounting: Literal["loose", "smooth", "convex", "clip", "best"] = "best"
+    name: str
+    """Of a built-in algorithm, of one that an installed package offers, or `module:Class`."""
 
+    def build(self, setting: Setting) -> tuple[Algorithm[Any], tuple[Finding, ...]]:
+        """The algorithm in its surroundings, checked; and the conditions that only void a theorem.
 
-AlgorithmSpec = Annotated[LdpDolSpec, Field()]
+        Raises:
+            SpecError: a parameter does not fit the surroundings.
+            CheckFailed: a condition does not hold without which there is no guarantee.
+        """
+        raise NotImplementedError
 
 
 class PrivacySpec(Section):
@@ -306,7 +312,7 @@ class RunSpec(Section):
     rounds: PositiveInt
     learners: PositiveInt | Annotated[tuple[LearnerName, ...], Field(min_length=1)] = 5
     """How many, or their names."""
-    algorithm: AlgorithmSpec
+    algorithm: SerializeAsAny[AlgorithmSpec]
     loss: LossSpec = LossSpec()
     decision_set: DecisionSetSpec = L2BallSpec(kind="l2_ball", radius=100.0)
     topology: TopologySpec = TopologySpec()
@@ -337,17 +343,6 @@ class RunSpec(Section):
             raise ValueError(f"learner names must differ, got {list(self.names)}")
         return self
 
-    def per_learner(self, value: PerLearner, field: str) -> tuple[float, ...]:
-        """`value` as one number per learner.
-
-        Raises:
-            SpecError: a list of another length than the number of learners.
-        """
-        values = value if isinstance(value, tuple) else (value,) * self.n_learners
-        if len(values) != self.n_learners:
-            raise SpecError(f"{field}: a list must have one number per learner ({self.n_learners}), got {len(values)}")
-        return values
-
 
 # ---- reading and writing ---------------------------------------------------------------------------------
 
@@ -360,10 +355,35 @@ def parse_spec(document: object, *, source: str = "spec") -> RunSpec:
     """
     if not isinstance(document, Mapping):
         raise SpecError(f"{source}: a run spec must be a mapping of fields, got {type(document).__name__}")
+    fields: dict[Any, Any] = dict(document)
+    problems: list[dict[str, Any]] = []
     try:
-        return RunSpec.model_validate(document)
+        fields["algorithm"] = _parse_algorithm(document.get("algorithm"))
     except ValidationError as error:
-        raise SpecError("\n".join(_explain(problem, source) for problem in error.errors())) from None
+        problems = [{**problem, "loc": ("algorithm", *problem["loc"])} for problem in error.errors()]
+        fields["algorithm"] = AlgorithmSpec(name="")
+    spec: RunSpec | None = None
+    try:
+        spec = RunSpec.model_validate(fields)
+    except ValidationError as error:
+        problems += [{**problem} for problem in error.errors()]
+    if spec is None or problems:
+        raise SpecError("\n".join(_explain(problem, source) for problem in problems))
+    return spec
+
+
+def _parse_algorithm(section: object) -> AlgorithmSpec:
+    """The section `algorithm`, by the class that its name chooses.
+
+    Raises:
+        SpecError: there is no such algorithm.
+        ValidationError: its parameters are wrong.
+    """
+    from sottovoce.algorithms import spec_class
+
+    if not isinstance(section, Mapping) or not isinstance(section.get("name"), str):
+        return AlgorithmSpec.model_validate({} if section is None else section)
+    return spec_class(section["name"]).model_validate(section)
 
 
 def load_spec(path: Path) -> RunSpec:
@@ -387,8 +407,12 @@ def dump_spec(spec: RunSpec) -> str:
 
 
 def spec_schema() -> str:
-    """JSON schema of a run spec, for editors."""
-    return json.dumps(RunSpec.model_json_schema(), indent=2)
+    """JSON schema of a run spec, for editors, with the algorithms that are installed."""
+    from sottovoce.algorithms import spec_classes
+
+    known: Any = Union[tuple(dict.fromkeys(spec_classes().values()))]  # noqa: UP007
+    fields: dict[str, Any] = {"algorithm": (Annotated[known, Field()], ...)}
+    return json.dumps(create_model("RunSpec", __base__=RunSpec, **fields).model_json_schema(), indent=2)
 
 
 def _explain(problem: Any, source: str) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, assert_never
+from typing import TYPE_CHECKING, Any, Protocol, assert_never
 from xml.etree.ElementTree import ParseError
 
 import numpy as np
@@ -48,6 +48,51 @@ ROUNDING = 1e-12
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Mixing:
+    """The weights of one round: what each learner (row) gives to what it hears of each other one (column), and to itself.
+
+    Attributes:
+        neighbours: `(n, n)`, zero where nothing is heard, and on the diagonal.
+        own: `(n,)`.
+    """
+
+    neighbours: FloatArray
+    own: FloatArray
+
+    @property
+    def matrix(self) -> FloatArray:
+        """The whole mixing matrix, `(n, n)`."""
+        return self.neighbours + np.diag(self.own)
+
+    def heard_by(self, learner: int) -> dict[int, float]:
+        """Weight of each learner that `learner` hears, by ascending index."""
+        row = self.neighbours[learner]
+        return {int(j): float(row[j]) for j in np.flatnonzero(row)}
+
+    def told_by(self, learner: int) -> tuple[int, ...]:
+        """Who hears `learner`, ascending."""
+        return tuple(int(i) for i in np.flatnonzero(self.neighbours[:, learner]))
+
+
+class Network(Protocol):
+    """Who hears whom with which weights, round by round. Public: everybody may know all of it."""
+
+    @property
+    def n_learners(self) -> int:
+        """Number of learners n."""
+        ...
+
+    @property
+    def edges(self) -> tuple[Edge, ...]:
+        """Pairs (i, j), i < j, ascending, of which one hears the other in some round."""
+        ...
+
+    def at(self, t: int) -> Mixing:
+        """The weights of round t."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Topology:
     """A connected graph of learners and its coupling matrix. Make one with `from_weights` or `build_topology`.
 
@@ -58,6 +103,7 @@ class Topology:
     """W, shape (n, n)."""
     _spectrum: FloatArray = field(init=False, repr=False)
     """Eigenvalues of W, ascending, shape (n,)."""
+    _mixing: Mixing = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         _check_entries(self.weights)
@@ -65,6 +111,7 @@ class Topology:
         spectrum: FloatArray = np.linalg.eigvalsh(self.weights).astype(np.float64)
         _check_gap(spectrum)
         object.__setattr__(self, "_spectrum", spectrum)
+        object.__setattr__(self, "_mixing", Mixing(_off_diagonal(self.weights), 1.0 + np.diag(self.weights)))
 
     @classmethod
     def from_weights(cls, matrix: Any) -> Topology:
@@ -84,11 +131,6 @@ class Topology:
     def n_learners(self) -> int:
         """Number of learners n."""
         return len(self.weights)
-
-    @property
-    def coupling(self) -> FloatArray:
-        """W with a zero diagonal, shape (n, n): what each learner (row) gives to each neighbour (column)."""
-        return _off_diagonal(self.weights)
 
     @property
     def edges(self) -> tuple[Edge, ...]:
@@ -111,10 +153,9 @@ class Topology:
         """Smallest eigenvalue of W (0 for one learner alone)."""
         return float(self._spectrum[0])
 
-    def neighbours(self, learner: int) -> dict[int, float]:
-        """Weight w_ij of each neighbour j of `learner`, by ascending index."""
-        row = self.coupling[learner]
-        return {int(j): float(row[j]) for j in np.flatnonzero(row)}
+    def at(self, t: int) -> Mixing:
+        """The weights, the same in every round: neighbours' `w_ij`, and `1 - |w_ii|` for the own value."""
+        return self._mixing
 
     def own_weight(self, learner: int) -> float:
         """|w_ii|, the sum of the learner's neighbour weights."""
@@ -135,6 +176,18 @@ def build_topology(spec: TopologySpec, n_learners: int) -> Topology:
         if failure.code != "W_DISCONNECTED":
             raise
         raise CheckFailed(failure.code, f"{failure.text}; {_connect_advice(spec.graph)}") from None
+
+
+def explicit(spec: TopologySpec, n_learners: int) -> TopologySpec:
+    """The same topology with its graph as a list of edges: a learner elsewhere needs no file and no generator.
+
+    Raises:
+        SpecError: the graph does not fit the number of learners, or its file cannot be used.
+    """
+    if isinstance(spec.graph, Edges):
+        return spec
+    edges = tuple((min(edge), max(edge)) for edge in _edges(spec.graph, n_learners))
+    return spec.model_copy(update={"graph": Edges(kind="edges", edges=edges)})
 
 
 # ---- checks of W -----------------------------------------------------------------------------------------
@@ -259,7 +312,9 @@ def _edges(graph: Graph, n: int) -> list[Edge]:
     Raises:
         SpecError: the graph is not one of n learners.
     """
-    import networkx as nx  # here, because it is slow to import and one learner needs only its own row
+    if isinstance(graph, Edges):
+        return _listed_edges(graph.edges, n)
+    import networkx as nx  # here, because it is slow to import and a learner is given the edges
 
     match graph:
         case Ring():
@@ -276,8 +331,6 @@ def _edges(graph: Graph, n: int) -> list[Edge]:
             return list(nx.gnp_random_graph(n, probability, seed=seed).edges)
         case WattsStrogatz():
             return _small_world_edges(graph, n)
-        case Edges():
-            return _listed_edges(graph.edges, n)
         case GraphFile(path=path):
             return _file_edges(path, n)
         case _:

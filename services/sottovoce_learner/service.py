@@ -326,12 +326,9 @@ def _assignment(told: coordinator_pb2.Assignment) -> Assignment:
         spec = parse_spec(json.loads(told.spec))
     except json.JSONDecodeError as error:
         raise RemoteProtocolError(f"the run spec of an assignment must be JSON: {error}") from None
-    if not told.index < spec.n_learners == len(told.own_weights):
-        raise RemoteProtocolError(
-            f"an assignment needs an index below {spec.n_learners} and as many weights, "
-            f"got index {told.index} and {len(told.own_weights)} weights"
-        )
-    return Assignment(told.run_id, spec, told.n_features, told.index, tuple(told.own_weights))
+    if not told.index < spec.n_learners:
+        raise RemoteProtocolError(f"an assignment needs an index below {spec.n_learners}, got {told.index}")
+    return Assignment(told.run_id, spec, told.n_features, told.index)
 
 
 async def serve(configs: Sequence[LearnerConfig], *, with_stdin: bool = False) -> None:

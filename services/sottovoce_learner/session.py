@@ -18,7 +18,8 @@ import structlog
 from sottovoce.arrays import FloatArray
 from sottovoce.errors import BudgetExhausted, DataError, LocalProtocolError, NotReady, SottovoceError, Unavailable
 from sottovoce.machine import Batch, HeardFromNeighbours, Message, Noise, Who
-from sottovoce.run import build_algorithm
+from sottovoce.run import build_run
+from sottovoce.setting import spread
 from sottovoce.spec import RunSpec
 from sottovoce_learner.books import Books
 from sottovoce_learner.inbox import Inbox
@@ -43,14 +44,12 @@ class Assignment:
         spec: the run spec.
         n_features: features of a record.
         index: this learner's index.
-        own_weights: `|w_ii|` of every learner.
     """
 
     run_id: str
     spec: RunSpec
     n_features: int
     index: int
-    own_weights: tuple[float, ...]
 
 
 class Session:
@@ -78,8 +77,8 @@ class Session:
     ) -> None:
         self.assignment, self._noise, self._mirror = assignment, noise, mirror
         spec, index = assignment.spec, assignment.index
-        self.algorithm = build_algorithm(spec, assignment.n_features, assignment.own_weights)
-        self.loss = self.algorithm.loss
+        run = build_run(spec, assignment.n_features)
+        self.algorithm, self.loss, self._network = run.algorithm, run.loss, run.topology
         self.shapes = self.algorithm.field_shapes()
         self._state = self.algorithm.start(Who(index))
         self._books = Books(self.algorithm.accountant(index), _budget(spec, index))
@@ -94,6 +93,7 @@ class Session:
         self.links: dict[int, Link] = {}
         self.inbox = Inbox(())
         self._weights: dict[int, float] = {}
+        self._own_weight = float(self._network.at(0).own[index])
         self._granted = self._told = 0
         self._waiting: tuple[str, float, asyncio.Future[None]] | None = None
         self._correct = self._seen = 0
@@ -123,14 +123,13 @@ class Session:
         """The neighbours and their weights.
 
         Raises:
-            LocalProtocolError: the weights do not add up to the own weight that the guarantee rests on.
+            LocalProtocolError: they are not those of the spec, which the guarantee rests on.
         """
-        promised = self.assignment.own_weights[self.assignment.index]
-        if not abs(sum(weights.values()) - promised) <= 1e-9:  # not-a-number is refused, too
-            raise LocalProtocolError(
-                f"neighbour weights must add up to |w_ii| = {promised}, got {sum(weights.values())}"
-            )
-        self._weights = dict(weights)
+        promised = self._network.at(0).heard_by(self.assignment.index)
+        same = weights.keys() == promised.keys() and all(abs(weights[j] - promised[j]) <= 1e-9 for j in promised)
+        if not same:  # not-a-number is refused, too
+            raise LocalProtocolError(f"neighbours and their weights must be {promised}, got {dict(weights)}")
+        self._weights = promised
         self.inbox = Inbox(weights)
         self.links = {j: Link() for j in weights}
 
@@ -233,7 +232,7 @@ class Session:
             await self._wait("a neighbour")
         batch = self.intake.take(t)
         self._predict_first(batch)
-        heard = HeardFromNeighbours(self._weights, self.inbox.take())
+        heard = HeardFromNeighbours(self._weights, self.inbox.take(), self._own_weight)
         self._state = self.algorithm.listen(self._state, heard, batch)
         self._books.round_over(batch.size)
         self.status.round = t + 1
@@ -304,7 +303,8 @@ class Session:
 
 
 def _budget(spec: RunSpec, index: int) -> float | None:
-    return None if spec.privacy.budget is None else spec.per_learner(spec.privacy.budget, "privacy.budget")[index]
+    budget = spec.privacy.budget
+    return None if budget is None else spread(budget, spec.n_learners, "privacy.budget")[index]
 
 
 def _blank(shapes: Mapping[str, tuple[int, ...]]) -> Message:

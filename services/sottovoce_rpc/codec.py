@@ -37,6 +37,13 @@ def _tensor(shape: tuple[int, ...], data: bytes) -> tensor_pb2.Tensor:
     return tensor_pb2.Tensor(shape=shape, dtype=tensor_pb2.DATA_TYPE_FLOAT64, data=data)
 
 
+def _within_bounds(values: FloatArray) -> bool:
+    """False for NaN, too."""
+    if not values.size:
+        return True
+    return bool(np.minimum.reduce(values) >= -LARGEST and np.maximum.reduce(values) <= LARGEST)
+
+
 def from_tensor(tensor: tensor_pb2.Tensor) -> FloatArray:
     """A wire tensor as a (read-only) array.
 
@@ -82,7 +89,7 @@ class _Layout:
         return bytes(frame)
 
     def read(self, payload: bytes) -> tuple[int, int, Message] | None:
-        """Round, sender and message of bytes of this layout with numbers well within `LARGEST`; None for all others."""
+        """Round, sender and message of bytes of this layout with numbers within `LARGEST`; None for all others."""
         if len(payload) != len(self.blank):
             return None
         for begin, end in self.fixed:
@@ -91,7 +98,7 @@ class _Layout:
         fields = {}
         for name, shape, begin, end in self.numbers:
             values = np.frombuffer(payload, _LITTLE, (end - begin) // 8, begin)
-            if not values.dot(values) <= LARGEST:  # false for NaN, too
+            if not _within_bounds(values):
                 return None
             fields[name] = values if len(shape) == 1 else values.reshape(shape)
         return _ROUND.unpack_from(payload, _ROUND_AT)[0], _SENDER.unpack_from(payload, _SENDER_AT)[0], Message(fields)
@@ -160,6 +167,6 @@ def _parse_round(payload: bytes, shapes: Mapping[str, tuple[int, ...]]) -> tuple
     for name, value in fields.items():
         if value.shape != shapes[name]:
             raise RemoteProtocolError(f"field {name!r} must have shape {shapes[name]}, got {value.shape}")
-        if value.size and not np.abs(value).max() <= LARGEST:  # false for NaN, too
+        if not _within_bounds(value.ravel()):
             raise RemoteProtocolError(f"field {name!r} must be finite and within {LARGEST:g}, got a number that is not")
     return said.round, said.sender, Message(fields)

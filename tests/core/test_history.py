@@ -63,7 +63,12 @@ def test_the_gradient_is_the_mean_over_the_records(data: st.DataObject, loss: Lo
 
 @pytest.mark.parametrize(
     "loss",
-    [Logistic(9.0, 0.0), Logistic(9.0, 0.0, 0.3), Squared(9.0, 9.0, 0.0), Squared(9.0, 9.0, 0.0, 0.7)],
+    [
+        Logistic(9.0, 0.0),
+        Logistic(9.0, 0.0, 0.3),
+        Squared(9.0, 0.0, label_bound=9.0),
+        Squared(9.0, 0.0, 0.7, label_bound=9.0),
+    ],
     ids=str,
 )
 @given(st.integers(0, 2**32), st.integers(1, 4))
@@ -85,7 +90,7 @@ def test_stacked_ragged_batches_give_every_learner_its_own_mean(loss: Loss, seed
 
 @given(st.data(), vectors(DIM, 5.0))
 def test_statistics_equal_the_records(data: st.DataObject, theta: FloatArray) -> None:
-    loss = Squared(3.0, 5.0, 0.0)
+    loss = Squared(3.0, 0.0, label_bound=5.0)
     batches = data.draw(some_batches(loss, 6))
 
     np.testing.assert_allclose(
@@ -97,13 +102,13 @@ def test_statistics_equal_the_records(data: st.DataObject, theta: FloatArray) ->
 
 
 def test_the_cheapest_exact_history_is_chosen() -> None:
-    assert isinstance(start_history(Squared(1.0, 1.0, 0.0)), QuadraticHistory)
-    assert isinstance(start_history(Squared(1.0, 1.0, 0.0, 0.5)), RecordHistory)
+    assert isinstance(start_history(Squared(1.0, 0.0, label_bound=1.0)), QuadraticHistory)
+    assert isinstance(start_history(Squared(1.0, 0.0, 0.5, label_bound=1.0)), RecordHistory)
     assert isinstance(start_history(Logistic(1.0, 0.0)), RecordHistory)
 
 
 def test_statistics_equal_the_records_whenever_they_are_added_in() -> None:
-    loss, theta = Squared(9.0, 9.0, 0.0), np.linspace(-1.0, 1.0, DIM)[None, None, :]
+    loss, theta = Squared(9.0, 0.0, label_bound=9.0), np.linspace(-1.0, 1.0, DIM)[None, None, :]
     statistics: QuadraticHistory = QuadraticHistory()
     records: RecordHistory = RecordHistory(loss)
     for batch in random_batches([2, 1, 0, 3] * (FOLD // 2)):
@@ -120,7 +125,7 @@ def test_statistics_do_not_grow() -> None:
     assert (history.S.size, history.q.size) == (DIM * DIM, DIM)
 
 
-@pytest.mark.parametrize("loss", [Logistic(9.0, 0.0), Squared(9.0, 9.0, 0.0)], ids=str)
+@pytest.mark.parametrize("loss", [Logistic(9.0, 0.0), Squared(9.0, 0.0, label_bound=9.0)], ids=str)
 def test_before_the_first_record_the_gradient_is_zero(loss: Loss) -> None:
     history = start_history(loss).observe(Batch.empty(DIM))
     assert history.gradient(np.ones((2, 1, DIM))).tolist() == [[[0.0] * DIM]] * 2
@@ -129,7 +134,7 @@ def test_before_the_first_record_the_gradient_is_zero(loss: Loss) -> None:
 # ---- a history is a value --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("loss", [Logistic(9.0, 0.0, 0.5), Squared(9.0, 9.0, 0.0)], ids=str)
+@pytest.mark.parametrize("loss", [Logistic(9.0, 0.0, 0.5), Squared(9.0, 0.0, label_bound=9.0)], ids=str)
 @given(st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 3)), min_size=1, max_size=40), st.integers(0, 2**32))
 def test_old_values_stay_valid_whatever_grows_from_them(loss: Loss, steps: list[tuple[int, int]], seed: int) -> None:
     """A random tree of histories: each node appended to some earlier one, then all compared with brute force."""
@@ -159,7 +164,7 @@ def test_a_shared_buffer_is_not_written_twice() -> None:
 
 def test_clipping_is_before_averaging() -> None:
     """Opposite large gradients: clipped one by one they cancel, and so does their mean; three against one do not."""
-    loss = Squared(100.0, 100.0, 0.0, 1.0)
+    loss = Squared(100.0, 0.0, 1.0, label_bound=100.0)
     features = np.array([[10.0, 0.0, 0.0], [0.0, 1.0, 0.0]])
     batch = Batch(features, np.array([50.0, 0.2]))
     gradient = RecordHistory(loss).observe(batch).gradient(np.zeros(DIM))

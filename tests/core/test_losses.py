@@ -118,10 +118,10 @@ def test_the_sigmoid_does_not_overflow() -> None:
 def test_classes_are_told_at_the_boundary_of_each_loss() -> None:
     scores = np.array([-1.0, 0.0, 0.1, 0.5, 0.6])
     assert Logistic(1.0, 0.0).classify(scores).tolist() == [0, 0, 1, 1, 1]
-    assert Squared(1.0, 1.0, 0.0).classify(scores).tolist() == [0, 0, 0, 0, 1]
+    assert Squared(1.0, 0.0, label_bound=1.0).classify(scores).tolist() == [0, 0, 0, 0, 1]
 
 
 def test_a_spec_builds_its_loss() -> None:
     assert build_loss(LossSpec(kind="logistic", feature_bound=2.0, ridge=0.1)) == Logistic(2.0, 0.1, math.inf)
     spec = LossSpec(kind="ridge", feature_bound=2.0, label_bound=3.0, ridge=0.0, clip_norm=0.5)
-    assert build_loss(spec) == Squared(2.0, 3.0, 0.0, 0.5)
+    assert build_loss(spec) == Squared(2.0, 0.0, 0.5, label_bound=3.0)

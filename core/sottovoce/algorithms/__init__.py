@@ -1,1 +1,45 @@
-"""The algorithms: pure state machines behind one seam, `sottovoce.machine.Algorithm`."""
+"""The algorithms, by the name that a spec gives.
+
+A built-in algorithm has a line in `BUILT_IN`. A package of somebody else's offers its own by an entry point of the group
+`sottovoce.algorithms`, and a spec may name any importable class as `module:Class`: a subclass of `spec.AlgorithmSpec`.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.metadata import entry_points
+
+from sottovoce.errors import SpecError
+from sottovoce.spec import AlgorithmSpec
+
+ENTRY_POINTS = "sottovoce.algorithms"
+
+BUILT_IN = {
+    "ldp-dol": "sottovoce.algorithms.ldp_dol:LdpDolSpec",
+}
+
+
+def spec_class(name: str) -> type[AlgorithmSpec]:
+    """The class of an algorithm's parameters.
+
+    Raises:
+        SpecError: there is no such algorithm, or it cannot be imported.
+    """
+    offered = {point.name: point.value for point in entry_points(group=ENTRY_POINTS)}
+    where = BUILT_IN.get(name) or offered.get(name) or (name if ":" in name else None)
+    if where is None:
+        known = ", ".join(sorted({*BUILT_IN, *offered}))
+        raise SpecError(f"algorithm.name must be one of {known}, or module:Class of your own, got {name!r}")
+    module, _, attribute = where.partition(":")
+    try:
+        found = getattr(import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise SpecError(f"algorithm.name: cannot import {where!r}: {error}") from None
+    if not (isinstance(found, type) and issubclass(found, AlgorithmSpec)):
+        raise SpecError(f"algorithm.name: {where!r} must be a subclass of sottovoce.spec.AlgorithmSpec, got {found!r}")
+    return found
+
+
+def spec_classes() -> dict[str, type[AlgorithmSpec]]:
+    """All built-in algorithms."""
+    return {name: spec_class(name) for name in BUILT_IN}

@@ -15,15 +15,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
+from sottovoce.algorithms.ldp_dol_checks import check_ldp_dol
 from sottovoce.arrays import FloatArray, IntArray, Scalars
 from sottovoce.decision_sets import DecisionSet
 from sottovoce.history import History, start_history
 from sottovoce.losses import Loss
 from sottovoce.machine import Batch, Heard, Message, Noise, Who
-from sottovoce.noise import grid, on_grid
+from sottovoce.mechanisms import laplace_density, say_laplace
 from sottovoce.privacy.guarantee import Guarantee
 from sottovoce.privacy.ldp_dol import (
     Constants,
@@ -33,6 +35,8 @@ from sottovoce.privacy.ldp_dol import (
     Schedules,
     ldp_dol_guarantee,
 )
+from sottovoce.setting import Finding, Setting
+from sottovoce.spec import AlgorithmSpec, PerLearner
 
 ENFORCED_BY = {
     "grad_change": "the loss, on rows scaled to feature_bound (and labels clipped to label_bound), clipped to clip_norm",
@@ -42,6 +46,44 @@ ENFORCED_BY = {
     "diameter": "projection onto the decision set",
     "own_weight": "the learner, which refuses a topology whose weights add up to another value",
 }
+
+
+class LdpDolSpec(AlgorithmSpec):
+    """LDP-DOL (Chen & Wang 2025). `ldp_dol_checks` has the conditions that the theory puts on these numbers."""
+
+    name: Literal["ldp-dol"]
+    lam0: float = 1.0
+    v: float = 0.77
+    gam0: float = 1.0
+    u: float = 0.65
+    sigma: PerLearner = 1.0
+    varsigma: PerLearner = 0.1
+    accounting: Mode = "best"
+
+    def build(self, setting: Setting) -> tuple[LdpDol, tuple[Finding, ...]]:
+        topology = setting.topology
+        algorithm = LdpDol(
+            dim=setting.dim,
+            rounds=setting.rounds,
+            schedules=Schedules(self.lam0, self.v, self.gam0, self.u),
+            sigma=setting.per_learner(self.sigma, "algorithm.sigma"),
+            varsigma=setting.per_learner(self.varsigma, "algorithm.varsigma"),
+            own_weights=tuple(topology.own_weight(i) for i in range(topology.n_learners)),
+            loss=setting.loss,
+            decision_set=setting.decision_set,
+            accounting=self.accounting,
+        )
+        findings = check_ldp_dol(
+            self,
+            algorithm.sigma,
+            algorithm.varsigma,
+            topology,
+            constants_of(setting.loss, setting.decision_set, setting.dim),
+            strong_convexity=setting.loss.ridge,
+            budget_requested=True,
+            infinite_horizon_requested=False,
+        )
+        return algorithm, findings
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +122,7 @@ class LdpDol:
         return State(who, 0, origin, start_history(self.loss), who.pick(self.sigma), who.pick(self.varsigma))
 
     def speak(self, state: State, noise: Noise) -> tuple[State, Message]:
-        scale = laplace_scale(state)
-        spacing = grid(scale)
-        drawn = noise.laplace("y", state.t, scale, spacing, state.theta.shape)
-        return state, Message({"y": on_grid(state.theta, spacing) + drawn})
+        return state, Message({"y": say_laplace(noise, "y", state.t, state.theta, laplace_scale(state))})
 
     def listen(self, state: State, heard: Heard, batch: Batch) -> State:
         t, theta, ridge = state.t, state.theta, self.loss.ridge
@@ -100,9 +139,7 @@ class LdpDol:
         return state.theta
 
     def overheard(self, state: State, message: Message) -> tuple[State, FloatArray]:
-        scale = laplace_scale(state)
-        distance = np.abs(message["y"] - on_grid(state.theta, grid(scale)))
-        return state, np.sum(-distance / scale - np.log(2.0 * scale), axis=-1)
+        return state, laplace_density(message["y"], state.theta, laplace_scale(state))
 
     def accountant(self, learner: int) -> LdpDolAccountant:
         return LdpDolAccountant(self.accounting, self._constants(), self.schedules, self._scales(learner))
@@ -120,8 +157,7 @@ class LdpDol:
             replaced=replaced,
         )
 
-    def laplace_scale(self, learner: int, t: int) -> float:
-        """rho_t of one learner."""
+    def noise_scale(self, learner: int, t: int) -> float:
         return self._scales(learner).laplace_scale(t)
 
     def _constants(self) -> Constants:

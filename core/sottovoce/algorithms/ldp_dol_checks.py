@@ -8,12 +8,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Protocol
 
 from sottovoce.errors import CheckFailed
-from sottovoce.privacy.ldp_dol import Constants, require_mode
-from sottovoce.spec import LdpDolSpec
+from sottovoce.privacy.ldp_dol import Constants, Mode, require_mode
+from sottovoce.setting import Finding
+
+
+class Parameters(Protocol):
+    """What the conditions ask of a spec: `lam0`, `v`, `gam0`, `u` and the mode of accounting."""
+
+    @property
+    def lam0(self) -> float: ...
+    @property
+    def v(self) -> float: ...
+    @property
+    def gam0(self) -> float: ...
+    @property
+    def u(self) -> float: ...
+    @property
+    def accounting(self) -> Mode: ...
 
 
 class Couplings(Protocol):
@@ -39,16 +53,8 @@ class Couplings(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """A condition of a convergence theorem that does not hold."""
-
-    code: str
-    text: str
-
-
 def check_ldp_dol(
-    spec: LdpDolSpec,
+    spec: Parameters,
     sigma: tuple[float, ...],
     varsigma: tuple[float, ...],
     topology: Couplings,
@@ -90,7 +96,7 @@ def _require(holds: bool, code: str, text: str) -> None:
         raise CheckFailed(code, text)
 
 
-def _require_schedules(spec: LdpDolSpec) -> None:
+def _require_schedules(spec: Parameters) -> None:
     """LAMBDA0, GAMMA0, EXPONENT_RANGE."""
     positive = "lam0 and gam0 must be positive"
     _require(0 < spec.lam0 < math.inf, "LAMBDA0", f"{positive}, got lam0={spec.lam0}")
@@ -107,7 +113,7 @@ def _require_noise(sigma: tuple[float, ...], varsigma: tuple[float, ...]) -> Non
         _require(0 <= value < 0.5, "VARSIGMA_RANGE", f"varsigma must lie in [0, 0.5), got {value}")
 
 
-def _require_accounting(spec: LdpDolSpec, constants: Constants, budget: bool, infinite: bool) -> None:
+def _require_accounting(spec: Parameters, constants: Constants, budget: bool, infinite: bool) -> None:
     """GRAD_CHANGE, those of `require_mode`, INFINITE_HORIZON."""
     text = "a privacy budget needs a finite bound on the per-record gradient change"
     text = f"{text}: bound the features, or set clip_norm, got {constants.change}"
@@ -122,7 +128,7 @@ def _require_accounting(spec: LdpDolSpec, constants: Constants, budget: bool, in
 # ---- reported --------------------------------------------------------------------------------------------
 
 
-def _network_findings(spec: LdpDolSpec, varsigma: tuple[float, ...], topology: Couplings) -> Iterator[Finding]:
+def _network_findings(spec: Parameters, varsigma: tuple[float, ...], topology: Couplings) -> Iterator[Finding]:
     """U_NOT_BELOW_V, NOISE_GROWTH, GAMMA0_LARGE, COUPLING_OVERSHOOT."""
     if spec.u >= spec.v:
         yield Finding("U_NOT_BELOW_V", f"u >= v: learners do not reach agreement, got u={spec.u}, v={spec.v}")
@@ -139,7 +145,7 @@ def _network_findings(spec: LdpDolSpec, varsigma: tuple[float, ...], topology: C
 
 
 def _strongly_convex_findings(
-    spec: LdpDolSpec, topology: Couplings, constants: Constants, mu: float
+    spec: Parameters, topology: Couplings, constants: Constants, mu: float
 ) -> Iterator[Finding]:
     """LAMBDA0_LARGE of Theorem 1: `lambda_0 <= -gamma_0 delta_2 mu / (mu^2 + 8 L^2)`."""
     smoothness = constants.smoothness + constants.ridge  # the theorem's L is that of the whole loss
@@ -149,7 +155,7 @@ def _strongly_convex_findings(
 
 
 def _convex_findings(
-    spec: LdpDolSpec, topology: Couplings, constants: Constants, kappa: float | None, gradient_bound: float | None
+    spec: Parameters, topology: Couplings, constants: Constants, kappa: float | None, gradient_bound: float | None
 ) -> Iterator[Finding]:
     """V_TOO_SMALL, and LAMBDA0_LARGE of Theorem 2: `lambda_0 <= -delta_2 gamma_0 / (2 (L^2 + kappa^2 + D^2))`."""
     if (1 + 2 * spec.u) / 3 >= spec.v:
@@ -169,7 +175,7 @@ def _gradient_bound(constants: Constants) -> float:
     return constants.clip_norm + (constants.ridge * constants.diameter if constants.ridge else 0.0)
 
 
-def _transient(spec: LdpDolSpec, topology: Couplings, excess: float, gap: float) -> float:
+def _transient(spec: Parameters, topology: Couplings, excess: float, gap: float) -> float:
     """t0, the round after which the step sizes are small enough: the theorems' large-time versions (Theorems 3, 4)."""
     coupling = -3 * topology.delta_m * spec.gam0
     return max(0.0, _root(coupling, spec.u) - 1, _root(excess, gap) - 1)

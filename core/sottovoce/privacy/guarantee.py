@@ -39,6 +39,20 @@ class Accountant(Protocol):
         ...
 
 
+@dataclass(slots=True)
+class ListedLosses:
+    """An accountant of losses that do not depend on how many records come: read off a list, round by round."""
+
+    per_round: FloatArray
+    t: int = 0
+
+    def next_loss(self) -> float:
+        return float(self.per_round[self.t])
+
+    def advance(self, new_records: int) -> None:
+        self.t += 1
+
+
 @dataclass(frozen=True, slots=True)
 class Constant:
     """A number that a guarantee rests on, and what makes it true (clipping, scaling of rows, the decision set …)."""

@@ -110,21 +110,18 @@ class Assignment(_message.Message):
     SPEC_FIELD_NUMBER: _builtins.int
     N_FEATURES_FIELD_NUMBER: _builtins.int
     INDEX_FIELD_NUMBER: _builtins.int
-    OWN_WEIGHTS_FIELD_NUMBER: _builtins.int
     MIRROR_ADDRESS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     spec: _builtins.str
-    """The run spec, JSON."""
+    """The run spec, JSON, with the graph as a list of edges. A learner checks every epoch against it: what its guarantee
+    rests on is not for the coordinator to change.
+    """
     n_features: _builtins.int
     """Features of a record."""
     index: _builtins.int
     """This learner's index in the run."""
     mirror_address: _builtins.str
     """Where to copy messages to (capture: mirror). Empty: nowhere."""
-    @_builtins.property
-    def own_weights(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """|w_ii| of every learner, by index: what the guarantees rest on. A learner checks its own against every epoch."""
-
     def __init__(
         self,
         *,
@@ -132,12 +129,11 @@ class Assignment(_message.Message):
         spec: _builtins.str = ...,
         n_features: _builtins.int = ...,
         index: _builtins.int = ...,
-        own_weights: _abc.Iterable[_builtins.float] | None = ...,
         mirror_address: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "mirror_address", b"mirror_address", "n_features", b"n_features", "own_weights", b"own_weights", "run_id", b"run_id", "spec", b"spec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "mirror_address", b"mirror_address", "n_features", b"n_features", "run_id", b"run_id", "spec", b"spec"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,47 @@
+"""Additive noise on a message, and the density of what was said: shared by all algorithms that perturb a vector.
+
+A Laplace mechanism works on the lattice of `noise.grid`: the vector is rounded to it before the noise is added. A scale of
+zero is no mechanism at all: the vector is said as it is, and nothing is promised.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sottovoce.arrays import FloatArray, Scalars
+from sottovoce.machine import Noise
+from sottovoce.noise import grid, on_grid
+
+
+def say_laplace(noise: Noise, name: str, t: int, vector: FloatArray, scale: Scalars) -> FloatArray:
+    """`vector (..., dim)` with independent Laplace noise of this scale on every coordinate.
+
+    Args:
+        noise: where it comes from.
+        name, t: field and round that the noise is for.
+        vector: the secret; any leading axes.
+        scale: one number, or one per learner; all zero: no noise.
+    """
+    if not np.any(scale):
+        return vector
+    spacing = grid(scale)
+    return on_grid(vector, spacing) + noise.laplace(name, t, scale, spacing, vector.shape)
+
+
+def laplace_density(said: FloatArray, vector: FloatArray, scale: Scalars) -> FloatArray:
+    """Log density `(...)` of having said `said (..., dim)` of a `vector`: what `say_laplace` draws from.
+
+    Without noise it is 0 where the two are equal, and -inf elsewhere.
+    """
+    if not np.any(scale):
+        return np.where((said == vector).all(axis=-1), 0.0, -np.inf)
+    distance = np.abs(said - on_grid(vector, grid(scale)))
+    total: FloatArray = np.sum(-distance / scale - np.log(2.0 * scale), axis=-1)
+    return total
+
+
+def spherical_density(noise: FloatArray, rate: Scalars) -> FloatArray:
+    """Log density `(..., 1)` of a noise vector `(..., dim)` under `exp(-rate ||e||_2)`, up to a constant of dim alone."""
+    dim = noise.shape[-1]
+    total: FloatArray = dim * np.log(rate) - rate * np.linalg.norm(noise, axis=-1, keepdims=True)
+    return total
