@@ -21,8 +21,9 @@ class DecisionSet(Protocol):
         ...
 
     def minimise(self, direction: FloatArray) -> FloatArray:
-        """The linear minimisation oracle: a point v of the set with the smallest `<direction, v>`, for each vector of
-        `direction (..., dim)`; for a zero direction, a fixed point of the set (the origin where it has one).
+        """The linear minimisation oracle: a point v of the set with the smallest `<direction, v>`.
+
+        For each vector of `direction (..., dim)`; for a zero vector a fixed point of the set, the origin where it has one.
         """
         ...
 

@@ -77,8 +77,8 @@ class SystemNoise:
     def spherical(self, name: str, t: int, rate: Scalars, shape: tuple[int, ...]) -> FloatArray:
         """In float64, with what that leaks in the low bits: a sum of exponentials in the direction of a normal vector."""
         count, pairs = math.prod(shape), -(-math.prod(shape) // 2)
-        uniform = np.frombuffer(self._entropy(8 * (count + 2 * pairs)), np.uint64) >> np.uint64(11)
-        uniform = (uniform + 0.5) * 2.0**-53
+        bits = np.frombuffer(self._entropy(8 * (count + 2 * pairs)), np.uint64) >> np.uint64(11)
+        uniform: FloatArray = (bits + 0.5) * 2.0**-53
         radius = -np.log(uniform[:count]).reshape(shape).sum(axis=-1, keepdims=True) / rate
         length, angle = np.sqrt(-2.0 * np.log(uniform[count : count + pairs])), 2.0 * np.pi * uniform[count + pairs :]
         normal = np.concatenate([length * np.cos(angle), length * np.sin(angle)])[:count].reshape(shape)
