@@ -17,7 +17,7 @@ from sottovoce.run import Run
 from sottovoce.spec import dump_spec
 from sottovoce.transcript import Transcript
 from sottovoce_client.operate import Outcome
-from sottovoce_client.summary import CaptureSummary, LearnerSummary, RunSummary, Swap
+from sottovoce_client.summary import CaptureSummary, LearnerSummary, Promise, RunSummary, Swap
 from sottovoce_eavesdropper.reading import open_capture
 
 
@@ -37,6 +37,7 @@ def summarise(run: Run, data: PlacedData, outcome: Outcome) -> RunSummary:
         n_features=data.n_features,
         test_records=len(data.test_labels),
         edges=run.topology.edges,
+        promise=_promise(run),
         learners=learners,
         disagreement=_disagreement(outcome.predictions),
         central_accuracy=central_accuracy(run, data),
@@ -70,6 +71,18 @@ def central_accuracy(run: Run, data: PlacedData) -> float | None:
         model = LogisticRegression(C=1 / strength, fit_intercept=False, max_iter=5_000).fit(features, labels)
         scores = model.decision_function(test)
     return _accuracy(loss.classify(scores), data.test_labels)
+
+
+def _promise(run: Run) -> Promise:
+    guarantee = run.algorithm.guarantee(0)
+    return Promise(
+        algorithm=run.algorithm.name,
+        threat_model=guarantee.threat_model.value,
+        adjacency=guarantee.adjacency,
+        accounting=guarantee.mode,
+        proof=guarantee.proof,
+        constants=tuple((name, each.value, each.enforced_by) for name, each in guarantee.constants.items()),
+    )
 
 
 def _overheard(run: Run, outcome: Outcome) -> tuple[Transcript | None, CaptureSummary | None]:

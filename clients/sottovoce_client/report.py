@@ -12,7 +12,7 @@ from sottovoce_client import report_plots as plots
 from sottovoce_client import report_text as words
 from sottovoce_client.report_drawing import plotly
 from sottovoce_client.report_verdict import Verdict, exceeds, telling, verdict_of
-from sottovoce_client.summary import CaptureSummary, LearnerSummary, RunSummary, Swap
+from sottovoce_client.summary import CaptureSummary, LearnerSummary, Promise, RunSummary, Swap
 from sottovoce_client.wording import count, duration, number, plural, share, share_range, size
 
 # Nothing may be loaded, from anywhere: a page about eavesdropping does not phone home.
@@ -176,12 +176,12 @@ def _heard(summary: RunSummary) -> str:
     capture = summary.capture
     if capture is None or not capture.heard.size:
         return ""
+    noise = words.NOISE if max(capture.first_scale, capture.last_scale) > 0 else words.NO_NOISE
     lead = words.HEARD.format(
         name=_text(capture.messages_of),
         messages=plural(capture.heard.shape[0], "message"),
         numbers=plural(capture.heard.shape[1], "number"),
-        first=number(capture.first_scale),
-        last=number(capture.last_scale),
+        noise=noise.format(first=number(capture.first_scale), last=number(capture.last_scale)),
     )
     picked = any(n > most for n, most in zip(capture.heard.shape, plots.MOST_HEARD, strict=True))
     where = words.WHERE.format(location=_text(capture.location))
@@ -249,8 +249,21 @@ def _swap_cells(swap: Swap | None) -> str:
 
 def _promise(summary: RunSummary) -> str:
     uses = plural(max(learner.most_uses for learner in summary.learners), "round")
-    pairs = "".join(f"<dt>{term}</dt><dd>{text.format(uses=uses)}</dd>" for term, text in words.PROMISE)
-    return _section("What was promised", "", f"<dl>{pairs}</dl>")
+    promised = any(math.isfinite(learner.event) for learner in summary.learners)
+    threat = words.THREATS[summary.promise.threat_model] if promised else words.UNPROTECTED
+    pairs = "".join(f"<dt>{term}</dt><dd>{text.format(uses=uses)}</dd>" for term, text in (threat, *words.PROMISE))
+    return _section("What was promised", "", f"<dl>{pairs}</dl>", _grounds(summary.promise))
+
+
+def _grounds(promise: Promise) -> str:
+    """What the promise rests on."""
+    facts = {name: _text(getattr(promise, name)) for name in ("algorithm", "accounting", "adjacency", "proof")}
+    rows = "".join(
+        f"<tr><th>{_text(name)}</th><td>{number(value)}</td><td class=\"why\">{_text(why)}</td></tr>"
+        for name, value, why in promise.constants
+    )
+    table = f'<div class="wide"><table class="grounds"><tbody>{rows}</tbody></table></div>' if rows else ""
+    return f"<p>{words.RESTS_ON.format(**facts)}</p>{table}"
 
 
 def _warnings(summary: RunSummary) -> str:

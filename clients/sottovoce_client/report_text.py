@@ -17,6 +17,11 @@ FOREVER = "However long the run goes on, per event ε stays below <b>{bound}</b>
 NOT_FOREVER = "No finite bound is known for infinitely many rounds."
 UNPROMISED = "<b>ε = ∞</b> for at least one learner, so nothing is promised: {kinds}."
 
+RESTS_ON = """
+Algorithm <code>{algorithm}</code>, accounting <code>{accounting}</code>: {adjacency}. Proof: {proof}. The numbers rest on these
+constants, which are enforced, not assumed:
+"""
+
 LOSSES = """
 One record of a learner is swapped in thought, and every message of the capture weighed: how much likelier is it with the
 true record than with the other one? The logarithm of that ratio, summed over rounds, is the exact privacy loss of this
@@ -25,9 +30,13 @@ very capture, for the most telling swap among those tried. The grey area is what
 NO_LOSSES = "There is no capture to measure."
 
 HEARD = """
-All that {name} said, as the eavesdropper heard it: {messages} of {numbers}, a column each. Mostly this is noise, of Laplace
-scale {first} in the first round and {last} in the last; what is learned shows only as a faint lasting tint of a row.
+All that {name} said, as the eavesdropper heard it: {messages} of {numbers}, a column each. {noise}
 """
+NOISE = """
+Mostly this is noise, of scale {first} in the first round and {last} in the last; what is learned shows only as a faint lasting
+tint of a row.
+"""
+NO_NOISE = "There is no noise in it."
 CLIPPED = "The colours end where 2 % of the values lie beyond."
 PICKED = "Too large to show whole: evenly spaced rounds and coordinates were picked."
 WHERE = "The capture lies in <code>{location}</code>."
@@ -38,13 +47,31 @@ infinitely many rounds. Loss: of this capture; the largest that any capture coul
 claim, which neither may exceed.
 """
 
-PROMISE = (
-    (
+THREATS = {
+    "wire": (
         "On the wire",
         """Somebody hears every message on every channel (threat model <i>wire</i>), and knows the algorithm, the graph
         and the noise scales. Swapping one record changes the probability of whatever is heard by a factor of at most
         e<sup>ε</sup>, even if other learners send it anything they like.""",
     ),
+    "neighbour": (
+        "At a neighbour",
+        """One learner reads what reaches it (threat model <i>neighbour</i>), and knows the algorithm, the graph and the noise
+        scales. Swapping one record of another learner changes the probability of what it reads by a factor of at most
+        e<sup>ε</sup>. Somebody who hears other channels, too, is not covered.""",
+    ),
+    "output": (
+        "In the published decisions",
+        """Only the decisions are published (threat model <i>output</i>). <b>The messages are not protected</b>: somebody who
+        hears a channel may learn everything.""",
+    ),
+}
+"""Who may listen, and what that means."""
+UNPROTECTED = (
+    "Nothing",
+    "<b>ε is infinite</b>: this algorithm promises nothing about what can be heard.",
+)
+PROMISE = (
     (
         "Event and record",
         """<i>Per event</i>: one use of one record is swapped. <i>Per record</i>: the record is swapped wherever it is

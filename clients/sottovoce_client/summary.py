@@ -114,10 +114,32 @@ class CaptureSummary:
 
 
 @dataclass(frozen=True, slots=True)
+class Promise:
+    """What the algorithm promised of the first learner's messages; the others differ in numbers only.
+
+    Attributes:
+        algorithm: its name in the spec.
+        threat_model: who may listen: `wire`, `neighbour` or `output`.
+        adjacency: which two data sets must look alike.
+        accounting: the mode that the losses follow.
+        proof: where it stands.
+        constants: name, value, and what enforces it.
+    """
+
+    algorithm: str
+    threat_model: str
+    adjacency: str
+    accounting: str
+    proof: str
+    constants: tuple[tuple[str, float, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class RunSummary:
     """A whole run.
 
     Attributes:
+        promise: what was promised, and what that rests on.
         state: `finished`, `stopped` or `failed`; `detail` says why.
         seconds: from the first round to the end.
         edges: pairs of learner indices.
@@ -136,6 +158,7 @@ class RunSummary:
     n_features: int
     test_records: int
     edges: tuple[tuple[int, int], ...]
+    promise: Promise
     learners: tuple[LearnerSummary, ...]
     disagreement: float | None
     central_accuracy: float | None

@@ -78,7 +78,7 @@ class SystemNoise:
         """In float64, with what that leaks in the low bits: a sum of exponentials in the direction of a normal vector."""
         count, pairs = math.prod(shape), -(-math.prod(shape) // 2)
         bits = np.frombuffer(self._entropy(8 * (count + 2 * pairs)), np.uint64) >> np.uint64(11)
-        uniform: FloatArray = (bits + 0.5) * 2.0**-53
+        uniform = np.ldexp(bits + 0.5, -53)
         radius = -np.log(uniform[:count]).reshape(shape).sum(axis=-1, keepdims=True) / rate
         length, angle = np.sqrt(-2.0 * np.log(uniform[count : count + pairs])), 2.0 * np.pi * uniform[count + pairs :]
         normal = np.concatenate([length * np.cos(angle), length * np.sin(angle)])[:count].reshape(shape)
@@ -121,6 +121,10 @@ class SystemNoise:
         return (leading.astype(np.uint64) << np.uint64(48) | fine) < whole
 
 
+AHEAD = 2**14
+"""Numbers that `SeededNoise` draws at a time, at least."""
+
+
 class SeededNoise:
     """Noise for simulation: reproducible, fast, and no protection at all.
 
@@ -129,13 +133,28 @@ class SeededNoise:
 
     def __init__(self, seed: int | np.random.SeedSequence) -> None:
         self._generator = np.random.Generator(np.random.SFC64(seed))
+        self._ahead = np.empty(0)
 
     def laplace(self, name: str, t: int, scale: Scalars, grid: Scalars, shape: tuple[int, ...]) -> FloatArray:
-        drawn = self._generator.standard_exponential(shape)
-        signs = np.unpackbits(np.frombuffer(self._generator.bytes((drawn.size + 7) // 8), np.uint8), count=drawn.size)
-        np.negative(drawn, out=drawn, where=signs.reshape(shape).view(bool))
-        drawn *= scale
-        return on_grid(drawn, grid)
+        drawn: FloatArray = self._standard(math.prod(shape)).reshape(shape) * (scale / grid)
+        np.rint(drawn, out=drawn)
+        drawn *= grid
+        return drawn
+
+    def _standard(self, count: int) -> FloatArray:
+        """Laplace numbers of scale 1: small draws are cut from a large one, for numpy's calls cost more than they."""
+        if 4 * count > AHEAD:
+            return self._signed(count)
+        if self._ahead.size < count:
+            self._ahead = self._signed(AHEAD)
+        drawn, self._ahead = self._ahead[:count], self._ahead[count:]
+        return drawn
+
+    def _signed(self, count: int) -> FloatArray:
+        drawn = self._generator.standard_exponential(count)
+        bits = np.unpackbits(np.frombuffer(self._generator.bytes((count + 7) // 8), np.uint8), count=count)
+        drawn *= 1 - 2 * bits.view(np.int8)
+        return drawn
 
     def spherical(self, name: str, t: int, rate: Scalars, shape: tuple[int, ...]) -> FloatArray:
         direction = self._generator.standard_normal(shape)

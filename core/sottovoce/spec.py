@@ -184,7 +184,14 @@ class Paper4060(Section):
     kind: Literal["paper_40_60"]
 
 
-Partition = Annotated[Iid | ByLabel | Dirichlet | Paper4060, Field(discriminator="kind"), BeforeValidator(_shorthand)]
+class Shared(Section):
+    """Every learner has every record, in the same rounds: for one global objective that all know (the dpsda family)."""
+
+    kind: Literal["shared"]
+
+
+Partition = Annotated[
+    Iid | ByLabel | Dirichlet | Paper4060 | Shared, Field(discriminator="kind"), BeforeValidator(_shorthand)]
 
 
 class DataSpec(Section):
@@ -199,8 +206,11 @@ class DataSpec(Section):
     partition: Partition = Iid(kind="iid")
     """Ignored where the file carries a `learner` column."""
     order: Literal["given", "shuffled"] = "shuffled"
-    batch_size: PositiveInt = 1
-    """Records per learner and round. Ignored where the file carries a `round` column."""
+    batch_size: PositiveInt | Literal["all"] = 1
+    """Records per learner and round; `all`: all in round 0 (with `reuse`, in every round).
+
+    Ignored where the file carries a `round` column.
+    """
     reuse: bool = False
     """Start again from the first record when a learner's records run out. Each use is an event of its own."""
     test_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.25
@@ -217,17 +227,100 @@ class DataSpec(Section):
 
 
 class LossSpec(Section):
-    """The loss of one record."""
+    """The loss of one record: what every kind has. Each kind has its own class."""
 
-    kind: Literal["logistic", "ridge"] = "logistic"
+    kind: Literal["logistic", "ridge", "least_squares", "hinge", "smoothed_hinge", "softmax"] = "logistic"
     ridge: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.01
     """Coefficient r of the exact term r*theta in every gradient."""
     feature_bound: Positive = 1.0
     """Every row is scaled to at most this l2 norm, row by row, before use."""
-    label_bound: Positive = 1.0
-    """Ridge only: labels are clipped to [-label_bound, label_bound]."""
     clip_norm: Positive | None = None
     """Clip every record's data gradient to this l2 norm (None: no clipping)."""
+
+
+class LogisticSpec(LossSpec):
+    """Cross-entropy of two classes."""
+
+    kind: Literal["logistic"] = "logistic"
+    history: Literal["exact", "pass_glm"] = "exact"
+    """pass_glm: learn the loss's quadratic approximation, whose history takes constant time and memory."""
+    score_bound: Positive | None = None
+    """pass_glm only: the approximation is close where scores lie in [-score_bound, score_bound]."""
+
+    @model_validator(mode="after")
+    def _bound_when_approximate(self) -> LogisticSpec:
+        if (self.history == "pass_glm") != (self.score_bound is not None):
+            raise ValueError("score_bound must be given with history pass_glm, and only there")
+        if self.history == "pass_glm" and self.clip_norm is not None:
+            raise ValueError("clip_norm must not be given with history pass_glm: to clip, one needs the records")
+        return self
+
+
+class SquaredSpec(LossSpec):
+    """Squared error, with either default of the ridge."""
+
+    label_bound: Positive = 1.0
+    """Labels are clipped to [-label_bound, label_bound]."""
+
+
+class RidgeSpec(SquaredSpec):
+    """Squared error, by default with a ridge."""
+
+    kind: Literal["ridge"] = "ridge"
+
+
+class LeastSquaresSpec(SquaredSpec):
+    """Squared error, by default without ridge."""
+
+    kind: Literal["least_squares"] = "least_squares"
+    ridge: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+
+
+class HingeSpec(LossSpec):
+    """The support vector machine's loss of two classes. It is not smooth."""
+
+    kind: Literal["hinge"] = "hinge"
+
+
+class SmoothedHingeSpec(LossSpec):
+    """The hinge with a rounded corner."""
+
+    kind: Literal["smoothed_hinge"] = "smoothed_hinge"
+    width: Positive = 1.0
+    """Of the corner, in units of the score: the smoothness is feature_bound^2 / width."""
+
+
+class SoftmaxSpec(LossSpec):
+    """Cross-entropy of many classes: one parameter for each class and feature."""
+
+    kind: Literal["softmax"] = "softmax"
+    classes: Annotated[int, Field(ge=2)]
+    """Labels are the numbers 0 to classes - 1."""
+
+
+_LOSSES: dict[object, type[LossSpec]] = {
+    "logistic": LogisticSpec,
+    "ridge": RidgeSpec,
+    "least_squares": LeastSquaresSpec,
+    "hinge": HingeSpec,
+    "smoothed_hinge": SmoothedHingeSpec,
+    "softmax": SoftmaxSpec,
+}
+
+
+def _loss_of_kind(value: object) -> object:
+    """The section `loss` by the class of its kind, logistic by default; other kinds are refused by `LossSpec`."""
+    value = _shorthand(value)
+    if not isinstance(value, Mapping):
+        return value
+    kind = value.get("kind", "logistic")
+    return (_LOSSES.get(kind, LossSpec) if isinstance(kind, str) else LossSpec).model_validate(value)
+
+
+AnyLossSpec = Annotated[
+    LogisticSpec | RidgeSpec | LeastSquaresSpec | HingeSpec | SmoothedHingeSpec | SoftmaxSpec,
+    BeforeValidator(_loss_of_kind),
+]
 
 
 class L2BallSpec(Section):
@@ -245,7 +338,52 @@ class BoxSpec(Section):
     high: Finite
 
 
-DecisionSetSpec = Annotated[L2BallSpec | BoxSpec, Field(discriminator="kind")]
+class L1BallSpec(Section):
+    """All theta with l1 norm at most `radius`."""
+
+    kind: Literal["l1_ball"]
+    radius: Positive
+
+
+class SimplexSpec(Section):
+    """All theta without negative coordinates whose sum is `radius`. The origin is not among them."""
+
+    kind: Literal["simplex"]
+    radius: Positive = 1.0
+
+
+class TraceNormSpec(Section):
+    """Matrices whose singular values have a sum of at most `radius`, flattened row by row: of `softmax`, one a class."""
+
+    kind: Literal["trace_norm"]
+    rows: PositiveInt
+    columns: PositiveInt
+    radius: Positive
+
+
+SimpleSetSpec = Annotated[
+    L2BallSpec | BoxSpec | L1BallSpec | SimplexSpec | TraceNormSpec,
+    Field(discriminator="kind"),
+]
+
+
+class BlockSpec(Section):
+    """The next `size` parameters, and the set that they lie in."""
+
+    size: PositiveInt
+    set: SimpleSetSpec
+
+
+class ProductSpec(Section):
+    """Consecutive blocks of parameters, each with a set of its own."""
+
+    kind: Literal["product"]
+    blocks: Annotated[tuple[BlockSpec, ...], Field(min_length=1)]
+
+
+DecisionSetSpec = Annotated[
+    L2BallSpec | BoxSpec | L1BallSpec | SimplexSpec | TraceNormSpec | ProductSpec, Field(discriminator="kind")
+]
 
 PerLearner = float | tuple[float, ...]
 """One number for all learners, or a list with one number each."""
@@ -313,7 +451,7 @@ class RunSpec(Section):
     learners: PositiveInt | Annotated[tuple[LearnerName, ...], Field(min_length=1)] = 5
     """How many, or their names."""
     algorithm: SerializeAsAny[AlgorithmSpec]
-    loss: LossSpec = LossSpec()
+    loss: AnyLossSpec = LogisticSpec()
     decision_set: DecisionSetSpec = L2BallSpec(kind="l2_ball", radius=100.0)
     topology: TopologySpec = TopologySpec()
     data: DataSpec = DataSpec()
@@ -356,19 +494,21 @@ def parse_spec(document: object, *, source: str = "spec") -> RunSpec:
     if not isinstance(document, Mapping):
         raise SpecError(f"{source}: a run spec must be a mapping of fields, got {type(document).__name__}")
     fields: dict[Any, Any] = dict(document)
-    problems: list[dict[str, Any]] = []
+    lines: list[str] = []
     try:
         fields["algorithm"] = _parse_algorithm(document.get("algorithm"))
     except ValidationError as error:
-        problems = [{**problem, "loc": ("algorithm", *problem["loc"])} for problem in error.errors()]
+        lines = [_explain({**p, "loc": ("algorithm", *p["loc"])}, source) for p in error.errors()]
+    except SpecError as error:
+        lines = [f"{source}: {error}"]
+    if lines:
         fields["algorithm"] = AlgorithmSpec(name="")
-    spec: RunSpec | None = None
     try:
         spec = RunSpec.model_validate(fields)
     except ValidationError as error:
-        problems += [{**problem} for problem in error.errors()]
-    if spec is None or problems:
-        raise SpecError("\n".join(_explain(problem, source) for problem in problems))
+        raise SpecError("\n".join(lines + [_explain(problem, source) for problem in error.errors()])) from None
+    if lines:
+        raise SpecError("\n".join(lines))
     return spec
 
 

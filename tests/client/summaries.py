@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from sottovoce.arrays import FloatArray
-from sottovoce_client.summary import CaptureSummary, LearnerSummary, Progress, RunSummary, Swap
+from sottovoce_client.summary import CaptureSummary, LearnerSummary, Progress, Promise, RunSummary, Swap
 
 PLACES = ("Aarhus", "Bergen", "Cork", "Delft", "Espoo")
 WARNINGS = (
@@ -17,6 +17,16 @@ WARNINGS = (
     ("LAMBDA0_LARGE", "lam0 above the Theorem 1 limit; guarantee starts after round t0 = 3.1e+19"),
 )
 SPEC = "name: mushrooms\nrounds: 500\ntopology:\n  graph: {kind: ring}\n  weights: {kind: constant, value: 0.3}\n"
+
+
+PROMISE = Promise(
+    algorithm="ldp-dol",
+    threat_model="wire",
+    adjacency="1 record of one learner replaced",
+    accounting="best",
+    proof="Theorem 5",
+    constants=(("diameter", 20.0, "projection onto the decision set"),),
+)
 
 
 def growing(rounds: int, total: float, power: float = 1.24) -> FloatArray:
@@ -96,6 +106,7 @@ def summary(learners: int = 5, rounds: int = 500, **more: Any) -> RunSummary:
         n_features=117,
         test_records=1_624,
         edges=ring,
+        promise=PROMISE,
         learners=tuple(learner(name, rounds, seed) for seed, name in enumerate(names)),
         disagreement=0.0312 if learners > 1 else None,
         central_accuracy=0.9655,

@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sottovoce.algorithms.ldp_dol import LdpDolSpec
 from sottovoce.data import Dataset, LearnerData, PlacedData, place
 from sottovoce.data.dataset import Labelled
 from sottovoce.data.partition import assign
 from sottovoce.errors import DataError, SpecError
-from sottovoce.spec import ByLabel, DataSpec, Dirichlet, Iid, LdpDolSpec, Paper4060, Partition, RunSpec
+from sottovoce.spec import ByLabel, DataSpec, Dirichlet, Iid, Paper4060, Partition, RunSpec
 
 NO_TEST = Labelled(np.empty((0, 1)), np.empty(0))
 """A held-out part without records, so that all records are dealt out."""
@@ -430,3 +431,22 @@ def test_adjacent_world_differs_in_one_learner() -> None:
     assert [a is b for a, b in zip(placed.learners, other.learners, strict=True)] == [True, False, True]
     assert ids(other.learners[1].features)[0] == -9
     assert other.test_features is placed.test_features
+
+
+# ---- everybody the same, everything at once --------------------------------------------------------------------------
+
+
+def test_shared_records_are_everybodys_in_the_same_rounds() -> None:
+    placed = place(run_spec(6, 3, partition={"kind": "shared"}, batch_size=2), numbered(20))
+
+    first = placed.learners[0]
+    assert len(first.labels) == 15 and sorted(first.order) == sorted(set(first.order)) and len(first.order) == 12
+    for other in placed.learners[1:]:
+        for t in range(6):
+            assert (other.batch(t).features == first.batch(t).features).all()
+
+
+@pytest.mark.parametrize(("reuse", "sizes"), [(False, [5, 0, 0]), (True, [5, 5, 5])])
+def test_all_records_at_once(reuse: bool, sizes: list[int]) -> None:
+    placed = place(run_spec(3, 3, batch_size="all", reuse=reuse), numbered(20))
+    assert [placed.learners[0].batch(t).size for t in range(3)] == sizes

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.linear_model import LogisticRegression
 
+from sottovoce.algorithms.ldp_dol import LdpDol
 from sottovoce.arrays import FloatArray
 from sottovoce.data import PlacedData
 from sottovoce.history import start_history
@@ -26,6 +27,17 @@ LOSSES = [{"kind": "logistic", "ridge": 0.1, "feature_bound": 2.0}, {"kind": "ri
 
 def simulated(run: Run, data: PlacedData, noise: Noise, replicas: int = 1) -> list[SimulatedRound]:
     return list(simulate(run, data, noise, replicas))
+
+
+def schedules_of(run: Run) -> Schedules:
+    assert isinstance(run.algorithm, LdpDol)
+    return run.algorithm.schedules
+
+
+def coupling_matrix(run: Run) -> FloatArray:
+    """W, with `w_ii = -sum_j w_ij`."""
+    mixing = run.topology.at(0)
+    return mixing.neighbours - np.diag(mixing.neighbours.sum(axis=1))
 
 
 def mean_gradient(run: Run, data: PlacedData, learner: int, t: int, theta: FloatArray) -> FloatArray:
@@ -46,7 +58,7 @@ def test_a_round_is_the_papers_update(loss: dict[str, object]) -> None:
     """`theta + gamma sum_j w_ij (y_j - theta) - lambda d(theta)`, term by term, for every learner."""
     run = small_run(rounds=12, learners=4, loss=loss, topology={"graph": "path"})
     data = made_up(run.spec, batch=2)
-    schedules, weights = run.algorithm.schedules, run.topology.coupling
+    schedules, weights = schedules_of(run), run.topology.at(0).neighbours
     for step in simulated(run, data, SeededNoise(1)):
         said = step.message["y"][:, 0]
         for i in range(4):
@@ -64,7 +76,7 @@ def test_without_projection_the_mean_follows_gradients_and_noise() -> None:
     """Spec, section 6: `mean(theta) - lambda mean(d) + gamma mean_i sum_j w_ij noise_j`."""
     run = small_run(rounds=15, learners=5, decision_set={"kind": "l2_ball", "radius": 1e9})
     data, recorder = made_up(run.spec), Recorder(SeededNoise(2))
-    weights, schedules = run.topology.coupling, run.algorithm.schedules
+    weights, schedules = run.topology.at(0).neighbours, schedules_of(run)
     for step in simulated(run, data, recorder):
         noise = recorder.drawn["y"][step.t][:, 0]
         gradients = [mean_gradient(run, data, i, step.t, step.before[i, 0]) for i in range(5)]
@@ -109,8 +121,8 @@ def test_without_noise_the_network_comes_near_the_central_optimum() -> None:
     distances = [float(np.linalg.norm(steps[t].after[:, 0] - optimum, axis=1).max()) for t in (29, 299, 2999)]
 
     gradients = np.stack([mean_gradient(run, data, i, 2999, optimum) for i in range(4)])
-    ratio = run.algorithm.schedules.step_size(2999) / run.algorithm.schedules.coupling(2999)
-    apart = ratio * np.linalg.norm(np.linalg.pinv(run.topology.weights) @ gradients, axis=1).max()
+    ratio = schedules_of(run).step_size(2999) / schedules_of(run).coupling(2999)
+    apart = ratio * np.linalg.norm(np.linalg.pinv(coupling_matrix(run)) @ gradients, axis=1).max()
 
     assert distances[2] == pytest.approx(apart, rel=0.2)
     assert distances[2] / distances[1] == pytest.approx(10**-0.3, rel=0.25)
@@ -129,8 +141,8 @@ def test_without_noise_the_network_is_nearly_stationary() -> None:
     data = made_up(run.spec, records=10)
     last = simulated(run, data, NoNoise())[-1]
     theta = last.before[:, 0]
-    pull = run.algorithm.schedules.coupling(last.t) * (run.topology.weights @ theta)
-    slope = run.algorithm.schedules.step_size(last.t) * np.stack(
+    pull = schedules_of(run).coupling(last.t) * (coupling_matrix(run) @ theta)
+    slope = schedules_of(run).step_size(last.t) * np.stack(
         [mean_gradient(run, data, i, last.t, theta[i]) for i in range(4)]
     )
 
@@ -144,13 +156,13 @@ def driven_singly(run: Run, data: PlacedData, noise: Sequence[Noise]) -> list[tu
     """Learners as the service drives them, arrays `(dim,)`: messages and decisions `(learners, dim)` of every round."""
     n = run.spec.n_learners
     states = [run.algorithm.start(Who(i)) for i in range(n)]
-    rounds = []
+    rounds, mixing = [], run.topology.at(0)
     for t in range(run.spec.rounds):
         messages: dict[int, Message] = {}
         for i in range(n):
             states[i], messages[i] = run.algorithm.speak(states[i], noise[i])
         for i in range(n):
-            heard = HeardFromNeighbours(run.topology.neighbours(i), messages)
+            heard = HeardFromNeighbours(mixing.heard_by(i), messages, float(mixing.own[i]))
             states[i] = run.algorithm.listen(states[i], heard, data.learners[i].batch(t))
         decisions = np.stack([run.algorithm.decision(state) for state in states])
         rounds.append((np.stack([messages[i]["y"] for i in range(n)]), decisions))
@@ -201,7 +213,7 @@ def test_replicas_of_one_learner_have_one_axis() -> None:
     state, message = run.algorithm.speak(state, SeededNoise(8))
     assert message["y"].shape == (5, 3)
 
-    heard = HeardFromNeighbours(run.topology.neighbours(1), {0: message, 2: message})
+    heard = HeardFromNeighbours({0: 0.3, 2: 0.3}, {0: message, 2: message}, 0.4)
     state = run.algorithm.listen(state, heard, made_up(run.spec).learners[1].batch(0))
     assert run.algorithm.decision(state).shape == (5, 3)
 
@@ -209,13 +221,13 @@ def test_replicas_of_one_learner_have_one_axis() -> None:
 def test_a_state_is_a_value() -> None:
     """Going on from one state twice gives the same next state, and leaves it as it was."""
     run = small_run(rounds=6, loss=LOSSES[1])
-    data, coupling = made_up(run.spec), run.topology.coupling
+    data, mixing = made_up(run.spec), run.topology.at(0)
     state = run.algorithm.start(Who((0, 1, 2), 1))
     for t in range(6):
         _, message = run.algorithm.speak(state, SeededNoise(t))
         before = run.algorithm.decision(state).copy()
-        one = run.algorithm.listen(state, HeardByAll(coupling, message), data.stacked(t))
-        two = run.algorithm.listen(state, HeardByAll(coupling, message), data.stacked(t))
+        one = run.algorithm.listen(state, HeardByAll(mixing.neighbours, mixing.own, message), data.stacked(t))
+        two = run.algorithm.listen(state, HeardByAll(mixing.neighbours, mixing.own, message), data.stacked(t))
 
         assert (run.algorithm.decision(state) == before).all()
         assert (run.algorithm.decision(one) == run.algorithm.decision(two)).all()
@@ -232,7 +244,7 @@ def test_overheard_densities_differ_as_the_laplace_law_says(seed: int, sigma: fl
     run = small_run(rounds=12, algorithm={"sigma": sigma, "varsigma": 0.2})
     generator = np.random.default_rng(seed)
     state = replace(run.algorithm.start(Who(0)), t=t, theta=generator.normal(size=3))
-    scale = run.algorithm.laplace_scale(0, t)
+    scale = run.algorithm.noise_scale(0, t)
     _, centre = run.algorithm.speak(state, NoNoise())
     one, two = (Message({"y": centre["y"] + scale * generator.laplace(size=3)}) for _ in range(2))
     (_, first), (_, second) = run.algorithm.overheard(state, one), run.algorithm.overheard(state, two)
@@ -248,7 +260,7 @@ def test_a_message_is_the_state_plus_noise_on_one_lattice() -> None:
     recorder = Recorder(SeededNoise(9))
     for step in simulated(run, made_up(run.spec), recorder):
         for i in range(3):
-            scale = run.algorithm.laplace_scale(i, step.t)
+            scale = run.algorithm.noise_scale(i, step.t)
             spacing = 2.0 ** (np.floor(np.log2(scale)) - 40)
             said, noise = step.message["y"][i, 0], recorder.drawn["y"][step.t][i, 0]
             assert (said / spacing == np.rint(said / spacing)).all()
@@ -259,7 +271,7 @@ def test_the_noise_scale_grows_as_the_spec_says() -> None:
     run = small_run(algorithm={"sigma": [1.0, 2.0, 3.0], "varsigma": [0.0, 0.1, 0.2]})
     asked: list[tuple[str, int, FloatArray]] = []
 
-    class Listener:
+    class Listener(NoNoise):
         def laplace(
             self, name: str, t: int, scale: float | FloatArray, grid: float | FloatArray, shape: tuple[int, ...]
         ) -> FloatArray:

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from sottovoce.algorithms.ldp_dol_checks import Finding, check_ldp_dol
+from sottovoce.algorithms.ldp_dol import LdpDolSpec
+from sottovoce.algorithms.ldp_dol_checks import check_ldp_dol
 from sottovoce.errors import CheckFailed
 from sottovoce.privacy.ldp_dol import Constants
-from sottovoce.spec import LdpDolSpec
+from sottovoce.setting import Finding
 
 UP, DOWN = math.inf, -math.inf
 

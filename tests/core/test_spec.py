@@ -37,7 +37,7 @@ def refusal(**changes: Any) -> str:
         ({"roundz": 3}, ["unknown field roundz", "sottovoce spec schema"]),
         ({"loss": {"kind": "logistic", "rigde": 1}}, ["unknown field loss.rigde"]),
         ({"topology": {"graph": {"kind": "ring", "size": 3}}}, ["unknown field topology.graph.ring.size"]),
-        ({"algorithm": {"name": "sgd"}}, ["algorithm.name", "'ldp-dol'", "got 'sgd'"]),
+        ({"algorithm": {"name": "sgd"}}, ["algorithm.name", "ldp-dol", "module:Class", "got 'sgd'"]),
         (
             {"algorithm": {"name": "ldp-dol", "accounting": "magic"}},
             ["algorithm.accounting", "'loose'", "'best'", "'magic'"],

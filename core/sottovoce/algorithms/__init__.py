@@ -16,6 +16,10 @@ ENTRY_POINTS = "sottovoce.algorithms"
 
 BUILT_IN = {
     "ldp-dol": "sottovoce.algorithms.ldp_dol:LdpDolSpec",
+    "dpsda-c": "sottovoce.algorithms.dual_averaging:DpsdaCSpec",
+    "dpsda-ps": "sottovoce.algorithms.dual_averaging:DpsdaPsSpec",
+    "dpcda": "sottovoce.algorithms.dual_averaging:DpcdaSpec",
+    "dpps": "sottovoce.algorithms.dual_averaging:DppsSpec",
 }
 
 
@@ -34,7 +38,9 @@ def spec_class(name: str) -> type[AlgorithmSpec]:
     try:
         found = getattr(import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
-        raise SpecError(f"algorithm.name: cannot import {where!r}: {error}") from None
+        raise SpecError(
+            f"algorithm.name: cannot import {where!r}: {error}; is it installed, or its folder in PYTHONPATH?"
+        ) from None
     if not (isinstance(found, type) and issubclass(found, AlgorithmSpec)):
         raise SpecError(f"algorithm.name: {where!r} must be a subclass of sottovoce.spec.AlgorithmSpec, got {found!r}")
     return found

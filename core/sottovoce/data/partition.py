@@ -17,7 +17,7 @@ def assign(
     """Deal records out: the learner of every record, `(records,)`.
 
     Args:
-        partition: the rule.
+        partition: the rule; `shared` is none, nothing is dealt then.
         labels: `(records,)` in the domain of the loss.
         classes: `(records,)` class of each record, at least as fine as the labels.
         n_learners: number of learners.

@@ -12,7 +12,7 @@ from sottovoce.data.dataset import Dataset, Labelled
 from sottovoce.data.partition import assign
 from sottovoce.data.schedule import LearnerData, PlacedData
 from sottovoce.errors import DataError, SpecError
-from sottovoce.spec import DataSpec, RunSpec
+from sottovoce.spec import DataSpec, RunSpec, Shared
 
 Prepare = Callable[[FloatArray], FloatArray]
 """Feature rows of the source `(records, m)` to rows of the run `(records, n)`."""
@@ -34,17 +34,22 @@ def place(spec: RunSpec, dataset: Dataset) -> PlacedData:
     data = spec.data
     split_rng, deal_rng, order_rng = np.random.default_rng(data.seed).spawn(3)
     rows, test = _hold_out(dataset, data.test_fraction, split_rng)
-    owners = _owners(spec, dataset, rows, deal_rng)
     rounds = _rounds(spec, dataset)
     prepare = _preparation(data, test.features)
-    learners = []
-    for i, rng in enumerate(order_rng.spawn(spec.n_learners)):
-        mine = rows[owners == i]
-        if not mine.size:
-            raise SpecError(_nothing_for(spec, i, dataset))
+
+    def placed(mine: IntArray, rng: np.random.Generator) -> LearnerData:
         shuffled = rng.permutation(len(mine)) if data.order == "shuffled" else np.arange(len(mine))
         timetable = _fill(shuffled, data, spec.rounds) if rounds is None else _keep(shuffled, rounds[mine], spec.rounds)
-        learners.append(LearnerData(prepare(dataset.features[mine]), dataset.labels[mine], *timetable))
+        return LearnerData(prepare(dataset.features[mine]), dataset.labels[mine], *timetable)
+
+    if dataset.learner is None and isinstance(data.partition, Shared):
+        learners = [placed(rows, order_rng)] * spec.n_learners
+    else:
+        owners = _owners(spec, dataset, rows, deal_rng)
+        hands = [rows[owners == i] for i in range(spec.n_learners)]
+        if empty := [i for i, mine in enumerate(hands) if not mine.size]:
+            raise SpecError(_nothing_for(spec, empty[0], dataset))
+        learners = [placed(mine, rng) for mine, rng in zip(hands, order_rng.spawn(spec.n_learners), strict=True)]
     return PlacedData(tuple(learners), prepare(test.features), test.labels)
 
 
@@ -162,9 +167,10 @@ def _rounds(spec: RunSpec, dataset: Dataset) -> IntArray | None:
 
 def _fill(shuffled: IntArray, data: DataSpec, rounds: int) -> tuple[IntArray, IntArray]:
     """`batch_size` records a round until they run out, or for ever with `reuse`: order and offsets."""
-    slots = rounds * data.batch_size
+    size = len(shuffled) if data.batch_size == "all" else data.batch_size
+    slots = rounds * size
     order = np.resize(shuffled, slots) if data.reuse else shuffled[:slots]
-    return order, np.minimum(np.arange(rounds + 1) * data.batch_size, len(order))
+    return order, np.minimum(np.arange(rounds + 1) * size, len(order))
 
 
 def _keep(shuffled: IntArray, rounds_of_rows: IntArray, rounds: int) -> tuple[IntArray, IntArray]:

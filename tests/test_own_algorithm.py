@@ -1,0 +1,90 @@
+"""The page `docs/own-algorithm.md` holds what it promises: its example runs everywhere, and keeps its guarantee."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from sottovoce.noise import SeededNoise
+from sottovoce.replay import replay
+from sottovoce.run import build_run
+from sottovoce.simulator import simulate
+from sottovoce.spec import parse_spec
+from sottovoce.transcript import Transcript
+from tests.examples import made_up
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "own-algorithm.md"
+CODE, SPEC, ENTRY_POINT = (
+    re.findall(rf"```{kind}\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)[0]
+    for kind in ("python", "yaml", "toml")
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "gossip.py").write_text(CODE, encoding="utf-8")
+    (tmp_path / "spec.yaml").write_text(SPEC, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "gossip", raising=False)
+    return tmp_path
+
+
+def test_the_example_is_short() -> None:
+    assert len(CODE.splitlines()) < 60
+
+
+def test_the_example_keeps_its_guarantee(folder: Path) -> None:
+    """500 adjacent data sets, many records far out: no loss above the claim, and some near it."""
+    document = {**yaml.safe_load(SPEC), "rounds": 6, "learners": 3}
+    run = build_run(parse_spec({**document, "loss": {"kind": "logistic", "ridge": 0.0}}), 2)
+    data = made_up(run.spec, 2)
+    said = [step.message["y"] for step in simulate(run, data, SeededNoise(1), 200)]
+    transcript = Transcript({"y": np.stack(said)})
+    own, claim = data.learners[0], run.algorithm.guarantee(0).per_round
+    corner = np.array([1.0, 1.0]) / np.sqrt(2)
+    worlds = [own.with_use(t, sign * corner, label) for t in range(5) for sign in (-1, 1) for label in (0.0, 1.0)]
+    losses = replay(run, transcript, 0, [own, *worlds])
+
+    assert np.abs(losses.total).max() <= claim.sum() * (1 + 1e-9)
+    assert np.abs(losses.total).max() > 0.5 * claim.sum()
+
+
+def test_the_example_runs_in_the_simulator_and_as_services(folder: Path) -> None:
+    spec = yaml.safe_load(SPEC)
+    (folder / "spec.yaml").write_text(yaml.safe_dump({**spec, "rounds": 20, "learners": 3}), encoding="utf-8")
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    for command in (["simulate", "spec.yaml", "--out", "simulated"], ["up", "spec.yaml", "--out", "ran"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "sottovoce_client", *command],
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    summary = json.loads((folder / "ran" / "summary.json").read_text(encoding="utf-8"))
+
+    assert summary["state"] == "finished"
+    assert [learner["rounds"] for learner in summary["learners"]] == [20, 20, 20]
+    assert all(learner["spent"] == pytest.approx(learner["event"]) for learner in summary["learners"])
+
+
+def test_an_installed_package_offers_its_own_under_a_short_name(folder: Path) -> None:
+    metadata = folder / "gossip-1.0.dist-info"
+    metadata.mkdir()
+    metadata.joinpath("METADATA").write_text("Metadata-Version: 2.1\nName: gossip\nVersion: 1.0\n", encoding="utf-8")
+    point = re.findall(r"^gossip = \"(.+)\"$", ENTRY_POINT, re.MULTILINE)[0]
+    metadata.joinpath("entry_points.txt").write_text(f"[sottovoce.algorithms]\ngossip = {point}\n", encoding="utf-8")
+    spec = parse_spec({"rounds": 3, "algorithm": {"name": "gossip", "step": 0.1}})
+
+    assert type(spec.algorithm).__name__ == "GossipSpec"
+    assert spec.model_dump()["algorithm"]["step"] == 0.1
