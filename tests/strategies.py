@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from sottovoce.arrays import FloatArray
-from sottovoce.decision_sets import Box, DecisionSet, L2Ball
-from sottovoce.losses import Logistic, Loss, Squared
+from sottovoce.decision_sets import Box, DecisionSet, L1Ball, L2Ball, Product, Simplex, TraceNorm
+from sottovoce.losses import Hinge, Logistic, MarginLoss, PassGlm, SmoothedHinge, Softmax, Squared
 
 positive = st.floats(0.01, 100.0)
 """Scales, norms, radii."""
@@ -30,20 +30,33 @@ def matrices(rows: int, columns: int, size: float = 100.0) -> st.SearchStrategy[
 
 balls = st.builds(L2Ball, positive)
 boxes = st.builds(lambda low, width: Box(low, low + width), st.floats(-50.0, 50.0), positive)
-decision_sets: st.SearchStrategy[DecisionSet] = st.one_of(balls, boxes)
+l1_balls = st.builds(L1Ball, positive)
+simplices = st.builds(Simplex, positive)
+products = st.builds(lambda *parts: Product(parts, (1, 3, 2)), balls, st.one_of(l1_balls, simplices), boxes)
+trace_norms = st.builds(TraceNorm, st.just(2), st.just(3), positive)
+decision_sets: st.SearchStrategy[DecisionSet] = st.one_of(balls, boxes, l1_balls, simplices, trace_norms, products)
+"""Of vectors of length 6."""
 
-logistic_losses = st.builds(Logistic, feature_bound=st.floats(0.1, 5.0), ridge=st.just(0.0), clip_norm=clip_norms)
-squared_losses = st.builds(
-    Squared,
-    feature_bound=st.floats(0.1, 5.0),
-    label_bound=st.floats(0.1, 5.0),
-    ridge=st.just(0.0),
-    clip_norm=clip_norms,
+CLASSES = 3
+
+bounds = st.floats(0.1, 5.0)
+exact = st.just(0.0)
+logistic_losses = st.builds(Logistic, feature_bound=bounds, ridge=exact, clip_norm=clip_norms)
+hinges = st.builds(Hinge, feature_bound=bounds, ridge=exact, clip_norm=clip_norms)
+smoothed_hinges = st.builds(SmoothedHinge, feature_bound=bounds, ridge=exact, clip_norm=clip_norms, width=bounds)
+squared_losses = st.builds(Squared, feature_bound=bounds, label_bound=bounds, ridge=exact, clip_norm=clip_norms)
+pass_glms = st.builds(
+    PassGlm, feature_bound=bounds, ridge=exact, clip_norm=clip_norms, score_bound=st.floats(0.01, 50.0)
 )
-losses: st.SearchStrategy[Loss] = st.one_of(logistic_losses, squared_losses)
+softmaxes = st.builds(Softmax, feature_bound=bounds, ridge=exact, clip_norm=clip_norms, classes=st.just(CLASSES))
+margin_losses: st.SearchStrategy[MarginLoss] = st.one_of(
+    logistic_losses, squared_losses, hinges, smoothed_hinges, pass_glms
+)
 
 
-def labels_for(loss: Loss, count: int) -> st.SearchStrategy[FloatArray]:
+def labels_for(loss: object, count: int) -> st.SearchStrategy[FloatArray]:
     """Labels in the domain of a loss; those of the squared loss may lie outside its label bound."""
-    element = st.sampled_from([0.0, 1.0]) if isinstance(loss, Logistic) else st.floats(-20.0, 20.0)
-    return hnp.arrays(np.float64, count, elements=element)
+    if isinstance(loss, Squared):
+        return hnp.arrays(np.float64, count, elements=st.floats(-20.0, 20.0))
+    classes = loss.classes if isinstance(loss, Softmax) else 2
+    return hnp.arrays(np.float64, count, elements=st.sampled_from(np.arange(float(classes)).tolist()))

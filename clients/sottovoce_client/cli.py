@@ -140,19 +140,42 @@ def simulate(
         Path | None, typer.Option(help="Recorded noise to use instead (.parquet or .npz; zeros are allowed).")
     ] = None,
     record_noise: Annotated[bool, typer.Option("--record-noise", help="Write the noise that was drawn.")] = False,
+    metrics: Annotated[
+        bool, typer.Option("--metrics", help="Measure losses, regrets and accuracy: metrics.parquet, metrics.json.")
+    ] = False,
 ) -> None:
     """Run a spec without a network, many replicas at once. Writes transcript.parquet and decisions.parquet."""
     from sottovoce_client.simulation import simulate_to
 
     prepared = _prepare(load_spec(spec))
-    folder = _folder(prepared.run.spec, out)
-    simulate_to(folder, prepared, replicas=replicas, seed=seed, noise=noise, record_noise=record_noise)
+    folder = _folder(prepared.run.spec.name, out)
+    simulate_to(folder, prepared, replicas=replicas, seed=seed, noise=noise, record_noise=record_noise, metrics=metrics)
+
+
+@app.command(rich_help_panel="Runs")
+def compare(
+    specs: Annotated[
+        list[Path], typer.Argument(metavar="SPEC...", help="Run specs with the same data.", show_default=False)
+    ],
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Folder for the results.", show_default="sottovoce-runs/compare-TIME")
+    ] = None,
+    replicas: Annotated[int, typer.Option(min=1, help="Independent repetitions of each, side by side.")] = 10,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the noise.")] = 0,
+) -> None:
+    """Run several specs in the simulator and show what they came to in one table.
+
+    Writes compare.json, compare.md and compare.html. Exits with 1 if a spec could not be run.
+    """
+    from sottovoce_client.compare import compare as run_all
+
+    raise typer.Exit(run_all(specs, _prepare, _folder("compare", out), replicas=replicas, seed=seed))
 
 
 def _up(spec: RunSpec, out: Path | None, *, per_process: int, noise: Path | None = None) -> None:
     from sottovoce_client.launch import run_up
 
-    folder = _folder(spec, out)
+    folder = _folder(spec.name, out)
     _conduct(
         spec,
         folder,
@@ -166,7 +189,7 @@ def _conduct(spec: RunSpec, out: Path | None, start: Callable[..., Coroutine[Any
     """Prepare, run while the console shows it, then summarise."""
     from sottovoce_client.conduct import conduct
 
-    folder = _folder(spec, out)
+    folder = _folder(spec.name, out)
     raise typer.Exit(conduct(_prepare(spec), folder, start))
 
 
@@ -176,9 +199,9 @@ def _prepare(spec: RunSpec) -> Any:
     return prepare(spec, data_folder=os.environ.get("SOTTOVOCE_DATA"))
 
 
-def _folder(spec: RunSpec, out: Path | None) -> Path:
+def _folder(name: str, out: Path | None) -> Path:
     if out is None:
-        out = Path("sottovoce-runs") / f"{spec.name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+        out = Path("sottovoce-runs") / f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import warnings
 from collections.abc import Sequence
 from importlib.metadata import version
 
@@ -11,7 +12,7 @@ import numpy as np
 from sottovoce.arrays import FloatArray, IntArray
 from sottovoce.data import LearnerData, PlacedData
 from sottovoce.errors import CaptureError
-from sottovoce.losses import Squared
+from sottovoce.losses import Hinge, SmoothedHinge, Softmax, Squared
 from sottovoce.replay import worst_swap
 from sottovoce.run import Run
 from sottovoce.spec import dump_spec
@@ -53,9 +54,11 @@ def summarise(run: Run, data: PlacedData, outcome: Outcome) -> RunSummary:
 def central_accuracy(run: Run, data: PlacedData) -> float | None:
     """Accuracy on the held-out records of a non-private model of all records together, same loss, same ridge.
 
-    None without held-out records.
+    The plain hinge stands for the smoothed one, the logistic loss for its approximation. None without held-out records.
     """
+    from sklearn.exceptions import ConvergenceWarning
     from sklearn.linear_model import LogisticRegression, Ridge
+    from sklearn.svm import LinearSVC
 
     if not len(data.test_labels):
         return None
@@ -67,10 +70,18 @@ def central_accuracy(run: Run, data: PlacedData) -> float | None:
     strength = max(loss.ridge, 1e-9) * len(labels)
     if isinstance(loss, Squared):
         scores = Ridge(alpha=strength / 2, fit_intercept=False).fit(features, labels).predict(test)
+        return _accuracy(loss.classify(scores), data.test_labels)
+    if isinstance(loss, Hinge | SmoothedHinge):
+        cost = 1 / max(strength, 1e-4 * len(labels))  # with less of a ridge, the solver gets nowhere
+        model = LinearSVC(loss="hinge", C=cost, fit_intercept=False, max_iter=100_000, random_state=0)
     else:
-        model = LogisticRegression(C=1 / strength, fit_intercept=False, max_iter=5_000).fit(features, labels)
-        scores = model.decision_function(test)
-    return _accuracy(loss.classify(scores), data.test_labels)
+        # Of two classes, scikit-learn learns the difference of their vectors: half the ridge of two vectors.
+        halved = isinstance(loss, Softmax) and len(np.unique(labels)) == 2
+        model = LogisticRegression(C=(2 if halved else 1) / strength, fit_intercept=False, max_iter=5_000)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)  # without a ridge there may be no minimiser
+        model.fit(features, labels)
+    return _accuracy(model.predict(test), data.test_labels)
 
 
 def _promise(run: Run) -> Promise:
@@ -82,6 +93,7 @@ def _promise(run: Run) -> Promise:
         accounting=guarantee.mode,
         proof=guarantee.proof,
         constants=tuple((name, each.value, each.enforced_by) for name, each in guarantee.constants.items()),
+        output=None if guarantee.output is None else float(guarantee.output[-1]),
     )
 
 
@@ -91,11 +103,12 @@ def _overheard(run: Run, outcome: Outcome) -> tuple[Transcript | None, CaptureSu
         return None, None
     try:
         capture = open_capture(outcome.capture)  # on the eavesdropper's host: not here, where that is another one
-        transcript = capture.transcript(run.algorithm.field_shapes(), run.spec.n_learners)
+        transcript = capture.transcript(run.algorithm.field_shapes(), run.spec.n_learners, run.topology)
     except CaptureError:
         return None, None
     heard = next(iter(transcript.fields.values()))[:, 0, 0]
     table = capture.messages()
+    scales = [scale for t in range(transcript.rounds) if (scale := run.algorithm.noise_scale(0, t)) > 0]
     return transcript, CaptureSummary(
         mode=run.spec.capture,
         location=str(outcome.capture),
@@ -103,8 +116,8 @@ def _overheard(run: Run, outcome: Outcome) -> tuple[Transcript | None, CaptureSu
         bytes=int(sum(table["size"].to_pylist())),
         messages_of=run.spec.names[0],
         heard=heard,
-        first_scale=run.algorithm.noise_scale(0, 0),
-        last_scale=run.algorithm.noise_scale(0, transcript.rounds - 1),
+        first_scale=scales[0] if scales else 0.0,
+        last_scale=scales[-1] if scales else 0.0,
     )
 
 
@@ -117,7 +130,7 @@ def _learner(
     record = run.algorithm.guarantee(index, counts, _uses_of_first(own))
     said = max(status.round, transcript.rounds if transcript else 0)
     swaps: tuple[Swap | None, Swap | None] = (None, None)
-    if transcript is not None and len(own.order):
+    if transcript is not None and transcript.unbroken(index) and len(own.order):
         swaps = (
             _swap(run, transcript, data, index, event.cumulative, every_use=False),
             _swap(run, transcript, data, index, record.cumulative, every_use=True),
@@ -148,6 +161,7 @@ def _learner(
 def _swap(
     run: Run, transcript: Transcript, data: PlacedData, learner: int, claimed: FloatArray, *, every_use: bool
 ) -> Swap:
+    transcript = transcript.until(transcript.unbroken(learner))
     worst = worst_swap(run, transcript, data, learner, every_use=every_use)
     return Swap(worst.loss, worst.supremum, float(claimed[transcript.rounds - 1]), worst.by_round)
 

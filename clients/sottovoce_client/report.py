@@ -250,8 +250,14 @@ def _swap_cells(swap: Swap | None) -> str:
 def _promise(summary: RunSummary) -> str:
     uses = plural(max(learner.most_uses for learner in summary.learners), "round")
     promised = any(math.isfinite(learner.event) for learner in summary.learners)
-    threat = words.THREATS[summary.promise.threat_model] if promised else words.UNPROTECTED
-    pairs = "".join(f"<dt>{term}</dt><dd>{text.format(uses=uses)}</dd>" for term, text in (threat, *words.PROMISE))
+    terms = [words.THREATS[summary.promise.threat_model] if promised else words.UNPROTECTED]
+    epsilon = summary.promise.output
+    if epsilon is None:
+        epsilon = max(learner.event for learner in summary.learners)
+    elif words.OUTPUT not in terms:
+        terms.append(words.OUTPUT)
+    facts = {"uses": uses, "epsilon": number(epsilon)}
+    pairs = "".join(f"<dt>{term}</dt><dd>{text.format(**facts)}</dd>" for term, text in (*terms, *words.PROMISE))
     return _section("What was promised", "", f"<dl>{pairs}</dl>", _grounds(summary.promise))
 
 
@@ -259,7 +265,7 @@ def _grounds(promise: Promise) -> str:
     """What the promise rests on."""
     facts = {name: _text(getattr(promise, name)) for name in ("algorithm", "accounting", "adjacency", "proof")}
     rows = "".join(
-        f"<tr><th>{_text(name)}</th><td>{number(value)}</td><td class=\"why\">{_text(why)}</td></tr>"
+        f'<tr><th>{_text(name)}</th><td>{number(value)}</td><td class="why">{_text(why)}</td></tr>'
         for name, value, why in promise.constants
     )
     table = f'<div class="wide"><table class="grounds"><tbody>{rows}</tbody></table></div>' if rows else ""

@@ -33,7 +33,7 @@ HEARD = """
 All that {name} said, as the eavesdropper heard it: {messages} of {numbers}, a column each. {noise}
 """
 NOISE = """
-Mostly this is noise, of scale {first} in the first round and {last} in the last; what is learned shows only as a faint lasting
+Mostly this is noise, of scale {first} at first and {last} in the end; what is learned shows only as a faint lasting
 tint of a row.
 """
 NO_NOISE = "There is no noise in it."
@@ -47,6 +47,11 @@ infinitely many rounds. Loss: of this capture; the largest that any capture coul
 claim, which neither may exceed.
 """
 
+OUTPUT = (
+    "In published decisions",
+    """Somebody who sees nothing but the decisions that all learners publish (threat model <i>output</i>) is promised
+    ε = {epsilon}. <b>That is no promise about the messages.</b>""",
+)
 THREATS = {
     "wire": (
         "On the wire",
@@ -60,11 +65,7 @@ THREATS = {
         scales. Swapping one record of another learner changes the probability of what it reads by a factor of at most
         e<sup>ε</sup>. Somebody who hears other channels, too, is not covered.""",
     ),
-    "output": (
-        "In the published decisions",
-        """Only the decisions are published (threat model <i>output</i>). <b>The messages are not protected</b>: somebody who
-        hears a channel may learn everything.""",
-    ),
+    "output": OUTPUT,
 }
 """Who may listen, and what that means."""
 UNPROTECTED = (

@@ -1,30 +1,47 @@
-"""`sottovoce simulate`: the simulator's rounds as Parquet."""
+"""`sottovoce simulate`: the simulator's rounds as Parquet, and what they came to."""
 
 from __future__ import annotations
 
+import json
+import math
 from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table
 
+from sottovoce.data.files import import_extra
 from sottovoce.errors import SpecError
 from sottovoce.machine import Noise
+from sottovoce.metrics import Curves, Metrics
 from sottovoce.noise import RecordedNoise, Recorder, SeededNoise
 from sottovoce.simulator import simulate
 from sottovoce.spec import dump_spec
 from sottovoce.transcript import TranscriptWriter, read_noise
 from sottovoce_client.prepare import Prepared
+from sottovoce_client.wording import number
 
 
 def simulate_to(
-    folder: Path, prepared: Prepared, *, replicas: int, seed: int, noise: Path | None, record_noise: bool
+    folder: Path,
+    prepared: Prepared,
+    *,
+    replicas: int,
+    seed: int,
+    noise: Path | None,
+    record_noise: bool,
+    metrics: bool = False,
 ) -> None:
     """Simulate a run and write `spec.yaml`, `transcript.parquet`, `decisions.parquet` and, if asked, `noise.parquet`.
 
     Decisions are those in use when a round's records arrive; the last rows, of round `rounds`, are the final ones.
+    With `metrics`, `metrics.parquet` and `metrics.json` are written, too, and the final values printed.
     """
     run = prepared.run
     recorder = Recorder(_noise(noise, seed, run.spec.rounds))
+    measured = Metrics(run, prepared.data) if metrics else None
     (folder / "spec.yaml").write_text(dump_spec(run.spec), encoding="utf-8")
     with ExitStack() as files:
         said = files.enter_context(TranscriptWriter(folder / "transcript.parquet", run.spec.name))
@@ -41,10 +58,15 @@ def simulate_to(
                 if drawn is not None:
                     drawn.write(step.t, name, np.broadcast_to(values[-1], step.message[name].shape))
                 values.clear()
+            if measured is not None:
+                measured.take(step)
             after = step.after
         if after is not None:
             decided.write(run.spec.rounds, "decision", after)
     print(f"{run.spec.rounds} rounds of {run.spec.n_learners} learners, {replicas} replicas: {folder}")
+    if measured is not None:
+        write_metrics(folder, measured.curves, run.spec.names)
+        print_metrics(measured.curves)
 
 
 def _noise(path: Path | None, seed: int, rounds: int) -> Noise:
@@ -54,3 +76,63 @@ def _noise(path: Path | None, seed: int, rounds: int) -> Noise:
     if short := [name for name, values in fields.items() if len(values) < rounds]:
         raise SpecError(f"{path}: noise must cover {rounds} rounds, and {short} does not")
     return RecordedNoise(fields)
+
+
+# ---- metrics ---------------------------------------------------------------------------------------------------------
+
+
+def write_metrics(folder: Path, curves: Curves, names: tuple[str, ...]) -> None:
+    """Write `metrics.parquet` (one row per number) and `metrics.json` (curves of the whole network).
+
+    Columns: `rounds` done, `metric`, `learner` (null: the whole network), `mean` and `standard_error` (of the network's
+    mean over the replicas; null for a learner, and where there is one replica).
+    """
+    arrow, parquet = (import_extra(f"pyarrow{part}", "pyarrow", "metrics.parquet") for part in ("", ".parquet"))
+    rows: list[tuple[int, str, str | None, float, float | None]] = []
+    for metric, curve in curves.curves.items():
+        for k, rounds in enumerate(curves.rounds.tolist()):
+            rows.append((rounds, metric, None, float(curve.mean[k]), finite(float(curve.error[k]))))
+            if curve.learners is not None:
+                rows += [(rounds, metric, name, float(curve.learners[k, i]), None) for i, name in enumerate(names)]
+    types = (arrow.int64(), arrow.string(), arrow.string(), arrow.float64(), arrow.float64())
+    columns = ("rounds", "metric", "learner", "mean", "standard_error")
+    arrays = [arrow.array(column, kind) for column, kind in zip(zip(*rows, strict=True), types, strict=True)]
+    parquet.write_table(arrow.table(dict(zip(columns, arrays, strict=True))), folder / "metrics.parquet")
+    text = json.dumps(as_document(curves), indent=2)
+    (folder / "metrics.json").write_text(text + "\n", encoding="utf-8")
+
+
+def as_document(curves: Curves) -> dict[str, object]:
+    """Curves of the whole network for a JSON file; null for what is not finite."""
+    found = {
+        name: {
+            "mean": [finite(value) for value in curve.mean.tolist()],
+            "standard_error": [finite(value) for value in curve.error.tolist()],
+        }
+        for name, curve in curves.curves.items()
+    }
+    return {"rounds": curves.rounds.tolist(), "metrics": found}
+
+
+def finite(value: float) -> float | None:
+    """JSON knows no infinity."""
+    return value if math.isfinite(value) else None
+
+
+def print_metrics(curves: Curves, console: Console | None = None) -> None:
+    """The final values: a table on a terminal, else a line each."""
+    console = console or Console()
+    table = Table("metric", box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim")
+    table.add_column(f"after {curves.rounds[-1]:,} rounds", justify="right")
+    for name, curve in curves.curves.items():
+        value = with_error(curve.final, curve.final_error)
+        table.add_row(name.replace("_", " "), value)
+        if not console.is_terminal:
+            console.out(f"{name}: {value}", highlight=False)
+    if console.is_terminal:
+        console.print(table)
+
+
+def with_error(value: float, error: float, digits: int = 4) -> str:
+    """`0.1234 ± 0.0012`; the error only where there is one."""
+    return number(value, digits) if math.isnan(error) else f"{number(value, digits)} ± {number(error, 2)}"

@@ -100,7 +100,7 @@ class CaptureSummary:
         messages, bytes: recorded.
         messages_of: name of the learner whose messages are shown.
         heard: `(rounds, dim)` what that learner said, as overheard.
-        first_scale, last_scale: Laplace scale of its noise in the first and last round.
+        first_scale, last_scale: scale of its noise in the first and last round that had any; 0: there was none.
     """
 
     mode: str
@@ -124,6 +124,7 @@ class Promise:
         accounting: the mode that the losses follow.
         proof: where it stands.
         constants: name, value, and what enforces it.
+        output: epsilon against somebody who sees published decisions only, where that is a promise of its own.
     """
 
     algorithm: str
@@ -132,6 +133,7 @@ class Promise:
     accounting: str
     proof: str
     constants: tuple[tuple[str, float, str], ...]
+    output: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """The round clock: grants of windows of rounds. Pure; the service brings it progress and ticks.
 
 A grant says that rounds below some number may be run. Inside it learners synchronise with their neighbours alone, so the
-clock costs nothing as long as the next grant is there before the last one is used up.
+clock costs nothing as long as the next grant is there before the last one is used up. No grant reaches further than a window
+beyond the slowest learner: what is on its way between two learners is bounded, whoever waits for whom.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class RoundClock:
         if self._mode == "free" and 2 * (self.granted - min(self._done)) <= self._window:
             return self._grant(min(self._done) + self._window)
         if self._mode == "data":
-            return self._grant(min(self._ready))
+            return self._grant(min(min(self._ready), min(self._done) + self._window))
         return self.granted
 
     def tick(self) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from sottovoce.run import Run
-from sottovoce.topology import explicit
+from sottovoce.topology import Mixing, explicit
 from sottovoce_coordinator.clock import RoundClock
 from sottovoce_wire.v1 import coordinator_pb2, eavesdropper_pb2, learner_pb2
 
@@ -41,6 +41,7 @@ class RunBook:
     mirror: str = ""
     statuses: list[learner_pb2.LearnerStatus] = field(init=False)
     clock: RoundClock = field(init=False)
+    _announced: int = 1
 
     def __post_init__(self) -> None:
         spec = self.run.spec
@@ -58,13 +59,21 @@ class RunBook:
     # ---- what learners are told ---------------------------------------------------------------------------
 
     def routes(self) -> list[eavesdropper_pb2.Route]:
-        """Every edge, in the direction in which its stream is opened."""
+        """Every pair that ever talks, in the direction in which its stream is opened."""
         edges = self.run.topology.edges
         return [eavesdropper_pb2.Route(caller=i, callee=j, target=self.addresses[j]) for i, j in edges]
 
     def briefing(self, index: int) -> list[coordinator_pb2.Directive]:
         """All that a learner has to know, at the start or after its stream of directives broke."""
-        return [self.assignment(index, self.mirror), self.epoch(index, self.relays), self.grant()]
+        done = self.statuses[index].round  # it holds the epochs of all rounds that it has done
+        (epochs,) = self._epochs([index], done, max(self.clock.granted, 1))
+        return [self.assignment(index, self.mirror), *epochs, self.grant()]
+
+    def go_on(self) -> list[list[coordinator_pb2.Directive]]:
+        """What each learner, by index, is told when the grant has grown: new epochs, then the grant."""
+        first, self._announced = self._announced, max(self._announced, self.clock.granted)
+        grant = self.grant()
+        return [[*epochs, grant] for epochs in self._epochs(range(len(self.addresses)), first, self._announced)]
 
     def assignment(self, index: int, mirror_address: str = "") -> coordinator_pb2.Directive:
         """The preparation of one learner."""
@@ -80,16 +89,40 @@ class RunBook:
             )
         )
 
-    def epoch(self, index: int, relays: Mapping[tuple[int, int], str]) -> coordinator_pb2.Directive:
-        """The topology as one learner needs it; `relays` gives addresses in place of the neighbours' own, by edge."""
-        names = self.run.spec.names
+    def _epochs(self, learners: Sequence[int], first: int, until: int) -> list[list[coordinator_pb2.Directive]]:
+        """For each of these learners the epochs that it needs for the rounds from `first` on, below `until`.
+
+        One for the first of these rounds, and one for every round that differs for it from the one before. A network that
+        never changes has one epoch, that of round 0.
+        """
+        told: list[list[coordinator_pb2.Directive]] = [[] for _ in learners]
+        before: list[object] = [None] * len(learners)
+        network = self.run.topology
+        for t in range(first, until if network.horizon > 1 else min(until, 1)):
+            mixing = network.at(t)
+            for k, i in enumerate(learners):
+                if (part := (mixing.heard_by(i), mixing.told_by(i))) != before[k]:
+                    before[k] = part
+                    told[k].append(self._epoch(i, t, mixing))
+        return told
+
+    def _epoch(self, index: int, t: int, mixing: Mixing) -> coordinator_pb2.Directive:
+        """The topology of a round as one learner needs it; the first one names all whom it ever talks to."""
+        names, heard, told = self.run.spec.names, mixing.heard_by(index), mixing.told_by(index)
+        pairs = self.run.topology.edges if t == 0 else ()
+        ever = {j for pair in pairs if index in pair for j in pair if j != index}
         neighbours = [
             coordinator_pb2.Neighbour(
-                index=j, name=names[j], address=relays.get((index, j), self.addresses[j]), weight=weight
+                index=j,
+                name=names[j],
+                address=self.relays.get((index, j), self.addresses[j]),
+                weight=heard.get(j, 0.0),
+                told=j in told,
             )
-            for j, weight in self.run.topology.at(0).heard_by(index).items()
+            for j in sorted({*heard, *told, *ever})
         ]
-        return coordinator_pb2.Directive(epoch=coordinator_pb2.TopologyEpoch(run_id=self.run_id, neighbours=neighbours))
+        epoch = coordinator_pb2.TopologyEpoch(run_id=self.run_id, first_round=t, neighbours=neighbours)
+        return coordinator_pb2.Directive(epoch=epoch)
 
     def grant(self) -> coordinator_pb2.Directive:
         """What is granted now."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,7 +111,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         book = self._book
         if book is not None and request.status.run_id == book.run_id and request.status.learner in book.run.spec.names:
             if book.report(request.status):
-                self._tell_all(book, book.grant())
+                self._tell(book, book.go_on())
             if book.ended:
                 await self._after_end(book)
         return coordinator_pb2.ReportResponse()
@@ -229,9 +229,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         self._book = book
         briefings = [book.briefing(index) for index in range(len(book.addresses))]
         for directives in zip(*briefings, strict=True):
-            for name, directive in zip(book.run.spec.names, directives, strict=True):
-                if name in self._members:  # else it is briefed when it joins again
-                    self._members[name].directives.put_nowait(directive)
+            self._tell(book, [[directive] for directive in directives])
         if book.run.spec.clock.period_s is not None:
             self._spawn(self._pace(book, book.run.spec.clock.period_s))
 
@@ -244,12 +242,14 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
             await asyncio.sleep(max(0.0, due - loop.time()))
             if book.state == coordinator_pb2.RUN_STATE_RUNNING:
                 book.clock.tick()
-                self._tell_all(book, book.grant())
+                self._tell(book, book.go_on())
 
-    def _tell_all(self, book: RunBook, directive: coordinator_pb2.Directive) -> None:
-        for name in book.run.spec.names:
+    def _tell(self, book: RunBook, directives: Sequence[Sequence[coordinator_pb2.Directive]]) -> None:
+        """Each learner, by index, its own; who is away is briefed when it joins again."""
+        for name, own in zip(book.run.spec.names, directives, strict=True):
             if name in self._members:
-                self._members[name].directives.put_nowait(directive)
+                for directive in own:
+                    self._members[name].directives.put_nowait(directive)
 
     async def _end(self, state: coordinator_pb2.RunState.ValueType, detail: str) -> None:
         if self._book is not None and not self._book.ended:
@@ -258,7 +258,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
 
     async def _after_end(self, book: RunBook) -> None:
         """Let the learners go, who hold their channels open even when they have finished, and close the capture, once."""
-        self._tell_all(book, book.stop())
+        self._tell(book, [[book.stop()]] * len(book.addresses))
         capture, self._capture = self._capture, None
         self._forget_capture(capture)
 

@@ -1,7 +1,7 @@
 """The history gradient `d_t(theta)`: the mean gradient of all records seen so far (Chen & Wang 2025, section II).
 
-Two ways, chosen by the loss: exact statistics for the unclipped squared loss (constant time and memory), and the records
-themselves for everything else (time and memory grow with the rounds).
+Two ways, chosen by the loss: exact statistics where it is quadratic in theta and not clipped (constant time and memory), and
+the records themselves for everything else (time and memory grow with the rounds).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Protocol, Self
 import numpy as np
 
 from sottovoce.arrays import FloatArray
-from sottovoce.losses import Loss, Squared, beside, mean_gradient, scores_of
+from sottovoce.losses import Loss, Quadratic, beside, mean_gradient, scores_of
 from sottovoce.machine import Batch
 
 
@@ -82,11 +82,17 @@ class RecordHistory:
             present_log = present_log.append(present[..., None])
         return RecordHistory(self.loss, features_log.append(batch.features), labels_log.append(labels), present_log)
 
-    def gradient(self, theta: FloatArray) -> FloatArray:
+    @property
+    def records(self) -> Batch | None:
+        """All records seen; None before the first."""
         if self.features is None or self.labels is None:
-            return np.zeros_like(theta)
+            return None
         present = None if self.present is None else self.present.rows[..., 0]
-        return mean_gradient(self.loss, theta, Batch(self.features.rows, self.labels.rows[..., 0], present))
+        return Batch(self.features.rows, self.labels.rows[..., 0], present)
+
+    def gradient(self, theta: FloatArray) -> FloatArray:
+        records = self.records
+        return np.zeros_like(theta) if records is None else mean_gradient(self.loss, theta, records)
 
 
 FOLD = 32
@@ -95,53 +101,54 @@ FOLD = 32
 
 @dataclass(frozen=True, slots=True)
 class QuadraticHistory:
-    """Exact statistics of the squared loss: `S = sum a a^T`, `q = sum a b`, `d = 2 (S theta - q) / count`.
+    """Exact statistics of an unclipped quadratic loss: `S = sum a a^T`, `q = sum phi'(0, b) a`, `d = (c S theta + q) / count`.
 
     `(..., dim, dim)` and `(..., dim)` numbers, and fewer than `FOLD` records not yet in them: constant time per round.
     """
 
+    loss: Quadratic
     S: FloatArray | None = None
     q: FloatArray | None = None
     count: FloatArray | None = None
-    recent: tuple[_Log, _Log] | None = None  # features, and labels as a column
+    recent: tuple[_Log, _Log] | None = None  # features, and phi'(0, b) as a column
 
     def observe(self, batch: Batch) -> QuadraticHistory:
         if batch.size == 0:
             return self
-        features, labels = batch.features, batch.labels[..., None]
+        features = batch.features
+        slopes = self.loss.slope(np.zeros_like(batch.labels), batch.labels)[..., None]
         count = np.full(batch.labels.shape[:-1], float(batch.size)) if self.count is None else self.count + batch.size
-        if batch.present is not None:  # what is padding counts for nothing, and neither do zeros
-            present = batch.present[..., None]
-            features, labels = features * present, labels * present
+        if batch.present is not None:  # what is padding counts for nothing, and neither do rows of zeros
+            features = features * batch.present[..., None]
             count = count - batch.size + batch.present.sum(axis=-1)
-        logs = self.recent or (_Log.empty(features), _Log.empty(labels))
-        recent = (logs[0].append(features), logs[1].append(labels))
+        logs = self.recent or (_Log.empty(features), _Log.empty(slopes))
+        recent = (logs[0].append(features), logs[1].append(slopes))
         if recent[0].length < FOLD:
-            return QuadraticHistory(self.S, self.q, count, recent)
+            return QuadraticHistory(self.loss, self.S, self.q, count, recent)
         rows, column = recent[0].rows, recent[1].rows
         S, q = np.matmul(rows.swapaxes(-1, -2), rows), np.matmul(column.swapaxes(-1, -2), rows)[..., 0, :]
         if self.S is not None and self.q is not None:
             S += self.S  # into the new array: old values stay as they are
             q += self.q
-        return QuadraticHistory(S, q, count)
+        return QuadraticHistory(self.loss, S, q, count)
 
     def gradient(self, theta: FloatArray) -> FloatArray:
         if self.count is None:
             return np.zeros_like(theta)
-        stacked = theta.ndim > self.count.ndim + 1
+        curvature, stacked = self.loss.curvature, theta.ndim > self.count.ndim + 1
         total: FloatArray | float = 0.0
         if self.S is not None and self.q is not None:
-            total = np.matmul(theta, self.S) - (self.q[..., None, :] if stacked else self.q)
+            total = curvature * np.matmul(theta, self.S) + (self.q[..., None, :] if stacked else self.q)
         if self.recent is not None:
-            features, labels = self.recent[0].rows, beside(self.recent[1].rows[..., 0], theta)
-            total = total + np.matmul(scores_of(theta, features) - labels, features)
+            features, at_zero = self.recent[0].rows, beside(self.recent[1].rows[..., 0], theta)
+            total = total + np.matmul(curvature * scores_of(theta, features) + at_zero, features)
         count = self.count[..., None, None] if stacked else self.count[..., None]
-        gradient: FloatArray = total * (2.0 / np.maximum(count, 1.0))
+        gradient: FloatArray = total / np.maximum(count, 1.0)
         return gradient
 
 
 def start_history(loss: Loss) -> History:
     """The cheapest exact history for a loss."""
-    if isinstance(loss, Squared) and not np.isfinite(loss.clip_norm):
-        return QuadraticHistory()
+    if isinstance(loss, Quadratic) and not np.isfinite(loss.clip_norm):
+        return QuadraticHistory(loss)
     return RecordHistory(loss)

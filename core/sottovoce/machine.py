@@ -102,6 +102,10 @@ class Heard(Protocol):
         """`sum_j w_ij y_j` over the neighbours j, for the field `name`."""
         ...
 
+    def total(self, name: str) -> FloatArray:
+        """`sum_j y_j` over the neighbours j, without weights."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class HeardFromNeighbours:
@@ -122,6 +126,10 @@ class HeardFromNeighbours:
             total = term if total is None else total + term
         return np.zeros(()) if total is None else total  # a learner without neighbours hears nothing
 
+    def total(self, name: str) -> FloatArray:
+        total: FloatArray = np.sum([self.messages[j][name] for j in self.weights], axis=0)
+        return total
+
 
 @dataclass(frozen=True, slots=True)
 class HeardByAll:
@@ -141,8 +149,14 @@ class HeardByAll:
         return self.own.reshape(-1, 1, 1)
 
     def weighted_sum(self, name: str) -> FloatArray:
+        return self._sum(self.neighbours, name)
+
+    def total(self, name: str) -> FloatArray:
+        return self._sum((self.neighbours != 0).astype(np.float64), name)
+
+    def _sum(self, weights: FloatArray, name: str) -> FloatArray:
         said = self.message[name]
-        mixed: FloatArray = self.neighbours @ said.reshape(len(said), -1)
+        mixed: FloatArray = weights @ said.reshape(len(said), -1)
         return mixed.reshape(said.shape)
 
 

@@ -24,10 +24,12 @@ def say_laplace(noise: Noise, name: str, t: int, vector: FloatArray, scale: Scal
         vector: the secret; any leading axes.
         scale: one number, or one per learner; all zero: no noise.
     """
-    if not np.any(scale):
+    if not np.count_nonzero(scale):
         return vector
     spacing = grid(scale)
-    return on_grid(vector, spacing) + noise.laplace(name, t, scale, spacing, vector.shape)
+    said = on_grid(vector, spacing)
+    said += noise.laplace(name, t, scale, spacing, vector.shape)
+    return said
 
 
 def laplace_density(said: FloatArray, vector: FloatArray, scale: Scalars) -> FloatArray:
@@ -35,7 +37,7 @@ def laplace_density(said: FloatArray, vector: FloatArray, scale: Scalars) -> Flo
 
     Without noise it is 0 where the two are equal, and -inf elsewhere.
     """
-    if not np.any(scale):
+    if not np.count_nonzero(scale):
         return certain_density(said, vector)
     distance = np.abs(said - on_grid(vector, grid(scale)))
     total: FloatArray = np.sum(-distance / scale - np.log(2.0 * scale), axis=-1)
@@ -63,7 +65,7 @@ def laplace_loss(sensitivity: float, dim: int, scale: float) -> float:
 
 
 def spherical_density(noise: FloatArray, rate: Scalars) -> FloatArray:
-    """Log density `(..., 1)` of a noise vector `(..., dim)` under `exp(-rate ||e||_2)`, up to a constant of dim alone."""
+    """Log density `(...)` of a noise vector `(..., dim)` under `exp(-rate ||e||_2)`, up to a constant of dim alone."""
     dim = noise.shape[-1]
     total: FloatArray = dim * np.log(rate) - rate * np.linalg.norm(noise, axis=-1, keepdims=True)
-    return total
+    return total[..., 0]

@@ -41,7 +41,8 @@ def grid(scale: Scalars) -> Scalars:
 
 def on_grid(values: FloatArray, spacing: Scalars) -> FloatArray:
     """`values` rounded to the nearest multiple of `spacing` (a power of two, so scaling is exact)."""
-    rounded: FloatArray = np.rint(values / spacing)
+    rounded: FloatArray = values / spacing
+    np.rint(rounded, out=rounded)
     rounded *= spacing
     return rounded
 
@@ -204,14 +205,24 @@ class Recorder:
     """Passes another source's noise on, and keeps it."""
 
     source: Noise
-    drawn: dict[str, list[FloatArray]] = field(default_factory=dict)
+    rounds: dict[str, dict[int, FloatArray]] = field(default_factory=dict)
+    """What was drawn, by field and round."""
+
+    @property
+    def drawn(self) -> dict[str, list[FloatArray]]:
+        """The same as lists by round; zeros in rounds without noise. `RecordedNoise` takes them, stacked."""
+        dense = {}
+        for name, rounds in self.rounds.items():
+            blank = np.zeros_like(next(iter(rounds.values())))
+            dense[name] = [rounds.get(t, blank) for t in range(max(rounds) + 1)]
+        return dense
 
     def laplace(self, name: str, t: int, scale: Scalars, grid: Scalars, shape: tuple[int, ...]) -> FloatArray:
-        return self._kept(name, self.source.laplace(name, t, scale, grid, shape))
+        return self._kept(name, t, self.source.laplace(name, t, scale, grid, shape))
 
     def spherical(self, name: str, t: int, rate: Scalars, shape: tuple[int, ...]) -> FloatArray:
-        return self._kept(name, self.source.spherical(name, t, rate, shape))
+        return self._kept(name, t, self.source.spherical(name, t, rate, shape))
 
-    def _kept(self, name: str, drawn: FloatArray) -> FloatArray:
-        self.drawn.setdefault(name, []).append(drawn)
+    def _kept(self, name: str, t: int, drawn: FloatArray) -> FloatArray:
+        self.rounds.setdefault(name, {})[t] = drawn
         return drawn

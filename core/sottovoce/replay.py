@@ -14,12 +14,14 @@ import numpy as np
 
 from sottovoce.arrays import FloatArray
 from sottovoce.data import LearnerData, PlacedData, stack
+from sottovoce.errors import CaptureError
 from sottovoce.machine import HeardFromNeighbours, Message, Who
 from sottovoce.noise import NoNoise
 from sottovoce.run import Run
 from sottovoce.transcript import Transcript
 
 SCREENED_ROUNDS = 40
+"""Rounds with a loss by which candidates are compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +55,19 @@ def replay(run: Run, transcript: Transcript, learner: int, worlds: Sequence[Lear
     Args:
         run: the run that was overheard.
         transcript: what all learners said.
-        learner: whose records differ between the worlds.
+        learner: whose records differ between the worlds. Its messages are replayed as long as each was heard by somebody.
         worlds: that learner's records in each world.
+
+    Raises:
+        CaptureError: nobody heard it in the first round.
     """
+    rounds = transcript.unbroken(learner)
+    if rounds == 0:
+        raise CaptureError(f"nobody heard learner {learner} in round 0, so what it said later cannot be replayed")
     algorithm = run.algorithm
     state = algorithm.start(Who((learner,) * len(worlds), transcript.replicas))
     realised, largest = [], []
-    for t in range(transcript.rounds):
+    for t in range(rounds):
         _, centre = algorithm.speak(state, NoNoise())
         in_first = Message({name: value[:1] for name, value in centre.fields.items()})
         _, at_centre = algorithm.overheard(state, in_first)
@@ -97,7 +105,7 @@ def worst_swap(
     """Swap the learner's first record for the candidates that move its gradient most, and keep the worst.
 
     Candidates: the same record with the other label, its mirror image, and a spread of the other learners' records. The
-    worst is chosen by the first `SCREENED_ROUNDS` rounds, in which a record weighs most.
+    worst is chosen by the first `SCREENED_ROUNDS` rounds that cost anything: a record weighs most in them.
 
     Args:
         run: the run that was overheard.
@@ -108,7 +116,8 @@ def worst_swap(
     """
     own = data.learners[learner]
     others = [_with(own, features, label, every_use) for features, label in _candidates(data, learner)]
-    screened = replay(run, transcript.until(SCREENED_ROUNDS), learner, [own, *others])
+    costly = np.flatnonzero(run.algorithm.guarantee(learner).per_round)[:SCREENED_ROUNDS]
+    screened = replay(run, transcript.until(int(costly[-1]) + 1 if len(costly) else 1), learner, [own, *others])
     worst = others[int(np.argmax(screened.supremum[:, 0]))]
     losses = replay(run, transcript, learner, [own, worst])
     by_round = np.cumsum(losses.realised[:, 0, 0])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from sottovoce.decision_sets import build_decision_set
+from sottovoce.decision_sets import build_decision_set, check_dim
 from sottovoce.losses import Loss, build_loss
 from sottovoce.machine import Algorithm
 from sottovoce.setting import Finding, Setting, spread
@@ -33,8 +33,10 @@ def build_run(spec: RunSpec, n_features: int) -> Run:
     Raises:
         SpecError: the spec contradicts itself, or a condition of the algorithm does not hold (`CheckFailed`).
     """
-    network, loss = build_topology(spec.topology, spec.n_learners), build_loss(spec.loss)
+    network = build_topology(spec.topology, spec.n_learners, spec.rounds)
+    loss = build_loss(spec.loss)
     setting = Setting(spec.rounds, n_features, loss, build_decision_set(spec.decision_set), network)
+    check_dim(setting.decision_set, setting.dim)
     if spec.privacy.budget is not None:
         spread(spec.privacy.budget, spec.n_learners, "privacy.budget")
     algorithm, warnings = spec.algorithm.build(setting)

@@ -62,7 +62,9 @@ class Setting:
         if isinstance(self.network, Topology):
             return self.network
         raise CheckFailed(
-            "TOPOLOGY_FIXED", "this algorithm needs one undirected graph for all rounds, got a directed or changing one"
+            "TOPOLOGY_FIXED",
+            "this algorithm needs one undirected graph with symmetric weights for all rounds, got a network that changes, is "
+            "directed, or has in_degree or out_degree weights; give topology.graph, undirected, with other weights",
         )
 
     def per_learner(self, value: PerLearner, field: str) -> tuple[float, ...]:

@@ -84,11 +84,12 @@ class Grid(Section):
 
 
 class ErdosRenyi(Section):
-    """Every pair is an edge with this probability."""
+    """Every pair is an edge with this probability; `directed`: every ordered pair."""
 
     kind: Literal["erdos_renyi"]
     probability: Annotated[float, Field(gt=0, le=1)]
     seed: NonNegativeInt = 0
+    directed: bool = False
 
 
 class WattsStrogatz(Section):
@@ -101,17 +102,22 @@ class WattsStrogatz(Section):
 
 
 class Edges(Section):
-    """The edges, as pairs of learner indices counted from 0."""
+    """The edges, as pairs of learner indices counted from 0; `directed`: the first one tells the second one."""
 
     kind: Literal["edges"]
     edges: tuple[tuple[NonNegativeInt, NonNegativeInt], ...]
+    directed: bool = False
 
 
 class GraphFile(Section):
-    """A file: GraphML (`.graphml`), or an edge list of two whitespace-separated node names a line."""
+    """A file: GraphML (`.graphml`), or an edge list of two whitespace-separated node names a line.
+
+    `directed`: the first node of an edge, its source, tells the second one.
+    """
 
     kind: Literal["file"]
     path: Path
+    directed: bool = False
 
 
 Graph = Annotated[
@@ -121,35 +127,98 @@ Graph = Annotated[
 ]
 
 
-class ConstantWeights(Section):
+class PeriodicGraphs(Section):
+    """These graphs, one a round, from the first one again when they have run out."""
+
+    kind: Literal["periodic"]
+    graphs: Annotated[tuple[Graph, ...], Field(min_length=1)]
+
+
+class RandomGraphs(Section):
+    """A new graph every round, in which every pair is an edge with this probability; `directed`: every ordered pair.
+
+    The seed is public: everybody can draw the graph of every round alone.
+    """
+
+    kind: Literal["random"]
+    probability: Annotated[float, Field(gt=0, le=1)]
+    seed: NonNegativeInt = 0
+    directed: bool = False
+
+
+GraphSequence = Annotated[PeriodicGraphs | RandomGraphs, Field(discriminator="kind")]
+
+
+class WeightRule(Section):
+    """A rule for weights. `lazy` halves what is heard, and keeps the rest: (I + P) / 2 in place of the mixing matrix P."""
+
+    lazy: bool = False
+
+
+class ConstantWeights(WeightRule):
     """`w_ij = value` for every edge."""
 
     kind: Literal["constant"]
     value: Positive
 
 
-class MetropolisWeights(Section):
+class MetropolisWeights(WeightRule):
     """`w_ij = 1 / (1 + max(degree_i, degree_j))`."""
 
     kind: Literal["metropolis"]
 
 
-class MaxDegreeWeights(Section):
+class MaxDegreeWeights(WeightRule):
     """`w_ij = 1 / (1 + largest degree)`."""
 
     kind: Literal["max_degree"]
 
 
+class LaplacianWeights(WeightRule):
+    """`w_ij = step` for every edge, below one over the largest number of heard neighbours: `I - step L`."""
+
+    kind: Literal["laplacian"]
+    step: Positive
+
+
+class OutDegreeWeights(WeightRule):
+    """`w_ij = 1 / (1 + number of those whom j tells)`: columns sum to one, as push-sum needs it."""
+
+    kind: Literal["out_degree"]
+
+
+class InDegreeWeights(WeightRule):
+    """`w_ij = 1 / (1 + number of those whom i hears)`: rows sum to one."""
+
+    kind: Literal["in_degree"]
+
+
 Weights = Annotated[
-    ConstantWeights | MetropolisWeights | MaxDegreeWeights, Field(discriminator="kind"), BeforeValidator(_shorthand)
+    ConstantWeights | MetropolisWeights | MaxDegreeWeights | LaplacianWeights | OutDegreeWeights | InDegreeWeights,
+    Field(discriminator="kind"),
+    BeforeValidator(_shorthand),
 ]
 
 
 class TopologySpec(Section):
-    """Who hears whom, and with which coupling weights."""
+    """Who hears whom, and with which weights: one graph (default: a ring), or a sequence of graphs."""
 
-    graph: Graph = Ring(kind="ring")
+    graph: Graph | None = None
+    sequence: GraphSequence | None = None
     weights: Weights = MetropolisWeights(kind="metropolis")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _ring_by_default(cls, fields: Any) -> Any:
+        if isinstance(fields, Mapping) and fields.get("graph") is None and fields.get("sequence") is None:
+            return {**fields, "graph": {"kind": "ring"}}
+        return fields
+
+    @model_validator(mode="after")
+    def _graph_or_sequence(self) -> TopologySpec:
+        if self.graph is not None and self.sequence is not None:
+            raise ValueError("graph and sequence exclude each other; leave one of them out")
+        return self
 
 
 # ---- data ------------------------------------------------------------------------------------------------
@@ -229,7 +298,7 @@ class DataSpec(Section):
 class LossSpec(Section):
     """The loss of one record: what every kind has. Each kind has its own class."""
 
-    kind: Literal["logistic", "ridge", "least_squares", "hinge", "smoothed_hinge", "softmax"] = "logistic"
+    kind: Literal["logistic", "ridge", "least_squares", "hinge", "smoothed_hinge", "softmax", "torch"] = "logistic"
     ridge: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.01
     """Coefficient r of the exact term r*theta in every gradient."""
     feature_bound: Positive = 1.0
@@ -290,21 +359,43 @@ class SmoothedHingeSpec(LossSpec):
     """Of the corner, in units of the score: the smoothness is feature_bound^2 / width."""
 
 
-class SoftmaxSpec(LossSpec):
-    """Cross-entropy of many classes: one parameter for each class and feature."""
+class ManyClassesSpec(LossSpec):
+    """Cross-entropy of many classes."""
 
-    kind: Literal["softmax"] = "softmax"
     classes: Annotated[int, Field(ge=2)]
     """Labels are the numbers 0 to classes - 1."""
 
 
-_LOSSES: dict[object, type[LossSpec]] = {
-    "logistic": LogisticSpec,
-    "ridge": RidgeSpec,
-    "least_squares": LeastSquaresSpec,
-    "hinge": HingeSpec,
-    "smoothed_hinge": SmoothedHingeSpec,
-    "softmax": SoftmaxSpec,
+class SoftmaxSpec(ManyClassesSpec):
+    """Linear scores: one parameter for each class and feature."""
+
+    kind: Literal["softmax"] = "softmax"
+
+
+class TorchLossSpec(ManyClassesSpec):
+    """The scores of any PyTorch module. Needs the extra `torch`."""
+
+    kind: Literal["torch"] = "torch"
+    classes: Annotated[int, Field(ge=2)] = 10
+    """Labels are the numbers 0 to classes - 1, and the module gives each a score."""
+    module: str
+    """`mnist-cnn`, `cifar-cnn`, or `package.module:Class` of your own: a subclass of `torch.nn.Module`."""
+    options: dict[str, Any] = {}
+    """Keyword arguments of the class."""
+    shape: tuple[PositiveInt, ...] | None = None
+    """Of a record as the module takes it, without the batch (default: that of a built-in module)."""
+    seed: NonNegativeInt = 0
+    """For the parameters that learning starts from: public. Not for noise."""
+    dtype: Literal["float64", "float32"] = "float64"
+    """In which the module computes."""
+    ridge: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    feature_bound: Positive = 1e6
+    """Guards against overflow: what bounds a gradient is `clip_norm`, which a module must have."""
+
+
+_LOSSES: dict[str, type[LossSpec]] = {
+    each.model_fields["kind"].default: each
+    for each in (LogisticSpec, RidgeSpec, LeastSquaresSpec, HingeSpec, SmoothedHingeSpec, SoftmaxSpec, TorchLossSpec)
 }
 
 
@@ -313,12 +404,12 @@ def _loss_of_kind(value: object) -> object:
     value = _shorthand(value)
     if not isinstance(value, Mapping):
         return value
-    kind = value.get("kind", "logistic")
-    return (_LOSSES.get(kind, LossSpec) if isinstance(kind, str) else LossSpec).model_validate(value)
+    return _LOSSES.get(str(value.get("kind", "logistic")), LossSpec).model_validate(value)
 
 
 AnyLossSpec = Annotated[
-    LogisticSpec | RidgeSpec | LeastSquaresSpec | HingeSpec | SmoothedHingeSpec | SoftmaxSpec,
+    LogisticSpec | RidgeSpec | LeastSquaresSpec | HingeSpec | SmoothedHingeSpec | SoftmaxSpec | TorchLossSpec,
+    Field(discriminator="kind"),
     BeforeValidator(_loss_of_kind),
 ]
 

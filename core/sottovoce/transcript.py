@@ -28,13 +28,13 @@ COLUMNS = ("run", "world", "replica", "round", "sender", "field", "value")
 
 @dataclass(frozen=True, slots=True)
 class Transcript:
-    """All messages of a run: field name to `(rounds, learners, replicas, dim)`."""
+    """All messages of a run: field name to `(rounds, learners, replicas, dim)`, not-a-number where nobody heard them."""
 
     fields: Mapping[str, FloatArray]
 
     @property
     def rounds(self) -> int:
-        """Number of rounds in which everybody spoke."""
+        """Number of rounds in which all messages are known that somebody heard."""
         return len(next(iter(self.fields.values())))
 
     @property
@@ -45,6 +45,12 @@ class Transcript:
     def until(self, rounds: int) -> Transcript:
         """The first rounds of it."""
         return Transcript({name: values[:rounds] for name, values in self.fields.items()})
+
+    def unbroken(self, learner: int) -> int:
+        """Number of rounds before the first one in which nobody heard this learner: its noise is unknown from there on."""
+        values = next(iter(self.fields.values()))[:, learner]
+        unheard = np.isnan(values.reshape(len(values), -1)).any(axis=1)
+        return int(unheard.argmax()) if unheard.any() else self.rounds
 
     def message(self, t: int, sender: int) -> Message:
         """What one learner said in round t, `(1, replicas, dim)`."""

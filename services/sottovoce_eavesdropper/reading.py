@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import numpy as np
 
 from sottovoce.arrays import FloatArray
 from sottovoce.errors import CaptureError, EquivocationError, RemoteProtocolError
+from sottovoce.topology import Network
 from sottovoce.transcript import Transcript, parquet
 from sottovoce_rpc.codec import decode_round
 
@@ -48,26 +49,31 @@ class Capture:
             raise CaptureError(f"cannot read the capture {self.folder}: {error}") from None
         return table
 
-    def transcript(self, shapes: Mapping[str, tuple[int, ...]], learners: int) -> Transcript:
-        """What every learner said, up to the last round in which all were overheard.
+    def transcript(
+        self, shapes: Mapping[str, tuple[int, ...]], learners: int, network: Network | None = None
+    ) -> Transcript:
+        """What every learner said, up to the last round in which all were overheard whom anybody heard.
+
+        What nobody heard is not-a-number.
 
         Args:
             shapes: the fields of a message, and their shapes.
             learners: how many there are.
+            network: who tells whom in which round (default: everybody is heard in every round).
 
         Raises:
             EquivocationError: one learner said different things to different neighbours in one round.
             CaptureError: a message cannot be decoded, or a round is missing.
         """
         said = self._said(shapes)
-        rounds = 0
-        while all((rounds, i) in said for i in range(learners)):
+        last, rounds = max((t for t, _ in said), default=-1), 0
+        while rounds <= last and all((rounds, i) in said for i in _heard_of(network, rounds, learners)):
             rounds += 1
         if rounds == 0:
             raise CaptureError(
                 f"the capture {self.folder} has no round in which all {learners} learners were overheard"
             )
-        return Transcript({name: _stacked(said, name, rounds, learners) for name in shapes})
+        return Transcript({name: _stacked(said, name, (rounds, learners, *shape)) for name, shape in shapes.items()})
 
     def _said(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[tuple[int, int], Mapping[str, FloatArray]]:
         payloads: dict[tuple[int, int], bytes] = {}
@@ -88,10 +94,17 @@ class Capture:
         return said
 
 
-def _stacked(
-    said: Mapping[tuple[int, int], Mapping[str, FloatArray]], name: str, rounds: int, learners: int
-) -> FloatArray:
-    dense = np.stack([np.stack([said[t, i][name] for i in range(learners)]) for t in range(rounds)])
+def _heard_of(network: Network | None, t: int, learners: int) -> Iterable[int]:
+    """Those whose message of round t somebody hears."""
+    return range(learners) if network is None else np.flatnonzero(network.at(t).neighbours.any(axis=0)).tolist()
+
+
+def _stacked(said: Mapping[tuple[int, int], Mapping[str, FloatArray]], name: str, shape: tuple[int, ...]) -> FloatArray:
+    """One field as `(rounds, learners, 1, dim)`."""
+    dense = np.full(shape, np.nan)
+    for (t, i), fields in said.items():
+        if t < shape[0]:
+            dense[t, i] = fields[name]
     return dense[:, :, None]
 
 

@@ -1,7 +1,8 @@
 """The journal: a noised message, and the budget that is spent with it, stand on disk before the first byte is sent.
 
 Two slots of fixed size, written in turn: a torn write spoils the newest slot and leaves the one before it whole. More is
-never needed, because neighbours are at most one round apart. The file does not grow, and a slot is
+never needed: it shows what was said last, and what is said again after a break is kept by the links. The file does not
+grow, and a slot is
 
     magic | run hash | round | epsilon spent | length | crc32 of all this and the message | message
 """

@@ -1,7 +1,7 @@
 """Links: the stream to each neighbour, whoever opened it, and what is said again when it breaks.
 
-A link keeps the bytes of the last two rounds, exactly as they were journaled. When a stream is opened (again), the
-neighbour names the first round it has not heard, and the link goes on from there with the same bytes.
+A link keeps the bytes of as many rounds as the neighbour may lack, exactly as they were journaled. When a stream is opened
+(again), the neighbour names the first round it has not heard, and the link goes on from there with the same bytes.
 """
 
 from __future__ import annotations
@@ -23,19 +23,24 @@ class Stream(Protocol):
 
 
 class Link:
-    """Everything that is said to one neighbour, in order, over whichever stream is there."""
+    """Everything that is said to one neighbour, in order, over whichever stream is there.
 
-    def __init__(self) -> None:
-        self._frames: deque[tuple[int, bytes]] = deque(maxlen=2)
+    Args:
+        keep: how many messages the neighbour may lack.
+    """
+
+    def __init__(self, keep: int = 2) -> None:
+        self._frames: deque[tuple[int, bytes]] = deque(maxlen=keep)
+        self._due: deque[bytes] = deque(maxlen=keep)
         self._stream: Stream | None = None
         self._displaced: Callable[[], object] = lambda: None
-        self._next = 0
         self._writing: asyncio.Task[None] | None = None
         self.attached = asyncio.Event()
 
     def say(self, t: int, frame: bytes) -> None:
         """Send a round's bytes as soon as the stream allows; never waits."""
         self._frames.append((t, frame))
+        self._due.append(frame)
         self._kick()
 
     def attach(self, stream: Stream, next_round: int, displaced: Callable[[], object] = lambda: None) -> None:
@@ -48,7 +53,9 @@ class Link:
         """
         if self.has(self._stream):
             self._displaced()
-        self._stream, self._next, self._displaced = stream, next_round, displaced
+        self._stream, self._displaced = stream, displaced
+        self._due.clear()
+        self._due.extend(frame for t, frame in self._frames if t >= next_round)
         self.attached.set()
         self._kick()
 
@@ -74,8 +81,8 @@ class Link:
     async def _drain(self, stream: Stream) -> None:
         """Write what is due, one message at a time: two writes in flight on one stream are an error."""
         try:
-            while self._stream is stream and (frame := self._due()) is not None:
-                await stream.write(frame)
+            while self._stream is stream and self._due:
+                await stream.write(self._due.popleft())
         except (
             grpc.RpcError,
             grpc.aio.BaseError,
@@ -87,10 +94,3 @@ class Link:
         if self._stream is not stream:  # another one may have come while the last write was under way, or failed
             self._writing = None
             self._kick()
-
-    def _due(self) -> bytes | None:
-        for t, frame in self._frames:
-            if t >= self._next:
-                self._next = t + 1
-                return frame
-        return None

@@ -205,9 +205,16 @@ class Learner:
 
     def _meet(self, epoch: coordinator_pb2.TopologyEpoch) -> None:
         session = self._of_run(epoch.run_id)
-        if session is None or session.links:
+        if session is None:
             return
-        session.set_topology({n.index: n.weight for n in epoch.neighbours})
+        begun = session.introduced
+        session.announce(
+            epoch.first_round,
+            {neighbour.index: neighbour.weight for neighbour in epoch.neighbours},
+            [neighbour.index for neighbour in epoch.neighbours if neighbour.told],
+        )
+        if begun:
+            return
         for neighbour in epoch.neighbours:
             if neighbour.index > session.assignment.index:
                 self._spawn(exchange.keep_open(session, neighbour.index, neighbour.address), self._run_tasks)
@@ -277,7 +284,7 @@ class Learner:
     async def _exchange(self, requests: AsyncIterator[bytes], context: Context) -> None:
         async with answering(context):
             session = self._session
-            if session is not None and not session.links:
+            if session is not None and not session.introduced:
                 raise NotReady("this learner does not know its neighbours yet")
             await exchange.accept(session, context)
 

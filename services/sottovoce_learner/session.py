@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import structlog
 
 from sottovoce.arrays import FloatArray
-from sottovoce.errors import BudgetExhausted, DataError, LocalProtocolError, NotReady, SottovoceError, Unavailable
+from sottovoce.errors import BudgetExhausted, DataError, NotReady, SottovoceError, Unavailable
 from sottovoce.machine import Batch, HeardFromNeighbours, Message, Noise, Who
 from sottovoce.run import build_run
 from sottovoce.setting import spread
@@ -26,10 +27,13 @@ from sottovoce_learner.inbox import Inbox
 from sottovoce_learner.intake import Intake
 from sottovoce_learner.journal import Entry, Journal
 from sottovoce_learner.links import Link
+from sottovoce_learner.plan import Plan
 from sottovoce_rpc.codec import encode_round, to_tensor
 from sottovoce_wire.v1 import learner_pb2
 
 log = structlog.get_logger()
+
+T = TypeVar("T")
 
 AHEAD = 4096
 """Rounds of records that a learner takes in before it lets the feeder wait."""
@@ -78,7 +82,7 @@ class Session:
         self.assignment, self._noise, self._mirror = assignment, noise, mirror
         spec, index = assignment.spec, assignment.index
         run = build_run(spec, assignment.n_features)
-        self.algorithm, self.loss, self._network = run.algorithm, run.loss, run.topology
+        self.algorithm, self.loss = run.algorithm, run.loss
         self.shapes = self.algorithm.field_shapes()
         self._state = self.algorithm.start(Who(index))
         self._books = Books(self.algorithm.accountant(index), _budget(spec, index))
@@ -90,10 +94,11 @@ class Session:
         )
         self._refuse_to_repeat()
         self.intake = Intake(assignment.n_features, spec.loss, spec.rounds)
-        self.links: dict[int, Link] = {}
-        self.inbox = Inbox(())
-        self._weights: dict[int, float] = {}
-        self._own_weight = float(self._network.at(0).own[index])
+        self._plan = Plan(run.topology, index)
+        # Elsewhere a neighbour goes as far as the clock lets it: at most a window beyond the slowest learner.
+        ahead = 2 if self._plan.lockstep else min(spec.clock.window, spec.rounds)
+        self.inbox = Inbox(self._plan.neighbours, self._plan.heard, ahead)
+        self.links = {j: Link(max(ahead, 2)) for j in sorted(self._plan.neighbours)}
         self._granted = self._told = 0
         self._waiting: tuple[str, float, asyncio.Future[None]] | None = None
         self._correct = self._seen = 0
@@ -119,22 +124,26 @@ class Session:
 
     # ---- what the coordinator and the neighbours bring ----------------------------------------------------
 
-    def set_topology(self, weights: Mapping[int, float]) -> None:
-        """The neighbours and their weights.
+    @property
+    def introduced(self) -> bool:
+        """True when the neighbours' addresses are known."""
+        return self._plan.announced > 0
+
+    def announce(self, first_round: int, weights: Mapping[int, float], told: Collection[int]) -> None:
+        """An epoch: neighbours and their weights, and who is told, from a round on.
 
         Raises:
-            LocalProtocolError: they are not those of the spec, which the guarantee rests on.
+            RemoteProtocolError: they are not those of the spec, which the guarantee rests on.
         """
-        promised = self._network.at(0).heard_by(self.assignment.index)
-        same = weights.keys() == promised.keys() and all(abs(weights[j] - promised[j]) <= 1e-9 for j in promised)
-        if not same:  # not-a-number is refused, too
-            raise LocalProtocolError(f"neighbours and their weights must be {promised}, got {dict(weights)}")
-        self._weights = promised
-        self.inbox = Inbox(weights)
-        self.links = {j: Link() for j in weights}
+        self._plan.announce(first_round, weights, told)
 
     def grant(self, until_round: int) -> None:
-        """Rounds below `until_round` may be run."""
+        """Rounds below `until_round` may be run.
+
+        Raises:
+            RemoteProtocolError: an epoch of them is missing.
+        """
+        self._plan.require(until_round)
         self._granted = max(self._granted, until_round)
         self._wake()
 
@@ -221,39 +230,45 @@ class Session:
     async def _round(self, t: int) -> None:
         while self._granted <= t:
             await self._wait("a grant of the coordinator")
-        frame = self._speak(t)
-        for link in self.links.values():
-            link.say(t, frame)
+        part = self._plan.part(t)
+        frame = await self._speak(t, len(part.told))
+        for j in part.told:
+            self.links[j].say(t, frame)
         if self._mirror is not None:
-            self._mirror(frame, list(self.links))
+            self._mirror(frame, list(part.told))
         while self.intake.filled <= t:
             await self._wait("records")
         while not self.inbox.complete:
             await self._wait("a neighbour")
         batch = self.intake.take(t)
         self._predict_first(batch)
-        heard = HeardFromNeighbours(self._weights, self.inbox.take(), self._own_weight)
-        self._state = self.algorithm.listen(self._state, heard, batch)
+        heard = HeardFromNeighbours(part.heard, self.inbox.take(), part.own)
+        self._state = await self._computed(lambda: self.algorithm.listen(self._state, heard, batch))
+        self._plan.forget(t)
         self._books.round_over(batch.size)
         self.status.round = t + 1
         self._hungry.set()
         if self._told != self._granted and 2 * (self._granted - t - 1) <= self.assignment.spec.clock.window:
             self._told = self._granted  # once per grant: time for the next one
             self.changed.set()
-        if not self.links:
-            await asyncio.sleep(0)  # nobody to wait for: let others have the loop
+        if not self._plan.lockstep:
+            await asyncio.sleep(0)  # nobody may have been waited for: let others have the loop
 
-    def _speak(self, t: int) -> bytes:
-        """Draw the noise, once; journal and charge the message; only then give it out."""
+    async def _speak(self, t: int, receivers: int) -> bytes:
+        """Draw the noise, once; journal and charge the message, whoever hears it; only then give it out."""
         after = self._books.price(t)
-        self._state, message = self.algorithm.speak(self._state, self._noise)
+        self._state, message = await self._computed(lambda: self.algorithm.speak(self._state, self._noise))
         frame = encode_round(t, self.assignment.index, message)
         self._journal.write(Entry(t, after, frame))
         self._books.charge(after)
         self.status.epsilon_spent = after
-        self.status.messages_sent += len(self.links)
-        self.status.bytes_sent += len(frame) * len(self.links)
+        self.status.messages_sent += receivers
+        self.status.bytes_sent += len(frame) * receivers
         return frame
+
+    async def _computed(self, compute: Callable[[], T]) -> T:
+        """What takes long is computed in a thread: the loop stays awake, and the round waits, so it is one at a time."""
+        return await asyncio.to_thread(compute) if self.loss.heavy else compute()
 
     def _predict_first(self, batch: Batch) -> None:
         """Prequential accuracy: predict the records before learning them. Opt-in, because it depends on the data."""

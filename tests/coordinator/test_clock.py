@@ -72,16 +72,25 @@ def test_a_late_report_does_not_turn_back_the_clock() -> None:
 
 
 @given(sizes, st.lists(st.tuples(st.integers(0, 3), st.integers(0, 60)), max_size=30))
-def test_a_data_clock_grants_what_everybody_has_records_for(
+def test_a_data_clock_grants_what_everybody_has_records_for_within_its_window(
     size: tuple[int, int, int], reports: list[tuple[int, int]]
 ) -> None:
+    """Nobody gets more than a window ahead of the slowest learner, here of one that has done nothing yet."""
     rounds, learners, window = size
     told, ready = clock("data", rounds, learners, window), [0] * learners
     assert told.start() == 0
     for learner, count in reports:
         ready[learner % learners] = max(ready[learner % learners], count)
-        assert told.progress(learner % learners, 0, count) == min(min(ready), rounds)
+        assert told.progress(learner % learners, 0, count) == min(min(ready), rounds, window)
         assert told.tick() == told.granted
+
+
+def test_a_data_clock_goes_on_as_learners_do() -> None:
+    told = clock("data", 100, 2, 10)
+    assert [told.progress(i, 0, 30) for i in range(2)] == [0, 10]
+    assert [told.progress(i, 5, 30) for i in range(2)] == [10, 15]
+    assert [told.progress(i, 15, 17) for i in range(2)] == [15, 25]
+    assert [told.progress(i, 25, 30) for i in range(2)] == [25, 30]
 
 
 @given(sizes, st.lists(st.one_of(st.none(), st.tuples(st.integers(0, 3), st.integers(0, 60))), max_size=60))

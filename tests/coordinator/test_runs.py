@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
-from sottovoce.spec import parse_spec
+from sottovoce.run import build_run
+from sottovoce.spec import Edges, parse_spec
 from sottovoce_coordinator.runs import RunBook, missing
 from sottovoce_wire.v1 import coordinator_pb2, learner_pb2
 from tests.examples import small_run
+from tests.gossip import gossip_spec
 
 ADDRESSES = ("a:1", "b:2", "c:3")
 RUNNING = learner_pb2.LEARNER_STATE_RUNNING
@@ -38,24 +40,96 @@ def running(held: RunBook, ready: int = 0) -> list[bool]:
 
 
 def test_an_assignment_says_all_that_a_guarantee_rests_on() -> None:
+    """The spec as it is, but for its graph: a list of edges."""
     held = book()
     told = held.assignment(1, "mirror:9").assignment
+    spec = parse_spec(json.loads(told.spec))
 
     assert (told.run_id, told.index, told.n_features, told.mirror_address) == ("r-1", 1, 3, "mirror:9")
-    assert parse_spec(json.loads(told.spec)) == held.run.spec
-    assert list(told.own_weights) == [held.run.topology.own_weight(i) for i in range(3)]
+    assert spec.topology.graph == Edges(kind="edges", edges=((0, 1), (1, 2)))
+    assert spec.model_copy(update={"topology": held.run.spec.topology}) == held.run.spec
+
+
+def told_in(directives: list[coordinator_pb2.Directive]) -> list[tuple[int, dict[int, float], list[int]]]:
+    """The epochs: first round, weights by index, and who is told."""
+    epochs = [directive.epoch for directive in directives if directive.WhichOneof("directive") == "epoch"]
+    return [
+        (
+            epoch.first_round,
+            {neighbour.index: neighbour.weight for neighbour in epoch.neighbours},
+            [neighbour.index for neighbour in epoch.neighbours if neighbour.told],
+        )
+        for epoch in epochs
+    ]
 
 
 def test_an_epoch_names_the_neighbours_and_relays_in_their_place() -> None:
     held = book()
-    weight = held.run.topology.neighbours(1)
-    told = held.epoch(1, {(1, 2): "relay:7", (0, 1): "relay:6"}).epoch
+    held.relays = {(1, 2): "relay:7", (0, 1): "relay:6"}
+    weight = held.run.topology.at(0).heard_by(1)
+    assignment, epoch, grant = held.briefing(1)
 
-    assert [(n.index, n.name, n.address, n.weight) for n in told.neighbours] == [
-        (0, "a", "a:1", weight[0]),
-        (2, "c", "relay:7", weight[2]),
+    assert assignment.WhichOneof("directive") == "assignment"
+    assert [(n.index, n.name, n.address, n.weight, n.told) for n in epoch.epoch.neighbours] == [
+        (0, "a", "a:1", weight[0], True),
+        (2, "c", "relay:7", weight[2], True),
     ]
-    assert sum(n.weight for n in told.neighbours) == pytest.approx(held.run.topology.own_weight(1))
+    assert grant.grant.until_round == 0
+
+
+def test_a_fixed_topology_has_one_epoch() -> None:
+    held = book()
+    running(held)
+    assert [told_in(directives) for directives in held.go_on()] == [[]] * 3
+    assert [directives[-1].grant.until_round for directives in held.go_on()] == [4] * 3
+
+
+DIRECTED = {"kind": "edges", "edges": [(0, 1), (1, 2)], "directed": True}
+BACK = {"kind": "edges", "edges": [(2, 0)], "directed": True}
+
+
+def changing() -> RunBook:
+    """0 tells 1 and 1 tells 2 in rounds 0, 1, 3, 4, ...; 2 tells 0 in rounds 2, 5, ..."""
+    sequence = {"kind": "periodic", "graphs": [DIRECTED, DIRECTED, BACK]}
+    topology = {"sequence": sequence, "weights": "in_degree"}
+    return RunBook("r-1", build_run(gossip_spec(topology, 10, ["a", "b", "c"], clock={"window": 4}), 3), 3, ADDRESSES)
+
+
+def test_a_changing_topology_has_an_epoch_wherever_it_changes_ahead_of_the_grant() -> None:
+    held = changing()
+    assert [told_in(held.briefing(i)) for i in range(3)] == [
+        [(0, {1: 0.0, 2: 0.0}, [1])],
+        [(0, {0: 0.5, 2: 0.0}, [2])],
+        [(0, {0: 0.0, 1: 0.5}, [])],
+    ]
+    running(held)
+    first = held.go_on()
+    assert [directives[-1].grant.until_round for directives in first] == [4] * 3
+    assert [told_in(directives) for directives in first] == [
+        [(1, {1: 0.0}, [1]), (2, {2: 0.5}, []), (3, {1: 0.0}, [1])],
+        [(1, {0: 0.5, 2: 0.0}, [2]), (2, {}, []), (3, {0: 0.5, 2: 0.0}, [2])],
+        [(1, {1: 0.5}, []), (2, {0: 0.0}, [0]), (3, {1: 0.5}, [])],
+    ]
+    for name in "abc":
+        held.report(status(name, RUNNING, 3))
+    assert [told_in(directives) for directives in held.go_on()] == [
+        [(4, {1: 0.0}, [1]), (5, {2: 0.5}, []), (6, {1: 0.0}, [1])],
+        [(4, {0: 0.5, 2: 0.0}, [2]), (5, {}, []), (6, {0: 0.5, 2: 0.0}, [2])],
+        [(4, {1: 0.5}, []), (5, {0: 0.0}, [0]), (6, {1: 0.5}, [])],
+    ]
+
+
+def test_a_learner_that_was_away_is_told_the_epochs_of_all_rounds_that_it_may_lack() -> None:
+    held = changing()
+    running(held)
+    held.report(status("b", RUNNING, 2))
+    assert [first for first, _, _ in told_in(held.briefing(1))] == [2, 3]
+    assert [first for first, _, _ in told_in(held.briefing(0))] == [0, 2, 3]
+
+
+def test_routes_of_a_changing_topology_are_those_of_all_rounds() -> None:
+    held = changing()
+    assert [(route.caller, route.callee) for route in held.routes()] == [(0, 1), (0, 2), (1, 2)]
 
 
 def test_a_route_leads_from_the_lower_index_to_the_higher() -> None:

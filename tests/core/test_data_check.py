@@ -10,9 +10,17 @@ import pytest
 
 from sottovoce.data import check_batch
 from sottovoce.errors import DataError
-from sottovoce.spec import LossSpec
+from sottovoce.spec import (
+    HingeSpec,
+    LeastSquaresSpec,
+    LogisticSpec,
+    LossSpec,
+    RidgeSpec,
+    SmoothedHingeSpec,
+    SoftmaxSpec,
+)
 
-LOGISTIC, RIDGE = LossSpec(kind="logistic"), LossSpec(kind="ridge")
+LOGISTIC, RIDGE = LogisticSpec(), RidgeSpec()
 SECRET = 8.625
 """A record value that no message may quote."""
 
@@ -20,6 +28,9 @@ SECRET = 8.625
 def test_accepts_records_of_each_loss() -> None:
     check_batch(np.full((2, 3), SECRET), np.array([0.0, 1.0]), 3, LOGISTIC)
     check_batch(np.full((2, 3), SECRET), np.array([-2.5, SECRET]), 3, RIDGE)
+    check_batch(np.full((2, 3), SECRET), np.array([-2.5, SECRET]), 3, LeastSquaresSpec())
+    check_batch(np.full((2, 3), SECRET), np.array([0.0, 1.0]), 3, HingeSpec())
+    check_batch(np.full((2, 3), SECRET), np.array([0.0, 4.0]), 3, SoftmaxSpec(classes=5))
 
 
 def test_accepts_a_round_without_records() -> None:
@@ -45,6 +56,23 @@ def test_refuses(features: np.ndarray, labels: np.ndarray, message: str) -> None
         check_batch(features, labels, 3, LOGISTIC)
     assert "8.6" not in str(caught.value)
     assert "-1" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("loss", "allowed"),
+    [
+        (HingeSpec(), "of the hinge loss must be 0 or 1,"),
+        (SmoothedHingeSpec(), "of the smoothed_hinge loss must be 0 or 1,"),
+        (SoftmaxSpec(classes=2), "of the softmax loss must be 0 or 1,"),
+        (SoftmaxSpec(classes=5), "of the softmax loss must be whole numbers from 0 to 4,"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("label", [-1.0, 0.5, 5.0, SECRET])
+def test_refuses_labels_that_are_no_class(loss: LossSpec, allowed: str, label: float) -> None:
+    with pytest.raises(DataError, match=allowed) as caught:
+        check_batch(np.zeros((2, 1)), np.array([0.0, label]), 1, loss)
+    assert str(label) not in str(caught.value)
 
 
 def test_ridge_takes_any_finite_label_but_no_other() -> None:

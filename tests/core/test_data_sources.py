@@ -13,9 +13,9 @@ import pytest
 
 from sottovoce.data import Dataset, load_dataset
 from sottovoce.errors import DataError, SpecError
-from sottovoce.spec import DataSpec, LossSpec
+from sottovoce.spec import DataSpec, HingeSpec, LeastSquaresSpec, LogisticSpec, LossSpec, RidgeSpec, SoftmaxSpec
 
-LOGISTIC, RIDGE = LossSpec(kind="logistic"), LossSpec(kind="ridge")
+LOGISTIC, RIDGE = LogisticSpec(), RidgeSpec()
 Save = Callable[..., Path]
 
 
@@ -346,6 +346,30 @@ def test_logistic_labels_refused(
         load(npz(X=np.ones((2, 1)), y=labels), positive=positive)
 
 
+def test_hinge_labels_are_those_of_the_logistic_loss(npz: Save) -> None:
+    path = npz(X=np.ones((3, 1)), y=["m", "b", "m"])
+    assert load(path, HingeSpec()).labels.tolist() == load(path).labels.tolist() == [1, 0, 1]
+    with pytest.raises(DataError, match="the hinge loss needs at least two distinct labels, got only 4"):
+        load(npz(X=np.ones((2, 1)), y=[4, 4]), HingeSpec())
+
+
+def test_softmax_labels_are_ranks(npz: Save) -> None:
+    """Fewer labels than classes are fine: some may come later, from live records."""
+    path = npz(X=np.ones((4, 1)), y=[30, 10, 20, 30], X_test=np.ones((1, 1)), y_test=[40])
+    dataset = load(path, SoftmaxSpec(classes=5))
+    assert dataset.labels.tolist() == [2, 0, 1, 2]
+    assert dataset.labels.dtype == np.float64
+    assert dataset.test is not None
+    assert dataset.test.labels.tolist() == [3]
+    assert load(npz(X=np.ones((3, 1)), y=["c", "a", "c"]), SoftmaxSpec(classes=2)).labels.tolist() == [1, 0, 1]
+
+
+def test_more_labels_than_classes_are_refused(npz: Save) -> None:
+    path = npz(X=np.ones((3, 1)), y=[30, 10, 20])
+    with pytest.raises(SpecError, match=r"loss\.classes must be at least .*, got 2 for 3 labels: 10, 20, 30"):
+        load(path, SoftmaxSpec(classes=2))
+
+
 def test_ridge_labels_stay_as_they_are(npz: Save) -> None:
     assert load(npz(X=np.ones((3, 1)), y=[0.25, -7, 3]), RIDGE).labels.tolist() == [0.25, -7, 3]
     assert load(npz(X=np.ones((2, 1)), y=[1, 1]), RIDGE).labels.tolist() == [1, 1]
@@ -354,3 +378,5 @@ def test_ridge_labels_stay_as_they_are(npz: Save) -> None:
 def test_ridge_refuses_text(npz: Save) -> None:
     with pytest.raises(DataError, match="ridge loss must be numbers, got text: high, low"):
         load(npz(X=np.ones((2, 1)), y=["low", "high"]), RIDGE)
+    with pytest.raises(DataError, match="least_squares loss must be numbers, got text"):
+        load(npz(X=np.ones((2, 1)), y=["low", "high"]), LeastSquaresSpec())

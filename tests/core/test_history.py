@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sottovoce.arrays import FloatArray
 from sottovoce.data.schedule import stack
 from sottovoce.history import FOLD, History, QuadraticHistory, RecordHistory, start_history
-from sottovoce.losses import Logistic, Loss, Squared
+from sottovoce.losses import Logistic, Loss, PassGlm, Quadratic, Softmax, Squared
 from sottovoce.machine import Batch
-from tests.strategies import labels_for, losses, matrices, vectors
+from tests.strategies import labels_for, margin_losses, matrices, softmaxes, vectors
 
 DIM = 3
 
@@ -25,10 +26,18 @@ def brute_force(loss: Loss, batches: Sequence[Batch], theta: FloatArray) -> Floa
     gradients = []
     for batch in batches:
         for features, label in zip(batch.features, batch.labels, strict=True):
-            gradient = float(loss.slope(np.array(features @ theta), np.array(label))) * features
+            gradient = unclipped(loss, features, label, theta)
             norm = float(np.linalg.norm(gradient))
             gradients.append(gradient * min(1.0, loss.clip_norm / norm) if norm > 0 else gradient)
-    return np.mean(gradients, axis=0) if gradients else np.zeros(DIM)
+    return np.mean(gradients, axis=0) if gradients else np.zeros(loss.dim(DIM))
+
+
+def unclipped(loss: Any, features: FloatArray, label: float, theta: FloatArray) -> FloatArray:
+    if isinstance(loss, Softmax):
+        scores = theta.reshape(loss.classes, DIM) @ features
+        chances = np.exp(scores - scores.max()) / np.exp(scores - scores.max()).sum()
+        return np.outer(chances - np.eye(loss.classes)[int(label)], features).ravel()
+    return float(loss.slope(np.array(features @ theta), np.array(label))) * features
 
 
 def observed(history: History, batches: Sequence[Batch]) -> History:
@@ -52,9 +61,9 @@ def random_batches(sizes: Sequence[int], seed: int = 0) -> list[Batch]:
     return [Batch(generator.normal(size=(n, DIM)), (generator.random(n) < 0.5).astype(np.float64)) for n in sizes]
 
 
-@given(st.data(), losses, vectors(DIM, 5.0))
-def test_the_gradient_is_the_mean_over_the_records(data: st.DataObject, loss: Loss, theta: FloatArray) -> None:
-    batches = data.draw(some_batches(loss, 5))
+@given(st.data(), st.one_of(margin_losses, softmaxes))
+def test_the_gradient_is_the_mean_over_the_records(data: st.DataObject, loss: Loss) -> None:
+    batches, theta = data.draw(some_batches(loss, 5)), data.draw(vectors(loss.dim(DIM), 5.0))
     expected = brute_force(loss, batches, theta)
 
     np.testing.assert_allclose(observed(start_history(loss), batches).gradient(theta), expected, rtol=1e-9, atol=1e-9)
@@ -68,9 +77,13 @@ def test_the_gradient_is_the_mean_over_the_records(data: st.DataObject, loss: Lo
         Logistic(9.0, 0.0, 0.3),
         Squared(9.0, 0.0, label_bound=9.0),
         Squared(9.0, 0.0, 0.7, label_bound=9.0),
+        PassGlm(9.0, 0.0),
+        Softmax(9.0, 0.0, math.inf, 3),
+        Softmax(9.0, 0.0, 0.5, 3),
     ],
     ids=str,
 )
+@settings(max_examples=30)
 @given(st.integers(0, 2**32), st.integers(1, 4))
 def test_stacked_ragged_batches_give_every_learner_its_own_mean(loss: Loss, seed: int, replicas: int) -> None:
     """Three learners with unequal numbers of records, one of them with none at first, several replicas."""
@@ -79,7 +92,7 @@ def test_stacked_ragged_batches_give_every_learner_its_own_mean(loss: Loss, seed
     sizes[:2, 1] = 0
     by_learner = [random_batches(sizes[:, i].tolist(), seed + i) for i in range(3)]
     rounds = [stack([batches[t] for batches in by_learner]) for t in range(6)]
-    theta = generator.normal(size=(3, replicas, DIM))
+    theta = generator.normal(size=(3, replicas, loss.dim(DIM)))
     got = observed(start_history(loss), rounds).gradient(theta)
 
     for i in range(3):
@@ -88,36 +101,54 @@ def test_stacked_ragged_batches_give_every_learner_its_own_mean(loss: Loss, seed
             np.testing.assert_allclose(got[i, k], expected, rtol=1e-10, atol=1e-12)
 
 
+QUADRATIC = [Squared(3.0, 0.0, label_bound=5.0), PassGlm(3.0, 0.0, score_bound=2.0)]
+
+
+@pytest.mark.parametrize("loss", QUADRATIC, ids=str)
+@settings(max_examples=40)
 @given(st.data(), vectors(DIM, 5.0))
-def test_statistics_equal_the_records(data: st.DataObject, theta: FloatArray) -> None:
-    loss = Squared(3.0, 0.0, label_bound=5.0)
+def test_statistics_equal_the_records(loss: Quadratic, data: st.DataObject, theta: FloatArray) -> None:
     batches = data.draw(some_batches(loss, 6))
 
     np.testing.assert_allclose(
-        observed(QuadraticHistory(), batches).gradient(theta),
+        observed(QuadraticHistory(loss), batches).gradient(theta),
         observed(RecordHistory(loss), batches).gradient(theta),
         rtol=1e-9,
         atol=1e-9,
     )
 
 
+@pytest.mark.parametrize("loss", [*QUADRATIC, Logistic(9.0, 0.0), Softmax(9.0, 0.0, 0.5, 3)], ids=str)
+def test_padding_counts_for_nothing_whatever_stands_there(loss: Loss) -> None:
+    [batch], present = random_batches([5]), np.array([1.0, 0.0, 1.0, 1.0, 0.0])
+    kept = present > 0
+    theta = np.linspace(-1.0, 1.0, loss.dim(DIM))
+    expected = brute_force(loss, [Batch(batch.features[kept], batch.labels[kept])], theta)
+    padded = start_history(loss).observe(Batch(batch.features, batch.labels, present))
+
+    np.testing.assert_allclose(padded.gradient(theta), expected, rtol=1e-10)
+
+
 def test_the_cheapest_exact_history_is_chosen() -> None:
     assert isinstance(start_history(Squared(1.0, 0.0, label_bound=1.0)), QuadraticHistory)
+    assert isinstance(start_history(PassGlm(1.0, 0.0)), QuadraticHistory)
     assert isinstance(start_history(Squared(1.0, 0.0, 0.5, label_bound=1.0)), RecordHistory)
     assert isinstance(start_history(Logistic(1.0, 0.0)), RecordHistory)
+    assert isinstance(start_history(Softmax(1.0, 0.0, math.inf, 2)), RecordHistory)
 
 
-def test_statistics_equal_the_records_whenever_they_are_added_in() -> None:
-    loss, theta = Squared(9.0, 0.0, label_bound=9.0), np.linspace(-1.0, 1.0, DIM)[None, None, :]
-    statistics: QuadraticHistory = QuadraticHistory()
-    records: RecordHistory = RecordHistory(loss)
+@pytest.mark.parametrize("loss", QUADRATIC, ids=str)
+def test_statistics_equal_the_records_whenever_they_are_added_in(loss: Quadratic) -> None:
+    theta = np.linspace(-1.0, 1.0, DIM)[None, None, :]
+    statistics, records = QuadraticHistory(loss), RecordHistory(loss)
     for batch in random_batches([2, 1, 0, 3] * (FOLD // 2)):
         statistics, records = statistics.observe(batch), records.observe(batch)
         np.testing.assert_allclose(statistics.gradient(theta), records.gradient(theta), rtol=1e-9, atol=1e-9)
 
 
-def test_statistics_do_not_grow() -> None:
-    history = QuadraticHistory()
+@pytest.mark.parametrize("loss", QUADRATIC, ids=str)
+def test_statistics_do_not_grow(loss: Quadratic) -> None:
+    history = QuadraticHistory(loss)
     for batch in random_batches([2] * 50):
         history = history.observe(batch)
         assert history.recent is None or history.recent[0].length < FOLD

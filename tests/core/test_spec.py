@@ -48,7 +48,16 @@ def refusal(**changes: Any) -> str:
         ({"name": "no spaces"}, ["name", "pattern", "got 'no spaces'"]),
         ({"topology": {"graph": "moebius"}}, ["topology.graph", "'moebius'", "'ring'", "'complete'"]),
         ({"topology": {"weights": {"kind": "constant", "value": -1}}}, ["topology.weights.constant.value", "got -1"]),
-        ({"loss": {"kind": "hinge"}}, ["loss.kind", "'logistic' or 'ridge'", "got 'hinge'"]),
+        ({"loss": {"kind": "huber"}}, ["loss.kind", "'logistic', 'ridge'", "'softmax'", "got 'huber'"]),
+        ({"loss": {"kind": "logistic", "label_bound": 1.0}}, ["unknown field loss.label_bound"]),
+        ({"loss": {"history": "pass_glm"}}, ["loss", "score_bound must be given with history pass_glm"]),
+        (
+            {"loss": {"history": "pass_glm", "score_bound": 4.0, "clip_norm": 1.0}},
+            ["loss", "clip_norm must not be given with history pass_glm"],
+        ),
+        ({"loss": {"kind": "softmax"}}, ["field loss.classes is required"]),
+        ({"loss": {"kind": "softmax", "classes": 1}}, ["loss.classes", "greater than or equal to 2", "got 1"]),
+        ({"loss": 3}, ["loss", "dictionary", "got 3"]),
         ({"loss": {"feature_bound": 0}}, ["loss.feature_bound", "greater than 0", "got 0"]),
         ({"loss": {"clip_norm": float("nan")}}, ["loss.clip_norm", "got nan"]),
         ({"decision_set": {"kind": "l2_ball", "radius": float("inf")}}, ["decision_set.l2_ball.radius", "got inf"]),
@@ -76,7 +85,7 @@ def test_a_refusal_names_the_field_what_is_allowed_and_what_came(changes: dict[s
 
 
 def test_every_problem_gets_a_line() -> None:
-    lines = refusal(rounds=-1, colour="red", loss={"kind": "hinge"}).splitlines()
+    lines = refusal(rounds=-1, colour="red", loss={"kind": "huber"}).splitlines()
     assert len(lines) == 3
     assert all(line.startswith("s.yaml: ") for line in lines)
 
@@ -135,6 +144,7 @@ def test_a_file_must_be_readable(tmp_path: Path, content: bytes | None) -> None:
 @pytest.mark.parametrize("graph", ["ring", "path", "star", "complete"])
 def test_a_word_stands_for_its_kind(graph: str, rule: str) -> None:
     topology = parse_spec(document(topology={"graph": graph, "weights": rule})).topology
+    assert topology.graph is not None
     assert (topology.graph.kind, topology.weights.kind) == (graph, rule)
 
 
@@ -158,11 +168,19 @@ specs = st.fixed_dictionaries(
     optional={
         "name": st.from_regex(r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,10}\Z"),
         "learners": st.one_of(st.integers(1, 9), st.lists(st.sampled_from("abcdef"), min_size=1, max_size=6, unique=True)),
-        "loss": st.fixed_dictionaries({"kind": st.sampled_from(["logistic", "ridge"])}, optional={
-            "ridge": st.floats(0, 9), "clip_norm": st.one_of(st.none(), st.floats(0.01, 9.0))}),
+        "loss": st.builds(
+            lambda kind, common: {**kind, **common},
+            st.sampled_from([
+                {}, {"kind": "logistic", "history": "pass_glm", "score_bound": 4.0, "clip_norm": None},
+                {"kind": "ridge"}, {"kind": "least_squares", "label_bound": 2.0}, {"kind": "hinge"},
+                {"kind": "smoothed_hinge", "width": 0.5}, {"kind": "softmax", "classes": 10},
+            ]),
+            st.fixed_dictionaries({}, optional={"ridge": st.floats(0, 9), "feature_bound": st.floats(0.01, 9.0)}),
+        ),
         "decision_set": st.one_of(
             st.builds(lambda r: {"kind": "l2_ball", "radius": r}, st.floats(0.01, 1e9)),
             st.builds(lambda a, b: {"kind": "box", "low": a, "high": b}, st.floats(-9, 9), st.floats(-9, 9)),
+            st.just({"kind": "product", "blocks": [{"size": 2, "set": {"kind": "simplex"}}]}),
         ),
         "topology": st.fixed_dictionaries({"graph": st.one_of(
             st.sampled_from(["ring", "star"]),

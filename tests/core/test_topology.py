@@ -30,7 +30,9 @@ TEXTS = {
 
 
 def topology(graph: Any, n: int, weights: Any = "metropolis") -> Topology:
-    return build_topology(TopologySpec.model_validate({"graph": graph, "weights": weights}), n)
+    built = build_topology(TopologySpec.model_validate({"graph": graph, "weights": weights}), n)
+    assert isinstance(built, Topology)
+    return built
 
 
 def constant(value: float) -> dict[str, Any]:
@@ -175,17 +177,17 @@ def test_the_ring_of_five_of_the_paper() -> None:
 
 def test_neighbours_edges_and_own_weight_of_a_weighted_path() -> None:
     path = Topology.from_weights(laplacian([[0, 0, 0.25], [0, 0, 0.5], [0.25, 0.5, 0]]))
-    assert path.neighbours(2) == {0: 0.25, 1: 0.5}
-    assert list(path.neighbours(2)) == [0, 1]
-    assert path.neighbours(0) == {2: 0.25}
+    assert path.at(0).heard_by(2) == {0: 0.25, 1: 0.5}
+    assert list(path.at(0).heard_by(2)) == [0, 1]
+    assert path.at(0).heard_by(0) == {2: 0.25}
     assert path.edges == ((0, 2), (1, 2))
     assert [path.own_weight(i) for i in range(3)] == [0.25, 0.5, 0.75]
-    assert path.coupling.tolist() == [[0, 0, 0.25], [0, 0, 0.5], [0.25, 0.5, 0]]
+    assert path.at(0).neighbours.tolist() == [[0, 0, 0.25], [0, 0, 0.5], [0.25, 0.5, 0]]
 
 
 def test_one_learner_alone_is_connected_and_has_no_disagreement() -> None:
     alone = Topology.from_weights([[0.0]])
-    assert (alone.n_learners, alone.edges, alone.neighbours(0), alone.own_weight(0)) == (1, (), {}, 0.0)
+    assert (alone.n_learners, alone.edges, alone.at(0).heard_by(0), alone.own_weight(0)) == (1, (), {}, 0.0)
     assert (alone.delta_2, alone.delta_m) == (-math.inf, 0.0)
 
 
@@ -280,7 +282,7 @@ def test_a_constant_weight_whose_row_sums_overflow_is_refused() -> None:
 def test_weights_of_each_rule(weights: Any, expected: list[float]) -> None:
     """Learner 0 has degree 3, learner 1 degree 1, learners 2 and 3 degree 2."""
     built = topology({"kind": "edges", "edges": [(0, 1), (0, 2), (0, 3), (2, 3)]}, 4, weights)
-    assert [built.coupling[edge] for edge in [(0, 1), (0, 2), (2, 3)]] == pytest.approx(expected)
+    assert [built.at(0).neighbours[edge] for edge in [(0, 1), (0, 2), (2, 3)]] == pytest.approx(expected)
 
 
 # ---- graph files -----------------------------------------------------------------------------------------------------
@@ -298,7 +300,7 @@ def test_an_edge_list_with_other_names_is_sorted_as_text(tmp_path: Path) -> None
 
 def test_weights_in_an_edge_list_are_ignored(tmp_path: Path) -> None:
     graph = as_file(tmp_path / "net.edges", "a b 0.9\nb c 0.7\n")
-    assert topology(graph, 3, constant(0.2)).neighbours(1) == {0: 0.2, 2: 0.2}
+    assert topology(graph, 3, constant(0.2)).at(0).heard_by(1) == {0: 0.2, 2: 0.2}
 
 
 def test_weights_in_graphml_are_ignored(tmp_path: Path) -> None:
@@ -309,7 +311,7 @@ def test_weights_in_graphml_are_ignored(tmp_path: Path) -> None:
     nx.write_graphml(weighted, path)
     built = topology(as_file(path), 3, constant(0.2))
     assert built.edges == ((0, 1), (0, 2))
-    assert built.neighbours(0) == {1: 0.2, 2: 0.2}
+    assert built.at(0).heard_by(0) == {1: 0.2, 2: 0.2}
 
 
 def test_directed_graphml_is_refused(tmp_path: Path) -> None:
@@ -353,7 +355,7 @@ def test_w_is_a_symmetric_zero_row_sum_matrix_with_a_gap(graph: tuple[int, list[
     scale = np.abs(built.weights).max()
     assert np.array_equal(built.weights, built.weights.T)
     assert np.abs(built.weights.sum(axis=1)).max() <= 1e-14 * scale
-    assert (built.coupling >= 0).all()
+    assert (built.at(0).neighbours >= 0).all()
     assert list(built.edges) == edges
     assert built.delta_2 < 0 or n == 1
     # Gershgorin: every eigenvalue lies within |w_ii| of w_ii.
@@ -388,7 +390,7 @@ def test_neighbours_give_back_the_matrix(graph: tuple[int, list[tuple[int, int]]
     built = topology({"kind": "edges", "edges": edges}, n)
     rebuilt = np.zeros((n, n))
     for i in range(n):
-        for j, weight in built.neighbours(i).items():
+        for j, weight in built.at(0).heard_by(i).items():
             rebuilt[i, j] = weight
         rebuilt[i, i] = -built.own_weight(i)
     assert np.array_equal(Topology.from_weights(rebuilt).weights, built.weights)

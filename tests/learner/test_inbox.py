@@ -23,33 +23,54 @@ def content(heard: Mapping[int, Message]) -> dict[int, list[float]]:
 
 
 class Neighbourhood(RuleBasedStateMachine):
-    """A model of the rules beside the real thing: `due` is the next round of each neighbour."""
+    """A model of the rules beside the real thing: `due` is the next round of each neighbour.
 
-    @initialize(neighbours=st.sets(st.integers(0, 6), max_size=4), first=st.integers(0, 3))
-    def begin(self, neighbours: set[int], first: int) -> None:
-        self.inbox = Inbox(neighbours, first)
-        self.due = dict.fromkeys(neighbours, first)
+    Either all neighbours are heard in every round, and may be one round ahead; or some of them in turn, and may be three.
+    """
+
+    @initialize(neighbours=st.sets(st.integers(0, 6), max_size=4), first=st.integers(0, 3), data=st.data())
+    def begin(self, neighbours: set[int], first: int, data: st.DataObject) -> None:
+        self.heard, self.ahead = [neighbours], 2
+        if data.draw(st.booleans()):
+            some = st.sets(st.sampled_from(sorted(neighbours))) if neighbours else st.just(set[int]())
+            self.heard, self.ahead = data.draw(st.lists(some, min_size=1, max_size=4)), 4
+        self.inbox = Inbox(neighbours, self.heard_in, self.ahead, first)
         self.round = first
+        self.due = dict.fromkeys(neighbours, first)
+        self._pass_over()
 
-    @precondition(lambda self: any(due <= self.round + 1 for due in self.due.values()))
+    def heard_in(self, t: int) -> set[int]:
+        return self.heard[t % len(self.heard)]
+
+    def _pass_over(self) -> None:
+        """Nothing is due in rounds that a neighbour is not heard in."""
+        for j in self.due:
+            self.due[j] = max(self.due[j], self.round)
+            while self.due[j] < self.round + self.ahead and j not in self.heard_in(self.due[j]):
+                self.due[j] += 1
+
+    @precondition(lambda self: any(due < self.round + self.ahead for due in self.due.values()))
     @rule(data=st.data())
     def say_what_is_due(self, data: st.DataObject) -> None:
-        j = data.draw(st.sampled_from(sorted(j for j, due in self.due.items() if due <= self.round + 1)))
+        j = data.draw(st.sampled_from(sorted(j for j, due in self.due.items() if due < self.round + self.ahead)))
         t = self.due[j]
         self.due[j] += 1
+        self._pass_over()
         assert self.inbox.put(j, t, j, message(t, j)) == self._complete()
 
     @precondition(lambda self: self._complete())
     @rule()
     def go_on(self) -> None:
-        assert content(self.inbox.take()) == {j: [float(self.round), float(j)] for j in self.due}
+        expected = {j: [float(self.round), float(j)] for j in self.heard_in(self.round)}
+        assert content(self.inbox.take()) == expected
         self.round += 1
+        self._pass_over()
 
     @precondition(lambda self: self.due)
     @rule(data=st.data(), t=st.integers(0, 12))
     def say_something_out_of_turn(self, data: st.DataObject, t: int) -> None:
         j = data.draw(st.sampled_from(sorted(self.due)))
-        if t == self.due[j] and t <= self.round + 1:
+        if t == self.due[j] and t < self.round + self.ahead:
             t += 1
         with pytest.raises(RemoteProtocolError, match=f"learner {j} must say round {self.due[j]} next, got round {t}"):
             self.inbox.put(j, t, j, message(-1, -1))
@@ -80,14 +101,14 @@ class Neighbourhood(RuleBasedStateMachine):
         assert sorted(self.inbox.missing) == sorted(j for j, due in self.due.items() if due <= self.round)
 
     def _complete(self) -> bool:
-        return all(due > self.round for due in self.due.values())
+        return all(self.due[j] > self.round for j in self.heard_in(self.round))
 
 
 TestInbox = Neighbourhood.TestCase
 
 
 def test_without_neighbours_every_round_is_complete() -> None:
-    inbox = Inbox(())
+    inbox = Inbox((), lambda t: ())
     assert inbox.complete
     assert inbox.take() == {}
     assert inbox.round == 1

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sottovoce.arrays import FloatArray
 from sottovoce.errors import DataError, NotReady, RemoteProtocolError, SottovoceError
-from sottovoce.spec import LossSpec
+from sottovoce.spec import LogisticSpec, RidgeSpec
 from sottovoce_learner.intake import Intake
 from sottovoce_rpc.codec import to_tensor
 from sottovoce_wire.v1 import learner_pb2, tensor_pb2
@@ -20,7 +20,7 @@ ROUNDS = 10
 
 
 def intake(kind: str = "logistic", rounds: int = ROUNDS) -> Intake:
-    return Intake(2, LossSpec.model_validate({"kind": kind}), rounds)
+    return Intake(2, RidgeSpec() if kind == "ridge" else LogisticSpec(), rounds)
 
 
 def batch(sequence: int, features: Any, labels: Any = None, **fields: Any) -> learner_pb2.SampleBatch:

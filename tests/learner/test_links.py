@@ -102,6 +102,23 @@ async def test_a_new_stream_goes_on_where_the_neighbour_stands_with_the_same_byt
     assert second.written == [frame(t) for t in [*again, 5]]
 
 
+@pytest.mark.parametrize("heard", range(6, 12))
+async def test_a_link_says_as_much_again_as_a_neighbour_may_lack(heard: int) -> None:
+    """Five messages of a neighbour that is told in even rounds."""
+    link, first, second = Link(5), Stream(), Stream()
+    link.attach(first, 0)
+    for t in range(0, 14, 2):
+        link.say(t, frame(t))
+        await link.flushed()
+    link.detach(first)
+    link.say(14, frame(14))
+    link.attach(second, heard)
+    await link.flushed()
+
+    assert first.written == [frame(t) for t in range(0, 14, 2)]
+    assert second.written == [frame(t) for t in range(6, 16, 2) if t >= heard]
+
+
 BREAKS = [
     asyncio.InvalidStateError("the call is over"),
     grpc.aio.UsageError("the call is over"),

@@ -16,10 +16,23 @@ ENTRY_POINTS = "sottovoce.algorithms"
 
 BUILT_IN = {
     "ldp-dol": "sottovoce.algorithms.ldp_dol:LdpDolSpec",
+    "dsgd": "sottovoce.algorithms.gradient_descent_specs:DsgdSpec",
+    "dola": "sottovoce.algorithms.gradient_descent_specs:DolaSpec",
+    "pdop": "sottovoce.algorithms.gradient_descent_specs:PdopSpec",
+    "dpdola": "sottovoce.algorithms.gradient_descent_specs:DpdolaSpec",
+    "pd-ogd": "sottovoce.algorithms.gradient_descent_specs:PdOgdSpec",
+    "d-ogd": "sottovoce.algorithms.gradient_descent_specs:DOgdSpec",
+    "dpsr": "sottovoce.algorithms.dpsr:DpsrSpec",
     "dpsda-c": "sottovoce.algorithms.dual_averaging:DpsdaCSpec",
     "dpsda-ps": "sottovoce.algorithms.dual_averaging:DpsdaPsSpec",
     "dpcda": "sottovoce.algorithms.dual_averaging:DpcdaSpec",
     "dpps": "sottovoce.algorithms.dual_averaging:DppsSpec",
+    "pd-ftgl": "sottovoce.algorithms.ftgl_specs:PdFtglSpec",
+    "pd-ocg": "sottovoce.algorithms.ftgl_specs:PdOcgSpec",
+    "d-ftgl": "sottovoce.algorithms.d_ftgl:DFtglSpec",
+    "admm": "sottovoce.algorithms.admm:AdmmSpec",
+    "dvp": "sottovoce.algorithms.admm:DvpSpec",
+    "pvp": "sottovoce.algorithms.admm:PvpSpec",
 }
 
 

@@ -79,7 +79,7 @@ class LdpDolSpec(AlgorithmSpec):
             algorithm.varsigma,
             topology,
             constants_of(setting.loss, setting.decision_set, setting.dim),
-            strong_convexity=setting.loss.ridge,
+            strong_convexity=setting.loss.ridge if setting.loss.convex else 0.0,
             budget_requested=True,
             infinite_horizon_requested=False,
         )
@@ -118,7 +118,8 @@ class LdpDol:
         return {"y": (self.dim,)}
 
     def start(self, who: Who) -> State:
-        origin = self.decision_set.project(np.zeros((*who.lead, self.dim)))
+        initial = np.broadcast_to(self.loss.initial(self.dim), (*who.lead, self.dim))
+        origin = self.decision_set.project(initial)
         return State(who, 0, origin, start_history(self.loss), who.pick(self.sigma), who.pick(self.varsigma))
 
     def speak(self, state: State, noise: Noise) -> tuple[State, Message]:
@@ -182,5 +183,5 @@ def constants_of(loss: Loss, decision_set: DecisionSet, dim: int) -> Constants:
         ridge=loss.ridge,
         diameter=decision_set.diameter(dim),
         convex=loss.convex,
-        margin=True,
+        margin=loss.convex_clipped,
     )

@@ -6,7 +6,7 @@ import numpy as np
 
 from sottovoce.arrays import FloatArray
 from sottovoce.errors import DataError
-from sottovoce.spec import LossSpec
+from sottovoce.spec import LossSpec, ManyClassesSpec, SquaredSpec
 
 
 def check_batch(features: FloatArray, labels: FloatArray, n_features: int, loss: LossSpec) -> None:
@@ -17,7 +17,7 @@ def check_batch(features: FloatArray, labels: FloatArray, n_features: int, loss:
 
     Args:
         features: must be `(records, n_features)`, finite.
-        labels: must be `(records,)`, finite; 0 or 1 for the logistic loss.
+        labels: must be `(records,)`, finite; class numbers from 0 for losses of many classes, 0 or 1 for those of two.
         n_features: length of a feature row, intercept included where the run appends one.
         loss: the loss of the run.
 
@@ -34,5 +34,11 @@ def check_batch(features: FloatArray, labels: FloatArray, n_features: int, loss:
         raise DataError("features must be finite numbers, got NaN or infinity")
     if not np.isfinite(labels).all():
         raise DataError("labels must be finite numbers, got NaN or infinity")
-    if loss.kind == "logistic" and not np.isin(labels, (0.0, 1.0)).all():
-        raise DataError("labels of the logistic loss must be 0 or 1, got another number; map your classes to 0 and 1")
+    if isinstance(loss, SquaredSpec):
+        return
+    classes = loss.classes if isinstance(loss, ManyClassesSpec) else 2
+    if not np.isin(labels, np.arange(classes)).all():
+        allowed = f"whole numbers from 0 to {classes - 1}" if classes > 2 else "0 or 1"
+        raise DataError(
+            f"labels of the {loss.kind} loss must be {allowed}, got another number; number your classes from 0"
+        )

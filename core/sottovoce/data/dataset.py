@@ -71,7 +71,7 @@ def load_dataset(data: DataSpec, loss: LossSpec, *, folder: Path | None = None) 
 
     Args:
         data: where records come from.
-        loss: what labels are mapped to: 0 and 1 (logistic), or numbers as they are (ridge).
+        loss: what labels are mapped to: 0 and 1, class numbers, or numbers as they are.
         folder: where the `.npz` files of the public data sets lie (the client passes $SOTTOVOCE_DATA).
 
     Raises:

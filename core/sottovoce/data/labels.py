@@ -7,7 +7,7 @@ import numpy as np
 from sottovoce.arrays import FloatArray, IntArray, as_floats
 from sottovoce.data.files import AnyArray
 from sottovoce.errors import DataError, SpecError
-from sottovoce.spec import LossSpec
+from sottovoce.spec import LossSpec, ManyClassesSpec, SquaredSpec
 
 SHOWN = 12
 """How many labels an error message lists."""
@@ -16,8 +16,9 @@ SHOWN = 12
 def map_labels(labels: AnyArray, loss: LossSpec, positive: tuple[int | str, ...] | None) -> tuple[FloatArray, IntArray]:
     """Labels in the domain of the loss, and the class of each record.
 
-    Ridge: numbers as they are. Logistic: 1 for a label in `positive`, else 0; by default the later half of the k sorted
-    labels is positive (with an odd k the middle one is not), so of two labels the second.
+    Squared losses: numbers as they are. Many classes: the class, its rank among the sorted labels. Logistic and hinges: 1 for
+    a label in `positive`, else 0; by default the later half of the k sorted labels is positive (with an odd k the middle one
+    is not), so of two labels the second.
 
     Args:
         labels: `(records,)`, finite numbers or text.
@@ -28,17 +29,25 @@ def map_labels(labels: AnyArray, loss: LossSpec, positive: tuple[int | str, ...]
         Mapped labels `(records,)`, and classes `(records,)`: the rank of the original label among the distinct ones.
 
     Raises:
-        DataError: ridge labels are not numbers, or logistic labels are all the same.
-        SpecError: `positive` names a label that does not occur, or all of them.
+        DataError: labels of a squared loss are not numbers, or those of two classes all the same.
+        SpecError: `positive` names a label that does not occur, or all of them; or there are more labels than classes.
     """
     distinct, classes = np.unique(labels, return_inverse=True)
     classes = classes.astype(np.int64)
-    if loss.kind == "ridge":
+    if isinstance(loss, SquaredSpec):
         if labels.dtype.kind != "f":
-            raise DataError(f"labels of the ridge loss must be numbers, got text: {_listed(_texts(distinct))}")
+            raise DataError(f"labels of the {loss.kind} loss must be numbers, got text: {_listed(_texts(distinct))}")
         return as_floats(labels), classes
+    if isinstance(loss, ManyClassesSpec):
+        if len(distinct) > loss.classes:
+            found = f"{len(distinct)} labels: {_listed(_texts(distinct))}"
+            raise SpecError(
+                f"loss.classes must be at least the number of labels that occur, got {loss.classes} for {found}"
+            )
+        return as_floats(classes), classes
     if len(distinct) < 2:
-        raise DataError(f"the logistic loss needs at least two distinct labels, got only {_listed(_texts(distinct))}")
+        only = _listed(_texts(distinct))
+        raise DataError(f"the {loss.kind} loss needs at least two distinct labels, got only {only}")
     return _is_positive(distinct, positive)[classes], classes
 
 

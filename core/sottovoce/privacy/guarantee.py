@@ -74,6 +74,9 @@ class Guarantee:
         infinite_horizon: a bound on the cumulative epsilon over infinitely many rounds, or infinity.
         proof: where the proof stands.
         constants: what the numbers rest on.
+        output: `(rounds,)` cumulative epsilon against somebody who sees all published decisions and no message, where that
+            is a promise of its own; None: nothing is said of published decisions. Never what a learner is charged: its
+            messages are heard.
     """
 
     threat_model: ThreatModel
@@ -84,6 +87,7 @@ class Guarantee:
     infinite_horizon: float
     proof: str
     constants: Mapping[str, Constant] = field(default_factory=dict)
+    output: FloatArray | None = None
 
     @property
     def cumulative(self) -> FloatArray:

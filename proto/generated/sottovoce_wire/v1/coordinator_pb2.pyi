@@ -141,30 +141,31 @@ Global___Assignment: _TypeAlias = Assignment  # noqa: Y015
 
 @_typing.final
 class TopologyEpoch(_message.Message):
-    """The topology from a round on, as this learner needs it."""
+    """The topology from a round on, until the next epoch, as this learner needs it. An epoch is told before its round is granted."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     RUN_ID_FIELD_NUMBER: _builtins.int
-    EPOCH_FIELD_NUMBER: _builtins.int
     FIRST_ROUND_FIELD_NUMBER: _builtins.int
     NEIGHBOURS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    epoch: _builtins.int
     first_round: _builtins.int
     @_builtins.property
-    def neighbours(self) -> _containers.RepeatedCompositeFieldContainer[Global___Neighbour]: ...
+    def neighbours(self) -> _containers.RepeatedCompositeFieldContainer[Global___Neighbour]:
+        """Whom this learner hears or tells. The first epoch (round 0) names everybody whom it does in any round: streams are
+        opened then.
+        """
+
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
-        epoch: _builtins.int = ...,
         first_round: _builtins.int = ...,
         neighbours: _abc.Iterable[Global___Neighbour] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "first_round", b"first_round", "neighbours", b"neighbours", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_round", b"first_round", "neighbours", b"neighbours", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -178,11 +179,15 @@ class Neighbour(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
     WEIGHT_FIELD_NUMBER: _builtins.int
+    TOLD_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     name: _builtins.str
     address: _builtins.str
     """The learner's own address, or that of a relay in its place."""
     weight: _builtins.float
+    """Of its messages; 0: they do not come to this learner."""
+    told: _builtins.bool
+    """This learner's messages go to it."""
     def __init__(
         self,
         *,
@@ -190,10 +195,11 @@ class Neighbour(_message.Message):
         name: _builtins.str = ...,
         address: _builtins.str = ...,
         weight: _builtins.float = ...,
+        told: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "index", b"index", "name", b"name", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "index", b"index", "name", b"name", "told", b"told", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,317 @@
+"""`sottovoce compare`: several specs on the same data, in the simulator, side by side."""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from sottovoce.arrays import FloatArray, as_floats
+from sottovoce.errors import SottovoceError, SpecError
+from sottovoce.metrics import Curves, Metrics
+from sottovoce.noise import SeededNoise
+from sottovoce.run import Run
+from sottovoce.simulator import SimulatedRound, simulate
+from sottovoce.spec import RunSpec, load_spec
+from sottovoce_client.prepare import Prepared
+from sottovoce_client.report import POLICY
+from sottovoce_client.report_drawing import PALETTE, Trace, axis, draw, finite, label, plotly
+from sottovoce_client.simulation import as_document, with_error
+from sottovoce_client.simulation import finite as number_or_none
+from sottovoce_client.wording import NOTHING, count, number
+
+HEADS = (
+    "spec",
+    "algorithm",
+    "listening",
+    "ε, tight",
+    "ε, by the paper",
+    "accuracy",
+    "average loss",
+    "regret per round",
+    "consensus error",
+    "floats sent",
+    "rounds/s",
+)
+PLOTS = (
+    ("average_loss", "average network loss", ".4~g"),
+    ("accuracy", "accuracy on held-out records", ".1%"),
+    ("tracking_error", "tracking error", ".4~g"),
+    ("consensus_error", "consensus error", ".4~g"),
+)
+"""Metrics that are drawn: their names, what the page calls them, and d3 formats of their values."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What one spec came to.
+
+    Attributes:
+        source: its file.
+        name: of the run.
+        algorithm: its name.
+        threat_model: who may listen without the guarantee being void.
+        epsilon: tight, of the learner with the largest; infinite: nothing is promised.
+        paper: by the paper's own formula, likewise.
+        floats: numbers that a learner says in a round.
+        rounds: of the run.
+        rounds_per_s: replica-rounds a second, without what measuring took.
+        curves: what was measured.
+    """
+
+    source: str
+    name: str
+    algorithm: str
+    threat_model: str
+    epsilon: float
+    paper: float
+    floats: int
+    rounds: int
+    rounds_per_s: float
+    curves: Curves
+
+
+def compare(
+    paths: Sequence[Path],
+    prepare: Callable[[RunSpec], Prepared],
+    folder: Path,
+    *,
+    replicas: int,
+    seed: int,
+    console: Console | None = None,
+) -> int:
+    """Run all specs, print a table, and write `compare.json`, `compare.md` and `compare.html`.
+
+    What cannot be run is said, and the others are run: the exit code is then 1.
+
+    Args:
+        paths: the specs. They must agree in their section `data` and in the number of learners.
+        prepare: loads the data and checks the run.
+        folder: where results are written.
+        replicas: repetitions of each, which differ in their noise alone.
+        seed: of the noise, the same for each.
+        console: where the table is printed.
+    """
+    console = console or Console()
+    results, failures, shared = [], [], None
+    for path in paths:
+        try:
+            spec = load_spec(path)
+            _insist_on_same_data(spec, shared)
+            shared = shared or spec
+            with console.status(f"{path.stem}: {spec.algorithm.name}"):
+                results.append(result_of(str(path), prepare(spec), replicas, seed))
+        except (SottovoceError, ArithmeticError, ValueError) as error:  # an algorithm of somebody else's may raise more
+            failures.append((str(path), str(error)))
+            console.out(f"{path}: {error}", highlight=False, style="red" if console.is_terminal else None)
+    if results:
+        console.print(_table(results)) if console.is_terminal else console.out(as_markdown(results), highlight=False)
+        write_comparison(folder, results, failures, replicas, seed)
+        console.out(f"{folder}: compare.json, compare.md, compare.html", highlight=False)
+    return 1 if failures else 0
+
+
+def _insist_on_same_data(spec: RunSpec, first: RunSpec | None) -> None:
+    if first is None:
+        return
+    for field in ("data", "learners"):
+        if getattr(spec, field) != getattr(first, field):
+            raise SpecError(f"the section {field} must be that of the first spec, and it differs")
+
+
+def result_of(source: str, prepared: Prepared, replicas: int, seed: int) -> Result:
+    """Simulate and measure one run."""
+    run, data = prepared.run, prepared.data
+    metrics, clock = Metrics(run, data), _Clock(simulate(run, data, SeededNoise(seed), replicas))
+    for step in clock:
+        metrics.take(step)
+    counts = [np.diff(own.offsets) for own in data.learners]
+    guarantees = [run.algorithm.guarantee(i, mine) for i, mine in enumerate(counts)]
+    return Result(
+        source=source,
+        name=run.spec.name,
+        algorithm=run.algorithm.name,
+        threat_model=", ".join(sorted({each.threat_model.value for each in guarantees})),
+        epsilon=max(each.epsilon() for each in guarantees),
+        paper=max(float(each.paper[-1]) for each in guarantees),
+        floats=_floats(run),
+        rounds=run.spec.rounds,
+        rounds_per_s=replicas * run.spec.rounds / clock.seconds,
+        curves=metrics.curves,
+    )
+
+
+class _Clock:
+    """Passes rounds on, and adds up the time that they took to come."""
+
+    def __init__(self, rounds: Iterator[SimulatedRound]) -> None:
+        self._rounds, self.seconds = rounds, 0.0
+
+    def __iter__(self) -> Iterator[SimulatedRound]:
+        return self
+
+    def __next__(self) -> SimulatedRound:
+        began = time.perf_counter()
+        try:
+            return next(self._rounds)
+        finally:
+            self.seconds += time.perf_counter() - began
+
+
+def _floats(run: Run) -> int:
+    return sum(math.prod(shape) for shape in run.algorithm.field_shapes().values())
+
+
+# ---- showing ---------------------------------------------------------------------------------------------------------
+
+
+def _row(result: Result) -> tuple[str, ...]:
+    regret = _final(result, "static_regret", 1.0 / result.rounds)
+    return (
+        Path(result.source).stem,
+        result.algorithm,
+        result.threat_model,
+        number(result.epsilon),
+        number(result.paper),
+        _final(result, "accuracy"),
+        _final(result, "average_loss"),
+        regret,
+        _final(result, "consensus_error"),
+        count(result.floats),
+        number(result.rounds_per_s, 3),
+    )
+
+
+def _final(result: Result, name: str, factor: float = 1.0) -> str:
+    if name not in result.curves:
+        return NOTHING
+    curve = result.curves[name]
+    return with_error(factor * curve.final, factor * curve.final_error)
+
+
+def _table(results: Sequence[Result]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
+    for k, head in enumerate(HEADS):
+        table.add_column(head, justify="left" if k < 3 else "right", overflow="fold")
+    for result in results:
+        table.add_row(*_row(result))
+    return table
+
+
+def as_markdown(results: Sequence[Result]) -> str:
+    """The table for a page of documentation."""
+    rule = ["---"] * 3 + ["---:"] * (len(HEADS) - 3)
+    rows = [HEADS, rule, *([cell.replace("|", "\\|") for cell in _row(result)] for result in results)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def write_comparison(
+    folder: Path, results: Sequence[Result], failures: Sequence[tuple[str, str]], replicas: int, seed: int
+) -> None:
+    """Write `compare.json`, `compare.md` and `compare.html`.
+
+    Raises:
+        SpecError: plotly is not installed.
+    """
+    document = {
+        "replicas": replicas,
+        "seed": seed,
+        "results": [_as_document(result) for result in results],
+        "failures": [{"spec": source, "error": error} for source, error in failures],
+    }
+    (folder / "compare.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    (folder / "compare.md").write_text(as_markdown(results) + "\n", encoding="utf-8")
+    (folder / "compare.html").write_text(_page(results), encoding="utf-8")
+
+
+def _as_document(result: Result) -> dict[str, object]:
+    """An epsilon of null is infinite."""
+    return {
+        "spec": result.source,
+        "name": result.name,
+        "algorithm": result.algorithm,
+        "threat_model": result.threat_model,
+        "epsilon": number_or_none(result.epsilon),
+        "epsilon_paper": number_or_none(result.paper),
+        "floats_per_learner_and_round": result.floats,
+        "replica_rounds_per_s": number_or_none(result.rounds_per_s),
+        **as_document(result.curves),
+    }
+
+
+def _page(results: Sequence[Result]) -> str:
+    """A self-contained page with one plot per metric, a line per spec."""
+    style = files("sottovoce_client").joinpath("report.css").read_text(encoding="utf-8")
+    plots = [_plot(results, *what) for what in PLOTS if any(what[0] in each.curves for each in results)]
+    return "\n".join(
+        [
+            '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
+            f"<title>Sottovoce comparison</title>\n<style>\n{style}</style>",
+            f"<script>{plotly('offline').get_plotlyjs()}</script>\n</head>\n<body>\n<main>",
+            '<header><div class="kicker">Sottovoce · comparison</div><h1>Algorithms side by side</h1></header>',
+            f"<section>\n{_html_table(results)}\n</section>",
+            *plots,
+            "</main>\n</body>\n</html>\n",
+        ]
+    )
+
+
+def _html_table(results: Sequence[Result]) -> str:
+    head = "".join(f"<th>{html.escape(cell)}</th>" for cell in HEADS)
+    rows = ("".join(f"<td>{html.escape(cell)}</td>" for cell in _row(result)) for result in results)
+    body = "\n".join(f"<tr>{row}</tr>" for row in rows)
+    return f'<div class="wide"><table><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table></div>'
+
+
+def _plot(results: Sequence[Result], metric: str, title: str, form: str) -> str:
+    traces = [
+        trace
+        for k, result in enumerate(results)
+        if metric in result.curves
+        for trace in _line(result, metric, form, PALETTE[k % len(PALETTE)])
+    ]
+    name = f"plot-{metric.replace('_', '-')}"
+    ticks = {"tickformat": ".0%"} if form.endswith("%") else {}
+    picture = draw(name, traces, 400, xaxis=axis("rounds", type="log", dtick=1), yaxis=axis(title, **ticks))
+    return f"<section>\n<h2>{title.capitalize()}</h2>\n{picture}\n</section>"
+
+
+def _line(result: Result, metric: str, form: str, colour: str) -> list[Trace]:
+    """The mean, and a band of two standard errors around it where there are replicas."""
+    rounds, curve = result.curves.rounds.tolist(), result.curves[metric]
+    line = {
+        "type": "scatter",
+        "mode": "lines",
+        "x": rounds,
+        "y": finite(curve.mean),
+        "name": label(Path(result.source).stem, 40),
+        "line": {"color": colour, "width": 2},
+        "legendgroup": result.source,
+        "hovertemplate": f"round %{{x:,}}: %{{y:{form}}}",
+    }
+    if not np.isfinite(curve.error).all():
+        return [line]
+    edge = {"type": "scatter", "mode": "lines", "x": rounds, "line": {"width": 0}, "hoverinfo": "skip"}
+    edge |= {"showlegend": False, "legendgroup": result.source}
+    low, high = _edges(curve.mean, curve.error)
+    fill = {"fill": "tonexty", "fillcolor": colour + "24"}
+    return [{**edge, "y": finite(low)}, {**edge, "y": finite(high), **fill}, line]
+
+
+def _edges(mean: FloatArray, error: FloatArray) -> tuple[FloatArray, FloatArray]:
+    return as_floats(mean - 2 * error), as_floats(mean + 2 * error)

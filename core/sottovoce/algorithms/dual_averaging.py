@@ -1,0 +1,375 @@
+"""Dual averaging over a network, with Laplace noise on the dual vectors (Cheng, Liao & Li, IEEE TNSE 2023).
+
+Round t of learner i, rounds counted from 0::
+
+    say       h_t = z_t + eta_t,   eta_t ~ Laplace(sigma) on the own block;   h_0 = z_0 = 0
+    decide    y_t = Pro( -alpha_t h_t / w_t ),   alpha_t = step / sqrt(t)
+    update    z_{t+1} = sum_j A_ij h_t^j + k u_t,   w_{t+1} = sum_j A_ij w_t^j
+
+`u_t` is the own block of the gradient of the round's loss at y_t, clipped. With `primal: clean`, as in the paper, z_t stands
+in place of h_t in the decision. The sums over j include the learner itself, with its noisy message.
+
+    dpsda-c   doubly stochastic weights, w = 1; one loss that all learners hold; a block each; k = n    (12)-(13)
+    dpsda-ps  column-stochastic weights: push-sum; otherwise the same                                   (20)-(22)
+    dpcda     one learner alone
+    dpps      push-sum for losses of which each learner has its own: the whole gradient, k = 1
+
+A receiver applies the weight of the sender, so h and w are said unscaled.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from sottovoce.algorithms.dual_averaging_checks import (
+    Stochastic,
+    check_network,
+    check_numbers,
+    check_sure_bound,
+    method_findings,
+    require,
+)
+from sottovoce.arrays import FloatArray, IntArray
+from sottovoce.decision_sets import Box, DecisionSet
+from sottovoce.losses import Loss, mean_gradient
+from sottovoce.machine import Batch, Heard, Message, Noise, Who
+from sottovoce.mechanisms import laplace_density, say_laplace
+from sottovoce.privacy.dual_averaging import (
+    DualAveragingAccountant,
+    Sensitivity,
+    calibrate,
+    dual_averaging_guarantee,
+    never_growing,
+)
+from sottovoce.privacy.guarantee import Guarantee
+from sottovoce.setting import Finding, Setting
+from sottovoce.spec import AlgorithmSpec
+from sottovoce.topology import Network
+
+Mask = npt.NDArray[np.bool_]
+
+SAME = 1e-9
+"""Two ways of summing messages agree to this, relative to the largest number said."""
+
+
+# ---- parameters --------------------------------------------------------------------------------------------------
+
+
+class _DualAveragingSpec(AlgorithmSpec):
+    """What all four share."""
+
+    step: float = 1.0
+    """`alpha_t = step / sqrt(t)`."""
+    sigma: float | None = None
+    """Laplace scale (default: 1, unless epsilon is given). 0: no noise, no guarantee."""
+    epsilon: float | None = None
+    """In place of sigma: what one replaced loss may cost over the whole run (dpsda: all learners together)."""
+    clip: float | None = None
+    """l2 bound that the own block of a round's gradient is scaled down to. None: the loss's own bound."""
+    batch: Literal["mean", "sum"] = "mean"
+    """The loss of a round: mean or sum over its records (the paper's experiments: sum)."""
+    primal: Literal["noised", "clean"] = "noised"
+    """Decisions from what is said, or from the clean dual vector (the paper)."""
+
+    def _build(
+        self, setting: Setting, name: str, owned: Mask, noisy: Mask, shared: bool, kind: Stochastic, allow_rows: bool
+    ) -> tuple[DualAveraging, tuple[Finding, ...]]:
+        check_numbers(self.step, self.sigma, self.epsilon, self.clip)
+        network, rounds, push = setting.network, setting.rounds, kind == "columns"
+        findings = [*check_network(network, rounds, kind, rows_suffice=allow_rows)]
+        unscaled = DualAveraging(
+            name=name,
+            dim=setting.dim,
+            rounds=rounds,
+            step=self.step,
+            sigma=1.0 if self.sigma is None else self.sigma,
+            clip=math.inf if self.clip is None else self.clip,
+            mean=self.batch == "mean",
+            noised=self.primal == "noised",
+            push=push,
+            shared=shared,
+            owned=owned,
+            noisy=noisy,
+            push_weights=push_weights(network, rounds) if push else np.ones((1, setting.n_learners)),
+            loss=setting.loss,
+            decision_set=setting.decision_set,
+        )
+        check_sure_bound(unscaled.gradient_bound, noisy=unscaled.sigma > 0)
+        algorithm = unscaled
+        if self.epsilon is not None:
+            # Losses of all learners add up where they hold the same loss; elsewhere they are all alike up to w.
+            parts = [unscaled.sensitivity(i) for i in range(setting.n_learners)]
+            groups = [parts] if shared else [[part] for part in parts]
+            algorithm = replace(unscaled, sigma=max(calibrate(group, rounds, self.epsilon) for group in groups))
+        split = shared and setting.n_learners > 1
+        noised, sigma = algorithm.noised, algorithm.sigma
+        findings += method_findings(setting.loss, setting.decision_set, split=split, noised=noised, sigma=sigma)
+        return algorithm, tuple(findings)
+
+
+class _BlocksSpec(_DualAveragingSpec):
+    """One loss that all learners hold, and a block of coordinates for each."""
+
+    noise_on: Literal["own_block", "all"] = "own_block"
+    """Other blocks of a message are sums of earlier messages: noise there protects nothing. `all`: the paper."""
+
+    def _build_blocks(
+        self, setting: Setting, name: str, kind: Stochastic, allow_rows: bool
+    ) -> tuple[DualAveraging, tuple[Finding, ...]]:
+        n, dim = setting.n_learners, setting.dim
+        require(dim >= n, "BLOCKS", f"every learner needs a coordinate of its own, got {dim} for {n} learners")
+        owned = blocks(dim, n)
+        noisy = owned if self.noise_on == "own_block" else np.ones_like(owned)
+        return self._build(setting, name, owned, noisy, True, kind, allow_rows)
+
+
+class DpsdaCSpec(_BlocksSpec):
+    """DPSDA-C (Cheng, Liao & Li 2023): doubly stochastic weights."""
+
+    name: Literal["dpsda-c"]
+    allow_row_stochastic: bool = False
+    """Only report weights of which rows alone sum to one. For boxes; on other sets they lead to a wrong point."""
+
+    def build(self, setting: Setting) -> tuple[DualAveraging, tuple[Finding, ...]]:
+        allowed = self.allow_row_stochastic and isinstance(setting.decision_set, Box)
+        return self._build_blocks(setting, self.name, "doubly", allowed)
+
+
+class DpsdaPsSpec(_BlocksSpec):
+    """DPSDA-PS (Cheng, Liao & Li 2023): push-sum over directed graphs."""
+
+    name: Literal["dpsda-ps"]
+
+    def build(self, setting: Setting) -> tuple[DualAveraging, tuple[Finding, ...]]:
+        return self._build_blocks(setting, self.name, "columns", False)
+
+
+class DpcdaSpec(_DualAveragingSpec):
+    """DPCDA, private centralised dual averaging: one learner."""
+
+    name: Literal["dpcda"]
+
+    def build(self, setting: Setting) -> tuple[DualAveraging, tuple[Finding, ...]]:
+        n = setting.n_learners
+        require(n == 1, "ONE_LEARNER", f"dpcda is for one learner, got {n}; dpsda-c is the same for several")
+        everything = np.ones((1, setting.dim), dtype=bool)
+        return self._build(setting, self.name, everything, everything, True, "doubly", False)
+
+
+class DppsSpec(_DualAveragingSpec):
+    """DPPS (Han et al. 2022), as far as it can be told from its abstract: private push-sum dual averaging."""
+
+    name: Literal["dpps"]
+    primal: Literal["noised", "clean"] = "clean"
+
+    def build(self, setting: Setting) -> tuple[DualAveraging, tuple[Finding, ...]]:
+        everything = np.ones((setting.n_learners, setting.dim), dtype=bool)
+        return self._build(setting, self.name, everything, everything, False, "columns", False)
+
+
+def blocks(dim: int, n_learners: int) -> Mask:
+    """`(learners, dim)`, True where a learner owns a coordinate: contiguous, the first `dim mod n` blocks one longer."""
+    lengths = dim // n_learners + (np.arange(n_learners) < dim % n_learners)
+    owner = np.repeat(np.arange(n_learners), lengths)
+    mask: Mask = owner == np.arange(n_learners)[:, None]
+    return mask
+
+
+def push_weights(network: Network, rounds: int) -> FloatArray:
+    """`(rounds, learners)`: `w_t` of push-sum, which depends on the network alone."""
+    weights = np.ones((rounds, network.n_learners))
+    for t in range(rounds - 1):
+        mixing = network.at(t)
+        weights[t + 1] = mixing.neighbours @ weights[t] + mixing.own * weights[t]
+    return weights
+
+
+# ---- the machine -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """z_t and w_t; and what was last said and decided."""
+
+    who: Who
+    t: int
+    dual: FloatArray
+    push_weight: FloatArray
+    said: FloatArray
+    decision: FloatArray
+    owned: Mask
+    noisy: Mask
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DualAveraging:
+    """The algorithm for one run.
+
+    Attributes:
+        step: `alpha_t = step / sqrt(t)`.
+        sigma: Laplace scale; 0: no noise.
+        clip: l2 bound on the own block of a gradient; infinite: none.
+        mean: the loss of a round is the mean over its records, not the sum.
+        noised: decisions are made from messages.
+        push: push-sum: w is said, too.
+        shared: all learners hold the same loss, so its replacement shows in the messages of all of them.
+        owned: `(learners, dim)`, the coordinates that a learner's gradients enter.
+        noisy: `(learners, dim)`, those that it perturbs.
+        push_weights: `(rounds, learners)` w_t, or `(1, learners)` ones.
+    """
+
+    name: str
+    dim: int
+    rounds: int
+    step: float
+    sigma: float
+    clip: float
+    mean: bool
+    noised: bool
+    push: bool
+    shared: bool
+    owned: Mask
+    noisy: Mask
+    push_weights: FloatArray
+    loss: Loss
+    decision_set: DecisionSet
+
+    def field_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {"h": (self.dim,), "w": (1,)} if self.push else {"h": (self.dim,)}
+
+    def start(self, who: Who) -> State:
+        origin = np.zeros((*who.lead, self.dim))
+        first = self.decision_set.project(origin)
+        noisy = self.noisy & (self.sigma > 0)
+        ones = np.ones((*who.lead, 1))
+        return State(who, 0, origin, ones, origin, first, _rows(self.owned, who), _rows(noisy, who))
+
+    def speak(self, state: State, noise: Noise) -> tuple[State, Message]:
+        drawn = say_laplace(noise, "h", state.t, state.dual, self.sigma)
+        said = np.where(_perturbed(state), drawn, state.dual)
+        return self._decide(state, said), Message({"h": said, "w": state.push_weight} if self.push else {"h": said})
+
+    def listen(self, state: State, heard: Heard, batch: Batch) -> State:
+        own = heard.own_weight
+        dual = heard.weighted_sum("h") + own * state.said + self.factor * self._block_gradient(state, batch)
+        weight = heard.weighted_sum("w") + own * state.push_weight if self.push else state.push_weight
+        return replace(state, t=state.t + 1, dual=dual, push_weight=weight)
+
+    def decision(self, state: State) -> FloatArray:
+        """y_t, made when round t is spoken: until then, that of the round before."""
+        return state.decision
+
+    def overheard(self, state: State, message: Message) -> tuple[State, FloatArray]:
+        said = message["h"]
+        alone = laplace_density(said[..., None], state.dual[..., None], self.sigma)
+        largest = np.abs(state.dual).max(axis=-1, keepdims=True)
+        same = np.abs(said - state.dual) <= SAME * (largest + self.sigma)
+        density: FloatArray = np.where(_perturbed(state), alone, np.where(same, 0.0, -np.inf)).sum(axis=-1)
+        if self.push:
+            same = np.abs(message["w"] - state.push_weight) <= SAME * state.push_weight
+            density = density + np.where(same[..., 0], 0.0, -np.inf)
+        return self._decide(state, np.broadcast_to(said, state.dual.shape)), density
+
+    def _decide(self, state: State, said: FloatArray) -> State:
+        """The state after `said` was said: with the decision that the round's records will meet."""
+        basis = said if self.noised else state.dual
+        decision = self.decision_set.project(-self._step_size(state.t) * basis / state.push_weight)
+        return replace(state, said=said, decision=decision)
+
+    def _step_size(self, t: int) -> float:
+        """`alpha_t`; in round 0 there is nothing that it could scale."""
+        return self.step / math.sqrt(max(t, 1))
+
+    def _block_gradient(self, state: State, batch: Batch) -> FloatArray:
+        """u_t, zero off the own block. The exact ridge stays outside the clip: it is no record's."""
+        features, labels = self.loss.enforce(batch.features, batch.labels)
+        records, at = Batch(features, labels, batch.present), state.decision
+        data = mean_gradient(self.loss, at, records) if self.mean else self.loss.gradient_sum(at, records)
+        data = np.where(state.owned, data, 0.0)
+        if self.clip < math.inf:
+            data *= self.clip / np.maximum(np.linalg.norm(data, axis=-1, keepdims=True), self.clip)
+        gradient: FloatArray = data + np.where(state.owned, self.loss.ridge * at, 0.0)
+        return gradient
+
+    @property
+    def factor(self) -> float:
+        """k, in front of a gradient: n where each learner knows a block of one gradient, and messages are averaged."""
+        return float(len(self.owned)) if self.shared else 1.0
+
+    # ---- what it costs -------------------------------------------------------------------------------------
+
+    @property
+    def gradient_bound(self) -> float:
+        """B: sure l2 bound of the data part of a block's gradient."""
+        return min(self.clip, self._natural_bound())
+
+    def noise_scale(self, learner: int, t: int) -> float:
+        return self.sigma if t else 0.0
+
+    def accountant(self, learner: int) -> DualAveragingAccountant:
+        return DualAveragingAccountant(self.sensitivity(learner), self.sigma)
+
+    def guarantee(self, learner: int, counts: IntArray | None = None, replaced: IntArray | None = None) -> Guarantee:
+        """Of one learner. Where the loss is shared, every learner's messages show it: `joint_epsilon` adds them up."""
+        whose = "which every learner holds: epsilons of all learners add up" if self.shared else "of one learner"
+        many = 1 if replaced is None else int(np.count_nonzero(replaced))
+        what = "the loss of one round" if many == 1 else f"the losses of {many} rounds"
+        return dual_averaging_guarantee(
+            self.sensitivity(learner),
+            self.sigma,
+            self.rounds,
+            paper_round=self._paper_round(),
+            adjacency=f"{what} replaced, with all its records, {whose}",
+            mode="noised" if self.noised else "clean",
+            counts=counts,
+            replaced=replaced,
+        )
+
+    def joint_epsilon(self, counts: IntArray | None = None, replaced: IntArray | None = None) -> float:
+        """What the messages of all learners together tell about a loss that all of them hold."""
+        return math.fsum(self.guarantee(i, counts, replaced).epsilon() for i in range(len(self.owned)))
+
+    def sensitivity(self, learner: int) -> Sensitivity:
+        """What moves one learner's messages."""
+        block = int(self.owned[learner].sum())
+        alpha = np.array([self._step_size(t) for t in range(self.rounds)])
+        carry = np.zeros(self.rounds) if self.noised else never_growing(alpha / self.push_weights[:, learner])
+        beyond = math.inf if self.push else self._step_size(self.rounds)  # w is not known beyond the planned rounds
+        return Sensitivity(
+            block=block,
+            factor=self.factor,
+            gradient_bound=self.gradient_bound,
+            smoothness=self.loss.smoothness if self.mean else math.inf,
+            ridge=self.loss.ridge,
+            diameter=self.decision_set.diameter(block if isinstance(self.decision_set, Box) else self.dim),
+            carry=carry,
+            later=0.0 if self.noised else beyond,
+        )
+
+    def _natural_bound(self) -> float:
+        """l2 bound on the data gradient of a round without clipping."""
+        return self.loss.gradient_bound(self.decision_set.radius(self.dim)) if self.mean else math.inf
+
+    def _paper_round(self) -> float:
+        """`2 n L / sigma` (Lemma 1, Theorem 2), L bounding the whole gradient; dpps: `2 G sqrt(d) / sigma`."""
+        if self.sigma == 0.0:
+            return math.inf
+        if not self.shared:
+            return 2.0 * math.sqrt(self.dim) * self.gradient_bound / self.sigma
+        whole = min(self._natural_bound(), math.sqrt(len(self.owned)) * self.clip)
+        return 2.0 * self.factor * whole / self.sigma
+
+
+def _perturbed(state: State) -> Mask | np.bool_:
+    """Coordinates of this round's message with noise. Message 0 is zero in every world, and has none."""
+    return state.noisy if state.t else np.False_
+
+
+def _rows(mask: Mask, who: Who) -> Mask:
+    """The rows of a `(learners, dim)` mask that belong to a state, ready to broadcast."""
+    return mask[who.learner] if isinstance(who.learner, int) else mask[list(who.learner)][:, None, :]

@@ -1,0 +1,113 @@
+"""The plan: whom a learner hears and tells, round by round. No network, no clock.
+
+The learner computes it from the run spec, since its guarantee rests on it. What the coordinator says, an epoch wherever
+something changes, must agree: else the two work on different networks, and the run must not go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from sottovoce.errors import RemoteProtocolError
+from sottovoce.topology import Network
+
+ROUNDING = 1e-9
+"""How far an announced weight may be from ours."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A learner's part in a round.
+
+    Attributes:
+        heard: weight of everybody whose message it waits for.
+        told: who gets its message.
+        own: weight of its own value.
+    """
+
+    heard: Mapping[int, float]
+    told: tuple[int, ...]
+    own: float
+
+
+class Plan:
+    """The parts of one learner.
+
+    Args:
+        network: of the run.
+        index: the learner.
+    """
+
+    def __init__(self, network: Network, index: int) -> None:
+        self._network, self._index = network, index
+        self.neighbours = frozenset(j for edge in network.edges if index in edge for j in edge if j != index)
+        """Everybody whom the learner hears or tells in some round."""
+        self.announced = 0
+        """Rounds below this one are as the coordinator says."""
+        self._parts: dict[int, Part] = {}
+        self._last = self._part(0)
+        self._always = self._last if network.horizon == 1 else None
+        fixed = self._always
+        self.lockstep = fixed is not None and bool(fixed.told) and fixed.told == tuple(fixed.heard)
+        """Everybody who is told is heard in every round: no neighbour can be more than one round ahead or behind."""
+
+    def part(self, t: int) -> Part:
+        """The part in round t."""
+        if self._always is not None:
+            return self._always
+        if t not in self._parts:
+            self._parts[t] = self._part(t)
+        return self._parts[t]
+
+    def heard(self, t: int) -> Mapping[int, float]:
+        """Whose messages round t needs."""
+        return self.part(t).heard
+
+    def announce(self, first_round: int, weights: Mapping[int, float], told: Collection[int]) -> None:
+        """An epoch of the coordinator's; one that is known already is passed over.
+
+        Args:
+            first_round: that it is for.
+            weights: of everybody that it names; 0 for those who are not heard.
+            told: those of them who are told.
+
+        Raises:
+            RemoteProtocolError: it is not what the run spec says.
+        """
+        if first_round < self.announced:
+            return
+        self.require(first_round)
+        part, heard = self.part(first_round), {j: weight for j, weight in weights.items() if weight != 0}
+        same = heard.keys() == part.heard.keys() and all(abs(heard[j] - part.heard[j]) <= ROUNDING for j in heard)
+        if not same or set(told) != set(part.told):  # not-a-number is refused, too
+            raise RemoteProtocolError(
+                f"in round {first_round} neighbours and their weights must be {dict(part.heard)}, and those who are told "
+                f"{list(part.told)}, got {heard} and {sorted(told)}"
+            )
+        if first_round == 0 and weights.keys() != self.neighbours:
+            raise RemoteProtocolError(
+                f"the first epoch must name the neighbours of all rounds, {sorted(self.neighbours)}, got {sorted(weights)}"
+            )
+        self._last, self.announced = part, first_round + 1
+
+    def require(self, until: int) -> None:
+        """Rounds below `until` need no further epoch.
+
+        Raises:
+            RemoteProtocolError: something changes in one of them.
+        """
+        if self._always is not None and self.announced:
+            self.announced = max(self.announced, until)
+        while self.announced < until:
+            if self.announced == 0 or self.part(self.announced) != self._last:
+                raise RemoteProtocolError(f"an epoch for round {self.announced} must come first, and it did not")
+            self.announced += 1
+
+    def forget(self, t: int) -> None:
+        """Round t is over."""
+        self._parts.pop(t, None)
+
+    def _part(self, t: int) -> Part:
+        mixing, i = self._network.at(t), self._index
+        return Part(mixing.heard_by(i), mixing.told_by(i), float(mixing.own[i]))

@@ -1,0 +1,173 @@
+"""`simulate --metrics` and `compare`: what they print, write and exit with."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from rich.console import Console
+from typer.testing import CliRunner
+
+from sottovoce.metrics import Metrics
+from sottovoce.noise import SeededNoise
+from sottovoce.simulator import simulate
+from sottovoce.spec import load_spec
+from sottovoce_client.cli import app
+from sottovoce_client.compare import HEADS, compare, result_of, write_comparison
+from sottovoce_client.prepare import prepare
+from sottovoce_client.simulation import print_metrics
+
+SMALL: dict[str, Any] = {"rounds": 15, "learners": 3, "algorithm": {"name": "ldp-dol", "sigma": 2.0}}
+
+
+@pytest.fixture
+def records(tmp_path: Path) -> Path:
+    features = np.random.default_rng(0).normal(size=(80, 3))
+    np.savez(tmp_path / "records.npz", X=features, y=(features[:, 0] > 0).astype(int))
+    return tmp_path / "records.npz"
+
+
+def written(records: Path, name: str, **changes: Any) -> Path:
+    data = {"source": str(records), "reuse": True, **changes.pop("data", {})}
+    path = records.parent / f"{name}.yaml"
+    path.write_text(yaml.safe_dump({"name": name, **SMALL, "data": data, **changes}), encoding="utf-8")
+    return path
+
+
+def compared(folder: Path, *specs: Path, replicas: int = 3, terminal: bool = False) -> tuple[int, str]:
+    """Exit code and what was printed."""
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=terminal, width=200)
+    return compare(specs, prepare, folder, replicas=replicas, seed=1, console=console), out.getvalue()
+
+
+# ---- compare ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_table_says_what_the_runs_came_to(records: Path, tmp_path: Path) -> None:
+    loud, silent = written(records, "loud"), written(records, "quiet", algorithm={"name": "ldp-dol", "sigma": 0.5})
+    code, text = compared(tmp_path, loud, silent)
+    rows = {row[0]: row for row in ([cell.strip() for cell in line.strip("|").split("|")] for line in text.split("\n"))}
+
+    assert code == 0
+    assert rows["spec"] == list(HEADS)
+    document = json.loads((tmp_path / "compare.json").read_text(encoding="utf-8"))
+    assert [each["name"] for each in document["results"]] == ["loud", "quiet"]
+    assert document["failures"] == []
+    for path, found in zip((loud, silent), document["results"], strict=True):
+        prepared = prepare(load_spec(path))
+        counts = np.diff(prepared.data.learners[0].offsets)
+        promise = prepared.run.algorithm.guarantee(0, counts)
+        assert found["epsilon"] == pytest.approx(promise.epsilon())
+        assert found["epsilon_paper"] == pytest.approx(promise.paper[-1])
+        meter = Metrics(prepared.run, prepared.data)
+        for step in simulate(prepared.run, prepared.data, SeededNoise(1), 3):
+            meter.take(step)
+        for name, curve in meter.curves.curves.items():
+            np.testing.assert_allclose(found["metrics"][name]["mean"], curve.mean, err_msg=name)
+            np.testing.assert_allclose(found["metrics"][name]["standard_error"], curve.error, err_msg=name)
+        row = rows[path.stem]
+        assert row[1:3] == ["ldp-dol", "wire"]
+        assert row[3] == f"{promise.epsilon():.4g}"
+        assert row[9] == "4"
+        assert " ± " in row[5]
+    assert (tmp_path / "compare.md").read_text(encoding="utf-8").strip() in text
+
+
+def test_an_epsilon_that_nothing_bounds_is_shown_as_infinite(records: Path, tmp_path: Path) -> None:
+    result = result_of("open.yaml", prepare(load_spec(written(records, "open"))), replicas=1, seed=0)
+    write_comparison(tmp_path, [replace(result, epsilon=math.inf)], [], replicas=1, seed=0)
+    found = json.loads((tmp_path / "compare.json").read_text(encoding="utf-8"))["results"]
+    assert "| wire | ∞ |" in (tmp_path / "compare.md").read_text(encoding="utf-8")
+    assert found[0]["epsilon"] is None
+    assert found[0]["metrics"]["accuracy"]["standard_error"][-1] is None
+
+
+def test_what_cannot_be_run_is_said_and_the_others_are_run(records: Path, tmp_path: Path) -> None:
+    fine = written(records, "fine")
+    others = {
+        "must be that of the first spec": written(records, "elsewhere", data={"seed": 7}),
+        "the section learners must be": written(records, "more", learners=4),
+        "sigma must be positive": written(records, "wrong", algorithm={"name": "ldp-dol", "sigma": -1}),
+        "algorithm.name must be one of": written(records, "unknown", algorithm={"name": "nonesuch"}),
+        "cannot read the run spec": tmp_path / "none.yaml",
+    }
+    code, text = compared(tmp_path, *others.values(), fine, terminal=True)
+    # The first of them that can be read sets the data, so `elsewhere` runs and `fine` differs from it.
+    assert code == 1
+    code, text = compared(tmp_path, fine, *others.values())
+    assert code == 1
+    for words in others:
+        assert words in text
+    document = json.loads((tmp_path / "compare.json").read_text(encoding="utf-8"))
+    assert [each["name"] for each in document["results"]] == ["fine"]
+    assert {each["spec"] for each in document["failures"]} == set(map(str, others.values()))
+
+
+def test_the_page_is_whole_and_loads_nothing(records: Path, tmp_path: Path) -> None:
+    compared(tmp_path, written(records, "one"), written(records, "two"))
+    page = (tmp_path / "compare.html").read_text(encoding="utf-8")
+    loaded: list[str] = []
+
+    class Reader(HTMLParser):
+        def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+            loaded.extend(value or "" for name, value in attrs if name in ("src", "href"))
+
+    Reader().feed(page)
+    assert loaded == []
+    assert 'id="plot-average-loss"' in page
+    assert 'id="plot-accuracy"' in page
+
+
+def test_the_command_exits_with_what_the_comparison_says(records: Path, tmp_path: Path) -> None:
+    fine, out = str(written(records, "fine")), ["--out", str(tmp_path / "out"), "--replicas", "2"]
+    assert CliRunner().invoke(app, ["compare", fine, *out]).exit_code == 0
+    assert json.loads((tmp_path / "out" / "compare.json").read_text(encoding="utf-8"))["replicas"] == 2
+    assert CliRunner().invoke(app, ["compare", fine, str(tmp_path / "none.yaml"), *out]).exit_code == 1
+
+
+# ---- simulate --metrics ----------------------------------------------------------------------------------------------
+
+
+def test_simulate_measures_when_asked(records: Path, tmp_path: Path) -> None:
+    path, folder = written(records, "run"), tmp_path / "out"
+    done = CliRunner().invoke(app, ["simulate", str(path), "--out", str(folder), "--replicas", "2", "--metrics"])
+    table = pq.read_table(folder / "metrics.parquet").to_pylist()
+    document = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
+
+    assert done.exit_code == 0, done.output
+    assert document["rounds"][-1] == 15
+    last = {row["metric"]: row for row in table if row["rounds"] == 15 and row["learner"] is None}
+    for name, curve in document["metrics"].items():
+        assert last[name]["mean"] == curve["mean"][-1]
+        assert last[name]["standard_error"] == curve["standard_error"][-1]
+        assert f"\n{name}: " in done.output
+    regrets = {row["learner"]: row["mean"] for row in table if row["rounds"] == 15 and row["metric"] == "static_regret"}
+    named = [regrets[f"learner-{i}"] for i in range(3)]
+    assert np.mean(named) == pytest.approx(regrets[None])
+    assert (folder / "transcript.parquet").is_file()
+
+    again = CliRunner().invoke(app, ["simulate", str(path), "--out", str(tmp_path / "plain")])
+    assert again.exit_code == 0
+    assert not (tmp_path / "plain" / "metrics.json").exists()
+
+
+def test_on_a_terminal_the_final_values_are_a_table(records: Path) -> None:
+    prepared = prepare(load_spec(written(records, "run")))
+    meter = Metrics(prepared.run, prepared.data, at=[15])
+    for step in simulate(prepared.run, prepared.data, SeededNoise(1)):
+        meter.take(step)
+    out = io.StringIO()
+    print_metrics(meter.curves, Console(file=out, force_terminal=True, width=80))
+    assert "after 15 rounds" in out.getvalue()
+    assert "static regret" in out.getvalue()
+    assert "±" not in out.getvalue()

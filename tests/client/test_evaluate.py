@@ -1,0 +1,75 @@
+"""The model of all records together that a run is compared with: it minimises the run's own loss."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from scipy.optimize import minimize
+
+from sottovoce.arrays import FloatArray
+from sottovoce.data import LearnerData, PlacedData
+from sottovoce.losses import Loss, mean_gradient
+from sottovoce.machine import Batch
+from sottovoce_client.evaluate import central_accuracy
+from tests.examples import small_run
+
+RECORDS, TEST = 300, 2000
+
+
+def placed(classes: int) -> PlacedData:
+    """Overlapping clusters, one a class, dealt to three learners."""
+    generator = np.random.default_rng(3)
+    labels = generator.integers(0, classes, RECORDS + TEST)
+    features = generator.normal(size=(RECORDS + TEST, 3)) + 1.5 * np.eye(3)[labels]
+    order, offsets = np.arange(RECORDS // 3), np.arange(RECORDS // 3 + 1)
+    known = labels.astype(np.float64)
+    learners = tuple(LearnerData(features[k:RECORDS:3], known[k:RECORDS:3], order, offsets) for k in range(3))
+    return PlacedData(learners, features[RECORDS:], known[RECORDS:])
+
+
+def minimiser(loss: Loss, batch: Batch) -> FloatArray:
+    def objective(theta: FloatArray) -> tuple[float, FloatArray]:
+        value = float(loss.values(theta, batch).mean() + loss.ridge / 2 * theta @ theta)
+        return value, mean_gradient(loss, theta, batch) + loss.ridge * theta
+
+    found: FloatArray = minimize(objective, np.zeros(loss.dim(3)), jac=True, method="L-BFGS-B", tol=1e-12).x
+    return found
+
+
+@pytest.mark.parametrize(
+    ("loss", "slack"),
+    [
+        ({"kind": "logistic"}, 0.001),
+        ({"kind": "ridge"}, 0.001),
+        ({"kind": "softmax", "classes": 2}, 0.001),
+        ({"kind": "softmax", "classes": 3}, 0.001),
+        ({"kind": "smoothed_hinge", "width": 0.1}, 0.01),
+        ({"history": "pass_glm", "score_bound": 3.0}, 0.02),
+    ],
+    ids=str,
+)
+def test_the_central_model_minimises_the_loss_of_the_run(loss: dict[str, object], slack: float) -> None:
+    """A large ridge, so that a wrong one shows; the hinge and the approximation are answered by their neighbours."""
+    run = small_run(loss={**loss, "ridge": 0.3, "feature_bound": 5.0})
+    data = placed(int(str(loss.get("classes", 2))))
+    features = np.concatenate([each.features for each in data.learners])
+    batch = Batch(*run.loss.enforce(features, np.concatenate([each.labels for each in data.learners])))
+    scores = run.loss.predict(minimiser(run.loss, batch), data.test_features)
+    expected = float(np.mean(run.loss.classify(scores) == data.test_labels))
+
+    assert central_accuracy(run, data) == pytest.approx(expected, abs=slack)
+    assert math.isclose(expected, 0.75, abs_tol=0.15)
+
+
+def test_a_hinge_without_a_ridge_still_gets_a_model() -> None:
+    accuracy = central_accuracy(small_run(loss={"kind": "hinge", "ridge": 0.0, "feature_bound": 5.0}), placed(2))
+    assert accuracy is not None
+    assert accuracy > 0.75
+
+
+def test_without_held_out_records_there_is_nothing_to_compare() -> None:
+    data = placed(2)
+    run = small_run()
+    assert central_accuracy(run, PlacedData(data.learners, np.empty((0, 3)), np.empty(0))) is None

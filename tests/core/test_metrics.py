@@ -1,0 +1,265 @@
+"""Metrics of simulated runs: against scikit-learn, against their definitions written out, and where answers are known."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+from scipy import optimize
+from sklearn.linear_model import LogisticRegression, Ridge
+
+from sottovoce import metrics
+from sottovoce.arrays import FloatArray
+from sottovoce.data import LearnerData, PlacedData
+from sottovoce.decision_sets import L2Ball, build_decision_set
+from sottovoce.errors import SpecError
+from sottovoce.losses import Logistic, Loss, build_loss
+from sottovoce.machine import Message
+from sottovoce.metrics import Curves, Metrics, Objective, checkpoints
+from sottovoce.noise import NoNoise, RecordedNoise, Recorder, SeededNoise
+from sottovoce.run import Run
+from sottovoce.simulator import SimulatedRound, simulate
+from tests.examples import made_up, small_run, small_spec
+
+minimize: Any = optimize.minimize
+
+SETS: list[dict[str, Any]] = [
+    {"kind": "l2_ball", "radius": 0.3},
+    {"kind": "l2_ball", "radius": 50.0},
+    {"kind": "box", "low": -0.05, "high": 0.2},
+    {"kind": "l1_ball", "radius": 0.3},
+    {"kind": "simplex"},
+]
+LOSSES: list[dict[str, Any]] = [
+    {"kind": "logistic", "ridge": 0.02, "feature_bound": 10.0},
+    {"kind": "ridge", "ridge": 0.02, "feature_bound": 10.0},
+    {"kind": "logistic", "ridge": 0.02, "feature_bound": 10.0, "clip_norm": 0.1},
+    {"kind": "softmax", "classes": 2, "ridge": 0.02, "feature_bound": 10.0},
+]
+
+
+def some_objective(loss: dict[str, Any], seed: int = 0, records: int = 60, dim: int = 4) -> Objective:
+    """Separable by half: labels follow the first feature with noise."""
+    generator = np.random.default_rng(seed)
+    features = generator.normal(size=(records, dim))
+    labels = (features[:, 0] + generator.normal(size=records) > 0).astype(np.float64)
+    weights = generator.choice([0.5, 1.0, 2.0], size=records)
+    return Objective(build_loss(small_spec(loss=loss).loss), features, labels, weights, 0.7)
+
+
+def measured(run: Run, data: PlacedData, noise: Any, replicas: int = 1, **options: Any) -> Curves:
+    meter = Metrics(run, data, **options)
+    for step in simulate(run, data, noise, replicas):
+        meter.take(step)
+    return meter.curves
+
+
+# ---- minimisers ------------------------------------------------------------------------------------------------------
+
+
+def test_the_minimiser_of_the_logistic_loss_is_scikit_learns() -> None:
+    objective = some_objective(LOSSES[0])
+    model = LogisticRegression(C=1 / 0.7, fit_intercept=False, tol=1e-12, max_iter=10_000)
+    model.fit(objective.features, objective.labels, sample_weight=objective.weights)
+
+    found = objective.minimiser(L2Ball(1e5), np.zeros(4))
+    np.testing.assert_allclose(found, model.coef_[0], atol=1e-6)
+
+
+def test_the_minimiser_of_the_squared_loss_is_scikit_learns() -> None:
+    objective = some_objective(LOSSES[1])
+    model = Ridge(alpha=0.7 / 2, fit_intercept=False, tol=1e-12)
+    model.fit(objective.features, objective.labels, sample_weight=objective.weights)
+
+    found = objective.minimiser(L2Ball(1e5), np.zeros(4))
+    np.testing.assert_allclose(found, model.coef_, atol=1e-8)
+
+
+@pytest.mark.parametrize("region", SETS, ids=lambda region: f"{region['kind']}")
+@pytest.mark.parametrize("loss", LOSSES, ids=["logistic", "squared", "clipped", "softmax"])
+def test_at_the_minimiser_no_direction_into_the_set_goes_down(loss: dict[str, Any], region: dict[str, Any]) -> None:
+    """First-order optimality, by numerical derivatives and the set's own linear oracle. Clipping changes nothing."""
+    objective = some_objective(loss)
+    decision_set = build_decision_set(small_spec(decision_set=region).decision_set)
+    dim = objective.loss.dim(4)
+    found = objective.minimiser(decision_set, np.zeros(dim))
+
+    steps = 1e-6 * np.eye(dim)
+    slope = (objective.values(found + steps) - objective.values(found - steps)) / 2e-6
+    np.testing.assert_allclose(decision_set.project(found), found, atol=1e-12)
+    assert float(slope @ (found - decision_set.minimise(slope))) < 1e-5 * objective.weights.sum()
+
+
+def test_a_loss_with_a_corner_is_minimised_nearly() -> None:
+    objective = some_objective({"kind": "hinge", "feature_bound": 10.0})
+    best = minimize(lambda x: float(objective.values(x[None])[0]), np.zeros(4), method="Powell", tol=1e-12)
+    found = objective.minimiser(L2Ball(100.0), np.zeros(4))
+    assert objective.values(found[None])[0] <= best.fun * 1.001
+
+
+@dataclass(frozen=True, slots=True)
+class Bent(Logistic):
+    convex: ClassVar[bool] = False
+
+
+def test_a_loss_that_is_not_convex_has_no_minimiser_and_no_regret() -> None:
+    run = small_run(5)
+    bent: Loss = Bent(1.0, 0.01)
+    with pytest.raises(SpecError, match="not convex"):
+        replace(some_objective(LOSSES[0]), loss=bent).minimiser(L2Ball(1.0), np.zeros(4))
+
+    found = measured(replace(run, loss=bent), made_up(run.spec), SeededNoise(1), dynamic=True)
+    assert set(found.curves) == {"average_loss", "consensus_error", "accuracy", "balanced_accuracy"}
+
+
+# ---- definitions, written out ----------------------------------------------------------------------------------------
+
+RIDGE = 0.05
+
+
+def ragged(rounds: int = 12, learners: int = 3, features: int = 3) -> PlacedData:
+    """0 to 3 records in a round, some of them used twice; the first learner begins late."""
+    generator = np.random.default_rng(5)
+    everybody = []
+    for i in range(learners):
+        sizes = generator.integers(0, 4, rounds)
+        sizes[: 2 if i == 0 else 0] = 0
+        own = 9
+        x = generator.normal(size=(own, features))
+        y = (x[:, 0] > 0.2).astype(np.float64)
+        order = generator.integers(0, own, sizes.sum())
+        everybody.append(LearnerData(x, y, order, np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)))
+    test = generator.normal(size=(20, features))
+    return PlacedData(tuple(everybody), test, (test[:, 0] > 0.2).astype(np.float64))
+
+
+def record_loss(theta: FloatArray, x: FloatArray, y: FloatArray) -> float:
+    """Mean cross-entropy of some records, rows scaled to norm 1, with the ridge."""
+    if not len(y):
+        return 0.0
+    x = x / np.maximum(np.linalg.norm(x, axis=1, keepdims=True), 1.0)
+    z = x @ theta
+    return float(np.mean(np.logaddexp(0, z) - y * z) + RIDGE / 2 * theta @ theta)
+
+
+def of_rounds(own: LearnerData, first: int, last: int) -> tuple[FloatArray, FloatArray]:
+    rows = own.order[own.offsets[first] : own.offsets[last + 1]]
+    return own.features[rows], own.labels[rows]
+
+
+def least(function: Any) -> tuple[FloatArray, float]:
+    found = minimize(function, np.zeros(3), method="BFGS", options={"gtol": 1e-9})
+    return found.x, float(found.fun)
+
+
+def test_losses_and_regrets_are_their_definitions() -> None:
+    data = ragged()
+    run = small_run(12, loss={"kind": "logistic", "ridge": RIDGE, "feature_bound": 1.0})
+    steps = list(simulate(run, data, SeededNoise(3), 2))
+    found = measured(run, data, SeededNoise(3), 2, at=(7, 12), dynamic=True)
+
+    def network(t: int, theta: FloatArray) -> float:
+        return sum(record_loss(theta, *of_rounds(own, t, t)) for own in data.learners)
+
+    for k, rounds in enumerate((7, 12)):
+        T = rounds - 1
+
+        def so_far(theta: FloatArray, T: int = T) -> float:
+            return sum(record_loss(theta, *of_rounds(own, 0, T)) for own in data.learners) / 3
+
+        cost = np.array(
+            [[sum(network(t, steps[t].before[i, r]) for t in range(rounds)) for r in range(2)] for i in range(3)]
+        )
+        _, whole = least(lambda x, T=T: sum(network(t, x) for t in range(T + 1)))
+        rounds_best = sum(least(lambda x, t=t: network(t, x))[1] for t in range(rounds))
+        best, value = least(so_far)
+        before = steps[T].before
+        now = np.array([[so_far(before[i, r]) - value for r in range(2)] for i in range(3)])
+        after = steps[T].after
+        spread = np.linalg.norm(after - after.mean(axis=0), axis=-1)
+        wanted = {
+            "average_loss": cost / (3 * rounds),
+            "static_regret": cost - whole,
+            "dynamic_regret": cost - rounds_best,
+            "instantaneous_regret": now,
+            "tracking_error": np.linalg.norm(before - best, axis=-1),
+            "tracking_error_of_mean": np.linalg.norm(before.mean(axis=0) - best, axis=-1),
+            "consensus_error": spread,
+        }
+        for name, values in wanted.items():
+            assert found[name].mean[k] == pytest.approx(values.mean(), abs=2e-6), name
+        np.testing.assert_allclose(found["static_regret"].learners[k], (cost - whole).mean(axis=1), atol=1e-5)  # type: ignore[index]
+
+
+def test_the_spread_is_that_over_replicas_and_a_learner_is_a_mean_over_them() -> None:
+    run = small_run(10)
+    data, recorder = made_up(run.spec), Recorder(SeededNoise(4))
+    together = measured(run, data, recorder, 3)
+    noise = np.stack(recorder.drawn["y"])
+    alone = [measured(run, data, RecordedNoise({"y": noise[:, :, r : r + 1]})) for r in range(3)]
+
+    for name, curve in together.curves.items():
+        single = np.stack([each[name].mean for each in alone])
+        np.testing.assert_allclose(curve.mean, single.mean(axis=0), atol=1e-9)
+        np.testing.assert_allclose(curve.error, single.std(axis=0, ddof=1) / math.sqrt(3), atol=1e-9)
+        assert np.isnan(alone[0][name].error).all()
+        if curve.learners is not None:
+            np.testing.assert_allclose(curve.learners.mean(axis=1), curve.mean, atol=1e-9)
+
+
+def test_computing_in_parts_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = small_run(10)
+    whole = measured(run, made_up(run.spec), SeededNoise(1), 4)
+    monkeypatch.setattr(metrics, "PART", 20)
+    parts = measured(run, made_up(run.spec), SeededNoise(1), 4)
+    for name, curve in whole.curves.items():
+        np.testing.assert_allclose(parts[name].mean, curve.mean, rtol=1e-9, atol=1e-9)
+
+
+# ---- known answers ---------------------------------------------------------------------------------------------------
+
+
+def test_without_noise_learners_find_the_optimum() -> None:
+    run = small_run(600, loss={"kind": "logistic", "ridge": 0.2, "feature_bound": 1.0}, algorithm={"lam0": 3.0})
+    found = measured(run, made_up(run.spec), NoNoise())
+
+    assert found.rounds[0] == 1
+    assert found.rounds[-1] == 600
+    assert found["tracking_error"].final < 0.02 < found["tracking_error"].mean[0]
+    assert 0 <= found["instantaneous_regret"].final < 1e-3
+    assert found["static_regret"].final / 600 < 0.05
+
+
+def test_accuracy_is_a_share_of_records_and_balanced_accuracy_one_of_classes() -> None:
+    """A model that says yes to all: right for the 9 of 12 records with label 1."""
+    run = small_run(1, 2)
+    learner = LearnerData(np.ones((1, 3)), np.ones(1), np.zeros(1, np.int64), np.array([0, 1]))
+    test = np.ones((12, 3))
+    data = PlacedData((learner, learner), test, (np.arange(12) < 9).astype(np.float64))
+    meter = Metrics(run, data)
+    meter.take(SimulatedRound(0, Message({}), np.zeros((2, 1, 3)), np.full((2, 1, 3), 0.5)))
+
+    assert meter.curves["accuracy"].final == pytest.approx(0.75)
+    assert meter.curves["balanced_accuracy"].final == pytest.approx(0.5)
+    measurements = replace(data, test_labels=np.linspace(0, 1, 12))
+    assert "accuracy" not in measured(run, measurements, NoNoise())
+
+
+def test_rounds_without_records_cost_nothing() -> None:
+    run = small_run(3, 2)
+    learner = LearnerData(np.ones((1, 3)), np.ones(1), np.zeros(0, np.int64), np.zeros(4, np.int64))
+    found = measured(run, PlacedData((learner, learner), np.ones((2, 3)), np.ones(2)), SeededNoise(1))
+    assert found["static_regret"].mean.tolist() == [0.0, 0.0, 0.0]
+    assert found["average_loss"].final == 0.0
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 30, 2000])
+def test_checkpoints_are_few_and_reach_from_the_first_round_to_the_last(rounds: int) -> None:
+    points = checkpoints(rounds)
+    assert points[0] == 1
+    assert points[-1] == rounds
+    assert len(points) <= metrics.CHECKPOINTS
+    assert (np.diff(points) > 0).all()

@@ -1,0 +1,83 @@
+"""An algorithm of a user's own, named by a spec as `module:Class`: noisy gossip that runs over every network."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from sottovoce.arrays import FloatArray, IntArray
+from sottovoce.machine import Batch, Heard, Message, Noise, Who
+from sottovoce.mechanisms import laplace_density, say_laplace
+from sottovoce.privacy.guarantee import Guarantee, ListedLosses, ThreatModel
+from sottovoce.setting import Finding, Setting
+from sottovoce.spec import AlgorithmSpec, RunSpec, parse_spec
+
+GOSSIP = "tests.gossip:GossipSpec"
+
+
+class GossipSpec(AlgorithmSpec):
+    """Say the noisy value, mix, and step towards the mean of the round's records."""
+
+    scale: float = 1.0
+    step: float = 0.1
+
+    def build(self, setting: Setting) -> tuple[Gossip, tuple[Finding, ...]]:
+        return Gossip(setting.n_features, setting.rounds, self.scale, self.step), ()
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    t: int
+    value: FloatArray
+
+
+@dataclass(frozen=True, slots=True)
+class Gossip:
+    """`x <- a_ii x + sum_j a_ij (x_j + noise_j) - step (x - mean record)`."""
+
+    dim: int
+    rounds: int
+    scale: float
+    step: float
+    name: str = "gossip"
+
+    def field_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {"y": (self.dim,)}
+
+    def start(self, who: Who) -> State:
+        return State(0, np.zeros((*who.lead, self.dim)))
+
+    def speak(self, state: State, noise: Noise) -> tuple[State, Message]:
+        return state, Message({"y": say_laplace(noise, "y", state.t, state.value, self.scale)})
+
+    def listen(self, state: State, heard: Heard, batch: Batch) -> State:
+        mixed = heard.own_weight * state.value + heard.weighted_sum("y")
+        pulled = batch.features.mean(axis=-2)[..., : self.dim]
+        if pulled.ndim < mixed.ndim:
+            pulled = pulled[:, None]
+        return State(state.t + 1, mixed - self.step * (state.value - pulled))
+
+    def decision(self, state: State) -> FloatArray:
+        return state.value
+
+    def overheard(self, state: State, message: Message) -> tuple[State, FloatArray]:
+        return state, laplace_density(message["y"], state.value, self.scale)
+
+    def noise_scale(self, learner: int, t: int) -> float:
+        return self.scale
+
+    def accountant(self, learner: int) -> ListedLosses:
+        return ListedLosses(self.guarantee(learner).per_round)
+
+    def guarantee(self, learner: int, counts: IntArray | None = None, replaced: IntArray | None = None) -> Guarantee:
+        """Nothing is promised."""
+        nothing = np.full(self.rounds, np.inf)
+        return Guarantee(ThreatModel.WIRE, "one record", "none", nothing, nothing, np.inf, "")
+
+
+def gossip_spec(topology: dict[str, Any], rounds: int, learners: Any, **sections: Any) -> RunSpec:
+    """A run of it."""
+    document = {"rounds": rounds, "learners": learners, "topology": topology, "durability": "process", **sections}
+    return parse_spec({**document, "algorithm": {"name": GOSSIP}})

@@ -1,0 +1,131 @@
+"""The plan: a learner follows its own network, and a coordinator that follows another one is found out."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from sottovoce.errors import RemoteProtocolError
+from sottovoce.spec import TopologySpec
+from sottovoce.topology import build_topology
+from sottovoce_learner.plan import Plan
+
+TURNS = {
+    "sequence": {
+        "kind": "periodic",
+        "graphs": [
+            {"kind": "edges", "edges": [(0, 1), (1, 2)], "directed": True},
+            {"kind": "edges", "edges": [(0, 1), (1, 2)], "directed": True},
+            {"kind": "edges", "edges": [(2, 0), (2, 1)], "directed": True},
+        ],
+    },
+    "weights": "in_degree",
+}
+"""Learner 1 hears 0 and tells 2 in rounds 0 and 1, hears 2 in round 2; and so on."""
+
+
+def plan(topology: dict[str, Any], n: int, index: int) -> Plan:
+    return Plan(build_topology(TopologySpec.model_validate(topology), n, 100), index)
+
+
+def test_parts_follow_the_network() -> None:
+    mine = plan(TURNS, 3, 1)
+    parts = [mine.part(t) for t in (0, 2, 3, 5, 100)]
+    assert [(dict(part.heard), part.told, part.own) for part in parts] == [
+        ({0: 0.5}, (2,), 0.5),
+        ({2: 0.5}, (), 0.5),
+        ({0: 0.5}, (2,), 0.5),
+        ({2: 0.5}, (), 0.5),
+        ({0: 0.5}, (2,), 0.5),
+    ]
+    assert mine.neighbours == {0, 2}
+
+
+@pytest.mark.parametrize(
+    ("topology", "lockstep"),
+    [
+        ({"graph": "ring"}, True),
+        ({"graph": "star", "weights": "out_degree"}, True),
+        (
+            {"graph": {"kind": "edges", "edges": [(0, 1), (1, 2), (2, 0)], "directed": True}, "weights": "in_degree"},
+            False,
+        ),
+        (TURNS, False),
+    ],
+    ids=str,
+)
+def test_neighbours_that_need_each_other_every_round_go_in_lockstep(topology: dict[str, Any], lockstep: bool) -> None:
+    assert plan(topology, 3, 0).lockstep == lockstep
+
+
+def test_a_learner_alone_has_nobody_to_keep_step_with() -> None:
+    alone = plan({"graph": "ring"}, 1, 0)
+    assert not alone.lockstep
+    alone.announce(0, {}, [])
+    alone.require(100)
+    assert alone.part(7).own == 1.0
+
+
+def test_a_fixed_network_needs_one_epoch_and_keeps_one_part() -> None:
+    mine = plan({"graph": "ring"}, 3, 1)
+    with pytest.raises(RemoteProtocolError, match="an epoch for round 0 must come first"):
+        mine.require(1)
+    mine.announce(0, {0: 1 / 3, 2: 1 / 3}, [0, 2])
+    mine.require(10**9)
+    assert mine.part(5) is mine.part(10**8)
+
+
+def test_a_network_that_changes_needs_an_epoch_wherever_it_does() -> None:
+    mine = plan(TURNS, 3, 1)
+    mine.require(0)
+    mine.announce(0, {0: 0.5, 2: 0.0}, [2])
+    mine.require(2)
+    with pytest.raises(RemoteProtocolError, match="an epoch for round 2 must come first"):
+        mine.require(3)
+    with pytest.raises(RemoteProtocolError, match="an epoch for round 2 must come first"):
+        mine.announce(3, {0: 0.5}, [2])
+    mine.announce(2, {2: 0.5}, [])
+    mine.announce(3, {0: 0.5, 2: 0.0}, [2])
+    mine.require(5)
+    assert mine.announced == 5
+
+
+def test_an_epoch_that_is_known_is_passed_over() -> None:
+    """A learner that was away is told more than it lacks."""
+    mine = plan(TURNS, 3, 1)
+    mine.announce(0, {0: 0.5, 2: 0.0}, [2])
+    mine.announce(1, {0: 0.5}, [2])
+    mine.announce(0, {}, [])
+    assert mine.announced == 2
+
+
+@pytest.mark.parametrize(
+    ("weights", "told"),
+    [
+        ({0: 0.5}, [2]),  # 2, heard later, is not named
+        ({0: 0.4, 2: 0.0}, [2]),
+        ({0: math.nan, 2: 0.0}, [2]),
+        ({0: 0.5, 2: math.nan}, [2]),
+        ({0: 0.5, 2: 0.5}, [2]),
+        ({0: 0.5, 2: 0.0}, []),
+        ({0: 0.5, 2: 0.0}, [0, 2]),
+        ({0: 0.5, 2: 0.0, 3: 0.0}, [2]),
+        ({}, []),
+    ],
+    ids=str,
+)
+def test_an_epoch_of_another_network_is_refused(weights: dict[int, float], told: list[int]) -> None:
+    mine = plan(TURNS, 3, 1)
+    with pytest.raises(RemoteProtocolError, match=r"must be|must name"):
+        mine.announce(0, weights, told)
+    assert mine.announced == 0
+
+
+def test_old_rounds_are_forgotten() -> None:
+    mine = plan({"sequence": {"kind": "random", "probability": 0.5}}, 5, 0)
+    for t in range(50):
+        assert mine.heard(t + 1) is mine.part(t + 1).heard
+        mine.forget(t)
+    assert list(mine._parts) == [50]

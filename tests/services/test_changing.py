@@ -1,0 +1,213 @@
+"""Runs over networks that are directed or change, by an algorithm of a user's own: they equal their simulation."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sottovoce.arrays import FloatArray
+from sottovoce.data import PlacedData
+from sottovoce.errors import CaptureError
+from sottovoce.replay import replay
+from sottovoce.run import build_run
+from sottovoce.spec import RunSpec
+from sottovoce.topology import Mixing
+from sottovoce_client.feeder import feed
+from sottovoce_coordinator.runs import RunBook
+from sottovoce_eavesdropper import service as eavesdropper_service
+from sottovoce_eavesdropper.reading import open_capture
+from sottovoce_wire.v1 import coordinator_pb2, learner_pb2
+from tests.examples import made_up
+from tests.gossip import gossip_spec
+from tests.services.network import Network, network
+from tests.services.test_run import SHAPES, Cutting, closed, recorded
+
+ROUNDS = 30
+NAMES = ["ann", "ben", "cleo", "dan"]
+
+
+def ways(*pairs: tuple[int, int]) -> dict[str, Any]:
+    return {"kind": "edges", "edges": list(pairs), "directed": True}
+
+
+RING = {"graph": ways((0, 1), (1, 2), (2, 3), (3, 0)), "weights": "out_degree"}
+TURNS = {
+    "sequence": {"kind": "periodic", "graphs": [ways((0, 1), (0, 2), (1, 2)), ways((3, 0)), ways((2, 3), (1, 3))]},
+    "weights": "out_degree",
+}
+"""In every round somebody speaks whom nobody hears."""
+DIGRAPHS = {"sequence": {"kind": "random", "probability": 0.3, "seed": 1, "directed": True}, "weights": "in_degree"}
+GRAPHS = {"sequence": {"kind": "random", "probability": 0.4, "seed": 2}}
+
+
+def spec_of(topology: dict[str, Any], capture: str = "none", rounds: int = ROUNDS, **more: Any) -> RunSpec:
+    more = {"clock": {"window": 7, "deadline_s": 20.0}, **more}
+    return gossip_spec(topology, rounds, NAMES, capture=capture, **more)
+
+
+def told(spec: RunSpec) -> FloatArray:
+    """`(rounds, learners)`: how many hear what a learner says."""
+    topology = build_run(spec, 3).topology
+    return np.stack([(topology.at(t).neighbours > 0).sum(axis=0) for t in range(spec.rounds)])
+
+
+def decisions(up: Network) -> list[FloatArray]:
+    sessions = [up.learners[name]._in_run() for name in NAMES]
+    return [session.algorithm.decision(session._state) for session in sessions]
+
+
+# ---- runs that go well -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("topology", "capture"),
+    [(RING, "relay"), (TURNS, "relay"), (TURNS, "mirror"), (DIGRAPHS, "relay"), (GRAPHS, "mirror")],
+    ids=["ring", "turns", "turns mirrored", "random digraphs", "random graphs"],
+)
+async def test_a_run_equals_its_simulation_and_the_capture_shows_it(
+    tmp_path: Path, topology: dict[str, Any], capture: str
+) -> None:
+    spec = spec_of(topology, capture)
+    data, receivers = made_up(spec, batch=2), told(spec)
+    noise, said, last = recorded(spec, data, tmp_path / "noise.npz")
+    async with network(tmp_path, NAMES, noise=noise) as up:
+        outcome = await up.run(spec, data)
+        found = decisions(up)
+        overheard = closed(outcome)
+
+    assert (outcome.state, outcome.detail) == ("finished", "")
+    np.testing.assert_allclose(found, last, rtol=1e-12, atol=1e-12)
+    assert [status.messages_sent for status in outcome.statuses] == receivers.sum(axis=0).tolist()
+    assert overheard.facts["messages"] == receivers.sum()
+
+    run = build_run(spec, 3)
+    transcript = overheard.transcript(SHAPES, 4, run.topology)
+    shown = np.where((receivers > 0)[:, :, None, None], said, np.nan)[: transcript.rounds]
+    assert receivers[transcript.rounds :].sum() == 0
+    np.testing.assert_allclose(transcript.fields["y"], shown, rtol=1e-12, atol=1e-12)
+    assert np.isnan(shown).any() == (topology is not RING)
+    if topology is RING:
+        losses = replay(run, transcript, 1, [data.learners[1], data.learners[0]])
+        assert losses.realised.shape == (ROUNDS, 1, 1) and np.isfinite(losses.realised).all()
+    else:
+        with pytest.raises(CaptureError, match="no round in which all 4 learners were overheard"):
+            overheard.transcript(SHAPES, 4)  # as if everybody had been heard
+
+
+@pytest.mark.parametrize(
+    "clock", [{"mode": "data", "window": 3}, {"mode": "paced", "period_s": 0.01}, {"window": 1}], ids=str
+)
+async def test_other_clocks_bring_a_run_to_its_end(tmp_path: Path, clock: dict[str, Any]) -> None:
+    spec = spec_of(DIGRAPHS, clock={"deadline_s": 20.0, **clock})
+    data = made_up(spec)
+    noise, _, last = recorded(spec, data, tmp_path / "noise.npz")
+    async with network(tmp_path, NAMES, noise=noise) as up:
+        outcome = await up.run(spec, data)
+        found = decisions(up)
+    assert (outcome.state, outcome.detail) == ("finished", "")
+    np.testing.assert_allclose(found, last, rtol=1e-12, atol=1e-12)
+
+
+# ---- what breaks and heals -------------------------------------------------------------------------------------------
+
+
+async def eventually(condition: Any) -> None:
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110 - what is waited for is no event
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("edge", "direction", "rounds"),
+    [((1, 2), "out", [0, 2]), ((1, 2), "out", [1, 7, 8]), ((0, 3), "back", [4])],
+    ids=str,
+)
+async def test_a_learner_that_is_not_waited_for_is_rounds_ahead_and_a_broken_stream_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, edge: tuple[int, int], direction: str, rounds: list[int]
+) -> None:
+    """Cleo has no records yet: ben, whom she hears, says three rounds more; then a stream breaks, again and again."""
+    spec = spec_of(RING, "relay")
+    data, left = made_up(spec), list(rounds)
+    noise, said, last = recorded(spec, data, tmp_path / "noise.npz")
+    monkeypatch.setattr(Cutting, "cuts", {(*edge, direction): left})
+    monkeypatch.setattr(eavesdropper_service, "Relay", Cutting)
+    async with network(tmp_path, NAMES, noise=noise) as up:
+        run_id = (await up.start(spec, 3)).run_id
+        await up.feed(run_id, spec, data, but=["cleo"])
+        cleo = up.learners["cleo"]
+        await eventually(lambda: cleo._session is not None and cleo._in_run().inbox.next_round(1) == 4)
+        assert [(await up.status(name)).round for name in NAMES] == [2, 3, 0, 1]
+        await feed(up.addresses["cleo"], run_id, data.learners[2])
+        end = await up.end(run_id)
+        found = decisions(up)
+        (folder,) = (tmp_path / "captures").iterdir()
+        capture = open_capture(folder)
+    assert left == []
+    assert (end.state, end.detail) == (coordinator_pb2.RUN_STATE_FINISHED, "")
+    np.testing.assert_allclose(found, last, rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(capture.transcript(SHAPES, 4).fields["y"], said, rtol=1e-12, atol=1e-12)
+
+
+async def test_a_learner_whose_directives_break_off_is_told_the_epochs_that_it_missed(tmp_path: Path) -> None:
+    spec = spec_of(DIGRAPHS, rounds=400, clock={"mode": "paced", "period_s": 0.002, "window": 20, "deadline_s": 20.0})
+    data = made_up(spec)
+    noise, _, last = recorded(spec, data, tmp_path / "noise.npz")
+    async with network(tmp_path, NAMES, noise=noise) as up:
+        running = asyncio.ensure_future(up.run(spec, data))
+        for rounds in (20, 150):
+            await up.until("ben", learner_pb2.LEARNER_STATE_RUNNING, rounds)
+            up._following["ben"].cancel()
+            await asyncio.sleep(0.1)
+            up._following["ben"] = asyncio.ensure_future(up.learners["ben"].follow(up.addresses["ben"]))
+        outcome = await running
+        found = decisions(up)
+    assert (outcome.state, outcome.detail) == ("finished", "")
+    np.testing.assert_allclose(found, last, rtol=1e-12, atol=1e-12)
+
+
+# ---- a coordinator that errs -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("topology", "wrong", "text"),
+    [
+        (TURNS, 9, "in round 9 neighbours and their weights must be {0: 0.333"),
+        (RING, 0, "in round 0 neighbours and their weights must be {0: 0.5}, and those who are told [2], got {0: 0.25"),
+    ],
+    ids=["later", "first"],
+)
+async def test_a_coordinator_with_another_network_is_found_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, topology: dict[str, Any], wrong: int, text: str
+) -> None:
+    true = RunBook._epoch
+
+    def altered(book: RunBook, index: int, t: int, mixing: Mixing) -> coordinator_pb2.Directive:
+        directive = true(book, index, t, mixing)
+        if (index, t) == (1, wrong):
+            directive.epoch.neighbours[0].weight = 0.25
+        return directive
+
+    monkeypatch.setattr(RunBook, "_epoch", altered)
+    spec = spec_of(topology)
+    async with network(tmp_path, NAMES) as up:
+        outcome = await up.run(spec, made_up(spec))
+    assert outcome.state == "failed"
+    assert outcome.detail.startswith("ben failed: ")
+    assert text in outcome.detail
+
+
+async def test_rounds_whose_epochs_are_missing_are_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forgetful(book: RunBook) -> list[list[coordinator_pb2.Directive]]:
+        return [[book.grant()] for _ in book.addresses]
+
+    monkeypatch.setattr(RunBook, "go_on", forgetful)
+    spec: RunSpec = spec_of(TURNS)
+    data: PlacedData = made_up(spec)
+    async with network(tmp_path, NAMES) as up:
+        outcome = await up.run(spec, data)
+    assert outcome.state == "failed"
+    assert "an epoch for round 1 must come first" in outcome.detail

@@ -1,0 +1,57 @@
+"""Every algorithm runs over the network as it does in the simulator."""
+
+from __future__ import annotations
+
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from sottovoce.algorithms import BUILT_IN
+from sottovoce.noise import Recorder, SeededNoise
+from sottovoce.run import build_run
+from sottovoce.simulator import simulate
+from sottovoce.spec import parse_spec
+from sottovoce_eavesdropper.reading import open_capture
+from tests.examples import made_up
+from tests.services.network import network
+
+FIELD: dict[str, Any] = yaml.safe_load(resources.files("sottovoce_client").joinpath("field.yaml").read_text("utf-8"))
+ROUNDS = 36
+"""More than two blocks of the longest block length."""
+
+
+def test_the_field_has_every_algorithm() -> None:
+    assert {run["algorithm"]["name"] for run in FIELD["runs"]} == set(BUILT_IN)
+
+
+@pytest.mark.parametrize("changes", FIELD["runs"], ids=lambda run: str(run["name"]))
+async def test_the_network_equals_the_simulator(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """Equal noise, equal data: what crosses the wire, what is decided and what is charged, to 1e-9."""
+    more = {"capture": "mirror", "clock": {"window": 7, "deadline_s": 20.0}}
+    spec = parse_spec({**FIELD["common"], **changes, **more, "rounds": min(ROUNDS, changes.get("rounds", ROUNDS))})
+    data = made_up(spec, 6, batch=2)
+    run, recorder = build_run(spec, data.n_features), Recorder(SeededNoise(1))
+    steps = list(simulate(run, data, recorder))
+    np.savez(tmp_path / "noise.npz", **{name: np.stack(drawn) for name, drawn in recorder.drawn.items()})
+
+    async with network(tmp_path, spec.names, noise=tmp_path / "noise.npz") as up:
+        outcome = await up.run(spec, data)
+        sessions = [up.learners[name]._in_run() for name in spec.names]
+        decisions = np.stack([session.algorithm.decision(session._state) for session in sessions])
+
+    assert (outcome.state, outcome.detail) == ("finished", "")
+    np.testing.assert_allclose(decisions, steps[-1].after[:, 0], rtol=1e-9, atol=1e-9)
+    promised = [run.algorithm.guarantee(i, np.full(spec.rounds, 2)).epsilon() for i in range(spec.n_learners)]
+    assert [status.epsilon_spent for status in outcome.statuses] == pytest.approx(promised, rel=1e-9)
+    if spec.n_learners == 1 or outcome.capture is None:  # nobody to say anything to
+        return
+    overheard = open_capture(outcome.capture).transcript(run.algorithm.field_shapes(), spec.n_learners)
+    for name, heard in overheard.fields.items():
+        said = np.stack([step.message[name] for step in steps])[: len(heard)]
+        was_heard = ~np.isnan(heard).any(axis=-1)
+        assert was_heard.mean() > 0.5
+        np.testing.assert_allclose(heard[was_heard], said[was_heard], rtol=1e-9, atol=1e-9)
