@@ -36,7 +36,8 @@ async def test_the_network_equals_the_simulator(tmp_path: Path, changes: dict[st
     data = made_up(spec, 6, batch=2)
     run, recorder = build_run(spec, data.n_features), Recorder(SeededNoise(1))
     steps = list(simulate(run, data, recorder))
-    np.savez(tmp_path / "noise.npz", **{name: np.stack(drawn) for name, drawn in recorder.drawn.items()})
+    drawn: dict[str, Any] = {name: np.stack(rounds) for name, rounds in recorder.drawn.items()}
+    np.savez(tmp_path / "noise.npz", **drawn)
 
     async with network(tmp_path, spec.names, noise=tmp_path / "noise.npz") as up:
         outcome = await up.run(spec, data)

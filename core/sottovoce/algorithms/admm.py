@@ -211,8 +211,10 @@ class Admm:
             exact = (problem.tilted(problem.weight * drawn) if in_objective else problem).minimise(state.primal)
             # In every round, if only the last one needs it: so a recording has one for each.
             hidden = say_laplace(noise, "output", state.t, exact, state.node.output_noise)
-            dual_said = np.where(np.isinf(step.rate), exact, hidden)
-            primal, said = (dual_said, dual_said) if in_objective else (exact, exact + drawn)
+            if in_objective:
+                primal = said = np.where(np.isinf(step.rate), exact, hidden)
+            else:
+                primal, said = exact, exact + drawn
         return replace(state, primal=primal, said=said, sensitivity=step.sensitivity), Message({"y": said})
 
     def listen(self, state: State, heard: Heard, batch: Batch) -> State:

@@ -1,0 +1,227 @@
+#!/usr/bin/env python3
+"""How fast the simulator runs logistic regression on a ring of five, beside a bare numpy loop of the same recursion.
+
+Every case is run in turn with its floor, each in a process of its own, so that a ratio compares what ran within a minute.
+Targets are shown, not enforced: the exit code is 1 only where something could not be run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+os.environ["OPENBLAS_NUM_THREADS"] = "1"  # before numpy: as the client does, and the floor
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from sottovoce.data import LearnerData, PlacedData
+from sottovoce.noise import SeededNoise
+from sottovoce.run import build_run
+from sottovoce.simulator import simulate
+from sottovoce.spec import parse_spec
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+FLOOR = CHECKOUT.parent / "shared" / "bench" / "sim_floor.py"
+LEARNERS, DIM = 5, 117
+TARGET = 1.0
+
+console = Console() if sys.stdout.isatty() else Console(width=100)
+
+LDP_DOL = {"name": "ldp-dol", "sigma": 2**0.5, "varsigma": 0.11}
+DSGD = {"name": "dsgd", "noise": {"kind": "power", "sigma": 2**0.5, "varsigma": 0.11}}
+LOGISTIC = {"kind": "logistic", "ridge": 0.0, "feature_bound": 10.0}
+SQUARED = {"kind": "ridge", "ridge": 0.0, "feature_bound": 10.0, "label_bound": 1.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What is measured.
+
+    Attributes:
+        name: as on the command line.
+        algorithm, loss: sections of the spec.
+        replicas: side by side.
+        history: the gradient of all records so far, in the floor, too; else of this round's record.
+        target: replica-rounds/s that it should reach, in those of its floor.
+    """
+
+    name: str
+    algorithm: dict[str, Any]
+    loss: dict[str, Any]
+    replicas: int
+    history: bool = False
+    target: float | None = TARGET
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One run: speed, processor time per replica-round, and the most memory that the process held."""
+
+    replica_rounds_per_s: float
+    cpu_us: float
+    peak_mb: float
+
+
+@dataclass(slots=True)
+class Results:
+    """Samples by case, one per repetition, each with that of its floor."""
+
+    pairs: dict[str, list[tuple[Sample, Sample]]] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
+
+
+CASES = (
+    *(Case(f"history-{r}", LDP_DOL, LOGISTIC, r, history=True) for r in (1, 100, 1000)),
+    *(Case(f"plain-{r}", DSGD, LOGISTIC, r) for r in (1, 100, 1000)),
+    *(Case(f"squared-{r}", LDP_DOL, SQUARED, r, target=None) for r in (1, 100)),
+)
+
+
+# ---- one run ---------------------------------------------------------------------------------------------
+
+
+def work(case: Case, rounds: int) -> dict[str, float]:
+    """Simulate a case in this process; records are made as the floor makes its own."""
+    data = data_of(rounds)
+    sections = {"algorithm": case.algorithm, "loss": case.loss, "decision_set": {"kind": "l2_ball", "radius": 1e5}}
+    topology = {"graph": "ring", "weights": {"kind": "constant", "value": 0.3}}
+    spec = parse_spec({"rounds": rounds, "learners": LEARNERS, "topology": topology, **sections})
+    run = build_run(spec, DIM)
+    wall, cpu = time.perf_counter(), time.process_time()
+    done = sum(1 for _ in simulate(run, data, SeededNoise(1), case.replicas))
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    assert done == rounds
+    units = case.replicas * rounds
+    return {"replica_rounds_per_s": units / wall, "cpu_us": 1e6 * cpu / units}
+
+
+def data_of(rounds: int) -> PlacedData:
+    """One record per learner and round."""
+    rng = np.random.default_rng(0)
+    features = rng.normal(size=(LEARNERS, rounds, DIM)) / np.sqrt(DIM)
+    labels = (features @ rng.normal(size=DIM) > 0).astype(np.float64)
+    order, offsets = np.arange(rounds), np.arange(rounds + 1)
+    learners = tuple(LearnerData(x, y, order, offsets) for x, y in zip(features, labels, strict=True))
+    return PlacedData(learners, np.empty((0, DIM)), np.empty(0))
+
+
+def sample(command: list[str]) -> Sample:
+    """Run a program that prints a JSON line, and look at the memory that it needed.
+
+    Raises:
+        OSError: it failed.
+    """
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        said = child.stdout.read()
+        _, status, used = os.wait4(child.pid, 0)
+        child.returncode = os.waitstatus_to_exitcode(status)
+    if child.returncode != 0:
+        raise OSError(f"{Path(command[1]).name} failed with exit code {child.returncode}")
+    facts = json.loads(said)
+    return Sample(facts["replica_rounds_per_s"], facts["cpu_us"], used.ru_maxrss / 1024)
+
+
+def pair(case: Case, rounds: int, floor: Path) -> tuple[Sample, Sample]:
+    """The case and its floor, one after the other."""
+    numbers = {"--learners": LEARNERS, "--dim": DIM, "--rounds": rounds, "--replicas": case.replicas}
+    arguments = [str(part) for both in numbers.items() for part in both] + ["--history"] * case.history
+    yardstick = sample([sys.executable, str(floor), *arguments])
+    return sample([sys.executable, __file__, "--work", case.name, "--rounds", str(rounds)]), yardstick
+
+
+# ---- showing ---------------------------------------------------------------------------------------------
+
+
+def table_of(results: Results) -> Table:
+    """Medians over the repetitions, one case a line."""
+    table = Table(title="Simulator, medians over the repetitions", title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("case", no_wrap=True)
+    for head in ("replica-rounds/s", "floor", "ratio", "CPU ratio", "target", "peak MB", "floor MB"):
+        table.add_column(head, justify="right", no_wrap=True)
+    targets = {case.name: case.target for case in CASES}
+    for name, pairs in results.pairs.items():
+        ours, floors = zip(*pairs, strict=True)
+        row = (
+            f"{statistics.median(s.replica_rounds_per_s for s in ours):,.0f}",
+            f"{statistics.median(s.replica_rounds_per_s for s in floors):,.0f}",
+            f"{statistics.median(a.replica_rounds_per_s / b.replica_rounds_per_s for a, b in pairs):.2f}",
+            f"{statistics.median(b.cpu_us / a.cpu_us for a, b in pairs):.2f}",
+            "" if targets[name] is None else f"{targets[name]:.1f}",
+            f"{max(s.peak_mb for s in ours):.0f}",
+            f"{max(s.peak_mb for s in floors):.0f}",
+        )
+        table.add_row(name, *row)
+    return table
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    names = [case.name for case in CASES]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"which to run (default: all): {', '.join(names)}")
+    parser.add_argument("--repeats", type=int, default=5, help="how often each case is run (default: 5)")
+    parser.add_argument("--rounds", type=int, default=2000, help="rounds (default: 2000)")
+    parser.add_argument("--quick", action="store_true", help="once, few rounds: does it run at all?")
+    parser.add_argument("--floor", type=Path, default=FLOOR, help="the yardstick, sim_floor.py (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all samples to a file")
+    parser.add_argument("--work", choices=names, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    options.cases = options.cases or names
+    if unknown := sorted(set(options.cases) - set(names)):
+        parser.error(f"unknown case {unknown[0]!r}: choose from {', '.join(names)}")
+    if options.quick:
+        options.repeats, options.rounds = 1, min(options.rounds, 50)
+    if min(options.repeats, options.rounds) < 1:
+        parser.error("--repeats and --rounds must be at least 1")
+    if options.work is None and not options.floor.is_file():
+        parser.error(f"the yardstick is not at {options.floor}: name it with --floor")
+    return options
+
+
+def main() -> int:
+    """Measure, show, and say whether everything could be run."""
+    options = parse()
+    cases = {case.name: case for case in CASES}
+    if options.work is not None:
+        print(json.dumps(work(cases[options.work], options.rounds)))
+        return 0
+    results = Results()
+    for repeat in range(options.repeats):
+        for name in options.cases:
+            what = f"{name} {repeat + 1}/{options.repeats}"
+            try:
+                with console.status(what):
+                    results.pairs.setdefault(name, []).append(pair(cases[name], options.rounds, options.floor))
+            except (OSError, ValueError) as error:
+                console.print(f"{what}: {error}", style="red", markup=False, highlight=False)
+                results.failures.append(f"{what}: {error}")
+    results.pairs = {name: pairs for name, pairs in results.pairs.items() if pairs}
+    console.print(table_of(results))
+    if options.json is not None:
+        samples = {
+            name: [
+                {
+                    "case": [a.replica_rounds_per_s, a.cpu_us, a.peak_mb],
+                    "floor": [b.replica_rounds_per_s, b.cpu_us, b.peak_mb],
+                }
+                for a, b in pairs
+            ]
+            for name, pairs in results.pairs.items()
+        }
+        options.json.write_text(json.dumps({"rounds": options.rounds, "samples": samples}, indent=2) + "\n", "utf-8")
+    return 1 if results.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
