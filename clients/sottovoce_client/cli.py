@@ -37,6 +37,14 @@ Out = Annotated[
     Path | None, typer.Option("--out", help="Folder for the results.", show_default="sottovoce-runs/NAME-TIME")
 ]
 Listen = Annotated[str, typer.Option(envvar="SOTTOVOCE_LISTEN", help="host:port to listen on; port 0 picks one.")]
+AllowImports = Annotated[
+    bool,
+    typer.Option(
+        "--allow-imports",
+        envvar="SOTTOVOCE_ALLOW_IMPORTS",
+        help="Import code that a run spec names (module:Class). Whoever starts a run can then run any installed code.",
+    ),
+]
 LogLevel = Annotated[str, typer.Option(envvar="SOTTOVOCE_LOG_LEVEL", help="debug, info, warning or error.")]
 StopWithStdin = Annotated[bool, typer.Option(help="Stop when standard input ends.", hidden=True)]
 
@@ -219,6 +227,7 @@ def coordinator(
         str | None,
         typer.Option(envvar="SOTTOVOCE_EAVESDROPPER", help="Address of the eavesdropper, for runs that are captured."),
     ] = None,
+    allow_imports: AllowImports = False,
     log_level: LogLevel = "info",
     stop_with_stdin: StopWithStdin = False,
     config: ConfigFile = None,
@@ -226,7 +235,7 @@ def coordinator(
     """Start a [bold]coordinator[/] in the foreground: it distributes the topology and the round clock."""
     from sottovoce_coordinator.service import CoordinatorConfig, serve
 
-    _serve(lambda: serve(CoordinatorConfig(listen, eavesdropper), with_stdin=stop_with_stdin), log_level)
+    _serve(lambda: serve(CoordinatorConfig(listen, eavesdropper, allow_imports), with_stdin=stop_with_stdin), log_level)
 
 
 @app.command(rich_help_panel="Services")
@@ -249,6 +258,7 @@ def learner(
         Path | None,
         typer.Option(help="Use this noise instead of drawing it. Protects nobody: loopback only, for tests."),
     ] = None,
+    allow_imports: AllowImports = False,
     log_level: LogLevel = "info",
     stop_with_stdin: StopWithStdin = False,
     config: ConfigFile = None,
@@ -259,7 +269,8 @@ def learner(
     if len(name) > 1 and not listen.endswith(":0"):
         raise SpecError(f"several learners in one process need --listen HOST:0, got {listen}")
     configs = [
-        LearnerConfig(each, coordinator, listen, advertise, state, join_timeout, recorded_noise) for each in name
+        LearnerConfig(each, coordinator, listen, advertise, state, join_timeout, recorded_noise, allow_imports)
+        for each in name
     ]
     _serve(lambda: serve(configs, with_stdin=stop_with_stdin), log_level)
 

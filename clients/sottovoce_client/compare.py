@@ -33,7 +33,7 @@ from sottovoce_client.wording import NOTHING, count, number
 HEADS = (
     "spec",
     "algorithm",
-    "listening",
+    "threat model",
     "ε, tight",
     "ε, by the paper",
     "accuracy",
@@ -115,7 +115,10 @@ def compare(
             failures.append((str(path), str(error)))
             console.out(f"{path}: {error}", highlight=False, style="red" if console.is_terminal else None)
     if results:
-        console.print(_table(results)) if console.is_terminal else console.out(as_markdown(results), highlight=False)
+        if console.is_terminal:
+            console.print(_table(results))
+        else:
+            console.out(as_markdown(results), highlight=False)
         write_comparison(folder, results, failures, replicas, seed)
         console.out(f"{folder}: compare.json, compare.md, compare.html", highlight=False)
     return 1 if failures else 0

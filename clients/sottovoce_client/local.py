@@ -100,7 +100,7 @@ class LocalServices:
             captures = str(self._folder / "captures")
             eavesdropper = await self._start("eavesdropper", ["eavesdropper", "--folder", captures])
             more = ["--eavesdropper", await self._announced(eavesdropper)]
-        coordinator = await self._start("coordinator", ["coordinator", *more])
+        coordinator = await self._start("coordinator", ["coordinator", "--allow-imports", *more])
         self.coordinator = await self._announced(coordinator)
         names = self._spec.names
         groups = [names[k : k + self._per_process] for k in range(0, len(names), self._per_process)]
@@ -110,7 +110,14 @@ class LocalServices:
                 await self._announced(process)
 
     def _learner_command(self, names: Sequence[str]) -> list[str]:
-        command = ["learner", "--coordinator", self.coordinator, "--state", str(self._folder / "journals")]
+        command = [
+            "learner",
+            "--allow-imports",
+            "--coordinator",
+            self.coordinator,
+            "--state",
+            str(self._folder / "journals"),
+        ]
         for name in names:
             command += ["--name", name]
         return command + (["--recorded-noise", str(self._noise)] if self._noise else [])

@@ -37,10 +37,12 @@ class CoordinatorConfig:
     Attributes:
         listen: `host:port` to listen on; port 0 picks one.
         eavesdropper: address of an eavesdropper, for runs that are captured.
+        allow_imports: whether a run spec may name code to import.
     """
 
     listen: str = "127.0.0.1:0"
     eavesdropper: str | None = None
+    allow_imports: bool = False
 
 
 @dataclass(slots=True)
@@ -125,7 +127,9 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         async with answering(context):
             self._require_idle()
             async with self._starting:
-                book, capture = await self._start(_spec(request.spec), request.n_features)
+                book, capture = await self._start(
+                    _spec(request.spec, imports=self.config.allow_imports), request.n_features
+                )
             log.info("run", run_id=book.run_id, learners=len(book.addresses), capture=book.run.spec.capture)
             return coordinator_pb2.StartRunResponse(
                 run_id=book.run_id,
@@ -281,9 +285,9 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         return task
 
 
-def _spec(text: str) -> RunSpec:
+def _spec(text: str, *, imports: bool) -> RunSpec:
     try:
-        return parse_spec(json.loads(text))
+        return parse_spec(json.loads(text), imports=imports)
     except json.JSONDecodeError as error:
         raise SpecError(f"the run spec must be JSON: {error}") from None
 

@@ -260,7 +260,8 @@ class Shared(Section):
 
 
 Partition = Annotated[
-    Iid | ByLabel | Dirichlet | Paper4060 | Shared, Field(discriminator="kind"), BeforeValidator(_shorthand)]
+    Iid | ByLabel | Dirichlet | Paper4060 | Shared, Field(discriminator="kind"), BeforeValidator(_shorthand)
+]
 
 
 class DataSpec(Section):
@@ -576,14 +577,25 @@ class RunSpec(Section):
 # ---- reading and writing ---------------------------------------------------------------------------------
 
 
-def parse_spec(document: object, *, source: str = "spec") -> RunSpec:
+def parse_spec(document: object, *, source: str = "spec", imports: bool = True) -> RunSpec:
     """Check a parsed document.
+
+    Args:
+        document: as YAML or JSON gives it.
+        source: what errors call it.
+        imports: whether a spec may name code to import (`module:Class`). Not where it comes from somebody else: an
+            installed package that offers its algorithm under a short name is the owner's own choice, this is not.
 
     Raises:
         SpecError: one line per problem, each with the field, the value and what is allowed.
     """
     if not isinstance(document, Mapping):
         raise SpecError(f"{source}: a run spec must be a mapping of fields, got {type(document).__name__}")
+    if not imports and (named := _code_to_import(document)):
+        raise SpecError(
+            f"{source}: a service imports no code that a spec from elsewhere names, got {named!r}: start it with "
+            "--allow-imports, or install a package that offers the algorithm under a short name"
+        )
     fields: dict[Any, Any] = dict(document)
     lines: list[str] = []
     try:
@@ -601,6 +613,14 @@ def parse_spec(document: object, *, source: str = "spec") -> RunSpec:
     if lines:
         raise SpecError("\n".join(lines))
     return spec
+
+
+def _code_to_import(document: Mapping[Any, Any]) -> str | None:
+    """What the document names as `module:Class`."""
+    places = (("algorithm", "name"), ("loss", "module"))
+    sections = [(document.get(section), field) for section, field in places]
+    named = [str(section.get(field, "")) for section, field in sections if isinstance(section, Mapping)]
+    return next((name for name in named if ":" in name), None)
 
 
 def _parse_algorithm(section: object) -> AlgorithmSpec:

@@ -49,6 +49,7 @@ class LearnerConfig:
         state_folder: where journals stand.
         join_timeout_s: how long the coordinator may be unreachable at the start.
         recorded_noise: a file of noise to use in place of the operating system's: for tests, on loopback only.
+        allow_imports: whether a run spec may name code to import.
     """
 
     name: str
@@ -58,6 +59,7 @@ class LearnerConfig:
     state_folder: Path = field(default_factory=lambda: Path("sottovoce-state"))
     join_timeout_s: float = 30.0
     recorded_noise: Path | None = None
+    allow_imports: bool = False
 
     def check(self) -> None:
         """Refuse what would not protect anybody, or not be found.
@@ -187,7 +189,7 @@ class Learner:
         if self._of_run(told.run_id) is not None:  # said again after a reconnect
             return
         await self._end_run()
-        assignment = _assignment(told)
+        assignment = _assignment(told, imports=self.config.allow_imports)
         self.config.state_folder.mkdir(parents=True, exist_ok=True)
         self._mirror = Mirror(told.run_id, told.index, told.mirror_address) if told.mirror_address else None
         copy: Callable[[bytes, list[int]], None] | None = self._mirror.copy if self._mirror else None
@@ -318,7 +320,7 @@ class Learner:
         return learner_pb2.StatusResponse(status=self._session.status)
 
 
-def _assignment(told: coordinator_pb2.Assignment) -> Assignment:
+def _assignment(told: coordinator_pb2.Assignment, *, imports: bool) -> Assignment:
     """What the coordinator said, checked: its run id becomes part of a file name.
 
     Raises:
@@ -330,7 +332,7 @@ def _assignment(told: coordinator_pb2.Assignment) -> Assignment:
             f"a run id must be letters, digits, dots, dashes and underscores, got {told.run_id!r}"
         )
     try:
-        spec = parse_spec(json.loads(told.spec))
+        spec = parse_spec(json.loads(told.spec), imports=imports)
     except json.JSONDecodeError as error:
         raise RemoteProtocolError(f"the run spec of an assignment must be JSON: {error}") from None
     if not told.index < spec.n_learners:

@@ -143,7 +143,10 @@ def test_what_goes_wrong_is_said_in_a_line_and_exits_with_2(tmp_path: Path) -> N
             (["up", written(tmp_path, "a.yaml", colour="red"), *out], "unknown field colour"),
             (["up", written(tmp_path, "b.yaml", topology=edges), *out], "the communication graph is not connected"),
             (["up", written(tmp_path, "c.yaml", data=nan), *out], "must be a finite number, got nan"),
-            (["spec", "check", written(tmp_path, "d.yaml", algorithm={"name": "sgd"})], "or module:Class of your own, got 'sgd'"),
+            (
+                ["spec", "check", written(tmp_path, "d.yaml", algorithm={"name": "sgd"})],
+                "or module:Class of your own, got 'sgd'",
+            ),
             (
                 ["simulate", written(tmp_path, "e.yaml", algorithm={"name": "ldp-dol", "sigma": -1}), *out],
                 "sigma must be positive, got -1.0",

@@ -223,3 +223,16 @@ def _parts(value: Any) -> list[dict[str, Any]]:
     if isinstance(value, dict):
         return [value, *(part for each in value.values() for part in _parts(each))]
     return [part for each in value for part in _parts(each)] if isinstance(value, list) else []
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"algorithm": {"name": "tests.gossip:GossipSpec"}}, {"loss": {"kind": "torch", "module": "os:system"}}],
+    ids=["algorithm", "loss"],
+)
+def test_code_that_a_spec_from_elsewhere_names_is_not_imported(changes: dict[str, Any]) -> None:
+    document = {"rounds": 3, "algorithm": {"name": "ldp-dol"}, **changes}
+    with pytest.raises(SpecError, match="--allow-imports") as refused:
+        parse_spec(document, imports=False)
+    assert ":" in str(refused.value)
+    assert parse_spec({"rounds": 3, "algorithm": {"name": "ldp-dol"}}, imports=False).rounds == 3

@@ -49,7 +49,9 @@ class Network:
     async def join(self, name: str, noise: Path | None = None) -> None:
         """Start a learner and let it follow the coordinator."""
         state = self.folder / "journals"
-        learner = Learner(LearnerConfig(name, self.coordinator, state_folder=state, recorded_noise=noise))
+        learner = Learner(
+            LearnerConfig(name, self.coordinator, state_folder=state, recorded_noise=noise, allow_imports=True)
+        )
         self.addresses[name] = await learner.start()
         self.learners[name] = learner
         self._following[name] = asyncio.ensure_future(learner.follow(self.addresses[name]))
@@ -117,7 +119,7 @@ class Network:
 async def network(folder: Path, names: Sequence[str], *, noise: Path | None = None) -> AsyncIterator[Network]:
     """All services for learners of these names."""
     eavesdropper = Eavesdropper(EavesdropperConfig(folder=folder / "captures"))
-    coordinator = Coordinator(CoordinatorConfig(eavesdropper=await eavesdropper.start()))
+    coordinator = Coordinator(CoordinatorConfig(eavesdropper=await eavesdropper.start(), allow_imports=True))
     up = Network(folder, await coordinator.start(), eavesdropper.address)
     up.coordinating, up.eavesdropping = coordinator, eavesdropper
     try:

@@ -132,7 +132,9 @@ class LdpDol:
         history = state.history.observe(Batch(features, labels, batch.present))
         pulled = heard.weighted_sum("y")
         keep = 1.0 - coupling * heard.total_weight - step * ridge
-        moved = keep * theta + coupling * pulled - step * history.gradient(theta)
+        moved = keep * theta
+        moved += coupling * pulled
+        moved -= step * history.gradient(theta)
         theta = self.decision_set.project(moved)
         return State(state.who, t + 1, theta, history, state.sigma, state.varsigma)
 
