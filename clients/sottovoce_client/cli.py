@@ -163,8 +163,9 @@ def simulate(
 @app.command(rich_help_panel="Runs")
 def compare(
     specs: Annotated[
-        list[Path], typer.Argument(metavar="SPEC...", help="Run specs with the same data.", show_default=False)
-    ],
+        list[Path] | None, typer.Argument(metavar="SPEC...", help="Run specs with the same data.", show_default=False)
+    ] = None,
+    field: Annotated[bool, typer.Option("--field", help="Every built-in algorithm on one problem.")] = False,
     out: Annotated[
         Path | None, typer.Option("--out", help="Folder for the results.", show_default="sottovoce-runs/compare-TIME")
     ] = None,
@@ -176,8 +177,12 @@ def compare(
     Writes compare.json, compare.md and compare.html. Exits with 1 if a spec could not be run.
     """
     from sottovoce_client.compare import compare as run_all
+    from sottovoce_client.compare import from_files, the_field
 
-    raise typer.Exit(run_all(specs, _prepare, _folder("compare", out), replicas=replicas, seed=seed))
+    sources = [*(the_field() if field else []), *from_files(specs or [])]
+    if not sources:
+        raise SpecError("compare needs specs, or --field for every built-in algorithm")
+    raise typer.Exit(run_all(sources, _prepare, _folder("compare", out), replicas=replicas, seed=seed))
 
 
 def _up(spec: RunSpec, out: Path | None, *, per_process: int, noise: Path | None = None) -> None:

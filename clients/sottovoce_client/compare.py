@@ -8,10 +8,12 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 
 import numpy as np
+import yaml
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -22,7 +24,7 @@ from sottovoce.metrics import Curves, Metrics
 from sottovoce.noise import SeededNoise
 from sottovoce.run import Run
 from sottovoce.simulator import SimulatedRound, simulate
-from sottovoce.spec import RunSpec, load_spec
+from sottovoce.spec import DataSpec, RunSpec, load_spec, parse_spec
 from sottovoce_client.prepare import Prepared
 from sottovoce_client.report import POLICY
 from sottovoce_client.report_drawing import PALETTE, Trace, axis, draw, finite, label, plotly
@@ -34,8 +36,9 @@ HEADS = (
     "spec",
     "algorithm",
     "threat model",
-    "ε, tight",
-    "ε, by the paper",
+    "ε, paper",
+    "ε per event",
+    "ε per record",
     "accuracy",
     "average loss",
     "regret per round",
@@ -50,6 +53,8 @@ PLOTS = (
     ("consensus_error", "consensus error", ".4~g"),
 )
 """Metrics that are drawn: their names, what the page calls them, and d3 formats of their values."""
+DASHES = ("solid", "dash", "dot", "dashdot")
+"""For more lines than there are colours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +62,12 @@ class Result:
     """What one spec came to.
 
     Attributes:
-        source: its file.
-        name: of the run.
+        source: its file, or its name in the field.
         algorithm: its name.
         threat_model: who may listen without the guarantee being void.
-        epsilon: tight, of the learner with the largest; infinite: nothing is promised.
-        paper: by the paper's own formula, likewise.
+        paper: epsilon by the paper's own formula, of the learner with the largest; infinite: nothing is promised.
+        event: tight, of one use of one record, likewise.
+        record: tight, of the record that is learned first, in all its uses.
         floats: numbers that a learner says in a round.
         rounds: of the run.
         rounds_per_s: replica-rounds a second, without what measuring took.
@@ -70,19 +75,35 @@ class Result:
     """
 
     source: str
-    name: str
     algorithm: str
     threat_model: str
-    epsilon: float
     paper: float
+    event: float
+    record: float
     floats: int
     rounds: int
     rounds_per_s: float
     curves: Curves
 
 
+Source = tuple[str, Callable[[], RunSpec]]
+"""What a spec is called, and how to load it."""
+
+
+def from_files(paths: Sequence[Path]) -> list[Source]:
+    """Specs that lie in files."""
+    return [(str(path), partial(load_spec, path)) for path in paths]
+
+
+def the_field() -> list[Source]:
+    """The specs of `field.yaml`: every algorithm on one problem."""
+    document = yaml.safe_load(files("sottovoce_client").joinpath("field.yaml").read_text(encoding="utf-8"))
+    specs = [{**document["common"], **each} for each in document["runs"]]
+    return [(each["name"], partial(parse_spec, each, source=each["name"])) for each in specs]
+
+
 def compare(
-    paths: Sequence[Path],
+    sources: Sequence[Source],
     prepare: Callable[[RunSpec], Prepared],
     folder: Path,
     *,
@@ -95,7 +116,7 @@ def compare(
     What cannot be run is said, and the others are run: the exit code is then 1.
 
     Args:
-        paths: the specs. They must agree in their section `data` and in the number of learners.
+        sources: the specs. They must hold the same records out.
         prepare: loads the data and checks the run.
         folder: where results are written.
         replicas: repetitions of each, which differ in their noise alone.
@@ -103,33 +124,32 @@ def compare(
         console: where the table is printed.
     """
     console = console or Console()
-    results, failures, shared = [], [], None
-    for path in paths:
+    results, failures, first = [], [], None
+    for source, load in sources:
         try:
-            spec = load_spec(path)
-            _insist_on_same_data(spec, shared)
-            shared = shared or spec
-            with console.status(f"{path.stem}: {spec.algorithm.name}"):
-                results.append(result_of(str(path), prepare(spec), replicas, seed))
+            spec = load()
+            first = first or spec
+            _insist_on_same_records(spec.data, first.data)
+            with console.status(f"{source}: {spec.algorithm.name}"):
+                results.append(result_of(source, prepare(spec), replicas, seed))
         except (SottovoceError, ArithmeticError, ValueError) as error:  # an algorithm of somebody else's may raise more
-            failures.append((str(path), str(error)))
-            console.out(f"{path}: {error}", highlight=False, style="red" if console.is_terminal else None)
+            failures.append((source, str(error)))
+            console.out(f"{source}: {error}", highlight=False, style="red" if console.is_terminal else None)
     if results:
-        if console.is_terminal:
-            console.print(_table(results))
-        else:
-            console.out(as_markdown(results), highlight=False)
+        console.print(_table(results)) if console.is_terminal else console.out(as_markdown(results), highlight=False)
         write_comparison(folder, results, failures, replicas, seed)
         console.out(f"{folder}: compare.json, compare.md, compare.html", highlight=False)
     return 1 if failures else 0
 
 
-def _insist_on_same_data(spec: RunSpec, first: RunSpec | None) -> None:
-    if first is None:
-        return
-    for field in ("data", "learners"):
-        if getattr(spec, field) != getattr(first, field):
-            raise SpecError(f"the section {field} must be that of the first spec, and it differs")
+SAME = ("source", "label", "positive", "test_fraction", "scale", "intercept", "seed")
+"""Fields of `data` that choose the records and hold some of them out; who gets which, and when, may differ."""
+
+
+def _insist_on_same_records(data: DataSpec, first: DataSpec) -> None:
+    for field in SAME:
+        if (came := getattr(data, field)) != (wanted := getattr(first, field)):
+            raise SpecError(f"data.{field} must be that of the first spec, {wanted!r}, got {came!r}")
 
 
 def result_of(source: str, prepared: Prepared, replicas: int, seed: int) -> Result:
@@ -138,15 +158,18 @@ def result_of(source: str, prepared: Prepared, replicas: int, seed: int) -> Resu
     metrics, clock = Metrics(run, data), _Clock(simulate(run, data, SeededNoise(seed), replicas))
     for step in clock:
         metrics.take(step)
-    counts = [np.diff(own.offsets) for own in data.learners]
-    guarantees = [run.algorithm.guarantee(i, mine) for i, mine in enumerate(counts)]
+    events, records = [], []
+    for i, own in enumerate(data.learners):
+        counts = np.diff(own.offsets)
+        events.append(run.algorithm.guarantee(i, counts))
+        records.append(run.algorithm.guarantee(i, counts, own.uses_by_round(int(own.order[0]))))
     return Result(
         source=source,
-        name=run.spec.name,
         algorithm=run.algorithm.name,
-        threat_model=", ".join(sorted({each.threat_model.value for each in guarantees})),
-        epsilon=max(each.epsilon() for each in guarantees),
-        paper=max(float(each.paper[-1]) for each in guarantees),
+        threat_model=", ".join(sorted({each.threat_model.value for each in events})),
+        paper=max(float(each.paper[-1]) for each in events),
+        event=max(each.epsilon() for each in events),
+        record=max(each.epsilon() for each in records),
         floats=_floats(run),
         rounds=run.spec.rounds,
         rounds_per_s=replicas * run.spec.rounds / clock.seconds,
@@ -184,8 +207,9 @@ def _row(result: Result) -> tuple[str, ...]:
         Path(result.source).stem,
         result.algorithm,
         result.threat_model,
-        number(result.epsilon),
         number(result.paper),
+        number(result.event),
+        number(result.record),
         _final(result, "accuracy"),
         _final(result, "average_loss"),
         regret,
@@ -244,11 +268,11 @@ def _as_document(result: Result) -> dict[str, object]:
     """An epsilon of null is infinite."""
     return {
         "spec": result.source,
-        "name": result.name,
         "algorithm": result.algorithm,
         "threat_model": result.threat_model,
-        "epsilon": number_or_none(result.epsilon),
         "epsilon_paper": number_or_none(result.paper),
+        "epsilon_event": number_or_none(result.event),
+        "epsilon_record": number_or_none(result.record),
         "floats_per_learner_and_round": result.floats,
         "replica_rounds_per_s": number_or_none(result.rounds_per_s),
         **as_document(result.curves),
@@ -286,7 +310,7 @@ def _plot(results: Sequence[Result], metric: str, title: str, form: str) -> str:
         trace
         for k, result in enumerate(results)
         if metric in result.curves
-        for trace in _line(result, metric, form, PALETTE[k % len(PALETTE)])
+        for trace in _line(result, metric, form, PALETTE[k % len(PALETTE)], DASHES[k // len(PALETTE) % len(DASHES)])
     ]
     name = f"plot-{metric.replace('_', '-')}"
     ticks = {"tickformat": ".0%"} if form.endswith("%") else {}
@@ -294,7 +318,7 @@ def _plot(results: Sequence[Result], metric: str, title: str, form: str) -> str:
     return f"<section>\n<h2>{title.capitalize()}</h2>\n{picture}\n</section>"
 
 
-def _line(result: Result, metric: str, form: str, colour: str) -> list[Trace]:
+def _line(result: Result, metric: str, form: str, colour: str, dash: str) -> list[Trace]:
     """The mean, and a band of two standard errors around it where there are replicas."""
     rounds, curve = result.curves.rounds.tolist(), result.curves[metric]
     line = {
@@ -303,7 +327,7 @@ def _line(result: Result, metric: str, form: str, colour: str) -> list[Trace]:
         "x": rounds,
         "y": finite(curve.mean),
         "name": label(Path(result.source).stem, 40),
-        "line": {"color": colour, "width": 2},
+        "line": {"color": colour, "width": 2, "dash": dash},
         "legendgroup": result.source,
         "hovertemplate": f"round %{{x:,}}: %{{y:{form}}}",
     }

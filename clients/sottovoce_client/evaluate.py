@@ -9,8 +9,8 @@ from importlib.metadata import version
 
 import numpy as np
 
-from sottovoce.arrays import FloatArray, IntArray
-from sottovoce.data import LearnerData, PlacedData
+from sottovoce.arrays import FloatArray
+from sottovoce.data import PlacedData
 from sottovoce.errors import CaptureError
 from sottovoce.losses import Hinge, SmoothedHinge, Softmax, Squared
 from sottovoce.replay import worst_swap
@@ -127,7 +127,9 @@ def _learner(
     own, status = data.learners[index], outcome.statuses[index]
     counts = np.diff(own.offsets)
     event = run.algorithm.guarantee(index, counts)
-    record = run.algorithm.guarantee(index, counts, _uses_of_first(own))
+    record = event
+    if len(own.order):
+        record = run.algorithm.guarantee(index, counts, own.uses_by_round(int(own.order[0])))
     said = max(status.round, transcript.rounds if transcript else 0)
     swaps: tuple[Swap | None, Swap | None] = (None, None)
     if transcript is not None and transcript.unbroken(index) and len(own.order):
@@ -164,13 +166,6 @@ def _swap(
     transcript = transcript.until(transcript.unbroken(learner))
     worst = worst_swap(run, transcript, data, learner, every_use=every_use)
     return Swap(worst.loss, worst.supremum, float(claimed[transcript.rounds - 1]), worst.by_round)
-
-
-def _uses_of_first(own: LearnerData) -> IntArray:
-    """`(rounds,)`: how often each round learns the record that is learned first."""
-    uses = np.flatnonzero(own.order == own.order[0]) if len(own.order) else np.empty(0, np.int64)
-    rounds = np.searchsorted(own.offsets, uses, side="right") - 1
-    return np.bincount(rounds, minlength=own.rounds)
 
 
 def _last(curve: FloatArray, rounds: int) -> float:

@@ -134,5 +134,7 @@ def print_metrics(curves: Curves, console: Console | None = None) -> None:
 
 
 def with_error(value: float, error: float, digits: int = 4) -> str:
-    """`0.1234 ± 0.0012`; the error only where there is one."""
-    return number(value, digits) if math.isnan(error) else f"{number(value, digits)} ± {number(error, 2)}"
+    """`0.1234 ± 0.0012`; the error only where there is one, beyond rounding."""
+    if math.isnan(error) or error <= 1e-9 * abs(value):
+        return number(value, digits)
+    return f"{number(value, digits)} ± {number(error, 2)}"

@@ -175,6 +175,18 @@ class Noise(Protocol):
         """
         ...
 
+    def gaussian(self, name: str, t: int, scale: Scalars, grid: Scalars, shape: tuple[int, ...]) -> FloatArray:
+        """Independent discrete Gaussian numbers, multiples of `grid`, with mass proportional to `exp(-x^2 / (2 scale^2))`.
+
+        Args:
+            name: field of the message that the noise is for.
+            t: round.
+            scale: sigma, in units of the message.
+            grid: spacing of the lattice, a power of two.
+            shape: shape of the result.
+        """
+        ...
+
     def spherical(self, name: str, t: int, rate: Scalars, shape: tuple[int, ...]) -> FloatArray:
         """Independent vectors along the last axis with density proportional to `exp(-rate ||e||_2)`, not on a lattice.
 

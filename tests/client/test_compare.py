@@ -22,7 +22,7 @@ from sottovoce.noise import SeededNoise
 from sottovoce.simulator import simulate
 from sottovoce.spec import load_spec
 from sottovoce_client.cli import app
-from sottovoce_client.compare import HEADS, compare, result_of, write_comparison
+from sottovoce_client.compare import HEADS, compare, from_files, result_of, the_field, write_comparison
 from sottovoce_client.prepare import prepare
 from sottovoce_client.simulation import print_metrics
 
@@ -47,7 +47,7 @@ def compared(folder: Path, *specs: Path, replicas: int = 3, terminal: bool = Fal
     """Exit code and what was printed."""
     out = io.StringIO()
     console = Console(file=out, force_terminal=terminal, width=200)
-    return compare(specs, prepare, folder, replicas=replicas, seed=1, console=console), out.getvalue()
+    return compare(from_files(specs), prepare, folder, replicas=replicas, seed=1, console=console), out.getvalue()
 
 
 # ---- compare ---------------------------------------------------------------------------------------------------------
@@ -61,13 +61,13 @@ def test_the_table_says_what_the_runs_came_to(records: Path, tmp_path: Path) -> 
     assert code == 0
     assert rows["spec"] == list(HEADS)
     document = json.loads((tmp_path / "compare.json").read_text(encoding="utf-8"))
-    assert [each["name"] for each in document["results"]] == ["loud", "quiet"]
+    assert [Path(each["spec"]).stem for each in document["results"]] == ["loud", "quiet"]
     assert document["failures"] == []
     for path, found in zip((loud, silent), document["results"], strict=True):
         prepared = prepare(load_spec(path))
         counts = np.diff(prepared.data.learners[0].offsets)
         promise = prepared.run.algorithm.guarantee(0, counts)
-        assert found["epsilon"] == pytest.approx(promise.epsilon())
+        assert found["epsilon_event"] == pytest.approx(promise.epsilon())
         assert found["epsilon_paper"] == pytest.approx(promise.paper[-1])
         meter = Metrics(prepared.run, prepared.data)
         for step in simulate(prepared.run, prepared.data, SeededNoise(1), 3):
@@ -77,7 +77,7 @@ def test_the_table_says_what_the_runs_came_to(records: Path, tmp_path: Path) -> 
             np.testing.assert_allclose(found["metrics"][name]["standard_error"], curve.error, err_msg=name)
         row = rows[path.stem]
         assert row[1:3] == ["ldp-dol", "wire"]
-        assert row[3] == f"{promise.epsilon():.4g}"
+        assert row[4] == f"{promise.epsilon():.4g}"
         assert row[9] == "4"
         assert " ± " in row[5]
     assert (tmp_path / "compare.md").read_text(encoding="utf-8").strip() in text
@@ -85,18 +85,30 @@ def test_the_table_says_what_the_runs_came_to(records: Path, tmp_path: Path) -> 
 
 def test_an_epsilon_that_nothing_bounds_is_shown_as_infinite(records: Path, tmp_path: Path) -> None:
     result = result_of("open.yaml", prepare(load_spec(written(records, "open"))), replicas=1, seed=0)
-    write_comparison(tmp_path, [replace(result, epsilon=math.inf)], [], replicas=1, seed=0)
+    write_comparison(tmp_path, [replace(result, paper=math.inf, event=math.inf)], [], replicas=1, seed=0)
     found = json.loads((tmp_path / "compare.json").read_text(encoding="utf-8"))["results"]
-    assert "| wire | ∞ |" in (tmp_path / "compare.md").read_text(encoding="utf-8")
-    assert found[0]["epsilon"] is None
+    assert "| wire | ∞ | ∞ |" in (tmp_path / "compare.md").read_text(encoding="utf-8")
+    assert found[0]["epsilon_event"] is None
     assert found[0]["metrics"]["accuracy"]["standard_error"][-1] is None
+
+
+def test_the_field_can_be_compared(tmp_path: Path) -> None:
+    """All specs of the field load, and hold the same records out: two of them run."""
+    field = the_field()
+    chosen = [(name, load) for name, load in field if name in ("dpcda", "dvp")]
+    for _, load in field:
+        assert load().data.source == "breast_cancer"
+    assert compare(chosen, prepare, tmp_path, replicas=1, seed=0, console=Console(file=io.StringIO())) == 0
+    results = json.loads((tmp_path / "compare.json").read_text(encoding="utf-8"))["results"]
+    assert [each["spec"] for each in results] == ["dpcda", "dvp"]
+    assert results[1]["epsilon_record"] == pytest.approx(5.0, rel=0.01)  # used in every round, charged once a round
+    assert results[0]["epsilon_record"] > results[0]["epsilon_event"]
 
 
 def test_what_cannot_be_run_is_said_and_the_others_are_run(records: Path, tmp_path: Path) -> None:
     fine = written(records, "fine")
     others = {
         "must be that of the first spec": written(records, "elsewhere", data={"seed": 7}),
-        "the section learners must be": written(records, "more", learners=4),
         "sigma must be positive": written(records, "wrong", algorithm={"name": "ldp-dol", "sigma": -1}),
         "algorithm.name must be one of": written(records, "unknown", algorithm={"name": "nonesuch"}),
         "cannot read the run spec": tmp_path / "none.yaml",
@@ -109,7 +121,7 @@ def test_what_cannot_be_run_is_said_and_the_others_are_run(records: Path, tmp_pa
     for words in others:
         assert words in text
     document = json.loads((tmp_path / "compare.json").read_text(encoding="utf-8"))
-    assert [each["name"] for each in document["results"]] == ["fine"]
+    assert [Path(each["spec"]).stem for each in document["results"]] == ["fine"]
     assert {each["spec"] for each in document["failures"]} == set(map(str, others.values()))
 
 

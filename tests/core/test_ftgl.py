@@ -64,7 +64,7 @@ def letter(name: str, graph: str = "complete", **algorithm: Any) -> Run:
 
 
 @dataclass
-class Kept:
+class Kept(NoNoise):
     """Passes a source's noise on, and keeps it by round."""
 
     source: Noise
@@ -74,12 +74,9 @@ class Kept:
         self.drawn[t] = self.source.laplace(name, t, scale, grid, shape)
         return self.drawn[t]
 
-    def spherical(self, name: str, t: int, rate: Scalars, shape: tuple[int, ...]) -> FloatArray:
-        raise NotImplementedError
-
 
 @dataclass
-class Again:
+class Again(NoNoise):
     """What was kept, for one learner or one replica."""
 
     drawn: dict[int, FloatArray]
@@ -88,9 +85,6 @@ class Again:
     def laplace(self, name: str, t: int, scale: Scalars, grid: Scalars, shape: tuple[int, ...]) -> FloatArray:
         drawn: FloatArray = self.drawn[t][self.part]
         return drawn
-
-    def spherical(self, name: str, t: int, rate: Scalars, shape: tuple[int, ...]) -> FloatArray:
-        raise NotImplementedError
 
 
 def ftgl(run: Run) -> PdFtgl:

@@ -257,8 +257,15 @@ class DualAveraging:
     def listen(self, state: State, heard: Heard, batch: Batch) -> State:
         own = heard.own_weight
         dual = heard.weighted_sum("h") + own * state.said + self.factor * self._block_gradient(state, batch)
-        weight = heard.weighted_sum("w") + own * state.push_weight if self.push else state.push_weight
-        return replace(state, t=state.t + 1, dual=dual, push_weight=weight)
+        return replace(state, t=state.t + 1, dual=dual, push_weight=self._next_weight(state, heard))
+
+    def _next_weight(self, state: State, heard: Heard) -> FloatArray:
+        """w_{t+1}, at least what follows from the network: a neighbour that lies about w must not make decisions move more."""
+        if not self.push:
+            return state.push_weight
+        weight = heard.weighted_sum("w") + heard.own_weight * state.push_weight
+        known = tuple(self.push_weights[min(state.t + 1, self.rounds - 1)].tolist())
+        return np.maximum(weight, state.who.pick(known))
 
     def decision(self, state: State) -> FloatArray:
         """y_t, made when round t is spoken: until then, that of the round before."""

@@ -58,6 +58,11 @@ class LearnerData:
         rounds = np.searchsorted(self.offsets, positions, side="right") - 1
         return [int(t) for t in np.unique(rounds)]
 
+    def uses_by_round(self, row: int) -> IntArray:
+        """`(rounds,)` how often each round learns this record."""
+        rounds = np.searchsorted(self.offsets, np.flatnonzero(self.order == row), side="right") - 1
+        return np.bincount(rounds, minlength=self.rounds)
+
     def with_record(self, row: int, features: FloatArray, label: float) -> LearnerData:
         """The same with one record swapped, in all its uses.
 

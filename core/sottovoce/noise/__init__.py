@@ -1,0 +1,26 @@
+"""Noise on a lattice: from the operating system, from OpenDP, from a key, a seed or a recording, or none.
+
+Why a lattice. A float64 Laplace number added to a float64 state leaks the state through its low bits (Mironov 2012). So
+the state is rounded to a lattice `Z * grid` first, and the noise is discrete Laplace on that same lattice: every lattice
+point can come from every state, and `log p(x) - log p(x')` is exactly `(|x'| - |x|) / scale`.
+
+`bitwise` draws what is sent, `reference` draws the same law with OpenDP, `simulated` is for simulation and replay.
+"""
+
+from sottovoce.noise.bitwise import KeyedNoise, SystemNoise
+from sottovoce.noise.lattice import GRID_BITS, grid, on_grid
+from sottovoce.noise.reference import OpenDpNoise
+from sottovoce.noise.simulated import NoNoise, RecordedNoise, Recorder, SeededNoise
+
+__all__ = [
+    "GRID_BITS",
+    "KeyedNoise",
+    "NoNoise",
+    "OpenDpNoise",
+    "RecordedNoise",
+    "Recorder",
+    "SeededNoise",
+    "SystemNoise",
+    "grid",
+    "on_grid",
+]

@@ -1,0 +1,146 @@
+"""The sampler of deployed learners: random bytes to discrete Laplace numbers, many at a time."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+import ssl
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from sottovoce.arrays import FloatArray, IntArray, Scalars
+from sottovoce.noise.lattice import of_one
+
+_LEVELS = 18
+_POWERS = np.exp2(np.arange(_LEVELS))
+_SURE = 2**16 - 2**5
+"""A 16-bit coin below this accepts any low bits, for they are rejected with probability below 2^-11."""
+
+
+class SystemNoise:
+    """Noise of a deployed learner: discrete Laplace from cryptographic random bytes; no number is kept, there is no seed.
+
+    The bytes are those of OpenSSL's generator, which the operating system seeds, again and again and after every fork; what
+    it gave out cannot be computed from what it holds. They cost a tenth of the operating system's own.
+
+    The magnitude of a discrete Laplace number is geometric with ratio `q = exp(-grid/scale)`, and the binary digits of a
+    geometric number are independent. The low bits, whose value times `grid/scale` stays below 2^-11, are drawn together:
+    uniform, accepted with probability `q^low`. Each of the 18 bits above (value v) is set with probability
+    `1 / (1 + q^-v)`; the next one would be with probability below e^-64, and is not drawn. What is rejected is drawn again,
+    and so is minus zero, else zero counted twice. Every comparison of a random number with a probability is decided by 16
+    bits, and by 48 more where those tie.
+    """
+
+    def __init__(self, entropy: Callable[[int], bytes] = ssl.RAND_bytes) -> None:
+        self._entropy = entropy
+
+    def laplace(self, name: str, t: int, scale: Scalars, grid: Scalars, shape: tuple[int, ...]) -> FloatArray:
+        scale, grid = of_one(scale, grid)
+        rate = grid / scale
+        drawn, rejected = self._attempt(math.prod(shape), rate)
+        while rejected.size:
+            drawn[rejected], still = self._attempt(rejected.size, rate)
+            rejected = rejected[still]
+        drawn *= grid
+        return drawn.reshape(shape)
+
+    def gaussian(self, name: str, t: int, scale: Scalars, grid: Scalars, shape: tuple[int, ...]) -> FloatArray:
+        """Discrete Laplace x, accepted with probability `exp(-(|x|/scale - 1)^2 / 2)` (Canonne, Kamath, Steinke 2020)."""
+        scale, grid = of_one(scale, grid)
+        drawn = np.empty(math.prod(shape))
+        waiting = np.arange(drawn.size)
+        while waiting.size:
+            tried = self.laplace(name, t, scale, grid, waiting.shape)
+            coin = np.frombuffer(self._entropy(2 * waiting.size), np.uint16)
+            accepted = self._below(coin, np.exp(-0.5 * (np.abs(tried) / scale - 1.0) ** 2))
+            drawn[waiting[accepted]] = tried[accepted]
+            waiting = waiting[~accepted]
+        return drawn.reshape(shape)
+
+    def spherical(self, name: str, t: int, rate: Scalars, shape: tuple[int, ...]) -> FloatArray:
+        """A sum of exponentials, in the direction of a normal vector. In float64, on no lattice.
+
+        So it protects a learner against those who look at values, not against those who look at their last bits: which
+        floats can come out depends on the state that they are added to (Mironov 2012). No bound on that is known.
+        """
+        count, pairs = math.prod(shape), -(-math.prod(shape) // 2)
+        bits = np.frombuffer(self._entropy(8 * (count + 2 * pairs)), np.uint64) >> np.uint64(11)
+        uniform = np.ldexp(bits + 0.5, -53)
+        radius = -np.log(uniform[:count]).reshape(shape).sum(axis=-1, keepdims=True) / rate
+        length, angle = np.sqrt(-2.0 * np.log(uniform[count : count + pairs])), 2.0 * np.pi * uniform[count + pairs :]
+        normal = np.concatenate([length * np.cos(angle), length * np.sin(angle)])[:count].reshape(shape)
+        normal *= radius / np.linalg.norm(normal, axis=-1, keepdims=True)
+        return normal
+
+    def _attempt(self, count: int, rate: float) -> tuple[FloatArray, IntArray]:
+        """Signed whole numbers, and the places of those that do not count."""
+        low_bits = max(0, -11 - math.frexp(rate)[1])
+        if low_bits > 32:
+            raise ValueError(f"scale must be at most 2^43 times grid, got {1 / rate:g} times")
+        words = np.frombuffer(self._entropy((8 + 2 * _LEVELS) * count), np.uint16)
+        coin, sign = words[:count], words[count : 2 * count].view(np.int16)
+        low = words[2 * count : 4 * count].view(np.uint32) >> np.uint32(32 - low_bits) if low_bits else np.zeros(count)
+        bits = self._high_bits(words[4 * count :].reshape(_LEVELS, count), math.ldexp(rate, low_bits))
+        magnitude = (math.ldexp(1.0, low_bits) * _POWERS) @ bits
+        magnitude += low
+        rejected = np.flatnonzero(coin >= _SURE)
+        if rejected.size:  # not yet: they are looked at more closely
+            rejected = rejected[~self._below(coin[rejected], np.exp(-rate * low[rejected]))]
+        if np.count_nonzero(magnitude) < count:
+            rejected = np.union1d(rejected, np.flatnonzero((magnitude == 0) & (sign < 0)))
+        return np.copysign(magnitude, sign), rejected
+
+    def _high_bits(self, coarse: npt.NDArray[np.uint16], rate: float) -> FloatArray:
+        """`(levels, count)` independent zeros and ones; the lowest level's value times `grid/scale` is `rate`."""
+        chance = 1.0 / (1.0 + np.exp(np.minimum(rate * _POWERS, 700.0)))
+        leading = (chance * 2.0**16).astype(np.uint16)[:, None]
+        bits = coarse < leading
+        tied = coarse == leading
+        if np.count_nonzero(tied):
+            level, sample = np.divmod(np.flatnonzero(tied), coarse.shape[1])
+            bits[level, sample] = self._below(coarse[level, sample], chance[level])
+        return bits.astype(np.float64)
+
+    def _below(self, leading: npt.NDArray[np.uint16], chance: FloatArray) -> npt.NDArray[np.bool_]:
+        """Whether 64 random bits, of which the leading 16 are drawn already, are below a probability as a fraction."""
+        fine = np.frombuffer(self._entropy(8 * leading.size), np.uint64) >> np.uint64(16)
+        whole = np.minimum(np.ldexp(chance, 64), np.nextafter(2.0**64, 0)).astype(np.uint64)
+        return (leading.astype(np.uint64) << np.uint64(48) | fine) < whole
+
+
+class KeyedNoise:
+    """The same sampler over a stream of bytes from a secret: a round's noise is the same in every run. For tests and demos.
+
+    The bytes are SHAKE-256 of secret, run, learner, field, round and a counter, so no draw depends on what was drawn
+    before. It protects nobody: whoever knows the secret takes the noise off, and two runs with the same noise and other
+    records give the difference of their states away. One draw a field and round.
+
+    Args:
+        secret: any text.
+        run: name of the run.
+        learner: its index.
+    """
+
+    def __init__(self, secret: str, run: str, learner: int) -> None:
+        self._key = (secret, run, learner)
+
+    def laplace(self, name: str, t: int, scale: Scalars, grid: Scalars, shape: tuple[int, ...]) -> FloatArray:
+        return self._of(name, t).laplace(name, t, scale, grid, shape)
+
+    def gaussian(self, name: str, t: int, scale: Scalars, grid: Scalars, shape: tuple[int, ...]) -> FloatArray:
+        return self._of(name, t).gaussian(name, t, scale, grid, shape)
+
+    def spherical(self, name: str, t: int, rate: Scalars, shape: tuple[int, ...]) -> FloatArray:
+        return self._of(name, t).spherical(name, t, rate, shape)
+
+    def _of(self, name: str, t: int) -> SystemNoise:
+        calls = itertools.count()
+
+        def stream(count: int) -> bytes:
+            # repr parts the entries of a tuple: no two keys are written alike
+            return hashlib.shake_256(repr((*self._key, name, t, next(calls))).encode()).digest(count)
+
+        return SystemNoise(stream)

@@ -1,0 +1,417 @@
+"""Attacks on the privacy claims of all algorithms: one table of runs, and one search for adjacent data that tells most.
+
+The search trusts nothing but the replay: it draws records of one learner, what all others say, and the learner's noise, then
+swaps records and climbs towards the largest loss relative to the claim. Nobody's messages need be honest: a claim holds for
+whatever a learner hears.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from sottovoce.arrays import FloatArray, IntArray, Scalars
+from sottovoce.data import LearnerData, PlacedData
+from sottovoce.machine import HeardFromNeighbours, Message, Noise, Who
+from sottovoce.noise import SeededNoise
+from sottovoce.replay import replay
+from sottovoce.run import Run, build_run
+from sottovoce.simulator import simulate
+from sottovoce.spec import parse_spec
+from sottovoce.transcript import Transcript
+
+Swapped = Literal["record", "round", "learner"]
+"""What differs between adjacent worlds: one record, all records of a round, or all records of a learner."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """A small run. `sections` go over the defaults of `build`."""
+
+    algorithm: dict[str, Any]
+    sections: dict[str, Any]
+    n_features: int = 2
+    rounds: int = 8
+    swapped: Swapped = "record"
+    loudest: float = 1e6
+    """Size of the largest numbers that others say."""
+    attained: float = 0.0
+    """What part of the claim a search must reach: how tight the claim is known to be."""
+
+    def build(self) -> Run:
+        common = {"learners": 3, "loss": LOGISTIC, "decision_set": BALL, "topology": RING, "durability": "process"}
+        document = {**common, "rounds": self.rounds, "algorithm": self.algorithm, **self.sections}
+        return build_run(parse_spec(document), self.n_features)
+
+
+LOGISTIC = {"kind": "logistic", "ridge": 0.05}
+PLAIN = {"kind": "logistic", "ridge": 0.0, "feature_bound": 2.0}
+STIFF = {"kind": "logistic", "ridge": 2.0}
+SQUARED = {"kind": "ridge", "ridge": 0.1}
+CLIPPED = {"kind": "ridge", "ridge": 0.0, "feature_bound": 2.0, "label_bound": 3.0, "clip_norm": 0.7}
+HINGE = {"kind": "hinge", "ridge": 0.02}
+SMOOTHED = {"kind": "smoothed_hinge", "width": 0.5, "ridge": 0.1}
+SOFTMAX = {"kind": "softmax", "classes": 2, "clip_norm": 0.6}
+BALL = {"kind": "l2_ball", "radius": 2.0}
+SMALL = {"kind": "l2_ball", "radius": 0.3}
+BOX = {"kind": "box", "low": -1.0, "high": 1.5}
+RING, STAR, PATH = ({"graph": kind, "weights": "metropolis"} for kind in ("ring", "star", "path"))
+COMPLETE = {"graph": "complete", "weights": "max_degree"}
+CYCLE = {"graph": {"kind": "edges", "edges": [[0, 1], [1, 2], [2, 0]], "directed": True}, "weights": "in_degree"}
+MOVING = {"sequence": {"kind": "random", "probability": 0.6, "seed": 3}, "weights": "metropolis"}
+PUSHED = {"sequence": {"kind": "random", "probability": 0.5, "seed": 1, "directed": True}, "weights": "out_degree"}
+
+
+def power(sigma: Any, varsigma: Any = 0.0) -> dict[str, Any]:
+    """A section `noise`."""
+    return {"kind": "power", "sigma": sigma, "varsigma": varsigma}
+
+
+def _setup(
+    name: str,
+    loss: Any = LOGISTIC,
+    decision_set: Any = BALL,
+    topology: Any = RING,
+    learners: int = 3,
+    parameters: dict[str, Any] | None = None,
+    **more: Any,
+) -> Setup:
+    sections = {"loss": loss, "decision_set": decision_set, "topology": topology, "learners": learners}
+    return Setup({"name": name, **(parameters or {})}, sections, **more)
+
+
+def _dol(loss: Any = LOGISTIC, decision_set: Any = BALL, topology: Any = RING, *, more: Any = None, **p: Any) -> Setup:
+    return _setup("ldp-dol", loss, decision_set, topology, parameters=p, **(more or {}))
+
+
+_FAST = {"kind": "power", "scale": 4.0, "exponent": 0.1}
+_SLOW = {"kind": "power", "scale": 0.05, "exponent": 0.9}
+_ROUND: dict[str, Any] = {"swapped": "round"}
+
+SETUPS: dict[str, Setup] = {
+    "ldp-dol": _dol(),
+    "ldp-dol loose": _dol(PLAIN, BOX, COMPLETE, accounting="loose", sigma=0.5),
+    "ldp-dol smooth": _dol(SMOOTHED, topology=STAR, accounting="smooth", lam0=2.0),
+    "ldp-dol convex": _dol(SQUARED, BOX, PATH, accounting="convex", lam0=0.4, varsigma=0.0, sigma=[0.1, 1.0, 5.0]),
+    "ldp-dol clip": _dol(CLIPPED, topology=COMPLETE, accounting="clip", lam0=3.0),
+    "ldp-dol hinge": _dol(HINGE, SMALL, lam0=3.0),
+    "ldp-dol stiff": _dol(STIFF, PATH and BOX, lam0=0.9, more={"n_features": 1}),
+    "ldp-dol softmax": _dol(SOFTMAX, lam0=2.0),
+    "dsgd": _setup("dsgd"),
+    "dsgd cta": _setup("dsgd", PLAIN, BOX, STAR, parameters={"form": "combine_then_adapt", "step": _FAST}),
+    "dsgd consensus": _setup("dsgd", SQUARED, topology=PATH, parameters={"form": "consensus", "step": _FAST}),
+    "dsgd moving": _setup("dsgd", CLIPPED, SMALL, MOVING, parameters={"noise": power([0.3, 1.0, 4.0], -0.5)}),
+    "dsgd hinge": _setup("dsgd", HINGE, topology=COMPLETE, parameters={"step": _SLOW}),
+    "dola": _setup("dola", PLAIN, n_features=1, attained=0.95),
+    "dola own": _setup("dola", SQUARED, BOX, parameters={"gradient_at": "own", "step": _FAST}),
+    "dpdola": _setup("dpdola", topology=STAR),
+    "pdop": _setup("pdop", swapped="learner"),
+    "pdop own": _setup("pdop", STIFF, SMALL, PATH, parameters={"gradient_at": "own"}, swapped="learner"),
+    "pd-ogd": _setup("pd-ogd", n_features=1, attained=0.95),
+    "pd-ogd t-fold": _setup(
+        "pd-ogd", CLIPPED, BOX, parameters={"noise": {"kind": "calibrated", "epsilon": [1, 2, 9], "charged": "every_round"}}
+    ),
+    "dpsr": _setup("dpsr", topology=CYCLE),
+    "dpsr fast": _setup("dpsr", SQUARED, BOX, CYCLE, parameters={"step": _FAST}),
+    "dpsda-c": _setup("dpsda-c", decision_set=BOX, n_features=3, **_ROUND),
+    "dpsda-c clean": _setup(
+        "dpsda-c", SMOOTHED, BOX, STAR, parameters={"primal": "clean", "clip": 0.2, "step": 3.0}, n_features=4, **_ROUND
+    ),
+    "dpsda-c sums": _setup(
+        "dpsda-c", topology=PATH, parameters={"batch": "sum", "clip": 0.3, "noise_on": "all"}, n_features=3, **_ROUND
+    ),
+    "dpsda-ps": _setup("dpsda-ps", decision_set=BOX, topology=PUSHED, n_features=3, **_ROUND),
+    "dpsda-ps clean": _setup(
+        "dpsda-ps", SQUARED, BOX, PUSHED, parameters={"primal": "clean", "epsilon": 3.0}, n_features=3, **_ROUND
+    ),
+    "dpps": _setup("dpps", topology=PUSHED, **_ROUND),
+    "dpps slow": _setup("dpps", PLAIN, BOX, PUSHED, parameters={"step": 0.05}, rounds=12, **_ROUND),
+    "dpps noised": _setup("dpps", STIFF, topology=PUSHED, parameters={"primal": "noised", "step": 4.0}, **_ROUND),
+    "dpcda": _setup("dpcda", learners=1, **_ROUND),
+    "dpcda clean": _setup("dpcda", STIFF, BOX, learners=1, parameters={"primal": "clean", "step": 0.3}, **_ROUND),
+    "pd-ftgl": _setup(
+        "pd-ftgl", PLAIN, parameters={"epsilon": 3.0, "block_length": 1}, n_features=1, rounds=9, attained=0.9
+    ),
+    "pd-ftgl blocks": _setup(
+        "pd-ftgl", CLIPPED, topology=PATH, parameters={"epsilon": [1.0, 2.0, 8.0], "block_length": 2}, rounds=12
+    ),
+    "pd-ftgl plain": _setup(
+        "pd-ftgl",
+        HINGE,
+        BOX,
+        STAR,
+        parameters={"noise_scale": 0.4, "block_length": 3, "gossip_steps": 2, "momentum": 0.0, "lazy": True},
+        rounds=14,
+    ),
+    "pd-ocg": _setup("pd-ocg", SQUARED, parameters={"epsilon": 2.0, "block_length": 2, "multiplier": 0.01}, rounds=12),
+    "dvp": _setup("dvp", n_features=2, rounds=6, loudest=1e2),
+    "dvp exact": _setup("dvp", STIFF, parameters={"output_noise": 0.0, "alpha": [0.2, 1.0, 3.0]}, rounds=6, loudest=1e2),
+    "dvp printed": _setup(
+        "dvp",
+        SMOOTHED,
+        topology=STAR,
+        parameters={"rule": "printed", "scale": "printed", "jacobian": 2, "alpha": 0.5, "loss_weight": 4.0},
+        rounds=6,
+        loudest=1e2,
+    ),
+    "pvp": _setup("pvp", topology=PATH, rounds=6, loudest=1e2),
+    "pvp own": _setup("pvp", STIFF, parameters={"variant": "own_clean", "penalty": 2.0}, rounds=6, loudest=1e2),
+    "pvp literal": _setup(
+        "pvp", SMOOTHED, parameters={"variant": "literal", "penalty": 0.05, "scale": "printed"}, rounds=6, loudest=1e2
+    ),
+    "pvp and dvp": _setup(
+        "pvp", topology=COMPLETE, parameters={"final": "dvp", "final_alpha": 0.7, "variant": "literal"}, rounds=5, loudest=1e2
+    ),
+}
+
+EXPOSED: dict[str, Setup] = {
+    "admm": _setup("admm", rounds=6),
+    "d-ogd": _setup("d-ogd"),
+    "d-ftgl": _setup("d-ftgl"),
+    "dsgd without noise": _setup("dsgd", parameters={"noise": {"kind": "none"}}),
+    "dpps without noise": _setup("dpps", topology=PUSHED, parameters={"sigma": 0.0}, swapped="round"),
+    "pd-ftgl after gossip": _setup(
+        "pd-ftgl", parameters={"epsilon": 1.0, "block_length": 2, "noise_placement": "after_gossip"}
+    ),
+}
+"""Runs whose messages carry no noise: their claim must be infinite, and so must the loss."""
+
+
+# ---- records ---------------------------------------------------------------------------------------------------------
+
+
+def records(run: Run, n_features: int, count: int, generator: np.random.Generator) -> tuple[FloatArray, FloatArray]:
+    """Extreme records: rows on the bound (or above: they are scaled down), along axes, signs or anywhere; extreme labels."""
+    loss: Any = run.loss
+    axes = np.eye(n_features)[generator.integers(n_features, size=count)] * generator.choice([-1.0, 1.0], (count, 1))
+    signs = generator.choice([-1.0, 1.0], (count, n_features))
+    drawn = np.stack([axes, signs, generator.normal(size=(count, n_features))])
+    rows = drawn[generator.integers(3, size=count), np.arange(count)]
+    rows *= loss.feature_bound / np.linalg.norm(rows, axis=1, keepdims=True)
+    rows *= generator.choice([1.0, 1.0, 1.0, 5.0, 0.3], (count, 1))
+    if hasattr(loss, "label_bound"):
+        return rows, loss.label_bound * generator.choice([-1.0, 1.0, 3.0, 0.5], count)
+    return rows, generator.integers(0, 2, count).astype(np.float64)
+
+
+def counts_of(rounds: int, kind: int, generator: np.random.Generator) -> IntArray:
+    """Records of every round: one; a few, or none; many in one round; none at first."""
+    if kind == 0:
+        return np.ones(rounds, np.int64)
+    counts = generator.integers(0, 4, rounds)
+    counts[generator.integers(rounds)] += 8 if kind == 2 else 1
+    if kind == 3:
+        counts[: rounds // 3] = 0
+    return counts.astype(np.int64)
+
+
+def learner_data(rows: FloatArray, labels: FloatArray, counts: IntArray) -> LearnerData:
+    """Every record is used once, in order."""
+    return LearnerData(rows, labels, np.arange(len(labels)), np.concatenate([[0], np.cumsum(counts)]).astype(np.int64))
+
+
+# ---- messages --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Times:
+    """Noise of another source times a power of two: still on its lattice."""
+
+    source: Noise
+    factor: float
+
+    def laplace(self, name: str, t: int, scale: Scalars, grid: Scalars, shape: tuple[int, ...]) -> FloatArray:
+        return self.factor * self.source.laplace(name, t, scale, grid / min(self.factor or 1.0, 1.0), shape)
+
+    def spherical(self, name: str, t: int, rate: Scalars, shape: tuple[int, ...]) -> FloatArray:
+        return self.factor * self.source.spherical(name, t, rate, shape)
+
+
+def adversary(
+    setup: Setup, shape: tuple[int, ...], generator: np.random.Generator
+) -> FloatArray:
+    """What somebody may say in place of a message: from nothing to very much, the same direction for a while or not."""
+    size = np.exp(generator.uniform(np.log(1e-3), np.log(setup.loudest), (1, shape[1], 1)))
+    return np.where(generator.random((1, shape[1], 1)) < 0.2, 0.0, size) * generator.normal(size=shape)
+
+
+def overhear(
+    setup: Setup, run: Run, own: LearnerData, learner: int, noise: Noise, replicas: int, generator: np.random.Generator
+) -> Transcript:
+    """Drive one learner by itself; whatever its neighbours say is made up."""
+    algorithm, shapes = run.algorithm, run.algorithm.field_shapes()
+    state, n = algorithm.start(Who((learner,), replicas)), run.spec.n_learners
+    said = {name: np.zeros((run.spec.rounds, n, replicas, *shape)) for name, shape in shapes.items()}
+    for t in range(run.spec.rounds):
+        state, message = algorithm.speak(state, noise)
+        mixing = run.topology.at(t)
+        weights = mixing.heard_by(learner)
+        messages = {
+            j: Message({name: adversary(setup, (1, replicas, *shape), generator) for name, shape in shapes.items()})
+            for j in weights
+        }
+        for name in shapes:
+            said[name][t, learner] = message[name][0]
+            for j in weights:
+                said[name][t, j] = messages[j][name][0]
+        batch = own.batch(t)
+        stacked = replace(batch, features=batch.features[None], labels=batch.labels[None])
+        state = algorithm.listen(state, HeardFromNeighbours(weights, messages, float(mixing.own[learner])), stacked)
+    return Transcript(said)
+
+
+def simulated(run: Run, data: PlacedData, noise: Noise, replicas: int) -> Transcript:
+    """What honest learners say."""
+    steps = list(simulate(run, data, noise, replicas))
+    return Transcript({name: np.stack([step.message[name] for step in steps]) for name in steps[0].message.fields})
+
+
+# ---- the search ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Attack:
+    """Two adjacent data sets of one learner: D, and which of its records are others in D'."""
+
+    learner: int
+    counts: IntArray
+    rows: FloatArray
+    labels: FloatArray
+    swapped: IntArray
+    new_rows: FloatArray
+    new_labels: FloatArray
+
+    @property
+    def own(self) -> LearnerData:
+        return learner_data(self.rows, self.labels, self.counts)
+
+    @property
+    def other(self) -> LearnerData:
+        rows, labels = self.rows.copy(), self.labels.copy()
+        rows[self.swapped], labels[self.swapped] = self.new_rows[self.swapped], self.new_labels[self.swapped]
+        return learner_data(rows, labels, self.counts)
+
+    @property
+    def replaced(self) -> IntArray:
+        """`(rounds,)` how many records of each round differ."""
+        rounds = np.repeat(np.arange(len(self.counts)), self.counts)[self.swapped]
+        return np.bincount(rounds, minlength=len(self.counts)).astype(np.int64)
+
+
+def drawn(setup: Setup, run: Run, generator: np.random.Generator) -> Attack:
+    """A random one; in some, records of several rounds are swapped together (a record that is used again)."""
+    counts = counts_of(setup.rounds, int(generator.integers(4)), generator)
+    rows, labels = records(run, setup.n_features, int(counts.sum()), generator)
+    new_rows, new_labels = records(run, setup.n_features, len(rows), generator)
+    opposite = generator.random(len(rows)) < 0.5
+    new_rows[opposite] = rows[opposite] * generator.choice([-1.0, 1.0], (int(opposite.sum()), 1))
+    learner = int(generator.integers(run.spec.n_learners))
+    attack = Attack(learner, counts, rows, labels, np.zeros(0, np.int64), new_rows, new_labels)
+    return replace(attack, swapped=_swap(setup, counts, generator))
+
+
+def _swap(setup: Setup, counts: IntArray, generator: np.random.Generator) -> IntArray:
+    total = int(counts.sum())
+    if setup.swapped == "learner":
+        return np.arange(total)
+    uses = 1 if generator.random() < 0.7 else 3
+    if setup.swapped == "record":
+        return np.unique(generator.integers(total, size=uses))
+    chosen = generator.choice(np.flatnonzero(counts), uses)
+    return np.flatnonzero(np.isin(np.repeat(np.arange(len(counts)), counts), chosen))
+
+
+def moved(setup: Setup, run: Run, attack: Attack, generator: np.random.Generator) -> Attack:
+    """A neighbour of an attack in the search: some records are others, or what is swapped is."""
+    rows, labels = records(run, setup.n_features, len(attack.rows), generator)
+    nudge = generator.random() < 0.5
+    if nudge:
+        rows = attack.rows + 0.2 * generator.normal(size=attack.rows.shape)
+    kept = (generator.random(len(rows)) < 0.7)[:, None]
+    new = generator.random(len(rows)) < 0.5
+    return replace(
+        attack,
+        rows=np.where(kept, attack.rows, rows),
+        labels=np.where(kept[:, 0] | nudge, attack.labels, labels),
+        new_rows=np.where(kept | new[:, None], attack.new_rows, -rows),
+        new_labels=np.where(kept[:, 0] | new, attack.new_labels, labels),
+        swapped=_swap(setup, attack.counts, generator) if generator.random() < 0.3 else attack.swapped,
+    )
+
+
+def ratio(loss: FloatArray, claim: FloatArray) -> float:
+    """The largest of `loss (rounds, ...) / claim (rounds,)`; losses at the level of rounding are none."""
+    claim = claim.reshape(-1, *[1] * (loss.ndim - 1))
+    counted = (np.abs(loss) > 1e-9) & (claim < np.inf)
+    return float(np.divide(np.abs(loss), claim, out=np.zeros_like(loss), where=counted).max(initial=0.0))
+
+
+def told(
+    setup: Setup, run: Run, attack: Attack, generator: np.random.Generator, replicas: int = 4, factor: float | None = None
+) -> float:
+    """The largest ratio of loss to claim after any round of some transcripts, realised or largest possible."""
+    if factor is None:
+        factor = float(generator.choice([0.0, 0.5, 1.0, 64.0]))
+    noise = Times(SeededNoise(int(generator.integers(2**31))), factor)
+    transcript = overhear(setup, run, attack.own, attack.learner, noise, replicas, generator)
+    losses = replay(run, transcript, attack.learner, [attack.own, attack.other])
+    claim = run.algorithm.guarantee(attack.learner, attack.counts, attack.replaced).cumulative
+    return max(
+        ratio(np.cumsum(losses.largest, axis=0), claim), ratio(np.cumsum(losses.realised, axis=0), claim)
+    )
+
+
+def search(setup: Setup, generator: np.random.Generator, *, starts: int, steps: int) -> tuple[float, Attack]:
+    """Climb from the best of random attacks. The largest ratio of loss to claim that was found, and where."""
+    run = setup.build()
+    best, where = max(
+        ((told(setup, run, attack, generator), attack) for attack in (drawn(setup, run, generator) for _ in range(starts))),
+        key=lambda found: found[0],
+    )
+    for _ in range(steps):
+        attack = moved(setup, run, where, generator)
+        found = told(setup, run, attack, generator)
+        if found >= best:
+            best, where = found, attack
+    return best, where
+
+
+def undercharged(setup: Setup, run: Run, attack: Attack) -> float:
+    """How much of what one swap costs, by any round, the accountant has not charged by then."""
+    charged, accountant = np.zeros(setup.rounds), run.algorithm.accountant(attack.learner)
+    for t, count in enumerate(attack.counts.tolist()):
+        charged[t] = accountant.next_loss()
+        accountant.advance(count)
+    spent = run.algorithm.guarantee(attack.learner, attack.counts, attack.replaced).cumulative
+    finite = np.isfinite(spent)
+    return float((spent - np.cumsum(charged))[finite].max(initial=0.0) / max(1.0, spent[finite].max(initial=0.0)))
+
+
+# ---- honest learners -------------------------------------------------------------------------------------------------
+
+
+def placed(setup: Setup, run: Run, attack: Attack, generator: np.random.Generator) -> PlacedData:
+    """Records for all learners: the same ones where the loss is shared, others elsewhere."""
+    own, everybody = attack.own, []
+    for i in range(run.spec.n_learners):
+        if i == attack.learner or shared(run):
+            everybody.append(own)
+        else:
+            rows, labels = records(run, setup.n_features, len(attack.rows), generator)
+            everybody.append(learner_data(rows, labels, attack.counts))
+    return PlacedData(tuple(everybody), attack.rows[:1], attack.labels[:1])
+
+
+def shared(run: Run) -> bool:
+    """Do all learners hold the same records?"""
+    return bool(getattr(run.algorithm, "shared", False))
+
+
+def losses_of(run: Run, transcript: Transcript, attack: Attack) -> tuple[FloatArray, FloatArray]:
+    """`(rounds, replicas)` realised and largest losses: of all learners together where they share the records."""
+    learners: Sequence[int] = range(run.spec.n_learners) if shared(run) else [attack.learner]
+    parts = [replay(run, transcript, i, [attack.own, attack.other]) for i in learners]
+    return sum(part.realised[:, 0] for part in parts), sum(part.largest[:, 0] for part in parts)  # type: ignore[return-value]
