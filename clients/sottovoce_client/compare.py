@@ -22,6 +22,7 @@ from sottovoce.arrays import FloatArray, as_floats
 from sottovoce.errors import SottovoceError, SpecError
 from sottovoce.metrics import Curves, Metrics
 from sottovoce.noise import SeededNoise
+from sottovoce.privacy.guarantee import Guarantee, ThreatModel
 from sottovoce.run import Run
 from sottovoce.simulator import SimulatedRound, simulate
 from sottovoce.spec import DataSpec, RunSpec, load_spec, parse_spec
@@ -64,7 +65,7 @@ class Result:
     Attributes:
         source: its file, or its name in the field.
         algorithm: its name.
-        threat_model: who may listen without the guarantee being void.
+        threat_model: who may listen without the guarantee being void; a dash where it is void for everybody.
         paper: epsilon by the paper's own formula, of the learner with the largest; infinite: nothing is promised.
         event: tight, of one use of one record, likewise.
         record: tight, of the record that is learned first, in all its uses.
@@ -166,7 +167,7 @@ def result_of(source: str, prepared: Prepared, replicas: int, seed: int) -> Resu
     return Result(
         source=source,
         algorithm=run.algorithm.name,
-        threat_model=", ".join(sorted({each.threat_model.value for each in events})),
+        threat_model=_safe_from(events[0]),
         paper=max(float(each.paper[-1]) for each in events),
         event=max(each.epsilon() for each in events),
         record=max(each.epsilon() for each in records),
@@ -175,6 +176,12 @@ def result_of(source: str, prepared: Prepared, replicas: int, seed: int) -> Resu
         rounds_per_s=replicas * run.spec.rounds / clock.seconds,
         curves=metrics.curves,
     )
+
+
+def _safe_from(guarantee: Guarantee) -> str:
+    if math.isfinite(guarantee.epsilon()):
+        return guarantee.threat_model.value
+    return NOTHING if guarantee.output is None else ThreatModel.OUTPUT.value
 
 
 class _Clock:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sottovoce.data import PlacedData, load_dataset, place
+from sottovoce.privacy.lattice import check_lattice
 from sottovoce.run import Run, build_run
 from sottovoce.spec import RunSpec
 
@@ -31,4 +32,6 @@ def prepare(spec: RunSpec, *, data_folder: str | None = None) -> Prepared:
     """
     dataset = load_dataset(spec.data, spec.loss, folder=Path(data_folder) if data_folder else None)
     data = place(spec, dataset)
-    return Prepared(build_run(spec, data.n_features), data)
+    run = build_run(spec, data.n_features)
+    slack = check_lattice(run.algorithm, spec.n_learners, spec.rounds)
+    return Prepared(replace(run, warnings=run.warnings + slack), data)

@@ -78,8 +78,8 @@ def test_the_table_says_what_the_runs_came_to(records: Path, tmp_path: Path) -> 
         row = rows[path.stem]
         assert row[1:3] == ["ldp-dol", "wire"]
         assert row[4] == f"{promise.epsilon():.4g}"
-        assert row[9] == "4"
-        assert " ± " in row[5]
+        assert row[10] == "4"
+        assert " ± " in row[6]
     assert (tmp_path / "compare.md").read_text(encoding="utf-8").strip() in text
 
 

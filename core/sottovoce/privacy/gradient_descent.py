@@ -142,6 +142,11 @@ class DescentAccountant:
         self._parted = np.zeros(1)  # of nobody yet
         self._totals = np.zeros(1)
 
+    @property
+    def together(self) -> bool:
+        """Are replaced records one change? Then every loss is what its message tells about that change."""
+        return self._together
+
     def next_loss(self) -> float:
         spent = float(self._totals.max())
         return math.inf if spent == math.inf else float((self._totals + self._losses()).max()) - spent

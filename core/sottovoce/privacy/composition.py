@@ -1,0 +1,198 @@
+"""What adds up beyond one record in one message: records used again, groups, several learners, and approximate DP.
+
+**Sums.** A learner's messages, given everything said before, have a law of their own; so the likelihood ratio of a whole
+transcript is a product over rounds and learners, and pure losses add up. Replacing k records one after the other passes
+through k - 1 data sets in between: a group of k costs at most the sum of what its records cost alone.
+
+**At a delta.** `(epsilon, delta)` by privacy loss distributions, composed by Google's dp-accounting. Per message one takes
+a pair of laws that dominates every pair of worlds, whatever was said before; such pairs compose under adaptive composition
+(Zhu, Dong & Wang, AISTATS 2022, Theorem 10).
+
+- `laplace`: a vector with independent Laplace noise of scale b on its coordinates, moved by at most s in l1, is dominated
+  by one coordinate moved by s. Move one coordinate at a time, by `s_1 + … + s_n = s`. Each move has the trade-off curve of
+  one Laplace number, `f_k(a) = F(F^-1(1-a) - s_k)`-like, and curves of successive moves chain as group privacy says (Dong,
+  Roth & Su 2022, Theorem 2.14). For a log-concave law, whose best tests are thresholds, the chain of `s_1, …, s_n` is
+  exactly the curve of one move by s. With loss `eps = s/b` of a message this is a Laplace mechanism of scale `1/eps` and
+  sensitivity 1. Noise on a lattice of spacing at most `2^-40 b` is dominated after adding twice that to eps: between its
+  atoms, its curve is a chord of the continuous one.
+- `pure`: any other message of loss eps is dominated by randomised response (Kairouz, Oh & Viswanath 2015).
+
+For that, a message's loss must bound what that very message tells about the record. A meter that charges increments of a
+running maximum over records promises less: `message_losses` then looks at every record.
+"""
+
+from __future__ import annotations
+
+import heapq
+import importlib
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from sottovoce.arrays import FloatArray, IntArray, as_floats
+from sottovoce.data import LearnerData
+from sottovoce.errors import SpecError
+from sottovoce.machine import Algorithm
+from sottovoce.noise import GRID_BITS
+from sottovoce.privacy.admm import AdmmAccountant
+from sottovoce.privacy.dual_averaging import DualAveragingAccountant
+from sottovoce.privacy.ftgl import TreeAccountant
+from sottovoce.privacy.gradient_descent import DescentAccountant
+from sottovoce.privacy.ldp_dol import LdpDolAccountant
+
+Mechanism = Literal["laplace", "pure"]
+
+LAPLACE = (LdpDolAccountant, DualAveragingAccountant, DescentAccountant, TreeAccountant)
+"""Meters of messages with independent Laplace noise on their coordinates; each loss is l1 sensitivity over scale."""
+EVERY_MESSAGE = (LdpDolAccountant, DualAveragingAccountant, AdmmAccountant)
+"""Meters of which every loss bounds what its message tells about any one record: they follow the record that dominates."""
+
+MOST_STEPS = 1_000_000
+"""Rounds that are metered one by one for the sake of single records; beyond, cheaper upper bounds are used."""
+INTERVAL, MOST_POINTS = 1e-4, 500_000
+"""Spacing of a discretised privacy loss, and how many points it may take: above a loss of 50 it is wider."""
+TRUNCATED = 1e-15
+"""Tail mass that a convolution may move to an infinite loss, which is pessimistic."""
+
+
+# ---- records, groups, learners -----------------------------------------------------------------------------------------
+
+
+def plans_of_use(own: LearnerData) -> Counter[tuple[int, ...]]:
+    """In which rounds records are used, one entry for each use, and how many records share such a plan."""
+    rounds = np.repeat(np.arange(own.rounds), np.diff(own.offsets))
+    by_record = np.argsort(own.order, kind="stable")
+    _, first = np.unique(own.order[by_record], return_index=True)
+    return Counter(tuple(uses.tolist()) for uses in np.split(rounds[by_record], first[1:]) if len(uses))
+
+
+def record_losses(algorithm: Algorithm[Any], learner: int, own: LearnerData) -> list[tuple[int, FloatArray]]:
+    """What each record costs in all of its uses: pairs of a number of records, and their losses `(rounds,)` by message.
+
+    A record used once costs at most what an event does. One used n times is metered with all of its uses replaced; where
+    that would take more than `MOST_STEPS` rounds in all, n times an event is an upper bound.
+    """
+    counts, plans = np.diff(own.offsets), plans_of_use(own)
+    event = algorithm.guarantee(learner, counts).per_round
+    exact = sum(len(plan) > 1 for plan in plans) * own.rounds <= MOST_STEPS
+    losses: Counter[int] = Counter()
+    metered = []
+    for plan, records in plans.items():
+        if len(plan) > 1 and exact:
+            replaced = np.bincount(plan, minlength=own.rounds)
+            together = algorithm.guarantee(learner, counts, replaced).per_round
+            metered.append((records, together))
+        else:
+            losses[len(plan)] += records
+    return metered + [(records, scaled(event, uses)) for uses, records in losses.items()]
+
+
+def group_loss(losses: Iterable[tuple[int, FloatArray]], size: int) -> float:
+    """What the dearest group of so many of one learner's records costs: the sum of their own losses, exactly rounded.
+
+    Args:
+        losses: as `record_losses` gives them, or `[(size, event)]` for records that are used once, wherever they are.
+        size: k. Where there are fewer records, all of them.
+    """
+    dearest, left = [], size
+    for epsilon, records in sorted(((math.fsum(each), records) for records, each in losses), reverse=True):
+        dearest += [epsilon] * min(records, left)
+        left -= min(records, left)
+    return math.fsum(dearest)
+
+
+def learners_loss(epsilons: Iterable[float]) -> float:
+    """What replacing something at each of several learners costs together: each learner's messages hide it by themselves."""
+    return math.fsum(epsilons)
+
+
+def scaled(losses: FloatArray, factor: float) -> FloatArray:
+    """Losses of so many records together; what costs nothing stays free."""
+    return as_floats(losses * factor)
+
+
+# ---- approximate DP ----------------------------------------------------------------------------------------------------
+
+
+def mechanism_of(algorithm: Algorithm[Any], learner: int) -> Mechanism:
+    """Which worst case its messages allow: that of Laplace noise, or any mechanism's of this pure loss."""
+    return "laplace" if isinstance(algorithm.accountant(learner), LAPLACE) else "pure"
+
+
+def message_losses(algorithm: Algorithm[Any], learner: int, counts: IntArray | None = None) -> FloatArray | None:
+    """Losses that dominate those of every single record, message by message after sorting: what composition may rest on.
+
+    Where the meter charges increments of a maximum over records, every round's record is metered alone: the k-th entry is
+    the largest k-th largest loss of all of them. Order does not matter to a composition, and more loss never makes it
+    smaller.
+
+    Returns:
+        `(rounds,)`, or None where that would take more than `MOST_STEPS` rounds: the sum of the losses is all there is.
+    """
+    guarantee, accountant = algorithm.guarantee(learner, counts), algorithm.accountant(learner)
+    whole = isinstance(accountant, DescentAccountant) and accountant.together
+    rounds = len(guarantee.per_round)
+    if isinstance(accountant, EVERY_MESSAGE) or whole:
+        return guarantee.per_round
+    coming = np.arange(rounds) if counts is None else np.flatnonzero(counts)
+    if not np.isfinite(guarantee.per_round).all() or len(coming) * rounds > MOST_STEPS:
+        return None
+    single = np.eye(rounds, dtype=np.int64)
+    return envelope([algorithm.guarantee(learner, counts, single[t]).per_round for t in coming])
+
+
+def envelope(losses: Sequence[FloatArray]) -> FloatArray:
+    """`(rounds,)`: each sorted from the largest loss to the smallest, and the largest at every place."""
+    return as_floats(np.max([np.sort(each)[::-1] for each in losses], axis=0))
+
+
+def epsilon_at(delta: float, losses: FloatArray, mechanism: Mechanism) -> float:
+    """Epsilon at which the composed messages are `(epsilon, delta)`-DP; never above the sum of their losses.
+
+    Args:
+        delta: above 0 and below 1.
+        losses: `(rounds,)` pure losses of the messages, each valid whatever was said before.
+        mechanism: what dominates a message; see the module's head.
+
+    Raises:
+        SpecError: delta is out of range, or dp-accounting is missing.
+    """
+    if not 0.0 < delta < 1.0:
+        raise SpecError(f"delta must be above 0 and below 1, got {delta}; at delta 0 the pure epsilon is the answer")
+    charged = losses[losses > 0]
+    pure = math.fsum(losses)
+    if not len(charged) or not math.isfinite(pure):
+        return pure
+    composed = _composed(charged, mechanism, max(INTERVAL, pure / MOST_POINTS))
+    return min(pure, float(composed.get_epsilon_for_delta(delta)))
+
+
+def _composed(losses: FloatArray, mechanism: Mechanism, interval: float) -> Any:
+    """The privacy loss distribution of all messages: equal ones at once, then always the two smallest."""
+    library = _library("privacy_loss_distribution")
+    parameters = _library("common").DifferentialPrivacyParameters
+    heap: list[tuple[float, int, Any]] = []
+    for k, (loss, times) in enumerate(zip(*np.unique(losses, return_counts=True), strict=True)):
+        if mechanism == "laplace":
+            scale = 1.0 / (loss + 2.0 ** (1 - GRID_BITS))
+            one = library.from_laplace_mechanism(scale, value_discretization_interval=interval)
+        else:
+            one = library.from_privacy_parameters(parameters(loss, 0.0), value_discretization_interval=interval)
+        several = one if times == 1 else one.self_compose(int(times), tail_mass_truncation=TRUNCATED)
+        heap.append((float(loss * times), k, several))
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        small, _, one = heapq.heappop(heap)
+        large, k, other = heapq.heappop(heap)
+        heapq.heappush(heap, (small + large, k, one.compose(other, tail_mass_truncation=TRUNCATED)))
+    return heap[0][2]
+
+
+def _library(module: str) -> Any:
+    try:
+        return importlib.import_module(f"dp_accounting.pld.{module}")
+    except ImportError:
+        raise SpecError("epsilon at a delta needs dp-accounting: pip install 'sottovoce[accounting]'") from None
