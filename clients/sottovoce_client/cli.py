@@ -256,6 +256,12 @@ def learner(
     state: Annotated[
         Path, typer.Option(envvar="SOTTOVOCE_STATE", help="Folder for the journal. It must survive restarts.")
     ] = Path("sottovoce-state"),
+    budget: Annotated[
+        float | None,
+        typer.Option(
+            envvar="SOTTOVOCE_BUDGET", help="Epsilon that it may spend in all runs together, by the ledger in --state."
+        ),
+    ] = None,
     join_timeout: Annotated[
         float, typer.Option(envvar="SOTTOVOCE_JOIN_TIMEOUT", help="Seconds to wait for the coordinator at the start.")
     ] = 30.0,
@@ -274,10 +280,23 @@ def learner(
     if len(name) > 1 and not listen.endswith(":0"):
         raise SpecError(f"several learners in one process need --listen HOST:0, got {listen}")
     configs = [
-        LearnerConfig(each, coordinator, listen, advertise, state, join_timeout, recorded_noise, allow_imports)
+        LearnerConfig(each, coordinator, listen, advertise, state, join_timeout, recorded_noise, allow_imports, budget)
         for each in name
     ]
     _serve(lambda: serve(configs, with_stdin=stop_with_stdin), log_level)
+
+
+@app.command(rich_help_panel="Services")
+def ledger(
+    state: Annotated[
+        Path, typer.Option(envvar="SOTTOVOCE_STATE", help="Folder where the learner keeps its journals.")
+    ] = Path("sottovoce-state"),
+    learner: Annotated[str | None, typer.Option(help="Only this one.")] = None,
+) -> None:
+    """What learners have spent in all their runs, on what, and by which guarantee. Reads the state folder; no service needed."""
+    from sottovoce_client.ledger import show_ledger
+
+    show_ledger(state, learner)
 
 
 @app.command(rich_help_panel="Services")

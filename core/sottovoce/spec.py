@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union
 
 import yaml
 from pydantic import (
@@ -481,6 +481,24 @@ PerLearner = float | tuple[float, ...]
 """One number for all learners, or a list with one number each."""
 
 
+def times(value: PerLearner, factors: tuple[float, ...]) -> PerLearner:
+    """Every learner's number times its factor; one number where all are equal.
+
+    Raises:
+        SpecError: a list of another length than `factors`.
+    """
+    values = value if isinstance(value, tuple) else (value,) * len(factors)
+    if len(values) != len(factors):
+        raise SpecError(f"a list must have one number per learner ({len(factors)}), got {len(values)}")
+    products = tuple(each * factor for each, factor in zip(values, factors, strict=True))
+    return products[0] if len(set(products)) == 1 else products
+
+
+def divided(value: PerLearner, factors: tuple[float, ...]) -> PerLearner:
+    """As `times`, divided: for what a loss is, not a noise."""
+    return times(value, tuple(1.0 / factor for factor in factors))
+
+
 class AlgorithmSpec(Section):
     """The parameters of an algorithm. Each has its own class, beside the algorithm: see `sottovoce.algorithms`."""
 
@@ -495,6 +513,17 @@ class AlgorithmSpec(Section):
             CheckFailed: a condition does not hold without which there is no guarantee.
         """
         raise NotImplementedError
+
+    one_noise: ClassVar[bool] = False
+    """Do all learners share one number for their noise?"""
+
+    def noisier(self, factors: tuple[float, ...]) -> AlgorithmSpec:
+        """The same with every learner's noise multiplied: by `factors`, one for each.
+
+        Raises:
+            SpecError: there is no noise, or no way to scale it.
+        """
+        raise SpecError("this algorithm's noise cannot be calibrated")
 
 
 class PrivacySpec(Section):

@@ -11,12 +11,21 @@ class Books:
 
     Args:
         accountant: meters the algorithm.
-        budget: epsilon that must not be exceeded; None for no limit.
+        budget: epsilon that must not be exceeded in this run; None for no limit.
+        own_budget: epsilon that its owner allows in all runs together; None for no limit.
+        elsewhere: epsilon spent in other runs.
     """
 
-    def __init__(self, accountant: Accountant, budget: float | None) -> None:
+    def __init__(
+        self,
+        accountant: Accountant,
+        budget: float | None,
+        *,
+        own_budget: float | None = None,
+        elsewhere: float = 0.0,
+    ) -> None:
         self._accountant = accountant
-        self.budget = budget
+        self.budget, self.own_budget, self.elsewhere = budget, own_budget, elsewhere
         self.spent = 0.0
 
     def price(self, t: int) -> float:
@@ -30,6 +39,11 @@ class Books:
             raise BudgetExhausted(
                 f"saying round {t} would bring the spent epsilon from {self.spent:.6g} to {after:.6g}, "
                 f"above the budget of {self.budget:.6g}"
+            )
+        if self.own_budget is not None and self.elsewhere + after > self.own_budget:
+            raise BudgetExhausted(
+                f"saying round {t} would bring the epsilon spent in all runs from {self.elsewhere + self.spent:.6g} to "
+                f"{self.elsewhere + after:.6g}, above what this learner's owner allows, {self.own_budget:.6g}"
             )
         return after
 

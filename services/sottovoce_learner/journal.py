@@ -33,6 +33,33 @@ class Entry:
     payload: bytes
 
 
+def last_entry(path: Path) -> Entry | None:
+    """The newest whole entry of a journal, of whichever run it is; None where nothing was said yet."""
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    half = len(raw) // 2
+    found = (_parse(raw[:half]), _parse(raw[half:]))
+    return max((entry for entry in found if entry is not None), key=lambda entry: entry.round, default=None)
+
+
+def _header(run: bytes, entry: Entry, checksum: int) -> bytes:
+    return _HEADER.pack(_MAGIC, run, entry.round, entry.spent, len(entry.payload), checksum)
+
+
+def _parse(raw: bytes, run: bytes | None = None) -> Entry | None:
+    """The entry of a slot, if it is whole, and of this run."""
+    if len(raw) < _HEADER.size:
+        return None
+    magic, whose, t, spent, length, checksum = _HEADER.unpack_from(raw)
+    payload = raw[_HEADER.size : _HEADER.size + length]
+    entry = Entry(t, spent, payload)
+    if magic != _MAGIC or run not in (None, whose) or zlib.crc32(_header(whose, entry, 0) + payload) != checksum:
+        return None
+    return entry
+
+
 class Journal:
     """The journal of one learner in one run.
 
@@ -66,8 +93,8 @@ class Journal:
             raise LocalProtocolError(
                 f"a message must have {self._message_size} bytes in every round, got {len(entry.payload)}"
             )
-        body = self._header(entry, 0) + entry.payload
-        header = self._header(entry, zlib.crc32(body))
+        body = _header(self._run, entry, 0) + entry.payload
+        header = _header(self._run, entry, zlib.crc32(body))
         os.pwritev(self._file, (header, entry.payload), (entry.round % 2) * self._slot)
         if self._sync:
             os.fdatasync(self._file)
@@ -81,16 +108,5 @@ class Journal:
         """Close the file; it stays on disk."""
         os.close(self._file)
 
-    def _header(self, entry: Entry, checksum: int) -> bytes:
-        return _HEADER.pack(_MAGIC, self._run, entry.round, entry.spent, len(entry.payload), checksum)
-
     def _read(self, slot: int) -> Entry | None:
-        raw = os.pread(self._file, self._slot, slot * self._slot)
-        if len(raw) < _HEADER.size:
-            return None
-        magic, run, t, spent, length, checksum = _HEADER.unpack_from(raw)
-        payload = raw[_HEADER.size : _HEADER.size + length]
-        entry = Entry(t, spent, payload)
-        if (magic, run) != (_MAGIC, self._run) or zlib.crc32(self._header(entry, 0) + payload) != checksum:
-            return None
-        return entry
+        return _parse(os.pread(self._file, self._slot, slot * self._slot), self._run)

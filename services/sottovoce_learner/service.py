@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import re
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from sottovoce.noise import RecordedNoise, SystemNoise
 from sottovoce.spec import parse_spec
 from sottovoce.transcript import read_noise
 from sottovoce_learner import exchange
+from sottovoce_learner.ledger import Ledger
 from sottovoce_learner.mirror import Mirror
 from sottovoce_learner.session import Assignment, Session
 from sottovoce_rpc.codec import from_tensor
@@ -50,6 +52,7 @@ class LearnerConfig:
         join_timeout_s: how long the coordinator may be unreachable at the start.
         recorded_noise: a file of noise to use in place of the operating system's: for tests, on loopback only.
         allow_imports: whether a run spec may name code to import.
+        budget: epsilon that the owner allows in all runs together, by the ledger in `state_folder`; None: no limit.
     """
 
     name: str
@@ -60,6 +63,7 @@ class LearnerConfig:
     join_timeout_s: float = 30.0
     recorded_noise: Path | None = None
     allow_imports: bool = False
+    budget: float | None = None
 
     def check(self) -> None:
         """Refuse what would not protect anybody, or not be found.
@@ -67,6 +71,8 @@ class LearnerConfig:
         Raises:
             SpecError: recorded noise on an address that others can reach, or no address to give to others.
         """
+        if self.budget is not None and not 0 < self.budget < math.inf:
+            raise SpecError(f"a learner's budget must be a positive number, got {self.budget:g}")
         addresses = [self.listen, *([self.advertise] if self.advertise else [])]
         if self.recorded_noise is not None and not all(map(is_loopback, addresses)):
             raise SpecError(
@@ -194,7 +200,12 @@ class Learner:
         self._mirror = Mirror(told.run_id, told.index, told.mirror_address) if told.mirror_address else None
         copy: Callable[[bytes, list[int]], None] | None = self._mirror.copy if self._mirror else None
         self._session = Session(
-            assignment, self._noise(told.index), self.config.state_folder, copy, private=self._noise_fields is None
+            assignment,
+            self._noise(told.index),
+            self.config.state_folder,
+            copy,
+            private=self._noise_fields is None,
+            own_budget=self.config.budget,
         )
 
     def _noise(self, index: int) -> Noise:
@@ -272,6 +283,9 @@ class Learner:
             "Predict": grpc.stream_stream_rpc_method_handler(
                 self._predict, pb.PredictRequest.FromString, pb.PredictResponse.SerializeToString
             ),
+            "Ledger": grpc.unary_unary_rpc_method_handler(
+                self._ledger, pb.LedgerRequest.FromString, pb.LedgerResponse.SerializeToString
+            ),
             "Status": grpc.unary_unary_rpc_method_handler(
                 self._status, pb.StatusRequest.FromString, pb.StatusResponse.SerializeToString
             ),
@@ -312,6 +326,15 @@ class Learner:
                 raise NotReady("predictions depend on private data; this run did not opt in (telemetry.predict)")
             async for request in requests:
                 yield session.predict(from_tensor(request.features))
+
+    async def _ledger(self, request: learner_pb2.LedgerRequest, context: Context) -> learner_pb2.LedgerResponse:
+        async with answering(context):
+            lines = Ledger(self.config.state_folder).lines(self.config.name)
+            return learner_pb2.LedgerResponse(
+                lines=[learner_pb2.LedgerLine(algorithm=line.algorithm, **asdict(line)) for line in lines],
+                own_budget=self.config.budget,
+            )
+        raise AssertionError("answering() ends the call")
 
     async def _status(self, request: learner_pb2.StatusRequest, context: Context) -> learner_pb2.StatusResponse:
         if self._session is None:

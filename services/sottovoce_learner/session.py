@@ -26,6 +26,7 @@ from sottovoce_learner.books import Books
 from sottovoce_learner.inbox import Inbox
 from sottovoce_learner.intake import Intake
 from sottovoce_learner.journal import Entry, Journal
+from sottovoce_learner.ledger import Ledger, Line
 from sottovoce_learner.links import Link
 from sottovoce_learner.plan import Plan
 from sottovoce_rpc.codec import encode_round, to_tensor
@@ -62,11 +63,13 @@ class Session:
     Args:
         assignment: what to do.
         noise: where noise comes from.
-        journal_folder: where the journal stands.
+        journal_folder: where journals and the ledger stand.
         mirror: is given every frame that was sent and who heard it, where the run is mirrored.
         private: False when the noise is not the operating system's.
+        own_budget: epsilon that the learner's owner allows in all runs together; None: no limit.
 
     Raises:
+        DataError: the ledger cannot be read.
         NotReady: the journal says that this learner has spoken in this run before.
     """
 
@@ -78,6 +81,7 @@ class Session:
         mirror: Callable[[bytes, list[int]], None] | None = None,
         *,
         private: bool = True,
+        own_budget: float | None = None,
     ) -> None:
         self.assignment, self._noise, self._mirror = assignment, noise, mirror
         spec, index = assignment.spec, assignment.index
@@ -85,9 +89,15 @@ class Session:
         self.algorithm, self.loss = run.algorithm, run.loss
         self.shapes = self.algorithm.field_shapes()
         self._state = self.algorithm.start(Who(index))
-        self._books = Books(self.algorithm.accountant(index), _budget(spec, index))
+        name, ledger = spec.names[index], Ledger(journal_folder)
+        self._books = Books(
+            self.algorithm.accountant(index),
+            _budget(spec, index),
+            own_budget=own_budget,
+            elsewhere=ledger.spent(name, but=assignment.run_id),
+        )
         self._journal = Journal(
-            journal_folder / f"{assignment.run_id}-{spec.names[index]}.journal",
+            ledger.open_run(Line(name, assignment.run_id, index, assignment.n_features, spec.model_dump_json())),
             assignment.run_id,
             len(encode_round(0, index, _blank(self.shapes))),
             spec.durability,
@@ -106,10 +116,12 @@ class Session:
         self.changed = asyncio.Event()
         """Set when there is something to report."""
         self.status = learner_pb2.LearnerStatus(
-            learner=spec.names[index],
+            learner=name,
             run_id=assignment.run_id,
             state=learner_pb2.LEARNER_STATE_CONNECTING,
             epsilon_budget=self._books.budget,
+            epsilon_elsewhere=self._books.elsewhere,
+            epsilon_own_budget=own_budget,
             noise_is_not_private=not private,
         )
 

@@ -245,7 +245,8 @@ def test_message_0_is_zero_and_knows_no_data() -> None:
 
 
 def test_noisy_blocks_lie_on_the_lattice() -> None:
-    run = assemble(sigma=0.3, rounds=6)
+    """Before the first mix, that is: what was heard is public, and added as it is."""
+    run = assemble(sigma=0.3, rounds=2)
     spacing = 2.0 ** (math.floor(math.log2(0.3)) - 40)
     for step in rounds_of(run, shared(run), SeededNoise(8)):
         own = step.message["h"][:, 0][blocks(7, 3)]
@@ -449,7 +450,7 @@ def test_noised_decisions_are_functions_of_messages_and_clean_ones_are_not() -> 
         run = assemble(primal=primal, rounds=2)
         state = run.algorithm.start(Who((0, 0), 1))
         said = Message({"h": np.full((1, 1, 7), 0.3)})
-        state = replace(state, t=1, dual=np.array([[[0.3] * 7], [[0.1, *[0.3] * 6]]]))
+        state = replace(state, t=1, fresh=np.array([[[0.3] * 7], [[0.1, *[0.3] * 6]]]))
         heard, density = run.algorithm.overheard(state, said)
         decided = run.algorithm.decision(heard)
         assert (decided[0] == decided[1]).all() == equal

@@ -1,11 +1,20 @@
-"""Noise: the law, the lattice, and what a recording may be asked for."""
+"""Noise: the law of every sampler, the lattice, and what a key, a seed and a recording may be asked for.
+
+Statistical tests have fixed seeds. OpenDP takes no seed, so its tests, skipped where it is not installed, may fail by chance:
+with the probability that each of them states.
+"""
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import importlib
+import importlib.util
 import math
+import sys
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,9 +22,24 @@ from scipy import stats
 
 from sottovoce.arrays import FloatArray
 from sottovoce.errors import SpecError
-from sottovoce.noise import NoNoise, RecordedNoise, Recorder, SeededNoise, SystemNoise, grid, on_grid
+from sottovoce.machine import Noise
+from sottovoce.noise import (
+    KeyedNoise,
+    NoNoise,
+    OpenDpNoise,
+    RecordedNoise,
+    Recorder,
+    SeededNoise,
+    SystemNoise,
+    grid,
+    on_grid,
+)
 
 DRAWS = 200_000
+needs_opendp = pytest.mark.skipif(
+    importlib.util.find_spec("opendp") is None, reason="OpenDP is not installed (extra: opendp)"
+)
+SAMPLERS = ["bitwise", "keyed", "seeded", pytest.param("opendp", marks=needs_opendp)]
 
 
 class Entropy:
@@ -33,8 +57,162 @@ COARSE = 0.125
 """A spacing that leaves single points to count: 8 a scale of 1."""
 
 
-def drawn(source: SystemNoise | SeededNoise, scale: float, count: int = DRAWS, spacing: float = 0.0) -> FloatArray:
+def source_of(sampler: str) -> Noise:
+    """The source of that name, seeded where it takes a seed."""
+    match sampler:
+        case "bitwise":
+            return SystemNoise(Entropy(20))
+        case "keyed":
+            return KeyedNoise("hush", "run", 0)
+        case "seeded":
+            return SeededNoise(21)
+    return OpenDpNoise()
+
+
+@functools.cache
+def laplace_of(sampler: str) -> FloatArray:
+    """Numbers of scale 1 on its own lattice: 200,000, fewer from OpenDP, which takes ten microseconds for each."""
+    return drawn(source_of(sampler), 1.0, 50_000 if sampler == "opendp" else DRAWS)
+
+
+@functools.cache
+def gaussian_of(sampler: str) -> FloatArray:
+    """The same of standard deviation 1."""
+    count = 30_000 if sampler == "opendp" else DRAWS
+    return source_of(sampler).gaussian("y", 0, 1.0, grid(1.0), (count,))
+
+
+def lattice_points(values: FloatArray) -> npt.NDArray[np.int64]:
+    """What multiples of the spacing for scale 1 they are."""
+    points = values / grid(1.0)
+    assert (points == np.rint(points)).all()
+    return points.astype(np.int64)
+
+
+def drawn(source: Noise, scale: float, count: int = DRAWS, spacing: float = 0.0) -> FloatArray:
     return source.laplace("y", 0, scale, spacing or grid(scale), (count,))
+
+
+# ---- every sampler ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_laplace_has_its_law(sampler: str) -> None:
+    """Kolmogorov-Smirnov against the continuous law, 2^-40 away. Failure probability 1e-9."""
+    assert stats.kstest(laplace_of(sampler), "laplace").pvalue > 1e-9
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_laplace_has_the_moments_and_tails_of_its_law(sampler: str) -> None:
+    """`E x = 0`, `E |x| = 1`, `E x^2 = 2`, and both tails: six standard deviations each, so below 1e-6 together.
+
+    `E x^2k = (2k)!` gives the variances. Tails are counts; the smallest, of 62 expected, is skewed: 5e-8.
+    """
+    x = laplace_of(sampler)
+    assert abs(x.mean()) < 6 * math.sqrt(2 / x.size)
+    assert abs(np.abs(x).mean() - 1) < 6 * math.sqrt(1 / x.size)
+    assert abs((x**2).mean() - 2) < 6 * math.sqrt((24 - 4) / x.size)
+    for edge in (1.0, 3.0, 6.0):
+        expected = x.size * math.exp(-edge) / 2
+        for tail in (x > edge, x < -edge):
+            assert abs(int(tail.sum()) - expected) < 6 * math.sqrt(expected)
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_signs_are_fair_and_follow_nothing(sampler: str) -> None:
+    """A binomial test, and rank correlations with the magnitude and of neighbouring draws: 3e-9 together."""
+    x = laplace_of(sampler)
+    assert stats.binomtest(int((x > 0).sum()), int(np.count_nonzero(x))).pvalue > 1e-9
+    assert stats.spearmanr(np.sign(x), np.abs(x)).pvalue > 1e-9
+    assert stats.spearmanr(x[:-1], x[1:]).pvalue > 1e-9
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_low_bits_are_uniform_and_know_nothing_of_the_rest(sampler: str) -> None:
+    """The last 8 bits: uniform; independent of the next draw's, of the 8 bits above, of sign and size. 4e-9 together."""
+    points = lattice_points(laplace_of(sampler))
+    last = points & 255
+    coarse = np.digitize(laplace_of(sampler), [-1.0, 0.0, 1.0])
+
+    assert stats.chisquare(np.bincount(last, minlength=256)).pvalue > 1e-9
+    assert independent(last[:-1] & 15, last[1:] & 15) > 1e-9
+    assert independent(last >> 4, points >> 8 & 15) > 1e-9
+    assert independent(last & 15, coarse) > 1e-9
+
+
+def independent(rows: npt.NDArray[np.int64], columns: npt.NDArray[np.int64]) -> float:
+    """p-value of chi-square for independence."""
+    table = np.zeros((rows.max() + 1, columns.max() + 1))
+    np.add.at(table, (rows, columns), 1.0)
+    return float(stats.chi2_contingency(table).pvalue)
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_gaussian_has_its_law_and_lies_on_the_lattice(sampler: str) -> None:
+    """Kolmogorov-Smirnov, the last 8 bits, and the fourth moment (variance 96) to six deviations: 4e-9 together."""
+    x = gaussian_of(sampler)
+    assert stats.kstest(x, "norm").pvalue > 1e-9
+    assert stats.chisquare(np.bincount(lattice_points(x) & 255, minlength=256)).pvalue > 1e-9
+    assert abs((x**4).mean() - 3) < 6 * math.sqrt(96 / x.size)
+
+
+@pytest.mark.parametrize("sampler", ["bitwise", "keyed", "seeded"])
+@pytest.mark.parametrize("dim", [3, 4])
+def test_spherical_noise_has_a_gamma_norm_and_any_direction(sampler: str, dim: int) -> None:
+    """The norm is Gamma(dim) over the rate. A direction's coordinate c has `(c+1)/2 ~ Beta((dim-1)/2, (dim-1)/2)`.
+
+    Kolmogorov-Smirnov for both, and rank correlation of the two: failure probability 6e-9 at most, fixed seeds.
+    """
+    vectors = source_of(sampler).spherical("y", 0, 2.0, (40_000, dim))
+    norms = np.linalg.norm(vectors, axis=-1)
+
+    assert stats.kstest(norms, "gamma", (dim, 0, 0.5)).pvalue > 1e-9
+    for axis in range(dim):
+        cosine = vectors[:, axis] / norms
+        assert stats.kstest((cosine + 1) / 2, "beta", ((dim - 1) / 2, (dim - 1) / 2)).pvalue > 1e-9
+    assert stats.spearmanr(norms, vectors[:, 0] / norms).pvalue > 1e-9
+
+
+# ---- ours beside OpenDP's --------------------------------------------------------------------------------------------
+
+
+@needs_opendp
+def test_bitwise_and_opendp_draw_the_same_laplace() -> None:
+    """Two-sample Kolmogorov-Smirnov at full resolution. Failure probability 1e-9."""
+    assert stats.ks_2samp(laplace_of("bitwise"), laplace_of("opendp")).pvalue > 1e-9
+
+
+@needs_opendp
+def test_bitwise_and_opendp_draw_the_same_gaussian() -> None:
+    """Two-sample Kolmogorov-Smirnov at full resolution. Failure probability 1e-9."""
+    assert stats.ks_2samp(gaussian_of("bitwise"), gaussian_of("opendp")).pvalue > 1e-9
+
+
+@needs_opendp
+@pytest.mark.parametrize("scale", [1.37, 0.3])
+@pytest.mark.parametrize("law", ["laplace", "gaussian"])
+def test_bitwise_and_opendp_agree_point_by_point(law: str, scale: float) -> None:
+    """Chi-square of two samples over single lattice points, 8 a unit. Failure probability 1e-9."""
+    edge = math.ceil(3 * scale / COARSE)
+    counts = []
+    for source, count in ((SystemNoise(Entropy(22)), DRAWS), (OpenDpNoise(), 10_000)):
+        values = getattr(source, law)("y", 0, scale, COARSE, (count,))
+        points = np.clip(np.rint(values / COARSE).astype(int), -edge, edge) + edge
+        counts.append(np.bincount(points, minlength=2 * edge + 1))
+    assert stats.chi2_contingency(np.array(counts)).pvalue > 1e-9
+
+
+@needs_opendp
+def test_opendp_is_for_one_learner_and_keeps_the_shape() -> None:
+    assert OpenDpNoise().laplace("y", 0, 1.0, grid(1.0), (2, 3)).shape == (2, 3)
+    with pytest.raises(TypeError, match="scale must be one number"):
+        OpenDpNoise().gaussian("y", 0, np.ones(2), np.ones(2), (2, 3))
+
+
+def test_opendp_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "opendp.prelude", None)
+    with pytest.raises(SpecError, match=r"pip install 'sottovoce\[opendp\]'"):
+        OpenDpNoise()
 
 
 # ---- the operating system's noise ------------------------------------------------------------------------------------
@@ -88,19 +266,22 @@ def test_system_noise_is_laplace_at_full_resolution(scale: float) -> None:
     assert stats.kstest(drawn(SystemNoise(Entropy(3)), scale), "laplace", (0, scale)).pvalue > 1e-6
 
 
-def test_low_bits_of_system_noise_are_uniform() -> None:
-    """The last 8 bits of the lattice point, chi-square. Failure probability 1e-6, fixed seed."""
-    last = np.rint(np.abs(drawn(SystemNoise(Entropy(4)), 1.0)) / float(grid(1.0))).astype(np.int64) & 255
-    assert stats.chisquare(np.bincount(last, minlength=256)).pvalue > 1e-6
-
-
-def test_draws_do_not_repeat_and_signs_do_not_follow_magnitudes() -> None:
-    """Rank correlation of neighbouring draws and of sign with magnitude. Failure probability 2e-6 together, fixed seed."""
+def test_draws_do_not_repeat() -> None:
     values = drawn(SystemNoise(Entropy(5)), 1.0)
-
     assert len(np.unique(values)) > DRAWS - 5  # ties: about DRAWS^2 / 2^43, so 0.005 expected
-    assert stats.spearmanr(values[:-1], values[1:]).pvalue > 1e-6
-    assert stats.spearmanr(np.sign(values), np.abs(values)).pvalue > 1e-6
+
+
+@pytest.mark.parametrize("scale", [1.0, 1.37, 0.3])
+def test_system_noise_has_the_discrete_gaussian_law(scale: float) -> None:
+    """Chi-square over single lattice points. A right sampler fails with probability 1e-6; the seed is fixed."""
+    values = SystemNoise(Entropy(12)).gaussian("y", 0, scale, COARSE, (DRAWS,))
+    edge = math.ceil(3 * scale / COARSE)
+    observed = np.bincount(np.clip(np.rint(values / COARSE).astype(int), -edge, edge) + edge, minlength=2 * edge + 1)
+    mass = np.exp(-0.5 * (np.arange(-20 * edge, 20 * edge + 1) * COARSE / scale) ** 2)
+    mass /= mass.sum()
+    expected = mass[19 * edge : 21 * edge + 1].copy()
+    expected[[0, -1]] = mass[: 19 * edge + 1].sum()  # both tails
+    assert stats.chisquare(observed, DRAWS * expected).pvalue > 1e-6
 
 
 @pytest.mark.parametrize(("rest", "below"), [(b"\x00", True), (b"\xff", False)])
@@ -108,6 +289,19 @@ def test_a_tie_in_sixteen_bits_is_settled_by_the_rest(rest: bytes, below: bool) 
     chance = np.array([0.3, 0.49, 1e-3, 0.999])
     leading = np.floor(chance * 2**16).astype(np.uint16)
     assert SystemNoise(lambda count: rest * count)._below(leading, chance).tolist() == [below] * 4
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 0.75, 0.999])
+@pytest.mark.parametrize("coin", [0, 65_503, 65_504, 65_505, 65_506, 65_512, 65_528, 65_535])
+def test_low_bits_are_accepted_with_their_probability(coin: int, share: float) -> None:
+    """One number from chosen bytes, of which 29 bits are low. No sample of a size to draw here would show a mistake."""
+    rate, low = 1.9 * 2.0**-41, int(share * 2**29)
+    words = np.zeros(22, np.uint16)
+    words[0], words[2:4] = coin, np.array([low << 3], np.uint32).view(np.uint16)
+    drawn, rejected = SystemNoise(lambda count: words.tobytes() if count == 44 else bytes(count))._attempt(1, rate)
+
+    assert drawn[0] % 2**29 == low
+    assert bool(rejected.size) == (coin / 2**16 >= math.exp(-rate * low))
 
 
 @given(st.floats(1e-6, 1e6), st.integers(0, 2**32))
@@ -133,6 +327,45 @@ def test_system_noise_is_for_one_learner() -> None:
 def test_system_noise_refuses_a_lattice_that_it_is_too_fine_for() -> None:
     with pytest.raises(ValueError, match=r"scale must be at most 2\^43 times grid, got 1.1259e\+15 times"):
         SystemNoise(Entropy(0)).laplace("y", 0, 1.0, 2.0**-50, (1,))
+
+
+# ---- the keyed source ------------------------------------------------------------------------------------------------
+
+
+def test_keyed_noise_of_a_round_depends_on_no_earlier_draw() -> None:
+    source = KeyedNoise("hush", "run", 3)
+    straight = [drawn_at(source, t) for t in range(3)]
+    assert (drawn_at(KeyedNoise("hush", "run", 3), 2) == straight[2]).all()
+    assert (drawn_at(source, 0) == straight[0]).all()
+
+
+@pytest.mark.parametrize(
+    ("other", "name", "t"),
+    [
+        (KeyedNoise("hush!", "run", 3), "y", 1),
+        (KeyedNoise("hush", "run2", 3), "y", 1),
+        (KeyedNoise("hush", "run", 31), "y", 1),
+        (KeyedNoise("hus", "hrun", 3), "y", 1),
+        (KeyedNoise("hush', 'run", "run", 3), "y", 1),
+        (KeyedNoise("hush", "run", 3), "z", 1),
+        (KeyedNoise("hush", "run", 3), "y", 11),
+    ],
+)
+def test_keyed_noise_differs_with_all_that_it_is_keyed_with(other: KeyedNoise, name: str, t: int) -> None:
+    assert not (drawn_at(other, t, name) == drawn_at(KeyedNoise("hush", "run", 3), 1)).any()
+
+
+def test_keyed_noise_stays_what_it_is() -> None:
+    """A version that draws anything else breaks who relies on it: three numbers, as whole multiples of the spacing."""
+    assert lattice_points(drawn_at(KeyedNoise("hush", "run", 3), 1)[:3]).tolist() == [
+        -213374010738,
+        -628902032352,
+        -65898364472,
+    ]
+
+
+def drawn_at(source: KeyedNoise, t: int, name: str = "y") -> FloatArray:
+    return source.laplace(name, t, 1.0, grid(1.0), (50,))
 
 
 # ---- other sources ---------------------------------------------------------------------------------------------------

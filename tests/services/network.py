@@ -35,6 +35,7 @@ class Network:
         coordinator, eavesdropper: addresses.
         learners: by name.
         addresses: of the learners, by name.
+        budget: what the owners of learners that join from now on allow.
     """
 
     folder: Path
@@ -42,6 +43,7 @@ class Network:
     eavesdropper: str
     learners: dict[str, Learner] = field(default_factory=dict)
     addresses: dict[str, str] = field(default_factory=dict)
+    budget: float | None = None
     coordinating: Coordinator | None = None
     eavesdropping: Eavesdropper | None = None
     _following: dict[str, asyncio.Task[None]] = field(default_factory=dict)
@@ -50,7 +52,9 @@ class Network:
         """Start a learner and let it follow the coordinator."""
         state = self.folder / "journals"
         learner = Learner(
-            LearnerConfig(name, self.coordinator, state_folder=state, recorded_noise=noise, allow_imports=True)
+            LearnerConfig(
+                name, self.coordinator, state_folder=state, recorded_noise=noise, allow_imports=True, budget=self.budget
+            )
         )
         self.addresses[name] = await learner.start()
         self.learners[name] = learner

@@ -25,8 +25,8 @@ from sottovoce_learner import service as learner_service
 from sottovoce_learner.journal import Entry, Journal
 from sottovoce_learner.service import Learner
 from sottovoce_rpc.codec import decode_round
-from sottovoce_rpc.server import listen_on
-from sottovoce_wire.v1 import learner_pb2
+from sottovoce_rpc.server import channel, listen_on
+from sottovoce_wire.v1 import learner_pb2, learner_pb2_grpc
 from tests.examples import made_up, small_spec
 from tests.learner.test_links import Stream
 from tests.services.network import network
@@ -429,3 +429,27 @@ async def test_a_message_is_journaled_and_charged_before_it_is_sent(
     )
     spent = build_run(spec, 3).algorithm.guarantee(2).cumulative
     assert outcome.statuses[2].epsilon_spent == pytest.approx(spent[8])
+
+
+# ---- what was spent --------------------------------------------------------------------------------------------------
+
+
+async def test_a_learner_can_be_asked_what_it_has_spent(tmp_path: Path) -> None:
+    """In all runs, also after it was restarted; and its owner's budget, which no run's spec can raise, stops it."""
+    spec = spec_of()
+    async with network(tmp_path, NAMES) as up:
+        first, second = [await up.run(spec, made_up(spec)) for _ in range(2)]
+        await up.leave("ann")
+        up.budget = 2.5 * first.statuses[0].epsilon_spent
+        await up.join("ann")
+        third = await up.run(spec, made_up(spec))
+        async with channel(up.addresses["ann"]) as to:
+            ledger = await learner_pb2_grpc.LearnerStub(to).Ledger(learner_pb2.LedgerRequest())
+    spent = [outcome.statuses[0].epsilon_spent for outcome in (first, second, third)]
+
+    assert (first.state, second.state, third.state) == ("finished", "finished", "stopped")
+    assert "in all runs" in third.detail
+    assert sorted(line.spent for line in ledger.lines) == sorted(spent)
+    assert {(line.learner, line.algorithm, line.index) for line in ledger.lines} == {("ann", "ldp-dol", 0)}
+    assert sum(spent) <= ledger.own_budget == up.budget
+    assert third.statuses[0].epsilon_elsewhere == pytest.approx(2 * spent[0])

@@ -24,8 +24,9 @@ from typing import Literal
 import numpy as np
 
 from sottovoce.algorithms.admm_checks import admm_findings, check_admm
-from sottovoce.algorithms.admm_local import LocalProblem, norm
+from sottovoce.algorithms.admm_local import ROUNDING, LocalProblem, cut, norm
 from sottovoce.arrays import FloatArray, IntArray, Scalars
+from sottovoce.errors import SpecError
 from sottovoce.history import RecordHistory
 from sottovoce.losses import MarginLoss
 from sottovoce.machine import Batch, Heard, Message, Noise, Who
@@ -45,7 +46,7 @@ from sottovoce.privacy.admm import (
 )
 from sottovoce.privacy.guarantee import Guarantee
 from sottovoce.setting import Finding, Setting
-from sottovoce.spec import AlgorithmSpec, PerLearner
+from sottovoce.spec import AlgorithmSpec, PerLearner, divided
 
 ENFORCED_BY = {
     "lipschitz": "the loss, on rows scaled to feature_bound",
@@ -73,6 +74,9 @@ class AdmmSpec(AlgorithmSpec):
     def build(self, setting: Setting) -> tuple[Admm, tuple[Finding, ...]]:
         return _build(self, setting, Unperturbed())
 
+    def noisier(self, factors: tuple[float, ...]) -> AdmmSpec:
+        raise SpecError("admm has no noise; take dvp or pvp")
+
 
 class DvpSpec(AdmmSpec):
     """ADMM with dual variable perturbation (Zhang & Zhu 2017, Algorithm 2)."""
@@ -89,6 +93,9 @@ class DvpSpec(AdmmSpec):
     def build(self, setting: Setting) -> tuple[Admm, tuple[Finding, ...]]:
         objective = Objective(self.rule, self.jacobian, self.scale)
         return _build(self, setting, objective, self.alpha, self.alpha, self.output_noise)
+
+    def noisier(self, factors: tuple[float, ...]) -> DvpSpec:
+        return self.model_copy(update={"alpha": divided(self.alpha, factors)})
 
 
 class PvpSpec(AdmmSpec):
@@ -111,6 +118,10 @@ class PvpSpec(AdmmSpec):
         final = self.alpha if self.final_alpha is None else self.final_alpha
         output_noise = self.output_noise if self.final == "dvp" else 0.0
         return _build(self, setting, calibration, self.alpha, final, output_noise)
+
+    def noisier(self, factors: tuple[float, ...]) -> PvpSpec:
+        final = None if self.final_alpha is None else divided(self.final_alpha, factors)
+        return self.model_copy(update={"alpha": divided(self.alpha, factors), "final_alpha": final})
 
 
 def _build(
@@ -273,13 +284,17 @@ class Admm:
         node, count = state.node, state.count
         step = self.calibration.step(node, count, state.sensitivity, last=state.t == self.rounds - 1)
         own = state.said + step.carried * (state.primal - state.said)
+        linear = 2.0 * state.dual - node.penalty * (node.degree * own + state.around)
+        stiffness = node.stiffness + step.extra_ridge
+        if step.perturbed != "nothing":
+            linear = cut(linear, longest(node, stiffness))
         problem = LocalProblem(
             loss=self.loss,
             records=state.history.records or Batch.empty(self.dim),
             weight=node.weight(count),
-            smoothness=node.loss_weight * node.curvature + node.stiffness + step.extra_ridge,
-            stiffness=node.stiffness + step.extra_ridge,
-            linear=2.0 * state.dual - node.penalty * (node.degree * own + state.around),
+            smoothness=node.loss_weight * node.curvature + stiffness,
+            stiffness=stiffness,
+            linear=linear,
             tolerance=node.tolerance,
         )
         return step, problem
@@ -291,6 +306,17 @@ class Admm:
         if not objective and not (isinstance(self.calibration, Minimiser) and self.calibration.last):
             return {name: text for name, text in ENFORCED_BY.items() if name != "curvature"}
         return ENFORCED_BY | (HIDDEN if node.output_noise else EXACT)
+
+
+def longest(node: Node, stiffness: Scalars) -> Scalars:
+    """The norm of `linear` up to which float64 resolves the tolerance.
+
+    A minimiser of norm F has `stiffness F <= linear + C ell`, and the terms of its gradient sum to at most
+    `C (ell + c F) + stiffness F + linear`. The guarantee rests on the tolerance, and a neighbour may say what it likes.
+    """
+    pull = node.loss_weight * node.lipschitz
+    share = 2.0 + node.loss_weight * node.curvature / stiffness
+    return np.maximum(node.tolerance / ROUNDING / share - pull, 0.0)[()]
 
 
 def _records(batch: Batch) -> Scalars:

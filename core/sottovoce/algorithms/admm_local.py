@@ -123,6 +123,11 @@ def norm(vectors: FloatArray) -> FloatArray:
     return norms
 
 
+def cut(vectors: FloatArray, longest: Scalars) -> FloatArray:
+    """Vectors `(..., dim)` shortened to a norm of at most `longest`: the nearest such, so no two get farther apart."""
+    return vectors * (longest / np.maximum(norm(vectors), np.maximum(longest, np.finfo(float).tiny)))
+
+
 def along(vectors: FloatArray, others: FloatArray) -> FloatArray:
     """Inner products `(..., 1)` along the last axis."""
     products: FloatArray = np.vecdot(vectors, others)[..., None]

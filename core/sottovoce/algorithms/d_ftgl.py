@@ -21,6 +21,7 @@ from sottovoce.algorithms.ftgl_checks import problem_of
 from sottovoce.algorithms.gossip import Gossip, Lazy, gossip_of
 from sottovoce.arrays import FloatArray, IntArray
 from sottovoce.decision_sets import DecisionSet
+from sottovoce.errors import SpecError
 from sottovoce.losses import Loss, mean_gradient
 from sottovoce.machine import Batch, Heard, Message, Noise, Who
 from sottovoce.mechanisms import certain_density
@@ -48,6 +49,9 @@ class DFtglSpec(AlgorithmSpec):
         algorithm = DFtgl(setting.dim, setting.rounds, gossip, h, setting.loss, setting.decision_set)
         text = "d-ftgl says sums of gradients without noise: on the wire epsilon is infinite; for privacy take pd-ftgl"
         return algorithm, (Finding("WIRE_EXPOSED", text),)
+
+    def noisier(self, factors: tuple[float, ...]) -> DFtglSpec:
+        raise SpecError("d-ftgl has no noise; take pd-ftgl")
 
 
 @dataclass(frozen=True, slots=True)

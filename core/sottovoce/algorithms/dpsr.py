@@ -27,6 +27,7 @@ from sottovoce.algorithms.gradient_descent_specs import (
     Step,
     checked,
     descent,
+    louder,
     noises,
 )
 from sottovoce.arrays import FloatArray, IntArray
@@ -59,6 +60,9 @@ class DpsrSpec(AlgorithmSpec):
             text = "the weights change from round to round: rescaling by e corrects those of a fixed network only"
             findings = (*findings, Finding("NETWORK_FIXED", text))
         return Dpsr(rescaled, plain.step, setting.n_learners), findings
+
+    def noisier(self, factors: tuple[float, ...]) -> DpsrSpec:
+        return self.model_copy(update={"noise": louder(self.noise, factors)})
 
 
 def own_shares(setting: Setting) -> FloatArray:

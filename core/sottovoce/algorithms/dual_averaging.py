@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +36,7 @@ from sottovoce.algorithms.dual_averaging_checks import (
 )
 from sottovoce.arrays import FloatArray, IntArray
 from sottovoce.decision_sets import Box, DecisionSet
+from sottovoce.errors import SpecError
 from sottovoce.losses import Loss, mean_gradient
 from sottovoce.machine import Batch, Heard, Message, Noise, Who
 from sottovoce.mechanisms import laplace_density, say_laplace
@@ -75,6 +76,15 @@ class _DualAveragingSpec(AlgorithmSpec):
     """The loss of a round: mean or sum over its records (the paper's experiments: sum)."""
     primal: Literal["noised", "clean"] = "noised"
     """Decisions from what is said, or from the clean dual vector (the paper)."""
+
+    one_noise: ClassVar[bool] = True
+
+    def noisier(self, factors: tuple[float, ...]) -> _DualAveragingSpec:
+        if self.sigma == 0 or len(set(factors)) > 1:
+            raise SpecError("algorithm.sigma must be above 0, and one number for all learners, to be scaled")
+        if self.epsilon is not None:
+            return self.model_copy(update={"epsilon": self.epsilon / factors[0]})
+        return self.model_copy(update={"sigma": (1.0 if self.sigma is None else self.sigma) * factors[0]})
 
     def _build(
         self, setting: Setting, name: str, owned: Mask, noisy: Mask, shared: bool, kind: Stochastic, allow_rows: bool
@@ -194,16 +204,26 @@ def push_weights(network: Network, rounds: int) -> FloatArray:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """z_t and w_t; and what was last said and decided."""
+    """z_t in two parts, and w_t; and what was last said and decided.
+
+    The mix of messages, `known`, is public. Only the newest gradient, k u, is not, and only that part is rounded to the noise's
+    lattice: a neighbour that says huge numbers must not make float64 round the private part as coarsely.
+    """
 
     who: Who
     t: int
-    dual: FloatArray
+    known: FloatArray
+    fresh: FloatArray
     push_weight: FloatArray
     said: FloatArray
     decision: FloatArray
     owned: Mask
     noisy: Mask
+
+    @property
+    def dual(self) -> FloatArray:
+        """z_t."""
+        return self.known + self.fresh
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -247,17 +267,18 @@ class DualAveraging:
         first = self.decision_set.project(origin)
         noisy = self.noisy & (self.sigma > 0)
         ones = np.ones((*who.lead, 1))
-        return State(who, 0, origin, ones, origin, first, _rows(self.owned, who), _rows(noisy, who))
+        return State(who, 0, origin, origin, ones, origin, first, _rows(self.owned, who), _rows(noisy, who))
 
     def speak(self, state: State, noise: Noise) -> tuple[State, Message]:
-        drawn = say_laplace(noise, "h", state.t, state.dual, self.sigma)
-        said = np.where(_perturbed(state), drawn, state.dual)
+        drawn = say_laplace(noise, "h", state.t, state.fresh, self.sigma)
+        said = state.known + np.where(_perturbed(state), drawn, state.fresh)
         return self._decide(state, said), Message({"h": said, "w": state.push_weight} if self.push else {"h": said})
 
     def listen(self, state: State, heard: Heard, batch: Batch) -> State:
-        own = heard.own_weight
-        dual = heard.weighted_sum("h") + own * state.said + self.factor * self._block_gradient(state, batch)
-        return replace(state, t=state.t + 1, dual=dual, push_weight=self._next_weight(state, heard))
+        known = heard.weighted_sum("h") + heard.own_weight * state.said
+        fresh = self.factor * self._block_gradient(state, batch)
+        weight = self._next_weight(state, heard)
+        return replace(state, t=state.t + 1, known=known, fresh=fresh, push_weight=weight)
 
     def _next_weight(self, state: State, heard: Heard) -> FloatArray:
         """w_{t+1}, at least what follows from the network: a neighbour that lies about w must not make decisions move more."""
@@ -272,15 +293,15 @@ class DualAveraging:
         return state.decision
 
     def overheard(self, state: State, message: Message) -> tuple[State, FloatArray]:
-        said = message["h"]
-        alone = laplace_density(said[..., None], state.dual[..., None], self.sigma)
-        largest = np.abs(state.dual).max(axis=-1, keepdims=True)
-        same = np.abs(said - state.dual) <= SAME * (largest + self.sigma)
+        said, dual = message["h"], state.dual
+        alone = laplace_density((said - state.known)[..., None], state.fresh[..., None], self.sigma)
+        largest = np.abs(dual).max(axis=-1, keepdims=True)
+        same = np.abs(said - dual) <= SAME * (largest + self.sigma)
         density: FloatArray = np.where(_perturbed(state), alone, np.where(same, 0.0, -np.inf)).sum(axis=-1)
         if self.push:
             same = np.abs(message["w"] - state.push_weight) <= SAME * state.push_weight
             density = density + np.where(same[..., 0], 0.0, -np.inf)
-        return self._decide(state, np.broadcast_to(said, state.dual.shape)), density
+        return self._decide(state, np.broadcast_to(said, dual.shape)), density
 
     def _decide(self, state: State, said: FloatArray) -> State:
         """The state after `said` was said: with the decision that the round's records will meet."""

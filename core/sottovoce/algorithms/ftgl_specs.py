@@ -12,10 +12,10 @@ from sottovoce.algorithms.ftgl import PdFtgl
 from sottovoce.algorithms.ftgl_checks import Problem, findings, plan_blocks, prefix_error, problem_of, require_bound
 from sottovoce.algorithms.gossip import Gossip, Lazy, gossip_of, require_semidefinite
 from sottovoce.arrays import FloatArray
-from sottovoce.errors import CheckFailed
+from sottovoce.errors import CheckFailed, SpecError
 from sottovoce.privacy.ftgl import Blocks, Sensitivity
 from sottovoce.setting import Finding, Setting
-from sottovoce.spec import AlgorithmSpec, PerLearner, Positive
+from sottovoce.spec import AlgorithmSpec, PerLearner, Positive, divided, times
 
 Placement = Literal["before_gossip", "after_gossip"]
 Rule = Literal["tight", "paper"]
@@ -81,6 +81,13 @@ class BlockSpec(AlgorithmSpec):
         )
         paper_scale = self.scale_rule == "paper" and self.epsilon is not None
         return algorithm, tuple(findings(blocks, gossip, sensitivity, exposed=not before, paper_scale=paper_scale))
+
+    def noisier(self, factors: tuple[float, ...]) -> BlockSpec:
+        if self.noise_scale == 0 or self.epsilon == math.inf:
+            raise SpecError("algorithm.noise_scale must be above 0, or algorithm.epsilon finite, to be scaled")
+        if self.epsilon is not None:
+            return self.model_copy(update={"epsilon": divided(self.epsilon, factors)})
+        return self.model_copy(update={"noise_scale": times(self.noise_scale or 0.0, factors)})
 
     def _default_length(self, problem: Problem, gossip: Gossip) -> int:
         return gossip.paper_steps(problem.rounds)

@@ -15,10 +15,10 @@ import numpy as np
 from pydantic import Field
 
 from sottovoce.algorithms.gradient_descent import GossipDescent, OwnValue, Point
-from sottovoce.errors import CheckFailed
+from sottovoce.errors import CheckFailed, SpecError
 from sottovoce.privacy.gradient_descent import Adjacency, Following, Geometric, Harmonic, Power, Schedule
 from sottovoce.setting import Finding, Setting
-from sottovoce.spec import AlgorithmSpec, PerLearner, Positive, Section
+from sottovoce.spec import AlgorithmSpec, PerLearner, Positive, Section, divided, times
 
 SMALLEST_SCALE = 2.0**-900
 """Below it the lattice of a message would leave the range of float64."""
@@ -108,6 +108,25 @@ NoiseScale = Annotated[
 ]
 
 
+def louder(noise: NoiseScale, factors: tuple[float, ...]) -> NoiseScale:
+    """The same noise, each learner's multiplied.
+
+    Raises:
+        SpecError: there is none.
+    """
+    match noise:
+        case PowerNoise():
+            return noise.model_copy(update={"sigma": times(noise.sigma, factors)})
+        case GeometricNoise() | HarmonicNoise():
+            return noise.model_copy(update={"scale": times(noise.scale, factors)})
+        case CalibratedNoise():
+            return noise.model_copy(update={"epsilon": divided(noise.epsilon, factors)})
+        case NoNoise():
+            raise SpecError(
+                "algorithm.noise.kind must be power, geometric, harmonic or calibrated to be scaled, got none"
+            )
+
+
 # ---- the methods -----------------------------------------------------------------------------------------
 
 
@@ -129,6 +148,9 @@ class DsgdSpec(AlgorithmSpec):
         algorithm = descent(setting, self.name, self.step, self.noise, "clean", point, play)
         return algorithm, checked(algorithm, setting)
 
+    def noisier(self, factors: tuple[float, ...]) -> DsgdSpec:
+        return self.model_copy(update={"noise": louder(self.noise, factors)})
+
 
 class NoisyDescentSpec(AlgorithmSpec):
     """Gossip gradient descent that mixes its own value as it was said."""
@@ -144,6 +166,9 @@ class NoisyDescentSpec(AlgorithmSpec):
             setting, self.name, self.step, self.noise, "said", self.gradient_at, self.play, self.adjacency
         )
         return algorithm, checked(algorithm, setting)
+
+    def noisier(self, factors: tuple[float, ...]) -> NoisyDescentSpec:
+        return self.model_copy(update={"noise": louder(self.noise, factors)})
 
 
 class DolaSpec(NoisyDescentSpec):
@@ -187,6 +212,9 @@ class DOgdSpec(AlgorithmSpec):
     def build(self, setting: Setting) -> tuple[GossipDescent, tuple[Finding, ...]]:
         algorithm = descent(setting, self.name, self.step, NoNoise(), "clean", "own", "own")
         return algorithm, checked(algorithm, setting)
+
+    def noisier(self, factors: tuple[float, ...]) -> DOgdSpec:
+        raise SpecError("d-ogd has no noise; take pd-ogd")
 
 
 def descent(

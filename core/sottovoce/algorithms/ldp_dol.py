@@ -36,7 +36,7 @@ from sottovoce.privacy.ldp_dol import (
     ldp_dol_guarantee,
 )
 from sottovoce.setting import Finding, Setting
-from sottovoce.spec import AlgorithmSpec, PerLearner
+from sottovoce.spec import AlgorithmSpec, PerLearner, times
 
 ENFORCED_BY = {
     "grad_change": "the loss, on rows scaled to feature_bound (and labels clipped to label_bound), clipped to clip_norm",
@@ -84,6 +84,9 @@ class LdpDolSpec(AlgorithmSpec):
             infinite_horizon_requested=False,
         )
         return algorithm, findings
+
+    def noisier(self, factors: tuple[float, ...]) -> LdpDolSpec:
+        return self.model_copy(update={"sigma": times(self.sigma, factors)})
 
 
 @dataclass(frozen=True, slots=True)

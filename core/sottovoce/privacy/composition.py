@@ -9,12 +9,12 @@ a pair of laws that dominates every pair of worlds, whatever was said before; su
 (Zhu, Dong & Wang, AISTATS 2022, Theorem 10).
 
 - `laplace`: a vector with independent Laplace noise of scale b on its coordinates, moved by at most s in l1, is dominated
-  by one coordinate moved by s. Move one coordinate at a time, by `s_1 + … + s_n = s`. Each move has the trade-off curve of
-  one Laplace number, `f_k(a) = F(F^-1(1-a) - s_k)`-like, and curves of successive moves chain as group privacy says (Dong,
-  Roth & Su 2022, Theorem 2.14). For a log-concave law, whose best tests are thresholds, the chain of `s_1, …, s_n` is
-  exactly the curve of one move by s. With loss `eps = s/b` of a message this is a Laplace mechanism of scale `1/eps` and
-  sensitivity 1. Noise on a lattice of spacing at most `2^-40 b` is dominated after adding twice that to eps: between its
-  atoms, its curve is a chord of the continuous one.
+  by one coordinate moved by s. Move one coordinate at a time, by `s_1 + … + s_n = s`. Tests of one such move are those of one
+  Laplace number moved by s_k; that law is log-concave, so thresholds are best, and the trade-off curve is
+  `f_k(a) = F(F^-1(1-a) - s_k)`. Curves of successive moves chain to `f_2(1 - f_1(a))` at worst (group privacy: Dong, Roth & Su
+  2022), which is exactly the curve of one move by `s_1 + s_2`. With the loss `eps = s/b` this is a Laplace mechanism of scale
+  `1/eps` and sensitivity 1. On a lattice of spacing `g <= 2^-40 b` the privacy curve meets the continuous one wherever the
+  loss is an atom, and is a chord in between: `eps + 2g/b` dominates.
 - `pure`: any other message of loss eps is dominated by randomised response (Kairouz, Oh & Viswanath 2015).
 
 For that, a message's loss must bound what that very message tells about the record. A meter that charges increments of a
@@ -28,6 +28,7 @@ import importlib
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -58,7 +59,30 @@ TRUNCATED = 1e-15
 """Tail mass that a convolution may move to an infinite loss, which is pessimistic."""
 
 
-# ---- records, groups, learners -----------------------------------------------------------------------------------------
+# ---- records, groups, learners ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Alike:
+    """Records that are used alike.
+
+    Attributes:
+        records: how many.
+        uses: of each of them.
+        losses: `(rounds,)` what one of them costs in all of its uses, message by message; None: at most `uses` events.
+    """
+
+    records: int
+    uses: int
+    losses: FloatArray | None
+
+    def charged(self, event: FloatArray) -> FloatArray:
+        """`losses`, or the bound on them, given what an event costs."""
+        return as_floats(event * self.uses) if self.losses is None else self.losses
+
+    def until(self, rounds: int) -> Alike:
+        """The same for the first messages."""
+        return self if self.losses is None else replace(self, losses=self.losses[:rounds])
 
 
 def plans_of_use(own: LearnerData) -> Counter[tuple[int, ...]]:
@@ -69,49 +93,53 @@ def plans_of_use(own: LearnerData) -> Counter[tuple[int, ...]]:
     return Counter(tuple(uses.tolist()) for uses in np.split(rounds[by_record], first[1:]) if len(uses))
 
 
-def record_losses(algorithm: Algorithm[Any], learner: int, own: LearnerData) -> list[tuple[int, FloatArray]]:
-    """What each record costs in all of its uses: pairs of a number of records, and their losses `(rounds,)` by message.
+def record_losses(algorithm: Algorithm[Any], learner: int, own: LearnerData) -> list[Alike]:
+    """What every record costs in all of its uses.
 
     A record used once costs at most what an event does. One used n times is metered with all of its uses replaced; where
-    that would take more than `MOST_STEPS` rounds in all, n times an event is an upper bound.
+    that would take more than `MOST_STEPS` rounds in all, n events are an upper bound. An event that replaces all of the
+    learner's records includes all uses.
     """
-    counts, plans = np.diff(own.offsets), plans_of_use(own)
-    event = algorithm.guarantee(learner, counts).per_round
+    plans = plans_of_use(own)
+    if replaces_all(algorithm, learner):
+        return [Alike(sum(plans.values()), 1, None)]
     exact = sum(len(plan) > 1 for plan in plans) * own.rounds <= MOST_STEPS
-    losses: Counter[int] = Counter()
-    metered = []
+    found, bounded = [], Counter[int]()
     for plan, records in plans.items():
         if len(plan) > 1 and exact:
             replaced = np.bincount(plan, minlength=own.rounds)
-            together = algorithm.guarantee(learner, counts, replaced).per_round
-            metered.append((records, together))
+            together = algorithm.guarantee(learner, np.diff(own.offsets), replaced).per_round
+            found.append(Alike(records, len(plan), together))
         else:
-            losses[len(plan)] += records
-    return metered + [(records, scaled(event, uses)) for uses, records in losses.items()]
+            bounded[len(plan)] += records
+    return found + [Alike(records, uses, None) for uses, records in bounded.items()]
 
 
-def group_loss(losses: Iterable[tuple[int, FloatArray]], size: int) -> float:
-    """What the dearest group of so many of one learner's records costs: the sum of their own losses, exactly rounded.
+def dearest_record(records: Iterable[Alike], event: FloatArray) -> float:
+    """What the record that costs most costs in all of its uses, given what an event costs `(rounds,)`."""
+    return max((math.fsum(each.charged(event)) for each in records), default=0.0)
 
-    Args:
-        losses: as `record_losses` gives them, or `[(size, event)]` for records that are used once, wherever they are.
-        size: k. Where there are fewer records, all of them.
+
+def group_loss(records: Iterable[Alike], event: FloatArray, size: int) -> float:
+    """What the dearest `size` of one learner's records cost together, in all of their uses: the sum of their own losses.
+
+    For records that are used once, `[Alike(size, 1, None)]` will do. Of fewer records than that, all are meant.
     """
-    dearest, left = [], size
-    for epsilon, records in sorted(((math.fsum(each), records) for records, each in losses), reverse=True):
-        dearest += [epsilon] * min(records, left)
-        left -= min(records, left)
+    dearest: list[float] = []
+    for epsilon, many in sorted(((math.fsum(each.charged(event)), each.records) for each in records), reverse=True):
+        dearest += [epsilon] * min(many, size - len(dearest))
     return math.fsum(dearest)
 
 
 def learners_loss(epsilons: Iterable[float]) -> float:
-    """What replacing something at each of several learners costs together: each learner's messages hide it by themselves."""
+    """What replacing something at each of several learners costs: the sum, for each says its own noisy messages."""
     return math.fsum(epsilons)
 
 
-def scaled(losses: FloatArray, factor: float) -> FloatArray:
-    """Losses of so many records together; what costs nothing stays free."""
-    return as_floats(losses * factor)
+def replaces_all(algorithm: Algorithm[Any], learner: int) -> bool:
+    """Does an event replace all records of the learner at once (a whole fixed objective)?"""
+    accountant = algorithm.accountant(learner)
+    return isinstance(accountant, DescentAccountant) and accountant.together
 
 
 # ---- approximate DP ----------------------------------------------------------------------------------------------------
@@ -133,9 +161,8 @@ def message_losses(algorithm: Algorithm[Any], learner: int, counts: IntArray | N
         `(rounds,)`, or None where that would take more than `MOST_STEPS` rounds: the sum of the losses is all there is.
     """
     guarantee, accountant = algorithm.guarantee(learner, counts), algorithm.accountant(learner)
-    whole = isinstance(accountant, DescentAccountant) and accountant.together
     rounds = len(guarantee.per_round)
-    if isinstance(accountant, EVERY_MESSAGE) or whole:
+    if isinstance(accountant, EVERY_MESSAGE) or replaces_all(algorithm, learner):
         return guarantee.per_round
     coming = np.arange(rounds) if counts is None else np.flatnonzero(counts)
     if not np.isfinite(guarantee.per_round).all() or len(coming) * rounds > MOST_STEPS:

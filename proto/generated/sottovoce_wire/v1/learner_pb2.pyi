@@ -290,6 +290,8 @@ class LearnerStatus(_message.Message):
     DETAIL_FIELD_NUMBER: _builtins.int
     NOISE_IS_NOT_PRIVATE_FIELD_NUMBER: _builtins.int
     PREQUENTIAL_ACCURACY_FIELD_NUMBER: _builtins.int
+    EPSILON_ELSEWHERE_FIELD_NUMBER: _builtins.int
+    EPSILON_OWN_BUDGET_FIELD_NUMBER: _builtins.int
     learner: _builtins.str
     run_id: _builtins.str
     state: Global___LearnerState.ValueType
@@ -310,6 +312,9 @@ class LearnerStatus(_message.Message):
     """DEPENDS ON PRIVATE DATA; only where the run opted in (telemetry.accuracy): share of records that were predicted
     correctly before they were learned.
     """
+    epsilon_elsewhere: _builtins.float
+    """Epsilon spent in other runs, and what the owner allows in all runs together (absent: no limit)."""
+    epsilon_own_budget: _builtins.float
     def __init__(
         self,
         *,
@@ -325,18 +330,110 @@ class LearnerStatus(_message.Message):
         detail: _builtins.str = ...,
         noise_is_not_private: _builtins.bool = ...,
         prequential_accuracy: _builtins.float | None = ...,
+        epsilon_elsewhere: _builtins.float = ...,
+        epsilon_own_budget: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_epsilon_budget", b"_epsilon_budget", "_prequential_accuracy", b"_prequential_accuracy", "epsilon_budget", b"epsilon_budget", "prequential_accuracy", b"prequential_accuracy"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_epsilon_budget", b"_epsilon_budget", "_epsilon_own_budget", b"_epsilon_own_budget", "_prequential_accuracy", b"_prequential_accuracy", "epsilon_budget", b"epsilon_budget", "epsilon_own_budget", b"epsilon_own_budget", "prequential_accuracy", b"prequential_accuracy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_epsilon_budget", b"_epsilon_budget", "_prequential_accuracy", b"_prequential_accuracy", "bytes_sent", b"bytes_sent", "data_rounds", b"data_rounds", "detail", b"detail", "epsilon_budget", b"epsilon_budget", "epsilon_spent", b"epsilon_spent", "learner", b"learner", "messages_sent", b"messages_sent", "noise_is_not_private", b"noise_is_not_private", "prequential_accuracy", b"prequential_accuracy", "round", b"round", "run_id", b"run_id", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_epsilon_budget", b"_epsilon_budget", "_epsilon_own_budget", b"_epsilon_own_budget", "_prequential_accuracy", b"_prequential_accuracy", "bytes_sent", b"bytes_sent", "data_rounds", b"data_rounds", "detail", b"detail", "epsilon_budget", b"epsilon_budget", "epsilon_elsewhere", b"epsilon_elsewhere", "epsilon_own_budget", b"epsilon_own_budget", "epsilon_spent", b"epsilon_spent", "learner", b"learner", "messages_sent", b"messages_sent", "noise_is_not_private", b"noise_is_not_private", "prequential_accuracy", b"prequential_accuracy", "round", b"round", "run_id", b"run_id", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__epsilon_budget: _TypeAlias = _typing.Literal["epsilon_budget"]  # noqa: Y015
     _WhichOneofArgType__epsilon_budget: _TypeAlias = _typing.Literal["_epsilon_budget", b"_epsilon_budget"]  # noqa: Y015
+    _WhichOneofReturnType__epsilon_own_budget: _TypeAlias = _typing.Literal["epsilon_own_budget"]  # noqa: Y015
+    _WhichOneofArgType__epsilon_own_budget: _TypeAlias = _typing.Literal["_epsilon_own_budget", b"_epsilon_own_budget"]  # noqa: Y015
     _WhichOneofReturnType__prequential_accuracy: _TypeAlias = _typing.Literal["prequential_accuracy"]  # noqa: Y015
     _WhichOneofArgType__prequential_accuracy: _TypeAlias = _typing.Literal["_prequential_accuracy", b"_prequential_accuracy"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__epsilon_budget) -> _WhichOneofReturnType__epsilon_budget | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__epsilon_own_budget) -> _WhichOneofReturnType__epsilon_own_budget | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__prequential_accuracy) -> _WhichOneofReturnType__prequential_accuracy | None: ...
 
 Global___LearnerStatus: _TypeAlias = LearnerStatus  # noqa: Y015
+
+@_typing.final
+class LedgerRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LedgerRequest: _TypeAlias = LedgerRequest  # noqa: Y015
+
+@_typing.final
+class LedgerResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LINES_FIELD_NUMBER: _builtins.int
+    OWN_BUDGET_FIELD_NUMBER: _builtins.int
+    own_budget: _builtins.float
+    @_builtins.property
+    def lines(self) -> _containers.RepeatedCompositeFieldContainer[Global___LedgerLine]:
+        """By run id."""
+
+    def __init__(
+        self,
+        *,
+        lines: _abc.Iterable[Global___LedgerLine] | None = ...,
+        own_budget: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_own_budget", b"_own_budget", "own_budget", b"own_budget"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_own_budget", b"_own_budget", "lines", b"lines", "own_budget", b"own_budget"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__own_budget: _TypeAlias = _typing.Literal["own_budget"]  # noqa: Y015
+    _WhichOneofArgType__own_budget: _TypeAlias = _typing.Literal["_own_budget", b"_own_budget"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__own_budget) -> _WhichOneofReturnType__own_budget | None: ...
+
+Global___LedgerResponse: _TypeAlias = LedgerResponse  # noqa: Y015
+
+@_typing.final
+class LedgerLine(_message.Message):
+    """One run of the learner."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEARNER_FIELD_NUMBER: _builtins.int
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    ALGORITHM_FIELD_NUMBER: _builtins.int
+    SPEC_FIELD_NUMBER: _builtins.int
+    INDEX_FIELD_NUMBER: _builtins.int
+    N_FEATURES_FIELD_NUMBER: _builtins.int
+    SAID_FIELD_NUMBER: _builtins.int
+    SPENT_FIELD_NUMBER: _builtins.int
+    learner: _builtins.str
+    run_id: _builtins.str
+    algorithm: _builtins.str
+    spec: _builtins.str
+    """The run spec (JSON), the learner's index and the features of a record: by which guarantee it was charged."""
+    index: _builtins.int
+    n_features: _builtins.int
+    said: _builtins.int
+    """Messages journaled, and the epsilon charged for them."""
+    spent: _builtins.float
+    def __init__(
+        self,
+        *,
+        learner: _builtins.str = ...,
+        run_id: _builtins.str = ...,
+        algorithm: _builtins.str = ...,
+        spec: _builtins.str = ...,
+        index: _builtins.int = ...,
+        n_features: _builtins.int = ...,
+        said: _builtins.int = ...,
+        spent: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["algorithm", b"algorithm", "index", b"index", "learner", b"learner", "n_features", b"n_features", "run_id", b"run_id", "said", b"said", "spec", b"spec", "spent", b"spent"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LedgerLine: _TypeAlias = LedgerLine  # noqa: Y015

@@ -55,6 +55,11 @@ class LearnerStub:
                 request_serializer=sottovoce__wire_dot_v1_dot_learner__pb2.StatusRequest.SerializeToString,
                 response_deserializer=sottovoce__wire_dot_v1_dot_learner__pb2.StatusResponse.FromString,
                 _registered_method=True)
+        self.Ledger = channel.unary_unary(
+                '/sottovoce_wire.v1.Learner/Ledger',
+                request_serializer=sottovoce__wire_dot_v1_dot_learner__pb2.LedgerRequest.SerializeToString,
+                response_deserializer=sottovoce__wire_dot_v1_dot_learner__pb2.LedgerResponse.FromString,
+                _registered_method=True)
 
 
 class LearnerServicer:
@@ -93,6 +98,13 @@ class LearnerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Ledger(self, request, context):
+        """What was spent in all runs, on what, by which guarantee.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_LearnerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -115,6 +127,11 @@ def add_LearnerServicer_to_server(servicer, server):
                     servicer.Status,
                     request_deserializer=sottovoce__wire_dot_v1_dot_learner__pb2.StatusRequest.FromString,
                     response_serializer=sottovoce__wire_dot_v1_dot_learner__pb2.StatusResponse.SerializeToString,
+            ),
+            'Ledger': grpc.unary_unary_rpc_method_handler(
+                    servicer.Ledger,
+                    request_deserializer=sottovoce__wire_dot_v1_dot_learner__pb2.LedgerRequest.FromString,
+                    response_serializer=sottovoce__wire_dot_v1_dot_learner__pb2.LedgerResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -226,6 +243,33 @@ class Learner:
             '/sottovoce_wire.v1.Learner/Status',
             sottovoce__wire_dot_v1_dot_learner__pb2.StatusRequest.SerializeToString,
             sottovoce__wire_dot_v1_dot_learner__pb2.StatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Ledger(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/sottovoce_wire.v1.Learner/Ledger',
+            sottovoce__wire_dot_v1_dot_learner__pb2.LedgerRequest.SerializeToString,
+            sottovoce__wire_dot_v1_dot_learner__pb2.LedgerResponse.FromString,
             options,
             channel_credentials,
             insecure,

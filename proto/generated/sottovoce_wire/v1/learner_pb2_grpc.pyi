@@ -46,6 +46,8 @@ class LearnerStub:
     Predict: _grpc.StreamStreamMultiCallable[_learner_pb2.PredictRequest, _learner_pb2.PredictResponse]
     """The model in use. Answers only where the run opted in (telemetry.predict): outside the privacy guarantee."""
     Status: _grpc.UnaryUnaryMultiCallable[_learner_pb2.StatusRequest, _learner_pb2.StatusResponse]
+    Ledger: _grpc.UnaryUnaryMultiCallable[_learner_pb2.LedgerRequest, _learner_pb2.LedgerResponse]
+    """What was spent in all runs, on what, by which guarantee."""
 
 @_typing.type_check_only
 class LearnerAsyncStub(LearnerStub):
@@ -65,6 +67,8 @@ class LearnerAsyncStub(LearnerStub):
     Predict: _aio.StreamStreamMultiCallable[_learner_pb2.PredictRequest, _learner_pb2.PredictResponse]  # type: ignore[assignment]
     """The model in use. Answers only where the run opted in (telemetry.predict): outside the privacy guarantee."""
     Status: _aio.UnaryUnaryMultiCallable[_learner_pb2.StatusRequest, _learner_pb2.StatusResponse]  # type: ignore[assignment]
+    Ledger: _aio.UnaryUnaryMultiCallable[_learner_pb2.LedgerRequest, _learner_pb2.LedgerResponse]  # type: ignore[assignment]
+    """What was spent in all runs, on what, by which guarantee."""
 
 class LearnerServicer(metaclass=_abc_1.ABCMeta):
     """One learner: it exchanges noised messages with its neighbours, and takes in its owner's records."""
@@ -105,5 +109,13 @@ class LearnerServicer(metaclass=_abc_1.ABCMeta):
         request: _learner_pb2.StatusRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_learner_pb2.StatusResponse, _abc.Awaitable[_learner_pb2.StatusResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def Ledger(
+        self,
+        request: _learner_pb2.LedgerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_learner_pb2.LedgerResponse, _abc.Awaitable[_learner_pb2.LedgerResponse]]:
+        """What was spent in all runs, on what, by which guarantee."""
 
 def add_LearnerServicer_to_server(servicer: LearnerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1,0 +1,50 @@
+"""`sottovoce ledger`: what learners have spent, read from their state folder."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from sottovoce.errors import SpecError
+from sottovoce_client.wording import NOTHING, count, number
+from sottovoce_learner.ledger import Ledger, Line
+
+
+def _promise(line: Line) -> tuple[str, str]:
+    try:
+        guarantee = line.guarantee()
+    except SpecError:  # of an algorithm that is not installed here
+        return NOTHING, NOTHING
+    return guarantee.threat_model.value if math.isfinite(guarantee.epsilon()) else NOTHING, guarantee.mode
+
+
+def show_ledger(folder: Path, learner: str | None, console: Console | None = None) -> None:
+    """Print one line per run, and the sum of each learner.
+
+    Raises:
+        SpecError: there is no such folder, or no run of this learner in it.
+        DataError: the ledger cannot be read.
+    """
+    lines = Ledger(folder).lines(learner)
+    if not lines:
+        whose = "no learner" if learner is None else f"learner {learner!r}"
+        raise SpecError(f"the state folder {folder} must hold a learner's runs, and {whose} has one there")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
+    for head in ("learner", "run", "algorithm", "threat model", "accounting"):
+        table.add_column(head)
+    for head in ("messages", "ε"):
+        table.add_column(head, justify="right")
+    for name in sorted({line.learner for line in lines}):
+        own = [line for line in lines if line.learner == name]
+        for line in own:
+            table.add_row(
+                line.learner, line.run_id, line.algorithm, *_promise(line), count(line.said), number(line.spent)
+            )
+        total = number(math.fsum(line.spent for line in own))
+        table.add_row(name, "all runs", "", "", "", count(sum(line.said for line in own)), total, style="bold")
+        table.add_section()
+    (console or Console()).print(table)

@@ -1,0 +1,108 @@
+"""The ledger: what a learner has spent in all its runs. It stands in the state folder, beside the journals.
+
+Nothing is booked twice. What a run has cost is in its journal, charged before the message was sent; the ledger adds a line
+about each run: which algorithm, by which guarantee. A state folder that is lost is a ledger that is lost: keep it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from sottovoce.errors import DataError
+from sottovoce.privacy.guarantee import Guarantee
+from sottovoce.run import build_run
+from sottovoce.spec import parse_spec
+from sottovoce_learner.journal import last_entry
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One run of one learner.
+
+    Attributes:
+        learner: its name.
+        run_id: the run.
+        index: the learner's, in the run.
+        n_features: features of a record.
+        spec: the whole run spec, JSON: with the two before it says by which guarantee the learner was charged.
+        said: messages journaled.
+        spent: epsilon charged for them; infinite where nothing was promised.
+    """
+
+    learner: str
+    run_id: str
+    index: int
+    n_features: int
+    spec: str
+    said: int = 0
+    spent: float = 0.0
+
+    @property
+    def algorithm(self) -> str:
+        """Its name."""
+        return str(json.loads(self.spec)["algorithm"]["name"])
+
+    def guarantee(self) -> Guarantee:
+        """What was promised.
+
+        Raises:
+            SpecError: the algorithm is not installed here.
+        """
+        return build_run(parse_spec(json.loads(self.spec)), self.n_features).algorithm.guarantee(self.index)
+
+
+class Ledger:
+    """All runs of the learners of one state folder.
+
+    Args:
+        folder: where journals stand.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def open_run(self, line: Line) -> Path:
+        """Note what a run is about, before its first message; returns where its journal belongs."""
+        path = self.folder / f"{line.run_id}-{line.learner}.journal"
+        about = path.with_suffix(".ledger")
+        if not about.exists():
+            facts = {key: value for key, value in asdict(line).items() if key not in ("said", "spent")}
+            with about.open("w", encoding="utf-8") as file:
+                json.dump(facts, file)
+                file.flush()
+                os.fsync(file.fileno())
+        return path
+
+    def lines(self, learner: str | None = None) -> list[Line]:
+        """Every run (of one learner), by run id.
+
+        Raises:
+            DataError: a line cannot be read: what it cost cannot be known, so nothing more may be spent.
+        """
+        return [line for line in self._all() if learner in (None, line.learner)]
+
+    def spent(self, learner: str, but: str = "") -> float:
+        """Epsilon of all runs of a learner, but one: what a record pays that was used in each of them.
+
+        Raises:
+            DataError: a line cannot be read.
+        """
+        return math.fsum(line.spent for line in self.lines(learner) if line.run_id != but)
+
+    def _all(self) -> Iterator[Line]:
+        for about in sorted(self.folder.glob("*.ledger")):
+            try:
+                facts = json.loads(about.read_text(encoding="utf-8"))
+                line = Line(**facts)
+            except (OSError, ValueError, TypeError) as error:
+                raise DataError(f"the ledger's line {about} cannot be read: {error}") from None
+            entry = last_entry(about.with_suffix(".journal"))
+            if entry is None:
+                yield line
+            else:
+                yield Line(**facts, said=entry.round + 1, spent=entry.spent)
