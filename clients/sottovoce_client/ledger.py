@@ -44,7 +44,8 @@ def show_ledger(folder: Path, learner: str | None, console: Console | None = Non
             table.add_row(
                 line.learner, line.run_id, line.algorithm, *_promise(line), count(line.said), number(line.spent)
             )
-        total = number(math.fsum(line.spent for line in own))
-        table.add_row(name, "all runs", "", "", "", count(sum(line.said for line in own)), total, style="bold")
+        if len(own) > 1:
+            total = number(math.fsum(line.spent for line in own))
+            table.add_row(name, "all runs", "", "", "", count(sum(line.said for line in own)), total, style="bold")
         table.add_section()
     (console or Console()).print(table)

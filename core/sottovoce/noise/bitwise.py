@@ -14,6 +14,8 @@ import numpy.typing as npt
 from sottovoce.arrays import FloatArray, IntArray, Scalars
 from sottovoce.noise.lattice import of_one
 
+_AT_ONCE = 2**13
+"""Numbers whose random bits and digits are held at once: a megabyte or two."""
 _LEVELS = 18
 _POWERS = np.exp2(np.arange(_LEVELS))
 _SURE = 2**16 - 2**5
@@ -39,11 +41,10 @@ class SystemNoise:
 
     def laplace(self, name: str, t: int, scale: Scalars, grid: Scalars, shape: tuple[int, ...]) -> FloatArray:
         scale, grid = of_one(scale, grid)
-        rate = grid / scale
-        drawn, rejected = self._attempt(math.prod(shape), rate)
-        while rejected.size:
-            drawn[rejected], still = self._attempt(rejected.size, rate)
-            rejected = rejected[still]
+        drawn = np.empty(math.prod(shape))
+        for start in range(0, drawn.size, _AT_ONCE):
+            part = drawn[start : start + _AT_ONCE]
+            part[:] = self._whole(part.size, grid / scale)
         drawn *= grid
         return drawn.reshape(shape)
 
@@ -74,6 +75,14 @@ class SystemNoise:
         normal = np.concatenate([length * np.cos(angle), length * np.sin(angle)])[:count].reshape(shape)
         normal *= radius / np.linalg.norm(normal, axis=-1, keepdims=True)
         return normal
+
+    def _whole(self, count: int, rate: float) -> FloatArray:
+        """`(count,)` whole numbers: the noise in units of `grid`."""
+        drawn, rejected = self._attempt(count, rate)
+        while rejected.size:
+            drawn[rejected], still = self._attempt(rejected.size, rate)
+            rejected = rejected[still]
+        return drawn
 
     def _attempt(self, count: int, rate: float) -> tuple[FloatArray, IntArray]:
         """Signed whole numbers, and the places of those that do not count."""
