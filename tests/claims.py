@@ -26,6 +26,9 @@ from sottovoce.transcript import Transcript
 Swapped = Literal["record", "round", "learner"]
 """What differs between adjacent worlds: one record, all records of a round, or all records of a learner."""
 
+LOUDEST = 1e20
+"""Size of the largest numbers that others say."""
+
 
 @dataclass(frozen=True, slots=True)
 class Setup:
@@ -36,8 +39,6 @@ class Setup:
     n_features: int = 2
     rounds: int = 8
     swapped: Swapped = "record"
-    loudest: float = 1e6
-    """Size of the largest numbers that others say."""
     attained: float = 0.0
     """What part of the claim a search must reach: how tight the claim is known to be."""
 
@@ -63,6 +64,17 @@ COMPLETE = {"graph": "complete", "weights": "max_degree"}
 CYCLE = {"graph": {"kind": "edges", "edges": [[0, 1], [1, 2], [2, 0]], "directed": True}, "weights": "in_degree"}
 MOVING = {"sequence": {"kind": "random", "probability": 0.6, "seed": 3}, "weights": "metropolis"}
 PUSHED = {"sequence": {"kind": "random", "probability": 0.5, "seed": 1, "directed": True}, "weights": "out_degree"}
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How much is tried: random attacks, steps of a climb from the best, other attacks, runs of a mean, and the seed of all."""
+
+    starts: int
+    steps: int
+    tries: int
+    replicas: int
+    seed: int
 
 
 def power(sigma: Any, varsigma: Any = 0.0) -> dict[str, Any]:
@@ -98,21 +110,25 @@ SETUPS: dict[str, Setup] = {
     "ldp-dol convex": _dol(SQUARED, BOX, PATH, accounting="convex", lam0=0.4, varsigma=0.0, sigma=[0.1, 1.0, 5.0]),
     "ldp-dol clip": _dol(CLIPPED, topology=COMPLETE, accounting="clip", lam0=3.0),
     "ldp-dol hinge": _dol(HINGE, SMALL, lam0=3.0),
-    "ldp-dol stiff": _dol(STIFF, PATH and BOX, lam0=0.9, more={"n_features": 1}),
+    "ldp-dol stiff": _dol(STIFF, BOX, PATH, lam0=0.9, more={"n_features": 1}),
     "ldp-dol softmax": _dol(SOFTMAX, lam0=2.0),
     "dsgd": _setup("dsgd"),
     "dsgd cta": _setup("dsgd", PLAIN, BOX, STAR, parameters={"form": "combine_then_adapt", "step": _FAST}),
     "dsgd consensus": _setup("dsgd", SQUARED, topology=PATH, parameters={"form": "consensus", "step": _FAST}),
     "dsgd moving": _setup("dsgd", CLIPPED, SMALL, MOVING, parameters={"noise": power([0.3, 1.0, 4.0], -0.5)}),
     "dsgd hinge": _setup("dsgd", HINGE, topology=COMPLETE, parameters={"step": _SLOW}),
-    "dola": _setup("dola", PLAIN, n_features=1, attained=0.95),
+    "dola": _setup("dola"),
+    "dola hinge": _setup("dola", HINGE, n_features=1, attained=0.99),
     "dola own": _setup("dola", SQUARED, BOX, parameters={"gradient_at": "own", "step": _FAST}),
-    "dpdola": _setup("dpdola", topology=STAR),
-    "pdop": _setup("pdop", swapped="learner"),
+    "dpdola": _setup("dpdola", HINGE, topology=STAR),
+    "pdop": _setup("pdop", HINGE, swapped="learner"),
     "pdop own": _setup("pdop", STIFF, SMALL, PATH, parameters={"gradient_at": "own"}, swapped="learner"),
-    "pd-ogd": _setup("pd-ogd", n_features=1, attained=0.95),
+    "pd-ogd": _setup("pd-ogd", HINGE, n_features=1, attained=0.99),
     "pd-ogd t-fold": _setup(
-        "pd-ogd", CLIPPED, BOX, parameters={"noise": {"kind": "calibrated", "epsilon": [1, 2, 9], "charged": "every_round"}}
+        "pd-ogd",
+        CLIPPED,
+        BOX,
+        parameters={"noise": {"kind": "calibrated", "epsilon": [1, 2, 9], "charged": "every_round"}},
     ),
     "dpsr": _setup("dpsr", topology=CYCLE),
     "dpsr fast": _setup("dpsr", SQUARED, BOX, CYCLE, parameters={"step": _FAST}),
@@ -128,12 +144,13 @@ SETUPS: dict[str, Setup] = {
         "dpsda-ps", SQUARED, BOX, PUSHED, parameters={"primal": "clean", "epsilon": 3.0}, n_features=3, **_ROUND
     ),
     "dpps": _setup("dpps", topology=PUSHED, **_ROUND),
+    "dpps hinge": _setup("dpps", HINGE, topology=PUSHED, **_ROUND),
     "dpps slow": _setup("dpps", PLAIN, BOX, PUSHED, parameters={"step": 0.05}, rounds=12, **_ROUND),
     "dpps noised": _setup("dpps", STIFF, topology=PUSHED, parameters={"primal": "noised", "step": 4.0}, **_ROUND),
-    "dpcda": _setup("dpcda", learners=1, **_ROUND),
+    "dpcda": _setup("dpcda", HINGE, learners=1, n_features=1, attained=0.99, **_ROUND),
     "dpcda clean": _setup("dpcda", STIFF, BOX, learners=1, parameters={"primal": "clean", "step": 0.3}, **_ROUND),
     "pd-ftgl": _setup(
-        "pd-ftgl", PLAIN, parameters={"epsilon": 3.0, "block_length": 1}, n_features=1, rounds=9, attained=0.9
+        "pd-ftgl", HINGE, parameters={"epsilon": 3.0, "block_length": 1}, n_features=1, rounds=9, attained=0.99
     ),
     "pd-ftgl blocks": _setup(
         "pd-ftgl", CLIPPED, topology=PATH, parameters={"epsilon": [1.0, 2.0, 8.0], "block_length": 2}, rounds=12
@@ -147,23 +164,22 @@ SETUPS: dict[str, Setup] = {
         rounds=14,
     ),
     "pd-ocg": _setup("pd-ocg", SQUARED, parameters={"epsilon": 2.0, "block_length": 2, "multiplier": 0.01}, rounds=12),
-    "dvp": _setup("dvp", n_features=2, rounds=6, loudest=1e2),
-    "dvp exact": _setup("dvp", STIFF, parameters={"output_noise": 0.0, "alpha": [0.2, 1.0, 3.0]}, rounds=6, loudest=1e2),
+    "dvp": _setup("dvp", n_features=2, rounds=6),
+    "dvp exact": _setup("dvp", STIFF, parameters={"output_noise": 0.0, "alpha": [0.2, 1.0, 3.0]}, rounds=6),
     "dvp printed": _setup(
         "dvp",
         SMOOTHED,
         topology=STAR,
         parameters={"rule": "printed", "scale": "printed", "jacobian": 2, "alpha": 0.5, "loss_weight": 4.0},
         rounds=6,
-        loudest=1e2,
     ),
-    "pvp": _setup("pvp", topology=PATH, rounds=6, loudest=1e2),
-    "pvp own": _setup("pvp", STIFF, parameters={"variant": "own_clean", "penalty": 2.0}, rounds=6, loudest=1e2),
+    "pvp": _setup("pvp", topology=PATH, rounds=6),
+    "pvp own": _setup("pvp", STIFF, parameters={"variant": "own_clean", "penalty": 2.0}, rounds=6),
     "pvp literal": _setup(
-        "pvp", SMOOTHED, parameters={"variant": "literal", "penalty": 0.05, "scale": "printed"}, rounds=6, loudest=1e2
+        "pvp", SMOOTHED, parameters={"variant": "literal", "penalty": 0.05, "scale": "printed"}, rounds=6
     ),
     "pvp and dvp": _setup(
-        "pvp", topology=COMPLETE, parameters={"final": "dvp", "final_alpha": 0.7, "variant": "literal"}, rounds=5, loudest=1e2
+        "pvp", topology=COMPLETE, parameters={"final": "dvp", "final_alpha": 0.7, "variant": "literal"}, rounds=5
     ),
 }
 
@@ -226,20 +242,31 @@ class Times:
     def laplace(self, name: str, t: int, scale: Scalars, grid: Scalars, shape: tuple[int, ...]) -> FloatArray:
         return self.factor * self.source.laplace(name, t, scale, grid / min(self.factor or 1.0, 1.0), shape)
 
+    def gaussian(self, name: str, t: int, scale: Scalars, grid: Scalars, shape: tuple[int, ...]) -> FloatArray:
+        return self.factor * self.source.gaussian(name, t, scale, grid / min(self.factor or 1.0, 1.0), shape)
+
     def spherical(self, name: str, t: int, rate: Scalars, shape: tuple[int, ...]) -> FloatArray:
         return self.factor * self.source.spherical(name, t, rate, shape)
 
 
 def adversary(
-    setup: Setup, shape: tuple[int, ...], generator: np.random.Generator
+    name: str, shape: tuple[int, ...], generator: np.random.Generator, loudest: float | None = None
 ) -> FloatArray:
-    """What somebody may say in place of a message: from nothing to very much, the same direction for a while or not."""
-    size = np.exp(generator.uniform(np.log(1e-3), np.log(setup.loudest), (1, shape[1], 1)))
-    return np.where(generator.random((1, shape[1], 1)) < 0.2, 0.0, size) * generator.normal(size=shape)
+    """What somebody may say in place of a message: nothing, what honest learners may say, or very much (always, if given)."""
+    most = loudest or generator.choice([10.0, 10.0, LOUDEST])
+    size = np.exp(generator.uniform(np.log(loudest or 1e-3), np.log(most), (1, shape[1], 1)))
+    said: FloatArray = np.where(generator.random(size.shape) < 0.2, 0.0, size) * generator.normal(size=shape)
+    return said * 1e-9 if name == "w" and most < LOUDEST else said
 
 
 def overhear(
-    setup: Setup, run: Run, own: LearnerData, learner: int, noise: Noise, replicas: int, generator: np.random.Generator
+    run: Run,
+    own: LearnerData,
+    learner: int,
+    noise: Noise,
+    replicas: int,
+    generator: np.random.Generator,
+    loudest: float | None = None,
 ) -> Transcript:
     """Drive one learner by itself; whatever its neighbours say is made up."""
     algorithm, shapes = run.algorithm, run.algorithm.field_shapes()
@@ -250,7 +277,9 @@ def overhear(
         mixing = run.topology.at(t)
         weights = mixing.heard_by(learner)
         messages = {
-            j: Message({name: adversary(setup, (1, replicas, *shape), generator) for name, shape in shapes.items()})
+            j: Message(
+                {name: adversary(name, (1, replicas, *shape), generator, loudest) for name, shape in shapes.items()}
+            )
             for j in weights
         }
         for name in shapes:
@@ -261,12 +290,6 @@ def overhear(
         stacked = replace(batch, features=batch.features[None], labels=batch.labels[None])
         state = algorithm.listen(state, HeardFromNeighbours(weights, messages, float(mixing.own[learner])), stacked)
     return Transcript(said)
-
-
-def simulated(run: Run, data: PlacedData, noise: Noise, replicas: int) -> Transcript:
-    """What honest learners say."""
-    steps = list(simulate(run, data, noise, replicas))
-    return Transcript({name: np.stack([step.message[name] for step in steps]) for name in steps[0].message.fields})
 
 
 # ---- the search ------------------------------------------------------------------------------------------------------
@@ -349,31 +372,28 @@ def ratio(loss: FloatArray, claim: FloatArray) -> float:
     return float(np.divide(np.abs(loss), claim, out=np.zeros_like(loss), where=counted).max(initial=0.0))
 
 
-def told(
-    setup: Setup, run: Run, attack: Attack, generator: np.random.Generator, replicas: int = 4, factor: float | None = None
-) -> float:
+def told(run: Run, attack: Attack, generator: np.random.Generator, loudest: float | None = None) -> float:
     """The largest ratio of loss to claim after any round of some transcripts, realised or largest possible."""
-    if factor is None:
-        factor = float(generator.choice([0.0, 0.5, 1.0, 64.0]))
-    noise = Times(SeededNoise(int(generator.integers(2**31))), factor)
-    transcript = overhear(setup, run, attack.own, attack.learner, noise, replicas, generator)
+    noise = Times(SeededNoise(int(generator.integers(2**31))), float(generator.choice([0.0, 0.5, 1.0, 64.0])))
+    transcript = overhear(run, attack.own, attack.learner, noise, 4, generator, loudest)
     losses = replay(run, transcript, attack.learner, [attack.own, attack.other])
     claim = run.algorithm.guarantee(attack.learner, attack.counts, attack.replaced).cumulative
-    return max(
-        ratio(np.cumsum(losses.largest, axis=0), claim), ratio(np.cumsum(losses.realised, axis=0), claim)
-    )
+    return max(ratio(np.cumsum(each, axis=0), claim) for each in (losses.largest, losses.realised))
 
 
 def search(setup: Setup, generator: np.random.Generator, *, starts: int, steps: int) -> tuple[float, Attack]:
     """Climb from the best of random attacks. The largest ratio of loss to claim that was found, and where."""
     run = setup.build()
-    best, where = max(
-        ((told(setup, run, attack, generator), attack) for attack in (drawn(setup, run, generator) for _ in range(starts))),
-        key=lambda found: found[0],
-    )
+    where = drawn(setup, run, generator)
+    best = told(run, where, generator)
+    for _ in range(starts):
+        attack = drawn(setup, run, generator)
+        found = told(run, attack, generator)
+        if found > best:
+            best, where = found, attack
     for _ in range(steps):
         attack = moved(setup, run, where, generator)
-        found = told(setup, run, attack, generator)
+        found = told(run, attack, generator)
         if found >= best:
             best, where = found, attack
     return best, where
@@ -393,25 +413,51 @@ def undercharged(setup: Setup, run: Run, attack: Attack) -> float:
 # ---- honest learners -------------------------------------------------------------------------------------------------
 
 
-def placed(setup: Setup, run: Run, attack: Attack, generator: np.random.Generator) -> PlacedData:
-    """Records for all learners: the same ones where the loss is shared, others elsewhere."""
-    own, everybody = attack.own, []
-    for i in range(run.spec.n_learners):
-        if i == attack.learner or shared(run):
-            everybody.append(own)
-        else:
-            rows, labels = records(run, setup.n_features, len(attack.rows), generator)
-            everybody.append(learner_data(rows, labels, attack.counts))
-    return PlacedData(tuple(everybody), attack.rows[:1], attack.labels[:1])
-
-
 def shared(run: Run) -> bool:
     """Do all learners hold the same records?"""
     return bool(getattr(run.algorithm, "shared", False))
 
 
-def losses_of(run: Run, transcript: Transcript, attack: Attack) -> tuple[FloatArray, FloatArray]:
-    """`(rounds, replicas)` realised and largest losses: of all learners together where they share the records."""
-    learners: Sequence[int] = range(run.spec.n_learners) if shared(run) else [attack.learner]
-    parts = [replay(run, transcript, i, [attack.own, attack.other]) for i in learners]
-    return sum(part.realised[:, 0] for part in parts), sum(part.largest[:, 0] for part in parts)  # type: ignore[return-value]
+def placed(setup: Setup, run: Run, attack: Attack, generator: np.random.Generator) -> PlacedData:
+    """Records for all learners: those of the attack for its learner, or for all where records are shared."""
+    everybody = []
+    for i in range(run.spec.n_learners):
+        others = learner_data(*records(run, setup.n_features, len(attack.rows), generator), attack.counts)
+        everybody.append(attack.own if i == attack.learner or shared(run) else others)
+    return PlacedData(tuple(everybody), attack.rows[:1], attack.labels[:1])
+
+
+def losses_of(
+    setup: Setup, run: Run, attacks: Sequence[Attack], noise: Noise, replicas: int, generator: np.random.Generator
+) -> tuple[FloatArray, FloatArray]:
+    """Realised and largest losses `(rounds, attacks, replicas)` among honest learners, for attacks on the same data.
+
+    Where learners share records, the losses of all of them together.
+    """
+    first = attacks[0]
+    steps = list(simulate(run, placed(setup, run, first, generator), noise, replicas))
+    names = run.algorithm.field_shapes()
+    transcript = Transcript({name: np.stack([step.message[name] for step in steps]) for name in names})
+    learners = range(run.spec.n_learners) if shared(run) else [first.learner]
+    worlds = [first.own, *(attack.other for attack in attacks)]
+    parts = [replay(run, transcript, i, worlds) for i in learners]
+    return np.sum([part.realised for part in parts], axis=0), np.sum([part.largest for part in parts], axis=0)
+
+
+def counted(losses: FloatArray, largest: FloatArray, most: float) -> FloatArray:
+    """Sum of the losses of all rounds until one could carry it above `most`: known before that round's message."""
+    total: FloatArray = np.sum(losses, axis=0, where=np.cumsum(largest, axis=0) <= most)
+    return total
+
+
+def mild(setup: Setup, run: Run, generator: np.random.Generator, most: float) -> Attack:
+    """All records of a learner are moved, by so much that the losses counted up to `most` are large, and in many rounds."""
+    tried = []
+    for _ in range(3):
+        attack = drawn(setup, run, generator)
+        everything = replace(attack, swapped=np.arange(len(attack.rows)), new_labels=attack.labels)
+        moved = [replace(everything, new_rows=attack.rows * (1.0 - 2.0 * 1.3**-k)) for k in range(16)]
+        _, largest = losses_of(setup, run, moved, SeededNoise(0), 30, generator)
+        told = counted(np.sqrt(np.maximum(largest, 0.0)), largest, most).mean(axis=-1)
+        tried.append((float(told.max()), moved[int(told.argmax())]))
+    return max(tried, key=lambda each: each[0])[1]

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Coroutine
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 import yaml
@@ -269,6 +269,17 @@ def learner(
         Path | None,
         typer.Option(help="Use this noise instead of drawing it. Protects nobody: loopback only, for tests."),
     ] = None,
+    noise: Annotated[
+        Literal["bitwise", "opendp"],
+        typer.Option(envvar="SOTTOVOCE_NOISE", help="What draws the noise. OpenDP is slower, and an extra."),
+    ] = "bitwise",
+    noise_seed: Annotated[
+        str | None,
+        typer.Option(
+            envvar="SOTTOVOCE_NOISE_SEED",
+            help="Draw the same noise in every run of that name. Protects nobody: loopback only, for tests.",
+        ),
+    ] = None,
     allow_imports: AllowImports = False,
     log_level: LogLevel = "info",
     stop_with_stdin: StopWithStdin = False,
@@ -280,7 +291,19 @@ def learner(
     if len(name) > 1 and not listen.endswith(":0"):
         raise SpecError(f"several learners in one process need --listen HOST:0, got {listen}")
     configs = [
-        LearnerConfig(each, coordinator, listen, advertise, state, join_timeout, recorded_noise, allow_imports, budget)
+        LearnerConfig(
+            each,
+            coordinator,
+            listen,
+            advertise,
+            state,
+            join_timeout,
+            recorded_noise,
+            allow_imports,
+            budget,
+            noise,
+            noise_seed,
+        )
         for each in name
     ]
     _serve(lambda: serve(configs, with_stdin=stop_with_stdin), log_level)
@@ -334,6 +357,92 @@ def _event_loop() -> Callable[[], asyncio.AbstractEventLoop]:
     except ImportError:
         return asyncio.new_event_loop
     return new_event_loop
+
+
+# ---- privacy ---------------------------------------------------------------------------------------------
+
+
+@app.command(rich_help_panel="Privacy")
+def budget(
+    spec: SpecFile,
+    delta: Annotated[float | None, typer.Option(help="Also epsilon at this delta (needs dp-accounting).")] = None,
+    learner: Annotated[
+        list[str] | None, typer.Option(help="Show this learner; repeat for several.", show_default="all")
+    ] = None,
+    group: Annotated[int | None, typer.Option(min=1, help="Also for so many records of one learner.")] = None,
+    uses: Annotated[bool, typer.Option("--uses", help="Also per record, in all of its uses.")] = False,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Folder for the results.", show_default="sottovoce-runs/budget-TIME")
+    ] = None,
+) -> None:
+    """Say what a run promises: epsilon of every learner, and what it rests on. Nothing is run.
+
+    Writes budget.json and budget.html.
+    """
+    from sottovoce_client.budget import Question
+    from sottovoce_client.budget import budget as show
+
+    prepared = _prepare(load_spec(spec))
+    show(prepared, _folder("budget", out), learner or [], Question(delta, group, uses))
+
+
+@app.command(rich_help_panel="Privacy")
+def calibrate(
+    spec: SpecFile,
+    epsilon: Annotated[float | None, typer.Option(help="What every learner may spend.")] = None,
+    learner: Annotated[list[str] | None, typer.Option(metavar="NAME=E", help="What this one may; repeatable.")] = None,
+    horizon: Annotated[
+        str | None, typer.Option(metavar="ROUNDS|inf", help="Over so many rounds.", show_default="all of the run")
+    ] = None,
+    per: Annotated[
+        Literal["event", "record"], typer.Option(help="For an event, or a record in all of its uses.")
+    ] = "event",
+    out: Annotated[
+        Path | None, typer.Option("--out", help="File to write the spec to.", show_default="standard output")
+    ] = None,
+) -> None:
+    """Write a spec with the noise that a privacy budget asks for."""
+    from sottovoce_client.calibrate import budget_of, calibrate_to
+
+    prepared = _prepare(load_spec(spec))
+    calibrate_to(spec, prepared, budget_of(prepared.run.spec, epsilon, learner or [], horizon, per), out)
+
+
+@app.command(rich_help_panel="Privacy")
+def tradeoff(
+    spec: SpecFile,
+    epsilons: Annotated[str, typer.Option(metavar="E,E,E,...", help="Levels to simulate at, at least three.")],
+    metric: Annotated[
+        str, typer.Option(help="What accuracy lost means: error, or a metric of simulate.")
+    ] = "average_loss",
+    weights: Annotated[tuple[float, float, float, float], typer.Option(help="w1 to w4 of the worth of privacy.")] = (
+        0.02,
+        6.0,
+        9.0,
+        1.0,
+    ),
+    threshold: Annotated[
+        float | None, typer.Option(help="Largest acceptable loss.", show_default="that at the smallest level")
+    ] = None,
+    ceiling: Annotated[
+        float | None, typer.Option(help="Largest acceptable epsilon.", show_default="the largest level")
+    ] = None,
+    replicas: Annotated[int, typer.Option(min=1, help="Independent repetitions at every level.")] = 20,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the noise.")] = 0,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Folder for the results.", show_default="sottovoce-runs/tradeoff-TIME")
+    ] = None,
+) -> None:
+    """Find the privacy level at which accuracy lost and privacy gained balance best, by simulated runs.
+
+    Writes tradeoff.json and tradeoff.html.
+    """
+    from sottovoce.privacy.tradeoff import Utility
+    from sottovoce_client.tradeoff import Problem, levels
+    from sottovoce_client.tradeoff import tradeoff as trade
+
+    problem = Problem(levels(epsilons), metric, Utility(*weights), threshold, ceiling, replicas, seed)
+    trade(_prepare(load_spec(spec)), _folder("tradeoff", out), problem)
 
 
 # ---- specs -----------------------------------------------------------------------------------------------

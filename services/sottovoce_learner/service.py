@@ -10,14 +10,14 @@ import re
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import grpc
 import structlog
 
 from sottovoce.errors import NotReady, RemoteProtocolError, SottovoceError, SpecError, Unavailable
 from sottovoce.machine import Noise
-from sottovoce.noise import RecordedNoise, SystemNoise
+from sottovoce.noise import KeyedNoise, OpenDpNoise, RecordedNoise, SystemNoise
 from sottovoce.spec import parse_spec
 from sottovoce.transcript import read_noise
 from sottovoce_learner import exchange
@@ -37,6 +37,7 @@ RECEIPT_EVERY = 16
 FLUSH_S = 1.0
 
 Context = grpc.aio.ServicerContext[Any, Any]
+Sampler = Literal["bitwise", "opendp"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,8 @@ class LearnerConfig:
         recorded_noise: a file of noise to use in place of the operating system's: for tests, on loopback only.
         allow_imports: whether a run spec may name code to import.
         budget: epsilon that the owner allows in all runs together, by the ledger in `state_folder`; None: no limit.
+        noise: what draws the noise: `sottovoce.noise.SystemNoise`, or OpenDP (extra `opendp`).
+        noise_seed: a text that all noise follows from, with the name of the run: for tests and demos, on loopback only.
     """
 
     name: str
@@ -64,20 +67,29 @@ class LearnerConfig:
     recorded_noise: Path | None = None
     allow_imports: bool = False
     budget: float | None = None
+    noise: Sampler = "bitwise"
+    noise_seed: str | None = None
+
+    @property
+    def private(self) -> bool:
+        """False where the noise could be known beforehand."""
+        return self.recorded_noise is None and self.noise_seed is None
 
     def check(self) -> None:
         """Refuse what would not protect anybody, or not be found.
 
         Raises:
-            SpecError: recorded noise on an address that others can reach, or no address to give to others.
+            SpecError: recorded or seeded noise on an address that others can reach, more than one way to get noise, or no
+                address to give to others.
         """
         if self.budget is not None and not 0 < self.budget < math.inf:
             raise SpecError(f"a learner's budget must be a positive number, got {self.budget:g}")
         addresses = [self.listen, *([self.advertise] if self.advertise else [])]
-        if self.recorded_noise is not None and not all(map(is_loopback, addresses)):
-            raise SpecError(
-                f"recorded noise protects nobody and is allowed on loopback addresses only, got {addresses}"
-            )
+        if not self.private and not all(map(is_loopback, addresses)):
+            kind = "seeded noise" if self.recorded_noise is None else "recorded noise"
+            raise SpecError(f"{kind} protects nobody and is allowed on loopback addresses only, got {addresses}")
+        if self.noise_seed is not None and (self.recorded_noise is not None or self.noise != "bitwise"):
+            raise SpecError("a noise seed goes with neither recorded noise nor OpenDP's, which takes no seed")
         if self.advertise is None and self.listen.startswith(("0.0.0.0:", "[::]:")):
             raise SpecError(
                 f"listening on all addresses ({self.listen}) needs --advertise HOST:PORT, the address for others"
@@ -91,6 +103,7 @@ class Learner:
         config.check()
         self.config = config
         self._noise_fields = None if config.recorded_noise is None else read_noise(config.recorded_noise)
+        self._sampler = OpenDpNoise() if config.noise == "opendp" else SystemNoise()
         self._session: Session | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._run_tasks: set[asyncio.Task[Any]] = set()
@@ -201,16 +214,19 @@ class Learner:
         copy: Callable[[bytes, list[int]], None] | None = self._mirror.copy if self._mirror else None
         self._session = Session(
             assignment,
-            self._noise(told.index),
+            self._noise(assignment),
             self.config.state_folder,
             copy,
-            private=self._noise_fields is None,
+            private=self.config.private,
             own_budget=self.config.budget,
         )
 
-    def _noise(self, index: int) -> Noise:
+    def _noise(self, assignment: Assignment) -> Noise:
+        index = assignment.index
+        if self.config.noise_seed is not None:  # the name: a run's id is another each time
+            return KeyedNoise(self.config.noise_seed, assignment.spec.name, index)
         if self._noise_fields is None:
-            return SystemNoise()
+            return self._sampler
         for name, values in self._noise_fields.items():
             if index >= values.shape[1]:
                 raise SpecError(f"recorded noise of field {name!r} must cover learner {index}, got {values.shape[1]}")

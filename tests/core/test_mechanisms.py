@@ -249,6 +249,5 @@ def test_a_precision_attack_breaks_numpy_and_not_us() -> None:
 
 def test_the_precision_attack_breaks_spherical_noise() -> None:
     """As its docs say: it is in float64. Should it once be on a lattice, they may say so."""
-    noise = SystemNoise().spherical("y", 0, 1.0, (50_000, 3))[:, 0]
-    again = SystemNoise().spherical("y", 0, 1.0, (50_000, 3))[:, 0]
+    noise, again = (KeyedNoise("hush", "run", k).spherical("y", 0, 1.0, (50_000, 3))[:, 0] for k in range(2))
     assert given_away(noise, 1.0 + again) > 0.01

@@ -10,9 +10,10 @@ point can come from every state, and `log p(x) - log p(x')` is exactly `(|x'| - 
 from sottovoce.noise.bitwise import KeyedNoise, SystemNoise
 from sottovoce.noise.lattice import GRID_BITS, grid, on_grid
 from sottovoce.noise.reference import OpenDpNoise
-from sottovoce.noise.simulated import NoNoise, RecordedNoise, Recorder, SeededNoise
+from sottovoce.noise.simulated import AHEAD, NoNoise, RecordedNoise, Recorder, SeededNoise
 
 __all__ = [
+    "AHEAD",
     "GRID_BITS",
     "KeyedNoise",
     "NoNoise",

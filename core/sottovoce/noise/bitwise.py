@@ -14,8 +14,8 @@ import numpy.typing as npt
 from sottovoce.arrays import FloatArray, IntArray, Scalars
 from sottovoce.noise.lattice import of_one
 
-_AT_ONCE = 2**13
-"""Numbers whose random bits and digits are held at once: a megabyte or two."""
+_AT_ONCE = 2**14
+"""Numbers whose random bits and digits are held at once: some three megabytes."""
 _LEVELS = 18
 _POWERS = np.exp2(np.arange(_LEVELS))
 _SURE = 2**16 - 2**5

@@ -66,21 +66,22 @@ def calibrate(spec: RunSpec, data: PlacedData, budget: Budget) -> Calibrated:
     one = spec.algorithm.one_noise
     factors, low, high = np.ones(len(targets)), np.zeros(len(targets)), np.full(len(targets), math.inf)
     before: tuple[FloatArray, FloatArray] | None = None
+    spent = factors
     for _ in range(MOST_STEPS):
         found, run = _louder(spec, data, factors)
-        epsilons = _spent(run, data, budget)
-        _insist_on_finite(run, budget, epsilons)
-        ratio = epsilons / targets
+        spent = _spent(run, data, budget)
+        _insist_on_finite(run, budget, spent)
+        ratio = spent / targets
         if one:
             ratio = np.full_like(ratio, ratio.max())
         met = ratio <= 1.0
         if (met & (ratio >= 1.0 - TOLERANCE)).all():
-            return Calibrated(found, tuple(factors.tolist()), tuple(epsilons.tolist()))
+            return Calibrated(found, tuple(factors.tolist()), tuple(spent.tolist()))
         if before is not None:
             _insist_on_progress(run, factors / before[0], ratio, before[1], budget)
         low, high = np.where(met, low, np.maximum(low, factors)), np.where(met, np.minimum(high, factors), high)
         before, factors = (factors, ratio), _next(factors, ratio, low, high)
-    raise SpecError(f"no noise was found that meets epsilon {_several(targets)}; got {_several(epsilons)} at last")
+    raise SpecError(f"no noise was found that meets epsilon {_several(targets)}; got {_several(spent)} at last")
 
 
 def epsilons(run: Run, data: PlacedData, horizon: float | None = None, per: Per = "event") -> tuple[float, ...]:

@@ -51,10 +51,13 @@ LAPLACE = (LdpDolAccountant, DualAveragingAccountant, DescentAccountant, TreeAcc
 EVERY_MESSAGE = (LdpDolAccountant, DualAveragingAccountant, AdmmAccountant)
 """Meters of which every loss bounds what its message tells about any one record: they follow the record that dominates."""
 
-MOST_STEPS = 1_000_000
+MOST_STEPS = 2_000_000
 """Rounds that are metered one by one for the sake of single records; beyond, cheaper upper bounds are used."""
-INTERVAL, MOST_POINTS = 1e-4, 500_000
-"""Spacing of a discretised privacy loss, and how many points it may take: above a loss of 50 it is wider."""
+INTERVAL, MOST_POINTS = 1e-4, 50_000
+"""Spacing of a discretised privacy loss, and how many points it may take: above a total loss of 5 it is wider.
+
+The discretisation is pessimistic, and its error falls with the square of the spacing: below 1e-4 at a total of 50.
+"""
 TRUNCATED = 1e-15
 """Tail mass that a convolution may move to an infinite loss, which is pessimistic."""
 
@@ -104,15 +107,26 @@ def record_losses(algorithm: Algorithm[Any], learner: int, own: LearnerData) -> 
     if replaces_all(algorithm, learner):
         return [Alike(sum(plans.values()), 1, None)]
     exact = sum(len(plan) > 1 for plan in plans) * own.rounds <= MOST_STEPS
-    found, bounded = [], Counter[int]()
+    metered: list[tuple[int, tuple[int, ...]]] = []
+    bounded = Counter[int]()
     for plan, records in plans.items():
         if len(plan) > 1 and exact:
-            replaced = np.bincount(plan, minlength=own.rounds)
-            together = algorithm.guarantee(learner, np.diff(own.offsets), replaced).per_round
-            found.append(Alike(records, len(plan), together))
+            metered.append((records, plan))
         else:
             bounded[len(plan)] += records
+    replaced = np.array([np.bincount(plan, minlength=own.rounds) for _, plan in metered]).reshape(-1, own.rounds)
+    losses = _losses_of(algorithm, learner, np.diff(own.offsets), replaced)
+    found = [Alike(records, len(plan), each) for (records, plan), each in zip(metered, losses, strict=True)]
     return found + [Alike(records, uses, None) for uses, records in bounded.items()]
+
+
+def _losses_of(algorithm: Algorithm[Any], learner: int, counts: IntArray, replaced: IntArray) -> FloatArray:
+    """`(changes, rounds)` losses of the messages for each of many changes `replaced (changes, rounds)`."""
+    accountant = algorithm.accountant(learner)
+    if isinstance(accountant, DescentAccountant):
+        return accountant.losses_of(counts, replaced)
+    losses = [algorithm.guarantee(learner, counts, each).per_round for each in replaced]
+    return np.array(losses).reshape(replaced.shape)
 
 
 def dearest_record(records: Iterable[Alike], event: FloatArray) -> float:
@@ -164,16 +178,16 @@ def message_losses(algorithm: Algorithm[Any], learner: int, counts: IntArray | N
     rounds = len(guarantee.per_round)
     if isinstance(accountant, EVERY_MESSAGE) or replaces_all(algorithm, learner):
         return guarantee.per_round
-    coming = np.arange(rounds) if counts is None else np.flatnonzero(counts)
+    counts = np.ones(rounds, np.int64) if counts is None else counts
+    coming = np.flatnonzero(counts)
     if not np.isfinite(guarantee.per_round).all() or len(coming) * rounds > MOST_STEPS:
         return None
-    single = np.eye(rounds, dtype=np.int64)
-    return envelope([algorithm.guarantee(learner, counts, single[t]).per_round for t in coming])
+    return envelope(_losses_of(algorithm, learner, counts, np.eye(rounds, dtype=np.int64)[coming]))
 
 
-def envelope(losses: Sequence[FloatArray]) -> FloatArray:
+def envelope(losses: Sequence[FloatArray] | FloatArray) -> FloatArray:
     """`(rounds,)`: each sorted from the largest loss to the smallest, and the largest at every place."""
-    return as_floats(np.max([np.sort(each)[::-1] for each in losses], axis=0))
+    return as_floats(np.sort(losses, axis=-1)[:, ::-1].max(axis=0))
 
 
 def epsilon_at(delta: float, losses: FloatArray, mechanism: Mechanism) -> float:

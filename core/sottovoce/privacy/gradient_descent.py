@@ -31,7 +31,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from sottovoce.arrays import FloatArray
+from sottovoce.arrays import FloatArray, IntArray
 from sottovoce.noise import grid
 from sottovoce.privacy.ldp_dol import Constants
 
@@ -172,6 +172,22 @@ class DescentAccountant:
         self._t += 1
         self._scale = self._mechanism.noise.at(self._t)
 
+    def losses_of(self, counts: IntArray, replaced: IntArray) -> FloatArray:
+        """`(changes, rounds)`: what every message tells about each of many changes of records, metered from round 0.
+
+        Args:
+            counts: `(rounds,)` records of each round.
+            replaced: `(changes, rounds)` how many of them each change replaces.
+        """
+        meter = DescentAccountant(self._constants, self._mechanism, together=True)
+        meter._parted, losses = np.zeros(len(replaced)), np.empty(replaced.shape)
+        for t, new_records in enumerate(counts.tolist()):
+            losses[:, t] = meter._losses()
+            meter._parted = meter._step(meter._parted, replaced[:, t] / max(new_records, 1))
+            meter._t += 1
+            meter._scale = meter._mechanism.noise.at(meter._t)
+        return losses
+
     def _losses(self) -> FloatArray:
         """What the message of this round tells about each record that is followed."""
         if self._scale == 0.0:
@@ -181,13 +197,14 @@ class DescentAccountant:
         losses += (self._parted > 0.0) * (dim * float(grid(self._scale)) / self._scale)
         return losses
 
-    def _step(self, parted: FloatArray, share: float) -> FloatArray:
+    def _step(self, parted: FloatArray, share: float | FloatArray) -> FloatArray:
         """`D_{t+1}` from `D_t`, with the share `m_t/n_t` of the round's records replaced."""
         c, mechanism = self._constants, self._mechanism
         step, own = mechanism.step.at(self._t), mechanism.own_weight(self._t)
         base, s = (abs(own) * parted, 1.0) if mechanism.at_mix else (parted, own)
         s -= step * c.ridge
-        jolt = share * c.change if share else 0.0  # C may be infinite, and so may L and G
+        # C may be infinite, and so may L and G.
+        jolt = share * c.change if c.change < math.inf else np.where(np.asarray(share) > 0.0, math.inf, 0.0)
         pull = c.smoothness * base if c.smoothness < math.inf else np.where(base > 0.0, math.inf, 0.0)
         moved = abs(s) * base + step * np.minimum(pull + jolt, self._swing)
         if c.convex_step:

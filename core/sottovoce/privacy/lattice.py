@@ -27,7 +27,8 @@ def check_lattice(algorithm: Algorithm[Any], n_learners: int, rounds: int) -> tu
     message = sum(math.prod(shape) for shape in algorithm.field_shapes().values()) * 2.0**-GRID_BITS
     if rounds * message <= SHARE * _SMALLEST:
         return ()
-    share, learner, slack, epsilon = max(_share(algorithm, learner, message) for learner in range(n_learners))
+    shares = [_share(algorithm, learner, message) for learner in range(n_learners)]
+    share, learner, slack, epsilon = max(shares, key=lambda each: each[0])
     if share <= SHARE:
         return ()
     return (

@@ -1,0 +1,262 @@
+"""`budget`, `calibrate` and `tradeoff`: what they print, write and refuse."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from rich.console import Console
+from typer.testing import CliRunner
+
+from sottovoce.errors import SpecError
+from sottovoce.privacy.calibration import epsilons
+from sottovoce.privacy.composition import epsilon_at
+from sottovoce.spec import load_spec
+from sottovoce_client.budget import Line, Question, budget, line_of
+from sottovoce_client.calibrate import budget_of
+from sottovoce_client.cli import app
+from sottovoce_client.prepare import Prepared, prepare
+from sottovoce_client.tradeoff import Measured, Problem, answer_of, levels, measure
+
+SMALL: dict[str, Any] = {"rounds": 15, "learners": ["a", "b", "c"], "algorithm": {"name": "ldp-dol", "sigma": 2.0}}
+
+
+@pytest.fixture
+def records(tmp_path: Path) -> Path:
+    features = np.random.default_rng(0).normal(size=(40, 3))
+    np.savez(tmp_path / "records.npz", X=features, y=(features[:, 0] > 0).astype(int))
+    return tmp_path / "records.npz"
+
+
+def written(records: Path, name: str = "small", **changes: Any) -> Path:
+    data = {"source": str(records), "reuse": True, **changes.pop("data", {})}
+    path = records.parent / f"{name}.yaml"
+    path.write_text(
+        "# a comment\n" + yaml.safe_dump({"name": name, **SMALL, "data": data, **changes}), encoding="utf-8"
+    )
+    return path
+
+
+def prepared_of(records: Path, **changes: Any) -> Prepared:
+    return prepare(load_spec(written(records, **changes)))
+
+
+def shown(
+    prepared: Prepared, folder: Path, *names: str, terminal: bool = False, **question: Any
+) -> tuple[str, dict[str, Any]]:
+    """What was printed, and budget.json."""
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=terminal, width=200)
+    budget(prepared, folder, names, Question(**question), console)
+    return out.getvalue(), json.loads((folder / "budget.json").read_text(encoding="utf-8"))
+
+
+def loaded_and_plots(path: Path) -> tuple[list[str], list[str]]:
+    """What a page loads, and the plots on it."""
+    loaded: list[str] = []
+    plots: list[str] = []
+
+    class Reader(HTMLParser):
+        def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+            loaded.extend(value or "" for name, value in attrs if name in ("src", "href"))
+            plots.extend(value or "" for name, value in attrs if name == "id" and (value or "").startswith("plot-"))
+
+    Reader().feed(path.read_text(encoding="utf-8"))
+    return loaded, plots
+
+
+# ---- budget ----------------------------------------------------------------------------------------------------------
+
+
+def test_every_number_is_that_of_the_guarantee(records: Path, tmp_path: Path) -> None:
+    prepared = prepared_of(records)
+    _, document = shown(prepared, tmp_path, delta=1e-3, group=2, uses=True)
+    assert [each["name"] for each in document["learners"]] == ["a", "b", "c"]
+    for i, found in enumerate(document["learners"]):
+        own = prepared.data.learners[i]
+        counts = np.diff(own.offsets)
+        promise = prepared.run.algorithm.guarantee(i, counts)
+        epsilon = found["epsilon"]
+        assert epsilon["event"] == promise.epsilon()
+        assert epsilon["paper"] == promise.paper[-1]
+        assert epsilon["infinite_horizon"] == promise.infinite_horizon
+        assert epsilon["event_at_delta"] == epsilon_at(1e-3, promise.per_round, "laplace") < promise.epsilon()
+        uses = [own.uses_by_round(row) for row in range(len(own.labels))]
+        each = [prepared.run.algorithm.guarantee(i, counts, replaced).epsilon() for replaced in uses if replaced.any()]
+        assert epsilon["record"] == pytest.approx(max(max(each), promise.epsilon()), rel=1e-12)
+        assert epsilon["record"] < epsilon["group"] <= 2 * epsilon["record"]
+        assert epsilon["record_at_delta"] <= epsilon["record"]
+        assert found["constants"]["clip_norm"]["enforced_by"]
+    assert document["together"] == pytest.approx(math.fsum(each["epsilon"]["event"] for each in document["learners"]))
+
+
+def test_what_was_not_asked_for_is_not_computed(records: Path, tmp_path: Path) -> None:
+    text, document = shown(prepared_of(records), tmp_path, "b")
+    assert [each["name"] for each in document["learners"]] == ["b"]
+    assert document["learners"][0]["epsilon"].keys() == {"event", "paper", "infinite_horizon"}
+    assert "b: epsilon per event" in text
+    assert "a: " not in text.splitlines()[0]
+    assert "together" not in text
+
+
+def test_a_group_of_events_costs_as_many_events(records: Path) -> None:
+    line = line_of(prepared_of(records), 0, Question(group=3))
+    assert line.group == pytest.approx(3 * line.event, rel=1e-15)
+    whole = line_of(prepared_of(records, algorithm={"name": "pdop"}), 0, Question(group=3))
+    assert whole.group == whole.event  # an event replaces all records already
+
+
+def test_the_table_and_the_lines_say_the_same(records: Path, tmp_path: Path) -> None:
+    prepared = prepared_of(records)
+    plain, _ = shown(prepared, tmp_path)
+    table, _ = shown(prepared, tmp_path, terminal=True)
+    for i, name in enumerate("abc"):
+        epsilon = f"{prepared.run.algorithm.guarantee(i).epsilon():.4g}"
+        assert f"{name}: epsilon per event {epsilon}" in plain
+        assert any(name in line and epsilon in line for line in table.splitlines())
+    for text in (plain, table):
+        assert "proof: Chen & Wang 2025" in text
+        assert "rests on clip_norm = 1: the loss" in text
+        assert "an event at each of these 3 learners, together" in text
+
+
+def test_infinite_budgets_are_said_and_drawn_as_nothing(records: Path, tmp_path: Path) -> None:
+    text, document = shown(prepared_of(records, algorithm={"name": "d-ogd"}), tmp_path, delta=1e-6, uses=True, group=2)
+    assert "a: epsilon per event ∞, per record, all uses ∞, 2 records ∞, per event at δ = 1e-06 ∞" in text
+    assert document["learners"][0]["epsilon"]["event"] is None
+    assert loaded_and_plots(tmp_path / "budget.html") == ([], [])
+
+
+def test_published_decisions_are_shown_where_they_are_a_promise_of_their_own(records: Path, tmp_path: Path) -> None:
+    algorithm = {"name": "pd-ftgl", "epsilon": 3.0, "noise_placement": "after_gossip", "block_length": 3}
+    text, document = shown(prepared_of(records, algorithm=algorithm), tmp_path, "a")
+    assert document["learners"][0]["epsilon"]["output"] == pytest.approx(3.0, rel=1e-6)
+    assert "published decisions only 3" in text
+    assert "warning: noise_placement after_gossip" in text
+
+
+def test_shared_records_show_everywhere(records: Path, tmp_path: Path) -> None:
+    algorithm = {"name": "dpsda-c", "clip": 0.5}
+    text, _ = shown(prepared_of(records, algorithm=algorithm, data={"partition": "shared"}), tmp_path)
+    assert "an event shows in the messages of every learner, for they share their records; of these 3 together" in text
+
+
+def test_the_page_is_one_file(records: Path, tmp_path: Path) -> None:
+    shown(prepared_of(records), tmp_path, delta=1e-3, uses=True)
+    assert loaded_and_plots(tmp_path / "budget.html") == ([], ["plot-budget"])
+
+
+def test_curves_end_where_the_numbers_do(records: Path) -> None:
+    line = line_of(prepared_of(records), 0, Question(uses=True))
+    assert isinstance(line, Line)
+    event, record = line.curve("event"), line.curve("record")
+    assert event is not None and record is not None
+    assert (event[-1], record[-1]) == pytest.approx((line.event, line.record))
+    assert line.curve("output") is None
+
+
+# ---- calibrate -------------------------------------------------------------------------------------------------------
+
+
+def test_calibrate_changes_the_noise_and_nothing_else(records: Path, tmp_path: Path) -> None:
+    source, out = written(records, topology={"graph": "path"}), tmp_path / "calibrated.yaml"
+    arguments = ["calibrate", str(source), "--epsilon", "3", "--learner", "b=1", "--out", str(out)]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    before, after = (yaml.safe_load(path.read_text(encoding="utf-8")) for path in (source, out))
+    assert {**after["algorithm"], "sigma": 2.0} == before["algorithm"]
+    assert {**after, "algorithm": before["algorithm"]} == before
+    prepared = prepare(load_spec(out))
+    for spent, target in zip(epsilons(prepared.run, prepared.data), (3.0, 1.0, 3.0), strict=True):
+        assert 0.999 * target <= spent <= target
+
+
+def test_calibrate_writes_to_standard_output(records: Path) -> None:
+    result = CliRunner().invoke(app, ["calibrate", str(written(records)), "--epsilon", "3", "--per", "record"])
+    assert result.exit_code == 0
+    assert yaml.safe_load(result.stdout)["algorithm"]["sigma"] != 2.0
+    assert "a: epsilon 2.99" in result.stderr
+
+
+def test_options_of_calibrate(records: Path) -> None:
+    spec = load_spec(written(records))
+    assert budget_of(spec, 2.0, ["c=0.5"], "inf", "event").epsilons == (2.0, 2.0, 0.5)
+    assert budget_of(spec, None, ["a=1", "b=2", "c=3"], "7", "record").horizon == 7
+    for epsilon, single, horizon, reason in (
+        (None, ["a=1"], None, "every learner needs a target, got none for b, c; give --epsilon"),
+        (1.0, ["a"], None, "--learner must be NAME=EPSILON, got a"),
+        (1.0, ["d=1"], None, "--learner must be one of a, b, c, got d"),
+        (1.0, ["a=much"], None, "must be a number, got 'much'"),
+        (1.0, [], "1.5", "--horizon must be a whole number of rounds, or inf, got 1.5"),
+        (1.0, [], "soon", "--horizon must be a number, got 'soon'"),
+    ):
+        with pytest.raises(SpecError, match=reason):
+            budget_of(spec, epsilon, single, horizon, "event")
+
+
+# ---- tradeoff --------------------------------------------------------------------------------------------------------
+
+
+def test_levels() -> None:
+    assert levels("5, 1,2,1") == (1.0, 2.0, 5.0)
+    for text, reason in (("1,2", "at least 3 different levels, got 2"), ("1,two,3", "numbers with commas")):
+        with pytest.raises(SpecError, match=reason):
+            levels(text)
+
+
+def test_a_level_is_simulated_with_its_noise(records: Path) -> None:
+    prepared, problem = prepared_of(records, rounds=60), Problem((0.1, 5.0, 500.0), "tracking_error", replicas=8)
+    found = [measure(prepared, epsilon, problem) for epsilon in problem.epsilons]
+    for each, target in zip(found, problem.epsilons, strict=True):
+        assert 0.999 * target <= each.epsilon <= target
+    assert found[0].loss > found[1].loss > found[2].loss
+    assert all(each.error > 0 for each in found)
+    wrong = Problem((1.0,), "error", replicas=2)
+    assert 0 <= measure(prepared, 1.0, wrong).loss <= 1
+    with pytest.raises(SpecError, match=r"--metric must be one of .*error.*, got luck"):
+        measure(prepared, 1.0, Problem((1.0,), "luck"))
+
+
+def test_by_default_only_simulated_levels_are_allowed() -> None:
+    measured = [Measured(a, 0.2 * math.exp(-25 * a) + 0.1, math.nan) for a in (0.02, 0.1, 0.5, 1.0)]
+    best = answer_of(measured, Problem(())).optimum
+    assert best.lowest == pytest.approx(0.02, rel=1e-3)
+    assert best.highest == 1.0
+    assert best.alpha == pytest.approx(0.1422, abs=1e-3)
+    assert answer_of(measured, Problem((), threshold=0.11, ceiling=0.3)).optimum.lowest == pytest.approx(
+        0.1198, rel=1e-2
+    )
+
+
+def test_tradeoff_writes_what_it_promises(records: Path, tmp_path: Path) -> None:
+    source = str(written(records, rounds=40))
+    more = ["--metric", "tracking_error", "--replicas", "8", "--out", str(tmp_path)]
+    result = CliRunner().invoke(app, ["tradeoff", source, "--epsilons", "0.2,2,20,200", *more])
+    assert result.exit_code == 0, result.output
+    assert "best: ε = " in result.output
+    document = json.loads((tmp_path / "tradeoff.json").read_text(encoding="utf-8"))
+    assert len(document["measured"]) == 4
+    assert document["optimum"]["lowest"] <= document["optimum"]["alpha"] <= document["optimum"]["highest"]
+    assert loaded_and_plots(tmp_path / "tradeoff.html") == ([], ["plot-balance", "plot-accuracy"])
+
+
+def test_what_goes_wrong_is_an_error_of_the_spec(records: Path, tmp_path: Path) -> None:
+    """Which the command's `main` says in a line, with exit code 2."""
+    source, out = str(written(records)), ["--out", str(tmp_path / "out")]
+    for arguments, reason in (
+        (["budget", source, "--learner", "d", *out], "--learner must be one of a, b, c, got d"),
+        (["budget", source, "--delta", "0", *out], "delta must be above 0 and below 1, got 0.0"),
+        (["calibrate", source, *out], "every learner needs a target"),
+        (["tradeoff", source, "--epsilons", "1,2", *out], "at least 3 different levels"),
+        (["tradeoff", source, "--epsilons", "1,2,3", "--weights", "-1", "6", "9", "1", *out], "weights must be"),
+    ):
+        result = CliRunner().invoke(app, arguments)
+        assert isinstance(result.exception, SpecError)
+        assert reason in str(result.exception)

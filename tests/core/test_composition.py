@@ -1,0 +1,215 @@
+"""Sums over uses, groups and learners, and epsilon at a delta: printed values, and bounds that no record may exceed."""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sottovoce.arrays import FloatArray
+from sottovoce.data import LearnerData
+from sottovoce.errors import SpecError
+from sottovoce.privacy import composition
+from sottovoce.privacy.composition import (
+    Alike,
+    Mechanism,
+    dearest_record,
+    envelope,
+    epsilon_at,
+    group_loss,
+    learners_loss,
+    mechanism_of,
+    message_losses,
+    plans_of_use,
+    record_losses,
+    replaces_all,
+)
+from sottovoce.run import Run, build_run
+from sottovoce.spec import parse_spec
+from tests.examples import made_up, small_run
+
+T = np.arange(1, 501)
+RUNS: dict[str, dict[str, Any]] = {
+    "ldp-dol": {},
+    "dsgd": {},
+    "dola": {},
+    "pd-ftgl": {"noise_scale": 1.0, "block_length": 3},
+    "dpps": {"sigma": 1.0, "clip": 1.0},
+    "dvp": {"alpha": 0.3},
+    "pvp": {"alpha": 0.3},
+}
+
+
+def build(name: str) -> Run:
+    """A small run of an algorithm, with the parameters of `RUNS`."""
+    topology = {"topology": {"graph": "ring", "weights": "out_degree"}} if name == "dpps" else {}
+    document = {"rounds": 12, "learners": 3, "algorithm": {"name": name, **RUNS.get(name, {})}, **topology}
+    return build_run(parse_spec(document), 3)
+
+
+# ---- uses, groups, learners ------------------------------------------------------------------------------------------
+
+
+def scheduled(order: list[int], offsets: list[int]) -> LearnerData:
+    records = max(order) + 1
+    return LearnerData(np.zeros((records, 3)), np.zeros(records), np.array(order), np.array(offsets))
+
+
+def test_plans_of_use_count_every_use_in_its_round() -> None:
+    own = scheduled([0, 1, 0, 2, 1, 1, 3], [0, 2, 2, 4, 6, 7])
+    assert plans_of_use(own) == {(0, 2): 1, (0, 3, 3): 1, (2,): 1, (4,): 1}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_record_is_charged_for_all_of_its_uses(name: str) -> None:
+    algorithm = build(name).algorithm
+    own = scheduled([k % 4 for k in range(12)], list(range(13)))
+    counts = np.diff(own.offsets)
+    event = algorithm.guarantee(0, counts)
+    found = record_losses(algorithm, 0, own)
+    assert [(each.records, each.uses) for each in found] == [(1, 3)] * 4
+    for each, first in zip(found, range(4), strict=True):
+        replaced = np.isin(np.arange(12) % 4, first).astype(np.int64)
+        expected = algorithm.guarantee(0, counts, replaced).per_round
+        np.testing.assert_allclose(each.charged(event.per_round), expected, rtol=1e-12, atol=1e-300)
+    dearest = dearest_record(found, event.per_round)
+    assert event.epsilon() < dearest <= 3 * event.epsilon() * (1 + 1e-12)
+    assert dearest == max(math.fsum(each.charged(event.per_round)) for each in found)
+
+
+def test_many_plans_are_bounded_by_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = scheduled([0, 1, 0, 2, 1, 1], [0, 1, 2, 3, 4, 5, 6])
+    algorithm = small_run(6).algorithm
+    exact = record_losses(algorithm, 0, own)
+    monkeypatch.setattr(composition, "MOST_STEPS", 11)  # two records of several uses, over six rounds: 12
+    bounded = record_losses(algorithm, 0, own)
+    event = algorithm.guarantee(0).per_round
+    assert [each.losses is None for each in bounded] == [True] * 3
+    assert dearest_record(bounded, event) == pytest.approx(3 * math.fsum(event))
+    assert dearest_record(exact, event) < dearest_record(bounded, event)
+
+
+def test_a_group_costs_the_sum_of_its_dearest_records() -> None:
+    event = np.array([0.25, 0.5])
+    records = [Alike(2, 1, None), Alike(1, 2, np.array([1.0, 1.0])), Alike(5, 1, np.array([0.1, 0.0]))]
+    assert group_loss(records, event, 1) == 2.0
+    assert group_loss(records, event, 2) == 2.75
+    assert group_loss(records, event, 4) == pytest.approx(3.6)
+    assert group_loss(records, event, 100) == pytest.approx(2 + 1.5 + 0.5)
+    assert group_loss([Alike(7, 1, None)], event, 7) == 7 * 0.75
+
+
+def test_sums_are_exact() -> None:
+    tenths = [0.1] * 10
+    assert learners_loss(tenths) == 1.0 != sum(tenths)
+    assert group_loss([Alike(10, 1, np.array([0.1]))], np.zeros(1), 10) == 1.0
+    assert learners_loss([1.0, math.inf]) == math.inf
+
+
+def test_a_whole_objective_is_one_event_whatever_its_records() -> None:
+    run = build("pdop")
+    own = made_up(run.spec, batch=2, records=4).learners[0]
+    assert replaces_all(run.algorithm, 0)
+    (everything,) = record_losses(run.algorithm, 0, own)
+    assert (everything.records, everything.uses, everything.losses) == (4, 1, None)
+    assert not replaces_all(build("dsgd").algorithm, 0)
+
+
+# ---- at a delta ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("losses", "pure", "at_delta"),
+    [(np.full(500, 0.05), 25.0, 5.474), (0.2 / np.sqrt(T), 8.66, 2.22), (0.5 * 0.99**T, 49.2, 20.0)],
+)
+def test_reference_values_of_laplace_noise(losses: FloatArray, pure: float, at_delta: float) -> None:
+    assert math.fsum(losses) == pytest.approx(pure, rel=1e-3)
+    assert epsilon_at(1e-6, losses, "laplace") == pytest.approx(at_delta, rel=2e-3)
+
+
+@pytest.mark.parametrize("mechanism", ["laplace", "pure"])
+def test_one_message_as_in_the_books(mechanism: Mechanism) -> None:
+    """delta(e) is `1 - exp((e - eps)/2)` for Laplace noise, `(exp(eps) - exp(e)) / (exp(eps) + 1)` for randomised response."""
+    eps, delta = 1.0, 0.05
+    expected = eps + 2 * math.log1p(-delta)
+    if mechanism == "pure":
+        expected = math.log(math.exp(eps) - delta * (math.exp(eps) + 1))
+    assert epsilon_at(delta, np.array([eps]), mechanism) == pytest.approx(expected, abs=2e-4)
+
+
+def test_a_vector_of_laplace_numbers_is_dominated_by_one_of_them() -> None:
+    """Spreading a shift over coordinates, and a finer lattice, only lower delta: the claim of the module's head."""
+    eps = 1.0
+
+    def worst(epsilon: float) -> float:
+        return 1 - math.exp((epsilon - eps) / 2)
+
+    x = np.linspace(-40, 41, 2001)
+    p, q = (np.diff(np.where(x < m, np.exp(x - m) / 2, 1 - np.exp(m - x) / 2)) for m in (0.0, 0.5))
+    both = np.outer(p, p), np.outer(q, q)  # two coordinates, moved by half of it each
+    for epsilon in (0.0, 0.3, 0.6, 0.9):
+        delta = float(np.maximum(both[0] - math.exp(epsilon) * both[1], 0).sum())
+        assert 0 < delta <= worst(epsilon)
+
+
+def test_less_than_pure_and_falling_with_delta() -> None:
+    losses = np.full(40, 0.2)
+    found = [epsilon_at(delta, losses, "laplace") for delta in (1e-9, 1e-6, 1e-3)]
+    assert 8.0 > found[0] > found[1] > found[2] > 0
+    assert epsilon_at(1e-6, losses, "pure") > found[1]
+    assert epsilon_at(1e-300, losses, "laplace") == pytest.approx(8.0)
+    assert epsilon_at(1e-6, np.zeros(3), "laplace") == 0.0
+    assert epsilon_at(1e-6, np.array([1.0, math.inf]), "laplace") == math.inf
+    assert epsilon_at(1e-6, np.full(200, 40.0), "laplace") < 7990.0
+
+
+@pytest.mark.parametrize("delta", [0.0, 1.0, -1e-6, math.nan])
+def test_delta_must_be_a_probability(delta: float) -> None:
+    with pytest.raises(SpecError, match="delta must be above 0 and below 1"):
+        epsilon_at(delta, np.ones(2), "laplace")
+
+
+def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "dp_accounting.pld.privacy_loss_distribution", None)
+    with pytest.raises(SpecError, match=r"sottovoce\[accounting\]"):
+        epsilon_at(1e-6, np.ones(2), "laplace")
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_message_losses_dominate_every_single_record(name: str) -> None:
+    algorithm = build(name).algorithm
+    counts = np.array([2, 0, 1, 3, 1, 1, 1, 4, 1, 1, 1, 1])
+    bound = message_losses(algorithm, 0, counts)
+    assert bound is not None
+    bound = np.sort(bound)[::-1]
+    for t in np.flatnonzero(counts):
+        single = algorithm.guarantee(0, counts, (np.arange(12) == t).astype(np.int64)).per_round
+        assert (np.sort(single)[::-1] <= bound * (1 + 1e-12)).all()
+
+
+def test_increments_of_a_maximum_are_no_message_losses() -> None:
+    """DOLA: each record shows in one message; its meter's increments are many small ones, the messages are not."""
+    algorithm = build("dola").algorithm
+    bound = message_losses(algorithm, 0)
+    assert bound is not None
+    assert np.count_nonzero(bound) == 1
+    assert np.count_nonzero(algorithm.guarantee(0).per_round) > 1
+    assert math.fsum(bound) == pytest.approx(algorithm.guarantee(0).epsilon())
+
+
+def test_too_many_rounds_leave_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(composition, "MOST_STEPS", 143)
+    assert message_losses(build("dsgd").algorithm, 0) is None
+    assert message_losses(build("ldp-dol").algorithm, 0) is not None
+
+
+def test_envelope_sorts_first() -> None:
+    np.testing.assert_array_equal(envelope([np.array([0.0, 1.0, 3.0]), np.array([2.0, 2.0, 0.0])]), [3.0, 2.0, 0.0])
+
+
+def test_mechanisms() -> None:
+    found = {name: mechanism_of(build(name).algorithm, 0) for name in RUNS}
+    assert found == dict.fromkeys(RUNS, "laplace") | {"dvp": "pure", "pvp": "pure"}
