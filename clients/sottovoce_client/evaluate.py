@@ -48,6 +48,7 @@ def summarise(run: Run, data: PlacedData, outcome: Outcome) -> RunSummary:
         version=version("sottovoce"),
         started_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         progress=outcome.progress,
+        private_noise=not any(status.noise_is_not_private for status in outcome.statuses),
     )
 
 

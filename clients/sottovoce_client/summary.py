@@ -148,6 +148,7 @@ class RunSummary:
         disagreement: largest share of held-out records on which two learners predict different labels.
         central_accuracy: of a non-private model trained on all records together.
         warnings: conditions of a theorem that do not hold, by code.
+        private_noise: False where a learner's noise came from a recording or a seed.
     """
 
     name: str
@@ -170,6 +171,7 @@ class RunSummary:
     version: str
     started_at: str
     progress: tuple[Progress, ...] = field(default=())
+    private_noise: bool = True
 
     @property
     def rounds_done(self) -> int:

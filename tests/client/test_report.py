@@ -365,3 +365,8 @@ def test_who_has_stopped_spends_no_more() -> None:
     rows = stacked([np.array([1.0, 2.0, 3.0]), np.array([1.0, 5.0, 9.0]), np.ones(3)], [3, 2, 0])
 
     np.testing.assert_array_equal(rows, [[1, 2, 3], [1, 5, 5], [0, 0, 0]])
+
+
+def test_noise_that_can_be_repeated_protects_nobody() -> None:
+    assert verdict_of(replace(summary(), private_noise=False)).headline == "This run protected nobody"
+    assert verdict_of(summary()).kind == "consistent"
