@@ -22,6 +22,7 @@ from sottovoce.arrays import FloatArray, as_floats
 from sottovoce.errors import SottovoceError, SpecError
 from sottovoce.metrics import Curves, Metrics
 from sottovoce.noise import SeededNoise
+from sottovoce.privacy.composition import dearest_record, record_losses
 from sottovoce.privacy.guarantee import Guarantee, ThreatModel
 from sottovoce.run import Run
 from sottovoce.simulator import SimulatedRound, simulate
@@ -68,7 +69,7 @@ class Result:
         threat_model: who may listen without the guarantee being void; a dash where it is void for everybody.
         paper: epsilon by the paper's own formula, of the learner with the largest; infinite: nothing is promised.
         event: tight, of one use of one record, likewise.
-        record: tight, of the record that is learned first, in all its uses.
+        record: tight, of the record that costs most in all its uses.
         floats: numbers that a learner says in a round.
         rounds: of the run.
         rounds_per_s: replica-rounds a second, without what measuring took.
@@ -163,14 +164,14 @@ def result_of(source: str, prepared: Prepared, replicas: int, seed: int) -> Resu
     for i, own in enumerate(data.learners):
         counts = np.diff(own.offsets)
         events.append(run.algorithm.guarantee(i, counts))
-        records.append(run.algorithm.guarantee(i, counts, own.uses_by_round(int(own.order[0]))))
+        records.append(dearest_record(record_losses(run.algorithm, i, own), events[-1].per_round))
     return Result(
         source=source,
         algorithm=run.algorithm.name,
         threat_model=_safe_from(events[0]),
         paper=max(float(each.paper[-1]) for each in events),
         event=max(each.epsilon() for each in events),
-        record=max(each.epsilon() for each in records),
+        record=max(records),
         floats=_floats(run),
         rounds=run.spec.rounds,
         rounds_per_s=replicas * run.spec.rounds / clock.seconds,

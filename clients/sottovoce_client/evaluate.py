@@ -13,6 +13,7 @@ from sottovoce.arrays import FloatArray
 from sottovoce.data import PlacedData
 from sottovoce.errors import CaptureError
 from sottovoce.losses import Hinge, SmoothedHinge, Softmax, Squared
+from sottovoce.privacy.composition import dearest_losses, record_losses
 from sottovoce.replay import worst_swap
 from sottovoce.run import Run
 from sottovoce.spec import dump_spec
@@ -128,15 +129,16 @@ def _learner(
     own, status = data.learners[index], outcome.statuses[index]
     counts = np.diff(own.offsets)
     event = run.algorithm.guarantee(index, counts)
-    record = event
+    first = event
     if len(own.order):
-        record = run.algorithm.guarantee(index, counts, own.uses_by_round(int(own.order[0])))
+        first = run.algorithm.guarantee(index, counts, own.uses_by_round(int(own.order[0])))
+    record = np.cumsum(dearest_losses(record_losses(run.algorithm, index, own), event.per_round))
     said = max(status.round, transcript.rounds if transcript else 0)
     swaps: tuple[Swap | None, Swap | None] = (None, None)
     if transcript is not None and transcript.unbroken(index) and len(own.order):
         swaps = (
             _swap(run, transcript, data, index, event.cumulative, every_use=False),
-            _swap(run, transcript, data, index, record.cumulative, every_use=True),
+            _swap(run, transcript, data, index, first.cumulative, every_use=True),
         )
     return LearnerSummary(
         name=run.spec.names[index],
@@ -151,11 +153,11 @@ def _learner(
         budget=status.epsilon_budget if status.HasField("epsilon_budget") else None,
         paper=_last(event.paper, said),
         event=_last(event.cumulative, said),
-        record=_last(record.cumulative, said),
+        record=_last(record, said),
         infinite_horizon=event.infinite_horizon,
         paper_curve=event.paper,
         event_curve=event.cumulative,
-        record_curve=record.cumulative,
+        record_curve=record,
         swap_event=swaps[0],
         swap_record=swaps[1],
     )

@@ -64,7 +64,9 @@ def verdict_of(summary: RunSummary) -> Verdict:
         return Verdict("refuted", "Refuted: the claim does not hold", f"{text}({learner.name}, per {level}).")
     if not summary.private_noise:
         text = "Its noise came from a recording or a seed, so that it can be repeated: whoever has them can take it away again. "
-        text += f"The largest privacy loss found in this capture is {number(swap.loss)}, as far as the noise is unknown."
+        text += (
+            f"The largest privacy loss found in this capture is {number(swap.loss)}, as far as the noise is unknown."
+        )
         return Verdict("open", "This run protected nobody", text)
     if math.isinf(swap.budget):
         text = f"Every claimed ε is infinite. The largest privacy loss found in this capture is {number(swap.loss)}."

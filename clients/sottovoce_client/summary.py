@@ -63,10 +63,11 @@ class LearnerSummary:
         budget: where it would have stopped; None for nowhere.
         paper: cumulative epsilon by the paper's formula.
         event: tight cumulative epsilon of one use of one record.
-        record: tight cumulative epsilon of one record in all its uses.
+        record: tight cumulative epsilon of the record that costs most in all its uses.
         infinite_horizon: bound on `event` over infinitely many rounds; may be infinite.
         paper_curve, event_curve, record_curve: the same after every round.
-        swap_event, swap_record: the worst record swapped in its first use, and in all uses; None without a capture.
+        swap_event, swap_record: the record that is learned first, swapped for the worst one in its first use, and in all
+            its uses; None without a capture.
     """
 
     name: str

@@ -49,7 +49,7 @@ Mechanism = Literal["laplace", "pure"]
 LAPLACE = (LdpDolAccountant, DualAveragingAccountant, DescentAccountant, TreeAccountant)
 """Meters of messages with independent Laplace noise on their coordinates; each loss is l1 sensitivity over scale."""
 EVERY_MESSAGE = (LdpDolAccountant, DualAveragingAccountant, AdmmAccountant)
-"""Meters of which every loss bounds what its message tells about any one record: they follow the record that dominates."""
+"""Meters that follow one record, whose losses are at least those of any other, message by message after sorting."""
 
 MOST_STEPS = 2_000_000
 """Rounds that are metered one by one for the sake of single records; beyond, cheaper upper bounds are used."""
@@ -131,7 +131,13 @@ def _losses_of(algorithm: Algorithm[Any], learner: int, counts: IntArray, replac
 
 def dearest_record(records: Iterable[Alike], event: FloatArray) -> float:
     """What the record that costs most costs in all of its uses, given what an event costs `(rounds,)`."""
-    return max((math.fsum(each.charged(event)) for each in records), default=0.0)
+    return math.fsum(dearest_losses(records, event))
+
+
+def dearest_losses(records: Iterable[Alike], event: FloatArray) -> FloatArray:
+    """The same message by message, `(rounds,)`; zeros without records."""
+    charged = [each.charged(event) for each in records]
+    return max(charged, key=lambda losses: math.fsum(losses), default=np.zeros_like(event))
 
 
 def group_loss(records: Iterable[Alike], event: FloatArray, size: int) -> float:
