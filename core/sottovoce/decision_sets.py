@@ -61,7 +61,7 @@ class L2Ball:
 
     def project(self, theta: FloatArray) -> FloatArray:
         square: FloatArray = np.vecdot(theta, theta)
-        if (square <= self.r * self.r).all():
+        if np.count_nonzero(square <= self.r * self.r) == square.size:
             return theta
         shrink: FloatArray = np.minimum(1.0, self.r / np.sqrt(np.maximum(square, np.finfo(float).tiny)))
         return theta * shrink[..., None]

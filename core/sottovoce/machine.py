@@ -44,10 +44,13 @@ class Who:
         return (len(self.learner), 1 if self.replicas is None else self.replicas)
 
     def pick(self, per_learner: tuple[float, ...]) -> Scalars:
-        """The entries of a per-learner parameter that belong to this state, ready to broadcast."""
+        """The entries of a per-learner parameter that belong to this state, ready to broadcast: one number if all are equal."""
         if isinstance(self.learner, int):
             return per_learner[self.learner]
-        return np.array([per_learner[i] for i in self.learner]).reshape(-1, 1, 1)
+        entries = [per_learner[i] for i in self.learner]
+        if entries.count(entries[0]) == len(entries):
+            return entries[0]
+        return np.array(entries).reshape(-1, 1, 1)
 
 
 @dataclass(frozen=True, slots=True)

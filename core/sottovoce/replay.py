@@ -66,7 +66,8 @@ def replay(run: Run, transcript: Transcript, learner: int, worlds: Sequence[Lear
         raise CaptureError(f"nobody heard learner {learner} in round 0, so what it said later cannot be replayed")
     algorithm = run.algorithm
     state = algorithm.start(Who((learner,) * len(worlds), transcript.replicas))
-    realised, largest = [], []
+    realised: list[FloatArray] = []
+    largest: list[FloatArray] = []
     for t in range(rounds):
         _, centre = algorithm.speak(state, NoNoise())
         in_first = Message({name: value[:1] for name, value in centre.fields.items()})
@@ -77,8 +78,9 @@ def replay(run: Run, transcript: Transcript, learner: int, worlds: Sequence[Lear
         messages = {j: transcript.message(t, j) for j in weights}
         heard = HeardFromNeighbours(weights, messages, float(mixing.own[learner]))
         state = algorithm.listen(state, heard, stack([world.batch(t) for world in worlds]))
-        realised.append(density[0] - density[1:])
-        largest.append(at_centre[0] - at_centre[1:])
+        for losses, each in ((realised, density), (largest, at_centre)):
+            by_world = np.broadcast_to(each, (len(worlds), transcript.replicas))  # equal worlds may share one row
+            losses.append(by_world[0] - by_world[1:])
     return Losses(np.stack(realised), np.stack(largest))
 
 
@@ -115,7 +117,7 @@ def worst_swap(
         every_use: swap the record in all rounds that use it, not only in the first.
     """
     own = data.learners[learner]
-    others = [_with(own, features, label, every_use) for features, label in _candidates(data, learner)]
+    others = [_with(own, features, label, every_use) for features, label in candidates(data, learner)]
     costly = np.flatnonzero(run.algorithm.guarantee(learner).per_round)[:SCREENED_ROUNDS]
     screened = replay(run, transcript.until(int(costly[-1]) + 1 if len(costly) else 1), learner, [own, *others])
     worst = others[int(np.argmax(screened.supremum[:, 0]))]
@@ -130,7 +132,8 @@ def _with(own: LearnerData, features: FloatArray, label: float, every_use: bool)
     return own.with_use(0, features, label)
 
 
-def _candidates(data: PlacedData, learner: int, most: int = 24) -> list[tuple[FloatArray, float]]:
+def candidates(data: PlacedData, learner: int, most: int = 24) -> list[tuple[FloatArray, float]]:
+    """Replacements for a learner's first record: `most` of them are the other learners' records."""
     own = data.learners[learner]
     first = int(own.order[0])
     features, label = own.features[first], float(own.labels[first])

@@ -176,4 +176,6 @@ def picked(who: Who, schedules: tuple[Schedule, ...], t: int) -> Scalars:
     """The numbers of round t that belong to a state, ready to broadcast."""
     if isinstance(who.learner, int):
         return schedules[who.learner].at(t)
-    return who.pick(tuple(schedule.at(t) for schedule in schedules))
+    if schedules.count(schedules[0]) == len(schedules):
+        return schedules[0].at(t)
+    return who.pick(tuple([schedule.at(t) for schedule in schedules]))
