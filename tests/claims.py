@@ -221,6 +221,7 @@ def counts_of(rounds: int, kind: int, generator: np.random.Generator) -> IntArra
     counts[generator.integers(rounds)] += 8 if kind == 2 else 1
     if kind == 3:
         counts[: rounds // 3] = 0
+        counts[-1] += not counts.any()
     return counts.astype(np.int64)
 
 
