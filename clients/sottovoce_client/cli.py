@@ -445,6 +445,33 @@ def tradeoff(
     trade(_prepare(load_spec(spec)), _folder("tradeoff", out), problem)
 
 
+@app.command(rich_help_panel="Privacy")
+def audit(
+    spec: SpecFile,
+    runs: Annotated[int, typer.Option(min=10, help="Runs of each of the two worlds.")] = 1000,
+    learner: Annotated[
+        str | None, typer.Option(help="Whose messages.", show_default="the one with the largest epsilon")
+    ] = None,
+    confidence: Annotated[
+        float, typer.Option(min=0.5, max=0.999999, help="With which a correct learner is not refuted.")
+    ] = 0.95,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the coins and the noise.")] = 0,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Folder for the results.", show_default="sottovoce-runs/audit-TIME")
+    ] = None,
+) -> None:
+    """Try to refute what a run promises about one learner: many simulated runs in two worlds that differ in one record.
+
+    Writes audit.json. Exits with 1 if the promise is refuted.
+    """
+    from sottovoce_client.audit import audit_to
+
+    prepared = _prepare(load_spec(spec))
+    folder = _folder("audit", out)
+    code = audit_to(folder, prepared, learner=learner, runs=runs, confidence=confidence, seed=seed)
+    raise typer.Exit(code)
+
+
 # ---- specs -----------------------------------------------------------------------------------------------
 
 

@@ -55,6 +55,11 @@ PLOTS = (
     ("consensus_error", "consensus error", ".4~g"),
 )
 """Metrics that are drawn: their names, what the page calls them, and d3 formats of their values."""
+LEAD = (
+    "Simulated on the same held-out records. ε: to somebody who hears every message, by the paper’s formula, for one use of one "
+    "record, and for the dearest record in all its uses. Figures are means over learners and replicas, ± their standard error; "
+    "bands are two of these. An algorithm that learns all records in its first round has its losses counted there alone."
+)
 DASHES = ("solid", "dash", "dot", "dashdot")
 """For more lines than there are colours."""
 
@@ -68,7 +73,7 @@ class Result:
         algorithm: its name.
         threat_model: who may listen without the guarantee being void; a dash where it is void for everybody.
         paper: epsilon by the paper's own formula, of the learner with the largest; infinite: nothing is promised.
-        event: tight, of one use of one record, likewise.
+        event: tight, of one use of one record, likewise; the sum over the learners where they share their records.
         record: tight, of the record that costs most in all its uses.
         floats: numbers that a learner says in a round.
         rounds: of the run.
@@ -165,13 +170,14 @@ def result_of(source: str, prepared: Prepared, replicas: int, seed: int) -> Resu
         counts = np.diff(own.offsets)
         events.append(run.algorithm.guarantee(i, counts))
         records.append(dearest_record(record_losses(run.algorithm, i, own), events[-1].per_round))
+    whole = math.fsum if events[0].shared else max
     return Result(
         source=source,
         algorithm=run.algorithm.name,
         threat_model=_safe_from(events[0]),
         paper=max(float(each.paper[-1]) for each in events),
-        event=max(each.epsilon() for each in events),
-        record=max(records),
+        event=whole(each.epsilon() for each in events),
+        record=whole(records),
         floats=_floats(run),
         rounds=run.spec.rounds,
         rounds_per_s=replicas * run.spec.rounds / clock.seconds,
@@ -298,7 +304,8 @@ def _page(results: Sequence[Result]) -> str:
             f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
             f"<title>Sottovoce comparison</title>\n<style>\n{style}</style>",
             f"<script>{plotly('offline').get_plotlyjs()}</script>\n</head>\n<body>\n<main>",
-            '<header><div class="kicker">Sottovoce · comparison</div><h1>Algorithms side by side</h1></header>',
+            '<header><div class="kicker">Sottovoce · comparison</div><h1>Algorithms side by side</h1>'
+            f"<p>{LEAD}</p></header>",
             f"<section>\n{_html_table(results)}\n</section>",
             *plots,
             "</main>\n</body>\n</html>\n",

@@ -266,6 +266,9 @@ def _facts(summary: RunSummary, report: Path | None) -> Iterator[tuple[str, Text
     """Lines under the table: a name and what there is to say."""
     verdict = verdict_of(summary)
     yield "verdict", Text.assemble((verdict.headline, KINDS[verdict.kind]), f". {verdict.text}")
+    if summary.promise.shared:
+        text = f"ε = {number(summary.event)} per event: every learner holds every record, so their epsilons add up"
+        yield "together", Text(text)
     accuracies = share_range(learner.test_accuracy for learner in summary.learners)
     disagree = f"; two learners differ on at most {share(summary.disagreement)} of held-out records"
     yield "accuracy", Text(accuracies + (disagree if summary.disagreement is not None else ""))

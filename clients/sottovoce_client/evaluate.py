@@ -21,6 +21,7 @@ from sottovoce.transcript import Transcript
 from sottovoce_client.operate import Outcome
 from sottovoce_client.summary import CaptureSummary, LearnerSummary, Promise, RunSummary, Swap
 from sottovoce_eavesdropper.reading import open_capture
+from sottovoce_wire.v1 import learner_pb2
 
 
 def summarise(run: Run, data: PlacedData, outcome: Outcome) -> RunSummary:
@@ -95,6 +96,7 @@ def _promise(run: Run) -> Promise:
         accounting=guarantee.mode,
         proof=guarantee.proof,
         constants=tuple((name, each.value, each.enforced_by) for name, each in guarantee.constants.items()),
+        shared=guarantee.shared,
         output=None if guarantee.output is None else float(guarantee.output[-1]),
     )
 
@@ -133,7 +135,7 @@ def _learner(
     if len(own.order):
         first = run.algorithm.guarantee(index, counts, own.uses_by_round(int(own.order[0])))
     record = np.cumsum(dearest_losses(record_losses(run.algorithm, index, own), event.per_round))
-    said = max(status.round, transcript.rounds if transcript else 0)
+    said = _said(status, event.cumulative)
     swaps: tuple[Swap | None, Swap | None] = (None, None)
     if transcript is not None and transcript.unbroken(index) and len(own.order):
         swaps = (
@@ -150,7 +152,7 @@ def _learner(
         messages=status.messages_sent,
         bytes=status.bytes_sent,
         spent=status.epsilon_spent,
-        budget=status.epsilon_budget if status.HasField("epsilon_budget") else None,
+        budget=_limit(status),
         paper=_last(event.paper, said),
         event=_last(event.cumulative, said),
         record=_last(record, said),
@@ -169,6 +171,26 @@ def _swap(
     transcript = transcript.until(transcript.unbroken(learner))
     worst = worst_swap(run, transcript, data, learner, every_use=every_use)
     return Swap(worst.loss, worst.supremum, float(claimed[transcript.rounds - 1]), worst.by_round)
+
+
+def _said(status: learner_pb2.LearnerStatus, claimed: FloatArray) -> int:
+    """How many messages a learner has said: one more than the rounds it has done, where it was charged for one more."""
+    done, more = status.round, status.round + 1
+    if more > len(claimed) or not np.isfinite(claimed[more - 1]):
+        return done
+    return (
+        more
+        if abs(claimed[more - 1] - status.epsilon_spent) < abs(_last(claimed, done) - status.epsilon_spent)
+        else done
+    )
+
+
+def _limit(status: learner_pb2.LearnerStatus) -> float | None:
+    """Where the learner would have stopped in this run: by the run's budget, or by what its owner has left."""
+    limits = [status.epsilon_budget] if status.HasField("epsilon_budget") else []
+    if status.HasField("epsilon_own_budget"):
+        limits.append(max(status.epsilon_own_budget - status.epsilon_elsewhere, 0.0))
+    return min(limits, default=None)
 
 
 def _last(curve: FloatArray, rounds: int) -> float:

@@ -31,11 +31,12 @@ def show_ledger(folder: Path, learner: str | None, console: Console | None = Non
     """
     lines = Ledger(folder).lines(learner)
     if not lines:
-        whose = "no learner" if learner is None else f"learner {learner!r}"
-        raise SpecError(f"the state folder {folder} must hold a learner's runs, and {whose} has one there")
+        there = ", ".join(sorted({line.learner for line in Ledger(folder).lines()})) or "of nobody"
+        whose = "" if learner is None else f" of {learner!r}"
+        raise SpecError(f"no runs{whose} in the state folder {folder}; there are runs of: {there}")
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     for head in ("learner", "run", "algorithm", "threat model", "accounting"):
-        table.add_column(head)
+        table.add_column(head, overflow="fold")
     for head in ("messages", "ε"):
         table.add_column(head, justify="right")
     for name in sorted({line.learner for line in lines}):

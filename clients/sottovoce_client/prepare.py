@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from sottovoce.data import PlacedData, load_dataset, place
+import numpy as np
+
+from sottovoce.data import LearnerData, PlacedData, load_dataset, place
+from sottovoce.errors import SpecError
 from sottovoce.privacy.lattice import check_lattice
 from sottovoce.run import Run, build_run
 from sottovoce.spec import RunSpec
@@ -33,5 +36,14 @@ def prepare(spec: RunSpec, *, data_folder: str | None = None) -> Prepared:
     dataset = load_dataset(spec.data, spec.loss, folder=Path(data_folder) if data_folder else None)
     data = place(spec, dataset)
     run = build_run(spec, data.n_features)
+    if run.algorithm.guarantee(0).shared and not all(_same(data.learners[0], other) for other in data.learners[1:]):
+        raise SpecError(
+            f"{spec.algorithm.name} needs the same records at every learner in every round: set data.partition to shared"
+        )
     slack = check_lattice(run.algorithm, spec.n_learners, spec.rounds)
     return Prepared(replace(run, warnings=run.warnings + slack), data)
+
+
+def _same(one: LearnerData, other: LearnerData) -> bool:
+    parts = ("features", "labels", "order", "offsets")
+    return one is other or all(np.array_equal(getattr(one, part), getattr(other, part)) for part in parts)

@@ -95,14 +95,15 @@ def _cards(summary: RunSummary) -> str:
     learners = summary.learners
     accuracy = share_range(each.test_accuracy for each in learners)
     central = f"worst to best learner; {share(summary.central_accuracy)} centralised without privacy"
-    paper = (
-        f"tight, per event, largest of all learners; {number(max(e.paper for e in learners))} by the paper’s formula"
+    whose = (
+        "all learners together, for they share their records" if summary.promise.shared else "largest of all learners"
     )
+    paper = f"tight, per event, {whose}; {number(max(e.paper for e in learners))} by the paper’s formula"
     speed = f"{number(summary.rounds_per_second)} rounds/s, {duration(summary.seconds)} in all"
     cards = (
         _card("Rounds", f"{count(summary.rounds_done)} <small>of {count(summary.rounds)}</small>", speed),
         _card("Test accuracy", accuracy, central),
-        _card("Privacy budget used", f"ε = {number(max(each.event for each in learners))}", paper),
+        _card("Privacy budget used", f"ε = {number(summary.event)}", paper),
         _overheard_card(summary.capture),
         _loss_card(summary),
     )
@@ -253,7 +254,7 @@ def _promise(summary: RunSummary) -> str:
     terms = [words.THREATS[summary.promise.threat_model] if promised else words.UNPROTECTED]
     epsilon = summary.promise.output
     if epsilon is None:
-        epsilon = max(learner.event for learner in summary.learners)
+        epsilon = summary.event
     elif words.OUTPUT not in terms:
         terms.append(words.OUTPUT)
     facts = {"uses": uses, "epsilon": number(epsilon)}
@@ -269,7 +270,8 @@ def _grounds(promise: Promise) -> str:
         for name, value, why in promise.constants
     )
     table = f'<div class="wide"><table class="grounds"><tbody>{rows}</tbody></table></div>' if rows else ""
-    return f"<p>{words.RESTS_ON.format(**facts)}</p>{table}"
+    rests = words.RESTS_ON if rows else ""
+    return f"<p>{words.PROOF.format(**facts)}{rests}</p>{table}"
 
 
 def _warnings(summary: RunSummary) -> str:

@@ -17,10 +17,10 @@ FOREVER = "However long the run goes on, per event ε stays below <b>{bound}</b>
 NOT_FOREVER = "No finite bound is known for infinitely many rounds."
 UNPROMISED = "<b>ε = ∞</b> for at least one learner, so nothing is promised: {kinds}."
 
-RESTS_ON = """
-Algorithm <code>{algorithm}</code>, accounting <code>{accounting}</code>: {adjacency}. Proof: {proof}. The numbers rest on these
-constants, which are enforced, not assumed:
+PROOF = """
+Algorithm <code>{algorithm}</code>, accounting <code>{accounting}</code>: {adjacency}. Proof: {proof}.
 """
+RESTS_ON = " The numbers rest on these constants, which are enforced, not assumed:"
 
 LOSSES = """
 One record of a learner is swapped in thought, and every message of the capture weighed: how much likelier is it with the
@@ -43,8 +43,8 @@ WHERE = "The capture lies in <code>{location}</code>."
 
 TABLE = """
 Own accuracy: on the learner’s own records, each predicted before it was learned. Forever: bound on the per-event ε over
-infinitely many rounds. Loss: of this capture; the largest that any capture could have shown for the same swap; and the
-claim, which neither may exceed.
+infinitely many rounds. Loss: of this capture; the largest that any capture could have shown for the same swap; and what is
+claimed for the record that was swapped (not the dearest one), which neither may exceed.
 """
 
 OUTPUT = (
@@ -87,7 +87,8 @@ PROMISE = (
 """Terms and what they mean."""
 
 WARNINGS = (
-    "Conditions of a convergence theorem that do not hold. They touch how well is learned, not what is protected."
+    "Conditions that do not hold. Most belong to a convergence theorem, and touch how well is learned; those that touch what "
+    "is protected say so."
 )
 
 SPEC = "The whole run spec, to run it again."

@@ -71,6 +71,11 @@ def verdict_of(summary: RunSummary) -> Verdict:
     if math.isinf(swap.budget):
         text = f"Every claimed ε is infinite. The largest privacy loss found in this capture is {number(swap.loss)}."
         return Verdict("open", "Nothing finite was promised", text)
+    examined, said = min(len(s.by_round) for _, _, s in cases(summary)), summary.rounds_done
+    if 2 * examined < said:
+        text = f"What learners said could be replayed for {examined} of {said} rounds at least, because in later ones nobody "
+        text += f"heard them. The largest privacy loss found is {number(swap.loss)}, within the claim of {number(swap.budget)}."
+        return Verdict("open", "Too little was overheard to tell", text)
     text = f"The most telling record swap found has a privacy loss of {number(swap.loss)} in this capture, "
     text += f"within the claim of {number(swap.budget)} ({shown}). One capture can refute a promise, not prove it."
     return Verdict("consistent", "Consistent with the promise", text)

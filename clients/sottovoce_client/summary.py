@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,7 @@ class Promise:
         proof: where it stands.
         constants: name, value, and what enforces it.
         output: epsilon against somebody who sees published decisions only, where that is a promise of its own.
+        shared: all learners hold the same records, and their epsilons add up.
     """
 
     algorithm: str
@@ -135,6 +137,7 @@ class Promise:
     proof: str
     constants: tuple[tuple[str, float, str], ...]
     output: float | None = None
+    shared: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +181,12 @@ class RunSummary:
     def rounds_done(self) -> int:
         """Rounds that all learners have done."""
         return min(learner.rounds for learner in self.learners)
+
+    @property
+    def event(self) -> float:
+        """Epsilon of one event to somebody who hears everything: the largest of all learners, or their sum if shared."""
+        each = [learner.event for learner in self.learners]
+        return math.fsum(each) if self.promise.shared else max(each)
 
     @property
     def rounds_per_second(self) -> float:

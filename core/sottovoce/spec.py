@@ -474,7 +474,9 @@ class ProductSpec(Section):
 
 
 DecisionSetSpec = Annotated[
-    L2BallSpec | BoxSpec | L1BallSpec | SimplexSpec | TraceNormSpec | ProductSpec, Field(discriminator="kind")
+    L2BallSpec | BoxSpec | L1BallSpec | SimplexSpec | TraceNormSpec | ProductSpec,
+    Field(discriminator="kind"),
+    BeforeValidator(_shorthand),
 ]
 
 PerLearner = float | tuple[float, ...]
@@ -523,7 +525,7 @@ class AlgorithmSpec(Section):
         Raises:
             SpecError: there is no noise, or no way to scale it.
         """
-        raise SpecError("this algorithm's noise cannot be calibrated")
+        raise SpecError("this algorithm's noise cannot be calibrated: its class of parameters has no method `noisier`")
 
 
 class PrivacySpec(Section):
@@ -630,7 +632,8 @@ def parse_spec(document: object, *, source: str = "spec", imports: bool = True) 
     try:
         fields["algorithm"] = _parse_algorithm(document.get("algorithm"))
     except ValidationError as error:
-        lines = [_explain({**p, "loc": ("algorithm", *p["loc"])}, source) for p in error.errors()]
+        known = _fields_of(document["algorithm"])
+        lines = [_explain({**p, "loc": ("algorithm", *p["loc"])}, source, known) for p in error.errors()]
     except SpecError as error:
         lines = [f"{source}: {error}"]
     if lines:
@@ -661,6 +664,8 @@ def _parse_algorithm(section: object) -> AlgorithmSpec:
     """
     from sottovoce.algorithms import spec_class
 
+    if isinstance(section, str):
+        section = {"name": section}
     if not isinstance(section, Mapping) or not isinstance(section.get("name"), str):
         return AlgorithmSpec.model_validate({} if section is None else section)
     return spec_class(section["name"]).model_validate(section)
@@ -695,13 +700,27 @@ def spec_schema() -> str:
     return json.dumps(create_model("RunSpec", __base__=RunSpec, **fields).model_json_schema(), indent=2)
 
 
-def _explain(problem: Any, source: str) -> str:
-    """One pydantic problem as a line for a person."""
+def _fields_of(section: object) -> tuple[str, ...]:
+    """The parameters of an algorithm; none where it is not known which."""
+    from sottovoce.algorithms import spec_class
+
+    if not isinstance(section, Mapping) or not isinstance(section.get("name"), str):
+        return ()
+    return tuple(spec_class(section["name"]).model_fields)
+
+
+def _explain(problem: Any, source: str, known: tuple[str, ...] = ()) -> str:
+    """One pydantic problem as a line for a person; `known`: the fields of the section, where they are known."""
     where = ".".join(str(part) for part in problem["loc"]) or "spec"
     came = problem.get("input")
     match problem["type"]:
         case "extra_forbidden":
-            return f"{source}: unknown field {where}; see `sottovoce spec schema` for the fields there are"
+            there = (
+                f"the fields are {', '.join(known)}"
+                if known
+                else "see `sottovoce spec schema` for the fields there are"
+            )
+            return f"{source}: unknown field {where}; {there}"
         case "missing":
             return f"{source}: field {where} is required"
         case _:

@@ -6,6 +6,7 @@ A built-in algorithm has a line in `BUILT_IN`. A package of somebody else's offe
 
 from __future__ import annotations
 
+import difflib
 from importlib import import_module
 from importlib.metadata import entry_points
 
@@ -46,7 +47,9 @@ def spec_class(name: str) -> type[AlgorithmSpec]:
     where = BUILT_IN.get(name) or offered.get(name) or (name if ":" in name else None)
     if where is None:
         known = ", ".join(sorted({*BUILT_IN, *offered}))
-        raise SpecError(f"algorithm.name must be one of {known}, or module:Class of your own, got {name!r}")
+        near = difflib.get_close_matches(name, {*BUILT_IN, *offered}, 1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise SpecError(f"algorithm.name must be one of {known}, or module:Class of your own, got {name!r}{hint}")
     module, _, attribute = where.partition(":")
     try:
         found = getattr(import_module(module), attribute)

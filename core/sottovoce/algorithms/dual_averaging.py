@@ -347,7 +347,7 @@ class DualAveraging:
         whose = "which every learner holds: epsilons of all learners add up" if self.shared else "of one learner"
         many = 1 if replaced is None else int(np.count_nonzero(replaced))
         what = "the loss of one round" if many == 1 else f"the losses of {many} rounds"
-        return dual_averaging_guarantee(
+        alone = dual_averaging_guarantee(
             self.sensitivity(learner),
             self.sigma,
             self.rounds,
@@ -357,6 +357,7 @@ class DualAveraging:
             counts=counts,
             replaced=replaced,
         )
+        return replace(alone, shared=self.shared and len(self.owned) > 1)
 
     def joint_epsilon(self, counts: IntArray | None = None, replaced: IntArray | None = None) -> float:
         """What the messages of all learners together tell about a loss that all of them hold."""

@@ -77,6 +77,7 @@ class Guarantee:
         output: `(rounds,)` cumulative epsilon against somebody who sees all published decisions and no message, where that
             is a promise of its own; None: nothing is said of published decisions. Never what a learner is charged: its
             messages are heard.
+        shared: an event is every learner's, because all hold the same records: who hears all of them adds their losses up.
     """
 
     threat_model: ThreatModel
@@ -88,6 +89,7 @@ class Guarantee:
     proof: str
     constants: Mapping[str, Constant] = field(default_factory=dict)
     output: FloatArray | None = None
+    shared: bool = False
 
     @property
     def cumulative(self) -> FloatArray:

@@ -1,0 +1,108 @@
+"""Lower bounds on epsilon from guesses, and what a number of runs can show at most.
+
+All are one-sided: a bound is above the true epsilon with probability at most alpha.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from sottovoce.arrays import FloatArray
+from sottovoce.data.files import import_extra
+
+
+def epsilon_lower_bound(correct: int, guesses: int, alpha: float) -> float:
+    """The epsilon below which so many right guesses of fair coins are too many.
+
+    Every run lives in one of two worlds by a fair coin. Whoever guesses the coin from what is epsilon-private, or abstains, is
+    right at most as often as a binomial of chance `e^eps / (1 + e^eps)` (Steinke, Nasr, Jagielski 2023, Theorem 5.2): the
+    bound is the logit of its Clopper-Pearson lower limit.
+
+    Args:
+        correct: right guesses.
+        guesses: all guesses, abstentions not counted.
+        alpha: one minus the confidence.
+    """
+    if correct == 0 or 2 * correct <= guesses:
+        return 0.0
+    stats = import_extra("scipy.stats", "scipy", "an audit")
+    chance = float(stats.beta.ppf(alpha, correct, guesses - correct + 1))
+    return max(0.0, math.log(chance / (1.0 - chance)))
+
+
+def event_lower_bound(in_first: int, runs_first: int, in_second: int, runs_second: int, alpha: float) -> float:
+    """The same for one event, fixed beforehand: `log(P/Q) - z sqrt(1/(N P) + 1/(N' Q))`, by a normal approximation.
+
+    Args:
+        in_first, in_second: runs of each world in which it happened.
+        runs_first, runs_second: all runs of each world.
+        alpha: one minus the confidence.
+    """
+    if in_first == 0 or in_second == 0:
+        return 0.0  # the approximation has nothing to say
+    ratio = math.log(in_first / runs_first) - math.log(in_second / runs_second)
+    return max(0.0, ratio - _quantile(1.0 - alpha) * math.sqrt(1.0 / in_first + 1.0 / in_second))
+
+
+def runs_needed(epsilon: float, alpha: float = 0.05, share: float = 0.9) -> int:
+    """Runs of each world until the bound of a mechanism that reaches epsilon is this share of it, on average.
+
+    `271 (1 + e^eps) / eps^2` for 90 % at 95 % confidence.
+    """
+    return math.ceil((_quantile(1.0 - alpha) / (1.0 - share)) ** 2 * (1.0 + math.exp(epsilon)) / epsilon**2)
+
+
+def ceiling(runs: int, alpha: float) -> float:
+    """The bound if the coins of all runs, so many of each world, are guessed right: about `ln(2 N / 3)` at 95 %."""
+    return epsilon_lower_bound(2 * runs, 2 * runs, alpha)
+
+
+def threshold(strengths: FloatArray, guesses: int, alpha: float) -> float:
+    """From which strength on to guess, so that the bound is largest on average; below it: abstain.
+
+    It must not see the runs that are audited: fed with them, the bound no longer holds.
+
+    Args:
+        strengths: `|log p(y|D) - log p(y|D')|` of runs of the claimed mechanism. A guess of strength s is right with
+            chance `1 / (1 + e^-s)`.
+        guesses: runs that will be audited.
+        alpha: one minus the confidence.
+    """
+    ordered = np.sort(strengths)[::-1]
+    right = np.cumsum(1.0 / (1.0 + np.exp(-ordered))) / len(ordered)
+    lasts = np.unique(np.linspace(0, len(ordered) - 1, 64).astype(int))
+    lasts = np.unique(np.searchsorted(-ordered, -ordered[lasts], side="right") - 1)  # what is equal stays together
+    bounds = [
+        epsilon_lower_bound(int(guesses * right[k]), int(guesses * (k + 1) / len(ordered)), alpha)
+        for k in lasts.tolist()
+    ]
+    # A hair lower: equal losses differ by rounding.
+    return float(ordered[lasts[int(np.argmax(bounds))]]) * (1.0 - 1e-9)
+
+
+def tail(chances: FloatArray, at_least: int) -> float:
+    """The probability of so many successes, or more, in independent trials `(n,)` of unequal chances."""
+    masses = np.ones(1)
+    for chance in chances.tolist():
+        grown = np.zeros(len(masses) + 1)
+        grown[:-1] = masses * (1.0 - chance)
+        grown[1:] += masses * chance
+        masses = grown
+    return min(1.0, float(masses[at_least:].sum()))
+
+
+def runs_to_decide(correct: int, guesses: int, claim: float, alpha: float, most: int = 2**20) -> int | None:
+    """By what factor more runs with the same rate of right guesses would put the bound above the claim; None: never."""
+    factor = 1
+    while factor <= most:
+        if epsilon_lower_bound(factor * correct, factor * guesses, alpha) > claim:
+            return factor
+        factor *= 2
+    return None
+
+
+def _quantile(share: float) -> float:
+    stats = import_extra("scipy.stats", "scipy", "an audit")
+    return float(stats.norm.ppf(share))

@@ -1,0 +1,147 @@
+"""The likelihood ratio: what runs of two worlds give away to somebody who knows the algorithm, and every message's density.
+
+Of a learner that does what is claimed, nobody guesses the world better. It sees nothing of what the claimed densities rule
+out, such as noise said twice: conformance does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from sottovoce.arrays import FloatArray, IntArray
+from sottovoce.audit.bounds import epsilon_lower_bound, tail, threshold
+from sottovoce.audit.verdict import Test
+from sottovoce.audit.worlds import Overheard, Worlds
+from sottovoce.replay import replay
+from sottovoce.run import Run
+
+ROUNDING = 1e-9
+"""Of the claim, and of one: a loss above it by less is not above it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Excess:
+    """The transcript that shows more than a claim, first.
+
+    Attributes:
+        run: its number among the audited ones.
+        round: after whose message the loss is above the claim.
+        loss: by then; infinite: the message could not have been said in one of the worlds, or in either.
+        claim: by then.
+        transcripts: how many show more than the claim.
+    """
+
+    run: int
+    round: int
+    loss: float
+    claim: float
+    transcripts: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ratios:
+    """Privacy losses of audited runs, `log p(y|D) - log p(y|D')`, an array `(runs,)` each.
+
+    Attributes:
+        worlds: the world that the run lived in, 0 or 1.
+        total: the loss of the whole transcript; infinite where only one world could have said it, 0, no hint at all, where
+            neither could.
+        largest: the largest absolute loss after any round; infinite where a message could not have been said.
+        above: the round after which the loss is above the claim first; -1: never.
+        shown: the absolute loss by that round.
+    """
+
+    worlds: IntArray
+    total: FloatArray
+    largest: FloatArray
+    above: IntArray
+    shown: FloatArray
+
+    def excess(self, claim: FloatArray) -> Excess | None:
+        """The first transcript that shows more than the claim that the losses were held against."""
+        guilty = np.flatnonzero(self.above >= 0)
+        if not len(guilty):
+            return None
+        run, t = int(guilty[0]), int(self.above[guilty[0]])
+        return Excess(run, t, float(self.shown[run]), float(claim[t]), len(guilty))
+
+
+def ratios(run: Run, worlds: Worlds, part: Overheard, claim: FloatArray) -> Ratios:
+    """Replay some runs of one world, and hold them against `claim (rounds,)`, the cumulative epsilon after every round."""
+    with np.errstate(invalid="ignore"):  # neither world could have said it: not-a-number, and reported as such
+        realised = replay(run, part.transcript, worlds.learner, [worlds.first, worlds.second]).realised[:, 0]
+        losses = np.cumsum(realised, axis=0)
+    shown = np.nan_to_num(np.abs(losses), nan=np.inf, posinf=np.inf)
+    most = (claim * (1.0 + ROUNDING) + ROUNDING)[: len(shown), None]
+    exceeds = shown > most
+    above = np.where(exceeds.any(axis=0), exceeds.argmax(axis=0), -1)
+    return Ratios(
+        worlds=np.full(losses.shape[1], part.world),
+        total=np.nan_to_num(losses[-1], nan=0.0, posinf=np.inf, neginf=-np.inf),
+        largest=shown.max(axis=0),
+        above=above,
+        shown=shown[above, np.arange(len(above))],
+    )
+
+
+def joined(parts: Sequence[Ratios]) -> Ratios:
+    """All runs of the parts, in order."""
+    worlds, above = (np.concatenate([getattr(part, name) for part in parts]) for name in ("worlds", "above"))
+    total, largest, shown = (
+        np.concatenate([getattr(part, name) for part in parts]) for name in ("total", "largest", "shown")
+    )
+    return Ratios(worlds, total, largest, above, shown)
+
+
+@dataclass(frozen=True, slots=True)
+class Guessed:
+    """What guessing the world by the sign of the loss came to.
+
+    Attributes:
+        runs: all of them, of both worlds.
+        threshold: fixed beforehand: a smaller loss is no guess.
+        guesses, correct: how many, and how many of them right.
+        bound: lower bound on epsilon.
+        overconfident: more right guesses than the claimed densities allow.
+    """
+
+    runs: int
+    threshold: float
+    guesses: int
+    correct: int
+    bound: float
+    overconfident: Test
+
+
+def guess(audited: Ratios, rehearsed: Ratios, alpha: float, where: str = "") -> Guessed:
+    """Guess the world of every run. Half of alpha is for the bound, half for the test.
+
+    The test: of a run with loss L the sign is right with chance `1 / (1 + e^-|L|)`, given |L|, if densities are as claimed.
+    Less noise than claimed gives more right guesses. It is exact, and needs no loss near epsilon.
+
+    Args:
+        audited: the runs in question.
+        rehearsed: runs of the claimed mechanism with other noise, for the threshold.
+        alpha: one minus the confidence.
+        where: the place that the test names.
+    """
+    strengths = np.abs(audited.total)
+    runs = len(strengths)
+    least = threshold(np.abs(rehearsed.total), runs, alpha / 2)
+    right = (audited.total < 0) == (audited.worlds == 1)
+    hinted = strengths > 0
+    chances = 1.0 / (1.0 + np.exp(-strengths[hinted]))
+    found = int(right[hinted].sum())
+    test = Test(
+        name="too many right guesses",
+        what="the sign of the loss is right no more often than the claimed densities allow",
+        statistic=float(found - chances.sum()),
+        p_value=tail(chances, found),
+        where=where,
+    )
+    guessed = hinted & (strengths >= least)
+    guesses, correct = int(guessed.sum()), int(right[guessed].sum())
+    return Guessed(runs, least, guesses, correct, epsilon_lower_bound(correct, guesses, alpha / 2), test)

@@ -1,0 +1,149 @@
+"""What an audit found, in no stronger words than the runs allow."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from sottovoce.audit.blackbox import Attempt
+    from sottovoce.audit.likelihood import Excess, Guessed
+
+
+@dataclass(frozen=True, slots=True)
+class Test:
+    """One test and its result."""
+
+    name: str
+    what: str
+    """What is tested, in a few words."""
+    statistic: float
+    p_value: float
+    """How likely a statistic this extreme is where the claim holds."""
+    where: str
+    """The learner, round and field that the statistic was largest at; empty if it belongs to no one place."""
+
+    __test__ = False  # pytest collects classes of this name
+
+
+Kind = Literal["consistent", "refuted", "inconclusive", "unpromised"]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What may be said.
+
+    Attributes:
+        kind: `consistent`: no violation was found. `refuted`: the claim does not hold. `inconclusive`: a hint that more runs
+            would settle. `unpromised`: there is no finite claim that could fail.
+        text: the same in a sentence.
+        evidence: what the verdict rests on, a sentence each; empty where nothing was found.
+    """
+
+    kind: Kind
+    text: str
+    evidence: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What the three families found.
+
+    Attributes:
+        runs: of each world.
+        alpha: the chance of a false alarm in all families together; each family has a third.
+        claim: epsilon that is promised over the whole run.
+        claim_seen: epsilon that is promised over the rounds that the black box looked at.
+        conformance: its tests.
+        excess: the first transcript above the claim.
+        guessed: the likelihood ratio's guesses.
+        attempts: the black box's.
+    """
+
+    runs: int
+    alpha: float
+    claim: float
+    claim_seen: float
+    conformance: tuple[Test, ...]
+    excess: Excess | None
+    guessed: Guessed
+    attempts: tuple[Attempt, ...]
+
+    @property
+    def largest(self) -> float:
+        """The largest lower bound on epsilon."""
+        return max([self.guessed.bound, *(attempt.bound for attempt in self.attempts)])
+
+    @property
+    def tests(self) -> tuple[tuple[Test, float], ...]:
+        """Every test, and the p-value at which it rejects."""
+        each = self.alpha / 3 / max(len(self.conformance), 1)
+        return (*((test, each) for test in self.conformance), (self.guessed.overconfident, self.alpha / 6))
+
+    @property
+    def bounds(self) -> tuple[tuple[str, int, int, float, float, float], ...]:
+        """By guesser: name, right guesses, guesses, bound, claim and alpha."""
+        each = self.alpha / 3 / max(len(self.attempts), 1)
+        black = (
+            (f"{a.model} on {a.view}", a.correct, a.guesses, a.bound, self.claim_seen, each) for a in self.attempts
+        )
+        guessed = self.guessed
+        return (
+            ("the likelihood ratio", guessed.correct, guessed.guesses, guessed.bound, self.claim, self.alpha / 6),
+            *black,
+        )
+
+
+def decide(found: Findings) -> Verdict:
+    """The verdict on what was found."""
+    evidence = tuple(_evidence(found))
+    if evidence:
+        return Verdict("refuted", f"The claim does not hold: {evidence[0]}.", evidence)
+    x, runs = f"{found.largest:.3g}", f"{found.runs:,} runs of each world"
+    if math.isinf(found.claim):
+        text = f"Nothing is promised about what is said, so nothing can fail. The wire shows an epsilon of at least {x} ({runs})."
+        return Verdict("unpromised", text)
+    hints = tuple(_hints(found))
+    if hints:
+        return Verdict("inconclusive", f"No violation above {x} found with {runs}, but {hints[0]}.", hints)
+    return Verdict("consistent", f"No violation above {x} found with {runs}; epsilon {found.claim:.4g} is claimed.")
+
+
+def _evidence(found: Findings) -> list[str]:
+    """What cannot be if the claim holds; the most definite first."""
+    said = []
+    if found.excess is not None and math.isfinite(found.claim):
+        e = found.excess
+        shown = f"a loss of {e.loss:.4g}, above {e.claim:.4g}"
+        if math.isinf(e.loss):
+            shown = "what one of the worlds, or either, could not have said"
+        said.append(f"run {e.run} shows, after the message of round {e.round}, {shown} ({e.transcripts} runs do)")
+    for test, level in found.tests:
+        if test.p_value < level:
+            place = f" at {test.where}" if test.where else ""
+            said.append(f"{test.name}{place}: p = {test.p_value:.2g} ({test.what})")
+    for name, correct, guesses, bound, claim, _ in found.bounds:
+        if bound > claim:
+            said.append(
+                f"{name} is right in {correct} of {guesses} guesses: epsilon is above {bound:.3g}, not {claim:.3g}"
+            )
+    return said
+
+
+def _hints(found: Findings) -> list[str]:
+    """What would be evidence if it were all that was looked at, and how many runs would settle it."""
+    from sottovoce.audit.bounds import epsilon_lower_bound, runs_to_decide
+
+    said = []
+    for test, level in found.tests:
+        if test.p_value < min(3 * level, found.alpha):
+            said.append(
+                f"{test.name} has p = {test.p_value:.2g}; about {2 * found.runs:,} runs of each world would decide"
+            )
+    for name, correct, guesses, _, claim, level in found.bounds:
+        if epsilon_lower_bound(correct, guesses, min(3 * level, found.alpha)) > claim:
+            factor = runs_to_decide(correct, guesses, claim, level)
+            more = "" if factor is None else f"; about {factor * found.runs:,} runs of each world would decide"
+            said.append(f"{name} guesses better than {claim:.3g} allows, by little{more}")
+    return said

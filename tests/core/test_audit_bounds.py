@@ -1,0 +1,132 @@
+"""Lower bounds on epsilon: anchors, validity over many repetitions, and how close they come."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from scipy.stats import binom
+
+from sottovoce.arrays import FloatArray
+from sottovoce.audit.bounds import (
+    ceiling,
+    epsilon_lower_bound,
+    event_lower_bound,
+    runs_needed,
+    runs_to_decide,
+    tail,
+    threshold,
+)
+from sottovoce.audit.likelihood import Ratios, guess
+
+
+def laplace_runs(epsilon: float, runs: int, generator: np.random.Generator, scale: float = 1.0) -> Ratios:
+    """A number that is 0 in one world and epsilon in the other, and said with Laplace noise of scale 1 (or so it claims)."""
+    worlds = generator.integers(0, 2, 2 * runs)
+    said = epsilon * worlds + generator.laplace(scale=scale, size=2 * runs)
+    losses = np.abs(said - epsilon) - np.abs(said)
+    return ratios_of(worlds, losses)
+
+
+def ratios_of(worlds: np.ndarray, losses: FloatArray) -> Ratios:
+    none = np.full(len(losses), -1)
+    return Ratios(worlds, losses, np.abs(losses), none, np.abs(losses))
+
+
+# ---- anchors ---------------------------------------------------------------------------------------------------------
+
+
+def test_anchors() -> None:
+    assert runs_needed(1.0) == pytest.approx(271 * (1 + math.e), rel=2e-3)
+    assert runs_needed(2.0) == pytest.approx(271 * (1 + math.e**2) / 4, rel=2e-3)
+    assert ceiling(1000, 0.05) == pytest.approx(math.log(2000 / 3), abs=2e-3)
+    assert epsilon_lower_bound(0, 0, 0.05) == epsilon_lower_bound(0, 10, 0.05) == epsilon_lower_bound(5, 10, 0.05) == 0
+    assert event_lower_bound(0, 100, 50, 100, 0.05) == event_lower_bound(50, 100, 0, 100, 0.05) == 0.0
+    assert event_lower_bound(600, 1000, 200, 1000, 0.05) == pytest.approx(
+        math.log(3) - 1.6449 * math.sqrt(1 / 600 + 1 / 200), abs=1e-3
+    )
+
+
+def test_the_bound_is_where_so_many_right_guesses_have_probability_alpha() -> None:
+    found = epsilon_lower_bound(80, 100, 0.05)
+    assert binom.sf(79, 100, 1 / (1 + math.exp(-found))) == pytest.approx(0.05)
+
+
+def test_the_tail_of_equal_chances_is_binomial() -> None:
+    assert tail(np.full(50, 0.7), 40) == pytest.approx(float(binom.sf(39, 50, 0.7)))
+    assert tail(np.array([0.5, 1.0]), 2) == pytest.approx(0.5)
+    assert tail(np.ones(0), 0) == 1.0
+
+
+def test_more_runs_decide_only_what_is_above_the_claim() -> None:
+    factor = runs_to_decide(60, 100, 0.2, 0.01)
+    assert factor is not None and epsilon_lower_bound(60 * factor, 100 * factor, 0.01) > 0.2
+    assert runs_to_decide(55, 100, 0.3, 0.01) is None
+
+
+# ---- validity --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("epsilon", [0.2, 1.0, 3.0])
+def test_the_bound_is_above_epsilon_no_more_often_than_alpha(epsilon: float) -> None:
+    """2000 audits of guesses as good as epsilon allows. Failure probability below 1e-5 (five standard errors)."""
+    chance, audits, guesses = 1 / (1 + math.exp(-epsilon)), 2000, 300
+    right = np.random.default_rng(1).binomial(guesses, chance, audits)
+    known = {count: epsilon_lower_bound(count, guesses, 0.05) for count in set(right.tolist())}
+    above = sum(known[count] > epsilon for count in right.tolist())
+    assert 0 < above <= audits * 0.05 + 5 * math.sqrt(audits * 0.05 * 0.95)
+
+
+def test_audits_of_a_correct_mechanism_raise_no_more_alarms_than_alpha() -> None:
+    """The whole likelihood ratio at alpha .1, .05 for each half, 400 times. Failure probability below 1e-5 each."""
+    generator = np.random.default_rng(2)
+    rehearsed = laplace_runs(1.0, 500, generator)
+    found = [guess(laplace_runs(1.0, 200, generator), rehearsed, 0.1) for _ in range(400)]
+    most = 400 * 0.05 + 5 * math.sqrt(400 * 0.05 * 0.95)
+    assert sum(each.bound > 1.0 for each in found) <= most
+    assert 0 < sum(each.overconfident.p_value < 0.05 for each in found) <= most
+
+
+def test_no_difference_no_violation() -> None:
+    """Losses that say nothing of the world. The seed is fixed; a tenth of others would fail."""
+    generator = np.random.default_rng(3)
+    runs = ratios_of(generator.integers(0, 2, 2000), generator.normal(size=2000) * 1e-3)
+    found = guess(runs, laplace_runs(1.0, 500, generator), 0.1)
+    assert found.bound == 0.0 and found.overconfident.p_value > 0.05
+    silent = guess(ratios_of(np.arange(200) % 2, np.zeros(200)), runs, 0.1)
+    assert (silent.guesses, silent.bound, silent.overconfident.p_value) == (0, 0.0, 1.0)
+
+
+# ---- power -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("runs", "audits", "least"), [(1_000, 300, 0.89), (10_000, 100, 0.96)])
+def test_a_laplace_number_of_epsilon_one_is_audited_tightly(runs: int, audits: int, least: float) -> None:
+    """The mean bound at 95 % is .900 (1000 runs of each world) and .967 (10,000), with standard errors .0034 and .0018.
+
+    Failure probability below .002 each.
+    """
+    generator = np.random.default_rng(0)
+    least_strength = threshold(np.abs(laplace_runs(1.0, 5000, generator).total), 2 * runs, 0.05)
+    found = []
+    for _ in range(audits):
+        audited = laplace_runs(1.0, runs, generator)
+        guessed = np.abs(audited.total) >= least_strength
+        right = guessed & ((audited.total < 0) == (audited.worlds == 1))
+        found.append(epsilon_lower_bound(int(right.sum()), int(guessed.sum()), 0.05))
+    assert least <= np.mean(found) <= 1.0
+
+
+def test_half_the_noise_gives_too_many_right_guesses() -> None:
+    """Twice the epsilon: found with 300 runs of each world. Failure probability below 1e-4 (measured power above .9999)."""
+    generator = np.random.default_rng(4)
+    found = guess(laplace_runs(1.0, 300, generator, scale=0.5), laplace_runs(1.0, 500, generator), 0.1)
+    assert found.overconfident.p_value < 1e-3 and found.bound > 1.0
+
+
+def test_the_threshold_is_the_strength_that_pays() -> None:
+    """Few strong hints and many weak ones: with 1000 runs only the strong ones are worth a guess."""
+    strengths = np.concatenate([np.full(100, 4.0), np.full(900, 0.1)])
+    assert threshold(strengths, 1000, 0.05) == pytest.approx(4.0)
+    assert threshold(np.full(100, 0.5), 1000, 0.05) == pytest.approx(0.5)
