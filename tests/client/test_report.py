@@ -370,3 +370,21 @@ def test_who_has_stopped_spends_no_more() -> None:
 def test_noise_that_can_be_repeated_protects_nobody() -> None:
     assert verdict_of(replace(summary(), private_noise=False)).headline == "This run protected nobody"
     assert verdict_of(summary()).kind == "consistent"
+
+
+def test_a_capture_of_few_rounds_is_not_called_consistent() -> None:
+    def heard_for(rounds: int) -> RunSummary:
+        made = summary()
+        short = [replace(each.swap_event, by_round=np.zeros(rounds)) for each in made.learners if each.swap_event]
+        learners = [replace(each, swap_event=cut) for each, cut in zip(made.learners, short, strict=True)]
+        return replace(made, learners=tuple(learners))
+
+    assert verdict_of(heard_for(249)).headline == "Too little was overheard to tell"
+    assert verdict_of(heard_for(250)).kind == "consistent"
+
+
+def test_shared_records_cost_the_sum_of_all_learners() -> None:
+    alone, made = summary(), replace(summary(), promise=replace(summary().promise, shared=True))
+    assert made.event == pytest.approx(sum(each.event for each in made.learners))
+    assert alone.event == max(each.event for each in alone.learners)
+    assert "all learners together, for they share their records" in render_report(made)

@@ -236,3 +236,14 @@ def test_code_that_a_spec_from_elsewhere_names_is_not_imported(changes: dict[str
         parse_spec(document, imports=False)
     assert ":" in str(refused.value)
     assert parse_spec({"rounds": 3, "algorithm": {"name": "ldp-dol"}}, imports=False).rounds == 3
+
+
+def test_an_algorithm_without_parameters_is_its_name() -> None:
+    assert parse_spec({"rounds": 3, "algorithm": "dsgd"}).algorithm.name == "dsgd"
+
+
+def test_near_misses_are_named() -> None:
+    with pytest.raises(SpecError, match=r"did you mean pd-ftgl\?"):
+        parse_spec({"rounds": 3, "algorithm": {"name": "pdftgl"}})
+    with pytest.raises(SpecError, match=r"unknown field algorithm.alfa; the fields are name, .*alpha"):
+        parse_spec({"rounds": 3, "algorithm": {"name": "dvp", "alfa": 1.0}})
