@@ -309,7 +309,7 @@ def learner(
     _serve(lambda: serve(configs, with_stdin=stop_with_stdin), log_level)
 
 
-@app.command(rich_help_panel="Services")
+@app.command(rich_help_panel="Privacy")
 def ledger(
     state: Annotated[
         Path, typer.Option(envvar="SOTTOVOCE_STATE", help="Folder where the learner keeps its journals.")
