@@ -293,7 +293,7 @@ def main() -> int:
     """Measure, show, and say whether everything could be run."""
     options = parse()
     if options.no_event_engine:
-        os.environ[EVENT_ENGINE] = "-event_engine_client,-event_engine_listener,-event_engine_dns"
+        os.environ[EVENT_ENGINE] = "-event_engine_client,-event_engine_listener"
     bench = Bench(options)
     try:
         asyncio.run(_until_told(bench.run()))

@@ -72,10 +72,14 @@ class Ledger:
         about = path.with_suffix(".ledger")
         if not about.exists():
             facts = {key: value for key, value in asdict(line).items() if key not in ("said", "spent")}
-            with about.open("w", encoding="utf-8") as file:
+            draft = path.with_suffix(
+                ".draft"
+            )  # others may read this folder at any moment: a line is there whole, or not yet
+            with draft.open("w", encoding="utf-8") as file:
                 json.dump(facts, file)
                 file.flush()
                 os.fsync(file.fileno())
+            draft.replace(about)
         return path
 
     def lines(self, learner: str | None = None) -> list[Line]:

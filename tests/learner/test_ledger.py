@@ -127,6 +127,21 @@ async def test_a_ledger_that_cannot_be_read_allows_nothing(tmp_path: Path) -> No
         session(tmp_path, "run-b")
 
 
+def test_a_line_is_there_whole_or_not_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Learners of one folder start at the same moment: nobody reads half a line of another."""
+    seen: list[int] = []
+
+    def look(descriptor: int) -> None:
+        seen.append(len(Ledger(tmp_path).lines()))
+
+    monkeypatch.setattr("sottovoce_learner.ledger.os.fsync", look)
+    session(tmp_path, "run-a")
+    session(tmp_path, "run-b")
+
+    assert seen == [0, 1, 1, 1, 2, 2]  # each line is synced before it is there, then the journal and its folder
+    assert len(Ledger(tmp_path).lines()) == 2
+
+
 async def test_it_is_shown_with_sums(tmp_path: Path) -> None:
     spent = await spend(session(tmp_path, "run-a"), 3) + await spend(session(tmp_path, "run-b"), 4)
     out = io.StringIO()
