@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Self
 
 from sottovoce.errors import Unavailable
-from sottovoce.spec import RunSpec
+from sottovoce.spec import RunSpec, code_to_import
 
 START_S = 30.0
 STOP_S = 3.5
@@ -100,7 +100,7 @@ class LocalServices:
             captures = str(self._folder / "captures")
             eavesdropper = await self._start("eavesdropper", ["eavesdropper", "--folder", captures])
             more = ["--eavesdropper", await self._announced(eavesdropper)]
-        coordinator = await self._start("coordinator", ["coordinator", "--allow-imports", *more])
+        coordinator = await self._start("coordinator", ["coordinator", *self._imports, *more])
         self.coordinator = await self._announced(coordinator)
         names = self._spec.names
         groups = [names[k : k + self._per_process] for k in range(0, len(names), self._per_process)]
@@ -109,15 +109,14 @@ class LocalServices:
             for _ in group:
                 await self._announced(process)
 
+    @property
+    def _imports(self) -> list[str]:
+        """Leave to import code, only where this very spec needs it: others on this machine could start a run, too."""
+        return ["--allow-imports"] if code_to_import(self._spec.model_dump(mode="json")) else []
+
     def _learner_command(self, names: Sequence[str]) -> list[str]:
-        command = [
-            "learner",
-            "--allow-imports",
-            "--coordinator",
-            self.coordinator,
-            "--state",
-            str(self._folder / "journals"),
-        ]
+        command = ["learner", "--coordinator", self.coordinator, "--state", str(self._folder / "journals")]
+        command += self._imports
         for name in names:
             command += ["--name", name]
         return command + (["--recorded-noise", str(self._noise)] if self._noise else [])

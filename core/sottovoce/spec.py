@@ -622,7 +622,7 @@ def parse_spec(document: object, *, source: str = "spec", imports: bool = True) 
     """
     if not isinstance(document, Mapping):
         raise SpecError(f"{source}: a run spec must be a mapping of fields, got {type(document).__name__}")
-    if not imports and (named := _code_to_import(document)):
+    if not imports and (named := code_to_import(document)):
         raise SpecError(
             f"{source}: a service imports no code that a spec from elsewhere names, got {named!r}: start it with "
             "--allow-imports, or install a package that offers the algorithm under a short name"
@@ -647,8 +647,8 @@ def parse_spec(document: object, *, source: str = "spec", imports: bool = True) 
     return spec
 
 
-def _code_to_import(document: Mapping[Any, Any]) -> str | None:
-    """What the document names as `module:Class`."""
+def code_to_import(document: Mapping[Any, Any]) -> str | None:
+    """What a spec, as YAML or JSON gives it, names as `module:Class`; None: nothing."""
     places = (("algorithm", "name"), ("loss", "module"))
     sections = [(document.get(section), field) for section, field in places]
     named = [str(section.get(field, "")) for section, field in sections if isinstance(section, Mapping)]

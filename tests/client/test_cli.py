@@ -16,10 +16,12 @@ from typing import Any
 
 import numpy as np
 import psutil
+import pytest
 import yaml
 
-from sottovoce.spec import load_spec
+from sottovoce.spec import load_spec, parse_spec
 from sottovoce.transcript import read_transcript
+from sottovoce_client.local import LocalServices
 from sottovoce_eavesdropper.reading import open_capture
 
 GUARD_S = 60.0
@@ -326,3 +328,11 @@ def test_when_the_parent_is_killed_nothing_outlives_it(tmp_path: Path) -> None:
         ended(running.process)
     (capture,) = (running.folder / "captures").iterdir()
     assert open_capture(capture).transcript({"y": (FEATURES,)}, 3).rounds >= 1
+
+
+@pytest.mark.parametrize(("name", "leave"), [("ldp-dol", []), ("tests.gossip:GossipSpec", ["--allow-imports"])])
+def test_local_services_import_code_only_for_a_spec_that_names_it(tmp_path: Path, name: str, leave: list[str]) -> None:
+    """Whoever else is on this machine could start a run on them."""
+    services = LocalServices(parse_spec({"rounds": 3, "algorithm": {"name": name}}), tmp_path)
+    assert services._imports == leave
+    assert [word for word in services._learner_command(["ann"]) if word.startswith("--allow")] == leave
