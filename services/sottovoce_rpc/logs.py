@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import warnings
 
 import structlog
 
@@ -22,6 +23,7 @@ def configure_logs(level: str = "info") -> None:
     levels = ("debug", "info", "warning", "error")
     if level not in levels:
         raise SpecError(f"the log level must be one of {', '.join(levels)}, got {level}")
+    warnings.simplefilter("ignore", RuntimeWarning)  # of numbers that overflow: whether one does depends on records
     tty = sys.stderr.isatty()
     structlog.configure(
         processors=[
