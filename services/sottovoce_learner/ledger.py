@@ -72,9 +72,8 @@ class Ledger:
         about = path.with_suffix(".ledger")
         if not about.exists():
             facts = {key: value for key, value in asdict(line).items() if key not in ("said", "spent")}
-            draft = path.with_suffix(
-                ".draft"
-            )  # others may read this folder at any moment: a line is there whole, or not yet
+            # Others may read this folder at any moment: a line is there whole, or not yet.
+            draft = path.with_suffix(".draft")
             with draft.open("w", encoding="utf-8") as file:
                 json.dump(facts, file)
                 file.flush()
@@ -88,7 +87,7 @@ class Ledger:
         Raises:
             DataError: a line cannot be read: what it cost cannot be known, so nothing more may be spent.
         """
-        return [line for line in self._all() if learner in (None, line.learner)]
+        return list(self._all(learner))
 
     def spent(self, learner: str, but: str = "") -> float:
         """Epsilon of all runs of a learner, but one: what a record pays that was used in each of them.
@@ -98,13 +97,15 @@ class Ledger:
         """
         return math.fsum(line.spent for line in self.lines(learner) if line.run_id != but)
 
-    def _all(self) -> Iterator[Line]:
+    def _all(self, learner: str | None) -> Iterator[Line]:
         for about in sorted(self.folder.glob("*.ledger")):
             try:
                 facts = json.loads(about.read_text(encoding="utf-8"))
                 line = Line(**facts)
             except (OSError, ValueError, TypeError) as error:
                 raise DataError(f"the ledger's line {about} cannot be read: {error}") from None
+            if learner not in (None, line.learner):
+                continue
             entry = last_entry(about.with_suffix(".journal"))
             if entry is None:
                 yield line

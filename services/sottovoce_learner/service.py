@@ -345,7 +345,7 @@ class Learner:
 
     async def _ledger(self, request: learner_pb2.LedgerRequest, context: Context) -> learner_pb2.LedgerResponse:
         async with answering(context):
-            lines = Ledger(self.config.state_folder).lines(self.config.name)
+            lines = await asyncio.to_thread(Ledger(self.config.state_folder).lines, self.config.name)
             return learner_pb2.LedgerResponse(
                 lines=[learner_pb2.LedgerLine(algorithm=line.algorithm, **asdict(line)) for line in lines],
                 own_budget=self.config.budget,
