@@ -15,6 +15,7 @@ from sottovoce.arrays import FloatArray
 from sottovoce.data import PlacedData
 from sottovoce.errors import SottovoceError, Unavailable
 from sottovoce.spec import RunSpec
+from sottovoce.topology import without_files
 from sottovoce_client.feeder import feed
 from sottovoce_client.summary import Progress
 from sottovoce_rpc.codec import from_tensor, to_tensor
@@ -79,8 +80,9 @@ async def run_on(
     async with channel(coordinator) as to:
         stub = coordinator_pb2_grpc.CoordinatorStub(to)
         try:
+            told = spec.model_copy(update={"topology": without_files(spec.topology, spec.n_learners)})
             request = coordinator_pb2.StartRunRequest(
-                spec=json.dumps(spec.model_dump(mode="json")), n_features=data.n_features
+                spec=json.dumps(told.model_dump(mode="json")), n_features=data.n_features
             )
             stop = stop or asyncio.Event()
             started = await _unless_told(stub.StartRun(request, timeout=CALL_S), stop)

@@ -15,6 +15,7 @@ import structlog
 from sottovoce.errors import NotReady, SpecError
 from sottovoce.run import build_run
 from sottovoce.spec import RunSpec, parse_spec
+from sottovoce.topology import names_files
 from sottovoce_coordinator.runs import RunBook, missing
 from sottovoce_rpc.server import Service, announce, channel, serve_until_stopped, start_server
 from sottovoce_rpc.status import answering, as_error
@@ -286,10 +287,18 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
 
 
 def _spec(text: str, *, imports: bool) -> RunSpec:
+    """The spec that an operator sent. No file of this machine is read for it: graph files lie with the operator.
+
+    Raises:
+        SpecError: it is not valid, or names a file.
+    """
     try:
-        return parse_spec(json.loads(text), imports=imports)
+        spec = parse_spec(json.loads(text), imports=imports)
     except json.JSONDecodeError as error:
         raise SpecError(f"the run spec must be JSON: {error}") from None
+    if names_files(spec.topology):
+        raise SpecError("topology: a spec that is sent must list its edges, got a graph file; the client does this")
+    return spec
 
 
 async def serve(config: CoordinatorConfig, *, with_stdin: bool = False) -> None:

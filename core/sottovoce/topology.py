@@ -34,6 +34,7 @@ from sottovoce.spec import (
     ConstantWeights,
     ErdosRenyi,
     Graph,
+    GraphFile,
     InDegreeWeights,
     OutDegreeWeights,
     PeriodicGraphs,
@@ -44,7 +45,7 @@ from sottovoce.spec import (
     Weights,
 )
 
-__all__ = ["Edge", "Mixing", "Network", "Topology", "build_topology", "explicit"]
+__all__ = ["Edge", "Mixing", "Network", "Topology", "build_topology", "explicit", "names_files", "without_files"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -160,6 +161,21 @@ def explicit(spec: TopologySpec, n_learners: int) -> TopologySpec:
         graphs = tuple(as_edges(graph, n_learners) for graph in spec.sequence.graphs)
         return spec.model_copy(update={"sequence": PeriodicGraphs(kind="periodic", graphs=graphs)})
     return spec if spec.graph is None else spec.model_copy(update={"graph": as_edges(spec.graph, n_learners)})
+
+
+def without_files(spec: TopologySpec, n_learners: int) -> TopologySpec:
+    """The same topology for somebody who has not the spec's files: as it is where it names none.
+
+    Raises:
+        SpecError: a file cannot be used.
+    """
+    return explicit(spec, n_learners) if names_files(spec) else spec
+
+
+def names_files(spec: TopologySpec) -> bool:
+    """Whether a graph is to be read from a file."""
+    graphs = spec.sequence.graphs if isinstance(spec.sequence, PeriodicGraphs) else (spec.graph,)
+    return any(isinstance(graph, GraphFile) for graph in graphs)
 
 
 # ---- checks of W -----------------------------------------------------------------------------------------

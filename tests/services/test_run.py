@@ -29,7 +29,7 @@ from sottovoce_rpc.server import channel, listen_on
 from sottovoce_wire.v1 import learner_pb2, learner_pb2_grpc
 from tests.examples import made_up, small_spec
 from tests.learner.test_links import Stream
-from tests.services.network import network
+from tests.services.network import network, refused
 
 ROUNDS = 30
 NAMES = ["ann", "ben", "cleo", "dan"]
@@ -453,3 +453,21 @@ async def test_a_learner_can_be_asked_what_it_has_spent(tmp_path: Path) -> None:
     assert {(line.learner, line.algorithm, line.index) for line in ledger.lines} == {("ann", "ldp-dol", 0)}
     assert sum(spent) <= ledger.own_budget == up.budget
     assert third.statuses[0].epsilon_elsewhere == pytest.approx(2 * spent[0])
+
+
+# ---- files of the client ---------------------------------------------------------------------------------------------
+
+
+async def test_a_graph_file_stays_with_the_client(tmp_path: Path) -> None:
+    """The client sends its edges; a coordinator reads no file of its own machine for somebody who asks."""
+    edges = tmp_path / "edges.txt"
+    edges.write_text("0 1\n1 2\n2 3\n", encoding="utf-8")
+    spec = spec_of(topology={"graph": {"kind": "file", "path": str(edges)}})
+    async with network(tmp_path, NAMES) as up:
+        outcome = await up.run(spec, made_up(spec))
+        refusal = await refused(up.start(spec, 3))
+
+    assert outcome.state == "finished"
+    assert [status.messages_sent for status in outcome.statuses] == [ROUNDS, 2 * ROUNDS, 2 * ROUNDS, ROUNDS]
+    assert refusal.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "must list its edges" in (refusal.details() or "")
