@@ -33,8 +33,9 @@ if TYPE_CHECKING:
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
-LearnerName = Annotated[str, Field(pattern=r"^\w[\w .-]{0,62}$")]
+LEARNER_NAME = r"^\w[\w .-]{0,62}$"
 """It is part of file names: no slashes."""
+LearnerName = Annotated[str, Field(pattern=LEARNER_NAME)]
 
 
 def _shorthand(value: object) -> object:

@@ -6,14 +6,16 @@ about each run: which algorithm, by which guarantee. A state folder that is lost
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TextIO
 
-from sottovoce.errors import DataError
+from sottovoce.errors import DataError, NotReady
 from sottovoce.privacy.guarantee import Guarantee
 from sottovoce.run import build_run
 from sottovoce.spec import parse_spec
@@ -54,6 +56,25 @@ class Line:
             SpecError: the algorithm is not installed here.
         """
         return build_run(parse_spec(json.loads(self.spec)), self.n_features).algorithm.guarantee(self.index)
+
+
+def claim(folder: Path, learner: str) -> TextIO:
+    """Keep every other process from being this learner on this folder: two of them would each spend the whole budget.
+
+    The claim lasts until the file is closed, or this process dies, however it does.
+
+    Raises:
+        NotReady: another process is this learner.
+    """
+    file = (folder / f"{learner}.lock").open("w", encoding="utf-8")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise NotReady(
+            f"another process is learner {learner!r} on the state folder {folder}: stop it, or take another name or folder"
+        ) from None
+    return file
 
 
 class Ledger:

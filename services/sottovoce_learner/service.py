@@ -10,7 +10,7 @@ import re
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 import grpc
 import structlog
@@ -18,10 +18,10 @@ import structlog
 from sottovoce.errors import NotReady, RemoteProtocolError, SottovoceError, SpecError, Unavailable
 from sottovoce.machine import Noise
 from sottovoce.noise import KeyedNoise, OpenDpNoise, RecordedNoise, SystemNoise
-from sottovoce.spec import parse_spec
+from sottovoce.spec import LEARNER_NAME, parse_spec
 from sottovoce.transcript import read_noise
 from sottovoce_learner import exchange
-from sottovoce_learner.ledger import Ledger
+from sottovoce_learner.ledger import Ledger, claim
 from sottovoce_learner.mirror import Mirror
 from sottovoce_learner.session import Assignment, Session
 from sottovoce_rpc.codec import from_tensor
@@ -82,6 +82,8 @@ class LearnerConfig:
             SpecError: recorded or seeded noise on an address that others can reach, more than one way to get noise, or no
                 address to give to others.
         """
+        if re.fullmatch(LEARNER_NAME, self.name) is None:
+            raise SpecError(f"a learner's name is part of file names: it must match {LEARNER_NAME}, got {self.name!r}")
         if self.budget is not None and not 0 < self.budget < math.inf:
             raise SpecError(f"a learner's budget must be a positive number, got {self.budget:g}")
         addresses = [self.listen, *([self.advertise] if self.advertise else [])]
@@ -109,13 +111,26 @@ class Learner:
         self._run_tasks: set[asyncio.Task[Any]] = set()
         self._rounds: asyncio.Task[None] | None = None
         self._mirror: Mirror | None = None
+        self._claim: TextIO | None = None
         self.service: Service | None = None
 
     # ---- life ---------------------------------------------------------------------------------------------
 
     async def start(self) -> str:
-        """Listen; returns the address for others."""
-        self.service = await start_server(self.config.listen, self._add, [NAME])
+        """Claim the state folder and listen; returns the address for others.
+
+        Raises:
+            NotReady: another process is this learner.
+            Unavailable: the address cannot be listened on.
+        """
+        self.config.state_folder.mkdir(parents=True, exist_ok=True)
+        held = claim(self.config.state_folder, self.config.name)
+        try:
+            self.service = await start_server(self.config.listen, self._add, [NAME])
+        except BaseException:
+            held.close()
+            raise
+        self._claim = held
         return self.config.advertise or self.service.address
 
     async def follow(self, address: str) -> None:
@@ -153,6 +168,8 @@ class Learner:
             task.cancel()
         if self.service is not None:
             await self.service.stop()
+        if self._claim is not None:
+            self._claim.close()
 
     async def _reachable(self, to: grpc.aio.Channel) -> None:
         try:
@@ -209,7 +226,6 @@ class Learner:
             return
         await self._end_run()
         assignment = _assignment(told, imports=self.config.allow_imports)
-        self.config.state_folder.mkdir(parents=True, exist_ok=True)
         self._mirror = Mirror(told.run_id, told.index, told.mirror_address) if told.mirror_address else None
         copy: Callable[[bytes, list[int]], None] | None = self._mirror.copy if self._mirror else None
         self._session = Session(

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from sottovoce.errors import BudgetExhausted, DataError, SpecError
+from sottovoce.errors import BudgetExhausted, DataError, NotReady, SpecError
 from sottovoce.noise import SystemNoise
 from sottovoce.spec import parse_spec
 from sottovoce_client.ledger import show_ledger
 from sottovoce_learner.books import Books
-from sottovoce_learner.ledger import Ledger
+from sottovoce_learner.ledger import Ledger, claim
 from sottovoce_learner.session import Assignment, Session
 
 
@@ -161,3 +161,28 @@ def test_an_infinite_price_is_above_every_owners_budget() -> None:
 
     with pytest.raises(BudgetExhausted):
         Books(Meter(), None, own_budget=1e300).price(0)
+
+
+HOLDING = """
+import sys
+from pathlib import Path
+from sottovoce_learner.ledger import claim
+held = claim(Path(sys.argv[1]), "ann")
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_two_processes_are_never_one_learner(tmp_path: Path) -> None:
+    """Each would spend the whole budget. A process that is killed gives the name back."""
+    other = subprocess.Popen(
+        [sys.executable, "-c", HOLDING, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with other:
+        assert other.stdout is not None and other.stdout.readline() == "held\n"
+        with pytest.raises(NotReady, match="another process is learner 'ann'"):
+            claim(tmp_path, "ann")
+        claim(tmp_path, "ben").close()
+        other.kill()
+        other.wait()
+        claim(tmp_path, "ann").close()
