@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
 
 Scalars = float | FloatArray
 """One number, or one per learner shaped `(learners, 1, 1)` to broadcast against `(learners, replicas, dim)`."""

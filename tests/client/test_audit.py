@@ -14,9 +14,10 @@ import yaml
 from rich.console import Console
 from typer.testing import CliRunner
 
-from sottovoce.audit.simulated import audit
-from sottovoce.errors import SpecError
+from sottovoce.audit.audit import audit_simulated
+from sottovoce.errors import DataError, SpecError
 from sottovoce.noise import NoNoise
+from sottovoce.privacy.guarantee import ThreatModel
 from sottovoce.spec import load_spec
 from sottovoce_client import audit as command
 from sottovoce_client.cli import app
@@ -39,21 +40,30 @@ def spec(tmp_path: Path) -> Path:
     return path
 
 
-def shown(prepared: Prepared, folder: Path, **more: Any) -> tuple[int, str, dict[str, Any]]:
+def shown(
+    prepared: Prepared, folder: Path, work: command.Work = audit_simulated, **more: Any
+) -> tuple[int, str, dict[str, Any]]:
     """Exit code, what was printed, and audit.json."""
     out = io.StringIO()
-    given = {"learner": None, "runs": 60, "confidence": 0.95, "seed": 0, **more}
-    code = command.audit_to(folder, prepared, console=Console(file=out, width=160), **given)
+    asked = command.Question(**{"runs": 60, **more})
+    code = command.audit_to(folder, prepared, asked, work, Console(file=out, width=160))
     return code, out.getvalue(), json.loads((folder / "audit.json").read_text(encoding="utf-8"))
 
 
 def test_what_holds_exits_with_zero(spec: Path, tmp_path: Path) -> None:
-    flags = ["--runs", "60", "--learner", "c", "--out", str(tmp_path / "out")]
+    flags = ["--runs", "60", "--learner", "c", "--jobs", "1", "--out", str(tmp_path / "out")]
     done = CliRunner().invoke(app, ["audit", str(spec), *flags])
     assert done.exit_code == 0, done.output
     assert "CONSISTENT" in done.output and "black box" in done.output and "conformance" in done.output
     document = json.loads((tmp_path / "out" / "audit.json").read_text(encoding="utf-8"))
     assert document["learner"] == "c" and document["verdict"]["kind"] == "consistent"
+    assert document["source"] == "the simulator" and [each["learner"] for each in document["learners"]] == [
+        "a",
+        "b",
+        "c",
+    ]
+    assert 0.0 <= document["single_rounds"]["composed"] <= document["epsilon"]["promised"]
+    assert (tmp_path / "out" / "audit.html").read_text(encoding="utf-8").startswith("<!doctype html>")
     assert document["epsilon"]["lower_bound"] <= document["epsilon"]["largest_realised"]
     assert document["epsilon"]["largest_realised"] <= document["epsilon"]["promised"]
     assert {attempt["model"] for attempt in document["black_box"]["attempts"]} == {
@@ -62,10 +72,10 @@ def test_what_holds_exits_with_zero(spec: Path, tmp_path: Path) -> None:
     }
 
 
-def test_what_does_not_exits_with_one(spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_exits_with_one(spec: Path, tmp_path: Path) -> None:
     """A learner that says its parameters as they are: its loss is infinite, which JSON does not know."""
-    monkeypatch.setattr(command, "audit", partial(audit, noise=lambda seed: NoNoise()))
-    code, text, document = shown(prepare(load_spec(spec)), tmp_path)
+    broken = partial(audit_simulated, noise=lambda seed: NoNoise())
+    code, text, document = shown(prepare(load_spec(spec)), tmp_path, broken)
     assert code == 1 and "b REFUTED" in text and "also:" in text
     assert document["verdict"]["kind"] == "refuted" and document["verdict"]["evidence"]
 
@@ -85,3 +95,41 @@ def test_nothing_promised_is_said(spec: Path, tmp_path: Path) -> None:
     code, text, written = shown(prepare(load_spec(spec)), tmp_path)
     assert code == 0 and "UNPROMISED" in text and "no noise to test" in text
     assert written["epsilon"]["promised"] is None and written["epsilon"]["lower_bound"] > 1.0
+
+
+def test_a_record_and_its_replacement_can_be_chosen(spec: Path, tmp_path: Path) -> None:
+    prepared = prepare(load_spec(spec))
+    own = prepared.data.learners[0]
+    row = int(own.order[2])
+
+    def swap(**asked: Any) -> Any:
+        return command.plan(prepared, command.Question(learner="a", runs=20, **{"record": row, **asked})).worlds.second
+
+    assert np.array_equal(swap().features[row], -own.features[row])
+    flipped = swap(replacement="label")
+    assert np.array_equal(flipped.features[row], own.features[row]) and flipped.labels[row] != own.labels[row]
+    assert np.array_equal(swap(replacement="c:2").features[row], prepared.data.learners[2].features[2])
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps({"features": [1.0] * prepared.data.n_features, "label": 1}), encoding="utf-8")
+    assert swap(replacement=str(other)).features[row].tolist() == [1.0] * prepared.data.n_features
+    for wrong, text in (("d:1", "one of a, b, c"), ("c:999", "records, got 999"), ("other", "must be mirror, label")):
+        with pytest.raises(SpecError, match=text):
+            swap(replacement=wrong)
+    with pytest.raises(SpecError, match="--record must be in"):
+        swap(record=999)
+    idle = next(k for k in range(len(own.labels)) if k not in own.order)
+    with pytest.raises(DataError, match="learned in no round"):
+        swap(record=idle)
+    other.write_text("{}", encoding="utf-8")
+    with pytest.raises(SpecError, match="must hold a JSON object"):
+        swap(replacement=str(other))
+    other.write_text(json.dumps({"features": [1.0], "label": 1}), encoding="utf-8")
+    with pytest.raises(DataError, match="must have the shape"):
+        swap(replacement=str(other))
+
+
+def test_whoever_sees_decisions_only_replays_nothing(spec: Path, tmp_path: Path) -> None:
+    _, text, document = shown(prepare(load_spec(spec)), tmp_path, threat=ThreatModel.OUTPUT)
+    assert "output." in text and "not known to this listener" in text
+    assert document["likelihood"] is None and document["single_rounds"] is None and document["threat_model"] == "output"
+    assert document["epsilon"]["largest_realised"] is None

@@ -1,11 +1,11 @@
 """The black box: classifiers that see numbers as they were said, and know nothing of any algorithm.
 
-Runs are split: 40 % to learn, 20 % to choose the view and the threshold, 40 % for one binomial.
+Runs are split: 60 % to learn, and to choose the view and the threshold by cross-validation; 40 % for one binomial.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,59 +13,43 @@ import numpy as np
 
 from sottovoce.arrays import FloatArray, IntArray
 from sottovoce.audit.bounds import epsilon_lower_bound
-from sottovoce.audit.worlds import Overheard
 from sottovoce.data.files import import_extra
 
 ROUNDS, WIDTH = 16, 128
 """The first rounds, and the first numbers of them, that are looked at: of one run."""
 
+FOLDS = 3
+"""Of the cross-validation."""
+
 VIEWS = {
-    "values": "the numbers",
-    "squashed": "tanh of the numbers, in units of their spread",
+    "values": "the numbers, and tanh of them in units of their spread",
     "low bits": "the low bits of every number, and how many of them are zero",
     "repeats": "which numbers are said again in the next round, and which are zero",
     "lengths": "how many numbers of a message are not zero",
 }
-"""What a classifier may look at."""
+"""What a classifier may look at where all it has is numbers."""
 
 
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """What was seen of the audited runs.
-
-    Attributes:
-        worlds: `(runs,)` 0 or 1.
-        said: `(runs, rounds, numbers)`.
-    """
-
-    worlds: IntArray
-    said: FloatArray
-
-
-def beginning(part: Overheard, learner: int) -> FloatArray:
-    """The first numbers that a learner said in the first rounds, all fields side by side: `(runs, rounds, numbers)`."""
-    fields = [values[:ROUNDS, learner].swapaxes(0, 1) for values in part.transcript.fields.values()]
-    everything = np.concatenate([field.reshape(*field.shape[:2], -1) for field in fields], axis=2)
-    return np.ascontiguousarray(everything[:, :, : max(1, WIDTH // everything.shape[1])])
-
-
-def views(said: FloatArray) -> Mapping[str, FloatArray]:
-    """`VIEWS` as `(runs, features)`, without features that never vary; a view in which nothing varies is left out."""
+def number_views(said: FloatArray) -> dict[str, FloatArray]:
+    """`VIEWS` of numbers `(runs, rounds, numbers)`, as `(runs, features)` each."""
     spread = np.median(np.abs(said), axis=0) + np.finfo(np.float64).tiny
     bits = np.ascontiguousarray(said).view(np.uint64)
     low = (bits & np.uint64(0xFFFF)).astype(np.float64)
     trailing = np.bitwise_count((bits & (~bits + np.uint64(1))) - np.uint64(1)).astype(np.float64)
     flags = [(said == 0.0).astype(np.float64), (said[:, 1:] == said[:, :-1]).astype(np.float64)]
     found = {
-        "values": said,
-        "squashed": np.tanh(np.clip(said / spread, -20.0, 20.0)),
+        "values": np.concatenate([said, np.tanh(np.clip(said / spread, -20.0, 20.0))], axis=2),
         "low bits": np.concatenate([low, trailing], axis=2),
         "repeats": np.concatenate(flags, axis=1),
         "lengths": np.count_nonzero(said, axis=2).astype(np.float64)[..., None],
     }
-    flat = {name: view.reshape(len(said), -1) for name, view in found.items()}
-    varying = {name: view[:, (view != view[:1]).any(axis=0)] for name, view in flat.items()}
-    return {name: view for name, view in varying.items() if view.shape[1]}
+    return {name: view.reshape(len(said), -1) for name, view in found.items()}
+
+
+def varying(views: Mapping[str, FloatArray]) -> dict[str, FloatArray]:
+    """The views without features that are equal in all runs; a view in which nothing varies is left out."""
+    kept = {name: view[:, (view != view[:1]).any(axis=0)] for name, view in views.items()}
+    return {name: view for name, view in kept.items() if view.shape[1]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +58,7 @@ class Attempt:
 
     Attributes:
         model: its name.
-        view: the one, of `VIEWS`, that was chosen on runs of its own; empty: there was nothing to look at.
+        view: the one that was chosen on other runs; empty: there was nothing to look at.
         guesses, correct: how many, and how many of them right, on the last 40 % of the runs.
         bound: lower bound on epsilon.
     """
@@ -86,15 +70,27 @@ class Attempt:
     bound: float
 
 
-def attack(runs: Seen, alpha: float, seed: np.random.SeedSequence) -> tuple[Attempt, ...]:
-    """Learn to tell the worlds apart: every classifier at its share of alpha."""
-    count = len(runs.worlds)
+def attack(
+    views: Mapping[str, FloatArray], worlds: IntArray, alpha: float, seed: np.random.SeedSequence
+) -> tuple[Attempt, ...]:
+    """Learn to tell the worlds apart: every classifier at its share of alpha.
+
+    Args:
+        views: what was seen of the runs, by name: finite numbers `(runs, features)`.
+        worlds: `(runs,)` 0 or 1, by a fair coin each.
+        alpha: one minus the confidence of all bounds together.
+        seed: of the split and the classifiers.
+
+    Raises:
+        SpecError: scikit-learn is not installed.
+    """
+    count = len(worlds)
     order = np.random.default_rng(seed).permutation(count)
-    parts = np.split(order, [2 * count // 5, 3 * count // 5])
-    known = views(runs.said)
+    learnt, tested = np.split(order, [3 * count // 5])
+    known = varying(views)
     models = _models(int(seed.generate_state(1)[0]))
     return tuple(
-        _attempt(name, model, known, runs.worlds, parts, alpha / len(models)) for name, model in models.items()
+        _attempt(name, model, known, worlds, learnt, tested, alpha / len(models)) for name, model in models.items()
     )
 
 
@@ -115,25 +111,38 @@ def _models(seed: int) -> dict[str, Any]:
 
 
 def _attempt(
-    name: str, model: Any, known: Mapping[str, FloatArray], worlds: IntArray, parts: list[IntArray], alpha: float
+    name: str,
+    model: Any,
+    known: Mapping[str, FloatArray],
+    worlds: IntArray,
+    learnt: IntArray,
+    tested: IntArray,
+    alpha: float,
 ) -> Attempt:
-    learnt, chosen, tested = parts
-    best: tuple[float, str, float, FloatArray] | None = None
-    for view, features in known.items():
-        if len(np.unique(worlds[learnt])) < 2 or not len(chosen):
-            break  # too few runs to learn from
-        model.fit(features[learnt], worlds[learnt])
-        scores = _log_odds(model, features)
-        least, promise = _least(scores[chosen], worlds[chosen], len(tested), alpha)
-        if best is None or promise > best[0]:
-            best = promise, view, least, scores
-    if best is None:
-        return Attempt(name, "", 0, 0, 0.0)
-    _, view, least, scores = best
-    guessed = np.abs(scores[tested]) >= least
-    right = (scores[tested] > 0) == (worlds[tested] == 1)
+    """Choose the view and the threshold that promise most, learn from all runs that are for it, and guess the others."""
+    folds = np.array_split(learnt, FOLDS)
+    if not known or any(len(np.unique(worlds[fold])) < 2 for fold in folds):
+        return Attempt(name, "", 0, 0, 0.0)  # nothing to look at, or too few runs to learn from
+    promises = {
+        view: _least(_held_out(model, features, worlds, folds), worlds[learnt], len(tested), alpha)
+        for view, features in known.items()
+    }
+    view = max(promises, key=lambda each: promises[each][1])
+    features = known[view]
+    scores = _log_odds(model.fit(features[learnt], worlds[learnt]), features[tested])
+    guessed = np.abs(scores) >= promises[view][0]
+    right = (scores > 0) == (worlds[tested] == 1)
     guesses, correct = int(guessed.sum()), int(right[guessed].sum())
     return Attempt(name, view, guesses, correct, epsilon_lower_bound(correct, guesses, alpha))
+
+
+def _held_out(model: Any, features: FloatArray, worlds: IntArray, folds: Sequence[IntArray]) -> FloatArray:
+    """Log odds of all runs in the folds, in order, each by a model that learned from the other folds."""
+    scores = []
+    for k, fold in enumerate(folds):
+        others = np.concatenate([other for j, other in enumerate(folds) if j != k])
+        scores.append(_log_odds(model.fit(features[others], worlds[others]), features[fold]))
+    return np.concatenate(scores)
 
 
 def _log_odds(model: Any, features: FloatArray) -> FloatArray:

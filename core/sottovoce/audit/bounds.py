@@ -72,7 +72,7 @@ def threshold(strengths: FloatArray, guesses: int, alpha: float) -> float:
     """
     ordered = np.sort(strengths)[::-1]
     right = np.cumsum(1.0 / (1.0 + np.exp(-ordered))) / len(ordered)
-    lasts = np.unique(np.linspace(0, len(ordered) - 1, 64).astype(int))
+    lasts = np.unique(np.geomspace(1, len(ordered), 64).astype(int)) - 1
     lasts = np.unique(np.searchsorted(-ordered, -ordered[lasts], side="right") - 1)  # what is equal stays together
     bounds = [
         epsilon_lower_bound(int(guesses * right[k]), int(guesses * (k + 1) / len(ordered)), alpha)

@@ -13,9 +13,9 @@ import numpy as np
 
 from sottovoce.arrays import FloatArray, IntArray
 from sottovoce.audit.bounds import epsilon_lower_bound, tail, threshold
+from sottovoce.audit.simulated import Overheard
 from sottovoce.audit.verdict import Test
-from sottovoce.audit.worlds import Overheard, Worlds
-from sottovoce.replay import replay
+from sottovoce.audit.worlds import Worlds
 from sottovoce.run import Run
 
 ROUNDING = 1e-9
@@ -52,6 +52,7 @@ class Ratios:
         largest: the largest absolute loss after any round; infinite where a message could not have been said.
         above: the round after which the loss is above the claim first; -1: never.
         shown: the absolute loss by that round.
+        peak, typical: `(rounds,)` the largest absolute loss of any run by that round, and the mean of all.
     """
 
     worlds: IntArray
@@ -59,6 +60,8 @@ class Ratios:
     largest: FloatArray
     above: IntArray
     shown: FloatArray
+    peak: FloatArray
+    typical: FloatArray
 
     def excess(self, claim: FloatArray) -> Excess | None:
         """The first transcript that shows more than the claim that the losses were held against."""
@@ -72,8 +75,7 @@ class Ratios:
 def ratios(run: Run, worlds: Worlds, part: Overheard, claim: FloatArray) -> Ratios:
     """Replay some runs of one world, and hold them against `claim (rounds,)`, the cumulative epsilon after every round."""
     with np.errstate(invalid="ignore"):  # neither world could have said it: not-a-number, and reported as such
-        realised = replay(run, part.transcript, worlds.learner, [worlds.first, worlds.second]).realised[:, 0]
-        losses = np.cumsum(realised, axis=0)
+        losses = np.cumsum(worlds.losses(run, part.transcript), axis=0)
     shown = np.nan_to_num(np.abs(losses), nan=np.inf, posinf=np.inf)
     most = (claim * (1.0 + ROUNDING) + ROUNDING)[: len(shown), None]
     exceeds = shown > most
@@ -84,16 +86,23 @@ def ratios(run: Run, worlds: Worlds, part: Overheard, claim: FloatArray) -> Rati
         largest=shown.max(axis=0),
         above=above,
         shown=shown[above, np.arange(len(above))],
+        peak=shown.max(axis=1),
+        typical=shown.mean(axis=1),
     )
 
 
 def joined(parts: Sequence[Ratios]) -> Ratios:
     """All runs of the parts, in order."""
-    worlds, above = (np.concatenate([getattr(part, name) for part in parts]) for name in ("worlds", "above"))
-    total, largest, shown = (
-        np.concatenate([getattr(part, name) for part in parts]) for name in ("total", "largest", "shown")
+    by_run = {
+        name: np.concatenate([getattr(part, name) for part in parts])
+        for name in ("worlds", "total", "largest", "above", "shown")
+    }
+    weights = [len(part.total) for part in parts]
+    return Ratios(
+        **by_run,
+        peak=np.max([part.peak for part in parts], axis=0),
+        typical=np.average([part.typical for part in parts], axis=0, weights=weights),
     )
-    return Ratios(worlds, total, largest, above, shown)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +126,7 @@ class Guessed:
 
 
 def guess(audited: Ratios, rehearsed: Ratios, alpha: float, where: str = "") -> Guessed:
-    """Guess the world of every run. Half of alpha is for the bound, half for the test.
+    """Guess the world of every run, and test the guesses, each at alpha.
 
     The test: of a run with loss L the sign is right with chance `1 / (1 + e^-|L|)`, given |L|, if densities are as claimed.
     Less noise than claimed gives more right guesses. It is exact, and needs no loss near epsilon.
@@ -125,12 +134,12 @@ def guess(audited: Ratios, rehearsed: Ratios, alpha: float, where: str = "") -> 
     Args:
         audited: the runs in question.
         rehearsed: runs of the claimed mechanism with other noise, for the threshold.
-        alpha: one minus the confidence.
+        alpha: one minus the confidence of the bound.
         where: the place that the test names.
     """
     strengths = np.abs(audited.total)
     runs = len(strengths)
-    least = threshold(np.abs(rehearsed.total), runs, alpha / 2)
+    least = threshold(np.abs(rehearsed.total), runs, alpha)
     right = (audited.total < 0) == (audited.worlds == 1)
     hinted = strengths > 0
     chances = 1.0 / (1.0 + np.exp(-strengths[hinted]))
@@ -144,4 +153,4 @@ def guess(audited: Ratios, rehearsed: Ratios, alpha: float, where: str = "") -> 
     )
     guessed = hinted & (strengths >= least)
     guesses, correct = int(guessed.sum()), int(right[guessed].sum())
-    return Guessed(runs, least, guesses, correct, epsilon_lower_bound(correct, guesses, alpha / 2), test)
+    return Guessed(runs, least, guesses, correct, epsilon_lower_bound(correct, guesses, alpha), test)

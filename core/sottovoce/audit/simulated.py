@@ -1,133 +1,135 @@
-"""The audit of one learner on the simulator: two worlds, many runs of each, three families of tests, one verdict."""
+"""Runs of two worlds on the simulator: a fair coin for every run, some runs at a time, each share with noise of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 
-from sottovoce.audit.blackbox import Seen, attack, beginning
-from sottovoce.audit.likelihood import guess, joined, ratios
-from sottovoce.audit.verdict import Findings, Verdict, decide
-from sottovoce.audit.worlds import NoiseOf, Worlds, overhear, worst
+from sottovoce.arrays import FloatArray
+from sottovoce.audit.worlds import Worlds
 from sottovoce.data import PlacedData
-from sottovoce.data.files import import_extra
 from sottovoce.machine import Noise
-from sottovoce.noise import SeededNoise
 from sottovoce.run import Run
 from sottovoce.simulator import simulate
 from sottovoce.transcript import Transcript
 
-REHEARSED = 500
-"""Runs of each world, at most, from which the threshold is fixed."""
+NoiseOf = Callable[[np.random.SeedSequence], Noise]
+"""How an audited learner draws its noise."""
 
-CONFORMING_NUMBERS, CONFORMING_RUNS = 2**21, 20
-"""Of the transcript that conformance sees: numbers, and runs, at most, but at least one run."""
+BYTES = 2**27
+"""Of the messages that are held at a time."""
 
 
 @dataclass(frozen=True, slots=True)
-class Audit:
-    """What was audited, and what came of it.
+class Overheard:
+    """Some runs of one world.
 
     Attributes:
-        learner: whose messages.
-        swap: the two worlds in words.
-        threat_model, adjacency: of the claim.
-        paper: epsilon by the paper's own formula.
-        largest: the largest exact loss of any transcript.
-        found: what the tests found.
-        verdict: what may be said.
+        world: 0 or 1.
+        transcript: what was said.
+        decisions: `(rounds, learners, replicas, dim)` in use when a round's records arrived; None: not published.
+        channel: what else crossed the wire, name to `(runs, features)`: sizes, times, metadata. Only real services have any.
     """
 
-    learner: int
-    swap: str
-    threat_model: str
-    adjacency: str
-    paper: float
-    largest: float
-    found: Findings
-    verdict: Verdict
+    world: int
+    transcript: Transcript
+    decisions: FloatArray | None = None
+    channel: Mapping[str, FloatArray] = field(default_factory=dict)
 
 
-def audit(
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Some of the runs to be made.
+
+    Attributes:
+        world: of all of them.
+        runs: how many.
+        seed: of their noise.
+    """
+
+    world: int
+    runs: int
+    seed: np.random.SeedSequence
+
+
+def children(seed: np.random.SeedSequence, count: int) -> list[np.random.SeedSequence]:
+    """Independent seeds from one, the same ones whenever asked (`SeedSequence.spawn` counts)."""
+    return np.random.SeedSequence(seed.entropy, spawn_key=seed.spawn_key, pool_size=seed.pool_size).spawn(count)
+
+
+def shares(runs: int, most: int, seed: np.random.SeedSequence) -> list[Share]:
+    """`2 runs` runs, each in a world that a fair coin chose, at most so many in a share; worlds take turns."""
+    coins, *sources = children(seed, 3)
+    seconds = int(np.random.default_rng(coins).binomial(2 * runs, 0.5))
+    by_world = []
+    for world, (count, source) in enumerate(zip((2 * runs - seconds, seconds), sources, strict=True)):
+        sizes = [min(most, count - done) for done in range(0, count, most)]
+        seeds = children(source, len(sizes))
+        by_world.append([Share(world, size, own) for size, own in zip(sizes, seeds, strict=True)])
+    longest = max(map(len, by_world))
+    return [own[k] for k in range(longest) for own in by_world if k < len(own)]
+
+
+def overhear(
     run: Run,
     data: PlacedData,
-    learner: int,
+    worlds: Worlds,
+    share: Share,
+    noise: NoiseOf,
     *,
-    runs: int = 1000,
-    confidence: float = 0.95,
-    seed: int = 0,
-    worlds: Worlds | None = None,
-    noise: NoiseOf = SeededNoise,
-    say: Callable[[str], None] = lambda what: None,
-) -> Audit:
-    """Audit one learner.
+    rounds: int | None = None,
+    everybody: bool = False,
+    decisions: bool = False,
+) -> Overheard:
+    """Simulate a share of the runs.
 
     Args:
-        run: what to run.
-        data: of all learners.
-        learner: its index.
-        runs: of each world, on average.
-        confidence: with which a correct learner is not refuted, by all tests together.
-        seed: of coins and noise.
-        worlds: the two worlds (default: the swap that shows most, of those tried).
-        noise: where the audited run's noise comes from (default: what is claimed).
-        say: told what is being done.
-
-    Raises:
-        DataError: there is no record to swap.
+        run: what runs.
+        data: of all learners; the holders' records are those of the world.
+        worlds: the two worlds.
+        share: of which world, and how many.
+        noise: where the noise comes from.
+        rounds: only the first ones (default: all).
+        everybody: keep what all learners say, not only what a replay needs.
+        decisions: keep all decisions, too.
     """
-    for extra, package in (("scipy", "scipy"), ("sklearn", "scikit-learn")):
-        import_extra(extra, package, "an audit")
-    from sottovoce.audit.conformance import conformance  # it needs scipy from the start
-
-    alpha = 1.0 - confidence
-    choice, rehearsal, audited, single, boxed = np.random.SeedSequence(seed).spawn(5)
-    say("choosing the swap")
-    worlds = worlds or worst(run, data, learner, choice)
-    promised = worlds.guarantee(run)
-    claim = promised.cumulative
-    say("fixing the threshold on the claimed mechanism")
-    rehearsed = joined(
-        [ratios(run, worlds, part, claim) for part in overhear(run, data, worlds, min(runs, REHEARSED), rehearsal)]
-    )
-    losses, heads = [], []
-    for part in overhear(run, data, worlds, runs, audited, noise):
-        losses.append(ratios(run, worlds, part, claim))
-        heads.append(beginning(part, learner))
-        say(f"{sum(len(each.total) for each in losses):,} of {2 * runs:,} runs")
-    shown = joined(losses)
-    said = np.concatenate(heads)
-    known = data.with_learner(learner, worlds.first)
-    say("conformance")
-    tests = conformance(run, _transcript(run, known, noise(single)), known, learner)
-    say("black box")
-    found = Findings(
-        runs=runs,
-        alpha=alpha,
-        claim=promised.epsilon(),
-        claim_seen=promised.epsilon(said.shape[1]),
-        conformance=tests,
-        excess=shown.excess(claim),
-        guessed=guess(shown, rehearsed, alpha / 3, run.spec.names[learner]),
-        attempts=attack(Seen(shown.worlds, said), alpha / 3, boxed),
-    )
-    return Audit(
-        learner,
-        worlds.what,
-        promised.threat_model.value,
-        promised.adjacency,
-        float(promised.paper[-1]),
-        float(shown.largest.max()),
-        found,
-        decide(found),
-    )
+    kept = list(range(run.spec.n_learners)) if everybody else concerned(run, worlds)
+    rounds = run.spec.rounds if rounds is None else rounds
+    lead = (rounds, run.spec.n_learners, share.runs)
+    # All else is left at zero, whose pages take no memory.
+    said = {name: np.zeros((*lead, *shape)) for name, shape in run.algorithm.field_shapes().items()}
+    decided = np.empty((*lead, run.algorithm.dim)) if decisions else None
+    known = worlds.data(data, share.world)
+    for step in islice(simulate(run, known, noise(share.seed), share.runs), rounds):
+        for name, values in said.items():
+            values[step.t, kept] = step.message[name][kept]
+        if decided is not None:
+            decided[step.t] = step.before
+    return Overheard(share.world, Transcript(said), decided)
 
 
-def _transcript(run: Run, data: PlacedData, noise: Noise) -> Transcript:
-    """All that is said in a few runs of one world."""
-    shapes = run.algorithm.field_shapes()
-    numbers = run.spec.rounds * run.spec.n_learners * sum(int(np.prod(shape)) for shape in shapes.values())
-    steps = list(simulate(run, data, noise, max(1, min(CONFORMING_RUNS, CONFORMING_NUMBERS // numbers))))
-    return Transcript({name: np.stack([step.message[name] for step in steps]) for name in shapes})
+def stream(
+    run: Run, data: PlacedData, worlds: Worlds, runs: int, seed: np.random.SeedSequence, noise: NoiseOf
+) -> Iterator[Overheard]:
+    """All shares, one after the other."""
+    for share in shares(runs, at_a_time(run, worlds), seed):
+        yield overhear(run, data, worlds, share, noise)
+
+
+def concerned(run: Run, worlds: Worlds) -> list[int]:
+    """The learners whose messages a replay needs: the holders, and those that they ever hear."""
+    holders = worlds.holders(run)
+    mixings = [run.topology.at(t) for t in range(run.spec.rounds)]
+    heard = {j for mixing in mixings for i in holders for j in mixing.heard_by(i)}
+    return sorted(heard.union(holders))
+
+
+def at_a_time(run: Run, worlds: Worlds, *, decisions: bool = False) -> int:
+    """Of how many runs the messages fit into `BYTES`."""
+    numbers = sum(int(np.prod(shape)) for shape in run.algorithm.field_shapes().values()) * len(concerned(run, worlds))
+    if decisions:
+        numbers += run.algorithm.dim * run.spec.n_learners
+    return max(1, BYTES // (8 * run.spec.rounds * numbers))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from sottovoce.audit.blackbox import Attempt
     from sottovoce.audit.likelihood import Excess, Guessed
+    from sottovoce.audit.rounds import RoundBounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,8 @@ class Findings:
         claim_seen: epsilon that is promised over the rounds that the black box looked at.
         conformance: its tests.
         excess: the first transcript above the claim.
-        guessed: the likelihood ratio's guesses.
+        guessed: the likelihood ratio's guesses; None: the listener does not hear enough to compute it.
+        rounds: bounds on single rounds; None: rounds cannot be drawn anew, or their loss is not known.
         attempts: the black box's.
     """
 
@@ -67,19 +69,27 @@ class Findings:
     claim_seen: float
     conformance: tuple[Test, ...]
     excess: Excess | None
-    guessed: Guessed
+    guessed: Guessed | None
+    rounds: RoundBounds | None
     attempts: tuple[Attempt, ...]
+
+    @property
+    def paired(self) -> bool:
+        """Whether there were two worlds to tell apart."""
+        return self.guessed is not None or bool(self.attempts)
 
     @property
     def largest(self) -> float:
         """The largest lower bound on epsilon."""
-        return max([self.guessed.bound, *(attempt.bound for attempt in self.attempts)])
+        composed = [] if self.rounds is None else [self.rounds.composed]
+        return max([bound for _, _, _, bound, _, _ in self.bounds] + composed, default=0.0)
 
     @property
     def tests(self) -> tuple[tuple[Test, float], ...]:
         """Every test, and the p-value at which it rejects."""
         each = self.alpha / 3 / max(len(self.conformance), 1)
-        return (*((test, each) for test in self.conformance), (self.guessed.overconfident, self.alpha / 6))
+        guessed = () if self.guessed is None else ((self.guessed.overconfident, self.alpha / 9),)
+        return (*((test, each) for test in self.conformance), *guessed)
 
     @property
     def bounds(self) -> tuple[tuple[str, int, int, float, float, float], ...]:
@@ -88,11 +98,10 @@ class Findings:
         black = (
             (f"{a.model} on {a.view}", a.correct, a.guesses, a.bound, self.claim_seen, each) for a in self.attempts
         )
-        guessed = self.guessed
-        return (
-            ("the likelihood ratio", guessed.correct, guessed.guesses, guessed.bound, self.claim, self.alpha / 6),
-            *black,
-        )
+        if self.guessed is None:
+            return tuple(black)
+        g = self.guessed
+        return (("the likelihood ratio", g.correct, g.guesses, g.bound, self.claim, self.alpha / 9), *black)
 
 
 def decide(found: Findings) -> Verdict:
@@ -100,14 +109,26 @@ def decide(found: Findings) -> Verdict:
     evidence = tuple(_evidence(found))
     if evidence:
         return Verdict("refuted", f"The claim does not hold: {evidence[0]}.", evidence)
-    x, runs = f"{found.largest:.3g}", f"{found.runs:,} runs of each world"
+    above = f"above {found.largest:.3g} " if found.paired else ""
+    runs = _runs(found, 1)
     if math.isinf(found.claim):
-        text = f"Nothing is promised about what is said, so nothing can fail. The wire shows an epsilon of at least {x} ({runs})."
+        text = "Nothing is promised about what is said, so nothing can fail."
+        if found.paired:
+            text += f" The wire shows an epsilon of at least {found.largest:.3g} ({runs})."
         return Verdict("unpromised", text)
     hints = tuple(_hints(found))
     if hints:
-        return Verdict("inconclusive", f"No violation above {x} found with {runs}, but {hints[0]}.", hints)
-    return Verdict("consistent", f"No violation above {x} found with {runs}; epsilon {found.claim:.4g} is claimed.")
+        return Verdict("inconclusive", f"No violation {above}found with {runs}, but {hints[0]}.", hints)
+    text = f"No violation {above}found with {runs}; epsilon {found.claim:.4g} is claimed."
+    if not found.paired:
+        text += " Nothing was guessed, so this bounds no epsilon from below: that takes runs of two worlds."
+    return Verdict("consistent", text)
+
+
+def _runs(found: Findings, factor: int) -> str:
+    """So many times the runs, in words."""
+    runs = factor * found.runs
+    return f"{runs:,} runs of each world" if found.paired else f"{runs:,} run{'s' * (runs != 1)} of one world"
 
 
 def _evidence(found: Findings) -> list[str]:
@@ -128,6 +149,14 @@ def _evidence(found: Findings) -> list[str]:
             said.append(
                 f"{name} is right in {correct} of {guesses} guesses: epsilon is above {bound:.3g}, not {claim:.3g}"
             )
+    if found.rounds is not None:
+        over = found.rounds.bound > found.rounds.claim
+        for t in [int(k) for k in over.nonzero()[0]]:
+            r = found.rounds
+            said.append(
+                f"the message of round {t} alone is guessed right in {r.correct[t]} of {r.guesses[t]} guesses: epsilon of that "
+                f"round is above {r.bound[t]:.3g}, not {r.claim[t]:.3g}"
+            )
     return said
 
 
@@ -138,9 +167,7 @@ def _hints(found: Findings) -> list[str]:
     said = []
     for test, level in found.tests:
         if test.p_value < min(3 * level, found.alpha):
-            said.append(
-                f"{test.name} has p = {test.p_value:.2g}; about {2 * found.runs:,} runs of each world would decide"
-            )
+            said.append(f"{test.name} has p = {test.p_value:.2g}; about {_runs(found, 2)} would decide")
     for name, correct, guesses, _, claim, level in found.bounds:
         if epsilon_lower_bound(correct, guesses, min(3 * level, found.alpha)) > claim:
             factor = runs_to_decide(correct, guesses, claim, level)

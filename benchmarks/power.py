@@ -1,0 +1,124 @@
+#!/usr/bin/env python3
+"""What an audit can show: mean lower bounds on epsilon, at 95 % confidence, by guesser and number of runs of each world.
+
+Two mechanisms whose epsilon is known: one Laplace number (epsilon 1), and 50 of them whose epsilons fall like 0.8^t (2 in all).
+The guessers are those of `sottovoce audit`, each with all of the 5 % for itself. --markdown prints the table of docs/audit.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from sottovoce.arrays import FloatArray, IntArray
+from sottovoce.audit.audit import rehearsed
+from sottovoce.audit.blackbox import ROUNDS, attack, number_views
+from sottovoce.audit.bounds import epsilon_lower_bound, threshold
+from sottovoce.noise import SeededNoise, grid, on_grid
+
+ALPHA = 0.05
+RUNS = (1_000, 10_000, 100_000)
+AUDITS = {"likelihood ratio": (200, 400, 40), "black box": (20, 10, 3)}
+TARGETS = {
+    ("one number", "likelihood ratio"): (0.90, 0.96, 0.985),
+    ("one number", "black box"): (0.75, 0.88, 0.92),
+    ("decay", "likelihood ratio"): (1.0, 1.35, 1.55),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Mechanism:
+    """Laplace numbers of scale 1, `epsilons (rounds,)` apart in the two worlds."""
+
+    name: str
+    epsilons: FloatArray
+
+    def runs(self, count: int, generator: np.random.Generator) -> tuple[IntArray, FloatArray]:
+        """Worlds `(runs,)` by fair coins, and what is said `(runs, rounds)`."""
+        worlds = generator.integers(0, 2, count)
+        # On a lattice: the low bits of a float64 sum give the world away, and the black box sees it.
+        noise = SeededNoise(generator.integers(2**63)).laplace("y", 0, 1.0, grid(1.0), (count, len(self.epsilons)))
+        return worlds, on_grid(worlds[:, None] * self.epsilons, grid(1.0)) + noise
+
+    def losses(self, said: FloatArray) -> FloatArray:
+        """`(runs,)` exact privacy losses."""
+        losses: FloatArray = (np.abs(said - self.epsilons) - np.abs(said)).sum(axis=1)
+        return losses
+
+
+def _decaying() -> FloatArray:
+    shares = 0.8 ** np.arange(50)
+    return np.asarray(2.0 * shares / shares.sum())
+
+
+MECHANISMS = (Mechanism("one number", np.ones(1)), Mechanism("decay", _decaying()))
+
+
+def likelihood(mechanism: Mechanism, runs: int, seed: int) -> float:
+    """Guess by the sign of the loss; the threshold is fixed on other runs."""
+    before, audited = np.random.default_rng(seed).spawn(2)
+    claimed = mechanism.losses(mechanism.runs(2 * rehearsed(runs), before)[1])
+    worlds, said = mechanism.runs(2 * runs, audited)
+    losses = mechanism.losses(said)
+    guessed = np.abs(losses) >= threshold(np.abs(claimed), 2 * runs, ALPHA)
+    right = (losses < 0) == (worlds == 1)
+    return epsilon_lower_bound(int((guessed & right).sum()), int(guessed.sum()), ALPHA)
+
+
+def black_box(mechanism: Mechanism, runs: int, seed: int) -> float:
+    """The better of the classifiers, at their share of alpha."""
+    worlds, said = mechanism.runs(2 * runs, np.random.default_rng(seed))
+    views = number_views(said[:, :ROUNDS, None])
+    return max(attempt.bound for attempt in attack(views, worlds, ALPHA, np.random.SeedSequence(seed)))
+
+
+GUESSERS: dict[str, Callable[[Mechanism, int, int], float]] = {"likelihood ratio": likelihood, "black box": black_box}
+
+
+def main() -> int:
+    """Measure and show; exit with 1 if a mean is below its target by more than two standard errors."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="1,000 runs only, few audits: does it run at all?")
+    parser.add_argument("--markdown", action="store_true", help="print a table for a page")
+    options = parser.parse_args()
+    sizes = RUNS[:1] if options.quick else RUNS
+    rows, missed = [], []
+    console = Console(stderr=True)
+    for mechanism in MECHANISMS:
+        for name, guesser in GUESSERS.items():
+            means = []
+            for k, runs in enumerate(sizes):
+                began, audits = time.perf_counter(), 3 if options.quick else AUDITS[name][k]
+                bounds = [guesser(mechanism, runs, seed) for seed in range(audits)]
+                mean, error = float(np.mean(bounds)), float(np.std(bounds)) / audits**0.5
+                means.append(f"{mean:.3f} ± {error:.3f}")
+                target = TARGETS.get((mechanism.name, name))
+                if target is not None and mean + 2 * error < target[k]:
+                    missed.append(f"{mechanism.name}, {name}, {runs:,} runs: {means[-1]}, target {target[k]}")
+                console.print(f"{mechanism.name}, {name}, {runs:,}: {time.perf_counter() - began:.1f} s", style="dim")
+            rows.append((mechanism.name, f"{mechanism.epsilons.sum():.3g}", name, *means))
+    heads = ("mechanism", "ε", "guesser", *(f"{runs:,} runs" for runs in sizes))
+    if options.markdown:
+        print("\n".join(f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows)))
+    else:
+        table = Table(*heads, box=box.SIMPLE_HEAD)
+        for row in rows:
+            table.add_row(*row)
+        Console().print(table)
+    for line in missed:
+        console.print(line, style="red")
+    return 1 if missed and not options.quick else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

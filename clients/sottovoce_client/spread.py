@@ -1,0 +1,73 @@
+"""Many runs side by side: joblib's processes here, or a Ray or Dask cluster."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+from sottovoce.audit.audit import Examined, Spread, Work
+from sottovoce.audit.simulated import Share
+from sottovoce.data.files import import_extra
+from sottovoce.errors import SpecError
+
+Backend = Literal["processes", "ray", "dask"]
+
+
+@contextlib.contextmanager
+def spread_over(backend: Backend, jobs: int | None = None) -> Iterator[Spread]:
+    """How shares of an audit's runs are worked on; what comes of them does not depend on it.
+
+    Args:
+        backend: `processes` of this machine; `ray` or `dask`: the cluster that RAY_ADDRESS or DASK_SCHEDULER_ADDRESS names, or
+            one of this machine's own for the time being.
+        jobs: at a time (default: one for each core).
+
+    Raises:
+        SpecError: the extra is not installed.
+    """
+    jobs = jobs or os.cpu_count() or 1
+    if backend == "processes" and jobs == 1:
+        yield map
+        return
+    joblib = import_extra("joblib", "joblib", "an audit with several jobs")
+    kind = "list" if backend == "ray" else "generator"  # Ray's backend gives all back at once
+
+    def over(work: Work, shares: Sequence[Share]) -> Iterator[Examined]:
+        if backend == "processes" and len(shares) < 2:  # not worth starting processes for
+            return map(work, shares)
+        results = joblib.Parallel(return_as=kind)(joblib.delayed(work)(share) for share in shares)
+        return iter(results)
+
+    with _cluster(backend, jobs) as name, joblib.parallel_config(name, n_jobs=jobs):
+        yield over
+
+
+@contextlib.contextmanager
+def _cluster(backend: Backend, jobs: int) -> Iterator[str]:
+    """The name of joblib's backend, while what it needs is up."""
+    if backend == "processes":
+        yield "loky"
+    elif backend == "dask":
+        here = {"n_workers": jobs, "threads_per_worker": 1, "dashboard_address": None}
+        address = os.environ.get("DASK_SCHEDULER_ADDRESS")
+        with _extra("distributed", "dask").Client(address, **({} if address else here)):
+            yield "dask"
+    else:
+        ray = _extra("ray", "ray")
+        here = {} if os.environ.get("RAY_ADDRESS") else {"num_cpus": jobs}
+        ray.init(include_dashboard=False, log_to_driver=False, logging_level="error", **here)
+        try:
+            _extra("ray.util.joblib", "ray").register_ray()
+            yield "ray"
+        finally:
+            ray.shutdown()
+
+
+def _extra(module: str, extra: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise SpecError(f"--backend {extra} needs {extra}: pip install 'sottovoce[{extra}]'") from None

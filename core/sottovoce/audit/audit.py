@@ -1,0 +1,304 @@
+"""An audit: two worlds, many runs of each, three families of tests, one verdict.
+
+The runs come from the simulator, from real services or from captures. What is kept of them is small, so that they may be many,
+and are made and examined side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from sottovoce.arrays import FloatArray, IntArray
+from sottovoce.audit.blackbox import attack, number_views
+from sottovoce.audit.likelihood import Ratios, guess, joined, ratios
+from sottovoce.audit.plan import Plan
+from sottovoce.audit.rounds import Apart, RoundBounds, apart, bound_rounds, joined_rounds
+from sottovoce.audit.simulated import NoiseOf, Overheard, Share, at_a_time, children, overhear, shares
+from sottovoce.audit.twins import Twins, twins
+from sottovoce.audit.verdict import Findings, Test, Verdict, decide
+from sottovoce.data import PlacedData
+from sottovoce.data.files import import_extra
+from sottovoce.noise import SeededNoise
+from sottovoce.privacy.guarantee import ThreatModel
+from sottovoce.replay import candidates, replay
+from sottovoce.run import Run
+from sottovoce.transcript import Transcript
+
+CONFORMING_NUMBERS, CONFORMING_RUNS = 2**21, 20
+"""Of the transcript that conformance sees: numbers, and runs, at most, but at least one run."""
+
+SWEPT = 32
+"""Learners, at most, whose exact losses are looked at beside the audited one's."""
+
+SHARE_RUNS = 2500
+"""Runs in a share, at most, so that shares can be made side by side."""
+
+Work = Callable[[Share], "Examined"]
+Spread = Callable[[Work, Sequence[Share]], Iterable["Examined"]]
+"""How shares are worked on: one after the other, as `map`, or side by side; in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """What is kept of some runs of one world.
+
+    Attributes:
+        world: 0 or 1.
+        seen: `(runs, rounds seen, numbers)` by the black box.
+        channel: what else crossed the wire, `(runs, features)` each.
+        ratios: exact losses; None where the listener does not hear enough.
+        apart: single rounds' losses; None where rounds cannot be drawn anew.
+    """
+
+    world: int
+    seen: FloatArray
+    channel: Mapping[str, FloatArray]
+    ratios: Ratios | None
+    apart: Apart | None
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerLoss:
+    """Exact losses of one learner in the runs that conformance sees, for the worst swap among those tried.
+
+    Attributes:
+        learner: its index.
+        claim: epsilon for the swap.
+        largest: the largest absolute loss of any run by any round.
+        by_round: `(rounds,)` of that run.
+    """
+
+    learner: int
+    claim: float
+    largest: float
+    by_round: FloatArray
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """What was audited, and what came of it.
+
+    Attributes:
+        plan: what was audited.
+        source: where the runs came from, in words.
+        shown: exact losses of all runs; None where the listener does not hear enough.
+        worlds: `(runs,)` of each run, in order.
+        seen: `(runs, rounds seen, numbers)` by the black box.
+        noise: standardised noise of the learner's messages, independent standard Laplace numbers if all is well.
+        learners: exact losses of all learners in a few runs.
+        twins: two runs that differ in the record alone.
+        found: what the tests found.
+        verdict: what may be said.
+    """
+
+    plan: Plan
+    source: str
+    shown: Ratios | None
+    worlds: IntArray
+    seen: FloatArray
+    noise: FloatArray
+    learners: tuple[LearnerLoss, ...]
+    twins: Twins
+    found: Findings
+    verdict: Verdict
+
+    @property
+    def largest(self) -> float:
+        """The largest exact loss of any transcript; not-a-number where it is not known."""
+        return float("nan") if self.shown is None else float(self.shown.largest.max())
+
+
+# ---- runs ------------------------------------------------------------------------------------------------------------
+
+
+def examine(plan: Plan, part: Overheard, single: Apart | None = None) -> Examined:
+    """Keep what the tests need of some runs."""
+    replayed = ratios(plan.run, plan.worlds, part, plan.claim) if plan.listener.replayable else None
+    seen = np.nan_to_num(plan.listener.seen(part, plan.worlds, plan.run), nan=0.0)  # what nobody heard
+    return Examined(part.world, seen, part.channel, replayed, single)
+
+
+def simulated(plan: Plan, share: Share, noise: NoiseOf = SeededNoise, actual: Run | None = None) -> Examined:
+    """Simulate some runs and examine them.
+
+    Args:
+        plan: the audit.
+        share: which runs.
+        noise: where their noise comes from.
+        actual: what really runs (default: what is claimed).
+    """
+    runs, coins, drawn = children(share.seed, 3)
+    of_share = Share(share.world, share.runs, runs)
+    decisions = plan.listener.threat is ThreatModel.OUTPUT
+    part = overhear(actual or plan.run, plan.data, plan.worlds, of_share, noise, decisions=decisions)
+    single = None
+    if plan.listener.replayable:
+        generator = np.random.default_rng(coins)
+        single = apart(plan.run, plan.worlds, part.transcript, noise(drawn), generator, actual)
+    return examine(plan, part, single)
+
+
+def audit_simulated(
+    plan: Plan,
+    *,
+    noise: NoiseOf = SeededNoise,
+    actual: Run | None = None,
+    spread: Spread = map,
+    say: Callable[[str], None] = lambda what: None,
+) -> Audit:
+    """Audit on the simulator.
+
+    Args:
+        plan: the audit.
+        noise: where the audited run's noise comes from (default: what is claimed).
+        actual: what really runs (default: what is claimed).
+        spread: how shares of the runs are worked on.
+        say: told what is being done.
+
+    Raises:
+        SpecError: scipy or scikit-learn are not installed.
+    """
+    parts, done = [], 0
+    work = partial(simulated, plan, noise=noise, actual=actual)
+    for part in spread(work, shares(plan.runs, _most(plan), plan.seeds.audited)):
+        parts.append(part)
+        done += len(part.seen)
+        say(f"{done:,} of {2 * plan.runs:,} runs")
+    return conclude(plan, parts, _conforming(plan, noise, actual), "the simulator", spread=spread, say=say)
+
+
+def _most(plan: Plan) -> int:
+    """Of how many runs a share is, at most."""
+    decisions = plan.listener.threat is ThreatModel.OUTPUT
+    return min(SHARE_RUNS, at_a_time(plan.run, plan.worlds, decisions=decisions))
+
+
+def _conforming(plan: Plan, noise: NoiseOf, actual: Run | None) -> Transcript:
+    """All that is said in a few runs of the first world."""
+    run = actual or plan.run
+    share = Share(0, conforming(run), plan.seeds.conformance)
+    return overhear(run, plan.data, plan.worlds, share, noise, everybody=True).transcript
+
+
+def conforming(run: Run) -> int:
+    """Runs that conformance sees, at most."""
+    numbers = sum(int(np.prod(shape)) for shape in run.algorithm.field_shapes().values())
+    fitting = CONFORMING_NUMBERS // (run.spec.rounds * run.spec.n_learners * numbers)
+    return max(1, min(CONFORMING_RUNS, fitting))
+
+
+def rehearsed(runs: int) -> int:
+    """Runs of each world from which thresholds are fixed: rare strong losses count where there are many runs."""
+    return min(runs, max(500, runs // 10))
+
+
+# ---- tests -----------------------------------------------------------------------------------------------------------
+
+
+def conclude(
+    plan: Plan,
+    parts: Sequence[Examined],
+    transcript: Transcript,
+    source: str,
+    *,
+    spread: Spread = map,
+    say: Callable[[str], None] = lambda what: None,
+) -> Audit:
+    """All tests of what was heard, and the verdict.
+
+    Args:
+        plan: the audit.
+        parts: what was heard, in order.
+        transcript: all that was said in a few runs of the first world.
+        source: where the runs came from, in words.
+        spread: how shares of the runs that thresholds are fixed on are worked on.
+        say: told what is being done.
+
+    Raises:
+        SpecError: scipy or scikit-learn are not installed.
+    """
+    for extra, package in (("scipy", "scipy"), ("sklearn", "scikit-learn")):
+        import_extra(extra, package, "an audit")
+    known = plan.worlds.data(plan.data, 0)
+    worlds = np.concatenate([np.full(len(part.seen), part.world) for part in parts])
+    seen = np.concatenate([part.seen for part in parts])
+    shown = joined([part.ratios for part in parts if part.ratios is not None]) if plan.listener.replayable else None
+    say("conformance")
+    tests, noise = _conformance(plan, transcript, known)
+    say("single rounds")
+    share = plan.alpha / 9  # of the likelihood family's third, for each of its three
+    guessed = rounds = None
+    if shown is not None and plan.paired:
+        before = list(spread(partial(simulated, plan), _rehearsal(plan)))
+        name = plan.run.spec.names[plan.worlds.learner]
+        guessed = guess(shown, joined([part.ratios for part in before if part.ratios is not None]), share, name)
+        rounds = _rounds(plan, parts, before, share)
+    say("black box")
+    channel = _channel(parts)
+    views = {**number_views(seen), **channel}
+    found = Findings(
+        runs=plan.runs,
+        alpha=plan.alpha,
+        claim=plan.epsilon,
+        claim_seen=plan.epsilon if channel else plan.epsilon_seen,  # what a channel gives away is of all rounds
+        conformance=tests,
+        excess=None if shown is None else shown.excess(plan.claim),
+        guessed=guessed,
+        rounds=rounds,
+        attempts=attack(views, worlds, plan.alpha / 3, plan.seeds.black_box) if plan.paired else (),
+    )
+    swept = _sweep(plan, transcript, known)
+    drawn = twins(plan.run, plan.data, plan.worlds, plan.seeds.twins)
+    return Audit(plan, source, shown, worlds, seen, noise, swept, drawn, found, decide(found))
+
+
+def _rehearsal(plan: Plan) -> list[Share]:
+    return shares(rehearsed(plan.runs), _most(plan), plan.seeds.rehearsal)
+
+
+def _rounds(plan: Plan, parts: Sequence[Examined], before: Sequence[Examined], alpha: float) -> RoundBounds | None:
+    audited, claimed = ([p.apart for p in each if p.apart is not None] for each in (parts, before))
+    if len(audited) < len(parts):
+        return None
+    return bound_rounds(joined_rounds(audited), joined_rounds(claimed), plan.per_round, alpha)
+
+
+def _channel(parts: Sequence[Examined]) -> dict[str, FloatArray]:
+    return {name: np.concatenate([part.channel[name] for part in parts]) for name in parts[0].channel}
+
+
+def _conformance(plan: Plan, transcript: Transcript, data: PlacedData) -> tuple[tuple[Test, ...], FloatArray]:
+    """Tests of the learner's noise, and its numbers; none to somebody who sees no message."""
+    from sottovoce.audit.conformance import examine as tests_of  # they need scipy from the start
+    from sottovoce.audit.conformance import residuals
+
+    if plan.listener.threat is ThreatModel.OUTPUT:
+        return (), np.empty(0)
+    learner, n = plan.worlds.learner, plan.run.spec.n_learners
+    each = [residuals(plan.run, transcript, data, i) for i in range(n)]
+    own = each[learner]
+    numbers = np.concatenate([np.empty(0), *(part.values[np.isfinite(part.values)] for part in own)])
+    return tests_of(own, [other for i, other in enumerate(each) if i != learner]), numbers
+
+
+def _sweep(plan: Plan, transcript: Transcript, data: PlacedData) -> tuple[LearnerLoss, ...]:
+    """Exact losses of every learner, for the most telling swap of its first record."""
+    n = plan.run.spec.n_learners
+    if not plan.listener.replayable or plan.worlds.shared or n > SWEPT:
+        return ()
+    return tuple(_swept(plan, transcript, data, i) for i in range(n) if len(data.learners[i].order))
+
+
+def _swept(plan: Plan, transcript: Transcript, data: PlacedData, learner: int) -> LearnerLoss:
+    own = data.learners[learner]
+    others = [own.with_use(0, features, label) for features, label in candidates(data, learner)]
+    with np.errstate(invalid="ignore"):
+        realised = replay(plan.run, transcript, learner, [own, *others]).realised
+    losses = np.nan_to_num(np.abs(np.cumsum(realised, axis=0)), nan=np.inf, posinf=np.inf)
+    _, swap, replica = np.unravel_index(int(losses.argmax()), losses.shape)
+    claim = plan.run.algorithm.guarantee(learner, np.diff(own.offsets)).epsilon()
+    return LearnerLoss(learner, claim, float(losses.max()), losses[:, swap, replica])

@@ -1,0 +1,149 @@
+"""Round by round: whether a single message tells the worlds apart, given all that was said before; composed on paper.
+
+A loss that is spread evenly over many rounds cannot be shown end to end by any feasible number of runs. So every round of every
+run has a coin of its own: its message is drawn in the world of that coin, from a state that follows one and the same past, and
+guessed. The bounds of all rounds add up to a bound on the whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from sottovoce.arrays import BoolArray, FloatArray, IntArray
+from sottovoce.audit.bounds import epsilon_lower_bound, threshold
+from sottovoce.audit.worlds import Worlds
+from sottovoce.data import stack
+from sottovoce.machine import HeardFromNeighbours, Message, Noise, Who
+from sottovoce.run import Run
+from sottovoce.transcript import Transcript
+
+
+@dataclass(frozen=True, slots=True)
+class Apart:
+    """Guesses of every round's coin, an array `(rounds, runs)` each.
+
+    Attributes:
+        coins: the worlds, 0 or 1.
+        losses: exact loss of the message; 0 where neither world could have said it.
+    """
+
+    coins: IntArray
+    losses: FloatArray
+
+    @property
+    def strengths(self) -> FloatArray:
+        """Absolute losses."""
+        strengths: FloatArray = np.abs(self.losses)
+        return strengths
+
+    @property
+    def right(self) -> BoolArray:
+        """Whether the sign of the loss gives the coin away."""
+        right: BoolArray = (self.losses < 0) == (self.coins == 1)
+        return right
+
+
+def apart(
+    run: Run,
+    worlds: Worlds,
+    transcript: Transcript,
+    noise: Noise,
+    generator: np.random.Generator,
+    actual: Run | None = None,
+) -> Apart:
+    """Toss a coin for every round, and draw its message anew in that world, after the past of the transcript.
+
+    Args:
+        run: what is claimed to run: it gives the densities.
+        worlds: the two worlds.
+        transcript: the pasts, of runs in either world.
+        noise: of the messages that are drawn.
+        generator: of the coins.
+        actual: what really runs (default: what is claimed).
+    """
+    replicas, rounds = transcript.replicas, transcript.rounds
+    coins = generator.integers(0, 2, (rounds, replicas))
+    losses = np.zeros((rounds, replicas))
+    with np.errstate(invalid="ignore"):
+        for learner in worlds.holders(run):
+            losses += _of_learner(run, actual or run, worlds, transcript, noise, coins, learner)
+    return Apart(coins, np.nan_to_num(losses, nan=0.0, posinf=np.inf, neginf=-np.inf))
+
+
+def _of_learner(
+    run: Run, actual: Run, worlds: Worlds, transcript: Transcript, noise: Noise, coins: IntArray, learner: int
+) -> FloatArray:
+    """`(rounds, replicas)` loss of the messages that one learner says."""
+    who = Who((learner, learner), transcript.replicas)
+    machines = [run.algorithm] if actual is run else [run.algorithm, actual.algorithm]
+    states = [machine.start(who) for machine in machines]
+    losses = np.empty(coins.shape)
+    for t, coin in enumerate(coins):
+        _, fresh = machines[-1].speak(states[-1], noise)
+        _, density = machines[0].overheard(states[0], _picked(fresh, coin))
+        losses[t] = density[0] - density[1]
+        mixing = run.topology.at(t)
+        weights = mixing.heard_by(learner)
+        heard = HeardFromNeighbours(weights, {j: transcript.message(t, j) for j in weights}, float(mixing.own[learner]))
+        batch = stack([worlds.of(world).batch(t) for world in (0, 1)])
+        said = transcript.message(t, learner)
+        states = [
+            machine.listen(machine.overheard(state, said)[0], heard, batch)
+            for machine, state in zip(machines, states, strict=True)
+        ]
+    return losses
+
+
+def _picked(message: Message, coin: IntArray) -> Message:
+    """Of every run, the message of its coin's world."""
+    runs = np.arange(len(coin))
+    return Message(
+        {name: value[np.minimum(coin, len(value) - 1), runs][None] for name, value in message.fields.items()}
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class RoundBounds:
+    """What the guesses of single rounds came to, an array `(rounds,)` each.
+
+    Attributes:
+        claim: epsilon that is promised for the round's message.
+        bound: lower bound on it; all hold together at the confidence that was asked for.
+        correct, guesses: on which it rests.
+        largest: the largest absolute loss of any message.
+    """
+
+    claim: FloatArray
+    bound: FloatArray
+    correct: IntArray
+    guesses: IntArray
+    largest: FloatArray
+
+    @property
+    def composed(self) -> float:
+        """Lower bound on epsilon of the whole run, on paper: the sum."""
+        return float(self.bound.sum())
+
+
+def bound_rounds(audited: Apart, rehearsed: Apart, claim: FloatArray, alpha: float) -> RoundBounds:
+    """Bounds on every round's epsilon; thresholds are fixed on other runs, of the claimed mechanism.
+
+    Args:
+        audited: of the runs in question.
+        rehearsed: of the claimed mechanism with other noise.
+        claim: `(rounds,)` epsilon of every round.
+        alpha: one minus the confidence of all bounds together.
+    """
+    rounds, runs = audited.losses.shape
+    least = [threshold(strengths, runs, alpha / rounds) for strengths in rehearsed.strengths]
+    guessed = (audited.strengths > 0) & (audited.strengths >= np.array(least)[:, None])
+    guesses, correct = guessed.sum(axis=1), (guessed & audited.right).sum(axis=1)
+    bounds = [epsilon_lower_bound(int(c), int(g), alpha / rounds) for c, g in zip(correct, guesses, strict=True)]
+    return RoundBounds(claim[:rounds], np.array(bounds), correct, guesses, audited.strengths.max(axis=1))
+
+
+def joined_rounds(parts: list[Apart]) -> Apart:
+    """All runs of the parts."""
+    return Apart(*(np.concatenate([getattr(part, name) for part in parts], axis=1) for name in ("coins", "losses")))
