@@ -10,7 +10,7 @@ import numpy as np
 from sottovoce.arrays import FloatArray, IntArray
 from sottovoce.audit.audit import Audit, LearnerLoss
 from sottovoce.audit.twins import Twins
-from sottovoce_client.audit_plots import BAR, BELOW, CLAIM, WORLDS, line, upright
+from sottovoce_client.audit_plots import BAR, BELOW, CLAIM, WORLDS, line, round_axis, upright
 from sottovoce_client.report_drawing import FAINT, Trace, axis, draw, finite, label, thinned
 from sottovoce_client.wording import number
 
@@ -106,7 +106,10 @@ def twins_plot(name: str, pair: Twins, rounds: IntArray) -> str:
     few = len(rounds) <= 40
     traces = []
     for k, (title, values, colour, dash) in enumerate(curves):
-        look: Trace = {"color": colour, "width": 1.8 if k % 2 else 3.2}  # the second must not hide the first
+        look: Trace = {
+            "color": colour,
+            "width": (1.8 if k % 2 else 3.2) * (1.0 if len(rounds) <= 100 else 0.6),
+        }  # the second must not hide the first
         marks = {"mode": "lines+markers", "marker": {"size": 4 if k % 2 else 7}} if few else {}
         traces.append(
             line(rounds, values[rounds], title, colour) | {"line": {**look, "dash": dash} if dash else look} | marks
@@ -119,7 +122,7 @@ def twins_plot(name: str, pair: Twins, rounds: IntArray) -> str:
         380,
         hovermode="x unified",
         margin={"l": 56, "r": 24, "t": 30, "b": 48},
-        xaxis=axis("round", tickformat=",", **({"dtick": 1} if few and len(rounds) <= 12 else {})),
+        xaxis=round_axis(len(rounds)),
         yaxis=axis("number that is said", zeroline=True, zerolinecolor=BAR),
         legend=BELOW,
         shapes=[swapped] if inside else [],

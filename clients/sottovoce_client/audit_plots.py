@@ -34,6 +34,11 @@ def line(x: Sequence[float] | FloatArray | IntArray, y: FloatArray, name: str, c
     return {"type": "scatter", **mode, **places, "name": name, "line": style, "hovertemplate": "%{y:.4~g}", **more}
 
 
+def round_axis(rounds: int, **more: object) -> Trace:
+    """An axis of so many rounds: no fractions of a round where there are few."""
+    return axis("round", tickformat=",", **({"dtick": 1} if rounds <= 12 else {}), **more)
+
+
 def upright(at: float, name: str, colour: str, dash: str) -> tuple[Trace, Trace]:
     """A vertical line through the whole plot, and its name; neither is seen where the axis does not reach."""
     place = {"xref": "x", "yref": "paper", "y0": 0, "y1": 1, "x0": at, "x1": at}
@@ -233,8 +238,8 @@ def _by_round(name: str, curves: Sequence[tuple[str, FloatArray, Trace]], what: 
     known = [each for each in known if np.isfinite(each[1]).any()]
     if not known:
         return ""
-    peaks = [float(np.nanmax(values[np.isfinite(values)])) for _, values, _ in known]
-    logarithmic = max(peaks) > 8 * min(peaks)
+    drawn = np.concatenate([values[np.isfinite(values)] for _, values, _ in known])
+    logarithmic = bool(drawn.max() > 30 * drawn.min())
     traces = []
     for title, values, look in known:
         kept = thinned(len(values))
@@ -250,7 +255,7 @@ def _by_round(name: str, curves: Sequence[tuple[str, FloatArray, Trace]], what: 
         hovermode="x unified",
         showlegend=True,
         margin={"l": 56, "r": 24, "t": 46, "b": 48},
-        xaxis=axis("round", tickformat=",", rangemode="tozero"),
+        xaxis=round_axis(len(known[0][1]), rangemode="tozero"),
         yaxis=axis(what, type="log", dtick=1, exponentformat="power")
         if logarithmic
         else axis(what, rangemode="tozero"),

@@ -230,7 +230,7 @@ def _said(done: Audit, position: int, coordinate: int) -> str:
     plot = pictures.said_plot(done, position, coordinate)
     note = (
         f"Number {coordinate} of the {what} round {t}, in all runs of either world. It was picked for differing most, so "
-        "some of the difference, or all of it, is chance."
+        "some of the difference, or all of it, may be chance."
     )
     return f"<h3>With fresh noise in every run</h3>{plot}{_note(note)}"
 

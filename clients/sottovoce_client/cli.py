@@ -31,6 +31,10 @@ app = typer.Typer(
 )
 spec_app = typer.Typer(no_args_is_help=True, help="Check and print run specs.")
 app.add_typer(spec_app, name="spec", rich_help_panel="Specs")
+eavesdropper_app = typer.Typer(invoke_without_command=True)
+transcript_app = typer.Typer(no_args_is_help=True, help="Look into what was overheard, or simulated.")
+app.add_typer(transcript_app, name="transcript", rich_help_panel="Runs")
+app.add_typer(eavesdropper_app, name="eavesdropper", rich_help_panel="Services")
 
 SpecFile = Annotated[Path, typer.Argument(metavar="SPEC", help="The run spec, a YAML file.", show_default=False)]
 Out = Annotated[
@@ -66,6 +70,13 @@ def _config(context: typer.Context, path: Path | None) -> Path | None:
     return path
 
 
+Canaries = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        help="Hide so many coins in the records, for watch --canaries to guess. They replace records, so they cost accuracy.",
+    ),
+]
 ConfigFile = Annotated[
     Path | None,
     typer.Option(
@@ -115,9 +126,10 @@ def up(
     recorded_noise: Annotated[
         Path | None, typer.Option(help="Use this noise instead of drawing it. Protects nobody: for tests.")
     ] = None,
+    canaries: Canaries = 0,
 ) -> None:
     """Start all services of a spec on this machine, run it, stop them."""
-    _up(load_spec(spec), out, per_process=per_process, noise=recorded_noise)
+    _up(load_spec(spec), out, per_process=per_process, noise=recorded_noise, canaries=canaries)
 
 
 @app.command(rich_help_panel="Runs")
@@ -127,6 +139,7 @@ def run(
         str, typer.Option(envvar="SOTTOVOCE_COORDINATOR", help="Address of the coordinator.")
     ] = "127.0.0.1:7400",
     out: Out = None,
+    canaries: Canaries = 0,
 ) -> None:
     """Run a spec on services that are already up, feeding the learners from here."""
     from sottovoce_client.operate import run_on
@@ -135,6 +148,7 @@ def run(
         load_spec(spec),
         out,
         lambda prepared, watch, stop: run_on(coordinator, prepared.run.spec, prepared.data, watch, stop),
+        canaries,
     )
 
 
@@ -185,7 +199,7 @@ def compare(
     raise typer.Exit(run_all(sources, _prepare, _folder("compare", out), replicas=replicas, seed=seed))
 
 
-def _up(spec: RunSpec, out: Path | None, *, per_process: int, noise: Path | None = None) -> None:
+def _up(spec: RunSpec, out: Path | None, *, per_process: int, noise: Path | None = None, canaries: int = 0) -> None:
     from sottovoce_client.launch import run_up
 
     folder = _folder(spec.name, out)
@@ -195,15 +209,22 @@ def _up(spec: RunSpec, out: Path | None, *, per_process: int, noise: Path | None
         lambda prepared, watch, stop: run_up(
             prepared.run.spec, prepared.data, folder, watch, stop, per_process=per_process, noise=noise
         ),
+        canaries,
     )
 
 
-def _conduct(spec: RunSpec, out: Path | None, start: Callable[..., Coroutine[Any, Any, Any]]) -> None:
+def _conduct(
+    spec: RunSpec, out: Path | None, start: Callable[..., Coroutine[Any, Any, Any]], canaries: int = 0
+) -> None:
     """Prepare, run while the console shows it, then summarise."""
     from sottovoce_client.conduct import conduct
 
-    folder = _folder(spec.name, out)
-    raise typer.Exit(conduct(_prepare(spec), folder, start))
+    folder, prepared = _folder(spec.name, out), _prepare(spec)
+    if canaries:
+        from sottovoce_client.canaries import with_canaries
+
+        prepared = with_canaries(prepared, canaries, folder)
+    raise typer.Exit(conduct(prepared, folder, start))
 
 
 def _prepare(spec: RunSpec) -> Any:
@@ -220,6 +241,48 @@ def _folder(name: str, out: Path | None) -> Path:
     except OSError as error:
         raise SpecError(f"cannot write to the folder {out}: {error.strerror}") from None
     return out
+
+
+# ---- transcripts -----------------------------------------------------------------------------------------
+
+Overheard = Annotated[
+    str,
+    typer.Argument(
+        metavar="FOLDER",
+        help="A capture, a folder with captures or runs, or a .parquet file; also a URL.",
+        show_default=False,
+    ),
+]
+
+
+@transcript_app.command("show")
+def transcript_show(
+    folder: Overheard,
+    sender: Annotated[int, typer.Option(min=0, help="Whose first messages to show, by index.")] = 0,
+    first: Annotated[int, typer.Option(min=0, help="How many of them.")] = 3,
+) -> None:
+    """Who spoke when, how much, what is missing, what was said first, and what was noticed that must never happen."""
+    from sottovoce_client.transcript_show import show
+
+    show(folder, sender=sender, first=first)
+
+
+@transcript_app.command("query")
+def transcript_query(
+    folder: Overheard,
+    sql: Annotated[str, typer.Argument(metavar="SQL", help="One SELECT statement.", show_default=False)],
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print all rows as CSV.")] = False,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE.parquet", help="Write all rows to this file.")
+    ] = None,
+) -> None:
+    """Ask in SQL. Tables: messages (the raw records) and said (run, world, replica, round, sender, field, value).
+
+    A query sees these tables and nothing else: no file, no network.
+    """
+    from sottovoce_client.transcript import query
+
+    query(folder, sql, out=out, as_csv=sys.stdout if as_csv else None)
 
 
 # ---- services --------------------------------------------------------------------------------------------
@@ -322,24 +385,101 @@ def ledger(
     show_ledger(state, learner)
 
 
-@app.command(rich_help_panel="Services")
+@eavesdropper_app.callback()
 def eavesdropper(
+    context: typer.Context,
     listen: Listen = "127.0.0.1:7500",
-    folder: Annotated[Path, typer.Option(envvar="SOTTOVOCE_CAPTURES", help="Folder for captures.")] = Path(
-        "sottovoce-captures"
-    ),
+    folder: Annotated[
+        str,
+        typer.Option(envvar="SOTTOVOCE_CAPTURES", help="Folder for captures, or a URL such as s3://bucket/captures."),
+    ] = "sottovoce-captures",
     advertise_host: Annotated[
         str | None,
         typer.Option(envvar="SOTTOVOCE_ADVERTISE_HOST", help="Name of this host for learners, where it differs."),
+    ] = None,
+    allow_imports: AllowImports = False,
+    log_level: LogLevel = "info",
+    stop_with_stdin: StopWithStdin = False,
+    config: ConfigFile = None,
+) -> None:
+    """Start an [bold]eavesdropper[/] in the foreground: it relays the channels between learners and records every byte.
+
+    Its commands are for gRPC services that are not ours.
+    """
+    if context.invoked_subcommand is not None:
+        return
+    from sottovoce_eavesdropper.service import EavesdropperConfig, serve
+
+    deployed = EavesdropperConfig(listen, folder, advertise_host, allow_imports)
+    _serve(lambda: serve(deployed, with_stdin=stop_with_stdin), log_level)
+
+
+@eavesdropper_app.command("relay")
+def eavesdropper_relay(
+    to: Annotated[str, typer.Option(help="host:port of the server.", show_default=False)],
+    listen: Listen = "127.0.0.1:7600",
+    folder: Annotated[
+        str,
+        typer.Option(
+            envvar="SOTTOVOCE_CAPTURES",
+            help="Folder, or URL, below which the capture gets its own; relays may share it.",
+        ),
+    ] = "sottovoce-captures",
+    world: Annotated[
+        int | None, typer.Option(min=0, max=1, help="What the server holds: 0 or 1. For an audit.", show_default=False)
+    ] = None,
+    tls_cert: Annotated[Path | None, typer.Option(help="PEM file: clients speak TLS.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="PEM file with its key.")] = None,
+    to_tls: Annotated[bool, typer.Option("--to-tls", help="The server speaks TLS.")] = False,
+    to_ca: Annotated[
+        Path | None, typer.Option(help="PEM file: who vouches for the server.", show_default="the system's authorities")
     ] = None,
     log_level: LogLevel = "info",
     stop_with_stdin: StopWithStdin = False,
     config: ConfigFile = None,
 ) -> None:
-    """Start an [bold]eavesdropper[/] in the foreground: it relays the channels between learners and records every byte."""
-    from sottovoce_eavesdropper.service import EavesdropperConfig, serve
+    """Record what passes between any gRPC server and its clients, until Ctrl-C. Point the clients at --listen."""
+    from sottovoce_eavesdropper.foreign import ForeignConfig, serve
 
-    _serve(lambda: serve(EavesdropperConfig(listen, folder, advertise_host), with_stdin=stop_with_stdin), log_level)
+    relayed = ForeignConfig(to, listen, folder, world, tls_cert, tls_key, to_tls, to_ca)
+    _serve(lambda: serve(relayed, with_stdin=stop_with_stdin), log_level)
+
+
+@eavesdropper_app.command("audit")
+def eavesdropper_audit(
+    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="With captures of both worlds.", show_default=False)],
+    decoder: Annotated[
+        str | None, typer.Option(help="module:function that reads a message.", show_default="only bytes")
+    ] = None,
+    run_is: Annotated[Literal["connection", "stream"], typer.Option(help="What one run is.")] = "connection",
+    claim: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="Epsilon that the service's owner claims for a run.", show_default="none"),
+    ] = None,
+    confidence: Annotated[
+        float, typer.Option(min=0.5, max=0.999999, help="With which a claim that holds is not refuted.")
+    ] = 0.95,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the classifiers.")] = 0,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Folder for the results.", show_default="sottovoce-runs/audit-TIME")
+    ] = None,
+) -> None:
+    """Tell from captures alone what a service leaks about the world it is in, and hold it against a claim.
+
+    Writes audit.json. Exits with 1 if the claim is refuted.
+    """
+    from sottovoce_client.foreign import audit_foreign
+
+    code = audit_foreign(
+        folder,
+        decoder=decoder,
+        run_is=run_is,
+        claim=claim,
+        confidence=confidence,
+        seed=seed,
+        out=_folder("audit", out),
+    )
+    raise typer.Exit(code)
 
 
 def _serve(work: Callable[[], Coroutine[Any, Any, None]], log_level: str) -> None:
@@ -452,24 +592,116 @@ def audit(
     learner: Annotated[
         str | None, typer.Option(help="Whose messages.", show_default="the one with the largest epsilon")
     ] = None,
+    record: Annotated[
+        int | None,
+        typer.Option(min=0, help="Row of the learner's record to swap.", show_default="the swap that shows most"),
+    ] = None,
+    replacement: Annotated[
+        str, typer.Option(metavar="WHAT", help="For it: mirror, label, LEARNER:ROW, or a .json file.")
+    ] = "mirror",
+    threat: Annotated[Literal["wire", "neighbour", "output"], typer.Option(help="Who listens.")] = "wire",
+    neighbour: Annotated[
+        str | None, typer.Option(help="At which neighbour.", show_default="the first that hears it")
+    ] = None,
     confidence: Annotated[
         float, typer.Option(min=0.5, max=0.999999, help="With which a correct learner is not refuted.")
     ] = 0.95,
+    backend: Annotated[
+        Literal["processes", "ray", "dask"], typer.Option(help="Where simulated runs are worked on.")
+    ] = "processes",
+    jobs: Annotated[int | None, typer.Option(min=1, help="How many at a time.", show_default="one per core")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the coins and the noise.")] = 0,
     out: Annotated[
         Path | None, typer.Option("--out", help="Folder for the results.", show_default="sottovoce-runs/audit-TIME")
     ] = None,
 ) -> None:
-    """Try to refute what a run promises about one learner: many simulated runs in two worlds that differ in one record.
+    """Try to refute what a run promises about one learner: many runs in two worlds that differ in one record.
 
-    Writes audit.json. Exits with 1 if the promise is refuted.
+    Writes audit.json and audit.html. Exits with 1 if the promise is refuted.
     """
-    from sottovoce_client.audit import audit_to
+    from functools import partial
 
+    from sottovoce.audit.audit import audit_simulated
+    from sottovoce.privacy.guarantee import ThreatModel
+    from sottovoce_client.audit import Question, audit_to
+    from sottovoce_client.spread import spread_over
+
+    asked = Question(learner, record, replacement, ThreatModel(threat), neighbour, runs, confidence, seed)
     prepared = _prepare(load_spec(spec))
-    folder = _folder("audit", out)
-    code = audit_to(folder, prepared, learner=learner, runs=runs, confidence=confidence, seed=seed)
+    with spread_over(backend, jobs) as spread:
+        code = audit_to(_folder("audit", out), prepared, asked, partial(audit_simulated, spread=spread))
     raise typer.Exit(code)
+
+
+@app.command(rich_help_panel="Privacy")
+def gallery(
+    capture: Annotated[
+        Path | None,
+        typer.Option("--from", metavar="CAPTURE", help="Attack this capture, a folder, in place of simulated runs."),
+    ] = None,
+    epsilons: Annotated[
+        str, typer.Option(metavar="E,E,...", help="Noise of the pictures: epsilon of a record over the whole run.")
+    ] = "100000,10000,1000,100,1",
+    runs: Annotated[int, typer.Option(min=10, help="Simulated runs in which membership is guessed.")] = 4000,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of noise, coins and searches.")] = 0,
+    allow_imports: AllowImports = False,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Folder for the results.", show_default="sottovoce-runs/gallery-TIME")
+    ] = None,
+) -> None:
+    """Show what an eavesdropper can rebuild of the records, in pictures, with and without noise.
+
+    Writes gallery.json and gallery.html. Searching in a network's gradients needs the extra torch.
+    """
+    from sottovoce_client.gallery import gallery as show
+    from sottovoce_client.gallery import gallery_of, levels
+
+    folder = _folder("gallery", out)
+    if capture is None:
+        show(folder, levels(epsilons), runs, seed)
+    else:
+        gallery_of(capture, folder, seed, os.environ.get("SOTTOVOCE_DATA"), allow_imports=allow_imports)
+
+
+@app.command(rich_help_panel="Privacy")
+def watch(
+    capture: Annotated[
+        str | None,
+        typer.Argument(metavar="FOLDER", help="A capture's folder, or the run's that it is in.", show_default=False),
+    ] = None,
+    eavesdropper: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Fetch the capture of --run from this eavesdropper.")
+    ] = None,
+    run: Annotated[str | None, typer.Option(metavar="RUN_ID", help="Which run; with --eavesdropper.")] = None,
+    learner: Annotated[
+        list[str] | None,
+        typer.Option(help="Watch this learner; repeat for several. You need its records.", show_default="all"),
+    ] = None,
+    alpha: Annotated[float, typer.Option(help="The chance of a false alarm.")] = 0.001,
+    canaries: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The run's canaries.json: guess its coins, too.")
+    ] = None,
+    commitment: Annotated[
+        str | None, typer.Option(metavar="SHA256", help="Of FILE.", show_default="commitment.json beside it")
+    ] = None,
+    keep_going: Annotated[bool, typer.Option("--keep-going", help="Watch on after an alarm.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Do not wait for more than is there.")] = False,
+    metrics: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Serve e-values and alarms to Prometheus.")
+    ] = None,
+    log_level: LogLevel = "info",
+) -> None:
+    """Watch a run while it goes on: is every learner's noise what is claimed? May be looked at in every round.
+
+    Exits with 1 at the first alarm, which is a log line, too. You need the records: the spec's data.source must be here.
+    """
+    from sottovoce_client.watch import Question, where
+    from sottovoce_client.watch import watch as follow
+    from sottovoce_rpc.logs import configure_logs
+
+    configure_logs(log_level)
+    question = Question(alpha, tuple(learner or ()), canaries, commitment, keep_going, once)
+    raise typer.Exit(follow(where(capture, eavesdropper, run), question, _prepare, metrics=metrics))
 
 
 # ---- specs -----------------------------------------------------------------------------------------------

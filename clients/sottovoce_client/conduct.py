@@ -10,12 +10,13 @@ from typing import Any
 from sottovoce.setting import spread
 from sottovoce.spec import dump_spec
 from sottovoce_client.console import print_summary, run_console
-from sottovoce_client.evaluate import summarise
+from sottovoce_client.evaluate import noticed_in, summarise
 from sottovoce_client.launch import ServiceDied, run_async
 from sottovoce_client.operate import BY_OPERATOR, Interrupted, Outcome, Watcher
 from sottovoce_client.prepare import Prepared
 from sottovoce_client.report import write_report
 from sottovoce_client.summary import Progress
+from sottovoce_client.wording import noticed_line
 
 Start = Callable[[Prepared, Watcher, asyncio.Event], Coroutine[Any, Any, Outcome]]
 
@@ -62,4 +63,7 @@ def _cut_short(outcome: Outcome) -> int:
     print(f"The run {outcome.state} in round {done}: {outcome.detail}")
     if outcome.capture is not None:
         print(f"What was overheard is kept in {outcome.capture}")
+    noticed = noticed_in(outcome)
+    if noticed is not None and noticed.count:
+        print(noticed_line(noticed.count, noticed.first))
     return 130 if outcome.detail == BY_OPERATOR else 1

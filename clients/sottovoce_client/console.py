@@ -19,7 +19,7 @@ from rich.text import Text
 
 from sottovoce_client.report_verdict import exceeds, verdict_of
 from sottovoce_client.summary import LearnerSummary, Progress, RunSummary, Swap
-from sottovoce_client.wording import count, duration, number, plural, share, share_range, size
+from sottovoce_client.wording import count, duration, noticed_line, number, plural, share, share_range, size
 
 LIVE_SECONDS = 0.125
 PLAIN_SECONDS = 2.0
@@ -264,6 +264,8 @@ def _loss(swap: Swap | None) -> Text:
 
 def _facts(summary: RunSummary, report: Path | None) -> Iterator[tuple[str, Text]]:
     """Lines under the table: a name and what there is to say."""
+    if summary.noticed is not None and summary.noticed.count:
+        yield "noticed", Text(noticed_line(summary.noticed.count, summary.noticed.first), style="bold red")
     verdict = verdict_of(summary)
     yield "verdict", Text.assemble((verdict.headline, KINDS[verdict.kind]), f". {verdict.text}")
     if summary.promise.shared:

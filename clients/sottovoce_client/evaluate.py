@@ -11,7 +11,7 @@ import numpy as np
 
 from sottovoce.arrays import FloatArray
 from sottovoce.data import PlacedData
-from sottovoce.errors import CaptureError
+from sottovoce.errors import CaptureError, EquivocationError
 from sottovoce.losses import Hinge, SmoothedHinge, Softmax, Squared
 from sottovoce.privacy.composition import dearest_losses, record_losses
 from sottovoce.replay import worst_swap
@@ -19,7 +19,7 @@ from sottovoce.run import Run
 from sottovoce.spec import dump_spec
 from sottovoce.transcript import Transcript
 from sottovoce_client.operate import Outcome
-from sottovoce_client.summary import CaptureSummary, LearnerSummary, Promise, RunSummary, Swap
+from sottovoce_client.summary import CaptureSummary, LearnerSummary, Noticed, Promise, RunSummary, Swap
 from sottovoce_eavesdropper.reading import open_capture
 from sottovoce_wire.v1 import learner_pb2
 
@@ -51,6 +51,7 @@ def summarise(run: Run, data: PlacedData, outcome: Outcome) -> RunSummary:
         started_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         progress=outcome.progress,
         private_noise=not any(status.noise_is_not_private for status in outcome.statuses),
+        noticed=noticed_in(outcome),
     )
 
 
@@ -108,21 +109,33 @@ def _overheard(run: Run, outcome: Outcome) -> tuple[Transcript | None, CaptureSu
     try:
         capture = open_capture(outcome.capture)  # on the eavesdropper's host: not here, where that is another one
         transcript = capture.transcript(run.algorithm.field_shapes(), run.spec.n_learners, run.topology)
-    except CaptureError:
+    except (CaptureError, EquivocationError):  # the latter is noticed, too
         return None, None
     heard = next(iter(transcript.fields.values()))[:, 0, 0]
-    table = capture.messages()
+    messages, size = capture.totals()
     scales = [scale for t in range(transcript.rounds) if (scale := run.algorithm.noise_scale(0, t)) > 0]
     return transcript, CaptureSummary(
         mode=run.spec.capture,
-        location=str(outcome.capture),
-        messages=table.num_rows,
-        bytes=int(sum(table["size"].to_pylist())),
+        location=outcome.capture,
+        messages=messages,
+        bytes=size,
         messages_of=run.spec.names[0],
         heard=heard,
         first_scale=scales[0] if scales else 0.0,
         last_scale=scales[-1] if scales else 0.0,
     )
+
+
+def noticed_in(outcome: Outcome) -> Noticed | None:
+    """What the eavesdropper noticed in a run; None where there is no capture that can be read here."""
+    try:
+        facts = open_capture(outcome.capture).facts if outcome.capture is not None else {}
+    except CaptureError:
+        return None
+    if "noticed_count" not in facts:
+        return None
+    first = tuple(str(finding.get("text")) for finding in facts.get("noticed", ()) if isinstance(finding, dict))
+    return Noticed(facts["noticed_count"], first, facts.get("not_checked"))
 
 
 def _learner(

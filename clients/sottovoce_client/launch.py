@@ -51,19 +51,29 @@ async def run_up(
     async with LocalServices(spec, folder, per_process=per_process, noise=noise) as services:
         if stop.is_set():
             raise Interrupted("stopped before the run had begun")
-        running = asyncio.ensure_future(run_on(services.coordinator, spec, data, watch, stop))
-        death = asyncio.ensure_future(services.death())
-        try:
-            await asyncio.wait([running, death], return_when=asyncio.FIRST_COMPLETED)
-            if running.done() and isinstance(running.exception(), Unavailable):
-                await asyncio.wait([death], timeout=AFTER_DEATH_S)  # the reason, where a service has died
-            if not death.done():
-                return running.result()
-            return await _after_death(death.result(), running, stop)
-        finally:
-            running.cancel()
-            death.cancel()
-            await asyncio.gather(running, death, return_exceptions=True)
+        return await while_alive(services, run_on(services.coordinator, spec, data, watch, stop), stop)
+
+
+async def while_alive(services: LocalServices, run: Coroutine[Any, Any, Outcome], stop: asyncio.Event) -> Outcome:
+    """The outcome of a run, unless a service dies.
+
+    Raises:
+        SottovoceError: what the run failed with.
+        ServiceDied: a service died, and the run's outcome with it.
+    """
+    running = asyncio.ensure_future(run)
+    death = asyncio.ensure_future(services.death())
+    try:
+        await asyncio.wait([running, death], return_when=asyncio.FIRST_COMPLETED)
+        if running.done() and isinstance(running.exception(), Unavailable):
+            await asyncio.wait([death], timeout=AFTER_DEATH_S)  # the reason, where a service has died
+        if not death.done():
+            return running.result()
+        return await _after_death(death.result(), running, stop)
+    finally:
+        running.cancel()
+        death.cancel()
+        await asyncio.gather(running, death, return_exceptions=True)
 
 
 async def _after_death(what: str, running: asyncio.Task[Outcome], stop: asyncio.Event) -> Outcome:

@@ -98,7 +98,7 @@ class LocalServices:
         more: list[str] = []
         if self._spec.capture != "none":
             captures = str(self._folder / "captures")
-            eavesdropper = await self._start("eavesdropper", ["eavesdropper", "--folder", captures])
+            eavesdropper = await self._start("eavesdropper", ["eavesdropper", *self._imports, "--folder", captures])
             more = ["--eavesdropper", await self._announced(eavesdropper)]
         coordinator = await self._start("coordinator", ["coordinator", *self._imports, *more])
         self.coordinator = await self._announced(coordinator)

@@ -7,7 +7,6 @@ import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import grpc
 
@@ -47,7 +46,7 @@ class Outcome:
     """How a run went, as the coordinator saw it.
 
     Attributes:
-        capture: folder of the capture; None where nothing was captured.
+        capture: folder of the capture, or its URL; None where nothing was captured.
         predictions: `(test records,)` labels by each learner on the held-out records; None where they could not be asked.
     """
 
@@ -57,12 +56,19 @@ class Outcome:
     seconds: float
     statuses: tuple[learner_pb2.LearnerStatus, ...]
     progress: tuple[Progress, ...]
-    capture: Path | None
+    capture: str | None
     predictions: tuple[FloatArray | None, ...]
 
 
 async def run_on(
-    coordinator: str, spec: RunSpec, data: PlacedData, watch: Watcher, stop: asyncio.Event | None = None
+    coordinator: str,
+    spec: RunSpec,
+    data: PlacedData,
+    watch: Watcher,
+    stop: asyncio.Event | None = None,
+    *,
+    world: int | None = None,
+    replica: int | None = None,
 ) -> Outcome:
     """Run a spec on services that are up.
 
@@ -72,6 +78,7 @@ async def run_on(
         data: streamed into the learners by this process.
         watch: called a few times a second.
         stop: when set, the run is stopped, and what there is comes back.
+        world, replica: labels of the capture, where the run is one of an audit; no learner is told.
 
     Raises:
         SottovoceError: refused, or the coordinator could not be reached.
@@ -82,7 +89,10 @@ async def run_on(
         try:
             told = spec.model_copy(update={"topology": without_files(spec.topology, spec.n_learners)})
             request = coordinator_pb2.StartRunRequest(
-                spec=json.dumps(told.model_dump(mode="json")), n_features=data.n_features
+                spec=json.dumps(told.model_dump(mode="json")),
+                n_features=data.n_features,
+                world=world,
+                replica=replica,
             )
             stop = stop or asyncio.Event()
             started = await _unless_told(stub.StartRun(request, timeout=CALL_S), stop)
@@ -146,7 +156,7 @@ class _Running:
             seconds,
             tuple(last.learners),
             tuple(self._progress),
-            Path(location) if location else None,
+            location or None,
             tuple(predictions),
         )
 

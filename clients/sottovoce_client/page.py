@@ -19,7 +19,7 @@ table.numbers :is(th, td) + td, table.numbers th + th { padding-left: 32px; }
 """What these pages add to the report's style."""
 
 
-def page(kicker: str, title: str, facts: Iterable[str], sections: Iterable[str]) -> str:
+def page(kicker: str, title: str, facts: Iterable[str], sections: Iterable[str], style: str = "") -> str:
     """The page as text.
 
     Args:
@@ -27,11 +27,12 @@ def page(kicker: str, title: str, facts: Iterable[str], sections: Iterable[str])
         title: its heading, as plain text.
         facts: a line under the heading, as plain text.
         sections: as `section` gives them.
+        style: what they add to the style.
 
     Raises:
         SpecError: plotly is not installed.
     """
-    style = files("sottovoce_client").joinpath("report.css").read_text(encoding="utf-8") + STYLE
+    style = files("sottovoce_client").joinpath("report.css").read_text(encoding="utf-8") + STYLE + style
     line = "".join(f"<span>{html.escape(fact)}</span>" for fact in facts)
     head = f'<div class="kicker">Sottovoce · {kicker}</div><h1>{html.escape(title)}</h1><div class="facts">{line}</div>'
     return "\n".join(

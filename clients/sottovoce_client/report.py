@@ -12,11 +12,14 @@ from sottovoce_client import report_plots as plots
 from sottovoce_client import report_text as words
 from sottovoce_client.report_drawing import plotly
 from sottovoce_client.report_verdict import Verdict, exceeds, telling, verdict_of
-from sottovoce_client.summary import CaptureSummary, LearnerSummary, Promise, RunSummary, Swap
-from sottovoce_client.wording import count, duration, number, plural, share, share_range, size
+from sottovoce_client.summary import CaptureSummary, LearnerSummary, Noticed, Promise, RunSummary, Swap
+from sottovoce_client.wording import count, duration, noticed_line, number, plural, share, share_range, size
 
 # Nothing may be loaded, from anywhere: a page about eavesdropping does not phone home.
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
+
+
+MOST_NOTICED = 20
 
 
 def write_report(summary: RunSummary, path: Path) -> None:
@@ -80,6 +83,20 @@ def _header(summary: RunSummary) -> str:
 
 
 def _banner(summary: RunSummary) -> str:
+    return _noticed(summary.noticed) + _unfinished(summary)
+
+
+def _noticed(noticed: Noticed | None) -> str:
+    """What must never happen and did: a line, and the list of it to open."""
+    if noticed is None or not noticed.count:
+        return ""
+    line = _text(noticed_line(noticed.count, noticed.first))
+    items = "".join(f"<li>{_text(text)}</li>" for text in noticed.first[:MOST_NOTICED])
+    shown = f"<details><summary>The first {len(noticed.first[:MOST_NOTICED])}</summary><ul>{items}</ul></details>"
+    return f'<div class="banner"><strong>{line}</strong>{shown if noticed.count > 1 else ""}</div>'
+
+
+def _unfinished(summary: RunSummary) -> str:
     if summary.state == "finished":
         return ""
     reached = f"after {count(summary.rounds_done)} of {plural(summary.rounds, 'round')}"

@@ -116,6 +116,21 @@ class CaptureSummary:
 
 
 @dataclass(frozen=True, slots=True)
+class Noticed:
+    """What the eavesdropper noticed, while the run went on, that must never happen.
+
+    Attributes:
+        count: of findings.
+        first: a line on each of the first ones.
+        not_checked: what could not be looked for, and why; None: all was.
+    """
+
+    count: int
+    first: tuple[str, ...]
+    not_checked: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class Promise:
     """What the algorithm promised of the first learner's messages; the others differ in numbers only.
 
@@ -153,6 +168,7 @@ class RunSummary:
         central_accuracy: of a non-private model trained on all records together.
         warnings: conditions of a theorem that do not hold, by code.
         private_noise: False where a learner's noise came from a recording or a seed.
+        noticed: by the eavesdropper; None without one, or where its capture cannot be read.
     """
 
     name: str
@@ -176,6 +192,7 @@ class RunSummary:
     started_at: str
     progress: tuple[Progress, ...] = field(default=())
     private_noise: bool = True
+    noticed: Noticed | None = None
 
     @property
     def rounds_done(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 NOTHING = "–"
 
@@ -26,6 +26,14 @@ def number(value: float | None, digits: int = 4) -> str:
 def count(value: int) -> str:
     """`5,000`."""
     return f"{value:,}"
+
+
+def noticed_line(findings: int, first: Sequence[str]) -> str:
+    """What the eavesdropper noticed, on one line; empty for nothing."""
+    if not findings:
+        return ""
+    more = " …" if findings > 1 else ""
+    return f"The eavesdropper noticed {plural(findings, 'thing')} that must never happen: {'; '.join(first[:1])}{more}"
 
 
 def plural(value: int, noun: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import uuid
 from collections.abc import AsyncIterator, Coroutine, Sequence
@@ -63,6 +64,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         self._joined = asyncio.Condition()
         self._closing: asyncio.Task[None] | None = None
         self._book: RunBook | None = None
+        self._over = asyncio.Event()  # of the run in the book
         self._capture: eavesdropper_pb2.OpenCaptureResponse | None = None
         self._starting = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -128,9 +130,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         async with answering(context):
             self._require_idle()
             async with self._starting:
-                book, capture = await self._start(
-                    _spec(request.spec, imports=self.config.allow_imports), request.n_features
-                )
+                book, capture = await self._start(_spec(request.spec, imports=self.config.allow_imports), request)
             log.info("run", run_id=book.run_id, learners=len(book.addresses), capture=book.run.spec.capture)
             return coordinator_pb2.StartRunResponse(
                 run_id=book.run_id,
@@ -157,10 +157,11 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
     ) -> AsyncIterator[coordinator_pb2.WatchRunResponse]:
         """The run as it stands, several times a second, until it has ended."""
         async with answering(context):
-            book = self._the_run(request.run_id)
+            book, over = self._the_run(request.run_id), self._over
             while not book.ended:
                 yield book.view()
-                await asyncio.sleep(WATCH_S)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(over.wait(), WATCH_S)
             if self._closing is not None:  # the last view comes when the capture is complete
                 await asyncio.wait([self._closing])
             yield book.view()
@@ -180,15 +181,16 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
             raise NotReady(f"run {self._book.run_id} is under way: stop it first")
 
     async def _start(
-        self, spec: RunSpec, n_features: int
+        self, spec: RunSpec, request: coordinator_pb2.StartRunRequest
     ) -> tuple[RunBook, eavesdropper_pb2.OpenCaptureResponse | None]:
+        n_features = request.n_features
         if n_features < 1:
             raise SpecError(f"n_features must be at least 1, got {n_features}")
         run = build_run(spec, n_features)
         await self._all_joined(spec)
         addresses = tuple(self._members[name].address for name in spec.names)
         book = RunBook(f"{spec.name}-{uuid.uuid4().hex[:12]}", run, n_features, addresses)
-        capture = await self._open_capture(book)
+        capture = await self._open_capture(book, request)
         if absent := missing(spec.names, self._members):  # gone in the meantime
             self._forget_capture(capture)
             raise NotReady(f"learners have left: {', '.join(absent)}")
@@ -211,7 +213,9 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
                     f"{len(absent)} of {spec.n_learners} learners have not joined: {', '.join(absent)}"
                 ) from None
 
-    async def _open_capture(self, book: RunBook) -> eavesdropper_pb2.OpenCaptureResponse | None:
+    async def _open_capture(
+        self, book: RunBook, request: coordinator_pb2.StartRunRequest
+    ) -> eavesdropper_pb2.OpenCaptureResponse | None:
         if book.run.spec.capture == "none":
             return None
         address = self.config.eavesdropper
@@ -221,17 +225,23 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
             )
         spec = json.dumps(book.run.spec.model_dump(mode="json"))
         routes = book.routes() if book.run.spec.capture == "relay" else []
+        opening = eavesdropper_pb2.OpenCaptureRequest(
+            run_id=book.run_id,
+            spec=spec,
+            routes=routes,
+            n_features=request.n_features,
+            world=request.world if request.HasField("world") else None,
+            replica=request.replica if request.HasField("replica") else None,
+        )
         async with channel(address) as to:
             try:
-                return await eavesdropper_pb2_grpc.EavesdropperStub(to).OpenCapture(
-                    eavesdropper_pb2.OpenCaptureRequest(run_id=book.run_id, spec=spec, routes=routes), timeout=CAPTURE_S
-                )
+                return await eavesdropper_pb2_grpc.EavesdropperStub(to).OpenCapture(opening, timeout=CAPTURE_S)
             except grpc.aio.AioRpcError as error:
                 raise as_error(error, f"the eavesdropper at {address}") from None
 
     def _begin(self, book: RunBook) -> None:
         """Brief every learner, all assignments before the first epoch, so that nobody meets a neighbour that knows nothing."""
-        self._book = book
+        self._book, self._over = book, asyncio.Event()
         briefings = [book.briefing(index) for index in range(len(book.addresses))]
         for directives in zip(*briefings, strict=True):
             self._tell(book, [[directive] for directive in directives])
@@ -266,6 +276,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         self._tell(book, [[book.stop()]] * len(book.addresses))
         capture, self._capture = self._capture, None
         self._forget_capture(capture)
+        self._over.set()
 
     def _forget_capture(self, capture: eavesdropper_pb2.OpenCaptureResponse | None) -> None:
         if capture is not None and self.config.eavesdropper is not None:

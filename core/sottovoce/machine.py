@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
@@ -198,6 +198,19 @@ class Noise(Protocol):
             t: round.
             rate: zeta; the norm of a vector is `dim / rate` on average.
             shape: shape of the result.
+        """
+        ...
+
+
+@runtime_checkable
+class OnLattice(Protocol):
+    """An algorithm whose messages are on a lattice in some rounds: who overhears them can check it without any data."""
+
+    def lattice(self, learner: int, t: int) -> Mapping[str, float]:
+        """Fields of a learner's message of round t whose every value is a multiple of a power of two, and that power.
+
+        True of a vector rounded to the lattice, with noise on it, as `mechanisms.say_laplace` says it; not of a weighted
+        sum with what others said.
         """
         ...
 

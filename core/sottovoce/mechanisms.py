@@ -35,6 +35,15 @@ def say_laplace(noise: Noise, name: str, t: int, vector: FloatArray, scale: Scal
     return said
 
 
+def lattice_of(name: str, scale: float) -> dict[str, float]:
+    """What `OnLattice.lattice` answers for one field, said by `say_laplace` or `say_gaussian`.
+
+    A scale within rounding of a power of two has the finer of the two lattices.
+    """
+    spacing = float(grid(scale * (1.0 - 1e-9))) if 0.0 < scale < math.inf else 0.0
+    return {name: spacing} if spacing > 0.0 else {}
+
+
 def laplace_density(said: FloatArray, vector: FloatArray, scale: Scalars) -> FloatArray:
     """Log density `(...)` of having said `said (..., dim)` of a `vector`: what `say_laplace` draws from.
 

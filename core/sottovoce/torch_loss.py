@@ -1,6 +1,6 @@
 """Any PyTorch module as a loss: cross-entropy of its class scores, with every record's gradient clipped.
 
-The only module of the core that imports PyTorch; `losses.build_loss` imports it when a spec asks for it.
+In the core, only this module and `attacks.inversion` import PyTorch; `losses.build_loss` does when a spec asks for it.
 
 Nothing is known about a network's loss but what clipping makes true: a record's gradient has norm at most `G = clip_norm`,
 which is required, two differ by at most `C = 2G`, and there is no smoothness constant. What makes the bound true is
@@ -90,7 +90,7 @@ class TorchLoss:
     def gradient_sum(self, theta: FloatArray, batch: Batch) -> FloatArray:
         total = np.zeros_like(theta)
         present = _beside(np.ones_like(batch.labels) if batch.present is None else batch.present, theta, 1)
-        for at, part, gradients in self._map(grad(_Network(self).loss), theta, batch.features, batch.labels):
+        for at, part, gradients in self._map(grad(Network(self).loss), theta, batch.features, batch.labels):
             total[at] += clipped_sum(gradients, present[at][part], self.clip_norm)
         return total
 
@@ -117,7 +117,7 @@ class TorchLoss:
         """`(..., records, classes)`."""
         result = np.empty((*theta.shape[:-1], features.shape[-2], self.classes))
         with torch.no_grad():
-            for at, part, scores in self._map(_Network(self).scores, theta, features):
+            for at, part, scores in self._map(Network(self).scores, theta, features):
                 result[at][part] = scores
         return result
 
@@ -142,7 +142,7 @@ class TorchLoss:
                 yield at, part, vectorised(vector, *arguments).numpy().astype(np.float64)
 
 
-class _Network:
+class Network:
     """The module as a function of a flat parameter vector and one record."""
 
     def __init__(self, loss: TorchLoss) -> None:

@@ -1,11 +1,9 @@
-"""Captures on disk: a folder with `capture.json` and numbered Parquet parts, each complete in itself.
+"""Writing captures: a folder with `capture.json` and numbered Parquet parts, each complete in itself.
 
-A part is written under another name and renamed, so that whatever stands there can be read, however the process ended. At
-most the last part is lost: at most `PART_ROWS` messages or `PART_S` seconds.
+A part is there whole or not at all (`storage`), so that whatever stands there can be read, however the process ended. At
+most what was in memory is lost: about `PART_ROWS` messages or `PART_S` seconds.
 
-Columns: `caller, callee, sender, direction, kind, stream, wall_ns, mono_ns, size, payload`. `direction` is `out` (from
-the caller of the stream to its callee) or `back`; `kind` is `message`, `metadata` or `trailers`; `payload` has the bytes of
-the gRPC message as they crossed the channel (metadata as JSON).
+Columns: those of a `Row`, and `run, world, replica`, the same in all rows of a capture.
 """
 
 from __future__ import annotations
@@ -13,25 +11,54 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
-from collections.abc import Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import structlog
 
 from sottovoce.transcript import parquet
+from sottovoce_eavesdropper.lookout import Lookout
+from sottovoce_eavesdropper.storage import Folder, open_folder
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 log = structlog.get_logger()
 
+FORMAT = "sottovoce-capture-2"
 PART_ROWS, PART_BYTES, PART_S = 8_192, 64 * 1024 * 1024, 1.0
 
-Row = tuple[int, int, int, str, str, int, int, int, int, bytes]
-"""caller, callee, sender, direction, kind, stream, wall_ns, mono_ns, size, payload"""
+
+class Row(NamedTuple):
+    """One record.
+
+    Attributes:
+        caller, callee: the edge, from the learner that opens the stream to the one that accepts it.
+        sender: whose bytes these are.
+        direction: `out`, from caller to callee, or `back`.
+        kind: `message`, `metadata` or `trailers`.
+        stream: counts the streams of an edge from 1; 0 where a learner mirrored the message.
+        connection: counts the connections of an edge (its callers' addresses) from 1; 0 where mirrored.
+        method: the gRPC method; empty where mirrored.
+        wall_ns, mono_ns: Unix time and monotonic time, in nanoseconds.
+        size: of the payload, in bytes.
+        payload: the gRPC message as it crossed the channel; metadata and trailers as JSON.
+    """
+
+    caller: int
+    callee: int
+    sender: int
+    direction: str
+    kind: str
+    stream: int
+    connection: int
+    method: str
+    wall_ns: int
+    mono_ns: int
+    size: int
+    payload: bytes
 
 
 def schema() -> pa.Schema:
@@ -46,10 +73,15 @@ def schema() -> pa.Schema:
             ("direction", pa.dictionary(pa.int8(), pa.string())),
             ("kind", pa.dictionary(pa.int8(), pa.string())),
             ("stream", pa.int32()),
+            ("connection", pa.int32()),
+            ("method", pa.dictionary(pa.int16(), pa.string())),
             ("wall_ns", pa.int64()),
             ("mono_ns", pa.int64()),
             ("size", pa.int64()),
             ("payload", pa.binary()),
+            ("run", pa.dictionary(pa.int8(), pa.string())),
+            ("world", pa.int8()),
+            ("replica", pa.int32()),
         ]
     )
 
@@ -59,18 +91,28 @@ class CaptureFile:
     """One capture being written.
 
     Attributes:
-        folder: where it stands.
+        folder: where it stands: a path, or a URL for fsspec.
         capture_id, run_id: whose it is.
+        spec: the run spec, JSON.
+        n_features: of a record; 0 where nobody said.
+        world, replica: what the capture is one of, in an audit; None where nobody said.
+        allow_imports: whether the spec may name code to import.
         messages, bytes: counts of messages (metadata not counted).
     """
 
-    folder: Path
+    folder: str | Path
     capture_id: str
     run_id: str
     spec: str
+    n_features: int = 0
+    world: int | None = None
+    replica: int | None = None
+    allow_imports: bool = False
     messages: int = 0
     bytes: int = 0
     open: bool = True
+    place: Folder = field(init=False)
+    lookout: Lookout = field(init=False)
     _rows: list[Row] = field(default_factory=list)
     _held: int = 0
     _parts: int = 0
@@ -79,7 +121,10 @@ class CaptureFile:
 
     def __post_init__(self) -> None:
         parquet()
-        self.folder.mkdir(parents=True, exist_ok=True)
+        spec = json.loads(self.spec)
+        self.lookout = Lookout(self.capture_id, spec, self.n_features, allow_imports=self.allow_imports)
+        self.place = open_folder(self.folder)
+        self.place.make()
         self._describe()
 
     def add(self, row: Row) -> None:
@@ -87,68 +132,101 @@ class CaptureFile:
         if not self.open:
             return
         self._rows.append(row)
-        if row[4] == "message":
+        if row.kind == "message":
             self.messages += 1
-            self.bytes += row[8]
-        self._held += row[8]
+            self.bytes += row.size
+        self._held += row.size
         if len(self._rows) >= PART_ROWS or self._held >= PART_BYTES:
             self._full.set()
 
     async def write_parts(self) -> None:
         """Write parts as they fill up, until cancelled."""
-        while True:
+        while self.open:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._full.wait(), PART_S)
             self._full.clear()
-            try:
-                await self.flush()
-            except OSError as error:  # a full disk must not fill the memory as well
-                log.error(
-                    "capture cannot be written: nothing more is recorded", capture=self.capture_id, reason=str(error)
-                )
-                self.open = False
-                return
+            await self._flush_or_end()
+
+    async def room(self) -> None:
+        """Wait while two parts or more are in memory: the wire is faster than the disk."""
+        if self.open and self._held >= 2 * PART_BYTES:
+            await asyncio.shield(self._flush_or_end())
+
+    async def _flush_or_end(self) -> None:
+        try:
+            await self.flush()
+        except OSError as error:  # a full disk must not fill the memory as well
+            log.error("capture cannot be written: nothing more is recorded", capture=self.capture_id, reason=str(error))
+            self.open = False
 
     async def flush(self) -> None:
         """Write what is in memory."""
         async with self._writing:
             rows, self._rows, self._held = self._rows, [], 0
             if rows:
-                self._parts += 1
-                await asyncio.to_thread(_write_part, self.folder / f"part-{self._parts:06d}.parquet", rows)
+                await _to_its_end(asyncio.to_thread(self._write, rows))
 
     async def close(self) -> None:
         """Write the rest; the capture is complete."""
         self.open = False
         await self.flush()
-        self._describe()
+        await asyncio.to_thread(self._describe)
+
+    def _write(self, rows: Sequence[Row]) -> None:
+        """In a thread: write parts, then look at what is in them."""
+        for own in _in_parts(rows):
+            self._parts += 1
+            self.place.write(f"part-{self._parts:06d}.parquet", _part(own, self.run_id, self.world, self.replica))
+        if self.lookout.look(rows):
+            self._describe()
 
     def _describe(self) -> None:
         facts = {
-            "format": "sottovoce-capture-1",
+            "format": FORMAT,
             "capture_id": self.capture_id,
             "run_id": self.run_id,
+            "world": self.world,
+            "replica": self.replica,
+            "n_features": self.n_features,
             "complete": not self.open,
             "messages": self.messages,
             "bytes": self.bytes,
+            **self.lookout.facts(),
             "spec": json.loads(self.spec),
         }
-        _replace(self.folder / "capture.json", json.dumps(facts, indent=2).encode())
+        self.place.write("capture.json", json.dumps(facts, indent=2).encode())
 
 
-def _write_part(path: Path, rows: Sequence[Row]) -> None:
+async def _to_its_end(work: Awaitable[None]) -> None:
+    """Await, and when cancelled, too: a thread cannot be stopped half way."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise
+
+
+def _in_parts(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
+    """Runs of rows of at most `PART_ROWS`, and of `PART_BYTES` but for the last row."""
+    begin, held = 0, 0
+    for end, row in enumerate(rows, 1):
+        held += row.size
+        if end - begin == PART_ROWS or held >= PART_BYTES or end == len(rows):
+            yield rows[begin:end]
+            begin, held = end, 0
+
+
+def _part(rows: Sequence[Row], run: str, world: int | None, replica: int | None) -> bytes:
+    """A part, as the bytes of its file."""
     import pyarrow as pa
 
+    labels = (run, -1 if world is None else world, -1 if replica is None else replica)
+    columns = [*zip(*rows, strict=True), *([label] * len(rows) for label in labels)]
     table = pa.Table.from_arrays(
-        [pa.array(column, kind.type) for column, kind in zip(zip(*rows, strict=True), schema(), strict=True)],
-        schema=schema(),
+        [pa.array(column, kind.type) for column, kind in zip(columns, schema(), strict=True)], schema=schema()
     )
-    partial = path.with_suffix(".partial")
-    parquet().write_table(table, partial, compression="zstd")
-    os.replace(partial, path)
-
-
-def _replace(path: Path, content: bytes) -> None:
-    partial = path.with_suffix(".partial")
-    partial.write_bytes(content)
-    os.replace(partial, path)
+    sink = pa.BufferOutputStream()
+    parquet().write_table(table, sink, compression="zstd")
+    content: bytes = sink.getvalue().to_pybytes()
+    return content

@@ -1,6 +1,7 @@
 """The relay: stands in a learner's place for one edge, passes every byte on, and keeps a copy.
 
-It knows nothing of what passes: any gRPC method, any message. One listening port per edge tells whose traffic it is.
+It knows nothing of what passes: any gRPC method, any message. One listening port per edge tells whose traffic it is. What it
+cannot pass on is what gRPC itself adds: `user-agent`, `:authority` and compression are the relay's own.
 """
 
 from __future__ import annotations
@@ -9,13 +10,13 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
 import structlog
 
-from sottovoce_eavesdropper.records import CaptureFile
+from sottovoce_eavesdropper.records import CaptureFile, Row
 from sottovoce_rpc.server import SERVER_OPTIONS, channel, listen_on
 from sottovoce_wire.v1 import eavesdropper_pb2
 
@@ -24,7 +25,25 @@ log = structlog.get_logger()
 Context = grpc.aio.ServicerContext[Any, Any]
 Metadata = tuple[tuple[str, str | bytes], ...]
 
-_TRANSPORT_KEYS = frozenset({"user-agent", "te", "content-type"})
+MOST_METHOD, MOST_PAYLOAD = 1_024, 128 * 1024 * 1024
+"""Characters of a method, and bytes of a message, that are kept: longer ones pass, but would make a capture unreadable."""
+
+Note = Callable[[str, bytes], None]
+Room = Callable[[], Awaitable[None]]
+Options = tuple[tuple[str, int], ...]
+
+_TRANSPORT_KEYS = frozenset(
+    {
+        "user-agent",
+        "te",
+        "content-type",
+        "host",
+        "grpc-timeout",
+        "grpc-encoding",
+        "grpc-accept-encoding",
+        "grpc-previous-rpc-attempts",
+    }
+)
 
 
 class Relay(grpc.GenericRpcHandler):
@@ -33,18 +52,36 @@ class Relay(grpc.GenericRpcHandler):
     Args:
         route: who opens the stream, who accepts it, and where the latter listens.
         capture: gets the copies.
+        to: leads to whoever accepts (default: a plain channel to the route's target).
+        options: of the listening side.
     """
 
-    def __init__(self, route: eavesdropper_pb2.Route, capture: CaptureFile) -> None:
+    def __init__(
+        self,
+        route: eavesdropper_pb2.Route,
+        capture: CaptureFile,
+        *,
+        to: grpc.aio.Channel | None = None,
+        options: Options = SERVER_OPTIONS,
+    ) -> None:
         self._route, self._capture = route, capture
         self._streams = 0
-        self._server = grpc.aio.server(options=SERVER_OPTIONS)
-        self._to = channel(route.target)
+        self._connections: dict[str, int] = {}
+        self._server = grpc.aio.server(options=options)
+        self._to = to or channel(route.target)
 
     async def start(self, host: str) -> str:
         """Listen on a free port of `host`; returns the address."""
+        return await self.listen(f"{host}:0")
+
+    async def listen(self, listen: str, credentials: grpc.ServerCredentials | None = None) -> str:
+        """Listen on `host:port`, with TLS if there are credentials; returns the address.
+
+        Raises:
+            Unavailable: the address cannot be listened on.
+        """
         self._server.add_generic_rpc_handlers((self,))
-        address = listen_on(self._server, f"{host}:0")
+        address = listen_on(self._server, listen, credentials)
         await self._server.start()
         return address
 
@@ -63,17 +100,21 @@ class Relay(grpc.GenericRpcHandler):
 
     async def _pass(self, method: str, context: Context) -> None:
         stream = self._streams = self._streams + 1
-        note_out = self._noter("out", stream, self._route.caller)
-        note_back = self._noter("back", stream, self._route.callee)
+        connection = self._connections.setdefault(context.peer(), len(self._connections) + 1)
+        note_out = self._noter("out", stream, connection, method)
+        note_back = self._noter("back", stream, connection, method)
         note_out("metadata", _as_json({"method": method, "metadata": tuple(context.invocation_metadata() or ())}))
         metadata = _passable(context.invocation_metadata())
-        call: grpc.aio.StreamStreamCall[Any, Any] = self._to.stream_stream(method)(metadata=metadata)
-        there = asyncio.ensure_future(_pump_out(context, call, note_out))
+        call: grpc.aio.StreamStreamCall[Any, Any] = self._to.stream_stream(method)(
+            metadata=metadata, timeout=context.time_remaining()
+        )
+        room = self._capture.room
+        there = asyncio.ensure_future(_pump_out(context, call, note_out, room))
         try:
             introduction = _passable(await call.initial_metadata())
             note_back("metadata", _as_json({"metadata": introduction}))
             await context.send_initial_metadata(introduction)
-            await _pump(call.read, context.write, note_back)
+            await _pump(call.read, context.write, note_back, room)
             code, text, trailers = await call.code(), await call.details(), tuple(await call.trailing_metadata())
         except grpc.aio.AioRpcError as error:
             code, text, trailers = error.code(), error.details() or "", tuple(error.trailing_metadata() or ())
@@ -82,45 +123,33 @@ class Relay(grpc.GenericRpcHandler):
             call.cancel()
         note_back("trailers", _as_json({"code": code.name, "details": text, "metadata": trailers}))
         context.set_trailing_metadata(trailers)
-        if code is not grpc.StatusCode.OK:
-            context.set_code(code)
-            context.set_details(text)
+        context.set_code(code)
+        context.set_details(text)
 
-    def _noter(self, direction: str, stream: int, sender: int) -> Callable[[str, bytes], None]:
+    def _noter(self, direction: str, stream: int, connection: int, method: str) -> Note:
         caller, callee, add = self._route.caller, self._route.callee, self._capture.add
+        sender, method = (caller if direction == "out" else callee), method[:MOST_METHOD]
 
         def note(kind: str, payload: bytes) -> None:
-            add(
-                (
-                    caller,
-                    callee,
-                    sender,
-                    direction,
-                    kind,
-                    stream,
-                    time.time_ns(),
-                    time.monotonic_ns(),
-                    len(payload),
-                    payload,
-                )
-            )
+            payload = payload[:MOST_PAYLOAD]
+            now, mono, size = time.time_ns(), time.monotonic_ns(), len(payload)
+            add(Row(caller, callee, sender, direction, kind, stream, connection, method, now, mono, size, payload))
 
         return note
 
 
-async def _pump(read: Any, write: Any, note: Callable[[str, bytes], None]) -> None:
-    """Pass messages on, in order, until the source ends."""
+async def _pump(read: Any, write: Any, note: Note, room: Room) -> None:
+    """Pass messages on, in order, until the source ends; not faster than copies are written."""
     while (payload := await read()) is not grpc.aio.EOF:
         note("message", payload)
+        await room()
         await write(payload)
 
 
-async def _pump_out(
-    context: Context, call: grpc.aio.StreamStreamCall[Any, Any], note: Callable[[str, bytes], None]
-) -> None:
+async def _pump_out(context: Context, call: grpc.aio.StreamStreamCall[Any, Any], note: Note, room: Room) -> None:
     """Pass the caller's messages on, then its end. A broken call shows at its reading end, so here it just ends."""
     with contextlib.suppress(grpc.RpcError, grpc.aio.BaseError, grpc.aio.UsageError, asyncio.InvalidStateError):
-        await _pump(context.read, call.write, note)
+        await _pump(context.read, call.write, note, room)
         await call.done_writing()
 
 
@@ -129,7 +158,7 @@ def _passable(metadata: Any) -> Metadata:
     return tuple(
         (key, value)
         for key, value in metadata or ()
-        if key not in _TRANSPORT_KEYS and not key.startswith(("grpc-", ":"))
+        if key not in _TRANSPORT_KEYS and not key.startswith(("grpc-internal-", ":"))
     )
 
 

@@ -7,7 +7,7 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,9 @@ import grpc
 import structlog
 
 from sottovoce.errors import CaptureError, SpecError
-from sottovoce_eavesdropper.records import CaptureFile
+from sottovoce_eavesdropper.records import CaptureFile, Row
 from sottovoce_eavesdropper.relay import Relay
+from sottovoce_eavesdropper.storage import Folder, open_folder
 from sottovoce_rpc.server import Service, announce, serve_until_stopped, start_server
 from sottovoce_rpc.status import answering
 from sottovoce_wire.v1 import eavesdropper_pb2, eavesdropper_pb2_grpc
@@ -26,6 +27,7 @@ log = structlog.get_logger()
 NAME = "sottovoce_wire.v1.Eavesdropper"
 CHUNK = 1024 * 1024
 MIRROR_DRAIN_S = 3.0
+MOST_WORLD, MOST_REPLICA = 2**7 - 1, 2**31 - 1
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -36,13 +38,15 @@ class EavesdropperConfig:
 
     Attributes:
         listen: `host:port` to listen on; port 0 picks one. Relays listen on free ports of the same host.
-        folder: where captures are written.
+        folder: where captures are written: a path, or a URL for fsspec.
         advertise_host: name of this host for learners, where it differs from that of `listen`.
+        allow_imports: whether a run spec may name code to import; without it, less can be noticed of such a run.
     """
 
     listen: str = "127.0.0.1:0"
-    folder: Path = field(default_factory=lambda: Path("sottovoce-captures"))
+    folder: str | Path = "sottovoce-captures"
     advertise_host: str | None = None
+    allow_imports: bool = False
 
 
 @dataclass(slots=True)
@@ -88,17 +92,17 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
         """Begin a capture, with one relay per route."""
         async with answering(context):
             capture_id = f"{request.run_id}-{uuid.uuid4().hex[:6]}"
-            folder = self.config.folder.absolute() / Path(capture_id).name
-            file = _begin(folder, capture_id, request)
+            folder = open_folder(self.config.folder).below(Path(capture_id).name).name
+            file = await asyncio.to_thread(_begin, folder, capture_id, request, allow_imports=self.config.allow_imports)
             relays = [Relay(route, file) for route in request.routes]
             addresses = [await relay.start(self._host()) for relay in relays]
             self._captures[capture_id] = Recording(file, relays, asyncio.ensure_future(file.write_parts()))
-            log.info("capture opened", capture=capture_id, relays=len(relays), folder=str(folder))
+            log.info("capture opened", capture=capture_id, relays=len(relays), folder=folder)
             return eavesdropper_pb2.OpenCaptureResponse(
                 capture_id=capture_id,
                 relay_addresses=[self._advertised(address) for address in addresses],
                 mirror_address=self.address,
-                location=str(folder),
+                location=folder,
             )
         raise AssertionError("answering() ends the call")
 
@@ -125,12 +129,13 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
         async with answering(context):
             capture = self._known(request.capture_id)
             await capture.file.flush()
-            for path in sorted(capture.file.folder.iterdir()):
-                if path.suffix == ".partial":
+            place = capture.file.place
+            for name in await asyncio.to_thread(place.names):
+                if name.endswith(".partial"):
                     continue
-                content = await asyncio.to_thread(path.read_bytes)
+                content = await asyncio.to_thread(_read, place, name)
                 for start in range(0, max(len(content), 1), CHUNK):
-                    yield eavesdropper_pb2.StreamCaptureResponse(file=path.name, data=content[start : start + CHUNK])
+                    yield eavesdropper_pb2.StreamCaptureResponse(file=name, data=content[start : start + CHUNK])
 
     async def Mirror(
         self, requests: AsyncIterator[eavesdropper_pb2.MirrorRequest], context: Context
@@ -182,20 +187,41 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
         return f"{self.config.advertise_host or self._host()}:{address.rsplit(':', 1)[1]}"
 
 
-def _begin(folder: Path, capture_id: str, request: eavesdropper_pb2.OpenCaptureRequest) -> CaptureFile:
+def _read(place: Folder, name: str) -> bytes:
+    with place.open(name) as file:
+        content: bytes = file.read()
+        return content
+
+
+def _begin(
+    folder: str, capture_id: str, request: eavesdropper_pb2.OpenCaptureRequest, *, allow_imports: bool
+) -> CaptureFile:
+    if request.world > MOST_WORLD or request.replica > MOST_REPLICA:
+        raise SpecError(
+            f"world must be at most {MOST_WORLD} and replica at most {MOST_REPLICA}, got {request.world}, {request.replica}"
+        )
     try:
-        return CaptureFile(folder, capture_id, request.run_id, request.spec or "{}")
+        return CaptureFile(
+            folder,
+            capture_id,
+            request.run_id,
+            request.spec or "{}",
+            request.n_features,
+            request.world if request.HasField("world") else None,
+            request.replica if request.HasField("replica") else None,
+            allow_imports,
+        )
     except json.JSONDecodeError as error:
         raise SpecError(f"the run spec must be JSON: {error}") from None
     except OSError as error:
-        raise CaptureError(f"cannot write to the folder {folder}: {error.strerror}") from None
+        raise CaptureError(f"cannot write to the folder {folder}: {error.strerror or error}") from None
 
 
 def _info(file: CaptureFile) -> eavesdropper_pb2.CaptureInfo:
     return eavesdropper_pb2.CaptureInfo(
         capture_id=file.capture_id,
         run_id=file.run_id,
-        location=str(file.folder),
+        location=file.place.name,
         messages=file.messages,
         bytes=file.bytes,
         open=file.open,
@@ -210,17 +236,19 @@ def _keep(file: CaptureFile, request: eavesdropper_pb2.MirrorRequest) -> int:
             direction = "out" if request.sender == caller else "back"
             size = len(message.payload)
             file.add(
-                (
-                    caller,
-                    callee,
-                    request.sender,
-                    direction,
-                    "message",
-                    0,
-                    message.sent_at_ns,
-                    now,
-                    size,
-                    message.payload,
+                Row(
+                    caller=caller,
+                    callee=callee,
+                    sender=request.sender,
+                    direction=direction,
+                    kind="message",
+                    stream=0,
+                    connection=0,
+                    method="",
+                    wall_ns=message.sent_at_ns,
+                    mono_ns=now,
+                    size=size,
+                    payload=message.payload,
                 )
             )
     return len(request.messages)

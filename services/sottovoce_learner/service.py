@@ -225,6 +225,8 @@ class Learner:
         if self._of_run(told.run_id) is not None:  # said again after a reconnect
             return
         await self._end_run()
+        if self._session is not None:
+            self._session.changed.set()  # whoever reports on it goes on to the next one
         assignment = _assignment(told, imports=self.config.allow_imports)
         self._mirror = Mirror(told.run_id, told.index, told.mirror_address) if told.mirror_address else None
         copy: Callable[[bytes, list[int]], None] | None = self._mirror.copy if self._mirror else None

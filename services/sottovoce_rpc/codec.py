@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
+import numpy.typing as npt
 from google.protobuf.message import DecodeError
 
 from sottovoce.arrays import FloatArray
@@ -103,6 +104,23 @@ class _Layout:
             fields[name] = values if len(shape) == 1 else values.reshape(shape)
         return _ROUND.unpack_from(payload, _ROUND_AT)[0], _SENDER.unpack_from(payload, _SENDER_AT)[0], Message(fields)
 
+    def read_many(
+        self, frames: npt.NDArray[np.uint8]
+    ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint32], dict[str, FloatArray], npt.NDArray[np.bool_]]:
+        """`read`, of messages of this length, a row each; and which rows are of this layout."""
+        right, blank = np.ones(len(frames), bool), np.frombuffer(self.blank, np.uint8)
+        for begin, end in self.fixed:
+            right &= (frames[:, begin:end] == blank[begin:end]).all(axis=1)
+        fields = {}
+        for name, shape, begin, end in self.numbers:
+            values = np.ascontiguousarray(frames[:, begin:end]).view(_LITTLE).reshape(len(frames), *shape)
+            flat = values.reshape(len(frames), math.prod(shape))
+            right &= ((flat >= -LARGEST) & (flat <= LARGEST)).all(axis=1)
+            fields[name] = values
+        rounds = np.ascontiguousarray(frames[:, _ROUND_AT : _ROUND_AT + _ROUND.size]).view("<u8")[:, 0]
+        senders = np.ascontiguousarray(frames[:, _SENDER_AT : _SENDER_AT + _SENDER.size]).view("<u4")[:, 0]
+        return rounds, senders, fields, right
+
 
 _ROUND, _SENDER = struct.Struct("<Q"), struct.Struct("<I")
 _ROUND_AT, _SENDER_AT = 1, 10  # each stands behind its tag, a byte
@@ -151,22 +169,61 @@ def decode_round(payload: bytes, shapes: Mapping[str, tuple[int, ...]]) -> tuple
     return _layout(tuple(shapes.items())).read(payload) or _parse_round(payload, shapes)
 
 
+def round_length(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Bytes of every round's message with these fields."""
+    return len(_layout(tuple(shapes.items())).blank)
+
+
+def parse_round(payload: bytes) -> tuple[int, int, Message]:
+    """As `decode_round`, where nothing is known of the fields.
+
+    Raises:
+        RemoteProtocolError: not a round message, or numbers that are not finite.
+    """
+    said, fields = _parsed(payload)
+    return _message(said, fields, {name: value.shape for name, value in fields.items()})
+
+
 def _parse_round(payload: bytes, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int, Message]:
-    """The same for bytes in any order that protobuf allows, and to say what is wrong with them."""
+    """`decode_round` of bytes in any order that protobuf allows, and to say what is wrong with them."""
+    return _message(*_parsed(payload), shapes)
+
+
+def _parsed(payload: bytes) -> tuple[learner_pb2.RoundMessage, dict[str, FloatArray]]:
     try:
         said = learner_pb2.RoundMessage.FromString(payload)
     except DecodeError:
         raise RemoteProtocolError(f"expected a RoundMessage, got {len(payload)} bytes that are none") from None
     if not (said.HasField("round") and said.HasField("sender")):
         raise RemoteProtocolError("a RoundMessage must carry its round and its sender")
-    fields = {field.name: from_tensor(field.value) for field in said.fields}
+    return said, {field.name: from_tensor(field.value) for field in said.fields}
+
+
+def _message(
+    said: learner_pb2.RoundMessage, fields: dict[str, FloatArray], shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[int, int, Message]:
     if len(fields) != len(said.fields) or fields.keys() != shapes.keys():
-        raise RemoteProtocolError(
-            f"a message must have the fields {sorted(shapes)}, got {[f.name for f in said.fields]}"
-        )
+        names = [f.name for f in said.fields][:20]
+        raise RemoteProtocolError(f"a message must have the fields {sorted(shapes)}, got {names}")
     for name, value in fields.items():
         if value.shape != shapes[name]:
             raise RemoteProtocolError(f"field {name!r} must have shape {shapes[name]}, got {value.shape}")
         if not _within_bounds(value.ravel()):
             raise RemoteProtocolError(f"field {name!r} must be finite and within {LARGEST:g}, got a number that is not")
     return said.round, said.sender, Message(fields)
+
+
+def decode_frames(
+    frames: npt.NDArray[np.uint8], shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint32], dict[str, FloatArray], npt.NDArray[np.bool_]]:
+    """`decode_round` of many messages at once.
+
+    Args:
+        frames: `(messages, round_length(shapes))`, a message a row.
+        shapes: as in `decode_round`.
+
+    Returns:
+        Rounds, senders and fields `(messages, *shape)`; and which messages these are right for: `decode_round` has to say of
+        the others whether they are in another order, or wrong.
+    """
+    return _layout(tuple(shapes.items())).read_many(frames)

@@ -96,14 +96,14 @@ async def start_server(listen: str, add: Callable[[grpc.aio.Server], None], name
     return Service(server, address, checks)
 
 
-def listen_on(server: grpc.aio.Server, listen: str) -> str:
-    """Bind a server to an address and return it with its port.
+def listen_on(server: grpc.aio.Server, listen: str, credentials: grpc.ServerCredentials | None = None) -> str:
+    """Bind a server to an address, with TLS if there are credentials, and return it with its port.
 
     Raises:
         Unavailable: the address is taken, or not one of this machine's.
     """
     try:
-        port = server.add_insecure_port(listen)
+        port = server.add_secure_port(listen, credentials) if credentials else server.add_insecure_port(listen)
     except RuntimeError:
         port = 0
     if port == 0:

@@ -101,6 +101,7 @@ COMMANDS = {
     "coordinator": "--eavesdropper",
     "learner": "--join-timeout",
     "eavesdropper": "--advertise-host",
+    "watch": "The chance of a false alarm",
     "spec": "schema",
     "spec check": "without running anything",
     "spec show": "all defaults filled in",

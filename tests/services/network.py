@@ -122,7 +122,7 @@ class Network:
 @asynccontextmanager
 async def network(folder: Path, names: Sequence[str], *, noise: Path | None = None) -> AsyncIterator[Network]:
     """All services for learners of these names."""
-    eavesdropper = Eavesdropper(EavesdropperConfig(folder=folder / "captures"))
+    eavesdropper = Eavesdropper(EavesdropperConfig(folder=folder / "captures", allow_imports=True))
     coordinator = Coordinator(CoordinatorConfig(eavesdropper=await eavesdropper.start(), allow_imports=True))
     up = Network(folder, await coordinator.start(), eavesdropper.address)
     up.coordinating, up.eavesdropping = coordinator, eavesdropper

@@ -146,6 +146,7 @@ async def test_a_learner_that_is_not_waited_for_is_rounds_ahead_and_a_broken_str
         found = decisions(up)
         (folder,) = (tmp_path / "captures").iterdir()
         capture = open_capture(folder)
+        assert (capture.facts["noticed"], capture.facts["not_checked"]) == ([], None)
     assert left == []
     assert (end.state, end.detail) == (coordinator_pb2.RUN_STATE_FINISHED, "")
     np.testing.assert_allclose(found, last, rtol=1e-12, atol=1e-12)

@@ -50,7 +50,9 @@ async def test_the_network_equals_the_simulator(tmp_path: Path, changes: dict[st
     assert [status.epsilon_spent for status in outcome.statuses] == pytest.approx(promised, rel=1e-9)
     if spec.n_learners == 1 or outcome.capture is None:  # nobody to say anything to
         return
-    overheard = open_capture(outcome.capture).transcript(run.algorithm.field_shapes(), spec.n_learners)
+    capture = open_capture(outcome.capture)
+    assert (capture.facts["noticed"], capture.facts["not_checked"]) == ([], None)
+    overheard = capture.transcript(run.algorithm.field_shapes(), spec.n_learners)
     for name, heard in overheard.fields.items():
         said = np.stack([step.message[name] for step in steps])[: len(heard)]
         was_heard = ~np.isnan(heard).any(axis=-1)

@@ -43,7 +43,9 @@ def spec_of(capture: str = "none", **more: Any) -> RunSpec:
 
 def captured(outcome: Outcome) -> Capture:
     assert outcome.capture is not None
-    return open_capture(outcome.capture)
+    capture = open_capture(outcome.capture)
+    assert (capture.facts["noticed_count"], capture.facts["not_checked"]) == (0, None)
+    return capture
 
 
 def closed(outcome: Outcome) -> Capture:
@@ -323,8 +325,8 @@ class Cutting(Relay):
             await context.abort(grpc.StatusCode.UNAVAILABLE, "cut")
         await passing
 
-    def _noter(self, direction: str, stream: int, sender: int) -> Any:
-        note = super()._noter(direction, stream, sender)
+    def _noter(self, direction: str, stream: int, connection: int, method: str) -> Any:
+        note = super()._noter(direction, stream, connection, method)
         due = self.cuts.get((self._route.caller, self._route.callee, direction), [])
 
         def check(kind: str, payload: bytes) -> None:

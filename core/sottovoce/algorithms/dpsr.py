@@ -127,6 +127,9 @@ class Dpsr:
         descent, density = self.descent.overheard(state.descent, message)
         return replace(state, descent=descent), density + certain_density(message["e"], state.e)
 
+    def lattice(self, learner: int, t: int) -> dict[str, float]:
+        return self.descent.lattice(learner, t)
+
     def noise_scale(self, learner: int, t: int) -> float:
         return self.descent.noise_scale(learner, t)
 

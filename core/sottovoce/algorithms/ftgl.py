@@ -31,7 +31,7 @@ from sottovoce.arrays import FloatArray, IntArray, Scalars
 from sottovoce.decision_sets import DecisionSet
 from sottovoce.losses import Loss, mean_gradient
 from sottovoce.machine import Batch, Heard, Message, Noise, Who
-from sottovoce.mechanisms import certain_density, laplace_density, say_laplace
+from sottovoce.mechanisms import certain_density, laplace_density, lattice_of, say_laplace
 from sottovoce.noise import grid, on_grid
 from sottovoce.privacy.ftgl import Blocks, NodeCost, Sensitivity, TreeAccountant, tree_losses
 from sottovoce.privacy.guarantee import Constant, Guarantee, ThreatModel
@@ -206,6 +206,10 @@ class PdFtgl:
         return moved
 
     # ---- what it costs -----------------------------------------------------------------------------------------------
+
+    def lattice(self, learner: int, t: int) -> dict[str, float]:
+        """Where a leaf is first said, before gossip: later rounds mix it by weights."""
+        return lattice_of("y", self.noise_scale(learner, t)) if self.blocks.opens(t) else {}
 
     def noise_scale(self, learner: int, t: int) -> float:
         """Of the tree node whose noise a message carries; 0 in rounds without gossip, and always after gossip."""

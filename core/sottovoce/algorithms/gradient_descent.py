@@ -29,7 +29,7 @@ from sottovoce.arrays import FloatArray, IntArray, Scalars
 from sottovoce.decision_sets import DecisionSet
 from sottovoce.losses import Loss, mean_gradient
 from sottovoce.machine import Batch, Heard, Message, Noise, Who
-from sottovoce.mechanisms import laplace_density, say_laplace
+from sottovoce.mechanisms import laplace_density, lattice_of, say_laplace
 from sottovoce.privacy.gradient_descent import (
     Adjacency,
     DescentAccountant,
@@ -110,6 +110,9 @@ class GossipDescent:
         said = message["y"]
         return replace(state, said=said), laplace_density(said, state.x, self._scale(state))
 
+    def lattice(self, learner: int, t: int) -> dict[str, float]:
+        return lattice_of("y", self.noise_scale(learner, t))
+
     def noise_scale(self, learner: int, t: int) -> float:
         return self.noise[learner].at(t)
 
@@ -121,7 +124,8 @@ class GossipDescent:
         if replaced is None:
             who, accountant = "one record" if self.adjacency == "record" else "all records", self.accountant(learner)
         else:
-            who, accountant = f"{replaced.sum()} record(s)", self._accountant(learner, together=True)
+            records = int(replaced.sum())
+            who, accountant = f"{records} record{'s' * (records != 1)}", self._accountant(learner, together=True)
         changes: list[int | None] = [None] * self.rounds
         losses, paper = run_meter(accountant, planned.tolist(), changes if replaced is None else replaced.tolist())
         if replaced is not None or (planned != 1).any():  # papers know one record a round

@@ -25,7 +25,7 @@ from sottovoce.decision_sets import DecisionSet
 from sottovoce.history import History, start_history
 from sottovoce.losses import Loss
 from sottovoce.machine import Batch, Heard, Message, Noise, Who
-from sottovoce.mechanisms import laplace_density, say_laplace
+from sottovoce.mechanisms import laplace_density, lattice_of, say_laplace
 from sottovoce.privacy.guarantee import Guarantee
 from sottovoce.privacy.ldp_dol import (
     Constants,
@@ -162,6 +162,9 @@ class LdpDol:
             counts=counts,
             replaced=replaced,
         )
+
+    def lattice(self, learner: int, t: int) -> dict[str, float]:
+        return lattice_of("y", self.noise_scale(learner, t))
 
     def noise_scale(self, learner: int, t: int) -> float:
         return self._scales(learner).laplace_scale(t)

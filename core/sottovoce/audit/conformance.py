@@ -11,9 +11,9 @@ Objective perturbation is not seen: its noise is in the problem that a learner s
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,7 @@ from scipy import special, stats
 from sottovoce.arrays import FloatArray, Scalars
 from sottovoce.audit.verdict import Test
 from sottovoce.data import PlacedData, stack
-from sottovoce.machine import HeardFromNeighbours, Message, Who
+from sottovoce.machine import Batch, HeardFromNeighbours, Message, Who
 from sottovoce.noise import GRID_BITS, NoNoise, grid
 from sottovoce.run import Run
 from sottovoce.transcript import Transcript
@@ -33,7 +33,7 @@ NEAR = 2.0**-34
 Standard Laplace numbers are so close to any given number with a probability below this.
 """
 
-_RESOLVED = 0.125
+RESOLVED = 0.125
 """Numbers further than this off the lattice, in spacings, are off it; rounding must stay below."""
 _ROUNDING = 64 * np.finfo(float).eps
 _TINY = float(np.finfo(float).tiny)
@@ -92,11 +92,85 @@ class _Probe:
         return np.zeros(shape) + step
 
 
+@dataclass(frozen=True, slots=True)
+class RoundNoise:
+    """The noise of one field of one message.
+
+    Attributes:
+        values: `(replicas, dim)`, as in `Residuals`.
+        scale: of the noise.
+        off_lattice: `(replicas, dim)`, as in `Residuals`.
+    """
+
+    values: FloatArray
+    scale: float
+    off_lattice: FloatArray
+
+
+class Replayed:
+    """One learner's state, replayed from what is overheard, a round at a time.
+
+    Every round: `noise`, if it is asked for, then `hear`. A copy (`copy.copy`) goes on from the same state by itself.
+
+    Args:
+        run: the run that is overheard.
+        learner: its index.
+        replicas: runs side by side.
+    """
+
+    def __init__(self, run: Run, learner: int, replicas: int = 1) -> None:
+        self.learner, self.t = learner, 0
+        self._run = run
+        self._state: Any = run.algorithm.start(Who((learner,), replicas))
+
+    @property
+    def concerned(self) -> frozenset[int]:
+        """Whose messages of this round `hear` needs: its own, and those that it hears."""
+        return frozenset({self.learner, *self._run.topology.at(self.t).heard_by(self.learner)})
+
+    def noise(self, said: Message) -> dict[str, RoundNoise]:
+        """The noise of this round's message `said`, fields `(1, replicas, dim)`: by field that should carry some.
+
+        The claimed scale is `Algorithm.noise_scale`; that of spherical noise depends on the number of records, and is the
+        one that the algorithm asks its source for.
+        """
+        algorithm, probe = self._run.algorithm, _Probe()
+        _, centre = algorithm.speak(self._state, NoNoise())
+        _, moved = algorithm.speak(self._state, probe)
+        found = {}
+        for name in sorted(probe.asked.keys() & centre.fields.keys()):
+            law, step = probe.asked[name]
+            scale = _one(step) if law == "spherical" else algorithm.noise_scale(self.learner, self.t)
+            noisy = np.abs(moved[name] - centre[name] - step) <= 1e-6 * np.abs(step)
+            if 0.0 < scale < math.inf and noisy.any():
+                found[name] = _taken_off(law, scale, noisy, said[name], centre[name])
+        return found
+
+    def hear(self, messages: Mapping[int, Message], batch: Batch) -> FloatArray | None:
+        """The round is over: it said and heard this, and learned the records.
+
+        Args:
+            messages: of all who are `concerned`, by sender; fields `(1, replicas, dim)`. One left out, or not-a-number,
+                was not overheard.
+            batch: its records of the round.
+
+        Returns:
+            `(1, replicas)` log density of what it said. None: somebody who is concerned was not overheard, so nothing
+            is known of it any more.
+        """
+        mixing = self._run.topology.at(self.t)
+        if not all(j in messages and _heard(messages[j]) for j in self.concerned):
+            return None
+        self._state, density = self._run.algorithm.overheard(self._state, messages[self.learner])
+        weights = mixing.heard_by(self.learner)
+        heard = HeardFromNeighbours(weights, {j: messages[j] for j in weights}, float(mixing.own[self.learner]))
+        self._state = self._run.algorithm.listen(self._state, heard, stack([batch]))
+        self.t += 1
+        return np.asarray(density)
+
+
 def residuals(run: Run, transcript: Transcript, data: PlacedData, learner: int) -> tuple[Residuals, ...]:
     """Replay one learner, and take its noise off its messages.
-
-    The claimed scale is `Algorithm.noise_scale`; that of spherical noise depends on the number of records, and is the one
-    that the algorithm asks its source for.
 
     Args:
         run: the run that was overheard.
@@ -107,27 +181,15 @@ def residuals(run: Run, transcript: Transcript, data: PlacedData, learner: int) 
     Returns:
         One entry for each field that carries noise in some round.
     """
-    algorithm, own = run.algorithm, data.learners[learner]
-    state = algorithm.start(Who((learner,), transcript.replicas))
+    replayed, own = Replayed(run, learner, transcript.replicas), data.learners[learner]
     found: dict[str, Residuals] = {}
     for t in range(transcript.rounds):
-        probe, said = _Probe(), transcript.message(t, learner)
-        _, centre = algorithm.speak(state, NoNoise())
-        _, moved = algorithm.speak(state, probe)
-        for name in sorted(probe.asked.keys() & centre.fields.keys()):
-            law, step = probe.asked[name]
-            scale = _one(step) if law == "spherical" else algorithm.noise_scale(learner, t)
-            noisy = np.abs(moved[name] - centre[name] - step) <= 1e-6 * np.abs(step)
-            if 0.0 < scale < math.inf and noisy.any():
-                kept = found.setdefault(name, _blank(learner, name, transcript))
-                _keep(kept, t, law, scale, noisy, said[name], centre[name])
-        mixing = run.topology.at(t)
-        messages = {j: transcript.message(t, j) for j in mixing.heard_by(learner)}
-        if not all(_heard(each) for each in (said, *messages.values())):
+        messages = {j: transcript.message(t, j) for j in replayed.concerned}
+        for name, noise in replayed.noise(messages[learner]).items():
+            kept = found.setdefault(name, _blank(learner, name, transcript))
+            kept.values[t], kept.scale[t], kept.off_lattice[t] = noise.values, noise.scale, noise.off_lattice
+        if replayed.hear(messages, own.batch(t)) is None:
             break
-        state, _ = algorithm.overheard(state, said)
-        heard = HeardFromNeighbours(mixing.heard_by(learner), messages, float(mixing.own[learner]))
-        state = algorithm.listen(state, heard, stack([own.batch(t)]))
     return tuple(each for each in found.values() if np.isfinite(each.values).any())
 
 
@@ -146,19 +208,19 @@ def _blank(learner: int, name: str, transcript: Transcript) -> Residuals:
     return Residuals(learner, name, unknown, np.full(rounds, np.nan), unknown.copy())
 
 
-def _keep(
-    kept: Residuals, t: int, law: Law, scale: float, noisy: npt.NDArray[np.bool_], said: FloatArray, centre: FloatArray
-) -> None:
-    """Fill in round t."""
+def _taken_off(
+    law: Law, scale: float, noisy: npt.NDArray[np.bool_], said: FloatArray, centre: FloatArray
+) -> RoundNoise:
+    """What was said without its centre, where there is noise."""
     noise, everywhere = said[0] - centre[0], np.broadcast_to(noisy, said.shape)[0]
-    kept.scale[t] = scale
-    kept.values[t] = np.where(everywhere, as_laplace(law, noise / scale), np.nan)
-    if law != "spherical":
-        spacing = float(grid(scale))
-        steps = noise / spacing
-        rounding = _ROUNDING * np.maximum(np.abs(said[0]), np.abs(centre[0]))
-        judged = everywhere & (rounding < _RESOLVED * spacing)
-        kept.off_lattice[t] = np.where(judged, np.abs(steps - np.rint(steps)), np.nan)
+    values = np.where(everywhere, as_laplace(law, noise / scale), np.nan)
+    if law == "spherical":
+        return RoundNoise(values, scale, np.full_like(values, np.nan))
+    spacing = float(grid(scale))
+    steps = noise / spacing
+    rounding = _ROUNDING * np.maximum(np.abs(said[0]), np.abs(centre[0]))
+    judged = everywhere & (rounding < RESOLVED * spacing)
+    return RoundNoise(values, scale, np.where(judged, np.abs(steps - np.rint(steps)), np.nan))
 
 
 def as_laplace(law: Law, noise: FloatArray) -> FloatArray:
@@ -246,7 +308,7 @@ def _lattice(own: Residuals) -> list[Test]:
     zeros = int(np.count_nonzero(np.abs(values) < NEAR))
     tests = [Test("zeros", "no number is without noise", zeros, _chance(zeros, values.size), own.place)]
     if judged.size:
-        off = float(np.mean(judged > _RESOLVED))
+        off = float(np.mean(judged > RESOLVED))
         tests.append(Test("lattice", "all noise is on its lattice", off, float(off == 0.0), own.place))
     return tests
 
@@ -259,8 +321,8 @@ def _chance(count: int, pairs: int) -> float:
 def _scales(own: Residuals) -> list[Test]:
     """No round and no coordinate has another scale: the worst one, times their number."""
     return [
-        _worst(own, "round scale", "no round is without noise", (2,), "round"),
-        _worst(own, "coordinate scale", "no coordinate is without noise", (0, 1), "coordinate"),
+        _worst(own, "round scale", "the noise of every round has its scale", (2,), "round"),
+        _worst(own, "coordinate scale", "the noise of every coordinate has its scale", (0, 1), "coordinate"),
     ]
 
 

@@ -78,9 +78,11 @@ class EpsilonBound:
         right = np.asarray(values, dtype=np.float64)
         before = self._right + np.cumsum(right) - right
         learned = (before + 0.5) / (self._count + 1.0 + np.arange(len(right)))
-        p = special.expit(self.epsilons)[:, None]
-        q = np.maximum(p, learned)
-        stakes = np.cumsum(np.where(right > 0, np.log(q / p), np.log((1.0 - q) / (1.0 - p))), axis=1)
+        epsilons = self.epsilons[:, None]
+        odds = np.maximum(special.logit(learned) - epsilons, 0.0) + epsilons  # of q: never below those of p
+        gained = special.log_expit(odds) - special.log_expit(epsilons)
+        lost = special.log_expit(-odds) - special.log_expit(-epsilons)  # where 1 - p is too small for float64, too
+        stakes = np.cumsum(np.where(right > 0, gained, lost), axis=1)
         if len(right):
             self._highest = np.maximum(self._highest, self.log_stakes + stakes.max(axis=1))
             self.log_stakes = self.log_stakes + stakes[:, -1]
@@ -195,6 +197,11 @@ class Conformance:
     def e(self) -> float:
         return mean([bet.e for bet in self.bets])
 
+    @property
+    def strongest(self) -> str:
+        """Name of the bet that has gained most, in lower case."""
+        return type(max(self.bets, key=lambda bet: bet.e)).__name__.lower()
+
     def add(self, values: FloatArray) -> None:
         """`values (dim,)` of one round; the same coordinates in every round."""
         for bet in self.bets:
@@ -206,7 +213,10 @@ class Conformance:
 
 def mean(e_values: Sequence[float]) -> float:
     """The mean of e-values, both as logarithms: an e-value again, whatever their dependence."""
-    return float(special.logsumexp(e_values)) - math.log(len(e_values))
+    largest = max(e_values)
+    if math.isinf(largest):
+        return largest
+    return largest + math.log(math.fsum(math.exp(e - largest) for e in e_values) / len(e_values))
 
 
 class Detector:
@@ -227,6 +237,34 @@ class Detector:
         """`values (rounds,)`: log e-values, such as those of `Conformance` processes of one round each."""
         for value in values:
             self._log = float(np.logaddexp(self._log, 0.0) + value)
+
+
+class Changes:
+    """A `Detector` of blocks of rounds, which may be asked within a block, too: `(R_{b-1} + 1) e`, e of the block so far.
+
+    A block begins its bets anew, so what was right for long does not hide what has broken since. While the claim holds it is
+    at most the number of blocks begun, on average, at whatever time one asks: the mean number of rounds to an alarm at
+    `e >= log c` is at least c.
+
+    Args:
+        length: rounds in a block.
+    """
+
+    def __init__(self, length: int) -> None:
+        self._length, self._rounds = length, 0
+        self._before, self.block = Detector(), Conformance()
+
+    @property
+    def e(self) -> float:
+        return float(np.logaddexp(self._before.e, 0.0)) + self.block.e
+
+    def add(self, values: FloatArray) -> None:
+        """`values (dim,)` of one round, as in `Conformance`."""
+        if self._rounds == self._length:
+            self._before.add(np.array([self.block.e]))
+            self.block, self._rounds = Conformance(), 0
+        self.block.add(values)
+        self._rounds += 1
 
 
 def e_bh(e_values: Sequence[float], alpha: float) -> tuple[int, ...]:

@@ -139,7 +139,7 @@ def _evidence(found: Findings) -> list[str]:
         shown = f"a loss of {e.loss:.4g}, above {e.claim:.4g}"
         if math.isinf(e.loss):
             shown = "what one of the worlds, or either, could not have said"
-        said.append(f"run {e.run} shows, after the message of round {e.round}, {shown} ({e.transcripts} runs do)")
+        said.append(f"run {e.run} shows, after the message of round {e.round}, {shown} ({e.transcripts:,} runs do)")
     for test, level in found.tests:
         if test.p_value < level:
             place = f" at {test.where}" if test.where else ""

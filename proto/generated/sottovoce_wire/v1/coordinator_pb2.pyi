@@ -294,20 +294,36 @@ class StartRunRequest(_message.Message):
 
     SPEC_FIELD_NUMBER: _builtins.int
     N_FEATURES_FIELD_NUMBER: _builtins.int
+    WORLD_FIELD_NUMBER: _builtins.int
+    REPLICA_FIELD_NUMBER: _builtins.int
     spec: _builtins.str
     """The run spec, JSON."""
     n_features: _builtins.int
+    world: _builtins.int
+    """Which of an audit's two data sets the run learns from, and which repetition it is. Labels of the capture: learners
+    are not told.
+    """
+    replica: _builtins.int
     def __init__(
         self,
         *,
         spec: _builtins.str = ...,
         n_features: _builtins.int = ...,
+        world: _builtins.int | None = ...,
+        replica: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_replica", b"_replica", "_world", b"_world", "replica", b"replica", "world", b"world"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["n_features", b"n_features", "spec", b"spec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_replica", b"_replica", "_world", b"_world", "n_features", b"n_features", "replica", b"replica", "spec", b"spec", "world", b"world"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__replica: _TypeAlias = _typing.Literal["replica"]  # noqa: Y015
+    _WhichOneofArgType__replica: _TypeAlias = _typing.Literal["_replica", b"_replica"]  # noqa: Y015
+    _WhichOneofReturnType__world: _TypeAlias = _typing.Literal["world"]  # noqa: Y015
+    _WhichOneofArgType__world: _TypeAlias = _typing.Literal["_world", b"_world"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__replica) -> _WhichOneofReturnType__replica | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__world) -> _WhichOneofReturnType__world | None: ...
 
 Global___StartRunRequest: _TypeAlias = StartRunRequest  # noqa: Y015
 

@@ -53,9 +53,17 @@ class OpenCaptureRequest(_message.Message):
     RUN_ID_FIELD_NUMBER: _builtins.int
     SPEC_FIELD_NUMBER: _builtins.int
     ROUTES_FIELD_NUMBER: _builtins.int
+    N_FEATURES_FIELD_NUMBER: _builtins.int
+    WORLD_FIELD_NUMBER: _builtins.int
+    REPLICA_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     spec: _builtins.str
     """The run spec, JSON: kept beside the records."""
+    n_features: _builtins.int
+    """Features of a record. 0: not said."""
+    world: _builtins.int
+    """Which of an audit's two data sets this run learns from, and which repetition it is: kept beside the records."""
+    replica: _builtins.int
     @_builtins.property
     def routes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Route]: ...
     def __init__(
@@ -64,12 +72,22 @@ class OpenCaptureRequest(_message.Message):
         run_id: _builtins.str = ...,
         spec: _builtins.str = ...,
         routes: _abc.Iterable[Global___Route] | None = ...,
+        n_features: _builtins.int = ...,
+        world: _builtins.int | None = ...,
+        replica: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_replica", b"_replica", "_world", b"_world", "replica", b"replica", "world", b"world"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["routes", b"routes", "run_id", b"run_id", "spec", b"spec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_replica", b"_replica", "_world", b"_world", "n_features", b"n_features", "replica", b"replica", "routes", b"routes", "run_id", b"run_id", "spec", b"spec", "world", b"world"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__replica: _TypeAlias = _typing.Literal["replica"]  # noqa: Y015
+    _WhichOneofArgType__replica: _TypeAlias = _typing.Literal["_replica", b"_replica"]  # noqa: Y015
+    _WhichOneofReturnType__world: _TypeAlias = _typing.Literal["world"]  # noqa: Y015
+    _WhichOneofArgType__world: _TypeAlias = _typing.Literal["_world", b"_world"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__replica) -> _WhichOneofReturnType__replica | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__world) -> _WhichOneofReturnType__world | None: ...
 
 Global___OpenCaptureRequest: _TypeAlias = OpenCaptureRequest  # noqa: Y015
 

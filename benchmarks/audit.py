@@ -1,0 +1,115 @@
+#!/usr/bin/env python3
+"""How long a whole audit takes: LDP-DOL, five learners on a ring, d = 117, 50 rounds, all three families and the report.
+
+Beside it the bare simulation of as many runs (sim_floor.py, one process): the rest is what the statistics cost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before numpy: as the client does, and the floor
+import numpy as np
+from rich.console import Console
+
+from sottovoce.audit.audit import audit_simulated
+from sottovoce.audit.plan import plan_audit
+from sottovoce.data import LearnerData, PlacedData
+from sottovoce.run import build_run
+from sottovoce.spec import parse_spec
+from sottovoce_client.audit_report import write_audit_report
+from sottovoce_client.spread import spread_over
+
+FLOOR = Path(__file__).resolve().parents[2] / "shared" / "bench" / "sim_floor.py"
+LEARNERS, DIM, ROUNDS = 5, 117, 50
+TARGET_S, TARGET_MB = 120.0, 2048.0
+SPEC = {
+    "name": "audit",
+    "rounds": ROUNDS,
+    "learners": LEARNERS,
+    "algorithm": {"name": "ldp-dol", "sigma": 40.0, "varsigma": 0.11},
+    "loss": {"kind": "logistic", "ridge": 0.01, "feature_bound": 1.0},
+    "topology": {"graph": "ring", "weights": {"kind": "constant", "value": 0.3}},
+}
+
+
+def records() -> PlacedData:
+    """One record per learner and round."""
+    rng = np.random.default_rng(0)
+    features = rng.normal(size=(LEARNERS, ROUNDS, DIM)) / np.sqrt(DIM)
+    labels = (features @ rng.normal(size=DIM) > 0).astype(np.float64)
+    order, offsets = np.arange(ROUNDS), np.arange(ROUNDS + 1)
+    learners = tuple(LearnerData(x, y, order, offsets) for x, y in zip(features, labels, strict=True))
+    return PlacedData(learners, np.empty((0, DIM)), np.empty(0))
+
+
+def floor_s(floor: Path, runs: int) -> float | None:
+    """Seconds that the bare simulation of `2 runs` takes in one process; None: no yardstick here."""
+    if not floor.is_file():
+        return None
+    numbers = ("--learners", LEARNERS, "--dim", DIM, "--rounds", ROUNDS, "--replicas", runs // 10, "--history")
+    done = subprocess.run([sys.executable, str(floor), *map(str, numbers)], capture_output=True, text=True, check=True)
+    return 2 * runs * ROUNDS / float(json.loads(done.stdout)["replica_rounds_per_s"])
+
+
+def peak_mb(jobs: int) -> float:
+    """Of this process, and as much as the largest of its workers for each of them."""
+    own, workers = (
+        resource.getrusage(who).ru_maxrss / 1024 for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    )
+    return own + jobs * workers
+
+
+def main() -> int:
+    """Measure and show."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=10_000, help="of each world (default: %(default)s)")
+    parser.add_argument("--jobs", type=int, default=2, help="processes (default: %(default)s)")
+    parser.add_argument("--quick", action="store_true", help="200 runs: does it run at all?")
+    parser.add_argument("--floor", type=Path, default=FLOOR, help="the yardstick, sim_floor.py (default: %(default)s)")
+    options = parser.parse_args()
+    runs = 200 if options.quick else options.runs
+    console = Console(highlight=False)
+    began = time.perf_counter()
+    run = build_run(parse_spec(SPEC), DIM)
+    stages: list[tuple[float, str]] = []
+    with tempfile.TemporaryDirectory() as folder, console.status("auditing") as status:
+
+        def say(what: str) -> None:
+            stages.append((time.perf_counter(), what))
+            status.update(what)
+
+        plan = plan_audit(run, records(), 0, runs=runs)
+        with spread_over("processes", options.jobs) as spread:
+            done = audit_simulated(plan, spread=spread, say=say)
+        say("report")
+        write_audit_report(done, "learner-0", Path(folder) / "audit.html", 0)
+        size = (Path(folder) / "audit.html").stat().st_size
+    end = time.perf_counter()
+    steps = [(when, what) for when, what in stages if not what.endswith("runs")]
+    console.print(f"runs of both worlds, simulated and replayed: {steps[0][0] - began:.1f} s")
+    for (when, what), after in zip(steps, [*(when for when, _ in steps[1:]), end], strict=True):
+        console.print(f"{what}: {after - when:.1f} s")
+    console.print(
+        f"in all: {end - began:.1f} s (target {TARGET_S:g}) with {runs:,} runs of each world, {options.jobs} processes"
+    )
+    console.print(f"peak memory: {peak_mb(options.jobs):,.0f} MB (target {TARGET_MB:,.0f}); report {size / 1e6:.1f} MB")
+    console.print(f"{done.verdict.kind}: {done.verdict.text}")
+    bare = floor_s(options.floor, runs)
+    if bare is not None:
+        console.print(
+            f"bare simulation of as many runs in one process: {bare:.1f} s; the audit takes {(end - began) / bare:.1f} times that"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

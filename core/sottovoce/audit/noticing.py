@@ -1,0 +1,222 @@
+"""Noticing at once what must never happen on a channel, message by message, while a run goes on.
+
+The rules, all of which hold with certainty for learners that do what they say, whatever their data and their noise:
+
+- `decoding`: a message is one of this run's: its fields, shapes, finite numbers.
+- `impostor`: a learner speaks as itself.
+- `length`: every message has the same number of bytes.
+- `turn`: a stream carries the rounds in which its receiver hears its sender, each once, in order; it begins with the first
+  one that the receiver said it lacked.
+- `again`: a round said once more, after a reconnect, is the same bytes: fresh noise on one state would average out.
+- `equivocation`: every neighbour hears the same bytes.
+- `lattice`: noise and what it hides are multiples of one power of two, and so is what is said (`machine.OnLattice`).
+
+What holds with high probability only, such as the law of the noise, is for `conformance`, after the run. Memory is bounded: of
+the messages longest ago nothing is known any more, and nothing that they contradict is noticed.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Generic, Literal, TypeVar
+
+import numpy as np
+
+from sottovoce.arrays import FloatArray
+
+KEPT = 65_536
+"""Rounds of a learner, and streams, that are remembered, each."""
+
+Kind = Literal["decoding", "impostor", "length", "turn", "again", "equivocation", "lattice"]
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that must never happen.
+
+    Attributes:
+        kind: which rule is broken.
+        sender, receiver: whose message, and who got it.
+        round: that it says it is for; None where it cannot be decoded.
+        text: one line, for people.
+    """
+
+    kind: Kind
+    sender: int
+    receiver: int
+    round: int | None
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """A message as it was overheard.
+
+    Attributes:
+        sender, receiver: by the channel it came on.
+        stream: number of the stream on that channel; 0: none, the order is not known.
+        claimed: who the message says is speaking.
+        round: that it says it is for.
+        fields: the numbers in it.
+        digest: of its bytes.
+        size: number of its bytes.
+    """
+
+    sender: int
+    receiver: int
+    stream: int
+    claimed: int
+    round: int
+    fields: Mapping[str, FloatArray]
+    digest: bytes
+    size: int
+
+
+def _no_lattice(learner: int, t: int) -> Mapping[str, float]:
+    return {}
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What is known of a run before it begins; the defaults are for one of which nothing is.
+
+    Attributes:
+        length: bytes of a message; None: as the first one of its sender.
+        due: (sender, receiver, t) to the first round from t on in which the receiver hears the sender, None for no more;
+            where it is not known, rounds must increase.
+        lattice: (learner, round) to the spacing of each field that is on a lattice.
+    """
+
+    length: int | None = None
+    due: Callable[[int, int, int], int | None] | None = None
+    lattice: Callable[[int, int], Mapping[str, float]] = _no_lattice
+
+
+@dataclass(slots=True)
+class _Told:
+    """A round of one learner: the bytes that were heard first, and who has heard any."""
+
+    digest: bytes
+    receivers: set[int] = field(default_factory=set)
+
+
+class _Recent(OrderedDict[K, V], Generic[K, V]):
+    """A dictionary that forgets what was set longest ago."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self._most = most
+
+    def __setitem__(self, key: K, value: V) -> None:
+        super().__setitem__(key, value)
+        self.move_to_end(key)
+        if len(self) > self._most:
+            self.popitem(last=False)
+
+
+class Noticing:
+    """All channels of a run.
+
+    Args:
+        expected: what is known beforehand.
+        kept: rounds of a learner, and streams, that are remembered.
+    """
+
+    def __init__(self, expected: Expected, kept: int = KEPT) -> None:
+        self._expected = expected
+        self._told: _Recent[tuple[int, int], _Told] = _Recent(kept)
+        self._next: _Recent[tuple[int, int, int], int] = _Recent(kept)
+        self._lengths: _Recent[int, int] = _Recent(kept)
+
+    def promised(self, sender: int, receiver: int, stream: int, t: int) -> None:
+        """A stream was opened on which the receiver lacks the rounds from t on."""
+        self._next[sender, receiver, stream] = t
+
+    def garbled(self, sender: int, receiver: int, stream: int, why: str) -> tuple[Finding, ...]:
+        """A message came that cannot be decoded."""
+        self._next.pop((sender, receiver, stream), None)  # it may have been any round
+        return (Finding("decoding", sender, receiver, None, f"{_way(sender, receiver)}: {why}"),)
+
+    def heard(self, said: Said) -> tuple[Finding, ...]:
+        """A message came; what is wrong with it."""
+        found = [
+            *self._impostor(said),
+            *self._length(said),
+            *self._turn(said),
+        ]
+        told = self._told.get((said.sender, said.round))
+        if told is None:
+            self._told[said.sender, said.round] = _Told(said.digest, {said.receiver})
+            return (*found, *self._lattice(said))
+        if told.digest != said.digest:
+            found += [self._contradiction(said, told), *self._lattice(said)]
+        told.receivers.add(said.receiver)
+        return tuple(found)
+
+    def _impostor(self, said: Said) -> list[Finding]:
+        return [_finding("impostor", said, f"speaks as learner {said.claimed}")] if said.claimed != said.sender else []
+
+    def _length(self, said: Said) -> list[Finding]:
+        usual = self._expected.length
+        if usual is None:
+            usual = self._lengths.get(said.sender)
+        if usual is None:
+            self._lengths[said.sender] = usual = said.size
+        return [] if said.size == usual else [_finding("length", said, f"{said.size} bytes; all others have {usual}")]
+
+    def _turn(self, said: Said) -> list[Finding]:
+        if said.stream == 0:
+            return []
+        place = said.sender, said.receiver, said.stream
+        earliest = self._next.get(place)
+        self._next[place] = said.round + 1
+        if earliest is None:
+            return []
+        if self._expected.due is None:
+            right, wanted = said.round >= earliest, f"round {earliest} or later"
+        else:
+            due = self._expected.due(said.sender, said.receiver, earliest)
+            right, wanted = said.round == due, "no round" if due is None else f"round {due}"
+        return [] if right else [_finding("turn", said, f"out of turn: stream {said.stream} must go on with {wanted}")]
+
+    def _contradiction(self, said: Said, told: _Told) -> Finding:
+        if said.receiver in told.receivers:
+            return _finding("again", said, "said once more to the same neighbour, in other bytes")
+        others = ", ".join(map(str, sorted(told.receivers)[:3]))
+        return _finding("equivocation", said, f"other bytes than learner {others} heard")
+
+    def _lattice(self, said: Said) -> list[Finding]:
+        found = []
+        for name, spacing in self._expected.lattice(said.sender, said.round).items():
+            values = np.ravel(said.fields[name])
+            off = np.flatnonzero(off_lattice(values, spacing))
+            if len(off):
+                first = f"{name}[{off[0]}] = {float(values[off[0]])!r}"
+                count = f"{len(off)} of {len(values)}" if len(off) > 1 else "one"
+                text = f"{count} off the lattice of spacing {spacing:g}, {first}"
+                found.append(_finding("lattice", said, text))
+        return found
+
+
+def off_lattice(values: FloatArray, spacing: float) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
+    """Which values are no multiple of `spacing`, a power of two: exact, as dividing by it is.
+
+    A value so large that float64 has no room for less than the spacing is always a multiple.
+    """
+    with np.errstate(over="ignore"):  # infinity: as large as that
+        steps = values / spacing
+    off: np.ndarray[tuple[int, ...], np.dtype[np.bool_]] = steps != np.rint(steps)
+    return off
+
+
+def _way(sender: int, receiver: int) -> str:
+    return f"learner {sender} to learner {receiver}"
+
+
+def _finding(kind: Kind, said: Said, what: str) -> Finding:
+    text = f"{_way(said.sender, said.receiver)}, round {said.round}: {what}"
+    return Finding(kind, said.sender, said.receiver, said.round, text)

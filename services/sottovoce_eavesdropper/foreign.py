@@ -1,0 +1,145 @@
+"""A relay on its own, in front of any gRPC server: what passes is recorded, nobody behind or before it need know."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import structlog
+
+from sottovoce.errors import CaptureError, SpecError, Unavailable
+from sottovoce_eavesdropper.records import CaptureFile
+from sottovoce_eavesdropper.relay import Relay
+from sottovoce_eavesdropper.storage import open_folder
+from sottovoce_rpc.server import CHANNEL_OPTIONS, SERVER_OPTIONS, announce, serve_until_stopped
+from sottovoce_wire.v1 import eavesdropper_pb2
+
+log = structlog.get_logger()
+
+_ANY_SIZE = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
+_TO_OPTIONS = (
+    *(option for option in CHANNEL_OPTIONS if not option[0].endswith("message_length")),
+    *_ANY_SIZE,
+    ("grpc.enable_retries", 0),  # what is said again is the caller's choice
+    ("grpc.initial_reconnect_backoff_ms", 100),  # the server may start after the relay
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+)
+_LISTEN_OPTIONS = (*(option for option in SERVER_OPTIONS if not option[0].endswith("message_length")), *_ANY_SIZE)
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignConfig:
+    """A relay in front of a server that is not ours.
+
+    Attributes:
+        to: `host:port` of the server.
+        listen: `host:port` for its clients; port 0 picks one.
+        folder: gets one folder with a capture: a path, or a URL for fsspec.
+        world: 0 or 1, for an audit.
+        tls_cert, tls_key: PEM files; with them, clients speak TLS.
+        to_tls: the server speaks TLS.
+        to_ca: PEM file with the authorities that vouch for the server (default: the system's).
+    """
+
+    to: str
+    listen: str = "127.0.0.1:0"
+    folder: str | Path = "sottovoce-captures"
+    world: int | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    to_tls: bool = False
+    to_ca: Path | None = None
+
+    def __post_init__(self) -> None:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise SpecError("--tls-cert and --tls-key belong together, got one of them")
+        if self.to_ca is not None and not self.to_tls:
+            raise SpecError("--to-ca needs --to-tls")
+        for name, address in (("--to", self.to), ("--listen", self.listen)):
+            if not address.startswith("unix:") and not address.rpartition(":")[2].isdigit():
+                raise SpecError(f"{name} must be host:port, got {address}")
+
+    def listen_credentials(self) -> grpc.ServerCredentials | None:
+        """Of the side where clients call; None: no TLS.
+
+        Raises:
+            SpecError: a file cannot be read.
+        """
+        if self.tls_cert is None or self.tls_key is None:
+            return None
+        return grpc.ssl_server_credentials([(_pem(self.tls_key), _pem(self.tls_cert))])
+
+    def channel(self) -> grpc.aio.Channel:
+        """To the server.
+
+        Raises:
+            SpecError: the file of authorities cannot be read.
+        """
+        if not self.to_tls:
+            return grpc.aio.insecure_channel(self.to, options=_TO_OPTIONS)
+        authorities = None if self.to_ca is None else _pem(self.to_ca)
+        return grpc.aio.secure_channel(self.to, grpc.ssl_channel_credentials(authorities), options=_TO_OPTIONS)
+
+
+class ForeignRelay:
+    """One relay and its capture."""
+
+    def __init__(self, config: ForeignConfig) -> None:
+        self._config = config
+        world = "" if config.world is None else f"world-{config.world}-"
+        capture_id = f"relay-{world}{uuid.uuid4().hex[:6]}"
+        self.folder = open_folder(config.folder).below(capture_id).name
+        credentials, to = config.listen_credentials(), config.channel()
+        try:
+            self.file = CaptureFile(self.folder, capture_id, capture_id, "{}", world=config.world)
+        except OSError as error:
+            raise CaptureError(f"cannot write to the folder {self.folder}: {error.strerror or error}") from None
+        route = eavesdropper_pb2.Route(caller=0, callee=1, target=config.to)
+        self._relay, self._credentials = Relay(route, self.file, to=to, options=_LISTEN_OPTIONS), credentials
+        self._writer: asyncio.Task[None] | None = None
+
+    async def start(self) -> str:
+        """Listen; returns the address.
+
+        Raises:
+            Unavailable: the address is taken, or the certificate and its key cannot be used.
+        """
+        try:
+            address = await self._relay.listen(self._config.listen, self._credentials)
+        except Unavailable as error:
+            await self.file.close()
+            if self._credentials is None:
+                raise
+            raise Unavailable(f"{error}, or --tls-cert and --tls-key are not a certificate and its key") from None
+        self._writer = asyncio.ensure_future(self.file.write_parts())
+        log.info("capture opened", to=self._config.to, folder=self.folder)
+        return address
+
+    async def stop(self) -> None:
+        """Cut what still passes, write the rest, close the capture."""
+        await self._relay.stop()
+        if self._writer is not None:
+            self._writer.cancel()
+        await self.file.close()
+        log.info("capture closed", messages=self.file.messages, bytes=self.file.bytes, folder=self.folder)
+
+
+def _pem(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise SpecError(f"cannot read {path}: {error.strerror}") from None
+
+
+async def serve(config: ForeignConfig, *, with_stdin: bool = False) -> None:
+    """Run a relay in this process until it is told to stop.
+
+    Raises:
+        SottovoceError: the address is taken, or a file cannot be used.
+    """
+    relay = ForeignRelay(config)
+    announce("relay", address=await relay.start(), to=config.to, capture=relay.folder)
+    await serve_until_stopped(relay.stop, with_stdin=with_stdin)

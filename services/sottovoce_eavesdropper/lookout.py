@@ -1,0 +1,158 @@
+"""The lookout: shows what is recorded, part by part, to `sottovoce.audit.noticing`, and keeps what that finds.
+
+It runs where parts are written, never where bytes are passed on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import structlog
+
+from sottovoce.audit.noticing import Expected, Finding, Noticing, Said
+from sottovoce.errors import RemoteProtocolError, SottovoceError
+from sottovoce.machine import Message, OnLattice
+from sottovoce.run import Run, build_run
+from sottovoce.spec import parse_spec
+from sottovoce.topology import Network
+from sottovoce_rpc.codec import decode_round, parse_round, round_length
+
+if TYPE_CHECKING:
+    from sottovoce_eavesdropper.records import Row
+
+log = structlog.get_logger()
+
+MOST_LOGGED, MOST_KEPT = 20, 100
+MOST_TEXT = 300
+"""Characters of what a stranger's message is quoted with."""
+MOST_DECODED = 64
+EXCHANGE = frozenset({"/sottovoce_wire.v1.Learner/Exchange", ""})
+"""The methods whose messages are rounds; mirrored messages have none."""
+NEXT_ROUND = "sottovoce-next-round"
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+class Lookout:
+    """What was noticed in one capture.
+
+    Args:
+        capture_id: for the log.
+        spec: the run spec; empty where the capture is of no run of ours, and nothing is looked at.
+        n_features: of a record; 0 where nobody said.
+        allow_imports: whether the spec may name code to import.
+
+    Attributes:
+        count: of findings.
+        first: the first `MOST_KEPT` of them.
+        not_checked: what could not be looked for, and why; None: all was.
+    """
+
+    def __init__(self, capture_id: str, spec: Mapping[str, Any], n_features: int, *, allow_imports: bool) -> None:
+        self.count = 0
+        self.first: list[Finding] = []
+        self.not_checked: str | None = None if spec else "anything: there is no run spec"
+        self._capture_id, self._spec = capture_id, spec
+        self._n_features, self._imports = n_features, allow_imports
+        self._noticing: Noticing | None = None
+        self._shapes: Shapes | None = None
+        self._decoded: dict[bytes, tuple[int, int, Message]] = {}
+
+    def look(self, rows: Iterable[Row]) -> bool:
+        """Look at records, in their order; True when something was noticed."""
+        before = self.count
+        try:
+            for row in rows if self._spec else ():
+                for finding in self._at(row, self._noticing or self._begin()):
+                    self._note(finding)
+        except Exception as error:  # noqa: BLE001 -- code that a spec names may raise anything, and recording must go on
+            log.error("nothing more is noticed", capture=self._capture_id, reason=f"{type(error).__name__}: {error}")
+            self._spec, self.not_checked = {}, f"anything more: {type(error).__name__}: {error}"
+        return self.count > before
+
+    def facts(self) -> dict[str, Any]:
+        """For `capture.json`."""
+        noticed = [asdict(finding) for finding in self.first]
+        return {"noticed_count": self.count, "noticed": noticed, "not_checked": self.not_checked}
+
+    def _begin(self) -> Noticing:
+        """Build the run, as late as here: it may take a while."""
+        try:
+            run = build_run(parse_spec(self._spec, imports=self._imports), self._n_features)
+        except SottovoceError as error:
+            self.not_checked = f"the lattice, the fields and gaps between rounds: {error}"
+            expected = Expected()
+        else:
+            self._shapes = run.algorithm.field_shapes()
+            expected = expected_of(run)
+        self._noticing = Noticing(expected)
+        return self._noticing
+
+    def _at(self, row: Row, noticing: Noticing) -> tuple[Finding, ...]:
+        if row.method not in EXCHANGE:
+            return ()
+        other = row.callee if row.sender == row.caller else row.caller
+        if row.kind == "metadata" and (lacks := _lacks(row.payload)) is not None:
+            noticing.promised(sender=other, receiver=row.sender, stream=row.stream, t=lacks)
+        if row.kind != "message":
+            return ()
+        digest = hashlib.sha256(row.payload).digest()
+        try:
+            t, claimed, message = self._decoded.get(digest) or self._decode(row.payload, digest)
+        except RemoteProtocolError as error:
+            return noticing.garbled(row.sender, other, row.stream, str(error)[:MOST_TEXT])
+        return noticing.heard(Said(row.sender, other, row.stream, claimed, t, message.fields, digest, row.size))
+
+    def _decode(self, payload: bytes, digest: bytes) -> tuple[int, int, Message]:
+        """Decode, and keep for the other neighbours, who hear the same a moment later."""
+        found = parse_round(payload) if self._shapes is None else decode_round(payload, self._shapes)
+        if len(self._decoded) >= MOST_DECODED:
+            self._decoded.clear()
+        self._decoded[digest] = found
+        return found
+
+    def _note(self, finding: Finding) -> None:
+        self.count += 1
+        if self.count <= MOST_KEPT:
+            self.first.append(finding)
+        if self.count <= MOST_LOGGED:
+            log.error("must never happen", capture=self._capture_id, rule=finding.kind, what=finding.text)
+        if self.count == MOST_LOGGED:
+            log.error("more of it is counted, not logged", capture=self._capture_id)
+
+
+def expected_of(run: Run) -> Expected:
+    """What is known of a run's messages before it begins."""
+    algorithm, spec = run.algorithm, run.spec
+    latticed = algorithm if isinstance(algorithm, OnLattice) else None
+
+    def lattice(learner: int, t: int) -> Mapping[str, float]:
+        if latticed is None or learner >= spec.n_learners or t >= spec.rounds:
+            return {}
+        return latticed.lattice(learner, t)
+
+    def due(sender: int, receiver: int, t: int) -> int | None:
+        return first_heard(run.topology, spec.rounds, sender, receiver, t)
+
+    return Expected(round_length(algorithm.field_shapes()), due, lattice)
+
+
+def first_heard(network: Network, rounds: int, sender: int, receiver: int, t: int) -> int | None:
+    """The first round from t on in which a learner hears another one; None: there is none."""
+    if max(sender, receiver) >= network.n_learners:
+        return None
+    last = min(rounds, t + network.horizon)
+    return next((u for u in range(t, last) if network.at(u).neighbours[receiver, sender]), None)
+
+
+def _lacks(payload: bytes) -> int | None:
+    """The first round that who sent this metadata has not heard; None where it does not say."""
+    try:
+        found = dict(json.loads(payload).get("metadata", ())).get(NEXT_ROUND)
+        return None if found is None else int(found)
+    except (ValueError, TypeError, AttributeError):
+        return None

@@ -1,0 +1,181 @@
+"""Where captures lie: folders of this machine, or any place that fsspec has a name for (`s3://bucket/captures`).
+
+A file is there whole or not at all. On a file system it is written under another name and renamed; an object store shows an
+object only when all of it has arrived. A plain path needs no fsspec.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from sottovoce.data.files import import_extra
+from sottovoce.errors import CaptureError
+
+OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "oci", "memory"})
+"""Protocols of fsspec that put an object in one piece. All others are taken for file systems."""
+
+
+class Folder(Protocol):
+    """Files side by side, and folders below."""
+
+    @property
+    def name(self) -> str:
+        """Path or URL."""
+        ...
+
+    def below(self, name: str) -> Folder:
+        """A folder in this one; it need not exist."""
+        ...
+
+    def make(self) -> None:
+        """Make the folder, where places need making.
+
+        Raises:
+            OSError: it cannot be made.
+        """
+        ...
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write, or replace, a file: whole or not at all.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        ...
+
+    def names(self) -> list[str]:
+        """Files and folders in here, sorted; empty where there is no such folder."""
+        ...
+
+    def size(self, name: str) -> int:
+        """Bytes in a file.
+
+        Raises:
+            OSError: there is none.
+        """
+        ...
+
+    def open(self, name: str) -> Any:
+        """A context with the file, open for reading, seekable.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        ...
+
+
+class LocalFolder:
+    """A folder of this machine."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    @property
+    def name(self) -> str:
+        return str(self._path)
+
+    def below(self, name: str) -> LocalFolder:
+        return LocalFolder(self._path / name)
+
+    def make(self) -> None:
+        self._path.mkdir(parents=True, exist_ok=True)
+
+    def write(self, name: str, content: bytes) -> None:
+        partial = self._path / f"{name}.partial"
+        partial.write_bytes(content)
+        os.replace(partial, self._path / name)
+
+    def names(self) -> list[str]:
+        return sorted(path.name for path in self._path.iterdir()) if self._path.is_dir() else []
+
+    def size(self, name: str) -> int:
+        return (self._path / name).stat().st_size
+
+    def open(self, name: str) -> IO[bytes]:
+        return (self._path / name).open("rb")
+
+
+class RemoteFolder:
+    """A folder of any file system that fsspec knows.
+
+    Args:
+        files: the file system.
+        path: within it.
+        scheme: its protocol, as in the URL.
+    """
+
+    def __init__(self, files: Any, path: str, scheme: str) -> None:
+        self._files, self._path, self._scheme = files, path.rstrip("/"), scheme
+
+    @property
+    def name(self) -> str:
+        return f"{self._scheme}://{self._path.lstrip('/')}"
+
+    def below(self, name: str) -> RemoteFolder:
+        return RemoteFolder(self._files, f"{self._path}/{name}", self._scheme)
+
+    def make(self) -> None:
+        with _as_os_error():
+            self._files.makedirs(self._path, exist_ok=True)
+
+    def write(self, name: str, content: bytes) -> None:
+        final = f"{self._path}/{name}"
+        with _as_os_error():
+            if self._scheme in OBJECT_STORES:
+                self._files.pipe_file(final, content)
+                return
+            self._files.pipe_file(f"{final}.partial", content)
+            self._files.mv(f"{final}.partial", final)
+
+    def names(self) -> list[str]:
+        with _as_os_error():
+            self._files.invalidate_cache()
+            try:
+                found = self._files.ls(self._path, detail=False)
+            except FileNotFoundError:
+                return []
+        return sorted(path.rstrip("/").rsplit("/", 1)[-1] for path in found)
+
+    def size(self, name: str) -> int:
+        with _as_os_error():
+            return int(self._files.size(f"{self._path}/{name}"))
+
+    @contextmanager
+    def open(self, name: str) -> Iterator[Any]:
+        with _as_os_error():
+            file = self._files.open(f"{self._path}/{name}", "rb")
+        with file:
+            yield file
+
+
+@contextmanager
+def _as_os_error() -> Iterator[None]:
+    """What a store's own library raises (no credentials, no bucket) is an `OSError` to us."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        raise OSError(f"{type(error).__name__}: {error}") from error
+
+
+def open_folder(place: str | Path) -> Folder:
+    """A folder by its path or URL.
+
+    Raises:
+        SpecError: a URL needs fsspec, which is not installed.
+        CaptureError: fsspec knows no such place.
+    """
+    text = str(place)
+    if "://" not in text:
+        return LocalFolder(Path(text).absolute())
+    fsspec = import_extra("fsspec", "fsspec", f"keeping captures at {text}")
+    try:
+        files, path = fsspec.url_to_fs(text)
+    except (ValueError, ImportError, OSError) as error:
+        raise CaptureError(f"cannot keep captures at {text}: {error}") from None
+    return RemoteFolder(files, path, text.split("://", 1)[0])

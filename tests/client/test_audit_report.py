@@ -1,0 +1,286 @@
+"""The audit's page: complete, self-contained, in no stronger words than the verdict, unbroken by what is missing or infinite."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sottovoce.audit.audit import Audit, audit_simulated
+from sottovoce.audit.bounds import epsilon_lower_bound
+from sottovoce.audit.likelihood import Ratios
+from sottovoce.audit.plan import plan_audit
+from sottovoce.audit.verdict import Kind, Verdict
+from sottovoce.machine import Noise
+from sottovoce.noise import SeededNoise
+from sottovoce.privacy.guarantee import ThreatModel
+from sottovoce_client.audit_head import best_bound
+from sottovoce_client.audit_pictures import close_rounds, most_different, quantiles
+from sottovoce_client.audit_plots import allowed, expected, progress, roc
+from sottovoce_client.audit_report import render_audit, write_audit_report
+from tests.claims import EXPOSED, SETUPS, Setup, Times
+from tests.client.test_report import Page
+from tests.examples import made_up
+
+SECTIONS = [
+    "Three families of tests",
+    "How much every run gives away",
+    "How well the worlds can be told apart",
+    "Round by round",
+    "What more runs add",
+    "The noise in the messages",
+    "What the swap does",
+    "Learner by learner",
+    "All comparisons",
+    "What this does not show",
+    "How to repeat it",
+]
+PLOTS = {
+    *("losses", "roc", "cumulative", "single", "progress", "noise", "quantiles"),
+    *("twins", "twins-close", "said", "learners"),
+}
+
+
+def halved(seed: np.random.SeedSequence) -> Noise:
+    """Broken: half as much noise as claimed."""
+    return Times(SeededNoise(seed), 0.5)
+
+
+def audited(setup: Setup, *, threat: ThreatModel = ThreatModel.WIRE, runs: int = 60, **more: Any) -> Audit:
+    run = setup.build()
+    plan = plan_audit(run, made_up(run.spec, setup.n_features), 1, runs=runs, seed=1, threat=threat)
+    return audit_simulated(plan, **more)
+
+
+def long(name: str, rounds: int = 30) -> Setup:
+    return replace(SETUPS[name], rounds=rounds)
+
+
+@pytest.fixture(scope="module")
+def done() -> Audit:
+    return audited(long("ldp-dol"), runs=200)
+
+
+@pytest.fixture(scope="module")
+def broken() -> Audit:
+    return audited(long("ldp-dol"), runs=200, noise=halved)
+
+
+@pytest.fixture(scope="module")
+def exposed() -> Audit:
+    return audited(EXPOSED["pd-ftgl after gossip"])
+
+
+@pytest.fixture(scope="module")
+def published() -> Audit:
+    return audited(EXPOSED["pd-ftgl after gossip"], threat=ThreatModel.OUTPUT)
+
+
+def page_of(done: Audit, name: str = "learner-1") -> Page:
+    return Page(render_audit(done, name, 7))
+
+
+# ---- the page --------------------------------------------------------------------------------------------------------
+
+
+def test_everything_is_there_and_nothing_is_loaded(done: Audit, tmp_path: Path) -> None:
+    write_audit_report(done, "learner-1", tmp_path / "audit.html", 7)
+    text = (tmp_path / "audit.html").read_text(encoding="utf-8")
+    page = Page(text)
+    assert [heading for heading in page.headings if heading in SECTIONS] == SECTIONS
+    assert set(page.plots) == PLOTS and len(page.plots) == len(PLOTS)
+    assert page.loads == []
+    assert "default-src 'none'" in text
+    assert len(text) < 6e6
+    assert sum("Plotly.newPlot" in script for script in page.scripts) == len(PLOTS)
+
+
+def test_figures_are_those_of_the_audit(done: Audit) -> None:
+    text = page_of(done).text
+    guessed, rounds = done.found.guessed, done.found.rounds
+    assert guessed is not None and rounds is not None
+    assert "learner-1" in text and "200 runs of each world" in text and "95 % confidence" in text and "seed 7" in text
+    assert f"Claimed ε {done.found.claim:.4g}" in text
+    assert f"The paper’s own ε {done.plan.guarantee.paper[-1]:.4g}" in text
+    assert f"Largest exact loss {done.largest:.4g}" in text
+    assert f"{guessed.correct} of {guessed.guesses}" in text
+    assert f"ε is at least {done.found.largest:.3g}" in text
+    assert best_bound(done.found)[1] == done.found.largest
+
+
+def test_every_test_and_every_guess_is_in_a_table(done: Audit) -> None:
+    text = page_of(done).text
+    assert done.found.rounds is not None
+    for test, _ in done.found.tests:
+        assert f"{test.name} {test.what}" in text
+    for name, correct, guesses, *_ in done.found.bounds:
+        assert f"{name} {correct} of {guesses}" in text
+    for t in range(len(done.found.rounds.claim)):
+        assert f"round {t} {done.found.rounds.correct[t]} of {done.found.rounds.guesses[t]}" in text
+
+
+def test_the_command_repeats_it(done: Audit, published: Audit) -> None:
+    options = "--runs 200 --threat wire --confidence 0.95 --seed 7"
+    assert f"sottovoce audit run.yaml --learner learner-1 {options}" in page_of(done).text
+    assert "--threat output" in page_of(published).text
+    elsewhere = page_of(replace(done, source="captures")).text
+    assert "sottovoce audit" not in elsewhere and "The runs came from captures" in elsewhere
+    assert "Simulated runs" not in elsewhere
+
+
+# ---- the verdict -----------------------------------------------------------------------------------------------------
+
+
+def test_what_is_broken_is_shown_where_it_was_found(broken: Audit) -> None:
+    text = render_audit(broken, "learner-1", 7)
+    assert '<div class="verdict refuted">' in text
+    assert '<div class="family refuted"><h3>Conformance' in text
+    assert '<tr class="over">' in text
+    for each in broken.verdict.evidence[:8]:
+        assert each in Page(text).text
+
+
+@pytest.mark.parametrize("kind", ["consistent", "refuted", "inconclusive", "unpromised"])
+def test_no_verdict_is_put_more_strongly_than_it_is(done: Audit, kind: Kind) -> None:
+    evidence = tuple(f"reason <{k}>" for k in range(10)) if kind in ("refuted", "inconclusive") else ()
+    text = render_audit(replace(done, verdict=Verdict(kind, "so & so", evidence)), "learner-1", 7)
+    page = Page(text)
+    banner = page.text[: page.text.index("Claimed ε")]
+    assert "so & so" in banner
+    assert ("Refuted" in banner) == (kind == "refuted")
+    assert ("reason <7>" in banner and "reason <8>" not in banner and "and 2 more" in banner) == bool(evidence)
+    assert "reason <0>" not in text  # escaped
+    assert not re.search(
+        r"\b(is|are) (safe|private|proven)\b", page.text.replace("does not show that the learner is private", "")
+    )
+
+
+# ---- what is missing or infinite -------------------------------------------------------------------------------------
+
+
+def test_infinite_losses_are_said_and_not_drawn(exposed: Audit) -> None:
+    page = page_of(exposed)
+    assert "losses" not in page.plots and "noise" not in page.plots
+    assert "120 runs cannot be drawn" in page.text
+    assert "Largest exact loss ∞" in page.text
+    assert "says nothing about published decisions" in page.text
+    assert not any(re.search(r"\b(NaN|Infinity)\b", script) for script in page.scripts[1:])
+
+
+def test_who_hears_no_message_has_nothing_to_replay(published: Audit) -> None:
+    page = page_of(published)
+    assert published.shown is None
+    assert set(page.plots) <= {"twins", "twins-close", "said"}
+    assert page.text.count("hears no message") >= 3
+    assert "Exact losses" in page.headings and "Learner by learner" not in page.headings
+
+
+@pytest.mark.parametrize(
+    ("setup", "runs"),
+    [
+        (replace(SETUPS["dola"], rounds=1), 10),
+        (EXPOSED["d-ogd"], 10),
+        (replace(SETUPS["ldp-dol"], rounds=120), 10),
+    ],
+    ids=["one round", "no claim", "many rounds"],
+)
+def test_small_and_large(setup: Setup, runs: int) -> None:
+    page = page_of(audited(setup, runs=runs))
+    assert page.headings and page.loads == []
+    assert not any(re.search(r"\b(NaN|Infinity)\b", script) for script in page.scripts[1:])
+
+
+def test_parts_that_are_missing(done: Audit) -> None:
+    """As of runs that were not simulated, and of classifiers that had nothing to look at."""
+    bare = replace(
+        done,
+        noise=np.empty(0),
+        learners=(),
+        found=replace(done.found, rounds=None, attempts=tuple(replace(a, view="") for a in done.found.attempts)),
+    )
+    page = page_of(bare)
+    assert PLOTS - set(page.plots) == {"single", "noise", "quantiles", "learners"}
+    assert "were not drawn anew" in page.text and "all runs look alike" in page.text
+    assert "there is none" in page_of(replace(done, noise=np.zeros(10))).text
+
+
+def test_names_are_text(done: Audit) -> None:
+    hostile = '<img src=x onerror="alert(1)">'
+    text = render_audit(replace(done, source=hostile), hostile, 7)
+    assert hostile not in text and "&lt;img src=x" in text
+
+
+def test_many_runs_fit_into_a_page(done: Audit) -> None:
+    assert done.shown is not None and done.found.guessed is not None
+    many = {
+        name: np.resize(getattr(done.shown, name), 100_000) for name in ("worlds", "total", "largest", "above", "shown")
+    }
+    large = replace(
+        done, shown=replace(done.shown, **many), worlds=many["worlds"], seen=np.resize(done.seen, (100_000, 2, 2))
+    )
+    assert len(render_audit(large, "learner-1", 7)) < 5.5e6
+
+
+# ---- figures ---------------------------------------------------------------------------------------------------------
+
+
+def ratios_of(total: list[float], worlds: list[int]) -> Ratios:
+    losses, n = np.array(total), len(total)
+    blank = np.zeros(1)
+    return Ratios(np.array(worlds), losses, np.abs(losses), np.full(n, -1), np.abs(losses), blank, blank)
+
+
+def test_roc_by_hand() -> None:
+    false, true = roc(ratios_of([math.inf, 2.0, 2.0, -1.0, -math.inf], [0, 0, 1, 0, 1]))
+    assert true.tolist() == pytest.approx([0, 1 / 3, 2 / 3, 1, 1])
+    assert false.tolist() == pytest.approx([0, 0, 1 / 2, 1 / 2, 1])
+
+
+def test_what_a_claim_allows() -> None:
+    at = np.array([0.0, 0.1, 0.5, 1.0])
+    assert allowed(0.0, at) == pytest.approx(at)
+    assert allowed(1.0, at) == pytest.approx([0.0, 0.1 * math.e, 1 - 0.5 / math.e, 1.0])
+    assert allowed(5000.0, at[1:]) == pytest.approx([1.0, 1.0, 1.0])
+    # Randomised response on the edge: right with chance e/(1+e).
+    chance = math.e / (1 + math.e)
+    assert allowed(1.0, np.array([1 - chance])) == pytest.approx([chance])
+
+
+def test_expected_bars_add_up_to_what_was_found() -> None:
+    totals = np.array([-1.0, 0.0, 2.0, 2.0])
+    first, second = expected(totals, np.array([-3.0, -0.5, 0.5, 3.0]))
+    assert first + second == pytest.approx([1, 1, 2])
+    assert first == pytest.approx([1 / (1 + math.e), 0.5, 2 / (1 + math.exp(-2))])
+
+
+def test_bounds_grow_with_the_runs(broken: Audit) -> None:
+    assert broken.shown is not None and broken.found.guessed is not None
+    alpha = broken.found.alpha / 9
+    at, lower, best = progress(broken.shown, broken.found.guessed, alpha)
+    assert at[-1] == 400 and (np.diff(lower) >= 0).all()
+    assert (lower <= best).all() and best[-1] == epsilon_lower_bound(400, 400, alpha)
+    assert 0.3 * broken.found.guessed.bound < lower[-1] <= broken.found.guessed.bound
+
+
+def test_quantiles_of_laplace_numbers_lie_on_the_diagonal() -> None:
+    """The Kolmogorov-Smirnov distance of 10,000 numbers is below 0.025 but for a probability of 1e-5."""
+    should, has = quantiles(np.random.default_rng(0).laplace(size=10_000))
+    middle = np.abs(should) < 2
+    assert middle.sum() > 50 and np.abs(should - has)[middle].max() < 0.4
+    assert (np.diff(should) > 0).all()
+    assert quantiles(np.array([3.0]))[1].tolist() == [3.0]
+
+
+def test_the_number_that_differs_most(done: Audit) -> None:
+    planted = done.seen.copy()
+    position = int(np.flatnonzero(done.plan.listener.rounds >= done.twins.telling)[0])
+    planted[done.worlds == 1, position, 1] += 100.0
+    assert most_different(replace(done, seen=planted)) == (position, 1)
+    assert most_different(replace(done, seen=np.zeros_like(done.seen))) is None
+    near = close_rounds(done.twins)
+    assert done.twins.telling in near and len(near) <= 12

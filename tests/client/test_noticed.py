@@ -1,0 +1,60 @@
+"""What the eavesdropper noticed reaches whoever looks at a run."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+from sottovoce_client.console import print_summary
+from sottovoce_client.evaluate import noticed_in
+from sottovoce_client.operate import Outcome
+from sottovoce_client.report import render_report
+from sottovoce_client.summary import Noticed, RunSummary
+from tests.client.summaries import summary
+from tests.examples import small_spec
+from tests.services.capturing import captured, frame, row
+
+LINE = "The eavesdropper noticed 2 things that must never happen: learner 0 to learner 1, round 3: <b>bytes</b> …"
+TWO = Noticed(
+    2, ("learner 0 to learner 1, round 3: <b>bytes</b>", "learner 2 to learner 1, round 3: other bytes"), None
+)
+
+
+def printed(made: RunSummary) -> str:
+    console = Console(file=io.StringIO(), width=300)
+    print_summary(made, console)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_the_terminal_and_the_report_say_it_in_one_line() -> None:
+    made = replace(summary(), noticed=TWO)
+    assert LINE in printed(made)
+    page = render_report(made)
+    assert LINE.replace("<", "&lt;").replace(">", "&gt;") in page
+    assert "<li>learner 2 to learner 1, round 3: other bytes</li>" in page
+
+
+def test_nothing_noticed_is_not_worth_a_line() -> None:
+    for noticed in (None, Noticed(0, (), None)):
+        made = replace(summary(), noticed=noticed)
+        assert "noticed" not in printed(made)
+        assert "must never happen" not in render_report(made)
+
+
+def outcome(capture: str | None) -> Outcome:
+    return Outcome("r", "finished", "", 1.0, (), (), capture, ())
+
+
+def test_it_is_read_from_the_capture(tmp_path: Path) -> None:
+    spec = json.dumps(small_spec(4, 2, topology={"graph": "path"}).model_dump(mode="json"))
+    asyncio.run(captured(tmp_path / "c", [row(frame(0, 1), 0, 1)], spec=spec, n_features=3))
+    found = noticed_in(outcome(str(tmp_path / "c")))
+    assert found is not None and found.count == 1 and "speaks as learner 1" in found.first[0]
+    assert noticed_in(outcome(None)) is None
+    assert noticed_in(outcome(str(tmp_path / "nowhere"))) is None

@@ -1,0 +1,215 @@
+"""`sottovoce transcript`: what is in the tables, that a query gets nowhere else, and what is shown of hostile captures."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from sottovoce.errors import CaptureError, SpecError
+from sottovoce.machine import Message
+from sottovoce.noise import SeededNoise
+from sottovoce.simulator import simulate
+from sottovoce.transcript import TranscriptWriter
+from sottovoce_client import transcript
+from sottovoce_client.cli import app
+from sottovoce_client.transcript import cell_text, find, query
+from sottovoce_client.transcript_show import show
+from sottovoce_eavesdropper.records import Row
+from sottovoce_rpc.codec import encode_round
+from tests.examples import made_up, small_run
+from tests.services.capturing import captured, conversation, frame, row
+
+
+def capture(folder: Path, rows: list[Row] | None = None, **more: Any) -> Path:
+    asyncio.run(captured(folder, conversation(4) if rows is None else rows, **more))
+    return folder
+
+
+def asked(place: Path | str, sql: str) -> list[list[str]]:
+    """The answer, as text, without the heads."""
+    out = io.StringIO()
+    query(str(place), sql, as_csv=out)
+    return [line.split(",") for line in out.getvalue().splitlines()[1:]]
+
+
+def shown(place: Path, width: int = 100, **more: Any) -> str:
+    console = Console(file=io.StringIO(), width=width, markup=False, highlight=False)
+    show(str(place), console=console, **more)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+# ---- tables ----------------------------------------------------------------------------------------------------------
+
+
+def test_messages_are_the_records_and_said_is_what_they_mean(tmp_path: Path) -> None:
+    capture(tmp_path, world=1, replica=3)
+    assert asked(tmp_path, "SELECT count(*), sum(size), min(sender), max(caller) FROM messages") == [
+        ["8", str(8 * len(frame(0, 0))), "0", "0"]
+    ]
+    rows = asked(
+        tmp_path,
+        "SELECT run, world, replica, round, sender, field, value[1], len(value) FROM said ORDER BY round, sender",
+    )
+    assert rows == [["run-1", "1", "3", str(t), str(i), "y", f"{t}.0", "3"] for t in range(4) for i in range(2)]
+
+
+def test_a_message_that_many_heard_was_said_once(tmp_path: Path) -> None:
+    rows = [row(frame(0, 0), 0, j) for j in (1, 2, 3)] + [row(frame(0, 0, 9.0), 0, 4), row(b"\xff", 0, 1)]
+    capture(tmp_path, rows)
+    assert asked(tmp_path, "SELECT value[1] FROM said ORDER BY ALL") == [["0.0"], ["9.0"]]
+    assert asked(tmp_path, "SELECT count(*) FROM messages") == [["5"]]
+
+
+def test_fields_of_all_shapes_and_encodings(tmp_path: Path) -> None:
+    message = Message({"h": np.arange(4.0), "none": np.empty(0), "w": np.array([0.5])})
+    other = frame(3, 0)[9:14] + frame(3, 0)[:9] + frame(3, 0)[14:]  # the sender before the round
+    capture(tmp_path, [row(encode_round(7, 0, message)), row(other), row(frame(2**63, 0))])
+    found = asked(tmp_path, "SELECT round, field, len(value) FROM said ORDER BY ALL")
+    assert found == [["3", "y", "3"], ["7", "h", "4"], ["7", "none", "0"], ["7", "w", "1"]]
+
+
+def test_many_captures_and_simulations_are_one_table(tmp_path: Path) -> None:
+    for k in range(2):
+        capture(tmp_path / "runs" / f"a.{k}" / "captures" / "x", world=k)
+    run = small_run(3)
+    (tmp_path / "simulated").mkdir()
+    with TranscriptWriter(tmp_path / "simulated" / "transcript.parquet", "sim") as writer:
+        for step in simulate(run, made_up(run.spec), SeededNoise(0), 2):
+            writer.write(step.t, "y", step.message["y"])
+    counts = asked(tmp_path, "SELECT run, world, count(*) FROM said GROUP BY ALL ORDER BY ALL")
+    assert counts == [["run-1", "0", "8"], ["run-1", "1", "8"], ["sim", "0", "18"]]
+    assert asked(tmp_path / "simulated" / "transcript.parquet", "SELECT count(*) FROM said") == [["18"]]
+    with pytest.raises(SpecError, match="only what was simulated"):
+        asked(tmp_path / "simulated", "SELECT * FROM messages")
+    assert "sim" in shown(tmp_path / "simulated")
+    listed = shown(tmp_path / "runs")
+    assert "2 captures" in listed and "closed" in listed
+
+
+def test_a_capture_anywhere(tmp_path: Path) -> None:
+    url = f"memory://{tmp_path.name}"
+    asyncio.run(captured(f"{url}/one", conversation(2)))
+    assert asked(url, "SELECT count(*) FROM messages") == [["4"]]
+
+
+def test_nothing_there_is_said_so(tmp_path: Path) -> None:
+    with pytest.raises(CaptureError, match="has neither captures nor"):
+        find(str(tmp_path))
+    (tmp_path / "transcript.parquet").write_text("no parquet")
+    with pytest.raises(CaptureError, match=r"transcript\.parquet"):
+        asked(tmp_path, "SELECT * FROM said")
+
+
+# ---- a query gets nowhere else ---------------------------------------------------------------------------------------
+
+OUTSIDE = [
+    "SELECT * FROM read_csv('{secret}')",
+    "SELECT * FROM '{secret}'",
+    "SELECT * FROM read_text('{secret}')",
+    "SELECT * FROM read_parquet('http://127.0.0.1:9/x')",
+    "SELECT * FROM glob('{folder}/*')",
+    "SELECT * FROM sniff_csv('{secret}')",
+    "COPY (SELECT 1) TO '{folder}/out.csv'",
+    "COPY said TO '{folder}/out.csv'",
+    "ATTACH '{folder}/other.db'",
+    "INSTALL httpfs",
+    "LOAD httpfs",
+    "SET enable_external_access = true",
+    "PRAGMA database_list",
+    "CREATE TABLE t AS SELECT 1",
+    "INSERT INTO said SELECT * FROM said",
+    "DROP TABLE said",
+    "EXPORT DATABASE '{folder}/all'",
+    "SELECT 1; SELECT 2",
+    "SELECT 1; COPY said TO '{folder}/out.csv'",
+    "SELEC said",
+    "",
+]
+
+
+@pytest.mark.parametrize("sql", OUTSIDE)
+def test_a_query_reads_these_tables_and_nothing_else(tmp_path: Path, sql: str) -> None:
+    capture(tmp_path / "cap")
+    secret = tmp_path / "secret.csv"
+    secret.write_text("word\nsesame\n")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(SpecError) as refusal:
+        asked(tmp_path / "cap", sql.format(secret=secret, folder=tmp_path))
+    assert "\n" not in str(refusal.value)
+    assert "sesame" not in str(refusal.value)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_the_database_is_gone_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "t"))
+    (tmp_path / "t").mkdir()
+    capture(tmp_path / "cap")
+    asked(tmp_path / "cap", "SELECT 1 FROM said")
+    assert list((tmp_path / "t").iterdir()) == []
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+def test_an_answer_is_a_table_a_csv_or_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    capture(tmp_path / "cap")
+    place, runner = str(tmp_path / "cap"), CliRunner(env={"COLUMNS": "100"})
+    sql = "SELECT sender, count(*) AS n FROM messages GROUP BY ALL ORDER BY ALL"
+    assert "sender  n" in runner.invoke(app, ["transcript", "query", place, sql]).output
+    assert runner.invoke(app, ["transcript", "query", place, sql, "--csv"]).output == "sender,n\n0,4\n1,4\n"
+    out = tmp_path / "answer.parquet"
+    assert runner.invoke(app, ["transcript", "query", place, sql, "--out", str(out)]).output == ""
+    assert pq.read_table(out).to_pydict() == {"sender": [0, 1], "n": [4, 4]}
+    upright = runner.invoke(app, ["transcript", "query", place, "SELECT * FROM messages"]).output
+    assert "payload" in upright and max(map(len, upright.splitlines())) <= 100
+    monkeypatch.setattr(transcript, "MOST_SHOWN", 1)
+    assert "The first 1 rows" in runner.invoke(app, ["transcript", "query", place, sql]).output
+
+
+def test_a_capture_is_shown(tmp_path: Path) -> None:
+    rows = [each for each in conversation(6) if each.payload != frame(3, 1)]
+    text = shown(capture(tmp_path, [*rows, row(b"\xff", 1, 0)]), sender=1, first=2)
+    lines = [line.split() for line in text.splitlines()]
+    assert ["0", "1", "6", "312", "bytes", "52", "1", "0–5", "0"] in [line for line in lines if line[:2] == ["0", "1"]]
+    assert next(line for line in lines if line[:2] == ["1", "0"])[-2:] == ["0–5", "1"]  # one round is missing
+    assert "what learner 1 said first" in text
+    assert "1 message cannot be decoded" in text
+    assert "█" in text
+
+
+def test_what_was_noticed_is_shown(tmp_path: Path) -> None:
+    spec = json.dumps(small_run(4, 2, topology={"graph": "path"}).spec.model_dump(mode="json"))
+    text = shown(capture(tmp_path, [row(frame(0, 1), 0, 1)], spec=spec, n_features=3))
+    assert "The eavesdropper noticed 1 thing that must never happen: learner 0 to learner 1" in " ".join(text.split())
+
+
+def test_nothing_said_can_paint_the_terminal(tmp_path: Path) -> None:
+    capture(tmp_path, close=False)
+    path = tmp_path / "capture.json"
+    facts = json.loads(path.read_text())
+    evil = "\x1b[2J[red]x"
+    noticed = [{"text": evil}]
+    path.write_text(
+        json.dumps(
+            {**facts, "run_id": evil, "spec": {"algorithm": {"name": evil}}, "noticed": noticed, "noticed_count": 1}
+        )
+    )
+    text = shown(tmp_path)
+    assert "\x1b" not in text
+    assert "[red]x" in text
+    assert "cut short" in text
+    assert "\x1b" not in cell_text(evil)
+
+
+def test_an_empty_capture_is_shown(tmp_path: Path) -> None:
+    assert "0 messages" in shown(capture(tmp_path, []))

@@ -1,0 +1,253 @@
+"""The audit of captured conversations: what gives a world away, what is said twice, and what may be said of it."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from sottovoce.arrays import FloatArray, as_floats
+from sottovoce.audit.bounds import epsilon_lower_bound
+from sottovoce.audit.conversation import Conversation, Decoded, Heard, digest, numbers
+from sottovoce.audit.conversation_views import decoded, timing, views
+from sottovoce.audit.foreign import ForeignAudit, audit_conversations, decide, runs_to_refute
+from sottovoce.audit.repeats import findings
+from sottovoce.errors import CaptureError
+
+Speaker = Callable[[int, int, np.random.Generator], Sequence[FloatArray]]
+"""What is said in a run: from the world, the run's number and noise."""
+
+
+def said(values: FloatArray, t: int, *, sender: str = "clinic", read: bool = True) -> Heard:
+    payload = struct.pack("<I", t) + values.tobytes()
+    known = Decoded({"total": numbers(values)}, t, sender) if read else None
+    return Heard("message", "/a/B", "back", 0, 0.1 * t, len(payload), payload[:64], digest(payload), decoded=known)
+
+
+def conversations(
+    speak: Speaker, runs: int = 250, *, seed: int = 1, read: bool = True, worlds: Sequence[int] | None = None
+) -> list[Conversation]:
+    generator = np.random.default_rng(seed)
+    coins = generator.integers(2, size=runs).tolist() if worlds is None else list(worlds)
+    return [
+        Conversation(
+            w, f"run {k}", float(k), tuple(said(v, t, read=read) for t, v in enumerate(speak(w, k, generator)))
+        )
+        for k, w in enumerate(coins)
+    ]
+
+
+def noised(world: int, run: int, noise: np.random.Generator) -> list[FloatArray]:
+    """Laplace noise of scale 2 on a total that differs by 1, twice: epsilon is 1."""
+    return [np.array([world, 3.0]) + noise.laplace(scale=2.0, size=2) for _ in range(2)]
+
+
+def raw_later(world: int, run: int, noise: np.random.Generator) -> list[FloatArray]:
+    return [noised(world, run, noise)[0], np.array([world, 3.0])]
+
+
+def audited(runs: Sequence[Conversation], claim: float | None = 1.0, confidence: float = 0.999) -> ForeignAudit:
+    return audit_conversations(runs, claim=claim, confidence=confidence)
+
+
+def test_correct_noise_is_consistent_with_its_epsilon() -> None:
+    """By construction refuted with probability at most 0.001."""
+    done = audited(conversations(noised))
+
+    assert done.verdict.kind == "consistent"
+    assert done.bound < 1.0
+    assert done.findings == ()
+
+
+@pytest.mark.parametrize("read", [True, False])
+def test_what_is_said_without_noise_refutes_the_claim_and_is_named(read: bool) -> None:
+    done = audited(conversations(raw_later, read=read))
+
+    assert done.verdict.kind == "refuted"
+    assert ("values of total" if read else "bytes") in done.verdict.text
+    assert done.bound == pytest.approx(done.most, rel=0.1)
+
+
+def test_without_a_claim_the_bound_alone_is_told() -> None:
+    verdict = audited(conversations(raw_later), None).verdict
+
+    assert verdict.kind == "unpromised"
+    assert verdict.text.startswith("At least ε = ")
+    assert "values of total" in verdict.text
+
+
+def changed(run: Conversation, **facts: object) -> Conversation:
+    """The same run, its first message different in world 1."""
+    first, *rest = run.heard
+    return replace(run, heard=(replace(first, **facts), *rest)) if run.world else run  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("view", "facts"),
+    [
+        ("sizes", {"size": 21}),
+        ("metadata", {"kind": "metadata", "entries": (("x-loss", "0.25"),)}),
+        ("status", {"kind": "trailers", "status": ("ABORTED", "no")}),
+        ("order", {"stream": 1}),
+        ("bytes", {"head": b"\7"}),
+    ],
+)
+def test_every_side_channel_has_a_view_that_shows_it(view: str, facts: dict[str, object]) -> None:
+    runs = [changed(run, **facts) for run in conversations(noised, 12, worlds=[0, 1] * 6)]
+    table, worlds = views(runs)[view], np.array([run.world for run in runs])
+
+    assert any((column == column[0]).tolist() == (worlds == 0).tolist() for column in table.T)
+
+
+def test_a_number_in_metadata_is_read_as_one() -> None:
+    quiet = conversations(noised, 80)
+    runs = [
+        replace(
+            run, heard=(replace(run.heard[0], entries=(("x-loss", str(run.world + 0.1 * k / 80)),)), *run.heard[1:])
+        )
+        for k, run in enumerate(quiet)
+    ]
+    done = audited(runs, 0.1, 0.9)
+
+    assert done.verdict.kind == "refuted"
+    assert "metadata" in done.verdict.text
+
+
+def test_timing_is_shown_and_not_judged() -> None:
+    runs = [
+        replace(run, heard=tuple(replace(each, seconds=each.seconds * (1 + run.world)) for each in run.heard))
+        for run in conversations(noised)
+    ]
+    done = audited(runs)
+
+    assert max(attempt.bound for attempt in done.timed) > 1.0
+    assert done.verdict.kind == "consistent"
+
+
+def test_views_are_finite_whatever_passes() -> None:
+    odd = Heard("message", "/a/B", "out", 3, 0.0, 10**12, b"", b"", (("k", "nan"), ("k", "1e999"), ("", "\ud800")))
+    wide = replace(
+        odd, direction="back", decoded=Decoded({"x": numbers([np.inf, np.nan, 1e300, 0.0]), "y": numbers([])})
+    )
+    runs = [Conversation(k % 2, "", 0.0, (odd, wide)[: k % 3]) for k in range(12)]
+
+    for view in (*views(runs).values(), *timing(runs).values()):
+        assert view.shape[0] == 12
+        assert np.isfinite(view).all()
+
+
+def test_a_field_in_two_kinds_of_messages_is_two_fields() -> None:
+    run = conversations(noised, 1)[0]
+    twice = replace(run, heard=(*run.heard, replace(run.heard[0], direction="out")))
+
+    assert set(decoded([run])) == {"total"}
+    assert set(decoded([twice])) == {"total in /a/B response", "total in /a/B request"}
+
+
+# ---- said twice ------------------------------------------------------------------------------------------
+
+
+def test_noise_from_a_few_seeds_is_noticed() -> None:
+    def reused(world: int, run: int, noise: np.random.Generator) -> list[FloatArray]:
+        return [np.random.default_rng(run % 200 + 1000 * world).laplace(scale=2.0, size=2)]
+
+    found = findings(conversations(reused))
+
+    assert [each.test for each in found] == ["said again"]
+    assert "total" in found[0].text
+    assert "run " in found[0].where
+
+
+def test_a_claim_is_not_consistent_with_noise_said_again() -> None:
+    def reused(world: int, run: int, noise: np.random.Generator) -> list[FloatArray]:
+        one = noised(world, run, noise)[0]
+        return [one, one] if run % 20 == 0 else [one, noised(world, run, noise)[0]]
+
+    found = findings(conversations(reused))
+    verdict = decide((200, 200), 0.05, 1.0, (), found, in_turns=True)
+
+    assert verdict.kind == "inconclusive"
+    assert "repeated" in verdict.text
+
+
+@pytest.mark.parametrize("kind", ["float64", "float32", "grid", "counts", "constant"])
+def test_coincidences_that_chance_explains_are_not_reported(kind: str) -> None:
+    """False alarms have a chance of about 1e-6 each: what is tested is a Poisson number at that level."""
+
+    def honest(world: int, run: int, noise: np.random.Generator) -> list[FloatArray]:
+        value = noise.laplace(scale=2.0, size=8)
+        return [
+            {
+                "float64": value,
+                "float32": as_floats(value.astype(np.float32)),
+                "grid": as_floats(np.round(value * 1024) / 1024),
+                "counts": as_floats(np.round(np.abs(value)) + 1.0),
+                "constant": np.arange(8.0),
+            }[kind]
+        ]
+
+    assert findings(conversations(honest, 1000)) == ()
+
+
+def test_messages_that_nobody_decodes_are_compared_whole() -> None:
+    def resent(world: int, run: int, noise: np.random.Generator) -> list[FloatArray]:
+        return [np.random.default_rng(run % 30).normal(size=2)] if run % 3 == 0 else [noise.normal(size=2)]
+
+    (found,) = findings(conversations(resent, 99, read=False))
+
+    assert found.test == "said again"
+    assert "byte for byte" in found.text
+
+
+def test_one_round_in_two_versions_is_equivocation() -> None:
+    runs = conversations(noised, 20)
+    first = runs[4].heard[0]
+    same = replace(runs[3], heard=(*runs[3].heard, runs[3].heard[0]))
+    other = replace(runs[4], heard=(*runs[4].heard, replace(first, digest=b"other")))
+    alike = replace(runs[5], heard=(*runs[5].heard, said(np.ones(2), 0, sender="another")))
+
+    assert [f for f in findings([*runs[:3], same, alike]) if f.test == "equivocation"] == []
+    (found,) = [f for f in findings([*runs[:3], other]) if f.test == "equivocation"]
+    assert found.where == "run 4, /a/B response, round 0"
+
+
+# ---- coins, and how many -----------------------------------------------------------------------------------
+
+
+def test_too_few_runs_say_how_many_are_needed() -> None:
+    verdict = audited(conversations(noised, 40), 6.0, 0.95).verdict
+
+    assert verdict.kind == "inconclusive"
+    assert f"{runs_to_refute(6.0, 0.05):,} of each world" in verdict.text
+
+
+@pytest.mark.parametrize("claim", [0.1, 1.0, 4.0])
+def test_the_runs_needed_are_those_that_suffice(claim: float) -> None:
+    tested = int(0.4 * 2 * runs_to_refute(claim, 0.05))
+
+    assert epsilon_lower_bound(tested, tested, 0.025) > claim
+    assert epsilon_lower_bound(tested - 3, tested - 3, 0.025) <= claim
+
+
+def test_one_world_too_frequent_is_no_leak() -> None:
+    """Always guessing the frequent world would be right in four of five. Refuted with probability at most 0.001."""
+    done = audited(conversations(noised, 300, worlds=[int(k % 5 == 0) for k in range(300)]), 1.0)
+
+    assert done.left_out > 120
+    assert abs(done.runs[0] - done.runs[1]) < 60
+    assert done.verdict.kind == "consistent"
+
+
+def test_worlds_one_after_the_other_are_said_so() -> None:
+    done = audited(conversations(raw_later, 80, worlds=[0] * 40 + [1] * 40))
+
+    assert not done.in_turns
+    assert "if nothing but the world changed" in done.verdict.text
+
+
+def test_both_worlds_are_needed() -> None:
+    with pytest.raises(CaptureError, match="got 5 of world 0 and 0 of world 1"):
+        audited(conversations(noised, 5, worlds=[0] * 5))

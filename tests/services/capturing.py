@@ -1,0 +1,47 @@
+"""Captures made by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sottovoce.machine import Message
+from sottovoce_eavesdropper.records import CaptureFile, Row
+from sottovoce_rpc.codec import encode_round
+
+METHOD = "/sottovoce_wire.v1.Learner/Exchange"
+SHAPES = {"y": (3,)}
+
+
+def frame(t: int, sender: int, value: float = 0.0) -> bytes:
+    """What a learner says in a round."""
+    return encode_round(t, sender, Message({"y": np.full(3, value + t)}))
+
+
+def row(payload: bytes, sender: int = 0, receiver: int = 1, *, stream: int = 1, at: int = 0, **more: Any) -> Row:
+    """A message as the relay keeps it."""
+    caller, callee = sorted((sender, receiver))
+    direction = "out" if sender == caller else "back"
+    usual = Row(caller, callee, sender, direction, "message", stream, 1, METHOD, at, at, len(payload), payload)
+    return usual._replace(**more)
+
+
+def conversation(rounds: int, *, value: float = 0.0) -> list[Row]:
+    """Two learners tell each other everything."""
+    ends = ((0, 1), (1, 0))
+    return [row(frame(t, i, value), i, j, at=10**9 * t) for t in range(rounds) for i, j in ends]
+
+
+async def captured(
+    folder: str | Path, rows: list[Row], *, close: bool = True, spec: str = "{}", **more: Any
+) -> CaptureFile:
+    """A capture of these records, in one part."""
+    file = CaptureFile(folder, "cap", "run-1", spec, **more)
+    for each in rows:
+        file.add(each)
+    await file.flush()
+    if close:
+        await file.close()
+    return file

@@ -1,0 +1,436 @@
+"""The stand-alone relay, and the audit of services that are not ours: `docs/foreign.md` does what it says."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import re
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from sottovoce.errors import CaptureError, SpecError, Unavailable
+from sottovoce_client.cli import app
+from sottovoce_client.foreign import audit_foreign
+from sottovoce_client.foreign_runs import RunIs, load_decoder, read_runs
+from sottovoce_eavesdropper import records
+from sottovoce_eavesdropper.foreign import ForeignConfig, ForeignRelay
+from sottovoce_eavesdropper.reading import open_capture
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "foreign.md"
+NAMES = ("service", "runs", "decode")
+PATIENCE_S = 20.0
+ANY_SIZE = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
+
+
+@asynccontextmanager
+async def relayed(config: ForeignConfig) -> AsyncIterator[tuple[str, ForeignRelay]]:
+    relay = ForeignRelay(config)
+    address = await relay.start()
+    try:
+        yield address, relay
+    finally:
+        await relay.stop()
+
+
+def unary(channel: grpc.aio.Channel, method: str) -> Any:
+    return channel.unary_unary(method)
+
+
+def stream(channel: grpc.aio.Channel, method: str) -> Any:
+    return channel.stream_stream(method)
+
+
+# ---- the page --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The page's modules."""
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, code in zip(NAMES, blocks, strict=True):
+        (tmp_path / f"{name}.py").write_text(code, encoding="utf-8")
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return {name: importlib.import_module(name) for name in NAMES}
+
+
+async def record(example: dict[str, Any], folder: Path, leak: str, runs: int) -> None:
+    """What the page does, in one process."""
+    servers = [example["service"].serve("127.0.0.1:0", world, leak, seed=world) for world in (0, 1)]
+    first, second = (
+        ForeignConfig(f"127.0.0.1:{port}", folder=folder, world=world) for world, (_, port) in enumerate(servers)
+    )
+    async with relayed(first) as (to_first, _), relayed(second) as (to_second, _):
+        await asyncio.to_thread(example["runs"].run, [to_first, to_second], runs)
+    for server, _ in servers:
+        server.stop(0).wait()
+
+
+def audited(folder: Path, out: Path, *, decoder: str | None = "decode:decode", run_is: RunIs = "connection") -> Any:
+    console = Console(width=100, record=True, quiet=True)
+    code = audit_foreign(
+        folder, decoder=decoder, run_is=run_is, claim=1.0, confidence=0.9999, seed=0, out=out, console=console
+    )
+    return code, json.loads((out / "audit.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    ("leak", "kind", "view"),
+    [("norm", "refuted", "of norm"), ("late", "refuted", "of total"), ("none", "consistent", "")],
+)
+async def test_the_example_is_judged_as_the_page_says(
+    example: dict[str, Any], tmp_path: Path, leak: str, kind: str, view: str
+) -> None:
+    """The correct service is refuted with probability at most 0.0001: its coins and the times are not seeded."""
+    await record(example, tmp_path / "captures", leak, 200)
+    code, told = audited(tmp_path / "captures", tmp_path)
+
+    assert told["verdict"]["kind"] == kind
+    assert view in told["verdict"]["text"]
+    assert code == (kind == "refuted")
+    assert sum(told["runs_of_each_world"]) + told["runs_left_out"] == 200
+    assert told["decoder"] == {"name": "decode:decode", "decoded": 800, "failed": 0, "first_failures": []}
+    assert told["findings"] == []
+
+
+async def test_a_run_may_be_a_stream_and_needs_no_decoder(example: dict[str, Any], tmp_path: Path) -> None:
+    await record(example, tmp_path / "captures", "late", 60)
+    by_stream = read_runs(tmp_path / "captures", None, "stream")
+    by_connection = read_runs(tmp_path / "captures", None, "connection")
+
+    assert len(by_stream.runs) == len(by_connection.runs) == 60
+    assert by_stream.messages == 60 * 5
+    assert all(run.messages[0].direction == "out" and len(run.messages) == 5 for run in by_stream.runs)
+    assert all(each.decoded is None for run in by_stream.runs for each in run.heard)
+
+
+async def test_a_decoder_that_raises_is_told_with_its_place(
+    example: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(method: str, direction: str, payload: bytes) -> Any:
+        if direction == "out":
+            return {"words": ["not", "numbers"]}
+        raise KeyError("no\nsuch field " + "x" * 1000)
+
+    await record(example, tmp_path / "captures", "none", 10)
+    monkeypatch.setattr(example["decode"], "decode", broken)
+    reading = read_runs(tmp_path / "captures", load_decoder("decode:decode"), "connection")
+
+    assert (reading.decoded, reading.failed) == (0, 50)
+    assert len(reading.failures) == 5
+    assert (
+        "connection 1, /clinic.Totals/Watch request of 0 bytes: TypeError: a field must hold numbers"
+        in reading.failures[0]
+    )
+    assert all(len(line) < 400 and "\n" not in line for line in reading.failures)
+
+
+@pytest.mark.parametrize("name", ["nowhere:decode", "decode:nothing", "decode", "decode:np.x", ":x"])
+def test_a_decoder_that_is_not_there(example: dict[str, Any], name: str) -> None:
+    with pytest.raises(SpecError, match="PYTHONPATH"):
+        load_decoder(name)
+
+
+async def test_captures_must_be_of_a_world(tmp_path: Path) -> None:
+    with pytest.raises(CaptureError, match="has no captures"):
+        read_runs(tmp_path, None, "connection")
+    async with relayed(ForeignConfig("127.0.0.1:1", folder=tmp_path / "below")):
+        pass
+    with pytest.raises(CaptureError, match="must be of world 0 or 1"):
+        read_runs(tmp_path, None, "connection")
+
+
+# ---- what passes -----------------------------------------------------------------------------------------
+
+
+class Service(grpc.GenericRpcHandler):
+    """Every kind of method, on bytes."""
+
+    def __init__(self) -> None:
+        self.cancelled = asyncio.Event()
+        self.seen: dict[str, Any] = {}
+
+    def service(self, details: grpc.HandlerCallDetails) -> Any:
+        return {
+            "/x/Unary": grpc.unary_unary_rpc_method_handler(self._unary),
+            "/x/Echo": grpc.stream_stream_rpc_method_handler(self._echo),
+            "/x/Wait": grpc.unary_unary_rpc_method_handler(self._wait),
+        }.get(str(details.method))
+
+    async def _unary(self, request: bytes, context: Any) -> bytes:
+        self.seen = dict(context.invocation_metadata())
+        self.seen["remaining"] = context.time_remaining()
+        await context.send_initial_metadata((("x-first", "1"), ("x-first-bin", b"\0\xff")))
+        context.set_trailing_metadata((("x-last", "2"), ("grpc-status-details-bin", b"\x08\x0a")))
+        if request == b"fail":
+            await context.abort(grpc.StatusCode.ABORTED, "not today: ü", context.trailing_metadata())
+        return request[::-1]
+
+    async def _echo(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+        async for request in requests:
+            yield request
+
+    async def _wait(self, request: bytes, context: Any) -> bytes:
+        try:
+            await asyncio.sleep(PATIENCE_S)
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
+        return b""
+
+
+@asynccontextmanager
+async def served(
+    folder: Path, server_credentials: grpc.ServerCredentials | None = None, **config: Any
+) -> AsyncIterator[tuple[str, Service, ForeignRelay]]:
+    service, server = Service(), grpc.aio.server(options=ANY_SIZE)
+    server.add_generic_rpc_handlers((service,))
+    if server_credentials is None:
+        port = server.add_insecure_port("localhost:0")
+    else:
+        port = server.add_secure_port("localhost:0", server_credentials)
+    await server.start()
+    try:
+        async with relayed(
+            ForeignConfig(f"localhost:{port}", **{"listen": "localhost:0", "folder": folder, **config})
+        ) as (address, relay):
+            yield address, service, relay
+    finally:
+        await server.stop(0)
+
+
+async def test_a_unary_call_passes_unchanged(tmp_path: Path) -> None:
+    sent = (("x-key", "value"), ("x-raw-bin", b"\0\1"))
+    async with served(tmp_path) as (address, service, relay), grpc.aio.insecure_channel(address) as channel:
+        call = unary(channel, "/x/Unary")(b"abc", metadata=sent, timeout=PATIENCE_S)
+        answer = await call
+        first, last = dict(await call.initial_metadata()), dict(await call.trailing_metadata())
+        assert (answer, await call.code()) == (b"cba", grpc.StatusCode.OK)
+
+    assert first == {"x-first": "1", "x-first-bin": b"\0\xff"}
+    assert last == {"x-last": "2", "grpc-status-details-bin": b"\x08\x0a"}
+    assert dict(sent).items() <= service.seen.items()
+    assert 0 < service.seen["remaining"] <= PATIENCE_S
+    rows = open_capture(relay.folder).messages().to_pylist()
+    assert [(row["direction"], row["payload"]) for row in rows] == [("out", b"abc"), ("back", b"cba")]
+
+
+async def test_a_refusal_passes_unchanged(tmp_path: Path) -> None:
+    async with served(tmp_path) as (address, _, _), grpc.aio.insecure_channel(address) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await unary(channel, "/x/Unary")(b"fail")
+        with pytest.raises(grpc.aio.AioRpcError) as unknown:
+            await unary(channel, "/y/" + "Z" * 5000)(b"")
+
+    assert (refused.value.code(), refused.value.details()) == (grpc.StatusCode.ABORTED, "not today: ü")
+    assert dict(refused.value.trailing_metadata())["grpc-status-details-bin"] == b"\x08\x0a"
+    assert unknown.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_streams_and_messages_of_many_mebibytes_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than is held in memory: the wire waits for the disk."""
+    monkeypatch.setattr(records, "PART_BYTES", 4 * 2**20)
+    large = [bytes([k]) * (6 * 2**20) for k in range(4)]
+    async with (
+        served(tmp_path) as (address, _, relay),
+        grpc.aio.insecure_channel(address, options=ANY_SIZE) as channel,
+    ):
+        call = stream(channel, "/x/Echo")()
+        held = []
+        for payload in large:
+            await call.write(payload)
+            assert await call.read() == payload
+            held.append(relay.file._held)
+        await call.done_writing()
+        assert await call.read() is grpc.aio.EOF
+
+    assert max(held) < 2 * 4 * 2**20 + 2 * 6 * 2**20
+    assert open_capture(relay.folder).totals() == (8, 2 * sum(map(len, large)))
+
+
+async def test_deadlines_and_cancellation_reach_the_server(tmp_path: Path) -> None:
+    async with served(tmp_path) as (address, service, _), grpc.aio.insecure_channel(address) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as late:
+            await unary(channel, "/x/Wait")(b"", timeout=0.2)
+        assert late.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        await asyncio.wait_for(service.cancelled.wait(), PATIENCE_S)
+
+        service.cancelled.clear()
+        call = stream(channel, "/x/Wait")()
+        await call.write(b"")
+        await asyncio.sleep(0.2)
+        call.cancel()
+        await asyncio.wait_for(service.cancelled.wait(), PATIENCE_S)
+
+
+async def test_peers_that_reset_or_talk_nonsense_end_nothing_but_themselves(tmp_path: Path) -> None:
+    async with served(tmp_path) as (address, _, relay), grpc.aio.insecure_channel(address) as channel:
+        lasting = stream(channel, "/x/Echo")()
+        await lasting.write(b"before")
+        assert await lasting.read() == b"before"
+        host, port = address.rsplit(":", 1)
+        preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+        for nonsense in (
+            b"",
+            b"GET / HTTP/1.1\r\n\r\n",
+            preface + b"\xff" * 10_000,
+            preface + b"\0\0\4\1\0\0\0\0\1abcd",
+        ):
+            with socket.create_connection((host, int(port))) as raw:
+                raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close by a reset
+                raw.sendall(nonsense)
+        async with grpc.aio.insecure_channel(address) as leaving:
+            await stream(leaving, "/x/Echo")().write(b"x" * 2**20)
+        await lasting.write(b"after")
+        assert await lasting.read() == b"after"
+        await lasting.done_writing()
+        assert await lasting.code() is grpc.StatusCode.OK
+
+    assert open_capture(relay.folder).complete
+
+
+async def test_a_server_that_is_not_there_is_unavailable_until_it_is(tmp_path: Path) -> None:
+    with socket.create_server(("localhost", 0)) as taken:
+        port = taken.getsockname()[1]
+    async with (
+        relayed(ForeignConfig(f"localhost:{port}", folder=tmp_path)) as (address, _),
+        grpc.aio.insecure_channel(address) as channel,
+    ):
+        with pytest.raises(grpc.aio.AioRpcError) as absent:
+            await unary(channel, "/x/Unary")(b"")
+
+    assert absent.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+# ---- TLS -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """For localhost, signed by itself, and its key."""
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("openssl makes the certificate")
+    folder = tmp_path_factory.mktemp("tls")
+    cert, key = folder / "cert.pem", folder / "key.pem"
+    request = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=localhost"
+    files = ["-addext", "subjectAltName=DNS:localhost", "-keyout", str(key), "-out", str(cert)]
+    subprocess.run([openssl, *request.split(), *files], check=True, capture_output=True)
+    return cert, key
+
+
+async def test_tls_on_both_sides(tmp_path: Path, certificate: tuple[Path, Path]) -> None:
+    cert, key = certificate
+    server = grpc.ssl_server_credentials([(key.read_bytes(), cert.read_bytes())])
+    trusted = grpc.ssl_channel_credentials(cert.read_bytes())
+    async with (
+        served(tmp_path, server, tls_cert=cert, tls_key=key, to_tls=True, to_ca=cert) as (address, _, relay),
+        grpc.aio.secure_channel(address, trusted) as channel,
+    ):
+        assert await unary(channel, "/x/Unary")(b"secret") == b"terces"
+
+    payloads = open_capture(relay.folder).messages()["payload"].to_pylist()
+    assert payloads == [b"secret", b"terces"]
+
+
+async def test_a_server_that_nobody_vouches_for_is_not_talked_to(
+    tmp_path: Path, certificate: tuple[Path, Path]
+) -> None:
+    cert, key = certificate
+    server = grpc.ssl_server_credentials([(key.read_bytes(), cert.read_bytes())])
+    async with (
+        served(tmp_path, server, to_tls=True) as (address, service, _),
+        grpc.aio.insecure_channel(address) as channel,
+    ):
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await unary(channel, "/x/Unary")(b"secret")
+
+    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert service.seen == {}
+
+
+# ---- the commands ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        ({"to": "localhost"}, "--to must be host:port"),
+        ({"to": "a:1", "listen": "b"}, "--listen must be host:port"),
+        ({"to": "a:1", "tls_cert": Path("x")}, "belong together"),
+        ({"to": "a:1", "to_ca": Path("x")}, "--to-ca needs --to-tls"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(config: dict[str, Any], text: str) -> None:
+    with pytest.raises(SpecError, match=text):
+        ForeignConfig(**config)
+
+
+async def test_an_address_that_is_taken_and_a_certificate_that_is_none(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        config = ForeignConfig("a:1", f"127.0.0.1:{taken.getsockname()[1]}", tmp_path)
+        with pytest.raises(Unavailable, match="cannot listen"):
+            await ForeignRelay(config).start()
+    with pytest.raises(Unavailable, match="--tls-key are not a certificate and its key"):
+        await ForeignRelay(ForeignConfig("a:1", folder=tmp_path, tls_cert=PAGE, tls_key=PAGE)).start()
+    with pytest.raises(SpecError, match="cannot read"):
+        ForeignRelay(ForeignConfig("a:1", folder=tmp_path, tls_cert=tmp_path / "no", tls_key=tmp_path / "no"))
+
+
+def test_the_eavesdropper_itself_starts_without_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+
+    async def serve(config: Any, *, with_stdin: bool) -> None:
+        started.append(config)
+
+    monkeypatch.setattr("sottovoce_eavesdropper.service.serve", serve)
+    monkeypatch.setenv("SOTTOVOCE_CAPTURES", "here")
+    result = CliRunner().invoke(app, ["eavesdropper", "--listen", "127.0.0.1:0"])
+
+    assert result.exit_code == 0, result.output
+    assert [(config.listen, str(config.folder)) for config in started] == [("127.0.0.1:0", "here")]
+
+
+@contextmanager
+def command(*options: str) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "sottovoce_client", "eavesdropper", "relay", *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_ctrl_c_closes_the_capture(tmp_path: Path) -> None:
+    with command("--to", "127.0.0.1:1", "--listen", "127.0.0.1:0", "--folder", str(tmp_path), "--world", "1") as relay:
+        assert relay.stdout is not None
+        told = json.loads(relay.stdout.readline())
+        with grpc.insecure_channel(told["address"]) as channel:
+            call: Any = channel.unary_unary("/x/Y")
+            with pytest.raises(grpc.RpcError):
+                call(b"hello", timeout=PATIENCE_S)
+        relay.send_signal(signal.SIGINT)
+        assert relay.wait(PATIENCE_S) == 0
+
+    capture = open_capture(told["capture"])
+    assert capture.complete
+    assert capture.facts["world"] == 1

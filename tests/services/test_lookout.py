@@ -1,0 +1,177 @@
+"""The lookout: what the eavesdropper notices of recorded bytes, where it says so, and what it never hinders."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import structlog
+
+from sottovoce.machine import Message
+from sottovoce.run import build_run
+from sottovoce_client.operate import run_on
+from sottovoce_eavesdropper import lookout
+from sottovoce_eavesdropper.lookout import Lookout, first_heard
+from sottovoce_eavesdropper.reading import open_capture
+from sottovoce_eavesdropper.records import Row
+from sottovoce_rpc.codec import encode_round
+from sottovoce_rpc.server import channel
+from sottovoce_wire.v1 import eavesdropper_pb2, eavesdropper_pb2_grpc
+from tests.examples import made_up, small_run, small_spec
+from tests.gossip import gossip_spec
+from tests.services.capturing import captured, frame, row
+from tests.services.network import network, refused
+
+ROUNDS = 6
+RUN = small_run(ROUNDS, 3)
+SPEC = RUN.spec.model_dump(mode="json")
+"""Learners 0, 1 and 2 in a triangle; field y of three numbers."""
+
+
+def clean(t: int, sender: int, value: float = 0.0) -> bytes:
+    """A message on the lattice."""
+    return encode_round(t, sender, Message({"y": np.full(3, value + t)}))
+
+
+def talk(rounds: int = ROUNDS) -> list[Row]:
+    pairs = [(i, j) for i in range(3) for j in range(3) if i != j]
+    return [row(clean(t, i), i, j) for t in range(rounds) for i, j in pairs]
+
+
+def looking(rows: Sequence[Row], spec: dict[str, Any] = SPEC, *, allow_imports: bool = False) -> Lookout:
+    found = Lookout("cap", spec, 3, allow_imports=allow_imports)
+    found.look(rows)
+    return found
+
+
+def kinds(rows: Sequence[Row]) -> list[str]:
+    return [each.kind for each in looking(rows).first]
+
+
+def opening(sender: int, receiver: int, stream: int, lacks: object) -> Row:
+    """The metadata with which a learner opens, or accepts, a stream."""
+    said = json.dumps({"metadata": [["sottovoce-next-round", lacks]]}).encode()
+    return row(said, sender, receiver, stream=stream, kind="metadata")
+
+
+def test_nothing_is_noticed_where_all_is_right() -> None:
+    found = looking(talk())
+    assert (found.count, found.not_checked) == (0, None)
+
+
+@pytest.mark.parametrize(
+    ("more", "wanted"),
+    [
+        ([row(clean(3, 0, 1.0), 0, 1, stream=2)], ["again"]),
+        ([row(clean(3, 1), 0, 1, stream=2)], ["impostor", "again"]),
+        ([row(b"\xff", 0, 1)], ["decoding"]),
+        ([row(frame(6, 0), 0, 1)], ["turn"]),  # there are but six rounds
+        ([row(clean(2, 0), 0, 1)], ["turn"]),
+        ([row(clean(3, 7), 7, 1, stream=2)], []),  # its index is beyond the run: its own words stand alone
+        ([opening(1, 0, 2, "4"), row(clean(3, 0), 0, 1, stream=2)], ["turn"]),
+        ([opening(1, 0, 2, "3"), row(clean(3, 0), 0, 1, stream=2)], []),
+        ([opening(1, 0, 2, "many"), row(clean(3, 0), 0, 1, stream=2)], []),
+        ([row(b"\x00", 0, 1, method="/grpc.health.v1.Health/Check")], []),
+        ([row(clean(5, 0)[:-1] + b"\x50", 0, 1, stream=0)], ["again"]),  # a number so large that it is on the lattice
+    ],
+)
+def test_what_must_never_happen_is_noticed(more: list[Row], wanted: list[str]) -> None:
+    assert kinds([*talk(), *more]) == wanted
+
+
+def test_the_lattice_is_that_of_the_round() -> None:
+    spacing = RUN.algorithm.lattice(0, 0)["y"]  # type: ignore[attr-defined]
+    assert kinds([row(clean(0, 0, spacing), 0, 1)]) == []
+    found = looking([row(clean(0, 0, spacing / 2), 0, 1), row(clean(0, 0, spacing / 2), 0, 2)])
+    assert [each.kind for each in found.first] == ["lattice"]
+    assert "3 of 3 off the lattice" in found.first[0].text
+
+
+def test_every_neighbour_hears_the_same() -> None:
+    assert kinds([row(clean(0, 0), 0, 1), row(clean(0, 0, 1.0), 0, 2)]) == ["equivocation"]
+
+
+def test_code_is_imported_only_where_that_is_allowed() -> None:
+    spec = gossip_spec({"graph": "ring"}, ROUNDS, 3).model_dump(mode="json")
+    rows = [row(clean(0, 0, 0.1), 0, 1), row(clean(0, 0, 0.2), 0, 2)]
+    refused, allowed = looking(rows, spec), looking(rows, spec, allow_imports=True)
+    assert refused.not_checked is not None and refused.not_checked.startswith("the lattice, the fields and gaps")
+    assert "--allow-imports" in refused.not_checked
+    assert allowed.not_checked is None
+    assert [each.kind for each in refused.first] == [each.kind for each in allowed.first] == ["equivocation"]
+
+
+def test_without_a_spec_nothing_is_looked_at() -> None:
+    found = looking([row(b"\xff", 0, 1)], {})
+    assert (found.count, found.not_checked) == (0, "anything: there is no run spec")
+
+
+def test_a_flood_is_counted_and_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    with structlog.testing.capture_logs() as logs:
+        found = looking([row(bytes([255, k % 256]) * 300, 0, 1) for k in range(500)])
+    assert (found.count, len(found.first), len(found.facts()["noticed"])) == (500, 100, 100)
+    assert [each["log_level"] for each in logs] == ["error"] * 21
+    assert max(len(each.text) for each in found.first) < 400
+
+
+def test_an_error_of_its_own_ends_the_looking_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(payload: bytes, shapes: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(lookout, "decode_round", broken)
+    found = looking(talk())
+    assert found.not_checked == "anything more: ZeroDivisionError: a bug"
+    assert not found.look(talk())
+
+
+def test_who_is_heard_next() -> None:
+    turns = {
+        "sequence": {
+            "kind": "periodic",
+            "graphs": [{"kind": "edges", "edges": [[0, 1]]}, {"kind": "edges", "edges": [[1, 2]]}],
+        }
+    }
+    run = build_run(gossip_spec(turns, ROUNDS, 3), 3)
+    heard = [first_heard(run.topology, ROUNDS, 0, 1, t) for t in range(ROUNDS + 1)]
+    assert heard == [0, 2, 2, 4, 4, None, None]
+    assert first_heard(run.topology, ROUNDS, 0, 2, 0) is None
+    assert first_heard(run.topology, ROUNDS, 9, 1, 0) is None
+
+
+async def test_the_capture_says_what_was_noticed(tmp_path: Path) -> None:
+    rows = [row(clean(0, 0), 0, 1), row(clean(0, 0, 1.0), 0, 2)]
+    await captured(tmp_path, rows, spec=json.dumps(SPEC), n_features=3, close=False)  # before it is closed, too
+    facts = open_capture(tmp_path).facts
+    assert facts["noticed_count"] == 1
+    assert facts["noticed"][0] == {
+        "kind": "equivocation",
+        "sender": 0,
+        "receiver": 2,
+        "round": 0,
+        "text": "learner 0 to learner 2, round 0: other bytes than learner 1 heard",
+    }
+
+
+async def test_labels_reach_the_capture_and_no_learner(tmp_path: Path) -> None:
+    spec = small_spec(ROUNDS, ["ann", "ben"], capture="relay", topology={"graph": "path"})
+    async with network(tmp_path, ["ann", "ben"]) as up:
+        outcome = await run_on(up.coordinator, spec, made_up(spec), lambda *seen: None, world=1, replica=9)
+        assignments = [str(learner._in_run().assignment) for learner in up.learners.values()]
+    assert outcome.capture is not None
+    capture = open_capture(outcome.capture)
+    assert (capture.facts["world"], capture.facts["replica"], capture.facts["n_features"]) == (1, 9, 3)
+    table = capture.messages()
+    assert (set(table["world"].to_pylist()), set(table["replica"].to_pylist())) == ({1}, {9})
+    assert set(table["connection"].to_pylist()) == {1}
+    assert not any("world" in each or "replica" in each for each in assignments)
+
+
+async def test_a_world_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    async with network(tmp_path, []) as up, channel(up.eavesdropper) as to:
+        request = eavesdropper_pb2.OpenCaptureRequest(run_id="r", world=300)
+        failure = await refused(eavesdropper_pb2_grpc.EavesdropperStub(to).OpenCapture(request, timeout=10))
+    assert "world must be at most 127" in (failure.details() or "")
