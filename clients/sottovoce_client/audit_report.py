@@ -83,7 +83,7 @@ def render_audit(done: Audit, name: str, seed: int) -> str:
         f"learner {name}",
         done.plan.run.algorithm.name,
         plural(spec.rounds, "round"),
-        f"{plural(done.found.runs, 'run')} of each world",
+        f"{plural(done.found.runs, 'run')} of {'each' if done.found.paired else 'one'} world",
         f"from {done.source}",
         f"{100 * (1 - done.found.alpha):.6g} % confidence",
         f"seed {seed}",

@@ -19,7 +19,7 @@ LISTENERS = {
 UNHEARD = {
     "output": "who sees published decisions only hears no message, so there is nothing to replay, and no exact loss is known",
     "neighbour": "this neighbour does not hear everybody whose messages the learner depends on, so no exact loss is known",
-    "wire": "the messages cannot be replayed, so no exact loss is known",
+    "wire": "all runs are of one world, so there is nothing to guess",
 }
 """Why the likelihood family had nothing to do."""
 

@@ -118,7 +118,7 @@ def plan_audit(
     if paired:
         _require_enough(runs, alpha)
     choice, *seeds = np.random.SeedSequence(seed).spawn(6)
-    worlds = worlds or worst(run, data, learner, choice)
+    worlds = worlds or worst(run, data, learner, choice, as_they_are=not paired)
     guarantee = worlds.guarantee(run)
     claim, made_for = held(guarantee, threat)
     hears = listener(run, worlds, guarantee, threat, neighbour)

@@ -16,28 +16,42 @@ PILOT = 32
 """Runs by which swaps are compared."""
 
 
-def worst(run: Run, data: PlacedData, learner: int, seed: np.random.SeedSequence) -> Worlds:
+def worst(
+    run: Run, data: PlacedData, learner: int, seed: np.random.SeedSequence, *, as_they_are: bool = False
+) -> Worlds:
     """The swap of a learner's first record, among those tried, that some simulated runs tell apart best.
 
     Tried: the candidates of `replay.worst_swap`, and records on the loss's bound against their mirror image: a spike, all of
     whose weight is in one feature, and one that spreads it over all.
 
+    Args:
+        run: the run.
+        data: of all learners.
+        learner: its index.
+        seed: of the simulated runs.
+        as_they_are: the first world is that of the records as they are, not of one that was made up.
+
     Raises:
-        DataError: the learner has no record.
+        DataError: the learner has no record, or there is no other one.
     """
     if not len(data.learners[learner].order):
         raise DataError(f"learner {learner} must have a record to swap, and has none")
     costly = np.flatnonzero(run.algorithm.guarantee(learner).per_round)[:SCREENED_ROUNDS]
     rounds = min(int(costly[-1]) + 1 if len(costly) else run.spec.rounds, run.spec.rounds)
     best: tuple[float, Worlds] | None = None
-    for group, child in zip(_tried(run, data, learner), children(seed, 3), strict=True):
+    tried = _tried(run, data, learner)
+    if as_they_are:
+        tried = [[worlds for worlds in tried[0] if worlds.first is data.learners[learner]]]
+        if not tried[0]:
+            raise DataError(f"learner {learner}'s first record must have another one to be swapped for, and has none")
+    for group, child in zip(tried, children(seed, len(tried)), strict=True):
         heard = overhear(run, data, group[0], Share(0, PILOT, child), SeededNoise, rounds=rounds)
         for worlds in group:
             total = worlds.losses(run, heard.transcript).sum(axis=0)
             strength = float(np.nan_to_num(np.abs(total), nan=0.0, posinf=np.inf).mean())
             if best is None or strength > best[0]:
                 best = strength, worlds
-    assert best is not None  # noqa: S101 - there are always three groups
+    assert best is not None  # noqa: S101 - there is always a swap
     return best[1]
 
 

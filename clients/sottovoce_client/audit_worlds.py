@@ -1,0 +1,129 @@
+"""The two worlds of an audit as a file beside its captures, so that the audit can be repeated from them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sottovoce.audit.plan import Plan
+from sottovoce.audit.worlds import Worlds
+from sottovoce.data import LearnerData, PlacedData
+from sottovoce.errors import CaptureError, DataError, SottovoceError
+from sottovoce.spec import RunSpec
+from sottovoce.topology import without_files
+from sottovoce_client.prepare import Prepared
+from sottovoce_eavesdropper.storage import Folder
+
+FILE, FORMAT = "worlds.json", "sottovoce-worlds-1"
+MOST_BYTES = 64 * 2**20
+
+Document = dict[str, Any]
+
+
+def as_audited(spec: RunSpec) -> RunSpec:
+    """A spec as an audit runs it: every edge overheard, no end before the last round, nothing told that costs time."""
+    return spec.model_copy(
+        update={
+            "capture": "relay",
+            "privacy": type(spec.privacy)(),
+            "telemetry": type(spec.telemetry)(),
+            "topology": without_files(spec.topology, spec.n_learners),
+        }
+    )
+
+
+def write_worlds(folder: Path, plan: Plan) -> None:
+    """Write down what the worlds are."""
+    worlds = plan.worlds
+    swapped = np.flatnonzero(worlds.swapped())
+    use = int(swapped[0])
+    document = {
+        "format": FORMAT,
+        "learner": plan.run.spec.names[worlds.learner],
+        "what": worlds.what,
+        "shared": worlds.shared,
+        **({"use": use} if len(swapped) == 1 else {"row": int(worlds.first.order[use])}),
+        "first": _record(worlds.first, use),
+        "second": _record(worlds.second, use),
+        "runs": plan.runs,
+        "seed": plan.seeds.audited.entropy,
+        "data": digest(plan.data),
+        "spec": as_audited(plan.run.spec).model_dump(mode="json"),
+    }
+    (folder / FILE).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+
+
+def _record(data: LearnerData, use: int) -> Document:
+    row = data.order[use]
+    return {"features": data.features[row].tolist(), "label": float(data.labels[row])}
+
+
+def digest(data: PlacedData) -> str:
+    """Equal for equal records in equal rounds."""
+    found = hashlib.sha256()
+    for own in data.learners:
+        for part in (own.features[own.order], own.labels[own.order], own.offsets):
+            found.update(np.ascontiguousarray(part).tobytes())
+    return found.hexdigest()
+
+
+def read_worlds(place: Folder) -> Document:
+    """The file as it stands.
+
+    Raises:
+        CaptureError: it cannot be read, or is none.
+    """
+    where = f"{place.name}/{FILE}"
+    try:
+        if (size := place.size(FILE)) > MOST_BYTES:
+            raise CaptureError(f"{where} must have at most {MOST_BYTES} bytes, got {size}")
+        with place.open(FILE) as file:
+            document = json.loads(file.read(MOST_BYTES))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CaptureError(f"cannot read {where}: {str(error) or type(error).__name__}") from None
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise CaptureError(f"{where} must say what two worlds are, in the format {FORMAT}")
+    return document
+
+
+def worlds_from(document: Document, prepared: Prepared, where: str) -> Worlds:
+    """The two worlds.
+
+    Args:
+        document: the file.
+        prepared: the run and its data.
+        where: what errors call the file.
+
+    Raises:
+        CaptureError: it lacks something, or something is of another kind.
+        DataError: made with other data, or the worlds are not adjacent.
+    """
+    try:
+        names = prepared.run.spec.names
+        if document["learner"] not in names:
+            raise CaptureError(f"{where}: the learner must be one of {', '.join(names)}, got {document['learner']!r}")
+        if document["data"] != digest(prepared.data):
+            raise DataError(
+                f"{where} is of other records than the spec's data source gives now; SOTTOVOCE_DATA may lead elsewhere"
+            )
+        learner = names.index(document["learner"])
+        own = prepared.data.learners[learner]
+        kind = "use" if "use" in document else "row"
+        swap, index = (own.with_use if kind == "use" else own.with_record), document[kind]
+        if type(index) is not int:
+            raise TypeError(f"{kind} must be a number")
+        first, second = (
+            swap(index, np.asarray(record["features"], dtype=np.float64), float(record["label"]))
+            for record in (document["first"], document["second"])
+        )
+        return Worlds(learner, first, second, str(document["what"]), document["shared"] is True)
+    except DataError as error:
+        raise DataError(str(error) if where in str(error) else f"{where}: {error}") from None
+    except SottovoceError:
+        raise
+    except (KeyError, TypeError, ValueError) as error:
+        raise CaptureError(f"{where} does not say what two worlds are: {error!r}") from None

@@ -1,0 +1,409 @@
+"""Audits of traffic that was overheard earlier: of two worlds, of one, and of what cannot be used."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from sottovoce.audit.audit import Audit
+from sottovoce.audit.plan import Plan, plan_audit
+from sottovoce.audit.worlds import chosen
+from sottovoce.errors import CaptureError, DataError, EquivocationError, SottovoceError, SpecError
+from sottovoce.machine import Message
+from sottovoce.noise import SeededNoise
+from sottovoce.privacy.guarantee import ThreatModel
+from sottovoce.run import Run, build_run
+from sottovoce.simulator import simulate
+from sottovoce.spec import RunSpec
+from sottovoce_client.audit import Question
+from sottovoce_client.audit_captures import difference, from_captures
+from sottovoce_client.audit_channel import channel, lines_of
+from sottovoce_client.audit_worlds import FILE, worlds_from, write_worlds
+from sottovoce_client.prepare import Prepared
+from sottovoce_eavesdropper.reading import open_capture
+from sottovoce_eavesdropper.records import CaptureFile, Row
+from sottovoce_rpc.codec import encode_round
+from tests.examples import made_up, small_spec
+from tests.services.capturing import METHOD
+
+ROUNDS, RUNS = 4, 8
+Change = Callable[[Row, int], Row]
+
+
+def spec_of(**more: Any) -> RunSpec:
+    return small_spec(ROUNDS, 3, **{"algorithm": {"sigma": 30.0}, "capture": "relay", **more})
+
+
+def planned(spec: RunSpec | None = None, runs: int = RUNS, **more: Any) -> Plan:
+    spec = spec or spec_of()
+    data = made_up(spec, batch=2)
+    return plan_audit(build_run(spec, 3), data, 1, runs=runs, **more)
+
+
+def rows_of(run: Run, plan: Plan, world: int, seed: int, rounds: int) -> list[Row]:
+    """What a relay keeps of one run."""
+    edges = run.topology.edges
+    rows = [
+        Row(i, j, sender, direction, "metadata", 1, 1, METHOD, 0, k, len(payload), payload)
+        for k, (i, j) in enumerate(edges)
+        for sender, direction, payload in ((i, "out", b'{"metadata": [["size", "1"]]}'), (j, "back", b"{}"))
+    ]
+    for step in simulate(run, plan.worlds.data(plan.data, world), SeededNoise(seed)):
+        if step.t == rounds:
+            break
+        for i, j in edges:
+            for sender, direction in ((i, "out"), (j, "back")):
+                fields = {name: values[sender, 0] for name, values in step.message.fields.items()}
+                said = encode_round(step.t, sender, Message(fields))
+                at = 10**6 * (step.t + 1) + sender
+                rows.append(Row(i, j, sender, direction, "message", 1, 1, METHOD, at, at, len(said), said))
+    return rows
+
+
+def keep(
+    folder: Path,
+    plan: Plan,
+    world: int | None,
+    replica: int,
+    *,
+    actual: Run | None = None,
+    rounds: int = ROUNDS,
+    change: Change = lambda row, world: row,
+) -> Path:
+    """One run as a capture."""
+    run, lived = actual or plan.run, world or 0
+    spec = json.dumps(plan.run.spec.model_dump(mode="json"))
+    place = folder / f"run-{replica}"
+
+    async def write() -> None:
+        file = CaptureFile(place, place.name, place.name, spec, 3, world, replica)
+        for row in rows_of(run, plan, lived, 1000 + replica, rounds):
+            file.add(change(row, lived))
+        await file.close()
+
+    asyncio.run(write())
+    return place
+
+
+def two_worlds(folder: Path, plan: Plan, **more: Any) -> Path:
+    """Runs of both, taking turns."""
+    folder.mkdir(exist_ok=True)
+    write_worlds(folder, plan)
+    for k in range(2 * plan.runs):
+        keep(folder, plan, k % 2, k, **more)
+    return folder
+
+
+def audited(folder: Path, plan: Plan, spec: RunSpec | None = None, **asked: Any) -> Audit:
+    def prepare(told: RunSpec) -> Prepared:
+        return Prepared(build_run(told, 3), plan.data)
+
+    return from_captures(str(folder), Question(**asked), prepare, lambda what: None, spec=spec)
+
+
+# ---- of two worlds ---------------------------------------------------------------------------------------------------
+
+
+def test_captures_of_two_worlds_are_audited_as_if_just_overheard(tmp_path: Path) -> None:
+    plan = planned()
+    captures = two_worlds(tmp_path / "captures", plan)
+    done = audited(tmp_path, plan)  # found below the folder, in the order of replicas
+    assert done.source == f"16 captures in {tmp_path}"
+    assert sorted(done.worlds.tolist()) == [0] * RUNS + [1] * RUNS
+    assert done.plan.worlds.learner == 1 and done.plan.worlds.what == plan.worlds.what
+    assert done.plan.runs == RUNS and done.found.paired and done.found.guessed is not None
+    assert done.verdict.kind == "consistent"
+    first = open_capture(captures / "run-0").transcript({"y": (3,)}, 3)
+    assert done.shown is not None
+    assert done.shown.total[0] == pytest.approx(plan.worlds.losses(plan.run, first).sum())
+
+
+@pytest.mark.parametrize("place", ["metadata", "replies"])
+def test_what_numbers_do_not_show_is_refuted_by_name(tmp_path: Path, place: str) -> None:
+    """Epsilon is below one; a channel that tells the world of every run shows more than that with 32 runs of each."""
+
+    def leak(row: Row, world: int) -> Row:
+        if place == "metadata" and row.kind == "metadata" and row.sender == 1:
+            payload = json.dumps({"metadata": [["gradient-norm", str(0.5 + world)]]}).encode()
+            return row._replace(payload=payload, size=len(payload))
+        late = 5_000 * world if place == "replies" and row.kind == "message" and row.sender == 1 else 0
+        return row._replace(mono_ns=row.mono_ns + late)
+
+    plan = planned(runs=32)
+    assert plan.epsilon < 1.0
+    done = audited(two_worlds(tmp_path, plan, change=leak), plan)
+    assert done.verdict.kind == "refuted" and done.found.claim_seen == plan.epsilon
+    assert all(test.p_value > 1e-3 for test in done.found.conformance)
+    views = {attempt.view for attempt in done.found.attempts if attempt.bound > plan.epsilon}
+    assert views and views <= ({"metadata"} if place == "metadata" else {"replies", "gaps", "order"})
+
+
+@pytest.mark.parametrize("kind", ["use", "row"])
+def test_worlds_come_back_as_they_were(tmp_path: Path, kind: str) -> None:
+    plan = planned()
+    if kind == "row":  # a record that is learned twice
+        own = plan.data.learners[1]
+        own = replace(own, order=np.where(np.arange(len(own.order)) == 5, 2, own.order))
+        data = plan.data.with_learner(1, own)
+        worlds = chosen(data, 1, 2, -own.features[2], 1.0)
+        plan = plan_audit(plan.run, data, 1, runs=RUNS, worlds=worlds)
+    write_worlds(tmp_path, plan)
+    document = json.loads((tmp_path / FILE).read_text())
+    assert kind in document
+    back = worlds_from(document, Prepared(plan.run, plan.data), "there")
+    for one, other in ((back.first, plan.worlds.first), (back.second, plan.worlds.second)):
+        for t in range(ROUNDS):
+            np.testing.assert_array_equal(one.batch(t).features, other.batch(t).features)
+            np.testing.assert_array_equal(one.batch(t).labels, other.batch(t).labels)
+    np.testing.assert_array_equal(back.replaced, plan.worlds.replaced)
+
+
+# ---- of one world ----------------------------------------------------------------------------------------------------
+
+
+def test_one_world_is_tested_and_never_said_to_be_guessed(tmp_path: Path) -> None:
+    plan = planned()
+    place = keep(tmp_path, plan, None, 0)
+    done = audited(place, plan, learner="learner-2", spec=plan.run.spec)
+    assert done.plan.worlds.learner == 2
+    assert done.plan.worlds.first is plan.data.learners[2]  # the records as they were, not made-up ones
+    assert (done.found.guessed, done.found.attempts, done.found.paired) == (None, (), False)
+    assert done.shown is not None and 0.0 < done.largest <= done.found.claim
+    assert done.verdict.kind == "consistent" and "1 run of one world" in done.verdict.text
+    assert "Nothing was guessed" in done.verdict.text and "above" not in done.verdict.text
+
+
+def test_half_the_noise_shows_in_one_world(tmp_path: Path) -> None:
+    plan = planned()
+    half = build_run(spec_of(algorithm={"sigma": 15.0}), 3)
+    for k in range(5):
+        keep(tmp_path, plan, None, k, actual=half)
+    done = audited(tmp_path, plan)
+    assert done.verdict.kind == "refuted" and done.plan.runs == 5
+
+
+# ---- what is left out or refused -------------------------------------------------------------------------------------
+
+
+def test_captures_that_miss_rounds_are_left_out_and_counted(tmp_path: Path) -> None:
+    plan = planned()
+    short = keep(tmp_path, plan, None, 0, rounds=ROUNDS - 1)
+    with pytest.raises(CaptureError, match=f"of 1 capture none has all {ROUNDS} rounds"):
+        audited(short, plan)
+    keep(tmp_path, plan, None, 1)
+    keep(tmp_path, plan, None, 2)
+    done = audited(tmp_path, plan)
+    assert done.plan.runs == 2 and "2 captures" in done.source and "1 other left out" in done.source
+
+
+def test_captures_of_different_runs_are_named_with_the_place(tmp_path: Path) -> None:
+    plan = planned()
+    keep(tmp_path, plan, None, 0)
+    keep(tmp_path, planned(spec_of(algorithm={"sigma": 31.0})), None, 1)
+    with pytest.raises(CaptureError, match=r"run-0 and .*run-1 .* differ in algorithm\.sigma: 30\.0 and 31\.0"):
+        audited(tmp_path, plan)
+
+
+def test_a_spec_beside_them_must_be_theirs_but_for_what_an_audit_changes(tmp_path: Path) -> None:
+    plan = planned()
+    keep(tmp_path, plan, None, 0)
+    same = spec_of(capture="none", privacy={"budget": 3.0}, telemetry={"accuracy": True})
+    assert audited(tmp_path, plan, same).plan.runs == 1
+    with pytest.raises(SpecError, match=r"differs in algorithm\.sigma: 2\.0 and 30\.0"):
+        audited(tmp_path, plan, spec_of(algorithm={"sigma": 2.0}))
+
+
+def test_code_that_captures_name_is_not_imported_unasked(tmp_path: Path) -> None:
+    plan = planned()
+    path = keep(tmp_path, plan, None, 0) / "capture.json"
+    facts = json.loads(path.read_text())
+    facts["spec"]["algorithm"]["name"] = "antigravity:Algorithm"
+    path.write_text(json.dumps(facts))
+    with pytest.raises(SpecError, match="give the SPEC beside --from"):
+        audited(tmp_path, plan)
+
+
+def broken(document: dict[str, Any], **more: Any) -> str:
+    return json.dumps({**document, **more})
+
+
+WORLDS: dict[str, tuple[Callable[[dict[str, Any]], str], type[SottovoceError], str]] = {
+    "not JSON": (lambda d: "{", CaptureError, "cannot read"),
+    "foreign": (lambda d: "[]", CaptureError, "in the format"),
+    "not adjacent": (
+        lambda d: broken(d, second=d["first"]),
+        DataError,
+        r"worlds\.json: adjacent .* exactly one record",
+    ),
+    "other data": (lambda d: broken(d, data="0"), DataError, "other records"),
+    "other learner": (lambda d: broken(d, learner="ann"), CaptureError, "learner-0, learner-1"),
+    "other spec": (lambda d: broken(d, spec={**d["spec"], "rounds": 9}), CaptureError, "differ in rounds: 9 and 4"),
+    "no record": (lambda d: broken(d, first={}), CaptureError, "does not say"),
+    "no such use": (lambda d: broken(d, use=99), DataError, r"worlds\.json: position"),
+    "not a number": (lambda d: broken(d, use="0"), CaptureError, "use must be a number"),
+}
+
+
+@pytest.mark.parametrize("case", list(WORLDS))
+def test_worlds_that_cannot_be_used_are_refused_in_a_line(tmp_path: Path, case: str) -> None:
+    plan = planned()
+    write_worlds(tmp_path, plan)
+    for k in range(2):
+        keep(tmp_path, plan, k, k)
+    mutilate, error, text = WORLDS[case]
+    path = tmp_path / FILE
+    path.write_text(mutilate(json.loads(path.read_text())))
+    with pytest.raises(error, match=text) as raised:
+        audited(tmp_path, plan)
+    assert "\n" not in str(raised.value)
+
+
+def test_labels_need_their_worlds(tmp_path: Path) -> None:
+    plan = planned()
+    keep(tmp_path, plan, 0, 0)
+    keep(tmp_path, plan, 1, 1)
+    with pytest.raises(CaptureError, match=r"of world 0 and 1: there must be a worlds\.json"):
+        audited(tmp_path, plan)
+    write_worlds(tmp_path, plan)
+    with pytest.raises(SpecError, match="1 runs of each world show nothing"):
+        audited(tmp_path, plan)
+    assert not audited(tmp_path / "run-0", plan).found.paired  # its worlds are named in the folder above
+    with pytest.raises(CaptureError, match="or 0 alone, got 1"):
+        audited(tmp_path / "run-1", plan)
+    keep(tmp_path, plan, 5, 2)
+    with pytest.raises(CaptureError, match="world 0 or 1, or say nothing of it, got 5"):
+        audited(tmp_path, plan)
+
+
+@pytest.mark.parametrize(
+    ("asked", "text"),
+    [
+        ({"learner": "learner-0"}, "--learner must be learner-1"),
+        ({"record": 0}, "--record is for runs"),
+        ({"threat": ThreatModel.OUTPUT}, "--threat output"),
+    ],
+)
+def test_only_what_was_recorded_can_be_asked(tmp_path: Path, asked: dict[str, Any], text: str) -> None:
+    plan = planned()
+    write_worlds(tmp_path, plan)
+    keep(tmp_path, plan, 0, 0)
+    with pytest.raises(SpecError, match=text):
+        audited(tmp_path, plan, **asked)
+
+
+def test_mutilated_captures_are_named(tmp_path: Path) -> None:
+    plan = planned()
+    with pytest.raises(CaptureError, match=r"there is no capture\.json"):
+        audited(tmp_path, plan)
+    part = keep(tmp_path, plan, None, 0) / "part-000001.parquet"
+    whole = part.read_bytes()
+    part.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(CaptureError, match=r"part-000001\.parquet"):
+        audited(tmp_path, plan)
+    part.unlink()
+    with pytest.raises(CaptureError, match="parts are missing"):
+        audited(tmp_path, plan)
+    part.with_name("part-000002.parquet").write_bytes(whole)
+    with pytest.raises(CaptureError, match=r"must have part-000001\.parquet"):
+        audited(tmp_path, plan)
+
+
+def test_two_words_in_one_round_are_named_with_the_capture(tmp_path: Path) -> None:
+    plan = planned()
+
+    def change(row: Row, world: int) -> Row:
+        twice = row.kind == "message" and (row.caller, row.callee, row.sender) == (0, 1, 0)
+        return row._replace(payload=row.payload[:-1] + b"\x3f") if twice else row
+
+    keep(tmp_path, plan, None, 0, change=change)
+    with pytest.raises(EquivocationError, match="run-0: learner 0 said two different things in round 0"):
+        audited(tmp_path, plan)
+
+
+def test_differences_are_found_where_they_are() -> None:
+    one = {"a": {"b": [1, 2]}, "c": 0}
+    assert difference(one, dict(one)) is None
+    assert difference(one, {"a": {"b": [1, 3]}, "c": 1}) == "a.b: [1, 2] and [1, 3]"
+    assert difference(one, {"a": {"b": [1, 2]}}) == "c: 0 and None"
+
+
+# ---- channel ---------------------------------------------------------------------------------------------------------
+
+
+def table(rows: list[Row]) -> pa.Table:
+    columns = {name: [getattr(row, name) for row in rows] for name in Row._fields}
+    return pa.table(columns)
+
+
+def test_views_are_as_wide_however_much_was_heard() -> None:
+    plan = planned()
+    lines = lines_of(plan)
+    rows = rows_of(plan.run, plan, 0, 1, ROUNDS)
+    whole = channel(table(rows), lines, "run-0")
+    for fewer in (rows[:9], rows[:1], rows * 10):
+        views = channel(table(fewer), lines, "run-0")
+        assert {name: view.shape for name, view in views.items()} == {n: v.shape for n, v in whole.items()}
+        assert all(np.isfinite(view).all() for view in views.values())
+
+
+def changed(plan: Plan, change: Callable[[Row], Row]) -> set[str]:
+    """The views in which a change of the learner's rows shows."""
+    lines = lines_of(plan)
+    rows = rows_of(plan.run, plan, 0, 1, ROUNDS)
+    own = [change(row) if row.sender == plan.worlds.learner else row for row in rows]
+    before, after = (channel(table(each), lines, "run-0") for each in (rows, own))
+    return {name for name in before if (before[name] != after[name]).any()}
+
+
+def test_every_change_shows_where_it_belongs() -> None:
+    plan = planned()
+
+    def entries(text: str) -> Callable[[Row], Row]:
+        payload = json.dumps({"metadata": [["key", text]]}).encode()
+        return lambda row: row._replace(payload=payload) if row.kind == "metadata" else row
+
+    def longer(row: Row) -> Row:
+        return row._replace(size=row.size + 1) if row.kind == "message" else row
+
+    def last(row: Row) -> Row:
+        return row._replace(payload=row.payload[:40] + b"!" + row.payload[41:]) if row.kind == "message" else row
+
+    assert changed(plan, lambda row: row) == set()
+    assert changed(plan, entries("value")) == {"metadata"}
+    assert changed(plan, longer) == {"sizes", "counts"}
+    assert changed(plan, last) == {"bytes"}
+    assert changed(plan, lambda row: row._replace(mono_ns=row.mono_ns * 2)) == {"gaps", "replies"}
+    assert changed(plan, lambda row: row._replace(stream=2)) == {"counts"}
+    assert changed(plan, lambda row: row._replace(kind="trailers") if row.kind == "metadata" else row) >= {"status"}
+
+
+def test_random_names_of_runs_and_what_is_no_json_say_nothing() -> None:
+    plan = planned()
+    lines = lines_of(plan)
+
+    def views(name: str) -> dict[str, Any]:
+        payload = json.dumps({"metadata": [["sottovoce-run", name], ["odd"], 3]}).encode()
+        rows = rows_of(plan.run, plan, 0, 1, ROUNDS)
+        return channel(table([r._replace(payload=payload) if r.kind == "metadata" else r for r in rows]), lines, name)
+
+    for view, other in zip(views("run-a").values(), views("run-b").values(), strict=True):
+        np.testing.assert_array_equal(view, other)
+    for junk in (b"[[[", b"[]", b"\xff", b"[" * 5000):
+        rows = [r._replace(payload=junk, kind="trailers") for r in rows_of(plan.run, plan, 0, 1, 1)]
+        assert np.isfinite(channel(table(rows), lines, "run-a")["status"]).all()
+
+
+def test_a_neighbour_hears_its_own_edges_only() -> None:
+    plan = planned(threat=ThreatModel.NEIGHBOUR, neighbour=2)
+    lines = lines_of(plan)
+    assert all(2 in line[:2] for line in lines.all) and len(lines.all) == 4
+    assert [lines.all[k] for k in lines.said] == [(1, 2, "out")]
+    assert [lines.all[k] for k in lines.heard] == [(1, 2, "back")]

@@ -1,0 +1,158 @@
+"""Audits on real services: labelled captures, nothing left for the next run, an audit that can be repeated, and early ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import pytest
+
+from sottovoce.audit.plan import Plan
+from sottovoce.errors import SpecError
+from sottovoce.privacy.guarantee import ThreatModel
+from sottovoce.spec import RunSpec, parse_spec
+from sottovoce_client import audit_network
+from sottovoce_client.audit import Question, plan
+from sottovoce_client.audit_captures import find, from_captures
+from sottovoce_client.audit_network import RunFailed, coins, on_network
+from sottovoce_client.operate import BY_OPERATOR, Interrupted, Outcome
+from sottovoce_client.prepare import Prepared, prepare
+from sottovoce_coordinator import service as coordinator_service
+from sottovoce_eavesdropper.storage import open_folder
+from sottovoce_learner import service as learner_service
+from tests.examples import made_up, small_spec
+from tests.services.network import network
+
+RUNS = 5
+ASKED = Question(runs=RUNS, seed=3)
+
+
+@pytest.fixture
+def prepared(tmp_path: Path) -> Prepared:
+    features = np.random.default_rng(0).normal(size=(60, 3))
+    np.savez(tmp_path / "records.npz", X=features, y=(features[:, 0] > 0).astype(int))
+    document = {
+        "name": "small",
+        "rounds": 6,
+        "learners": ["a", "b"],
+        "algorithm": {"name": "ldp-dol", "sigma": 5.0},
+        "data": {"source": str(tmp_path / "records.npz")},
+        "durability": "process",
+        "privacy": {"budget": 1e-6},
+        "telemetry": {"accuracy": True, "predict": True},
+    }
+    return prepare(parse_spec(document))
+
+
+def test_runs_on_real_services_are_labelled_and_can_be_audited_again(prepared: Prepared, tmp_path: Path) -> None:
+    folder, said = tmp_path / "out", list[str]()
+    audited = plan(prepared, ASKED)
+    done = on_network(folder, per_process=2)(audited, say=said.append)
+    captures = find(open_folder(folder / "captures"))
+    assert [capture.facts["replica"] for capture in captures] == list(range(2 * RUNS))
+    assert [capture.facts["world"] for capture in captures] == coins(audited).tolist()
+    spec = captures[0].facts["spec"]
+    assert (spec["capture"], spec["privacy"]["budget"]) == ("relay", None)
+    assert not spec["telemetry"]["accuracy"] and not spec["telemetry"]["predict"]
+    assert [path.suffix for path in (folder / "journals").iterdir()] == [".lock"] * 2
+    assert any(f"run {2 * RUNS} of {2 * RUNS}" in text for text in said)
+    assert len(done.worlds) == 2 * RUNS and "10 runs of real services" in done.source
+    assert done.shown is not None and done.largest <= done.found.claim
+
+    again = from_captures(str(folder), ASKED, prepare, said.append)
+    np.testing.assert_array_equal(again.worlds, done.worlds)
+    np.testing.assert_array_equal(again.noise, done.noise)
+    assert again.largest == done.largest and asdict(again.found.attempts[0]) == asdict(done.found.attempts[0])
+
+
+def test_coins_are_fair_and_follow_the_seed(prepared: Prepared) -> None:
+    """A fair coin is outside 4.9 standard deviations with probability 1e-6."""
+    audited = plan(prepared, Question(runs=5000, seed=1))
+    tossed = coins(audited)
+    assert abs(tossed.mean() - 0.5) < 4.9 * 0.5 / np.sqrt(len(tossed))
+    np.testing.assert_array_equal(tossed, coins(audited))
+    assert (tossed != coins(plan(prepared, Question(runs=5000, seed=2)))).any()
+
+
+class Services:
+    """Nothing is started, and nothing dies."""
+
+    coordinator = ""
+
+    def __init__(self, spec: RunSpec, folder: Path, *, per_process: int) -> None:
+        pass
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+    async def death(self) -> str:
+        await asyncio.Event().wait()
+        return ""
+
+
+def ending(monkeypatch: pytest.MonkeyPatch, state: str, detail: str, whole: int = 2) -> None:
+    """After so many runs one ends like this."""
+    made: list[int] = []
+
+    async def run_on(*args: Any, replica: int, **more: Any) -> Outcome:
+        made.append(replica)
+        end = ("finished", "") if len(made) <= whole else (state, detail)
+        return Outcome(f"run-{replica}", *end, 1.0, (), (), None, ())
+
+    monkeypatch.setattr(audit_network, "LocalServices", Services)
+    monkeypatch.setattr(audit_network, "run_on", run_on)
+
+
+@pytest.mark.parametrize(
+    ("state", "detail", "error", "why"),
+    [("stopped", BY_OPERATOR, Interrupted, "told to stop"), ("failed", "a failed: why", RunFailed, "a failed: why")],
+)
+def test_an_early_end_says_what_is_kept_and_how_to_go_on(
+    prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, detail: str, error: Any, why: str
+) -> None:
+    ending(monkeypatch, state, detail)
+    audited = plan(prepared, ASKED)
+    kept = rf"2 of 10 runs were made: {why}; what they said is kept: sottovoce audit --from {tmp_path}/out/captures"
+    with pytest.raises(error, match=kept):
+        on_network(tmp_path / "out")(audited, say=lambda text: None)
+    assert json.loads((tmp_path / "out" / "captures" / "worlds.json").read_text())["learner"] in ("a", "b")
+    ending(monkeypatch, state, detail, whole=0)
+    with pytest.raises(error, match=rf"^0 of 10 runs were made: {why}$"):
+        on_network(tmp_path / "other")(audited, say=lambda text: None)
+
+
+def test_captures_of_other_runs_are_not_mixed_in(prepared: Prepared, tmp_path: Path) -> None:
+    (tmp_path / "captures" / "old").mkdir(parents=True)
+    with pytest.raises(SpecError, match="captures must be empty or missing"):
+        on_network(tmp_path)(plan(prepared, ASKED), say=lambda text: None)
+
+
+def test_decisions_cross_no_channel(prepared: Prepared, tmp_path: Path) -> None:
+    audited: Plan = plan(prepared, Question(runs=RUNS, threat=ThreatModel.OUTPUT))
+    with pytest.raises(SpecError, match="--threat output"):
+        on_network(tmp_path)(audited, say=lambda text: None)
+    assert not (tmp_path / "captures").exists()
+
+
+async def test_runs_follow_each_other_without_waiting_for_the_next_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two looks lie ten minutes here, and the network gives up after half a minute."""
+    spec = small_spec(4, ["a", "b"], capture="relay")
+    data = made_up(spec)
+    async with network(tmp_path, spec.names) as up:
+        assert (await up.run(spec, data)).state == "finished"
+        monkeypatch.setattr(coordinator_service, "WATCH_S", 600.0)
+        monkeypatch.setattr(learner_service, "REPORT_S", 600.0)
+        await asyncio.sleep(0.4)  # until learners look at the old run for that long
+        assert [(await up.run(spec, data)).state for _ in range(2)] == ["finished"] * 2
