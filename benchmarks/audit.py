@@ -25,8 +25,8 @@ from sottovoce.audit.plan import plan_audit
 from sottovoce.data import LearnerData, PlacedData
 from sottovoce.run import build_run
 from sottovoce.spec import parse_spec
-from sottovoce_client.audit_report import write_audit_report
-from sottovoce_client.spread import spread_over
+from sottovoce_client.auditing.report import write_audit_report
+from sottovoce_client.auditing.spread import spread_over
 
 FLOOR = Path(__file__).resolve().parents[2] / "shared" / "bench" / "sim_floor.py"
 LEARNERS, DIM, ROUNDS = 5, 117, 50

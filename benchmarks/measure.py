@@ -22,8 +22,8 @@ import psutil
 from sottovoce.data import LearnerData, PlacedData
 from sottovoce.errors import SottovoceError
 from sottovoce.spec import RunSpec, parse_spec
-from sottovoce_client.feeder import feed
-from sottovoce_client.local import LocalServices
+from sottovoce_client.running.feeder import feed
+from sottovoce_client.running.local import LocalServices
 from sottovoce_rpc.server import channel
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc, learner_pb2, learner_pb2_grpc
 

@@ -106,7 +106,7 @@ def demo(
 
     Learners run LDP-DOL on a ring; every edge passes through the eavesdropper. Ends with a summary and an HTML report.
     """
-    text = resources.files("sottovoce_client").joinpath("demo.yaml").read_text(encoding="utf-8")
+    text = resources.files("sottovoce_client.running").joinpath("demo.yaml").read_text(encoding="utf-8")
     if print_spec:
         typer.echo(text, nl=False)
         return
@@ -142,7 +142,7 @@ def run(
     canaries: Canaries = 0,
 ) -> None:
     """Run a spec on services that are already up, feeding the learners from here."""
-    from sottovoce_client.operate import run_on
+    from sottovoce_client.running.operate import run_on
 
     _conduct(
         load_spec(spec),
@@ -167,7 +167,7 @@ def simulate(
     ] = False,
 ) -> None:
     """Run a spec without a network, many replicas at once. Writes transcript.parquet and decisions.parquet."""
-    from sottovoce_client.simulation import simulate_to
+    from sottovoce_client.running.simulation import simulate_to
 
     prepared = _prepare(load_spec(spec))
     folder = _folder(prepared.run.spec.name, out)
@@ -190,8 +190,8 @@ def compare(
 
     Writes compare.json, compare.md and compare.html. Exits with 1 if a spec could not be run.
     """
-    from sottovoce_client.compare import compare as run_all
-    from sottovoce_client.compare import from_files, the_field
+    from sottovoce_client.running.compare import compare as run_all
+    from sottovoce_client.running.compare import from_files, the_field
 
     sources = [*(the_field() if field else []), *from_files(specs or [])]
     if not sources:
@@ -200,7 +200,7 @@ def compare(
 
 
 def _up(spec: RunSpec, out: Path | None, *, per_process: int, noise: Path | None = None, canaries: int = 0) -> None:
-    from sottovoce_client.launch import run_up
+    from sottovoce_client.running.launch import run_up
 
     folder = _folder(spec.name, out)
     _conduct(
@@ -217,11 +217,11 @@ def _conduct(
     spec: RunSpec, out: Path | None, start: Callable[..., Coroutine[Any, Any, Any]], canaries: int = 0
 ) -> None:
     """Prepare, run while the console shows it, then summarise."""
-    from sottovoce_client.conduct import conduct
+    from sottovoce_client.running.conduct import conduct
 
     folder, prepared = _folder(spec.name, out), _prepare(spec)
     if canaries:
-        from sottovoce_client.canaries import with_canaries
+        from sottovoce_client.watching.canaries import with_canaries
 
         prepared = with_canaries(prepared, canaries, folder)
     raise typer.Exit(conduct(prepared, folder, start))
@@ -262,7 +262,7 @@ def transcript_show(
     first: Annotated[int, typer.Option(min=0, help="How many of them.")] = 3,
 ) -> None:
     """Who spoke when, how much, what is missing, what was said first, and what was noticed that must never happen."""
-    from sottovoce_client.transcript_show import show
+    from sottovoce_client.transcripts.show import show
 
     show(folder, sender=sender, first=first)
 
@@ -280,7 +280,7 @@ def transcript_query(
 
     A query sees these tables and nothing else: no file, no network.
     """
-    from sottovoce_client.transcript import query
+    from sottovoce_client.transcripts.query import query
 
     query(folder, sql, out=out, as_csv=sys.stdout if as_csv else None)
 
@@ -380,7 +380,7 @@ def ledger(
     learner: Annotated[str | None, typer.Option(help="Only this one.")] = None,
 ) -> None:
     """What learners have spent in all their runs, on what, and by which guarantee. Reads the state folder; no service needed."""
-    from sottovoce_client.ledger import show_ledger
+    from sottovoce_client.privacy.ledger import show_ledger
 
     show_ledger(state, learner)
 
@@ -468,7 +468,7 @@ def eavesdropper_audit(
 
     Writes audit.json. Exits with 1 if the claim is refuted.
     """
-    from sottovoce_client.foreign import audit_foreign
+    from sottovoce_client.foreign.audit import audit_foreign
 
     code = audit_foreign(
         folder,
@@ -519,8 +519,8 @@ def budget(
 
     Writes budget.json and budget.html.
     """
-    from sottovoce_client.budget import Question
-    from sottovoce_client.budget import budget as show
+    from sottovoce_client.privacy.budget import Question
+    from sottovoce_client.privacy.budget import budget as show
 
     prepared = _prepare(load_spec(spec))
     show(prepared, _folder("budget", out), learner or [], Question(delta, group, uses))
@@ -542,7 +542,7 @@ def calibrate(
     ] = None,
 ) -> None:
     """Write a spec with the noise that a privacy budget asks for."""
-    from sottovoce_client.calibrate import budget_of, calibrate_to
+    from sottovoce_client.privacy.calibrate import budget_of, calibrate_to
 
     prepared = _prepare(load_spec(spec))
     calibrate_to(spec, prepared, budget_of(prepared.run.spec, epsilon, learner or [], horizon, per), out)
@@ -578,8 +578,8 @@ def tradeoff(
     Writes tradeoff.json and tradeoff.html.
     """
     from sottovoce.privacy.tradeoff import Utility
-    from sottovoce_client.tradeoff import Problem, levels
-    from sottovoce_client.tradeoff import tradeoff as trade
+    from sottovoce_client.privacy.tradeoff import Problem, levels
+    from sottovoce_client.privacy.tradeoff import tradeoff as trade
 
     problem = Problem(levels(epsilons), metric, Utility(*weights), threshold, ceiling, replicas, seed)
     trade(_prepare(load_spec(spec)), _folder("tradeoff", out), problem)
@@ -623,8 +623,8 @@ def audit(
 
     from sottovoce.audit.audit import audit_simulated
     from sottovoce.privacy.guarantee import ThreatModel
-    from sottovoce_client.audit import Question, audit_to
-    from sottovoce_client.spread import spread_over
+    from sottovoce_client.auditing.audit import Question, audit_to
+    from sottovoce_client.auditing.spread import spread_over
 
     asked = Question(learner, record, replacement, ThreatModel(threat), neighbour, runs, confidence, seed)
     prepared = _prepare(load_spec(spec))
@@ -653,8 +653,8 @@ def gallery(
 
     Writes gallery.json and gallery.html. Searching in a network's gradients needs the extra torch.
     """
-    from sottovoce_client.gallery import gallery as show
-    from sottovoce_client.gallery import gallery_of, levels
+    from sottovoce_client.gallery.gallery import gallery as show
+    from sottovoce_client.gallery.gallery import gallery_of, levels
 
     folder = _folder("gallery", out)
     if capture is None:
@@ -695,8 +695,8 @@ def watch(
 
     Exits with 1 at the first alarm, which is a log line, too. You need the records: the spec's data.source must be here.
     """
-    from sottovoce_client.watch import Question, where
-    from sottovoce_client.watch import watch as follow
+    from sottovoce_client.watching.watch import Question, where
+    from sottovoce_client.watching.watch import watch as follow
     from sottovoce_rpc.logs import configure_logs
 
     configure_logs(log_level)

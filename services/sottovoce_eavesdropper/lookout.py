@@ -1,4 +1,4 @@
-"""The lookout: shows what is recorded, part by part, to `sottovoce.audit.noticing`, and keeps what that finds.
+"""The lookout: shows what is recorded, part by part, to `sottovoce.audit.live.noticing`, and keeps what that finds.
 
 It runs where parts are written, never where bytes are passed on.
 """
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from sottovoce.audit.noticing import Expected, Finding, Noticing, Said
+from sottovoce.audit.live.noticing import Expected, Finding, Noticing, Said
 from sottovoce.errors import RemoteProtocolError, SottovoceError
 from sottovoce.machine import Message, OnLattice
 from sottovoce.run import Run, build_run

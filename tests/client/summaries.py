@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from sottovoce.arrays import FloatArray
-from sottovoce_client.summary import CaptureSummary, LearnerSummary, Progress, Promise, RunSummary, Swap
+from sottovoce_client.running.summary import CaptureSummary, LearnerSummary, Progress, Promise, RunSummary, Swap
 
 PLACES = ("Aarhus", "Bergen", "Cork", "Delft", "Espoo")
 WARNINGS = (

@@ -19,7 +19,7 @@ from sottovoce.errors import DataError, SpecError
 from sottovoce.noise import NoNoise
 from sottovoce.privacy.guarantee import ThreatModel
 from sottovoce.spec import load_spec
-from sottovoce_client import audit as command
+from sottovoce_client.auditing import audit as command
 from sottovoce_client.cli import app
 from sottovoce_client.prepare import Prepared, prepare
 

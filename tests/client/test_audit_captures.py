@@ -23,10 +23,10 @@ from sottovoce.privacy.guarantee import ThreatModel
 from sottovoce.run import Run, build_run
 from sottovoce.simulator import simulate
 from sottovoce.spec import RunSpec
-from sottovoce_client.audit import Question
-from sottovoce_client.audit_captures import difference, from_captures
-from sottovoce_client.audit_channel import channel, lines_of
-from sottovoce_client.audit_worlds import FILE, worlds_from, write_worlds
+from sottovoce_client.auditing.audit import Question
+from sottovoce_client.auditing.captures import difference, from_captures
+from sottovoce_client.auditing.channel import channel, lines_of
+from sottovoce_client.auditing.worlds import FILE, worlds_from, write_worlds
 from sottovoce_client.prepare import Prepared
 from sottovoce_eavesdropper.reading import open_capture
 from sottovoce_eavesdropper.records import CaptureFile, Row

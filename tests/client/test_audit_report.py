@@ -19,10 +19,10 @@ from sottovoce.audit.verdict import Kind, Verdict
 from sottovoce.machine import Noise
 from sottovoce.noise import SeededNoise
 from sottovoce.privacy.guarantee import ThreatModel
-from sottovoce_client.audit_head import best_bound
-from sottovoce_client.audit_pictures import close_rounds, most_different, quantiles
-from sottovoce_client.audit_plots import allowed, expected, progress, roc
-from sottovoce_client.audit_report import render_audit, write_audit_report
+from sottovoce_client.auditing.head import best_bound
+from sottovoce_client.auditing.pictures import close_rounds, most_different, quantiles
+from sottovoce_client.auditing.plots import allowed, expected, progress, roc
+from sottovoce_client.auditing.report import render_audit, write_audit_report
 from tests.claims import EXPOSED, SETUPS, Setup, Times
 from tests.client.test_report import Page
 from tests.examples import made_up

@@ -19,11 +19,11 @@ from sottovoce.errors import SpecError
 from sottovoce.privacy.calibration import epsilons
 from sottovoce.privacy.composition import epsilon_at
 from sottovoce.spec import load_spec
-from sottovoce_client.budget import Line, Question, budget, line_of
-from sottovoce_client.calibrate import budget_of
 from sottovoce_client.cli import app
 from sottovoce_client.prepare import Prepared, prepare
-from sottovoce_client.tradeoff import Measured, Problem, answer_of, levels, measure
+from sottovoce_client.privacy.budget import Line, Question, budget, line_of
+from sottovoce_client.privacy.calibrate import budget_of
+from sottovoce_client.privacy.tradeoff import Measured, Problem, answer_of, levels, measure
 
 SMALL: dict[str, Any] = {"rounds": 15, "learners": ["a", "b", "c"], "algorithm": {"name": "ldp-dol", "sigma": 2.0}}
 

@@ -21,7 +21,7 @@ import yaml
 
 from sottovoce.spec import load_spec, parse_spec
 from sottovoce.transcript import read_transcript
-from sottovoce_client.local import LocalServices
+from sottovoce_client.running.local import LocalServices
 from sottovoce_eavesdropper.reading import open_capture
 
 GUARD_S = 60.0

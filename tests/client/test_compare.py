@@ -22,9 +22,9 @@ from sottovoce.noise import SeededNoise
 from sottovoce.simulator import simulate
 from sottovoce.spec import load_spec
 from sottovoce_client.cli import app
-from sottovoce_client.compare import HEADS, compare, from_files, result_of, the_field, write_comparison
 from sottovoce_client.prepare import prepare
-from sottovoce_client.simulation import print_metrics
+from sottovoce_client.running.compare import HEADS, compare, from_files, result_of, the_field, write_comparison
+from sottovoce_client.running.simulation import print_metrics
 
 SMALL: dict[str, Any] = {"rounds": 15, "learners": 3, "algorithm": {"name": "ldp-dol", "sigma": 2.0}}
 

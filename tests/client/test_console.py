@@ -14,8 +14,8 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from sottovoce_client.console import MOST_ROWS, print_summary, run_console
-from sottovoce_client.summary import Progress, RunSummary, Swap
+from sottovoce_client.running.console import MOST_ROWS, print_summary, run_console
+from sottovoce_client.running.summary import Progress, RunSummary, Swap
 from tests.client.summaries import boundless, learner, looks, summary, summary_of, unasked, unheard, unstarted
 
 NAMES = ("Aarhus", "Bergen", "[red]Cork")

@@ -14,8 +14,8 @@ from sottovoce.errors import SpecError
 from sottovoce.losses import Loss, mean_gradient
 from sottovoce.machine import Batch
 from sottovoce.spec import parse_spec
-from sottovoce_client.evaluate import _limit, _said, central_accuracy
 from sottovoce_client.prepare import prepare
+from sottovoce_client.running.evaluate import _limit, _said, central_accuracy
 from sottovoce_wire.v1 import learner_pb2
 from tests.examples import small_run
 

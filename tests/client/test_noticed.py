@@ -10,11 +10,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from sottovoce_client.console import print_summary
-from sottovoce_client.evaluate import noticed_in
-from sottovoce_client.operate import Outcome
-from sottovoce_client.report import render_report
-from sottovoce_client.summary import Noticed, RunSummary
+from sottovoce_client.reports.run_report import render_report
+from sottovoce_client.running.console import print_summary
+from sottovoce_client.running.evaluate import noticed_in
+from sottovoce_client.running.operate import Outcome
+from sottovoce_client.running.summary import Noticed, RunSummary
 from tests.client.summaries import summary
 from tests.examples import small_spec
 from tests.services.capturing import captured, frame, row

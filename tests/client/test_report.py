@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 
 from sottovoce.errors import SpecError
-from sottovoce_client.report import render_report, write_report
-from sottovoce_client.report_drawing import finite, thinned
-from sottovoce_client.report_plots import MOST_HEARD, stacked
-from sottovoce_client.report_verdict import exceeds, telling, verdict_of
-from sottovoce_client.summary import RunSummary, Swap
+from sottovoce_client.reports.drawing import finite, thinned
+from sottovoce_client.reports.plots import MOST_HEARD, stacked
+from sottovoce_client.reports.run_report import render_report, write_report
+from sottovoce_client.reports.verdict import exceeds, telling, verdict_of
+from sottovoce_client.running.summary import RunSummary, Swap
 from tests.client.summaries import boundless, capture, learner, looks, summary, summary_of, unasked, unheard, unstarted
 
 SECTIONS = (

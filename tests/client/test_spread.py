@@ -11,7 +11,7 @@ from sottovoce.audit import audit as core
 from sottovoce.audit.plan import Plan, plan_audit
 from sottovoce.audit.verdict import Findings
 from sottovoce.errors import SpecError
-from sottovoce_client.spread import Backend, spread_over
+from sottovoce_client.auditing.spread import Backend, spread_over
 from tests.examples import made_up, small_run
 
 

@@ -19,10 +19,10 @@ from sottovoce.machine import Message
 from sottovoce.noise import SeededNoise
 from sottovoce.simulator import simulate
 from sottovoce.transcript import TranscriptWriter
-from sottovoce_client import transcript
 from sottovoce_client.cli import app
-from sottovoce_client.transcript import cell_text, find, query
-from sottovoce_client.transcript_show import show
+from sottovoce_client.transcripts import query as transcript
+from sottovoce_client.transcripts.query import cell_text, find, query
+from sottovoce_client.transcripts.show import show
 from sottovoce_eavesdropper.records import Row
 from sottovoce_rpc.codec import encode_round
 from tests.examples import made_up, small_run

@@ -95,7 +95,9 @@ def test_half_the_noise_is_refuted() -> None:
 
 def test_half_the_noise_shows_in_single_rounds() -> None:
     """Twice the claim in each, and no bound above the claim for a correct learner (chance of a false alarm below 1/180)."""
-    broken, correct = (audited(SETUPS["pd-ftgl"], noise=noise, runs=3000).found.rounds for noise in (halved, SeededNoise))
+    broken, correct = (
+        audited(SETUPS["pd-ftgl"], noise=noise, runs=3000).found.rounds for noise in (halved, SeededNoise)
+    )
     assert broken is not None and (broken.bound > broken.claim).any()
     assert correct is not None and (correct.bound <= correct.claim).all() and correct.composed > 0.0
     evidence = decide(replace(consistent(), rounds=broken)).evidence
@@ -163,7 +165,9 @@ def test_twins_differ_from_the_swapped_round_on() -> None:
     run = small_run(rounds=10)
     data = made_up(run.spec)
     own = data.learners[0]
-    pair = twins(run, data, Worlds(0, own, own.with_use(4, -own.features[4], own.labels[4]), ""), np.random.SeedSequence(0))
+    pair = twins(
+        run, data, Worlds(0, own, own.with_use(4, -own.features[4], own.labels[4]), ""), np.random.SeedSequence(0)
+    )
     assert pair.swapped == 4 and pair.telling > 4
     assert np.array_equal(pair.first[:5], pair.second[:5]) and pair.first[5] != pair.second[5]
     assert np.array_equal(pair.bare_first[:5], pair.bare_second[:5]) and (pair.scale > 0).all()

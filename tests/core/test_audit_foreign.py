@@ -11,10 +11,10 @@ import pytest
 
 from sottovoce.arrays import FloatArray, as_floats
 from sottovoce.audit.bounds import epsilon_lower_bound
-from sottovoce.audit.conversation import Conversation, Decoded, Heard, digest, numbers
-from sottovoce.audit.conversation_views import decoded, timing, views
-from sottovoce.audit.foreign import ForeignAudit, audit_conversations, decide, runs_to_refute
-from sottovoce.audit.repeats import findings
+from sottovoce.audit.foreign.audit import ForeignAudit, audit_conversations, decide, runs_to_refute
+from sottovoce.audit.foreign.conversation import Conversation, Decoded, Heard, digest, numbers
+from sottovoce.audit.foreign.repeats import findings
+from sottovoce.audit.foreign.views import decoded, timing, views
 from sottovoce.errors import CaptureError
 
 Speaker = Callable[[int, int, np.random.Generator], Sequence[FloatArray]]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from sottovoce.arrays import FloatArray, Scalars
-from sottovoce.audit.canaries import Canaries, CanaryTest, Place, Scorer, draw
+from sottovoce.audit.live.canaries import Canaries, CanaryTest, Place, Scorer, draw
 from sottovoce.data import PlacedData
 from sottovoce.errors import SpecError
 from sottovoce.machine import Message

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from sottovoce.arrays import FloatArray
-from sottovoce.audit import breaking
-from sottovoce.audit.bases import ALGORITHMS, BASES
-from sottovoce.audit.breaking import Change, Changed, Draw
-from sottovoce.audit.doctoring import forgetful, notices, overspent, spoken
-from sottovoce.audit.mutants import MUTANTS, Broken, Mutant, noisy
 from sottovoce.audit.plan import Plan, plan_audit
-from sottovoce.audit.selftest import Alarms, Outcome, added, attempt, false_alarms, interval
+from sottovoce.audit.selftest import breaking
+from sottovoce.audit.selftest.bases import ALGORITHMS, BASES
+from sottovoce.audit.selftest.breaking import Change, Changed, Draw
+from sottovoce.audit.selftest.doctoring import forgetful, notices, overspent, spoken
+from sottovoce.audit.selftest.mutants import MUTANTS, Broken, Mutant, noisy
+from sottovoce.audit.selftest.trial import Alarms, Outcome, added, attempt, false_alarms, interval
 from sottovoce.errors import SpecError
 from sottovoce.noise import SeededNoise, grid
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from sottovoce.arrays import FloatArray
-from sottovoce.audit.noticing import Expected, Finding, Noticing, Said, off_lattice
+from sottovoce.audit.live.noticing import Expected, Finding, Noticing, Said, off_lattice
 from sottovoce.machine import OnLattice
 from sottovoce.mechanisms import lattice_of
 from sottovoce.noise import SeededNoise, grid
@@ -20,7 +20,7 @@ from sottovoce.spec import parse_spec
 from tests.claims import SETUPS
 from tests.examples import made_up, small_run
 
-FIELD: dict[str, Any] = yaml.safe_load(resources.files("sottovoce_client").joinpath("field.yaml").read_text("utf-8"))
+FIELD: dict[str, Any] = yaml.safe_load(resources.files("sottovoce_client.running").joinpath("field.yaml").read_text("utf-8"))
 ROUNDS = 36
 STEP = 0.25
 

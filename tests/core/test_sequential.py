@@ -11,7 +11,7 @@ from scipy import integrate, special, stats
 
 from sottovoce.arrays import FloatArray
 from sottovoce.audit.conformance import residuals
-from sottovoce.audit.sequential import (
+from sottovoce.audit.live.sequential import (
     Conformance,
     Detector,
     EpsilonBound,

@@ -13,8 +13,8 @@ import pytest
 from scipy import stats
 
 from sottovoce.arrays import FloatArray, Scalars
-from sottovoce.audit.sequential import Changes, Conformance, Detector
-from sottovoce.audit.watch import BLOCKS, Alarm, Watch
+from sottovoce.audit.live.sequential import Changes, Conformance, Detector
+from sottovoce.audit.live.watch import BLOCKS, Alarm, Watch
 from sottovoce.data import PlacedData
 from sottovoce.errors import CaptureError
 from sottovoce.machine import Message, Noise

@@ -15,7 +15,7 @@ from rich.console import Console
 from sottovoce.errors import BudgetExhausted, DataError, NotReady, SpecError
 from sottovoce.noise import SystemNoise
 from sottovoce.spec import parse_spec
-from sottovoce_client.ledger import show_ledger
+from sottovoce_client.privacy.ledger import show_ledger
 from sottovoce_learner.books import Books
 from sottovoce_learner.ledger import Ledger, claim
 from sottovoce_learner.session import Assignment, Session

@@ -14,8 +14,8 @@ import grpc
 
 from sottovoce.data import PlacedData
 from sottovoce.spec import RunSpec
-from sottovoce_client.feeder import feed
-from sottovoce_client.operate import Outcome, run_on
+from sottovoce_client.running.feeder import feed
+from sottovoce_client.running.operate import Outcome, run_on
 from sottovoce_coordinator.service import Coordinator, CoordinatorConfig
 from sottovoce_eavesdropper.service import Eavesdropper, EavesdropperConfig
 from sottovoce_learner.service import Learner, LearnerConfig

@@ -16,7 +16,7 @@ from sottovoce.replay import replay
 from sottovoce.run import build_run
 from sottovoce.spec import RunSpec
 from sottovoce.topology import Mixing
-from sottovoce_client.feeder import feed
+from sottovoce_client.running.feeder import feed
 from sottovoce_coordinator.runs import RunBook
 from sottovoce_eavesdropper import service as eavesdropper_service
 from sottovoce_eavesdropper.reading import open_capture

@@ -24,7 +24,7 @@ from sottovoce.data import LearnerData, PlacedData
 from sottovoce.errors import SpecError, Unavailable
 from sottovoce.machine import Message
 from sottovoce.spec import RunSpec
-from sottovoce_client.feeder import batches, feed
+from sottovoce_client.running.feeder import batches, feed
 from sottovoce_coordinator.service import Coordinator, CoordinatorConfig
 from sottovoce_eavesdropper.service import Eavesdropper, EavesdropperConfig
 from sottovoce_learner.service import Learner, LearnerConfig

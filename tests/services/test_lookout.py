@@ -13,7 +13,7 @@ import structlog
 
 from sottovoce.machine import Message
 from sottovoce.run import build_run
-from sottovoce_client.operate import run_on
+from sottovoce_client.running.operate import run_on
 from sottovoce_eavesdropper import lookout
 from sottovoce_eavesdropper.lookout import Lookout, first_heard
 from sottovoce_eavesdropper.reading import open_capture

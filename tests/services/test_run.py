@@ -17,7 +17,7 @@ from sottovoce.run import build_run
 from sottovoce.simulator import simulate
 from sottovoce.spec import RunSpec
 from sottovoce.transcript import Transcript
-from sottovoce_client.operate import BY_OPERATOR, Interrupted, Outcome
+from sottovoce_client.running.operate import BY_OPERATOR, Interrupted, Outcome
 from sottovoce_eavesdropper import service as eavesdropper_service
 from sottovoce_eavesdropper.reading import Capture, open_capture
 from sottovoce_eavesdropper.relay import Relay

@@ -118,6 +118,8 @@ def chosen(
     """
     own = data.learners[learner]
     if 0 <= row < len(own.labels) and row not in own.order:
-        raise DataError(f"record {row} is learned in no round, so a swap shows nothing; record {own.order[0]} is learned")
+        raise DataError(
+            f"record {row} is learned in no round, so a swap shows nothing; record {own.order[0]} is learned"
+        )
     what = f"record {row} swapped in all of its uses"
     return Worlds(learner, own, own.with_record(row, features, label), what, shared)

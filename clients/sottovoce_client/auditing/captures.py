@@ -1,0 +1,280 @@
+"""`sottovoce audit --from`: an audit of traffic that was overheard earlier, of one world or of two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from sottovoce.audit.audit import Audit, Examined, conclude, conforming, examine
+from sottovoce.audit.plan import Plan
+from sottovoce.audit.simulated import Overheard, at_a_time
+from sottovoce.errors import CaptureError, DataError, EquivocationError, SpecError
+from sottovoce.privacy.guarantee import ThreatModel
+from sottovoce.run import Run
+from sottovoce.spec import RunSpec, code_to_import, parse_spec
+from sottovoce.transcript import Transcript
+from sottovoce_client.auditing.audit import Question, Say, plan
+from sottovoce_client.auditing.channel import channel, lines_of
+from sottovoce_client.auditing.worlds import FILE, Document, as_audited, read_worlds, worlds_from
+from sottovoce_client.prepare import Prepared
+from sottovoce_client.wording import plural
+from sottovoce_eavesdropper.reading import Capture, open_capture
+from sottovoce_eavesdropper.storage import Folder, open_folder
+
+DEPTH = 3
+"""Folders below each other in which captures are looked for: results, captures, one capture."""
+
+
+def from_captures(
+    place: str, asked: Question, prepare: Callable[[RunSpec], Prepared], say: Say, *, spec: RunSpec | None = None
+) -> Audit:
+    """Audit what was overheard earlier.
+
+    Captures of an audit name the worlds that they lived in, and a file beside them says what these are. Others are all taken
+    for the spec's own world: their noise is tested and their exact losses are known, but there is nothing to guess.
+
+    Args:
+        place: a folder with one capture or many: a path, or a URL for fsspec.
+        asked: what is asked; its number of runs is that of the captures.
+        prepare: finds the data of a spec and checks the run.
+        say: told what is being done.
+        spec: what was run (default: what the captures say was run).
+
+    Raises:
+        CaptureError: there are no captures, they cannot be read, or they are of different runs.
+        SpecError: the question or the spec do not fit them, or they are too few.
+        DataError: the data, or the two worlds, are not those of the captures.
+    """
+    say("looking for captures")
+    root = open_folder(place)
+    captures = find(root)
+    if not captures:
+        raise CaptureError(f"{root.name} must be a capture, or a folder with captures: there is no capture.json")
+    document = same_spec(captures)
+    prepared = prepare(_spec(document, captures[0].name, spec))
+    _require_features(captures, prepared)
+    kept, dropped = whole(captures, prepared.run)
+    labels = {_label(capture) for capture in kept}
+    told, where = (None, "") if labels == {None} else _told(root, labels)
+    worlds = None if told is None else worlds_from(told, prepared, where)
+    if told is not None:
+        _require_same(told.get("spec"), document, where, captures[0].name)
+        _require_asked(asked, str(told["learner"]), where)
+    paired = labels == {0, 1}
+    asked = replace(asked, runs=len(kept) // 2 if paired else len(kept))
+    lost = f"; {plural(dropped, 'other')} left out, of which rounds are missing" if dropped else ""
+    source = f"{plural(len(kept), 'capture')} in {root.name}{lost}"
+    return audit_of(plan(prepared, asked, worlds, paired=paired), kept, source, say)
+
+
+def audit_of(audited: Plan, captures: Sequence[Capture], source: str, say: Say) -> Audit:
+    """Audit what was overheard.
+
+    Args:
+        audited: the audit.
+        captures: of whole runs.
+        source: where they came from, in words.
+        say: told what is being done.
+
+    Raises:
+        CaptureError: one cannot be read.
+        EquivocationError: a learner said different things to different neighbours.
+        SpecError: the listener hears what no channel carries, or an extra is not installed.
+    """
+    require_heard(audited.listener.threat)
+    most = at_a_time(audited.run, audited.worlds)
+    first: list[Transcript] = []
+    parts: list[Examined] = []
+    pending: tuple[list[Overheard], list[Overheard]] = ([], [])
+    for k, part in enumerate(overheard(audited, captures)):
+        if part.world == 0 and len(first) < conforming(audited.run):
+            first.append(part.transcript)
+        pending[part.world].append(part)
+        if len(pending[part.world]) == most:
+            parts.append(examine(audited, _together(pending[part.world])))
+            pending[part.world].clear()
+        say(f"reading captures: {k + 1:,} of {len(captures):,}")
+    parts += [examine(audited, _together(rest)) for rest in pending if rest]
+    if not first:
+        raise CaptureError(f"of {plural(len(captures), 'capture')} none is of the first world")
+    return conclude(audited, parts, _side_by_side(first), source, say=say)
+
+
+def overheard(audited: Plan, captures: Iterable[Capture]) -> Iterator[Overheard]:
+    """What was heard of every run."""
+    import pyarrow as pa
+
+    run, lines = audited.run, lines_of(audited)
+    for capture in captures:
+        try:
+            transcript = capture.transcript(run.algorithm.field_shapes(), run.spec.n_learners, run.topology)
+        except EquivocationError as error:
+            raise EquivocationError(f"{capture.name}: {error}") from None
+        seen = channel(pa.Table.from_batches(capture.batches()), lines, str(capture.facts["run_id"]))
+        yield Overheard(_label(capture) or 0, transcript, channel={name: view[None] for name, view in seen.items()})
+
+
+def _together(parts: Sequence[Overheard]) -> Overheard:
+    """Runs of one world as one."""
+    seen = {name: np.concatenate([part.channel[name] for part in parts]) for name in parts[0].channel}
+    return Overheard(parts[0].world, _side_by_side([part.transcript for part in parts]), channel=seen)
+
+
+def _side_by_side(transcripts: Sequence[Transcript]) -> Transcript:
+    names = transcripts[0].fields
+    return Transcript({name: np.concatenate([each.fields[name] for each in transcripts], axis=2) for name in names})
+
+
+# ---- which captures --------------------------------------------------------------------------------------------------
+
+
+def find(place: Folder, depth: int = DEPTH) -> list[Capture]:
+    """All captures in a folder and below, in the order of their replicas.
+
+    Raises:
+        CaptureError: one is not what it says it is, or the folder cannot be read.
+    """
+    return sorted(_find(place, depth), key=lambda capture: (_replica(capture), capture.name))
+
+
+def _find(place: Folder, depth: int) -> Iterator[Capture]:
+    try:
+        names = place.names()
+    except OSError as error:
+        raise CaptureError(f"cannot read {place.name}: {error}") from None
+    if "capture.json" in names:
+        yield open_capture(place)
+    elif depth:
+        for name in names:
+            yield from _find(place.below(name), depth - 1)
+
+
+def _replica(capture: Capture) -> int:
+    replica = capture.facts.get("replica")
+    return replica if type(replica) is int else -1
+
+
+def whole(captures: Sequence[Capture], run: Run) -> tuple[list[Capture], int]:
+    """Those that have all rounds, and how many have not.
+
+    Raises:
+        CaptureError: none has, or one cannot be read.
+    """
+    heard = [np.count_nonzero(run.topology.at(t).neighbours) for t in range(run.spec.rounds)]
+    kept = [capture for capture in captures if capture.totals()[0] >= sum(heard)]
+    kept = [capture for capture in kept if _rounds(capture, run) == run.spec.rounds]
+    if not kept:
+        raise CaptureError(
+            f"of {plural(len(captures), 'capture')} none has all {run.spec.rounds} rounds ({captures[0].name} is the first)"
+        )
+    return kept, len(captures) - len(kept)
+
+
+def _rounds(capture: Capture, run: Run) -> int:
+    try:
+        return capture.transcript(run.algorithm.field_shapes(), run.spec.n_learners, run.topology).rounds
+    except EquivocationError as error:
+        raise EquivocationError(f"{capture.name}: {error}") from None
+
+
+def same_spec(captures: Sequence[Capture]) -> Document:
+    """The spec of all of them.
+
+    Raises:
+        CaptureError: two differ.
+    """
+    first: Document = captures[0].facts["spec"]
+    for other in captures[1:]:
+        _require_same(first, other.facts["spec"], captures[0].name, other.name)
+    return first
+
+
+def _require_same(one: Any, other: Any, first: str, second: str) -> None:
+    if (where := difference(one, other)) is not None:
+        raise CaptureError(f"{first} and {second} must be of the same run spec, and differ in {where}")
+
+
+def difference(one: Any, other: Any, where: str = "") -> str | None:
+    """The first place where two JSON documents differ, and what stands there; None: nowhere."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        keys = sorted({*one, *other})
+        return next((d for key in keys if (d := difference(one.get(key), other.get(key), _at(where, key)))), None)
+    return None if one == other else f"{where or 'all of it'}: {str(one)[:60]} and {str(other)[:60]}"
+
+
+def _at(where: str, key: object) -> str:
+    return f"{where}.{key}" if where else str(key)
+
+
+def _spec(document: Document, where: str, given: RunSpec | None) -> RunSpec:
+    """What was run; code that a spec names is imported only for the one that was given.
+
+    Raises:
+        SpecError: it is not valid, or another one than was given.
+    """
+    if given is None:
+        if named := code_to_import(document):
+            raise SpecError(
+                f"{where} names code to import, {named!r}: give the SPEC beside --from, if you trust that code"
+            )
+        return parse_spec(document, source=where)
+    heard = parse_spec(document, source=where, imports=code_to_import(given.model_dump(mode="json")) is not None)
+    one, other = (as_audited(spec).model_dump(mode="json") for spec in (given, heard))
+    if (place := difference(one, other)) is not None:
+        raise SpecError(f"the SPEC given must be that of the captures in {where}, and differs in {place}")
+    return given
+
+
+def _require_features(captures: Sequence[Capture], prepared: Prepared) -> None:
+    for capture in captures:
+        if (told := capture.facts.get("n_features")) and told != prepared.data.n_features:
+            raise DataError(
+                f"{capture.name} is of records with {told} features (with the intercept), "
+                f"the spec's data source gives {prepared.data.n_features}"
+            )
+
+
+# ---- which worlds ----------------------------------------------------------------------------------------------------
+
+
+def _label(capture: Capture) -> int | None:
+    label = capture.facts.get("world")
+    if label is not None and (type(label) is not int or label not in (0, 1)):
+        raise CaptureError(f"{capture.name} must be of world 0 or 1, or say nothing of it, got {str(label)[:60]}")
+    return label
+
+
+def _told(root: Folder, labels: set[int | None]) -> tuple[Document, str]:
+    """What the worlds of labelled captures are, and where that stands."""
+    named = " and ".join(sorted("none" if label is None else str(label) for label in labels))
+    if None in labels or 0 not in labels:
+        raise CaptureError(f"captures in {root.name} must be of the worlds 0 and 1, or 0 alone, got {named}")
+    for place in (root, root.below("captures"), root.below("..")):
+        if FILE in place.names():
+            return read_worlds(place), f"{place.name}/{FILE}"
+    raise CaptureError(
+        f"captures in {root.name} are of world {named}: there must be a {FILE} beside them that says what the worlds are"
+    )
+
+
+def _require_asked(asked: Question, learner: str, where: str) -> None:
+    """The swap has been made: no other one can be asked for."""
+    if asked.learner not in (None, learner):
+        raise SpecError(f"--learner must be {learner}, whose record was swapped in these captures ({where})")
+    if asked.record is not None:
+        raise SpecError(f"--record is for runs that are still to be made: these captures have their swap ({where})")
+
+
+def require_heard(threat: ThreatModel) -> None:
+    """Refuse what no channel carries.
+
+    Raises:
+        SpecError: published decisions are asked for.
+    """
+    if threat is ThreatModel.OUTPUT:
+        raise SpecError(
+            "--threat output is about published decisions, which no channel carries: audit it on the simulator"
+        )

@@ -1,0 +1,1 @@
+"""The audit of services that are not ours."""

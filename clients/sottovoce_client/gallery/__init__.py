@@ -1,0 +1,1 @@
+"""`sottovoce gallery`: attacks on what is overheard, in pictures."""

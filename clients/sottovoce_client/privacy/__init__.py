@@ -1,0 +1,1 @@
+"""What runs promise and cost: budgets, calibration, the trade-off, the ledger."""

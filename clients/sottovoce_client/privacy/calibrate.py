@@ -1,0 +1,97 @@
+"""`sottovoce calibrate`: the same spec with the noise that a budget asks for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+
+from sottovoce.errors import SpecError
+from sottovoce.privacy.calibration import Budget, Calibrated, Per, calibrate
+from sottovoce.spec import AlgorithmSpec, RunSpec, Shared
+from sottovoce_client.prepare import Prepared
+from sottovoce_client.privacy.budget import learner_index
+from sottovoce_client.wording import number
+
+
+def calibrate_to(
+    source: Path, prepared: Prepared, budget: Budget, out: Path | None, console: Console | None = None
+) -> None:
+    """Find the noise, say what it came to, and write the spec: the user's own document with another noise.
+
+    Args:
+        source: the spec's file. Its comments are not kept.
+        prepared: what it describes.
+        budget: what to meet.
+        out: where to write (None: to standard output).
+        console: where to say what was found.
+    """
+    console = console or Console(stderr=True)
+    spec = prepared.run.spec
+    with console.status("searching"):
+        found = calibrate(spec, prepared.data, budget)
+    for name, epsilon, factor in zip(spec.names, found.epsilons, found.factors, strict=True):
+        console.print(f"{name}: epsilon {number(epsilon)}, {number(factor)} times the noise", highlight=False)
+    if isinstance(spec.data.partition, Shared):
+        console.print(
+            "learners share their records: these are epsilons of all their messages together", highlight=False
+        )
+    text = yaml.safe_dump(with_algorithm(source, spec.algorithm, found), sort_keys=False)
+    if out is None:
+        print(text, end="")
+        return
+    try:
+        out.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise SpecError(f"cannot write {out}: {error.strerror}") from None
+    console.print(str(out), highlight=False)
+
+
+def with_algorithm(source: Path, before: AlgorithmSpec, found: Calibrated) -> dict[str, Any]:
+    """The document of a file with those parameters of the algorithm that have changed."""
+    document: dict[str, Any] = yaml.safe_load(source.read_text(encoding="utf-8"))
+    old, new = (each.model_dump(mode="json") for each in (before, found.spec.algorithm))
+    document["algorithm"] = document["algorithm"] | {key: new[key] for key in new if new[key] != old[key]}
+    return document
+
+
+def budget_of(spec: RunSpec, epsilon: float | None, single: Sequence[str], horizon: str | None, per: Per) -> Budget:
+    """What the command's options ask for.
+
+    Args:
+        spec: the run.
+        epsilon: for every learner that is not named.
+        single: `NAME=E` each.
+        horizon: rounds, or `inf`.
+        per: for an event or a record.
+
+    Raises:
+        SpecError: an option is not of its form, names nobody, or a learner is left without a target.
+    """
+    targets = [epsilon] * spec.n_learners
+    for each in single:
+        name, equals, value = each.rpartition("=")
+        if not equals:
+            raise SpecError(f"--learner must be NAME=EPSILON, got {each}")
+        targets[learner_index(spec, name)] = _number("--learner NAME=EPSILON", value)
+    without = [name for name, target in zip(spec.names, targets, strict=True) if target is None]
+    if without:
+        raise SpecError(f"every learner needs a target, got none for {', '.join(without)}; give --epsilon")
+    rounds = None if horizon is None else _number("--horizon", horizon)
+    if rounds is not None and rounds < math.inf and rounds != round(rounds):
+        raise SpecError(f"--horizon must be a whole number of rounds, or inf, got {horizon}")
+    return Budget(tuple(target for target in targets if target is not None), rounds, per)
+
+
+def _number(option: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if math.isnan(value):
+        raise SpecError(f"{option} must be a number, got {text!r}")
+    return value

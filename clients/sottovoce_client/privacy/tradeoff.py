@@ -1,0 +1,254 @@
+"""`sottovoce tradeoff`: simulate at several privacy levels, fit what accuracy costs, and find the best level."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+
+from sottovoce.arrays import FloatArray, as_floats
+from sottovoce.errors import SpecError
+from sottovoce.metrics import Metrics
+from sottovoce.noise import SeededNoise
+from sottovoce.privacy.calibration import Budget, calibrate
+from sottovoce.privacy.tradeoff import AccuracyCurve, Optimum, Utility, fit, solve
+from sottovoce.run import build_run
+from sottovoce.simulator import simulate
+from sottovoce.spec import RunSpec
+from sottovoce_client.prepare import Prepared
+from sottovoce_client.reports.drawing import Trace, axis, draw, finite
+from sottovoce_client.reports.page import page, section, table, terms
+from sottovoce_client.running.simulation import finite as number_or_none
+from sottovoce_client.running.simulation import with_error
+from sottovoce_client.wording import number, plural
+
+LOSS, OBJECTIVE, WORTH, BEST = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
+ERROR = "error"
+"""The metric `accuracy`, turned into the share of held-out records that are classified wrongly."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What to trade.
+
+    Attributes:
+        epsilons: levels to simulate at, of the learner that spends most, for one event over the whole run.
+        metric: of `sottovoce.metrics` that stands for the loss of accuracy; or `error`.
+        utility: what privacy is worth.
+        threshold: c3, the largest acceptable loss of accuracy (None: that of the fitted curve at the smallest level).
+        ceiling: the largest acceptable level (None: the largest that is simulated).
+        replicas: repetitions at every level.
+        seed: of the noise.
+    """
+
+    epsilons: tuple[float, ...]
+    metric: str = "average_loss"
+    utility: Utility = field(default_factory=Utility)
+    threshold: float | None = None
+    ceiling: float | None = None
+    replicas: int = 20
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The loss of accuracy at one level: its mean, and the standard error of that (not-a-number for one replica)."""
+
+    epsilon: float
+    loss: float
+    error: float
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What was measured, fitted and found."""
+
+    measured: tuple[Measured, ...]
+    curve: AccuracyCurve
+    threshold: float
+    optimum: Optimum
+
+
+def levels(text: str) -> tuple[float, ...]:
+    """`1,2,5` as numbers, ascending, each once.
+
+    Raises:
+        SpecError: not so, or fewer than three.
+    """
+    try:
+        found = sorted({float(part) for part in text.split(",")})
+    except ValueError:
+        raise SpecError(f"--epsilons must be numbers with commas between them, got {text!r}") from None
+    if len(found) < 3:
+        raise SpecError(f"--epsilons must be at least 3 different levels, got {len(found)}: {text!r}")
+    return tuple(found)
+
+
+def tradeoff(prepared: Prepared, folder: Path, problem: Problem, console: Console | None = None) -> None:
+    """Print the best level, and write `tradeoff.json` and `tradeoff.html`.
+
+    Raises:
+        SpecError: too few levels, noise that cannot be calibrated, losses that do not fall, or no admissible level.
+    """
+    console = console or Console()
+    measured = []
+    for epsilon in problem.epsilons:
+        with console.status(f"simulating at epsilon {number(epsilon)}"):
+            measured.append(measure(prepared, epsilon, problem))
+        loss = with_error(measured[-1].loss, measured[-1].error)
+        console.print(f"epsilon {number(epsilon)}: {_words(problem.metric)} {loss}", highlight=False)
+    answer = answer_of(measured, problem)
+    for text in _said(answer, problem):
+        console.print(text, highlight=False, soft_wrap=True)
+    document = json.dumps(as_document(prepared.run.spec, answer, problem), indent=2)
+    (folder / "tradeoff.json").write_text(document + "\n", encoding="utf-8")
+    (folder / "tradeoff.html").write_text(_page(prepared.run.spec, answer, problem), encoding="utf-8")
+    console.out(f"{folder}: tradeoff.json, tradeoff.html", highlight=False)
+
+
+def measure(prepared: Prepared, epsilon: float, problem: Problem) -> Measured:
+    """Simulate with the noise of one level."""
+    spec, data = prepared.run.spec, prepared.data
+    found = calibrate(spec, data, Budget((epsilon,) * spec.n_learners))
+    run = build_run(found.spec, data.n_features)
+    metrics = Metrics(run, data, at=(spec.rounds,))
+    for step in simulate(run, data, SeededNoise(problem.seed), problem.replicas):
+        metrics.take(step)
+    name = "accuracy" if problem.metric == ERROR else problem.metric
+    if name not in metrics.curves:
+        known = [ERROR if each == "accuracy" else each for each in metrics.curves.curves]
+        raise SpecError(f"--metric must be one of {', '.join(known)}, got {problem.metric}")
+    curve = metrics.curves[name]
+    loss = 1.0 - curve.final if problem.metric == ERROR else curve.final
+    return Measured(max(found.epsilons), loss, curve.final_error)
+
+
+def answer_of(measured: Sequence[Measured], problem: Problem) -> Answer:
+    """Fit and solve."""
+    epsilons = [each.epsilon for each in measured]
+    curve = fit(epsilons, [each.loss for each in measured])
+    threshold = float(curve.at(np.array(min(epsilons)))) if problem.threshold is None else problem.threshold
+    ceiling = max(epsilons) if problem.ceiling is None else problem.ceiling
+    return Answer(tuple(measured), curve, threshold, solve(curve, problem.utility, threshold, ceiling))
+
+
+# ---- showing ---------------------------------------------------------------------------------------------------------
+
+
+def _words(metric: str) -> str:
+    return "share of wrong answers" if metric == ERROR else metric.replace("_", " ")
+
+
+def _said(answer: Answer, problem: Problem) -> list[str]:
+    c, best = answer.curve, answer.optimum
+    where = "a minimum inside" if best.interior else "an end of what is allowed, not a minimum"
+    return [
+        f"fitted: {_words(problem.metric)} = {number(c.c4)} exp(−{number(c.c5)} ε) + {number(c.c6)}",
+        f"allowed: ε from {number(best.lowest)} to {number(best.highest)}, loss at most {number(answer.threshold)}",
+        f"best: ε = {number(best.alpha)}, {where}",
+    ]
+
+
+def as_document(spec: RunSpec, answer: Answer, problem: Problem) -> dict[str, object]:
+    """What `tradeoff.json` says."""
+    return {
+        "name": spec.name,
+        "algorithm": spec.algorithm.name,
+        "metric": problem.metric,
+        "replicas": problem.replicas,
+        "seed": problem.seed,
+        "measured": [asdict(each) | {"error": number_or_none(each.error)} for each in answer.measured],
+        "curve": asdict(answer.curve),
+        "utility": asdict(problem.utility),
+        "threshold": answer.threshold,
+        "optimum": asdict(answer.optimum),
+    }
+
+
+def _page(spec: RunSpec, answer: Answer, problem: Problem) -> str:
+    best, c, u = answer.optimum, answer.curve, problem.utility
+    loss = _words(problem.metric)
+    rows = [(number(each.epsilon), with_error(each.loss, each.error)) for each in answer.measured]
+    formulas = (
+        ("accuracy lost", f"L(ε) = {number(c.c4)} exp(−{number(c.c5)} ε) + {number(c.c6)}"),
+        ("privacy is worth", f"U(ε) = {u.w1:g} ln( {u.w2:g} / ({u.w3:g} ε + {u.w4:g} ε²) )"),
+        ("minimised", "J(ε) = L(ε) − U(ε)"),
+        ("allowed", f"ε from {number(best.lowest)} to {number(best.highest)}, where L(ε) ≤ {number(answer.threshold)}"),
+    )
+    lead = f"ε = {number(best.alpha)}" + (
+        ", a minimum inside the allowed levels."
+        if best.interior
+        else ", an end of the allowed levels: J has no minimum inside."
+    )
+    return page(
+        "privacy and accuracy",
+        spec.name,
+        (spec.algorithm.name, spec.data.source, plural(problem.replicas, "replica"), "ε per event over the whole run"),
+        (
+            section("The best level", lead, _balance(answer, problem)),
+            section(
+                "What accuracy costs", f"The {loss} of simulated runs, and the fitted curve.", _fitted(answer, loss)
+            ),
+            section("Numbers", "", terms(formulas), table(("ε", loss), rows, narrow=True)),
+        ),
+    )
+
+
+def _levels(answer: Answer) -> FloatArray:
+    ends = [each.epsilon for each in answer.measured] + [answer.optimum.lowest, answer.optimum.highest]
+    return as_floats(np.geomspace(min(ends), max(ends), 300))
+
+
+def _curve(x: FloatArray, y: FloatArray, name: str, colour: str, **more: object) -> Trace:
+    line = {"color": colour, "width": 2.2, **more}
+    values = {"x": finite(x), "y": finite(y), "name": name, "hovertemplate": "ε %{x:.4~g}: %{y:.4~g}"}
+    return {"type": "scatter", "mode": "lines", **values, "line": line}
+
+
+def _balance(answer: Answer, problem: Problem) -> str:
+    """J with its two parts over the allowed levels, and the optimum."""
+    best = answer.optimum
+    x = as_floats(np.geomspace(best.lowest, best.highest, 300))
+    loss, worth = answer.curve.at(x), problem.utility.at(x)
+    marker = {"size": 12, "symbol": "diamond", "color": BEST, "line": {"color": "white", "width": 1.5}}
+    point = {"x": [best.alpha], "y": [best.objective], "name": f"best: ε = {number(best.alpha)}", "cliponaxis": False}
+    traces: list[Trace] = [
+        _curve(x, as_floats(loss - worth), "J = L − U", OBJECTIVE),
+        _curve(x, loss, "L: accuracy lost", LOSS, dash="dot"),
+        _curve(x, worth, "U: worth of privacy", WORTH, dash="dot"),
+        {"type": "scatter", "mode": "markers", **point, "marker": marker, "hovertemplate": "%{y:.4~g}"},
+    ]
+    return draw("plot-balance", traces, 400, xaxis=_across(x), yaxis=axis("in units of the loss"))
+
+
+def _fitted(answer: Answer, loss: str) -> str:
+    """Measured losses with two standard errors, and the curve through them."""
+    x, measured = _levels(answer), answer.measured
+    errors = np.array([each.error for each in measured])
+    bars: Trace = {}
+    if np.isfinite(errors).all():
+        bars = {"error_y": {"type": "data", "array": finite(2 * errors), "color": LOSS, "thickness": 1.2, "width": 4}}
+    points = {
+        "type": "scatter",
+        "mode": "markers",
+        "x": finite(np.array([each.epsilon for each in measured])),
+        "y": finite(np.array([each.loss for each in measured])),
+        "name": "simulated" + (" ± 2 standard errors" if bars else ""),
+        "marker": {"size": 9, "color": LOSS},
+        "hovertemplate": "ε %{x:.4~g}: %{y:.4~g}",
+        **bars,
+    }
+    curve = _curve(x, answer.curve.at(x), "fitted", "#6b7785")
+    return draw("plot-accuracy", [curve, points], 400, xaxis=_across(x), yaxis=axis(loss))
+
+
+def _across(x: FloatArray) -> Trace:
+    """A logarithmic axis for levels, with marks at 1, 2, 5 of every decade."""
+    powers = range(math.floor(math.log10(x[0])), math.ceil(math.log10(x[-1])) + 1)
+    marks = [digit * 10.0**power for power in powers for digit in (1, 2, 5)]
+    return axis("ε", type="log", tickvals=marks, ticktext=[f"{mark:g}" for mark in marks])

@@ -1,0 +1,81 @@
+"""What may be concluded from one capture: it can refute a claim, or be consistent with it, never prove it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from sottovoce_client.running.summary import LearnerSummary, RunSummary, Swap
+from sottovoce_client.wording import number
+
+Case = tuple[LearnerSummary, str, Swap]
+"""Whose record, at which level (`event` or `record`), and what its swap shows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A headline, and the sentence that gives its reason."""
+
+    kind: Literal["consistent", "refuted", "open"]
+    headline: str
+    text: str
+
+
+def exceeds(loss: float, budget: float) -> bool:
+    """Whether a loss is above the claim by more than rounding."""
+    return loss > budget * (1 + 1e-9) + 1e-12
+
+
+def cases(summary: RunSummary) -> list[Case]:
+    """Every swap that was weighed."""
+    swaps = (
+        (e, level, s) for e in summary.learners for level, s in (("event", e.swap_event), ("record", e.swap_record))
+    )
+    return [(learner, level, swap) for learner, level, swap in swaps if swap is not None]
+
+
+def telling(summary: RunSummary) -> Case | None:
+    """The swap whose loss uses up most of its claim; None without a capture."""
+    return max(cases(summary), key=lambda case: (_used(case[2]), case[2].loss), default=None)
+
+
+def _used(swap: Swap) -> float:
+    if swap.budget > 0:
+        return swap.loss / swap.budget if math.isfinite(swap.budget) else 0.0
+    return math.inf if exceeds(swap.loss, swap.budget) else 0.0
+
+
+def verdict_of(summary: RunSummary) -> Verdict:
+    """Hold the capture's exact losses against the claims."""
+    worst = telling(summary)
+    if worst is None:
+        text = "Without a capture the promise below was not put to the test."
+        return Verdict("open", "Nobody listened", text)
+    learner, level, swap = worst
+    shown = f"{learner.name}, one record swapped, per {level}"
+    if exceeds(swap.loss, swap.budget):
+        text = f"The privacy loss of this capture is {number(swap.loss)}, above the claim of {number(swap.budget)} ({shown})."
+        return Verdict("refuted", "Refuted: the capture gives away more than was promised", text)
+    loose = [case for case in cases(summary) if exceeds(case[2].supremum, case[2].budget)]
+    if loose:
+        learner, level, swap = loose[0]
+        text = f"A capture could have shown {number(swap.supremum)}, above the claim of {number(swap.budget)} "
+        return Verdict("refuted", "Refuted: the claim does not hold", f"{text}({learner.name}, per {level}).")
+    if not summary.private_noise:
+        text = "Its noise came from a recording or a seed, so that it can be repeated: whoever has them can take it away again. "
+        text += (
+            f"The largest privacy loss found in this capture is {number(swap.loss)}, as far as the noise is unknown."
+        )
+        return Verdict("open", "This run protected nobody", text)
+    if math.isinf(swap.budget):
+        text = f"Every claimed ε is infinite. The largest privacy loss found in this capture is {number(swap.loss)}."
+        return Verdict("open", "Nothing finite was promised", text)
+    examined, said = min(len(s.by_round) for _, _, s in cases(summary)), summary.rounds_done
+    if 2 * examined < said:
+        text = f"What learners said could be replayed for {examined} of {said} rounds at least, because in later ones nobody "
+        text += f"heard them. The largest privacy loss found is {number(swap.loss)}, within the claim of {number(swap.budget)}."
+        return Verdict("open", "Too little was overheard to tell", text)
+    text = f"The most telling record swap found has a privacy loss of {number(swap.loss)} in this capture, "
+    text += f"within the claim of {number(swap.budget)} ({shown}). One capture can refute a promise, not prove it."
+    return Verdict("consistent", "Consistent with the promise", text)

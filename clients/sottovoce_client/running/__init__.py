@@ -1,0 +1,1 @@
+"""Runs: started, fed, watched, summed up; on services or on the simulator."""

@@ -1,0 +1,359 @@
+"""`sottovoce compare`: several specs on the same data, in the simulator, side by side."""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib.resources import files
+from pathlib import Path
+
+import numpy as np
+import yaml
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from sottovoce.arrays import FloatArray, as_floats
+from sottovoce.errors import SottovoceError, SpecError
+from sottovoce.metrics import Curves, Metrics
+from sottovoce.noise import SeededNoise
+from sottovoce.privacy.composition import dearest_record, record_losses
+from sottovoce.privacy.guarantee import Guarantee, ThreatModel
+from sottovoce.run import Run
+from sottovoce.simulator import SimulatedRound, simulate
+from sottovoce.spec import DataSpec, RunSpec, load_spec, parse_spec
+from sottovoce_client.prepare import Prepared
+from sottovoce_client.reports.drawing import PALETTE, Trace, axis, draw, finite, label, plotly
+from sottovoce_client.reports.run_report import POLICY
+from sottovoce_client.running.simulation import as_document, with_error
+from sottovoce_client.running.simulation import finite as number_or_none
+from sottovoce_client.wording import NOTHING, count, number
+
+HEADS = (
+    "spec",
+    "algorithm",
+    "threat model",
+    "ε, paper",
+    "ε per event",
+    "ε per record",
+    "accuracy",
+    "average loss",
+    "regret per round",
+    "consensus error",
+    "floats sent",
+    "rounds/s",
+)
+PLOTS = (
+    ("average_loss", "average network loss", ".4~g"),
+    ("accuracy", "accuracy on held-out records", ".1%"),
+    ("tracking_error", "tracking error", ".4~g"),
+    ("consensus_error", "consensus error", ".4~g"),
+)
+"""Metrics that are drawn: their names, what the page calls them, and d3 formats of their values."""
+LEAD = (
+    "Simulated on the same held-out records. ε: to somebody who hears every message, by the paper’s formula, for one use of one "
+    "record, and for the dearest record in all its uses. Figures are means over learners and replicas, ± their standard error; "
+    "bands are two of these. An algorithm that learns all records in its first round has its losses counted there alone."
+)
+DASHES = ("solid", "dash", "dot", "dashdot")
+"""For more lines than there are colours."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What one spec came to.
+
+    Attributes:
+        source: its file, or its name in the field.
+        algorithm: its name.
+        threat_model: who may listen without the guarantee being void; a dash where it is void for everybody.
+        paper: epsilon by the paper's own formula, of the learner with the largest; infinite: nothing is promised.
+        event: tight, of one use of one record, likewise; the sum over the learners where they share their records.
+        record: tight, of the record that costs most in all its uses.
+        floats: numbers that a learner says in a round.
+        rounds: of the run.
+        rounds_per_s: replica-rounds a second, without what measuring took.
+        curves: what was measured.
+    """
+
+    source: str
+    algorithm: str
+    threat_model: str
+    paper: float
+    event: float
+    record: float
+    floats: int
+    rounds: int
+    rounds_per_s: float
+    curves: Curves
+
+
+Source = tuple[str, Callable[[], RunSpec]]
+"""What a spec is called, and how to load it."""
+
+
+def from_files(paths: Sequence[Path]) -> list[Source]:
+    """Specs that lie in files."""
+    return [(str(path), partial(load_spec, path)) for path in paths]
+
+
+def the_field() -> list[Source]:
+    """The specs of `field.yaml`: every algorithm on one problem."""
+    document = yaml.safe_load(files("sottovoce_client.running").joinpath("field.yaml").read_text(encoding="utf-8"))
+    specs = [{**document["common"], **each} for each in document["runs"]]
+    return [(each["name"], partial(parse_spec, each, source=each["name"])) for each in specs]
+
+
+def compare(
+    sources: Sequence[Source],
+    prepare: Callable[[RunSpec], Prepared],
+    folder: Path,
+    *,
+    replicas: int,
+    seed: int,
+    console: Console | None = None,
+) -> int:
+    """Run all specs, print a table, and write `compare.json`, `compare.md` and `compare.html`.
+
+    What cannot be run is said, and the others are run: the exit code is then 1.
+
+    Args:
+        sources: the specs. They must hold the same records out.
+        prepare: loads the data and checks the run.
+        folder: where results are written.
+        replicas: repetitions of each, which differ in their noise alone.
+        seed: of the noise, the same for each.
+        console: where the table is printed.
+    """
+    console = console or Console()
+    results, failures, first = [], [], None
+    for source, load in sources:
+        try:
+            spec = load()
+            first = first or spec
+            _insist_on_same_records(spec.data, first.data)
+            with console.status(f"{source}: {spec.algorithm.name}"):
+                results.append(result_of(source, prepare(spec), replicas, seed))
+        except (SottovoceError, ArithmeticError, ValueError) as error:  # an algorithm of somebody else's may raise more
+            failures.append((source, str(error)))
+            console.out(f"{source}: {error}", highlight=False, style="red" if console.is_terminal else None)
+    if results:
+        console.print(_table(results)) if console.is_terminal else console.out(as_markdown(results), highlight=False)
+        write_comparison(folder, results, failures, replicas, seed)
+        console.out(f"{folder}: compare.json, compare.md, compare.html", highlight=False)
+    return 1 if failures else 0
+
+
+SAME = ("source", "label", "positive", "test_fraction", "scale", "intercept", "seed")
+"""Fields of `data` that choose the records and hold some of them out; who gets which, and when, may differ."""
+
+
+def _insist_on_same_records(data: DataSpec, first: DataSpec) -> None:
+    for field in SAME:
+        if (came := getattr(data, field)) != (wanted := getattr(first, field)):
+            raise SpecError(f"data.{field} must be that of the first spec, {wanted!r}, got {came!r}")
+
+
+def result_of(source: str, prepared: Prepared, replicas: int, seed: int) -> Result:
+    """Simulate and measure one run."""
+    run, data = prepared.run, prepared.data
+    metrics, clock = Metrics(run, data), _Clock(simulate(run, data, SeededNoise(seed), replicas))
+    for step in clock:
+        metrics.take(step)
+    events, records = [], []
+    for i, own in enumerate(data.learners):
+        counts = np.diff(own.offsets)
+        events.append(run.algorithm.guarantee(i, counts))
+        records.append(dearest_record(record_losses(run.algorithm, i, own), events[-1].per_round))
+    whole = math.fsum if events[0].shared else max
+    return Result(
+        source=source,
+        algorithm=run.algorithm.name,
+        threat_model=_safe_from(events[0]),
+        paper=max(float(each.paper[-1]) for each in events),
+        event=whole(each.epsilon() for each in events),
+        record=whole(records),
+        floats=_floats(run),
+        rounds=run.spec.rounds,
+        rounds_per_s=replicas * run.spec.rounds / clock.seconds,
+        curves=metrics.curves,
+    )
+
+
+def _safe_from(guarantee: Guarantee) -> str:
+    if math.isfinite(guarantee.epsilon()):
+        return guarantee.threat_model.value
+    return NOTHING if guarantee.output is None else ThreatModel.OUTPUT.value
+
+
+class _Clock:
+    """Passes rounds on, and adds up the time that they took to come."""
+
+    def __init__(self, rounds: Iterator[SimulatedRound]) -> None:
+        self._rounds, self.seconds = rounds, 0.0
+
+    def __iter__(self) -> Iterator[SimulatedRound]:
+        return self
+
+    def __next__(self) -> SimulatedRound:
+        began = time.perf_counter()
+        try:
+            return next(self._rounds)
+        finally:
+            self.seconds += time.perf_counter() - began
+
+
+def _floats(run: Run) -> int:
+    return sum(math.prod(shape) for shape in run.algorithm.field_shapes().values())
+
+
+# ---- showing ---------------------------------------------------------------------------------------------------------
+
+
+def _row(result: Result) -> tuple[str, ...]:
+    regret = _final(result, "static_regret", 1.0 / result.rounds)
+    return (
+        Path(result.source).stem,
+        result.algorithm,
+        result.threat_model,
+        number(result.paper),
+        number(result.event),
+        number(result.record),
+        _final(result, "accuracy"),
+        _final(result, "average_loss"),
+        regret,
+        _final(result, "consensus_error"),
+        count(result.floats),
+        number(result.rounds_per_s, 3),
+    )
+
+
+def _final(result: Result, name: str, factor: float = 1.0) -> str:
+    if name not in result.curves:
+        return NOTHING
+    curve = result.curves[name]
+    return with_error(factor * curve.final, factor * curve.final_error)
+
+
+def _table(results: Sequence[Result]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
+    for k, head in enumerate(HEADS):
+        table.add_column(head, justify="left" if k < 3 else "right", overflow="fold")
+    for result in results:
+        table.add_row(*_row(result))
+    return table
+
+
+def as_markdown(results: Sequence[Result]) -> str:
+    """The table for a page of documentation."""
+    rule = ["---"] * 3 + ["---:"] * (len(HEADS) - 3)
+    rows = [HEADS, rule, *([cell.replace("|", "\\|") for cell in _row(result)] for result in results)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def write_comparison(
+    folder: Path, results: Sequence[Result], failures: Sequence[tuple[str, str]], replicas: int, seed: int
+) -> None:
+    """Write `compare.json`, `compare.md` and `compare.html`.
+
+    Raises:
+        SpecError: plotly is not installed.
+    """
+    document = {
+        "replicas": replicas,
+        "seed": seed,
+        "results": [_as_document(result) for result in results],
+        "failures": [{"spec": source, "error": error} for source, error in failures],
+    }
+    (folder / "compare.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    (folder / "compare.md").write_text(as_markdown(results) + "\n", encoding="utf-8")
+    (folder / "compare.html").write_text(_page(results), encoding="utf-8")
+
+
+def _as_document(result: Result) -> dict[str, object]:
+    """An epsilon of null is infinite."""
+    return {
+        "spec": result.source,
+        "algorithm": result.algorithm,
+        "threat_model": result.threat_model,
+        "epsilon_paper": number_or_none(result.paper),
+        "epsilon_event": number_or_none(result.event),
+        "epsilon_record": number_or_none(result.record),
+        "floats_per_learner_and_round": result.floats,
+        "replica_rounds_per_s": number_or_none(result.rounds_per_s),
+        **as_document(result.curves),
+    }
+
+
+def _page(results: Sequence[Result]) -> str:
+    """A self-contained page with one plot per metric, a line per spec."""
+    style = files("sottovoce_client.reports").joinpath("report.css").read_text(encoding="utf-8")
+    plots = [_plot(results, *what) for what in PLOTS if any(what[0] in each.curves for each in results)]
+    return "\n".join(
+        [
+            '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
+            f"<title>Sottovoce comparison</title>\n<style>\n{style}</style>",
+            f"<script>{plotly('offline').get_plotlyjs()}</script>\n</head>\n<body>\n<main>",
+            '<header><div class="kicker">Sottovoce · comparison</div><h1>Algorithms side by side</h1>'
+            f"<p>{LEAD}</p></header>",
+            f"<section>\n{_html_table(results)}\n</section>",
+            *plots,
+            "</main>\n</body>\n</html>\n",
+        ]
+    )
+
+
+def _html_table(results: Sequence[Result]) -> str:
+    head = "".join(f"<th>{html.escape(cell)}</th>" for cell in HEADS)
+    rows = ("".join(f"<td>{html.escape(cell)}</td>" for cell in _row(result)) for result in results)
+    body = "\n".join(f"<tr>{row}</tr>" for row in rows)
+    return f'<div class="wide"><table><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table></div>'
+
+
+def _plot(results: Sequence[Result], metric: str, title: str, form: str) -> str:
+    traces = [
+        trace
+        for k, result in enumerate(results)
+        if metric in result.curves
+        for trace in _line(result, metric, form, PALETTE[k % len(PALETTE)], DASHES[k // len(PALETTE) % len(DASHES)])
+    ]
+    name = f"plot-{metric.replace('_', '-')}"
+    ticks = {"tickformat": ".0%"} if form.endswith("%") else {}
+    picture = draw(name, traces, 400, xaxis=axis("rounds", type="log", dtick=1), yaxis=axis(title, **ticks))
+    return f"<section>\n<h2>{title.capitalize()}</h2>\n{picture}\n</section>"
+
+
+def _line(result: Result, metric: str, form: str, colour: str, dash: str) -> list[Trace]:
+    """The mean, and a band of two standard errors around it where there are replicas."""
+    rounds, curve = result.curves.rounds.tolist(), result.curves[metric]
+    line = {
+        "type": "scatter",
+        "mode": "lines",
+        "x": rounds,
+        "y": finite(curve.mean),
+        "name": label(Path(result.source).stem, 40),
+        "line": {"color": colour, "width": 2, "dash": dash},
+        "legendgroup": result.source,
+        "hovertemplate": f"round %{{x:,}}: %{{y:{form}}}",
+    }
+    if not np.isfinite(curve.error).all():
+        return [line]
+    edge = {"type": "scatter", "mode": "lines", "x": rounds, "line": {"width": 0}, "hoverinfo": "skip"}
+    edge |= {"showlegend": False, "legendgroup": result.source}
+    low, high = _edges(curve.mean, curve.error)
+    fill = {"fill": "tonexty", "fillcolor": colour + "24"}
+    return [{**edge, "y": finite(low)}, {**edge, "y": finite(high), **fill}, line]
+
+
+def _edges(mean: FloatArray, error: FloatArray) -> tuple[FloatArray, FloatArray]:
+    return as_floats(mean - 2 * error), as_floats(mean + 2 * error)

@@ -1,0 +1,69 @@
+"""Conducting a run for a person: progress while it goes, a summary and a report when it is over."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+from sottovoce.setting import spread
+from sottovoce.spec import dump_spec
+from sottovoce_client.prepare import Prepared
+from sottovoce_client.reports.run_report import write_report
+from sottovoce_client.running.console import print_summary, run_console
+from sottovoce_client.running.evaluate import noticed_in, summarise
+from sottovoce_client.running.launch import ServiceDied, run_async
+from sottovoce_client.running.operate import BY_OPERATOR, Interrupted, Outcome, Watcher
+from sottovoce_client.running.summary import Progress
+from sottovoce_client.wording import noticed_line
+
+Start = Callable[[Prepared, Watcher, asyncio.Event], Coroutine[Any, Any, Outcome]]
+
+
+def conduct(prepared: Prepared, folder: Path, start: Start) -> int:
+    """Run, show, summarise; returns the exit code.
+
+    0: finished. 1: failed, or stopped by a learner whose budget was used up. 130: stopped by the operator.
+
+    Raises:
+        SottovoceError: the run was refused, or a service did not start.
+    """
+    spec = prepared.run.spec
+    (folder / "spec.yaml").write_text(dump_spec(spec), encoding="utf-8")
+    per_message = 0 if spec.capture == "none" else 1
+    budget = spec.privacy.budget
+    budgets = () if budget is None else spread(budget, spec.n_learners, "privacy.budget")
+    with run_console(spec.name, spec.rounds, spec.names, budgets=budgets) as console:
+
+        def watch(progress: Progress, state: str) -> None:
+            console.update(progress, state, overheard=per_message * sum(progress.messages))
+
+        try:
+            outcome: Outcome = run_async(lambda stop: start(prepared, watch, stop))
+        except ServiceDied as death:
+            print(f"The run failed: {death}. What was overheard is kept in {folder / 'captures'}")
+            return 1
+        except Interrupted as told:
+            print(f"Nothing was run: {told}")
+            return 130
+    if outcome.state != "failed" and outcome.detail != BY_OPERATOR:
+        summary = summarise(prepared.run, prepared.data, outcome)
+        summary.save(folder / "summary.json")
+        report = folder / "report.html"
+        write_report(summary, report)
+        print_summary(summary, report=report)
+        return 0 if outcome.state == "finished" else 1
+    return _cut_short(outcome)
+
+
+def _cut_short(outcome: Outcome) -> int:
+    """Say what happened and what is left."""
+    done = min((status.round for status in outcome.statuses), default=0)
+    print(f"The run {outcome.state} in round {done}: {outcome.detail}")
+    if outcome.capture is not None:
+        print(f"What was overheard is kept in {outcome.capture}")
+    noticed = noticed_in(outcome)
+    if noticed is not None and noticed.count:
+        print(noticed_line(noticed.count, noticed.first))
+    return 130 if outcome.detail == BY_OPERATOR else 1

@@ -1,0 +1,283 @@
+"""The terminal: how a run is getting on, and what it came to."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from sottovoce_client.reports.verdict import exceeds, verdict_of
+from sottovoce_client.running.summary import LearnerSummary, Progress, RunSummary, Swap
+from sottovoce_client.wording import count, duration, noticed_line, number, plural, share, share_range, size
+
+LIVE_SECONDS = 0.125
+PLAIN_SECONDS = 2.0
+MOST_ROWS = 16
+"""Learners that the final table shows at most."""
+KINDS = {"consistent": "green", "refuted": "bold red", "open": "yellow"}
+STATES = {"finished": "bold green", "stopped": "bold yellow", "failed": "bold red"}
+
+Clock = Callable[[], float]
+
+
+class RunConsole(Protocol):
+    """Somebody to tell how the run is getting on; may be told as often as one likes."""
+
+    def update(self, progress: Progress, state: str, overheard: int) -> None:
+        """Show this, or leave it out if something was shown just now.
+
+        Args:
+            state: of the run, in a word.
+            overheard: messages captured.
+        """
+        ...
+
+
+@contextmanager
+def run_console(
+    title: str,
+    rounds: int,
+    names: Sequence[str],
+    plain: bool = False,
+    *,
+    budgets: Sequence[float | None] = (),
+    console: Console | None = None,
+    clock: Clock = time.monotonic,
+) -> Iterator[RunConsole]:
+    """Show a run while the context lasts: live on a terminal, else (or if `plain`) as lines without escape codes.
+
+    The live display disappears at the end, to make room for `print_summary`.
+
+    Args:
+        rounds: planned.
+        names: of the learners.
+        budgets: where each learner stops; left out for nowhere.
+    """
+    console = console or Console()
+    if plain or not console.is_terminal:
+        lines = _Lines(console, rounds, clock)
+        lines.say(f"{title}: {plural(len(names), 'learner')}, {plural(rounds, 'round')}")
+        yield lines
+        return
+    # No refreshing thread: nothing changes between two updates.
+    with Live(console=console, auto_refresh=False, transient=True) as live:
+        yield _Display(live, title, rounds, names, budgets or [None] * len(names), clock)
+
+
+class _Pace:
+    """Speed over the last few looks, so that a slow start is forgotten."""
+
+    def __init__(self, rounds: int) -> None:
+        self._planned = rounds
+        self._looks: deque[tuple[float, int]] = deque(maxlen=40)
+
+    def look(self, progress: Progress) -> None:
+        self._looks.append((progress.seconds, min(progress.rounds, default=0)))
+
+    @property
+    def done(self) -> int:
+        """Rounds that all learners have done."""
+        return self._looks[-1][1] if self._looks else 0
+
+    @property
+    def speed(self) -> float:
+        """Rounds per second."""
+        if not self._looks:
+            return 0.0
+        (since, before), (now, done) = (self._looks[0] if len(self._looks) > 1 else (0.0, 0)), self._looks[-1]
+        return (done - before) / (now - since) if now > since else 0.0
+
+    @property
+    def left(self) -> str:
+        """Time to go, in words."""
+        missing = self._planned - self.done
+        return duration(math.ceil(missing / self.speed)) if self.speed > 0 and missing > 0 else ""
+
+
+# ---- lines ------------------------------------------------------------------------------------------------------------
+
+
+class _Lines:
+    """A line about every two seconds, at every tenth of the rounds, and when the state changes."""
+
+    def __init__(self, console: Console, rounds: int, clock: Clock) -> None:
+        self._console, self._rounds, self._clock = console, rounds, clock
+        self._pace = _Pace(rounds)
+        self._said_at, self._said_tenth, self._said_state = clock(), 0, ""
+
+    def say(self, text: str) -> None:
+        # As it is: neither wrapped at the 80 columns that a pipe is said to have, nor coloured, nor read as markup.
+        self._console.out(text, highlight=False)
+
+    def update(self, progress: Progress, state: str, overheard: int) -> None:
+        self._pace.look(progress)
+        now, tenth = self._clock(), 10 * self._pace.done // max(1, self._rounds)
+        if now - self._said_at < PLAIN_SECONDS and (tenth, state) == (self._said_tenth, self._said_state):
+            return
+        self._said_at, self._said_tenth, self._said_state = now, tenth, state
+        self.say("  ".join(self._parts(progress, state, overheard)))
+
+    def _parts(self, progress: Progress, state: str, overheard: int) -> Iterator[str]:
+        yield f"round {self._pace.done}/{self._rounds}"
+        yield state
+        yield f"{number(self._pace.speed, 3)} rounds/s"
+        if any(value is not None for value in progress.accuracy):
+            yield f"accuracy {share_range(progress.accuracy)}"
+        yield f"epsilon <= {number(max(progress.epsilon, default=0.0))}"
+        yield f"{plural(overheard, 'message')} overheard"
+
+
+# ---- live -------------------------------------------------------------------------------------------------------------
+
+
+class _Display:
+    """A bar over the rounds, and a row for each learner."""
+
+    def __init__(
+        self,
+        live: Live,
+        title: str,
+        rounds: int,
+        names: Sequence[str],
+        budgets: Sequence[float | None],
+        clock: Clock,
+    ) -> None:
+        self._live, self._title, self._rounds, self._names, self._budgets = live, title, rounds, names, budgets
+        self._clock, self._pace, self._shown = clock, _Pace(rounds), (-math.inf, "")
+
+    def update(self, progress: Progress, state: str, overheard: int) -> None:
+        shown_at, shown_state = self._shown
+        now = self._clock()
+        if now - shown_at < LIVE_SECONDS and state == shown_state:
+            return
+        self._shown = (now, state)
+        self._pace.look(progress)
+        self._live.update(self._picture(progress, state, overheard), refresh=True)
+
+    def _picture(self, progress: Progress, state: str, overheard: int) -> RenderableType:
+        head = Text.assemble((self._title, "bold"), ("  ", ""), (state, STATES.get(state, "cyan")))
+        said = plural(overheard, "message")
+        return Group(head, self._bar(), self._table(progress), Text(f"{said} overheard", style="magenta"))
+
+    def _bar(self) -> RenderableType:
+        row = Table.grid(padding=(0, 2))
+        bar = ProgressBar(total=max(1, self._rounds), completed=self._pace.done, width=28)
+        left = f"{self._pace.left} left" if self._pace.left else ""
+        row.add_row(
+            bar,
+            f"round {count(self._pace.done)}/{count(self._rounds)}",
+            f"{number(self._pace.speed, 3)} rounds/s",
+            left,
+        )
+        return row
+
+    def _table(self, progress: Progress) -> Table:
+        table = _table("learner", "round", "accuracy", "ε spent", "ε budget", "messages")
+        fitting = max(3, self._live.console.height - 9)
+        cells = zip(progress.rounds, progress.accuracy, progress.epsilon, self._budgets, progress.messages, strict=True)
+        rows = list(zip(self._names, cells, strict=True))
+        for name, (done, accuracy, spent, budget, messages) in rows[:fitting]:
+            limit = "none" if budget is None else number(budget)
+            near = "yellow" if budget is not None and spent > 0.9 * budget else ""
+            table.add_row(
+                Text(name), count(done), share(accuracy), Text(number(spent), style=near), limit, count(messages)
+            )
+        if len(rows) > fitting:
+            table.add_row(f"… {len(rows) - fitting} more", style="dim")
+        return table
+
+
+def _table(first: str, *others: str, name_width: int = 24) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
+    table.add_column(first, no_wrap=True, overflow="ellipsis", max_width=min(24, name_width), vertical="bottom")
+    for title in others:
+        table.add_column(title, justify="right", no_wrap=True)
+    return table
+
+
+# ---- at the end -------------------------------------------------------------------------------------------------------
+
+
+def print_summary(summary: RunSummary, console: Console | None = None, report: Path | None = None) -> None:
+    """Print what a run came to.
+
+    Args:
+        report: where the report lies, if one was written.
+    """
+    console = console or Console()
+    console.print(_state_line(summary))
+    console.print(_learner_table(summary, console.width))
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(style="dim", no_wrap=True)
+    facts.add_column(overflow="fold")
+    for name, value in _facts(summary, report):
+        facts.add_row(name, value)
+    console.print(facts)
+
+
+def _state_line(summary: RunSummary) -> Text:
+    reached = f"{count(summary.rounds_done)} of {plural(summary.rounds, 'round')} in {duration(summary.seconds)}"
+    line = Text.assemble((summary.name, "bold"), " ", (summary.state, STATES.get(summary.state, "cyan")))
+    line.append(f": {reached}, {number(summary.rounds_per_second)} rounds/s")
+    if summary.detail and summary.state != "finished":
+        line.append(f"\n{summary.detail}", style=STATES.get(summary.state, ""))
+    return line
+
+
+def _learner_table(summary: RunSummary, width: int) -> Table:
+    claims = ("test\naccuracy", "paper’s\nε", "ε per\nevent", "ε per\nrecord")
+    losses = ("capture’s loss\nper event", "capture’s loss\nper record")
+    table = _table("learner", *claims, *losses, name_width=max(11, width - 69))
+    for learner in summary.learners[:MOST_ROWS]:
+        table.add_row(*_cells(learner))
+    if len(summary.learners) > MOST_ROWS:
+        table.add_row(f"… {len(summary.learners) - MOST_ROWS} more", style="dim")
+    if summary.central_accuracy is not None:
+        table.add_section()
+        table.add_row("centralised", share(summary.central_accuracy), *("∞",) * 3, style="dim")
+    return table
+
+
+def _cells(learner: LearnerSummary) -> tuple[RenderableType, ...]:
+    epsilons = (number(learner.paper), number(learner.event), number(learner.record))
+    losses = (_loss(learner.swap_event), _loss(learner.swap_record))
+    return (Text(learner.name), share(learner.test_accuracy), *epsilons, *losses)
+
+
+def _loss(swap: Swap | None) -> Text:
+    if swap is None:
+        return Text("–", style="dim")
+    style = "bold red" if exceeds(max(swap.loss, swap.supremum), swap.budget) else ""
+    return Text(f"{number(swap.loss, 3)} of {number(swap.budget, 3)}", style=style)
+
+
+def _facts(summary: RunSummary, report: Path | None) -> Iterator[tuple[str, Text]]:
+    """Lines under the table: a name and what there is to say."""
+    if summary.noticed is not None and summary.noticed.count:
+        yield "noticed", Text(noticed_line(summary.noticed.count, summary.noticed.first), style="bold red")
+    verdict = verdict_of(summary)
+    yield "verdict", Text.assemble((verdict.headline, KINDS[verdict.kind]), f". {verdict.text}")
+    if summary.promise.shared:
+        text = f"ε = {number(summary.event)} per event: every learner holds every record, so their epsilons add up"
+        yield "together", Text(text)
+    accuracies = share_range(learner.test_accuracy for learner in summary.learners)
+    disagree = f"; two learners differ on at most {share(summary.disagreement)} of held-out records"
+    yield "accuracy", Text(accuracies + (disagree if summary.disagreement is not None else ""))
+    if summary.capture is not None:
+        heard = f"{plural(summary.capture.messages, 'message')}, {size(summary.capture.bytes)}, {summary.capture.mode}"
+        yield "overheard", Text(f"{heard}\n{summary.capture.location}")
+    if report is not None:
+        yield "report", Text(str(report), style="bold")
+    for code, text in summary.warnings:
+        yield "warning", Text.assemble((code, "yellow"), f"  {text}")

@@ -1,0 +1,222 @@
+"""What a run came to: accuracies, budgets, and the exact privacy loss of its capture."""
+
+from __future__ import annotations
+
+import datetime
+import warnings
+from collections.abc import Sequence
+from importlib.metadata import version
+
+import numpy as np
+
+from sottovoce.arrays import FloatArray
+from sottovoce.data import PlacedData
+from sottovoce.errors import CaptureError, EquivocationError
+from sottovoce.losses import Hinge, SmoothedHinge, Softmax, Squared
+from sottovoce.privacy.composition import dearest_losses, record_losses
+from sottovoce.replay import worst_swap
+from sottovoce.run import Run
+from sottovoce.spec import dump_spec
+from sottovoce.transcript import Transcript
+from sottovoce_client.running.operate import Outcome
+from sottovoce_client.running.summary import CaptureSummary, LearnerSummary, Noticed, Promise, RunSummary, Swap
+from sottovoce_eavesdropper.reading import open_capture
+from sottovoce_wire.v1 import learner_pb2
+
+
+def summarise(run: Run, data: PlacedData, outcome: Outcome) -> RunSummary:
+    """Gather everything that is shown and saved of a run."""
+    transcript, capture = _overheard(run, outcome)
+    accuracies = [_accuracy(labels, data.test_labels) for labels in outcome.predictions]
+    learners = tuple(_learner(run, data, outcome, transcript, i, accuracy) for i, accuracy in enumerate(accuracies))
+    return RunSummary(
+        name=run.spec.name,
+        run_id=outcome.run_id,
+        data=run.spec.data.source,
+        state=outcome.state,
+        detail=outcome.detail,
+        rounds=run.spec.rounds,
+        seconds=outcome.seconds,
+        n_features=data.n_features,
+        test_records=len(data.test_labels),
+        edges=run.topology.edges,
+        promise=_promise(run),
+        learners=learners,
+        disagreement=_disagreement(outcome.predictions),
+        central_accuracy=central_accuracy(run, data),
+        capture=capture,
+        warnings=tuple((finding.code, finding.text) for finding in run.warnings),
+        spec_yaml=dump_spec(run.spec),
+        version=version("sottovoce"),
+        started_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        progress=outcome.progress,
+        private_noise=not any(status.noise_is_not_private for status in outcome.statuses),
+        noticed=noticed_in(outcome),
+    )
+
+
+def central_accuracy(run: Run, data: PlacedData) -> float | None:
+    """Accuracy on the held-out records of a non-private model of all records together, same loss, same ridge.
+
+    The plain hinge stands for the smoothed one, the logistic loss for its approximation. None without held-out records.
+    """
+    from sklearn.exceptions import ConvergenceWarning
+    from sklearn.linear_model import LogisticRegression, Ridge
+    from sklearn.svm import LinearSVC
+
+    if not len(data.test_labels):
+        return None
+    loss = run.loss
+    features = np.concatenate([each.features for each in data.learners])
+    labels = np.concatenate([each.labels for each in data.learners])
+    features, labels = loss.enforce(features, labels)
+    test, _ = loss.enforce(data.test_features, np.zeros(len(data.test_labels)))
+    strength = max(loss.ridge, 1e-9) * len(labels)
+    if isinstance(loss, Squared):
+        scores = Ridge(alpha=strength / 2, fit_intercept=False).fit(features, labels).predict(test)
+        return _accuracy(loss.classify(scores), data.test_labels)
+    if isinstance(loss, Hinge | SmoothedHinge):
+        cost = 1 / max(strength, 1e-4 * len(labels))  # with less of a ridge, the solver gets nowhere
+        model = LinearSVC(loss="hinge", C=cost, fit_intercept=False, max_iter=100_000, random_state=0)
+    else:
+        # Of two classes, scikit-learn learns the difference of their vectors: half the ridge of two vectors.
+        halved = isinstance(loss, Softmax) and len(np.unique(labels)) == 2
+        model = LogisticRegression(C=(2 if halved else 1) / strength, fit_intercept=False, max_iter=5_000)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)  # without a ridge there may be no minimiser
+        model.fit(features, labels)
+    return _accuracy(model.predict(test), data.test_labels)
+
+
+def _promise(run: Run) -> Promise:
+    guarantee = run.algorithm.guarantee(0)
+    return Promise(
+        algorithm=run.algorithm.name,
+        threat_model=guarantee.threat_model.value,
+        adjacency=guarantee.adjacency,
+        accounting=guarantee.mode,
+        proof=guarantee.proof,
+        constants=tuple((name, each.value, each.enforced_by) for name, each in guarantee.constants.items()),
+        shared=guarantee.shared,
+        output=None if guarantee.output is None else float(guarantee.output[-1]),
+    )
+
+
+def _overheard(run: Run, outcome: Outcome) -> tuple[Transcript | None, CaptureSummary | None]:
+    """The transcript of a capture; none when nothing was captured, or not even one whole round."""
+    if outcome.capture is None:
+        return None, None
+    try:
+        capture = open_capture(outcome.capture)  # on the eavesdropper's host: not here, where that is another one
+        transcript = capture.transcript(run.algorithm.field_shapes(), run.spec.n_learners, run.topology)
+    except (CaptureError, EquivocationError):  # the latter is noticed, too
+        return None, None
+    heard = next(iter(transcript.fields.values()))[:, 0, 0]
+    messages, size = capture.totals()
+    scales = [scale for t in range(transcript.rounds) if (scale := run.algorithm.noise_scale(0, t)) > 0]
+    return transcript, CaptureSummary(
+        mode=run.spec.capture,
+        location=outcome.capture,
+        messages=messages,
+        bytes=size,
+        messages_of=run.spec.names[0],
+        heard=heard,
+        first_scale=scales[0] if scales else 0.0,
+        last_scale=scales[-1] if scales else 0.0,
+    )
+
+
+def noticed_in(outcome: Outcome) -> Noticed | None:
+    """What the eavesdropper noticed in a run; None where there is no capture that can be read here."""
+    try:
+        facts = open_capture(outcome.capture).facts if outcome.capture is not None else {}
+    except CaptureError:
+        return None
+    if "noticed_count" not in facts:
+        return None
+    first = tuple(str(finding.get("text")) for finding in facts.get("noticed", ()) if isinstance(finding, dict))
+    return Noticed(facts["noticed_count"], first, facts.get("not_checked"))
+
+
+def _learner(
+    run: Run, data: PlacedData, outcome: Outcome, transcript: Transcript | None, index: int, accuracy: float | None
+) -> LearnerSummary:
+    own, status = data.learners[index], outcome.statuses[index]
+    counts = np.diff(own.offsets)
+    event = run.algorithm.guarantee(index, counts)
+    first = event
+    if len(own.order):
+        first = run.algorithm.guarantee(index, counts, own.uses_by_round(int(own.order[0])))
+    record = np.cumsum(dearest_losses(record_losses(run.algorithm, index, own), event.per_round))
+    said = _said(status, event.cumulative)
+    swaps: tuple[Swap | None, Swap | None] = (None, None)
+    if transcript is not None and transcript.unbroken(index) and len(own.order):
+        swaps = (
+            _swap(run, transcript, data, index, event.cumulative, every_use=False),
+            _swap(run, transcript, data, index, first.cumulative, every_use=True),
+        )
+    return LearnerSummary(
+        name=run.spec.names[index],
+        records=len(np.unique(own.order)),
+        most_uses=int(own.uses().max(initial=0)),
+        rounds=status.round,
+        test_accuracy=accuracy,
+        prequential_accuracy=status.prequential_accuracy if status.HasField("prequential_accuracy") else None,
+        messages=status.messages_sent,
+        bytes=status.bytes_sent,
+        spent=status.epsilon_spent,
+        budget=_limit(status),
+        paper=_last(event.paper, said),
+        event=_last(event.cumulative, said),
+        record=_last(record, said),
+        infinite_horizon=event.infinite_horizon,
+        paper_curve=event.paper,
+        event_curve=event.cumulative,
+        record_curve=record,
+        swap_event=swaps[0],
+        swap_record=swaps[1],
+    )
+
+
+def _swap(
+    run: Run, transcript: Transcript, data: PlacedData, learner: int, claimed: FloatArray, *, every_use: bool
+) -> Swap:
+    transcript = transcript.until(transcript.unbroken(learner))
+    worst = worst_swap(run, transcript, data, learner, every_use=every_use)
+    return Swap(worst.loss, worst.supremum, float(claimed[transcript.rounds - 1]), worst.by_round)
+
+
+def _said(status: learner_pb2.LearnerStatus, claimed: FloatArray) -> int:
+    """How many messages a learner has said: one more than the rounds it has done, where it was charged for one more."""
+    done, more = status.round, status.round + 1
+    if more > len(claimed) or not np.isfinite(claimed[more - 1]):
+        return done
+    return (
+        more
+        if abs(claimed[more - 1] - status.epsilon_spent) < abs(_last(claimed, done) - status.epsilon_spent)
+        else done
+    )
+
+
+def _limit(status: learner_pb2.LearnerStatus) -> float | None:
+    """Where the learner would have stopped in this run: by the run's budget, or by what its owner has left."""
+    limits = [status.epsilon_budget] if status.HasField("epsilon_budget") else []
+    if status.HasField("epsilon_own_budget"):
+        limits.append(max(status.epsilon_own_budget - status.epsilon_elsewhere, 0.0))
+    return min(limits, default=None)
+
+
+def _last(curve: FloatArray, rounds: int) -> float:
+    return float(curve[rounds - 1]) if rounds else 0.0
+
+
+def _accuracy(predicted: FloatArray | None, labels: FloatArray) -> float | None:
+    return None if predicted is None else float(np.mean(predicted == labels))
+
+
+def _disagreement(predictions: Sequence[FloatArray | None]) -> float | None:
+    """Largest share of records on which two learners differ."""
+    known = [labels for labels in predictions if labels is not None]
+    if len(known) < 2:
+        return None
+    return max(float(np.mean(a != b)) for k, a in enumerate(known) for b in known[:k])

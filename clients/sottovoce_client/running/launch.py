@@ -1,0 +1,109 @@
+"""A whole run from one command: services, data, watching, and a clean end whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from sottovoce.data import PlacedData
+from sottovoce.errors import SottovoceError, Unavailable
+from sottovoce.spec import RunSpec
+from sottovoce_client.running.local import LocalServices
+from sottovoce_client.running.operate import Interrupted, Outcome, Watcher, run_on
+
+AFTER_DEATH_S = 1.0
+
+
+class ServiceDied(SottovoceError):
+    """A service ended by itself, and took the run with it."""
+
+
+async def run_up(
+    spec: RunSpec,
+    data: PlacedData,
+    folder: Path,
+    watch: Watcher,
+    stop: asyncio.Event,
+    *,
+    per_process: int = 1,
+    noise: Path | None = None,
+) -> Outcome:
+    """Start all services here, run the spec, stop them.
+
+    Args:
+        spec: what to run.
+        data: streamed into the learners by this process.
+        folder: for journals, captures and logs.
+        watch: called a few times a second.
+        stop: when set, the run is stopped.
+        per_process: learners in one process.
+        noise: a file of recorded noise, for tests.
+
+    Raises:
+        SottovoceError: a service did not start, or the run was refused.
+        ServiceDied: a service died, and the run's outcome with it.
+        Interrupted: told to stop before the run had begun.
+    """
+    async with LocalServices(spec, folder, per_process=per_process, noise=noise) as services:
+        if stop.is_set():
+            raise Interrupted("stopped before the run had begun")
+        return await while_alive(services, run_on(services.coordinator, spec, data, watch, stop), stop)
+
+
+async def while_alive(services: LocalServices, run: Coroutine[Any, Any, Outcome], stop: asyncio.Event) -> Outcome:
+    """The outcome of a run, unless a service dies.
+
+    Raises:
+        SottovoceError: what the run failed with.
+        ServiceDied: a service died, and the run's outcome with it.
+    """
+    running = asyncio.ensure_future(run)
+    death = asyncio.ensure_future(services.death())
+    try:
+        await asyncio.wait([running, death], return_when=asyncio.FIRST_COMPLETED)
+        if running.done() and isinstance(running.exception(), Unavailable):
+            await asyncio.wait([death], timeout=AFTER_DEATH_S)  # the reason, where a service has died
+        if not death.done():
+            return running.result()
+        return await _after_death(death.result(), running, stop)
+    finally:
+        running.cancel()
+        death.cancel()
+        await asyncio.gather(running, death, return_exceptions=True)
+
+
+async def _after_death(what: str, running: asyncio.Task[Outcome], stop: asyncio.Event) -> Outcome:
+    """A service has died: the run is over; take what the others still tell."""
+    stop.set()
+    await asyncio.wait([running], timeout=AFTER_DEATH_S)
+    if running.done() and not running.cancelled() and running.exception() is None:
+        return replace(running.result(), state="failed", detail=what)
+    raise ServiceDied(what)
+
+
+def run_async(work: Callable[[asyncio.Event], Coroutine[Any, Any, Any]]) -> Any:
+    """Run to the end. The first Ctrl-C or SIGTERM sets the event that `work` was given, the second one cancels it.
+
+    Raises:
+        Interrupted: cancelled; its cleanup has run.
+    """
+
+    async def main() -> Any:
+        stop = asyncio.Event()
+        task = asyncio.ensure_future(work(stop))
+
+        def tell() -> None:
+            task.cancel() if stop.is_set() else stop.set()
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, tell)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            raise Interrupted("stopped before the run had begun") from None
+
+    return asyncio.run(main())

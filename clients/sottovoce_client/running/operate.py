@@ -1,0 +1,222 @@
+"""The Python client: start a run on services that are up, feed it, watch it, ask for its predictions."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+
+import grpc
+
+from sottovoce.arrays import FloatArray
+from sottovoce.data import PlacedData
+from sottovoce.errors import SottovoceError, Unavailable
+from sottovoce.spec import RunSpec
+from sottovoce.topology import without_files
+from sottovoce_client.running.feeder import feed
+from sottovoce_client.running.summary import Progress
+from sottovoce_rpc.codec import from_tensor, to_tensor
+from sottovoce_rpc.server import channel
+from sottovoce_rpc.status import as_error
+from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc, learner_pb2, learner_pb2_grpc
+
+CALL_S = 40.0
+BY_OPERATOR = "stopped by the operator"
+
+STATES = {
+    coordinator_pb2.RUN_STATE_CONNECTING: "connecting",
+    coordinator_pb2.RUN_STATE_RUNNING: "running",
+    coordinator_pb2.RUN_STATE_FINISHED: "finished",
+    coordinator_pb2.RUN_STATE_STOPPED: "stopped",
+    coordinator_pb2.RUN_STATE_FAILED: "failed",
+}
+
+Watcher = Callable[[Progress, str], None]
+Started = coordinator_pb2.StartRunResponse
+
+
+class Interrupted(SottovoceError):
+    """Told to stop before there was a run to stop."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run went, as the coordinator saw it.
+
+    Attributes:
+        capture: folder of the capture, or its URL; None where nothing was captured.
+        predictions: `(test records,)` labels by each learner on the held-out records; None where they could not be asked.
+    """
+
+    run_id: str
+    state: str
+    detail: str
+    seconds: float
+    statuses: tuple[learner_pb2.LearnerStatus, ...]
+    progress: tuple[Progress, ...]
+    capture: str | None
+    predictions: tuple[FloatArray | None, ...]
+
+
+async def run_on(
+    coordinator: str,
+    spec: RunSpec,
+    data: PlacedData,
+    watch: Watcher,
+    stop: asyncio.Event | None = None,
+    *,
+    world: int | None = None,
+    replica: int | None = None,
+) -> Outcome:
+    """Run a spec on services that are up.
+
+    Args:
+        coordinator: its address.
+        spec: what to run.
+        data: streamed into the learners by this process.
+        watch: called a few times a second.
+        stop: when set, the run is stopped, and what there is comes back.
+        world, replica: labels of the capture, where the run is one of an audit; no learner is told.
+
+    Raises:
+        SottovoceError: refused, or the coordinator could not be reached.
+        Interrupted: told to stop before the run had begun.
+    """
+    async with channel(coordinator) as to:
+        stub = coordinator_pb2_grpc.CoordinatorStub(to)
+        try:
+            told = spec.model_copy(update={"topology": without_files(spec.topology, spec.n_learners)})
+            request = coordinator_pb2.StartRunRequest(
+                spec=json.dumps(told.model_dump(mode="json")),
+                n_features=data.n_features,
+                world=world,
+                replica=replica,
+            )
+            stop = stop or asyncio.Event()
+            started = await _unless_told(stub.StartRun(request, timeout=CALL_S), stop)
+            return await _Running(stub, started, spec, data, watch, stop).to_its_end()
+        except grpc.aio.AioRpcError as error:
+            raise as_error(error, f"the coordinator at {coordinator}") from None
+
+
+async def _unless_told(starting: Awaitable[Started], stop: asyncio.Event) -> Started:
+    """Wait for a run to start, unless told to stop: learners that never join would keep us waiting."""
+    start, told = asyncio.ensure_future(starting), asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait([start, told], return_when=asyncio.FIRST_COMPLETED)
+        if start.done():
+            return start.result()
+        raise Interrupted("stopped before the run had begun")
+    finally:
+        start.cancel()
+        told.cancel()
+
+
+class _Running:
+    """One run under way."""
+
+    def __init__(
+        self,
+        stub: coordinator_pb2_grpc.CoordinatorAsyncStub,
+        started: coordinator_pb2.StartRunResponse,
+        spec: RunSpec,
+        data: PlacedData,
+        watch: Watcher,
+        stop: asyncio.Event,
+    ) -> None:
+        self._stub, self._started, self._spec, self._data = stub, started, spec, data
+        self._watch, self._stop = watch, stop
+        self._began = time.monotonic()
+        self._progress: list[Progress] = []
+        self._reason = BY_OPERATOR
+
+    async def to_its_end(self) -> Outcome:
+        run_id = self._started.run_id
+        feeders = asyncio.ensure_future(self._feed())
+        stopper = asyncio.ensure_future(self._stop_when_told())
+        feeders.add_done_callback(self._feeding_over)
+        try:
+            last = await self._watch_it()
+        finally:
+            stopper.cancel()
+            feeders.cancel()
+            fed = (await asyncio.gather(feeders, return_exceptions=True))[0]
+        seconds = time.monotonic() - self._began
+        state, detail = STATES[last.state], last.detail
+        if isinstance(fed, Exception):
+            state, detail = "failed", f"records could not be delivered: {_first_of(fed)}"
+        predictions = await asyncio.gather(*(self._predict(info.address) for info in self._started.learners))
+        location = self._started.capture_location
+        return Outcome(
+            run_id,
+            state,
+            detail,
+            seconds,
+            tuple(last.learners),
+            tuple(self._progress),
+            location or None,
+            tuple(predictions),
+        )
+
+    async def _feed(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            for info, data in zip(self._started.learners, self._data.learners, strict=True):
+                group.create_task(feed(info.address, self._started.run_id, data))
+
+    def _feeding_over(self, task: asyncio.Task[None]) -> None:
+        """Without its records the run cannot go on: stop it, and let the feeder's error say why."""
+        if not task.cancelled() and task.exception() is not None:
+            self._reason = "a feeder could not deliver its records"  # why is for its owner alone
+            self._stop.set()
+
+    async def _stop_when_told(self) -> None:
+        await self._stop.wait()
+        request = coordinator_pb2.StopRunRequest(run_id=self._started.run_id, reason=self._reason)
+        await self._stub.StopRun(request, timeout=CALL_S)
+
+    async def _watch_it(self) -> coordinator_pb2.WatchRunResponse:
+        last = None
+        async for view in self._stub.WatchRun(coordinator_pb2.WatchRunRequest(run_id=self._started.run_id)):
+            last = view
+            if view.state == coordinator_pb2.RUN_STATE_CONNECTING:  # the run begins after the last of these
+                self._began = time.monotonic()
+            self._progress.append(self._look(view))
+            self._watch(self._progress[-1], STATES[view.state])
+        if last is None:
+            raise Unavailable("the coordinator ended the watch without a word")
+        return last
+
+    def _look(self, view: coordinator_pb2.WatchRunResponse) -> Progress:
+        return Progress(
+            seconds=time.monotonic() - self._began,
+            rounds=tuple(s.round for s in view.learners),
+            accuracy=tuple(
+                s.prequential_accuracy if s.HasField("prequential_accuracy") else None for s in view.learners
+            ),
+            epsilon=tuple(s.epsilon_spent for s in view.learners),
+            messages=tuple(s.messages_sent for s in view.learners),
+        )
+
+    async def _predict(self, address: str) -> FloatArray | None:
+        """Labels on the held-out records; None where the run did not opt in or the learner is gone."""
+        if not self._spec.telemetry.predict or not len(self._data.test_labels):
+            return None
+        async with channel(address) as to:
+            request = learner_pb2.PredictRequest(features=to_tensor(self._data.test_features))
+
+            async def once() -> AsyncIterator[learner_pb2.PredictRequest]:
+                yield request
+
+            try:
+                async for answer in learner_pb2_grpc.LearnerStub(to).Predict(once(), timeout=5.0):
+                    return from_tensor(answer.labels)
+            except grpc.aio.AioRpcError:
+                return None
+        return None
+
+
+def _first_of(error: BaseException) -> BaseException:
+    """What a group of errors began with."""
+    return _first_of(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error

@@ -1,0 +1,1 @@
+"""`sottovoce transcript`: what was overheard or simulated, in SQL and for people."""

@@ -1,0 +1,315 @@
+"""What was said, for SQL: captures and simulated transcripts as two tables in a database that lasts as long as a query.
+
+- `messages`: the records of captures, as they are (`sottovoce_eavesdropper.records`).
+- `said`: `run, world, replica, round, sender, field, value`, each message once, whoever heard it: those of captures decoded,
+  and those of a simulator's transcripts. What cannot be decoded is not in it.
+
+A query sees these tables and nothing else: no file, no network, and it changes nothing.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import re
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+from sottovoce.data.files import import_extra
+from sottovoce.errors import CaptureError, SpecError
+from sottovoce.transcript import COLUMNS, parquet
+from sottovoce_client.transcripts.decoding import Decoder
+from sottovoce_eavesdropper.reading import Capture, open_capture, rounds_only
+from sottovoce_eavesdropper.storage import Folder, open_folder
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+DEPTH = 4
+"""Folders between the one that is named and a capture."""
+FILES = (".parquet", ".json", ".yaml", ".html", ".log", ".npz", ".partial", ".md", ".csv", ".journal")
+MOST_SHOWN, MOST_UPRIGHT, MOST_LETTERS = 200, 20, 60
+MEMORY = "2GB"
+FETCHED = 10_000
+AT_ONCE, AT_ONCE_BYTES = 32, 64 * 1024 * 1024
+NOTHING = np.empty(0, np.int64), np.empty(0, np.int64), np.empty((0, 0))
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What lies below a folder.
+
+    Attributes:
+        captures: of the eavesdropper.
+        simulated: folders and names of the simulator's transcripts.
+    """
+
+    captures: tuple[Capture, ...]
+    simulated: tuple[tuple[Folder, str], ...]
+
+
+def find(place: str) -> Found:
+    """All captures and transcripts of a folder, of folders below it, or one `.parquet` file.
+
+    Raises:
+        CaptureError: there are none.
+    """
+    if place.endswith(".parquet"):
+        folder, _, name = place.rpartition("/")
+        return Found((), ((open_folder(folder or "."), name),))
+    captures: list[Capture] = []
+    simulated: list[tuple[Folder, str]] = []
+    try:
+        _gather(open_folder(place), DEPTH, captures, simulated)
+    except OSError as error:
+        raise CaptureError(f"cannot read {place}: {error}") from None
+    if not captures and not simulated:
+        raise CaptureError(f"{place} has neither captures nor a transcript.parquet")
+    return Found(tuple(captures), tuple(simulated))
+
+
+def _gather(folder: Folder, depth: int, captures: list[Capture], simulated: list[tuple[Folder, str]]) -> None:
+    names = folder.names()
+    if "capture.json" in names:
+        captures.append(open_capture(folder))
+        return
+    if "transcript.parquet" in names:
+        simulated.append((folder, "transcript.parquet"))
+    for name in names if depth else ():
+        if not name.endswith(FILES):
+            _gather(folder.below(name), depth - 1, captures, simulated)
+
+
+# ---- tables ----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def tables(found: Found, wanted: str) -> Iterator[Any]:
+    """A DuckDB connection with the tables that the text `wanted` names, and no way out of it.
+
+    Raises:
+        SpecError: duckdb is not installed, or a table is not there.
+        CaptureError: something cannot be read.
+    """
+    duckdb = import_extra("duckdb", "duckdb", "querying transcripts")
+    with tempfile.TemporaryDirectory(prefix="sottovoce-") as folder:
+        connection = duckdb.connect(str(Path(folder) / "query.duckdb"), config={"memory_limit": MEMORY})
+        try:
+            named = set(re.findall(r"\w+", wanted.lower()))
+            if "messages" in named and not found.captures:
+                raise SpecError("there are no messages here, only what was simulated: query said")
+            if "messages" in named:
+                _fill(connection, "messages", (batch for each in found.captures for batch in each.batches()))
+            if "said" in named:
+                _fill(connection, "said", said(found))
+            connection.execute("SET enable_external_access = false")
+            connection.execute("SET lock_configuration = true")
+            yield connection
+        finally:
+            connection.close()
+
+
+def _fill(connection: Any, name: str, batches: Iterator[pa.RecordBatch]) -> None:
+    """A table, batch by batch: it lies on disk, not in memory."""
+    created = False
+    for table in _gathered(batches):
+        connection.register("arrived", table)
+        connection.execute(f"INSERT INTO {name} FROM arrived" if created else f"CREATE TABLE {name} AS FROM arrived")
+        connection.unregister("arrived")
+        created = True
+    if not created:
+        raise CaptureError(f"there is nothing for the table {name}: no record")
+
+
+def _gathered(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Table]:
+    """Several batches at a time: each insertion has its price."""
+    import pyarrow as pa
+
+    held: list[pa.RecordBatch] = []
+    for batch in batches:
+        held.append(batch)
+        if len(held) == AT_ONCE or sum(each.nbytes for each in held) > AT_ONCE_BYTES:
+            yield pa.Table.from_batches(held)
+            held = []
+    if held:
+        yield pa.Table.from_batches(held)
+
+
+def said(found: Found) -> Iterator[pa.RecordBatch]:
+    """All that was said, in batches; the first has the right columns even where there is nothing.
+
+    Raises:
+        CaptureError: something cannot be read.
+    """
+    yield _rows("", -1, -1, "", *NOTHING)
+    for capture in found.captures:
+        yield from _said_in(capture)
+    for folder, name in found.simulated:
+        yield from _simulated(folder, name)
+
+
+def _said_in(capture: Capture) -> Iterator[pa.RecordBatch]:
+    """Each message of a capture once, whoever heard it."""
+    decoder, seen = Decoder(), set[bytes]()
+    facts = capture.facts
+    run, world, replica = (
+        facts["run_id"],
+        *(-1 if (told := facts.get(k)) is None else told for k in ("world", "replica")),
+    )
+    for batch in capture.batches(("kind", "method", "sender", "payload")):
+        rounds = rounds_only(batch)
+        for group in decoder.groups(rounds):
+            payloads = rounds.column("payload").take(group.rows).to_pylist()
+            new = [k for k, payload in enumerate(payloads) if _is_new(payload, seen)]
+            for field, values in group.fields.items():
+                flat = values[new].reshape(len(new), -1) if new else np.empty((0, 0))
+                yield _rows(run, world, replica, field, group.rounds[new], group.senders[new], flat)
+
+
+def _is_new(payload: bytes, seen: set[bytes]) -> bool:
+    digest = hashlib.blake2b(payload, digest_size=12).digest()
+    if digest in seen:
+        return False
+    seen.add(digest)
+    return True
+
+
+def _rows(run: str, world: int, replica: int, field: str, rounds: Any, senders: Any, values: Any) -> pa.RecordBatch:
+    """Rows of `said`; values `(rows, numbers)`."""
+    import pyarrow as pa
+
+    rows, dim = values.shape
+    offsets = np.arange(rows + 1, dtype=np.int64) * dim
+    columns = [
+        pa.repeat(pa.scalar(run, pa.string()), rows),
+        pa.repeat(pa.scalar(world, pa.int32()), rows),
+        pa.repeat(pa.scalar(replica, pa.int32()), rows),
+        pa.array(rounds, pa.int64()),
+        pa.array(senders, pa.int64()),
+        pa.repeat(pa.scalar(field, pa.string()), rows),
+        pa.LargeListArray.from_arrays(offsets, pa.array(np.ascontiguousarray(values).reshape(-1), pa.float64())),
+    ]
+    return pa.RecordBatch.from_arrays(columns, names=list(COLUMNS))
+
+
+def _simulated(folder: Folder, name: str) -> Iterator[pa.RecordBatch]:
+    """The rows of a simulator's transcript."""
+    import pyarrow as pa
+
+    where = f"{folder.name}/{name}"
+    kinds = _rows("", 0, 0, "", *NOTHING).schema
+    try:
+        with folder.open(name) as raw:
+            file = parquet().ParquetFile(raw)
+            if missing := [column for column in COLUMNS if column not in file.schema_arrow.names]:
+                raise CaptureError(f"{where} is not a transcript: it lacks the columns {missing}")
+            for batch in file.iter_batches(FETCHED, columns=list(COLUMNS)):
+                yield pa.RecordBatch.from_arrays(
+                    [batch.column(kind.name).cast(kind.type) for kind in kinds], schema=kinds
+                )
+    except (OSError, ValueError, pa.ArrowException) as error:
+        raise CaptureError(f"cannot read {where}: {' '.join(str(error).split())[:300]}") from None
+
+
+# ---- queries ---------------------------------------------------------------------------------------------------------
+
+
+def query(place: str, sql: str, *, out: Path | None = None, as_csv: TextIO | None = None) -> None:
+    """Ask in SQL, and show the answer, write it as CSV, or as a Parquet file.
+
+    Raises:
+        SpecError: not a question in SQL.
+        CaptureError: something cannot be read.
+    """
+    duckdb = import_extra("duckdb", "duckdb", "querying transcripts")
+    with tables(find(place), sql) as connection:
+        try:
+            statements = connection.extract_statements(sql)
+            if len(statements) != 1 or statements[0].type != duckdb.StatementType.SELECT:
+                raise SpecError("a query must be one SELECT statement: nothing here can be changed")
+            if out is not None:
+                _write_parquet(connection.sql(sql), out)
+            elif as_csv is not None:
+                _write_csv(connection.execute(sql), as_csv)
+            else:
+                _show(connection.execute(sql), Console(markup=False, highlight=False))
+        except duckdb.Error as error:
+            raise SpecError(f"the query failed: {' '.join(str(error).split())[:600]}") from None
+
+
+def _write_csv(answer: Any, to: TextIO) -> None:
+    writer = csv.writer(to, lineterminator="\n")
+    writer.writerow([column[0] for column in answer.description])
+    while rows := answer.fetchmany(FETCHED):
+        writer.writerows([cell.hex() if isinstance(cell, bytes) else cell for cell in row] for row in rows)
+
+
+def _write_parquet(answer: Any, path: Path) -> None:
+    reader = answer.to_arrow_reader(FETCHED)
+    try:
+        with parquet().ParquetWriter(path, reader.schema, compression="zstd") as writer:
+            for batch in reader:
+                writer.write_batch(batch)
+    except OSError as error:
+        raise SpecError(f"cannot write {path}: {error.strerror or error}") from None
+
+
+def _show(answer: Any, console: Console) -> None:
+    rows = answer.fetchmany(MOST_SHOWN + 1)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
+    for k, column in enumerate(answer.description):
+        right = bool(rows) and isinstance(rows[0][k], int | float)
+        table.add_column(column[0], justify="right" if right else "left", overflow="fold")
+    for row in rows[:MOST_SHOWN]:
+        table.add_row(*(Text(cell_text(cell)) for cell in row))
+    shown = MOST_SHOWN
+    if Measurement.get(console, console.options.update(max_width=10_000), table).maximum <= console.width:
+        console.print(table)
+    else:
+        shown = MOST_UPRIGHT
+        for row in rows[:shown]:
+            console.print(_upright([column[0] for column in answer.description], row))
+    if len(rows) > shown:
+        console.print(f"The first {shown} rows; --csv or --out FILE.parquet gives all.", style="dim")
+
+
+def _upright(names: Sequence[str], row: Sequence[object]) -> Table:
+    """A row that is too wide for the terminal: a line for each column."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, cell in zip(names, row, strict=True):
+        table.add_row(name, Text(cell_text(cell)))
+    table.add_row()
+    return table
+
+
+def cell_text(cell: object) -> str:
+    """A cell of a table on a terminal: long ones are cut."""
+    if isinstance(cell, bytes):
+        text = cell[:MOST_LETTERS].hex(" ", 4)
+    elif isinstance(cell, float):
+        text = f"{cell:.6g}"
+    elif isinstance(cell, Sequence) and not isinstance(cell, str):
+        return numbers_text(cell)
+    else:
+        text = str(cell)
+    text = "".join(letter if letter.isprintable() else "�" for letter in text[: MOST_LETTERS + 1])
+    return text if len(text) <= MOST_LETTERS else f"{text[: MOST_LETTERS - 1]}…"
+
+
+def numbers_text(values: Sequence[Any], most: int = 4) -> str:
+    """The first of some numbers, and how many there are."""
+    first = ", ".join(f"{v:.4g}" if isinstance(v, float) else cell_text(v) for v in values[:most])
+    return f"[{first}]" if len(values) <= most else f"[{first}, … {len(values)} in all]"

@@ -1,0 +1,295 @@
+"""What a capture holds, for people: who spoke when, how much, what is missing, what it says, and what was noticed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from sottovoce.arrays import FloatArray, IntArray
+from sottovoce_client.transcripts.decoding import Decoder
+from sottovoce_client.transcripts.query import cell_text, find, numbers_text, tables
+from sottovoce_client.wording import count, duration, noticed_line, number, plural, size
+from sottovoce_eavesdropper.reading import Capture, rounds_only
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+BARS = " ▁▂▃▄▅▆▇█"
+WIDE = 40
+"""Slices of time in the picture of who spoke when."""
+MOST_EDGES, MOST_LEARNERS, MOST_NOTICED = 30, 30, 20
+
+
+@dataclass(slots=True)
+class Channel:
+    """What one learner told another one.
+
+    Attributes:
+        sizes: of its messages, each different one.
+        rounds: that they say they are for, as far as they can be decoded.
+    """
+
+    messages: int = 0
+    bytes: int = 0
+    sizes: set[int] = field(default_factory=set)
+    streams: set[int] = field(default_factory=set)
+    rounds: list[IntArray] = field(default_factory=list)
+
+    def missing(self) -> int:
+        """Rounds between the first and the last one that were not overheard."""
+        heard = np.unique(np.concatenate(self.rounds)) if self.rounds else np.empty(0, np.int64)
+        return int(heard[-1] - heard[0]) + 1 - len(heard) if len(heard) else 0
+
+    def span(self) -> str:
+        """The first and the last round."""
+        known = [each for each in self.rounds if len(each)]
+        return f"{min(int(e.min()) for e in known)}–{max(int(e.max()) for e in known)}" if known else "–"
+
+
+@dataclass(slots=True)
+class Picture:
+    """A capture, read once from end to end."""
+
+    channels: dict[tuple[int, int], Channel] = field(default_factory=dict)
+    times: dict[int, list[IntArray]] = field(default_factory=dict)
+    kinds: dict[str, int] = field(default_factory=dict)
+    first: list[tuple[int, str, FloatArray]] = field(default_factory=list)
+    failed: int = 0
+
+
+def look(capture: Capture, sender: int, first: int) -> Picture:
+    """Read a capture.
+
+    Args:
+        capture: which one.
+        sender: whose first messages are kept.
+        first: how many of them.
+
+    Raises:
+        CaptureError: it cannot be read.
+    """
+    picture, decoder = Picture(), Decoder()
+    for batch in capture.batches():
+        _count(picture, batch)
+        messages = rounds_only(batch)
+        ends = _ends(messages)
+        for group in decoder.groups(messages):
+            for pair in np.unique(ends[group.rows], axis=0).tolist():
+                of = (ends[group.rows] == pair).all(axis=1)
+                picture.channels[pair[0], pair[1]].rounds.append(group.rounds[of])
+            if len(picture.first) < first * max(len(group.fields), 1):
+                _keep(picture, group.fields, group.rounds, ends[group.rows, 0] == sender, first)
+    picture.failed = decoder.failed
+    return picture
+
+
+def _count(picture: Picture, batch: pa.RecordBatch) -> None:
+    kinds = np.array(batch.column("kind").to_pylist(), dtype=object)
+    for kind in set(kinds.tolist()):
+        picture.kinds[kind] = picture.kinds.get(kind, 0) + int(np.count_nonzero(kinds == kind))
+    said = kinds == "message"
+    ends, sizes, streams, walls = (
+        _ends(batch)[said],
+        *(_numbers(batch, name)[said] for name in ("size", "stream", "wall_ns")),
+    )
+    for sender, receiver in np.unique(ends, axis=0).tolist():
+        of = (ends == (sender, receiver)).all(axis=1)
+        channel = picture.channels.setdefault((sender, receiver), Channel())
+        channel.messages += int(np.count_nonzero(of))
+        channel.bytes += int(sizes[of].sum())
+        channel.sizes.update(sizes[of].tolist())
+        channel.streams.update(streams[of].tolist())
+        picture.times.setdefault(sender, []).append(walls[of])
+
+
+def _ends(batch: pa.RecordBatch) -> IntArray:
+    """`(rows, 2)`: sender and receiver."""
+    caller, callee, sender = (_numbers(batch, name) for name in ("caller", "callee", "sender"))
+    return np.stack([sender, np.where(sender == caller, callee, caller)], axis=1)
+
+
+def _numbers(batch: pa.RecordBatch, name: str) -> IntArray:
+    found: IntArray = batch.column(name).to_numpy().astype(np.int64)
+    return found
+
+
+def _keep(picture: Picture, fields: Any, rounds: IntArray, own: Any, first: int) -> None:
+    """The first messages of one learner, each round once."""
+    for row in np.flatnonzero(own).tolist():
+        known = {t for t, _, _ in picture.first}
+        if int(rounds[row]) not in known and len(known) < first:
+            picture.first += [(int(rounds[row]), name, values[row]) for name, values in fields.items()]
+
+
+# ---- on the terminal -------------------------------------------------------------------------------------------------
+
+
+def show(place: str, *, sender: int = 0, first: int = 3, console: Console | None = None) -> None:
+    """Show what lies in a folder.
+
+    Args:
+        place: a capture, a folder with captures, or a simulator's transcript.
+        sender: whose first messages are shown.
+        first: how many.
+
+    Raises:
+        CaptureError: there is nothing, or it cannot be read.
+    """
+    console = console or Console(markup=False, highlight=False)
+    found = find(place)
+    if len(found.captures) == 1:
+        _one(found.captures[0], sender, first, console)
+    elif found.captures:
+        _many(found.captures, console)
+    if found.simulated:
+        with tables(found, "said") as connection:
+            asked = "SELECT run, world, field, count(DISTINCT round), count(DISTINCT sender), count(DISTINCT replica), "
+            rows = connection.execute(asked + "any_value(len(value)) FROM said GROUP BY ALL ORDER BY ALL").fetchall()
+        table = _plain("run", "world", "field", "rounds", "learners", "replicas", "numbers")
+        for row in rows:
+            table.add_row(*(Text(cell_text(cell)) for cell in row))
+        console.print(table)
+
+
+def _many(captures: tuple[Capture, ...], console: Console) -> None:
+    table = _plain("capture", "run", "world", "replica", "messages", "bytes", "state", "noticed")
+    for capture in captures:
+        facts = capture.facts
+        labels = ["–" if facts.get(key) is None else str(facts[key]) for key in ("world", "replica")]
+        state = Text("closed") if capture.complete else Text("cut short", style="yellow")
+        found = facts.get("noticed_count", 0)
+        noticed = Text(count(found), style="bold red" if found else "")
+        name = cell_text(capture.name.rstrip("/").rsplit("/", 1)[-1])
+        table.add_row(
+            Text(name),
+            cell_text(facts["run_id"]),
+            *labels,
+            count(facts["messages"]),
+            size(facts["bytes"]),
+            state,
+            noticed,
+        )
+    console.print(table)
+    console.print(f"{plural(len(captures), 'capture')}. Name one to see what it holds.", style="dim")
+
+
+def _one(capture: Capture, sender: int, first: int, console: Console) -> None:
+    picture = look(capture, sender, first)
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(style="dim", no_wrap=True)
+    facts.add_column(overflow="fold")
+    for name, value in _facts(capture, picture):
+        facts.add_row(name, value)
+    console.print(facts)
+    console.print(_channels(picture))
+    console.print(_who_when(picture))
+    if picture.first:
+        console.print(_first(picture, sender))
+
+
+def _facts(capture: Capture, picture: Picture) -> Iterator[tuple[str, Text | str]]:
+    facts, spec = capture.facts, capture.facts["spec"]
+    yield "capture", Text(capture.name)
+    labels = [f"{key} {facts[key]}" for key in ("world", "replica") if facts.get(key) is not None]
+    yield "run", Text(", ".join([cell_text(facts["run_id"]), *labels]))
+    algorithm = spec.get("algorithm")
+    if isinstance(algorithm, dict):
+        yield "spec", Text(f"{cell_text(algorithm.get('name'))}, {cell_text(spec.get('rounds'))} rounds planned")
+    if not capture.complete:
+        yield (
+            "state",
+            Text("cut short: the eavesdropper did not close it, so what came last may be missing", style="yellow"),
+        )
+    heard = sum(channel.messages for channel in picture.channels.values())
+    others = ", ".join(f"{count(n)} {kind}" for kind, n in sorted(picture.kinds.items()) if kind != "message")
+    total = sum(channel.bytes for channel in picture.channels.values())
+    yield "overheard", f"{plural(heard, 'message')}, {size(total)}" + (f"; {others}" if others else "")
+    if picture.failed:
+        yield "not rounds", f"{plural(picture.failed, 'message')} cannot be decoded"
+    yield from _noticed(facts)
+
+
+def _noticed(facts: Any) -> Iterator[tuple[str, Text | str]]:
+    found = [each for each in facts.get("noticed", ()) if isinstance(each, dict)]
+    texts = ["".join(c for c in str(each.get("text")) if c.isprintable()) for each in found]
+    if line := noticed_line(facts.get("noticed_count", 0), texts):
+        yield "noticed", Text(line, style="bold red")
+        for text in texts[1:MOST_NOTICED]:
+            yield "", Text(text, style="red")
+    elif "noticed_count" in facts:
+        yield "noticed", "nothing that must never happen"
+    if facts.get("not_checked"):
+        yield "not checked", Text(str(facts["not_checked"])[:300])
+
+
+def _channels(picture: Picture) -> Table:
+    """Bytes, sizes and gaps of every channel."""
+    table = _plain("from", "to", "messages", "bytes", "size", "streams", "rounds", "missing")
+    for (sender, receiver), channel in sorted(picture.channels.items())[:MOST_EDGES]:
+        sizes = (
+            f"{count(min(channel.sizes))}–{count(max(channel.sizes))}"
+            if len(channel.sizes) > 1
+            else count(*channel.sizes)
+        )
+        gap = channel.missing()
+        cells = (count(channel.messages), size(channel.bytes), sizes, count(len(channel.streams)), channel.span())
+        table.add_row(str(sender), str(receiver), *cells, Text(count(gap), style="yellow" if gap else ""))
+    if len(picture.channels) > MOST_EDGES:
+        table.add_row(f"… {len(picture.channels) - MOST_EDGES} more", style="dim")
+    return table
+
+
+def _who_when(picture: Picture) -> Table:
+    """Messages of each learner over time, a bar for each slice; the longest silence of each."""
+    table = _plain("learner", "who spoke when", "longest silence")
+    times = {i: np.sort(np.concatenate(own)) for i, own in sorted(picture.times.items())}
+    known = [own for own in times.values() if len(own)]
+    if not known:
+        return table
+    begin, end = min(int(own[0]) for own in known), max(int(own[-1]) for own in known)
+    edges = np.linspace(begin, max(end, begin + 1), WIDE + 1)
+    counts = {i: np.histogram(own, edges)[0] for i, own in times.items()}
+    highest = max(int(each.max()) for each in counts.values())
+    for i, own in list(times.items())[:MOST_LEARNERS]:
+        bars = "".join(BARS[-(-int(n) * (len(BARS) - 1) // highest)] for n in counts[i])
+        silence = duration(float(np.diff(own).max(initial=0)) / 1e9)
+        table.add_row(str(i), Text(bars, style="cyan"), silence)
+    table.caption = (
+        f"from {_clock(begin)} over {duration((end - begin) / 1e9)}; a full bar: {plural(highest, 'message')}"
+    )
+    return table
+
+
+def _clock(ns: int) -> str:
+    try:
+        return datetime.fromtimestamp(ns / 1e9, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    except (OverflowError, ValueError, OSError):
+        return f"{ns} ns"
+
+
+def _first(picture: Picture, sender: int) -> Table:
+    table = _plain("round", "field", f"what learner {sender} said first", "largest")
+    for t, name, values in picture.first:
+        flat = values.reshape(-1)
+        largest = number(float(np.abs(flat).max(initial=0.0)))
+        table.add_row(count(t), cell_text(name), numbers_text([float(v) for v in flat], 5), largest)
+    return table
+
+
+def _plain(*heads: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim", caption_justify="left")
+    texts = {"field", "capture", "run", "who spoke when", "state"}
+    for head in heads:
+        left = head in texts or head.startswith("what")
+        table.add_column(
+            head, justify="left" if left else "right", overflow="fold" if left else "ellipsis", no_wrap=not left
+        )
+    return table

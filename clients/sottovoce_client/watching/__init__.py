@@ -1,0 +1,1 @@
+"""`sottovoce watch`: a running deployment under anytime-valid tests, and canaries."""

@@ -1,0 +1,1 @@
+"""What crosses the wire of services that are not ours, as runs that can be told apart or not."""

@@ -1,0 +1,1 @@
+"""The auditor under test: broken learners, and correct ones."""
