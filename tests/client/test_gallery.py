@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 from sottovoce.errors import CaptureError, SpecError
 from sottovoce.spec import parse_spec
 from sottovoce_client.cli import app
+from sottovoce_client.gallery import exhibits
 from sottovoce_client.gallery import gallery as command
-from sottovoce_client.gallery import page
 from sottovoce_client.prepare import prepare
 from tests.services.network import network
 
@@ -54,16 +54,16 @@ def test_the_gallery_is_printed_and_written(tmp_path: Path, no_torch: None) -> N
     assert "pip install &#x27;sottovoce[torch]&#x27;" in page and "proves nothing" in page
     assert not re.search(r"<(?:img|script|link)[^>]+(?:src|href)=\"(?!data:)", page)
     rows = 4 + 4  # of two attacks: the true records, and three strips
-    assert page.count('<img src="data:image/png;base64,') == gallery_page.SHOWN * rows
+    assert page.count('<img src="data:image/png;base64,') == exhibits.SHOWN * rows
 
 
 def test_a_picture_is_a_grey_png() -> None:
     """1 is black, 0 is white; where numbers may be negative, 0 is grey."""
-    data = gallery_page.png(np.array([[0.0, 1.0, 0.5]]))
+    data = exhibits.png(np.array([[0.0, 1.0, 0.5]]))
     assert data.startswith(b"\x89PNG\r\n\x1a\n") and data[16:24] == bytes([0, 0, 0, 3, 0, 0, 0, 1])
     begin = data.index(b"IDAT") + 4
     assert zlib.decompress(data[begin : data.index(b"IEND") - 8]) == bytes([0, 255, 0, 128])
-    signed = gallery_page.png(np.array([[0.0, 1.0, -1.0]]))
+    signed = exhibits.png(np.array([[0.0, 1.0, -1.0]]))
     assert zlib.decompress(signed[signed.index(b"IDAT") + 4 : signed.index(b"IEND") - 8]) == bytes([0, 128, 0, 255])
 
 

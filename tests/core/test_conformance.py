@@ -28,7 +28,9 @@ from sottovoce.spec import parse_spec
 from sottovoce.transcript import Transcript
 from tests.examples import made_up, small_run
 
-FIELD: dict[str, Any] = yaml.safe_load(resources.files("sottovoce_client.running").joinpath("field.yaml").read_text("utf-8"))
+FIELD: dict[str, Any] = yaml.safe_load(
+    resources.files("sottovoce_client.running").joinpath("field.yaml").read_text("utf-8")
+)
 
 
 def overheard(run: Run, data: PlacedData, noise: Noise, replicas: int = 1) -> Transcript:

@@ -20,7 +20,9 @@ from sottovoce.spec import parse_spec
 from tests.claims import SETUPS
 from tests.examples import made_up, small_run
 
-FIELD: dict[str, Any] = yaml.safe_load(resources.files("sottovoce_client.running").joinpath("field.yaml").read_text("utf-8"))
+FIELD: dict[str, Any] = yaml.safe_load(
+    resources.files("sottovoce_client.running").joinpath("field.yaml").read_text("utf-8")
+)
 ROUNDS = 36
 STEP = 0.25
 

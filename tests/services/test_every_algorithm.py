@@ -19,7 +19,9 @@ from sottovoce_eavesdropper.reading import open_capture
 from tests.examples import made_up
 from tests.services.network import network
 
-FIELD: dict[str, Any] = yaml.safe_load(resources.files("sottovoce_client.running").joinpath("field.yaml").read_text("utf-8"))
+FIELD: dict[str, Any] = yaml.safe_load(
+    resources.files("sottovoce_client.running").joinpath("field.yaml").read_text("utf-8")
+)
 ROUNDS = 36
 """More than two blocks of the longest block length."""
 

@@ -56,7 +56,7 @@ class Exhibit:
     """One attack on several transcripts of the same records.
 
     Attributes:
-        name: a key of `gallery_page.WORDS`.
+        name: a key of `exhibits.WORDS`.
         strips: all of them; without any, what the attack needs is not installed.
     """
 

@@ -21,7 +21,7 @@ from sottovoce.attacks.rebuild import Rebuilt, rebuild
 from sottovoce.errors import CaptureError, SpecError
 from sottovoce.spec import parse_spec
 from sottovoce_client.gallery import cases as cases
-from sottovoce_client.gallery import page
+from sottovoce_client.gallery import exhibits
 from sottovoce_client.gallery.cases import Exhibit, Gallery, Membership, Strip
 from sottovoce_client.prepare import prepare
 from sottovoce_client.running.simulation import finite
@@ -117,7 +117,7 @@ def gallery_of(
 
 def _publish(shown: Gallery, folder: Path, console: Console) -> None:
     (folder / "gallery.json").write_text(json.dumps(as_document(shown), indent=2) + "\n", encoding="utf-8")
-    (folder / "gallery.html").write_text(gallery_page.render(shown), encoding="utf-8")
+    (folder / "gallery.html").write_text(exhibits.render(shown), encoding="utf-8")
     _print(shown, console)
     console.out(f"{folder}: gallery.json, gallery.html", highlight=False)
 
@@ -151,8 +151,8 @@ def _figures(rebuilt: Rebuilt) -> dict[str, Any]:
         "recognised": finite(rebuilt.found),
         "recognised_among": rebuilt.pool,
         "told_from_one_other": finite(rebuilt.told),
-        "originals": np.round(rebuilt.originals[: gallery_page.SHOWN], 4).tolist(),
-        "pictures": np.round(rebuilt.pictures[: gallery_page.SHOWN], 4).tolist(),
+        "originals": np.round(rebuilt.originals[: exhibits.SHOWN], 4).tolist(),
+        "pictures": np.round(rebuilt.pictures[: exhibits.SHOWN], 4).tolist(),
     }
 
 
@@ -161,7 +161,7 @@ def _print(shown: Gallery, console: Console) -> None:
     for head in ("similarity", "recognised", "told from\nanother"):
         table.add_column(head, justify="right")
     for each in shown.exhibits:
-        title = gallery_page.WORDS[each.name].title
+        title = exhibits.WORDS[each.name].title
         for k, strip in enumerate(each.strips):
             figures = number(strip.rebuilt.alike, 2), share(strip.rebuilt.found), share(strip.rebuilt.told)
             table.add_row("" if k else title, strip.label, *figures, end_section=k == len(each.strips) - 1)
@@ -169,7 +169,7 @@ def _print(shown: Gallery, console: Console) -> None:
             table.add_row(title, Text("needs PyTorch", style="yellow"), *[NOTHING] * 3, end_section=True)
     console.print(table)
     if not all(each.strips for each in shown.exhibits):
-        console.print(Text(f"The search needs PyTorch: {gallery_page.GET_TORCH}"))
+        console.print(Text(f"The search needs PyTorch: {exhibits.GET_TORCH}"))
     if shown.memberships:
         console.print(_guesses(shown.memberships))
 

@@ -1,0 +1,33 @@
+"""The command `sottovoce`."""
+
+from __future__ import annotations
+
+import sys
+
+from sottovoce.errors import SottovoceError
+from sottovoce_client.cli.app import app, eavesdropper_app, spec_app, transcript_app
+
+# Importing them registers their commands: in the order of the help, which begins with what newcomers need.
+# isort: off
+from sottovoce_client.cli import runs as runs
+from sottovoce_client.cli import transcripts as transcripts
+from sottovoce_client.cli import services as services
+from sottovoce_client.cli import auditing as auditing
+from sottovoce_client.cli import privacy as privacy
+from sottovoce_client.cli import specs as specs
+# isort: on
+
+app.add_typer(transcript_app, name="transcript", rich_help_panel="Runs")
+app.add_typer(eavesdropper_app, name="eavesdropper", rich_help_panel="Services")
+app.add_typer(spec_app, name="spec", rich_help_panel="Specs")
+
+
+def main() -> None:
+    """Run the command; what goes wrong is said in a line and exits with code 2."""
+    try:
+        app()
+    except SottovoceError as error:
+        print(f"sottovoce: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None

@@ -1,0 +1,108 @@
+"""The command's parts that all share: the application, options, and where a spec and its results lie."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+
+from sottovoce.errors import SpecError
+from sottovoce.spec import RunSpec
+
+app = typer.Typer(
+    name="sottovoce",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help=(
+        "Differentially private decentralized online learning, and an eavesdropper that checks it.\n\n"
+        "Start with [bold]sottovoce demo[/]: five learners, a coordinator and an eavesdropper on this machine."
+    ),
+)
+spec_app = typer.Typer(no_args_is_help=True, help="Check and print run specs.")
+eavesdropper_app = typer.Typer(invoke_without_command=True)
+transcript_app = typer.Typer(no_args_is_help=True, help="Look into what was overheard, or simulated.")
+
+SpecFile = Annotated[Path, typer.Argument(metavar="SPEC", help="The run spec, a YAML file.", show_default=False)]
+Out = Annotated[
+    Path | None, typer.Option("--out", help="Folder for the results.", show_default="sottovoce-runs/NAME-TIME")
+]
+Listen = Annotated[str, typer.Option(envvar="SOTTOVOCE_LISTEN", help="host:port to listen on; port 0 picks one.")]
+AllowImports = Annotated[
+    bool,
+    typer.Option(
+        "--allow-imports",
+        envvar="SOTTOVOCE_ALLOW_IMPORTS",
+        help="Import code that a run spec names (module:Class). Whoever starts a run can then run any installed code.",
+    ),
+]
+LogLevel = Annotated[str, typer.Option(envvar="SOTTOVOCE_LOG_LEVEL", help="debug, info, warning or error.")]
+StopWithStdin = Annotated[bool, typer.Option(help="Stop when standard input ends.", hidden=True)]
+
+
+def _config(context: typer.Context, path: Path | None) -> Path | None:
+    """Defaults from a file: weaker than flags and environment."""
+    if path is not None:
+        try:
+            defaults = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        except (OSError, yaml.YAMLError) as error:
+            raise SpecError(f"cannot read the configuration {path}: {' '.join(str(error).split())}") from None
+        known = {parameter.name for parameter in context.command.params}
+        if not isinstance(defaults, dict) or not defaults.keys() <= known:
+            unknown = sorted(defaults.keys() - known) if isinstance(defaults, dict) else type(defaults).__name__
+            raise SpecError(
+                f"{path} must map options of this command to values; unknown: {unknown}; known: {sorted(known)}"
+            )
+        context.default_map = {**(context.default_map or {}), **defaults}
+    return path
+
+
+Canaries = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        help="Hide so many coins in the records, for watch --canaries to guess. They replace records, so they cost accuracy.",
+    ),
+]
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        envvar="SOTTOVOCE_CONFIG",
+        is_eager=True,
+        callback=_config,
+        help="YAML file with values for these options; flags and environment win.",
+    ),
+]
+
+
+def prepared_from(spec: RunSpec) -> Any:
+    """The run and its data, ready to start.
+
+    Raises:
+        SottovoceError: the spec cannot be run as it is, or its data cannot be used.
+    """
+    from sottovoce_client.prepare import prepare
+
+    return prepare(spec, data_folder=os.environ.get("SOTTOVOCE_DATA"))
+
+
+def folder_for(name: str, out: Path | None) -> Path:
+    """The folder for results, made where it is missing.
+
+    Raises:
+        SpecError: it cannot be written to.
+    """
+    if out is None:
+        out = Path("sottovoce-runs") / f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SpecError(f"cannot write to the folder {out}: {error.strerror}") from None
+    return out

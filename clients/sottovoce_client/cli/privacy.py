@@ -1,0 +1,107 @@
+"""What runs promise and cost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from sottovoce.spec import load_spec
+from sottovoce_client.cli.app import SpecFile, app, folder_for, prepared_from
+
+
+@app.command(rich_help_panel="Privacy")
+def ledger(
+    state: Annotated[
+        Path, typer.Option(envvar="SOTTOVOCE_STATE", help="Folder where the learner keeps its journals.")
+    ] = Path("sottovoce-state"),
+    learner: Annotated[str | None, typer.Option(help="Only this one.")] = None,
+) -> None:
+    """What learners have spent in all their runs, on what, and by which guarantee. Reads the state folder; no service needed."""
+    from sottovoce_client.privacy.ledger import show_ledger
+
+    show_ledger(state, learner)
+
+
+@app.command(rich_help_panel="Privacy")
+def budget(
+    spec: SpecFile,
+    delta: Annotated[float | None, typer.Option(help="Also epsilon at this delta (needs dp-accounting).")] = None,
+    learner: Annotated[
+        list[str] | None, typer.Option(help="Show this learner; repeat for several.", show_default="all")
+    ] = None,
+    group: Annotated[int | None, typer.Option(min=1, help="Also for so many records of one learner.")] = None,
+    uses: Annotated[bool, typer.Option("--uses", help="Also per record, in all of its uses.")] = False,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Folder for the results.", show_default="sottovoce-runs/budget-TIME")
+    ] = None,
+) -> None:
+    """Say what a run promises: epsilon of every learner, and what it rests on. Nothing is run.
+
+    Writes budget.json and budget.html.
+    """
+    from sottovoce_client.privacy.budget import Question
+    from sottovoce_client.privacy.budget import budget as show
+
+    prepared = prepared_from(load_spec(spec))
+    show(prepared, folder_for("budget", out), learner or [], Question(delta, group, uses))
+
+
+@app.command(rich_help_panel="Privacy")
+def calibrate(
+    spec: SpecFile,
+    epsilon: Annotated[float | None, typer.Option(help="What every learner may spend.")] = None,
+    learner: Annotated[list[str] | None, typer.Option(metavar="NAME=E", help="What this one may; repeatable.")] = None,
+    horizon: Annotated[
+        str | None, typer.Option(metavar="ROUNDS|inf", help="Over so many rounds.", show_default="all of the run")
+    ] = None,
+    per: Annotated[
+        Literal["event", "record"], typer.Option(help="For an event, or a record in all of its uses.")
+    ] = "event",
+    out: Annotated[
+        Path | None, typer.Option("--out", help="File to write the spec to.", show_default="standard output")
+    ] = None,
+) -> None:
+    """Write a spec with the noise that a privacy budget asks for."""
+    from sottovoce_client.privacy.calibrate import budget_of, calibrate_to
+
+    prepared = prepared_from(load_spec(spec))
+    calibrate_to(spec, prepared, budget_of(prepared.run.spec, epsilon, learner or [], horizon, per), out)
+
+
+@app.command(rich_help_panel="Privacy")
+def tradeoff(
+    spec: SpecFile,
+    epsilons: Annotated[str, typer.Option(metavar="E,E,E,...", help="Levels to simulate at, at least three.")],
+    metric: Annotated[
+        str, typer.Option(help="What accuracy lost means: error, or a metric of simulate.")
+    ] = "average_loss",
+    weights: Annotated[tuple[float, float, float, float], typer.Option(help="w1 to w4 of the worth of privacy.")] = (
+        0.02,
+        6.0,
+        9.0,
+        1.0,
+    ),
+    threshold: Annotated[
+        float | None, typer.Option(help="Largest acceptable loss.", show_default="that at the smallest level")
+    ] = None,
+    ceiling: Annotated[
+        float | None, typer.Option(help="Largest acceptable epsilon.", show_default="the largest level")
+    ] = None,
+    replicas: Annotated[int, typer.Option(min=1, help="Independent repetitions at every level.")] = 20,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the noise.")] = 0,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Folder for the results.", show_default="sottovoce-runs/tradeoff-TIME")
+    ] = None,
+) -> None:
+    """Find the privacy level at which accuracy lost and privacy gained balance best, by simulated runs.
+
+    Writes tradeoff.json and tradeoff.html.
+    """
+    from sottovoce.privacy.tradeoff import Utility
+    from sottovoce_client.privacy.tradeoff import Problem, levels
+    from sottovoce_client.privacy.tradeoff import tradeoff as trade
+
+    problem = Problem(levels(epsilons), metric, Utility(*weights), threshold, ceiling, replicas, seed)
+    trade(prepared_from(load_spec(spec)), folder_for("tradeoff", out), problem)

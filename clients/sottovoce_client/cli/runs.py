@@ -1,0 +1,150 @@
+"""Runs: on this machine, on services that are up, on the simulator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+
+from sottovoce.errors import SpecError
+from sottovoce.spec import RunSpec, load_spec, parse_spec
+from sottovoce_client.cli.app import Canaries, Out, SpecFile, app, folder_for, prepared_from
+
+
+@app.command(rich_help_panel="Runs")
+def demo(
+    data: Annotated[
+        str | None,
+        typer.Option(help="breast_cancer, digits, mushrooms, adult, letter …, or a .npz, .csv or .parquet file."),
+    ] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Rounds to run.", show_default="500")] = None,
+    out: Out = None,
+    print_spec: Annotated[bool, typer.Option("--print-spec", help="Print the demo's run spec and exit.")] = False,
+) -> None:
+    """The main job on this machine: five learners, a coordinator and an eavesdropper, each its own process.
+
+    Learners run LDP-DOL on a ring; every edge passes through the eavesdropper. Ends with a summary and an HTML report.
+    """
+    text = resources.files("sottovoce_client.running").joinpath("demo.yaml").read_text(encoding="utf-8")
+    if print_spec:
+        typer.echo(text, nl=False)
+        return
+    document = yaml.safe_load(text)
+    if data is not None:
+        document["data"]["source"] = data
+    if rounds is not None:
+        document["rounds"] = rounds
+    _up(parse_spec(document, source="demo"), out, per_process=1)
+
+
+@app.command(rich_help_panel="Runs")
+def up(
+    spec: SpecFile,
+    out: Out = None,
+    per_process: Annotated[int, typer.Option(min=1, help="Learners in one process.")] = 1,
+    recorded_noise: Annotated[
+        Path | None, typer.Option(help="Use this noise instead of drawing it. Protects nobody: for tests.")
+    ] = None,
+    canaries: Canaries = 0,
+) -> None:
+    """Start all services of a spec on this machine, run it, stop them."""
+    _up(load_spec(spec), out, per_process=per_process, noise=recorded_noise, canaries=canaries)
+
+
+@app.command(rich_help_panel="Runs")
+def run(
+    spec: SpecFile,
+    coordinator: Annotated[
+        str, typer.Option(envvar="SOTTOVOCE_COORDINATOR", help="Address of the coordinator.")
+    ] = "127.0.0.1:7400",
+    out: Out = None,
+    canaries: Canaries = 0,
+) -> None:
+    """Run a spec on services that are already up, feeding the learners from here."""
+    from sottovoce_client.running.operate import run_on
+
+    _conduct(
+        load_spec(spec),
+        out,
+        lambda prepared, watch, stop: run_on(coordinator, prepared.run.spec, prepared.data, watch, stop),
+        canaries,
+    )
+
+
+@app.command(rich_help_panel="Runs")
+def simulate(
+    spec: SpecFile,
+    out: Out = None,
+    replicas: Annotated[int, typer.Option(min=1, help="Independent repetitions, side by side.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the noise.")] = 0,
+    noise: Annotated[
+        Path | None, typer.Option(help="Recorded noise to use instead (.parquet or .npz; zeros are allowed).")
+    ] = None,
+    record_noise: Annotated[bool, typer.Option("--record-noise", help="Write the noise that was drawn.")] = False,
+    metrics: Annotated[
+        bool, typer.Option("--metrics", help="Measure losses, regrets and accuracy: metrics.parquet, metrics.json.")
+    ] = False,
+) -> None:
+    """Run a spec without a network, many replicas at once. Writes transcript.parquet and decisions.parquet."""
+    from sottovoce_client.running.simulation import simulate_to
+
+    prepared = prepared_from(load_spec(spec))
+    folder = folder_for(prepared.run.spec.name, out)
+    simulate_to(folder, prepared, replicas=replicas, seed=seed, noise=noise, record_noise=record_noise, metrics=metrics)
+
+
+@app.command(rich_help_panel="Runs")
+def compare(
+    specs: Annotated[
+        list[Path] | None, typer.Argument(metavar="SPEC...", help="Run specs with the same data.", show_default=False)
+    ] = None,
+    field: Annotated[bool, typer.Option("--field", help="Every built-in algorithm on one problem.")] = False,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Folder for the results.", show_default="sottovoce-runs/compare-TIME")
+    ] = None,
+    replicas: Annotated[int, typer.Option(min=1, help="Independent repetitions of each, side by side.")] = 10,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the noise.")] = 0,
+) -> None:
+    """Run several specs in the simulator and show what they came to in one table.
+
+    Writes compare.json, compare.md and compare.html. Exits with 1 if a spec could not be run.
+    """
+    from sottovoce_client.running.compare import compare as run_all
+    from sottovoce_client.running.compare import from_files, the_field
+
+    sources = [*(the_field() if field else []), *from_files(specs or [])]
+    if not sources:
+        raise SpecError("compare needs specs, or --field for every built-in algorithm")
+    raise typer.Exit(run_all(sources, prepared_from, folder_for("compare", out), replicas=replicas, seed=seed))
+
+
+def _up(spec: RunSpec, out: Path | None, *, per_process: int, noise: Path | None = None, canaries: int = 0) -> None:
+    from sottovoce_client.running.launch import run_up
+
+    folder = folder_for(spec.name, out)
+    _conduct(
+        spec,
+        folder,
+        lambda prepared, watch, stop: run_up(
+            prepared.run.spec, prepared.data, folder, watch, stop, per_process=per_process, noise=noise
+        ),
+        canaries,
+    )
+
+
+def _conduct(
+    spec: RunSpec, out: Path | None, start: Callable[..., Coroutine[Any, Any, Any]], canaries: int = 0
+) -> None:
+    """Prepare, run while the console shows it, then summarise."""
+    from sottovoce_client.running.conduct import conduct
+
+    folder, prepared = folder_for(spec.name, out), prepared_from(spec)
+    if canaries:
+        from sottovoce_client.watching.canaries import with_canaries
+
+        prepared = with_canaries(prepared, canaries, folder)
+    raise typer.Exit(conduct(prepared, folder, start))

@@ -1,0 +1,220 @@
+"""Services in the foreground."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from sottovoce.errors import SpecError
+from sottovoce_client.cli.app import (
+    AllowImports,
+    ConfigFile,
+    Listen,
+    LogLevel,
+    StopWithStdin,
+    app,
+    eavesdropper_app,
+    folder_for,
+)
+
+
+@app.command(rich_help_panel="Services")
+def coordinator(
+    listen: Listen = "127.0.0.1:7400",
+    eavesdropper: Annotated[
+        str | None,
+        typer.Option(envvar="SOTTOVOCE_EAVESDROPPER", help="Address of the eavesdropper, for runs that are captured."),
+    ] = None,
+    allow_imports: AllowImports = False,
+    log_level: LogLevel = "info",
+    stop_with_stdin: StopWithStdin = False,
+    config: ConfigFile = None,
+) -> None:
+    """Start a [bold]coordinator[/] in the foreground: it distributes the topology and the round clock."""
+    from sottovoce_coordinator.service import CoordinatorConfig, serve
+
+    _serve(lambda: serve(CoordinatorConfig(listen, eavesdropper, allow_imports), with_stdin=stop_with_stdin), log_level)
+
+
+@app.command(rich_help_panel="Services")
+def learner(
+    name: Annotated[
+        list[str], typer.Option(envvar="SOTTOVOCE_NAME", help="Its name; repeat for several learners in one process.")
+    ],
+    coordinator: Annotated[str, typer.Option(envvar="SOTTOVOCE_COORDINATOR", help="Address of the coordinator.")],
+    listen: Listen = "127.0.0.1:0",
+    advertise: Annotated[
+        str | None, typer.Option(envvar="SOTTOVOCE_ADVERTISE", help="Address for others, where it differs.")
+    ] = None,
+    state: Annotated[
+        Path, typer.Option(envvar="SOTTOVOCE_STATE", help="Folder for the journal. It must survive restarts.")
+    ] = Path("sottovoce-state"),
+    budget: Annotated[
+        float | None,
+        typer.Option(
+            envvar="SOTTOVOCE_BUDGET", help="Epsilon that it may spend in all runs together, by the ledger in --state."
+        ),
+    ] = None,
+    join_timeout: Annotated[
+        float, typer.Option(envvar="SOTTOVOCE_JOIN_TIMEOUT", help="Seconds to wait for the coordinator at the start.")
+    ] = 30.0,
+    recorded_noise: Annotated[
+        Path | None,
+        typer.Option(help="Use this noise instead of drawing it. Protects nobody: loopback only, for tests."),
+    ] = None,
+    noise: Annotated[
+        Literal["bitwise", "opendp"],
+        typer.Option(envvar="SOTTOVOCE_NOISE", help="What draws the noise. OpenDP is slower, and an extra."),
+    ] = "bitwise",
+    noise_seed: Annotated[
+        str | None,
+        typer.Option(
+            envvar="SOTTOVOCE_NOISE_SEED",
+            help="Draw the same noise in every run of that name. Protects nobody: loopback only, for tests.",
+        ),
+    ] = None,
+    allow_imports: AllowImports = False,
+    log_level: LogLevel = "info",
+    stop_with_stdin: StopWithStdin = False,
+    config: ConfigFile = None,
+) -> None:
+    """Start a [bold]learner[/] in the foreground: it learns from its owner's stream and talks to its neighbours."""
+    from sottovoce_learner.service import LearnerConfig, serve
+
+    if len(name) > 1 and not listen.endswith(":0"):
+        raise SpecError(f"several learners in one process need --listen HOST:0, got {listen}")
+    configs = [
+        LearnerConfig(
+            each,
+            coordinator,
+            listen,
+            advertise,
+            state,
+            join_timeout,
+            recorded_noise,
+            allow_imports,
+            budget,
+            noise,
+            noise_seed,
+        )
+        for each in name
+    ]
+    _serve(lambda: serve(configs, with_stdin=stop_with_stdin), log_level)
+
+
+@eavesdropper_app.callback()
+def eavesdropper(
+    context: typer.Context,
+    listen: Listen = "127.0.0.1:7500",
+    folder: Annotated[
+        str,
+        typer.Option(envvar="SOTTOVOCE_CAPTURES", help="Folder for captures, or a URL such as s3://bucket/captures."),
+    ] = "sottovoce-captures",
+    advertise_host: Annotated[
+        str | None,
+        typer.Option(envvar="SOTTOVOCE_ADVERTISE_HOST", help="Name of this host for learners, where it differs."),
+    ] = None,
+    allow_imports: AllowImports = False,
+    log_level: LogLevel = "info",
+    stop_with_stdin: StopWithStdin = False,
+    config: ConfigFile = None,
+) -> None:
+    """Start an [bold]eavesdropper[/] in the foreground: it relays the channels between learners and records every byte.
+
+    Its commands are for gRPC services that are not ours.
+    """
+    if context.invoked_subcommand is not None:
+        return
+    from sottovoce_eavesdropper.service import EavesdropperConfig, serve
+
+    deployed = EavesdropperConfig(listen, folder, advertise_host, allow_imports)
+    _serve(lambda: serve(deployed, with_stdin=stop_with_stdin), log_level)
+
+
+@eavesdropper_app.command("relay")
+def eavesdropper_relay(
+    to: Annotated[str, typer.Option(help="host:port of the server.", show_default=False)],
+    listen: Listen = "127.0.0.1:7600",
+    folder: Annotated[
+        str,
+        typer.Option(
+            envvar="SOTTOVOCE_CAPTURES",
+            help="Folder, or URL, below which the capture gets its own; relays may share it.",
+        ),
+    ] = "sottovoce-captures",
+    world: Annotated[
+        int | None, typer.Option(min=0, max=1, help="What the server holds: 0 or 1. For an audit.", show_default=False)
+    ] = None,
+    tls_cert: Annotated[Path | None, typer.Option(help="PEM file: clients speak TLS.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="PEM file with its key.")] = None,
+    to_tls: Annotated[bool, typer.Option("--to-tls", help="The server speaks TLS.")] = False,
+    to_ca: Annotated[
+        Path | None, typer.Option(help="PEM file: who vouches for the server.", show_default="the system's authorities")
+    ] = None,
+    log_level: LogLevel = "info",
+    stop_with_stdin: StopWithStdin = False,
+    config: ConfigFile = None,
+) -> None:
+    """Record what passes between any gRPC server and its clients, until Ctrl-C. Point the clients at --listen."""
+    from sottovoce_eavesdropper.foreign import ForeignConfig, serve
+
+    relayed = ForeignConfig(to, listen, folder, world, tls_cert, tls_key, to_tls, to_ca)
+    _serve(lambda: serve(relayed, with_stdin=stop_with_stdin), log_level)
+
+
+@eavesdropper_app.command("audit")
+def eavesdropper_audit(
+    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="With captures of both worlds.", show_default=False)],
+    decoder: Annotated[
+        str | None, typer.Option(help="module:function that reads a message.", show_default="only bytes")
+    ] = None,
+    run_is: Annotated[Literal["connection", "stream"], typer.Option(help="What one run is.")] = "connection",
+    claim: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="Epsilon that the service's owner claims for a run.", show_default="none"),
+    ] = None,
+    confidence: Annotated[
+        float, typer.Option(min=0.5, max=0.999999, help="With which a claim that holds is not refuted.")
+    ] = 0.95,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the classifiers.")] = 0,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Folder for the results.", show_default="sottovoce-runs/audit-TIME")
+    ] = None,
+) -> None:
+    """Tell from captures alone what a service leaks about the world it is in, and hold it against a claim.
+
+    Writes audit.json. Exits with 1 if the claim is refuted.
+    """
+    from sottovoce_client.foreign.audit import audit_foreign
+
+    code = audit_foreign(
+        folder,
+        decoder=decoder,
+        run_is=run_is,
+        claim=claim,
+        confidence=confidence,
+        seed=seed,
+        out=folder_for("audit", out),
+    )
+    raise typer.Exit(code)
+
+
+def _serve(work: Callable[[], Coroutine[Any, Any, None]], log_level: str) -> None:
+    from sottovoce_rpc.logs import configure_logs
+
+    configure_logs(log_level)
+    with asyncio.Runner(loop_factory=_event_loop()) as runner:
+        runner.run(work())
+
+
+def _event_loop() -> Callable[[], asyncio.AbstractEventLoop]:
+    """The loop of uvloop where that is installed (extra `fast`), else Python's own."""
+    try:
+        from uvloop import new_event_loop
+    except ImportError:
+        return asyncio.new_event_loop
+    return new_event_loop
