@@ -17,6 +17,8 @@ from sottovoce_client.cli import privacy as privacy
 from sottovoce_client.cli import specs as specs
 # isort: on
 
+__all__ = ["app", "auditing", "main", "privacy", "runs", "services", "specs", "transcripts"]
+
 app.add_typer(transcript_app, name="transcript", rich_help_panel="Runs")
 app.add_typer(eavesdropper_app, name="eavesdropper", rich_help_panel="Services")
 app.add_typer(spec_app, name="spec", rich_help_panel="Specs")

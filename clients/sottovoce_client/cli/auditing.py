@@ -2,62 +2,178 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from sottovoce.errors import SpecError
 from sottovoce.spec import load_spec
-from sottovoce_client.cli.app import AllowImports, LogLevel, SpecFile, app, folder_for, prepared_from
+from sottovoce_client.cli.app import AllowImports, LogLevel, app, folder_for, prepared_from
+
+if TYPE_CHECKING:
+    from sottovoce_client.auditing.audit import Question, Work
+
+
+_WHERE, _SWAP, _TEST = "Where the runs come from", "The two worlds, and who listens", "The auditor's own test"
 
 
 @app.command(rich_help_panel="Privacy")
 def audit(
-    spec: SpecFile,
-    runs: Annotated[int, typer.Option(min=10, help="Runs of each of the two worlds.")] = 1000,
+    spec: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="SPEC", help="The run spec. Not needed with --from and --self-test.", show_default=False
+        ),
+    ] = None,
+    runs: Annotated[
+        int | None, typer.Option(min=1, help="Runs of each of the two worlds.", show_default="1000; network: 100")
+    ] = None,
     learner: Annotated[
         str | None, typer.Option(help="Whose messages.", show_default="the one with the largest epsilon")
-    ] = None,
-    record: Annotated[
-        int | None,
-        typer.Option(min=0, help="Row of the learner's record to swap.", show_default="the swap that shows most"),
-    ] = None,
-    replacement: Annotated[
-        str, typer.Option(metavar="WHAT", help="For it: mirror, label, LEARNER:ROW, or a .json file.")
-    ] = "mirror",
-    threat: Annotated[Literal["wire", "neighbour", "output"], typer.Option(help="Who listens.")] = "wire",
-    neighbour: Annotated[
-        str | None, typer.Option(help="At which neighbour.", show_default="the first that hears it")
     ] = None,
     confidence: Annotated[
         float, typer.Option(min=0.5, max=0.999999, help="With which a correct learner is not refuted.")
     ] = 0.95,
-    backend: Annotated[
-        Literal["processes", "ray", "dask"], typer.Option(help="Where simulated runs are worked on.")
-    ] = "processes",
-    jobs: Annotated[int | None, typer.Option(min=1, help="How many at a time.", show_default="one per core")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the coins and the noise.")] = 0,
     out: Annotated[
         Path | None, typer.Option("--out", help="Folder for the results.", show_default="sottovoce-runs/audit-TIME")
     ] = None,
+    on: Annotated[
+        Literal["simulator", "network"],
+        typer.Option(help="network: real services and the relay, on this machine.", rich_help_panel=_WHERE),
+    ] = "simulator",
+    captures: Annotated[
+        str | None,
+        typer.Option("--from", metavar="CAPTURES", help="Captures of earlier runs: a folder.", rich_help_panel=_WHERE),
+    ] = None,
+    backend: Annotated[
+        Literal["processes", "ray", "dask"],
+        typer.Option(help="What works on simulated runs.", rich_help_panel=_WHERE),
+    ] = "processes",
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="How many at a time.", show_default="one per core", rich_help_panel=_WHERE)
+    ] = None,
+    record: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Row of the learner's record to swap.",
+            show_default="the swap that shows most",
+            rich_help_panel=_SWAP,
+        ),
+    ] = None,
+    replacement: Annotated[
+        str,
+        typer.Option(
+            metavar="WHAT", help="For it: mirror, label, LEARNER:ROW, or a .json file.", rich_help_panel=_SWAP
+        ),
+    ] = "mirror",
+    threat: Annotated[
+        Literal["wire", "neighbour", "output"],
+        typer.Option(help="Every message, those at one neighbour, or published decisions.", rich_help_panel=_SWAP),
+    ] = "wire",
+    neighbour: Annotated[
+        str | None,
+        typer.Option(help="At which neighbour.", show_default="the first that hears it", rich_help_panel=_SWAP),
+    ] = None,
+    self_test: Annotated[
+        bool, typer.Option("--self-test", help="Break learners: are they caught?", rich_help_panel=_TEST)
+    ] = False,
+    mutant: Annotated[
+        list[str] | None,
+        typer.Option(metavar="MODULE:NAME", help="A broken learner of your own; repeatable.", rich_help_panel=_TEST),
+    ] = None,
+    alarms: Annotated[int, typer.Option(min=0, help="Audits of every correct algorithm.", rich_help_panel=_TEST)] = 5,
 ) -> None:
     """Try to refute what a run promises about one learner: many runs in two worlds that differ in one record.
 
     Writes audit.json and audit.html. Exits with 1 if the promise is refuted.
     """
-    from functools import partial
-
-    from sottovoce.audit.audit import audit_simulated
+    if self_test:
+        raise typer.Exit(_self_test(spec, learner, mutant or [], alarms, runs, jobs, seed, out))
+    if spec is None and captures is None:
+        raise SpecError("audit needs a SPEC, or --from CAPTURES, or --self-test")
     from sottovoce.privacy.guarantee import ThreatModel
     from sottovoce_client.auditing.audit import Question, audit_to
-    from sottovoce_client.auditing.spread import spread_over
 
-    asked = Question(learner, record, replacement, ThreatModel(threat), neighbour, runs, confidence, seed)
-    prepared = prepared_from(load_spec(spec))
-    with spread_over(backend, jobs) as spread:
-        code = audit_to(folder_for("audit", out), prepared, asked, partial(audit_simulated, spread=spread))
-    raise typer.Exit(code)
+    many = runs or (100 if on == "network" else 1000)
+    asked = Question(learner, record, replacement, ThreatModel(threat), neighbour, many, confidence, seed)
+    if captures is not None:
+        raise typer.Exit(_from(captures, asked, spec, out))
+    prepared, folder = prepared_from(load_spec(_given(spec))), folder_for("audit", out)
+    with _work(on, folder, backend, jobs) as work:
+        raise typer.Exit(_unless_interrupted(lambda: audit_to(folder, prepared, asked, work)))
+
+
+def _given(spec: Path | None) -> Path:
+    if spec is None:
+        raise SpecError("this needs a SPEC")
+    return spec
+
+
+@contextlib.contextmanager
+def _work(
+    on: Literal["simulator", "network"], folder: Path, backend: Literal["processes", "ray", "dask"], jobs: int | None
+) -> Iterator[Work]:
+    """Who makes the runs."""
+    if on == "network":
+        from sottovoce_client.auditing.network import on_network
+
+        yield on_network(folder)
+    else:
+        from sottovoce.audit.audit import audit_simulated
+        from sottovoce_client.auditing.spread import spread_over
+
+        with spread_over(backend, jobs) as spread:
+            yield partial(audit_simulated, spread=spread)
+
+
+def _from(captures: str, asked: Question, spec: Path | None, out: Path | None) -> int:
+    from rich.console import Console
+
+    from sottovoce_client.auditing.audit import show
+    from sottovoce_client.auditing.captures import from_captures
+
+    console = Console()
+    with console.status("reading captures") as status:
+        given = None if spec is None else load_spec(spec)
+        done = from_captures(captures, asked, prepared_from, status.update, spec=given)
+    return show(done, asked.seed, folder_for("audit", out), console)
+
+
+def _self_test(
+    spec: Path | None,
+    learner: str | None,
+    mutants: list[str],
+    alarms: int,
+    runs: int | None,
+    jobs: int | None,
+    seed: int,
+    out: Path | None,
+) -> int:
+    from sottovoce_client.auditing.selftest import self_test
+
+    prepared = None if spec is None else prepared_from(load_spec(spec))
+    return self_test(
+        prepared, learner=learner, mutants=mutants, alarms=alarms, runs=runs, jobs=jobs, seed=seed, out=out
+    )
+
+
+def _unless_interrupted(work: Callable[[], int]) -> int:
+    """The exit code; 130 after Ctrl-C, which says in a line what there is."""
+    from sottovoce_client.running.operate import Interrupted
+
+    try:
+        return work()
+    except Interrupted as stopped:
+        print(f"sottovoce: {stopped}", file=sys.stderr)
+        return 130
 
 
 @app.command(rich_help_panel="Privacy")

@@ -348,6 +348,9 @@ def _independence(own: Residuals) -> list[Test]:
         tests.append(_correlation("rounds", "rounds are independent", rounds[1:], rounds[:-1], own.place))
         raw = _ties_in(rounds * (scale / scale.min())[:, None, None], 0)
         tests.append(_tied("round ties", "no noise is said again", _ties_in(rounds, 0), raw, own.place))
+    if values.shape[1] > 1:
+        tied = _ties_in(values, 1)
+        tests.append(_tied("run ties", "no two runs have equal noise", tied, tied, own.place))
     if values.shape[2] > 1:
         tests.append(
             _correlation("coordinates", "coordinates are independent", values[..., 1:], values[..., :-1], own.place)

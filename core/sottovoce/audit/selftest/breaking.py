@@ -110,6 +110,11 @@ def again() -> Change:
     return change
 
 
+def every_run_alike(noise: FloatArray, draw: Draw) -> FloatArray:
+    """All runs say the noise of the first one, as from a seed that never changes."""
+    return np.broadcast_to(noise[..., :1, :], noise.shape).copy()
+
+
 def first_only() -> Change:
     """The first message that should carry noise does, the later ones do not."""
     first: dict[str, int] = {}

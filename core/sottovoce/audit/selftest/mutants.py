@@ -238,6 +238,13 @@ MUTANTS: tuple[Mutant, ...] = (
         _SEEN,
     ),
     Mutant(
+        "constant seed",
+        "every run draws from the same seed",
+        noisy(lambda _: breaking.every_run_alike),
+        "conformance",
+        _SEEN,
+    ),
+    Mutant(
         "clock as seed",
         "the starting second is the seed",
         _together(noisy(breaking.clock_seeded)),
