@@ -43,13 +43,13 @@ def cards(done: Audit) -> str:
         ("Claimed ε", number(plan.epsilon), made_for),
         ("The paper’s own ε", number(paper), _against_paper(plan.guarantee.epsilon(), paper)),
         ("Largest exact loss", number(done.largest), _largest(done)),
-        (
-            "ε is at least",
-            number(bound, 3),
-            f"shown by {family}, at this confidence" if bound else "no family shows more",
-        ),
-        ("At best so many runs show", number(ceiling(found.runs, found.alpha / 9), 3), _at_best(found)),
     ]
+    if found.paired:
+        shown = f"shown by {family}, at this confidence" if bound else "no family shows more"
+        figures += [
+            ("ε is at least", number(bound, 3), shown),
+            ("At best so many runs show", number(ceiling(found.runs, found.alpha / 9), 3), _at_best(found)),
+        ]
     each = (
         f'<div class="card"><div class="what">{what}</div><div class="figure">{figure}</div>'
         f'<div class="more">{html.escape(more)}</div></div>'
@@ -150,10 +150,13 @@ def _likelihood(done: Audit) -> str:
     found, guessed = done.found, done.found.guessed
     kind = decide(replace(found, conformance=(), attempts=())).kind
     what = "Knows the algorithm: how far do messages tell the two worlds apart? Nobody guesses better if the noise is as claimed."
-    if guessed is None:
+    if done.shown is None:
         return _family("Likelihood", what, kind, (), words.UNHEARD[done.plan.listener.threat.value])
+    largest = ("largest loss of a run", f"{number(done.largest)} of {number(found.claim)}")
+    if guessed is None:
+        return _family("Likelihood", what, kind, (largest,))
     rows = [
-        ("largest loss of a run", f"{number(done.largest)} of {number(found.claim)}"),
+        largest,
         ("right guesses of runs", f"{guessed.correct:,} of {guessed.guesses:,}"),
         ("so ε is at least", number(guessed.bound, 3)),
         ("too many right guesses?", f"p = {number(guessed.overconfident.p_value, 2)}"),
@@ -168,6 +171,8 @@ def _black_box(done: Audit) -> str:
     kind = decide(replace(found, conformance=(), excess=None, guessed=None, rounds=None)).kind
     what = "Knows nothing of the algorithm: classifiers learn from the bare numbers which world a run lives in."
     tried = [attempt for attempt in found.attempts if attempt.view]
+    if not found.paired:
+        return _family("Black box", what, kind, (), words.ONE_WORLD)
     if not tried:
         return _family("Black box", what, kind, (), "all runs look alike, or there are too few to learn from")
     best = max(tried, key=lambda attempt: (attempt.bound, attempt.correct / max(1, attempt.guesses)))

@@ -111,9 +111,11 @@ def _halves(left: str, right: str) -> str:
 def _exact(done: Audit) -> list[str]:
     """What needs the exact loss of every run; one sentence where it is not known."""
     shown, guessed = done.shown, done.found.guessed
-    if shown is None or guessed is None:
+    if shown is None:
         why = words.UNHEARD[done.plan.listener.threat.value]
         return [section("Exact losses", f"There is nothing to draw here: {why}. The black box is what is left.")]
+    if guessed is None:
+        return [_by_round(done, shown)]
     histogram, guessing = _histogram(done, shown), _guessing(done, shown, guessed)
     side_by_side = shown.total[plots.possible(shown)].any()
     pair = _halves(histogram, guessing) if side_by_side else histogram + guessing

@@ -19,7 +19,6 @@ LISTENERS = {
 UNHEARD = {
     "output": "who sees published decisions only hears no message, so there is nothing to replay, and no exact loss is known",
     "neighbour": "this neighbour does not hear everybody whose messages the learner depends on, so no exact loss is known",
-    "wire": "all runs are of one world, so there is nothing to guess",
 }
 """Why the likelihood family had nothing to do."""
 
@@ -56,6 +55,7 @@ NOISE = (
     "Laplace noise: the dots on the left follow the line, those on the right lie on the diagonal, but for the few at the ends. A "
     "flatter row of dots is less noise than claimed."
 )
+ONE_WORLD = "all runs are of one world, so there is nothing to guess"
 NO_NOISE = "No noise was found to look at: {why}."
 TWINS = (
     "One number of the learner’s messages ({field}, number {coordinate}), in two runs that differ in one record and in nothing "
