@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from sottovoce.topology import Network
 from sottovoce.transcript import Transcript
 from sottovoce_eavesdropper.lookout import EXCHANGE
 from sottovoce_eavesdropper.parts import MIB, read_part
-from sottovoce_eavesdropper.records import FORMAT, schema
+from sottovoce_eavesdropper.records import FORMAT, part_name, part_number, schema
 from sottovoce_eavesdropper.storage import Folder, open_folder
 from sottovoce_rpc.codec import decode_frames, decode_round, round_length
 
@@ -147,9 +146,9 @@ class Capture:
             CaptureError: a part cannot be read or is missing.
         """
         for name in self._parts():
-            if _number(name) > part:
+            if part_number(name) > part:
                 for batch in read_part(self.place, name, ("sender", "kind", "method", "payload")):
-                    yield _number(name), rounds_only(batch)
+                    yield part_number(name), rounds_only(batch)
 
     def _parts(self) -> list[str]:
         """Names of the parts, in order.
@@ -158,15 +157,13 @@ class Capture:
             CaptureError: one is missing, or the place cannot be read.
         """
         try:
-            parts = [name for name in self.place.names() if re.fullmatch(r"part-\d{6,}\.parquet", name)]
+            parts = [name for name in self.place.names() if part_number(name)]
         except OSError as error:
             raise CaptureError(f"cannot read the capture {self.name}: {error}") from None
-        parts.sort(key=_number)
+        parts.sort(key=part_number)
         for expected, name in enumerate(parts, 1):
-            if _number(name) != expected:
-                raise CaptureError(
-                    f"the capture {self.name} must have part-{expected:06d}.parquet, the next one is {name}"
-                )
+            if part_number(name) != expected:
+                raise CaptureError(f"the capture {self.name} must have {part_name(expected)}, the next one is {name}")
         return parts
 
 
@@ -269,10 +266,6 @@ def _messages_in(batch: pa.RecordBatch) -> int:
     import pyarrow.compute as pc
 
     return int(pc.sum(pc.equal(batch.column("kind"), "message")).as_py() or 0)
-
-
-def _number(part: str) -> int:
-    return int(part.removeprefix("part-").removesuffix(".parquet"))
 
 
 def open_capture(place: str | Path | Folder) -> Capture:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 from collections.abc import Awaitable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -84,6 +85,17 @@ def schema() -> pa.Schema:
             ("replica", pa.int32()),
         ]
     )
+
+
+def part_name(number: int) -> str:
+    """The file of a part; parts count from 1."""
+    return f"part-{number:06d}.parquet"
+
+
+def part_number(name: str) -> int:
+    """The number of a part's file; 0: it is none."""
+    found = re.fullmatch(r"part-(\d{6,})\.parquet", name)
+    return 0 if found is None else int(found[1])
 
 
 @dataclass(slots=True)
@@ -176,7 +188,7 @@ class CaptureFile:
         """In a thread: write parts, then look at what is in them."""
         for own in _in_parts(rows):
             self._parts += 1
-            self.place.write(f"part-{self._parts:06d}.parquet", _part(own, self.run_id, self.world, self.replica))
+            self.place.write(part_name(self._parts), _part(own, self.run_id, self.world, self.replica))
         if self.lookout.look(rows):
             self._describe()
 

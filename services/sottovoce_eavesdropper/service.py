@@ -15,7 +15,7 @@ import grpc
 import structlog
 
 from sottovoce.errors import CaptureError, SpecError
-from sottovoce_eavesdropper.records import CaptureFile, Row
+from sottovoce_eavesdropper.records import CaptureFile, Row, part_number
 from sottovoce_eavesdropper.relay import Relay
 from sottovoce_eavesdropper.storage import Folder, open_folder
 from sottovoce_rpc.server import Service, announce, serve_until_stopped, start_server
@@ -131,7 +131,7 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
             await capture.file.flush()
             place = capture.file.place
             for name in await asyncio.to_thread(place.names):
-                if name.endswith(".partial"):
+                if name.endswith(".partial") or 0 < part_number(name) < request.first_part:
                     continue
                 content = await asyncio.to_thread(_read, place, name)
                 for start in range(0, max(len(content), 1), CHUNK):

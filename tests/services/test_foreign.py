@@ -398,6 +398,7 @@ def test_the_eavesdropper_itself_starts_without_a_command(monkeypatch: pytest.Mo
         started.append(config)
 
     monkeypatch.setattr("sottovoce_eavesdropper.service.serve", serve)
+    monkeypatch.setattr("sottovoce_rpc.logs.configure_logs", lambda level: None)  # what it sets outlives the test
     monkeypatch.setenv("SOTTOVOCE_CAPTURES", "here")
     result = CliRunner().invoke(app, ["eavesdropper", "--listen", "127.0.0.1:0"])
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ from sottovoce.errors import CaptureError, RemoteProtocolError
 from sottovoce.machine import Message
 from sottovoce.run import Run
 from sottovoce_eavesdropper.reading import Capture, open_capture
+from sottovoce_eavesdropper.records import part_number
 from sottovoce_eavesdropper.storage import Folder, open_folder
 from sottovoce_rpc.codec import decode_round
 from sottovoce_rpc.server import channel
@@ -119,11 +119,11 @@ class _Fetched:
 
     async def _fetch(self, capture_id: str) -> None:
         """Write what is not there yet; a part never changes."""
+        here = max((part_number(path.name) for path in self._folder.iterdir()), default=0)
         files: dict[str, bytearray] = {}
-        request = eavesdropper_pb2.StreamCaptureRequest(capture_id=capture_id)
+        request = eavesdropper_pb2.StreamCaptureRequest(capture_id=capture_id, first_part=here + 1)
         async for piece in self._stub.StreamCapture(request, timeout=CALL_S):
-            new = re.fullmatch(r"part-\d{6,}\.parquet", piece.file) and not (self._folder / piece.file).exists()
-            if new or piece.file == "capture.json":
+            if part_number(piece.file) > here or piece.file == "capture.json":
                 files.setdefault(piece.file, bytearray()).extend(piece.data)
         for name, content in files.items():
             (self._folder / name).write_bytes(content)

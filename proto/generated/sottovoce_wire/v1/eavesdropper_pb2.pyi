@@ -198,15 +198,19 @@ class StreamCaptureRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     CAPTURE_ID_FIELD_NUMBER: _builtins.int
+    FIRST_PART_FIELD_NUMBER: _builtins.int
     capture_id: _builtins.str
+    first_part: _builtins.int
+    """Only parts from this number on, counted from 1: a part never changes. What describes the capture always comes."""
     def __init__(
         self,
         *,
         capture_id: _builtins.str = ...,
+        first_part: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capture_id", b"capture_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capture_id", b"capture_id", "first_part", b"first_part"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
