@@ -22,7 +22,7 @@ from sottovoce.topology import Network
 from sottovoce_rpc.codec import decode_round, parse_round, round_length
 
 if TYPE_CHECKING:
-    from sottovoce_eavesdropper.records import Row
+    from sottovoce_eavesdropper.rows import Row
 
 log = structlog.get_logger()
 

@@ -15,12 +15,13 @@ import re
 from collections.abc import Awaitable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import structlog
 
 from sottovoce.transcript import parquet
 from sottovoce_eavesdropper.lookout import Lookout
+from sottovoce_eavesdropper.rows import Row
 from sottovoce_eavesdropper.storage import Folder, open_folder
 
 if TYPE_CHECKING:
@@ -30,36 +31,6 @@ log = structlog.get_logger()
 
 FORMAT = "sottovoce-capture-2"
 PART_ROWS, PART_BYTES, PART_S = 8_192, 64 * 1024 * 1024, 1.0
-
-
-class Row(NamedTuple):
-    """One record.
-
-    Attributes:
-        caller, callee: the edge, from the learner that opens the stream to the one that accepts it.
-        sender: whose bytes these are.
-        direction: `out`, from caller to callee, or `back`.
-        kind: `message`, `metadata` or `trailers`.
-        stream: counts the streams of an edge from 1; 0 where a learner mirrored the message.
-        connection: counts the connections of an edge (its callers' addresses) from 1; 0 where mirrored.
-        method: the gRPC method; empty where mirrored.
-        wall_ns, mono_ns: Unix time and monotonic time, in nanoseconds.
-        size: of the payload, in bytes.
-        payload: the gRPC message as it crossed the channel; metadata and trailers as JSON.
-    """
-
-    caller: int
-    callee: int
-    sender: int
-    direction: str
-    kind: str
-    stream: int
-    connection: int
-    method: str
-    wall_ns: int
-    mono_ns: int
-    size: int
-    payload: bytes
 
 
 def schema() -> pa.Schema:

@@ -16,7 +16,8 @@ from typing import Any
 import grpc
 import structlog
 
-from sottovoce_eavesdropper.records import CaptureFile, Row
+from sottovoce_eavesdropper.records import CaptureFile
+from sottovoce_eavesdropper.rows import Row
 from sottovoce_rpc.server import SERVER_OPTIONS, channel, listen_on
 from sottovoce_wire.v1 import eavesdropper_pb2
 

@@ -15,8 +15,9 @@ import grpc
 import structlog
 
 from sottovoce.errors import CaptureError, SpecError
-from sottovoce_eavesdropper.records import CaptureFile, Row, part_number
+from sottovoce_eavesdropper.records import CaptureFile, part_number
 from sottovoce_eavesdropper.relay import Relay
+from sottovoce_eavesdropper.rows import Row
 from sottovoce_eavesdropper.storage import Folder, open_folder
 from sottovoce_rpc.server import Service, announce, serve_until_stopped, start_server
 from sottovoce_rpc.status import answering

@@ -29,7 +29,8 @@ from sottovoce_client.auditing.channel import channel, lines_of
 from sottovoce_client.auditing.worlds import FILE, worlds_from, write_worlds
 from sottovoce_client.prepare import Prepared
 from sottovoce_eavesdropper.reading import open_capture
-from sottovoce_eavesdropper.records import CaptureFile, Row
+from sottovoce_eavesdropper.records import CaptureFile
+from sottovoce_eavesdropper.rows import Row
 from sottovoce_rpc.codec import encode_round
 from tests.examples import made_up, small_spec
 from tests.services.capturing import METHOD

@@ -17,10 +17,11 @@ from sottovoce.audit.blackbox import ROUNDS, WIDTH, attack, number_views, varyin
 from sottovoce.audit.likelihood import Guessed, joined, ratios
 from sottovoce.audit.listening import listener
 from sottovoce.audit.plan import Plan, plan_audit
+from sottovoce.audit.result import Test
 from sottovoce.audit.simulated import Share, at_a_time, overhear, shares, stream
 from sottovoce.audit.swaps import worst
 from sottovoce.audit.twins import twins
-from sottovoce.audit.verdict import Findings, Test, decide
+from sottovoce.audit.verdict import Findings, decide
 from sottovoce.audit.worlds import Worlds, chosen
 from sottovoce.data import LearnerData
 from sottovoce.errors import DataError, SpecError

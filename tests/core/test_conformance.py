@@ -18,7 +18,7 @@ from scipy import stats
 
 from sottovoce.arrays import FloatArray, Scalars
 from sottovoce.audit.conformance import Residuals, as_laplace, conformance, examine, rejected, residuals
-from sottovoce.audit.verdict import Test
+from sottovoce.audit.result import Test
 from sottovoce.data import PlacedData
 from sottovoce.machine import Noise
 from sottovoce.noise import KeyedNoise, Recorder, SeededNoise

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from sottovoce.machine import Message
-from sottovoce_eavesdropper.records import CaptureFile, Row
+from sottovoce_eavesdropper.records import CaptureFile
+from sottovoce_eavesdropper.rows import Row
 from sottovoce_rpc.codec import encode_round
 
 METHOD = "/sottovoce_wire.v1.Learner/Exchange"

@@ -17,7 +17,7 @@ from sottovoce_client.running.operate import run_on
 from sottovoce_eavesdropper import lookout
 from sottovoce_eavesdropper.lookout import Lookout, first_heard
 from sottovoce_eavesdropper.reading import open_capture
-from sottovoce_eavesdropper.records import Row
+from sottovoce_eavesdropper.rows import Row
 from sottovoce_rpc.codec import encode_round
 from sottovoce_rpc.server import channel
 from sottovoce_wire.v1 import eavesdropper_pb2, eavesdropper_pb2_grpc

@@ -6,15 +6,14 @@ Every run gives equally many numbers, however much was heard of it: what is miss
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from sottovoce.arrays import BoolArray, FloatArray, IntArray
+from sottovoce.audit.features import bits, bucket, parsed
 from sottovoce.audit.plan import Plan
 
 if TYPE_CHECKING:
@@ -175,8 +174,8 @@ def _metadata(rows: Rows, line: int) -> FloatArray:
     kept = np.zeros((BUCKETS, WIDTH))
     for kind in ("metadata", "trailers"):
         for key, value in _entries(rows, line, kind):
-            bucket = _hash(f"{kind} {key}") % BUCKETS
-            kept[bucket] += [1.0, len(value), _parsed(value), *_bits(value)]
+            place = bucket(f"{kind} {key}") % BUCKETS
+            kept[place] += [1.0, len(value), parsed(value), *bits(value)]
     return kept.ravel()
 
 
@@ -194,7 +193,7 @@ def _status(rows: Rows, line: int) -> FloatArray:
     ends = rows.of(line, "trailers")
     told = _told(rows, ends[0]) if len(ends) else {}
     code, text = str(told.get("code", "")), str(told.get("details", ""))
-    return np.array([len(ends), len(text), *_bits(code), *_bits(text)])
+    return np.array([len(ends), len(text), *bits(code), *bits(text)])
 
 
 def _told(rows: Rows, row: int) -> dict[str, Any]:
@@ -204,21 +203,3 @@ def _told(rows: Rows, row: int) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return {}
     return told if isinstance(told, dict) else {}
-
-
-def _parsed(text: str) -> float:
-    """The number that a text is; 0 if it is none that a classifier could use."""
-    try:
-        value = float(text)
-    except ValueError:
-        return 0.0
-    return min(max(value, -1e100), 1e100) if math.isfinite(value) else 0.0
-
-
-def _hash(text: str) -> int:
-    return blake2b(text.encode(errors="replace"), digest_size=1).digest()[0]
-
-
-def _bits(text: str) -> list[float]:
-    """A text as eight numbers that tell it from most others."""
-    return [float(_hash(text) >> k & 1) for k in range(8)]

@@ -16,10 +16,11 @@ from sottovoce.arrays import FloatArray, IntArray
 from sottovoce.audit.blackbox import attack, number_views
 from sottovoce.audit.likelihood import Ratios, guess, joined, ratios
 from sottovoce.audit.plan import Plan
+from sottovoce.audit.result import Test
 from sottovoce.audit.rounds import Apart, RoundBounds, apart, bound_rounds, joined_rounds
 from sottovoce.audit.simulated import NoiseOf, Overheard, Share, at_a_time, children, overhear, shares
 from sottovoce.audit.twins import Twins, twins
-from sottovoce.audit.verdict import Findings, Test, Verdict, decide
+from sottovoce.audit.verdict import Findings, Verdict, decide
 from sottovoce.data import PlacedData
 from sottovoce.data.files import import_extra
 from sottovoce.noise import SeededNoise

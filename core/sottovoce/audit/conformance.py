@@ -20,7 +20,7 @@ import numpy.typing as npt
 from scipy import special, stats
 
 from sottovoce.arrays import FloatArray, Scalars
-from sottovoce.audit.verdict import Test
+from sottovoce.audit.result import Test
 from sottovoce.data import PlacedData, stack
 from sottovoce.machine import Batch, HeardFromNeighbours, Message, Who
 from sottovoce.noise import GRID_BITS, NoNoise, grid

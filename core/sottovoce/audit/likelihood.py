@@ -13,8 +13,8 @@ import numpy as np
 
 from sottovoce.arrays import FloatArray, IntArray
 from sottovoce.audit.bounds import epsilon_lower_bound, tail, threshold
+from sottovoce.audit.result import Test
 from sottovoce.audit.simulated import Overheard
-from sottovoce.audit.verdict import Test
 from sottovoce.audit.worlds import Worlds
 from sottovoce.run import Run
 

@@ -4,29 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-if TYPE_CHECKING:
-    from sottovoce.audit.blackbox import Attempt
-    from sottovoce.audit.likelihood import Excess, Guessed
-    from sottovoce.audit.rounds import RoundBounds
-
-
-@dataclass(frozen=True, slots=True)
-class Test:
-    """One test and its result."""
-
-    name: str
-    what: str
-    """What is tested, in a few words."""
-    statistic: float
-    p_value: float
-    """How likely a statistic this extreme is where the claim holds."""
-    where: str
-    """The learner, round and field that the statistic was largest at; empty if it belongs to no one place."""
-
-    __test__ = False  # pytest collects classes of this name
-
+from sottovoce.audit.blackbox import Attempt
+from sottovoce.audit.bounds import epsilon_lower_bound, runs_to_decide
+from sottovoce.audit.likelihood import Excess, Guessed
+from sottovoce.audit.result import Test
+from sottovoce.audit.rounds import RoundBounds
 
 Kind = Literal["consistent", "refuted", "inconclusive", "unpromised"]
 
@@ -162,8 +146,6 @@ def _evidence(found: Findings) -> list[str]:
 
 def _hints(found: Findings) -> list[str]:
     """What would be evidence if it were all that was looked at, and how many runs would settle it."""
-    from sottovoce.audit.bounds import epsilon_lower_bound, runs_to_decide
-
     said = []
     for test, level in found.tests:
         if test.p_value < min(3 * level, found.alpha):

@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from hashlib import blake2b
 
 import numpy as np
 
 from sottovoce.arrays import FloatArray
 from sottovoce.audit.blackbox import number_views
+from sottovoce.audit.features import bits, parsed
 from sottovoce.audit.foreign.conversation import HEAD, WIDTH, Conversation
 
 REPEATED, COLUMNS = 16, 1024
@@ -147,20 +147,20 @@ def _counts(run: Conversation) -> Iterator[Item]:
 
 def _order(run: Conversation) -> Iterator[Item]:
     """Of either direction by itself: which of two directions is first is a matter of time."""
-    return ((each.direction, _bits(f"{each.stream} {each.kind} {each.method}")) for each in run.heard)
+    return ((each.direction, bits(f"{each.stream} {each.kind} {each.method}")) for each in run.heard)
 
 
 def _metadata(run: Conversation) -> Iterator[Item]:
     for each in run.heard:
         for key, value in each.entries:
-            yield (each.kind, each.place, key), (len(value), _parsed(value), *_bits(value))
+            yield (each.kind, each.place, key), (len(value), parsed(value), *bits(value))
 
 
 def _status(run: Conversation) -> Iterator[Item]:
     for each in run.heard:
         if each.kind == "trailers":
             code, text = each.status
-            yield each.method, (len(text), *_bits(code), *_bits(text))
+            yield each.method, (len(text), *bits(code), *bits(text))
 
 
 def _bytes(run: Conversation) -> Iterator[Item]:
@@ -173,18 +173,3 @@ def _said_again(run: Conversation) -> Iterator[Item]:
     for each in run.messages:
         yield each.place, (float(each.digest in known),)
         known.add(each.digest)
-
-
-def _bits(text: str) -> list[float]:
-    """A text as eight numbers that tell it from most others."""
-    byte = blake2b(text.encode(errors="replace"), digest_size=1).digest()[0]
-    return [float(byte >> k & 1) for k in range(8)]
-
-
-def _parsed(text: str) -> float:
-    """The number that a text is; 0 if it is none, or none that a classifier could use."""
-    try:
-        value = float(text)
-    except ValueError:
-        return 0.0
-    return min(max(value, -1e100), 1e100) if math.isfinite(value) else 0.0
