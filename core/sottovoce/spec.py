@@ -633,7 +633,7 @@ def parse_spec(document: object, *, source: str = "spec", imports: bool = True) 
     try:
         fields["algorithm"] = _parse_algorithm(document.get("algorithm"))
     except ValidationError as error:
-        known = _fields_of(document["algorithm"])
+        known = _fields_of(document.get("algorithm"))
         lines = [_explain({**p, "loc": ("algorithm", *p["loc"])}, source, known) for p in error.errors()]
     except SpecError as error:
         lines = [f"{source}: {error}"]

@@ -52,11 +52,6 @@ class Capture:
         return self.place.name
 
     @property
-    def folder(self) -> Path:
-        """The path, of a capture on this machine."""
-        return Path(self.place.name)
-
-    @property
     def complete(self) -> bool:
         """False when the eavesdropper ended before it closed the capture; its parts are readable all the same."""
         return bool(self.facts["complete"])

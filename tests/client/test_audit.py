@@ -133,3 +133,31 @@ def test_whoever_sees_decisions_only_replays_nothing(spec: Path, tmp_path: Path)
     assert "output." in text and "not known to this listener" in text
     assert document["likelihood"] is None and document["single_rounds"] is None and document["threat_model"] == "output"
     assert document["epsilon"]["largest_realised"] is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (["--replacement", "label"], "--replacement needs --record"),
+        (["--neighbour", "b"], "--neighbour goes with --threat neighbour"),
+        (["--from", "here", "--runs", "20"], "goes with neither --runs nor --on network"),
+        (["--from", "here", "--on", "network"], "goes with neither --runs nor --on network"),
+    ],
+)
+def test_no_option_is_passed_over_in_silence(spec: Path, flags: list[str], text: str) -> None:
+    done = CliRunner().invoke(app, ["audit", str(spec), *flags])
+    assert isinstance(done.exception, SpecError) and text in str(done.exception)
+
+
+def test_results_do_not_replace_those_of_captures(spec: Path, tmp_path: Path) -> None:
+    (tmp_path / "net" / "captures").mkdir(parents=True)
+    done = CliRunner().invoke(app, ["audit", str(spec), "--out", str(tmp_path / "net")])
+    assert isinstance(done.exception, SpecError) and "choose another --out" in str(done.exception)
+
+
+def test_what_an_auditor_must_know_stands_in_the_file(spec: Path, tmp_path: Path) -> None:
+    prepared = prepare(load_spec(spec))
+    _, text, document = shown(prepared, tmp_path)
+    assert document["spec"]["name"] == "small" and len(document["data_sha256"]) == 64 and document["sottovoce"]
+    assert document["black_box"]["numbers_that_vary_by_view"]["values"] > 0
+    assert "rejects" in text and "cannot refute this claim" in text

@@ -136,7 +136,7 @@ def test_others_than_the_broken_one_are_fine(folder: Path) -> None:
 
 def test_what_cannot_be_watched_is_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="--learner must be one of ann, bob, eve, got mallory"):
-        watched(folder, learners=("mallory",), once=True)
+        watched(folder, learners=("mallory",), once=True, canaries=folder / "canaries.json")
     with pytest.raises(SpecError, match=r"must be in \(0, 1\), got 1"):
         watched(folder, alpha=1.0)
     with pytest.raises(CaptureError, match="there is none"):
@@ -146,6 +146,8 @@ def test_what_cannot_be_watched_is_refused(folder: Path, tmp_path: Path) -> None
     for arguments in ((None, None, None), ("folder", "host:1", "run"), (None, "host:1", None)):
         with pytest.raises(SpecError, match="--eavesdropper HOST:PORT and --run RUN_ID"):
             where(*arguments)
+    with pytest.raises(SpecError, match=r"has canaries in its records .*: give --canaries"):
+        watched(capture_in(folder), once=True)
 
 
 # ---- canaries --------------------------------------------------------------------------------------------------------

@@ -247,3 +247,9 @@ def test_near_misses_are_named() -> None:
         parse_spec({"rounds": 3, "algorithm": {"name": "pdftgl"}})
     with pytest.raises(SpecError, match=r"unknown field algorithm.alfa; the fields are name, .*alpha"):
         parse_spec({"rounds": 3, "algorithm": {"name": "dvp", "alfa": 1.0}})
+
+
+def test_a_spec_without_an_algorithm_says_so() -> None:
+    for document in ({"rounds": 5}, {}):
+        with pytest.raises(SpecError, match=r"algorithm\.name"):
+            parse_spec(document)

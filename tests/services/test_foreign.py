@@ -29,6 +29,7 @@ from sottovoce_client.foreign.runs import RunIs, load_decoder, read_runs
 from sottovoce_eavesdropper import records
 from sottovoce_eavesdropper.foreign import ForeignConfig, ForeignRelay
 from sottovoce_eavesdropper.reading import open_capture
+from sottovoce_eavesdropper.rows import Row
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "foreign.md"
 NAMES = ("service", "runs", "decode")
@@ -121,16 +122,23 @@ async def test_a_run_may_be_a_stream_and_needs_no_decoder(example: dict[str, Any
 async def test_a_decoder_that_raises_is_told_with_its_place(
     example: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    useful: list[Any] = []
+
     def broken(method: str, direction: str, payload: bytes) -> Any:
         if direction == "out":
             return {"words": ["not", "numbers"]}
+        if useful:
+            return useful.pop()
         raise KeyError("no\nsuch field " + "x" * 1000)
 
     await record(example, tmp_path / "captures", "none", 10)
     monkeypatch.setattr(example["decode"], "decode", broken)
+    with pytest.raises(CaptureError, match="the decoder read none of 50 messages"):
+        read_runs(tmp_path / "captures", load_decoder("decode:decode"), "connection")
+    useful.append({"x": [1.0]})
     reading = read_runs(tmp_path / "captures", load_decoder("decode:decode"), "connection")
 
-    assert (reading.decoded, reading.failed) == (0, 50)
+    assert (reading.decoded, reading.failed) == (1, 49)
     assert len(reading.failures) == 5
     assert (
         "connection 1, /clinic.Totals/Watch request of 0 bytes: TypeError: a field must hold numbers"
@@ -141,8 +149,36 @@ async def test_a_decoder_that_raises_is_told_with_its_place(
 
 @pytest.mark.parametrize("name", ["nowhere:decode", "decode:nothing", "decode", "decode:np.x", ":x"])
 def test_a_decoder_that_is_not_there(example: dict[str, Any], name: str) -> None:
-    with pytest.raises(SpecError, match="PYTHONPATH"):
+    with pytest.raises(SpecError, match=r"--decoder.*(PYTHONPATH|must be module:function)"):
         load_decoder(name)
+
+
+def test_what_a_run_is_may_be_said_by_the_client(tmp_path: Path) -> None:
+    """Two connections from one port, a pause between them; and a client whose metadata name its run."""
+    file = records.CaptureFile(tmp_path / "c", "c", "", "{}", world=0)
+
+    def call(stream: int, connection: int, second: float, *named: str) -> None:
+        told = json.dumps({"method": "/a/B", "metadata": [["run", name] for name in named]}).encode()
+        ended = json.dumps({"code": "OK", "details": "", "metadata": []}).encode()
+        for k, (kind, direction, payload) in enumerate(
+            (("metadata", "out", told), ("message", "out", b"x"), ("trailers", "back", ended))
+        ):
+            at = int(1e9 * second) + k
+            file.add(Row(0, 1, 0, direction, kind, stream, connection, "/a/B", at, at, len(payload), payload))
+
+    call(1, 1, 1.0, "first")
+    call(2, 1, 3.0, "second")
+    call(3, 2, 3.1, "second")
+    call(4, 2, 3.2)
+    asyncio.run(file.close())
+
+    by_connection = read_runs(tmp_path, None, "connection")
+    assert (len(by_connection.runs), by_connection.paused) == (1, 1)
+    by_name = read_runs(tmp_path, None, "metadata:run")
+    assert [len(run.heard) for run in by_name.runs] == [3, 6] and by_name.unnamed == 1
+    for wrong in ("metadata:", "port"):
+        with pytest.raises(SpecError, match="--run-is must be connection, stream or metadata:KEY"):
+            read_runs(tmp_path, None, wrong)
 
 
 async def test_captures_must_be_of_a_world(tmp_path: Path) -> None:

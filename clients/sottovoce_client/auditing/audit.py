@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,6 +24,7 @@ from sottovoce.audit.worlds import Worlds, chosen
 from sottovoce.errors import SpecError
 from sottovoce.privacy.guarantee import ThreatModel
 from sottovoce_client.auditing.report import write_audit_report
+from sottovoce_client.auditing.worlds import digest
 from sottovoce_client.prepare import Prepared
 from sottovoce_client.running.simulation import finite
 from sottovoce_client.wording import NOTHING, number
@@ -126,7 +129,7 @@ def audit_to(
 def show(done: Audit, seed: int, folder: Path, console: Console) -> int:
     """Print an audit and write it down; returns the exit code."""
     name = done.plan.run.spec.names[done.plan.worlds.learner]
-    document = json.dumps(as_document(done, name, seed), indent=2)
+    document = json.dumps({**provenance(done), **as_document(done, name, seed)}, indent=2)
     (folder / "audit.json").write_text(document + "\n", encoding="utf-8")
     write_audit_report(done, name, folder / "audit.html", seed)
     print_audit(done, name, console)
@@ -160,7 +163,9 @@ def _swap(prepared: Prepared, learner: int, row: int, replacement: str) -> World
     if not 0 <= row < len(own.labels):
         raise SpecError(f"--record must be in [0, {len(own.labels)}), the learner's records, got {row}")
     features, label = _replacement(prepared, learner, row, replacement)
-    return chosen(prepared.data, learner, row, features, label, shared=prepared.run.algorithm.guarantee(learner).shared)
+    other = {"mirror": "its mirror image", "label": "itself with the other label"}.get(replacement, replacement)
+    shared = prepared.run.algorithm.guarantee(learner).shared
+    return chosen(prepared.data, learner, row, features, label, other=other, shared=shared)
 
 
 def _replacement(prepared: Prepared, learner: int, row: int, text: str) -> tuple[Any, float]:
@@ -191,6 +196,16 @@ def _from_file(path: Path) -> tuple[Any, float]:
         raise SpecError(
             f"--replacement {path} must hold a JSON object with features (a list of numbers) and label: {error!r}"
         ) from None
+
+
+def provenance(done: Audit) -> dict[str, Any]:
+    """Of what, when, and by which version: what an auditor's file must say."""
+    return {
+        "sottovoce": version("sottovoce"),
+        "written_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "data_sha256": digest(done.plan.data),
+        "spec": done.plan.run.spec.model_dump(mode="json"),
+    }
 
 
 def as_document(done: Audit, name: str, seed: int) -> dict[str, Any]:
@@ -238,6 +253,7 @@ def as_document(done: Audit, name: str, seed: int) -> dict[str, Any]:
         ],
         "black_box": {
             "epsilon_promised_in_the_rounds_seen": finite(found.claim_seen),
+            "numbers_that_vary_by_view": dict(done.views),
             "attempts": [asdict(attempt) for attempt in found.attempts],
         },
     }
@@ -296,7 +312,10 @@ def _conformance_row(found: Findings) -> Row:
     if not tests:
         return "conformance", "the noise is what the algorithm says", "no noise to test", NOTHING, NOTHING
     worst = min(tests, key=lambda test: test.p_value)
-    result = f"smallest of {len(tests)} p-values {number(worst.p_value, 2)} ({worst.name})"
+    level = next(level for test, level in found.tests if test is worst)
+    result = (
+        f"smallest of {len(tests)} p-values {number(worst.p_value, 2)} ({worst.name}); below {number(level, 2)} rejects"
+    )
     return "conformance", "the noise is what the algorithm says", result, NOTHING, NOTHING
 
 
@@ -321,3 +340,5 @@ def _notes(done: Audit) -> Iterator[str]:
         full = runs_needed(found.claim, found.alpha / 9)
         needed = f" If the worlds show all of the claim, {full:,} runs of each show 90 % of it."
     yield f"At best {found.runs:,} runs of each world show ε {number(most, 3)}.{needed}"
+    if most < found.claim < np.inf:
+        yield "So guesses of whole runs cannot refute this claim; exact losses, single rounds and conformance can."

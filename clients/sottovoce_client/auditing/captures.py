@@ -20,6 +20,7 @@ from sottovoce_client.auditing.audit import Question, Say, plan
 from sottovoce_client.auditing.channel import channel, lines_of
 from sottovoce_client.auditing.worlds import FILE, Document, as_audited, read_worlds, worlds_from
 from sottovoce_client.prepare import Prepared
+from sottovoce_client.watching.canaries import canaries_beside
 from sottovoce_client.wording import plural
 from sottovoce_eavesdropper.reading import Capture, open_capture
 from sottovoce_eavesdropper.storage import Folder, open_folder
@@ -54,6 +55,11 @@ def from_captures(
     if not captures:
         raise CaptureError(f"{root.name} must be a capture, or a folder with captures: there is no capture.json")
     document = same_spec(captures)
+    if not document:
+        raise CaptureError(
+            f"{captures[0].name} is of no run of ours: sottovoce eavesdropper audit is for captures of other services"
+        )
+    require_no_canaries(place)
     prepared = prepare(_spec(document, captures[0].name, spec))
     _require_features(captures, prepared)
     kept, dropped = whole(captures, prepared.run)
@@ -266,6 +272,16 @@ def _require_asked(asked: Question, learner: str, where: str) -> None:
         raise SpecError(f"--learner must be {learner}, whose record was swapped in these captures ({where})")
     if asked.record is not None:
         raise SpecError(f"--record is for runs that are still to be made: these captures have their swap ({where})")
+
+
+def require_no_canaries(place: str) -> None:
+    """A run with canaries learned other records than its spec's.
+
+    Raises:
+        SpecError: there are some beside the captures.
+    """
+    if (found := canaries_beside(place)) is not None:
+        raise SpecError(f"this run had canaries in its records ({found}): watch it with sottovoce watch --canaries")
 
 
 def require_heard(threat: ThreatModel) -> None:

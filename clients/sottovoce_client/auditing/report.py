@@ -291,8 +291,16 @@ def _tests(done: Audit) -> str:
         "All comparisons",
         words.TESTS.format(alpha=number(found.alpha, 3), third=number(found.alpha / 3, 3)),
         f"<h3>Tests</h3>{_marked(heads, tests, 'tests')}" if tests else "",
-        f"<h3>Guesses</h3>{_marked(heads_of_guessers, guessers)}" if guessers else "",
+        f"<h3>Guesses</h3>{_marked(heads_of_guessers, guessers)}{_note(_views(done))}" if guessers else "",
         _single(found.rounds, found.alpha / 9) if found.rounds is not None else "",
+    )
+
+
+def _views(done: Audit) -> str:
+    """What classifiers were offered: of each view, how much differs between runs at all."""
+    offered = ", ".join(f"{html.escape(name)} ({count(varying)})" for name, varying in done.views.items())
+    return (
+        f"The classifiers could choose between these views (in brackets: numbers that differ between runs): {offered}."
     )
 
 

@@ -69,11 +69,14 @@ def audit(
         ),
     ] = None,
     replacement: Annotated[
-        str,
+        str | None,
         typer.Option(
-            metavar="WHAT", help="For it: mirror, label, LEARNER:ROW, or a .json file.", rich_help_panel=_SWAP
+            metavar="WHAT",
+            help="For it: mirror, label, LEARNER:ROW, or a .json file.",
+            show_default="mirror",
+            rich_help_panel=_SWAP,
         ),
-    ] = "mirror",
+    ] = None,
     threat: Annotated[
         Literal["wire", "neighbour", "output"],
         typer.Option(help="Every message, those at one neighbour, or published decisions.", rich_help_panel=_SWAP),
@@ -102,13 +105,34 @@ def audit(
     from sottovoce.privacy.guarantee import ThreatModel
     from sottovoce_client.auditing.audit import Question, audit_to
 
+    _require_fitting(runs, on, captures, record, replacement, threat, neighbour)
     many = runs or (100 if on == "network" else 1000)
-    asked = Question(learner, record, replacement, ThreatModel(threat), neighbour, many, confidence, seed)
+    asked = Question(learner, record, replacement or "mirror", ThreatModel(threat), neighbour, many, confidence, seed)
     if captures is not None:
         raise typer.Exit(_from(captures, asked, spec, out))
     prepared, folder = prepared_from(load_spec(_given(spec))), folder_for("audit", out)
+    if on == "simulator" and (folder / "captures").exists():
+        raise SpecError(f"{folder} holds captures of other runs, whose results would be replaced: choose another --out")
     with _work(on, folder, backend, jobs) as work:
         raise typer.Exit(_unless_interrupted(lambda: audit_to(folder, prepared, asked, work)))
+
+
+def _require_fitting(
+    runs: int | None,
+    on: str,
+    captures: str | None,
+    record: int | None,
+    replacement: str | None,
+    threat: str,
+    neighbour: str | None,
+) -> None:
+    """No option is passed over in silence."""
+    if captures is not None and (runs is not None or on == "network"):
+        raise SpecError("--from audits the runs that there are: it goes with neither --runs nor --on network")
+    if replacement is not None and record is None:
+        raise SpecError("--replacement needs --record: which record of the learner is to be replaced?")
+    if neighbour is not None and threat != "neighbour":
+        raise SpecError(f"--neighbour goes with --threat neighbour, got --threat {threat}")
 
 
 def _given(spec: Path | None) -> Path:

@@ -172,7 +172,9 @@ def eavesdropper_audit(
     decoder: Annotated[
         str | None, typer.Option(help="module:function that reads a message.", show_default="only bytes")
     ] = None,
-    run_is: Annotated[Literal["connection", "stream"], typer.Option(help="What one run is.")] = "connection",
+    run_is: Annotated[
+        str, typer.Option(metavar="WHAT", help="What one run is: connection, stream, or metadata:KEY.")
+    ] = "connection",
     claim: Annotated[
         float | None,
         typer.Option(min=0.0, help="Epsilon that the service's owner claims for a run.", show_default="none"),

@@ -91,6 +91,8 @@ def as_document(done: ForeignAudit, reading: Reading, run_is: RunIs, decoder: st
         },
         "captures_not_closed": reading.unfinished,
         "runs_cut_short": reading.cut,
+        "connections_left_out": reading.paused,
+        "streams_of_no_run": reading.unnamed,
     }
 
 
@@ -134,6 +136,13 @@ def _notes(done: ForeignAudit, reading: Reading, run_is: RunIs) -> Iterator[str]
         f"{plural(first, 'run')} of world 0, {count(second)} of world 1; a run is one {run_is}. "
         f"{plural(reading.messages, 'message')}."
     )
+    if reading.paused:
+        yield (
+            f"{plural(reading.paused, 'connection')} left out: silent for a second between calls, so each may be two that came "
+            "from one port. Let clients name their runs, and use --run-is metadata:KEY."
+        )
+    if reading.unnamed:
+        yield f"{plural(reading.unnamed, 'stream')} left out: no metadata name their run."
     if done.left_out:
         yield f"Worlds were not equally frequent: {plural(done.left_out, 'run')} left out."
     if not done.in_turns:

@@ -7,15 +7,19 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from sottovoce.audit.foreign.conversation import HEAD, Conversation, Decoded, Heard, digest, numbers
 from sottovoce.errors import CaptureError, SpecError
 from sottovoce_eavesdropper.reading import Capture, open_capture
 from sottovoce_eavesdropper.storage import Folder, open_folder
 
-RunIs = Literal["connection", "stream"]
+RunIs = str
+"""What a run is: `connection`, `stream`, or `metadata:KEY`: the streams with one value of an entry that the client sends."""
 Decoder = Callable[[str, str, bytes], Mapping[str, Any] | Decoded | None]
+
+PAUSE_NS = 1_000_000_000
+"""After so long without a stream, an address may be that of another connection: systems use ports again."""
 
 MOST_IN_A_RUN = 512
 """What a run says beyond so many messages, metadata and trailers is not looked at."""
@@ -38,6 +42,8 @@ class Reading:
         failures: where it failed first, and why.
         unfinished: captures that were not closed.
         cut: runs that said more than is looked at.
+        paused: connections that were left out, because they may be two.
+        unnamed: streams that were left out, because their metadata do not name a run.
     """
 
     runs: list[Conversation] = field(default_factory=list)
@@ -47,6 +53,8 @@ class Reading:
     failures: list[str] = field(default_factory=list)
     unfinished: int = 0
     cut: int = 0
+    paused: int = 0
+    unnamed: int = 0
 
 
 def load_decoder(name: str) -> Decoder:
@@ -56,6 +64,8 @@ def load_decoder(name: str) -> Decoder:
         SpecError: it cannot be imported, or called.
     """
     module, _, attribute = name.partition(":")
+    if not (module and attribute):
+        raise SpecError(f"--decoder must be module:function, got {name!r}")
     try:
         found = getattr(import_module(module), attribute)
     except (ImportError, AttributeError, ValueError, SyntaxError) as error:
@@ -72,8 +82,11 @@ def read_runs(folder: str | Path, decoder: Decoder | None, run_is: RunIs) -> Rea
     """All runs of all captures below a folder.
 
     Raises:
-        CaptureError: there is none, one cannot be read, or one is of no world.
+        CaptureError: there is none, one cannot be read, one is of no world, or the decoder could read nothing at all.
+        SpecError: nobody knows what a run is.
     """
+    if run_is not in ("connection", "stream") and not (run_is.startswith("metadata:") and run_is != "metadata:"):
+        raise SpecError(f"--run-is must be connection, stream or metadata:KEY, got {run_is}")
     captures = list(_captures(open_folder(folder)))
     if not captures:
         raise CaptureError(f"{folder} has no captures: record some with sottovoce eavesdropper relay")
@@ -83,31 +96,76 @@ def read_runs(folder: str | Path, decoder: Decoder | None, run_is: RunIs) -> Rea
         if world not in (0, 1):
             raise CaptureError(f"the capture {capture.name} must be of world 0 or 1 (--world), got {world}")
         _read(capture, int(world), decoder, run_is, reading)
+    if reading.failed and not reading.decoded:
+        raise CaptureError(
+            f"the decoder read none of {reading.failed:,} messages, so nothing would be tested; first: {reading.failures[0]}"
+        )
     return reading
 
 
 def _read(capture: Capture, world: int, decoder: Decoder | None, run_is: RunIs, reading: Reading) -> None:
     """Add the runs of one capture, a part at a time."""
-    gathered: dict[int, list[Heard]] = {}
-    begun: dict[int, tuple[int, int]] = {}
-    streams: dict[int, dict[int, int]] = {}
+    runs: dict[object, _Run] = {}
+    run_of = _Names(run_is, reading)
     for row in _rows(capture):
-        key = row[run_is]
-        mine = gathered.setdefault(key, [])
-        _, mono = begun.setdefault(key, (row["wall_ns"], row["mono_ns"]))
         reading.messages += row["kind"] == "message"
-        reading.cut += len(mine) == MOST_IN_A_RUN
-        if len(mine) > MOST_IN_A_RUN:
+        key = run_of(row)
+        if key is None:
             continue
-        known = streams.setdefault(key, {})
-        stream = known.setdefault(row["stream"], len(known))
+        run = runs.setdefault(key, _Run(row["wall_ns"], row["mono_ns"]))
+        run.see(row)
+        reading.cut += len(run.heard) == MOST_IN_A_RUN
+        if len(run.heard) > MOST_IN_A_RUN:
+            continue
         decoded = None
         if row["kind"] == "message" and decoder is not None:
             decoded = _decoded(decoder, row, f"{capture.facts['capture_id']}, {run_is} {key}", reading)
-        mine.append(_heard(row, stream, (row["mono_ns"] - mono) / 1e9, decoded))
-    for key, heard in gathered.items():
+        stream = run.streams.setdefault(row["stream"], len(run.streams))
+        run.heard.append(_heard(row, stream, (row["mono_ns"] - run.mono_ns) / 1e9, decoded))
+    for key, run in runs.items():
+        if run_is == "connection" and run.paused:
+            reading.paused += 1
+            continue
         name = f"{capture.facts['capture_id']}, {run_is} {key}"
-        reading.runs.append(Conversation(world, name, begun[key][0] / 1e9, tuple(heard[:MOST_IN_A_RUN])))
+        reading.runs.append(Conversation(world, name, run.wall_ns / 1e9, tuple(run.heard[:MOST_IN_A_RUN])))
+
+
+@dataclass(slots=True)
+class _Run:
+    """A run as it is gathered: when it began, and whether it was silent for long between two streams."""
+
+    wall_ns: int
+    mono_ns: int
+    heard: list[Heard] = field(default_factory=list)
+    streams: dict[int, int] = field(default_factory=dict)
+    paused: bool = False
+    _open: set[int] = field(default_factory=set)
+    _last_ns: int = 0
+
+    def see(self, row: Mapping[str, Any]) -> None:
+        if self.streams and not self._open and row["mono_ns"] - self._last_ns >= PAUSE_NS:
+            self.paused = True
+        self._last_ns = row["mono_ns"]
+        (self._open.discard if row["kind"] == "trailers" else self._open.add)(row["stream"])
+
+
+class _Names:
+    """Which run a row belongs to; None: nobody says."""
+
+    def __init__(self, run_is: RunIs, reading: Reading) -> None:
+        self._column = run_is if run_is in ("connection", "stream") else None
+        self._key, self._reading = run_is.removeprefix("metadata:"), reading
+        self._named: dict[int, str | None] = {}
+
+    def __call__(self, row: Mapping[str, Any]) -> object:
+        if self._column is not None:
+            return row[self._column]
+        stream = row["stream"]
+        if stream not in self._named:  # what a client sends first is its metadata
+            told = json.loads(row["payload"]) if row["kind"] == "metadata" and row["direction"] == "out" else {}
+            self._named[stream] = next((str(v) for k, v in told.get("metadata", ()) if k == self._key), None)
+            self._reading.unnamed += self._named[stream] is None
+        return self._named[stream]
 
 
 def _captures(place: Folder, depth: int = 3) -> Iterator[Capture]:

@@ -110,3 +110,11 @@ def placed(prepared: Prepared, canaries: Canaries) -> Prepared:
                 f"these canaries are of another run: learner {place.learner} has no record in round {place.round} here"
             )
     return replace(prepared, data=canaries.in_data(prepared.data))
+
+
+def canaries_beside(place: str) -> Path | None:
+    """The commitment of a run's canaries, where a capture of it lies in the run's folder; None: there is none."""
+    if "://" in place:
+        return None
+    folder = Path(place).absolute()
+    return next((each / COMMITMENT for each in (folder, *folder.parents[:2]) if (each / COMMITMENT).is_file()), None)

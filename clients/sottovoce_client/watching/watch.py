@@ -18,7 +18,7 @@ from sottovoce.errors import CaptureError, SpecError
 from sottovoce.spec import RunSpec, parse_spec
 from sottovoce_client.prepare import Prepared
 from sottovoce_client.running.launch import run_async
-from sottovoce_client.watching.canaries import load, placed
+from sottovoce_client.watching.canaries import canaries_beside, load, placed
 from sottovoce_client.watching.following import InFolder, Rounds, Source, at_eavesdropper
 from sottovoce_client.watching.view import Metrics, Sight, View, print_end, view
 from sottovoce_eavesdropper.reading import Capture
@@ -152,6 +152,8 @@ class _Watching:
     def _begin(self, capture: Capture) -> tuple[Sight, Rounds]:
         prepared, question = self._prepare(parse_spec(capture.facts["spec"], source=capture.name)), self._question
         spec, canaries, alpha = prepared.run.spec, None, question.alpha
+        if question.canaries is None and (found := canaries_beside(capture.name)) is not None:
+            raise SpecError(f"this run has canaries in its records ({found}): give --canaries canaries.json")
         if question.canaries is not None:
             canaries = load(question.canaries, question.commitment)
             prepared, alpha = placed(prepared, canaries), alpha * 2.0 / 3.0  # a third for each of three questions

@@ -230,7 +230,8 @@ class PdFtgl:
             per_round=tree_losses(self.blocks, self._wire_cost(learner), counts, replaced),
             paper=self._paper(learner),
             infinite_horizon=math.inf,
-            proof="Wang et al. 2025, Theorem 3.6, with the exact sensitivity and noise before gossip; sottovoce.privacy.ftgl",
+            proof="Wang et al. 2025, Theorem 3.6, with the exact sensitivity"
+            f"{' and noise before gossip' if self.before_gossip else '; of published decisions alone'}; sottovoce.privacy.ftgl",
             constants=self._grounds(learner),
             output=output,
         )

@@ -89,6 +89,7 @@ class Audit:
         shown: exact losses of all runs; None where the listener does not hear enough.
         worlds: `(runs,)` of each run, in order.
         seen: `(runs, rounds seen, numbers)` by the black box.
+        views: what the classifiers could look at, and how many of its numbers are not the same in all runs.
         noise: standardised noise of the learner's messages, independent standard Laplace numbers if all is well.
         learners: exact losses of all learners in a few runs.
         twins: two runs that differ in the record alone.
@@ -101,6 +102,7 @@ class Audit:
     shown: Ratios | None
     worlds: IntArray
     seen: FloatArray
+    views: Mapping[str, int]
     noise: FloatArray
     learners: tuple[LearnerLoss, ...]
     twins: Twins
@@ -254,7 +256,8 @@ def conclude(
     )
     swept = _sweep(plan, transcript, known)
     drawn = twins(plan.run, plan.data, plan.worlds, plan.seeds.twins)
-    return Audit(plan, source, shown, worlds, seen, noise, swept, drawn, found, decide(found))
+    offered = {name: int((view != view[:1]).any(axis=0).sum()) for name, view in views.items()}
+    return Audit(plan, source, shown, worlds, seen, offered, noise, swept, drawn, found, decide(found))
 
 
 def _rehearsal(plan: Plan) -> list[Share]:

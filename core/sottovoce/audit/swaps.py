@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain, repeat
+
 import numpy as np
 
 from sottovoce.audit.simulated import Share, children, overhear
@@ -14,6 +16,10 @@ from sottovoce.run import Run
 
 PILOT = 32
 """Runs by which swaps are compared."""
+
+_VARIANTS = ("itself with the other label", "its mirror image", "its mirror image with the other label")
+_ANOTHER = "a record of another learner"
+"""What `replay.candidates` lists, in words: these, then the others."""
 
 
 def worst(
@@ -65,8 +71,8 @@ def _tried(run: Run, data: PlacedData, learner: int) -> list[list[Worlds]]:
     size = bound if np.isfinite(bound) else float(np.linalg.norm(own.features, axis=1).max())
     spike, spread = size * np.eye(n)[0], np.full(n, size / np.sqrt(n))
     others = [
-        Worlds(learner, own, own.with_use(0, features, other), "the first record against another one", shared)
-        for features, other in candidates(data, learner)
+        Worlds(learner, own, own.with_use(0, features, other), f"the first record against {what}", shared)
+        for what, (features, other) in zip(chain(_VARIANTS, repeat(_ANOTHER)), candidates(data, learner), strict=False)
         if other != own.labels[row] or (features != own.features[row]).any()
     ]
     mirrored = [

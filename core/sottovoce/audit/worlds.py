@@ -101,7 +101,14 @@ class Worlds:
 
 
 def chosen(
-    data: PlacedData, learner: int, row: int, features: FloatArray, label: float, *, shared: bool = False
+    data: PlacedData,
+    learner: int,
+    row: int,
+    features: FloatArray,
+    label: float,
+    *,
+    other: str = "another one",
+    shared: bool = False,
 ) -> Worlds:
     """One record of a learner, in all of its uses, against another one.
 
@@ -111,6 +118,7 @@ def chosen(
         row: which.
         features: of the other one, as placed: scaled, with the intercept.
         label: of the other one, in the domain of the loss.
+        other: the other one, in words.
         shared: all learners hold the same records.
 
     Raises:
@@ -121,5 +129,5 @@ def chosen(
         raise DataError(
             f"record {row} is learned in no round, so a swap shows nothing; record {own.order[0]} is learned"
         )
-    what = f"record {row} swapped in all of its uses"
+    what = f"record {row}, in all of its uses, against {other}"
     return Worlds(learner, own, own.with_record(row, features, label), what, shared)
