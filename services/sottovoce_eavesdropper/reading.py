@@ -288,3 +288,24 @@ def open_capture(place: str | Path | Folder) -> Capture:
     if wrong:
         raise CaptureError(f"{folder.name}/capture.json must say {', '.join(wrong)}, of the types that a capture has")
     return Capture(folder, facts)
+
+
+DEPTH = 3
+"""Folders below each other in which captures are looked for: results, captures, one capture."""
+
+
+def find_captures(place: Folder, depth: int = DEPTH) -> Iterator[Capture]:
+    """All captures in a folder and below.
+
+    Raises:
+        CaptureError: one is not what it says it is, or a folder cannot be read.
+    """
+    try:
+        names = place.names()
+    except OSError as error:
+        raise CaptureError(f"cannot read {place.name}: {error}") from None
+    if "capture.json" in names:
+        yield open_capture(place)
+    elif depth:
+        for name in names:
+            yield from find_captures(place.below(name), depth - 1)

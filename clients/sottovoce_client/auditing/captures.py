@@ -22,11 +22,8 @@ from sottovoce_client.auditing.worlds import FILE, Document, as_audited, read_wo
 from sottovoce_client.prepare import Prepared
 from sottovoce_client.watching.canaries import canaries_beside
 from sottovoce_client.wording import plural
-from sottovoce_eavesdropper.reading import Capture, open_capture
+from sottovoce_eavesdropper.reading import Capture, find_captures
 from sottovoce_eavesdropper.storage import Folder, open_folder
-
-DEPTH = 3
-"""Folders below each other in which captures are looked for: results, captures, one capture."""
 
 
 def from_captures(
@@ -137,25 +134,13 @@ def _side_by_side(transcripts: Sequence[Transcript]) -> Transcript:
 # ---- which captures --------------------------------------------------------------------------------------------------
 
 
-def find(place: Folder, depth: int = DEPTH) -> list[Capture]:
+def find(place: Folder) -> list[Capture]:
     """All captures in a folder and below, in the order of their replicas.
 
     Raises:
         CaptureError: one is not what it says it is, or the folder cannot be read.
     """
-    return sorted(_find(place, depth), key=lambda capture: (_replica(capture), capture.name))
-
-
-def _find(place: Folder, depth: int) -> Iterator[Capture]:
-    try:
-        names = place.names()
-    except OSError as error:
-        raise CaptureError(f"cannot read {place.name}: {error}") from None
-    if "capture.json" in names:
-        yield open_capture(place)
-    elif depth:
-        for name in names:
-            yield from _find(place.below(name), depth - 1)
+    return sorted(find_captures(place), key=lambda capture: (_replica(capture), capture.name))
 
 
 def _replica(capture: Capture) -> int:

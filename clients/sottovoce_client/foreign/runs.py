@@ -11,8 +11,8 @@ from typing import Any
 
 from sottovoce.audit.foreign.conversation import HEAD, Conversation, Decoded, Heard, digest, numbers
 from sottovoce.errors import CaptureError, SpecError
-from sottovoce_eavesdropper.reading import Capture, open_capture
-from sottovoce_eavesdropper.storage import Folder, open_folder
+from sottovoce_eavesdropper.reading import Capture, find_captures
+from sottovoce_eavesdropper.storage import open_folder
 
 RunIs = str
 """What a run is: `connection`, `stream`, or `metadata:KEY`: the streams with one value of an entry that the client sends."""
@@ -87,7 +87,7 @@ def read_runs(folder: str | Path, decoder: Decoder | None, run_is: RunIs) -> Rea
     """
     if run_is not in ("connection", "stream") and not (run_is.startswith("metadata:") and run_is != "metadata:"):
         raise SpecError(f"--run-is must be connection, stream or metadata:KEY, got {run_is}")
-    captures = list(_captures(open_folder(folder)))
+    captures = list(find_captures(open_folder(folder)))
     if not captures:
         raise CaptureError(f"{folder} has no captures: record some with sottovoce eavesdropper relay")
     reading = Reading(unfinished=sum(not capture.complete for capture in captures))
@@ -166,16 +166,6 @@ class _Names:
             self._named[stream] = next((str(v) for k, v in told.get("metadata", ()) if k == self._key), None)
             self._reading.unnamed += self._named[stream] is None
         return self._named[stream]
-
-
-def _captures(place: Folder, depth: int = 3) -> Iterator[Capture]:
-    """All captures in a folder, and in those below it."""
-    names = place.names()
-    if "capture.json" in names:
-        yield open_capture(place.name)
-    elif depth:
-        for name in names:
-            yield from _captures(place.below(name), depth - 1)
 
 
 def _rows(capture: Capture) -> Iterator[dict[str, Any]]:

@@ -26,7 +26,8 @@ from sottovoce_client.gallery.cases import Exhibit, Gallery, Membership, Strip
 from sottovoce_client.prepare import prepare
 from sottovoce_client.running.simulation import finite
 from sottovoce_client.wording import NOTHING, number, share
-from sottovoce_eavesdropper.reading import open_capture
+from sottovoce_eavesdropper.reading import find_captures
+from sottovoce_eavesdropper.storage import open_folder
 
 
 def levels(text: str) -> tuple[float, ...]:
@@ -95,7 +96,10 @@ def gallery_of(
         SpecError: no attack fits its algorithm, or what the attack needs is not installed.
         DataError: the spec's data cannot be used.
     """
-    console, found = console or Console(), open_capture(capture)
+    console, below = console or Console(), list(find_captures(open_folder(str(capture))))
+    if not below:
+        raise CaptureError(f"{capture} must be a capture, or a folder with one: there is no capture.json")
+    found = below[-1]
     if not found.facts.get("spec"):
         raise CaptureError(f"the capture {capture} must have a run spec to be attacked, and has none")
     spec = parse_spec(found.facts["spec"], source=str(capture), imports=allow_imports)
