@@ -67,8 +67,8 @@ class L2Ball:
         return theta * shrink[..., None]
 
     def minimise(self, direction: FloatArray) -> FloatArray:
-        norms = np.sqrt(np.vecdot(direction, direction))[..., None]
-        point: FloatArray = -self.r * direction / np.where(norms > 0, norms, 1.0)
+        scaled = direction / _nonzero(np.abs(direction).max(axis=-1, keepdims=True))  # so that squares stay in range
+        point: FloatArray = -self.r * scaled / _nonzero(np.sqrt(np.vecdot(scaled, scaled))[..., None])
         return point
 
     def radius(self, dim: int) -> float:

@@ -181,10 +181,17 @@ def test_no_point_is_lower_than_the_minimiser(
 ) -> None:
     lowest = chosen.minimise(direction)
     candidates = np.vstack([chosen.project(other), extreme_points(chosen, DIM, seed)])
-    scale = float(np.linalg.norm(direction)) * chosen.radius(DIM)
+    unit = direction / (np.abs(direction).max() or 1.0)  # a direction may be so small that its norm is zero
+    slack = 1e-12 * float(np.linalg.norm(unit)) * chosen.radius(DIM)
 
     assert holds(chosen, lowest)
-    assert (candidates @ direction >= lowest @ direction - 1e-12 * scale).all()
+    assert (candidates @ unit >= lowest @ unit - slack).all()
+
+
+def test_the_length_of_a_direction_does_not_matter() -> None:
+    direction = np.array([3.0, -4.0])
+    for size in (1.0, 1e-200, 1e-300, 1e200):
+        np.testing.assert_allclose(L2Ball(5.0).minimise(size * direction), [-3.0, 4.0], rtol=1e-12)
 
 
 @given(decision_sets, hnp.arrays(np.float64, (2, 2, DIM), elements=st.floats(-1e3, 1e3)))
