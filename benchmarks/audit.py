@@ -23,7 +23,7 @@ from rich.console import Console
 from sottovoce.audit.audit import audit_simulated
 from sottovoce.audit.plan import plan_audit
 from sottovoce.data import LearnerData, PlacedData
-from sottovoce.run import build_run
+from sottovoce.running.run import build_run
 from sottovoce.spec import parse_spec
 from sottovoce_client.auditing.report import write_audit_report
 from sottovoce_client.auditing.spread import spread_over

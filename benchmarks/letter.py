@@ -18,10 +18,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from sottovoce.arrays import Batch
 from sottovoce.errors import SottovoceError
-from sottovoce.machine import Batch
 from sottovoce.noise import SeededNoise
-from sottovoce.simulator import simulate
+from sottovoce.running.simulator import simulate
 from sottovoce.spec import RunSpec, parse_spec
 from sottovoce_client.prepare import prepare
 

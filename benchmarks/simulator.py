@@ -26,8 +26,8 @@ from rich.table import Table
 
 from sottovoce.data import LearnerData, PlacedData
 from sottovoce.noise import SeededNoise
-from sottovoce.run import build_run
-from sottovoce.simulator import simulate
+from sottovoce.running.run import build_run
+from sottovoce.running.simulator import simulate
 from sottovoce.spec import parse_spec
 
 CHECKOUT = Path(__file__).resolve().parents[1]

@@ -13,15 +13,15 @@ from typing import Any, Literal
 
 import numpy as np
 
+from sottovoce.algorithms.interface import HeardFromNeighbours, Message, Who
 from sottovoce.arrays import FloatArray, IntArray, Scalars
 from sottovoce.data import LearnerData, PlacedData
-from sottovoce.machine import HeardFromNeighbours, Message, Noise, Who
-from sottovoce.noise import SeededNoise
-from sottovoce.replay import replay
-from sottovoce.run import Run, build_run
-from sottovoce.simulator import simulate
+from sottovoce.noise import Noise, SeededNoise
+from sottovoce.running.replay import replay
+from sottovoce.running.run import Run, build_run
+from sottovoce.running.simulator import simulate
+from sottovoce.running.transcript import Transcript
 from sottovoce.spec import parse_spec
-from sottovoce.transcript import Transcript
 
 Swapped = Literal["record", "round", "learner"]
 """What differs between adjacent worlds: one record, all records of a round, or all records of a learner."""

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from sottovoce.data import LearnerData, PlacedData
-from sottovoce.run import Run, build_run
+from sottovoce.running.run import Run, build_run
 from sottovoce.spec import RunSpec, parse_spec
 
 

@@ -7,12 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from sottovoce.arrays import FloatArray, IntArray
-from sottovoce.machine import Batch, Heard, Message, Noise, Who
-from sottovoce.mechanisms import laplace_density, say_laplace
+from sottovoce.algorithms.interface import Heard, Message, Who
+from sottovoce.algorithms.parameters import AlgorithmSpec
+from sottovoce.algorithms.setting import Finding, Setting
+from sottovoce.arrays import Batch, FloatArray, IntArray
+from sottovoce.noise import Noise
+from sottovoce.noise.mechanisms import laplace_density, say_laplace
 from sottovoce.privacy.guarantee import Guarantee, ListedLosses, ThreatModel
-from sottovoce.setting import Finding, Setting
-from sottovoce.spec import AlgorithmSpec, RunSpec, parse_spec
+from sottovoce.spec import RunSpec, parse_spec
 
 GOSSIP = "tests.gossip:GossipSpec"
 

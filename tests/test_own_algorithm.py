@@ -14,11 +14,11 @@ import pytest
 import yaml
 
 from sottovoce.noise import SeededNoise
-from sottovoce.replay import replay
-from sottovoce.run import build_run
-from sottovoce.simulator import simulate
+from sottovoce.running.replay import replay
+from sottovoce.running.run import build_run
+from sottovoce.running.simulator import simulate
+from sottovoce.running.transcript import Transcript
 from sottovoce.spec import parse_spec
-from sottovoce.transcript import Transcript
 from tests.examples import made_up
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "own-algorithm.md"

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
-from sottovoce.data import LearnerData, PlacedData, load_dataset, place
+from sottovoce.budget.lattice_slack import check_lattice
+from sottovoce.data import LearnerData, PlacedData, load_dataset
 from sottovoce.errors import SpecError
-from sottovoce.privacy.lattice import check_lattice
-from sottovoce.run import Run, build_run
+from sottovoce.running.placement import place
+from sottovoce.running.run import Run, build_run
 from sottovoce.spec import RunSpec
 
 

@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from sottovoce.run import Run
-from sottovoce.topology import Mixing, explicit
+from sottovoce.network.topology import Mixing, explicit
+from sottovoce.running.run import Run
 from sottovoce_coordinator.clock import RoundClock
 from sottovoce_wire.v1 import coordinator_pb2, eavesdropper_pb2, learner_pb2
 

@@ -14,9 +14,9 @@ import grpc
 import structlog
 
 from sottovoce.errors import NotReady, SpecError
-from sottovoce.run import build_run
+from sottovoce.network.topology import names_files
+from sottovoce.running.run import build_run
 from sottovoce.spec import RunSpec, parse_spec
-from sottovoce.topology import names_files
 from sottovoce_coordinator.runs import RunBook, missing
 from sottovoce_rpc.server import Service, announce, channel, serve_until_stopped, start_server
 from sottovoce_rpc.status import answering, as_error

@@ -1,7 +1,8 @@
-"""The array types that cross module seams."""
+"""The arrays that cross module seams."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,3 +19,28 @@ Scalars = float | FloatArray
 def as_floats(values: Any) -> FloatArray:
     """`values` as a C-contiguous float64 array (no copy where none is needed)."""
     return np.ascontiguousarray(values, dtype=np.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The records that reach a learner in one round.
+
+    Attributes:
+        features: `(..., records, features)`.
+        labels: `(..., records)`.
+        present: `(..., records)` of 1.0 and 0.0; 0.0 marks padding, where stacked learners got unequal numbers. None: all.
+    """
+
+    features: FloatArray
+    labels: FloatArray
+    present: FloatArray | None = None
+
+    @classmethod
+    def empty(cls, n_features: int) -> Batch:
+        """A round without records."""
+        return cls(np.empty((0, n_features)), np.empty(0))
+
+    @property
+    def size(self) -> int:
+        """Number of record slots (padding included)."""
+        return int(self.labels.shape[-1])

@@ -13,8 +13,16 @@ from typing import ClassVar, Protocol
 import numpy as np
 
 from sottovoce.arrays import FloatArray
+from sottovoce.decision_sets_specs import (
+    BoxSpec,
+    DecisionSetSpec,
+    L1BallSpec,
+    L2BallSpec,
+    ProductSpec,
+    SimplexSpec,
+    TraceNormSpec,
+)
 from sottovoce.errors import SpecError
-from sottovoce.spec import BoxSpec, DecisionSetSpec, L1BallSpec, L2BallSpec, ProductSpec, SimplexSpec, TraceNormSpec
 
 
 class DecisionSet(Protocol):

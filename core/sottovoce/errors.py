@@ -24,6 +24,16 @@ class CheckFailed(SpecError):
         self.text = text
 
 
+def require(holds: bool, code: str, text: str) -> None:
+    """Refuse a run whose condition `code` does not hold.
+
+    Raises:
+        CheckFailed: it does not.
+    """
+    if not holds:
+        raise CheckFailed(code, text)
+
+
 class DataError(SottovoceError):
     """Records are unusable: wrong shape, non-finite, outside the loss's domain."""
 

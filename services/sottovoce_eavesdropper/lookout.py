@@ -1,4 +1,4 @@
-"""The lookout: shows what is recorded, part by part, to `sottovoce.audit.live.noticing`, and keeps what that finds.
+"""The lookout: shows what is recorded, part by part, to `sottovoce.audit.noticing`, and keeps what that finds.
 
 It runs where parts are written, never where bytes are passed on.
 """
@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from sottovoce.audit.live.noticing import Expected, Finding, Noticing, Said
+from sottovoce.algorithms.interface import Message, OnLattice
+from sottovoce.audit.noticing import Expected, Finding, Noticing, Said
 from sottovoce.errors import RemoteProtocolError, SottovoceError
-from sottovoce.machine import Message, OnLattice
-from sottovoce.run import Run, build_run
+from sottovoce.network.topology import Network
+from sottovoce.running.run import Run, build_run
 from sottovoce.spec import parse_spec
-from sottovoce.topology import Network
 from sottovoce_rpc.codec import decode_round, parse_round, round_length
 
 if TYPE_CHECKING:

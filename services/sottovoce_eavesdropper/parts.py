@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from sottovoce.errors import CaptureError
-from sottovoce.transcript import parquet
+from sottovoce.running.transcript import parquet
 from sottovoce_eavesdropper.records import schema
 from sottovoce_eavesdropper.storage import Folder
 

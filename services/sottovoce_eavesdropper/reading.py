@@ -13,8 +13,8 @@ import numpy as np
 
 from sottovoce.arrays import FloatArray
 from sottovoce.errors import CaptureError, EquivocationError, RemoteProtocolError
-from sottovoce.topology import Network
-from sottovoce.transcript import Transcript
+from sottovoce.network.topology import Network
+from sottovoce.running.transcript import Transcript
 from sottovoce_eavesdropper.lookout import EXCHANGE
 from sottovoce_eavesdropper.parts import MIB, read_part
 from sottovoce_eavesdropper.records import FORMAT, part_name, part_number, schema

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from sottovoce.transcript import parquet
+from sottovoce.running.transcript import parquet
 from sottovoce_eavesdropper.lookout import Lookout
 from sottovoce_eavesdropper.rows import Row
 from sottovoce_eavesdropper.storage import Folder, open_folder

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 
+from sottovoce.algorithms.interface import Message
 from sottovoce.errors import RemoteProtocolError, StrangerError
-from sottovoce.machine import Message
 
 
 class Inbox:

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from itertools import accumulate
 
-from sottovoce.arrays import FloatArray
+from sottovoce.arrays import Batch, FloatArray
 from sottovoce.data import check_batch
 from sottovoce.errors import DataError, NotReady, RemoteProtocolError
-from sottovoce.machine import Batch
-from sottovoce.spec import LossSpec
+from sottovoce.losses.specs import LossSpec
 from sottovoce_rpc.codec import from_tensor
 from sottovoce_wire.v1 import learner_pb2
 

@@ -17,7 +17,7 @@ from typing import TextIO
 
 from sottovoce.errors import DataError, NotReady
 from sottovoce.privacy.guarantee import Guarantee
-from sottovoce.run import build_run
+from sottovoce.running.run import build_run
 from sottovoce.spec import parse_spec
 from sottovoce_learner.journal import last_entry
 

@@ -16,10 +16,9 @@ import grpc
 import structlog
 
 from sottovoce.errors import NotReady, RemoteProtocolError, SottovoceError, SpecError, Unavailable
-from sottovoce.machine import Noise
-from sottovoce.noise import KeyedNoise, OpenDpNoise, RecordedNoise, SystemNoise
+from sottovoce.noise import KeyedNoise, Noise, OpenDpNoise, RecordedNoise, SystemNoise
+from sottovoce.running.transcript import read_noise
 from sottovoce.spec import LEARNER_NAME, parse_spec
-from sottovoce.transcript import read_noise
 from sottovoce_learner import exchange
 from sottovoce_learner.ledger import Ledger, claim
 from sottovoce_learner.mirror import Mirror

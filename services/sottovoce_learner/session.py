@@ -16,11 +16,12 @@ from typing import TypeVar
 import numpy as np
 import structlog
 
-from sottovoce.arrays import FloatArray
+from sottovoce.algorithms.interface import HeardFromNeighbours, Message, Who
+from sottovoce.algorithms.per_learner import spread
+from sottovoce.arrays import Batch, FloatArray
 from sottovoce.errors import BudgetExhausted, DataError, NotReady, SottovoceError, Unavailable
-from sottovoce.machine import Batch, HeardFromNeighbours, Message, Noise, Who
-from sottovoce.run import build_run
-from sottovoce.setting import spread
+from sottovoce.noise import Noise
+from sottovoce.running.run import build_run
 from sottovoce.spec import RunSpec
 from sottovoce_learner.books import Books
 from sottovoce_learner.inbox import Inbox

@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 from google.protobuf.message import DecodeError
 
+from sottovoce.algorithms.interface import Message
 from sottovoce.arrays import FloatArray
 from sottovoce.errors import RemoteProtocolError
-from sottovoce.machine import Message
 from sottovoce_wire.v1 import learner_pb2, tensor_pb2
 
 _LITTLE = np.dtype("<f8")

@@ -13,15 +13,15 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from sottovoce.algorithms.interface import Message
 from sottovoce.audit.audit import Audit
 from sottovoce.audit.plan import Plan, plan_audit
 from sottovoce.audit.worlds import chosen
 from sottovoce.errors import CaptureError, DataError, EquivocationError, SottovoceError, SpecError
-from sottovoce.machine import Message
 from sottovoce.noise import SeededNoise
 from sottovoce.privacy.guarantee import ThreatModel
-from sottovoce.run import Run, build_run
-from sottovoce.simulator import simulate
+from sottovoce.running.run import Run, build_run
+from sottovoce.running.simulator import simulate
 from sottovoce.spec import RunSpec
 from sottovoce_client.auditing.audit import Question
 from sottovoce_client.auditing.captures import difference, from_captures

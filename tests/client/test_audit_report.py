@@ -16,8 +16,7 @@ from sottovoce.audit.bounds import epsilon_lower_bound
 from sottovoce.audit.likelihood import Ratios
 from sottovoce.audit.plan import plan_audit
 from sottovoce.audit.verdict import Kind, Verdict
-from sottovoce.machine import Noise
-from sottovoce.noise import SeededNoise
+from sottovoce.noise import Noise, SeededNoise
 from sottovoce.privacy.guarantee import ThreatModel
 from sottovoce_client.auditing.head import best_bound
 from sottovoce_client.auditing.pictures import close_rounds, most_different, quantiles

@@ -15,9 +15,9 @@ import yaml
 from rich.console import Console
 from typer.testing import CliRunner
 
+from sottovoce.budget.calibration import epsilons
+from sottovoce.budget.composition import epsilon_at
 from sottovoce.errors import SpecError
-from sottovoce.privacy.calibration import epsilons
-from sottovoce.privacy.composition import epsilon_at
 from sottovoce.spec import load_spec
 from sottovoce_client.cli import app
 from sottovoce_client.prepare import Prepared, prepare

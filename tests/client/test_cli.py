@@ -19,8 +19,8 @@ import psutil
 import pytest
 import yaml
 
+from sottovoce.running.transcript import read_transcript
 from sottovoce.spec import load_spec, parse_spec
-from sottovoce.transcript import read_transcript
 from sottovoce_client.running.local import LocalServices
 from sottovoce_eavesdropper.reading import open_capture
 

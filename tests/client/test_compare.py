@@ -17,9 +17,9 @@ import yaml
 from rich.console import Console
 from typer.testing import CliRunner
 
-from sottovoce.metrics import Metrics
 from sottovoce.noise import SeededNoise
-from sottovoce.simulator import simulate
+from sottovoce.running.metrics import Metrics
+from sottovoce.running.simulator import simulate
 from sottovoce.spec import load_spec
 from sottovoce_client.cli import app
 from sottovoce_client.prepare import prepare

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 from scipy.optimize import minimize
 
-from sottovoce.arrays import FloatArray
+from sottovoce.arrays import Batch, FloatArray
 from sottovoce.data import LearnerData, PlacedData
 from sottovoce.errors import SpecError
 from sottovoce.losses import Loss, mean_gradient
-from sottovoce.machine import Batch
 from sottovoce.spec import parse_spec
 from sottovoce_client.prepare import prepare
 from sottovoce_client.running.evaluate import _limit, _said, central_accuracy

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from sottovoce.audit.selftest.bases import ALGORITHMS, BASES
-from sottovoce.audit.selftest.mutants import MUTANTS, Broken, Mutant
-from sottovoce.audit.selftest.trial import Alarms
 from sottovoce.errors import SpecError
-from sottovoce_client.auditing import selftest
+from sottovoce.lab.selftest.bases import ALGORITHMS, BASES
+from sottovoce.lab.selftest.mutants import MUTANTS, Broken, Mutant
+from sottovoce.lab.selftest.trial import Alarms
+from sottovoce_client.lab import selftest
 from sottovoce_client.prepare import Prepared
 
 NOTHING_WRONG = Mutant("nothing", "all is well", lambda plan: Broken(), "conformance", 20, base="dola")

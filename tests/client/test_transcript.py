@@ -14,11 +14,11 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from sottovoce.algorithms.interface import Message
 from sottovoce.errors import CaptureError, SpecError
-from sottovoce.machine import Message
 from sottovoce.noise import SeededNoise
-from sottovoce.simulator import simulate
-from sottovoce.transcript import TranscriptWriter
+from sottovoce.running.simulator import simulate
+from sottovoce.running.transcript import TranscriptWriter
 from sottovoce_client.cli import app
 from sottovoce_client.transcripts import query as transcript
 from sottovoce_client.transcripts.query import cell_text, find, query

@@ -24,18 +24,18 @@ import structlog
 import yaml
 from rich.console import Console
 
-from sottovoce.audit.live.watch import Alarm, Watch
+from sottovoce.algorithms.interface import Message
 from sottovoce.errors import CaptureError, SottovoceError, SpecError
-from sottovoce.machine import Message
+from sottovoce.lab.watch.watch import Alarm, Watch
 from sottovoce.noise import Recorder, SeededNoise
-from sottovoce.simulator import simulate
+from sottovoce.running.simulator import simulate
 from sottovoce.spec import load_spec
+from sottovoce_client.lab.watching import watch as watching
+from sottovoce_client.lab.watching.canaries import CommitmentError, load, placed, save
+from sottovoce_client.lab.watching.following import InFolder, Rounds, Source, at_eavesdropper
+from sottovoce_client.lab.watching.view import Metrics, Sight, picture, power, view
+from sottovoce_client.lab.watching.watch import Question, watch, where
 from sottovoce_client.prepare import Prepared, prepare
-from sottovoce_client.watching import watch as watching
-from sottovoce_client.watching.canaries import CommitmentError, load, placed, save
-from sottovoce_client.watching.following import InFolder, Rounds, Source, at_eavesdropper
-from sottovoce_client.watching.view import Metrics, Sight, picture, power, view
-from sottovoce_client.watching.watch import Question, watch, where
 from sottovoce_eavesdropper.reading import Capture, open_capture
 from sottovoce_rpc.codec import encode_round
 from tests.examples import made_up, small_run

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from sottovoce.run import build_run
-from sottovoce.spec import Edges, parse_spec
+from sottovoce.network.specs import Edges
+from sottovoce.running.run import build_run
+from sottovoce.spec import parse_spec
 from sottovoce_coordinator.runs import RunBook, missing
 from sottovoce_wire.v1 import coordinator_pb2, learner_pb2
 from tests.examples import small_run

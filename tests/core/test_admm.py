@@ -12,20 +12,20 @@ import pytest
 from scipy.optimize import root
 from sklearn.linear_model import LogisticRegression
 
-from sottovoce.algorithms.admm import Admm, State
-from sottovoce.algorithms.admm_local import LocalProblem, norm
-from sottovoce.arrays import FloatArray, Scalars
+from sottovoce.algorithms.admm.accounting import Minimiser, Node, Objective, Variant, moved, output_loss
+from sottovoce.algorithms.admm.algorithm import Admm, State
+from sottovoce.algorithms.admm.local import LocalProblem, norm
+from sottovoce.algorithms.interface import HeardByAll, HeardFromNeighbours, Message, Who
+from sottovoce.arrays import Batch, FloatArray, Scalars
 from sottovoce.data import LearnerData, PlacedData
 from sottovoce.errors import CheckFailed
 from sottovoce.losses import Logistic, MarginLoss, SmoothedHinge, sigmoid
-from sottovoce.machine import Batch, HeardByAll, HeardFromNeighbours, Message, Noise, Who
-from sottovoce.noise import NoNoise, RecordedNoise, Recorder, SeededNoise, SystemNoise
-from sottovoce.privacy.admm import Minimiser, Node, Objective, Variant, moved, output_loss
-from sottovoce.replay import Losses, replay
-from sottovoce.run import Run, build_run
-from sottovoce.simulator import simulate
+from sottovoce.noise import Noise, NoNoise, RecordedNoise, Recorder, SeededNoise, SystemNoise
+from sottovoce.running.replay import Losses, replay
+from sottovoce.running.run import Run, build_run
+from sottovoce.running.simulator import simulate
+from sottovoce.running.transcript import Transcript
 from sottovoce.spec import parse_spec
-from sottovoce.transcript import Transcript
 from tests.examples import made_up
 
 PLAIN: dict[str, Any] = {"name": "admm"}

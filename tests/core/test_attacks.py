@@ -9,21 +9,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sottovoce.algorithms.dual_averaging import DualAveraging
+from sottovoce.algorithms.dual_averaging.algorithm import DualAveraging
 from sottovoce.arrays import FloatArray, as_floats
-from sottovoce.attacks import membership
-from sottovoce.attacks.closed_form import read_stream
-from sottovoce.attacks.gradients import added, fits_better
-from sottovoce.attacks.likeness import as_pictures, recognised, similarity, squared_error
-from sottovoce.attacks.rebuild import Rebuilt, rebuild
 from sottovoce.data import PlacedData
 from sottovoce.errors import SpecError
-from sottovoce.machine import Noise
-from sottovoce.noise import NoNoise, SeededNoise
-from sottovoce.run import Run, build_run
-from sottovoce.simulator import simulate
+from sottovoce.lab.attacks import membership
+from sottovoce.lab.attacks.closed_form import read_stream
+from sottovoce.lab.attacks.gradients import added, fits_better
+from sottovoce.lab.attacks.likeness import as_pictures, recognised, similarity, squared_error
+from sottovoce.lab.attacks.rebuild import Rebuilt, rebuild
+from sottovoce.noise import Noise, NoNoise, SeededNoise
+from sottovoce.running.run import Run, build_run
+from sottovoce.running.simulator import simulate
+from sottovoce.running.transcript import Transcript
 from sottovoce.spec import parse_spec
-from sottovoce.transcript import Transcript
 from tests.examples import made_up
 
 pytest.importorskip("scipy", reason="the extra `audit` is not installed")

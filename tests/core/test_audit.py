@@ -25,10 +25,9 @@ from sottovoce.audit.verdict import Findings, decide
 from sottovoce.audit.worlds import Worlds, chosen
 from sottovoce.data import LearnerData
 from sottovoce.errors import DataError, SpecError
-from sottovoce.machine import Noise
-from sottovoce.noise import NoNoise, SeededNoise
+from sottovoce.noise import Noise, NoNoise, SeededNoise
 from sottovoce.privacy.guarantee import ThreatModel
-from sottovoce.replay import replay
+from sottovoce.running.replay import replay
 from tests.claims import EXPOSED, SETUPS, Setup, Times
 from tests.examples import made_up, small_run
 

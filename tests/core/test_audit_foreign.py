@@ -11,11 +11,11 @@ import pytest
 
 from sottovoce.arrays import FloatArray, as_floats
 from sottovoce.audit.bounds import epsilon_lower_bound
-from sottovoce.audit.foreign.audit import ForeignAudit, audit_conversations, decide, runs_to_refute
-from sottovoce.audit.foreign.conversation import Conversation, Decoded, Heard, digest, numbers
-from sottovoce.audit.foreign.repeats import findings
-from sottovoce.audit.foreign.views import decoded, timing, views
 from sottovoce.errors import CaptureError
+from sottovoce.lab.foreign.audit import ForeignAudit, audit_conversations, decide, runs_to_refute
+from sottovoce.lab.foreign.conversation import Conversation, Decoded, Heard, digest, numbers
+from sottovoce.lab.foreign.repeats import findings
+from sottovoce.lab.foreign.views import decoded, timing, views
 
 Speaker = Callable[[int, int, np.random.Generator], Sequence[FloatArray]]
 """What is said in a run: from the world, the run's number and noise."""

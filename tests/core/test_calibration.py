@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 
 from sottovoce.algorithms import BUILT_IN, spec_class
+from sottovoce.algorithms.parameters import AlgorithmSpec
+from sottovoce.algorithms.per_learner import divided, times
+from sottovoce.budget.calibration import TOLERANCE, Budget, Calibrated, calibrate, epsilons
 from sottovoce.data import PlacedData
 from sottovoce.errors import CheckFailed, SpecError
-from sottovoce.privacy.calibration import TOLERANCE, Budget, Calibrated, calibrate, epsilons
-from sottovoce.run import build_run
-from sottovoce.spec import AlgorithmSpec, RunSpec, divided, parse_spec, times
+from sottovoce.running.run import build_run
+from sottovoce.spec import RunSpec, parse_spec
 from tests.examples import made_up
 
 ROUNDS, LEARNERS, FEATURES = 16, 3, 3

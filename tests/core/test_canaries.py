@@ -11,17 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from sottovoce.algorithms.interface import Message
 from sottovoce.arrays import FloatArray, Scalars
-from sottovoce.audit.live.canaries import Canaries, CanaryTest, Place, Scorer, draw
 from sottovoce.data import PlacedData
 from sottovoce.errors import SpecError
-from sottovoce.machine import Message
+from sottovoce.lab.watch.canaries import Canaries, CanaryTest, Place, Scorer, draw
 from sottovoce.noise import SeededNoise
-from sottovoce.replay import replay
-from sottovoce.run import Run, build_run
-from sottovoce.simulator import simulate
+from sottovoce.running.replay import replay
+from sottovoce.running.run import Run, build_run
+from sottovoce.running.simulator import simulate
+from sottovoce.running.transcript import Transcript
 from sottovoce.spec import parse_spec
-from sottovoce.transcript import Transcript
 from tests.examples import made_up
 
 DIM, LEARNERS = 2, 5

@@ -10,10 +10,8 @@ import numpy as np
 import pytest
 
 from sottovoce.arrays import FloatArray
-from sottovoce.data import LearnerData
-from sottovoce.errors import SpecError
-from sottovoce.privacy import composition
-from sottovoce.privacy.composition import (
+from sottovoce.budget import composition
+from sottovoce.budget.composition import (
     Alike,
     Mechanism,
     dearest_record,
@@ -27,7 +25,9 @@ from sottovoce.privacy.composition import (
     record_losses,
     replaces_all,
 )
-from sottovoce.run import Run, build_run
+from sottovoce.data import LearnerData
+from sottovoce.errors import SpecError
+from sottovoce.running.run import Run, build_run
 from sottovoce.spec import parse_spec
 from tests.examples import made_up, small_run
 

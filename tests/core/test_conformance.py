@@ -20,12 +20,11 @@ from sottovoce.arrays import FloatArray, Scalars
 from sottovoce.audit.conformance import Residuals, as_laplace, conformance, examine, rejected, residuals
 from sottovoce.audit.result import Test
 from sottovoce.data import PlacedData
-from sottovoce.machine import Noise
-from sottovoce.noise import KeyedNoise, Recorder, SeededNoise
-from sottovoce.run import Run, build_run
-from sottovoce.simulator import simulate
+from sottovoce.noise import KeyedNoise, Noise, Recorder, SeededNoise
+from sottovoce.running.run import Run, build_run
+from sottovoce.running.simulator import simulate
+from sottovoce.running.transcript import Transcript
 from sottovoce.spec import parse_spec
-from sottovoce.transcript import Transcript
 from tests.examples import made_up, small_run
 
 FIELD: dict[str, Any] = yaml.safe_load(

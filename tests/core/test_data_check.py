@@ -10,7 +10,7 @@ import pytest
 
 from sottovoce.data import check_batch
 from sottovoce.errors import DataError
-from sottovoce.spec import (
+from sottovoce.losses.specs import (
     HingeSpec,
     LeastSquaresSpec,
     LogisticSpec,

@@ -9,12 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sottovoce.algorithms.ldp_dol import LdpDolSpec
-from sottovoce.data import Dataset, LearnerData, PlacedData, place
+from sottovoce.algorithms.ldp_dol.parameters import LdpDolSpec
+from sottovoce.data import Dataset, LearnerData, PlacedData
 from sottovoce.data.dataset import Labelled
 from sottovoce.data.partition import assign
+from sottovoce.data.specs import ByLabel, DataSpec, Dirichlet, Iid, Paper4060, Partition
 from sottovoce.errors import DataError, SpecError
-from sottovoce.spec import ByLabel, DataSpec, Dirichlet, Iid, Paper4060, Partition, RunSpec
+from sottovoce.running.placement import place
+from sottovoce.spec import RunSpec
 
 NO_TEST = Labelled(np.empty((0, 1)), np.empty(0))
 """A held-out part without records, so that all records are dealt out."""

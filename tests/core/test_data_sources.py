@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from sottovoce.data import Dataset, load_dataset
+from sottovoce.data.specs import DataSpec
 from sottovoce.errors import DataError, SpecError
-from sottovoce.spec import DataSpec, HingeSpec, LeastSquaresSpec, LogisticSpec, LossSpec, RidgeSpec, SoftmaxSpec
+from sottovoce.losses.specs import HingeSpec, LeastSquaresSpec, LogisticSpec, LossSpec, RidgeSpec, SoftmaxSpec
 
 LOGISTIC, RIDGE = LogisticSpec(), RidgeSpec()
 Save = Callable[..., Path]

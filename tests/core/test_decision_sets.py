@@ -25,8 +25,8 @@ from sottovoce.decision_sets import (
     build_decision_set,
     check_dim,
 )
+from sottovoce.decision_sets_specs import BoxSpec, DecisionSetSpec
 from sottovoce.errors import SpecError
-from sottovoce.spec import BoxSpec, DecisionSetSpec
 from tests.examples import small_run
 from tests.strategies import decision_sets, matrices, vectors
 

@@ -10,23 +10,24 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from sottovoce.algorithms.dual_averaging import DualAveraging, State, blocks
-from sottovoce.arrays import FloatArray
+from sottovoce.algorithms.dual_averaging.accounting import DualAveragingAccountant
+from sottovoce.algorithms.dual_averaging.algorithm import DualAveraging, State
+from sottovoce.algorithms.dual_averaging.parameters import blocks
+from sottovoce.algorithms.interface import HeardByAll, HeardFromNeighbours, Message, Who
+from sottovoce.algorithms.setting import Setting
+from sottovoce.arrays import Batch, FloatArray
 from sottovoce.data import LearnerData, PlacedData
 from sottovoce.decision_sets import build_decision_set
 from sottovoce.errors import CheckFailed
 from sottovoce.losses import Logistic, Loss, build_loss
-from sottovoce.machine import Batch, HeardByAll, HeardFromNeighbours, Message, Noise, Who
-from sottovoce.networks import Mixing, Network, PeriodicNetwork
-from sottovoce.noise import NoNoise, RecordedNoise, Recorder, SeededNoise
-from sottovoce.privacy.dual_averaging import DualAveragingAccountant
-from sottovoce.replay import Losses, replay
-from sottovoce.run import Run, build_run
-from sottovoce.setting import Setting
-from sottovoce.simulator import simulate
+from sottovoce.network.network import Mixing, Network, PeriodicNetwork
+from sottovoce.network.topology import build_topology
+from sottovoce.noise import Noise, NoNoise, RecordedNoise, Recorder, SeededNoise
+from sottovoce.running.replay import Losses, replay
+from sottovoce.running.run import Run, build_run
+from sottovoce.running.simulator import simulate
+from sottovoce.running.transcript import Transcript
 from sottovoce.spec import parse_spec
-from sottovoce.topology import build_topology
-from sottovoce.transcript import Transcript
 
 BOX = {"kind": "box", "low": -1.0, "high": 1.0}
 BALL = {"kind": "l2_ball", "radius": 1.0}

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from sottovoce.algorithms import BUILT_IN
-from sottovoce.arrays import FloatArray, Scalars
-from sottovoce.machine import Batch, HeardFromNeighbours, Message, Noise, Who
-from sottovoce.noise import SeededNoise
+from sottovoce.algorithms.interface import HeardFromNeighbours, Message, Who
+from sottovoce.arrays import Batch, FloatArray, Scalars
+from sottovoce.noise import Noise, SeededNoise
 from tests.claims import (
     EXPOSED,
     SETUPS,

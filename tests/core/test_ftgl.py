@@ -12,25 +12,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import minimize
 
-from sottovoce.algorithms.d_ftgl import DFtgl
-from sottovoce.algorithms.ftgl import PdFtgl
-from sottovoce.algorithms.ftgl_specs import PdFtglSpec
-from sottovoce.algorithms.gossip import gossip_of
+from sottovoce.algorithms.follow_the_leader.accounting import Blocks, Sensitivity, TreeAccountant, tree_losses
+from sottovoce.algorithms.follow_the_leader.algorithm import PdFtgl
+from sottovoce.algorithms.follow_the_leader.d_ftgl import DFtgl
+from sottovoce.algorithms.follow_the_leader.gossip import gossip_of
+from sottovoce.algorithms.follow_the_leader.parameters import PdFtglSpec
+from sottovoce.algorithms.follow_the_leader.tree import OpenNodes, levels, lowbit
+from sottovoce.algorithms.interface import HeardByAll, HeardFromNeighbours, Message, Who
+from sottovoce.algorithms.setting import Setting
 from sottovoce.arrays import FloatArray, Scalars
 from sottovoce.data import LearnerData, PlacedData
 from sottovoce.errors import CheckFailed, SpecError
 from sottovoce.losses import Logistic, mean_gradient
-from sottovoce.machine import HeardByAll, HeardFromNeighbours, Message, Noise, Who
-from sottovoce.noise import NoNoise, SeededNoise
-from sottovoce.privacy.ftgl import Blocks, Sensitivity, TreeAccountant, tree_losses
-from sottovoce.replay import replay
-from sottovoce.run import Run, build_run
-from sottovoce.setting import Setting
-from sottovoce.simulator import SimulatedRound, simulate
+from sottovoce.network.topology import Topology
+from sottovoce.noise import Noise, NoNoise, SeededNoise
+from sottovoce.running.replay import replay
+from sottovoce.running.run import Run, build_run
+from sottovoce.running.simulator import SimulatedRound, simulate
+from sottovoce.running.transcript import Transcript
 from sottovoce.spec import parse_spec
-from sottovoce.topology import Topology
-from sottovoce.transcript import Transcript
-from sottovoce.tree import OpenNodes, levels, lowbit
 from tests.examples import made_up
 
 PRIVATE = ["pd-ftgl", "pd-ocg"]

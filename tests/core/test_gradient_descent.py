@@ -15,21 +15,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.linear_model import LogisticRegression
 
-from sottovoce.algorithms.gradient_descent import GossipDescent
-from sottovoce.arrays import FloatArray
+from sottovoce.algorithms.gradient_descent import accounting as privacy
+from sottovoce.algorithms.gradient_descent.accounting import DescentAccountant, Geometric, Mechanism, Power
+from sottovoce.algorithms.gradient_descent.algorithm import GossipDescent
+from sottovoce.algorithms.interface import HeardByAll, HeardFromNeighbours, Message, Who
+from sottovoce.arrays import Batch, FloatArray
 from sottovoce.data import LearnerData, PlacedData
 from sottovoce.errors import CheckFailed, SpecError
 from sottovoce.losses import mean_gradient
-from sottovoce.machine import Batch, HeardByAll, HeardFromNeighbours, Message, Noise, Who
-from sottovoce.noise import NoNoise, RecordedNoise, Recorder, SeededNoise
-from sottovoce.privacy import gradient_descent as privacy
-from sottovoce.privacy.gradient_descent import DescentAccountant, Geometric, Mechanism, Power
-from sottovoce.privacy.ldp_dol import Constants
-from sottovoce.replay import Losses, replay
-from sottovoce.run import Run, build_run
-from sottovoce.simulator import SimulatedRound, simulate
+from sottovoce.noise import Noise, NoNoise, RecordedNoise, Recorder, SeededNoise
+from sottovoce.privacy.constants import Constants
+from sottovoce.running.replay import Losses, replay
+from sottovoce.running.run import Run, build_run
+from sottovoce.running.simulator import SimulatedRound, simulate
+from sottovoce.running.transcript import Transcript
 from sottovoce.spec import dump_spec, parse_spec, spec_schema
-from sottovoce.transcript import Transcript
 from tests.examples import made_up
 
 LOGISTIC = {"kind": "logistic", "ridge": 0.05, "feature_bound": 1.5}

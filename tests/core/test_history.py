@@ -11,11 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sottovoce.arrays import FloatArray
+from sottovoce.arrays import Batch, FloatArray
 from sottovoce.data.schedule import stack
-from sottovoce.history import FOLD, History, QuadraticHistory, RecordHistory, start_history
 from sottovoce.losses import Logistic, Loss, PassGlm, Quadratic, Softmax, Squared
-from sottovoce.machine import Batch
+from sottovoce.losses.history import FOLD, History, QuadraticHistory, RecordHistory, start_history
 from tests.strategies import labels_for, margin_losses, matrices, softmaxes, vectors
 
 DIM = 3

@@ -9,22 +9,22 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the extra `torch` is not installed")
 
-from sottovoce.attacks.inversion import invert  # noqa: E402
-from sottovoce.attacks.rebuild import Rebuilt, rebuild  # noqa: E402
+from sottovoce.arrays import Batch  # noqa: E402
 from sottovoce.data import PlacedData  # noqa: E402
+from sottovoce.lab.attacks.inversion import invert  # noqa: E402
+from sottovoce.lab.attacks.rebuild import Rebuilt, rebuild  # noqa: E402
 from sottovoce.losses import build_loss  # noqa: E402
-from sottovoce.machine import Batch  # noqa: E402
+from sottovoce.losses.torch import TorchLoss  # noqa: E402
 from sottovoce.noise import SeededNoise  # noqa: E402
-from sottovoce.run import build_run  # noqa: E402
-from sottovoce.simulator import simulate  # noqa: E402
+from sottovoce.running.run import build_run  # noqa: E402
+from sottovoce.running.simulator import simulate  # noqa: E402
+from sottovoce.running.transcript import Transcript  # noqa: E402
 from sottovoce.spec import parse_spec  # noqa: E402
-from sottovoce.torch_loss import TorchLoss  # noqa: E402
-from sottovoce.transcript import Transcript  # noqa: E402
 from tests.examples import made_up  # noqa: E402
 
 LOSS = {
     "kind": "torch",
-    "module": "sottovoce.attacks.inversion:SmoothNet",
+    "module": "sottovoce.lab.attacks.inversion:SmoothNet",
     "shape": [1, 8, 8],
     "feature_bound": 4.0,
     "clip_norm": 2.0,

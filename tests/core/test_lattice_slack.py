@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sottovoce.privacy.lattice import SHARE, check_lattice
-from sottovoce.run import build_run
+from sottovoce.budget.lattice_slack import SHARE, check_lattice
+from sottovoce.running.run import build_run
 from sottovoce.spec import parse_spec
 from tests.examples import small_run
 

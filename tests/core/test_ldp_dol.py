@@ -11,15 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.linear_model import LogisticRegression
 
-from sottovoce.algorithms.ldp_dol import LdpDol
+from sottovoce.algorithms.interface import HeardByAll, HeardFromNeighbours, Message, Who
+from sottovoce.algorithms.ldp_dol.accounting import Schedules
+from sottovoce.algorithms.ldp_dol.algorithm import LdpDol
 from sottovoce.arrays import FloatArray
 from sottovoce.data import PlacedData
-from sottovoce.history import start_history
-from sottovoce.machine import HeardByAll, HeardFromNeighbours, Message, Noise, Who
-from sottovoce.noise import NoNoise, RecordedNoise, Recorder, SeededNoise
-from sottovoce.privacy.ldp_dol import Schedules
-from sottovoce.run import Run
-from sottovoce.simulator import SimulatedRound, simulate
+from sottovoce.losses.history import start_history
+from sottovoce.noise import Noise, NoNoise, RecordedNoise, Recorder, SeededNoise
+from sottovoce.running.run import Run
+from sottovoce.running.simulator import SimulatedRound, simulate
 from tests.examples import made_up, small_run
 
 LOSSES = [{"kind": "logistic", "ridge": 0.1, "feature_bound": 2.0}, {"kind": "ridge", "ridge": 0.0, "clip_norm": 0.5}]

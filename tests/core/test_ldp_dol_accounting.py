@@ -16,12 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import zeta
 
-from sottovoce.arrays import FloatArray
-from sottovoce.errors import CheckFailed, SpecError
-from sottovoce.noise import grid
-from sottovoce.privacy.guarantee import Accountant, ThreatModel
-from sottovoce.privacy.ldp_dol import (
-    Constants,
+from sottovoce.algorithms.ldp_dol.accounting import (
     LdpDolAccountant,
     LearnerScales,
     Mode,
@@ -30,6 +25,11 @@ from sottovoce.privacy.ldp_dol import (
     ldp_dol_guarantee,
     paper_epsilon,
 )
+from sottovoce.arrays import FloatArray
+from sottovoce.errors import CheckFailed, SpecError
+from sottovoce.noise import grid
+from sottovoce.privacy.constants import Constants
+from sottovoce.privacy.guarantee import Accountant, ThreatModel
 
 MODES: tuple[Mode, ...] = get_args(Mode)
 SCHEDULES = Schedules(lam0=1.0, v=0.77, gam0=1.0, u=0.65)

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from sottovoce.algorithms.ldp_dol import LdpDolSpec
-from sottovoce.algorithms.ldp_dol_checks import check_ldp_dol
+from sottovoce.algorithms.ldp_dol.conditions import check_ldp_dol
+from sottovoce.algorithms.ldp_dol.parameters import LdpDolSpec
+from sottovoce.algorithms.setting import Finding
 from sottovoce.errors import CheckFailed
-from sottovoce.privacy.ldp_dol import Constants
-from sottovoce.setting import Finding
+from sottovoce.privacy.constants import Constants
 
 UP, DOWN = math.inf, -math.inf
 

@@ -13,8 +13,7 @@ from scipy.optimize import minimize
 from sklearn.datasets import load_iris
 from sklearn.linear_model import LogisticRegression
 
-from sottovoce.algorithms.ldp_dol import constants_of
-from sottovoce.arrays import FloatArray
+from sottovoce.arrays import Batch, FloatArray
 from sottovoce.decision_sets import L2Ball
 from sottovoce.errors import CheckFailed
 from sottovoce.losses import (
@@ -33,11 +32,7 @@ from sottovoce.losses import (
     scale_rows,
     sigmoid,
 )
-from sottovoce.machine import Batch
-from sottovoce.noise import SeededNoise
-from sottovoce.replay import replay
-from sottovoce.simulator import simulate
-from sottovoce.spec import (
+from sottovoce.losses.specs import (
     HingeSpec,
     LeastSquaresSpec,
     LogisticSpec,
@@ -46,7 +41,11 @@ from sottovoce.spec import (
     SmoothedHingeSpec,
     SoftmaxSpec,
 )
-from sottovoce.transcript import Transcript
+from sottovoce.noise import SeededNoise
+from sottovoce.privacy.constants import constants_of
+from sottovoce.running.replay import replay
+from sottovoce.running.simulator import simulate
+from sottovoce.running.transcript import Transcript
 from tests.examples import made_up, small_run
 from tests.strategies import (
     CLASSES,

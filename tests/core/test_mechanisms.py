@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from sottovoce import mechanisms
 from sottovoce.arrays import FloatArray
-from sottovoce.mechanisms import (
+from sottovoce.noise import KeyedNoise, NoNoise, SeededNoise, SystemNoise, grid, mechanisms
+from sottovoce.noise.mechanisms import (
     certain_density,
     gaussian_density,
     gaussian_loss,
@@ -25,7 +25,6 @@ from sottovoce.mechanisms import (
     spherical_density,
     zcdp_epsilon,
 )
-from sottovoce.noise import KeyedNoise, NoNoise, SeededNoise, SystemNoise, grid
 
 COARSE = 0.125
 """A spacing at which discreteness matters: 8 points a unit."""

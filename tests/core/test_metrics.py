@@ -11,17 +11,17 @@ import pytest
 from scipy import optimize
 from sklearn.linear_model import LogisticRegression, Ridge
 
-from sottovoce import metrics
+from sottovoce.algorithms.interface import Message
 from sottovoce.arrays import FloatArray
 from sottovoce.data import LearnerData, PlacedData
 from sottovoce.decision_sets import L2Ball, build_decision_set
 from sottovoce.errors import SpecError
 from sottovoce.losses import Logistic, Loss, build_loss
-from sottovoce.machine import Message
-from sottovoce.metrics import Curves, Metrics, Objective, checkpoints
 from sottovoce.noise import NoNoise, RecordedNoise, Recorder, SeededNoise
-from sottovoce.run import Run
-from sottovoce.simulator import SimulatedRound, simulate
+from sottovoce.running import metrics
+from sottovoce.running.metrics import Curves, Metrics, Objective, checkpoints
+from sottovoce.running.run import Run
+from sottovoce.running.simulator import SimulatedRound, simulate
 from tests.examples import made_up, small_run, small_spec
 
 minimize: Any = optimize.minimize

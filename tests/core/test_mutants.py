@@ -10,13 +10,13 @@ import pytest
 
 from sottovoce.arrays import FloatArray
 from sottovoce.audit.plan import Plan, plan_audit
-from sottovoce.audit.selftest import breaking
-from sottovoce.audit.selftest.bases import ALGORITHMS, BASES
-from sottovoce.audit.selftest.breaking import Change, Changed, Draw
-from sottovoce.audit.selftest.doctoring import forgetful, notices, overspent, spoken
-from sottovoce.audit.selftest.mutants import MUTANTS, Broken, Mutant, noisy
-from sottovoce.audit.selftest.trial import Alarms, Outcome, added, attempt, false_alarms, interval
 from sottovoce.errors import SpecError
+from sottovoce.lab.selftest import breaking
+from sottovoce.lab.selftest.bases import ALGORITHMS, BASES
+from sottovoce.lab.selftest.breaking import Change, Changed, Draw
+from sottovoce.lab.selftest.doctoring import forgetful, notices, overspent, spoken
+from sottovoce.lab.selftest.mutants import MUTANTS, Broken, Mutant, noisy
+from sottovoce.lab.selftest.trial import Alarms, Outcome, added, attempt, false_alarms, interval
 from sottovoce.noise import SeededNoise, grid
 
 BY_NAME = {mutant.name: mutant for mutant in MUTANTS}

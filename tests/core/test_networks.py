@@ -14,15 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sottovoce.errors import CaptureError, CheckFailed, SpecError
-from sottovoce.graphs import draw
-from sottovoce.networks import Mixing, PeriodicNetwork, cut_off
+from sottovoce.network.graphs import draw
+from sottovoce.network.network import Mixing, PeriodicNetwork, cut_off
+from sottovoce.network.specs import Edges, RandomGraphs, TopologySpec
+from sottovoce.network.topology import Network, Topology, build_topology, explicit
 from sottovoce.noise import SeededNoise
-from sottovoce.replay import replay
-from sottovoce.run import build_run
-from sottovoce.simulator import simulate
-from sottovoce.spec import Edges, RandomGraphs, TopologySpec, parse_spec
-from sottovoce.topology import Network, Topology, build_topology, explicit
-from sottovoce.transcript import Transcript
+from sottovoce.running.replay import replay
+from sottovoce.running.run import build_run
+from sottovoce.running.simulator import simulate
+from sottovoce.running.transcript import Transcript
+from sottovoce.spec import parse_spec
 from tests.examples import made_up
 from tests.gossip import gossip_spec
 
@@ -344,7 +345,7 @@ def test_an_explicit_topology_is_the_same_and_needs_no_graph_library(topology: d
         assert np.array_equal(ours.at(t).matrix, theirs.at(t).matrix)
     assert explicit(told, 3) == told
     code = (
-        "import sys; from sottovoce.spec import TopologySpec; from sottovoce.topology import build_topology\n"
+        "import sys; from sottovoce.spec import TopologySpec; from sottovoce.network.topology import build_topology\n"
         f"build_topology(TopologySpec.model_validate_json({told.model_dump_json()!r}), 3, 20).at(3)\n"
         "sys.exit('networkx' in sys.modules)"
     )

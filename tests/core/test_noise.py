@@ -22,9 +22,9 @@ from scipy import stats
 
 from sottovoce.arrays import FloatArray
 from sottovoce.errors import SpecError
-from sottovoce.machine import Noise
 from sottovoce.noise import (
     KeyedNoise,
+    Noise,
     NoNoise,
     OpenDpNoise,
     RecordedNoise,

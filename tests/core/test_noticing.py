@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import yaml
 
+from sottovoce.algorithms.interface import OnLattice
 from sottovoce.arrays import FloatArray
-from sottovoce.audit.live.noticing import Expected, Finding, Noticing, Said, off_lattice
-from sottovoce.machine import OnLattice
-from sottovoce.mechanisms import lattice_of
+from sottovoce.audit.noticing import Expected, Finding, Noticing, Said, off_lattice
 from sottovoce.noise import SeededNoise, grid
-from sottovoce.run import Run, build_run
-from sottovoce.simulator import simulate
+from sottovoce.noise.mechanisms import lattice_of
+from sottovoce.running.run import Run, build_run
+from sottovoce.running.simulator import simulate
 from sottovoce.spec import parse_spec
 from tests.claims import SETUPS
 from tests.examples import made_up, small_run

@@ -8,10 +8,10 @@ import pytest
 from sottovoce.arrays import FloatArray, IntArray
 from sottovoce.data import LearnerData, PlacedData
 from sottovoce.noise import SeededNoise
-from sottovoce.replay import Losses, replay, worst_swap
-from sottovoce.run import Run
-from sottovoce.simulator import simulate
-from sottovoce.transcript import Transcript
+from sottovoce.running.replay import Losses, replay, worst_swap
+from sottovoce.running.run import Run
+from sottovoce.running.simulator import simulate
+from sottovoce.running.transcript import Transcript
 from tests.examples import made_up, small_run
 
 LOGISTIC = {"kind": "logistic", "ridge": 0.05, "feature_bound": 1.5}

@@ -11,7 +11,7 @@ from scipy import integrate, special, stats
 
 from sottovoce.arrays import FloatArray
 from sottovoce.audit.conformance import residuals
-from sottovoce.audit.live.sequential import (
+from sottovoce.lab.watch.sequential import (
     Conformance,
     Detector,
     EpsilonBound,
@@ -25,8 +25,8 @@ from sottovoce.audit.live.sequential import (
     mean,
 )
 from sottovoce.noise import SeededNoise
-from sottovoce.simulator import simulate
-from sottovoce.transcript import Transcript
+from sottovoce.running.simulator import simulate
+from sottovoce.running.transcript import Transcript
 from tests.examples import made_up, small_run
 
 ALARM = math.log(1e3)

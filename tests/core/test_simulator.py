@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from sottovoce import noise, simulator
+from sottovoce import noise
 from sottovoce.data import LearnerData, PlacedData
 from sottovoce.noise import SeededNoise, grid
+from sottovoce.running import simulator
 
 
 def dealt(sizes: np.ndarray) -> PlacedData:

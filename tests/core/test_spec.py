@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sottovoce.errors import CheckFailed, SpecError
-from sottovoce.run import build_run
+from sottovoce.running.run import build_run
 from sottovoce.spec import RunSpec, dump_spec, load_spec, parse_spec, spec_schema
 
 LEAST: dict[str, Any] = {"rounds": 10, "algorithm": {"name": "ldp-dol"}}

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from sottovoce.arrays import FloatArray, as_floats
 from sottovoce.errors import CheckFailed, SpecError
-from sottovoce.spec import TopologySpec
-from sottovoce.topology import Topology, build_topology
+from sottovoce.network.specs import TopologySpec
+from sottovoce.network.topology import Topology, build_topology
 
 TEXTS = {
     "W_SHAPE": "weights must be a finite square matrix",
@@ -398,5 +398,5 @@ def test_neighbours_give_back_the_matrix(graph: tuple[int, list[tuple[int, int]]
 
 def test_importing_the_module_does_not_import_networkx() -> None:
     """A learner gets its weights from the coordinator, and need not wait for a graph library."""
-    code = "import sys, sottovoce.topology; sys.exit('networkx' in sys.modules)"
+    code = "import sys, sottovoce.network.topology; sys.exit('networkx' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

@@ -11,23 +11,24 @@ import pytest
 import yaml
 from sklearn.datasets import load_digits
 
-from sottovoce.arrays import FloatArray
+from sottovoce.algorithms.interface import HeardFromNeighbours, Message, Who
+from sottovoce.arrays import Batch, FloatArray
 from sottovoce.data import LearnerData, PlacedData, check_batch
 from sottovoce.data.labels import map_labels
 from sottovoce.errors import CheckFailed, DataError, SpecError
 from sottovoce.losses import Logistic, Softmax, build_loss, mean_gradient
-from sottovoce.machine import Batch, HeardFromNeighbours, Message, Who
+from sottovoce.losses.specs import TorchLossSpec
 from sottovoce.noise import RecordedNoise, Recorder, SeededNoise
-from sottovoce.replay import replay
-from sottovoce.run import Run
-from sottovoce.simulator import simulate
-from sottovoce.spec import TorchLossSpec, dump_spec, parse_spec, spec_schema
-from sottovoce.transcript import Transcript
+from sottovoce.running.replay import replay
+from sottovoce.running.run import Run
+from sottovoce.running.simulator import simulate
+from sottovoce.running.transcript import Transcript
+from sottovoce.spec import dump_spec, parse_spec, spec_schema
 from tests.examples import small_run, small_spec
 
 torch = pytest.importorskip("torch", reason="the extra `torch` is not installed")
 
-from sottovoce.torch_loss import LARGEST_PART, TorchLoss, build_torch_loss, clipped_sum, trainable  # noqa: E402
+from sottovoce.losses.torch import LARGEST_PART, TorchLoss, build_torch_loss, clipped_sum, trainable  # noqa: E402
 
 HERE = "tests.core.test_torch_loss"
 
@@ -290,7 +291,7 @@ def test_modules_that_cannot_be_used(fields: dict[str, Any], text: str) -> None:
 
 def test_without_pytorch_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
-    monkeypatch.delitem(sys.modules, "sottovoce.torch_loss")
+    monkeypatch.delitem(sys.modules, "sottovoce.losses.torch")
     with pytest.raises(SpecError, match=r"pip install 'sottovoce\[torch\]'"):
         build_loss(TorchLossSpec.model_validate(section()))
 

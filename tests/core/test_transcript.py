@@ -13,7 +13,7 @@ import pytest
 
 from sottovoce.arrays import FloatArray
 from sottovoce.errors import CaptureError
-from sottovoce.transcript import COLUMNS, Transcript, TranscriptWriter, read_noise, read_transcript
+from sottovoce.running.transcript import COLUMNS, Transcript, TranscriptWriter, read_noise, read_transcript
 
 ROUNDS, LEARNERS, REPLICAS, DIM = 7, 3, 2, 4
 

@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from sottovoce.algorithms.interface import Message
 from sottovoce.arrays import FloatArray, Scalars
-from sottovoce.audit.live.sequential import Changes, Conformance, Detector
-from sottovoce.audit.live.watch import BLOCKS, Alarm, Watch
 from sottovoce.data import PlacedData
 from sottovoce.errors import CaptureError
-from sottovoce.machine import Message, Noise
-from sottovoce.noise import SeededNoise
-from sottovoce.run import Run
-from sottovoce.simulator import simulate
+from sottovoce.lab.watch.sequential import Changes, Conformance, Detector
+from sottovoce.lab.watch.watch import BLOCKS, Alarm, Watch
+from sottovoce.noise import Noise, SeededNoise
+from sottovoce.running.run import Run
+from sottovoce.running.simulator import simulate
 from tests.examples import made_up, small_run
 
 Change = Callable[[int, FloatArray, FloatArray, Scalars], FloatArray]

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from sottovoce.algorithms.interface import Message
 from sottovoce.errors import RemoteProtocolError, StrangerError
-from sottovoce.machine import Message
 from sottovoce_learner.inbox import Inbox
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sottovoce.arrays import FloatArray
 from sottovoce.errors import DataError, NotReady, RemoteProtocolError, SottovoceError
-from sottovoce.spec import LogisticSpec, RidgeSpec
+from sottovoce.losses.specs import LogisticSpec, RidgeSpec
 from sottovoce_learner.intake import Intake
 from sottovoce_rpc.codec import to_tensor
 from sottovoce_wire.v1 import learner_pb2, tensor_pb2

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from sottovoce.errors import RemoteProtocolError
-from sottovoce.spec import TopologySpec
-from sottovoce.topology import build_topology
+from sottovoce.network.specs import TopologySpec
+from sottovoce.network.topology import build_topology
 from sottovoce_learner.plan import Plan
 
 TURNS = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from rich.console import Console
 
-from sottovoce_client.auditing.selftest import self_test
+from sottovoce_client.lab.selftest import self_test
 
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(7200)]
 

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from sottovoce.algorithms.interface import Message
 from sottovoce.arrays import FloatArray
 from sottovoce.errors import RemoteProtocolError
-from sottovoce.machine import Message
 from sottovoce_rpc.codec import LARGEST, decode_round, encode_round, from_tensor, to_tensor
 from sottovoce_wire.v1 import learner_pb2, tensor_pb2
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from sottovoce.machine import Message
+from sottovoce.algorithms.interface import Message
 from sottovoce_eavesdropper.records import CaptureFile
 from sottovoce_eavesdropper.rows import Row
 from sottovoce_rpc.codec import encode_round

@@ -19,8 +19,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sottovoce.algorithms.interface import Message
 from sottovoce.errors import CaptureError, EquivocationError, SpecError
-from sottovoce.machine import Message
 from sottovoce_eavesdropper import parts, records, storage
 from sottovoce_eavesdropper.reading import Capture, open_capture
 from sottovoce_eavesdropper.records import schema

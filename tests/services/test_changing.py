@@ -12,10 +12,10 @@ import pytest
 from sottovoce.arrays import FloatArray
 from sottovoce.data import PlacedData
 from sottovoce.errors import CaptureError
-from sottovoce.replay import replay
-from sottovoce.run import build_run
+from sottovoce.network.topology import Mixing
+from sottovoce.running.replay import replay
+from sottovoce.running.run import build_run
 from sottovoce.spec import RunSpec
-from sottovoce.topology import Mixing
 from sottovoce_client.running.feeder import feed
 from sottovoce_coordinator.runs import RunBook
 from sottovoce_eavesdropper import service as eavesdropper_service

@@ -12,8 +12,8 @@ import yaml
 
 from sottovoce.algorithms import BUILT_IN
 from sottovoce.noise import Recorder, SeededNoise
-from sottovoce.run import build_run
-from sottovoce.simulator import simulate
+from sottovoce.running.run import build_run
+from sottovoce.running.simulator import simulate
 from sottovoce.spec import parse_spec
 from sottovoce_eavesdropper.reading import open_capture
 from tests.examples import made_up

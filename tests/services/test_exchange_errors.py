@@ -20,9 +20,9 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 from grpc_status import rpc_status
 
+from sottovoce.algorithms.interface import Message
 from sottovoce.data import LearnerData, PlacedData
 from sottovoce.errors import SpecError, Unavailable
-from sottovoce.machine import Message
 from sottovoce.spec import RunSpec
 from sottovoce_client.running.feeder import batches, feed
 from sottovoce_coordinator.service import Coordinator, CoordinatorConfig

@@ -24,8 +24,8 @@ from typer.testing import CliRunner
 
 from sottovoce.errors import CaptureError, SpecError, Unavailable
 from sottovoce_client.cli import app
-from sottovoce_client.foreign.audit import audit_foreign
-from sottovoce_client.foreign.runs import RunIs, load_decoder, read_runs
+from sottovoce_client.lab.foreign.audit import audit_foreign
+from sottovoce_client.lab.foreign.runs import RunIs, load_decoder, read_runs
 from sottovoce_eavesdropper import records
 from sottovoce_eavesdropper.foreign import ForeignConfig, ForeignRelay
 from sottovoce_eavesdropper.reading import open_capture

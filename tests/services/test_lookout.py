@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import structlog
 
-from sottovoce.machine import Message
-from sottovoce.run import build_run
+from sottovoce.algorithms.interface import Message
+from sottovoce.running.run import build_run
 from sottovoce_client.running.operate import run_on
 from sottovoce_eavesdropper import lookout
 from sottovoce_eavesdropper.lookout import Lookout, first_heard

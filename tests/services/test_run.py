@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 
 from sottovoce.arrays import FloatArray
-from sottovoce.data import PlacedData, load_dataset, place
+from sottovoce.data import PlacedData, load_dataset
 from sottovoce.noise import Recorder, SeededNoise
-from sottovoce.run import build_run
-from sottovoce.simulator import simulate
+from sottovoce.running.placement import place
+from sottovoce.running.run import build_run
+from sottovoce.running.simulator import simulate
+from sottovoce.running.transcript import Transcript
 from sottovoce.spec import RunSpec
-from sottovoce.transcript import Transcript
 from sottovoce_client.running.operate import BY_OPERATOR, Interrupted, Outcome
 from sottovoce_eavesdropper import service as eavesdropper_service
 from sottovoce_eavesdropper.reading import Capture, open_capture

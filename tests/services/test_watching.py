@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from sottovoce.audit.live.watch import Watch
-from sottovoce.run import build_run
-from sottovoce_client.watching.following import InFolder, Rounds, Source, at_eavesdropper
+from sottovoce.lab.watch.watch import Watch
+from sottovoce.running.run import build_run
+from sottovoce_client.lab.watching.following import InFolder, Rounds, Source, at_eavesdropper
 from sottovoce_eavesdropper.reading import Capture
 from tests.examples import made_up, small_spec
 from tests.services.network import PATIENCE_S, network

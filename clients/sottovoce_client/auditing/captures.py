@@ -13,14 +13,14 @@ from sottovoce.audit.plan import Plan
 from sottovoce.audit.simulated import Overheard, at_a_time
 from sottovoce.errors import CaptureError, DataError, EquivocationError, SpecError
 from sottovoce.privacy.guarantee import ThreatModel
-from sottovoce.run import Run
+from sottovoce.running.run import Run
+from sottovoce.running.transcript import Transcript
 from sottovoce.spec import RunSpec, code_to_import, parse_spec
-from sottovoce.transcript import Transcript
 from sottovoce_client.auditing.audit import Question, Say, plan
 from sottovoce_client.auditing.channel import channel, lines_of
 from sottovoce_client.auditing.worlds import FILE, Document, as_audited, read_worlds, worlds_from
+from sottovoce_client.lab.watching.canaries import canaries_beside
 from sottovoce_client.prepare import Prepared
-from sottovoce_client.watching.canaries import canaries_beside
 from sottovoce_client.wording import plural
 from sottovoce_eavesdropper.reading import Capture, find_captures
 from sottovoce_eavesdropper.storage import Folder, open_folder

@@ -13,8 +13,8 @@ import numpy as np
 from sottovoce.arrays import BoolArray, FloatArray, IntArray
 from sottovoce.audit.bounds import epsilon_lower_bound
 from sottovoce.audit.likelihood import Guessed, Ratios
-from sottovoce.audit.live.sequential import EpsilonBound
 from sottovoce.audit.rounds import RoundBounds
+from sottovoce.lab.watch.sequential import EpsilonBound
 from sottovoce_client.reports.drawing import FAINT, INK, LEGEND, Trace, axis, buttons, draw, finite, thinned
 from sottovoce_client.wording import number
 

@@ -181,7 +181,7 @@ def _self_test(
     seed: int,
     out: Path | None,
 ) -> int:
-    from sottovoce_client.auditing.selftest import self_test
+    from sottovoce_client.lab.selftest import self_test
 
     prepared = None if spec is None else prepared_from(load_spec(spec))
     return self_test(
@@ -220,8 +220,8 @@ def gallery(
 
     Writes gallery.json and gallery.html. Searching in a network's gradients needs the extra torch.
     """
-    from sottovoce_client.gallery.gallery import gallery as show
-    from sottovoce_client.gallery.gallery import gallery_of, levels
+    from sottovoce_client.lab.gallery.gallery import gallery as show
+    from sottovoce_client.lab.gallery.gallery import gallery_of, levels
 
     folder = folder_for("gallery", out)
     if capture is None:
@@ -262,8 +262,8 @@ def watch(
 
     Exits with 1 at the first alarm, which is a log line, too. You need the records: the spec's data.source must be here.
     """
-    from sottovoce_client.watching.watch import Question, where
-    from sottovoce_client.watching.watch import watch as follow
+    from sottovoce_client.lab.watching.watch import Question, where
+    from sottovoce_client.lab.watching.watch import watch as follow
     from sottovoce_rpc.logs import configure_logs
 
     configure_logs(log_level)

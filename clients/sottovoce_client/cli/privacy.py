@@ -99,7 +99,7 @@ def tradeoff(
 
     Writes tradeoff.json and tradeoff.html.
     """
-    from sottovoce.privacy.tradeoff import Utility
+    from sottovoce.budget.tradeoff import Utility
     from sottovoce_client.privacy.tradeoff import Problem, levels
     from sottovoce_client.privacy.tradeoff import tradeoff as trade
 

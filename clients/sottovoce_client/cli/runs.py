@@ -144,7 +144,7 @@ def _conduct(
 
     folder, prepared = folder_for(spec.name, out), prepared_from(spec)
     if canaries:
-        from sottovoce_client.watching.canaries import with_canaries
+        from sottovoce_client.lab.watching.canaries import with_canaries
 
         prepared = with_canaries(prepared, canaries, folder)
     raise typer.Exit(conduct(prepared, folder, start))

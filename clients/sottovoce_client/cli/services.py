@@ -191,7 +191,7 @@ def eavesdropper_audit(
 
     Writes audit.json. Exits with 1 if the claim is refuted.
     """
-    from sottovoce_client.foreign.audit import audit_foreign
+    from sottovoce_client.lab.foreign.audit import audit_foreign
 
     code = audit_foreign(
         folder,

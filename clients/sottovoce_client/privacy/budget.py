@@ -15,8 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sottovoce.arrays import FloatArray, as_floats
-from sottovoce.errors import SpecError
-from sottovoce.privacy.composition import (
+from sottovoce.budget.composition import (
     Alike,
     envelope,
     epsilon_at,
@@ -27,9 +26,11 @@ from sottovoce.privacy.composition import (
     record_losses,
     replaces_all,
 )
+from sottovoce.data.specs import Shared
+from sottovoce.errors import SpecError
 from sottovoce.privacy.guarantee import Guarantee
-from sottovoce.run import Run
-from sottovoce.spec import RunSpec, Shared
+from sottovoce.running.run import Run
+from sottovoce.spec import RunSpec
 from sottovoce_client.prepare import Prepared
 from sottovoce_client.reports.drawing import Trace, axis, buttons, draw, finite, thinned
 from sottovoce_client.reports.page import page, section, table, terms

@@ -10,9 +10,11 @@ from typing import Any
 import yaml
 from rich.console import Console
 
+from sottovoce.algorithms.parameters import AlgorithmSpec
+from sottovoce.budget.calibration import Budget, Calibrated, Per, calibrate
+from sottovoce.data.specs import Shared
 from sottovoce.errors import SpecError
-from sottovoce.privacy.calibration import Budget, Calibrated, Per, calibrate
-from sottovoce.spec import AlgorithmSpec, RunSpec, Shared
+from sottovoce.spec import RunSpec
 from sottovoce_client.prepare import Prepared
 from sottovoce_client.privacy.budget import learner_index
 from sottovoce_client.wording import number

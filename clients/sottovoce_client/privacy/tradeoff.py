@@ -12,13 +12,13 @@ import numpy as np
 from rich.console import Console
 
 from sottovoce.arrays import FloatArray, as_floats
+from sottovoce.budget.calibration import Budget, calibrate
+from sottovoce.budget.tradeoff import AccuracyCurve, Optimum, Utility, fit, solve
 from sottovoce.errors import SpecError
-from sottovoce.metrics import Metrics
 from sottovoce.noise import SeededNoise
-from sottovoce.privacy.calibration import Budget, calibrate
-from sottovoce.privacy.tradeoff import AccuracyCurve, Optimum, Utility, fit, solve
-from sottovoce.run import build_run
-from sottovoce.simulator import simulate
+from sottovoce.running.metrics import Metrics
+from sottovoce.running.run import build_run
+from sottovoce.running.simulator import simulate
 from sottovoce.spec import RunSpec
 from sottovoce_client.prepare import Prepared
 from sottovoce_client.reports.drawing import Trace, axis, draw, finite
@@ -38,7 +38,7 @@ class Problem:
 
     Attributes:
         epsilons: levels to simulate at, of the learner that spends most, for one event over the whole run.
-        metric: of `sottovoce.metrics` that stands for the loss of accuracy; or `error`.
+        metric: of `sottovoce.running.metrics` that stands for the loss of accuracy; or `error`.
         utility: what privacy is worth.
         threshold: c3, the largest acceptable loss of accuracy (None: that of the fitted curve at the smallest level).
         ceiling: the largest acceptable level (None: the largest that is simulated).

@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-from sottovoce.setting import spread
+from sottovoce.algorithms.per_learner import spread
 from sottovoce.spec import dump_spec
 from sottovoce_client.prepare import Prepared
 from sottovoce_client.reports.run_report import write_report

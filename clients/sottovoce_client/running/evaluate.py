@@ -10,14 +10,14 @@ from importlib.metadata import version
 import numpy as np
 
 from sottovoce.arrays import FloatArray
+from sottovoce.budget.composition import dearest_losses, record_losses
 from sottovoce.data import PlacedData
 from sottovoce.errors import CaptureError, EquivocationError
 from sottovoce.losses import Hinge, SmoothedHinge, Softmax, Squared
-from sottovoce.privacy.composition import dearest_losses, record_losses
-from sottovoce.replay import worst_swap
-from sottovoce.run import Run
+from sottovoce.running.replay import worst_swap
+from sottovoce.running.run import Run
+from sottovoce.running.transcript import Transcript
 from sottovoce.spec import dump_spec
-from sottovoce.transcript import Transcript
 from sottovoce_client.running.operate import Outcome
 from sottovoce_client.running.summary import CaptureSummary, LearnerSummary, Noticed, Promise, RunSummary, Swap
 from sottovoce_eavesdropper.reading import open_capture

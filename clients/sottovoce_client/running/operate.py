@@ -13,8 +13,8 @@ import grpc
 from sottovoce.arrays import FloatArray
 from sottovoce.data import PlacedData
 from sottovoce.errors import SottovoceError, Unavailable
+from sottovoce.network.topology import without_files
 from sottovoce.spec import RunSpec
-from sottovoce.topology import without_files
 from sottovoce_client.running.feeder import feed
 from sottovoce_client.running.summary import Progress
 from sottovoce_rpc.codec import from_tensor, to_tensor

@@ -14,12 +14,11 @@ from rich.table import Table
 
 from sottovoce.data.files import import_extra
 from sottovoce.errors import SpecError
-from sottovoce.machine import Noise
-from sottovoce.metrics import Curves, Metrics
-from sottovoce.noise import RecordedNoise, Recorder, SeededNoise
-from sottovoce.simulator import simulate
+from sottovoce.noise import Noise, RecordedNoise, Recorder, SeededNoise
+from sottovoce.running.metrics import Curves, Metrics
+from sottovoce.running.simulator import simulate
+from sottovoce.running.transcript import TranscriptWriter, read_noise
 from sottovoce.spec import dump_spec
-from sottovoce.transcript import TranscriptWriter, read_noise
 from sottovoce_client.prepare import Prepared
 from sottovoce_client.wording import number
 

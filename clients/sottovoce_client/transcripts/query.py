@@ -28,7 +28,7 @@ from rich.text import Text
 
 from sottovoce.data.files import import_extra
 from sottovoce.errors import CaptureError, SpecError
-from sottovoce.transcript import COLUMNS, parquet
+from sottovoce.running.transcript import COLUMNS, parquet
 from sottovoce_client.transcripts.decoding import Decoder
 from sottovoce_eavesdropper.reading import Capture, open_capture, rounds_only
 from sottovoce_eavesdropper.storage import Folder, open_folder

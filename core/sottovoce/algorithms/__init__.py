@@ -10,30 +10,30 @@ import difflib
 from importlib import import_module
 from importlib.metadata import entry_points
 
+from sottovoce.algorithms.parameters import AlgorithmSpec
 from sottovoce.errors import SpecError
-from sottovoce.spec import AlgorithmSpec
 
 ENTRY_POINTS = "sottovoce.algorithms"
 
 BUILT_IN = {
-    "ldp-dol": "sottovoce.algorithms.ldp_dol:LdpDolSpec",
-    "dsgd": "sottovoce.algorithms.gradient_descent_specs:DsgdSpec",
-    "dola": "sottovoce.algorithms.gradient_descent_specs:DolaSpec",
-    "pdop": "sottovoce.algorithms.gradient_descent_specs:PdopSpec",
-    "dpdola": "sottovoce.algorithms.gradient_descent_specs:DpdolaSpec",
-    "pd-ogd": "sottovoce.algorithms.gradient_descent_specs:PdOgdSpec",
-    "d-ogd": "sottovoce.algorithms.gradient_descent_specs:DOgdSpec",
-    "dpsr": "sottovoce.algorithms.dpsr:DpsrSpec",
-    "dpsda-c": "sottovoce.algorithms.dual_averaging:DpsdaCSpec",
-    "dpsda-ps": "sottovoce.algorithms.dual_averaging:DpsdaPsSpec",
-    "dpcda": "sottovoce.algorithms.dual_averaging:DpcdaSpec",
-    "dpps": "sottovoce.algorithms.dual_averaging:DppsSpec",
-    "pd-ftgl": "sottovoce.algorithms.ftgl_specs:PdFtglSpec",
-    "pd-ocg": "sottovoce.algorithms.ftgl_specs:PdOcgSpec",
-    "d-ftgl": "sottovoce.algorithms.d_ftgl:DFtglSpec",
-    "admm": "sottovoce.algorithms.admm:AdmmSpec",
-    "dvp": "sottovoce.algorithms.admm:DvpSpec",
-    "pvp": "sottovoce.algorithms.admm:PvpSpec",
+    "ldp-dol": "sottovoce.algorithms.ldp_dol.parameters:LdpDolSpec",
+    "dsgd": "sottovoce.algorithms.gradient_descent.parameters:DsgdSpec",
+    "dola": "sottovoce.algorithms.gradient_descent.parameters:DolaSpec",
+    "pdop": "sottovoce.algorithms.gradient_descent.parameters:PdopSpec",
+    "dpdola": "sottovoce.algorithms.gradient_descent.parameters:DpdolaSpec",
+    "pd-ogd": "sottovoce.algorithms.gradient_descent.parameters:PdOgdSpec",
+    "d-ogd": "sottovoce.algorithms.gradient_descent.parameters:DOgdSpec",
+    "dpsr": "sottovoce.algorithms.gradient_descent.parameters:DpsrSpec",
+    "dpsda-c": "sottovoce.algorithms.dual_averaging.parameters:DpsdaCSpec",
+    "dpsda-ps": "sottovoce.algorithms.dual_averaging.parameters:DpsdaPsSpec",
+    "dpcda": "sottovoce.algorithms.dual_averaging.parameters:DpcdaSpec",
+    "dpps": "sottovoce.algorithms.dual_averaging.parameters:DppsSpec",
+    "pd-ftgl": "sottovoce.algorithms.follow_the_leader.parameters:PdFtglSpec",
+    "pd-ocg": "sottovoce.algorithms.follow_the_leader.parameters:PdOcgSpec",
+    "d-ftgl": "sottovoce.algorithms.follow_the_leader.d_ftgl:DFtglSpec",
+    "admm": "sottovoce.algorithms.admm.parameters:AdmmSpec",
+    "dvp": "sottovoce.algorithms.admm.parameters:DvpSpec",
+    "pvp": "sottovoce.algorithms.admm.parameters:PvpSpec",
 }
 
 

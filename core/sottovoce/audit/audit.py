@@ -25,9 +25,9 @@ from sottovoce.data import PlacedData
 from sottovoce.data.files import import_extra
 from sottovoce.noise import SeededNoise
 from sottovoce.privacy.guarantee import ThreatModel
-from sottovoce.replay import candidates, replay
-from sottovoce.run import Run
-from sottovoce.transcript import Transcript
+from sottovoce.running.replay import candidates, replay
+from sottovoce.running.run import Run
+from sottovoce.running.transcript import Transcript
 
 CONFORMING_NUMBERS, CONFORMING_RUNS = 2**21, 20
 """Of the transcript that conformance sees: numbers, and runs, at most, but at least one run."""

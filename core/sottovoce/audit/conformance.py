@@ -19,13 +19,13 @@ import numpy as np
 import numpy.typing as npt
 from scipy import special, stats
 
-from sottovoce.arrays import FloatArray, Scalars
+from sottovoce.algorithms.interface import HeardFromNeighbours, Message, Who
+from sottovoce.arrays import Batch, FloatArray, Scalars
 from sottovoce.audit.result import Test
 from sottovoce.data import PlacedData, stack
-from sottovoce.machine import Batch, HeardFromNeighbours, Message, Who
 from sottovoce.noise import GRID_BITS, NoNoise, grid
-from sottovoce.run import Run
-from sottovoce.transcript import Transcript
+from sottovoce.running.run import Run
+from sottovoce.running.transcript import Transcript
 
 NEAR = 2.0**-34
 """Numbers closer than this, in scales, count as equal: 64 lattice points, beyond what a replay rounds off.

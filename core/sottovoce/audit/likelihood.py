@@ -16,7 +16,7 @@ from sottovoce.audit.bounds import epsilon_lower_bound, tail, threshold
 from sottovoce.audit.result import Test
 from sottovoce.audit.simulated import Overheard
 from sottovoce.audit.worlds import Worlds
-from sottovoce.run import Run
+from sottovoce.running.run import Run
 
 ROUNDING = 1e-9
 """Of the claim, and of one: a loss above it by less is not above it."""

@@ -12,7 +12,7 @@ from sottovoce.audit.simulated import Overheard, concerned
 from sottovoce.audit.worlds import Worlds
 from sottovoce.errors import SpecError
 from sottovoce.privacy.guarantee import Guarantee, ThreatModel
-from sottovoce.run import Run
+from sottovoce.running.run import Run
 
 
 @dataclass(frozen=True, slots=True)

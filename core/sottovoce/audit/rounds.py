@@ -11,13 +11,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sottovoce.algorithms.interface import HeardFromNeighbours, Message, Who
 from sottovoce.arrays import BoolArray, FloatArray, IntArray
 from sottovoce.audit.bounds import epsilon_lower_bound, threshold
 from sottovoce.audit.worlds import Worlds
 from sottovoce.data import stack
-from sottovoce.machine import HeardFromNeighbours, Message, Noise, Who
-from sottovoce.run import Run
-from sottovoce.transcript import Transcript
+from sottovoce.noise import Noise
+from sottovoce.running.run import Run
+from sottovoce.running.transcript import Transcript
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,10 @@ import numpy as np
 from sottovoce.arrays import FloatArray
 from sottovoce.audit.worlds import Worlds
 from sottovoce.data import PlacedData
-from sottovoce.machine import Noise
-from sottovoce.run import Run
-from sottovoce.simulator import simulate
-from sottovoce.transcript import Transcript
+from sottovoce.noise import Noise
+from sottovoce.running.run import Run
+from sottovoce.running.simulator import simulate
+from sottovoce.running.transcript import Transcript
 
 NoiseOf = Callable[[np.random.SeedSequence], Noise]
 """How an audited learner draws its noise."""

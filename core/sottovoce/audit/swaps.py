@@ -11,8 +11,8 @@ from sottovoce.audit.worlds import Worlds
 from sottovoce.data import PlacedData
 from sottovoce.errors import DataError
 from sottovoce.noise import SeededNoise
-from sottovoce.replay import SCREENED_ROUNDS, candidates
-from sottovoce.run import Run
+from sottovoce.running.replay import SCREENED_ROUNDS, candidates
+from sottovoce.running.run import Run
 
 PILOT = 32
 """Runs by which swaps are compared."""

@@ -14,7 +14,7 @@ from sottovoce.audit.simulated import Share, overhear
 from sottovoce.audit.worlds import Worlds
 from sottovoce.data import PlacedData
 from sottovoce.noise import NoNoise, SeededNoise
-from sottovoce.run import Run
+from sottovoce.running.run import Run
 
 
 @dataclass(frozen=True, slots=True)

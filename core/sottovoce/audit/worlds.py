@@ -10,9 +10,9 @@ from sottovoce.arrays import FloatArray, IntArray
 from sottovoce.data import LearnerData, PlacedData
 from sottovoce.errors import DataError
 from sottovoce.privacy.guarantee import Guarantee
-from sottovoce.replay import replay
-from sottovoce.run import Run
-from sottovoce.transcript import Transcript
+from sottovoce.running.replay import replay
+from sottovoce.running.run import Run
+from sottovoce.running.transcript import Transcript
 
 
 @dataclass(frozen=True, slots=True)

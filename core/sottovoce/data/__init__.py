@@ -1,12 +1,10 @@
 """Records: where they come from, who learns them, and in which round.
 
-`load_dataset` reads a source into a `Dataset`; `place` deals a dataset out to the learners and rounds of a run;
-`check_batch` is what live records must pass.
+`load_dataset` reads a source into a `Dataset`; `check_batch` is what live records must pass.
 """
 
 from sottovoce.data.check import check_batch
 from sottovoce.data.dataset import Dataset, load_dataset
-from sottovoce.data.placement import place
 from sottovoce.data.schedule import LearnerData, PlacedData, stack
 
-__all__ = ["Dataset", "LearnerData", "PlacedData", "check_batch", "load_dataset", "place", "stack"]
+__all__ = ["Dataset", "LearnerData", "PlacedData", "check_batch", "load_dataset", "stack"]

@@ -6,7 +6,7 @@ import numpy as np
 
 from sottovoce.arrays import FloatArray
 from sottovoce.errors import DataError
-from sottovoce.spec import LossSpec, ManyClassesSpec, SquaredSpec
+from sottovoce.losses.specs import LossSpec, ManyClassesSpec, SquaredSpec
 
 
 def check_batch(features: FloatArray, labels: FloatArray, n_features: int, loss: LossSpec) -> None:

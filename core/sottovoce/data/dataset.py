@@ -11,8 +11,9 @@ import numpy as np
 from sottovoce.arrays import FloatArray, IntArray, as_floats
 from sottovoce.data.files import AnyArray, Table, import_extra, read_columns, read_npz
 from sottovoce.data.labels import map_labels
+from sottovoce.data.specs import DataSpec
 from sottovoce.errors import DataError, SpecError
-from sottovoce.spec import DataSpec, LossSpec
+from sottovoce.losses.specs import LossSpec
 
 
 class Labelled(NamedTuple):

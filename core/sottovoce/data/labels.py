@@ -7,7 +7,7 @@ import numpy as np
 from sottovoce.arrays import FloatArray, IntArray, as_floats
 from sottovoce.data.files import AnyArray
 from sottovoce.errors import DataError, SpecError
-from sottovoce.spec import LossSpec, ManyClassesSpec, SquaredSpec
+from sottovoce.losses.specs import LossSpec, ManyClassesSpec, SquaredSpec
 
 SHOWN = 12
 """How many labels an error message lists."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from sottovoce.arrays import FloatArray, IntArray
-from sottovoce.spec import ByLabel, Dirichlet, Iid, Partition
+from sottovoce.data.specs import ByLabel, Dirichlet, Iid, Partition
 
 OWN_SHARE = 0.4
 """Share of a class that goes to the learner of that class (Chen & Wang 2025, experiments B and C)."""

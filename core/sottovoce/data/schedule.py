@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from sottovoce.arrays import FloatArray, IntArray
+from sottovoce.arrays import Batch, FloatArray, IntArray
 from sottovoce.errors import DataError
-from sottovoce.machine import Batch
 
 
 @dataclass(frozen=True, slots=True, eq=False)

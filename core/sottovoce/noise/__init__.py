@@ -4,19 +4,21 @@ Why a lattice. A float64 Laplace number added to a float64 state leaks the state
 the state is rounded to a lattice `Z * grid` first, and the noise is discrete Laplace on that same lattice: every lattice
 point can come from every state, and `log p(x) - log p(x')` is exactly `(|x'| - |x|) / scale`.
 
-`bitwise` draws what is sent, `reference` draws the same law with OpenDP, `simulated` is for simulation and replay.
+`bitwise` draws what is sent, `opendp` draws the same law with OpenDP, `simulated` is for simulation and replay.
 """
 
 from sottovoce.noise.bitwise import KeyedNoise, SystemNoise
 from sottovoce.noise.lattice import GRID_BITS, grid, on_grid
-from sottovoce.noise.reference import OpenDpNoise
+from sottovoce.noise.opendp import OpenDpNoise
 from sottovoce.noise.simulated import AHEAD, NoNoise, RecordedNoise, Recorder, SeededNoise
+from sottovoce.noise.source import Noise
 
 __all__ = [
     "AHEAD",
     "GRID_BITS",
     "KeyedNoise",
     "NoNoise",
+    "Noise",
     "OpenDpNoise",
     "RecordedNoise",
     "Recorder",

@@ -10,7 +10,7 @@ import numpy as np
 
 from sottovoce.arrays import FloatArray, Scalars
 from sottovoce.errors import SpecError
-from sottovoce.machine import Noise
+from sottovoce.noise.source import Noise
 
 AHEAD = 2**14
 """Numbers that `SeededNoise` draws at a time, at least."""

@@ -1,0 +1,162 @@
+"""`sottovoce eavesdropper audit`: captures of a service that is not ours. What gives the world away, and what may be said."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from sottovoce.lab.foreign.audit import ForeignAudit, audit_conversations, runs_to_refute
+from sottovoce_client.lab.foreign.runs import Reading, RunIs, load_decoder, read_runs
+from sottovoce_client.wording import NOTHING, count, number, plural
+
+COLOURS = {"consistent": "green", "refuted": "bold red", "inconclusive": "yellow", "unpromised": "yellow"}
+
+Row = tuple[str, str, str, str, str]
+
+
+def audit_foreign(
+    folder: str | Path,
+    *,
+    decoder: str | None,
+    run_is: RunIs,
+    claim: float | None,
+    confidence: float,
+    seed: int,
+    out: Path,
+    console: Console | None = None,
+) -> int:
+    """Audit what relays recorded of two worlds, print what was found, and write `audit.json`.
+
+    Args:
+        folder: with captures of both worlds below it.
+        decoder: `module:function` that reads a message (None: only bytes are looked at).
+        run_is: what one run is.
+        claim: epsilon that the owner claims for a run.
+        confidence: with which a claim that holds is not refuted.
+        seed: of the split and the classifiers.
+        out: folder for the results.
+        console: where to print (default: standard output).
+
+    Returns:
+        The exit code: 1 if the claim is refuted, else 0.
+
+    Raises:
+        SpecError: the decoder cannot be imported, or scipy or scikit-learn are not installed.
+        CaptureError: no captures, or not of both worlds.
+    """
+    console = console or Console()
+    reader = None if decoder is None else load_decoder(decoder)
+    with console.status("reading the captures") as status:
+        reading = read_runs(folder, reader, run_is)
+        done = audit_conversations(reading.runs, claim=claim, confidence=confidence, seed=seed, say=status.update)
+    document = json.dumps(as_document(done, reading, run_is, decoder, seed), indent=2)
+    (out / "audit.json").write_text(document + "\n", encoding="utf-8")
+    print_foreign(done, reading, Path(folder).name, run_is, decoder, console)
+    console.out(f"{out}: audit.json", highlight=False)
+    return 1 if done.verdict.kind == "refuted" else 0
+
+
+def as_document(done: ForeignAudit, reading: Reading, run_is: RunIs, decoder: str | None, seed: int) -> dict[str, Any]:
+    """An audit for a JSON file."""
+    return {
+        "verdict": asdict(done.verdict),
+        "run_is": run_is,
+        "runs_of_each_world": list(done.runs),
+        "runs_left_out": done.left_out,
+        "worlds_in_turns": done.in_turns,
+        "confidence": 1.0 - done.alpha,
+        "seed": seed,
+        "epsilon": {
+            "claimed": done.claim,
+            "lower_bound": done.bound,
+            "most_that_so_many_runs_show": done.most,
+        },
+        "black_box": [asdict(attempt) for attempt in done.attempts],
+        "timing": [asdict(attempt) for attempt in done.timed],
+        "findings": [asdict(finding) for finding in done.findings],
+        "messages": reading.messages,
+        "decoder": {
+            "name": decoder,
+            "decoded": reading.decoded,
+            "failed": reading.failed,
+            "first_failures": reading.failures,
+        },
+        "captures_not_closed": reading.unfinished,
+        "runs_cut_short": reading.cut,
+        "connections_left_out": reading.paused,
+        "streams_of_no_run": reading.unnamed,
+    }
+
+
+def print_foreign(
+    done: ForeignAudit, reading: Reading, name: str, run_is: RunIs, decoder: str | None, console: Console
+) -> None:
+    """The verdict, and what was tested side by side."""
+    verdict = done.verdict
+    console.print(Text.assemble((name, "bold"), " ", (verdict.kind.upper(), COLOURS[verdict.kind])))
+    console.print(Text(verdict.text))
+    for more in verdict.evidence[1:6]:
+        console.print(Text(f"also: {more}"))
+    table = Table("family", "what was tested", "result", box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim")
+    table.add_column("ε at\nleast", justify="right")
+    table.add_column("ε\nclaimed", justify="right")
+    for row in _rows(done, reading, decoder):
+        table.add_row(*(Text(cell) for cell in row))
+    console.print(table)
+    for text in _notes(done, reading, run_is):
+        console.print(Text(text, style="dim"))
+
+
+def _rows(done: ForeignAudit, reading: Reading, decoder: str | None) -> Iterator[Row]:
+    for family, attempts, claim in (("black box", done.attempts, done.claim), ("timing", done.timed, None)):
+        for each in attempts:
+            seen = f"{each.model} on {each.view}" if each.view else f"{each.model}: nothing to look at"
+            result = f"{count(each.correct)} of {count(each.guesses)} right"
+            yield family, seen, result, number(each.bound, 3), number(claim)
+    tests = {"said again": "numbers or messages repeated", "equivocation": "one sender, one round, other bytes"}
+    for test, what in tests.items():
+        told = [f"{each.text} ({each.where})" for each in done.findings if each.test == test]
+        yield test, what, "; ".join(told) or "none", NOTHING, NOTHING
+    if decoder is not None:
+        failed = f", {count(reading.failed)} failed" if reading.failed else ""
+        yield "decoder", decoder, f"{count(reading.decoded)} messages read{failed}", NOTHING, NOTHING
+
+
+def _notes(done: ForeignAudit, reading: Reading, run_is: RunIs) -> Iterator[str]:
+    first, second = done.runs
+    yield (
+        f"{plural(first, 'run')} of world 0, {count(second)} of world 1; a run is one {run_is}. "
+        f"{plural(reading.messages, 'message')}."
+    )
+    if reading.paused:
+        yield (
+            f"{plural(reading.paused, 'connection')} left out: silent for a second between calls, so each may be two that came "
+            "from one port. Let clients name their runs, and use --run-is metadata:KEY."
+        )
+    if reading.unnamed:
+        yield f"{plural(reading.unnamed, 'stream')} left out: no metadata name their run."
+    if done.left_out:
+        yield f"Worlds were not equally frequent: {plural(done.left_out, 'run')} left out."
+    if not done.in_turns:
+        yield "Worlds did not take turns as coins do: what changes with time (a clock, a counter) tells them apart, too."
+    if any(each.bound > 0.0 for each in done.timed):
+        yield "Time tells the worlds apart. Two processes differ in it whatever they hold, so the verdict leaves it aside."
+    if reading.unfinished:
+        yield f"{plural(reading.unfinished, 'capture')} not closed: what was in memory is missing."
+    if reading.cut:
+        yield f"{plural(reading.cut, 'run')} said more than is looked at."
+    for failure in reading.failures:
+        yield f"The decoder failed on {failure}"
+    needed = ""
+    if done.claim is not None:
+        least = runs_to_refute(done.claim, done.alpha)
+        needed = f" With fewer than {plural(least, 'run')} of each world, ε {number(done.claim)} could not be refuted."
+    yield f"At best so many runs show ε {number(done.most, 3)}.{needed}"

@@ -1,0 +1,205 @@
+"""Captures of foreign services as runs: rows grouped by connection or stream, and read with the user's decoder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from sottovoce.errors import CaptureError, SpecError
+from sottovoce.lab.foreign.conversation import HEAD, Conversation, Decoded, Heard, digest, numbers
+from sottovoce_eavesdropper.reading import Capture, find_captures
+from sottovoce_eavesdropper.storage import open_folder
+
+RunIs = str
+"""What a run is: `connection`, `stream`, or `metadata:KEY`: the streams with one value of an entry that the client sends."""
+Decoder = Callable[[str, str, bytes], Mapping[str, Any] | Decoded | None]
+
+PAUSE_NS = 1_000_000_000
+"""After so long without a stream, an address may be that of another connection: systems use ports again."""
+
+MOST_IN_A_RUN = 512
+"""What a run says beyond so many messages, metadata and trailers is not looked at."""
+
+PLACES = 5
+"""Of messages that a decoder fails on, so many are named."""
+
+_COLUMNS = ("connection", "stream", "method", "direction", "kind", "wall_ns", "mono_ns", "size", "payload")
+
+
+@dataclass(slots=True)
+class Reading:
+    """What was read of the captures.
+
+    Attributes:
+        runs: all of them.
+        messages: how many passed.
+        decoded: how many of those that were looked at the decoder read.
+        failed: how many it failed on.
+        failures: where it failed first, and why.
+        unfinished: captures that were not closed.
+        cut: runs that said more than is looked at.
+        paused: connections that were left out, because they may be two.
+        unnamed: streams that were left out, because their metadata do not name a run.
+    """
+
+    runs: list[Conversation] = field(default_factory=list)
+    messages: int = 0
+    decoded: int = 0
+    failed: int = 0
+    failures: list[str] = field(default_factory=list)
+    unfinished: int = 0
+    cut: int = 0
+    paused: int = 0
+    unnamed: int = 0
+
+
+def load_decoder(name: str) -> Decoder:
+    """The function that `module:function` names.
+
+    Raises:
+        SpecError: it cannot be imported, or called.
+    """
+    module, _, attribute = name.partition(":")
+    if not (module and attribute):
+        raise SpecError(f"--decoder must be module:function, got {name!r}")
+    try:
+        found = getattr(import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError, SyntaxError) as error:
+        raise SpecError(
+            f"--decoder: cannot import {name!r}: {error}; is it module:function, and its folder in PYTHONPATH?"
+        ) from None
+    if not callable(found):
+        raise SpecError(f"--decoder: {name!r} must be a function, got {type(found).__name__}")
+    decoder: Decoder = found
+    return decoder
+
+
+def read_runs(folder: str | Path, decoder: Decoder | None, run_is: RunIs) -> Reading:
+    """All runs of all captures below a folder.
+
+    Raises:
+        CaptureError: there is none, one cannot be read, one is of no world, or the decoder could read nothing at all.
+        SpecError: nobody knows what a run is.
+    """
+    if run_is not in ("connection", "stream") and not (run_is.startswith("metadata:") and run_is != "metadata:"):
+        raise SpecError(f"--run-is must be connection, stream or metadata:KEY, got {run_is}")
+    captures = list(find_captures(open_folder(folder)))
+    if not captures:
+        raise CaptureError(f"{folder} has no captures: record some with sottovoce eavesdropper relay")
+    reading = Reading(unfinished=sum(not capture.complete for capture in captures))
+    for capture in captures:
+        world = capture.facts.get("world")
+        if world not in (0, 1):
+            raise CaptureError(f"the capture {capture.name} must be of world 0 or 1 (--world), got {world}")
+        _read(capture, int(world), decoder, run_is, reading)
+    if reading.failed and not reading.decoded:
+        raise CaptureError(
+            f"the decoder read none of {reading.failed:,} messages, so nothing would be tested; first: {reading.failures[0]}"
+        )
+    return reading
+
+
+def _read(capture: Capture, world: int, decoder: Decoder | None, run_is: RunIs, reading: Reading) -> None:
+    """Add the runs of one capture, a part at a time."""
+    runs: dict[object, _Run] = {}
+    run_of = _Names(run_is, reading)
+    for row in _rows(capture):
+        reading.messages += row["kind"] == "message"
+        key = run_of(row)
+        if key is None:
+            continue
+        run = runs.setdefault(key, _Run(row["wall_ns"], row["mono_ns"]))
+        run.see(row)
+        reading.cut += len(run.heard) == MOST_IN_A_RUN
+        if len(run.heard) > MOST_IN_A_RUN:
+            continue
+        decoded = None
+        if row["kind"] == "message" and decoder is not None:
+            decoded = _decoded(decoder, row, f"{capture.facts['capture_id']}, {run_is} {key}", reading)
+        stream = run.streams.setdefault(row["stream"], len(run.streams))
+        run.heard.append(_heard(row, stream, (row["mono_ns"] - run.mono_ns) / 1e9, decoded))
+    for key, run in runs.items():
+        if run_is == "connection" and run.paused:
+            reading.paused += 1
+            continue
+        name = f"{capture.facts['capture_id']}, {run_is} {key}"
+        reading.runs.append(Conversation(world, name, run.wall_ns / 1e9, tuple(run.heard[:MOST_IN_A_RUN])))
+
+
+@dataclass(slots=True)
+class _Run:
+    """A run as it is gathered: when it began, and whether it was silent for long between two streams."""
+
+    wall_ns: int
+    mono_ns: int
+    heard: list[Heard] = field(default_factory=list)
+    streams: dict[int, int] = field(default_factory=dict)
+    paused: bool = False
+    _open: set[int] = field(default_factory=set)
+    _last_ns: int = 0
+
+    def see(self, row: Mapping[str, Any]) -> None:
+        if self.streams and not self._open and row["mono_ns"] - self._last_ns >= PAUSE_NS:
+            self.paused = True
+        self._last_ns = row["mono_ns"]
+        (self._open.discard if row["kind"] == "trailers" else self._open.add)(row["stream"])
+
+
+class _Names:
+    """Which run a row belongs to; None: nobody says."""
+
+    def __init__(self, run_is: RunIs, reading: Reading) -> None:
+        self._column = run_is if run_is in ("connection", "stream") else None
+        self._key, self._reading = run_is.removeprefix("metadata:"), reading
+        self._named: dict[int, str | None] = {}
+
+    def __call__(self, row: Mapping[str, Any]) -> object:
+        if self._column is not None:
+            return row[self._column]
+        stream = row["stream"]
+        if stream not in self._named:  # what a client sends first is its metadata
+            told = json.loads(row["payload"]) if row["kind"] == "metadata" and row["direction"] == "out" else {}
+            self._named[stream] = next((str(v) for k, v in told.get("metadata", ()) if k == self._key), None)
+            self._reading.unnamed += self._named[stream] is None
+        return self._named[stream]
+
+
+def _rows(capture: Capture) -> Iterator[dict[str, Any]]:
+    for batch in capture.batches(_COLUMNS):
+        for k in range(0, batch.num_rows, 64):  # as Python objects, payloads take their space twice
+            yield from batch.slice(k, 64).to_pylist()
+
+
+def _heard(row: Mapping[str, Any], stream: int, seconds: float, decoded: Decoded | None) -> Heard:
+    payload, kind = row["payload"], row["kind"]
+    facts = (kind, row["method"], row["direction"], stream, seconds, row["size"])
+    if kind == "message":
+        return Heard(*facts, payload[:HEAD], digest(payload), decoded=decoded)
+    told = json.loads(payload)
+    entries = tuple((str(key), str(value)) for key, value in told.get("metadata", ()))
+    return Heard(*facts, entries=entries, status=(told.get("code", ""), told.get("details", "")))
+
+
+def _decoded(decoder: Decoder, row: Mapping[str, Any], run: str, reading: Reading) -> Decoded | None:
+    """What the user's decoder makes of a message; what it raises is noted, whatever it is."""
+    try:
+        found = decoder(row["method"], row["direction"], row["payload"])
+        if found is None:
+            return None
+        given = found if isinstance(found, Decoded) else Decoded(found)
+        fields = {str(name): numbers(values) for name, values in given.fields.items()}
+        known = Decoded(fields, None if given.round is None else int(given.round), given.sender)
+        hash(known.sender)
+    except Exception as error:  # noqa: BLE001 - foreign code, fed with foreign bytes: it may raise anything
+        reading.failed += 1
+        if len(reading.failures) < PLACES:
+            side = "request" if row["direction"] == "out" else "response"
+            text = f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
+            reading.failures.append(f"{run}, {row['method']} {side} of {row['size']:,} bytes: {text}")
+        return None
+    reading.decoded += 1
+    return known

@@ -1,0 +1,190 @@
+"""`sottovoce gallery`: what an eavesdropper can make of the wire, in pictures, with and without noise."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from sottovoce.algorithms.dual_averaging.algorithm import DualAveraging
+from sottovoce.errors import CaptureError, SpecError
+from sottovoce.lab.attacks.rebuild import Rebuilt, rebuild
+from sottovoce.spec import parse_spec
+from sottovoce_client.lab.gallery import cases as cases
+from sottovoce_client.lab.gallery import exhibits
+from sottovoce_client.lab.gallery.cases import Exhibit, Gallery, Membership, Strip
+from sottovoce_client.prepare import prepare
+from sottovoce_client.running.simulation import finite
+from sottovoce_client.wording import NOTHING, number, share
+from sottovoce_eavesdropper.reading import find_captures
+from sottovoce_eavesdropper.storage import open_folder
+
+
+def levels(text: str) -> tuple[float, ...]:
+    """`1000,10,1` as numbers, descending, each once.
+
+    Raises:
+        SpecError: not so, or not above 0 and finite.
+    """
+    try:
+        found = sorted({float(part) for part in text.split(",")}, reverse=True)
+    except ValueError:
+        raise SpecError(f"--epsilons must be numbers with commas between them, got {text!r}") from None
+    if not all(0 < level < math.inf for level in found):
+        raise SpecError(f"--epsilons must be above 0 and finite, got {text!r}")
+    return tuple(found)
+
+
+def gallery(folder: Path, epsilons: Sequence[float], runs: int, seed: int, console: Console | None = None) -> None:
+    """Run every attack on simulated runs over scikit-learn's digits, print figures, write `gallery.json` and `gallery.html`.
+
+    Args:
+        folder: where to.
+        epsilons: noise of the pictures, per record over the whole run.
+        runs: for the guesses of membership.
+        seed: of noise, coins and searches.
+        console: where to print (default: standard output).
+
+    Raises:
+        SpecError: scikit-learn, scipy or plotly are not installed.
+    """
+    console = console or Console()
+    with console.status("reading records off gradients"):
+        linear = cases.exhibit("linear", cases.linear, epsilons, seed)
+    with console.status("searching for records that fit a network's gradients"):
+        network = Exhibit("network", ())
+        if find_spec("torch") is not None:
+            network = cases.exhibit("network", cases.network, epsilons, seed, rounds=1)
+    with console.status("reading records off gossip"):
+        gossip = cases.gossip(epsilons, seed)
+    with console.status("guessing what was learned"):
+        guesses = cases.memberships(runs, seed)
+    _publish(Gallery((linear, network, gossip), guesses), folder, console)
+
+
+def gallery_of(
+    capture: Path,
+    folder: Path,
+    seed: int,
+    data_folder: str | None,
+    console: Console | None = None,
+    *,
+    allow_imports: bool = False,
+) -> None:
+    """The attack that fits a capture, on what was overheard on the wire.
+
+    Args:
+        capture: its folder.
+        folder: where to.
+        seed: of searches.
+        data_folder: where downloaded public data sets lie: the originals.
+        console: where to print (default: standard output).
+        allow_imports: import code that the capture's spec names.
+
+    Raises:
+        CaptureError: it cannot be read, or has no spec.
+        SpecError: no attack fits its algorithm, or what the attack needs is not installed.
+        DataError: the spec's data cannot be used.
+    """
+    console, below = console or Console(), list(find_captures(open_folder(str(capture))))
+    if not below:
+        raise CaptureError(f"{capture} must be a capture, or a folder with one: there is no capture.json")
+    found = below[-1]
+    if not found.facts.get("spec"):
+        raise CaptureError(f"the capture {capture} must have a run spec to be attacked, and has none")
+    spec = parse_spec(found.facts["spec"], source=str(capture), imports=allow_imports)
+    prepared = prepare(spec, data_folder=data_folder)
+    run = prepared.run
+    if isinstance(run.algorithm, DualAveraging):
+        raise SpecError("membership is guessed over many runs, a capture is one; see sottovoce audit")
+    heard = found.transcript(run.algorithm.field_shapes(), run.spec.n_learners, run.topology)
+    epsilon = max(run.algorithm.guarantee(i).epsilon() for i in range(run.spec.n_learners))
+    label = f"claimed ε = {number(epsilon)}" if math.isfinite(epsilon) else "nothing is promised"
+    with console.status("attacking"):
+        strip = Strip(label, rebuild(run, prepared.data, heard, seed=seed))
+    source = f"{run.spec.algorithm.name}, {run.spec.data.source}, {heard.rounds:,} rounds overheard in {capture}"
+    _publish(Gallery((Exhibit("capture", (strip,)),), source=source), folder, console)
+
+
+# ---- showing ---------------------------------------------------------------------------------------------------------
+
+
+def _publish(shown: Gallery, folder: Path, console: Console) -> None:
+    (folder / "gallery.json").write_text(json.dumps(as_document(shown), indent=2) + "\n", encoding="utf-8")
+    (folder / "gallery.html").write_text(exhibits.render(shown), encoding="utf-8")
+    _print(shown, console)
+    console.out(f"{folder}: gallery.json, gallery.html", highlight=False)
+
+
+def as_document(shown: Gallery) -> dict[str, Any]:
+    """A gallery for a JSON file; null for what is not finite."""
+    return {
+        "source": shown.source or "simulated on scikit-learn's digits",
+        "attacks": {
+            each.name: [{"protection": strip.label, **_figures(strip.rebuilt)} for strip in each.strips]
+            for each in shown.exhibits
+        },
+        "membership": [
+            {
+                **{key: value for key, value in asdict(each).items() if key != "guessed"},
+                "runs": each.guessed.runs,
+                "correct": each.guessed.correct,
+                "interval": [each.guessed.low, each.guessed.high],
+                "epsilon_at_least": each.guessed.bound,
+            }
+            for each in shown.memberships
+        ],
+    }
+
+
+def _figures(rebuilt: Rebuilt) -> dict[str, Any]:
+    return {
+        "records": len(rebuilt.pictures),
+        "mean_squared_error": finite(rebuilt.error),
+        "similarity": finite(rebuilt.alike),
+        "recognised": finite(rebuilt.found),
+        "recognised_among": rebuilt.pool,
+        "told_from_one_other": finite(rebuilt.told),
+        "originals": np.round(rebuilt.originals[: exhibits.SHOWN], 4).tolist(),
+        "pictures": np.round(rebuilt.pictures[: exhibits.SHOWN], 4).tolist(),
+    }
+
+
+def _print(shown: Gallery, console: Console) -> None:
+    table = Table("attack", "protection", box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim")
+    for head in ("similarity", "recognised", "told from\nanother"):
+        table.add_column(head, justify="right")
+    for each in shown.exhibits:
+        title = exhibits.WORDS[each.name].title
+        for k, strip in enumerate(each.strips):
+            figures = number(strip.rebuilt.alike, 2), share(strip.rebuilt.found), share(strip.rebuilt.told)
+            table.add_row("" if k else title, strip.label, *figures, end_section=k == len(each.strips) - 1)
+        if not each.strips:
+            table.add_row(title, Text("needs PyTorch", style="yellow"), *[NOTHING] * 3, end_section=True)
+    console.print(table)
+    if not all(each.strips for each in shown.exhibits):
+        console.print(Text(f"The search needs PyTorch: {exhibits.GET_TORCH}"))
+    if shown.memberships:
+        console.print(_guesses(shown.memberships))
+
+
+def _guesses(rows: Sequence[Membership]) -> Table:
+    table = Table("was it learned?", "records", "seen", box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim")
+    for head in ("right guesses", "ε at\nleast", "ε\nclaimed"):
+        table.add_column(head, justify="right")
+    for each in rows:
+        claim = number(each.claim) if each.covered else "none"
+        table.add_row(
+            each.algorithm, each.record, each.seen, share(each.guessed.rate), number(each.guessed.bound, 3), claim
+        )
+    return table

@@ -1,0 +1,188 @@
+"""Following a capture while it is written: where it comes from, and its messages put together, round by round."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Protocol
+
+import grpc
+import numpy as np
+
+from sottovoce.algorithms.interface import Message
+from sottovoce.errors import CaptureError, RemoteProtocolError
+from sottovoce.running.run import Run
+from sottovoce_eavesdropper.reading import Capture, open_capture
+from sottovoce_eavesdropper.records import part_number
+from sottovoce_eavesdropper.storage import Folder, open_folder
+from sottovoce_rpc.codec import decode_round
+from sottovoce_rpc.server import channel
+from sottovoce_rpc.status import as_error
+from sottovoce_wire.v1 import eavesdropper_pb2, eavesdropper_pb2_grpc
+
+REMEMBERED = 1024
+"""Rounds for which it is remembered what was said, to notice whoever says something else later."""
+CALL_S = 20.0
+
+
+# ---- where it comes from ---------------------------------------------------------------------------------------------
+
+
+class Source(Protocol):
+    """A capture that may grow, and that may not have begun."""
+
+    async def latest(self) -> Capture | None:
+        """As it stands; None: it has not begun.
+
+        Raises:
+            SottovoceError: it cannot be read.
+        """
+        ...
+
+
+class InFolder:
+    """A capture in a folder, or the newest one in a run's or an eavesdropper's folder.
+
+    Args:
+        place: a path, or a URL for fsspec.
+
+    Raises:
+        CaptureError: there is no such folder.
+    """
+
+    def __init__(self, place: str) -> None:
+        self._place = open_folder(place)
+        self._found: Folder | None = None
+        if "://" not in place and not Path(place).is_dir():
+            raise CaptureError(f"{place} must be a capture's folder, or a run's, and there is none")
+
+    async def latest(self) -> Capture | None:
+        self._found = self._found or self._search()
+        return None if self._found is None else open_capture(self._found)
+
+    def _search(self) -> Folder | None:
+        inside = self._place.below("captures")
+        below = [folder.below(name) for folder in (inside, self._place) for name in folder.names()]
+        for folder in (self._place, *sorted(below, key=_written, reverse=True)):
+            if "capture.json" in folder.names():
+                return folder
+        return None
+
+
+def _written(folder: Folder) -> float:
+    """When it was written, where a clock tells: on this machine."""
+    path = Path(folder.name) / "capture.json"
+    return path.stat().st_mtime if path.is_file() else 0.0
+
+
+@asynccontextmanager
+async def at_eavesdropper(address: str, run_id: str) -> AsyncIterator[Source]:
+    """The capture of a run at an eavesdropper, fetched into a folder that is removed in the end.
+
+    Args:
+        address: of the eavesdropper.
+        run_id: of the run.
+    """
+    with TemporaryDirectory(prefix="sottovoce-watch-") as folder:
+        async with channel(address) as to:
+            yield _Fetched(eavesdropper_pb2_grpc.EavesdropperStub(to), address, run_id, Path(folder))
+
+
+class _Fetched:
+    """A copy of an eavesdropper's capture, as far as it has been fetched."""
+
+    def __init__(
+        self, stub: eavesdropper_pb2_grpc.EavesdropperAsyncStub, address: str, run_id: str, folder: Path
+    ) -> None:
+        self._stub, self._address, self._run_id, self._folder = stub, address, run_id, folder
+        self._seen: tuple[str, int, bool] | None = None
+
+    async def latest(self) -> Capture | None:
+        try:
+            return await self._latest()
+        except grpc.aio.AioRpcError as error:
+            raise as_error(error, f"the eavesdropper at {self._address}") from None
+
+    async def _latest(self) -> Capture | None:
+        listed = await self._stub.ListCaptures(eavesdropper_pb2.ListCapturesRequest(), timeout=CALL_S)
+        known = [info for info in listed.captures if info.run_id == self._run_id]
+        if not known:
+            return None
+        now = (known[-1].capture_id, known[-1].messages, known[-1].open)
+        if now != self._seen:  # else nothing was overheard since
+            await self._fetch(known[-1].capture_id)
+            self._seen = now
+        return open_capture(self._folder)
+
+    async def _fetch(self, capture_id: str) -> None:
+        """Write what is not there yet; a part never changes."""
+        here = max((part_number(path.name) for path in self._folder.iterdir()), default=0)
+        files: dict[str, bytearray] = {}
+        request = eavesdropper_pb2.StreamCaptureRequest(capture_id=capture_id, first_part=here + 1)
+        async for piece in self._stub.StreamCapture(request, timeout=CALL_S):
+            if part_number(piece.file) > here or piece.file == "capture.json":
+                files.setdefault(piece.file, bytearray()).extend(piece.data)
+        for name, content in files.items():
+            (self._folder / name).write_bytes(content)
+
+
+# ---- round by round --------------------------------------------------------------------------------------------------
+
+
+class Rounds:
+    """Messages as they were overheard, put together to rounds. Remembers a bounded number of rounds.
+
+    Args:
+        run: whose messages.
+
+    Attributes:
+        next: the first round that is not whole.
+        equivocations: who said two different things in which round, `(round, learner)`.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.next, self.equivocations = 0, list[tuple[int, int]]()
+        self._run, self._shapes = run, run.algorithm.field_shapes()
+        self._messages: dict[int, dict[int, Message]] = {}
+        self._digests: dict[int, dict[int, bytes]] = {}
+
+    def take(self, sender: int, payload: bytes) -> None:
+        """A message that was overheard, once for every neighbour that it was sent to.
+
+        Raises:
+            CaptureError: it is no message of this run.
+        """
+        try:
+            t, claimed, message = decode_round(payload, self._shapes)
+        except RemoteProtocolError as error:
+            raise CaptureError(f"a message of learner {sender} cannot be decoded: {error}") from None
+        if claimed != sender or not 0 <= sender < self._run.spec.n_learners or t >= self._run.spec.rounds:
+            raise CaptureError(
+                f"learner {sender} must speak as itself, in one of {self._run.spec.rounds} rounds, "
+                f"got learner {claimed} in round {t}"
+            )
+        digest = hashlib.blake2b(payload, digest_size=16).digest()
+        before = self._digests.get(t, {}).get(sender)
+        if before is not None and before != digest:
+            self.equivocations.append((t, sender))
+        elif before is None and t >= self.next:
+            self._digests.setdefault(t, {})[sender] = digest
+            fields = {name: np.asarray(value)[None, None] for name, value in message.fields.items()}
+            self._messages.setdefault(t, {})[sender] = Message(fields)
+
+    def ready(self) -> Iterator[tuple[int, Mapping[int, Message]]]:
+        """The rounds in which all were overheard by now whom anybody hears, in order, each once."""
+        while self._messages and max(self._messages) >= self.next and not self.missing:
+            t = self.next
+            self.next += 1
+            self._digests.pop(t - REMEMBERED, None)
+            yield t, self._messages.pop(t, {})
+
+    @property
+    def missing(self) -> list[int]:
+        """Who has yet to be overheard in the next round."""
+        heard = np.flatnonzero(self._run.topology.at(self.next).neighbours.any(axis=0)).tolist()
+        return [i for i in heard if i not in self._messages.get(self.next, {})]

@@ -1,0 +1,235 @@
+"""`sottovoce watch`: follow a capture that is being written, and raise the alarm when noise is not what is claimed."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+from rich.console import Console
+
+from sottovoce.errors import CaptureError, SpecError
+from sottovoce.lab.watch.canaries import CanaryTest
+from sottovoce.lab.watch.watch import Alarm, Watch
+from sottovoce.spec import RunSpec, parse_spec
+from sottovoce_client.lab.watching.canaries import canaries_beside, load, placed
+from sottovoce_client.lab.watching.following import InFolder, Rounds, Source, at_eavesdropper
+from sottovoce_client.lab.watching.view import Metrics, Sight, View, print_end, view
+from sottovoce_client.prepare import Prepared
+from sottovoce_client.running.launch import run_async
+from sottovoce_eavesdropper.reading import Capture
+
+log = structlog.get_logger()
+
+POLL_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What to watch for.
+
+    Attributes:
+        alpha: the chance of a false alarm.
+        learners: names of those to watch; none: all.
+        canaries: file of the run's canaries.
+        commitment: its SHA-256; None: what stands beside it.
+        keep_going: watch on after an alarm.
+        once: do not wait for more than is there.
+    """
+
+    alpha: float = 1e-3
+    learners: tuple[str, ...] = ()
+    canaries: Path | None = None
+    commitment: str | None = None
+    keep_going: bool = False
+    once: bool = False
+
+
+def where(place: str | None, eavesdropper: str | None, run_id: str | None) -> AbstractAsyncContextManager[Source]:
+    """Where the capture is: in a folder, or at an eavesdropper.
+
+    Raises:
+        SpecError: not exactly one of the two.
+        CaptureError: there is no such folder.
+    """
+    if place is not None and eavesdropper is None and run_id is None:
+        return nullcontext(InFolder(place))
+    if place is None and eavesdropper is not None and run_id is not None:
+        return at_eavesdropper(eavesdropper, run_id)
+    raise SpecError("watch needs a capture's folder, or --eavesdropper HOST:PORT and --run RUN_ID")
+
+
+def watch(
+    source: AbstractAsyncContextManager[Source],
+    question: Question,
+    prepare: Callable[[RunSpec], Prepared],
+    *,
+    metrics: str | None = None,
+    console: Console | None = None,
+) -> int:
+    """Watch until the capture is complete, or the first alarm, or somebody interrupts; then say what was seen.
+
+    Args:
+        source: of the capture.
+        question: what to watch for.
+        prepare: gives a spec its data.
+        metrics: `host:port` to serve numbers for Prometheus on.
+        console: where to show it (default: standard output).
+
+    Returns:
+        The exit code: 1 after an alarm, 130 if interrupted without one, else 0.
+
+    Raises:
+        SottovoceError: the capture, the data or the canaries cannot be used.
+    """
+    if not 0.0 < question.alpha < 1.0:
+        raise SpecError(f"--alpha must be in (0, 1), got {question.alpha}")
+    console = console or Console()
+    with ExitStack() as stack:
+        served = stack.enter_context(Metrics(metrics)) if metrics else None
+        if served is not None:
+            console.out(f"metrics: http://{served.address}/metrics", highlight=False)
+
+        async def work(stop: asyncio.Event) -> Sight | None:
+            async with source as opened:
+                return await _Watching(opened, question, prepare, served, stop).to_its_end(console)
+
+        sight: Sight | None = run_async(work)
+    if sight is None:
+        console.out("Nothing was watched: there was no capture yet.", highlight=False)
+        return 130
+    print_end(sight, console)
+    return 1 if sight.alarms else 130 if sight.state == "interrupted" else 0
+
+
+class _Watching:
+    """One watch under way."""
+
+    def __init__(
+        self,
+        source: Source,
+        question: Question,
+        prepare: Callable[[RunSpec], Prepared],
+        metrics: Metrics | None,
+        stop: asyncio.Event,
+    ) -> None:
+        self._source, self._question, self._prepare = source, question, prepare
+        self._metrics, self._stop = metrics, stop
+        self._part, self._noticed = 0, 0
+
+    async def to_its_end(self, console: Console) -> Sight | None:
+        """Returns what there was to see; None: nothing before somebody interrupted."""
+        capture = await self._first(console)
+        if capture is None:
+            return None
+        sight, rounds = self._begin(capture)
+        with view(console) as shown:
+            while True:
+                await self._take(capture, rounds, sight, shown)
+                if self._over(capture, sight) or await self._told():
+                    break
+                capture = await self._source.latest() or capture
+        sight.state = self._state(sight)
+        if capture.complete and rounds.next < sight.rounds and not self._over_early(sight):
+            console.out(_unheard(rounds, sight), highlight=False)
+        return sight
+
+    async def _first(self, console: Console) -> Capture | None:
+        """The capture, once there is one."""
+        capture = await self._source.latest()
+        if capture is None and self._question.once:
+            raise CaptureError("there is no capture to watch")
+        if capture is None:
+            console.out("waiting for a capture", highlight=False)
+        while capture is None and not await self._told():
+            capture = await self._source.latest()
+        return capture
+
+    def _begin(self, capture: Capture) -> tuple[Sight, Rounds]:
+        prepared, question = self._prepare(parse_spec(capture.facts["spec"], source=capture.name)), self._question
+        spec, canaries, alpha = prepared.run.spec, None, question.alpha
+        if question.canaries is None and (found := canaries_beside(capture.name)) is not None:
+            raise SpecError(f"this run has canaries in its records ({found}): give --canaries canaries.json")
+        if question.canaries is not None:
+            canaries = load(question.canaries, question.commitment)
+            prepared, alpha = placed(prepared, canaries), alpha * 2.0 / 3.0  # a third for each of three questions
+        watched = Watch(prepared.run, prepared.data, alpha, _indices(question.learners, spec))
+        test = None if canaries is None else CanaryTest(prepared.run, prepared.data, canaries, question.alpha / 3.0)
+        return Sight(spec.name, spec.rounds, tuple(spec.names), question.alpha, watched, test), Rounds(prepared.run)
+
+    async def _take(self, capture: Capture, rounds: Rounds, sight: Sight, shown: View) -> None:
+        """Take what is new, round by round."""
+        for part, batch in capture.rounds_since(self._part):
+            senders, payloads = batch.column("sender").to_pylist(), batch.column("payload").to_pylist()
+            for sender, payload in zip(senders, payloads, strict=True):
+                rounds.take(sender, payload)
+            for t, messages in rounds.ready():
+                alarms = sight.watch.take(t, messages)
+                alarms += sight.canaries.take(t, messages) if sight.canaries else []
+                self._tell(alarms, sight, shown)
+                await asyncio.sleep(0)  # for signals
+                if self._over_early(sight):
+                    return
+            self._tell(self._equivocations(rounds, sight), sight, shown)
+            self._part = part
+        shown.update(sight)
+
+    def _equivocations(self, rounds: Rounds, sight: Sight) -> list[Alarm]:
+        new = rounds.equivocations[self._noticed :]
+        self._noticed += len(new)
+        return [alarm for t, learner in new for alarm in sight.watch.equivocated(learner, t)]
+
+    def _tell(self, alarms: list[Alarm], sight: Sight, shown: View) -> None:
+        for alarm in alarms:
+            sight.alarms.append(alarm)
+            sight.state = "ALARM"
+            with shown.aside():
+                log.error(
+                    "alarm",
+                    run=sight.title,
+                    learner=sight.name(alarm),
+                    round=alarm.round,
+                    test=alarm.test,
+                    change=alarm.change,
+                    log_e_value=round(alarm.e, 2) if math.isfinite(alarm.e) else "infinite",  # JSON knows no infinity
+                    log_threshold=round(alarm.threshold, 2),
+                )
+        shown.update(sight)
+        if self._metrics is not None:
+            self._metrics.update(sight)
+
+    def _over_early(self, sight: Sight) -> bool:
+        return self._stop.is_set() or bool(sight.alarms and not self._question.keep_going)
+
+    def _over(self, capture: Capture, sight: Sight) -> bool:
+        return capture.complete or self._question.once or self._over_early(sight)
+
+    def _state(self, sight: Sight) -> str:
+        if sight.alarms:
+            return "ALARM"
+        return "interrupted" if self._stop.is_set() else "no alarm"
+
+    async def _told(self) -> bool:
+        """Wait for the next look; says whether to stop instead."""
+        try:
+            await asyncio.wait_for(self._stop.wait(), POLL_S)
+        except TimeoutError:
+            return False
+        return True
+
+
+def _indices(names: tuple[str, ...], spec: RunSpec) -> list[int]:
+    unknown = [name for name in names if name not in spec.names]
+    if unknown:
+        raise SpecError(f"--learner must be one of {', '.join(spec.names)}, got {unknown[0]}")
+    return [i for i, name in enumerate(spec.names) if not names or name in names]
+
+
+def _unheard(rounds: Rounds, sight: Sight) -> str:
+    """Why the last rounds were not watched."""
+    names = ", ".join(sight.names[i] for i in rounds.missing[:5])
+    return f"The capture ends before round {rounds.next} of {sight.rounds}: {names} not overheard in it."

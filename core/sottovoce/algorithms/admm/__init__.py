@@ -1,0 +1,1 @@
+"""Consensus ADMM: plain, and with dual (DVP) or primal (PVP) variable perturbation."""

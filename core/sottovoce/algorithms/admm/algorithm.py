@@ -1,0 +1,222 @@
+"""Consensus ADMM: plain, and with dual (DVP) or primal (PVP) variable perturbation (Zhang & Zhu, IEEE TIFS 2017).
+
+The nodes minimise `sum_p [ (C/B_p) sum_i phi(a_i.f, b_i) + rho/2 ||f||^2 ]` over a common f. Round t of node p, with N
+neighbours i and B records so far::
+
+    draw      e_t of density exp(-zeta ||e||)                         (DVP, PVP)
+    solve     f_t = argmin (C/B) sum_i phi(a_i.f, b_i) + (rho + Phi)/2 ||f||^2
+                           + 2 (lambda_t + [DVP] C/(2B) e_t).f + eta sum_i ||f - (own_{t-1} + y^i_{t-1})/2||^2
+    say       y_t = f_t, for PVP f_t + e_t
+    hear      y^i_t of every neighbour i
+    update    lambda_{t+1} = lambda_t + eta/2 sum_i (y_t - y^i_t)
+
+`own` is y; two variants of PVP put in the clean f instead. All starts from zero, and before its first record a node
+minimises its regulariser alone, without noise. So message 0 is zero, and T rounds are T-1 iterations. Where `output_noise`
+is set, DVP says the minimiser with Laplace noise on a lattice, which hides the solver's error, and takes what it said for f.
+Optimisation is over all of space: the decision set of a run is not used.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from sottovoce.algorithms.admm.accounting import (
+    AdmmAccountant,
+    Calibration,
+    Minimiser,
+    Node,
+    Objective,
+    Step,
+    Unperturbed,
+    admm_guarantee,
+)
+from sottovoce.algorithms.admm.local import ROUNDING, LocalProblem, cut, norm
+from sottovoce.algorithms.interface import Heard, Message, Who
+from sottovoce.arrays import Batch, FloatArray, IntArray, Scalars
+from sottovoce.losses import MarginLoss
+from sottovoce.losses.history import RecordHistory
+from sottovoce.noise import Noise
+from sottovoce.noise.mechanisms import say_laplace, spherical_density
+from sottovoce.privacy.guarantee import Guarantee
+
+ENFORCED_BY = {
+    "lipschitz": "the loss, on rows scaled to feature_bound",
+    "curvature": "the loss, on rows scaled to feature_bound",
+    "ridge": "the loss, exactly",
+    "penalty": "the learner, exactly",
+    "degree": "the learner, which subtracts what each of its neighbours said once",
+    "tolerance": "the solver, which goes on until the gradient is as short, as float64 computes it",
+}
+EXACT = {"output_noise": "nothing: without output noise the promise is that of an exact solver"}
+HIDDEN = {"output_noise": "the lattice of the noise"}
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A node before round t.
+
+    Attributes:
+        who: which learners.
+        node: their public numbers.
+        t: the round.
+        primal: f, `(..., dim)`; for PVP it is private.
+        said: y, the node's last message.
+        around: sum of its neighbours' last messages.
+        dual: lambda.
+        sensitivity: Delta of the last iteration (PVP).
+        history: the records.
+        count: B, their number.
+    """
+
+    who: Who
+    node: Node
+    t: int
+    primal: FloatArray
+    said: FloatArray
+    around: FloatArray
+    dual: FloatArray
+    sensitivity: Scalars
+    history: RecordHistory
+    count: Scalars
+
+
+@dataclass(frozen=True, slots=True)
+class Admm:
+    """The algorithm for one run; the calibration of its noise is what its three forms differ in."""
+
+    name: str
+    dim: int
+    rounds: int
+    loss: MarginLoss
+    calibration: Calibration
+    nodes: tuple[Node, ...]
+    """The public numbers of every learner."""
+
+    def field_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {"y": (self.dim,)}
+
+    def start(self, who: Who) -> State:
+        node = replace(
+            self.nodes[0],
+            alpha=who.pick(tuple(float(each.alpha) for each in self.nodes)),
+            final_alpha=who.pick(tuple(float(each.final_alpha) for each in self.nodes)),
+            degree=who.pick(tuple(float(each.degree) for each in self.nodes)),
+        )
+        zero = np.zeros((*who.lead, self.dim))
+        return State(who, node, 0, zero, zero, zero, zero, 0.0, RecordHistory(self.loss), 0.0)
+
+    def speak(self, state: State, noise: Noise) -> tuple[State, Message]:
+        step, problem = self._iteration(state)
+        if step.perturbed == "nothing":
+            primal = said = problem.minimise(state.primal)
+        else:
+            drawn = noise.spherical("y", state.t, step.rate, state.primal.shape)
+            in_objective = step.perturbed == "objective"
+            exact = (problem.tilted(problem.weight * drawn) if in_objective else problem).minimise(state.primal)
+            # In every round, if only the last one needs it: so a recording has one for each.
+            hidden = say_laplace(noise, "output", state.t, exact, state.node.output_noise)
+            if in_objective:
+                primal = said = np.where(np.isinf(step.rate), exact, hidden)
+            else:
+                primal, said = exact, exact + drawn
+        return replace(state, primal=primal, said=said, sensitivity=step.sensitivity), Message({"y": said})
+
+    def listen(self, state: State, heard: Heard, batch: Batch) -> State:
+        node, around = state.node, heard.total("y")
+        features, labels = self.loss.enforce(batch.features, batch.labels)
+        return replace(
+            state,
+            t=state.t + 1,
+            around=around,
+            dual=state.dual + node.penalty / 2.0 * (node.degree * state.said - around),
+            history=state.history.observe(Batch(features, labels, batch.present)),
+            count=state.count + _records(batch),
+        )
+
+    def decision(self, state: State) -> FloatArray:
+        return state.primal
+
+    def overheard(self, state: State, message: Message) -> tuple[State, FloatArray]:
+        """As `Algorithm.overheard`. With output noise, the density is that of the exact minimiser where it was said.
+
+        A message without noise must be a minimiser up to twice the solver's tolerance.
+        """
+        step, problem = self._iteration(state)
+        said = np.broadcast_to(message["y"], state.primal.shape)
+        gradient, enough = problem.gradient(said)
+        if step.perturbed == "minimiser":
+            primal = problem.minimise(state.primal)
+            noise, rate = said - primal, step.rate
+        else:  # (29), with both sides times C/B
+            primal, noise, rate = said, -gradient, step.rate / problem.weight
+        silent = np.isinf(rate)
+        density = spherical_density(noise, np.where(silent, 1.0, rate))
+        if step.perturbed == "objective":
+            density = density + np.linalg.slogdet(problem.hessian(said))[1]
+        free = np.where(norm(gradient) <= 2.0 * enough, 0.0, -np.inf)
+        density = np.where(silent, free, density[..., None])[..., 0]
+        after = replace(state, primal=primal, said=said, sensitivity=step.sensitivity)
+        return after, density
+
+    def accountant(self, learner: int) -> AdmmAccountant:
+        return AdmmAccountant(self.calibration, self.nodes[learner], self.rounds)
+
+    def guarantee(self, learner: int, counts: IntArray | None = None, replaced: IntArray | None = None) -> Guarantee:
+        node = self.nodes[learner]
+        return admm_guarantee(self.calibration, node, self.rounds, self._enforced(node), counts, replaced)
+
+    def noise_scale(self, learner: int, t: int) -> float:
+        """`1/zeta` of a message, for one record a round; of e, which DVP adds to the dual variable and not to the message."""
+        accountant = self.accountant(learner)
+        for _ in range(t):
+            accountant.advance(1)
+        return float(1.0 / accountant.step.rate)
+
+    def _iteration(self, state: State) -> tuple[Step, LocalProblem]:
+        """How this round is perturbed, and the problem before that."""
+        node, count = state.node, state.count
+        step = self.calibration.step(node, count, state.sensitivity, last=state.t == self.rounds - 1)
+        own = state.said + step.carried * (state.primal - state.said)
+        linear = 2.0 * state.dual - node.penalty * (node.degree * own + state.around)
+        stiffness = node.stiffness + step.extra_ridge
+        if step.perturbed != "nothing":
+            linear = cut(linear, longest(node, stiffness))
+        problem = LocalProblem(
+            loss=self.loss,
+            records=state.history.records or Batch.empty(self.dim),
+            weight=node.weight(count),
+            smoothness=node.loss_weight * node.curvature + stiffness,
+            stiffness=stiffness,
+            linear=linear,
+            tolerance=node.tolerance,
+        )
+        return step, problem
+
+    def _enforced(self, node: Node) -> dict[str, str]:
+        if isinstance(self.calibration, Unperturbed):
+            return {}
+        objective = isinstance(self.calibration, Objective)
+        if not objective and not (isinstance(self.calibration, Minimiser) and self.calibration.last):
+            return {name: text for name, text in ENFORCED_BY.items() if name != "curvature"}
+        return ENFORCED_BY | (HIDDEN if node.output_noise else EXACT)
+
+
+def longest(node: Node, stiffness: Scalars) -> Scalars:
+    """The norm of `linear` up to which float64 resolves the tolerance.
+
+    A minimiser of norm F has `stiffness F <= linear + C ell`, and the terms of its gradient sum to at most
+    `C (ell + c F) + stiffness F + linear`. The guarantee rests on the tolerance, and a neighbour may say what it likes.
+    """
+    pull = node.loss_weight * node.lipschitz
+    share = 2.0 + node.loss_weight * node.curvature / stiffness
+    return np.maximum(node.tolerance / ROUNDING / share - pull, 0.0)[()]
+
+
+def _records(batch: Batch) -> Scalars:
+    """Number of records, one per learner where padding tells them apart."""
+    if batch.present is None:
+        return float(batch.size)
+    counts: FloatArray = batch.present.sum(axis=-1)
+    return counts.reshape(-1, 1, 1) if counts.ndim else float(counts)

@@ -1,0 +1,110 @@
+"""The conditions on a run of ADMM (Zhang & Zhu 2017).
+
+What would void the guarantee or leave the solver without end is refused; what only biases the result, or spends much, is a
+finding. How many records there will be is not known beforehand, so findings name the number from which they do not apply.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import cast
+
+import numpy as np
+
+from sottovoce.algorithms.admm.accounting import Calibration, Minimiser, Node, Objective, Unperturbed, paper_epsilon
+from sottovoce.algorithms.admm.local import ROUNDING
+from sottovoce.algorithms.setting import Finding
+from sottovoce.errors import require
+from sottovoce.losses import Loss, MarginLoss
+
+LARGE_LOSS = 10.0
+"""Cumulative epsilon from which a user is told."""
+
+
+def check_admm(calibration: Calibration, nodes: Sequence[Node], loss: Loss) -> MarginLoss:
+    """Refuse what has no guarantee or no solution; the loss, known to be one of the score.
+
+    Raises:
+        CheckFailed: GRAPH, PENALTY, RIDGE, LOSS_WEIGHT, CLIPPED, LOSS_CONSTANTS, LOSS_FIRST_ORDER, ALPHA or SOLVER,
+            whichever fails first.
+    """
+    node = nodes[0]
+    lonely = [i for i, each in enumerate(nodes) if each.degree == 0]
+    require(not lonely, "GRAPH", f"the communication graph must be connected, got learner {lonely} without neighbours")
+    for code, name, value in (
+        ("PENALTY", "penalty", node.penalty),
+        ("RIDGE", "loss.ridge", node.ridge),
+        ("LOSS_WEIGHT", "loss_weight", node.loss_weight),
+    ):
+        require(0 < value < math.inf, code, f"eta, rho and C_R must be positive, got {name}={value}")
+    _require_loss(calibration, node, loss)
+    if not isinstance(calibration, Unperturbed):
+        for each in nodes:
+            for alpha in (each.alpha, each.final_alpha):
+                require(bool(0 < alpha < math.inf), "ALPHA", f"alpha must be positive, got {alpha}")
+    _require_solver(node)
+    return cast(MarginLoss, loss)
+
+
+def _require_loss(calibration: Calibration, node: Node, loss: Loss) -> None:
+    """CLIPPED, LOSS_CONSTANTS, LOSS_FIRST_ORDER, SOLVER."""
+    text = "ADMM minimises the loss itself, which clipped gradients do not belong to: remove loss.clip_norm"
+    require(loss.clip_norm == math.inf, "CLIPPED", f"{text}, got {loss.clip_norm}")
+    first, second, convex = node.lipschitz < math.inf, node.curvature < math.inf, loss.convex
+    got = f"got slope bound {node.lipschitz}, curvature bound {node.curvature}, convex {convex} ({type(loss).__name__})"
+    if isinstance(calibration, Objective) or (isinstance(calibration, Minimiser) and calibration.last is not None):
+        text = "DVP needs a twice differentiable loss with bounded first and second derivative"
+        require(convex and first and second, "LOSS_CONSTANTS", f"{text}, {got}")
+    if isinstance(calibration, Minimiser):
+        require(convex and first, "LOSS_FIRST_ORDER", f"PVP needs a convex loss with bounded derivative, {got}")
+    text = "the local solver needs a convex loss of the score with bounded second derivative"
+    require(convex and second and hasattr(loss, "bend"), "SOLVER", f"{text}, {got}")
+
+
+def _require_solver(node: Node) -> None:
+    """SOLVER: a tolerance that float64 can reach; no negative output noise."""
+    known = node.lipschitz if node.lipschitz < math.inf else 0.0
+    least = 2 * ROUNDING * node.loss_weight * known
+    text = f"tolerance must be positive, and at least {least:.3g} for this loss_weight: float64 resolves no less"
+    require(max(least, 1e-300) <= node.tolerance < math.inf, "SOLVER", f"{text}, got {node.tolerance}")
+    text = f"output_noise must be at least 0 and finite, got {node.output_noise}"
+    require(0 <= node.output_noise < math.inf, "SOLVER", text)
+
+
+def admm_findings(calibration: Calibration, nodes: Sequence[Node], rounds: int) -> Iterator[Finding]:
+    """LOSS_WEIGHT_RANGE, EXTRA_RIDGE, SOLVER, BUDGET."""
+    node = nodes[0]
+    if isinstance(calibration, Unperturbed):
+        return
+    if node.loss_weight > 1:
+        text = f"C_R > B_p while a learner has fewer than {math.ceil(node.loss_weight)} records"
+        yield Finding("LOSS_WEIGHT_RANGE", f"{text}: outside the paper's range (privacy unaffected)")
+    objective = calibration if isinstance(calibration, Objective) else getattr(calibration, "last", None)
+    if objective is not None:
+        yield from _objective_findings(objective, nodes)
+    largest = max(float(paper_epsilon(each, rounds)[-1]) for each in nodes)
+    if largest > LARGE_LOSS:
+        text = f"cumulative loss {largest:.6g} over {rounds - 1} iterations"
+        yield Finding("BUDGET", f"{text}: what protects is the sum, not the alpha of one; lower alpha or rounds")
+
+
+def _objective_findings(objective: Objective, nodes: Sequence[Node]) -> Iterator[Finding]:
+    """EXTRA_RIDGE, SOLVER."""
+    for i, node in enumerate(nodes):
+        if (phi := float(objective.step(node, 1.0, 0.0, last=True).extra_ridge)) > 0:
+            least = _records_without_extra_ridge(objective, node)
+            text = f"alpha too small for learner {i} while it has fewer than {least} records"
+            got = f"extra regularisation biases the classifier, got Phi = {phi:.6g} with one record"
+            yield Finding("EXTRA_RIDGE", f"{text}: {got}")
+            break
+    if nodes[0].output_noise == 0:
+        text = "output_noise is 0: the guarantee is that of exact minimisation"
+        yield Finding("SOLVER", f"{text}, got a solver with tolerance {nodes[0].tolerance:g}")
+
+
+def _records_without_extra_ridge(objective: Objective, node: Node) -> int:
+    """The least B with Phi = 0: where `k ln(1 + c C/(B (rho + 2 eta N)))` is at most alpha or half of it."""
+    share = 1.0 if objective.rule == "printed" else 0.5
+    room = np.expm1(share * node.final_alpha / objective.jacobian)
+    return math.ceil(node.curvature * node.loss_weight / (node.stiffness * room))

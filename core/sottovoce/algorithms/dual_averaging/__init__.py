@@ -1,0 +1,1 @@
+"""Dual averaging: DPSDA-C, DPSDA-PS, DPCDA, DPPS."""

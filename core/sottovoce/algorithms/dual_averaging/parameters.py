@@ -1,0 +1,166 @@
+"""The parameters of dual averaging, and how a run is made of them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import ClassVar, Literal
+
+import numpy as np
+
+from sottovoce.algorithms.dual_averaging.accounting import (
+    calibrate,
+)
+from sottovoce.algorithms.dual_averaging.algorithm import DualAveraging, Mask
+from sottovoce.algorithms.dual_averaging.conditions import (
+    Stochastic,
+    check_network,
+    check_numbers,
+    check_sure_bound,
+    method_findings,
+    require,
+)
+from sottovoce.algorithms.parameters import AlgorithmSpec
+from sottovoce.algorithms.setting import Finding, Setting
+from sottovoce.arrays import FloatArray
+from sottovoce.decision_sets import Box
+from sottovoce.errors import SpecError
+from sottovoce.network.topology import Network
+
+
+class _DualAveragingSpec(AlgorithmSpec):
+    """What all four share."""
+
+    step: float = 1.0
+    """`alpha_t = step / sqrt(t)`."""
+    sigma: float | None = None
+    """Laplace scale (default: 1, unless epsilon is given). 0: no noise, no guarantee."""
+    epsilon: float | None = None
+    """In place of sigma: what one replaced loss may cost over the whole run (dpsda: all learners together)."""
+    clip: float | None = None
+    """l2 bound that the own block of a round's gradient is scaled down to. None: the loss's own bound."""
+    batch: Literal["mean", "sum"] = "mean"
+    """The loss of a round: mean or sum over its records (the paper's experiments: sum)."""
+    primal: Literal["noised", "clean"] = "noised"
+    """Decisions from what is said, or from the clean dual vector (the paper)."""
+
+    one_noise: ClassVar[bool] = True
+
+    def noisier(self, factors: tuple[float, ...]) -> _DualAveragingSpec:
+        if self.sigma == 0 or len(set(factors)) > 1:
+            raise SpecError("algorithm.sigma must be above 0, and one number for all learners, to be scaled")
+        if self.epsilon is not None:
+            return self.model_copy(update={"epsilon": self.epsilon / factors[0]})
+        return self.model_copy(update={"sigma": (1.0 if self.sigma is None else self.sigma) * factors[0]})
+
+    def _build(
+        self, setting: Setting, name: str, owned: Mask, noisy: Mask, shared: bool, kind: Stochastic, allow_rows: bool
+    ) -> tuple[DualAveraging, tuple[Finding, ...]]:
+        check_numbers(self.step, self.sigma, self.epsilon, self.clip)
+        network, rounds, push = setting.network, setting.rounds, kind == "columns"
+        findings = [*check_network(network, rounds, kind, rows_suffice=allow_rows)]
+        unscaled = DualAveraging(
+            name=name,
+            dim=setting.dim,
+            rounds=rounds,
+            step=self.step,
+            sigma=1.0 if self.sigma is None else self.sigma,
+            clip=math.inf if self.clip is None else self.clip,
+            mean=self.batch == "mean",
+            noised=self.primal == "noised",
+            push=push,
+            shared=shared,
+            owned=owned,
+            noisy=noisy,
+            push_weights=push_weights(network, rounds) if push else np.ones((1, setting.n_learners)),
+            loss=setting.loss,
+            decision_set=setting.decision_set,
+        )
+        check_sure_bound(unscaled.gradient_bound, noisy=unscaled.sigma > 0)
+        algorithm = unscaled
+        if self.epsilon is not None:
+            # Losses of all learners add up where they hold the same loss; elsewhere they are all alike up to w.
+            parts = [unscaled.sensitivity(i) for i in range(setting.n_learners)]
+            groups = [parts] if shared else [[part] for part in parts]
+            algorithm = replace(unscaled, sigma=max(calibrate(group, rounds, self.epsilon) for group in groups))
+        split = shared and setting.n_learners > 1
+        noised, sigma = algorithm.noised, algorithm.sigma
+        findings += method_findings(setting.loss, setting.decision_set, split=split, noised=noised, sigma=sigma)
+        return algorithm, tuple(findings)
+
+
+class _BlocksSpec(_DualAveragingSpec):
+    """One loss that all learners hold, and a block of coordinates for each."""
+
+    noise_on: Literal["own_block", "all"] = "own_block"
+    """Other blocks of a message are sums of earlier messages: noise there protects nothing. `all`: the paper."""
+
+    def _build_blocks(
+        self, setting: Setting, name: str, kind: Stochastic, allow_rows: bool
+    ) -> tuple[DualAveraging, tuple[Finding, ...]]:
+        n, dim = setting.n_learners, setting.dim
+        require(dim >= n, "BLOCKS", f"every learner needs a coordinate of its own, got {dim} for {n} learners")
+        owned = blocks(dim, n)
+        noisy = owned if self.noise_on == "own_block" else np.ones_like(owned)
+        return self._build(setting, name, owned, noisy, True, kind, allow_rows)
+
+
+class DpsdaCSpec(_BlocksSpec):
+    """DPSDA-C (Cheng, Liao & Li 2023): doubly stochastic weights."""
+
+    name: Literal["dpsda-c"]
+    allow_row_stochastic: bool = False
+    """Only report weights of which rows alone sum to one. For boxes; on other sets they lead to a wrong point."""
+
+    def build(self, setting: Setting) -> tuple[DualAveraging, tuple[Finding, ...]]:
+        allowed = self.allow_row_stochastic and isinstance(setting.decision_set, Box)
+        return self._build_blocks(setting, self.name, "doubly", allowed)
+
+
+class DpsdaPsSpec(_BlocksSpec):
+    """DPSDA-PS (Cheng, Liao & Li 2023): push-sum over directed graphs."""
+
+    name: Literal["dpsda-ps"]
+
+    def build(self, setting: Setting) -> tuple[DualAveraging, tuple[Finding, ...]]:
+        return self._build_blocks(setting, self.name, "columns", False)
+
+
+class DpcdaSpec(_DualAveragingSpec):
+    """DPCDA, private centralised dual averaging: one learner."""
+
+    name: Literal["dpcda"]
+
+    def build(self, setting: Setting) -> tuple[DualAveraging, tuple[Finding, ...]]:
+        n = setting.n_learners
+        require(n == 1, "ONE_LEARNER", f"dpcda is for one learner, got {n}; dpsda-c is the same for several")
+        everything = np.ones((1, setting.dim), dtype=bool)
+        return self._build(setting, self.name, everything, everything, True, "doubly", False)
+
+
+class DppsSpec(_DualAveragingSpec):
+    """DPPS (Han et al. 2022), as far as it can be told from its abstract: private push-sum dual averaging."""
+
+    name: Literal["dpps"]
+    primal: Literal["noised", "clean"] = "clean"
+
+    def build(self, setting: Setting) -> tuple[DualAveraging, tuple[Finding, ...]]:
+        everything = np.ones((setting.n_learners, setting.dim), dtype=bool)
+        return self._build(setting, self.name, everything, everything, False, "columns", False)
+
+
+def blocks(dim: int, n_learners: int) -> Mask:
+    """`(learners, dim)`, True where a learner owns a coordinate: contiguous, the first `dim mod n` blocks one longer."""
+    lengths = dim // n_learners + (np.arange(n_learners) < dim % n_learners)
+    owner = np.repeat(np.arange(n_learners), lengths)
+    mask: Mask = owner == np.arange(n_learners)[:, None]
+    return mask
+
+
+def push_weights(network: Network, rounds: int) -> FloatArray:
+    """`(rounds, learners)`: `w_t` of push-sum, which depends on the network alone."""
+    weights = np.ones((rounds, network.n_learners))
+    for t in range(rounds - 1):
+        mixing = network.at(t)
+        weights[t + 1] = mixing.neighbours @ weights[t] + mixing.own * weights[t]
+    return weights

@@ -1,0 +1,1 @@
+"""Follow the leader over blocks: PD-FTGL, PD-OCG, D-FTGL."""

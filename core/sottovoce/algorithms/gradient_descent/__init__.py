@@ -1,0 +1,1 @@
+"""Gossip gradient descent: DSGD, DOLA, PDOP, DPDOLA, PD-OGD, D-OGD, DPSR."""

@@ -1,0 +1,185 @@
+"""Gossip gradient descent, with or without noise: one algorithm behind DSGD, DOLA, PDOP, DPDOLA, PD-OGD and D-OGD.
+
+Round t of learner i::
+
+    say       y_t = x_t + noise,  noise ~ Laplace(rho_t)
+    hear      y_t^j of every neighbour j
+    mix       b = a_ii own + sum_j a_ij y_t^j             own: y_t (as it was said) or x_t (clean)
+    update    x_{t+1} = Pro( b - alpha_t g_t(p) )         p: b, or the own x_t
+    play      Pro(b), or x_{t+1}
+
+`g_t` is the mean gradient of the records of round t alone, ridge included. A record of round t comes after the messages of
+round t, so it first shows in message t+1; `y_0` says the start, which knows no data.
+
+The published methods are choices of `own`, p, what is played, and the schedules of step and noise
+(`gradient_descent_specs`). With the own value clean, the gradient at b and b played it is adapt-then-combine: x is the
+adapted value z that is said, b the combined one. Playing x instead is combine-then-adapt. The messages of both are equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from sottovoce.algorithms.gradient_descent.accounting import (
+    Adjacency,
+    DescentAccountant,
+    Mechanism,
+    Schedule,
+    run_meter,
+)
+from sottovoce.algorithms.interface import Heard, Message, Who
+from sottovoce.arrays import Batch, FloatArray, IntArray, Scalars
+from sottovoce.decision_sets import DecisionSet
+from sottovoce.losses import Loss, mean_gradient
+from sottovoce.network.topology import Network
+from sottovoce.noise import Noise
+from sottovoce.noise.mechanisms import laplace_density, lattice_of, say_laplace
+from sottovoce.privacy.constants import ENFORCED_BY, Constants, constants_of
+from sottovoce.privacy.guarantee import Constant, Guarantee, ThreatModel
+
+Point = Literal["own", "mixed"]
+"""x, or b: where the gradient is taken, and which of the two is played."""
+
+OwnValue = Literal["said", "clean"]
+"""How the learner's own value enters its mix: with the noise of its message, or without."""
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """x_t, what was said of it in this round, and what is played."""
+
+    who: Who
+    t: int
+    x: FloatArray
+    said: FloatArray
+    played: FloatArray
+
+
+@dataclass(frozen=True, slots=True)
+class GossipDescent:
+    """The algorithm for one run: all learners' parameters, by index."""
+
+    name: str
+    dim: int
+    rounds: int
+    step: tuple[Schedule, ...]
+    """alpha_t of every learner."""
+    noise: tuple[Schedule, ...]
+    """rho_t of every learner: all positive, or all 0."""
+    own_value: OwnValue
+    gradient_at: Point
+    play: Point
+    adjacency: Adjacency
+    loss: Loss
+    decision_set: DecisionSet
+    network: Network
+
+    def field_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {"y": (self.dim,)}
+
+    def start(self, who: Who) -> State:
+        first = self.decision_set.project(np.broadcast_to(self.loss.initial(self.dim), (*who.lead, self.dim)))
+        return State(who, 0, first, first, first)
+
+    def speak(self, state: State, noise: Noise) -> tuple[State, Message]:
+        said = say_laplace(noise, "y", state.t, state.x, self._scale(state))
+        return replace(state, said=said), Message({"y": said})
+
+    def listen(self, state: State, heard: Heard, batch: Batch) -> State:
+        return self.descend(state, heard, batch, picked(state.who, self.step, state.t))
+
+    def descend(self, state: State, heard: Heard, batch: Batch, step: Scalars) -> State:
+        """`listen` with a step size of one's own."""
+        own = state.said if self.own_value == "said" else state.x
+        mixed = heard.own_weight * own + heard.weighted_sum("y")
+        point = mixed if self.gradient_at == "mixed" else state.x
+        features, labels = self.loss.enforce(batch.features, batch.labels)
+        gradient = mean_gradient(self.loss, point, Batch(features, labels, batch.present)) + self.loss.ridge * point
+        x = self.decision_set.project(mixed - step * gradient)
+        played = self.decision_set.project(mixed) if self.play == "mixed" else x
+        return State(state.who, state.t + 1, x, state.said, played)
+
+    def decision(self, state: State) -> FloatArray:
+        return state.played
+
+    def overheard(self, state: State, message: Message) -> tuple[State, FloatArray]:
+        said = message["y"]
+        return replace(state, said=said), laplace_density(said, state.x, self._scale(state))
+
+    def lattice(self, learner: int, t: int) -> dict[str, float]:
+        return lattice_of("y", self.noise_scale(learner, t))
+
+    def noise_scale(self, learner: int, t: int) -> float:
+        return self.noise[learner].at(t)
+
+    def accountant(self, learner: int) -> DescentAccountant:
+        return self._accountant(learner, together=self.adjacency == "learner")
+
+    def guarantee(self, learner: int, counts: IntArray | None = None, replaced: IntArray | None = None) -> Guarantee:
+        planned = np.ones(self.rounds, np.int64) if counts is None else counts
+        if replaced is None:
+            who, accountant = "one record" if self.adjacency == "record" else "all records", self.accountant(learner)
+        else:
+            records = int(replaced.sum())
+            who, accountant = f"{records} record{'s' * (records != 1)}", self._accountant(learner, together=True)
+        changes: list[int | None] = [None] * self.rounds
+        losses, paper = run_meter(accountant, planned.tolist(), changes if replaced is None else replaced.tolist())
+        if replaced is not None or (planned != 1).any():  # papers know one record a round
+            _, paper = run_meter(self.accountant(learner), [1] * self.rounds, changes)
+        return Guarantee(
+            threat_model=ThreatModel.WIRE,
+            adjacency=f"{who} of one learner replaced (event level, numbers of records public)",
+            mode="best",
+            per_round=losses,
+            paper=paper,
+            infinite_horizon=np.inf,
+            proof="sottovoce.algorithms.gradient_descent.accounting",
+            constants=self._grounds(learner),
+        )
+
+    def constants(self) -> Constants:
+        """What is known of the loss where gradients are taken: b carries noise, so it may lie anywhere."""
+        known = constants_of(self.loss, self.decision_set, self.dim)
+        if self.gradient_at == "own":
+            return known
+        change, bound = self.loss.gradient_change(np.inf), self.loss.gradient_bound(np.inf)
+        return replace(known, grad_change=change, clip_norm=bound)
+
+    def _accountant(self, learner: int, *, together: bool) -> DescentAccountant:
+        mechanism = Mechanism(
+            dim=self.dim,
+            step=self.step[learner],
+            noise=self.noise[learner],
+            own_weight=self._clean_weight(learner),
+            at_mix=self.gradient_at == "mixed",
+        )
+        return DescentAccountant(self.constants(), mechanism, together=together)
+
+    def _clean_weight(self, learner: int) -> Callable[[int], float]:
+        """Weight by round of what enters the mix without noise."""
+        if self.own_value == "said":
+            return lambda t: 0.0
+        return lambda t: float(self.network.at(t).own[learner])
+
+    def _grounds(self, learner: int) -> dict[str, Constant]:
+        known = self.constants()
+        numbers = {name: float(getattr(known, name)) for name in ENFORCED_BY if hasattr(known, name)}
+        if self.own_value == "clean":
+            numbers["own_weight"] = self._clean_weight(learner)(0)
+        return {name: Constant(value, ENFORCED_BY[name]) for name, value in numbers.items() if value < np.inf}
+
+    def _scale(self, state: State) -> Scalars:
+        return picked(state.who, self.noise, state.t)
+
+
+def picked(who: Who, schedules: tuple[Schedule, ...], t: int) -> Scalars:
+    """The numbers of round t that belong to a state, ready to broadcast."""
+    if isinstance(who.learner, int):
+        return schedules[who.learner].at(t)
+    if schedules.count(schedules[0]) == len(schedules):
+        return schedules[0].at(t)
+    return who.pick(tuple([schedule.at(t) for schedule in schedules]))

@@ -1,0 +1,1 @@
+"""LDP-DOL: locally differentially private distributed online learning."""

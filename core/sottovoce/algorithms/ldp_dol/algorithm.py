@@ -1,0 +1,122 @@
+"""LDP-DOL: locally differentially private distributed online learning (Chen & Wang, IEEE TAC 2025).
+
+Round t of learner i::
+
+    say       y_t = theta_t + noise,  noise ~ Laplace(rho_t),  rho_t = sigma/sqrt(2) (t+1)^varsigma
+    hear      y_t^j of every neighbour j
+    update    theta_{t+1} = Pro( theta_t + gamma_t sum_j w_ij (y_t^j - theta_t) - lambda_t d_t(theta_t) )
+
+with `lambda_t = lam0/(t+1)^v`, `gamma_t = gam0/(t+1)^u` and `d_t` the mean gradient over all records so far, those of round t
+included. The learner uses its own clean theta; its noise never enters its own update. Where theta is said it is first
+rounded to the noise's lattice, which changes it by less than 2^-40 scales and is charged.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from sottovoce.algorithms.interface import Heard, Message, Who
+from sottovoce.algorithms.ldp_dol.accounting import LdpDolAccountant, LearnerScales, Mode, Schedules, ldp_dol_guarantee
+from sottovoce.arrays import Batch, FloatArray, IntArray, Scalars
+from sottovoce.decision_sets import DecisionSet
+from sottovoce.losses import Loss
+from sottovoce.losses.history import History, start_history
+from sottovoce.noise import Noise
+from sottovoce.noise.mechanisms import laplace_density, lattice_of, say_laplace
+from sottovoce.privacy.constants import ENFORCED_BY, Constants, constants_of
+from sottovoce.privacy.guarantee import Guarantee
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """theta_t, the round t, and the records seen."""
+
+    who: Who
+    t: int
+    theta: FloatArray
+    history: History
+    sigma: Scalars
+    varsigma: Scalars
+
+
+@dataclass(frozen=True, slots=True)
+class LdpDol:
+    """The algorithm for one run: all learners' parameters, by index."""
+
+    dim: int
+    rounds: int
+    schedules: Schedules
+    sigma: tuple[float, ...]
+    varsigma: tuple[float, ...]
+    own_weights: tuple[float, ...]
+    """`|w_ii|` of every learner: what its guarantee rests on."""
+    loss: Loss
+    decision_set: DecisionSet
+    accounting: Mode = "best"
+    name: str = "ldp-dol"
+
+    def field_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {"y": (self.dim,)}
+
+    def start(self, who: Who) -> State:
+        initial = np.broadcast_to(self.loss.initial(self.dim), (*who.lead, self.dim))
+        origin = self.decision_set.project(initial)
+        return State(who, 0, origin, start_history(self.loss), who.pick(self.sigma), who.pick(self.varsigma))
+
+    def speak(self, state: State, noise: Noise) -> tuple[State, Message]:
+        return state, Message({"y": say_laplace(noise, "y", state.t, state.theta, laplace_scale(state))})
+
+    def listen(self, state: State, heard: Heard, batch: Batch) -> State:
+        t, theta, ridge = state.t, state.theta, self.loss.ridge
+        coupling, step = self.schedules.coupling(t), self.schedules.step_size(t)
+        features, labels = self.loss.enforce(batch.features, batch.labels)
+        history = state.history.observe(Batch(features, labels, batch.present))
+        pulled = heard.weighted_sum("y")
+        keep = 1.0 - coupling * heard.total_weight - step * ridge
+        moved = keep * theta
+        moved += coupling * pulled
+        moved -= step * history.gradient(theta)
+        theta = self.decision_set.project(moved)
+        return State(state.who, t + 1, theta, history, state.sigma, state.varsigma)
+
+    def decision(self, state: State) -> FloatArray:
+        return state.theta
+
+    def overheard(self, state: State, message: Message) -> tuple[State, FloatArray]:
+        return state, laplace_density(message["y"], state.theta, laplace_scale(state))
+
+    def accountant(self, learner: int) -> LdpDolAccountant:
+        return LdpDolAccountant(self.accounting, self._constants(), self.schedules, self._scales(learner))
+
+    def guarantee(self, learner: int, counts: IntArray | None = None, replaced: IntArray | None = None) -> Guarantee:
+        return ldp_dol_guarantee(
+            self.accounting,
+            self._constants(),
+            self.schedules,
+            self._scales(learner),
+            self.rounds,
+            enforced_by=ENFORCED_BY,
+            smallest_own_weight=min(self.own_weights),
+            counts=counts,
+            replaced=replaced,
+        )
+
+    def lattice(self, learner: int, t: int) -> dict[str, float]:
+        return lattice_of("y", self.noise_scale(learner, t))
+
+    def noise_scale(self, learner: int, t: int) -> float:
+        return self._scales(learner).laplace_scale(t)
+
+    def _constants(self) -> Constants:
+        return constants_of(self.loss, self.decision_set, self.dim)
+
+    def _scales(self, learner: int) -> LearnerScales:
+        return LearnerScales(self.own_weights[learner], self.dim, self.sigma[learner], self.varsigma[learner])
+
+
+def laplace_scale(state: State) -> Scalars:
+    """`rho_t = sigma/sqrt(2) (t+1)^varsigma`."""
+    return state.sigma / math.sqrt(2.0) * (state.t + 1.0) ** state.varsigma

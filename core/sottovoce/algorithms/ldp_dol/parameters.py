@@ -1,0 +1,54 @@
+"""The parameters of LDP-DOL, and how a run is made of them."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from sottovoce.algorithms.ldp_dol.accounting import Mode, Schedules
+from sottovoce.algorithms.ldp_dol.algorithm import LdpDol
+from sottovoce.algorithms.ldp_dol.conditions import check_ldp_dol
+from sottovoce.algorithms.parameters import AlgorithmSpec
+from sottovoce.algorithms.per_learner import PerLearner, times
+from sottovoce.algorithms.setting import Finding, Setting
+from sottovoce.privacy.constants import constants_of
+
+
+class LdpDolSpec(AlgorithmSpec):
+    """LDP-DOL (Chen & Wang 2025). `ldp_dol_checks` has the conditions that the theory puts on these numbers."""
+
+    name: Literal["ldp-dol"]
+    lam0: float = 1.0
+    v: float = 0.77
+    gam0: float = 1.0
+    u: float = 0.65
+    sigma: PerLearner = 1.0
+    varsigma: PerLearner = 0.1
+    accounting: Mode = "best"
+
+    def build(self, setting: Setting) -> tuple[LdpDol, tuple[Finding, ...]]:
+        topology = setting.topology
+        algorithm = LdpDol(
+            dim=setting.dim,
+            rounds=setting.rounds,
+            schedules=Schedules(self.lam0, self.v, self.gam0, self.u),
+            sigma=setting.per_learner(self.sigma, "algorithm.sigma"),
+            varsigma=setting.per_learner(self.varsigma, "algorithm.varsigma"),
+            own_weights=tuple(topology.own_weight(i) for i in range(topology.n_learners)),
+            loss=setting.loss,
+            decision_set=setting.decision_set,
+            accounting=self.accounting,
+        )
+        findings = check_ldp_dol(
+            self,
+            algorithm.sigma,
+            algorithm.varsigma,
+            topology,
+            constants_of(setting.loss, setting.decision_set, setting.dim),
+            strong_convexity=setting.loss.ridge if setting.loss.convex else 0.0,
+            budget_requested=True,
+            infinite_horizon_requested=False,
+        )
+        return algorithm, findings
+
+    def noisier(self, factors: tuple[float, ...]) -> LdpDolSpec:
+        return self.model_copy(update={"sigma": times(self.sigma, factors)})

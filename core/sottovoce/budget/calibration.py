@@ -1,0 +1,183 @@
+"""From a privacy budget to the noise that meets it: a search over one factor per learner on a spec's noise.
+
+Epsilon falls as noise grows, mostly in inverse proportion. So every step guesses in proportion; a guess outside the bracket
+that is known so far is replaced by bisection. Each learner's budget depends on its own noise, so all are searched at once.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from sottovoce.arrays import FloatArray
+from sottovoce.budget.composition import dearest_record, learners_loss, record_losses
+from sottovoce.data import PlacedData
+from sottovoce.data.specs import Shared
+from sottovoce.errors import SpecError
+from sottovoce.running.run import Run, build_run
+from sottovoce.spec import RunSpec
+
+Per = Literal["event", "record"]
+
+TOLERANCE = 1e-3
+"""Part of a target that may be left unspent."""
+MOST_STEPS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What a learner's messages may cost.
+
+    Attributes:
+        epsilons: one for each learner. Where learners share one number for their noise, none exceeds its own and the nearest
+            meets it. Where they share their records, all must be equal: the budget of all their messages together.
+        horizon: rounds that they cover, at most those of the run (None: all of them); infinite: for ever.
+        per: for an event, or for a record in all of its uses.
+    """
+
+    epsilons: tuple[float, ...]
+    horizon: float | None = None
+    per: Per = "event"
+
+
+@dataclass(frozen=True, slots=True)
+class Calibrated:
+    """The spec that was found, the factors on its noise, and what each learner then spends."""
+
+    spec: RunSpec
+    factors: tuple[float, ...]
+    epsilons: tuple[float, ...]
+
+
+def calibrate(spec: RunSpec, data: PlacedData, budget: Budget) -> Calibrated:
+    """The same spec with as little noise as meets the budget from below, within `TOLERANCE` of it.
+
+    Args:
+        spec: with noise to start from.
+        data: its records: their numbers by round, and how often each is used, are public.
+        budget: what to meet.
+
+    Raises:
+        SpecError: nothing finite is promised, the target is out of reach, or a condition of the algorithm fails on the way.
+    """
+    targets = _targets(spec, budget)
+    one = spec.algorithm.one_noise
+    factors, low, high = np.ones(len(targets)), np.zeros(len(targets)), np.full(len(targets), math.inf)
+    before: tuple[FloatArray, FloatArray] | None = None
+    spent = factors
+    for _ in range(MOST_STEPS):
+        found, run = _louder(spec, data, factors)
+        spent = _spent(run, data, budget)
+        _insist_on_finite(run, budget, spent)
+        ratio = spent / targets
+        if one:
+            ratio = np.full_like(ratio, ratio.max())
+        met = ratio <= 1.0
+        if (met & (ratio >= 1.0 - TOLERANCE)).all():
+            return Calibrated(found, tuple(factors.tolist()), tuple(spent.tolist()))
+        if before is not None:
+            _insist_on_progress(run, factors / before[0], ratio, before[1], budget)
+        low, high = np.where(met, low, np.maximum(low, factors)), np.where(met, np.minimum(high, factors), high)
+        before, factors = (factors, ratio), _next(factors, ratio, low, high)
+    raise SpecError(f"no noise was found that meets epsilon {_several(targets)}; got {_several(spent)} at last")
+
+
+def epsilons(run: Run, data: PlacedData, horizon: float | None = None, per: Per = "event") -> tuple[float, ...]:
+    """What each learner's messages cost over the horizon, by itself."""
+    return tuple(_epsilon(run, data, i, horizon, per) for i in range(run.spec.n_learners))
+
+
+def _epsilon(run: Run, data: PlacedData, learner: int, horizon: float | None, per: Per) -> float:
+    own = data.learners[learner]
+    event = run.algorithm.guarantee(learner, np.diff(own.offsets))
+    records = record_losses(run.algorithm, learner, own) if per == "record" else []
+    if horizon == math.inf:  # a record that is used again and again has no end to be planned for
+        return event.infinite_horizon if all(each.uses == 1 for each in records) else math.inf
+    rounds = run.spec.rounds if horizon is None else int(horizon)
+    if per == "event":
+        return event.epsilon(rounds)
+    return dearest_record([each.until(rounds) for each in records], event.per_round[:rounds])
+
+
+def _spent(run: Run, data: PlacedData, budget: Budget) -> FloatArray:
+    """`(learners,)`, to be compared with the targets."""
+    each = epsilons(run, data, budget.horizon, budget.per)
+    return np.array([learners_loss(each)] * len(each) if _shared(run.spec) else each)
+
+
+def _shared(spec: RunSpec) -> bool:
+    return isinstance(spec.data.partition, Shared)
+
+
+def _louder(spec: RunSpec, data: PlacedData, factors: FloatArray) -> tuple[RunSpec, Run]:
+    changed = spec.model_copy(update={"algorithm": spec.algorithm.noisier(tuple(factors.tolist()))})
+    return changed, build_run(changed, data.n_features)
+
+
+def _next(factors: FloatArray, ratio: FloatArray, low: FloatArray, high: FloatArray) -> FloatArray:
+    """In proportion, to the middle of what is allowed; else bisect, on a logarithmic scale."""
+    done = (ratio <= 1.0) & (ratio >= 1.0 - TOLERANCE)
+    guess = factors * ratio * (1.0 + TOLERANCE / 2.0)
+    between = np.sqrt(low * high)  # infinite or 0 while one side is open
+    open_ended = np.where(high == math.inf, factors * 8.0, factors / 8.0)
+    middle = np.where((low > 0.0) & (high < math.inf), between, open_ended)
+    return np.where(done, factors, np.where((guess > low) & (guess < high), guess, middle))
+
+
+# ---- what cannot be met ----------------------------------------------------------------------------------------------
+
+
+def _targets(spec: RunSpec, budget: Budget) -> FloatArray:
+    for target in budget.epsilons:
+        if not 0.0 < target < math.inf:
+            raise SpecError(f"a target epsilon must be above 0 and finite, got {target}")
+    if _shared(spec) and len(set(budget.epsilons)) > 1:
+        text = "learners that share their records share one budget, that of all their messages together"
+        raise SpecError(f"{text}: give one epsilon, got {_several(np.array(budget.epsilons))}")
+    horizon = spec.rounds if budget.horizon is None else budget.horizon
+    if horizon < 1 or spec.rounds < horizon < math.inf:
+        text = f"a horizon must be at least 1 and at most the run's {spec.rounds} rounds, or inf"
+        raise SpecError(f"{text}, got {horizon:g}; for a longer one raise rounds")
+    return np.array(budget.epsilons)
+
+
+def _insist_on_finite(run: Run, budget: Budget, spent: FloatArray) -> None:
+    """Say why there is nothing to calibrate."""
+    unbounded = np.flatnonzero(~np.isfinite(spent))
+    if len(unbounded):
+        learner = int(unbounded[0])
+        raise SpecError(f"the budget of {run.spec.names[learner]} is infinite: {_why_infinite(run, learner, budget)}")
+    if (spent == 0.0).any():
+        name, text = run.spec.names[int(np.argmin(spent))], "no message of the horizon depends on a record"
+        raise SpecError(f"the budget of {name} is 0 whatever its noise: {text}; give it more rounds or records")
+
+
+def _why_infinite(run: Run, learner: int, budget: Budget) -> str:
+    finite_rounds = math.isfinite(run.algorithm.guarantee(learner).epsilon())
+    if budget.horizon == math.inf and finite_rounds:
+        text = f"with these parameters and records {run.algorithm.name} has no finite bound over infinitely many rounds"
+        return f"{text}, as ldp-dol has where u < v and every round brings records, each once; give a number of rounds"
+    exposed = [finding.text for finding in run.warnings if finding.code == "WIRE_EXPOSED"]
+    if exposed:
+        return exposed[0]
+    silent = [t for t in range(1, run.spec.rounds) if run.algorithm.noise_scale(learner, t) == 0.0]
+    if silent:
+        return f"its message of round {silent[0]} carries no noise; give algorithm a noise above 0"
+    return f"a record's gradient has no bound, got loss.clip_norm={run.spec.loss.clip_norm}; set it"
+
+
+def _insist_on_progress(run: Run, growth: FloatArray, ratio: FloatArray, before: FloatArray, budget: Budget) -> None:
+    """More noise must lower what is spent: a part that noise does not lower is a floor."""
+    stuck = np.flatnonzero((growth >= 2.0) & (ratio > 1.0) & (ratio >= 0.99 * before))
+    if len(stuck):
+        learner, target = int(stuck[0]), budget.epsilons[int(stuck[0])]
+        text = "rounding to the noise's lattice, and a solver's tolerance, cost the same with any noise"
+        least = f"{target * ratio[learner]:.3g}"
+        raise SpecError(f"epsilon of {run.spec.names[learner]} must be above {least}: {text}; got {target:g}")
+
+
+def _several(values: FloatArray) -> str:
+    return ", ".join(f"{value:.6g}" for value in np.unique(values))

@@ -1,0 +1,245 @@
+"""What adds up beyond one record in one message: records used again, groups, several learners, and approximate DP.
+
+**Sums.** A learner's messages, given everything said before, have a law of their own; so the likelihood ratio of a whole
+transcript is a product over rounds and learners, and pure losses add up. Replacing k records one after the other passes
+through k - 1 data sets in between: a group of k costs at most the sum of what its records cost alone.
+
+**At a delta.** `(epsilon, delta)` by privacy loss distributions, composed by Google's dp-accounting. Per message one takes
+a pair of laws that dominates every pair of worlds, whatever was said before; such pairs compose under adaptive composition
+(Zhu, Dong & Wang, AISTATS 2022, Theorem 10).
+
+- `laplace`: a vector with independent Laplace noise of scale b on its coordinates, moved by at most s in l1, is dominated
+  by one coordinate moved by s. Move one coordinate at a time, by `s_1 + … + s_n = s`. Tests of one such move are those of one
+  Laplace number moved by s_k; that law is log-concave, so thresholds are best, and the trade-off curve is
+  `f_k(a) = F(F^-1(1-a) - s_k)`. Curves of successive moves chain to `f_2(1 - f_1(a))` at worst (group privacy: Dong, Roth & Su
+  2022), which is exactly the curve of one move by `s_1 + s_2`. With the loss `eps = s/b` this is a Laplace mechanism of scale
+  `1/eps` and sensitivity 1. On a lattice of spacing `g <= 2^-40 b` the privacy curve meets the continuous one wherever the
+  loss is an atom, and is a chord in between: `eps + 2g/b` dominates.
+- `pure`: any other message of loss eps is dominated by randomised response (Kairouz, Oh & Viswanath 2015).
+
+For that, a message's loss must bound what that very message tells about the record. A meter that charges increments of a
+running maximum over records promises less: `message_losses` then looks at every record.
+"""
+
+from __future__ import annotations
+
+import heapq
+import importlib
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from sottovoce.algorithms.admm.accounting import AdmmAccountant
+from sottovoce.algorithms.dual_averaging.accounting import DualAveragingAccountant
+from sottovoce.algorithms.follow_the_leader.accounting import TreeAccountant
+from sottovoce.algorithms.gradient_descent.accounting import DescentAccountant
+from sottovoce.algorithms.interface import Algorithm
+from sottovoce.algorithms.ldp_dol.accounting import LdpDolAccountant
+from sottovoce.arrays import FloatArray, IntArray, as_floats
+from sottovoce.data import LearnerData
+from sottovoce.errors import SpecError
+from sottovoce.noise import GRID_BITS
+
+Mechanism = Literal["laplace", "pure"]
+
+LAPLACE = (LdpDolAccountant, DualAveragingAccountant, DescentAccountant, TreeAccountant)
+"""Meters of messages with independent Laplace noise on their coordinates; each loss is l1 sensitivity over scale."""
+EVERY_MESSAGE = (LdpDolAccountant, DualAveragingAccountant, AdmmAccountant)
+"""Meters that follow one record, whose losses are at least those of any other, message by message after sorting."""
+
+MOST_STEPS = 2_000_000
+"""Rounds that are metered one by one for the sake of single records; beyond, cheaper upper bounds are used."""
+INTERVAL, MOST_POINTS = 1e-4, 50_000
+"""Spacing of a discretised privacy loss, and how many points it may take: above a total loss of 5 it is wider.
+
+The discretisation is pessimistic, and its error falls with the square of the spacing: below 1e-4 at a total of 50.
+"""
+TRUNCATED = 1e-15
+"""Tail mass that a convolution may move to an infinite loss, which is pessimistic."""
+
+
+# ---- records, groups, learners ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Alike:
+    """Records that are used alike.
+
+    Attributes:
+        records: how many.
+        uses: of each of them.
+        losses: `(rounds,)` what one of them costs in all of its uses, message by message; None: at most `uses` events.
+    """
+
+    records: int
+    uses: int
+    losses: FloatArray | None
+
+    def charged(self, event: FloatArray) -> FloatArray:
+        """`losses`, or the bound on them, given what an event costs."""
+        return as_floats(event * self.uses) if self.losses is None else self.losses
+
+    def until(self, rounds: int) -> Alike:
+        """The same for the first messages."""
+        return self if self.losses is None else replace(self, losses=self.losses[:rounds])
+
+
+def plans_of_use(own: LearnerData) -> Counter[tuple[int, ...]]:
+    """In which rounds records are used, one entry for each use, and how many records share such a plan."""
+    rounds = np.repeat(np.arange(own.rounds), np.diff(own.offsets))
+    by_record = np.argsort(own.order, kind="stable")
+    _, first = np.unique(own.order[by_record], return_index=True)
+    return Counter(tuple(uses.tolist()) for uses in np.split(rounds[by_record], first[1:]) if len(uses))
+
+
+def record_losses(algorithm: Algorithm[Any], learner: int, own: LearnerData) -> list[Alike]:
+    """What every record costs in all of its uses.
+
+    A record used once costs at most what an event does. One used n times is metered with all of its uses replaced; where
+    that would take more than `MOST_STEPS` rounds in all, n events are an upper bound. An event that replaces all of the
+    learner's records includes all uses.
+    """
+    plans = plans_of_use(own)
+    if replaces_all(algorithm, learner):
+        return [Alike(sum(plans.values()), 1, None)]
+    exact = sum(len(plan) > 1 for plan in plans) * own.rounds <= MOST_STEPS
+    metered: list[tuple[int, tuple[int, ...]]] = []
+    bounded = Counter[int]()
+    for plan, records in plans.items():
+        if len(plan) > 1 and exact:
+            metered.append((records, plan))
+        else:
+            bounded[len(plan)] += records
+    replaced = np.array([np.bincount(plan, minlength=own.rounds) for _, plan in metered]).reshape(-1, own.rounds)
+    losses = _losses_of(algorithm, learner, np.diff(own.offsets), replaced)
+    found = [Alike(records, len(plan), each) for (records, plan), each in zip(metered, losses, strict=True)]
+    return found + [Alike(records, uses, None) for uses, records in bounded.items()]
+
+
+def _losses_of(algorithm: Algorithm[Any], learner: int, counts: IntArray, replaced: IntArray) -> FloatArray:
+    """`(changes, rounds)` losses of the messages for each of many changes `replaced (changes, rounds)`."""
+    accountant = algorithm.accountant(learner)
+    if isinstance(accountant, DescentAccountant):
+        return accountant.losses_of(counts, replaced)
+    losses = [algorithm.guarantee(learner, counts, each).per_round for each in replaced]
+    return np.array(losses).reshape(replaced.shape)
+
+
+def dearest_record(records: Iterable[Alike], event: FloatArray) -> float:
+    """What the record that costs most costs in all of its uses, given what an event costs `(rounds,)`."""
+    return math.fsum(dearest_losses(records, event))
+
+
+def dearest_losses(records: Iterable[Alike], event: FloatArray) -> FloatArray:
+    """The same message by message, `(rounds,)`; zeros without records."""
+    charged = [each.charged(event) for each in records]
+    return max(charged, key=lambda losses: math.fsum(losses), default=np.zeros_like(event))
+
+
+def group_loss(records: Iterable[Alike], event: FloatArray, size: int) -> float:
+    """What the dearest `size` of one learner's records cost together, in all of their uses: the sum of their own losses.
+
+    For records that are used once, `[Alike(size, 1, None)]` will do. Of fewer records than that, all are meant.
+    """
+    dearest: list[float] = []
+    for epsilon, many in sorted(((math.fsum(each.charged(event)), each.records) for each in records), reverse=True):
+        dearest += [epsilon] * min(many, size - len(dearest))
+    return math.fsum(dearest)
+
+
+def learners_loss(epsilons: Iterable[float]) -> float:
+    """What replacing something at each of several learners costs: the sum, for each says its own noisy messages."""
+    return math.fsum(epsilons)
+
+
+def replaces_all(algorithm: Algorithm[Any], learner: int) -> bool:
+    """Does an event replace all records of the learner at once (a whole fixed objective)?"""
+    accountant = algorithm.accountant(learner)
+    return isinstance(accountant, DescentAccountant) and accountant.together
+
+
+# ---- approximate DP ----------------------------------------------------------------------------------------------------
+
+
+def mechanism_of(algorithm: Algorithm[Any], learner: int) -> Mechanism:
+    """Which worst case its messages allow: that of Laplace noise, or any mechanism's of this pure loss."""
+    return "laplace" if isinstance(algorithm.accountant(learner), LAPLACE) else "pure"
+
+
+def message_losses(algorithm: Algorithm[Any], learner: int, counts: IntArray | None = None) -> FloatArray | None:
+    """Losses that dominate those of every single record, message by message after sorting: what composition may rest on.
+
+    Where the meter charges increments of a maximum over records, every round's record is metered alone: the k-th entry is
+    the largest k-th largest loss of all of them. Order does not matter to a composition, and more loss never makes it
+    smaller.
+
+    Returns:
+        `(rounds,)`, or None where that would take more than `MOST_STEPS` rounds: the sum of the losses is all there is.
+    """
+    guarantee, accountant = algorithm.guarantee(learner, counts), algorithm.accountant(learner)
+    rounds = len(guarantee.per_round)
+    if isinstance(accountant, EVERY_MESSAGE) or replaces_all(algorithm, learner):
+        return guarantee.per_round
+    counts = np.ones(rounds, np.int64) if counts is None else counts
+    coming = np.flatnonzero(counts)
+    if not np.isfinite(guarantee.per_round).all() or len(coming) * rounds > MOST_STEPS:
+        return None
+    return envelope(_losses_of(algorithm, learner, counts, np.eye(rounds, dtype=np.int64)[coming]))
+
+
+def envelope(losses: Sequence[FloatArray] | FloatArray) -> FloatArray:
+    """`(rounds,)`: each sorted from the largest loss to the smallest, and the largest at every place."""
+    return as_floats(np.sort(losses, axis=-1)[:, ::-1].max(axis=0))
+
+
+def epsilon_at(delta: float, losses: FloatArray, mechanism: Mechanism) -> float:
+    """Epsilon at which the composed messages are `(epsilon, delta)`-DP; never above the sum of their losses.
+
+    Args:
+        delta: above 0 and below 1.
+        losses: `(rounds,)` pure losses of the messages, each valid whatever was said before.
+        mechanism: what dominates a message; see the module's head.
+
+    Raises:
+        SpecError: delta is out of range, or dp-accounting is missing.
+    """
+    if not 0.0 < delta < 1.0:
+        raise SpecError(f"delta must be above 0 and below 1, got {delta}; at delta 0 the pure epsilon is the answer")
+    charged = losses[losses > 0]
+    pure = math.fsum(losses)
+    if not len(charged) or not math.isfinite(pure):
+        return pure
+    composed = _composed(charged, mechanism, max(INTERVAL, pure / MOST_POINTS))
+    return min(pure, float(composed.get_epsilon_for_delta(delta)))
+
+
+def _composed(losses: FloatArray, mechanism: Mechanism, interval: float) -> Any:
+    """The privacy loss distribution of all messages: equal ones at once, then always the two smallest."""
+    library = _library("privacy_loss_distribution")
+    parameters = _library("common").DifferentialPrivacyParameters
+    heap: list[tuple[float, int, Any]] = []
+    for k, (loss, times) in enumerate(zip(*np.unique(losses, return_counts=True), strict=True)):
+        if mechanism == "laplace":
+            scale = 1.0 / (loss + 2.0 ** (1 - GRID_BITS))
+            one = library.from_laplace_mechanism(scale, value_discretization_interval=interval)
+        else:
+            one = library.from_privacy_parameters(parameters(loss, 0.0), value_discretization_interval=interval)
+        several = one if times == 1 else one.self_compose(int(times), tail_mass_truncation=TRUNCATED)
+        heap.append((float(loss * times), k, several))
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        small, _, one = heapq.heappop(heap)
+        large, k, other = heapq.heappop(heap)
+        heapq.heappush(heap, (small + large, k, one.compose(other, tail_mass_truncation=TRUNCATED)))
+    return heap[0][2]
+
+
+def _library(module: str) -> Any:
+    try:
+        return importlib.import_module(f"dp_accounting.pld.{module}")
+    except ImportError:
+        raise SpecError("epsilon at a delta needs dp-accounting: pip install 'sottovoce[accounting]'") from None

@@ -1,0 +1,281 @@
+"""Ways to break a correct learner: other noise, another algorithm, another loss, and what else may cross the wire.
+
+Each does what the audited run claims, but for one thing. `mutants` gives them names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from sottovoce.algorithms.interface import Message
+from sottovoce.arrays import FloatArray, Scalars
+from sottovoce.audit.plan import Plan
+from sottovoce.errors import SpecError
+from sottovoce.noise import Noise, NoNoise, on_grid
+from sottovoce.running.run import Run
+from sottovoce.running.simulator import simulate
+
+Law = Literal["laplace", "gaussian", "spherical"]
+
+
+# ---- noise -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """What an algorithm asked a noise source for; a spherical draw has the scale `1/rate`, and no lattice: 0."""
+
+    law: Law
+    name: str
+    t: int
+    scale: Scalars
+    grid: Scalars
+
+    def rounded(self, noise: FloatArray) -> FloatArray:
+        """Back on the lattice, if there is one."""
+        return noise if self.law == "spherical" else on_grid(noise, self.grid)
+
+
+Change = Callable[[FloatArray, Draw], FloatArray]
+"""From correct noise to what is said in its place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """The noise of another source, changed."""
+
+    source: Noise
+    change: Change
+
+    def laplace(self, name: str, t: int, scale: Scalars, grid: Scalars, shape: tuple[int, ...]) -> FloatArray:
+        return self.change(self.source.laplace(name, t, scale, grid, shape), Draw("laplace", name, t, scale, grid))
+
+    def gaussian(self, name: str, t: int, scale: Scalars, grid: Scalars, shape: tuple[int, ...]) -> FloatArray:
+        return self.change(self.source.gaussian(name, t, scale, grid, shape), Draw("gaussian", name, t, scale, grid))
+
+    def spherical(self, name: str, t: int, rate: Scalars, shape: tuple[int, ...]) -> FloatArray:
+        return self.change(self.source.spherical(name, t, rate, shape), Draw("spherical", name, t, 1.0 / rate, 0.0))
+
+
+def laws(plan: Plan) -> set[Law]:
+    """Which noise the algorithm asks for.
+
+    Raises:
+        SpecError: none.
+    """
+    asked: set[Law] = set()
+
+    def note(noise: FloatArray, draw: Draw) -> FloatArray:
+        asked.add(draw.law)
+        return noise
+
+    for _ in simulate(plan.run, plan.data, Changed(NoNoise(), note)):
+        pass
+    if not asked:
+        raise SpecError(f"{plan.run.algorithm.name} draws no noise")
+    return asked
+
+
+def times(factor: float) -> Change:
+    """Noise of another scale."""
+    return lambda noise, draw: draw.rounded(factor * noise)
+
+
+def gaussian(generator: np.random.Generator) -> Change:
+    """Gaussian noise of the same variance."""
+
+    def change(noise: FloatArray, draw: Draw) -> FloatArray:
+        variance = noise.shape[-1] + 1.0 if draw.law == "spherical" else 2.0  # of a coordinate, at scale 1
+        return draw.rounded(generator.standard_normal(noise.shape) * np.sqrt(variance) * draw.scale)
+
+    return change
+
+
+def again() -> Change:
+    """Every other round says the noise of the round before."""
+    last: dict[str, tuple[int, FloatArray]] = {}
+
+    def change(noise: FloatArray, draw: Draw) -> FloatArray:
+        t, before = last.get(draw.name, (draw.t, noise))
+        if t == draw.t - 1 and before.shape == noise.shape:
+            del last[draw.name]
+            return before
+        last[draw.name] = draw.t, noise
+        return noise
+
+    return change
+
+
+def every_run_alike(noise: FloatArray, draw: Draw) -> FloatArray:
+    """All runs say the noise of the first one, as from a seed that never changes."""
+    return np.broadcast_to(noise[..., :1, :], noise.shape).copy()
+
+
+def first_only() -> Change:
+    """The first message that should carry noise does, the later ones do not."""
+    first: dict[str, int] = {}
+    return lambda noise, draw: noise if first.setdefault(draw.name, draw.t) == draw.t else np.zeros_like(noise)
+
+
+def but_one(skipped: int) -> Change:
+    """No noise in one round."""
+    return lambda noise, draw: np.zeros_like(noise) if draw.t == skipped else noise
+
+
+def but_the_last(noise: FloatArray, draw: Draw) -> FloatArray:
+    """No noise on the last coordinate."""
+    noise = noise.copy()
+    noise[..., -1] = 0.0
+    return noise
+
+
+def one_seed(noise: FloatArray, draw: Draw) -> FloatArray:
+    """All learners draw what the first one draws."""
+    return np.broadcast_to(noise[:1], noise.shape)
+
+
+def clock_seeded(generator: np.random.Generator) -> Change:
+    """Every learner is seeded by the second it started in, one of as many as there are learners."""
+    started: dict[tuple[int, ...], Any] = {}
+
+    def change(noise: FloatArray, draw: Draw) -> FloatArray:
+        learners, replicas, _ = noise.shape
+        seconds = started.setdefault((learners, replicas), generator.integers(0, learners, (learners, replicas, 1)))
+        return np.take_along_axis(noise, seconds, axis=0)
+
+    return change
+
+
+def off_lattice(generator: np.random.Generator) -> Change:
+    """Raw doubles: their low bits are those of a continuous draw, on no lattice."""
+    return lambda noise, draw: noise + (generator.random(noise.shape) - 0.5) * draw.grid
+
+
+def biased(generator: np.random.Generator, extra: float = 0.015, near: float = 0.1) -> Change:
+    """A sampler with too much mass near zero, by `extra`, within `near` scales."""
+    share = extra * np.exp(near)  # as much of what is moved would have been near anyway
+
+    def change(noise: FloatArray, draw: Draw) -> FloatArray:
+        moved = draw.rounded(generator.uniform(-near, near, noise.shape) * draw.scale)
+        return np.where(generator.random(noise.shape) < share, moved, noise)
+
+    return change
+
+
+# ---- algorithms and losses -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Altered:
+    """An algorithm, or a loss, but for what a subclass overrides."""
+
+    correct: Any
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(object.__getattribute__(self, "correct"), name)
+
+
+class SkipsZeros(Altered):
+    """No noise on coordinates that are zero."""
+
+    def speak(self, state: Any, noise: Noise) -> tuple[Any, Message]:
+        _, clean = self.correct.speak(state, NoNoise())
+
+        def only_elsewhere(drawn: FloatArray, draw: Draw) -> FloatArray:
+            return np.where(clean[draw.name] == 0.0, 0.0, drawn) if draw.name in clean.fields else drawn
+
+        spoken: tuple[Any, Message] = self.correct.speak(state, Changed(noise, only_elsewhere))
+        return spoken
+
+
+class SaysMinimiser(Altered):
+    """PVP that sends f in place of f + e."""
+
+    def speak(self, state: Any, noise: Noise) -> tuple[Any, Message]:
+        state, _ = self.correct.speak(state, noise)
+        return state, Message({"y": state.primal})
+
+
+@dataclass(frozen=True)
+class Louder(Altered):
+    """A loss whose gradients are a factor larger."""
+
+    factor: float
+
+    def gradient_sum(self, theta: FloatArray, batch: Any) -> FloatArray:
+        total: FloatArray = self.factor * self.correct.gradient_sum(theta, batch)
+        return total
+
+
+class Unclipped(Altered):
+    """A loss that takes records as they come, and gradients as they are."""
+
+    def enforce(self, features: FloatArray, labels: FloatArray) -> tuple[FloatArray, FloatArray]:
+        return features, labels
+
+
+def with_algorithm(run: Run, change: Callable[[Any], Any]) -> Run:
+    """The run with another algorithm."""
+    return replace(run, algorithm=change(run.algorithm))
+
+
+def with_loss(run: Run, change: Callable[[Any], Any]) -> Run:
+    """The run whose algorithm follows another loss.
+
+    Raises:
+        SpecError: its algorithm follows no gradients of a loss of its own.
+    """
+    algorithm: Any = run.algorithm
+    if hasattr(algorithm, "descent"):
+        return replace(run, algorithm=replace(algorithm, descent=_with_loss(algorithm.descent, change)))
+    return replace(run, algorithm=_with_loss(algorithm, change))
+
+
+def _with_loss(algorithm: Any, change: Callable[[Any], Any]) -> Any:
+    if not hasattr(algorithm, "loss") or hasattr(algorithm, "calibration"):
+        raise SpecError(f"{algorithm.name} follows no gradient of its loss")
+    return replace(algorithm, loss=change(algorithm.loss))
+
+
+# ---- beside the numbers ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Inside:
+    """What an implementation knows, of some runs of one world, and may give away beside its noised numbers.
+
+    Attributes:
+        plan: the audit.
+        world: 0 or 1.
+        gradients: `(rounds, runs, numbers)` of the audited learner's records, at its model in use.
+        generator: of anything random.
+    """
+
+    plan: Plan
+    world: int
+    gradients: FloatArray
+    generator: np.random.Generator
+
+
+def norms(inside: Inside) -> FloatArray:
+    """The gradient's norm, in every message's metadata."""
+    lengths: FloatArray = np.linalg.norm(inside.gradients, axis=2).T
+    return lengths
+
+
+def sizes(inside: Inside) -> FloatArray:
+    """Bytes of every message, where numbers whose gradient is zero are left out."""
+    sent: FloatArray = 16.0 + 9.0 * np.count_nonzero(inside.gradients, axis=2).T
+    return sent
+
+
+def delays(inside: Inside) -> FloatArray:
+    """Milliseconds of every round: 1, half a one more for a record that must be scaled down, and jitter."""
+    own, bound = inside.plan.worlds.of(inside.world), inside.plan.run.loss.feature_bound
+    rounds, runs = inside.gradients.shape[:2]
+    slow = [np.count_nonzero(np.linalg.norm(own.batch(t).features, axis=1) > bound) for t in range(rounds)]
+    return 1.0 + 0.5 * np.array(slow, np.float64) + inside.generator.exponential(0.3, (runs, rounds))

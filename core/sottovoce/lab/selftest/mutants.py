@@ -1,0 +1,328 @@
+"""Broken learners that an audit must catch: correct ones, but for one thing that people got wrong.
+
+A mutant says how it breaks a run, on which small run it is tried (`bases.BASES`), which family of tests is expected to see it,
+and within how many runs of each world. One of your own::
+
+    LOUD = Mutant("loud", "noise of 0.7 of its scale", noisy(lambda generator: times(0.7)), "conformance", 20)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from sottovoce.arrays import FloatArray
+from sottovoce.audit.plan import Plan
+from sottovoce.audit.simulated import NoiseOf, Share, children, overhear
+from sottovoce.audit.swaps import PILOT
+from sottovoce.audit.worlds import Worlds
+from sottovoce.data import PlacedData
+from sottovoce.errors import SpecError
+from sottovoce.lab.selftest import breaking, doctoring
+from sottovoce.lab.selftest.breaking import Change, Changed, Inside
+from sottovoce.lab.selftest.doctoring import Doctored
+from sottovoce.noise import Noise, SeededNoise
+from sottovoce.running.replay import replay
+from sottovoce.running.run import Run
+
+Family = Literal["conformance", "likelihood", "black box", "notices", "ledger"]
+"""What sees a mutant: the three families of an audit, the rules of `noticing`, or the sum of what was heard."""
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """What a learner really does; what is left out is as it should be.
+
+    Attributes:
+        noise: where its noise comes from.
+        actual: what runs.
+        understated: its claim is this part of what holds.
+        leak: what it gives away beside its numbers, `(runs, features)`.
+        heard: its messages, where numbers do not show what is wrong with them.
+    """
+
+    noise: NoiseOf = SeededNoise
+    actual: Run | None = None
+    understated: float = 1.0
+    leak: Callable[[Inside], FloatArray] | None = None
+    heard: Doctored | None = None
+
+
+Breaks = Callable[[Plan], Broken]
+Swap = Callable[[Run, PlacedData, int], Worlds]
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """A broken learner.
+
+    Attributes:
+        name: in a word or two.
+        what: is broken, in a few words.
+        breaks: how; it raises a `SpecError` that says why, where it does not fit a run.
+        family: expected to see it.
+        runs: of each world, within which it must be caught.
+        base: name of the run that it is tried on, unless one is given.
+        swap: chooses the two worlds from run, data and learner; None: the swap that shows most.
+    """
+
+    name: str
+    what: str
+    breaks: Breaks
+    family: Family
+    runs: int
+    base: str = "ldp-dol"
+    swap: Swap | None = None
+
+
+# ---- how -------------------------------------------------------------------------------------------------------------
+
+
+def noisy(make: Callable[[np.random.Generator], Change]) -> Breaks:
+    """Other noise. `make` gets a generator, and is asked once for every source."""
+
+    def source(seed: np.random.SeedSequence) -> Noise:
+        correct, other = children(seed, 2)
+        return Changed(SeededNoise(correct), make(np.random.default_rng(other)))
+
+    def breaks(plan: Plan) -> Broken:
+        breaking.laws(plan)
+        return Broken(noise=source)
+
+    return breaks
+
+
+def altered(change: Callable[[Any], Any]) -> Breaks:
+    """Another algorithm."""
+    return lambda plan: Broken(actual=breaking.with_algorithm(plan.run, change))
+
+
+def with_loss(change: Callable[[Any], Any]) -> Breaks:
+    """An algorithm that follows another loss."""
+    return lambda plan: Broken(actual=breaking.with_loss(plan.run, change))
+
+
+def leaking(leak: Callable[[Inside], FloatArray]) -> Breaks:
+    """Something crosses the wire beside the numbers."""
+    return lambda plan: Broken(leak=leak)
+
+
+def heard(doctored: Doctored) -> Breaks:
+    """Other messages, or more of them."""
+    return lambda plan: Broken(heard=doctored)
+
+
+def _lattice_only(breaks: Breaks) -> Breaks:
+    def checked(plan: Plan) -> Broken:
+        if "spherical" in breaking.laws(plan):
+            raise SpecError("its noise is on no lattice in the first place")
+        return breaks(plan)
+
+    return checked
+
+
+def _together(breaks: Breaks) -> Breaks:
+    def checked(plan: Plan) -> Broken:
+        if plan.run.spec.n_learners < 2:
+            raise SpecError("there is one learner only")
+        return breaks(plan)
+
+    return checked
+
+
+def _of_noise(make: Callable[[Plan], Change]) -> Breaks:
+    """Other noise, which depends on the run."""
+    return lambda plan: noisy(lambda generator: make(plan))(plan)
+
+
+def _summed(plan: Plan) -> Broken:
+    sizes = np.diff(plan.data.learners[plan.worlds.learner].offsets)
+    if sizes.max() < 2:
+        raise SpecError("no round brings more than one record")
+    return with_loss(lambda loss: breaking.Louder(loss, float(sizes.max())))(plan)
+
+
+def _understating(share: Callable[[Run], float]) -> Breaks:
+    """The claim is too small. One that is far above what anybody can hear may be made smaller, and still hold."""
+
+    def breaks(plan: Plan) -> Broken:
+        run, worlds = plan.run, plan.worlds
+        said = overhear(run, plan.data, worlds, Share(0, PILOT, plan.seeds.rehearsal), SeededNoise).transcript
+        each = [replay(run, said, i, [worlds.first, worlds.second]).supremum.max() for i in worlds.holders(run)]
+        most, claim = float(sum(each)), share(run) * plan.epsilon
+        if not most > claim:
+            raise SpecError(f"messages show {most:.3g} at most, so a claim of {claim:.4g} may well hold")
+        return Broken(understated=share(run))
+
+    return breaks
+
+
+def _pvp_only(plan: Plan) -> Broken:
+    if plan.run.spec.algorithm.name != "pvp":
+        raise SpecError("only pvp has a minimiser to hide")
+    return altered(breaking.SaysMinimiser)(plan)
+
+
+def _dvp_only(plan: Plan) -> Broken:
+    if plan.run.spec.algorithm.name != "dvp":
+        raise SpecError("only dvp has a rate of alpha_hat")
+    return altered(lambda dvp: replace(dvp, calibration=replace(dvp.calibration, scale="printed")))(plan)
+
+
+# ---- worlds ----------------------------------------------------------------------------------------------------------
+
+
+def _mirrored(times: float, other: float) -> Swap:
+    """The first record with all weight in one feature, so many times the loss's bound, against another multiple."""
+
+    def swap(run: Run, data: PlacedData, learner: int) -> Worlds:
+        own = data.learners[learner]
+        bound = run.loss.feature_bound if np.isfinite(run.loss.feature_bound) else 1.0
+        spike, label = bound * np.eye(data.n_features)[0], float(own.labels.max())
+        what = f"a first record of {times:g} times the bound, against one of {other:g} times"
+        shared = run.algorithm.guarantee(learner).shared
+        first, second = (own.with_use(0, factor * spike, label) for factor in (times, other))
+        return Worlds(learner, first, second, what, shared)
+
+    return swap
+
+
+LOUD_OR_SILENT = _mirrored(2.0, 0.0)
+"""For what is not of the values: a record that must be scaled down, against one without features."""
+
+
+_SEEN = 20
+"""Runs of each world where conformance is expected to see it: as many as it ever looks at."""
+
+_QUIET = "ldp-dol, epsilon 1"
+"""The less is claimed, the fewer runs show that more is given away."""
+
+MUTANTS: tuple[Mutant, ...] = (
+    Mutant("half the noise", "noise of half its scale", noisy(lambda _: breaking.times(0.5)), "conformance", _SEEN),
+    Mutant("0.9 of the scale", "noise of 0.9 of its scale", noisy(lambda _: breaking.times(0.9)), "conformance", _SEEN),
+    Mutant("Gaussian", "Gaussian noise, equal variance", noisy(breaking.gaussian), "conformance", _SEEN),
+    Mutant(
+        "said again",
+        "noise repeated every other round",
+        noisy(lambda _: breaking.again()),
+        "conformance",
+        _SEEN,
+    ),
+    Mutant(
+        "first only", "noise on the first message alone", noisy(lambda _: breaking.first_only()), "conformance", _SEEN
+    ),
+    Mutant(
+        "a round left out",
+        "no noise in one round",
+        _of_noise(lambda plan: breaking.but_one(int(plan.listener.rounds[-1]))),
+        "conformance",
+        _SEEN,
+    ),
+    Mutant(
+        "a coordinate left out",
+        "no noise on the last coordinate",
+        noisy(lambda _: breaking.but_the_last),
+        "conformance",
+        _SEEN,
+    ),
+    Mutant("zeros left out", "no noise on zero coordinates", altered(breaking.SkipsZeros), "conformance", _SEEN),
+    Mutant(
+        "one seed",
+        "all learners draw from one seed",
+        _together(noisy(lambda _: breaking.one_seed)),
+        "conformance",
+        _SEEN,
+    ),
+    Mutant(
+        "constant seed",
+        "every run draws from the same seed",
+        noisy(lambda _: breaking.every_run_alike),
+        "conformance",
+        _SEEN,
+    ),
+    Mutant(
+        "clock as seed",
+        "the starting second is the seed",
+        _together(noisy(breaking.clock_seeded)),
+        "conformance",
+        _SEEN,
+    ),
+    Mutant(
+        "raw doubles",
+        "noise on no lattice",
+        _lattice_only(noisy(breaking.off_lattice)),
+        "conformance",
+        _SEEN,
+    ),
+    Mutant(
+        "biased sampler",
+        "1.5 % too much mass near zero",
+        _lattice_only(noisy(breaking.biased)),
+        "conformance",
+        _SEEN,
+        base="ldp-dol, 60,000 numbers",
+    ),
+    Mutant("pvp says f", "the minimiser is sent, not f + e", _pvp_only, "conformance", _SEEN, base="pvp"),
+    Mutant("dvp, twice zeta", "zeta is alpha_hat: half the noise", _dvp_only, "likelihood", 4000, base="dvp"),
+    Mutant("summed", "gradients summed, not averaged", _summed, "conformance", _SEEN, base="dola, batches of 4"),
+    Mutant(
+        "not clipped",
+        "records at ten times their bound",
+        with_loss(breaking.Unclipped),
+        "conformance",
+        _SEEN,
+        base="dola",
+        swap=_mirrored(10.0, -10.0),
+    ),
+    Mutant(
+        "half the sensitivity",
+        "half the sensitivity is charged",
+        _understating(lambda run: 0.5),
+        "likelihood",
+        500,
+        base="dola, 1 feature",
+    ),
+    Mutant(
+        "clipped in l2",
+        "an l2 norm charged: short by √d",
+        _understating(lambda run: float(run.algorithm.dim) ** -0.5),
+        "likelihood",
+        500,
+        base="dola, 9 features",
+    ),
+    Mutant(
+        "norm in metadata",
+        "gradient norm beside messages",
+        leaking(breaking.norms),
+        "black box",
+        500,
+        base=_QUIET,
+        swap=LOUD_OR_SILENT,
+    ),
+    Mutant(
+        "length",
+        "zero gradients are not sent",
+        leaking(breaking.sizes),
+        "black box",
+        500,
+        _QUIET,
+        LOUD_OR_SILENT,
+    ),
+    Mutant(
+        "slow path",
+        "clipping takes half a millisecond",
+        leaking(breaking.delays),
+        "black box",
+        2000,
+        _QUIET,
+        LOUD_OR_SILENT,
+    ),
+    Mutant("retry", "a round said again, fresh noise", heard(doctoring.retried), "notices", 1),
+    Mutant("two faces", "one neighbour hears other bytes", heard(doctoring.two_faced), "notices", 1),
+    Mutant(
+        "forgetful", "a restart forgets what was spent", heard(doctoring.forgetful), "ledger", 1, base="ldp-dol, budget"
+    ),
+)

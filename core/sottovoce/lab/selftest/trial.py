@@ -1,0 +1,281 @@
+"""The auditor's own test: does it catch broken learners, and how often does it accuse correct ones?
+
+Every mutant is audited with more and more runs until it is refuted. Correct algorithms are audited many times with other seeds:
+at a confidence of 95 %, at most one audit in twenty may refute one; under watch (`watch`), one in a thousand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from sottovoce.algorithms.interface import Message
+from sottovoce.arrays import FloatArray
+from sottovoce.audit.audit import Audit, Examined, Work, audit_simulated
+from sottovoce.audit.bounds import epsilon_lower_bound
+from sottovoce.audit.plan import Plan, plan_audit
+from sottovoce.audit.simulated import Share, children, overhear
+from sottovoce.audit.swaps import worst
+from sottovoce.audit.verdict import Findings, decide
+from sottovoce.data import PlacedData
+from sottovoce.data.files import import_extra
+from sottovoce.errors import SpecError
+from sottovoce.lab.selftest.breaking import Inside
+from sottovoce.lab.selftest.doctoring import notices, spoken
+from sottovoce.lab.selftest.mutants import Broken, Family, Mutant
+from sottovoce.losses import mean_gradient
+from sottovoce.noise import SeededNoise
+from sottovoce.running.run import Run
+from sottovoce.running.simulator import simulate
+
+LADDER = (20, 100, 500, 2000)
+"""Runs of each world that are tried, one after the other, up to a mutant's own limit."""
+
+LEVEL, WATCH_LEVEL = 0.05, 0.001
+"""Of false alarms: of an audit, and of a run under watch."""
+
+RARE = 0.001
+"""So many false alarms, or more, are too many if their chance is below this."""
+
+
+# ---- broken learners -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of a mutant.
+
+    Attributes:
+        name, what, expected, allowed: of the mutant.
+        base: the run it was tried on.
+        needed: runs of each world with which it was caught first; None: it was not.
+        numbers: of noise that conformance looked at, by then.
+        families: that saw it by themselves.
+        evidence: the first piece of it.
+        unfit: why it does not fit the run; empty: it does.
+    """
+
+    name: str
+    what: str
+    expected: Family
+    allowed: int
+    base: str
+    needed: int | None = None
+    numbers: int = 0
+    families: tuple[Family, ...] = ()
+    evidence: str = ""
+    unfit: str = ""
+
+    @property
+    def missed(self) -> bool:
+        """It fits, and was not caught."""
+        return self.needed is None and not self.unfit
+
+
+def attempt(
+    mutant: Mutant,
+    run: Run,
+    data: PlacedData,
+    *,
+    learner: int = 0,
+    base: str = "",
+    most: int | None = None,
+    seed: int = 0,
+) -> Outcome:
+    """Break a run, and look for who notices.
+
+    Args:
+        mutant: how.
+        run: what is claimed to run.
+        data: of all learners.
+        learner: whose messages are audited.
+        base: name of the run.
+        most: runs of each world (default: the mutant's own limit).
+        seed: of coins and noise.
+    """
+    blank = Outcome(mutant.name, mutant.what, mutant.family, most or mutant.runs, base)
+    try:
+        worlds = None if mutant.swap is None else mutant.swap(run, data, learner)
+        plan = plan_audit(run, data, learner, runs=LADDER[0], seed=seed, worlds=worlds)
+        broken = mutant.breaks(plan)
+        if broken.heard is not None:
+            return _overheard(blank, plan, broken)
+        if broken.leak is not None:
+            _require_enough(plan, blank.allowed)
+    except SpecError as error:
+        return replace(blank, unfit=str(error))
+    for runs in _rungs(blank.allowed):
+        done = audited(plan_audit(run, data, learner, runs=runs, seed=seed, worlds=plan.worlds), broken)
+        blank = replace(blank, numbers=len(done.noise))
+        if done.verdict.kind == "refuted":
+            return replace(blank, needed=runs, families=seen_by(done.found), evidence=done.verdict.evidence[0])
+    return blank
+
+
+def _require_enough(plan: Plan, runs: int) -> None:
+    """A leak beside the numbers shows at most what the black box can show at all."""
+    tested = 2 * 2 * runs // 5
+    most = epsilon_lower_bound(tested, tested, plan.alpha / 6)
+    if most <= plan.epsilon_seen:
+        text = (
+            f"{runs:,} runs of each world show an epsilon of {most:.3g} at most, and {plan.epsilon_seen:.4g} is claimed"
+        )
+        raise SpecError(text)
+
+
+def _rungs(most: int) -> Iterator[int]:
+    yield from (runs for runs in LADDER if runs < most)
+    yield max(most, LADDER[0])
+
+
+def audited(plan: Plan, broken: Broken) -> Audit:
+    """An audit on the simulator of what a broken learner says and gives away."""
+    if broken.understated != 1.0:
+        plan = _understated(plan, broken.understated)
+
+    def over(work: Work, shares: Sequence[Share]) -> Iterator[Examined]:
+        for share in shares:
+            part = work(share)
+            yield part if broken.leak is None else replace(part, channel={"channel": broken.leak(_inside(plan, share))})
+
+    return audit_simulated(plan, noise=broken.noise, actual=broken.actual, spread=over)
+
+
+def _understated(plan: Plan, factor: float) -> Plan:
+    guarantee = plan.guarantee
+    output = None if guarantee.output is None else factor * guarantee.output
+    smaller = replace(guarantee, per_round=factor * guarantee.per_round, output=output)
+    return replace(plan, claim=factor * plan.claim, guarantee=smaller)
+
+
+def _inside(plan: Plan, share: Share) -> Inside:
+    """The same runs once more, as they look from inside."""
+    runs, _, other = children(share.seed, 3)
+    same, learner = Share(share.world, share.runs, runs), plan.worlds.learner
+    decisions = overhear(plan.run, plan.data, plan.worlds, same, SeededNoise, decisions=True).decisions
+    assert decisions is not None  # noqa: S101 - asked for
+    gradients = [_gradient(plan, share.world, t, said[learner]) for t, said in enumerate(decisions)]
+    return Inside(plan, share.world, np.stack(gradients), np.random.default_rng(other))
+
+
+def _gradient(plan: Plan, world: int, t: int, point: FloatArray) -> FloatArray:
+    """Of a round's records, as the learner computes it, at `point (runs, dim)`."""
+    batch, loss = plan.worlds.of(world).batch(t), plan.run.loss
+    features, labels = loss.enforce(batch.features, batch.labels)
+    return mean_gradient(loss, point, replace(batch, features=features, labels=labels))
+
+
+def _overheard(blank: Outcome, plan: Plan, broken: Broken) -> Outcome:
+    """Hold the messages of one run against what must never happen, and against the budget."""
+    assert broken.heard is not None  # noqa: S101 - the caller looked
+    seen = notices(broken.heard(spoken(plan)), plan)
+    if not seen:
+        return blank
+    return replace(blank, needed=1, families=tuple(seen), evidence=next(iter(seen.values())))
+
+
+def seen_by(found: Findings) -> tuple[Family, ...]:
+    """The families whose findings refute the claim by themselves."""
+    alone: dict[Family, Findings] = {
+        "conformance": replace(found, excess=None, guessed=None, rounds=None, attempts=()),
+        "likelihood": replace(found, conformance=(), attempts=()),
+        "black box": replace(found, conformance=(), excess=None, guessed=None, rounds=None),
+    }
+    return tuple(family for family, own in alone.items() if decide(own).kind == "refuted")
+
+
+# ---- correct learners ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Alarms:
+    """False alarms of one correct algorithm.
+
+    Attributes:
+        name: of the run.
+        refuted, audits: audits that refuted it, of how many.
+        alarmed, watched: runs under watch that raised an alarm, of how many.
+        families: that refuted it, in whichever audit.
+    """
+
+    name: str
+    refuted: int
+    audits: int
+    alarmed: int
+    watched: int
+    families: tuple[Family, ...] = ()
+
+    @property
+    def too_many(self) -> bool:
+        """Hardly any correct audit, or watch, would accuse it so often."""
+        return (
+            _chance(self.refuted, self.audits, LEVEL) < RARE or _chance(self.alarmed, self.watched, WATCH_LEVEL) < RARE
+        )
+
+
+def _chance(count: int, trials: int, level: float) -> float:
+    """Of so many, or more, at this level."""
+    return float(import_extra("scipy.stats", "scipy", "a self-test").binom.sf(count - 1, trials, level))
+
+
+def interval(count: int, trials: int, confidence: float = 0.95) -> tuple[float, float]:
+    """Clopper-Pearson interval for a share."""
+    beta = import_extra("scipy.stats", "scipy", "a self-test").beta
+    tail = (1.0 - confidence) / 2.0
+    low = 0.0 if count == 0 else float(beta.ppf(tail, count, trials - count + 1))
+    high = 1.0 if count == trials else float(beta.ppf(1.0 - tail, count + 1, trials - count))
+    return low, high
+
+
+def false_alarms(
+    run: Run,
+    data: PlacedData,
+    seeds: Sequence[int],
+    *,
+    name: str,
+    learner: int = 0,
+    runs: int = 20,
+    watched: int = 4,
+) -> Alarms:
+    """Audit and watch a correct run, for every seed; one that promises nothing finite cannot be accused.
+
+    Args:
+        run: what runs.
+        data: of all learners.
+        seeds: of coins and noise.
+        name: of the run.
+        learner: whose messages are audited; all are watched.
+        runs: of each world, in every audit.
+        watched: runs under watch for every audit.
+    """
+    if not np.isfinite(run.algorithm.guarantee(learner).per_round).all():
+        return Alarms(name, 0, 0, 0, 0)
+    worlds = worst(run, data, learner, np.random.SeedSequence(0))
+    plans = [plan_audit(run, data, learner, runs=runs, seed=seed, worlds=worlds) for seed in seeds]
+    refuted = [families for plan in plans if (families := seen_by(audit_simulated(plan).found))]
+    families = tuple(dict.fromkeys(family for each in refuted for family in each))
+    lots = [(seed, k) for seed in seeds for k in range(watched)]
+    alarmed = sum(alarm_under_watch(run, data, np.random.SeedSequence(lot)) for lot in lots)
+    return Alarms(name, len(refuted), len(plans), alarmed, len(lots), families)
+
+
+def alarm_under_watch(run: Run, data: PlacedData, seed: np.random.SeedSequence, alpha: float = WATCH_LEVEL) -> bool:
+    """Is there an alarm in a correct run?"""
+    from sottovoce.lab.watch.watch import Watch  # it needs scipy from the start
+
+    learners = range(run.spec.n_learners)
+    watch = Watch(run, data, alpha, learners)
+    for step in simulate(run, data, SeededNoise(seed)):
+        said = {i: Message({name: value[i : i + 1] for name, value in step.message.fields.items()}) for i in learners}
+        if watch.take(step.t, said):
+            return True
+    return False
+
+
+def added(parts: Sequence[Alarms]) -> Alarms:
+    """Alarms of one run, from several lots of seeds."""
+    totals = {key: sum(getattr(part, key) for part in parts) for key in ("refuted", "audits", "alarmed", "watched")}
+    families = tuple(dict.fromkeys(family for part in parts for family in part.families))
+    return Alarms(parts[0].name, **totals, families=families)

@@ -1,0 +1,1 @@
+"""Who hears whom, with which weights, round by round."""

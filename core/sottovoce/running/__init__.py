@@ -1,0 +1,1 @@
+"""A run: built from its spec, simulated, replayed, measured, written down."""

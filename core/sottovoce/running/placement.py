@@ -1,0 +1,180 @@
+"""Deals a dataset out: held-out part, scaling, learners, order, rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import numpy as np
+
+from sottovoce.arrays import FloatArray, IntArray
+from sottovoce.data.dataset import Dataset, Labelled
+from sottovoce.data.partition import assign
+from sottovoce.data.schedule import LearnerData, PlacedData
+from sottovoce.data.specs import DataSpec, Shared
+from sottovoce.errors import DataError, SpecError
+from sottovoce.spec import RunSpec
+
+Prepare = Callable[[FloatArray], FloatArray]
+"""Feature rows of the source `(records, m)` to rows of the run `(records, n)`."""
+
+
+def place(spec: RunSpec, dataset: Dataset) -> PlacedData:
+    """Hold a part out, scale by it, and give every learner its records round by round.
+
+    Placement that the dataset carries is kept exactly: a `learner` column replaces the partition, a `round` column
+    `batch_size` and `reuse`; the order then applies within a learner's round. Records so placed are never held out.
+
+    Randomness: `data.seed`, with an independent generator each for the split, the partition and the order of every
+    learner, so that changing one of these leaves the others as they were.
+
+    Raises:
+        SpecError: a learner gets no record, or there is no held-out part to scale by.
+        DataError: a record is placed with a learner or in a round that the run has not (the message names its row).
+    """
+    data = spec.data
+    split_rng, deal_rng, order_rng = np.random.default_rng(data.seed).spawn(3)
+    rows, test = _hold_out(dataset, data.test_fraction, split_rng)
+    rounds = _rounds(spec, dataset)
+    prepare = _preparation(data, test.features)
+
+    def placed(mine: IntArray, rng: np.random.Generator) -> LearnerData:
+        shuffled = rng.permutation(len(mine)) if data.order == "shuffled" else np.arange(len(mine))
+        timetable = _fill(shuffled, data, spec.rounds) if rounds is None else _keep(shuffled, rounds[mine], spec.rounds)
+        return LearnerData(prepare(dataset.features[mine]), dataset.labels[mine], *timetable)
+
+    if dataset.learner is None and isinstance(data.partition, Shared):
+        learners = [placed(rows, order_rng)] * spec.n_learners
+    else:
+        owners = _owners(spec, dataset, rows, deal_rng)
+        hands = [rows[owners == i] for i in range(spec.n_learners)]
+        if empty := [i for i, mine in enumerate(hands) if not mine.size]:
+            raise SpecError(_nothing_for(spec, empty[0], dataset))
+        learners = [placed(mine, rng) for mine, rng in zip(hands, order_rng.spawn(spec.n_learners), strict=True)]
+    return PlacedData(tuple(learners), prepare(test.features), test.labels)
+
+
+# ---- held-out part ---------------------------------------------------------------------------------------
+
+
+def _hold_out(dataset: Dataset, fraction: float, rng: np.random.Generator) -> tuple[IntArray, Labelled]:
+    """Rows to learn from, ascending, and the held-out part (empty where all rows are placed by the file)."""
+    n = len(dataset.labels)
+    if dataset.test is not None:
+        return np.arange(n), dataset.test
+    placed = dataset.learner is not None or dataset.round is not None
+    held = 0 if placed else min(max(round(fraction * n), 1), n - 1)
+    rows = rng.permutation(n)
+    test = np.sort(rows[:held])
+    return np.sort(rows[held:]), Labelled(dataset.features[test], dataset.labels[test])
+
+
+def _preparation(data: DataSpec, public: FloatArray) -> Prepare:
+    """Scaling by constants of the held-out part, then the intercept."""
+    if data.scale == "none":
+        return _with_intercept if data.intercept else np.asarray
+    if not len(public):
+        raise SpecError(
+            f"data.scale {data.scale} takes its constants from held-out records, and this source has none: give the "
+            "file X_test and y_test, or scale the features beforehand and set data.scale to none"
+        )
+    shift, width = _constants(data.scale, public)
+
+    def prepare(features: FloatArray) -> FloatArray:
+        scaled: FloatArray = (features - shift) / width
+        return _with_intercept(scaled) if data.intercept else scaled
+
+    return prepare
+
+
+def _constants(scale: Literal["standard", "range"], public: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """What to subtract and to divide by, `(features,)` each; 1 divides a column that is constant."""
+    low, high = public.min(axis=0), public.max(axis=0)
+    shift, width = (low, high - low) if scale == "range" else (public.mean(axis=0), public.std(axis=0))
+    # Compared by extremes: the standard deviation of a constant column is rounding noise, not zero.
+    width = np.where(high == low, 1.0, width)
+    usable = np.isfinite(shift) & np.isfinite(width) & (width > 0)
+    if not usable.all():
+        column = int(np.flatnonzero(~usable)[0])
+        came = f"{low[column]:g} to {high[column]:g}"
+        raise DataError(
+            f"data.scale {scale} cannot represent the range of column {column}, got {came}; rescale it first"
+        )
+    return shift, width
+
+
+def _with_intercept(features: FloatArray) -> FloatArray:
+    """A last column of ones."""
+    return np.hstack([features, np.ones((len(features), 1))])
+
+
+# ---- learners --------------------------------------------------------------------------------------------
+
+
+def _owners(spec: RunSpec, dataset: Dataset, rows: IntArray, rng: np.random.Generator) -> IntArray:
+    """The learner of each of `rows`."""
+    if dataset.learner is not None:
+        return _explicit_owners(spec, dataset, dataset.learner)[rows]
+    classes = dataset.classes
+    if classes is None:
+        classes = np.unique(dataset.labels, return_inverse=True)[1].astype(np.int64)
+    return assign(spec.data.partition, dataset.labels[rows], classes[rows], spec.n_learners, rng)
+
+
+def _explicit_owners(spec: RunSpec, dataset: Dataset, learner: IntArray) -> IntArray:
+    """The learner column as indices of the run's learners."""
+    names = dataset.learner_names
+    if names is None:
+        owners, allowed = learner, f"an index in [0, {spec.n_learners})"
+    else:
+        index = {name: i for i, name in enumerate(spec.names)}
+        owners = np.array([index.get(name, -1) for name in names], dtype=np.int64)[learner]
+        allowed = f"one of {', '.join(spec.names)}"
+    outside = np.flatnonzero((owners < 0) | (owners >= spec.n_learners))
+    if outside.size:
+        row = int(outside[0])
+        came = learner[row] if names is None else repr(names[learner[row]])
+        raise DataError(f"{dataset.name}: row {row} (counted from 0), column 'learner' must be {allowed}, got {came}")
+    return owners
+
+
+def _nothing_for(spec: RunSpec, learner: int, dataset: Dataset) -> str:
+    """Which learner has no record, and what to do."""
+    advice = (
+        "give it rows in the column 'learner', or take it out of `learners`"
+        if dataset.learner is not None
+        else "take fewer learners, a milder data.partition (iid, a larger concentration), another seed or more data"
+    )
+    who = f"{spec.names[learner]} (index {learner})"
+    return f"every learner must get at least one record, and {who} gets none: {advice}"
+
+
+# ---- rounds ----------------------------------------------------------------------------------------------
+
+
+def _rounds(spec: RunSpec, dataset: Dataset) -> IntArray | None:
+    """The round column, all of it inside the run."""
+    if dataset.round is None:
+        return None
+    outside = np.flatnonzero((dataset.round < 0) | (dataset.round >= spec.rounds))
+    if outside.size:
+        row = int(outside[0])
+        raise DataError(
+            f"{dataset.name}: row {row} (counted from 0), column 'round' must be in [0, {spec.rounds}), "
+            f"got {dataset.round[row]}; raise `rounds` or drop the row"
+        )
+    return dataset.round
+
+
+def _fill(shuffled: IntArray, data: DataSpec, rounds: int) -> tuple[IntArray, IntArray]:
+    """`batch_size` records a round until they run out, or for ever with `reuse`: order and offsets."""
+    size = len(shuffled) if data.batch_size == "all" else data.batch_size
+    slots = rounds * size
+    order = np.resize(shuffled, slots) if data.reuse else shuffled[:slots]
+    return order, np.minimum(np.arange(rounds + 1) * size, len(order))
+
+
+def _keep(shuffled: IntArray, rounds_of_rows: IntArray, rounds: int) -> tuple[IntArray, IntArray]:
+    """Every record in the round that the file gives it: order and offsets."""
+    order = shuffled[np.argsort(rounds_of_rows[shuffled], kind="stable")]
+    return order, np.searchsorted(rounds_of_rows[order], np.arange(rounds + 1)).astype(np.int64)

@@ -1,0 +1,44 @@
+"""From a checked spec to the objects that run it: the same for the simulator, a learner, the coordinator and the auditor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from sottovoce.algorithms.interface import Algorithm
+from sottovoce.algorithms.per_learner import spread
+from sottovoce.algorithms.setting import Finding, Setting
+from sottovoce.decision_sets import build_decision_set, check_dim
+from sottovoce.losses import Loss, build_loss
+from sottovoce.network.topology import Network, build_topology
+from sottovoce.spec import RunSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run that may start: every check of its algorithm has passed.
+
+    `warnings` are the conditions that void a theorem without making the run unsafe.
+    """
+
+    spec: RunSpec
+    topology: Network
+    loss: Loss
+    algorithm: Algorithm[Any]
+    warnings: tuple[Finding, ...]
+
+
+def build_run(spec: RunSpec, n_features: int) -> Run:
+    """Everything that a run needs but its data.
+
+    Raises:
+        SpecError: the spec contradicts itself, or a condition of the algorithm does not hold (`CheckFailed`).
+    """
+    network = build_topology(spec.topology, spec.n_learners, spec.rounds)
+    loss = build_loss(spec.loss)
+    setting = Setting(spec.rounds, n_features, loss, build_decision_set(spec.decision_set), network)
+    check_dim(setting.decision_set, setting.dim)
+    if spec.privacy.budget is not None:
+        spread(spec.privacy.budget, spec.n_learners, "privacy.budget")
+    algorithm, warnings = spec.algorithm.build(setting)
+    return Run(spec, network, loss, algorithm, warnings)

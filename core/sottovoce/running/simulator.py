@@ -1,0 +1,78 @@
+"""The simulator: all learners of a graph in one process, many replicas at once, no network.
+
+It drives the same algorithm object as the learner service. Arrays are `(learners, replicas, dim)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from sottovoce.algorithms.interface import HeardByAll, Message, Who
+from sottovoce.arrays import Batch, FloatArray
+from sottovoce.data import PlacedData
+from sottovoce.noise import Noise
+from sottovoce.running.run import Run
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedRound:
+    """What happened in one round.
+
+    Attributes:
+        t: the round.
+        message: what every learner said.
+        before: decisions in use when the round's records arrived, `(learners, replicas, dim)`.
+        after: decisions after the round.
+    """
+
+    t: int
+    message: Message
+    before: FloatArray
+    after: FloatArray
+
+
+def simulate(run: Run, data: PlacedData, noise: Noise, replicas: int = 1) -> Iterator[SimulatedRound]:
+    """Run all rounds of a spec, one yielded value per round.
+
+    Args:
+        run: what to run.
+        data: who learns what when; the same for all replicas.
+        noise: its draws are `(learners, replicas, dim)`.
+        replicas: independent repetitions.
+    """
+    algorithm = run.algorithm
+    state = algorithm.start(Who(tuple(range(run.spec.n_learners)), replicas))
+    for t, batch in enumerate(_batches(data, run.spec.rounds)):
+        state, message = algorithm.speak(state, noise)
+        before = algorithm.decision(state)
+        mixing = run.topology.at(t)
+        state = algorithm.listen(state, HeardByAll(mixing.neighbours, mixing.own, message), batch)
+        yield SimulatedRound(t, message, before, algorithm.decision(state))
+
+
+AHEAD = 2**17
+"""Numbers in the records that are gathered at a time (1 MiB), at least one round's."""
+
+
+def _batches(data: PlacedData, rounds: int) -> Iterator[Batch]:
+    """`data.stacked(t)` of every round, many gathered at once where all learners get equally many records in each."""
+    sizes = np.stack([np.diff(learner.offsets) for learner in data.learners])[:, :rounds]
+    t = 0
+    while t < rounds:
+        size = int(sizes[0, t])
+        most = max(AHEAD // max(len(sizes) * size * data.n_features, 1), 1)
+        even = (sizes[:, t : t + most] == size).all(axis=0)
+        many = len(even) if even.all() else int(even.argmin())
+        if many < 2:
+            yield data.stacked(t)
+            t += 1
+            continue
+        rows = [each.order[each.offsets[t] : each.offsets[t + many]] for each in data.learners]
+        features = np.stack([each.features[mine] for each, mine in zip(data.learners, rows, strict=True)])
+        labels = np.stack([each.labels[mine] for each, mine in zip(data.learners, rows, strict=True)])
+        for k in range(0, many * size, size) if size else [0] * many:
+            yield Batch(features[:, k : k + size], labels[:, k : k + size])
+        t += many

@@ -1,0 +1,215 @@
+"""Transcripts: what was said, by whom, when. In memory as arrays, on disk as Parquet.
+
+Columns of the file: `run, world, replica, round, sender, field, value`; `value` is a list of float64, the tensor flattened.
+The same table holds decisions (field `decision`) and recorded noise (the noise in place of the value).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+from zipfile import BadZipFile
+
+import numpy as np
+
+from sottovoce.algorithms.interface import Message
+from sottovoce.arrays import FloatArray
+from sottovoce.errors import CaptureError, SpecError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+COLUMNS = ("run", "world", "replica", "round", "sender", "field", "value")
+
+
+@dataclass(frozen=True, slots=True)
+class Transcript:
+    """All messages of a run: field name to `(rounds, learners, replicas, dim)`, not-a-number where nobody heard them."""
+
+    fields: Mapping[str, FloatArray]
+
+    @property
+    def rounds(self) -> int:
+        """Number of rounds in which all messages are known that somebody heard."""
+        return len(next(iter(self.fields.values())))
+
+    @property
+    def replicas(self) -> int:
+        """Number of repetitions."""
+        return int(next(iter(self.fields.values())).shape[2])
+
+    def until(self, rounds: int) -> Transcript:
+        """The first rounds of it."""
+        return Transcript({name: values[:rounds] for name, values in self.fields.items()})
+
+    def unbroken(self, learner: int) -> int:
+        """Number of rounds before the first one in which nobody heard this learner: its noise is unknown from there on."""
+        values = next(iter(self.fields.values()))[:, learner]
+        unheard = np.isnan(values.reshape(len(values), -1)).any(axis=1)
+        return int(unheard.argmax()) if unheard.any() else self.rounds
+
+    def message(self, t: int, sender: int) -> Message:
+        """What one learner said in round t, `(1, replicas, dim)`."""
+        return Message({name: values[t, sender : sender + 1] for name, values in self.fields.items()})
+
+
+def parquet() -> Any:
+    """The module `pyarrow.parquet`, or an error that says how to get it.
+
+    Raises:
+        SpecError: pyarrow is not installed.
+    """
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        raise SpecError("reading and writing Parquet needs pyarrow: pip install 'sottovoce[audit]'") from None
+    return pyarrow.parquet
+
+
+class TranscriptWriter:
+    """Writes rounds as they come, in row groups of bounded size. Use it in a `with` block: leaving it completes the file."""
+
+    def __init__(self, path: Path, run: str, world: int = 0, *, rows_per_group: int = 20_000) -> None:
+        self._parquet = parquet()
+        self._run, self._world, self._most = run, world, rows_per_group
+        self._pending: list[pa.Table] = []
+        self._rows = 0
+        self._writer = self._parquet.ParquetWriter(path, _schema(), compression="zstd")
+
+    def write(self, t: int, field: str, values: FloatArray) -> None:
+        """Add one round of one field, `(learners, replicas, dim)`."""
+        self._pending.append(_table(self._run, self._world, t, field, values))
+        self._rows += values.shape[0] * values.shape[1]
+        if self._rows >= self._most:
+            self._flush()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._flush()
+        self._writer.close()
+
+    def _flush(self) -> None:
+        import pyarrow as pa
+
+        if self._pending:
+            self._writer.write_table(pa.concat_tables(self._pending))
+        self._pending, self._rows = [], 0
+
+
+def _schema() -> pa.Schema:
+    import pyarrow as pa
+
+    kinds = (pa.string(), pa.int8(), pa.int32(), pa.int32(), pa.int32(), pa.string(), pa.list_(pa.float64()))
+    return pa.schema(list(zip(COLUMNS, kinds, strict=True)))
+
+
+def _table(run: str, world: int, t: int, field: str, values: FloatArray) -> pa.Table:
+    import pyarrow as pa
+
+    learners, replicas, dim = values.shape
+    rows = learners * replicas
+    offsets = np.arange(0, rows * dim + 1, dim, dtype=np.int32)
+    columns = (
+        pa.repeat(run, rows),
+        pa.repeat(pa.scalar(world, pa.int8()), rows),
+        pa.array(np.tile(np.arange(replicas, dtype=np.int32), learners)),
+        pa.repeat(pa.scalar(t, pa.int32()), rows),
+        pa.array(np.repeat(np.arange(learners, dtype=np.int32), replicas)),
+        pa.repeat(field, rows),
+        pa.ListArray.from_arrays(offsets, pa.array(np.ascontiguousarray(values).reshape(-1))),
+    )
+    return pa.Table.from_arrays(list(columns), schema=_schema())
+
+
+def read_transcript(path: Path, run: str | None = None, world: int = 0) -> Transcript:
+    """Read one run and world of a transcript file; every field must be there for all rounds, learners and replicas.
+
+    Raises:
+        CaptureError: unreadable, not a transcript, or incomplete.
+    """
+    try:
+        table = parquet().read_table(path)
+    except (OSError, ValueError) as error:
+        raise CaptureError(f"cannot read the transcript {path}: {error}") from None
+    if missing := [name for name in COLUMNS if name not in table.column_names]:
+        raise CaptureError(f"{path} is not a transcript: it must have columns {list(COLUMNS)}, and lacks {missing}")
+    _require_kinds(path, table)
+    columns = {name: table.column(name).to_numpy() for name in COLUMNS if name != "value"}
+    chosen = columns["world"] == world
+    if run is not None:
+        chosen &= columns["run"] == run
+    fields = {}
+    for name in np.unique(columns["field"][chosen].astype(str)):
+        rows = np.flatnonzero(chosen & (columns["field"] == name))
+        keys = tuple(columns[key][rows].astype(np.int64) for key in ("round", "sender", "replica"))
+        values = table.column("value").take(rows).combine_chunks()
+        fields[str(name)] = _dense(path, str(name), keys, values)
+    if not fields:
+        raise CaptureError(f"{path} has no rows of run {run!r} and world {world}")
+    return Transcript(fields)
+
+
+def _require_kinds(path: Path, table: pa.Table) -> None:
+    """Columns of the types that they are written with, and no holes."""
+    for expected in _schema():
+        column = table.column(expected.name)
+        if column.type != expected.type or column.null_count:
+            raise CaptureError(
+                f"{path} is not a transcript: column {expected.name!r} must be {expected.type} without nulls, "
+                f"got {column.type} with {column.null_count}"
+            )
+
+
+def _dense(path: Path, name: str, keys: tuple[np.ndarray[Any, Any], ...], values: Any) -> FloatArray:
+    """Rows as one array `(rounds, learners, replicas, dim)`."""
+    rows, shape = len(keys[0]), tuple(int(key.max()) + 1 for key in keys)
+    flat = values.flatten().to_numpy(zero_copy_only=False)
+    lengths = np.unique(values.value_lengths().to_numpy(zero_copy_only=False))
+    distinct = len(np.unique(np.stack(keys), axis=1).T)
+    if min(int(key.min()) for key in keys) < 0 or not rows == distinct == math.prod(shape) or len(lengths) != 1:
+        raise CaptureError(
+            f"{path}: field {name!r} must have one row of equal length for each of {shape} (rounds, learners, replicas), "
+            f"got {rows} rows ({distinct} different ones) with {len(flat)} numbers"
+        )
+    dense = np.empty((*shape, int(lengths[0])))
+    dense[keys] = flat.reshape(rows, -1)
+    return dense
+
+
+def read_noise(path: Path) -> dict[str, FloatArray]:
+    """Recorded noise: field name to `(rounds, learners, replicas, dim)`, replicas 1 where the file has none.
+
+    A `.npz` file holds one array per field, `(rounds, learners, dim)` or `(rounds, learners, replicas, dim)`; a `.parquet`
+    file is a transcript with the noise as value.
+
+    Raises:
+        CaptureError: unreadable, or of another shape.
+    """
+    arrays = _arrays(path) if path.suffix == ".npz" else dict(read_transcript(path).fields)
+    for name, array in arrays.items():
+        if array.ndim not in (3, 4) or not np.isfinite(array).all():
+            raise CaptureError(
+                f"{path}: {name!r} must be finite and shaped (rounds, learners, dim) or (rounds, learners, replicas, dim), "
+                f"got shape {array.shape}"
+            )
+    return {name: array[:, :, None] if array.ndim == 3 else array for name, array in arrays.items()}
+
+
+def _arrays(path: Path) -> dict[str, FloatArray]:
+    """The arrays of a `.npz` file."""
+    try:
+        with path.open("rb") as file:
+            archive = np.load(file, allow_pickle=False)
+            if not isinstance(archive, Mapping):
+                raise ValueError("it is not a .npz archive")
+            return {name: np.asarray(archive[name], dtype=np.float64) for name in archive}
+    except (OSError, ValueError, EOFError, BadZipFile) as error:  # what NumPy raises for other files
+        raise CaptureError(f"cannot read the noise file {path}: {error}") from None
