@@ -10,7 +10,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Annotated, Any, Generic, TypeVar, cast
@@ -68,9 +67,11 @@ class Registry(Generic[SectionT]):
         Raises:
             SpecError: there is none, or it cannot be imported.
         """
-        where = self.built_in.get(name) or self._offered.get(name)
+        where = self.built_in.get(name)
         if where is None and ":" not in name:
-            known = {*self.built_in, *self._offered}
+            where = (offered := self._offered).get(name)
+        if where is None and ":" not in name:
+            known = {*self.built_in, *offered}
             near = difflib.get_close_matches(name, known, 1)
             hint = f"; did you mean {near[0]}?" if near else ""
             listed = ", ".join(sorted(known))
@@ -103,8 +104,9 @@ class Registry(Generic[SectionT]):
             return {self.key: self.default, **section} if self.default else section
         return None
 
-    @cached_property
+    @property
     def _offered(self) -> dict[str, str]:
+        """Read anew each time: a package may have been installed since."""
         return {point.name: point.value for point in entry_points(group=f"sottovoce.{self.group}")}
 
     # ---- as metadata of a field ------------------------------------------------------------------------------
