@@ -14,9 +14,9 @@ from typing import Any, Literal
 import numpy as np
 
 from sottovoce.algorithms.interface import HeardFromNeighbours, Message, Who
-from sottovoce.arrays import FloatArray, IntArray, Scalars
+from sottovoce.arrays import FloatArray, IntArray
 from sottovoce.data import LearnerData, PlacedData
-from sottovoce.noise import Noise, SeededNoise
+from sottovoce.noise import Draw, Noise, SeededNoise
 from sottovoce.running.replay import replay
 from sottovoce.running.run import Run, build_run
 from sottovoce.running.simulator import simulate
@@ -240,14 +240,9 @@ class Times:
     source: Noise
     factor: float
 
-    def laplace(self, name: str, t: int, scale: Scalars, grid: Scalars, shape: tuple[int, ...]) -> FloatArray:
-        return self.factor * self.source.laplace(name, t, scale, grid / min(self.factor or 1.0, 1.0), shape)
-
-    def gaussian(self, name: str, t: int, scale: Scalars, grid: Scalars, shape: tuple[int, ...]) -> FloatArray:
-        return self.factor * self.source.gaussian(name, t, scale, grid / min(self.factor or 1.0, 1.0), shape)
-
-    def spherical(self, name: str, t: int, rate: Scalars, shape: tuple[int, ...]) -> FloatArray:
-        return self.factor * self.source.spherical(name, t, rate, shape)
+    def __call__(self, draw: Draw) -> FloatArray:
+        finer = None if draw.grid is None else draw.grid / min(self.factor or 1.0, 1.0)
+        return self.factor * self.source(replace(draw, grid=finer))
 
 
 def adversary(

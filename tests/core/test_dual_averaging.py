@@ -22,7 +22,7 @@ from sottovoce.errors import CheckFailed
 from sottovoce.losses import Logistic, Loss, build_loss
 from sottovoce.network.network import Mixing, Network, PeriodicNetwork
 from sottovoce.network.topology import build_topology
-from sottovoce.noise import Noise, NoNoise, RecordedNoise, Recorder, SeededNoise
+from sottovoce.noise import Noise, RecordedNoise, Recorder, SeededNoise, no_noise
 from sottovoce.running.replay import Losses, replay
 from sottovoce.running.run import Run, build_run
 from sottovoce.running.simulator import simulate
@@ -262,7 +262,7 @@ def regret(run: Run, network: Network, slopes: FloatArray) -> FloatArray:
     mask, total, rates = blocks(run.algorithm.dim, run.spec.n_learners), 0.0, []
     radius = method(run).decision_set.radius(run.algorithm.dim)
     ball = run.spec.decision_set.kind == "l2_ball"
-    for step in rounds_of(run, shared(run, features=slopes), NoNoise(), network):
+    for step in rounds_of(run, shared(run, features=slopes), no_noise, network):
         total += float(slopes[step.t] @ (step.spoken.decision[:, 0] * mask).sum(axis=0))
         so_far = slopes[: step.t + 1].sum(axis=0)
         best = -radius * np.linalg.norm(so_far) if ball else -np.abs(so_far).sum()
@@ -340,7 +340,7 @@ def test_every_replica_is_a_run_of_its_own(name: str) -> None:
 def test_a_round_without_records_moves_nothing_but_the_ridge() -> None:
     run = assemble(rounds=2)
     state = run.algorithm.start(Who(0))
-    state, message = run.algorithm.speak(state, NoNoise())
+    state, message = run.algorithm.speak(state, no_noise)
     mix = run.topology.at(0)
     heard = HeardFromNeighbours(mix.heard_by(0), dict.fromkeys(range(3), message), float(mix.own[0]))
     assert (run.algorithm.listen(state, heard, Batch.empty(7)).dual == 0.0).all()
@@ -433,7 +433,7 @@ def test_one_round_can_cost_more_than_the_paper_says() -> None:
     """Before mixing `z_i = n u_i e_i`; a radial loss against a linear one then costs 6 times `2 n L / sigma` at n = 9."""
     run = assemble(network=metropolis(9, "complete"), rounds=3, dim=9, loss=Gradient(1.0, 0.0), decision_set=BALL)
     data = shared(run, features=np.full((3, 9), 1 / 3))
-    silent = [step.message for step in rounds_of(run, data, NoNoise())]
+    silent = [step.message for step in rounds_of(run, data, no_noise)]
     transcript = Transcript({"h": np.stack([message["h"] for message in silent])})
     own = data.learners[0]
     largest = [

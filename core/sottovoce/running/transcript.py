@@ -7,7 +7,7 @@ The same table holds decisions (field `decision`) and recorded noise (the noise 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -55,6 +55,10 @@ class Transcript:
     def message(self, t: int, sender: int) -> Message:
         """What one learner said in round t, `(1, replicas, dim)`."""
         return Message({name: values[t, sender : sender + 1] for name, values in self.fields.items()})
+
+    def messages(self, t: int, senders: Iterable[int]) -> dict[int, Message]:
+        """What some learners said in round t, by sender."""
+        return {sender: self.message(t, sender) for sender in senders}
 
 
 def parquet() -> Any:

@@ -22,7 +22,7 @@ from sottovoce.audit.worlds import Worlds
 from sottovoce.data import PlacedData
 from sottovoce.errors import SpecError
 from sottovoce.lab.selftest import breaking, doctoring
-from sottovoce.lab.selftest.breaking import Change, Changed, Inside
+from sottovoce.lab.selftest.breaking import Change, Inside, changed
 from sottovoce.lab.selftest.doctoring import Doctored
 from sottovoce.noise import Noise, SeededNoise
 from sottovoce.running.replay import replay
@@ -86,7 +86,7 @@ def noisy(make: Callable[[np.random.Generator], Change]) -> Breaks:
 
     def source(seed: np.random.SeedSequence) -> Noise:
         correct, other = children(seed, 2)
-        return Changed(SeededNoise(correct), make(np.random.default_rng(other)))
+        return changed(SeededNoise(correct), make(np.random.default_rng(other)))
 
     def breaks(plan: Plan) -> Broken:
         breaking.laws(plan)
