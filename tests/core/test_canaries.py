@@ -64,8 +64,7 @@ def with_coins() -> tuple[Run, PlacedData, Canaries]:
 
 def overheard(run: Run, data: PlacedData, noise: SeededNoise) -> Iterator[dict[int, Message]]:
     for step in simulate(run, data, noise):
-        said = step.message.fields.items()
-        yield {i: Message({name: v[i : i + 1] for name, v in said}) for i in range(LEARNERS)}
+        yield step.by_sender()
 
 
 def guessed_in(noise: SeededNoise, alpha: float) -> CanaryTest:

@@ -12,6 +12,7 @@ import importlib
 import importlib.util
 import math
 import sys
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -357,6 +358,11 @@ def test_system_noise_is_for_one_learner() -> None:
         SystemNoise()(Draw("laplace", "y", 0, scales, grid(scales), (2, 1, 3)))
 
 
+def test_system_noise_of_a_lattice_law_needs_a_lattice() -> None:
+    with pytest.raises(TypeError, match="and grid another one"):
+        SystemNoise()(Draw("laplace", "y", 0, 1.0, None, (3,)))
+
+
 def test_system_noise_refuses_a_lattice_that_it_is_too_fine_for() -> None:
     with pytest.raises(ValueError, match=r"scale must be at most 2\^43 times grid, got 1.1259e\+15 times"):
         SystemNoise(Entropy(0))(Draw("laplace", "y", 0, 1.0, 2.0**-50, (1,)))
@@ -397,6 +403,15 @@ def test_keyed_noise_stays_what_it_is() -> None:
     ]
 
 
+def test_keyed_noise_of_other_laws_stays_what_it_is() -> None:
+    key, lattice = KeyedNoise("hush", "run", 3), Draw("gaussian", "y", 1, 1.0, grid(1.0), (50,))
+    assert lattice_points(key(lattice)[:3]).tolist() == [-213374010738, -628902032352, -164198827505]
+    vectors = key(Draw("spherical", "y", 1, 1.5, None, (4, 3)))
+    assert vectors[0].tolist() == pytest.approx(
+        [0.2045311153076317, -2.1095168065070533, 0.8537735417961925], rel=1e-12
+    )
+
+
 def drawn_at(source: KeyedNoise, t: int, name: str = "y") -> FloatArray:
     return source(Draw("laplace", name, t, 1.0, grid(1.0), (50,)))
 
@@ -422,6 +437,12 @@ def test_seeded_noise_repeats_with_its_seed_alone() -> None:
 def test_seeded_noise_goes_on_in_the_next_round() -> None:
     source = SeededNoise(9)
     assert not (drawn(source, 1.0, 50) == drawn(source, 1.0, 50)).any()
+
+
+def test_seeded_noise_is_rounded_only_where_there_is_a_lattice() -> None:
+    draw = Draw("laplace", "y", 0, 1.5, 0.5, (50,))
+    rounded, raw = SeededNoise(9)(draw), SeededNoise(9)(replace(draw, grid=None))
+    assert (draw.rounded(raw) == rounded).all() and (rounded != raw).any()
 
 
 def test_no_noise_is_zero() -> None:
