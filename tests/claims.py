@@ -431,9 +431,8 @@ def losses_of(
     Where learners share records, the losses of all of them together.
     """
     first = attacks[0]
-    steps = list(simulate(run, placed(setup, run, first, generator), noise, replicas))
-    names = run.algorithm.field_shapes()
-    transcript = Transcript({name: np.stack([step.message[name] for step in steps]) for name in names})
+    data = placed(setup, run, first, generator)
+    transcript = Transcript.of(step.message for step in simulate(run, data, noise, replicas))
     learners = range(run.spec.n_learners) if shared(run) else [first.learner]
     worlds = [first.own, *(attack.other for attack in attacks)]
     parts = [replay(run, transcript, i, worlds) for i in learners]

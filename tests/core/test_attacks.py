@@ -50,8 +50,7 @@ def problem(algorithm: dict[str, Any], *, rounds: int = 9, batch: int = 1, **sec
 
 
 def overheard(run: Run, data: PlacedData, noise: Noise) -> Transcript:
-    steps = list(simulate(run, data, noise))
-    return Transcript({name: np.stack([step.message[name] for step in steps]) for name in run.algorithm.field_shapes()})
+    return Transcript.of(step.message for step in simulate(run, data, noise))
 
 
 def attacked(run: Run, data: PlacedData, noise: Noise | None = None) -> Rebuilt:

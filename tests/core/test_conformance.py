@@ -33,8 +33,7 @@ FIELD: dict[str, Any] = yaml.safe_load(
 
 
 def overheard(run: Run, data: PlacedData, noise: Noise, replicas: int = 1) -> Transcript:
-    said = [step.message for step in simulate(run, data, noise, replicas)]
-    return Transcript({name: np.stack([message[name] for message in said]) for name in said[0].fields})
+    return Transcript.of(step.message for step in simulate(run, data, noise, replicas))
 
 
 def of_the_field(name: str) -> tuple[Run, PlacedData]:

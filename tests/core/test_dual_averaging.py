@@ -350,8 +350,7 @@ def test_a_round_without_records_moves_nothing_but_the_ridge() -> None:
 
 
 def overheard(run: Run, data: PlacedData, seed: int, replicas: int = 1) -> Transcript:
-    steps = list(simulate(run, data, SeededNoise(seed), replicas))
-    return Transcript({name: np.stack([step.message[name] for step in steps]) for name in steps[0].message.fields})
+    return Transcript.of(step.message for step in simulate(run, data, SeededNoise(seed), replicas))
 
 
 def swapped(data: PlacedData, t: int, generator: np.random.Generator) -> LearnerData:
@@ -433,8 +432,7 @@ def test_one_round_can_cost_more_than_the_paper_says() -> None:
     """Before mixing `z_i = n u_i e_i`; a radial loss against a linear one then costs 6 times `2 n L / sigma` at n = 9."""
     run = assemble(network=metropolis(9, "complete"), rounds=3, dim=9, loss=Gradient(1.0, 0.0), decision_set=BALL)
     data = shared(run, features=np.full((3, 9), 1 / 3))
-    silent = [step.message for step in rounds_of(run, data, no_noise)]
-    transcript = Transcript({"h": np.stack([message["h"] for message in silent])})
+    transcript = Transcript.of(step.message for step in rounds_of(run, data, no_noise))
     own = data.learners[0]
     largest = [
         replay(run, transcript, i, [own, own.with_use(1, own.features[1], 1.0)]).supremum[0, 0] for i in range(9)

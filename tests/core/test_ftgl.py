@@ -86,7 +86,7 @@ def simulated(run: Run, data: PlacedData, noise: Noise, replicas: int = 1) -> li
 
 
 def transcript_of(steps: list[SimulatedRound]) -> Transcript:
-    return Transcript({"y": np.stack([step.message["y"] for step in steps])})
+    return Transcript.of(step.message for step in steps)
 
 
 # ---- the algorithm as the paper writes it ----------------------------------------------------------------------------

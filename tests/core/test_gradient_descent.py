@@ -73,7 +73,7 @@ def simulated(run: Run, data: PlacedData, noise: Noise, replicas: int = 1) -> li
 
 
 def transcript_of(steps: Sequence[SimulatedRound]) -> Transcript:
-    return Transcript({name: np.stack([step.message[name] for step in steps]) for name in steps[0].message.fields})
+    return Transcript.of(step.message for step in steps)
 
 
 def gradient(run: Run, batch: Batch, at: FloatArray) -> FloatArray:

@@ -26,8 +26,7 @@ LOSSES = [LOGISTIC, CLIPPED, SQUARED]
 
 
 def overheard(run: Run, data: PlacedData, seed: int, replicas: int = 1) -> Transcript:
-    said = [step.message["y"] for step in simulate(run, data, SeededNoise(seed), replicas)]
-    return Transcript({"y": np.stack(said)})
+    return Transcript.of(step.message for step in simulate(run, data, SeededNoise(seed), replicas))
 
 
 def stranger(generator: np.random.Generator) -> tuple[FloatArray, float]:

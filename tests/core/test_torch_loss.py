@@ -371,7 +371,7 @@ def test_no_transcript_costs_more_than_clipping_promises() -> None:
     accountant = run.algorithm.accountant(0)
     data = digits(run, batch=1)
     steps = list(simulate(run, data, SeededNoise(4)))
-    transcript = Transcript({"y": np.stack([step.message["y"] for step in steps])})
+    transcript = Transcript.of(step.message for step in steps)
     own = data.learners[0]
     worlds = [own, *(own.with_use(0, row, float(k)) for k, row in enumerate(data.test_features[:4]))]
     losses = replay(run, transcript, 0, worlds)

@@ -70,23 +70,8 @@ class Residuals:
 # ---- from messages to noise ------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class RoundNoise:
-    """The noise of one field of one message.
-
-    Attributes:
-        values: `(replicas, dim)`, as in `Residuals`.
-        scale: of the noise.
-        off_lattice: `(replicas, dim)`, as in `Residuals`.
-    """
-
-    values: FloatArray
-    scale: float
-    off_lattice: FloatArray
-
-
-def noise_of(replay: Replay, said: Message) -> dict[str, RoundNoise]:
-    """The noise of this round's message `said`, fields `(1, replicas, dim)`: by field that should carry some.
+def noise_of(replay: Replay, said: Message) -> dict[str, Residuals]:
+    """The noise of this round's message `said`, fields `(1, replicas, dim)`: residuals of one round, by field that carries any.
 
     The learner speaks once without noise, and once with the same number in place of every noise: where a message moves by
     as much, it carries noise. The claimed scale is `Algorithm.noise_scale`; that of spherical noise depends on the number
@@ -107,7 +92,8 @@ def noise_of(replay: Replay, said: Message) -> dict[str, RoundNoise]:
         scale = _one(step) if law == "spherical" else replay.run.algorithm.noise_scale(replay.learner, replay.t)
         noisy = np.abs(moved[name] - centre[name] - step) <= 1e-6 * np.abs(step)
         if 0.0 < scale < math.inf and noisy.any():
-            found[name] = _taken_off(law, scale, noisy, said[name], centre[name])
+            values, off_lattice = _taken_off(law, scale, noisy, said[name], centre[name])
+            found[name] = Residuals(replay.learner, name, values, np.array([scale]), off_lattice)
     return found
 
 
@@ -129,7 +115,7 @@ def residuals(run: Run, transcript: Transcript, data: PlacedData, learner: int) 
         messages = transcript.messages(t, replay.concerned)
         for name, noise in noise_of(replay, messages[learner]).items():
             kept = found.setdefault(name, _blank(learner, name, transcript))
-            kept.values[t], kept.scale[t], kept.off_lattice[t] = noise.values, noise.scale, noise.off_lattice
+            kept.values[t], kept.scale[t], kept.off_lattice[t] = noise.values[0], noise.scale[0], noise.off_lattice[0]
         replay.step(messages, own.batch(t))
         if not replay.known:
             break
@@ -149,17 +135,17 @@ def _blank(learner: int, name: str, transcript: Transcript) -> Residuals:
 
 def _taken_off(
     law: Law, scale: float, noisy: npt.NDArray[np.bool_], said: FloatArray, centre: FloatArray
-) -> RoundNoise:
-    """What was said without its centre, where there is noise."""
-    noise, everywhere = said[0] - centre[0], np.broadcast_to(noisy, said.shape)[0]
+) -> tuple[FloatArray, FloatArray]:
+    """What was said without its centre, where there is noise, as `Residuals.values`; and how far off its lattice."""
+    noise, everywhere = said - centre, np.broadcast_to(noisy, said.shape)
     values = np.where(everywhere, as_laplace(law, noise / scale), np.nan)
     if law == "spherical":
-        return RoundNoise(values, scale, np.full_like(values, np.nan))
+        return values, np.full_like(values, np.nan)
     spacing = float(grid(scale))
     steps = noise / spacing
-    rounding = _ROUNDING * np.maximum(np.abs(said[0]), np.abs(centre[0]))
+    rounding = _ROUNDING * np.maximum(np.abs(said), np.abs(centre))
     judged = everywhere & (rounding < RESOLVED * spacing)
-    return RoundNoise(values, scale, np.where(judged, np.abs(steps - np.rint(steps)), np.nan))
+    return values, np.where(judged, np.abs(steps - np.rint(steps)), np.nan)
 
 
 def as_laplace(law: Law, noise: FloatArray) -> FloatArray:

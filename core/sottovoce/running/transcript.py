@@ -32,6 +32,12 @@ class Transcript:
 
     fields: Mapping[str, FloatArray]
 
+    @classmethod
+    def of(cls, messages: Iterable[Message]) -> Transcript:
+        """Of what all learners said, round after round, `(learners, replicas, dim)`."""
+        said = list(messages)
+        return cls({name: np.stack([message[name] for message in said]) for name in said[0].fields})
+
     @property
     def rounds(self) -> int:
         """Number of rounds in which all messages are known that somebody heard."""

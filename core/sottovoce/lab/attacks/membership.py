@@ -56,8 +56,7 @@ def overhear(run: Run, data: PlacedData, pair: Pair, runs: int, seed: int) -> tu
 def _world(run: Run, data: PlacedData, own: LearnerData, runs: int, seed: np.random.SeedSequence) -> Overheard:
     shared = PlacedData((own,) * run.spec.n_learners, data.test_features, data.test_labels)
     steps = list(simulate(run, shared, SeededNoise(seed), runs))
-    said = {name: np.stack([step.message[name] for step in steps]) for name in run.algorithm.field_shapes()}
-    return Overheard(Transcript(said), np.stack([step.before for step in steps]))
+    return Overheard(Transcript.of(step.message for step in steps), np.stack([step.before for step in steps]))
 
 
 # ---- scores: above 0 speaks for world 0, below for world 1 -----------------------------------------------------------
