@@ -229,6 +229,12 @@ def test_opendp_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
         OpenDpNoise()
 
 
+@pytest.mark.parametrize("source", [SystemNoise(), KeyedNoise("hush", "run", 0), SeededNoise(0)])
+def test_an_unknown_law_is_not_taken_for_another_one(source: Noise) -> None:
+    with pytest.raises(AssertionError, match="cauchy"):
+        source(Draw("cauchy", "y", 0, 1.0, grid(1.0), (3,)))  # type: ignore[arg-type]
+
+
 # ---- the operating system's noise ------------------------------------------------------------------------------------
 
 

@@ -8,6 +8,7 @@ import math
 import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import assert_never
 
 import numpy as np
 import numpy.typing as npt
@@ -41,9 +42,15 @@ class SystemNoise:
         self._entropy = entropy
 
     def __call__(self, draw: Draw) -> FloatArray:
-        if draw.law == "spherical":
-            return self._spherical(draw)
-        sample = self._laplace if draw.law == "laplace" else self._gaussian
+        match draw.law:
+            case "laplace":
+                sample = self._laplace
+            case "gaussian":
+                sample = self._gaussian
+            case "spherical":
+                return self._spherical(draw)
+            case _:  # a law that is not here must fail, not be taken for another one
+                assert_never(draw.law)
         return sample(math.prod(draw.shape), *draw.of_one()).reshape(draw.shape)
 
     def _laplace(self, count: int, scale: float, grid: float) -> FloatArray:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import assert_never
 
 import numpy as np
 
@@ -27,12 +28,15 @@ class SeededNoise:
         self._ahead = np.empty(0)
 
     def __call__(self, draw: Draw) -> FloatArray:
-        if draw.law == "spherical":
-            return self._spherical(draw)
-        if draw.law == "laplace":
-            drawn = self._standard(math.prod(draw.shape)).reshape(draw.shape)
-        else:
-            drawn = self._generator.standard_normal(draw.shape)
+        match draw.law:
+            case "laplace":
+                drawn = self._standard(math.prod(draw.shape)).reshape(draw.shape)
+            case "gaussian":
+                drawn = self._generator.standard_normal(draw.shape)
+            case "spherical":
+                return self._spherical(draw)
+            case _:
+                assert_never(draw.law)
         if draw.grid is None:
             return drawn * draw.scale
         drawn = drawn * (draw.scale / draw.grid)
