@@ -141,9 +141,9 @@ def test_what_numbers_do_not_show_is_refuted_by_name(tmp_path: Path, place: str)
     plan = planned(runs=32)
     assert plan.epsilon < 1.0
     done = audited(two_worlds(tmp_path, plan, change=leak), plan)
-    assert done.verdict.kind == "refuted" and done.found.claim_seen == plan.epsilon
-    assert all(test.p_value > 1e-3 for test in done.found.conformance)
-    views = {attempt.view for attempt in done.found.attempts if attempt.bound > plan.epsilon}
+    assert done.verdict.kind == "refuted" and done.claim_seen == plan.epsilon
+    assert all(test.p_value > 1e-3 for test in done.found.of("conformance").tests)
+    views = {bound.view for bound in done.found.bounds if bound.value > plan.epsilon}
     assert views and views <= ({"metadata"} if place == "metadata" else {"replies", "gaps", "order"})
 
 
@@ -176,7 +176,7 @@ def test_one_world_is_tested_and_never_said_to_be_guessed(tmp_path: Path) -> Non
     done = audited(place, plan, learner="learner-2", spec=plan.run.spec)
     assert done.plan.worlds.learner == 2
     assert done.plan.worlds.first is plan.data.learners[2]  # the records as they were, not made-up ones
-    assert (done.found.guessed, done.found.attempts, done.found.paired) == (None, (), False)
+    assert (done.found.bounds, done.found.paired) == ((), False)
     assert done.shown is not None and 0.0 < done.largest <= done.found.claim
     assert done.verdict.kind == "consistent" and "1 run of one world" in done.verdict.text
     assert "Nothing was guessed" in done.verdict.text and "above" not in done.verdict.text

@@ -10,7 +10,7 @@ import numpy as np
 
 from sottovoce.audit.audit import Audit, Examined, conclude, conforming, examine
 from sottovoce.audit.plan import Plan
-from sottovoce.audit.simulated import Overheard, at_a_time
+from sottovoce.audit.simulated import Recording, at_a_time
 from sottovoce.errors import CaptureError, DataError, EquivocationError, SpecError
 from sottovoce.privacy.guarantee import ThreatModel
 from sottovoce.running.run import Run
@@ -91,7 +91,7 @@ def audit_of(audited: Plan, captures: Sequence[Capture], source: str, say: Say) 
     most = at_a_time(audited.run, audited.worlds)
     first: list[Transcript] = []
     parts: list[Examined] = []
-    pending: tuple[list[Overheard], list[Overheard]] = ([], [])
+    pending: tuple[list[Recording], list[Recording]] = ([], [])
     for k, part in enumerate(overheard(audited, captures)):
         if part.world == 0 and len(first) < conforming(audited.run):
             first.append(part.transcript)
@@ -106,7 +106,7 @@ def audit_of(audited: Plan, captures: Sequence[Capture], source: str, say: Say) 
     return conclude(audited, parts, _side_by_side(first), source, say=say)
 
 
-def overheard(audited: Plan, captures: Iterable[Capture]) -> Iterator[Overheard]:
+def overheard(audited: Plan, captures: Iterable[Capture]) -> Iterator[Recording]:
     """What was heard of every run."""
     import pyarrow as pa
 
@@ -117,13 +117,13 @@ def overheard(audited: Plan, captures: Iterable[Capture]) -> Iterator[Overheard]
         except EquivocationError as error:
             raise EquivocationError(f"{capture.name}: {error}") from None
         seen = channel(pa.Table.from_batches(capture.batches()), lines, str(capture.facts["run_id"]))
-        yield Overheard(_label(capture) or 0, transcript, channel={name: view[None] for name, view in seen.items()})
+        yield Recording(_label(capture) or 0, transcript, channel={name: view[None] for name, view in seen.items()})
 
 
-def _together(parts: Sequence[Overheard]) -> Overheard:
+def _together(parts: Sequence[Recording]) -> Recording:
     """Runs of one world as one."""
     seen = {name: np.concatenate([part.channel[name] for part in parts]) for name in parts[0].channel}
-    return Overheard(parts[0].world, _side_by_side([part.transcript for part in parts]), channel=seen)
+    return Recording(parts[0].world, _side_by_side([part.transcript for part in parts]), channel=seen)
 
 
 def _side_by_side(transcripts: Sequence[Transcript]) -> Transcript:

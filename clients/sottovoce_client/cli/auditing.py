@@ -152,10 +152,10 @@ def _work(
         yield on_network(folder)
     else:
         from sottovoce.audit.audit import audit_simulated
-        from sottovoce_client.auditing.spread import spread_over
+        from sottovoce_client.auditing.backends import mapper_over
 
-        with spread_over(backend, jobs) as spread:
-            yield partial(audit_simulated, spread=spread)
+        with mapper_over(backend, jobs) as mapper:
+            yield partial(audit_simulated, mapper=mapper)
 
 
 def _from(captures: str, asked: Question, spec: Path | None, out: Path | None) -> int:

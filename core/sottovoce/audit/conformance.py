@@ -21,7 +21,7 @@ from scipy import special, stats
 
 from sottovoce.algorithms.interface import HeardFromNeighbours, Message, Who
 from sottovoce.arrays import Batch, FloatArray, Scalars
-from sottovoce.audit.result import Test
+from sottovoce.audit.levels import Test
 from sottovoce.data import PlacedData, stack
 from sottovoce.noise import GRID_BITS, NoNoise, grid
 from sottovoce.running.run import Run

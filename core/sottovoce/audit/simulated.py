@@ -24,7 +24,7 @@ BYTES = 2**27
 
 
 @dataclass(frozen=True, slots=True)
-class Overheard:
+class Recording:
     """Some runs of one world.
 
     Attributes:
@@ -83,7 +83,7 @@ def overhear(
     rounds: int | None = None,
     everybody: bool = False,
     decisions: bool = False,
-) -> Overheard:
+) -> Recording:
     """Simulate a share of the runs.
 
     Args:
@@ -108,12 +108,12 @@ def overhear(
             values[step.t, kept] = step.message[name][kept]
         if decided is not None:
             decided[step.t] = step.before
-    return Overheard(share.world, Transcript(said), decided)
+    return Recording(share.world, Transcript(said), decided)
 
 
 def stream(
     run: Run, data: PlacedData, worlds: Worlds, runs: int, seed: np.random.SeedSequence, noise: NoiseOf
-) -> Iterator[Overheard]:
+) -> Iterator[Recording]:
     """All shares, one after the other."""
     for share in shares(runs, at_a_time(run, worlds), seed):
         yield overhear(run, data, worlds, share, noise)

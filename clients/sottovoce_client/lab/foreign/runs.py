@@ -9,8 +9,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from sottovoce.audit.conversation import HEAD, Conversation, Decoded, Heard, digest, numbers
 from sottovoce.errors import CaptureError, SpecError
-from sottovoce.lab.foreign.conversation import HEAD, Conversation, Decoded, Heard, digest, numbers
 from sottovoce_eavesdropper.reading import Capture, find_captures
 from sottovoce_eavesdropper.storage import open_folder
 

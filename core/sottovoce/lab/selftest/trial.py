@@ -14,7 +14,9 @@ import numpy as np
 from sottovoce.algorithms.interface import Message
 from sottovoce.arrays import FloatArray
 from sottovoce.audit.audit import Audit, Examined, Work, audit_simulated
+from sottovoce.audit.blackbox import level, tested
 from sottovoce.audit.bounds import epsilon_lower_bound
+from sottovoce.audit.levels import SHARES
 from sottovoce.audit.plan import Plan, plan_audit
 from sottovoce.audit.simulated import Share, children, overhear
 from sottovoce.audit.swaps import worst
@@ -116,8 +118,8 @@ def attempt(
 
 def _require_enough(plan: Plan, runs: int) -> None:
     """A leak beside the numbers shows at most what the black box can show at all."""
-    tested = 2 * 2 * runs // 5
-    most = epsilon_lower_bound(tested, tested, plan.alpha / 6)
+    guesses = tested(2 * runs)
+    most = epsilon_lower_bound(guesses, guesses, level(plan.levels))
     if most <= plan.epsilon_seen:
         text = (
             f"{runs:,} runs of each world show an epsilon of {most:.3g} at most, and {plan.epsilon_seen:.4g} is claimed"
@@ -140,7 +142,7 @@ def audited(plan: Plan, broken: Broken) -> Audit:
             part = work(share)
             yield part if broken.leak is None else replace(part, channel={"channel": broken.leak(_inside(plan, share))})
 
-    return audit_simulated(plan, noise=broken.noise, actual=broken.actual, spread=over)
+    return audit_simulated(plan, noise=broken.noise, actual=broken.actual, mapper=over)
 
 
 def _understated(plan: Plan, factor: float) -> Plan:
@@ -178,12 +180,7 @@ def _overheard(blank: Outcome, plan: Plan, broken: Broken) -> Outcome:
 
 def seen_by(found: Findings) -> tuple[Family, ...]:
     """The families whose findings refute the claim by themselves."""
-    alone: dict[Family, Findings] = {
-        "conformance": replace(found, excess=None, guessed=None, rounds=None, attempts=()),
-        "likelihood": replace(found, conformance=(), attempts=()),
-        "black box": replace(found, conformance=(), excess=None, guessed=None, rounds=None),
-    }
-    return tuple(family for family, own in alone.items() if decide(own).kind == "refuted")
+    return tuple(family for family in SHARES if decide(found.of(family)).kind == "refuted")
 
 
 # ---- correct learners ------------------------------------------------------------------------------------------------
