@@ -338,10 +338,10 @@ def consistent() -> Findings:
 
 
 def test_no_more_than_alpha_is_given_away() -> None:
-    for shares in (SHARES, BLIND):
-        levels = Levels(0.06, shares)
-        assert sum(sum(parts.values()) for parts in shares.values()) == 1
-        assert sum(levels.family(family) for family in shares) == pytest.approx(0.06)
+    for budget in (SHARES, BLIND):
+        levels = Levels(0.06, budget)
+        assert sum(sum(parts.values()) for parts in budget.values()) == 1
+        assert sum(levels.family(family) for family in budget) == pytest.approx(0.06)
     tests = LEVELS.judged("conformance", "noise", [outcome(0.5)] * 4)
     assert sum(test.level for test in tests) == pytest.approx(LEVELS.family("conformance"))
     assert not outcome(0.0).rejects  # it has no level yet

@@ -11,6 +11,7 @@ import numpy as np
 from sottovoce.audit.audit import Audit, Examined, conclude, conforming, examine
 from sottovoce.audit.plan import Plan
 from sottovoce.audit.simulated import Recording, at_a_time
+from sottovoce.audit.views import Layout
 from sottovoce.errors import CaptureError, DataError, EquivocationError, SpecError
 from sottovoce.privacy.guarantee import ThreatModel
 from sottovoce.running.run import Run
@@ -92,7 +93,7 @@ def audit_of(audited: Plan, captures: Sequence[Capture], source: str, say: Say) 
     first: list[Transcript] = []
     parts: list[Examined] = []
     pending: tuple[list[Recording], list[Recording]] = ([], [])
-    for k, part in enumerate(overheard(audited, captures)):
+    for k, part in enumerate(recordings(audited, captures)):
         if part.world == 0 and len(first) < conforming(audited.run):
             first.append(part.transcript)
         pending[part.world].append(part)
@@ -106,23 +107,26 @@ def audit_of(audited: Plan, captures: Sequence[Capture], source: str, say: Say) 
     return conclude(audited, parts, _side_by_side(first), source, say=say)
 
 
-def overheard(audited: Plan, captures: Iterable[Capture]) -> Iterator[Recording]:
+def recordings(audited: Plan, captures: Iterable[Capture]) -> Iterator[Recording]:
     """What was heard of every run."""
     import pyarrow as pa
 
     run, lines = audited.run, lines_of(audited)
+    layouts: dict[Layout, Layout] = {}
     for capture in captures:
         try:
             transcript = capture.transcript(run.algorithm.field_shapes(), run.spec.n_learners, run.topology)
         except EquivocationError as error:
             raise EquivocationError(f"{capture.name}: {error}") from None
         seen = channel(pa.Table.from_batches(capture.batches()), lines, str(capture.facts["run_id"]))
-        yield Recording(_label(capture) or 0, transcript, channel={name: view[None] for name, view in seen.items()})
+        for name, row in seen.items():  # most runs have the same one: it is kept once
+            seen[name] = replace(row, layout=layouts.setdefault(row.layout, row.layout))
+        yield Recording(_label(capture) or 0, transcript, channel=(seen,))
 
 
 def _together(parts: Sequence[Recording]) -> Recording:
     """Runs of one world as one."""
-    seen = {name: np.concatenate([part.channel[name] for part in parts]) for name in parts[0].channel}
+    seen = tuple(run for part in parts for run in part.channel)
     return Recording(parts[0].world, _side_by_side([part.transcript for part in parts]), channel=seen)
 
 

@@ -22,6 +22,7 @@ from sottovoce.audit.rounds import Apart, RoundBounds, apart, bound_rounds, join
 from sottovoce.audit.simulated import NoiseOf, Recording, Share, at_a_time, children, overhear, shares
 from sottovoce.audit.twins import Twins, twins
 from sottovoce.audit.verdict import Findings, Verdict, decide
+from sottovoce.audit.views import Row, tables
 from sottovoce.data import PlacedData
 from sottovoce.data.files import import_extra
 from sottovoce.noise import SeededNoise
@@ -51,14 +52,14 @@ class Examined:
     Attributes:
         world: 0 or 1.
         seen: `(runs, rounds seen, numbers)` by the black box.
-        channel: what else crossed the wire, `(runs, features)` each.
+        channel: what else crossed the wire, of every run, by view; empty where nothing else did.
         ratios: exact losses; None where the listener does not hear enough.
         apart: single rounds' losses; None where rounds cannot be drawn anew.
     """
 
     world: int
     seen: FloatArray
-    channel: Mapping[str, FloatArray]
+    channel: tuple[Mapping[str, Row], ...]
     ratios: Ratios | None
     apart: Apart | None
 
@@ -306,7 +307,8 @@ def _claim_seen(plan: Plan, views: Iterable[str]) -> float:
 
 
 def _channel(parts: Sequence[Examined]) -> dict[str, FloatArray]:
-    return {name: np.concatenate([part.channel[name] for part in parts]) for name in parts[0].channel}
+    heard = [run for part in parts for run in part.channel]
+    return tables(heard) if heard else {}
 
 
 # ---- all learners ----------------------------------------------------------------------------------------------------

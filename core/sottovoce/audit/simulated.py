@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
 
 from sottovoce.arrays import FloatArray
+from sottovoce.audit.views import Row
 from sottovoce.audit.worlds import Worlds
 from sottovoce.data import PlacedData
 from sottovoce.noise import Noise
@@ -31,13 +32,13 @@ class Recording:
         world: 0 or 1.
         transcript: what was said.
         decisions: `(rounds, learners, replicas, dim)` in use when a round's records arrived; None: not published.
-        channel: what else crossed the wire, name to `(runs, features)`: sizes, times, metadata. Only real services have any.
+        channel: what else crossed the wire, of every run, by view: sizes, times, metadata. Only real services have any.
     """
 
     world: int
     transcript: Transcript
     decisions: FloatArray | None = None
-    channel: Mapping[str, FloatArray] = field(default_factory=dict)
+    channel: tuple[Mapping[str, Row], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

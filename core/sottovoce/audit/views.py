@@ -1,4 +1,4 @@
-"""What classifiers may look at in conversations: decoded numbers, sizes, counts, order, metadata, status, bytes; and gaps.
+"""What classifiers may look at in conversations: decoded numbers, sizes, counts, order, metadata, status, bytes; and times.
 
 Nothing here depends on the time of day or on the place of a run among the others: worlds may be recorded one after the other.
 """
@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
 
 import numpy as np
 
 from sottovoce.arrays import FloatArray
 from sottovoce.audit.blackbox import number_views
 from sottovoce.audit.conversation import HEAD, WIDTH, Conversation
-from sottovoce.audit.features import bits, parsed
 
 REPEATED, COLUMNS = 16, 1024
 """Of one kind of thing, the first so many in a run are looked at; of a view, at most so many columns."""
@@ -22,18 +23,73 @@ REPEATED, COLUMNS = 16, 1024
 Item = tuple[Hashable, Sequence[float]]
 """What kind of thing, and its numbers: always as many for one kind."""
 
+Layout = tuple[tuple[Hashable, int], ...]
+"""What the numbers of a run are: the kind of thing, counted within the run, and how many numbers it has."""
+
+View = Callable[[Conversation], Iterable[Item]]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A run as one view shows it: all that is kept of it.
+
+    Attributes:
+        layout: what the numbers are.
+        numbers: side by side.
+    """
+
+    layout: Layout
+    numbers: FloatArray
+
+
+def rows(run: Conversation, kinds: Mapping[str, View]) -> dict[str, Row]:
+    """A run in several views."""
+    return {name: row(items(run)) for name, items in kinds.items()}
+
+
+def row(items: Iterable[Item]) -> Row:
+    """The first `REPEATED` things of every kind."""
+    seen: Counter[Hashable] = Counter()
+    layout: list[tuple[Hashable, int]] = []
+    numbers: list[float] = []
+    for kind, values in items:
+        if seen[kind] < REPEATED:
+            layout.append(((kind, seen[kind]), len(values)))
+            numbers.extend(values)
+        seen[kind] += 1
+    return Row(tuple(layout), np.array(numbers, dtype=np.float64))
+
+
+def table(runs: Sequence[Row]) -> FloatArray:
+    """`(runs, features)`: things of the same kind below each other; -1 where a run had fewer.
+
+    Kinds that most runs have come first; what does not fit into `COLUMNS` is left out.
+    """
+    common = Counter(key for run in runs for key, _ in run.layout)
+    widths = {key: width for run in runs for key, width in run.layout}
+    offsets: dict[Hashable, int] = {}
+    total = 0
+    for key, _ in common.most_common():
+        if total + widths[key] <= COLUMNS:
+            offsets[key] = total
+            total += widths[key]
+    found = np.full((len(runs), total), -1.0)
+    for k, run in enumerate(runs):
+        start = 0
+        for key, width in run.layout:
+            if key in offsets:
+                found[k, offsets[key] : offsets[key] + width] = run.numbers[start : start + width]
+            start += width
+    return found
+
+
+def tables(runs: Sequence[Mapping[str, Row]]) -> dict[str, FloatArray]:
+    """Every view of all runs."""
+    return {name: table([run[name] for run in runs]) for name in runs[0]}
+
 
 def views(runs: Sequence[Conversation]) -> dict[str, FloatArray]:
     """All views but timing, by name: finite numbers `(runs, features)`. Those that people understand best come first."""
-    kinds: dict[str, Callable[[Conversation], Iterable[Item]]] = {
-        "sizes": _sizes,
-        "counts": _counts,
-        "order": _order,
-        "metadata": _metadata,
-        "status": _status,
-        "bytes": _bytes,
-        "messages said again": _said_again,
-    }
     found: dict[str, FloatArray] = {}
     said = decoded(runs)
     for field, values in said.items():
@@ -42,12 +98,15 @@ def views(runs: Sequence[Conversation]) -> dict[str, FloatArray]:
     if len(said) > 1:
         every = np.concatenate([values.reshape(len(runs), -1) for values in said.values()], axis=1)
         found["values of all fields"] = every[:, :COLUMNS]
-    return found | {name: _table([list(items(run)) for run in runs]) for name, items in kinds.items()}
+    return found | tables([rows(run, CHANNEL) for run in runs])
 
 
 def timing(runs: Sequence[Conversation]) -> dict[str, FloatArray]:
     """The view `gaps`: the times between whatever passed."""
-    return {"gaps": _table([list(_gaps(run)) for run in runs])}
+    return tables([rows(run, {"gaps": _gaps}) for run in runs])
+
+
+# ---- decoded numbers -------------------------------------------------------------------------------------------------
 
 
 def decoded(runs: Sequence[Conversation]) -> dict[str, FloatArray]:
@@ -90,46 +149,26 @@ def _dense(said: Sequence[Sequence[FloatArray]]) -> FloatArray:
     return dense
 
 
-def _table(runs: Sequence[Sequence[Item]]) -> FloatArray:
-    """One row for every run: the numbers of the first `REPEATED` things of every kind, side by side; -1 where it had fewer.
-
-    Kinds that most runs have come first; what does not fit into `COLUMNS` is left out.
-    """
-    numbered = [dict(_numbered(items)) for items in runs]
-    common = Counter(key for row in numbered for key in row)
-    widths = {key: len(values) for row in numbered for key, values in row.items()}
-    offsets: dict[Hashable, int] = {}
-    total = 0
-    for key, _ in common.most_common():
-        if total + widths[key] <= COLUMNS:
-            offsets[key] = total
-            total += widths[key]
-    table = np.full((len(runs), total), -1.0)
-    for k, row in enumerate(numbered):
-        for key, values in row.items():
-            if key in offsets:
-                table[k, offsets[key] : offsets[key] + len(values)] = values
-    return table
+# ---- the channel -----------------------------------------------------------------------------------------------------
 
 
-def _numbered(items: Sequence[Item]) -> Iterator[tuple[Hashable, Sequence[float]]]:
-    seen: Counter[Hashable] = Counter()
-    for kind, values in items:
-        if seen[kind] < REPEATED:
-            yield (kind, seen[kind]), values
-        seen[kind] += 1
+def bits(text: str) -> list[float]:
+    """A text as eight numbers that tell it from most others."""
+    bucket = blake2b(text.encode(errors="replace"), digest_size=1).digest()[0]
+    return [float(bucket >> k & 1) for k in range(8)]
+
+
+def parsed(text: str) -> float:
+    """The number that a text is; 0 if it is none, or none that a classifier could use."""
+    try:
+        value = float(text)
+    except ValueError:
+        return 0.0
+    return min(max(value, -1e100), 1e100) if math.isfinite(value) else 0.0
 
 
 def _sizes(run: Conversation) -> Iterator[Item]:
     return (((each.kind, each.place), (each.size,)) for each in run.heard)
-
-
-def _gaps(run: Conversation) -> Iterator[Item]:
-    """Time since whatever passed before, by its logarithm."""
-    before = run.heard[0].seconds if run.heard else 0.0
-    for each in run.heard:
-        yield (each.kind, each.place), (math.log(max(each.seconds - before, 0.0) + 1e-6),)
-        before = each.seconds
 
 
 def _counts(run: Conversation) -> Iterator[Item]:
@@ -147,24 +186,26 @@ def _counts(run: Conversation) -> Iterator[Item]:
 
 def _order(run: Conversation) -> Iterator[Item]:
     """Of either direction by itself: which of two directions is first is a matter of time."""
-    return ((each.direction, bits(f"{each.stream} {each.kind} {each.method}")) for each in run.heard)
+    return (((each.whose, each.direction), bits(f"{each.stream} {each.kind} {each.method}")) for each in run.near)
 
 
 def _metadata(run: Conversation) -> Iterator[Item]:
-    for each in run.heard:
+    for each in run.near:
         for key, value in each.entries:
             yield (each.kind, each.place, key), (len(value), parsed(value), *bits(value))
 
 
 def _status(run: Conversation) -> Iterator[Item]:
-    for each in run.heard:
+    for each in run.near:
         if each.kind == "trailers":
             code, text = each.status
             yield each.method, (len(text), *bits(code), *bits(text))
 
 
 def _bytes(run: Conversation) -> Iterator[Item]:
-    return ((each.place, list(each.head.ljust(HEAD, b"\0"))) for each in run.messages)
+    """Of what was looked into."""
+    said = (each for each in run.messages if each.head or not each.size)
+    return ((each.place, list(each.head.ljust(HEAD, b"\0"))) for each in said)
 
 
 def _said_again(run: Conversation) -> Iterator[Item]:
@@ -173,3 +214,58 @@ def _said_again(run: Conversation) -> Iterator[Item]:
     for each in run.messages:
         yield each.place, (float(each.digest in known),)
         known.add(each.digest)
+
+
+CHANNEL: Mapping[str, View] = {
+    "sizes": _sizes,
+    "counts": _counts,
+    "order": _order,
+    "metadata": _metadata,
+    "status": _status,
+    "bytes": _bytes,
+    "messages said again": _said_again,
+}
+"""What passes beside numbers."""
+
+
+# ---- times -----------------------------------------------------------------------------------------------------------
+
+
+def _gaps(run: Conversation) -> Iterator[Item]:
+    """Time since whatever passed before, by its logarithm."""
+    before = run.heard[0].seconds if run.heard else 0.0
+    for each in run.heard:
+        yield (each.kind, each.place), (math.log(max(each.seconds - before, 0.0) + 1e-6),)
+        before = each.seconds
+
+
+def _paces(run: Conversation) -> Iterator[Item]:
+    """Times between the messages that are said in one place: the first ones, and how all of them lie."""
+    for place, said in _by_place(run).items():
+        yield place, _logs(np.diff(said))
+
+
+def _replies(run: Conversation) -> Iterator[Item]:
+    """Times from whatever was told last to what is said then, in every place."""
+    told = np.sort([each.seconds for each in run.heard if each.kind == "message" and each.whose == "told"])
+    for place, said in _by_place(run).items():
+        before = np.searchsorted(told, said) - 1
+        yield place, _logs((said - told[before])[before >= 0] if len(told) else np.empty(0))
+
+
+def _by_place(run: Conversation) -> dict[str, FloatArray]:
+    places = dict.fromkeys(each.place for each in run.messages)
+    return {place: np.array([each.seconds for each in run.messages if each.place == place]) for place in places}
+
+
+def _logs(spans: FloatArray) -> list[float]:
+    """Logarithms of times in nanoseconds; -1 where there are fewer."""
+    logs = np.log(np.maximum(1e9 * spans, 1.0))
+    first = np.full(REPEATED, -1.0)
+    first[: len(logs)] = logs[:REPEATED]
+    lie = [*np.quantile(logs, (0.1, 0.5, 0.9, 1.0)), logs.mean()] if len(logs) else [-1.0] * 5
+    return [*first.tolist(), *map(float, lie)]
+
+
+PACE: Mapping[str, View] = {"gaps": _paces, "replies": _replies}
+"""When somebody speaks whose clock, machine and neighbours are the same in both worlds."""

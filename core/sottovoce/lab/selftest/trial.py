@@ -21,6 +21,7 @@ from sottovoce.audit.plan import Plan, plan_audit
 from sottovoce.audit.simulated import Share, children, overhear
 from sottovoce.audit.swaps import worst
 from sottovoce.audit.verdict import Findings, decide
+from sottovoce.audit.views import row
 from sottovoce.data import PlacedData
 from sottovoce.data.files import import_extra
 from sottovoce.errors import SpecError
@@ -140,7 +141,8 @@ def audited(plan: Plan, broken: Broken) -> Audit:
     def over(work: Work, shares: Sequence[Share]) -> Iterator[Examined]:
         for share in shares:
             part = work(share)
-            yield part if broken.leak is None else replace(part, channel={"channel": broken.leak(_inside(plan, share))})
+            leaked = () if broken.leak is None else broken.leak(_inside(plan, share))
+            yield replace(part, channel=tuple({"channel": row([("leak", told)])} for told in leaked))
 
     return audit_simulated(plan, noise=broken.noise, actual=broken.actual, mapper=over)
 
