@@ -20,14 +20,13 @@ from sottovoce.audit.likelihood import Ratios, guess, joined, overconfidence, ra
 from sottovoce.audit.plan import Plan
 from sottovoce.audit.rounds import Apart, RoundBounds, apart, bound_rounds, joined_rounds
 from sottovoce.audit.simulated import NoiseOf, Recording, Share, at_a_time, children, overhear, shares
+from sottovoce.audit.swaps import peak, search, swaps
 from sottovoce.audit.twins import Twins, twins
 from sottovoce.audit.verdict import Findings, Verdict, decide
 from sottovoce.audit.views import Row, tables
-from sottovoce.data import PlacedData
 from sottovoce.data.files import import_extra
 from sottovoce.noise import SeededNoise
 from sottovoce.privacy.guarantee import ThreatModel
-from sottovoce.running.replay import candidates, replay
 from sottovoce.running.run import Run
 from sottovoce.running.transcript import Transcript
 
@@ -72,13 +71,11 @@ class LearnerLoss:
         learner: its index.
         claim: epsilon for the swap.
         largest: the largest absolute loss of any run by any round.
-        by_round: `(rounds,)` of that run.
     """
 
     learner: int
     claim: float
     largest: float
-    by_round: FloatArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,18 +313,12 @@ def _channel(parts: Sequence[Examined]) -> dict[str, FloatArray]:
 
 def _sweep(plan: Plan, transcript: Transcript) -> tuple[LearnerLoss, ...]:
     """Exact losses of every learner, for the most telling swap of its first record."""
-    n, data = plan.run.spec.n_learners, plan.worlds.data(plan.data, 0)
-    if not plan.listener.replayable or plan.worlds.shared or n > SWEPT:
+    data = plan.worlds.data(plan.data, 0)
+    if not plan.listener.replayable or plan.worlds.shared or len(data.learners) > SWEPT:
         return ()
-    return tuple(_swept(plan, transcript, data, i) for i in range(n) if len(data.learners[i].order))
-
-
-def _swept(plan: Plan, transcript: Transcript, data: PlacedData, learner: int) -> LearnerLoss:
-    own = data.learners[learner]
-    others = [own.with_use(0, features, label) for features, label in candidates(data, learner)]
-    with np.errstate(invalid="ignore"):
-        realised = replay(plan.run, transcript, learner, [own, *others]).realised
-    losses = np.nan_to_num(np.abs(np.cumsum(realised, axis=0)), nan=np.inf, posinf=np.inf)
-    _, swap, replica = np.unravel_index(int(losses.argmax()), losses.shape)
-    claim = plan.run.algorithm.guarantee(learner, np.diff(own.offsets)).epsilon()
-    return LearnerLoss(learner, claim, float(losses.max()), losses[:, swap, replica])
+    found = []
+    for i, own in enumerate(data.learners):
+        if len(own.order) and (tried := swaps(data, i)):
+            claim = plan.run.algorithm.guarantee(i, np.diff(own.offsets)).epsilon()
+            found.append(LearnerLoss(i, claim, search(plan.run, transcript, (i,), own, tried, peak).score))
+    return tuple(found)
