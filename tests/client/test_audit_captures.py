@@ -24,7 +24,7 @@ from sottovoce.privacy.guarantee import ThreatModel
 from sottovoce.running.run import Run, build_run
 from sottovoce.running.simulator import simulate
 from sottovoce.spec import RunSpec
-from sottovoce_client.auditing.audit import Question
+from sottovoce_client.auditing.audit import AuditRequest
 from sottovoce_client.auditing.captures import difference, from_captures
 from sottovoce_client.auditing.channel import channel, lines_of
 from sottovoce_client.auditing.worlds import FILE, worlds_from, write_worlds
@@ -108,7 +108,7 @@ def audited(folder: Path, plan: Plan, spec: RunSpec | None = None, **asked: Any)
     def prepare(told: RunSpec) -> Prepared:
         return Prepared(build_run(told, 3), plan.data)
 
-    return from_captures(str(folder), Question(**asked), prepare, lambda what: None, spec=spec)
+    return from_captures(str(folder), AuditRequest(**asked), prepare, lambda what: None, spec=spec)
 
 
 # ---- of two worlds ---------------------------------------------------------------------------------------------------

@@ -32,18 +32,18 @@ from sottovoce_client.wording import NOTHING, number
 
 COLOURS = {"consistent": "green", "refuted": "bold red", "inconclusive": "yellow", "unpromised": "yellow"}
 
-Row = tuple[str, str, str, str, str]
+TableRow = tuple[str, str, str, str, str]
 Say = Callable[[str], None]
 
 
-class Work(Protocol):
+class Auditor(Protocol):
     """Makes the runs of an audit, and examines them; `say` is told what is being done."""
 
     def __call__(self, plan: Plan, *, say: Say) -> Audit: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class AuditRequest:
     """What is asked.
 
     Attributes:
@@ -67,7 +67,7 @@ class Question:
     seed: int = 0
 
 
-def plan(prepared: Prepared, asked: Question, worlds: Worlds | None = None, *, paired: bool = True) -> Plan:
+def plan(prepared: Prepared, asked: AuditRequest, worlds: Worlds | None = None, *, paired: bool = True) -> Plan:
     """The audit that was asked for.
 
     Args:
@@ -101,8 +101,8 @@ def plan(prepared: Prepared, asked: Question, worlds: Worlds | None = None, *, p
 def audit_to(
     folder: Path,
     prepared: Prepared,
-    asked: Question,
-    work: Work,
+    asked: AuditRequest,
+    work: Auditor,
     console: Console | None = None,
 ) -> int:
     """Audit a learner, print what was found, and write `audit.json` and `audit.html`.
@@ -291,7 +291,7 @@ def _finite(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def print_verdict(
-    verdict: Verdict, name: str, rows: Iterable[Row], notes: Iterable[str], console: Console, most: int = 6
+    verdict: Verdict, name: str, rows: Iterable[TableRow], notes: Iterable[str], console: Console, most: int = 6
 ) -> None:
     """The verdict, what was tested side by side, and what else there is to know.
 
@@ -319,7 +319,7 @@ def print_verdict(
         console.print(Text(text, style="dim"))
 
 
-def _rows(done: Audit) -> Iterator[Row]:
+def _rows(done: Audit) -> Iterator[TableRow]:
     found = done.found
     yield _conformance_row(found)
     if done.shown is None:
@@ -339,7 +339,7 @@ def _rows(done: Audit) -> Iterator[Row]:
     yield from map(guess_row, found.of("black box").bounds)
 
 
-def guess_row(bound: Bound) -> Row:
+def guess_row(bound: Bound) -> TableRow:
     """One guesser."""
     blind = bound.family == "black box" and not bound.view
     seen = f"{bound.name}: nothing to look at" if blind else bound.name
@@ -347,7 +347,7 @@ def guess_row(bound: Bound) -> Row:
     return bound.family, seen, result, number(bound.value, 3), number(bound.claim)
 
 
-def _conformance_row(found: Findings) -> Row:
+def _conformance_row(found: Findings) -> TableRow:
     tests = [test for test in found.of("conformance").tests if test.p_value == test.p_value]
     if not tests:
         return "conformance", "the noise is what the algorithm says", "no noise to test", NOTHING, NOTHING

@@ -17,7 +17,7 @@ from sottovoce.privacy.guarantee import ThreatModel
 from sottovoce.running.run import Run
 from sottovoce.running.transcript import Transcript
 from sottovoce.spec import RunSpec, code_to_import, parse_spec
-from sottovoce_client.auditing.audit import Question, Say, plan
+from sottovoce_client.auditing.audit import AuditRequest, Say, plan
 from sottovoce_client.auditing.channel import channel, lines_of
 from sottovoce_client.auditing.worlds import FILE, Document, as_audited, read_worlds, worlds_from
 from sottovoce_client.lab.watching.canaries import canaries_beside
@@ -28,7 +28,7 @@ from sottovoce_eavesdropper.storage import Folder, open_folder
 
 
 def from_captures(
-    place: str, asked: Question, prepare: Callable[[RunSpec], Prepared], say: Say, *, spec: RunSpec | None = None
+    place: str, asked: AuditRequest, prepare: Callable[[RunSpec], Prepared], say: Say, *, spec: RunSpec | None = None
 ) -> Audit:
     """Audit what was overheard earlier.
 
@@ -255,7 +255,7 @@ def _told(root: Folder, labels: set[int | None]) -> tuple[Document, str]:
     )
 
 
-def _require_asked(asked: Question, learner: str, where: str) -> None:
+def _require_asked(asked: AuditRequest, learner: str, where: str) -> None:
     """The swap has been made: no other one can be asked for."""
     if asked.learner not in (None, learner):
         raise SpecError(f"--learner must be {learner}, whose record was swapped in these captures ({where})")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from sottovoce.audit.conversation import HEAD, Conversation, Heard, digest
 from sottovoce.audit.plan import Plan
-from sottovoce.audit.views import CHANNEL, PACE, Row, rows
+from sottovoce.audit.views import CHANNEL, PACE, Features, features_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -53,7 +53,7 @@ def _whose(line: Line, learner: int) -> Whose:
     return "said" if learner == (caller if direction == "out" else callee) else "told"
 
 
-def channel(table: pa.Table, lines: Lines, run_id: str) -> dict[str, Row]:
+def channel(table: pa.Table, lines: Lines, run_id: str) -> dict[str, Features]:
     """All views of one run.
 
     Args:
@@ -62,7 +62,7 @@ def channel(table: pa.Table, lines: Lines, run_id: str) -> dict[str, Row]:
         run_id: the run's random name, which says nothing.
     """
     run = Conversation(0, "", 0.0, tuple(_heard(table, lines, run_id.encode())))
-    return rows(run, {**CHANNEL, **PACE})
+    return features_of(run, {**CHANNEL, **PACE})
 
 
 def _heard(table: pa.Table, lines: Lines, run_id: bytes) -> Iterator[Heard]:

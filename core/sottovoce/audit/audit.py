@@ -23,7 +23,7 @@ from sottovoce.audit.simulated import NoiseOf, Recording, Share, at_a_time, chil
 from sottovoce.audit.swaps import peak, search, swaps
 from sottovoce.audit.twins import Twins, twins
 from sottovoce.audit.verdict import Findings, Verdict, decide
-from sottovoce.audit.views import Row, tables
+from sottovoce.audit.views import Features, tables
 from sottovoce.data.files import import_extra
 from sottovoce.noise import SeededNoise
 from sottovoce.privacy.guarantee import ThreatModel
@@ -58,7 +58,7 @@ class Examined:
 
     world: int
     seen: FloatArray
-    channel: tuple[Mapping[str, Row], ...]
+    channel: tuple[Mapping[str, Features], ...]
     ratios: Ratios | None
     apart: Apart | None
 

@@ -138,6 +138,15 @@ def threshold(strengths: FloatArray, guesses: int, alpha: float) -> float:
     return float(ordered[lasts[int(np.argmax(bounds))]]) * (1.0 - 1e-9)
 
 
+def interval(count: int, trials: int, confidence: float = 0.95) -> tuple[float, float]:
+    """Clopper-Pearson interval of a rate, two-sided."""
+    beta = import_extra("scipy.stats", "scipy", "a confidence interval").beta
+    alpha = 1.0 - confidence
+    low = float(beta.ppf(alpha / 2, count, trials - count + 1)) if count else 0.0
+    high = float(beta.ppf(1.0 - alpha / 2, count + 1, trials - count)) if count < trials else 1.0
+    return low, high
+
+
 def tail(chances: FloatArray, at_least: int) -> float:
     """The probability of so many successes, or more, in independent trials `(n,)` of unequal chances."""
     masses = np.ones(1)

@@ -9,7 +9,7 @@ from itertools import islice
 import numpy as np
 
 from sottovoce.arrays import FloatArray
-from sottovoce.audit.views import Row
+from sottovoce.audit.views import Features
 from sottovoce.audit.worlds import Worlds
 from sottovoce.data import PlacedData
 from sottovoce.noise import Noise
@@ -38,7 +38,7 @@ class Recording:
     world: int
     transcript: Transcript
     decisions: FloatArray | None = None
-    channel: tuple[Mapping[str, Row], ...] = ()
+    channel: tuple[Mapping[str, Features], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

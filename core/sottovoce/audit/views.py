@@ -30,7 +30,7 @@ View = Callable[[Conversation], Iterable[Item]]
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Features:
     """A run as one view shows it: all that is kept of it.
 
     Attributes:
@@ -42,12 +42,12 @@ class Row:
     numbers: FloatArray
 
 
-def rows(run: Conversation, kinds: Mapping[str, View]) -> dict[str, Row]:
+def features_of(run: Conversation, kinds: Mapping[str, View]) -> dict[str, Features]:
     """A run in several views."""
-    return {name: row(items(run)) for name, items in kinds.items()}
+    return {name: features(items(run)) for name, items in kinds.items()}
 
 
-def row(items: Iterable[Item]) -> Row:
+def features(items: Iterable[Item]) -> Features:
     """The first `REPEATED` things of every kind."""
     seen: Counter[Hashable] = Counter()
     layout: list[tuple[Hashable, int]] = []
@@ -57,10 +57,10 @@ def row(items: Iterable[Item]) -> Row:
             layout.append(((kind, seen[kind]), len(values)))
             numbers.extend(values)
         seen[kind] += 1
-    return Row(tuple(layout), np.array(numbers, dtype=np.float64))
+    return Features(tuple(layout), np.array(numbers, dtype=np.float64))
 
 
-def table(runs: Sequence[Row]) -> FloatArray:
+def table(runs: Sequence[Features]) -> FloatArray:
     """`(runs, features)`: things of the same kind below each other; -1 where a run had fewer.
 
     Kinds that most runs have come first; what does not fit into `COLUMNS` is left out.
@@ -83,7 +83,7 @@ def table(runs: Sequence[Row]) -> FloatArray:
     return found
 
 
-def tables(runs: Sequence[Mapping[str, Row]]) -> dict[str, FloatArray]:
+def tables(runs: Sequence[Mapping[str, Features]]) -> dict[str, FloatArray]:
     """Every view of all runs."""
     return {name: table([run[name] for run in runs]) for name in runs[0]}
 
@@ -98,12 +98,12 @@ def views(runs: Sequence[Conversation]) -> dict[str, FloatArray]:
     if len(said) > 1:
         every = np.concatenate([values.reshape(len(runs), -1) for values in said.values()], axis=1)
         found["values of all fields"] = every[:, :COLUMNS]
-    return found | tables([rows(run, CHANNEL) for run in runs])
+    return found | tables([features_of(run, CHANNEL) for run in runs])
 
 
 def timing(runs: Sequence[Conversation]) -> dict[str, FloatArray]:
     """The view `gaps`: the times between whatever passed."""
-    return tables([rows(run, {"gaps": _gaps}) for run in runs])
+    return tables([features_of(run, {"gaps": _gaps}) for run in runs])
 
 
 # ---- decoded numbers -------------------------------------------------------------------------------------------------

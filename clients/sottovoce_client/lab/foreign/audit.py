@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from sottovoce.lab.foreign.audit import ForeignAudit, audit_conversations
-from sottovoce_client.auditing.audit import Row, attempt, guess_row, print_verdict
+from sottovoce_client.auditing.audit import TableRow, attempt, guess_row, print_verdict
 from sottovoce_client.lab.foreign.runs import Reading, RunIs, load_decoder, read_runs
 from sottovoce_client.running.simulation import finite
 from sottovoce_client.wording import NOTHING, count, number, plural
@@ -93,7 +93,7 @@ def as_document(done: ForeignAudit, reading: Reading, run_is: RunIs, decoder: st
     }
 
 
-def _rows(done: ForeignAudit, reading: Reading, decoder: str | None) -> Iterator[Row]:
+def _rows(done: ForeignAudit, reading: Reading, decoder: str | None) -> Iterator[TableRow]:
     for family, bounds in (("black box", done.found.bounds), ("timing", done.timed)):
         for bound in bounds:
             _, seen, result, least, claimed = guess_row(bound)

@@ -21,7 +21,7 @@ from sottovoce.audit.plan import Plan, plan_audit
 from sottovoce.audit.simulated import Share, children, overhear
 from sottovoce.audit.swaps import worst
 from sottovoce.audit.verdict import Findings, decide
-from sottovoce.audit.views import row
+from sottovoce.audit.views import features
 from sottovoce.data import PlacedData
 from sottovoce.data.files import import_extra
 from sottovoce.errors import SpecError
@@ -104,7 +104,7 @@ def attempt(
         plan = plan_audit(run, data, learner, runs=LADDER[0], seed=seed, worlds=worlds)
         broken = mutant.breaks(plan)
         if broken.heard is not None:
-            return _overheard(blank, plan, broken)
+            return _noticed(blank, plan, broken)
         if broken.leak is not None:
             _require_enough(plan, blank.allowed)
     except SpecError as error:
@@ -142,7 +142,7 @@ def audited(plan: Plan, broken: Broken) -> Audit:
         for share in shares:
             part = work(share)
             leaked = () if broken.leak is None else broken.leak(_inside(plan, share))
-            yield replace(part, channel=tuple({"channel": row([("leak", told)])} for told in leaked))
+            yield replace(part, channel=tuple({"channel": features([("leak", told)])} for told in leaked))
 
     return audit_simulated(plan, noise=broken.noise, actual=broken.actual, mapper=over)
 
@@ -171,7 +171,7 @@ def _gradient(plan: Plan, world: int, t: int, point: FloatArray) -> FloatArray:
     return mean_gradient(loss, point, replace(batch, features=features, labels=labels))
 
 
-def _overheard(blank: Outcome, plan: Plan, broken: Broken) -> Outcome:
+def _noticed(blank: Outcome, plan: Plan, broken: Broken) -> Outcome:
     """Hold the messages of one run against what must never happen, and against the budget."""
     assert broken.heard is not None  # noqa: S101 - the caller looked
     seen = notices(broken.heard(spoken(plan)), plan)
@@ -217,15 +217,6 @@ class Alarms:
 def _chance(count: int, trials: int, level: float) -> float:
     """Of so many, or more, at this level."""
     return float(import_extra("scipy.stats", "scipy", "a self-test").binom.sf(count - 1, trials, level))
-
-
-def interval(count: int, trials: int, confidence: float = 0.95) -> tuple[float, float]:
-    """Clopper-Pearson interval for a share."""
-    beta = import_extra("scipy.stats", "scipy", "a self-test").beta
-    tail = (1.0 - confidence) / 2.0
-    low = 0.0 if count == 0 else float(beta.ppf(tail, count, trials - count + 1))
-    high = 1.0 if count == trials else float(beta.ppf(1.0 - tail, count + 1, trials - count))
-    return low, high
 
 
 def false_alarms(
