@@ -16,7 +16,7 @@ from sottovoce.audit.audit import Audit, audit_simulated
 from sottovoce.audit.blackbox import ROUNDS, WIDTH, attack, number_views, varying
 from sottovoce.audit.bounds import Bound
 from sottovoce.audit.levels import BLIND, SHARES, Levels, Test
-from sottovoce.audit.likelihood import joined, ratios
+from sottovoce.audit.likelihood import Ratios, ratios
 from sottovoce.audit.listening import listener
 from sottovoce.audit.plan import Plan, plan_audit
 from sottovoce.audit.simulated import Share, at_a_time, overhear, shares, stream
@@ -190,14 +190,14 @@ def test_a_transcript_above_a_claim_is_named() -> None:
         axis=1,
     )
     claim = np.full(run.spec.rounds, 0.5 * float(np.abs(shown).max()))
-    found = joined([ratios(run, chosen_worlds, part, claim) for part in parts])
+    found = Ratios.joined([ratios(run, chosen_worlds, part, claim) for part in parts])
     excess = found.excess(claim)
     assert excess is not None
     above = np.abs(shown) > claim[:, None]
     assert excess.transcripts == above.any(axis=0).sum() and excess.run == above.any(axis=0).argmax()
     assert excess.round == above[:, excess.run].argmax()
     assert excess.loss == pytest.approx(abs(shown[excess.round, excess.run])) and excess.loss > excess.claim
-    assert joined([ratios(run, chosen_worlds, part, 2 * claim) for part in parts]).excess(2 * claim) is None
+    assert Ratios.joined([ratios(run, chosen_worlds, part, 2 * claim) for part in parts]).excess(2 * claim) is None
     verdict = decide(replace(consistent(), excess=excess))
     assert verdict.kind == "refuted" and f"run {excess.run} shows, after the message of round {excess.round}" in str(
         verdict.evidence
@@ -237,7 +237,7 @@ def test_the_worst_swap_shows_more_than_a_small_one() -> None:
     for each in (worst(run, data, 0, seed), small):
         heard = stream(run, data, each, 100, seed, SeededNoise)
         parts = [ratios(run, each, part, np.full(10, np.inf)) for part in heard]
-        strengths.append(float(np.abs(joined(parts).total).mean()))
+        strengths.append(float(np.abs(Ratios.joined(parts).total).mean()))
     assert strengths[0] > 3.0 * strengths[1]
 
 

@@ -14,7 +14,6 @@ from sottovoce.audit.bounds import (
     Bound,
     ceiling,
     epsilon_lower_bound,
-    event_lower_bound,
     runs_needed,
     runs_to_show,
     tail,
@@ -44,10 +43,6 @@ def test_anchors() -> None:
     assert runs_needed(2.0) == pytest.approx(271 * (1 + math.e**2) / 4, rel=2e-3)
     assert ceiling(1000, 0.05) == pytest.approx(math.log(2000 / 3), abs=2e-3)
     assert epsilon_lower_bound(0, 0, 0.05) == epsilon_lower_bound(0, 10, 0.05) == epsilon_lower_bound(5, 10, 0.05) == 0
-    assert event_lower_bound(0, 100, 50, 100, 0.05) == event_lower_bound(50, 100, 0, 100, 0.05) == 0.0
-    assert event_lower_bound(600, 1000, 200, 1000, 0.05) == pytest.approx(
-        math.log(3) - 1.6449 * math.sqrt(1 / 600 + 1 / 200), abs=1e-3
-    )
 
 
 def test_the_bound_is_where_so_many_right_guesses_have_probability_alpha() -> None:

@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 
 from sottovoce.arrays import FloatArray, as_floats
-from sottovoce.audit.bounds import epsilon_lower_bound
+from sottovoce.audit.blackbox import TESTED, level
+from sottovoce.audit.bounds import epsilon_lower_bound, runs_to_show
 from sottovoce.audit.conversation import Conversation, Decoded, Heard, digest, numbers
 from sottovoce.audit.levels import BLIND, Levels
 from sottovoce.audit.verdict import Findings, decide
 from sottovoce.audit.views import decoded, timing, views
 from sottovoce.errors import CaptureError
-from sottovoce.lab.foreign.audit import ForeignAudit, audit_conversations, runs_to_refute
+from sottovoce.lab.foreign.audit import ForeignAudit, audit_conversations
 from sottovoce.lab.foreign.repeats import signs
 
 ONE_FAMILY = Levels(0.05, BLIND)
@@ -223,15 +224,16 @@ def test_one_round_in_two_versions_is_equivocation() -> None:
 
 
 def test_too_few_runs_say_how_many_are_needed() -> None:
-    verdict = audited(conversations(noised, 40), 6.0, 0.95).verdict
+    done = audited(conversations(noised, 40), 6.0, 0.95)
 
-    assert verdict.kind == "inconclusive"
-    assert f"{runs_to_refute(6.0, ONE_FAMILY):,} of each world" in verdict.text
+    assert done.found.needed == runs_to_show(6.0, level(ONE_FAMILY), TESTED) > 20
+    assert done.verdict.kind == "inconclusive"
+    assert f"{done.found.needed:,} of each world" in done.verdict.text
 
 
 @pytest.mark.parametrize("claim", [0.1, 1.0, 4.0])
 def test_the_runs_needed_are_those_that_suffice(claim: float) -> None:
-    tested = int(0.4 * 2 * runs_to_refute(claim, ONE_FAMILY))
+    tested = int(0.4 * 2 * runs_to_show(claim, level(ONE_FAMILY), TESTED))
 
     assert epsilon_lower_bound(tested, tested, 0.025) > claim
     assert epsilon_lower_bound(tested - 3, tested - 3, 0.025) <= claim

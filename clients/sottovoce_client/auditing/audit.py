@@ -130,7 +130,7 @@ def audit_to(
 def show(done: Audit, seed: int, folder: Path, console: Console) -> int:
     """Print an audit and write it down; returns the exit code."""
     name = done.plan.run.spec.names[done.plan.worlds.learner]
-    document = json.dumps({**provenance(done), **as_document(done, name, seed)}, indent=2)
+    document = json.dumps({**_provenance(done), **as_document(done, name, seed)}, indent=2)
     (folder / "audit.json").write_text(document + "\n", encoding="utf-8")
     write_audit_report(done, name, folder / "audit.html", seed)
     print_verdict(done.verdict, name, _rows(done), _notes(done), console)
@@ -199,7 +199,7 @@ def _from_file(path: Path) -> tuple[Any, float]:
         ) from None
 
 
-def provenance(done: Audit) -> dict[str, Any]:
+def _provenance(done: Audit) -> dict[str, Any]:
     """Of what, when, and by which version: what an auditor's file must say."""
     return {
         "sottovoce": version("sottovoce"),

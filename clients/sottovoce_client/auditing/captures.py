@@ -52,12 +52,12 @@ def from_captures(
     captures = find(root)
     if not captures:
         raise CaptureError(f"{root.name} must be a capture, or a folder with captures: there is no capture.json")
-    document = same_spec(captures)
+    document = _same_spec(captures)
     if not document:
         raise CaptureError(
             f"{captures[0].name} is of no run of ours: sottovoce eavesdropper audit is for captures of other services"
         )
-    require_no_canaries(place)
+    _require_no_canaries(place)
     prepared = prepare(_spec(document, captures[0].name, spec))
     _require_features(captures, prepared)
     kept, dropped = whole(captures, prepared.run)
@@ -93,7 +93,7 @@ def audit_of(audited: Plan, captures: Sequence[Capture], source: str, say: Say) 
     first: list[Transcript] = []
     parts: list[Examined] = []
     pending: tuple[list[Recording], list[Recording]] = ([], [])
-    for k, part in enumerate(recordings(audited, captures)):
+    for k, part in enumerate(_recordings(audited, captures)):
         if part.world == 0 and len(first) < conforming(audited.run):
             first.append(part.transcript)
         pending[part.world].append(part)
@@ -107,7 +107,7 @@ def audit_of(audited: Plan, captures: Sequence[Capture], source: str, say: Say) 
     return conclude(audited, parts, _side_by_side(first), source, say=say)
 
 
-def recordings(audited: Plan, captures: Iterable[Capture]) -> Iterator[Recording]:
+def _recordings(audited: Plan, captures: Iterable[Capture]) -> Iterator[Recording]:
     """What was heard of every run."""
     import pyarrow as pa
 
@@ -175,7 +175,7 @@ def _rounds(capture: Capture, run: Run) -> int:
         raise EquivocationError(f"{capture.name}: {error}") from None
 
 
-def same_spec(captures: Sequence[Capture]) -> Document:
+def _same_spec(captures: Sequence[Capture]) -> Document:
     """The spec of all of them.
 
     Raises:
@@ -263,7 +263,7 @@ def _require_asked(asked: AuditRequest, learner: str, where: str) -> None:
         raise SpecError(f"--record is for runs that are still to be made: these captures have their swap ({where})")
 
 
-def require_no_canaries(place: str) -> None:
+def _require_no_canaries(place: str) -> None:
     """A run with canaries learned other records than its spec's.
 
     Raises:

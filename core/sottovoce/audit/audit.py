@@ -16,9 +16,9 @@ from sottovoce.arrays import FloatArray, IntArray
 from sottovoce.audit.blackbox import VIEWS, attack, number_views
 from sottovoce.audit.bounds import Bound
 from sottovoce.audit.levels import Test
-from sottovoce.audit.likelihood import Ratios, guess, joined, overconfidence, ratios
+from sottovoce.audit.likelihood import Ratios, guess, overconfidence, ratios
 from sottovoce.audit.plan import Plan
-from sottovoce.audit.rounds import Apart, RoundBounds, apart, bound_rounds, joined_rounds
+from sottovoce.audit.rounds import Apart, RoundBounds, apart, bound_rounds
 from sottovoce.audit.simulated import NoiseOf, Recording, Share, at_a_time, children, overhear, shares
 from sottovoce.audit.swaps import peak, search, swaps
 from sottovoce.audit.twins import Twins, twins
@@ -235,7 +235,9 @@ def conclude(
     say("conformance")
     tests, noise = _conformance(plan, transcript)
     say("single rounds")
-    shown = joined([part.ratios for part in parts if part.ratios is not None]) if plan.listener.replayable else None
+    shown = (
+        Ratios.joined([part.ratios for part in parts if part.ratios is not None]) if plan.listener.replayable else None
+    )
     right, likeliest, rounds = _likelihood(plan, parts, shown, mapper)
     say("black box")
     views = {**number_views(seen), **_channel(parts)}
@@ -277,7 +279,7 @@ def _likelihood(
     if shown is None or not plan.paired:
         return (), (), None
     before = list(mapper(partial(simulated, plan), shares(rehearsed(plan.runs), _most(plan), plan.seeds.rehearsal)))
-    claimed = joined([part.ratios for part in before if part.ratios is not None])
+    claimed = Ratios.joined([part.ratios for part in before if part.ratios is not None])
     bound = guess(shown, claimed, plan.epsilon, plan.levels.of("likelihood", "whole runs"))
     test = overconfidence(shown, plan.run.spec.names[plan.worlds.learner])
     tests = plan.levels.judged("likelihood", "right guesses", (test,))
@@ -288,7 +290,7 @@ def _rounds(plan: Plan, parts: Sequence[Examined], before: Sequence[Examined]) -
     audited, claimed = ([p.apart for p in each if p.apart is not None] for each in (parts, before))
     if len(audited) < len(parts):
         return None
-    return bound_rounds(joined_rounds(audited), joined_rounds(claimed), plan.per_round, plan.levels)
+    return bound_rounds(Apart.joined(audited), Apart.joined(claimed), plan.per_round, plan.levels)
 
 
 def _black_box(plan: Plan, views: Mapping[str, FloatArray], worlds: IntArray) -> tuple[Bound, ...]:

@@ -82,20 +82,6 @@ def epsilon_lower_bound(correct: int, guesses: int, alpha: float) -> float:
     return max(0.0, math.log(chance / (1.0 - chance)))
 
 
-def event_lower_bound(in_first: int, runs_first: int, in_second: int, runs_second: int, alpha: float) -> float:
-    """The same for one event, fixed beforehand: `log(P/Q) - z sqrt(1/(N P) + 1/(N' Q))`, by a normal approximation.
-
-    Args:
-        in_first, in_second: runs of each world in which it happened.
-        runs_first, runs_second: all runs of each world.
-        alpha: one minus the confidence.
-    """
-    if in_first == 0 or in_second == 0:
-        return 0.0  # the approximation has nothing to say
-    ratio = math.log(in_first / runs_first) - math.log(in_second / runs_second)
-    return max(0.0, ratio - _quantile(1.0 - alpha) * math.sqrt(1.0 / in_first + 1.0 / in_second))
-
-
 def runs_needed(epsilon: float, alpha: float = 0.05, share: float = 0.9) -> int:
     """Runs of each world until the bound of a mechanism that reaches epsilon is this share of it, on average.
 

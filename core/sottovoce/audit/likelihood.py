@@ -63,6 +63,20 @@ class Ratios:
     peak: FloatArray
     typical: FloatArray
 
+    @classmethod
+    def joined(cls, parts: Sequence[Ratios]) -> Ratios:
+        """All runs of the parts, in order."""
+        by_run = {
+            name: np.concatenate([getattr(part, name) for part in parts])
+            for name in ("worlds", "total", "largest", "above", "shown")
+        }
+        weights = [len(part.total) for part in parts]
+        return cls(
+            **by_run,
+            peak=np.max([part.peak for part in parts], axis=0),
+            typical=np.average([part.typical for part in parts], axis=0, weights=weights),
+        )
+
     @property
     def right(self) -> BoolArray:
         """`(runs,)` whether the sign of the loss gives the world away."""
@@ -94,20 +108,6 @@ def ratios(run: Run, worlds: Worlds, part: Recording, claim: FloatArray) -> Rati
         shown=shown[above, np.arange(len(above))],
         peak=shown.max(axis=1),
         typical=shown.mean(axis=1),
-    )
-
-
-def joined(parts: Sequence[Ratios]) -> Ratios:
-    """All runs of the parts, in order."""
-    by_run = {
-        name: np.concatenate([getattr(part, name) for part in parts])
-        for name in ("worlds", "total", "largest", "above", "shown")
-    }
-    weights = [len(part.total) for part in parts]
-    return Ratios(
-        **by_run,
-        peak=np.max([part.peak for part in parts], axis=0),
-        typical=np.average([part.typical for part in parts], axis=0, weights=weights),
     )
 
 

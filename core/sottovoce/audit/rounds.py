@@ -7,6 +7,7 @@ guessed. The bounds of all rounds add up to a bound on the whole.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,6 +34,11 @@ class Apart:
 
     coins: IntArray
     losses: FloatArray
+
+    @classmethod
+    def joined(cls, parts: Sequence[Apart]) -> Apart:
+        """All runs of the parts, in order."""
+        return cls(*(np.concatenate([getattr(part, name) for part in parts], axis=1) for name in ("coins", "losses")))
 
     @property
     def strengths(self) -> FloatArray:
@@ -152,8 +158,3 @@ def bound_rounds(audited: Apart, rehearsed: Apart, claim: FloatArray, levels: Le
         for t in range(rounds)
     )
     return RoundBounds(tuple(bounds), audited.strengths.max(axis=1))
-
-
-def joined_rounds(parts: list[Apart]) -> Apart:
-    """All runs of the parts."""
-    return Apart(*(np.concatenate([getattr(part, name) for part in parts], axis=1) for name in ("coins", "losses")))

@@ -27,17 +27,11 @@ OTHERS = 24
 """Records of other learners that are tried, at most."""
 
 
-@dataclass(frozen=True, slots=True)
-class Swap:
-    """Another data set of a learner, adjacent to the one that it is compared with.
+Swap = tuple[LearnerData, str]
+"""A learner's other records, and what is swapped in words."""
 
-    Attributes:
-        second: its records.
-        what: the swap in words.
-    """
-
-    second: LearnerData
-    what: str
+Measure = Callable[[Losses], FloatArray]
+"""How well each of some swaps is told apart, `(swaps,)`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +41,7 @@ class Telling:
     Attributes:
         swap: which.
         score: how well.
-        losses: `(rounds, 1, replicas)` of that swap.
+        losses: of that swap alone, `(rounds, 1, replicas)`.
     """
 
     swap: Swap
@@ -55,17 +49,13 @@ class Telling:
     losses: Losses
 
 
-Measure = Callable[[Losses], FloatArray]
-"""How well each swap is told apart, `(swaps,)`."""
-
-
-def realised(losses: Losses) -> FloatArray:
+def _realised(losses: Losses) -> FloatArray:
     """The mean absolute loss of whole runs."""
     strengths: FloatArray = np.nan_to_num(np.abs(losses.total), nan=0.0, posinf=np.inf).mean(axis=1)
     return strengths
 
 
-def possible(losses: Losses) -> FloatArray:
+def _possible(losses: Losses) -> FloatArray:
     """The largest loss that any first run could have shown, given what was heard."""
     return losses.supremum[:, 0]
 
@@ -111,13 +101,13 @@ def swaps(data: PlacedData, learner: int, *, every_use: bool = False) -> list[Sw
     tried += [(pool[k], float(pool_labels[k]), "a record of another learner") for k in picked]
     swap, index = (own.with_record, row) if every_use else (own.with_use, 0)
     return [
-        Swap(swap(index, record, its), f"the first record against {what}")
+        (swap(index, record, its), f"the first record against {what}")
         for record, its, what in tried
         if its != label or (record != features).any()
     ]
 
 
-def extremes(run: Run, data: PlacedData, learner: int) -> list[tuple[LearnerData, Swap]]:
+def _extremes(run: Run, data: PlacedData, learner: int) -> list[tuple[LearnerData, Swap]]:
     """First records on the loss's bound against their mirror image: all weight in one feature, or the same in all."""
     own, n = data.learners[learner], data.n_features
     label = max(own.labels.tolist(), key=abs)
@@ -127,7 +117,7 @@ def extremes(run: Run, data: PlacedData, learner: int) -> list[tuple[LearnerData
         (size * np.eye(n)[0], "a first record with all weight in one feature, against its mirror image"),
         (np.full(n, size / np.sqrt(n)), "a first record with equal weight in all features, against its mirror image"),
     )
-    return [(own.with_use(0, record, label), Swap(own.with_use(0, -record, label), what)) for record, what in made]
+    return [(own.with_use(0, record, label), (own.with_use(0, -record, label), what)) for record, what in made]
 
 
 # ---- the search ------------------------------------------------------------------------------------------------------
@@ -155,7 +145,7 @@ def search(
     best: Telling | None = None
     for start in range(0, len(tried), together):
         some = tried[start : start + together]
-        losses = told(run, transcript, holders, [first, *(each.second for each in some)])
+        losses = told(run, transcript, holders, [first, *(second for second, _ in some)])
         scores = measure(losses)
         k = int(scores.argmax())
         if best is None or scores[k] > best.score:
@@ -165,7 +155,7 @@ def search(
     return best
 
 
-def screened(run: Run, learner: int) -> int:
+def _screened(run: Run, learner: int) -> int:
     """Rounds by which swaps are compared."""
     costly = np.flatnonzero(run.algorithm.guarantee(learner).per_round)[:SCREENED_ROUNDS]
     return min(int(costly[-1]) + 1 if len(costly) else run.spec.rounds, run.spec.rounds)
@@ -189,15 +179,15 @@ def worst(
     own, common = data.learners[learner], swaps(data, learner)
     if as_they_are and not common:
         raise DataError(f"learner {learner}'s first record must have another one to be swapped for, and has none")
-    made = [(first, [swap]) for first, swap in extremes(run, data, learner)]
+    made = [(first, [swap]) for first, swap in _extremes(run, data, learner)]
     groups = [(own, common), *([] if as_they_are else made)] if common else made[:1] + made
-    shared, rounds = run.algorithm.guarantee(learner).shared, screened(run, learner)
+    shared, rounds = run.algorithm.guarantee(learner).shared, _screened(run, learner)
     found: list[tuple[float, Worlds]] = []
     for (first, tried), child in zip(groups, children(seed, len(groups)), strict=True):
-        worlds = Worlds(learner, first, tried[0].second, tried[0].what, shared)
+        worlds = Worlds(learner, first, *tried[0], shared)
         heard = overhear(run, data, worlds, Share(0, PILOT, child), SeededNoise, rounds=rounds).transcript
-        best = search(run, heard, worlds.holders(run), first, tried, realised)
-        found.append((best.score, Worlds(learner, first, best.swap.second, best.swap.what, shared)))
+        best = search(run, heard, worlds.holders(run), first, tried, _realised)
+        found.append((best.score, Worlds(learner, first, *best.swap, shared)))
     return max(found, key=lambda each: each[0])[1]
 
 
@@ -216,5 +206,5 @@ def most_telling(
     own, tried = data.learners[learner], swaps(data, learner, every_use=every_use)
     if not tried:
         return None
-    best = search(run, transcript.until(screened(run, learner)), (learner,), own, tried, possible)
-    return search(run, transcript, (learner,), own, [best.swap], possible)
+    best = search(run, transcript.until(_screened(run, learner)), (learner,), own, tried, _possible)
+    return search(run, transcript, (learner,), own, [best.swap], _possible)

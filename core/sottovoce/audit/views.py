@@ -158,7 +158,7 @@ def bits(text: str) -> list[float]:
     return [float(bucket >> k & 1) for k in range(8)]
 
 
-def parsed(text: str) -> float:
+def _parsed(text: str) -> float:
     """The number that a text is; 0 if it is none, or none that a classifier could use."""
     try:
         value = float(text)
@@ -192,7 +192,7 @@ def _order(run: Conversation) -> Iterator[Item]:
 def _metadata(run: Conversation) -> Iterator[Item]:
     for each in run.near:
         for key, value in each.entries:
-            yield (each.kind, each.place, key), (len(value), parsed(value), *bits(value))
+            yield (each.kind, each.place, key), (len(value), _parsed(value), *bits(value))
 
 
 def _status(run: Conversation) -> Iterator[Item]:

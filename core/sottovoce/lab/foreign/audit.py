@@ -94,17 +94,12 @@ def audit_conversations(
         claim=claim,
         bounds=attack(views(kept), worlds, levels, claim, boxed),
         signs=tuple(map(str, seen)),
-        needed=runs_to_refute(claim, levels),
+        needed=runs_to_show(claim, level(levels), TESTED) if math.isfinite(claim) else 0,
         proviso="" if in_turns else ", if nothing but the world changed between them",
     )
     timed = attack(timing(kept), worlds, levels, math.inf, clocked)
     counts = (int((worlds == 0).sum()), int((worlds == 1).sum()))
     return ForeignAudit(counts, len(runs) - len(kept), in_turns, timed, seen, found, decide(found))
-
-
-def runs_to_refute(claim: float, levels: Levels) -> int:
-    """Runs of each world with which a claim can be refuted at all, if every guess is right."""
-    return runs_to_show(claim, level(levels), TESTED) if math.isfinite(claim) else 0
 
 
 def _balanced(runs: Sequence[Conversation], generator: np.random.Generator) -> list[Conversation]:

@@ -113,7 +113,7 @@ def attempt(
         done = audited(plan_audit(run, data, learner, runs=runs, seed=seed, worlds=plan.worlds), broken)
         blank = replace(blank, numbers=len(done.noise))
         if done.verdict.kind == "refuted":
-            return replace(blank, needed=runs, families=seen_by(done.found), evidence=done.verdict.evidence[0])
+            return replace(blank, needed=runs, families=_seen_by(done.found), evidence=done.verdict.evidence[0])
     return blank
 
 
@@ -180,7 +180,7 @@ def _noticed(blank: Outcome, plan: Plan, broken: Broken) -> Outcome:
     return replace(blank, needed=1, families=tuple(seen), evidence=next(iter(seen.values())))
 
 
-def seen_by(found: Findings) -> tuple[Family, ...]:
+def _seen_by(found: Findings) -> tuple[Family, ...]:
     """The families whose findings refute the claim by themselves."""
     return tuple(family for family in SHARES if decide(found.of(family)).kind == "refuted")
 
@@ -244,14 +244,14 @@ def false_alarms(
         return Alarms(name, 0, 0, 0, 0)
     worlds = worst(run, data, learner, np.random.SeedSequence(0))
     plans = [plan_audit(run, data, learner, runs=runs, seed=seed, worlds=worlds) for seed in seeds]
-    refuted = [families for plan in plans if (families := seen_by(audit_simulated(plan).found))]
+    refuted = [families for plan in plans if (families := _seen_by(audit_simulated(plan).found))]
     families = tuple(dict.fromkeys(family for each in refuted for family in each))
     lots = [(seed, k) for seed in seeds for k in range(watched)]
-    alarmed = sum(alarm_under_watch(run, data, np.random.SeedSequence(lot)) for lot in lots)
+    alarmed = sum(_alarm_under_watch(run, data, np.random.SeedSequence(lot)) for lot in lots)
     return Alarms(name, len(refuted), len(plans), alarmed, len(lots), families)
 
 
-def alarm_under_watch(run: Run, data: PlacedData, seed: np.random.SeedSequence, alpha: float = WATCH_LEVEL) -> bool:
+def _alarm_under_watch(run: Run, data: PlacedData, seed: np.random.SeedSequence, alpha: float = WATCH_LEVEL) -> bool:
     """Is there an alarm in a correct run?"""
     from sottovoce.lab.watch.watch import Watch  # it needs scipy from the start
 
