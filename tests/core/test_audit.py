@@ -12,6 +12,7 @@ import pytest
 
 from sottovoce.arrays import FloatArray, IntArray
 from sottovoce.audit import simulated as simulated_module
+from sottovoce.audit import swaps as swaps_module
 from sottovoce.audit.audit import Audit, audit_simulated
 from sottovoce.audit.blackbox import ROUNDS, WIDTH, attack, number_views, varying
 from sottovoce.audit.bounds import Bound
@@ -239,6 +240,18 @@ def test_the_worst_swap_shows_more_than_a_small_one() -> None:
         parts = [ratios(run, each, part, np.full(10, np.inf)) for part in heard]
         strengths.append(float(np.abs(Ratios.joined(parts).total).mean()))
     assert strengths[0] > 3.0 * strengths[1]
+
+
+def test_the_search_finds_the_same_swap_however_many_are_tried_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = small_run(rounds=6)
+    data = made_up(run.spec)
+    seed = np.random.SeedSequence(2)
+    together = worst(run, data, 0, seed)
+    monkeypatch.setattr(swaps_module, "BYTES", 1)
+    one_by_one = worst(run, data, 0, seed)
+    assert together.what == one_by_one.what and not together.swapped()[1:].any()
+    for each in (together.first, together.second):
+        assert any(np.array_equal(each.features, its.features) for its in (one_by_one.first, one_by_one.second))
 
 
 def test_runs_are_split_by_a_fair_coin_and_held_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
