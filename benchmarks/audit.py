@@ -25,8 +25,8 @@ from sottovoce.audit.plan import plan_audit
 from sottovoce.data import LearnerData, PlacedData
 from sottovoce.running.run import build_run
 from sottovoce.spec import parse_spec
+from sottovoce_client.auditing.backends import mapper_over
 from sottovoce_client.auditing.report import write_audit_report
-from sottovoce_client.auditing.spread import spread_over
 
 FLOOR = Path(__file__).resolve().parents[2] / "shared" / "bench" / "sim_floor.py"
 LEARNERS, DIM, ROUNDS = 5, 117, 50
@@ -88,8 +88,8 @@ def main() -> int:
             status.update(what)
 
         plan = plan_audit(run, records(), 0, runs=runs)
-        with spread_over("processes", options.jobs) as spread:
-            done = audit_simulated(plan, spread=spread, say=say)
+        with mapper_over("processes", options.jobs) as mapper:
+            done = audit_simulated(plan, mapper=mapper, say=say)
         say("report")
         write_audit_report(done, "learner-0", Path(folder) / "audit.html", 0)
         size = (Path(folder) / "audit.html").stat().st_size

@@ -8,6 +8,7 @@ The guessers are those of `sottovoce audit`, each with all of the 5 % for itself
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 import time
@@ -24,6 +25,7 @@ from sottovoce.arrays import FloatArray, IntArray
 from sottovoce.audit.audit import rehearsed
 from sottovoce.audit.blackbox import ROUNDS, attack, number_views
 from sottovoce.audit.bounds import epsilon_lower_bound, threshold
+from sottovoce.audit.levels import BLIND, Levels
 from sottovoce.noise import Draw, SeededNoise, grid, on_grid
 
 ALPHA = 0.05
@@ -81,7 +83,8 @@ def black_box(mechanism: Mechanism, runs: int, seed: int) -> float:
     """The better of the classifiers, at their share of alpha."""
     worlds, said = mechanism.runs(2 * runs, np.random.default_rng(seed))
     views = number_views(said[:, :ROUNDS, None])
-    return max(attempt.bound for attempt in attack(views, worlds, ALPHA, np.random.SeedSequence(seed)))
+    bounds = attack(views, worlds, Levels(ALPHA, BLIND), math.inf, np.random.SeedSequence(seed))
+    return max(bound.value for bound in bounds)
 
 
 GUESSERS: dict[str, Callable[[Mechanism, int, int], float]] = {"likelihood ratio": likelihood, "black box": black_box}

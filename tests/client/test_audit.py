@@ -41,11 +41,11 @@ def spec(tmp_path: Path) -> Path:
 
 
 def shown(
-    prepared: Prepared, folder: Path, work: command.Work = audit_simulated, **more: Any
+    prepared: Prepared, folder: Path, work: command.Auditor = audit_simulated, **more: Any
 ) -> tuple[int, str, dict[str, Any]]:
     """Exit code, what was printed, and audit.json."""
     out = io.StringIO()
-    asked = command.Question(**{"runs": 60, **more})
+    asked = command.AuditRequest(**{"runs": 60, **more})
     code = command.audit_to(folder, prepared, asked, work, Console(file=out, width=160))
     return code, out.getvalue(), json.loads((folder / "audit.json").read_text(encoding="utf-8"))
 
@@ -103,7 +103,9 @@ def test_a_record_and_its_replacement_can_be_chosen(spec: Path, tmp_path: Path) 
     row = int(own.order[2])
 
     def swap(**asked: Any) -> Any:
-        return command.plan(prepared, command.Question(learner="a", runs=20, **{"record": row, **asked})).worlds.second
+        return command.plan(
+            prepared, command.AuditRequest(learner="a", runs=20, **{"record": row, **asked})
+        ).worlds.second
 
     assert np.array_equal(swap().features[row], -own.features[row])
     flipped = swap(replacement="label")

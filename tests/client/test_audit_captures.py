@@ -16,6 +16,7 @@ import pytest
 from sottovoce.algorithms.interface import Message
 from sottovoce.audit.audit import Audit
 from sottovoce.audit.plan import Plan, plan_audit
+from sottovoce.audit.views import tables
 from sottovoce.audit.worlds import chosen
 from sottovoce.errors import CaptureError, DataError, EquivocationError, SottovoceError, SpecError
 from sottovoce.noise import SeededNoise
@@ -23,7 +24,7 @@ from sottovoce.privacy.guarantee import ThreatModel
 from sottovoce.running.run import Run, build_run
 from sottovoce.running.simulator import simulate
 from sottovoce.spec import RunSpec
-from sottovoce_client.auditing.audit import Question
+from sottovoce_client.auditing.audit import AuditRequest
 from sottovoce_client.auditing.captures import difference, from_captures
 from sottovoce_client.auditing.channel import channel, lines_of
 from sottovoce_client.auditing.worlds import FILE, worlds_from, write_worlds
@@ -107,7 +108,7 @@ def audited(folder: Path, plan: Plan, spec: RunSpec | None = None, **asked: Any)
     def prepare(told: RunSpec) -> Prepared:
         return Prepared(build_run(told, 3), plan.data)
 
-    return from_captures(str(folder), Question(**asked), prepare, lambda what: None, spec=spec)
+    return from_captures(str(folder), AuditRequest(**asked), prepare, lambda what: None, spec=spec)
 
 
 # ---- of two worlds ---------------------------------------------------------------------------------------------------
@@ -141,9 +142,9 @@ def test_what_numbers_do_not_show_is_refuted_by_name(tmp_path: Path, place: str)
     plan = planned(runs=32)
     assert plan.epsilon < 1.0
     done = audited(two_worlds(tmp_path, plan, change=leak), plan)
-    assert done.verdict.kind == "refuted" and done.found.claim_seen == plan.epsilon
-    assert all(test.p_value > 1e-3 for test in done.found.conformance)
-    views = {attempt.view for attempt in done.found.attempts if attempt.bound > plan.epsilon}
+    assert done.verdict.kind == "refuted" and done.claim_seen == plan.epsilon
+    assert all(test.p_value > 1e-3 for test in done.found.of("conformance").tests)
+    views = {bound.view for bound in done.found.bounds if bound.value > plan.epsilon}
     assert views and views <= ({"metadata"} if place == "metadata" else {"replies", "gaps", "order"})
 
 
@@ -176,7 +177,7 @@ def test_one_world_is_tested_and_never_said_to_be_guessed(tmp_path: Path) -> Non
     done = audited(place, plan, learner="learner-2", spec=plan.run.spec)
     assert done.plan.worlds.learner == 2
     assert done.plan.worlds.first is plan.data.learners[2]  # the records as they were, not made-up ones
-    assert (done.found.guessed, done.found.attempts, done.found.paired) == (None, (), False)
+    assert (done.found.bounds, done.found.paired) == ((), False)
     assert done.shown is not None and 0.0 < done.largest <= done.found.claim
     assert done.verdict.kind == "consistent" and "1 run of one world" in done.verdict.text
     assert "Nothing was guessed" in done.verdict.text and "above" not in done.verdict.text
@@ -344,15 +345,21 @@ def table(rows: list[Row]) -> pa.Table:
     return pa.table(columns)
 
 
-def test_views_are_as_wide_however_much_was_heard() -> None:
+def test_runs_stand_side_by_side_however_much_was_heard() -> None:
     plan = planned()
-    lines = lines_of(plan)
     rows = rows_of(plan.run, plan, 0, 1, ROUNDS)
-    whole = channel(table(rows), lines, "run-0")
-    for fewer in (rows[:9], rows[:1], rows * 10):
-        views = channel(table(fewer), lines, "run-0")
-        assert {name: view.shape for name, view in views.items()} == {n: v.shape for n, v in whole.items()}
-        assert all(np.isfinite(view).all() for view in views.values())
+    runs = [channel(table(each), lines_of(plan), "run-0") for each in (rows, rows[:9], rows[:1], rows * 10)]
+    for view in tables(runs).values():
+        assert view.shape[0] == 4 and np.isfinite(view).all()
+    assert tables(runs[:1]).keys() == tables(runs).keys()
+
+
+def test_messages_of_others_are_not_looked_into() -> None:
+    plan = planned()
+    rows = rows_of(plan.run, plan, 0, 1, ROUNDS)
+    others = [r._replace(payload=b"?") if r.sender != plan.worlds.learner and r.kind == "message" else r for r in rows]
+    views = tables([channel(table(each), lines_of(plan), "run-0") for each in (rows, others)])
+    assert all((before == after).all() for before, after in views.values())
 
 
 def changed(plan: Plan, change: Callable[[Row], Row]) -> set[str]:
@@ -360,8 +367,8 @@ def changed(plan: Plan, change: Callable[[Row], Row]) -> set[str]:
     lines = lines_of(plan)
     rows = rows_of(plan.run, plan, 0, 1, ROUNDS)
     own = [change(row) if row.sender == plan.worlds.learner else row for row in rows]
-    before, after = (channel(table(each), lines, "run-0") for each in (rows, own))
-    return {name for name in before if (before[name] != after[name]).any()}
+    views = tables([channel(table(each), lines, "run-0") for each in (rows, own)])
+    return {name for name, (before, after) in views.items() if (before != after).any()}
 
 
 def test_every_change_shows_where_it_belongs() -> None:
@@ -378,11 +385,11 @@ def test_every_change_shows_where_it_belongs() -> None:
         return row._replace(payload=row.payload[:40] + b"!" + row.payload[41:]) if row.kind == "message" else row
 
     assert changed(plan, lambda row: row) == set()
-    assert changed(plan, entries("value")) == {"metadata"}
+    assert changed(plan, entries("value")) == {"metadata", "counts"}  # there was none before
     assert changed(plan, longer) == {"sizes", "counts"}
     assert changed(plan, last) == {"bytes"}
     assert changed(plan, lambda row: row._replace(mono_ns=row.mono_ns * 2)) == {"gaps", "replies"}
-    assert changed(plan, lambda row: row._replace(stream=2)) == {"counts"}
+    assert changed(plan, lambda row: row._replace(stream=2)) == {"counts", "order"}
     assert changed(plan, lambda row: row._replace(kind="trailers") if row.kind == "metadata" else row) >= {"status"}
 
 
@@ -395,16 +402,19 @@ def test_random_names_of_runs_and_what_is_no_json_say_nothing() -> None:
         rows = rows_of(plan.run, plan, 0, 1, ROUNDS)
         return channel(table([r._replace(payload=payload) if r.kind == "metadata" else r for r in rows]), lines, name)
 
-    for view, other in zip(views("run-a").values(), views("run-b").values(), strict=True):
-        np.testing.assert_array_equal(view, other)
+    for one, other in tables([views("run-a"), views("run-b")]).values():
+        np.testing.assert_array_equal(one, other)
     for junk in (b"[[[", b"[]", b"\xff", b"[" * 5000):
         rows = [r._replace(payload=junk, kind="trailers") for r in rows_of(plan.run, plan, 0, 1, 1)]
-        assert np.isfinite(channel(table(rows), lines, "run-a")["status"]).all()
+        assert np.isfinite(channel(table(rows), lines, "run-a")["status"].numbers).all()
 
 
 def test_a_neighbour_hears_its_own_edges_only() -> None:
     plan = planned(threat=ThreatModel.NEIGHBOUR, neighbour=2)
     lines = lines_of(plan)
-    assert all(2 in line[:2] for line in lines.all) and len(lines.all) == 4
-    assert [lines.all[k] for k in lines.said] == [(1, 2, "out")]
-    assert [lines.all[k] for k in lines.heard] == [(1, 2, "back")]
+    assert all(2 in line[:2] for line in lines.whose) and len(lines.whose) == 4
+    assert lines.opened == (1, 2, "out")
+    assert {line: whose for line, whose in lines.whose.items() if whose != "others"} == {
+        (1, 2, "out"): "said",
+        (1, 2, "back"): "told",
+    }

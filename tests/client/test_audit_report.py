@@ -18,7 +18,6 @@ from sottovoce.audit.plan import plan_audit
 from sottovoce.audit.verdict import Kind, Verdict
 from sottovoce.noise import Noise, SeededNoise
 from sottovoce.privacy.guarantee import ThreatModel
-from sottovoce_client.auditing.head import best_bound
 from sottovoce_client.auditing.pictures import close_rounds, most_different, quantiles
 from sottovoce_client.auditing.plots import allowed, expected, progress, roc
 from sottovoce_client.auditing.report import render_audit, write_audit_report
@@ -109,18 +108,18 @@ def test_figures_are_those_of_the_audit(done: Audit) -> None:
     assert f"Largest exact loss {done.largest:.4g}" in text
     assert f"{guessed.correct} of {guessed.guesses}" in text
     assert f"ε is at least {done.found.largest:.3g}" in text
-    assert best_bound(done.found)[1] == done.found.largest
+    assert done.found.largest == max(bound.value for bound in done.found.bounds)
 
 
 def test_every_test_and_every_guess_is_in_a_table(done: Audit) -> None:
     text = page_of(done).text
     assert done.found.rounds is not None
-    for test, _ in done.found.tests:
+    for test in done.found.tests:
         assert f"{test.name} {test.what}" in text
-    for name, correct, guesses, *_ in done.found.bounds:
-        assert f"{name} {correct} of {guesses}" in text
-    for t in range(len(done.found.rounds.claim)):
-        assert f"round {t} {done.found.rounds.correct[t]} of {done.found.rounds.guesses[t]}" in text
+    for bound in done.found.bounds:
+        assert f"{bound.name} {bound.correct} of {bound.guesses}" in text
+    for t, bound in enumerate(done.found.rounds.bounds):
+        assert f"round {t} {bound.correct} of {bound.guesses}" in text
 
 
 def test_the_command_repeats_it(done: Audit, published: Audit) -> None:
@@ -200,7 +199,7 @@ def test_parts_that_are_missing(done: Audit) -> None:
         done,
         noise=np.empty(0),
         learners=(),
-        found=replace(done.found, rounds=None, attempts=tuple(replace(a, view="") for a in done.found.attempts)),
+        found=replace(done.found, rounds=None, bounds=tuple(replace(b, view="") for b in done.found.bounds)),
     )
     page = page_of(bare)
     assert PLOTS - set(page.plots) == {"single", "noise", "quantiles", "learners"}
@@ -259,11 +258,11 @@ def test_expected_bars_add_up_to_what_was_found() -> None:
 
 def test_bounds_grow_with_the_runs(broken: Audit) -> None:
     assert broken.shown is not None and broken.found.guessed is not None
-    alpha = broken.found.alpha / 9
-    at, lower, best = progress(broken.shown, broken.found.guessed, alpha)
+    alpha = broken.found.guessed.level
+    at, lower, best = progress(broken.shown, broken.found.guessed)
     assert at[-1] == 400 and (np.diff(lower) >= 0).all()
     assert (lower <= best).all() and best[-1] == epsilon_lower_bound(400, 400, alpha)
-    assert 0.3 * broken.found.guessed.bound < lower[-1] <= broken.found.guessed.bound
+    assert 0.3 * broken.found.guessed.value < lower[-1] <= broken.found.guessed.value
 
 
 def test_quantiles_of_laplace_numbers_lie_on_the_diagonal() -> None:

@@ -34,7 +34,7 @@ from sottovoce_client.lab.watching import watch as watching
 from sottovoce_client.lab.watching.canaries import CommitmentError, load, placed, save
 from sottovoce_client.lab.watching.following import InFolder, Rounds, Source, at_eavesdropper
 from sottovoce_client.lab.watching.view import Metrics, Sight, picture, power, view
-from sottovoce_client.lab.watching.watch import Question, watch, where
+from sottovoce_client.lab.watching.watch import WatchRequest, watch, where
 from sottovoce_client.prepare import Prepared, prepare
 from sottovoce_eavesdropper.reading import Capture, open_capture
 from sottovoce_rpc.codec import encode_round
@@ -98,7 +98,7 @@ def watched(place: Path, **question: Any) -> tuple[int, str]:
 
 def followed(source: AbstractAsyncContextManager[Source], **question: Any) -> tuple[int, str]:
     console = Console(file=io.StringIO(), width=100)
-    code = watch(source, Question(**question), prepare, console=console)
+    code = watch(source, WatchRequest(**question), prepare, console=console)
     assert isinstance(console.file, io.StringIO)
     return code, console.file.getvalue()
 

@@ -11,6 +11,7 @@ import pytest
 
 from sottovoce.algorithms.dual_averaging.algorithm import DualAveraging
 from sottovoce.arrays import FloatArray, as_floats
+from sottovoce.audit.bounds import interval
 from sottovoce.data import PlacedData
 from sottovoce.errors import SpecError
 from sottovoce.lab.attacks import membership
@@ -197,7 +198,7 @@ def shared(
 def scores(run: Run, data: PlacedData, pair: membership.Pair, seen: str, runs: int = 2000) -> list[FloatArray]:
     algorithm = run.algorithm
     assert isinstance(algorithm, DualAveraging)
-    worlds = membership.overhear(run, data, pair, runs, 0)
+    worlds = membership.simulate_worlds(run, data, pair, runs, 0)
     if seen == "messages":
         return [membership.from_messages(run, world.transcript, pair) for world in worlds]
     if seen == "decisions":
@@ -236,8 +237,8 @@ def test_roc_and_interval() -> None:
     alarms, detections = membership.roc(np.array([1.0, 2.0, np.inf]), np.array([-1.0, 1.0]))
     np.testing.assert_allclose(alarms, [0, 0, 0, 0.5, 1])
     np.testing.assert_allclose(detections, [0, 1 / 3, 2 / 3, 1, 1])
-    assert membership.interval(0, 10, 0.95) == pytest.approx((0.0, 0.3085), abs=1e-4)
-    assert membership.interval(10, 10, 0.95) == pytest.approx((0.6915, 1.0), abs=1e-4)
+    assert interval(0, 10, 0.95) == pytest.approx((0.0, 0.3085), abs=1e-4)
+    assert interval(10, 10, 0.95) == pytest.approx((0.6915, 1.0), abs=1e-4)
 
 
 def test_without_a_hint_a_coin_guesses() -> None:

@@ -12,12 +12,14 @@ import pytest
 
 from sottovoce.arrays import FloatArray, IntArray
 from sottovoce.audit import simulated as simulated_module
+from sottovoce.audit import swaps as swaps_module
 from sottovoce.audit.audit import Audit, audit_simulated
 from sottovoce.audit.blackbox import ROUNDS, WIDTH, attack, number_views, varying
-from sottovoce.audit.likelihood import Guessed, joined, ratios
+from sottovoce.audit.bounds import Bound
+from sottovoce.audit.levels import BLIND, SHARES, Levels, Test
+from sottovoce.audit.likelihood import Ratios, ratios
 from sottovoce.audit.listening import listener
 from sottovoce.audit.plan import Plan, plan_audit
-from sottovoce.audit.result import Test
 from sottovoce.audit.simulated import Share, at_a_time, overhear, shares, stream
 from sottovoce.audit.swaps import worst
 from sottovoce.audit.twins import twins
@@ -58,17 +60,17 @@ def test_what_does_as_it_claims_is_consistent(name: str) -> None:
     found = audited(SETUPS[name])
     assert found.verdict.kind == "consistent" and not found.verdict.evidence
     assert 0.0 < found.found.largest <= found.largest <= found.found.claim * (1 + 1e-9)
-    assert found.found.guessed is not None and found.found.guessed.runs == 400
+    assert found.found.guessed is not None and len(found.worlds) == 400
     assert "No violation above" in found.verdict.text and "200 runs" in found.verdict.text
 
 
 def test_an_audit_can_be_repeated() -> None:
     setup = SETUPS["ldp-dol"]
     once, again, other = (audited(setup, runs=60, seed=seed) for seed in (1, 1, 2))
-    assert (once.verdict, once.found.attempts, once.found.guessed) == (
+    assert (once.verdict, once.found.tests, once.found.bounds) == (
         again.verdict,
-        again.found.attempts,
-        again.found.guessed,
+        again.found.tests,
+        again.found.bounds,
     )
     assert once.found.guessed != other.found.guessed
 
@@ -77,8 +79,8 @@ def test_shares_may_be_worked_on_side_by_side() -> None:
     """Whatever works on them, and in whatever processes: the same verdict and the same numbers."""
     plan = planned(SETUPS["ldp-dol"], runs=60)
     here = audit_simulated(plan)
-    there = audit_simulated(plan, spread=lambda work, own: [pickle.loads(pickle.dumps(work))(each) for each in own])  # noqa: S301 - our own
-    assert here.found.guessed == there.found.guessed and here.found.attempts == there.found.attempts
+    there = audit_simulated(plan, mapper=lambda work, own: [pickle.loads(pickle.dumps(work))(each) for each in own])  # noqa: S301 - our own
+    assert here.found.bounds == there.found.bounds and here.found.tests == there.found.tests
 
 
 # ---- broken ones -----------------------------------------------------------------------------------------------------
@@ -88,8 +90,8 @@ def test_half_the_noise_is_refuted() -> None:
     """By conformance and, on its own, by the guesses. Failure probability below 1e-6 (their p-values are below 1e-9)."""
     found = audited(SETUPS["ldp-dol"], noise=halved)
     assert found.verdict.kind == "refuted"
-    assert min(test.p_value for test in found.found.conformance) < 1e-9
-    alone = decide(replace(found.found, conformance=()))
+    assert min(test.p_value for test in found.found.of("conformance").tests) < 1e-9
+    alone = decide(replace(found.found, tests=found.found.of("likelihood").tests))
     assert alone.kind == "refuted" and "too many right guesses" in alone.evidence[0]
 
 
@@ -98,8 +100,8 @@ def test_half_the_noise_shows_in_single_rounds() -> None:
     broken, correct = (
         audited(SETUPS["pd-ftgl"], noise=noise, runs=3000).found.rounds for noise in (halved, SeededNoise)
     )
-    assert broken is not None and (broken.bound > broken.claim).any()
-    assert correct is not None and (correct.bound <= correct.claim).all() and correct.composed > 0.0
+    assert broken is not None and any(bound.rejects for bound in broken.bounds)
+    assert correct is not None and not any(bound.rejects for bound in correct.bounds) and correct.composed > 0.0
     evidence = decide(replace(consistent(), rounds=broken)).evidence
     assert "the message of round" in evidence[0] and "alone is guessed right" in evidence[0]
 
@@ -114,7 +116,7 @@ def test_sums_without_noise_are_refuted_on_the_wire_and_hold_at_the_output() -> 
     wire, output = (audited(exposed, runs=100, threat=threat) for threat in (ThreatModel.WIRE, ThreatModel.OUTPUT))
     assert wire.verdict.kind == "refuted" and "could not have said" in wire.verdict.text
     assert math.isinf(wire.largest) and wire.plan.made_for is ThreatModel.OUTPUT
-    assert output.verdict.kind == "consistent" and output.found.guessed is None and output.found.conformance == ()
+    assert output.verdict.kind == "consistent" and output.found.guessed is None and output.found.tests == ()
     assert 0.0 < wire.found.claim == output.found.claim < 20.0
 
 
@@ -136,7 +138,7 @@ def test_a_neighbour_that_does_not_hear_all_cannot_replay() -> None:
     middle = plan_audit(run, data, 1, runs=50, threat=ThreatModel.NEIGHBOUR, neighbour=2)
     assert not middle.listener.replayable
     found = audit_simulated(middle)
-    assert found.found.guessed is None and found.found.rounds is None and found.found.attempts
+    assert found.found.guessed is None and found.found.rounds is None and found.found.bounds
     with pytest.raises(SpecError, match="must be one of"):
         plan_audit(run, data, 0, runs=50, threat=ThreatModel.NEIGHBOUR, neighbour=2)
     with pytest.raises(SpecError, match="all learners hold the record"):
@@ -189,14 +191,14 @@ def test_a_transcript_above_a_claim_is_named() -> None:
         axis=1,
     )
     claim = np.full(run.spec.rounds, 0.5 * float(np.abs(shown).max()))
-    found = joined([ratios(run, chosen_worlds, part, claim) for part in parts])
+    found = Ratios.joined([ratios(run, chosen_worlds, part, claim) for part in parts])
     excess = found.excess(claim)
     assert excess is not None
     above = np.abs(shown) > claim[:, None]
     assert excess.transcripts == above.any(axis=0).sum() and excess.run == above.any(axis=0).argmax()
     assert excess.round == above[:, excess.run].argmax()
     assert excess.loss == pytest.approx(abs(shown[excess.round, excess.run])) and excess.loss > excess.claim
-    assert joined([ratios(run, chosen_worlds, part, 2 * claim) for part in parts]).excess(2 * claim) is None
+    assert Ratios.joined([ratios(run, chosen_worlds, part, 2 * claim) for part in parts]).excess(2 * claim) is None
     verdict = decide(replace(consistent(), excess=excess))
     assert verdict.kind == "refuted" and f"run {excess.run} shows, after the message of round {excess.round}" in str(
         verdict.evidence
@@ -236,8 +238,20 @@ def test_the_worst_swap_shows_more_than_a_small_one() -> None:
     for each in (worst(run, data, 0, seed), small):
         heard = stream(run, data, each, 100, seed, SeededNoise)
         parts = [ratios(run, each, part, np.full(10, np.inf)) for part in heard]
-        strengths.append(float(np.abs(joined(parts).total).mean()))
+        strengths.append(float(np.abs(Ratios.joined(parts).total).mean()))
     assert strengths[0] > 3.0 * strengths[1]
+
+
+def test_the_search_finds_the_same_swap_however_many_are_tried_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = small_run(rounds=6)
+    data = made_up(run.spec)
+    seed = np.random.SeedSequence(2)
+    together = worst(run, data, 0, seed)
+    monkeypatch.setattr(swaps_module, "BYTES", 1)
+    one_by_one = worst(run, data, 0, seed)
+    assert together.what == one_by_one.what and not together.swapped()[1:].any()
+    for each in (together.first, together.second):
+        assert any(np.array_equal(each.features, its.features) for its in (one_by_one.first, one_by_one.second))
 
 
 def test_runs_are_split_by_a_fair_coin_and_held_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,8 +283,8 @@ def noisy(runs: int, seed: int) -> tuple[IntArray, FloatArray]:
 def test_the_black_box_finds_nothing_where_there_is_nothing() -> None:
     """Bounds above 0.3 at alpha .05: a twentieth of seeds at most; this one is fixed."""
     worlds, said = noisy(2000, 0)
-    for attempt in attack(number_views(said), worlds, 0.05, np.random.SeedSequence(0)):
-        assert attempt.bound < 0.3
+    for bound in attack(number_views(said), worlds, Levels(0.05, BLIND), 1.0, np.random.SeedSequence(0)):
+        assert bound.value < 0.3
 
 
 def _bits(said: FloatArray, worlds: FloatArray) -> None:
@@ -294,8 +308,11 @@ def _silence(said: FloatArray, worlds: FloatArray) -> None:
 def test_the_black_box_says_which_view_gave_it_away(leak: Any, telling: set[str]) -> None:
     worlds, said = noisy(1000, 1)
     leak(said, worlds)
-    best = max(attack(number_views(said), worlds, 0.05, np.random.SeedSequence(0)), key=lambda attempt: attempt.bound)
-    assert best.view in telling and best.bound > 4.0
+    best = max(
+        attack(number_views(said), worlds, Levels(0.05, BLIND), 1.0, np.random.SeedSequence(0)),
+        key=lambda bound: bound.value,
+    )
+    assert best.view in telling and best.value > 4.0
 
 
 def test_the_black_box_looks_at_the_first_rounds() -> None:
@@ -313,13 +330,54 @@ def test_the_black_box_looks_at_the_first_rounds() -> None:
 # ---- verdicts --------------------------------------------------------------------------------------------------------
 
 
+LEVELS = Levels(0.06)
+
+
 def outcome(p_value: float) -> Test:
     return Test("scale", "the noise has its scale", 1.0, p_value, "round 3")
 
 
-def consistent(correct: int = 500) -> Findings:
-    guessed = Guessed(2000, 0.1, 1000, correct, 0.0, outcome(0.5))
-    return Findings(1000, 0.06, 1.0, 1.0, (outcome(0.4),) * 4, None, guessed, None, ())
+def guesses(correct: int) -> Bound:
+    return Bound("likelihood", "the likelihood ratio", "", correct, 1000, 1.0, LEVELS.of("likelihood", "whole runs"))
+
+
+def noise_tests(*p_values: float) -> tuple[Test, ...]:
+    return LEVELS.judged("conformance", "noise", [outcome(p) for p in p_values])
+
+
+def consistent() -> Findings:
+    right = LEVELS.judged("likelihood", "right guesses", [outcome(0.5)])
+    return Findings(1000, LEVELS, 1.0, (*noise_tests(0.4, 0.4, 0.4, 0.4), *right), (guesses(500),))
+
+
+def test_no_more_than_alpha_is_given_away() -> None:
+    for budget in (SHARES, BLIND):
+        levels = Levels(0.06, budget)
+        assert sum(sum(parts.values()) for parts in budget.values()) == 1
+        assert sum(levels.family(family) for family in budget) == pytest.approx(0.06)
+    tests = LEVELS.judged("conformance", "noise", [outcome(0.5)] * 4)
+    assert sum(test.level for test in tests) == pytest.approx(LEVELS.family("conformance"))
+    assert not outcome(0.0).rejects  # it has no level yet
+    assert LEVELS.judged("likelihood", "right guesses", ()) == ()
+
+
+def test_a_family_keeps_its_levels_where_it_stands_alone() -> None:
+    found = consistent()
+    assert found.of("conformance").tests == found.tests[:4] and found.of("conformance").bounds == ()
+    assert found.of("likelihood").bounds == found.bounds == (found.guessed,)
+    broken = replace(found, bounds=(guesses(800),))
+    kinds = {family: decide(broken.of(family)).kind for family in SHARES}
+    assert kinds == {"conformance": "consistent", "likelihood": "refuted", "black box": "consistent"}
+
+
+def test_what_no_mechanism_does_and_too_few_runs_forbid_the_word_consistent() -> None:
+    found = consistent()
+    said = decide(replace(found, signs=("noise is said again",)))
+    assert said.kind == "inconclusive" and said.evidence == ("noise is said again",)
+    few = decide(replace(found, needed=1001))
+    assert few.kind == "inconclusive" and "1,001 of each world are needed" in few.text
+    nothing = decide(replace(found, claim=math.inf, signs=("noise is said again",)))
+    assert nothing.kind == "unpromised" and "noise is said again" in nothing.text
 
 
 def test_verdicts_say_what_the_numbers_allow() -> None:
@@ -327,11 +385,11 @@ def test_verdicts_say_what_the_numbers_allow() -> None:
     assert decide(found).kind == "consistent"
     assert decide(replace(found, claim=math.inf)).kind == "unpromised"
     level = 0.06 / 3 / 4
-    rejected = replace(found, conformance=(outcome(0.9 * level), *found.conformance[1:]))
+    rejected = replace(found, tests=noise_tests(0.9 * level, 0.4, 0.4, 0.4))
     assert decide(rejected).kind == "refuted" and "round 3" in decide(rejected).text
-    hinted = decide(replace(found, conformance=(outcome(1.1 * level), *found.conformance[1:])))
+    hinted = decide(replace(found, tests=noise_tests(1.1 * level, 0.4, 0.4, 0.4)))
     assert hinted.kind == "inconclusive" and "runs of each world would decide" in hinted.text
-    assert found.guessed is not None
-    above = decide(replace(found, guessed=replace(found.guessed, correct=800, bound=1.2)))
-    assert above.kind == "refuted" and "epsilon is above 1.2, not 1" in above.text
-    assert decide(replace(found, guessed=replace(found.guessed, correct=761, bound=0.99))).kind == "inconclusive"
+    assert guesses(800).value == pytest.approx(1.19, abs=5e-3) and guesses(761).value < 1.0
+    above = decide(replace(found, bounds=(guesses(800),)))
+    assert above.kind == "refuted" and "epsilon is above 1.19, not 1" in above.text
+    assert decide(replace(found, bounds=(guesses(761),))).kind == "inconclusive"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,15 +11,15 @@ from scipy.stats import binom
 
 from sottovoce.arrays import FloatArray
 from sottovoce.audit.bounds import (
+    Bound,
     ceiling,
     epsilon_lower_bound,
-    event_lower_bound,
     runs_needed,
-    runs_to_decide,
+    runs_to_show,
     tail,
     threshold,
 )
-from sottovoce.audit.likelihood import Ratios, guess
+from sottovoce.audit.likelihood import Ratios, guess, overconfidence
 
 
 def laplace_runs(epsilon: float, runs: int, generator: np.random.Generator, scale: float = 1.0) -> Ratios:
@@ -42,10 +43,6 @@ def test_anchors() -> None:
     assert runs_needed(2.0) == pytest.approx(271 * (1 + math.e**2) / 4, rel=2e-3)
     assert ceiling(1000, 0.05) == pytest.approx(math.log(2000 / 3), abs=2e-3)
     assert epsilon_lower_bound(0, 0, 0.05) == epsilon_lower_bound(0, 10, 0.05) == epsilon_lower_bound(5, 10, 0.05) == 0
-    assert event_lower_bound(0, 100, 50, 100, 0.05) == event_lower_bound(50, 100, 0, 100, 0.05) == 0.0
-    assert event_lower_bound(600, 1000, 200, 1000, 0.05) == pytest.approx(
-        math.log(3) - 1.6449 * math.sqrt(1 / 600 + 1 / 200), abs=1e-3
-    )
 
 
 def test_the_bound_is_where_so_many_right_guesses_have_probability_alpha() -> None:
@@ -60,9 +57,16 @@ def test_the_tail_of_equal_chances_is_binomial() -> None:
 
 
 def test_more_runs_decide_only_what_is_above_the_claim() -> None:
-    factor = runs_to_decide(60, 100, 0.2, 0.01)
-    assert factor is not None and epsilon_lower_bound(60 * factor, 100 * factor, 0.01) > 0.2
-    assert runs_to_decide(55, 100, 0.3, 0.01) is None
+    weak = Bound("likelihood", "somebody", "", 60, 100, 0.2, 0.01)
+    factor = weak.runs_to_decide()
+    assert factor is not None and epsilon_lower_bound(60 * factor, 100 * factor, 0.01) > 0.2 >= weak.value
+    assert replace(weak, correct=55, claim=0.3).runs_to_decide() is None
+
+
+@pytest.mark.parametrize("epsilon", [0.0, 0.5, 3.0])
+def test_so_many_runs_and_no_fewer_show_an_epsilon(epsilon: float) -> None:
+    runs = runs_to_show(epsilon, 0.01)
+    assert ceiling(runs, 0.01) > epsilon >= ceiling(runs - 1, 0.01)
 
 
 # ---- validity --------------------------------------------------------------------------------------------------------
@@ -82,20 +86,21 @@ def test_audits_of_a_correct_mechanism_raise_no_more_alarms_than_alpha() -> None
     """The whole likelihood ratio at alpha .05 for the bound and for the test, 400 times. Failure probability below 1e-5 each."""
     generator = np.random.default_rng(2)
     rehearsed = laplace_runs(1.0, 500, generator)
-    found = [guess(laplace_runs(1.0, 200, generator), rehearsed, 0.05) for _ in range(400)]
+    audits = [laplace_runs(1.0, 200, generator) for _ in range(400)]
     most = 400 * 0.05 + 5 * math.sqrt(400 * 0.05 * 0.95)
-    assert sum(each.bound > 1.0 for each in found) <= most
-    assert 0 < sum(each.overconfident.p_value < 0.05 for each in found) <= most
+    assert sum(guess(each, rehearsed, 1.0, 0.05).rejects for each in audits) <= most
+    assert 0 < sum(overconfidence(each).p_value < 0.05 for each in audits) <= most
 
 
 def test_no_difference_no_violation() -> None:
     """Losses that say nothing of the world. The seed is fixed; a tenth of others would fail."""
     generator = np.random.default_rng(3)
     runs = ratios_of(generator.integers(0, 2, 2000), generator.normal(size=2000) * 1e-3)
-    found = guess(runs, laplace_runs(1.0, 500, generator), 0.1)
-    assert found.bound == 0.0 and found.overconfident.p_value > 0.05
-    silent = guess(ratios_of(np.arange(200) % 2, np.zeros(200)), runs, 0.1)
-    assert (silent.guesses, silent.bound, silent.overconfident.p_value) == (0, 0.0, 1.0)
+    found = guess(runs, laplace_runs(1.0, 500, generator), 1.0, 0.1)
+    assert found.value == 0.0 and overconfidence(runs).p_value > 0.05
+    mute = ratios_of(np.arange(200) % 2, np.zeros(200))
+    silent = guess(mute, runs, 1.0, 0.1)
+    assert (silent.guesses, silent.value, overconfidence(mute).p_value) == (0, 0.0, 1.0)
 
 
 # ---- power -----------------------------------------------------------------------------------------------------------
@@ -121,8 +126,8 @@ def test_a_laplace_number_of_epsilon_one_is_audited_tightly(runs: int, audits: i
 def test_half_the_noise_gives_too_many_right_guesses() -> None:
     """Twice the epsilon: found with 300 runs of each world. Failure probability below 1e-4 (measured power above .9999)."""
     generator = np.random.default_rng(4)
-    found = guess(laplace_runs(1.0, 300, generator, scale=0.5), laplace_runs(1.0, 500, generator), 0.1)
-    assert found.overconfident.p_value < 1e-3 and found.bound > 1.0
+    runs = laplace_runs(1.0, 300, generator, scale=0.5)
+    assert overconfidence(runs).p_value < 1e-3 and guess(runs, laplace_runs(1.0, 500, generator), 1.0, 0.1).value > 1.0
 
 
 def test_the_threshold_is_the_strength_that_pays() -> None:

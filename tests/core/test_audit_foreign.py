@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -10,12 +11,17 @@ import numpy as np
 import pytest
 
 from sottovoce.arrays import FloatArray, as_floats
-from sottovoce.audit.bounds import epsilon_lower_bound
+from sottovoce.audit.blackbox import TESTED, level
+from sottovoce.audit.bounds import epsilon_lower_bound, runs_to_show
+from sottovoce.audit.conversation import Conversation, Decoded, Heard, digest, numbers
+from sottovoce.audit.levels import BLIND, Levels
+from sottovoce.audit.verdict import Findings, decide
+from sottovoce.audit.views import decoded, timing, views
 from sottovoce.errors import CaptureError
-from sottovoce.lab.foreign.audit import ForeignAudit, audit_conversations, decide, runs_to_refute
-from sottovoce.lab.foreign.conversation import Conversation, Decoded, Heard, digest, numbers
-from sottovoce.lab.foreign.repeats import findings
-from sottovoce.lab.foreign.views import decoded, timing, views
+from sottovoce.lab.foreign.audit import ForeignAudit, audit_conversations
+from sottovoce.lab.foreign.repeats import signs
+
+ONE_FAMILY = Levels(0.05, BLIND)
 
 Speaker = Callable[[int, int, np.random.Generator], Sequence[FloatArray]]
 """What is said in a run: from the world, the run's number and noise."""
@@ -49,7 +55,7 @@ def raw_later(world: int, run: int, noise: np.random.Generator) -> list[FloatArr
     return [noised(world, run, noise)[0], np.array([world, 3.0])]
 
 
-def audited(runs: Sequence[Conversation], claim: float | None = 1.0, confidence: float = 0.999) -> ForeignAudit:
+def audited(runs: Sequence[Conversation], claim: float = 1.0, confidence: float = 0.999) -> ForeignAudit:
     return audit_conversations(runs, claim=claim, confidence=confidence)
 
 
@@ -58,8 +64,8 @@ def test_correct_noise_is_consistent_with_its_epsilon() -> None:
     done = audited(conversations(noised))
 
     assert done.verdict.kind == "consistent"
-    assert done.bound < 1.0
-    assert done.findings == ()
+    assert done.found.largest < 1.0
+    assert done.signs == ()
 
 
 @pytest.mark.parametrize("read", [True, False])
@@ -68,14 +74,14 @@ def test_what_is_said_without_noise_refutes_the_claim_and_is_named(read: bool) -
 
     assert done.verdict.kind == "refuted"
     assert ("values of total" if read else "bytes") in done.verdict.text
-    assert done.bound == pytest.approx(done.most, rel=0.1)
+    assert done.found.largest == pytest.approx(done.most, rel=0.1)
 
 
 def test_without_a_claim_the_bound_alone_is_told() -> None:
-    verdict = audited(conversations(raw_later), None).verdict
+    verdict = audited(conversations(raw_later), math.inf).verdict
 
     assert verdict.kind == "unpromised"
-    assert verdict.text.startswith("At least ε = ")
+    assert "epsilon of at least" in verdict.text
     assert "values of total" in verdict.text
 
 
@@ -123,7 +129,7 @@ def test_timing_is_shown_and_not_judged() -> None:
     ]
     done = audited(runs)
 
-    assert max(attempt.bound for attempt in done.timed) > 1.0
+    assert max(bound.value for bound in done.timed) > 1.0
     assert done.verdict.kind == "consistent"
 
 
@@ -154,7 +160,7 @@ def test_noise_from_a_few_seeds_is_noticed() -> None:
     def reused(world: int, run: int, noise: np.random.Generator) -> list[FloatArray]:
         return [np.random.default_rng(run % 200 + 1000 * world).laplace(scale=2.0, size=2)]
 
-    found = findings(conversations(reused))
+    found = signs(conversations(reused))
 
     assert [each.test for each in found] == ["said again"]
     assert "total" in found[0].text
@@ -166,8 +172,8 @@ def test_a_claim_is_not_consistent_with_noise_said_again() -> None:
         one = noised(world, run, noise)[0]
         return [one, one] if run % 20 == 0 else [one, noised(world, run, noise)[0]]
 
-    found = findings(conversations(reused))
-    verdict = decide((200, 200), 0.05, 1.0, (), found, in_turns=True)
+    found = tuple(map(str, signs(conversations(reused))))
+    verdict = decide(Findings(200, ONE_FAMILY, 1.0, signs=found))
 
     assert verdict.kind == "inconclusive"
     assert "repeated" in verdict.text
@@ -189,14 +195,14 @@ def test_coincidences_that_chance_explains_are_not_reported(kind: str) -> None:
             }[kind]
         ]
 
-    assert findings(conversations(honest, 1000)) == ()
+    assert signs(conversations(honest, 1000)) == ()
 
 
 def test_messages_that_nobody_decodes_are_compared_whole() -> None:
     def resent(world: int, run: int, noise: np.random.Generator) -> list[FloatArray]:
         return [np.random.default_rng(run % 30).normal(size=2)] if run % 3 == 0 else [noise.normal(size=2)]
 
-    (found,) = findings(conversations(resent, 99, read=False))
+    (found,) = signs(conversations(resent, 99, read=False))
 
     assert found.test == "said again"
     assert "byte for byte" in found.text
@@ -209,8 +215,8 @@ def test_one_round_in_two_versions_is_equivocation() -> None:
     other = replace(runs[4], heard=(*runs[4].heard, replace(first, digest=b"other")))
     alike = replace(runs[5], heard=(*runs[5].heard, said(np.ones(2), 0, sender="another")))
 
-    assert [f for f in findings([*runs[:3], same, alike]) if f.test == "equivocation"] == []
-    (found,) = [f for f in findings([*runs[:3], other]) if f.test == "equivocation"]
+    assert [f for f in signs([*runs[:3], same, alike]) if f.test == "equivocation"] == []
+    (found,) = [f for f in signs([*runs[:3], other]) if f.test == "equivocation"]
     assert found.where == "run 4, /a/B response, round 0"
 
 
@@ -218,15 +224,16 @@ def test_one_round_in_two_versions_is_equivocation() -> None:
 
 
 def test_too_few_runs_say_how_many_are_needed() -> None:
-    verdict = audited(conversations(noised, 40), 6.0, 0.95).verdict
+    done = audited(conversations(noised, 40), 6.0, 0.95)
 
-    assert verdict.kind == "inconclusive"
-    assert f"{runs_to_refute(6.0, 0.05):,} of each world" in verdict.text
+    assert done.found.needed == runs_to_show(6.0, level(ONE_FAMILY), TESTED) > 20
+    assert done.verdict.kind == "inconclusive"
+    assert f"{done.found.needed:,} of each world" in done.verdict.text
 
 
 @pytest.mark.parametrize("claim", [0.1, 1.0, 4.0])
 def test_the_runs_needed_are_those_that_suffice(claim: float) -> None:
-    tested = int(0.4 * 2 * runs_to_refute(claim, 0.05))
+    tested = int(0.4 * 2 * runs_to_show(claim, level(ONE_FAMILY), TESTED))
 
     assert epsilon_lower_bound(tested, tested, 0.025) > claim
     assert epsilon_lower_bound(tested - 3, tested - 3, 0.025) <= claim

@@ -9,6 +9,7 @@ import pytest
 
 from sottovoce import algorithms
 from sottovoce.arrays import FloatArray
+from sottovoce.audit.bounds import interval
 from sottovoce.audit.plan import Plan, plan_audit
 from sottovoce.errors import SpecError
 from sottovoce.lab.selftest import breaking
@@ -16,7 +17,7 @@ from sottovoce.lab.selftest.bases import ALGORITHMS, BASES
 from sottovoce.lab.selftest.breaking import Change, changed
 from sottovoce.lab.selftest.doctoring import forgetful, notices, overspent, spoken
 from sottovoce.lab.selftest.mutants import MUTANTS, Broken, Mutant, noisy
-from sottovoce.lab.selftest.trial import Alarms, Outcome, added, attempt, false_alarms, interval
+from sottovoce.lab.selftest.trial import Alarms, Outcome, added, attempt, false_alarms
 from sottovoce.noise import Draw, Law, SeededNoise, grid
 
 BY_NAME = {mutant.name: mutant for mutant in MUTANTS}

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from sottovoce.algorithms.interface import Message
 from sottovoce.arrays import Batch, FloatArray, IntArray
+from sottovoce.audit.swaps import most_telling, swaps
 from sottovoce.data import LearnerData, PlacedData
 from sottovoce.lab.selftest.bases import ALGORITHMS
 from sottovoce.noise import RecordedNoise, Recorder, SeededNoise, no_noise
-from sottovoce.running.replay import Losses, Replay, replay, worst_swap
+from sottovoce.running.replay import Losses, Replay, replay
 from sottovoce.running.run import Run
 from sottovoce.running.simulator import simulate
 from sottovoce.running.transcript import Transcript
@@ -229,18 +231,26 @@ def test_the_worst_swap_is_the_worst_of_its_candidates_and_below_the_claim(every
     own, transcript = data.learners[0], overheard(run, data, 4)
     replaced = np.array([int((own.rows(t) == own.order[0]).sum()) for t in range(20)])
     claim = claimed(run, own, replaced if every_use else None)
-    worst = worst_swap(run, transcript, data, 0, every_use=every_use)
+    worst = most_telling(run, transcript, data, 0, every_use=every_use)
+    assert worst is not None
     swap = own.with_record if every_use else own.with_use
     flipped = swap(0, own.features[0], 1.0 - own.labels[0])
 
-    assert worst.loss <= worst.supremum <= claim[-1]
-    assert worst.loss == pytest.approx(abs(worst.by_round[-1]))
-    assert len(worst.by_round) == 20
-    assert worst.supremum >= replay(run, transcript, 0, [own, flipped]).supremum[0, 0] * (1 - 1e-12)
+    assert abs(worst.losses.total[0, 0]) <= worst.score == worst.losses.supremum[0, 0] <= claim[-1]
+    assert worst.losses.realised.shape == (20, 1, 1)
+    assert worst.score >= replay(run, transcript, 0, [own, flipped]).supremum[0, 0] * (1 - 1e-12)
 
 
 def test_a_lone_learner_has_a_worst_swap_too() -> None:
     run = small_run(rounds=5, learners=1)
     data = made_up(run.spec)
-    worst = worst_swap(run, overheard(run, data, 5), data, 0)
-    assert 0.0 < worst.supremum <= claimed(run, data.learners[0])[-1]
+    worst = most_telling(run, overheard(run, data, 5), data, 0)
+    assert worst is not None and 0.0 < worst.score <= claimed(run, data.learners[0])[-1]
+
+
+def test_a_record_without_another_one_has_no_swap() -> None:
+    run = small_run(rounds=5, learners=1)
+    data = made_up(run.spec)
+    own = data.learners[0]
+    alone = data.with_learner(0, replace(own, features=np.zeros_like(own.features), labels=np.ones_like(own.labels)))
+    assert swaps(alone, 0) == [] and most_telling(run, overheard(run, alone, 5), alone, 0) is None

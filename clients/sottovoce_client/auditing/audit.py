@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -16,10 +16,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from sottovoce.audit.audit import Audit
-from sottovoce.audit.bounds import ceiling, runs_needed
+from sottovoce.audit.audit import Audit, LearnerLoss
+from sottovoce.audit.bounds import Bound, runs_needed
 from sottovoce.audit.plan import Plan, plan_audit
-from sottovoce.audit.verdict import Findings
+from sottovoce.audit.rounds import RoundBounds
+from sottovoce.audit.verdict import Findings, Verdict
 from sottovoce.audit.worlds import Worlds, chosen
 from sottovoce.errors import SpecError
 from sottovoce.privacy.guarantee import ThreatModel
@@ -31,18 +32,18 @@ from sottovoce_client.wording import NOTHING, number
 
 COLOURS = {"consistent": "green", "refuted": "bold red", "inconclusive": "yellow", "unpromised": "yellow"}
 
-Row = tuple[str, str, str, str, str]
+TableRow = tuple[str, str, str, str, str]
 Say = Callable[[str], None]
 
 
-class Work(Protocol):
+class Auditor(Protocol):
     """Makes the runs of an audit, and examines them; `say` is told what is being done."""
 
     def __call__(self, plan: Plan, *, say: Say) -> Audit: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class AuditRequest:
     """What is asked.
 
     Attributes:
@@ -66,7 +67,7 @@ class Question:
     seed: int = 0
 
 
-def plan(prepared: Prepared, asked: Question, worlds: Worlds | None = None, *, paired: bool = True) -> Plan:
+def plan(prepared: Prepared, asked: AuditRequest, worlds: Worlds | None = None, *, paired: bool = True) -> Plan:
     """The audit that was asked for.
 
     Args:
@@ -100,8 +101,8 @@ def plan(prepared: Prepared, asked: Question, worlds: Worlds | None = None, *, p
 def audit_to(
     folder: Path,
     prepared: Prepared,
-    asked: Question,
-    work: Work,
+    asked: AuditRequest,
+    work: Auditor,
     console: Console | None = None,
 ) -> int:
     """Audit a learner, print what was found, and write `audit.json` and `audit.html`.
@@ -129,10 +130,10 @@ def audit_to(
 def show(done: Audit, seed: int, folder: Path, console: Console) -> int:
     """Print an audit and write it down; returns the exit code."""
     name = done.plan.run.spec.names[done.plan.worlds.learner]
-    document = json.dumps({**provenance(done), **as_document(done, name, seed)}, indent=2)
+    document = json.dumps({**_provenance(done), **as_document(done, name, seed)}, indent=2)
     (folder / "audit.json").write_text(document + "\n", encoding="utf-8")
     write_audit_report(done, name, folder / "audit.html", seed)
-    print_audit(done, name, console)
+    print_verdict(done.verdict, name, _rows(done), _notes(done), console)
     console.out(f"{folder}: audit.json, audit.html", highlight=False)
     return 1 if done.verdict.kind == "refuted" else 0
 
@@ -198,7 +199,7 @@ def _from_file(path: Path) -> tuple[Any, float]:
         ) from None
 
 
-def provenance(done: Audit) -> dict[str, Any]:
+def _provenance(done: Audit) -> dict[str, Any]:
     """Of what, when, and by which version: what an auditor's file must say."""
     return {
         "sottovoce": version("sottovoce"),
@@ -211,7 +212,6 @@ def provenance(done: Audit) -> dict[str, Any]:
 def as_document(done: Audit, name: str, seed: int) -> dict[str, Any]:
     """An audit for a JSON file; null for what is not finite."""
     found, plan = done.found, done.plan
-    rounds = found.rounds
     return {
         "learner": name,
         "verdict": asdict(done.verdict),
@@ -221,41 +221,64 @@ def as_document(done: Audit, name: str, seed: int) -> dict[str, Any]:
         "claim_made_for": plan.made_for.value,
         "adjacency": plan.guarantee.adjacency,
         "runs_of_each_world": found.runs,
-        "confidence": 1.0 - found.alpha,
+        "confidence": 1.0 - found.levels.alpha,
         "seed": seed,
         "epsilon": {
             "promised": finite(found.claim),
             "paper": finite(float(plan.guarantee.paper[-1])),
             "largest_realised": finite(done.largest),
             "lower_bound": found.largest,
-            "most_that_so_many_runs_show": ceiling(found.runs, found.alpha / 9) if found.paired else 0.0,
+            "most_that_so_many_runs_show": found.most,
         },
-        "conformance": [_finite(asdict(test)) for test in found.conformance],
-        "likelihood": None
-        if found.guessed is None
-        else {
-            **_finite(asdict(found.guessed)),
-            "excess": None if found.excess is None else _finite(asdict(found.excess)),
-        },
-        "single_rounds": None
-        if rounds is None
-        else {
-            "composed": rounds.composed,
-            **{key: [finite(float(value)) for value in getattr(rounds, key)] for key in ("claim", "bound", "largest")},
-        },
-        "learners": [
-            {
-                "learner": plan.run.spec.names[each.learner],
-                "claim": finite(each.claim),
-                "largest": finite(each.largest),
-            }
-            for each in done.learners
-        ],
+        "conformance": [_finite(asdict(test)) for test in found.of("conformance").tests],
+        "likelihood": _likelihood(done),
+        "single_rounds": None if found.rounds is None else _single_rounds(found.rounds),
+        "learners": [_learner(each, plan) for each in done.learners],
         "black_box": {
-            "epsilon_promised_in_the_rounds_seen": finite(found.claim_seen),
+            "epsilon_promised_in_the_rounds_seen": finite(done.claim_seen),
             "numbers_that_vary_by_view": dict(done.views),
-            "attempts": [asdict(attempt) for attempt in found.attempts],
+            "attempts": [attempt(bound) for bound in found.of("black box").bounds],
         },
+    }
+
+
+def attempt(bound: Bound) -> dict[str, Any]:
+    """What a classifier came to, for a JSON file."""
+    guesses = {"guesses": bound.guesses, "correct": bound.correct, "bound": bound.value, "level": bound.level}
+    return {"model": bound.guesser, "view": bound.view, **guesses}
+
+
+def _likelihood(done: Audit) -> dict[str, Any] | None:
+    bound, excess = done.found.guessed, done.found.excess
+    if bound is None:
+        return None
+    (test,) = done.found.of("likelihood").tests
+    return {
+        "runs": len(done.worlds),
+        "threshold": finite(bound.threshold),
+        "guesses": bound.guesses,
+        "correct": bound.correct,
+        "bound": bound.value,
+        "level": bound.level,
+        "overconfident": _finite(asdict(test)),
+        "excess": None if excess is None else _finite(asdict(excess)),
+    }
+
+
+def _single_rounds(rounds: RoundBounds) -> dict[str, Any]:
+    return {
+        "composed": rounds.composed,
+        "claim": [finite(bound.claim) for bound in rounds.bounds],
+        "bound": [finite(bound.value) for bound in rounds.bounds],
+        "largest": [finite(loss) for loss in rounds.largest.tolist()],
+    }
+
+
+def _learner(each: LearnerLoss, plan: Plan) -> dict[str, Any]:
+    return {
+        "learner": plan.run.spec.names[each.learner],
+        "claim": finite(each.claim),
+        "largest": finite(each.largest),
     }
 
 
@@ -267,26 +290,36 @@ def _finite(document: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def print_audit(done: Audit, name: str, console: Console) -> None:
-    """The verdict, and the families side by side."""
-    verdict = done.verdict
+def print_verdict(
+    verdict: Verdict, name: str, rows: Iterable[TableRow], notes: Iterable[str], console: Console, most: int = 6
+) -> None:
+    """The verdict, what was tested side by side, and what else there is to know.
+
+    Args:
+        verdict: what may be said.
+        name: of whom.
+        rows: family, what was tested, result, epsilon at least, epsilon claimed.
+        notes: a line each.
+        console: where to.
+        most: pieces of evidence that are told.
+    """
     console.print(Text.assemble((name, "bold"), " ", (verdict.kind.upper(), COLOURS[verdict.kind])))
     console.print(Text(verdict.text))
-    for more in verdict.evidence[1:6]:
+    for more in verdict.evidence[1:most]:
         console.print(Text(f"also: {more}"))
-    if len(verdict.evidence) > 6:
-        console.print(Text(f"and {len(verdict.evidence) - 6} more: audit.json"))
+    if len(verdict.evidence) > most:
+        console.print(Text(f"and {len(verdict.evidence) - most} more: audit.json"))
     table = Table("family", "what was tested", "result", box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim")
     table.add_column("ε at\nleast", justify="right")
     table.add_column("ε\nclaimed", justify="right")
-    for row in _rows(done):
+    for row in rows:
         table.add_row(*(Text(cell) for cell in row))
     console.print(table)
-    for text in _notes(done):
+    for text in notes:
         console.print(Text(text, style="dim"))
 
 
-def _rows(done: Audit) -> Iterator[Row]:
+def _rows(done: Audit) -> Iterator[TableRow]:
     found = done.found
     yield _conformance_row(found)
     if done.shown is None:
@@ -295,27 +328,32 @@ def _rows(done: Audit) -> Iterator[Row]:
         above = "none above" if found.excess is None else f"{found.excess.transcripts:,} above"
         result = f"largest {number(done.largest)}, {above} the claim"
         yield "likelihood", "the loss of every transcript", result, NOTHING, number(found.claim)
-    if found.guessed is not None:
-        p_value = found.guessed.overconfident.p_value
-        yield "likelihood", "right guesses, given the losses", f"p-value {number(p_value, 2)}", NOTHING, NOTHING
-    for k, (guesser, correct, guesses, bound, claim, _) in enumerate(found.bounds):
-        family = "black box" if k or found.guessed is None else "likelihood"
-        yield family, guesser, f"{correct:,} of {guesses:,} right", number(bound, 3), number(claim)
-        if found.rounds is not None and family == "likelihood":
-            shown = int(np.count_nonzero(found.rounds.bound))
-            result = f"{shown} of {len(found.rounds.bound)} show something"
-            yield family, "single rounds, composed", result, number(found.rounds.composed, 3), number(found.claim)
+    for test in found.of("likelihood").tests:
+        yield "likelihood", "right guesses, given the losses", f"p-value {number(test.p_value, 2)}", NOTHING, NOTHING
+    yield from map(guess_row, found.of("likelihood").bounds)
+    if found.rounds is not None:
+        values = [bound.value for bound in found.rounds.bounds]
+        result = f"{int(np.count_nonzero(values))} of {len(values)} show something"
+        composed = number(found.rounds.composed, 3)
+        yield "likelihood", "single rounds, composed", result, composed, number(found.claim)
+    yield from map(guess_row, found.of("black box").bounds)
 
 
-def _conformance_row(found: Findings) -> Row:
-    tests = [test for test in found.conformance if test.p_value == test.p_value]
+def guess_row(bound: Bound) -> TableRow:
+    """One guesser."""
+    blind = bound.family == "black box" and not bound.view
+    seen = f"{bound.name}: nothing to look at" if blind else bound.name
+    result = f"{bound.correct:,} of {bound.guesses:,} right"
+    return bound.family, seen, result, number(bound.value, 3), number(bound.claim)
+
+
+def _conformance_row(found: Findings) -> TableRow:
+    tests = [test for test in found.of("conformance").tests if test.p_value == test.p_value]
     if not tests:
         return "conformance", "the noise is what the algorithm says", "no noise to test", NOTHING, NOTHING
     worst = min(tests, key=lambda test: test.p_value)
-    level = next(level for test, level in found.tests if test is worst)
-    result = (
-        f"smallest of {len(tests)} p-values {number(worst.p_value, 2)} ({worst.name}); below {number(level, 2)} rejects"
-    )
+    smallest = f"smallest of {len(tests)} p-values {number(worst.p_value, 2)} ({worst.name})"
+    result = f"{smallest}; below {number(worst.level, 2)} rejects"
     return "conformance", "the noise is what the algorithm says", result, NOTHING, NOTHING
 
 
@@ -334,10 +372,10 @@ def _notes(done: Audit) -> Iterator[str]:
     if not found.paired:
         yield "All runs are of one world, so nothing was guessed."
         return
-    most = ceiling(found.runs, found.alpha / 9)
+    most = found.most
     needed = ""
     if 0.0 < found.claim <= 20.0:
-        full = runs_needed(found.claim, found.alpha / 9)
+        full = runs_needed(found.claim, found.levels.of("likelihood", "whole runs"))
         needed = f" If the worlds show all of the claim, {full:,} runs of each show 90 % of it."
     yield f"At best {found.runs:,} runs of each world show ε {number(most, 3)}.{needed}"
     if most < found.claim < np.inf:

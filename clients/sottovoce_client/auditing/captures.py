@@ -10,13 +10,14 @@ import numpy as np
 
 from sottovoce.audit.audit import Audit, Examined, conclude, conforming, examine
 from sottovoce.audit.plan import Plan
-from sottovoce.audit.simulated import Overheard, at_a_time
+from sottovoce.audit.simulated import Recording, at_a_time
+from sottovoce.audit.views import Layout
 from sottovoce.errors import CaptureError, DataError, EquivocationError, SpecError
 from sottovoce.privacy.guarantee import ThreatModel
 from sottovoce.running.run import Run
 from sottovoce.running.transcript import Transcript
 from sottovoce.spec import RunSpec, code_to_import, parse_spec
-from sottovoce_client.auditing.audit import Question, Say, plan
+from sottovoce_client.auditing.audit import AuditRequest, Say, plan
 from sottovoce_client.auditing.channel import channel, lines_of
 from sottovoce_client.auditing.worlds import FILE, Document, as_audited, read_worlds, worlds_from
 from sottovoce_client.lab.watching.canaries import canaries_beside
@@ -27,7 +28,7 @@ from sottovoce_eavesdropper.storage import Folder, open_folder
 
 
 def from_captures(
-    place: str, asked: Question, prepare: Callable[[RunSpec], Prepared], say: Say, *, spec: RunSpec | None = None
+    place: str, asked: AuditRequest, prepare: Callable[[RunSpec], Prepared], say: Say, *, spec: RunSpec | None = None
 ) -> Audit:
     """Audit what was overheard earlier.
 
@@ -51,12 +52,12 @@ def from_captures(
     captures = find(root)
     if not captures:
         raise CaptureError(f"{root.name} must be a capture, or a folder with captures: there is no capture.json")
-    document = same_spec(captures)
+    document = _same_spec(captures)
     if not document:
         raise CaptureError(
             f"{captures[0].name} is of no run of ours: sottovoce eavesdropper audit is for captures of other services"
         )
-    require_no_canaries(place)
+    _require_no_canaries(place)
     prepared = prepare(_spec(document, captures[0].name, spec))
     _require_features(captures, prepared)
     kept, dropped = whole(captures, prepared.run)
@@ -91,8 +92,8 @@ def audit_of(audited: Plan, captures: Sequence[Capture], source: str, say: Say) 
     most = at_a_time(audited.run, audited.worlds)
     first: list[Transcript] = []
     parts: list[Examined] = []
-    pending: tuple[list[Overheard], list[Overheard]] = ([], [])
-    for k, part in enumerate(overheard(audited, captures)):
+    pending: tuple[list[Recording], list[Recording]] = ([], [])
+    for k, part in enumerate(_recordings(audited, captures)):
         if part.world == 0 and len(first) < conforming(audited.run):
             first.append(part.transcript)
         pending[part.world].append(part)
@@ -106,24 +107,27 @@ def audit_of(audited: Plan, captures: Sequence[Capture], source: str, say: Say) 
     return conclude(audited, parts, _side_by_side(first), source, say=say)
 
 
-def overheard(audited: Plan, captures: Iterable[Capture]) -> Iterator[Overheard]:
+def _recordings(audited: Plan, captures: Iterable[Capture]) -> Iterator[Recording]:
     """What was heard of every run."""
     import pyarrow as pa
 
     run, lines = audited.run, lines_of(audited)
+    layouts: dict[Layout, Layout] = {}
     for capture in captures:
         try:
             transcript = capture.transcript(run.algorithm.field_shapes(), run.spec.n_learners, run.topology)
         except EquivocationError as error:
             raise EquivocationError(f"{capture.name}: {error}") from None
         seen = channel(pa.Table.from_batches(capture.batches()), lines, str(capture.facts["run_id"]))
-        yield Overheard(_label(capture) or 0, transcript, channel={name: view[None] for name, view in seen.items()})
+        for name, row in seen.items():  # most runs have the same one: it is kept once
+            seen[name] = replace(row, layout=layouts.setdefault(row.layout, row.layout))
+        yield Recording(_label(capture) or 0, transcript, channel=(seen,))
 
 
-def _together(parts: Sequence[Overheard]) -> Overheard:
+def _together(parts: Sequence[Recording]) -> Recording:
     """Runs of one world as one."""
-    seen = {name: np.concatenate([part.channel[name] for part in parts]) for name in parts[0].channel}
-    return Overheard(parts[0].world, _side_by_side([part.transcript for part in parts]), channel=seen)
+    seen = tuple(run for part in parts for run in part.channel)
+    return Recording(parts[0].world, _side_by_side([part.transcript for part in parts]), channel=seen)
 
 
 def _side_by_side(transcripts: Sequence[Transcript]) -> Transcript:
@@ -171,7 +175,7 @@ def _rounds(capture: Capture, run: Run) -> int:
         raise EquivocationError(f"{capture.name}: {error}") from None
 
 
-def same_spec(captures: Sequence[Capture]) -> Document:
+def _same_spec(captures: Sequence[Capture]) -> Document:
     """The spec of all of them.
 
     Raises:
@@ -251,7 +255,7 @@ def _told(root: Folder, labels: set[int | None]) -> tuple[Document, str]:
     )
 
 
-def _require_asked(asked: Question, learner: str, where: str) -> None:
+def _require_asked(asked: AuditRequest, learner: str, where: str) -> None:
     """The swap has been made: no other one can be asked for."""
     if asked.learner not in (None, learner):
         raise SpecError(f"--learner must be {learner}, whose record was swapped in these captures ({where})")
@@ -259,7 +263,7 @@ def _require_asked(asked: Question, learner: str, where: str) -> None:
         raise SpecError(f"--record is for runs that are still to be made: these captures have their swap ({where})")
 
 
-def require_no_canaries(place: str) -> None:
+def _require_no_canaries(place: str) -> None:
     """A run with canaries learned other records than its spec's.
 
     Raises:

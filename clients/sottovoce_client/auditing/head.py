@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 from sottovoce.audit.audit import Audit
 from sottovoce.audit.bounds import ceiling
@@ -35,7 +34,7 @@ def cards(done: Audit) -> str:
     """The figures that most people ask for."""
     plan, found = done.plan, done.found
     paper = float(plan.guarantee.paper[-1])
-    family, bound = best_bound(found)
+    family, bound = found.best
     made_for = f"for this swap; made for {words.LISTENERS[plan.made_for.value]}"
     if math.isinf(plan.epsilon):
         made_for = "nothing finite is promised about what is said"
@@ -48,7 +47,7 @@ def cards(done: Audit) -> str:
         shown = f"shown by {family}, at this confidence" if bound else "no family shows more"
         figures += [
             ("ε is at least", number(bound, 3), shown),
-            ("At best so many runs show", number(ceiling(found.runs, found.alpha / 9), 3), _at_best(found)),
+            ("At best so many runs show", number(found.most, 3), _at_best(found)),
         ]
     each = (
         f'<div class="card"><div class="what">{what}</div><div class="figure">{figure}</div>'
@@ -84,16 +83,8 @@ def _at_best(found: Findings) -> str:
     said = "if every guess of a whole run were right"
     if found.rounds is None:
         return said
-    rounds = len(found.rounds.claim)
-    return f"{said}; guessed round by round and added up, {number(rounds * ceiling(found.runs, found.alpha / 9 / rounds), 3)}"
-
-
-def best_bound(found: Findings) -> tuple[str, float]:
-    """The largest lower bound on epsilon, and who gave it."""
-    known = [(name, bound) for name, _, _, bound, _, _ in found.bounds]
-    if found.rounds is not None:
-        known.append(("single rounds, added up", found.rounds.composed))
-    return max(known, key=lambda each: each[1], default=("", 0.0))
+    added = sum(ceiling(found.runs, bound.level) for bound in found.rounds.bounds)
+    return f"{said}; guessed round by round and added up, {number(added, 3)}"
 
 
 # ---- the families ----------------------------------------------------------------------------------------------------
@@ -125,21 +116,20 @@ def _family(title: str, what: str, kind: str, rows: Rows, idle: str = "") -> str
 
 
 def _conformance(done: Audit) -> str:
-    found = done.found
-    alone = replace(found, excess=None, guessed=None, rounds=None, attempts=())
-    kind = decide(alone).kind
+    found = done.found.of("conformance")
+    kind = decide(found).kind
     idle, rows = "", []
-    if not found.conformance:
+    if not found.tests:
         idle = no_noise(done)
     else:
-        worst = min(found.conformance, key=lambda test: math.inf if math.isnan(test.p_value) else test.p_value)
-        rejected = sum(test.p_value < level for test, level in alone.tests)
+        worst = min(found.tests, key=lambda test: math.inf if math.isnan(test.p_value) else test.p_value)
+        rejected = sum(test.rejects for test in found.tests)
         rows = [
-            ("tests", count(len(found.conformance))),
+            ("tests", count(len(found.tests))),
             ("smallest p-value", f"{number(worst.p_value, 2)} ({worst.name})"),
         ]
         rows += [
-            ("p-value that rejects", f"below {number(alone.tests[0][1], 2)}"),
+            ("p-value that rejects", f"below {number(worst.level, 2)}"),
             ("tests that reject", count(rejected)),
         ]
     what = "Is the noise in the messages what the algorithm says: its size, its shape, fresh every time?"
@@ -147,8 +137,8 @@ def _conformance(done: Audit) -> str:
 
 
 def _likelihood(done: Audit) -> str:
-    found, guessed = done.found, done.found.guessed
-    kind = decide(replace(found, conformance=(), attempts=())).kind
+    found, guessed = done.found.of("likelihood"), done.found.guessed
+    kind = decide(found).kind
     what = "Knows the algorithm: how far do messages tell the two worlds apart? Nobody guesses better if the noise is as claimed."
     if done.shown is None:
         return _family("Likelihood", what, kind, (), words.UNHEARD[done.plan.listener.threat.value])
@@ -158,8 +148,8 @@ def _likelihood(done: Audit) -> str:
     rows = [
         largest,
         ("right guesses of runs", f"{guessed.correct:,} of {guessed.guesses:,}"),
-        ("so ε is at least", number(guessed.bound, 3)),
-        ("too many right guesses?", f"p = {number(guessed.overconfident.p_value, 2)}"),
+        ("so ε is at least", number(guessed.value, 3)),
+        *((f"{test.name}?", f"p = {number(test.p_value, 2)}") for test in found.tests),
     ]
     if found.rounds is not None:
         rows.append(("single rounds, added up: ε at least", number(found.rounds.composed, 3)))
@@ -167,21 +157,21 @@ def _likelihood(done: Audit) -> str:
 
 
 def _black_box(done: Audit) -> str:
-    found = done.found
-    kind = decide(replace(found, conformance=(), excess=None, guessed=None, rounds=None)).kind
+    found = done.found.of("black box")
+    kind = decide(found).kind
     what = "Knows nothing of the algorithm: classifiers learn from the bare numbers which world a run lives in."
-    tried = [attempt for attempt in found.attempts if attempt.view]
+    tried = [bound for bound in found.bounds if bound.view]
     if not found.paired:
         return _family("Black box", what, kind, (), words.ONE_WORLD)
     if not tried:
         return _family("Black box", what, kind, (), "all runs look alike, or there are too few to learn from")
-    best = max(tried, key=lambda attempt: (attempt.bound, attempt.correct / max(1, attempt.guesses)))
+    best = max(tried, key=lambda bound: (bound.value, bound.correct / max(1, bound.guesses)))
     rows = [
-        ("best classifier", best.model),
+        ("best classifier", best.guesser),
         ("what it looked at", best.view),
         ("right guesses", f"{best.correct:,} of {best.guesses:,}"),
-        ("so ε is at least", number(best.bound, 3)),
-        ("claimed in the rounds it saw", number(found.claim_seen)),
+        ("so ε is at least", number(best.value, 3)),
+        ("claimed in the rounds it saw", number(best.claim)),
     ]
     return _family("Black box", what, kind, rows)
 

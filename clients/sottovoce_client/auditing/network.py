@@ -12,7 +12,7 @@ import numpy as np
 from sottovoce.audit.audit import Audit
 from sottovoce.audit.plan import Plan
 from sottovoce.errors import SottovoceError, SpecError
-from sottovoce_client.auditing.audit import Say, Work
+from sottovoce_client.auditing.audit import Auditor, Say
 from sottovoce_client.auditing.captures import audit_of, find, require_heard, whole
 from sottovoce_client.auditing.worlds import as_audited, write_worlds
 from sottovoce_client.running.launch import ServiceDied, run_async, while_alive
@@ -28,7 +28,7 @@ class RunFailed(SottovoceError):
     """A run of an audit did not reach its end."""
 
 
-def on_network(folder: Path, *, per_process: int = 1) -> Work:
+def on_network(folder: Path, *, per_process: int = 1) -> Auditor:
     """The work of an audit on real services of this machine, every edge overheard by a relay.
 
     Captures and `worlds.json` stay in `captures` below the folder, so that the audit can be repeated from them. Journals and

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from sottovoce.arrays import BoolArray, FloatArray, IntArray
-from sottovoce.audit.bounds import epsilon_lower_bound
-from sottovoce.audit.likelihood import Guessed, Ratios
+from sottovoce.audit.bounds import Bound, epsilon_lower_bound
+from sottovoce.audit.likelihood import Ratios
 from sottovoce.audit.rounds import RoundBounds
 from sottovoce.lab.watch.sequential import EpsilonBound
 from sottovoce_client.reports.drawing import FAINT, INK, LEGEND, Trace, axis, buttons, draw, finite, thinned
@@ -179,9 +179,7 @@ def roc_plot(shown: Ratios, claim: float, bound: float) -> str:
     )
 
 
-def progress(
-    shown: Ratios, guessed: Guessed, alpha: float, looks: int = 120
-) -> tuple[IntArray, FloatArray, FloatArray]:
+def progress(shown: Ratios, guessed: Bound, looks: int = 120) -> tuple[IntArray, FloatArray, FloatArray]:
     """Bounds as runs come in, in a fixed random order, for they are made world by world.
 
     Returns:
@@ -192,27 +190,27 @@ def progress(
     made = (np.abs(totals) > 0) & (np.abs(totals) >= guessed.threshold)
     right = ((totals < 0) == (worlds == 1)).astype(np.float64)
     at = np.unique(np.geomspace(1, len(order), looks).astype(np.int64))
-    best = np.array([epsilon_lower_bound(int(n), int(n), alpha) for n in at])
+    best = np.array([epsilon_lower_bound(int(n), int(n), guessed.level) for n in at])
     process = EpsilonBound(np.linspace(0.0, 1.05 * float(best[-1]) + 1e-3, 500))
     lower, done = [], 0
     for n in at.tolist():
         for start in range(done, n, 4096):  # what a bet holds in memory grows with the guesses
             piece = slice(start, min(start + 4096, n))
             process.add(right[piece][made[piece]])
-        lower.append(process.lower(alpha))
+        lower.append(process.lower(guessed.level))
         done = n
     return at, np.array(lower), best
 
 
-def progress_plot(shown: Ratios, guessed: Guessed, claim: float, alpha: float) -> str:
+def progress_plot(shown: Ratios, guessed: Bound, claim: float) -> str:
     """The lower bound as runs come in."""
-    at, lower, best = progress(shown, guessed, alpha)
+    at, lower, best = progress(shown, guessed)
     traces = [
         line(at, best, "at best", BEST, dash="dot"),
         line(at, lower, "valid at every look", BOUND) | {"line": {"color": BOUND, "width": 2.2, "shape": "hv"}},
     ]
     marker = {"size": 11, "symbol": "diamond", "color": BOUND, "line": {"color": "white", "width": 1.5}}
-    point = {"x": [len(shown.total)], "y": [guessed.bound], "mode": "markers", "marker": marker, "cliponaxis": False}
+    point = {"x": [len(shown.total)], "y": [guessed.value], "mode": "markers", "marker": marker, "cliponaxis": False}
     traces.append({"type": "scatter", **point, "name": "all runs, looked at once", "hovertemplate": "%{y:.4~g}"})
     if claim <= SHOWN_CLAIM * float(best[-1]):
         ends = np.array([1.0, float(len(shown.total))])
@@ -282,14 +280,15 @@ def single_plot(rounds: RoundBounds) -> str:
     """Every message on its own: the claim, the largest loss and the lower bound."""
     dots = {"mode": "markers", "marker": {"size": 7, "color": BOUND}}
     over = {**dots, "marker": {"size": 9, "symbol": "x", "color": WORLDS[1][1]}}
-    above = rounds.bound > rounds.claim
+    claim, bound = (np.array([getattr(each, key) for each in rounds.bounds]) for key in ("claim", "value"))
+    above = bound > claim
     return _by_round(
         "plot-single",
         (
-            ("claimed at most", rounds.claim, {"line": {"color": CLAIM, "width": 1.8, "dash": "dash"}}),
+            ("claimed at most", claim, {"line": {"color": CLAIM, "width": 1.8, "dash": "dash"}}),
             ("largest loss of any message", rounds.largest, {"line": {"color": WORLDS[0][1], "width": 1.2}}),
-            ("lower bound", np.where(above, math.nan, rounds.bound), dots),
-            ("lower bound above the claim", np.where(above, rounds.bound, math.nan), over),
+            ("lower bound", np.where(above, math.nan, bound), dots),
+            ("lower bound above the claim", np.where(above, bound, math.nan), over),
         ),
         "privacy loss of the round",
     )

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from sottovoce.audit.audit import Audit
-from sottovoce.audit.bounds import ceiling
-from sottovoce.audit.likelihood import Guessed, Ratios
+from sottovoce.audit.bounds import Bound
+from sottovoce.audit.likelihood import Ratios
 from sottovoce.audit.rounds import RoundBounds
 from sottovoce.privacy.guarantee import ThreatModel
 from sottovoce.spec import dump_spec
@@ -85,7 +85,7 @@ def render_audit(done: Audit, name: str, seed: int) -> str:
         plural(spec.rounds, "round"),
         f"{plural(done.found.runs, 'run')} of {'each' if done.found.paired else 'one'} world",
         f"from {done.source}",
-        f"{100 * (1 - done.found.alpha):.6g} % confidence",
+        f"{100 * (1 - done.found.levels.alpha):.6g} % confidence",
         f"seed {seed}",
     )
     parts = [banner(done), cards(done), families(done), *_exact(done), _noise(done), _swap(done)]
@@ -142,12 +142,12 @@ def _histogram(done: Audit, shown: Ratios) -> str:
     )
 
 
-def _guessing(done: Audit, shown: Ratios, guessed: Guessed) -> str:
-    plot = plots.roc_plot(shown, done.found.claim, guessed.bound)
+def _guessing(done: Audit, shown: Ratios, guessed: Bound) -> str:
+    plot = plots.roc_plot(shown, done.found.claim, guessed.value)
     said = []
-    if guessed.bound > 0:
+    if guessed.value > 0:
         said.append(
-            f"To be guessed this often, ε must be at least {number(guessed.bound, 3)}: the dashed line is what that would allow."
+            f"To be guessed this often, ε must be at least {number(guessed.value, 3)}: the dashed line is what that would allow."
         )
     if 8 < done.found.claim < math.inf:
         said.append(
@@ -183,12 +183,12 @@ def _by_round(done: Audit, shown: Ratios) -> str:
     return section("Round by round", words.ROUNDS, drawn, _note(" ".join(said)))
 
 
-def _progress(done: Audit, shown: Ratios, guessed: Guessed) -> str:
+def _progress(done: Audit, shown: Ratios, guessed: Bound) -> str:
     found = done.found
     if not guessed.guesses:
         return section("What more runs add", "No run was telling enough to be guessed, so there is no bound to follow.")
-    plot = plots.progress_plot(shown, guessed, found.claim, found.alpha / 9)
-    beyond = found.claim > plots.SHOWN_CLAIM * ceiling(found.runs, found.alpha / 9)
+    plot = plots.progress_plot(shown, guessed, found.claim)
+    beyond = found.claim > plots.SHOWN_CLAIM * found.most
     claim = f"The claim, {number(found.claim)}, lies above the picture." if beyond else ""
     said = (
         f"{guessed.correct:,} of {guessed.guesses:,} guesses were right; runs that tell too little were left out, by a "
@@ -270,29 +270,21 @@ def _learners(done: Audit) -> str:
 def _tests(done: Audit) -> str:
     found = done.found
     tests = [
-        (
-            t.name,
-            t.what,
-            t.where or NOTHING,
-            number(t.statistic),
-            number(t.p_value, 2),
-            number(level, 2),
-            t.p_value < level,
-        )
-        for t, level in found.tests
+        (t.name, t.what, t.where or NOTHING, number(t.statistic), number(t.p_value, 2), number(t.level, 2), t.rejects)
+        for t in found.tests
     ]
     guessers = [
-        (name, f"{right:,} of {guesses:,}", number(bound, 3), number(claim), number(level, 2), bound > claim)
-        for name, right, guesses, bound, claim, level in found.bounds
+        (b.name, f"{b.correct:,} of {b.guesses:,}", number(b.value, 3), number(b.claim), number(b.level, 2), b.rejects)
+        for b in found.bounds
     ]
     heads = ("test", "what is tested", "where it was largest", "statistic", "p-value", "rejects below")
     heads_of_guessers = ("who guesses", "right guesses", "ε at least", "claimed ε", "may be wrong with")
     return section(
         "All comparisons",
-        words.TESTS.format(alpha=number(found.alpha, 3), third=number(found.alpha / 3, 3)),
+        words.TESTS.format(alpha=number(found.levels.alpha, 3), third=number(found.levels.family("likelihood"), 3)),
         f"<h3>Tests</h3>{_marked(heads, tests, 'tests')}" if tests else "",
         f"<h3>Guesses</h3>{_marked(heads_of_guessers, guessers)}{_note(_views(done))}" if guessers else "",
-        _single(found.rounds, found.alpha / 9) if found.rounds is not None else "",
+        _single(found.rounds) if found.rounds is not None else "",
     )
 
 
@@ -319,23 +311,25 @@ def _marked(heads: Sequence[str], rows: Iterable[tuple[object, ...]], kind: str 
     return f'<div class="wide"><table{named}><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
-def _single(rounds: RoundBounds, alpha: float) -> str:
+def _single(rounds: RoundBounds) -> str:
     """Guesses of every round."""
-    most = np.argsort(-rounds.bound, kind="stable")[:MOST_ROUNDS]
+    length = len(rounds.bounds)
+    most = set(sorted(range(length), key=lambda t: -rounds.bounds[t].value)[:MOST_ROUNDS])
     rows = [
         (
             f"round {t}",
-            f"{rounds.correct[t]:,} of {rounds.guesses[t]:,}",
-            number(float(rounds.bound[t]), 3),
-            number(float(rounds.claim[t])),
+            f"{bound.correct:,} of {bound.guesses:,}",
+            number(bound.value, 3),
+            number(bound.claim),
             number(float(rounds.largest[t])),
-            rounds.bound[t] > rounds.claim[t],
+            bound.rejects,
         )
-        for t in sorted(most.tolist())
+        for t, bound in enumerate(rounds.bounds)
+        if t in most
     ]
-    length = len(rounds.claim)
     which = f"the {MOST_ROUNDS:,} of {length:,} that show most" if length > MOST_ROUNDS else plural(length, "round")
-    title = f"Guesses of single rounds ({which}; each may be wrong with {number(alpha / length, 2)})"
+    level = number(rounds.bounds[0].level, 2)
+    title = f"Guesses of single rounds ({which}; each may be wrong with {level})"
     heads = ("message", "right guesses", "ε at least", "claimed ε", "largest loss")
     return f'<details class="section-end"><summary>{title}</summary>{_marked(heads, rows)}</details>'
 
@@ -381,7 +375,7 @@ def _repeat(done: Audit, name: str, seed: int) -> str:
     options = [f"--learner {name}", f"--runs {plan.runs}", f"--threat {plan.listener.threat.value}"]
     if plan.listener.neighbour is not None:
         options.append(f"--neighbour {plan.run.spec.names[plan.listener.neighbour]}")
-    options += [f"--confidence {1 - plan.alpha:.6g}", f"--seed {seed}"]
+    options += [f"--confidence {1 - plan.levels.alpha:.6g}", f"--seed {seed}"]
     command = html.escape(f"sottovoce audit {file} {' '.join(options)}")
     chosen = f" {words.CHOSEN}" if plan.worlds.what.startswith("record ") else ""
     return f'<p>{html.escape(words.REPEAT.format(file=file) + chosen)}</p><pre class="command"><code>{command}</code></pre>'

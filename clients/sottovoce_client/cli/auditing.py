@@ -17,7 +17,7 @@ from sottovoce.spec import load_spec
 from sottovoce_client.cli.app import AllowImports, LogLevel, app, folder_for, prepared_from
 
 if TYPE_CHECKING:
-    from sottovoce_client.auditing.audit import Question, Work
+    from sottovoce_client.auditing.audit import Auditor, AuditRequest
 
 
 _WHERE, _SWAP, _TEST = "Where the runs come from", "The two worlds, and who listens", "The auditor's own test"
@@ -103,11 +103,13 @@ def audit(
     if spec is None and captures is None:
         raise SpecError("audit needs a SPEC, or --from CAPTURES, or --self-test")
     from sottovoce.privacy.guarantee import ThreatModel
-    from sottovoce_client.auditing.audit import Question, audit_to
+    from sottovoce_client.auditing.audit import AuditRequest, audit_to
 
     _require_fitting(runs, on, captures, record, replacement, threat, neighbour)
     many = runs or (100 if on == "network" else 1000)
-    asked = Question(learner, record, replacement or "mirror", ThreatModel(threat), neighbour, many, confidence, seed)
+    asked = AuditRequest(
+        learner, record, replacement or "mirror", ThreatModel(threat), neighbour, many, confidence, seed
+    )
     if captures is not None:
         raise typer.Exit(_from(captures, asked, spec, out))
     prepared, folder = prepared_from(load_spec(_given(spec))), folder_for("audit", out)
@@ -144,7 +146,7 @@ def _given(spec: Path | None) -> Path:
 @contextlib.contextmanager
 def _work(
     on: Literal["simulator", "network"], folder: Path, backend: Literal["processes", "ray", "dask"], jobs: int | None
-) -> Iterator[Work]:
+) -> Iterator[Auditor]:
     """Who makes the runs."""
     if on == "network":
         from sottovoce_client.auditing.network import on_network
@@ -152,13 +154,13 @@ def _work(
         yield on_network(folder)
     else:
         from sottovoce.audit.audit import audit_simulated
-        from sottovoce_client.auditing.spread import spread_over
+        from sottovoce_client.auditing.backends import mapper_over
 
-        with spread_over(backend, jobs) as spread:
-            yield partial(audit_simulated, spread=spread)
+        with mapper_over(backend, jobs) as mapper:
+            yield partial(audit_simulated, mapper=mapper)
 
 
-def _from(captures: str, asked: Question, spec: Path | None, out: Path | None) -> int:
+def _from(captures: str, asked: AuditRequest, spec: Path | None, out: Path | None) -> int:
     from rich.console import Console
 
     from sottovoce_client.auditing.audit import show
@@ -262,10 +264,10 @@ def watch(
 
     Exits with 1 at the first alarm, which is a log line, too. You need the records: the spec's data.source must be here.
     """
-    from sottovoce_client.lab.watching.watch import Question, where
+    from sottovoce_client.lab.watching.watch import WatchRequest, where
     from sottovoce_client.lab.watching.watch import watch as follow
     from sottovoce_rpc.logs import configure_logs
 
     configure_logs(log_level)
-    question = Question(alpha, tuple(learner or ()), canaries, commitment, keep_going, once)
+    question = WatchRequest(alpha, tuple(learner or ()), canaries, commitment, keep_going, once)
     raise typer.Exit(follow(where(capture, eavesdropper, run), question, prepared_from, metrics=metrics))

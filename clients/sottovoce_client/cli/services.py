@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -197,7 +198,7 @@ def eavesdropper_audit(
         folder,
         decoder=decoder,
         run_is=run_is,
-        claim=claim,
+        claim=math.inf if claim is None else claim,
         confidence=confidence,
         seed=seed,
         out=folder_for("audit", out),

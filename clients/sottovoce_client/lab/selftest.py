@@ -16,11 +16,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from sottovoce.audit.bounds import interval
 from sottovoce.data.files import import_extra
 from sottovoce.errors import SpecError
 from sottovoce.lab.selftest.bases import ALGORITHMS, BASES
 from sottovoce.lab.selftest.mutants import MUTANTS, Mutant
-from sottovoce.lab.selftest.trial import LEVEL, WATCH_LEVEL, Alarms, Outcome, added, attempt, false_alarms, interval
+from sottovoce.lab.selftest.trial import LEVEL, WATCH_LEVEL, Alarms, Outcome, added, attempt, false_alarms
 from sottovoce_client.auditing.audit import index_of
 from sottovoce_client.prepare import Prepared
 from sottovoce_client.wording import NOTHING, count
@@ -28,7 +29,7 @@ from sottovoce_client.wording import NOTHING, count
 LOT = 5
 """Audits of correct learners in one piece of work."""
 
-Work = Callable[[], Outcome | Alarms]
+Task = Callable[[], Outcome | Alarms]
 
 
 def self_test(
@@ -104,7 +105,7 @@ def mutant_named(name: str) -> Mutant:
 
 def _breaking(
     mutants: Sequence[Mutant], prepared: Prepared | None, learner: str | None, runs: int | None, seed: int
-) -> Iterator[Work]:
+) -> Iterator[Task]:
     for mutant in mutants:
         if prepared is None:
             yield partial(_attempt_on_base, mutant, runs, seed)
@@ -119,7 +120,7 @@ def _attempt_on_base(mutant: Mutant, runs: int | None, seed: int) -> Outcome:
     return attempt(mutant, *BASES[mutant.base].build(), base=mutant.base, most=runs, seed=seed)
 
 
-def _correct(prepared: Prepared | None, learner: str | None, alarms: int, seed: int) -> Iterator[Work]:
+def _correct(prepared: Prepared | None, learner: str | None, alarms: int, seed: int) -> Iterator[Task]:
     for start in range(0, alarms, LOT):
         seeds = [seed + 1 + k for k in range(start, min(start + LOT, alarms))]
         if prepared is None:
@@ -134,7 +135,7 @@ def _alarms_of(name: str, seeds: Sequence[int]) -> Alarms:
     return false_alarms(*ALGORITHMS[name].build(), seeds, name=name)
 
 
-def _side_by_side(work: Sequence[Work], jobs: int) -> Iterator[Outcome | Alarms]:
+def _side_by_side(work: Sequence[Task], jobs: int) -> Iterator[Outcome | Alarms]:
     """Results in order, as they come."""
     if jobs == 1:
         yield from (each() for each in work)

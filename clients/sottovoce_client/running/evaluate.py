@@ -10,6 +10,7 @@ from importlib.metadata import version
 import numpy as np
 
 from sottovoce.arrays import FloatArray
+from sottovoce.audit.swaps import most_telling
 from sottovoce.budget.composition import dearest_losses, record_losses
 from sottovoce.data import PlacedData
 from sottovoce.errors import CaptureError, EquivocationError
@@ -18,7 +19,6 @@ from sottovoce.losses.logistic import Logistic, PassGlm
 from sottovoce.losses.quadratic import Squared
 from sottovoce.losses.softmax import Softmax
 from sottovoce.losses.torch import TorchLoss
-from sottovoce.running.replay import worst_swap
 from sottovoce.running.run import Run
 from sottovoce.running.transcript import Transcript
 from sottovoce.spec import dump_spec
@@ -187,10 +187,13 @@ def _learner(
 
 def _swap(
     run: Run, transcript: Transcript, data: PlacedData, learner: int, claimed: FloatArray, *, every_use: bool
-) -> Swap:
+) -> Swap | None:
     transcript = transcript.until(transcript.unbroken(learner))
-    worst = worst_swap(run, transcript, data, learner, every_use=every_use)
-    return Swap(worst.loss, worst.supremum, float(claimed[transcript.rounds - 1]), worst.by_round)
+    found = most_telling(run, transcript, data, learner, every_use=every_use)
+    if found is None:
+        return None
+    by_round = np.cumsum(found.losses.realised[:, 0, 0])
+    return Swap(abs(float(by_round[-1])), found.score, float(claimed[transcript.rounds - 1]), by_round)
 
 
 def _said(status: learner_pb2.LearnerStatus, claimed: FloatArray) -> int:

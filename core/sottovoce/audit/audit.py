@@ -13,19 +13,20 @@ from functools import partial
 import numpy as np
 
 from sottovoce.arrays import FloatArray, IntArray
-from sottovoce.audit.blackbox import attack, number_views
-from sottovoce.audit.likelihood import Ratios, guess, joined, ratios
+from sottovoce.audit.blackbox import VIEWS, attack, number_views
+from sottovoce.audit.bounds import Bound
+from sottovoce.audit.levels import Test
+from sottovoce.audit.likelihood import Ratios, guess, overconfidence, ratios
 from sottovoce.audit.plan import Plan
-from sottovoce.audit.result import Test
-from sottovoce.audit.rounds import Apart, RoundBounds, apart, bound_rounds, joined_rounds
-from sottovoce.audit.simulated import NoiseOf, Overheard, Share, at_a_time, children, overhear, shares
+from sottovoce.audit.rounds import Apart, RoundBounds, apart, bound_rounds
+from sottovoce.audit.simulated import NoiseOf, Recording, Share, at_a_time, children, overhear, shares
+from sottovoce.audit.swaps import peak, search, swaps
 from sottovoce.audit.twins import Twins, twins
 from sottovoce.audit.verdict import Findings, Verdict, decide
-from sottovoce.data import PlacedData
+from sottovoce.audit.views import Features, tables
 from sottovoce.data.files import import_extra
 from sottovoce.noise import SeededNoise
 from sottovoce.privacy.guarantee import ThreatModel
-from sottovoce.running.replay import candidates, replay
 from sottovoce.running.run import Run
 from sottovoce.running.transcript import Transcript
 
@@ -39,7 +40,7 @@ SHARE_RUNS = 2500
 """Runs in a share, at most, so that shares can be made side by side."""
 
 Work = Callable[[Share], "Examined"]
-Spread = Callable[[Work, Sequence[Share]], Iterable["Examined"]]
+Mapper = Callable[[Work, Sequence[Share]], Iterable["Examined"]]
 """How shares are worked on: one after the other, as `map`, or side by side; in order."""
 
 
@@ -50,14 +51,14 @@ class Examined:
     Attributes:
         world: 0 or 1.
         seen: `(runs, rounds seen, numbers)` by the black box.
-        channel: what else crossed the wire, `(runs, features)` each.
+        channel: what else crossed the wire, of every run, by view; empty where nothing else did.
         ratios: exact losses; None where the listener does not hear enough.
         apart: single rounds' losses; None where rounds cannot be drawn anew.
     """
 
     world: int
     seen: FloatArray
-    channel: Mapping[str, FloatArray]
+    channel: tuple[Mapping[str, Features], ...]
     ratios: Ratios | None
     apart: Apart | None
 
@@ -70,13 +71,11 @@ class LearnerLoss:
         learner: its index.
         claim: epsilon for the swap.
         largest: the largest absolute loss of any run by any round.
-        by_round: `(rounds,)` of that run.
     """
 
     learner: int
     claim: float
     largest: float
-    by_round: FloatArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +109,11 @@ class Audit:
     verdict: Verdict
 
     @property
+    def claim_seen(self) -> float:
+        """The claim that the black box is held against."""
+        return _claim_seen(self.plan, self.views)
+
+    @property
     def largest(self) -> float:
         """The largest exact loss of any transcript; not-a-number where it is not known."""
         return float("nan") if self.shown is None else float(self.shown.largest.max())
@@ -118,7 +122,7 @@ class Audit:
 # ---- runs ------------------------------------------------------------------------------------------------------------
 
 
-def examine(plan: Plan, part: Overheard, single: Apart | None = None) -> Examined:
+def examine(plan: Plan, part: Recording, single: Apart | None = None) -> Examined:
     """Keep what the tests need of some runs."""
     replayed = ratios(plan.run, plan.worlds, part, plan.claim) if plan.listener.replayable else None
     seen = np.nan_to_num(plan.listener.seen(part, plan.worlds, plan.run), nan=0.0)  # what nobody heard
@@ -150,7 +154,7 @@ def audit_simulated(
     *,
     noise: NoiseOf = SeededNoise,
     actual: Run | None = None,
-    spread: Spread = map,
+    mapper: Mapper = map,
     say: Callable[[str], None] = lambda what: None,
 ) -> Audit:
     """Audit on the simulator.
@@ -159,7 +163,7 @@ def audit_simulated(
         plan: the audit.
         noise: where the audited run's noise comes from (default: what is claimed).
         actual: what really runs (default: what is claimed).
-        spread: how shares of the runs are worked on.
+        mapper: how shares of the runs are worked on.
         say: told what is being done.
 
     Raises:
@@ -167,11 +171,11 @@ def audit_simulated(
     """
     parts, done = [], 0
     work = partial(simulated, plan, noise=noise, actual=actual)
-    for part in spread(work, shares(plan.runs, _most(plan), plan.seeds.audited)):
+    for part in mapper(work, shares(plan.runs, _most(plan), plan.seeds.audited)):
         parts.append(part)
         done += len(part.seen)
         say(f"{done:,} of {2 * plan.runs:,} runs")
-    return conclude(plan, parts, _conforming(plan, noise, actual), "the simulator", spread=spread, say=say)
+    return conclude(plan, parts, _conforming(plan, noise, actual), "the simulator", mapper=mapper, say=say)
 
 
 def _most(plan: Plan) -> int:
@@ -208,7 +212,7 @@ def conclude(
     transcript: Transcript,
     source: str,
     *,
-    spread: Spread = map,
+    mapper: Mapper = map,
     say: Callable[[str], None] = lambda what: None,
 ) -> Audit:
     """All tests of what was heard, and the verdict.
@@ -218,7 +222,7 @@ def conclude(
         parts: what was heard, in order.
         transcript: all that was said in a few runs of the first world.
         source: where the runs came from, in words.
-        spread: how shares of the runs that thresholds are fixed on are worked on.
+        mapper: how shares of the runs that thresholds are fixed on are worked on.
         say: told what is being done.
 
     Raises:
@@ -226,83 +230,97 @@ def conclude(
     """
     for extra, package in (("scipy", "scipy"), ("sklearn", "scikit-learn")):
         import_extra(extra, package, "an audit")
-    known = plan.worlds.data(plan.data, 0)
     worlds = np.concatenate([np.full(len(part.seen), part.world) for part in parts])
     seen = np.concatenate([part.seen for part in parts])
-    shown = joined([part.ratios for part in parts if part.ratios is not None]) if plan.listener.replayable else None
     say("conformance")
-    tests, noise = _conformance(plan, transcript, known)
+    tests, noise = _conformance(plan, transcript)
     say("single rounds")
-    share = plan.alpha / 9  # of the likelihood family's third, for each of its three
-    guessed = rounds = None
-    if shown is not None and plan.paired:
-        before = list(spread(partial(simulated, plan), _rehearsal(plan)))
-        name = plan.run.spec.names[plan.worlds.learner]
-        guessed = guess(shown, joined([part.ratios for part in before if part.ratios is not None]), share, name)
-        rounds = _rounds(plan, parts, before, share)
+    shown = (
+        Ratios.joined([part.ratios for part in parts if part.ratios is not None]) if plan.listener.replayable else None
+    )
+    right, likeliest, rounds = _likelihood(plan, parts, shown, mapper)
     say("black box")
-    channel = _channel(parts)
-    views = {**number_views(seen), **channel}
+    views = {**number_views(seen), **_channel(parts)}
     found = Findings(
         runs=plan.runs,
-        alpha=plan.alpha,
+        levels=plan.levels,
         claim=plan.epsilon,
-        claim_seen=plan.epsilon if channel else plan.epsilon_seen,  # what a channel gives away is of all rounds
-        conformance=tests,
+        tests=(*tests, *right),
+        bounds=(*likeliest, *_black_box(plan, views, worlds)),
         excess=None if shown is None else shown.excess(plan.claim),
-        guessed=guessed,
         rounds=rounds,
-        attempts=attack(views, worlds, plan.alpha / 3, plan.seeds.black_box) if plan.paired else (),
+        paired=plan.paired,
     )
-    swept = _sweep(plan, transcript, known)
+    swept = _sweep(plan, transcript)
     drawn = twins(plan.run, plan.data, plan.worlds, plan.seeds.twins)
     offered = {name: int((view != view[:1]).any(axis=0).sum()) for name, view in views.items()}
     return Audit(plan, source, shown, worlds, seen, offered, noise, swept, drawn, found, decide(found))
 
 
-def _rehearsal(plan: Plan) -> list[Share]:
-    return shares(rehearsed(plan.runs), _most(plan), plan.seeds.rehearsal)
-
-
-def _rounds(plan: Plan, parts: Sequence[Examined], before: Sequence[Examined], alpha: float) -> RoundBounds | None:
-    audited, claimed = ([p.apart for p in each if p.apart is not None] for each in (parts, before))
-    if len(audited) < len(parts):
-        return None
-    return bound_rounds(joined_rounds(audited), joined_rounds(claimed), plan.per_round, alpha)
-
-
-def _channel(parts: Sequence[Examined]) -> dict[str, FloatArray]:
-    return {name: np.concatenate([part.channel[name] for part in parts]) for name in parts[0].channel}
-
-
-def _conformance(plan: Plan, transcript: Transcript, data: PlacedData) -> tuple[tuple[Test, ...], FloatArray]:
+def _conformance(plan: Plan, transcript: Transcript) -> tuple[tuple[Test, ...], FloatArray]:
     """Tests of the learner's noise, and its numbers; none to somebody who sees no message."""
     from sottovoce.audit.conformance import examine as tests_of  # they need scipy from the start
     from sottovoce.audit.conformance import residuals
 
     if plan.listener.threat is ThreatModel.OUTPUT:
         return (), np.empty(0)
-    learner, n = plan.worlds.learner, plan.run.spec.n_learners
-    each = [residuals(plan.run, transcript, data, i) for i in range(n)]
+    learner, data = plan.worlds.learner, plan.worlds.data(plan.data, 0)
+    each = [residuals(plan.run, transcript, data, i) for i in range(plan.run.spec.n_learners)]
     own = each[learner]
     numbers = np.concatenate([np.empty(0), *(part.values[np.isfinite(part.values)] for part in own)])
-    return tests_of(own, [other for i, other in enumerate(each) if i != learner]), numbers
+    tests = tests_of(own, [other for i, other in enumerate(each) if i != learner])
+    return plan.levels.judged("conformance", "noise", tests), numbers
 
 
-def _sweep(plan: Plan, transcript: Transcript, data: PlacedData) -> tuple[LearnerLoss, ...]:
-    """Exact losses of every learner, for the most telling swap of its first record."""
-    n = plan.run.spec.n_learners
-    if not plan.listener.replayable or plan.worlds.shared or n > SWEPT:
+def _likelihood(
+    plan: Plan, parts: Sequence[Examined], shown: Ratios | None, mapper: Mapper
+) -> tuple[tuple[Test, ...], tuple[Bound, ...], RoundBounds | None]:
+    """Guesses by the exact loss, of whole runs and of single rounds; none to somebody who does not hear enough."""
+    if shown is None or not plan.paired:
+        return (), (), None
+    before = list(mapper(partial(simulated, plan), shares(rehearsed(plan.runs), _most(plan), plan.seeds.rehearsal)))
+    claimed = Ratios.joined([part.ratios for part in before if part.ratios is not None])
+    bound = guess(shown, claimed, plan.epsilon, plan.levels.of("likelihood", "whole runs"))
+    test = overconfidence(shown, plan.run.spec.names[plan.worlds.learner])
+    tests = plan.levels.judged("likelihood", "right guesses", (test,))
+    return tests, (bound,), _rounds(plan, parts, before)
+
+
+def _rounds(plan: Plan, parts: Sequence[Examined], before: Sequence[Examined]) -> RoundBounds | None:
+    audited, claimed = ([p.apart for p in each if p.apart is not None] for each in (parts, before))
+    if len(audited) < len(parts):
+        return None
+    return bound_rounds(Apart.joined(audited), Apart.joined(claimed), plan.per_round, plan.levels)
+
+
+def _black_box(plan: Plan, views: Mapping[str, FloatArray], worlds: IntArray) -> tuple[Bound, ...]:
+    """Guesses of classifiers, where there are two worlds."""
+    if not plan.paired:
         return ()
-    return tuple(_swept(plan, transcript, data, i) for i in range(n) if len(data.learners[i].order))
+    return attack(views, worlds, plan.levels, _claim_seen(plan, views), plan.seeds.black_box)
 
 
-def _swept(plan: Plan, transcript: Transcript, data: PlacedData, learner: int) -> LearnerLoss:
-    own = data.learners[learner]
-    others = [own.with_use(0, features, label) for features, label in candidates(data, learner)]
-    with np.errstate(invalid="ignore"):
-        realised = replay(plan.run, transcript, learner, [own, *others]).realised
-    losses = np.nan_to_num(np.abs(np.cumsum(realised, axis=0)), nan=np.inf, posinf=np.inf)
-    _, swap, replica = np.unravel_index(int(losses.argmax()), losses.shape)
-    claim = plan.run.algorithm.guarantee(learner, np.diff(own.offsets)).epsilon()
-    return LearnerLoss(learner, claim, float(losses.max()), losses[:, swap, replica])
+def _claim_seen(plan: Plan, views: Iterable[str]) -> float:
+    """Numbers are those of some rounds; what a channel gives away is of all of them."""
+    return plan.epsilon_seen if VIEWS.keys() >= set(views) else plan.epsilon
+
+
+def _channel(parts: Sequence[Examined]) -> dict[str, FloatArray]:
+    heard = [run for part in parts for run in part.channel]
+    return tables(heard) if heard else {}
+
+
+# ---- all learners ----------------------------------------------------------------------------------------------------
+
+
+def _sweep(plan: Plan, transcript: Transcript) -> tuple[LearnerLoss, ...]:
+    """Exact losses of every learner, for the most telling swap of its first record."""
+    data = plan.worlds.data(plan.data, 0)
+    if not plan.listener.replayable or plan.worlds.shared or len(data.learners) > SWEPT:
+        return ()
+    found = []
+    for i, own in enumerate(data.learners):
+        if len(own.order) and (tried := swaps(data, i)):
+            claim = plan.run.algorithm.guarantee(i, np.diff(own.offsets)).epsilon()
+            found.append(LearnerLoss(i, claim, search(plan.run, transcript, (i,), own, tried, peak).score))
+    return tuple(found)

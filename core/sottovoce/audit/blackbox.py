@@ -6,13 +6,14 @@ Runs are split: 60 % to learn, and to choose the view and the threshold by cross
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from sottovoce.arrays import FloatArray, IntArray
-from sottovoce.audit.bounds import epsilon_lower_bound
+from sottovoce.audit.bounds import Bound, epsilon_lower_bound
+from sottovoce.audit.levels import Levels
 from sottovoce.data.files import import_extra
 
 ROUNDS, WIDTH = 16, 128
@@ -52,88 +53,87 @@ def varying(views: Mapping[str, FloatArray]) -> dict[str, FloatArray]:
     return {name: view for name, view in kept.items() if view.shape[1]}
 
 
-@dataclass(frozen=True, slots=True)
-class Attempt:
-    """What one classifier came to.
+CLASSIFIERS = ("logistic regression", "gradient boosting")
+TESTED = 0.4
+"""The share of the runs that classifiers guess: they learn from the others."""
 
-    Attributes:
-        model: its name.
-        view: the one that was chosen on other runs; empty: there was nothing to look at.
-        guesses, correct: how many, and how many of them right, on the last 40 % of the runs.
-        bound: lower bound on epsilon.
-    """
 
-    model: str
-    view: str
-    guesses: int
-    correct: int
-    bound: float
+def tested(runs: int) -> int:
+    """How many of so many runs are guessed."""
+    return runs - 3 * runs // 5
+
+
+def level(levels: Levels) -> float:
+    """Of every classifier's bound."""
+    return levels.of("black box", "classifiers", len(CLASSIFIERS))
 
 
 def attack(
-    views: Mapping[str, FloatArray], worlds: IntArray, alpha: float, seed: np.random.SeedSequence
-) -> tuple[Attempt, ...]:
-    """Learn to tell the worlds apart: every classifier at its share of alpha.
+    views: Mapping[str, FloatArray], worlds: IntArray, levels: Levels, claim: float, seed: np.random.SeedSequence
+) -> tuple[Bound, ...]:
+    """Learn to tell the worlds apart: every classifier at its level.
 
     Args:
         views: what was seen of the runs, by name: finite numbers `(runs, features)`.
         worlds: `(runs,)` 0 or 1, by a fair coin each.
-        alpha: one minus the confidence of all bounds together.
+        levels: of the audit.
+        claim: epsilon that is promised for what was seen.
         seed: of the split and the classifiers.
 
     Raises:
         SpecError: scikit-learn is not installed.
     """
-    count = len(worlds)
-    order = np.random.default_rng(seed).permutation(count)
-    learnt, tested = np.split(order, [3 * count // 5])
-    known = varying(views)
+    order = np.random.default_rng(seed).permutation(len(worlds))
+    learnt, guessed = np.split(order, [3 * len(worlds) // 5])
+    runs = _Runs(varying(views), worlds, learnt, guessed)
     models = _models(int(seed.generate_state(1)[0]))
+    blank = Bound("black box", "", "", 0, 0, claim, level(levels))
     return tuple(
-        _attempt(name, model, known, worlds, learnt, tested, alpha / len(models)) for name, model in models.items()
+        _attempt(model, runs, replace(blank, guesser=name)) for name, model in zip(CLASSIFIERS, models, strict=True)
     )
 
 
-def _models(seed: int) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class _Runs:
+    """All runs, the worlds they live in, and which of them are learnt from and guessed."""
+
+    views: Mapping[str, FloatArray]
+    worlds: IntArray
+    learnt: IntArray
+    guessed: IntArray
+
+
+def _models(seed: int) -> list[Any]:
+    """In the order of `CLASSIFIERS`."""
     ensemble, linear, pipeline, scaling = (
         import_extra(f"sklearn.{name}", "scikit-learn", "an audit")
         for name in ("ensemble", "linear_model", "pipeline", "preprocessing")
     )
-    return {
-        "logistic regression": pipeline.make_pipeline(
-            scaling.StandardScaler(), linear.LogisticRegression(C=0.1, max_iter=1000)
-        ),
+    return [
+        pipeline.make_pipeline(scaling.StandardScaler(), linear.LogisticRegression(C=0.1, max_iter=1000)),
         # Not HistGradientBoostingClassifier: its threads wait for each other by spinning, minutes on a busy machine.
-        "gradient boosting": ensemble.GradientBoostingClassifier(
+        ensemble.GradientBoostingClassifier(
             n_estimators=60, max_depth=3, subsample=0.5, max_features="sqrt", random_state=seed
         ),
-    }
+    ]
 
 
-def _attempt(
-    name: str,
-    model: Any,
-    known: Mapping[str, FloatArray],
-    worlds: IntArray,
-    learnt: IntArray,
-    tested: IntArray,
-    alpha: float,
-) -> Attempt:
+def _attempt(model: Any, runs: _Runs, blank: Bound) -> Bound:
     """Choose the view and the threshold that promise most, learn from all runs that are for it, and guess the others."""
+    worlds, learnt, guessed = runs.worlds, runs.learnt, runs.guessed
     folds = np.array_split(learnt, FOLDS)
-    if not known or any(len(np.unique(worlds[fold])) < 2 for fold in folds):
-        return Attempt(name, "", 0, 0, 0.0)  # nothing to look at, or too few runs to learn from
+    if not runs.views or any(len(np.unique(worlds[fold])) < 2 for fold in folds):
+        return blank  # nothing to look at, or too few runs to learn from
     promises = {
-        view: _least(_held_out(model, features, worlds, folds), worlds[learnt], len(tested), alpha)
-        for view, features in known.items()
+        view: _least(_held_out(model, features, worlds, folds), worlds[learnt], len(guessed), blank.level)
+        for view, features in runs.views.items()
     }
     view = max(promises, key=lambda each: promises[each][1])
-    features = known[view]
-    scores = _log_odds(model.fit(features[learnt], worlds[learnt]), features[tested])
-    guessed = np.abs(scores) >= promises[view][0]
-    right = (scores > 0) == (worlds[tested] == 1)
-    guesses, correct = int(guessed.sum()), int(right[guessed].sum())
-    return Attempt(name, view, guesses, correct, epsilon_lower_bound(correct, guesses, alpha))
+    features, threshold = runs.views[view], promises[view][0]
+    scores = _log_odds(model.fit(features[learnt], worlds[learnt]), features[guessed])
+    made = np.abs(scores) >= threshold
+    right = (scores > 0) == (worlds[guessed] == 1)
+    return replace(blank, view=view, correct=int(right[made].sum()), guesses=int(made.sum()), threshold=threshold)
 
 
 def _held_out(model: Any, features: FloatArray, worlds: IntArray, folds: Sequence[IntArray]) -> FloatArray:

@@ -6,11 +6,61 @@ All are one-sided: a bound is above the true epsilon with probability at most al
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from sottovoce.arrays import FloatArray
+from sottovoce.audit.levels import Family
 from sottovoce.data.files import import_extra
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """Guesses of fair coins, the lower bound on epsilon that they come to, and the claim that it is held against.
+
+    Attributes:
+        family: whose it is.
+        guesser: who guesses.
+        view: what it looks at, of what it could choose from; empty where there is no choice, or nothing to look at.
+        correct, guesses: right guesses, of how many; abstentions are not counted.
+        claim: epsilon that is promised for what the guesser sees.
+        level: the probability with which the bound is above the true epsilon, at most.
+        threshold: of hints weaker than this no guess was made; fixed on other runs.
+        value: the bound.
+    """
+
+    family: Family
+    guesser: str
+    view: str
+    correct: int
+    guesses: int
+    claim: float
+    level: float
+    threshold: float = 0.0
+    value: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "value", epsilon_lower_bound(self.correct, self.guesses, self.level))
+
+    @property
+    def name(self) -> str:
+        """Who guesses from what."""
+        return f"{self.guesser} on {self.view}" if self.view else self.guesser
+
+    @property
+    def rejects(self) -> bool:
+        """Whether the claim fails here."""
+        return self.value > self.claim
+
+    def runs_to_decide(self, most: int = 2**20) -> int | None:
+        """By what factor more runs with the same rate of right guesses would put it above the claim; None: never."""
+        factor = 1
+        while factor <= most:
+            if epsilon_lower_bound(factor * self.correct, factor * self.guesses, self.level) > self.claim:
+                return factor
+            factor *= 2
+        return None
 
 
 def epsilon_lower_bound(correct: int, guesses: int, alpha: float) -> float:
@@ -32,26 +82,18 @@ def epsilon_lower_bound(correct: int, guesses: int, alpha: float) -> float:
     return max(0.0, math.log(chance / (1.0 - chance)))
 
 
-def event_lower_bound(in_first: int, runs_first: int, in_second: int, runs_second: int, alpha: float) -> float:
-    """The same for one event, fixed beforehand: `log(P/Q) - z sqrt(1/(N P) + 1/(N' Q))`, by a normal approximation.
-
-    Args:
-        in_first, in_second: runs of each world in which it happened.
-        runs_first, runs_second: all runs of each world.
-        alpha: one minus the confidence.
-    """
-    if in_first == 0 or in_second == 0:
-        return 0.0  # the approximation has nothing to say
-    ratio = math.log(in_first / runs_first) - math.log(in_second / runs_second)
-    return max(0.0, ratio - _quantile(1.0 - alpha) * math.sqrt(1.0 / in_first + 1.0 / in_second))
-
-
 def runs_needed(epsilon: float, alpha: float = 0.05, share: float = 0.9) -> int:
     """Runs of each world until the bound of a mechanism that reaches epsilon is this share of it, on average.
 
     `271 (1 + e^eps) / eps^2` for 90 % at 95 % confidence.
     """
     return math.ceil((_quantile(1.0 - alpha) / (1.0 - share)) ** 2 * (1.0 + math.exp(epsilon)) / epsilon**2)
+
+
+def runs_to_show(epsilon: float, alpha: float, of: float = 1.0) -> int:
+    """Runs of each world whose coins, all guessed right, give a bound above epsilon; `of` is the share that is guessed."""
+    right = math.log(alpha) / -math.log1p(math.exp(-epsilon))
+    return math.ceil((math.floor(right) + 1) / of / 2)
 
 
 def ceiling(runs: int, alpha: float) -> float:
@@ -82,6 +124,15 @@ def threshold(strengths: FloatArray, guesses: int, alpha: float) -> float:
     return float(ordered[lasts[int(np.argmax(bounds))]]) * (1.0 - 1e-9)
 
 
+def interval(count: int, trials: int, confidence: float = 0.95) -> tuple[float, float]:
+    """Clopper-Pearson interval of a rate, two-sided."""
+    beta = import_extra("scipy.stats", "scipy", "a confidence interval").beta
+    alpha = 1.0 - confidence
+    low = float(beta.ppf(alpha / 2, count, trials - count + 1)) if count else 0.0
+    high = float(beta.ppf(1.0 - alpha / 2, count + 1, trials - count)) if count < trials else 1.0
+    return low, high
+
+
 def tail(chances: FloatArray, at_least: int) -> float:
     """The probability of so many successes, or more, in independent trials `(n,)` of unequal chances."""
     masses = np.ones(1)
@@ -91,16 +142,6 @@ def tail(chances: FloatArray, at_least: int) -> float:
         grown[1:] += masses * chance
         masses = grown
     return min(1.0, float(masses[at_least:].sum()))
-
-
-def runs_to_decide(correct: int, guesses: int, claim: float, alpha: float, most: int = 2**20) -> int | None:
-    """By what factor more runs with the same rate of right guesses would put the bound above the claim; None: never."""
-    factor = 1
-    while factor <= most:
-        if epsilon_lower_bound(factor * correct, factor * guesses, alpha) > claim:
-            return factor
-        factor *= 2
-    return None
 
 
 def _quantile(share: float) -> float:

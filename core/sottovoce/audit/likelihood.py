@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sottovoce.arrays import FloatArray, IntArray
-from sottovoce.audit.bounds import epsilon_lower_bound, tail, threshold
-from sottovoce.audit.result import Test
-from sottovoce.audit.simulated import Overheard
+from sottovoce.arrays import BoolArray, FloatArray, IntArray
+from sottovoce.audit.bounds import Bound, tail, threshold
+from sottovoce.audit.levels import Test
+from sottovoce.audit.simulated import Recording
 from sottovoce.audit.worlds import Worlds
 from sottovoce.running.run import Run
 
@@ -63,6 +63,26 @@ class Ratios:
     peak: FloatArray
     typical: FloatArray
 
+    @classmethod
+    def joined(cls, parts: Sequence[Ratios]) -> Ratios:
+        """All runs of the parts, in order."""
+        by_run = {
+            name: np.concatenate([getattr(part, name) for part in parts])
+            for name in ("worlds", "total", "largest", "above", "shown")
+        }
+        weights = [len(part.total) for part in parts]
+        return cls(
+            **by_run,
+            peak=np.max([part.peak for part in parts], axis=0),
+            typical=np.average([part.typical for part in parts], axis=0, weights=weights),
+        )
+
+    @property
+    def right(self) -> BoolArray:
+        """`(runs,)` whether the sign of the loss gives the world away."""
+        right: BoolArray = (self.total < 0) == (self.worlds == 1)
+        return right
+
     def excess(self, claim: FloatArray) -> Excess | None:
         """The first transcript that shows more than the claim that the losses were held against."""
         guilty = np.flatnonzero(self.above >= 0)
@@ -72,7 +92,7 @@ class Ratios:
         return Excess(run, t, float(self.shown[run]), float(claim[t]), len(guilty))
 
 
-def ratios(run: Run, worlds: Worlds, part: Overheard, claim: FloatArray) -> Ratios:
+def ratios(run: Run, worlds: Worlds, part: Recording, claim: FloatArray) -> Ratios:
     """Replay some runs of one world, and hold them against `claim (rounds,)`, the cumulative epsilon after every round."""
     with np.errstate(invalid="ignore"):  # neither world could have said it: not-a-number, and reported as such
         losses = np.cumsum(worlds.losses(run, part.transcript), axis=0)
@@ -91,66 +111,39 @@ def ratios(run: Run, worlds: Worlds, part: Overheard, claim: FloatArray) -> Rati
     )
 
 
-def joined(parts: Sequence[Ratios]) -> Ratios:
-    """All runs of the parts, in order."""
-    by_run = {
-        name: np.concatenate([getattr(part, name) for part in parts])
-        for name in ("worlds", "total", "largest", "above", "shown")
-    }
-    weights = [len(part.total) for part in parts]
-    return Ratios(
-        **by_run,
-        peak=np.max([part.peak for part in parts], axis=0),
-        typical=np.average([part.typical for part in parts], axis=0, weights=weights),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Guessed:
-    """What guessing the world by the sign of the loss came to.
-
-    Attributes:
-        runs: all of them, of both worlds.
-        threshold: fixed beforehand: a smaller loss is no guess.
-        guesses, correct: how many, and how many of them right.
-        bound: lower bound on epsilon.
-        overconfident: more right guesses than the claimed densities allow.
-    """
-
-    runs: int
-    threshold: float
-    guesses: int
-    correct: int
-    bound: float
-    overconfident: Test
-
-
-def guess(audited: Ratios, rehearsed: Ratios, alpha: float, where: str = "") -> Guessed:
-    """Guess the world of every run, and test the guesses, each at alpha.
-
-    The test: of a run with loss L the sign is right with chance `1 / (1 + e^-|L|)`, given |L|, if densities are as claimed.
-    Less noise than claimed gives more right guesses. It is exact, and needs no loss near epsilon.
+def guess(audited: Ratios, rehearsed: Ratios, claim: float, level: float) -> Bound:
+    """Guess the world of every run by the sign of its loss.
 
     Args:
         audited: the runs in question.
         rehearsed: runs of the claimed mechanism with other noise, for the threshold.
-        alpha: one minus the confidence of the bound.
-        where: the place that the test names.
+        claim: epsilon that is promised for a run.
+        level: of the bound.
     """
     strengths = np.abs(audited.total)
-    runs = len(strengths)
-    least = threshold(np.abs(rehearsed.total), runs, alpha)
-    right = (audited.total < 0) == (audited.worlds == 1)
-    hinted = strengths > 0
-    chances = 1.0 / (1.0 + np.exp(-strengths[hinted]))
-    found = int(right[hinted].sum())
-    test = Test(
+    least = threshold(np.abs(rehearsed.total), len(strengths), level)
+    made = (strengths > 0) & (strengths >= least)
+    guesses, correct = int(made.sum()), int(audited.right[made].sum())
+    return Bound("likelihood", "the likelihood ratio", "", correct, guesses, claim, level, least)
+
+
+def overconfidence(audited: Ratios, where: str = "") -> Test:
+    """Are more guesses right than the claimed densities allow?
+
+    Of a run with loss L the sign is right with chance `1 / (1 + e^-|L|)`, given |L|, if densities are as claimed. Less noise than
+    claimed gives more right guesses. It is exact, and needs no loss near epsilon.
+
+    Args:
+        audited: the runs in question.
+        where: the place that the test names.
+    """
+    hinted = audited.total != 0
+    chances = 1.0 / (1.0 + np.exp(-np.abs(audited.total[hinted])))
+    found = int(audited.right[hinted].sum())
+    return Test(
         name="too many right guesses",
         what="the sign of the loss is right no more often than the claimed densities allow",
         statistic=float(found - chances.sum()),
         p_value=tail(chances, found),
         where=where,
     )
-    guessed = hinted & (strengths >= least)
-    guesses, correct = int(guessed.sum()), int(right[guessed].sum())
-    return Guessed(runs, least, guesses, correct, epsilon_lower_bound(correct, guesses, alpha), test)

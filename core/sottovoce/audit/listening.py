@@ -8,7 +8,7 @@ import numpy as np
 
 from sottovoce.arrays import FloatArray, IntArray
 from sottovoce.audit.blackbox import ROUNDS, WIDTH
-from sottovoce.audit.simulated import Overheard, concerned
+from sottovoce.audit.simulated import Recording, concerned
 from sottovoce.audit.worlds import Worlds
 from sottovoce.errors import SpecError
 from sottovoce.privacy.guarantee import Guarantee, ThreatModel
@@ -31,7 +31,7 @@ class Listener:
     replayable: bool
     rounds: IntArray
 
-    def seen(self, part: Overheard, worlds: Worlds, run: Run) -> FloatArray:
+    def seen(self, part: Recording, worlds: Worlds, run: Run) -> FloatArray:
         """The first numbers of what a black box sees, all fields and holders side by side: `(runs, rounds, numbers)`."""
         if self.threat is ThreatModel.OUTPUT:
             assert part.decisions is not None  # noqa: S101 - whoever simulates for this listener keeps them

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
 
 from sottovoce.arrays import FloatArray
-from sottovoce.audit.bounds import ceiling
+from sottovoce.audit.bounds import ceiling, runs_to_show
+from sottovoce.audit.levels import Levels
 from sottovoce.audit.listening import Listener, held, listener
 from sottovoce.audit.swaps import worst
 from sottovoce.audit.worlds import Worlds
@@ -42,7 +42,7 @@ class Plan:
         claim: `(rounds,)` cumulative epsilon that is held against what is heard.
         made_for: the threat model that the claim was made for.
         runs: of each world.
-        alpha: the chance of a false alarm in all families together.
+        levels: the chance of a false alarm, divided among all that is looked at.
         seeds: of everything random.
         paired: there are runs of both worlds. If not, all are of the first one, and nothing can be guessed.
     """
@@ -55,7 +55,7 @@ class Plan:
     claim: FloatArray
     made_for: ThreatModel
     runs: int
-    alpha: float
+    levels: Levels
     seeds: Seeds
     paired: bool = True
 
@@ -114,22 +114,23 @@ def plan_audit(
         DataError: there is no record to swap.
         SpecError: too few runs for this confidence, or nobody who could listen.
     """
-    alpha = 1.0 - confidence
+    levels = Levels(1.0 - confidence)
     if paired:
-        _require_enough(runs, alpha)
+        _require_enough(runs, levels)
     choice, *seeds = np.random.SeedSequence(seed).spawn(6)
     worlds = worlds or worst(run, data, learner, choice, as_they_are=not paired)
     guarantee = worlds.guarantee(run)
     claim, made_for = held(guarantee, threat)
     hears = listener(run, worlds, guarantee, threat, neighbour)
-    return Plan(run, data, worlds, guarantee, hears, claim, made_for, runs, alpha, Seeds(*seeds), paired)
+    return Plan(run, data, worlds, guarantee, hears, claim, made_for, runs, levels, Seeds(*seeds), paired)
 
 
-def _require_enough(runs: int, alpha: float) -> None:
+def _require_enough(runs: int, levels: Levels) -> None:
     """So few that even right guesses only would show nothing: say how many it takes."""
-    if ceiling(runs, alpha / 9) > 0.0:
+    level = levels.of("likelihood", "whole runs")
+    if ceiling(runs, level) > 0.0:
         return
-    least = math.ceil(math.log(alpha / 9) / math.log(0.5) / 2) + 1
+    confidence, least = 1.0 - levels.alpha, runs_to_show(0.0, level)
     raise SpecError(
-        f"{runs} runs of each world show nothing at confidence {1.0 - alpha:g}, however telling they are: at least {least}"
+        f"{runs} runs of each world show nothing at confidence {confidence:g}, however telling they are: at least {least}"
     )

@@ -7,13 +7,15 @@ guessed. The bounds of all rounds add up to a bound on the whole.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from sottovoce.algorithms.interface import Message
 from sottovoce.arrays import BoolArray, FloatArray, IntArray
-from sottovoce.audit.bounds import epsilon_lower_bound, threshold
+from sottovoce.audit.bounds import Bound, threshold
+from sottovoce.audit.levels import Levels
 from sottovoce.audit.worlds import Worlds
 from sottovoce.noise import Noise
 from sottovoce.running.replay import Replay
@@ -32,6 +34,11 @@ class Apart:
 
     coins: IntArray
     losses: FloatArray
+
+    @classmethod
+    def joined(cls, parts: Sequence[Apart]) -> Apart:
+        """All runs of the parts, in order."""
+        return cls(*(np.concatenate([getattr(part, name) for part in parts], axis=1) for name in ("coins", "losses")))
 
     @property
     def strengths(self) -> FloatArray:
@@ -101,44 +108,47 @@ def _picked(message: Message, coin: IntArray) -> Message:
 
 @dataclass(frozen=True, slots=True)
 class RoundBounds:
-    """What the guesses of single rounds came to, an array `(rounds,)` each.
+    """What the guesses of single rounds came to.
 
     Attributes:
-        claim: epsilon that is promised for the round's message.
-        bound: lower bound on it; all hold together at the confidence that was asked for.
-        correct, guesses: on which it rests.
-        largest: the largest absolute loss of any message.
+        bounds: of every round; all hold together at the level of the part.
+        largest: `(rounds,)` the largest absolute loss of any message.
     """
 
-    claim: FloatArray
-    bound: FloatArray
-    correct: IntArray
-    guesses: IntArray
+    bounds: tuple[Bound, ...]
     largest: FloatArray
 
     @property
     def composed(self) -> float:
         """Lower bound on epsilon of the whole run, on paper: the sum."""
-        return float(self.bound.sum())
+        return float(np.sum([bound.value for bound in self.bounds]))
 
 
-def bound_rounds(audited: Apart, rehearsed: Apart, claim: FloatArray, alpha: float) -> RoundBounds:
+def bound_rounds(audited: Apart, rehearsed: Apart, claim: FloatArray, levels: Levels) -> RoundBounds:
     """Bounds on every round's epsilon; thresholds are fixed on other runs, of the claimed mechanism.
 
     Args:
         audited: of the runs in question.
         rehearsed: of the claimed mechanism with other noise.
         claim: `(rounds,)` epsilon of every round.
-        alpha: one minus the confidence of all bounds together.
+        levels: of the audit.
     """
     rounds, runs = audited.losses.shape
-    least = [threshold(strengths, runs, alpha / rounds) for strengths in rehearsed.strengths]
-    guessed = (audited.strengths > 0) & (audited.strengths >= np.array(least)[:, None])
-    guesses, correct = guessed.sum(axis=1), (guessed & audited.right).sum(axis=1)
-    bounds = [epsilon_lower_bound(int(c), int(g), alpha / rounds) for c, g in zip(correct, guesses, strict=True)]
-    return RoundBounds(claim[:rounds], np.array(bounds), correct, guesses, audited.strengths.max(axis=1))
-
-
-def joined_rounds(parts: list[Apart]) -> Apart:
-    """All runs of the parts."""
-    return Apart(*(np.concatenate([getattr(part, name) for part in parts], axis=1) for name in ("coins", "losses")))
+    level = levels.of("likelihood", "single rounds", rounds)
+    least = [threshold(strengths, runs, level) for strengths in rehearsed.strengths]
+    made = (audited.strengths > 0) & (audited.strengths >= np.array(least)[:, None])
+    guesses, correct = made.sum(axis=1).tolist(), (made & audited.right).sum(axis=1).tolist()
+    bounds = (
+        Bound(
+            "likelihood",
+            f"the message of round {t} alone",
+            "",
+            correct[t],
+            guesses[t],
+            float(claim[t]),
+            level,
+            least[t],
+        )
+        for t in range(rounds)
+    )
+    return RoundBounds(tuple(bounds), audited.strengths.max(axis=1))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
 
 from sottovoce.arrays import FloatArray
+from sottovoce.audit.views import Features
 from sottovoce.audit.worlds import Worlds
 from sottovoce.data import PlacedData
 from sottovoce.noise import Noise
@@ -24,20 +25,20 @@ BYTES = 2**27
 
 
 @dataclass(frozen=True, slots=True)
-class Overheard:
+class Recording:
     """Some runs of one world.
 
     Attributes:
         world: 0 or 1.
         transcript: what was said.
         decisions: `(rounds, learners, replicas, dim)` in use when a round's records arrived; None: not published.
-        channel: what else crossed the wire, name to `(runs, features)`: sizes, times, metadata. Only real services have any.
+        channel: what else crossed the wire, of every run, by view: sizes, times, metadata. Only real services have any.
     """
 
     world: int
     transcript: Transcript
     decisions: FloatArray | None = None
-    channel: Mapping[str, FloatArray] = field(default_factory=dict)
+    channel: tuple[Mapping[str, Features], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,7 @@ def overhear(
     rounds: int | None = None,
     everybody: bool = False,
     decisions: bool = False,
-) -> Overheard:
+) -> Recording:
     """Simulate a share of the runs.
 
     Args:
@@ -108,12 +109,12 @@ def overhear(
             values[step.t, kept] = step.message[name][kept]
         if decided is not None:
             decided[step.t] = step.before
-    return Overheard(share.world, Transcript(said), decided)
+    return Recording(share.world, Transcript(said), decided)
 
 
 def stream(
     run: Run, data: PlacedData, worlds: Worlds, runs: int, seed: np.random.SeedSequence, noise: NoiseOf
-) -> Iterator[Overheard]:
+) -> Iterator[Recording]:
     """All shares, one after the other."""
     for share in shares(runs, at_a_time(run, worlds), seed):
         yield overhear(run, data, worlds, share, noise)

@@ -1,34 +1,170 @@
-"""Which record to swap: the one, among those tried, that some simulated runs tell apart best."""
+"""Which record to swap: the one, among those tried, that what was heard tells apart best."""
 
 from __future__ import annotations
 
-from itertools import chain, repeat
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from sottovoce.audit.simulated import Share, children, overhear
-from sottovoce.audit.worlds import Worlds
-from sottovoce.data import PlacedData
+from sottovoce.arrays import FloatArray
+from sottovoce.audit.simulated import BYTES, Share, children, overhear
+from sottovoce.audit.worlds import Worlds, told
+from sottovoce.data import LearnerData, PlacedData
 from sottovoce.errors import DataError
 from sottovoce.noise import SeededNoise
-from sottovoce.running.replay import SCREENED_ROUNDS, candidates
+from sottovoce.running.replay import Losses
 from sottovoce.running.run import Run
+from sottovoce.running.transcript import Transcript
 
 PILOT = 32
 """Runs by which swaps are compared."""
 
-_VARIANTS = ("itself with the other label", "its mirror image", "its mirror image with the other label")
-_ANOTHER = "a record of another learner"
-"""What `replay.candidates` lists, in words: these, then the others."""
+SCREENED_ROUNDS = 40
+"""Rounds with a loss by which swaps are compared: a record weighs most in the first ones."""
+
+OTHERS = 24
+"""Records of other learners that are tried, at most."""
+
+
+Swap = tuple[LearnerData, str]
+"""A learner's other records, and what is swapped in words."""
+
+Measure = Callable[[Losses], FloatArray]
+"""How well each of some swaps is told apart, `(swaps,)`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Telling:
+    """The swap, of those tried, that something heard tells apart best.
+
+    Attributes:
+        swap: which.
+        score: how well.
+        losses: of that swap alone, `(rounds, 1, replicas)`.
+    """
+
+    swap: Swap
+    score: float
+    losses: Losses
+
+
+def _realised(losses: Losses) -> FloatArray:
+    """The mean absolute loss of whole runs."""
+    strengths: FloatArray = np.nan_to_num(np.abs(losses.total), nan=0.0, posinf=np.inf).mean(axis=1)
+    return strengths
+
+
+def _possible(losses: Losses) -> FloatArray:
+    """The largest loss that any first run could have shown, given what was heard."""
+    return losses.supremum[:, 0]
+
+
+def peak(losses: Losses) -> FloatArray:
+    """The largest absolute loss of any run by any round; infinite where a message could not have been said."""
+    with np.errstate(invalid="ignore"):
+        so_far = np.abs(np.cumsum(losses.realised, axis=0))
+    largest: FloatArray = np.nan_to_num(so_far, nan=np.inf, posinf=np.inf).max(axis=(0, 2))
+    return largest
+
+
+# ---- what is tried ---------------------------------------------------------------------------------------------------
+
+
+def swaps(data: PlacedData, learner: int, *, every_use: bool = False) -> list[Swap]:
+    """Replacements of a learner's first record: itself with the other label, its mirror image, other learners' records.
+
+    Args:
+        data: of all learners.
+        learner: its index.
+        every_use: in all rounds that use the record, not only in the first.
+
+    Raises:
+        DataError: the learner has no record.
+    """
+    own = data.learners[learner]
+    if not len(own.order):
+        raise DataError(f"learner {learner} must have a record to swap, and has none")
+    row = int(own.order[0])
+    features, label = own.features[row], float(own.labels[row])
+    labels = np.unique(np.concatenate([each.labels for each in data.learners]))
+    other = float(labels[labels != label][0]) if np.any(labels != label) else label
+    tried = [
+        (features, other, "itself with the other label"),
+        (-features, label, "its mirror image"),
+        (-features, other, "its mirror image with the other label"),
+    ]
+    others = [each for i, each in enumerate(data.learners) if i != learner]
+    pool = np.concatenate([each.features for each in others]) if others else own.features
+    pool_labels = np.concatenate([each.labels for each in others]) if others else own.labels
+    picked = np.unique(np.linspace(0, len(pool) - 1, OTHERS).astype(int))
+    tried += [(pool[k], float(pool_labels[k]), "a record of another learner") for k in picked]
+    swap, index = (own.with_record, row) if every_use else (own.with_use, 0)
+    return [
+        (swap(index, record, its), f"the first record against {what}")
+        for record, its, what in tried
+        if its != label or (record != features).any()
+    ]
+
+
+def _extremes(run: Run, data: PlacedData, learner: int) -> list[tuple[LearnerData, Swap]]:
+    """First records on the loss's bound against their mirror image: all weight in one feature, or the same in all."""
+    own, n = data.learners[learner], data.n_features
+    label = max(own.labels.tolist(), key=abs)
+    bound = run.loss.feature_bound
+    size = bound if np.isfinite(bound) else float(np.linalg.norm(own.features, axis=1).max())
+    made = (
+        (size * np.eye(n)[0], "a first record with all weight in one feature, against its mirror image"),
+        (np.full(n, size / np.sqrt(n)), "a first record with equal weight in all features, against its mirror image"),
+    )
+    return [(own.with_use(0, record, label), (own.with_use(0, -record, label), what)) for record, what in made]
+
+
+# ---- the search ------------------------------------------------------------------------------------------------------
+
+
+def search(
+    run: Run,
+    transcript: Transcript,
+    holders: Sequence[int],
+    first: LearnerData,
+    tried: Sequence[Swap],
+    measure: Measure,
+) -> Telling:
+    """The swap that a transcript tells apart best.
+
+    Args:
+        run: the run that was overheard.
+        transcript: what was said: the more replicas, the surer, and the more to compute.
+        holders: learners that hold the record.
+        first: their records in the first world.
+        tried: at least one swap.
+        measure: by which they are compared.
+    """
+    together = max(1, BYTES // (8 * run.algorithm.dim * transcript.replicas))
+    best: Telling | None = None
+    for start in range(0, len(tried), together):
+        some = tried[start : start + together]
+        losses = told(run, transcript, holders, [first, *(second for second, _ in some)])
+        scores = measure(losses)
+        k = int(scores.argmax())
+        if best is None or scores[k] > best.score:
+            alone = Losses(losses.realised[:, k : k + 1], losses.largest[:, k : k + 1])
+            best = Telling(some[k], float(scores[k]), alone)
+    assert best is not None  # noqa: S101 - at least one is tried
+    return best
+
+
+def _screened(run: Run, learner: int) -> int:
+    """Rounds by which swaps are compared."""
+    costly = np.flatnonzero(run.algorithm.guarantee(learner).per_round)[:SCREENED_ROUNDS]
+    return min(int(costly[-1]) + 1 if len(costly) else run.spec.rounds, run.spec.rounds)
 
 
 def worst(
     run: Run, data: PlacedData, learner: int, seed: np.random.SeedSequence, *, as_they_are: bool = False
 ) -> Worlds:
-    """The swap of a learner's first record, among those tried, that some simulated runs tell apart best.
-
-    Tried: the candidates of `replay.worst_swap`, and records on the loss's bound against their mirror image: a spike, all of
-    whose weight is in one feature, and one that spreads it over all.
+    """The swap of a learner's first record, of `swaps` and `extremes`, that some simulated runs tell apart best.
 
     Args:
         run: the run.
@@ -40,46 +176,35 @@ def worst(
     Raises:
         DataError: the learner has no record, or there is no other one.
     """
-    if not len(data.learners[learner].order):
-        raise DataError(f"learner {learner} must have a record to swap, and has none")
-    costly = np.flatnonzero(run.algorithm.guarantee(learner).per_round)[:SCREENED_ROUNDS]
-    rounds = min(int(costly[-1]) + 1 if len(costly) else run.spec.rounds, run.spec.rounds)
-    best: tuple[float, Worlds] | None = None
-    tried = _tried(run, data, learner)
-    if as_they_are:
-        tried = [[worlds for worlds in tried[0] if worlds.first is data.learners[learner]]]
-        if not tried[0]:
-            raise DataError(f"learner {learner}'s first record must have another one to be swapped for, and has none")
-    for group, child in zip(tried, children(seed, len(tried)), strict=True):
-        heard = overhear(run, data, group[0], Share(0, PILOT, child), SeededNoise, rounds=rounds)
-        for worlds in group:
-            total = worlds.losses(run, heard.transcript).sum(axis=0)
-            strength = float(np.nan_to_num(np.abs(total), nan=0.0, posinf=np.inf).mean())
-            if best is None or strength > best[0]:
-                best = strength, worlds
-    assert best is not None  # noqa: S101 - there is always a swap
-    return best[1]
+    own, common = data.learners[learner], swaps(data, learner)
+    if as_they_are and not common:
+        raise DataError(f"learner {learner}'s first record must have another one to be swapped for, and has none")
+    made = [(first, [swap]) for first, swap in _extremes(run, data, learner)]
+    groups = [(own, common), *([] if as_they_are else made)] if common else made[:1] + made
+    shared, rounds = run.algorithm.guarantee(learner).shared, _screened(run, learner)
+    found: list[tuple[float, Worlds]] = []
+    for (first, tried), child in zip(groups, children(seed, len(groups)), strict=True):
+        worlds = Worlds(learner, first, *tried[0], shared)
+        heard = overhear(run, data, worlds, Share(0, PILOT, child), SeededNoise, rounds=rounds).transcript
+        best = search(run, heard, worlds.holders(run), first, tried, _realised)
+        found.append((best.score, Worlds(learner, first, *best.swap, shared)))
+    return max(found, key=lambda each: each[0])[1]
 
 
-def _tried(run: Run, data: PlacedData, learner: int) -> list[list[Worlds]]:
-    """Swaps of a learner's first use of a record; those of a group share the first world."""
-    own = data.learners[learner]
-    shared = run.algorithm.guarantee(learner).shared
-    row, n = int(own.order[0]), data.n_features
-    label = max(own.labels.tolist(), key=abs)
-    bound = run.loss.feature_bound
-    size = bound if np.isfinite(bound) else float(np.linalg.norm(own.features, axis=1).max())
-    spike, spread = size * np.eye(n)[0], np.full(n, size / np.sqrt(n))
-    others = [
-        Worlds(learner, own, own.with_use(0, features, other), f"the first record against {what}", shared)
-        for what, (features, other) in zip(chain(_VARIANTS, repeat(_ANOTHER)), candidates(data, learner), strict=False)
-        if other != own.labels[row] or (features != own.features[row]).any()
-    ]
-    mirrored = [
-        [Worlds(learner, own.with_use(0, record, label), own.with_use(0, -record, label), what, shared)]
-        for record, what in (
-            (spike, "a first record with all weight in one feature, against its mirror image"),
-            (spread, "a first record with equal weight in all features, against its mirror image"),
-        )
-    ]
-    return [others or mirrored[0], *mirrored]
+def most_telling(
+    run: Run, transcript: Transcript, data: PlacedData, learner: int, *, every_use: bool = False
+) -> Telling | None:
+    """The swap of a learner's first record, of `swaps`, whose loss could have been largest; None: there is none.
+
+    Args:
+        run: the run that was overheard.
+        transcript: what all learners said (one replica).
+        data: what they learned.
+        learner: whose record is swapped.
+        every_use: swap the record in all rounds that use it, not only in the first.
+    """
+    own, tried = data.learners[learner], swaps(data, learner, every_use=every_use)
+    if not tried:
+        return None
+    best = search(run, transcript.until(_screened(run, learner)), (learner,), own, tried, _possible)
+    return search(run, transcript, (learner,), own, [best.swap], _possible)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -10,7 +11,7 @@ from sottovoce.arrays import FloatArray, IntArray
 from sottovoce.data import LearnerData, PlacedData
 from sottovoce.errors import DataError
 from sottovoce.privacy.guarantee import Guarantee
-from sottovoce.running.replay import replay
+from sottovoce.running.replay import Losses, replay
 from sottovoce.running.run import Run
 from sottovoce.running.transcript import Transcript
 
@@ -93,11 +94,21 @@ class Worlds:
         Raises:
             CaptureError: a holder was not heard in the first round.
         """
-        with np.errstate(invalid="ignore"):  # neither world could have said it
-            each = [replay(run, transcript, i, [self.first, self.second]).realised[:, 0] for i in self.holders(run)]
-            rounds = min(len(losses) for losses in each)
-            total: FloatArray = np.sum([losses[:rounds] for losses in each], axis=0)
-        return total
+        return told(run, transcript, self.holders(run), [self.first, self.second]).realised[:, 0]
+
+
+def told(run: Run, transcript: Transcript, holders: Sequence[int], worlds: Sequence[LearnerData]) -> Losses:
+    """What the messages of all holders of a record tell, between the first world and each other one: their losses added up.
+
+    Raises:
+        CaptureError: a holder was not heard in the first round.
+    """
+    with np.errstate(invalid="ignore"):  # neither world could have said it
+        each = [replay(run, transcript, i, worlds) for i in holders]
+        rounds = min(len(losses.realised) for losses in each)
+        realised: FloatArray = np.sum([losses.realised[:rounds] for losses in each], axis=0)
+        largest: FloatArray = np.sum([losses.largest[:rounds] for losses in each], axis=0)
+    return Losses(realised, largest)
 
 
 def chosen(

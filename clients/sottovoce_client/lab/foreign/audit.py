@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
-from sottovoce.lab.foreign.audit import ForeignAudit, audit_conversations, runs_to_refute
+from sottovoce.lab.foreign.audit import ForeignAudit, audit_conversations
+from sottovoce_client.auditing.audit import TableRow, attempt, guess_row, print_verdict
 from sottovoce_client.lab.foreign.runs import Reading, RunIs, load_decoder, read_runs
+from sottovoce_client.running.simulation import finite
 from sottovoce_client.wording import NOTHING, count, number, plural
-
-COLOURS = {"consistent": "green", "refuted": "bold red", "inconclusive": "yellow", "unpromised": "yellow"}
-
-Row = tuple[str, str, str, str, str]
 
 
 def audit_foreign(
@@ -27,7 +23,7 @@ def audit_foreign(
     *,
     decoder: str | None,
     run_is: RunIs,
-    claim: float | None,
+    claim: float,
     confidence: float,
     seed: int,
     out: Path,
@@ -39,7 +35,7 @@ def audit_foreign(
         folder: with captures of both worlds below it.
         decoder: `module:function` that reads a message (None: only bytes are looked at).
         run_is: what one run is.
-        claim: epsilon that the owner claims for a run.
+        claim: epsilon that the owner claims for a run; infinite: nothing is.
         confidence: with which a claim that holds is not refuted.
         seed: of the split and the classifiers.
         out: folder for the results.
@@ -59,7 +55,8 @@ def audit_foreign(
         done = audit_conversations(reading.runs, claim=claim, confidence=confidence, seed=seed, say=status.update)
     document = json.dumps(as_document(done, reading, run_is, decoder, seed), indent=2)
     (out / "audit.json").write_text(document + "\n", encoding="utf-8")
-    print_foreign(done, reading, Path(folder).name, run_is, decoder, console)
+    notes = _notes(done, reading, run_is)
+    print_verdict(done.verdict, Path(folder).name, _rows(done, reading, decoder), notes, console)
     console.out(f"{out}: audit.json", highlight=False)
     return 1 if done.verdict.kind == "refuted" else 0
 
@@ -72,16 +69,16 @@ def as_document(done: ForeignAudit, reading: Reading, run_is: RunIs, decoder: st
         "runs_of_each_world": list(done.runs),
         "runs_left_out": done.left_out,
         "worlds_in_turns": done.in_turns,
-        "confidence": 1.0 - done.alpha,
+        "confidence": 1.0 - done.found.levels.alpha,
         "seed": seed,
         "epsilon": {
-            "claimed": done.claim,
-            "lower_bound": done.bound,
+            "claimed": finite(done.found.claim),
+            "lower_bound": done.found.largest,
             "most_that_so_many_runs_show": done.most,
         },
-        "black_box": [asdict(attempt) for attempt in done.attempts],
-        "timing": [asdict(attempt) for attempt in done.timed],
-        "findings": [asdict(finding) for finding in done.findings],
+        "black_box": [attempt(bound) for bound in done.found.bounds],
+        "timing": [attempt(bound) for bound in done.timed],
+        "findings": [asdict(sign) for sign in done.signs],
         "messages": reading.messages,
         "decoder": {
             "name": decoder,
@@ -96,35 +93,14 @@ def as_document(done: ForeignAudit, reading: Reading, run_is: RunIs, decoder: st
     }
 
 
-def print_foreign(
-    done: ForeignAudit, reading: Reading, name: str, run_is: RunIs, decoder: str | None, console: Console
-) -> None:
-    """The verdict, and what was tested side by side."""
-    verdict = done.verdict
-    console.print(Text.assemble((name, "bold"), " ", (verdict.kind.upper(), COLOURS[verdict.kind])))
-    console.print(Text(verdict.text))
-    for more in verdict.evidence[1:6]:
-        console.print(Text(f"also: {more}"))
-    table = Table("family", "what was tested", "result", box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim")
-    table.add_column("ε at\nleast", justify="right")
-    table.add_column("ε\nclaimed", justify="right")
-    for row in _rows(done, reading, decoder):
-        table.add_row(*(Text(cell) for cell in row))
-    console.print(table)
-    for text in _notes(done, reading, run_is):
-        console.print(Text(text, style="dim"))
-
-
-def _rows(done: ForeignAudit, reading: Reading, decoder: str | None) -> Iterator[Row]:
-    for family, attempts, claim in (("black box", done.attempts, done.claim), ("timing", done.timed, None)):
-        for each in attempts:
-            seen = f"{each.model} on {each.view}" if each.view else f"{each.model}: nothing to look at"
-            result = f"{count(each.correct)} of {count(each.guesses)} right"
-            yield family, seen, result, number(each.bound, 3), number(claim)
+def _rows(done: ForeignAudit, reading: Reading, decoder: str | None) -> Iterator[TableRow]:
+    for family, bounds in (("black box", done.found.bounds), ("timing", done.timed)):
+        for bound in bounds:
+            _, seen, result, least, claimed = guess_row(bound)
+            yield family, seen, result, least, claimed if math.isfinite(bound.claim) else NOTHING
     tests = {"said again": "numbers or messages repeated", "equivocation": "one sender, one round, other bytes"}
     for test, what in tests.items():
-        told = [f"{each.text} ({each.where})" for each in done.findings if each.test == test]
-        yield test, what, "; ".join(told) or "none", NOTHING, NOTHING
+        yield test, what, "; ".join(str(sign) for sign in done.signs if sign.test == test) or "none", NOTHING, NOTHING
     if decoder is not None:
         failed = f", {count(reading.failed)} failed" if reading.failed else ""
         yield "decoder", decoder, f"{count(reading.decoded)} messages read{failed}", NOTHING, NOTHING
@@ -147,7 +123,7 @@ def _notes(done: ForeignAudit, reading: Reading, run_is: RunIs) -> Iterator[str]
         yield f"Worlds were not equally frequent: {plural(done.left_out, 'run')} left out."
     if not done.in_turns:
         yield "Worlds did not take turns as coins do: what changes with time (a clock, a counter) tells them apart, too."
-    if any(each.bound > 0.0 for each in done.timed):
+    if any(bound.value > 0.0 for bound in done.timed):
         yield "Time tells the worlds apart. Two processes differ in it whatever they hold, so the verdict leaves it aside."
     if reading.unfinished:
         yield f"{plural(reading.unfinished, 'capture')} not closed: what was in memory is missing."
@@ -156,7 +132,7 @@ def _notes(done: ForeignAudit, reading: Reading, run_is: RunIs) -> Iterator[str]
     for failure in reading.failures:
         yield f"The decoder failed on {failure}"
     needed = ""
-    if done.claim is not None:
-        least = runs_to_refute(done.claim, done.alpha)
-        needed = f" With fewer than {plural(least, 'run')} of each world, ε {number(done.claim)} could not be refuted."
+    if done.found.needed:
+        fewer = f"fewer than {plural(done.found.needed, 'run')} of each world"
+        needed = f" With {fewer}, ε {number(done.found.claim)} could not be refuted."
     yield f"At best so many runs show ε {number(done.most, 3)}.{needed}"

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from sottovoce.audit.conversation import HEAD, Conversation, Decoded, Heard, digest, numbers
 from sottovoce.errors import CaptureError, SpecError
-from sottovoce.lab.foreign.conversation import HEAD, Conversation, Decoded, Heard, digest, numbers
+from sottovoce_client.auditing.channel import told
 from sottovoce_eavesdropper.reading import Capture, find_captures
 from sottovoce_eavesdropper.storage import open_folder
 
@@ -162,8 +162,9 @@ class _Names:
             return row[self._column]
         stream = row["stream"]
         if stream not in self._named:  # what a client sends first is its metadata
-            told = json.loads(row["payload"]) if row["kind"] == "metadata" and row["direction"] == "out" else {}
-            self._named[stream] = next((str(v) for k, v in told.get("metadata", ()) if k == self._key), None)
+            first = row["kind"] == "metadata" and row["direction"] == "out"
+            entries = _heard(row, 0, 0.0, None).entries if first else ()
+            self._named[stream] = next((value for key, value in entries if key == self._key), None)
             self._reading.unnamed += self._named[stream] is None
         return self._named[stream]
 
@@ -175,13 +176,11 @@ def _rows(capture: Capture) -> Iterator[dict[str, Any]]:
 
 
 def _heard(row: Mapping[str, Any], stream: int, seconds: float, decoded: Decoded | None) -> Heard:
-    payload, kind = row["payload"], row["kind"]
-    facts = (kind, row["method"], row["direction"], stream, seconds, row["size"])
-    if kind == "message":
-        return Heard(*facts, payload[:HEAD], digest(payload), decoded=decoded)
-    told = json.loads(payload)
-    entries = tuple((str(key), str(value)) for key, value in told.get("metadata", ()))
-    return Heard(*facts, entries=entries, status=(told.get("code", ""), told.get("details", "")))
+    payload = row["payload"]
+    heard = Heard(row["kind"], row["method"], row["direction"], stream, seconds, row["size"])
+    if heard.kind == "message":
+        return replace(heard, head=payload[:HEAD], digest=digest(payload), decoded=decoded)
+    return told(heard, payload)
 
 
 def _decoded(decoder: Decoder, row: Mapping[str, Any], run: str, reading: Reading) -> Decoded | None:

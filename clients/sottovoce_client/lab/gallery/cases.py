@@ -82,7 +82,7 @@ class Membership:
     seen: str
     claim: float
     covered: bool
-    guessed: membership.Guessed
+    guessed: membership.GuessingRate
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +198,7 @@ def _guessed(name: str, primal: str, epsilon: float, record: str, seen: str, run
     prepared = _prepared(document)
     run, algorithm, pair = prepared.run, prepared.run.algorithm, _pair(prepared, record)
     assert isinstance(algorithm, DualAveraging)  # noqa: S101 - MEMBERSHIPS names no other
-    worlds = membership.overhear(run, prepared.data, pair, runs, seed)
+    worlds = membership.simulate_worlds(run, prepared.data, pair, runs, seed)
     if seen == "messages":
         scores = [membership.from_messages(run, world.transcript, pair) for world in worlds]
     elif seen == "decisions":

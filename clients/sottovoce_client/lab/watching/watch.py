@@ -29,7 +29,7 @@ POLL_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class WatchRequest:
     """What to watch for.
 
     Attributes:
@@ -65,7 +65,7 @@ def where(place: str | None, eavesdropper: str | None, run_id: str | None) -> Ab
 
 def watch(
     source: AbstractAsyncContextManager[Source],
-    question: Question,
+    question: WatchRequest,
     prepare: Callable[[RunSpec], Prepared],
     *,
     metrics: str | None = None,
@@ -112,7 +112,7 @@ class _Watching:
     def __init__(
         self,
         source: Source,
-        question: Question,
+        question: WatchRequest,
         prepare: Callable[[RunSpec], Prepared],
         metrics: Metrics | None,
         stop: asyncio.Event,

@@ -13,9 +13,8 @@ import numpy as np
 
 from sottovoce.algorithms.dual_averaging.algorithm import DualAveraging
 from sottovoce.arrays import FloatArray, IntArray
-from sottovoce.audit.bounds import epsilon_lower_bound
+from sottovoce.audit.bounds import epsilon_lower_bound, interval
 from sottovoce.data import LearnerData, PlacedData
-from sottovoce.data.files import import_extra
 from sottovoce.noise import SeededNoise
 from sottovoce.running.replay import Replay, replay
 from sottovoce.running.run import Run
@@ -30,7 +29,7 @@ Pair = tuple[LearnerData, LearnerData]
 
 
 @dataclass(frozen=True, slots=True)
-class Overheard:
+class HeardRuns:
     """Runs of one world.
 
     Attributes:
@@ -42,7 +41,7 @@ class Overheard:
     decisions: FloatArray
 
 
-def overhear(run: Run, data: PlacedData, pair: Pair, runs: int, seed: int) -> tuple[Overheard, Overheard]:
+def simulate_worlds(run: Run, data: PlacedData, pair: Pair, runs: int, seed: int) -> tuple[HeardRuns, HeardRuns]:
     """Simulate `runs` runs, each in a world that a fair coin chose."""
     coins, *sources = np.random.SeedSequence(seed).spawn(3)
     seconds = int(np.clip(np.random.default_rng(coins).binomial(runs, 0.5), 1, runs - 1))
@@ -53,10 +52,10 @@ def overhear(run: Run, data: PlacedData, pair: Pair, runs: int, seed: int) -> tu
     return first, second
 
 
-def _world(run: Run, data: PlacedData, own: LearnerData, runs: int, seed: np.random.SeedSequence) -> Overheard:
+def _world(run: Run, data: PlacedData, own: LearnerData, runs: int, seed: np.random.SeedSequence) -> HeardRuns:
     shared = PlacedData((own,) * run.spec.n_learners, data.test_features, data.test_labels)
     steps = list(simulate(run, shared, SeededNoise(seed), runs))
-    return Overheard(Transcript.of(step.message for step in steps), np.stack([step.before for step in steps]))
+    return HeardRuns(Transcript.of(step.message for step in steps), np.stack([step.before for step in steps]))
 
 
 # ---- scores: above 0 speaks for world 0, below for world 1 -----------------------------------------------------------
@@ -81,7 +80,7 @@ def from_decisions(run: Run, algorithm: DualAveraging, decisions: FloatArray, pa
     return from_messages(run, Transcript({"h": duals, "w": weights} if algorithm.push else {"h": duals}), pair)
 
 
-def from_both(run: Run, heard: Overheard, pair: Pair) -> FloatArray:
+def from_both(run: Run, heard: HeardRuns, pair: Pair) -> FloatArray:
     """From messages and decisions: infinite where a decision could only have been made in one of the worlds."""
     scores = from_messages(run, heard.transcript, pair)
     for learner in range(run.spec.n_learners):
@@ -105,7 +104,7 @@ def _decided(run: Run, transcript: Transcript, learner: int, pair: Pair) -> Iter
 
 
 @dataclass(frozen=True, slots=True)
-class Guessed:
+class GuessingRate:
     """Guesses of the world by the sign of the score.
 
     Attributes:
@@ -129,7 +128,7 @@ class Guessed:
         return self.correct / self.runs
 
 
-def guess(scores: Sequence[FloatArray], seed: int, confidence: float = 0.95) -> Guessed:
+def guess(scores: Sequence[FloatArray], seed: int, confidence: float = 0.95) -> GuessingRate:
     """Guess the world of every run; a score of 0 is met by a coin.
 
     Args:
@@ -142,16 +141,9 @@ def guess(scores: Sequence[FloatArray], seed: int, confidence: float = 0.95) -> 
     right = (first > 0) | ((first == 0) & coins[0]), (second < 0) | ((second == 0) & coins[1])
     runs, correct = len(first) + len(second), int(sum(each.sum() for each in right))
     low, high = interval(correct, runs, confidence)
-    return Guessed(runs, correct, low, high, epsilon_lower_bound(correct, runs, 1.0 - confidence), *roc(first, second))
-
-
-def interval(correct: int, runs: int, confidence: float) -> tuple[float, float]:
-    """Clopper-Pearson interval of a rate."""
-    beta = import_extra("scipy.stats", "scipy", "a confidence interval").beta
-    alpha = 1.0 - confidence
-    low = float(beta.ppf(alpha / 2, correct, runs - correct + 1)) if correct else 0.0
-    high = float(beta.ppf(1 - alpha / 2, correct + 1, runs - correct)) if correct < runs else 1.0
-    return low, high
+    return GuessingRate(
+        runs, correct, low, high, epsilon_lower_bound(correct, runs, 1.0 - confidence), *roc(first, second)
+    )
 
 
 def roc(first: FloatArray, second: FloatArray) -> tuple[FloatArray, FloatArray]:

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from sottovoce.arrays import FloatArray
+from sottovoce.audit.conversation import Conversation, Heard
+from sottovoce.audit.views import decoded
 from sottovoce.data.files import import_extra
-from sottovoce.lab.foreign.conversation import Conversation, Heard
-from sottovoce.lab.foreign.views import decoded
 
 CHANCE = 1e-6
 """Coincidences less likely than this are reported."""
@@ -25,7 +25,7 @@ LEAST = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Sign:
     """Something that no correct mechanism does.
 
     Attributes:
@@ -40,13 +40,16 @@ class Finding:
     count: int
     where: str
 
+    def __str__(self) -> str:
+        return f"{self.text} ({self.where})"
 
-def findings(runs: Sequence[Conversation]) -> tuple[Finding, ...]:
+
+def signs(runs: Sequence[Conversation]) -> tuple[Sign, ...]:
     """All of them."""
     return (*_numbers_again(runs), *_bytes_again(runs), *_equivocations(runs))
 
 
-def _numbers_again(runs: Sequence[Conversation]) -> list[Finding]:
+def _numbers_again(runs: Sequence[Conversation]) -> list[Sign]:
     poisson = import_extra("scipy.stats", "scipy", "an audit").poisson
     found = []
     for field, values in decoded(runs).items():
@@ -58,7 +61,7 @@ def _numbers_again(runs: Sequence[Conversation]) -> list[Finding]:
             continue
         first, again = (tuple(int(axis[k]) for axis in place) for k in _pair(said))
         where = f"{_position(runs, first)} and {_position(runs, again)}"
-        found.append(Finding("said again", f"{ties:,} of {len(said):,} numbers of {field} are repeated", ties, where))
+        found.append(Sign("said again", f"{ties:,} of {len(said):,} numbers of {field} are repeated", ties, where))
     return found
 
 
@@ -105,7 +108,7 @@ def _position(runs: Sequence[Conversation], place: tuple[int, ...]) -> str:
     return f"{runs[run].name}, message {message}, number {number}"
 
 
-def _bytes_again(runs: Sequence[Conversation]) -> list[Finding]:
+def _bytes_again(runs: Sequence[Conversation]) -> list[Sign]:
     """Whole messages, where nobody decoded them and most differ."""
     places: dict[str, list[tuple[Conversation, int, Heard]]] = defaultdict(list)
     for run in runs:
@@ -127,7 +130,7 @@ def _bytes_again(runs: Sequence[Conversation]) -> list[Finding]:
             known.setdefault(each.digest, where)
         if repeated and 2 * len(known) > len(varied):
             text = f"{len(repeated):,} of {len(varied):,} messages of {place} are said again, byte for byte"
-            found.append(Finding("said again", text, len(repeated), repeated[0]))
+            found.append(Sign("said again", text, len(repeated), repeated[0]))
     return found
 
 
@@ -137,7 +140,7 @@ def _varied(said: Sequence[tuple[Conversation, int, Heard]], runs: int) -> list[
     return [(run, k, each) for run, k, each in said if each.size >= LEAST and counts[k, each.digest] < runs]
 
 
-def _equivocations(runs: Sequence[Conversation]) -> list[Finding]:
+def _equivocations(runs: Sequence[Conversation]) -> list[Sign]:
     found = []
     for run in runs:
         known: dict[tuple[object, ...], bytes] = {}
@@ -153,4 +156,4 @@ def _equivocations(runs: Sequence[Conversation]) -> list[Finding]:
     sender = "" if each.decoded is None or each.decoded.sender is None else f"{each.decoded.sender} says "
     t = None if each.decoded is None else each.decoded.round
     text = f"{sender or 'one sender says '}different things in one round, {len(found):,} times"
-    return [Finding("equivocation", text, len(found), f"{run.name}, {each.place}, round {t}")]
+    return [Sign("equivocation", text, len(found), f"{run.name}, {each.place}, round {t}")]

@@ -102,7 +102,7 @@ def forgetful(spoken: Spoken) -> Sequence[Said]:
         SpecError: there is no budget, or not enough rounds to spend it twice.
     """
     plan, learner = spoken.plan, spoken.plan.worlds.learner
-    budget = budgets(plan.run)[learner]
+    budget = _budgets(plan.run)[learner]
     counts = np.diff(plan.data.learners[learner].offsets)
     spent = plan.run.algorithm.guarantee(learner, counts).cumulative
     if spent[-1] <= budget:
@@ -115,7 +115,7 @@ def forgetful(spoken: Spoken) -> Sequence[Said]:
     return [said for said in spoken.messages if said.sender != learner or said.round < ended]
 
 
-def budgets(run: Run) -> tuple[float, ...]:
+def _budgets(run: Run) -> tuple[float, ...]:
     """Of all learners.
 
     Raises:
@@ -159,7 +159,7 @@ def overspent(messages: Iterable[Said], plan: Plan) -> list[str]:
     for each in messages:
         said[each.sender].add((each.round, each.digest))
     found = []
-    for learner, budget in enumerate(budgets(plan.run)):
+    for learner, budget in enumerate(_budgets(plan.run)):
         counts = np.diff(plan.data.learners[learner].offsets)
         price = plan.run.algorithm.guarantee(learner, counts).per_round
         total = math.fsum(float(price[t]) for t, _ in said[learner])

@@ -13,11 +13,14 @@ import numpy as np
 
 from sottovoce.arrays import FloatArray
 from sottovoce.audit.audit import Audit, Examined, Work, audit_simulated
+from sottovoce.audit.blackbox import level, tested
 from sottovoce.audit.bounds import epsilon_lower_bound
+from sottovoce.audit.levels import SHARES
 from sottovoce.audit.plan import Plan, plan_audit
 from sottovoce.audit.simulated import Share, children, overhear
 from sottovoce.audit.swaps import worst
 from sottovoce.audit.verdict import Findings, decide
+from sottovoce.audit.views import features
 from sottovoce.data import PlacedData
 from sottovoce.data.files import import_extra
 from sottovoce.errors import SpecError
@@ -100,7 +103,7 @@ def attempt(
         plan = plan_audit(run, data, learner, runs=LADDER[0], seed=seed, worlds=worlds)
         broken = mutant.breaks(plan)
         if broken.heard is not None:
-            return _overheard(blank, plan, broken)
+            return _noticed(blank, plan, broken)
         if broken.leak is not None:
             _require_enough(plan, blank.allowed)
     except SpecError as error:
@@ -109,14 +112,14 @@ def attempt(
         done = audited(plan_audit(run, data, learner, runs=runs, seed=seed, worlds=plan.worlds), broken)
         blank = replace(blank, numbers=len(done.noise))
         if done.verdict.kind == "refuted":
-            return replace(blank, needed=runs, families=seen_by(done.found), evidence=done.verdict.evidence[0])
+            return replace(blank, needed=runs, families=_seen_by(done.found), evidence=done.verdict.evidence[0])
     return blank
 
 
 def _require_enough(plan: Plan, runs: int) -> None:
     """A leak beside the numbers shows at most what the black box can show at all."""
-    tested = 2 * 2 * runs // 5
-    most = epsilon_lower_bound(tested, tested, plan.alpha / 6)
+    guesses = tested(2 * runs)
+    most = epsilon_lower_bound(guesses, guesses, level(plan.levels))
     if most <= plan.epsilon_seen:
         text = (
             f"{runs:,} runs of each world show an epsilon of {most:.3g} at most, and {plan.epsilon_seen:.4g} is claimed"
@@ -137,9 +140,10 @@ def audited(plan: Plan, broken: Broken) -> Audit:
     def over(work: Work, shares: Sequence[Share]) -> Iterator[Examined]:
         for share in shares:
             part = work(share)
-            yield part if broken.leak is None else replace(part, channel={"channel": broken.leak(_inside(plan, share))})
+            leaked = () if broken.leak is None else broken.leak(_inside(plan, share))
+            yield replace(part, channel=tuple({"channel": features([("leak", told)])} for told in leaked))
 
-    return audit_simulated(plan, noise=broken.noise, actual=broken.actual, spread=over)
+    return audit_simulated(plan, noise=broken.noise, actual=broken.actual, mapper=over)
 
 
 def _understated(plan: Plan, factor: float) -> Plan:
@@ -166,7 +170,7 @@ def _gradient(plan: Plan, world: int, t: int, point: FloatArray) -> FloatArray:
     return mean_gradient(loss, point, replace(batch, features=features, labels=labels))
 
 
-def _overheard(blank: Outcome, plan: Plan, broken: Broken) -> Outcome:
+def _noticed(blank: Outcome, plan: Plan, broken: Broken) -> Outcome:
     """Hold the messages of one run against what must never happen, and against the budget."""
     assert broken.heard is not None  # noqa: S101 - the caller looked
     seen = notices(broken.heard(spoken(plan)), plan)
@@ -175,14 +179,9 @@ def _overheard(blank: Outcome, plan: Plan, broken: Broken) -> Outcome:
     return replace(blank, needed=1, families=tuple(seen), evidence=next(iter(seen.values())))
 
 
-def seen_by(found: Findings) -> tuple[Family, ...]:
+def _seen_by(found: Findings) -> tuple[Family, ...]:
     """The families whose findings refute the claim by themselves."""
-    alone: dict[Family, Findings] = {
-        "conformance": replace(found, excess=None, guessed=None, rounds=None, attempts=()),
-        "likelihood": replace(found, conformance=(), attempts=()),
-        "black box": replace(found, conformance=(), excess=None, guessed=None, rounds=None),
-    }
-    return tuple(family for family, own in alone.items() if decide(own).kind == "refuted")
+    return tuple(family for family in SHARES if decide(found.of(family)).kind == "refuted")
 
 
 # ---- correct learners ------------------------------------------------------------------------------------------------
@@ -219,15 +218,6 @@ def _chance(count: int, trials: int, level: float) -> float:
     return float(import_extra("scipy.stats", "scipy", "a self-test").binom.sf(count - 1, trials, level))
 
 
-def interval(count: int, trials: int, confidence: float = 0.95) -> tuple[float, float]:
-    """Clopper-Pearson interval for a share."""
-    beta = import_extra("scipy.stats", "scipy", "a self-test").beta
-    tail = (1.0 - confidence) / 2.0
-    low = 0.0 if count == 0 else float(beta.ppf(tail, count, trials - count + 1))
-    high = 1.0 if count == trials else float(beta.ppf(1.0 - tail, count + 1, trials - count))
-    return low, high
-
-
 def false_alarms(
     run: Run,
     data: PlacedData,
@@ -253,14 +243,14 @@ def false_alarms(
         return Alarms(name, 0, 0, 0, 0)
     worlds = worst(run, data, learner, np.random.SeedSequence(0))
     plans = [plan_audit(run, data, learner, runs=runs, seed=seed, worlds=worlds) for seed in seeds]
-    refuted = [families for plan in plans if (families := seen_by(audit_simulated(plan).found))]
+    refuted = [families for plan in plans if (families := _seen_by(audit_simulated(plan).found))]
     families = tuple(dict.fromkeys(family for each in refuted for family in each))
     lots = [(seed, k) for seed in seeds for k in range(watched)]
-    alarmed = sum(alarm_under_watch(run, data, np.random.SeedSequence(lot)) for lot in lots)
+    alarmed = sum(_alarm_under_watch(run, data, np.random.SeedSequence(lot)) for lot in lots)
     return Alarms(name, len(refuted), len(plans), alarmed, len(lots), families)
 
 
-def alarm_under_watch(run: Run, data: PlacedData, seed: np.random.SeedSequence, alpha: float = WATCH_LEVEL) -> bool:
+def _alarm_under_watch(run: Run, data: PlacedData, seed: np.random.SeedSequence, alpha: float = WATCH_LEVEL) -> bool:
     """Is there an alarm in a correct run?"""
     from sottovoce.lab.watch.watch import Watch  # it needs scipy from the start
 

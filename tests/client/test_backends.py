@@ -11,7 +11,7 @@ from sottovoce.audit import audit as core
 from sottovoce.audit.plan import Plan, plan_audit
 from sottovoce.audit.verdict import Findings
 from sottovoce.errors import SpecError
-from sottovoce_client.auditing.spread import Backend, spread_over
+from sottovoce_client.auditing.backends import Backend, mapper_over
 from tests.examples import made_up, small_run
 
 
@@ -23,8 +23,8 @@ def plan(monkeypatch: pytest.MonkeyPatch) -> Plan:
 
 
 def found(plan: Plan, backend: Backend, jobs: int) -> Findings:
-    with spread_over(backend, jobs) as spread:
-        return core.audit_simulated(plan, spread=spread).found
+    with mapper_over(backend, jobs) as mapper:
+        return core.audit_simulated(plan, mapper=mapper).found
 
 
 @pytest.mark.parametrize("backend", ["processes", "dask", "ray"])
@@ -34,7 +34,7 @@ def test_what_is_found_does_not_depend_on_who_works(plan: Plan, backend: Backend
             {"dask": "distributed", "ray": "ray"}[backend], reason=f"the extra `{backend}` is not installed"
         )
     here, there = found(plan, "processes", 1), found(plan, backend, 2)
-    assert (here.guessed, here.attempts, here.conformance) == (there.guessed, there.attempts, there.conformance)
+    assert (here.tests, here.bounds) == (there.tests, there.bounds)
 
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,5 +46,5 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         return real(name, *more)
 
     monkeypatch.setattr(importlib, "import_module", without)
-    with pytest.raises(SpecError, match=r"pip install 'sottovoce\[dask\]'"), spread_over("dask", 2):
+    with pytest.raises(SpecError, match=r"pip install 'sottovoce\[dask\]'"), mapper_over("dask", 2):
         pass

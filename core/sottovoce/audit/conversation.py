@@ -1,4 +1,4 @@
-"""What passed between a service and its clients in one run, as far as it is looked at; nothing is known of the service."""
+"""What passed on the wire in one run, as far as it is looked at: between learners, or a foreign service and its clients."""
 
 from __future__ import annotations
 
@@ -46,6 +46,7 @@ class Heard:
         entries: of metadata and trailers, key and value.
         status: code and text of trailers.
         decoded: what the decoder read, each field flat and at most `WIDTH` long; None: nothing.
+        whose: `said` by the one who is audited, `told` to it, or `others`'. Of a foreign service everything counts as said.
     """
 
     kind: Literal["message", "metadata", "trailers"]
@@ -59,6 +60,7 @@ class Heard:
     entries: tuple[tuple[str, str], ...] = ()
     status: tuple[str, str] = ("", "")
     decoded: Decoded | None = None
+    whose: Literal["said", "told", "others"] = "said"
 
     @property
     def place(self) -> str:
@@ -84,8 +86,13 @@ class Conversation:
 
     @property
     def messages(self) -> tuple[Heard, ...]:
-        """Only the messages."""
-        return tuple(each for each in self.heard if each.kind == "message")
+        """Only the messages of the one who is audited."""
+        return tuple(each for each in self.heard if each.kind == "message" and each.whose == "said")
+
+    @property
+    def near(self) -> tuple[Heard, ...]:
+        """What the one who is audited said and was told."""
+        return tuple(each for each in self.heard if each.whose != "others")
 
 
 def digest(payload: bytes) -> bytes:

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
-from sottovoce.audit.audit import Examined, Spread, Work
+from sottovoce.audit.audit import Examined, Mapper, Work
 from sottovoce.audit.simulated import Share
 from sottovoce.data.files import import_extra
 from sottovoce.errors import SpecError
@@ -17,7 +17,7 @@ Backend = Literal["processes", "ray", "dask"]
 
 
 @contextlib.contextmanager
-def spread_over(backend: Backend, jobs: int | None = None) -> Iterator[Spread]:
+def mapper_over(backend: Backend, jobs: int | None = None) -> Iterator[Mapper]:
     """How shares of an audit's runs are worked on; what comes of them does not depend on it.
 
     Args:

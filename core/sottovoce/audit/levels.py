@@ -1,0 +1,79 @@
+"""The error budget of an audit: the chance of a false alarm, divided among all that is looked at; and what a test comes to.
+
+Bonferroni's rule: whatever depends on what, a correct learner is refuted with probability at most the sum of all levels. The
+budget is made once, with the plan. Every test and every bound carries its own part of it, so that verdict and pages read
+the level from the value that they show. To add a test or a family, change `SHARES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from typing import Literal
+
+Family = Literal["conformance", "likelihood", "black box"]
+Part = Literal["noise", "whole runs", "right guesses", "single rounds", "classifiers"]
+
+SHARES: Mapping[Family, Mapping[Part, Fraction]] = {
+    "conformance": {"noise": Fraction(1, 3)},
+    "likelihood": dict.fromkeys(("whole runs", "right guesses", "single rounds"), Fraction(1, 9)),
+    "black box": {"classifiers": Fraction(1, 3)},
+}
+"""Of alpha, by family and part of it. They add up to one."""
+
+BLIND: Mapping[Family, Mapping[Part, Fraction]] = {"black box": {"classifiers": Fraction(1)}}
+"""Where nothing is known of the algorithm, there is one family."""
+
+
+@dataclass(frozen=True, slots=True)
+class Test:
+    """One test and its result."""
+
+    name: str
+    what: str
+    """What is tested, in a few words."""
+    statistic: float
+    p_value: float
+    """How likely a statistic this extreme is where the claim holds."""
+    where: str
+    """The learner, round and field that the statistic was largest at; empty if it belongs to no one place."""
+    family: Family = "conformance"
+    level: float = 0.0
+    """A smaller p-value refutes the claim; 0 until the test has its part of a budget (`Levels.judged`)."""
+
+    __test__ = False  # pytest collects classes of this name
+
+    @property
+    def rejects(self) -> bool:
+        """Whether the claim fails here."""
+        return self.p_value < self.level
+
+
+@dataclass(frozen=True, slots=True)
+class Levels:
+    """Who may raise a false alarm, with which probability.
+
+    Attributes:
+        alpha: of all together.
+        shares: of it, by family and part of it.
+    """
+
+    alpha: float
+    shares: Mapping[Family, Mapping[Part, Fraction]] = field(default_factory=lambda: SHARES)
+
+    def family(self, family: Family) -> float:
+        """Of all parts of a family together."""
+        return self._of(sum(self.shares[family].values(), Fraction(0)))
+
+    def of(self, family: Family, part: Part, among: int = 1) -> float:
+        """Of each of so many tests or bounds that share a part evenly."""
+        return self._of(self.shares[family][part]) / among
+
+    def judged(self, family: Family, part: Part, tests: Sequence[Test]) -> tuple[Test, ...]:
+        """Tests that share a part evenly, each with its level."""
+        level = self.of(family, part, max(len(tests), 1))
+        return tuple(replace(test, family=family, level=level) for test in tests)
+
+    def _of(self, share: Fraction) -> float:
+        return self.alpha * share.numerator / share.denominator

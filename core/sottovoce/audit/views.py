@@ -1,0 +1,271 @@
+"""What classifiers may look at in conversations: decoded numbers, sizes, counts, order, metadata, status, bytes; and times.
+
+Nothing here depends on the time of day or on the place of a run among the others: worlds may be recorded one after the other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import numpy as np
+
+from sottovoce.arrays import FloatArray
+from sottovoce.audit.blackbox import number_views
+from sottovoce.audit.conversation import HEAD, WIDTH, Conversation
+
+REPEATED, COLUMNS = 16, 1024
+"""Of one kind of thing, the first so many in a run are looked at; of a view, at most so many columns."""
+
+Item = tuple[Hashable, Sequence[float]]
+"""What kind of thing, and its numbers: always as many for one kind."""
+
+Layout = tuple[tuple[Hashable, int], ...]
+"""What the numbers of a run are: the kind of thing, counted within the run, and how many numbers it has."""
+
+View = Callable[[Conversation], Iterable[Item]]
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """A run as one view shows it: all that is kept of it.
+
+    Attributes:
+        layout: what the numbers are.
+        numbers: side by side.
+    """
+
+    layout: Layout
+    numbers: FloatArray
+
+
+def features_of(run: Conversation, kinds: Mapping[str, View]) -> dict[str, Features]:
+    """A run in several views."""
+    return {name: features(items(run)) for name, items in kinds.items()}
+
+
+def features(items: Iterable[Item]) -> Features:
+    """The first `REPEATED` things of every kind."""
+    seen: Counter[Hashable] = Counter()
+    layout: list[tuple[Hashable, int]] = []
+    numbers: list[float] = []
+    for kind, values in items:
+        if seen[kind] < REPEATED:
+            layout.append(((kind, seen[kind]), len(values)))
+            numbers.extend(values)
+        seen[kind] += 1
+    return Features(tuple(layout), np.array(numbers, dtype=np.float64))
+
+
+def table(runs: Sequence[Features]) -> FloatArray:
+    """`(runs, features)`: things of the same kind below each other; -1 where a run had fewer.
+
+    Kinds that most runs have come first; what does not fit into `COLUMNS` is left out.
+    """
+    common = Counter(key for run in runs for key, _ in run.layout)
+    widths = {key: width for run in runs for key, width in run.layout}
+    offsets: dict[Hashable, int] = {}
+    total = 0
+    for key, _ in common.most_common():
+        if total + widths[key] <= COLUMNS:
+            offsets[key] = total
+            total += widths[key]
+    found = np.full((len(runs), total), -1.0)
+    for k, run in enumerate(runs):
+        start = 0
+        for key, width in run.layout:
+            if key in offsets:
+                found[k, offsets[key] : offsets[key] + width] = run.numbers[start : start + width]
+            start += width
+    return found
+
+
+def tables(runs: Sequence[Mapping[str, Features]]) -> dict[str, FloatArray]:
+    """Every view of all runs."""
+    return {name: table([run[name] for run in runs]) for name in runs[0]}
+
+
+def views(runs: Sequence[Conversation]) -> dict[str, FloatArray]:
+    """All views but timing, by name: finite numbers `(runs, features)`. Those that people understand best come first."""
+    found: dict[str, FloatArray] = {}
+    said = decoded(runs)
+    for field, values in said.items():
+        with np.errstate(over="ignore"):  # where most numbers are zero, others are huge in units of their spread
+            found |= {f"{name} of {field}": view for name, view in number_views(values).items()}
+    if len(said) > 1:
+        every = np.concatenate([values.reshape(len(runs), -1) for values in said.values()], axis=1)
+        found["values of all fields"] = every[:, :COLUMNS]
+    return found | tables([features_of(run, CHANNEL) for run in runs])
+
+
+def timing(runs: Sequence[Conversation]) -> dict[str, FloatArray]:
+    """The view `gaps`: the times between whatever passed."""
+    return tables([features_of(run, {"gaps": _gaps}) for run in runs])
+
+
+# ---- decoded numbers -------------------------------------------------------------------------------------------------
+
+
+def decoded(runs: Sequence[Conversation]) -> dict[str, FloatArray]:
+    """Decoded fields as `(runs, messages, numbers)`, in the order in which a run said them; zero where it did not.
+
+    A field that stands in several kinds of messages is several fields.
+    """
+    found: dict[str, list[list[FloatArray]]] = {}
+    for k, run in enumerate(runs):
+        for field, values in fields(run):
+            mine = found.setdefault(field, [[] for _ in runs])[k]
+            if len(mine) < REPEATED:
+                mine.append(values)
+    names = _shortened(found)
+    return {names[field]: _dense(said) for field, said in found.items()}
+
+
+def fields(run: Conversation) -> Iterator[tuple[str, FloatArray]]:
+    """Everything that was decoded in a run: `FIELD in METHOD DIRECTION`, and the numbers."""
+    for each in run.messages:
+        if each.decoded is not None:
+            for name, values in each.decoded.fields.items():
+                yield f"{name} in {each.place}", values
+
+
+def _shortened(found: Iterable[str]) -> dict[str, str]:
+    """Names without the place where that leaves them different."""
+    short = {name: name.split(" in ", 1)[0] for name in found}
+    counts = Counter(short.values())
+    return {name: alias if counts[alias] == 1 else name for name, alias in short.items()}
+
+
+def _dense(said: Sequence[Sequence[FloatArray]]) -> FloatArray:
+    rounds = max(len(mine) for mine in said)
+    width = min(max((len(values) for mine in said for values in mine), default=0), max(1, WIDTH * REPEATED // rounds))
+    dense = np.zeros((len(said), rounds, width))
+    for k, mine in enumerate(said):
+        for t, values in enumerate(mine):
+            dense[k, t, : len(values)] = values[:width]
+    return dense
+
+
+# ---- the channel -----------------------------------------------------------------------------------------------------
+
+
+def bits(text: str) -> list[float]:
+    """A text as eight numbers that tell it from most others."""
+    bucket = blake2b(text.encode(errors="replace"), digest_size=1).digest()[0]
+    return [float(bucket >> k & 1) for k in range(8)]
+
+
+def _parsed(text: str) -> float:
+    """The number that a text is; 0 if it is none, or none that a classifier could use."""
+    try:
+        value = float(text)
+    except ValueError:
+        return 0.0
+    return min(max(value, -1e100), 1e100) if math.isfinite(value) else 0.0
+
+
+def _sizes(run: Conversation) -> Iterator[Item]:
+    return (((each.kind, each.place), (each.size,)) for each in run.heard)
+
+
+def _counts(run: Conversation) -> Iterator[Item]:
+    """Streams; things and bytes of every kind; entries of metadata."""
+    yield "streams", (len({each.stream for each in run.heard}),)
+    things = Counter((each.kind, each.place) for each in run.heard)
+    volume = Counter[Hashable]()
+    entries = Counter[Hashable]()
+    for each in run.heard:
+        volume[each.kind, each.place] += each.size
+        entries[each.kind, each.place] += len(each.entries)
+    for kind, count in things.items():
+        yield kind, (count, volume[kind], entries[kind])
+
+
+def _order(run: Conversation) -> Iterator[Item]:
+    """Of either direction by itself: which of two directions is first is a matter of time."""
+    return (((each.whose, each.direction), bits(f"{each.stream} {each.kind} {each.method}")) for each in run.near)
+
+
+def _metadata(run: Conversation) -> Iterator[Item]:
+    for each in run.near:
+        for key, value in each.entries:
+            yield (each.kind, each.place, key), (len(value), _parsed(value), *bits(value))
+
+
+def _status(run: Conversation) -> Iterator[Item]:
+    for each in run.near:
+        if each.kind == "trailers":
+            code, text = each.status
+            yield each.method, (len(text), *bits(code), *bits(text))
+
+
+def _bytes(run: Conversation) -> Iterator[Item]:
+    """Of what was looked into."""
+    said = (each for each in run.messages if each.head or not each.size)
+    return ((each.place, list(each.head.ljust(HEAD, b"\0"))) for each in said)
+
+
+def _said_again(run: Conversation) -> Iterator[Item]:
+    """Whether a message has been said before in this run."""
+    known: set[bytes] = set()
+    for each in run.messages:
+        yield each.place, (float(each.digest in known),)
+        known.add(each.digest)
+
+
+CHANNEL: Mapping[str, View] = {
+    "sizes": _sizes,
+    "counts": _counts,
+    "order": _order,
+    "metadata": _metadata,
+    "status": _status,
+    "bytes": _bytes,
+    "messages said again": _said_again,
+}
+"""What passes beside numbers."""
+
+
+# ---- times -----------------------------------------------------------------------------------------------------------
+
+
+def _gaps(run: Conversation) -> Iterator[Item]:
+    """Time since whatever passed before, by its logarithm."""
+    before = run.heard[0].seconds if run.heard else 0.0
+    for each in run.heard:
+        yield (each.kind, each.place), (math.log(max(each.seconds - before, 0.0) + 1e-6),)
+        before = each.seconds
+
+
+def _paces(run: Conversation) -> Iterator[Item]:
+    """Times between the messages that are said in one place: the first ones, and how all of them lie."""
+    for place, said in _by_place(run).items():
+        yield place, _logs(np.diff(said))
+
+
+def _replies(run: Conversation) -> Iterator[Item]:
+    """Times from whatever was told last to what is said then, in every place."""
+    told = np.sort([each.seconds for each in run.heard if each.kind == "message" and each.whose == "told"])
+    for place, said in _by_place(run).items():
+        before = np.searchsorted(told, said) - 1
+        yield place, _logs((said - told[before])[before >= 0] if len(told) else np.empty(0))
+
+
+def _by_place(run: Conversation) -> dict[str, FloatArray]:
+    places = dict.fromkeys(each.place for each in run.messages)
+    return {place: np.array([each.seconds for each in run.messages if each.place == place]) for place in places}
+
+
+def _logs(spans: FloatArray) -> list[float]:
+    """Logarithms of times in nanoseconds; -1 where there are fewer."""
+    logs = np.log(np.maximum(1e9 * spans, 1.0))
+    first = np.full(REPEATED, -1.0)
+    first[: len(logs)] = logs[:REPEATED]
+    lie = [*np.quantile(logs, (0.1, 0.5, 0.9, 1.0)), logs.mean()] if len(logs) else [-1.0] * 5
+    return [*first.tolist(), *map(float, lie)]
+
+
+PACE: Mapping[str, View] = {"gaps": _paces, "replies": _replies}
+"""When somebody speaks whose clock, machine and neighbours are the same in both worlds."""
