@@ -18,7 +18,7 @@ import pytest
 from sottovoce.errors import SpecError
 from sottovoce_client.reports.drawing import finite, thinned
 from sottovoce_client.reports.plots import MOST_HEARD, stacked
-from sottovoce_client.reports.run_report import render_report, write_report
+from sottovoce_client.reports.run_report import run_page
 from sottovoce_client.reports.verdict import exceeds, telling, verdict_of
 from sottovoce_client.running.summary import RunSummary, Swap
 from tests.client.summaries import boundless, capture, learner, looks, summary, summary_of, unasked, unheard, unstarted
@@ -92,7 +92,7 @@ class Page(HTMLParser):
 
 
 def page(made: RunSummary) -> Page:
-    return Page(render_report(made))
+    return Page(run_page(made).html())
 
 
 def with_swap(made: RunSummary, swap: Swap) -> RunSummary:
@@ -107,7 +107,7 @@ def test_every_section_and_plot_is_there() -> None:
 
 
 def test_file_is_the_page_in_utf8(tmp_path: Path) -> None:
-    write_report(summary(2, 20), tmp_path / "report.html")
+    run_page(summary(2, 20)).write(tmp_path / "report.html")
 
     written = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert written.startswith("<!doctype html>")
@@ -115,7 +115,7 @@ def test_file_is_the_page_in_utf8(tmp_path: Path) -> None:
 
 
 def test_nothing_is_loaded_from_anywhere() -> None:
-    text = render_report(summary())
+    text = run_page(summary()).html()
     shown = Page(text)
 
     assert shown.loads == []
@@ -189,7 +189,7 @@ def test_table_has_every_figure_of_every_learner() -> None:
         "7.312",
     ]
     assert {len(row) for row in rows[1:7]} == {20}
-    assert rows[7:] == [["diameter", "20", "projection onto the decision set"]]
+    assert rows[7:] == [["constant", "value", "enforced by"], ["diameter", "20", "projection onto the decision set"]]
 
 
 def test_warnings_are_listed_by_code_and_left_out_if_none() -> None:
@@ -278,8 +278,8 @@ def test_fifty_learners_share_one_entry_of_the_legend() -> None:
 def test_budget_is_logarithmic_where_the_paper_dwarfs_the_rest() -> None:
     dwarfing = tuple(replace(each, paper_curve=500 * each.paper_curve) for each in summary().learners)
 
-    assert '"type":"log"' in render_report(summary_of(*dwarfing))
-    assert '"type":"log"' not in render_report(summary())
+    assert '"type":"log"' in run_page(summary_of(*dwarfing)).html()
+    assert '"type":"log"' not in run_page(summary()).html()
 
 
 def test_heatmap_is_small_and_clipped() -> None:
@@ -299,7 +299,7 @@ def test_missing_plotly_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(importlib, "import_module", absent)
     with pytest.raises(SpecError, match=r"needs plotly: pip install 'sottovoce\[audit\]'"):
-        render_report(summary(2, 5))
+        run_page(summary(2, 5)).html()
 
 
 # ---- verdict ----------------------------------------------------------------------------------------------------------
@@ -323,7 +323,7 @@ def test_verdict(swap: Swap, kind: str, says: str) -> None:
 
 
 def test_a_refuted_claim_is_marked_in_the_table() -> None:
-    text = render_report(with_swap(summary(), Swap(9.25, 9.25, 3.0, np.zeros(500))))
+    text = run_page(with_swap(summary(), Swap(9.25, 9.25, 3.0, np.zeros(500)))).html()
 
     assert text.count('<td class="over">9.25</td>') == 2
     assert 'class="verdict refuted"' in text
@@ -387,4 +387,4 @@ def test_shared_records_cost_the_sum_of_all_learners() -> None:
     alone, made = summary(), replace(summary(), promise=replace(summary().promise, shared=True))
     assert made.event == pytest.approx(sum(each.event for each in made.learners))
     assert alone.event == max(each.event for each in alone.learners)
-    assert "all learners together, for they share their records" in render_report(made)
+    assert "all learners together, for they share their records" in run_page(made).html()
