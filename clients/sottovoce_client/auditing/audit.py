@@ -23,7 +23,7 @@ from sottovoce.audit.verdict import Findings
 from sottovoce.audit.worlds import Worlds, chosen
 from sottovoce.errors import SpecError
 from sottovoce.privacy.guarantee import ThreatModel
-from sottovoce_client.auditing.report import write_audit_report
+from sottovoce_client.auditing.report import audit_page
 from sottovoce_client.auditing.worlds import digest
 from sottovoce_client.prepare import Prepared
 from sottovoce_client.running.simulation import finite
@@ -131,7 +131,7 @@ def show(done: Audit, seed: int, folder: Path, console: Console) -> int:
     name = done.plan.run.spec.names[done.plan.worlds.learner]
     document = json.dumps({**provenance(done), **as_document(done, name, seed)}, indent=2)
     (folder / "audit.json").write_text(document + "\n", encoding="utf-8")
-    write_audit_report(done, name, folder / "audit.html", seed)
+    audit_page(done, name, seed).write(folder / "audit.html")
     print_audit(done, name, console)
     console.out(f"{folder}: audit.json, audit.html", highlight=False)
     return 1 if done.verdict.kind == "refuted" else 0
