@@ -12,10 +12,10 @@ from sottovoce.audit.audit import Audit, LearnerLoss
 from sottovoce.audit.twins import Twins
 from sottovoce_client.auditing.plots import WORLDS
 from sottovoce_client.reports.drawing import (
-    AREA,
     BLUE,
     FAINT,
     GRID,
+    INK,
     RED,
     Figure,
     Trace,
@@ -55,7 +55,7 @@ def noise_plot(noise: FloatArray) -> Figure:
     low, high = np.maximum((chances - error) / width, least), (chances + error) / width
     heights = np.where(counts > 0, counts / len(noise) / width, math.nan)
     traces = [
-        *band(centres, low, high, AREA, "19 of 20 lie here"),
+        *band(centres, low, high, INK, "19 of 20 lie here"),
         rule(centres, chances / width, "Laplace, as claimed", dash="solid", hoverinfo="skip"),
         dots(centres, heights, "found in the messages", BLUE, hovertemplate="%{x:.2f}: %{y:.3~g}"),
     ]
@@ -170,7 +170,9 @@ def said_plot(done: Audit, place: tuple[int, int] | None) -> Figure:
         shares = np.histogram(mine, edges)[0] / max(1, len(mine))
         traces.append(bars(edges, shares, name, colour, hovertemplate="%{y:.1%}"))
     layout = {"barmode": "overlay", "bargap": 0, "hovermode": "x", "xaxis": axis("number that is said")}
-    return Figure("said", title, traces, {**layout, "yaxis": axis("share of runs", tickformat=".0%", rangemode="tozero")})
+    return Figure(
+        "said", title, traces, {**layout, "yaxis": axis("share of runs", tickformat=".0%", rangemode="tozero")}
+    )
 
 
 # ---- learners --------------------------------------------------------------------------------------------------------
@@ -191,7 +193,13 @@ def learners_plot(losses: Sequence[LearnerLoss], names: Sequence[str], audited: 
     bars_and_words = [
         {**common, **claims, "marker": {"color": GRID}},
         {**common, **seen, "marker": {"color": colours}},
-        {"y": titles, **beside, "textposition": "middle left", "hoverinfo": "skip", "textfont": {"size": 12, "color": FAINT}},
+        {
+            "y": titles,
+            **beside,
+            "textposition": "middle left",
+            "hoverinfo": "skip",
+            "textfont": {"size": 12, "color": FAINT},
+        },
     ]
     layout = {
         "height": 110 + 34 * len(losses),

@@ -145,7 +145,10 @@ def roc_plot(shown: Ratios, claim: float, bound: float) -> Figure:
         "xaxis": axis("false positive rate", range=[0, 1.02]),
         "yaxis": axis("true positive rate", range=[0, 1.02]),
         "updatemenus": buttons(
-            *((name, {f"{z}axis.{k}": v for z in "xy" for k, v in (("type", kind), ("range", ends))}) for name, kind, ends in views)
+            *(
+                (name, {f"{z}axis.{k}": v for z in "xy" for k, v in (("type", kind), ("range", ends))})
+                for name, kind, ends in views
+            )
         ),
     }
     return Figure("roc", "How well the worlds can be told apart", traces, layout)

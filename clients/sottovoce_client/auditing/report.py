@@ -115,7 +115,10 @@ def _figures(done: Audit, heard: tuple[int, int] | None) -> Iterator[Figure]:
 def _tables(done: Audit) -> Iterator[Table]:
     found = done.found
     tests = [(t.name, t.what, t.where, t.statistic, t.p_value, level) for t, level in found.tests]
-    heads = (Column("what is tested", kind="long"), Column("where it was largest", lambda where: where or NOTHING, "long"))
+    heads = (
+        Column("what is tested", kind="long"),
+        Column("where it was largest", lambda where: where or NOTHING, "long"),
+    )
     figures = (Column("statistic", number), Column("p-value", two), Column("rejects below", two))
     rejected = [k for k, (t, level) in enumerate(found.tests) if t.p_value < level]
     yield _marked("tests", "Tests", (Column("test"), *heads, *figures), tests, rejected)
@@ -128,7 +131,9 @@ def _tables(done: Audit) -> Iterator[Table]:
     yield _moved(done.twins)
 
 
-def _marked(name: str, title: str, columns: Sequence[Column], rows: Sequence[Sequence[Any]], over: Sequence[int]) -> Table:
+def _marked(
+    name: str, title: str, columns: Sequence[Column], rows: Sequence[Sequence[Any]], over: Sequence[int]
+) -> Table:
     """A table in some rows of which the claim fails."""
     return Table(name, title, columns, rows, frozenset((row, k) for row in over for k in range(len(columns))))
 

@@ -113,10 +113,16 @@ def label(name: str, most: int = 18) -> str:
 # ---- traces ----------------------------------------------------------------------------------------------------------
 
 
-def line(x: Values, y: Values, name: str, colour: str, *, width: float = 2.0, dash: str = "solid", **more: Any) -> Trace:
+def line(
+    x: Values, y: Values, name: str, colour: str, *, width: float = 2.0, dash: str = "solid", **more: Any
+) -> Trace:
     """A curve; its points are marked where they are few."""
     mode = "markers" if len(x) == 1 else "lines+markers" if len(x) <= FEW_POINTS else "lines"
-    look = {"mode": mode, "line": {"color": colour, "width": width, "dash": dash}, "marker": {"color": colour, "size": 5}}
+    look = {
+        "mode": mode,
+        "line": {"color": colour, "width": width, "dash": dash},
+        "marker": {"color": colour, "size": 5},
+    }
     places = {"x": finite(x), "y": finite(y), "name": name}
     return {"type": "scatter", **places, **look, "hovertemplate": "%{y:.4~g}", **more}
 
@@ -143,7 +149,9 @@ def bars(edges: FloatArray, heights: Values, name: str, colour: str, **more: Any
     return {"type": "bar", **places, "name": name, "marker": {"color": colour, "opacity": 0.45}, **more}
 
 
-def band(x: Values, low: Values, high: Values, colour: str, name: str = "", width: float = 0.0, **more: Any) -> list[Trace]:
+def band(
+    x: Values, low: Values, high: Values, colour: str, name: str = "", width: float = 0.0, **more: Any
+) -> list[Trace]:
     """The area between two curves; in the legend if it has a name."""
     look = {"mode": "lines", "hoverinfo": "skip", **more}
     edge = line(x, low, name, colour, width=width, **{**look, "showlegend": False})

@@ -126,7 +126,9 @@ def learner_lines(names: Sequence[str], points: Sequence[tuple[FloatArray, Float
     look = {"showlegend": few and len(names) > 1, "hovertemplate": f"round %{{x:,}}: %{{y:{value}}}"}
     thin = {"color": "rgba(0,114,178,0.35)", "width": 1}
     lines = [
-        line(x, y, label(name), PALETTE[i], width=1.8, **look) if few else line(x, y, label(name), BLUE, **look) | {"line": thin}
+        line(x, y, label(name), PALETTE[i], width=1.8, **look)
+        if few
+        else line(x, y, label(name), BLUE, **look) | {"line": thin}
         for i, (name, (x, y)) in enumerate(zip(names, points, strict=True))
     ]
     many = f"{len(names)} learners (point at a line for its name)"
@@ -208,7 +210,9 @@ def loss_plot(summary: RunSummary, level: str, title: str) -> Figure:
         level: `event` or `record`.
         title: of the figure.
     """
-    swapped = [(each, swap) for each in summary.learners if (swap := swap_of(each, level)) is not None and swap.by_round.size]
+    swapped = [
+        (each, swap) for each in summary.learners if (swap := swap_of(each, level)) is not None and swap.by_round.size
+    ]
     if not swapped:
         return Figure(f"loss-{level}", title, ())
     kept = [thinned(len(swap.by_round)) for _, swap in swapped]

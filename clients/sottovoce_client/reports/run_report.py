@@ -41,7 +41,9 @@ def run_page(summary: RunSummary) -> Page:
     if capture is not None and capture.heard.size:
         exhibits.append(plots.heard_plot(capture.heard))
     learners, noticed = summary.learners, summary.noticed
-    unpromised = [kind for kind in ("paper", "record", "event") if any(math.isinf(getattr(each, kind)) for each in learners)]
+    unpromised = [
+        kind for kind in ("paper", "record", "event") if any(math.isinf(getattr(each, kind)) for each in learners)
+    ]
     values = {
         "run": summary,
         "noticed": "" if noticed is None else noticed_line(noticed.count, noticed.first),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import json
 import math
 import time
@@ -16,9 +15,8 @@ import numpy as np
 import yaml
 from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Table as TerminalTable
 
-from sottovoce.arrays import FloatArray, as_floats
 from sottovoce.budget.composition import dearest_record, record_losses
 from sottovoce.data.specs import DataSpec
 from sottovoce.errors import SottovoceError, SpecError
@@ -29,8 +27,8 @@ from sottovoce.running.run import Run
 from sottovoce.running.simulator import SimulatedRound, simulate
 from sottovoce.spec import RunSpec, load_spec, parse_spec
 from sottovoce_client.prepare import Prepared
-from sottovoce_client.reports.drawing import PALETTE, Trace, axis, draw, finite, label, plotly
-from sottovoce_client.reports.run_report import POLICY
+from sottovoce_client.reports.drawing import PALETTE, Figure, Trace, axis, band, label, line
+from sottovoce_client.reports.page import Column, Page, Table
 from sottovoce_client.running.simulation import as_document, with_error
 from sottovoce_client.running.simulation import finite as number_or_none
 from sottovoce_client.wording import NOTHING, count, number
@@ -56,11 +54,6 @@ PLOTS = (
     ("consensus_error", "consensus error", ".4~g"),
 )
 """Metrics that are drawn: their names, what the page calls them, and d3 formats of their values."""
-LEAD = (
-    "Simulated on the same held-out records. ε: to somebody who hears every message, by the paper’s formula, for one use of one "
-    "record, and for the dearest record in all its uses. Figures are means over learners and replicas, ± their standard error; "
-    "bands are two of these. An algorithm that learns all records in its first round has its losses counted there alone."
-)
 DASHES = ("solid", "dash", "dot", "dashdot")
 """For more lines than there are colours."""
 
@@ -241,8 +234,8 @@ def _final(result: Result, name: str, factor: float = 1.0) -> str:
     return with_error(factor * curve.final, factor * curve.final_error)
 
 
-def _table(results: Sequence[Result]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
+def _table(results: Sequence[Result]) -> TerminalTable:
+    table = TerminalTable(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     for k, head in enumerate(HEADS):
         table.add_column(head, justify="left" if k < 3 else "right", overflow="fold")
     for result in results:
@@ -276,7 +269,7 @@ def write_comparison(
     }
     (folder / "compare.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     (folder / "compare.md").write_text(as_markdown(results) + "\n", encoding="utf-8")
-    (folder / "compare.html").write_text(_page(results), encoding="utf-8")
+    compare_page(results).write(folder / "compare.html")
 
 
 def _as_document(result: Result) -> dict[str, object]:
@@ -294,67 +287,33 @@ def _as_document(result: Result) -> dict[str, object]:
     }
 
 
-def _page(results: Sequence[Result]) -> str:
-    """A self-contained page with one plot per metric, a line per spec."""
-    style = files("sottovoce_client.reports").joinpath("report.css").read_text(encoding="utf-8")
-    plots = [_plot(results, *what) for what in PLOTS if any(what[0] in each.curves for each in results)]
-    return "\n".join(
-        [
-            '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
-            f"<title>Sottovoce comparison</title>\n<style>\n{style}</style>",
-            f"<script>{plotly('offline').get_plotlyjs()}</script>\n</head>\n<body>\n<main>",
-            '<header><div class="kicker">Sottovoce · comparison</div><h1>Algorithms side by side</h1>'
-            f"<p>{LEAD}</p></header>",
-            f"<section>\n{_html_table(results)}\n</section>",
-            *plots,
-            "</main>\n</body>\n</html>\n",
-        ]
-    )
+def compare_page(results: Sequence[Result]) -> Page:
+    """The table, and one figure per metric, a line per spec."""
+    figures = [_plot(results, *what) for what in PLOTS]
+    columns = [Column(head, kind="text" if k < 3 else "number") for k, head in enumerate(HEADS)]
+    table = Table("results", "Algorithms side by side", columns, [_row(result) for result in results])
+    return Page("compare.html.j2", [table, *figures], {"figures": figures, "banded": len(results) <= len(PALETTE)})
 
 
-def _html_table(results: Sequence[Result]) -> str:
-    head = "".join(f"<th>{html.escape(cell)}</th>" for cell in HEADS)
-    rows = ("".join(f"<td>{html.escape(cell)}</td>" for cell in _row(result)) for result in results)
-    body = "\n".join(f"<tr>{row}</tr>" for row in rows)
-    return f'<div class="wide"><table><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table></div>'
-
-
-def _plot(results: Sequence[Result], metric: str, title: str, form: str) -> str:
+def _plot(results: Sequence[Result], metric: str, title: str, form: str) -> Figure:
     traces = [
         trace
         for k, result in enumerate(results)
         if metric in result.curves
-        for trace in _line(result, metric, form, PALETTE[k % len(PALETTE)], DASHES[k // len(PALETTE) % len(DASHES)])
+        for trace in _lines(result, metric, form, k, banded=len(results) <= len(PALETTE))
     ]
-    name = f"plot-{metric.replace('_', '-')}"
     ticks = {"tickformat": ".0%"} if form.endswith("%") else {}
-    picture = draw(name, traces, 400, xaxis=axis("rounds", type="log", dtick=1), yaxis=axis(title, **ticks))
-    return f"<section>\n<h2>{title.capitalize()}</h2>\n{picture}\n</section>"
+    layout = {"height": 400, "xaxis": axis("rounds", type="log", dtick=1), "yaxis": axis(title, **ticks)}
+    return Figure(metric.replace("_", "-"), title.capitalize(), traces, layout)
 
 
-def _line(result: Result, metric: str, form: str, colour: str, dash: str) -> list[Trace]:
-    """The mean, and a band of two standard errors around it where there are replicas."""
-    rounds, curve = result.curves.rounds.tolist(), result.curves[metric]
-    line = {
-        "type": "scatter",
-        "mode": "lines",
-        "x": rounds,
-        "y": finite(curve.mean),
-        "name": label(Path(result.source).stem, 40),
-        "line": {"color": colour, "width": 2, "dash": dash},
-        "legendgroup": result.source,
-        "hovertemplate": f"round %{{x:,}}: %{{y:{form}}}",
-    }
-    if not np.isfinite(curve.error).all():
-        return [line]
-    edge = {"type": "scatter", "mode": "lines", "x": rounds, "line": {"width": 0}, "hoverinfo": "skip"}
-    edge |= {"showlegend": False, "legendgroup": result.source}
-    low, high = _edges(curve.mean, curve.error)
-    fill = {"fill": "tonexty", "fillcolor": colour + "24"}
-    return [{**edge, "y": finite(low)}, {**edge, "y": finite(high), **fill}, line]
-
-
-def _edges(mean: FloatArray, error: FloatArray) -> tuple[FloatArray, FloatArray]:
-    return as_floats(mean - 2 * error), as_floats(mean + 2 * error)
+def _lines(result: Result, metric: str, form: str, k: int, *, banded: bool) -> list[Trace]:
+    """The mean, and a band of two standard errors around it where there are replicas, and few enough bands to tell apart."""
+    rounds, curve, colour = result.curves.rounds, result.curves[metric], PALETTE[k % len(PALETTE)]
+    look = {"dash": DASHES[k // len(PALETTE) % len(DASHES)], "legendgroup": result.source, "mode": "lines"}
+    hover = f"round %{{x:,}}: %{{y:{form}}}"
+    mean = line(rounds, curve.mean, label(Path(result.source).stem, 40), colour, hovertemplate=hover, **look)
+    if not (banded and np.isfinite(curve.error).all()):
+        return [mean]
+    ends = (curve.mean - 2 * curve.error, curve.mean + 2 * curve.error)
+    return [*band(rounds, *ends, colour, legendgroup=result.source), mean]

@@ -121,7 +121,7 @@ def gallery_of(
 
 def _publish(shown: Gallery, folder: Path, console: Console) -> None:
     (folder / "gallery.json").write_text(json.dumps(as_document(shown), indent=2) + "\n", encoding="utf-8")
-    (folder / "gallery.html").write_text(exhibits.render(shown), encoding="utf-8")
+    exhibits.gallery_page(shown).write(folder / "gallery.html")
     _print(shown, console)
     console.out(f"{folder}: gallery.json, gallery.html", highlight=False)
 
@@ -165,7 +165,7 @@ def _print(shown: Gallery, console: Console) -> None:
     for head in ("similarity", "recognised", "told from\nanother"):
         table.add_column(head, justify="right")
     for each in shown.exhibits:
-        title = exhibits.WORDS[each.name].title
+        title = exhibits.TITLES[each.name]
         for k, strip in enumerate(each.strips):
             figures = number(strip.rebuilt.alike, 2), share(strip.rebuilt.found), share(strip.rebuilt.told)
             table.add_row("" if k else title, strip.label, *figures, end_section=k == len(each.strips) - 1)
