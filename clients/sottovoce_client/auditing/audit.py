@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
-from importlib.metadata import version
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,10 +21,9 @@ from sottovoce.audit.verdict import Findings
 from sottovoce.audit.worlds import Worlds, chosen
 from sottovoce.errors import SpecError
 from sottovoce.privacy.guarantee import ThreatModel
+from sottovoce_client.auditing.document import audit_file
 from sottovoce_client.auditing.report import audit_page
-from sottovoce_client.auditing.worlds import digest
 from sottovoce_client.prepare import Prepared
-from sottovoce_client.running.simulation import finite
 from sottovoce_client.wording import NOTHING, number
 
 COLOURS = {"consistent": "green", "refuted": "bold red", "inconclusive": "yellow", "unpromised": "yellow"}
@@ -129,8 +126,7 @@ def audit_to(
 def show(done: Audit, seed: int, folder: Path, console: Console) -> int:
     """Print an audit and write it down; returns the exit code."""
     name = done.plan.run.spec.names[done.plan.worlds.learner]
-    document = json.dumps({**provenance(done), **as_document(done, name, seed)}, indent=2)
-    (folder / "audit.json").write_text(document + "\n", encoding="utf-8")
+    audit_file(done, name, seed).write(folder / "audit.json")
     audit_page(done, name, seed).write(folder / "audit.html")
     print_audit(done, name, console)
     console.out(f"{folder}: audit.json, audit.html", highlight=False)
@@ -196,75 +192,6 @@ def _from_file(path: Path) -> tuple[Any, float]:
         raise SpecError(
             f"--replacement {path} must hold a JSON object with features (a list of numbers) and label: {error!r}"
         ) from None
-
-
-def provenance(done: Audit) -> dict[str, Any]:
-    """Of what, when, and by which version: what an auditor's file must say."""
-    return {
-        "sottovoce": version("sottovoce"),
-        "written_at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "data_sha256": digest(done.plan.data),
-        "spec": done.plan.run.spec.model_dump(mode="json"),
-    }
-
-
-def as_document(done: Audit, name: str, seed: int) -> dict[str, Any]:
-    """An audit for a JSON file; null for what is not finite."""
-    found, plan = done.found, done.plan
-    rounds = found.rounds
-    return {
-        "learner": name,
-        "verdict": asdict(done.verdict),
-        "source": done.source,
-        "worlds": plan.worlds.what,
-        "threat_model": plan.listener.threat.value,
-        "claim_made_for": plan.made_for.value,
-        "adjacency": plan.guarantee.adjacency,
-        "runs_of_each_world": found.runs,
-        "confidence": 1.0 - found.alpha,
-        "seed": seed,
-        "epsilon": {
-            "promised": finite(found.claim),
-            "paper": finite(float(plan.guarantee.paper[-1])),
-            "largest_realised": finite(done.largest),
-            "lower_bound": found.largest,
-            "most_that_so_many_runs_show": ceiling(found.runs, found.alpha / 9) if found.paired else 0.0,
-        },
-        "conformance": [_finite(asdict(test)) for test in found.conformance],
-        "likelihood": None
-        if found.guessed is None
-        else {
-            **_finite(asdict(found.guessed)),
-            "excess": None if found.excess is None else _finite(asdict(found.excess)),
-        },
-        "single_rounds": None
-        if rounds is None
-        else {
-            "composed": rounds.composed,
-            **{key: [finite(float(value)) for value in getattr(rounds, key)] for key in ("claim", "bound", "largest")},
-        },
-        "learners": [
-            {
-                "learner": plan.run.spec.names[each.learner],
-                "claim": finite(each.claim),
-                "largest": finite(each.largest),
-            }
-            for each in done.learners
-        ],
-        "black_box": {
-            "epsilon_promised_in_the_rounds_seen": finite(found.claim_seen),
-            "numbers_that_vary_by_view": dict(done.views),
-            "attempts": [asdict(attempt) for attempt in found.attempts],
-        },
-    }
-
-
-def _finite(document: dict[str, Any]) -> dict[str, Any]:
-    """JSON knows no infinity."""
-    return {
-        key: _finite(value) if isinstance(value, dict) else finite(value) if isinstance(value, float) else value
-        for key, value in document.items()
-    }
 
 
 def print_audit(done: Audit, name: str, console: Console) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -30,12 +29,12 @@ from sottovoce.errors import SpecError
 from sottovoce.privacy.guarantee import Guarantee
 from sottovoce.running.run import Run
 from sottovoce.spec import RunSpec
+from sottovoce_client.documents import Document
 from sottovoce_client.prepare import Prepared
 from sottovoce_client.reports.drawing import PINK, Figure, diamond
 from sottovoce_client.reports.page import Column, Page, Table
 from sottovoce_client.reports.plots import KINDS, spent_plot
 from sottovoce_client.reports.run_report import grounds
-from sottovoce_client.running.simulation import finite as number_or_none
 from sottovoce_client.wording import number
 
 
@@ -109,9 +108,7 @@ def budget(
             console.out(_plain(line, question), highlight=False)
     for text in facts(run, lines):
         console.print(text, highlight=False, markup=False, soft_wrap=True)
-    (folder / "budget.json").write_text(
-        json.dumps(as_document(run, lines, question), indent=2) + "\n", encoding="utf-8"
-    )
+    budget_file(run, lines, question).write(folder / "budget.json")
     budget_page(run, lines, question).write(folder / "budget.html")
     console.out(f"{folder}: budget.json, budget.html", highlight=False)
 
@@ -238,22 +235,70 @@ def _grounds(lines: Sequence[Line]) -> Iterator[tuple[str, str, str]]:
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
-def as_document(run: Run, lines: Sequence[Line], question: Question) -> dict[str, object]:
-    """What `budget.json` says; null for what is infinite, and keys only for what was asked."""
-    return {
-        "name": run.spec.name,
-        "algorithm": run.algorithm.name,
-        "rounds": run.spec.rounds,
-        "delta": question.delta,
-        "group": question.group,
-        "uses": question.uses,
-        "together": number_or_none(learners_loss(line.event for line in lines)),
-        "learners": [_learner(line, question) for line in lines],
-        "warnings": [{"code": finding.code, "text": finding.text} for finding in run.warnings],
-    }
+class Constant(Document):
+    """What the promise rests on."""
+
+    value: float
+    enforced_by: str
 
 
-def _learner(line: Line, question: Question) -> dict[str, object]:
+class LearnerBudget(Document):
+    """What one learner's messages may tell."""
+
+    name: str
+    threat_model: str
+    """Who may listen: `wire`, `neighbour` or `output`."""
+    adjacency: str
+    """Which two data sets must look alike."""
+    epsilon: dict[str, float | None]
+    """Of one `event`, of the dearest `record` in all of its uses or `group`, the first two with `_at_delta`, by the `paper`, of
+    an event for an `infinite_horizon`, and of published decisions only (`output`); those that were asked for, and exist."""
+    cumulative: list[float]
+    """Epsilon of one event, after every round."""
+    accounting: str
+    proof: str
+    constants: dict[str, Constant]
+
+
+class Warned(Document):
+    """A condition that does not hold."""
+
+    code: str
+    text: str
+
+
+class BudgetFile(Document):
+    """`budget.json`; an epsilon of null is infinite."""
+
+    name: str
+    algorithm: str
+    rounds: int
+    delta: float | None
+    group: int | None
+    uses: bool
+    """Whether records were charged for all of their uses."""
+    together: float
+    """Epsilon of an event at every one of these learners."""
+    learners: list[LearnerBudget]
+    warnings: list[Warned]
+
+
+def budget_file(run: Run, lines: Sequence[Line], question: Question) -> BudgetFile:
+    """What a run promises, as a file."""
+    return BudgetFile(
+        name=run.spec.name,
+        algorithm=run.algorithm.name,
+        rounds=run.spec.rounds,
+        delta=question.delta,
+        group=question.group,
+        uses=question.uses,
+        together=learners_loss(line.event for line in lines),
+        learners=[_learner(line, question) for line in lines],
+        warnings=[Warned(code=finding.code, text=finding.text) for finding in run.warnings],
+    )
+
+
+def _learner(line: Line, question: Question) -> LearnerBudget:
     promise = line.guarantee
     epsilons: dict[str, float | None] = {"event": line.event}
     if question.uses:
@@ -267,19 +312,18 @@ def _learner(line: Line, question: Question) -> dict[str, object]:
     epsilons |= {"paper": float(promise.paper[-1]), "infinite_horizon": promise.infinite_horizon}
     if line.output is not None:
         epsilons["output"] = line.output
-    return {
-        "name": line.name,
-        "threat_model": promise.threat_model.value,
-        "adjacency": promise.adjacency,
-        "epsilon": {key: None if value is None else number_or_none(value) for key, value in epsilons.items()},
-        "cumulative": [number_or_none(value) for value in promise.cumulative.tolist()],
-        "accounting": promise.mode,
-        "proof": promise.proof,
-        "constants": {
-            name: {"value": number_or_none(each.value), "enforced_by": each.enforced_by}
-            for name, each in promise.constants.items()
+    return LearnerBudget(
+        name=line.name,
+        threat_model=promise.threat_model.value,
+        adjacency=promise.adjacency,
+        epsilon=epsilons,
+        cumulative=promise.cumulative.tolist(),
+        accounting=promise.mode,
+        proof=promise.proof,
+        constants={
+            name: Constant(value=each.value, enforced_by=each.enforced_by) for name, each in promise.constants.items()
         },
-    }
+    )
 
 
 def budget_page(run: Run, lines: Sequence[Line], question: Question) -> Page:

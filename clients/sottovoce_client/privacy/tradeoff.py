@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +19,7 @@ from sottovoce.running.metrics import Metrics
 from sottovoce.running.run import build_run
 from sottovoce.running.simulator import simulate
 from sottovoce.spec import RunSpec
+from sottovoce_client.documents import Document
 from sottovoce_client.prepare import Prepared
 from sottovoce_client.reports.drawing import (
     BLUE,
@@ -36,7 +36,6 @@ from sottovoce_client.reports.drawing import (
     line,
 )
 from sottovoce_client.reports.page import Column, Page, Table
-from sottovoce_client.running.simulation import finite as number_or_none
 from sottovoce_client.running.simulation import with_error
 from sottovoce_client.wording import number
 
@@ -117,8 +116,7 @@ def tradeoff(prepared: Prepared, folder: Path, problem: Problem, console: Consol
     answer = answer_of(measured, problem)
     for text in _said(answer, problem):
         console.print(text, highlight=False, soft_wrap=True)
-    document = json.dumps(as_document(prepared.run.spec, answer, problem), indent=2)
-    (folder / "tradeoff.json").write_text(document + "\n", encoding="utf-8")
+    tradeoff_file(prepared.run.spec, answer, problem).write(folder / "tradeoff.json")
     tradeoff_page(prepared.run.spec, answer, problem).write(folder / "tradeoff.html")
     console.out(f"{folder}: tradeoff.json, tradeoff.html", highlight=False)
 
@@ -166,20 +164,37 @@ def _said(answer: Answer, problem: Problem) -> list[str]:
     ]
 
 
-def as_document(spec: RunSpec, answer: Answer, problem: Problem) -> dict[str, object]:
-    """What `tradeoff.json` says."""
-    return {
-        "name": spec.name,
-        "algorithm": spec.algorithm.name,
-        "metric": problem.metric,
-        "replicas": problem.replicas,
-        "seed": problem.seed,
-        "measured": [asdict(each) | {"error": number_or_none(each.error)} for each in answer.measured],
-        "curve": asdict(answer.curve),
-        "utility": asdict(problem.utility),
-        "threshold": answer.threshold,
-        "optimum": asdict(answer.optimum),
-    }
+class TradeoffFile(Document):
+    """`tradeoff.json`."""
+
+    name: str
+    algorithm: str
+    metric: str
+    """That stands for the loss of accuracy."""
+    replicas: int
+    seed: int
+    measured: tuple[Measured, ...]
+    curve: AccuracyCurve
+    utility: Utility
+    threshold: float
+    """The largest acceptable loss of accuracy."""
+    optimum: Optimum
+
+
+def tradeoff_file(spec: RunSpec, answer: Answer, problem: Problem) -> TradeoffFile:
+    """What was found, as a file."""
+    return TradeoffFile(
+        name=spec.name,
+        algorithm=spec.algorithm.name,
+        metric=problem.metric,
+        replicas=problem.replicas,
+        seed=problem.seed,
+        measured=answer.measured,
+        curve=answer.curve,
+        utility=problem.utility,
+        threshold=answer.threshold,
+        optimum=answer.optimum,
+    )
 
 
 def tradeoff_page(spec: RunSpec, answer: Answer, problem: Problem) -> Page:

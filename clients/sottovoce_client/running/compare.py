@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,11 +25,11 @@ from sottovoce.running.metrics import Curves, Metrics
 from sottovoce.running.run import Run
 from sottovoce.running.simulator import SimulatedRound, simulate
 from sottovoce.spec import RunSpec, load_spec, parse_spec
+from sottovoce_client.documents import Document
 from sottovoce_client.prepare import Prepared
 from sottovoce_client.reports.drawing import PALETTE, Figure, Trace, axis, band, label, line
 from sottovoce_client.reports.page import Column, Page, Table
-from sottovoce_client.running.simulation import as_document, with_error
-from sottovoce_client.running.simulation import finite as number_or_none
+from sottovoce_client.running.simulation import MetricsFile, means, with_error
 from sottovoce_client.wording import NOTHING, count, number
 
 HEADS = (
@@ -253,38 +252,71 @@ def as_markdown(results: Sequence[Result]) -> str:
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
+class Compared(MetricsFile):
+    """What one spec came to. An epsilon of null is infinite."""
+
+    spec: str
+    """Its file, or its name in the field."""
+    algorithm: str
+    threat_model: str
+    """Who may listen without the guarantee being void; a dash where it is void for everybody."""
+    epsilon_paper: float
+    """By the paper's own formula, of the learner with the largest."""
+    epsilon_event: float
+    """Tight, of one use of one record; the sum over the learners where they share their records."""
+    epsilon_record: float
+    """Tight, of the record that costs most in all its uses."""
+    floats_per_learner_and_round: int
+    replica_rounds_per_s: float
+
+
+class Failure(Document):
+    """A spec that could not be run, and why."""
+
+    spec: str
+    error: str
+
+
+class CompareFile(Document):
+    """`compare.json`."""
+
+    replicas: int
+    seed: int
+    results: list[Compared]
+    failures: list[Failure]
+
+
 def write_comparison(
     folder: Path, results: Sequence[Result], failures: Sequence[tuple[str, str]], replicas: int, seed: int
 ) -> None:
     """Write `compare.json`, `compare.md` and `compare.html`.
 
     Raises:
-        SpecError: plotly is not installed.
+        SpecError: plotly or Jinja2 are not installed.
     """
-    document = {
-        "replicas": replicas,
-        "seed": seed,
-        "results": [_as_document(result) for result in results],
-        "failures": [{"spec": source, "error": error} for source, error in failures],
-    }
-    (folder / "compare.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    CompareFile(
+        replicas=replicas,
+        seed=seed,
+        results=[_compared(result) for result in results],
+        failures=[Failure(spec=source, error=error) for source, error in failures],
+    ).write(folder / "compare.json")
     (folder / "compare.md").write_text(as_markdown(results) + "\n", encoding="utf-8")
     compare_page(results).write(folder / "compare.html")
 
 
-def _as_document(result: Result) -> dict[str, object]:
-    """An epsilon of null is infinite."""
-    return {
-        "spec": result.source,
-        "algorithm": result.algorithm,
-        "threat_model": result.threat_model,
-        "epsilon_paper": number_or_none(result.paper),
-        "epsilon_event": number_or_none(result.event),
-        "epsilon_record": number_or_none(result.record),
-        "floats_per_learner_and_round": result.floats,
-        "replica_rounds_per_s": number_or_none(result.rounds_per_s),
-        **as_document(result.curves),
-    }
+def _compared(result: Result) -> Compared:
+    return Compared(
+        spec=result.source,
+        algorithm=result.algorithm,
+        threat_model=result.threat_model,
+        epsilon_paper=result.paper,
+        epsilon_event=result.event,
+        epsilon_record=result.record,
+        floats_per_learner_and_round=result.floats,
+        replica_rounds_per_s=result.rounds_per_s,
+        rounds=result.curves.rounds.tolist(),
+        metrics=means(result.curves),
+    )
 
 
 def compare_page(results: Sequence[Result]) -> Page:

@@ -14,8 +14,8 @@ from sottovoce.budget.composition import dearest_losses, record_losses
 from sottovoce.data import PlacedData
 from sottovoce.errors import CaptureError, EquivocationError
 from sottovoce.losses import Hinge, SmoothedHinge, Softmax, Squared
-from sottovoce.running.replay import worst_swap
 from sottovoce.network.network import Network
+from sottovoce.running.replay import worst_swap
 from sottovoce.running.run import Run
 from sottovoce.running.transcript import Transcript
 from sottovoce.spec import dump_spec
