@@ -77,7 +77,11 @@ def loss_plot(shown: Ratios, claim: float, paper: float) -> Figure:
         counts, _ = np.histogram(totals[worlds == world], edges)
         traces.append(bars(edges, counts, name, colour, hovertemplate="%{y:,} runs"))
     for (name, colour), heights in zip(WORLDS, expected(totals, edges), strict=True):
-        steps = {"mode": "lines", "line": {"shape": "hvh", "color": colour, "width": 1.6}, "hovertemplate": "%{y:.1f}"}
+        steps: Trace = {
+            "mode": "lines",
+            "line": {"shape": "hvh", "color": colour, "width": 1.6},
+            "hovertemplate": "%{y:.1f}",
+        }
         traces.append(line((edges[1:] + edges[:-1]) / 2, heights, f"{name}, as claimed", colour, **steps))
     marks = [("claim", claim, INK, "solid"), ("paper", paper, FAINT, "dot")]
     drawn = [
@@ -86,7 +90,7 @@ def loss_plot(shown: Ratios, claim: float, paper: float) -> Figure:
         if 0.0 < value < math.inf
         for sign in (-1, 1)
     ]
-    layout = {"shapes": [shape for shape, _ in drawn], "annotations": [text for _, text in drawn]}
+    layout: Trace = {"shapes": [shape for shape, _ in drawn], "annotations": [text for _, text in drawn]}
     layout |= {"barmode": "overlay", "bargap": 0, "hovermode": "x", "margin": {"l": 56, "r": 24, "t": 52, "b": 48}}
     layout |= {"yaxis": axis("runs", tickformat=",", rangemode="tozero"), **_near_and_far(reach, claim)}
     return Figure("losses", title, traces, layout)
@@ -138,7 +142,7 @@ def roc_plot(shown: Ratios, claim: float, bound: float) -> Figure:
     traces.append(rule(across, across, "blind guessing", FAINT, "dot", hoverinfo="skip"))
     false, true = roc(shown)
     kept = thinned(len(false))
-    hover = {"mode": "lines", "hovertemplate": "true %{y:.3f}, false %{x:.3f}<extra></extra>"}
+    hover: Trace = {"mode": "lines", "hovertemplate": "true %{y:.3f}, false %{x:.3f}<extra></extra>"}
     traces.append(line(false[kept], true[kept], "guessing by the loss", BLUE, **hover))
     views = (("linear", "linear", [0, 1.02]), ("logarithmic", "log", [math.log10(least), 0.05]))
     layout = {

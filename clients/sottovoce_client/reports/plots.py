@@ -123,7 +123,7 @@ def learner_lines(names: Sequence[str], points: Sequence[tuple[FloatArray, Float
         value: d3 format of the values.
     """
     few = len(names) <= len(PALETTE)
-    look = {"showlegend": few and len(names) > 1, "hovertemplate": f"round %{{x:,}}: %{{y:{value}}}"}
+    look: Trace = {"showlegend": few and len(names) > 1, "hovertemplate": f"round %{{x:,}}: %{{y:{value}}}"}
     thin = {"color": "rgba(0,114,178,0.35)", "width": 1}
     lines = [
         line(x, y, label(name), PALETTE[i], width=1.8, **look)

@@ -342,7 +342,7 @@ def _plot(results: Sequence[Result], metric: str, title: str, form: str) -> Figu
 def _lines(result: Result, metric: str, form: str, k: int, *, banded: bool) -> list[Trace]:
     """The mean, and a band of two standard errors around it where there are replicas, and few enough bands to tell apart."""
     rounds, curve, colour = result.curves.rounds, result.curves[metric], PALETTE[k % len(PALETTE)]
-    look = {"dash": DASHES[k // len(PALETTE) % len(DASHES)], "legendgroup": result.source, "mode": "lines"}
+    look: Trace = {"dash": DASHES[k // len(PALETTE) % len(DASHES)], "legendgroup": result.source, "mode": "lines"}
     hover = f"round %{{x:,}}: %{{y:{form}}}"
     mean = line(rounds, curve.mean, label(Path(result.source).stem, 40), colour, hovertemplate=hover, **look)
     if not (banded and np.isfinite(curve.error).all()):

@@ -90,15 +90,8 @@ def write_metrics(folder: Path, curves: Curves, names: tuple[str, ...]) -> None:
     rows: list[tuple[int, str, str | None, float, float | None]] = []
     for metric, curve in curves.curves.items():
         for k, rounds in enumerate(curves.rounds.tolist()):
-            rows.append(
-                (
-                    rounds,
-                    metric,
-                    None,
-                    float(curve.mean[k]),
-                    None if math.isnan(curve.error[k]) else float(curve.error[k]),
-                )
-            )
+            error = float(curve.error[k])
+            rows.append((rounds, metric, None, float(curve.mean[k]), error if math.isfinite(error) else None))
             if curve.learners is not None:
                 rows += [(rounds, metric, name, float(curve.learners[k, i]), None) for i, name in enumerate(names)]
     types = (arrow.int64(), arrow.string(), arrow.string(), arrow.float64(), arrow.float64())

@@ -13,7 +13,7 @@ import numpy as np
 
 from sottovoce.arrays import FloatArray
 from sottovoce_client.lab.gallery.cases import Gallery, Membership, Strip
-from sottovoce_client.reports.drawing import FAINT, PALETTE, RULE, Figure, axis, line, rule, thinned
+from sottovoce_client.reports.drawing import FAINT, PALETTE, RULE, Figure, axis, label, line, rule, thinned
 from sottovoce_client.reports.page import Column, Page, Table
 from sottovoce_client.wording import NOTHING, number, share
 
@@ -135,7 +135,7 @@ def _roc(rows: Sequence[Membership]) -> Figure:
         kept = thinned(len(each.guessed.false_alarms))
         name = f"{each.algorithm}, ε = {number(each.claim)}: {each.record}, from {each.seen}"
         ends = (each.guessed.false_alarms[kept], each.guessed.detections[kept])
-        traces.append(line(*ends, name, colour, mode="lines", hovertemplate=hover))
+        traces.append(line(*ends, label(name, 120), colour, mode="lines", hovertemplate=hover))
     square = {"range": [0, 1.005], "tickformat": ".0%"}
     layout = {"height": 470, "legend": {"x": 1.02, "y": 1, "font": {"size": 11.5}}}
     layout |= {"xaxis": axis("false alarms", **square), "yaxis": axis("detections", **square)}
