@@ -155,6 +155,18 @@ def test_plots_read_no_tags_in_a_learners_name() -> None:
     assert [trace["name"] for trace in page(made).plot("learning")][:2] == ["&lt;b&gt;x&lt;/b&gt;", "y"]
 
 
+def test_an_arrow_leads_from_who_speaks_to_who_only_listens() -> None:
+    mutual, directed = (run_page(replace(summary(3), one_way=pairs)).html() for pairs in ((), ((0, 1), (1, 2))))
+    assert '"arrowhead":2' not in mutual.partition('"plot-graph"')[2].partition('"plot-learning"')[0]
+    assert directed.partition('"plot-graph"')[2].partition('"plot-learning"')[0].count('"arrowhead":2') == 2
+    assert "An arrow leads from" in directed
+
+
+def test_points_of_short_curves_are_marked() -> None:
+    few, many = (page(replace(summary(2), progress=looks(2, 500, 1.0, n))).plot("learning") for n in (5, 60))
+    assert [trace["mode"] for trace in (few[0], many[0])] == ["lines+markers", "lines"]
+
+
 def test_key_figures() -> None:
     text = page(summary()).text
 

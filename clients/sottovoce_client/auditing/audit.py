@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,6 +29,8 @@ from sottovoce_client.wording import NOTHING, number
 COLOURS = {"consistent": "green", "refuted": "bold red", "inconclusive": "yellow", "unpromised": "yellow"}
 
 Row = tuple[str, str, str, str, str]
+NARROW = 80
+"""Columns of a terminal that the table of an audit needs."""
 Say = Callable[[str], None]
 
 
@@ -203,14 +205,24 @@ def print_audit(done: Audit, name: str, console: Console) -> None:
         console.print(Text(f"also: {more}"))
     if len(verdict.evidence) > 6:
         console.print(Text(f"and {len(verdict.evidence) - 6} more: audit.json"))
+    print_rows(_rows(done), console)
+    for text in _notes(done):
+        console.print(Text(text, style="dim"))
+
+
+def print_rows(rows: Iterable[Row], console: Console) -> None:
+    """What families tested and found: a table, or, where that would be cramped, a paragraph each."""
+    if console.width < NARROW:
+        for family, what, result, bound, claim in rows:
+            epsilons = "" if bound == claim == NOTHING else f"; ε at least {bound}, claimed {claim}"
+            console.print(Text.assemble((family, "bold"), f", {what}: {result}{epsilons}"))
+        return
     table = Table("family", "what was tested", "result", box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim")
     table.add_column("ε at\nleast", justify="right")
     table.add_column("ε\nclaimed", justify="right")
-    for row in _rows(done):
+    for row in rows:
         table.add_row(*(Text(cell) for cell in row))
     console.print(table)
-    for text in _notes(done):
-        console.print(Text(text, style="dim"))
 
 
 def _rows(done: Audit) -> Iterator[Row]:

@@ -29,7 +29,7 @@ from sottovoce_client.documents import Document
 from sottovoce_client.prepare import Prepared
 from sottovoce_client.reports.drawing import PALETTE, Figure, Trace, axis, band, label, line
 from sottovoce_client.reports.page import Column, Page, Table
-from sottovoce_client.running.simulation import MetricsFile, means, with_error
+from sottovoce_client.running.simulation import Mean, means, with_error
 from sottovoce_client.wording import NOTHING, count, number
 
 HEADS = (
@@ -252,7 +252,7 @@ def as_markdown(results: Sequence[Result]) -> str:
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
-class Compared(MetricsFile):
+class Compared(Document):
     """What one spec came to. An epsilon of null is infinite."""
 
     spec: str
@@ -268,6 +268,10 @@ class Compared(MetricsFile):
     """Tight, of the record that costs most in all its uses."""
     floats_per_learner_and_round: int
     replica_rounds_per_s: float
+    rounds: list[int]
+    """Done, where it was measured."""
+    metrics: dict[str, Mean]
+    """By name."""
 
 
 class Failure(Document):

@@ -53,14 +53,14 @@ def summarise(run: Run, data: PlacedData, outcome: Outcome) -> RunSummary:
         progress=outcome.progress,
         private_noise=not any(status.noise_is_not_private for status in outcome.statuses),
         noticed=noticed_in(outcome),
-        one_way=_one_way(run.topology),
+        one_way=one_way(run.topology),
     )
 
 
-def _one_way(network: Network) -> tuple[tuple[int, int], ...]:
+def one_way(network: Network) -> tuple[tuple[int, int], ...]:
     """Who speaks to whom and never hears it."""
     heard = np.any([network.at(t).neighbours > 0 for t in range(network.horizon)], axis=0)
-    return tuple((int(speaker), int(listener)) for listener, speaker in np.argwhere(heard & ~heard.T))
+    return tuple((int(speaker), int(listener)) for speaker, listener in np.argwhere(heard.T & ~heard))
 
 
 def central_accuracy(run: Run, data: PlacedData) -> float | None:

@@ -5,22 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from sottovoce.audit.blackbox import Attempt
 from sottovoce.audit.verdict import Verdict
 from sottovoce.lab.foreign.audit import ForeignAudit, audit_conversations, runs_to_refute
 from sottovoce.lab.foreign.repeats import Finding
+from sottovoce_client.auditing.audit import COLOURS, Row, print_rows
 from sottovoce_client.documents import Document
 from sottovoce_client.lab.foreign.runs import Reading, RunIs, load_decoder, read_runs
 from sottovoce_client.wording import NOTHING, count, number, plural
-
-COLOURS = {"consistent": "green", "refuted": "bold red", "inconclusive": "yellow", "unpromised": "yellow"}
-
-Row = tuple[str, str, str, str, str]
 
 
 def audit_foreign(
@@ -148,12 +143,7 @@ def print_foreign(
     console.print(Text(verdict.text))
     for more in verdict.evidence[1:6]:
         console.print(Text(f"also: {more}"))
-    table = Table("family", "what was tested", "result", box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim")
-    table.add_column("ε at\nleast", justify="right")
-    table.add_column("ε\nclaimed", justify="right")
-    for row in _rows(done, reading, decoder):
-        table.add_row(*(Text(cell) for cell in row))
-    console.print(table)
+    print_rows(_rows(done, reading, decoder), console)
     for text in _notes(done, reading, run_is):
         console.print(Text(text, style="dim"))
 
