@@ -58,7 +58,7 @@ def test_images_are_drawn_by_plotly(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_nothing_is_written_of_nothing(tmp_path: Path) -> None:
-    nothing = [Table("t", "", COLUMNS, []), Figure("f", "", [])]
+    nothing: list[Figure | Table] = [Table("t", "", COLUMNS, []), Figure("f", "", [])]
     assert export(nothing, tmp_path, ["csv", "tex", "svg"]) == [] == list(tmp_path.iterdir())
     with pytest.raises(SpecError, match="--export must be of svg, pdf, png, csv, tex, got doc"):
         export([TABLE], tmp_path, ["doc"])

@@ -43,8 +43,9 @@ def export(exhibits: Iterable[Figure | Table], folder: Path, formats: Collection
         if form not in OF_FIGURES + OF_TABLES:
             raise SpecError(f"--export must be of {', '.join(OF_FIGURES + OF_TABLES)}, got {form}")
     written = []
-    for each in filter(None, exhibits):
-        for form in (form for form in formats if form in (OF_FIGURES if isinstance(each, Figure) else OF_TABLES)):
+    for each in exhibits:
+        suited = OF_FIGURES if isinstance(each, Figure) else OF_TABLES
+        for form in [form for form in formats if each and form in suited]:
             path = folder / f"{each.name}.{form}"
             path.write_bytes(_bytes(each, form))
             written.append(path)
