@@ -17,7 +17,7 @@ from sottovoce_client.auditing.worlds import digest
 from sottovoce_client.documents import Document
 
 
-class Epsilons(Document):
+class _Epsilons(Document):
     """Claimed, and shown."""
 
     promised: float
@@ -32,7 +32,7 @@ class Epsilons(Document):
     """If every guess of a whole run were right; 0: there was one world, and nothing was guessed."""
 
 
-class Likelihood(Document):
+class _Likelihood(Document):
     """Guesses of whole runs by the sign of their exact loss."""
 
     runs: int
@@ -49,7 +49,7 @@ class Likelihood(Document):
     """The first transcript above the claim; null: none is."""
 
 
-class SingleRounds(Document):
+class _SingleRounds(Document):
     """Guesses of single messages, each drawn anew in the world of a coin. Lists are by round."""
 
     composed: float
@@ -61,7 +61,7 @@ class SingleRounds(Document):
     """Largest exact loss of any message."""
 
 
-class Learner(Document):
+class _Learner(Document):
     """Exact losses of one learner in a few runs, for the most telling swap of its first record."""
 
     learner: str
@@ -69,7 +69,7 @@ class Learner(Document):
     largest: float
 
 
-class BlackBox(Document):
+class _BlackBox(Document):
     """Classifiers that know nothing of the algorithm."""
 
     epsilon_promised_in_the_rounds_seen: float
@@ -106,15 +106,15 @@ class AuditFile(Document):
     """With which a correct learner is not refuted."""
     seed: int
     """Of coins and noise."""
-    epsilon: Epsilons
+    epsilon: _Epsilons
     conformance: tuple[Test, ...]
     """Whether the noise is what the algorithm says."""
-    likelihood: Likelihood | None
+    likelihood: _Likelihood | None
     """Null: the listener does not hear enough to know exact losses."""
-    single_rounds: SingleRounds | None
+    single_rounds: _SingleRounds | None
     """Null: rounds could not be drawn anew."""
-    learners: list[Learner]
-    black_box: BlackBox
+    learners: list[_Learner]
+    black_box: _BlackBox
 
 
 def audit_file(done: Audit, name: str, seed: int) -> AuditFile:
@@ -141,7 +141,7 @@ def audit_file(done: Audit, name: str, seed: int) -> AuditFile:
         runs_of_each_world=found.runs,
         confidence=1.0 - found.alpha,
         seed=seed,
-        epsilon=Epsilons(
+        epsilon=_Epsilons(
             promised=found.claim,
             paper=float(plan.guarantee.paper[-1]),
             largest_realised=done.largest,
@@ -149,13 +149,13 @@ def audit_file(done: Audit, name: str, seed: int) -> AuditFile:
             most_that_so_many_runs_show=ceiling(found.runs, found.alpha / 9) if found.paired else 0.0,
         ),
         conformance=found.conformance,
-        likelihood=found.guessed and Likelihood(**asdict(found.guessed), excess=found.excess),
+        likelihood=found.guessed and _Likelihood(**asdict(found.guessed), excess=found.excess),
         single_rounds=_single_rounds(done),
         learners=[
-            Learner(learner=plan.run.spec.names[each.learner], claim=each.claim, largest=each.largest)
+            _Learner(learner=plan.run.spec.names[each.learner], claim=each.claim, largest=each.largest)
             for each in done.learners
         ],
-        black_box=BlackBox(
+        black_box=_BlackBox(
             epsilon_promised_in_the_rounds_seen=found.claim_seen,
             numbers_that_vary_by_view=dict(done.views),
             attempts=found.attempts,
@@ -163,9 +163,9 @@ def audit_file(done: Audit, name: str, seed: int) -> AuditFile:
     )
 
 
-def _single_rounds(done: Audit) -> SingleRounds | None:
+def _single_rounds(done: Audit) -> _SingleRounds | None:
     rounds = done.found.rounds
     if rounds is None:
         return None
     claim, bound, largest = (each.tolist() for each in (rounds.claim, rounds.bound, rounds.largest))
-    return SingleRounds(composed=rounds.composed, claim=claim, bound=bound, largest=largest)
+    return _SingleRounds(composed=rounds.composed, claim=claim, bound=bound, largest=largest)

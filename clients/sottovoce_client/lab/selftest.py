@@ -220,7 +220,7 @@ def _summary(outcomes: Sequence[Outcome], found: Sequence[Alarms]) -> Text:
     return text
 
 
-class Broken(Document):
+class _Broken(Document):
     """A broken learner, and what came of it."""
 
     name: str
@@ -246,7 +246,7 @@ class Broken(Document):
     """It fits, and was not caught."""
 
 
-class Correct(Document):
+class _Correct(Document):
     """A correct learner, and false alarms about it. Without audits, there are no intervals."""
 
     name: str
@@ -269,8 +269,8 @@ class SelfTestFile(Document):
     """`selftest.json`."""
 
     seed: int
-    broken: list[Broken]
-    correct: list[Correct]
+    broken: list[_Broken]
+    correct: list[_Correct]
     levels: dict[str, float]
     """Of false alarms: of an `audit`, and of a run under `watch`."""
 
@@ -278,8 +278,8 @@ class SelfTestFile(Document):
 def _file(outcomes: Sequence[Outcome], found: Sequence[Alarms], seed: int) -> SelfTestFile:
     return SelfTestFile(
         seed=seed,
-        broken=[Broken(**asdict(outcome), missed=outcome.missed) for outcome in outcomes],
-        correct=[Correct(**asdict(each), **_intervals(each)) for each in found],
+        broken=[_Broken(**asdict(outcome), missed=outcome.missed) for outcome in outcomes],
+        correct=[_Correct(**asdict(each), **_intervals(each)) for each in found],
         levels={"audit": LEVEL, "watch": WATCH_LEVEL},
     )
 

@@ -108,7 +108,7 @@ def budget(
             console.out(_plain(line, question), highlight=False)
     for text in facts(run, lines):
         console.print(text, highlight=False, markup=False, soft_wrap=True)
-    budget_file(run, lines, question).write(folder / "budget.json")
+    _file(run, lines, question).write(folder / "budget.json")
     budget_page(run, lines, question).write(folder / "budget.html")
     console.out(f"{folder}: budget.json, budget.html", highlight=False)
 
@@ -235,14 +235,14 @@ def _grounds(lines: Sequence[Line]) -> Iterator[tuple[str, str, str]]:
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
-class Constant(Document):
+class _Constant(Document):
     """What the promise rests on."""
 
     value: float
     enforced_by: str
 
 
-class LearnerBudget(Document):
+class _LearnerBudget(Document):
     """What one learner's messages may tell."""
 
     name: str
@@ -257,10 +257,10 @@ class LearnerBudget(Document):
     """Epsilon of one event, after every round."""
     accounting: str
     proof: str
-    constants: dict[str, Constant]
+    constants: dict[str, _Constant]
 
 
-class Warned(Document):
+class _Warned(Document):
     """A condition that does not hold."""
 
     code: str
@@ -279,11 +279,11 @@ class BudgetFile(Document):
     """Whether records were charged for all of their uses."""
     together: float
     """Epsilon of an event at every one of these learners."""
-    learners: list[LearnerBudget]
-    warnings: list[Warned]
+    learners: list[_LearnerBudget]
+    warnings: list[_Warned]
 
 
-def budget_file(run: Run, lines: Sequence[Line], question: Question) -> BudgetFile:
+def _file(run: Run, lines: Sequence[Line], question: Question) -> BudgetFile:
     """What a run promises, as a file."""
     return BudgetFile(
         name=run.spec.name,
@@ -294,11 +294,11 @@ def budget_file(run: Run, lines: Sequence[Line], question: Question) -> BudgetFi
         uses=question.uses,
         together=learners_loss(line.event for line in lines),
         learners=[_learner(line, question) for line in lines],
-        warnings=[Warned(code=finding.code, text=finding.text) for finding in run.warnings],
+        warnings=[_Warned(code=finding.code, text=finding.text) for finding in run.warnings],
     )
 
 
-def _learner(line: Line, question: Question) -> LearnerBudget:
+def _learner(line: Line, question: Question) -> _LearnerBudget:
     promise = line.guarantee
     epsilons: dict[str, float | None] = {"event": line.event}
     if question.uses:
@@ -312,7 +312,7 @@ def _learner(line: Line, question: Question) -> LearnerBudget:
     epsilons |= {"paper": float(promise.paper[-1]), "infinite_horizon": promise.infinite_horizon}
     if line.output is not None:
         epsilons["output"] = line.output
-    return LearnerBudget(
+    return _LearnerBudget(
         name=line.name,
         threat_model=promise.threat_model.value,
         adjacency=promise.adjacency,
@@ -321,7 +321,7 @@ def _learner(line: Line, question: Question) -> LearnerBudget:
         accounting=promise.mode,
         proof=promise.proof,
         constants={
-            name: Constant(value=each.value, enforced_by=each.enforced_by) for name, each in promise.constants.items()
+            name: _Constant(value=each.value, enforced_by=each.enforced_by) for name, each in promise.constants.items()
         },
     )
 

@@ -116,7 +116,7 @@ def tradeoff(prepared: Prepared, folder: Path, problem: Problem, console: Consol
     answer = answer_of(measured, problem)
     for text in _said(answer, problem):
         console.print(text, highlight=False, soft_wrap=True)
-    tradeoff_file(prepared.run.spec, answer, problem).write(folder / "tradeoff.json")
+    _file(prepared.run.spec, answer, problem).write(folder / "tradeoff.json")
     tradeoff_page(prepared.run.spec, answer, problem).write(folder / "tradeoff.html")
     console.out(f"{folder}: tradeoff.json, tradeoff.html", highlight=False)
 
@@ -181,7 +181,7 @@ class TradeoffFile(Document):
     optimum: Optimum
 
 
-def tradeoff_file(spec: RunSpec, answer: Answer, problem: Problem) -> TradeoffFile:
+def _file(spec: RunSpec, answer: Answer, problem: Problem) -> TradeoffFile:
     """What was found, as a file."""
     return TradeoffFile(
         name=spec.name,

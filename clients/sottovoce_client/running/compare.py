@@ -252,7 +252,7 @@ def as_markdown(results: Sequence[Result]) -> str:
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
-class Compared(Document):
+class _Compared(Document):
     """What one spec came to. An epsilon of null is infinite."""
 
     spec: str
@@ -274,7 +274,7 @@ class Compared(Document):
     """By name."""
 
 
-class Failure(Document):
+class _Failure(Document):
     """A spec that could not be run, and why."""
 
     spec: str
@@ -286,8 +286,8 @@ class CompareFile(Document):
 
     replicas: int
     seed: int
-    results: list[Compared]
-    failures: list[Failure]
+    results: list[_Compared]
+    failures: list[_Failure]
 
 
 def write_comparison(
@@ -302,14 +302,14 @@ def write_comparison(
         replicas=replicas,
         seed=seed,
         results=[_compared(result) for result in results],
-        failures=[Failure(spec=source, error=error) for source, error in failures],
+        failures=[_Failure(spec=source, error=error) for source, error in failures],
     ).write(folder / "compare.json")
     (folder / "compare.md").write_text(as_markdown(results) + "\n", encoding="utf-8")
     compare_page(results).write(folder / "compare.html")
 
 
-def _compared(result: Result) -> Compared:
-    return Compared(
+def _compared(result: Result) -> _Compared:
+    return _Compared(
         spec=result.source,
         algorithm=result.algorithm,
         threat_model=result.threat_model,

@@ -53,13 +53,13 @@ def audit_foreign(
     with console.status("reading the captures") as status:
         reading = read_runs(folder, reader, run_is)
         done = audit_conversations(reading.runs, claim=claim, confidence=confidence, seed=seed, say=status.update)
-    foreign_audit_file(done, reading, run_is, decoder, seed).write(out / "audit.json")
+    _file(done, reading, run_is, decoder, seed).write(out / "audit.json")
     print_foreign(done, reading, Path(folder).name, run_is, decoder, console)
     console.out(f"{out}: audit.json", highlight=False)
     return 1 if done.verdict.kind == "refuted" else 0
 
 
-class Epsilons(Document):
+class _Epsilons(Document):
     """Claimed, and shown."""
 
     claimed: float | None
@@ -70,7 +70,7 @@ class Epsilons(Document):
     """If every guess were right."""
 
 
-class Decoded(Document):
+class _Decoded(Document):
     """What the decoder made of the messages that were looked at."""
 
     name: str | None
@@ -93,25 +93,23 @@ class ForeignAuditFile(Document):
     confidence: float
     seed: int
     """Of the split and the classifiers."""
-    epsilon: Epsilons
+    epsilon: _Epsilons
     black_box: tuple[Attempt, ...]
     timing: tuple[Attempt, ...]
     """Shown and not judged: two processes differ in it whatever they hold."""
     findings: tuple[Finding, ...]
     """What was said twice."""
     messages: int
-    decoder: Decoded
+    decoder: _Decoded
     captures_not_closed: int
     runs_cut_short: int
     connections_left_out: int
     streams_of_no_run: int
 
 
-def foreign_audit_file(
-    done: ForeignAudit, reading: Reading, run_is: RunIs, decoder: str | None, seed: int
-) -> ForeignAuditFile:
+def _file(done: ForeignAudit, reading: Reading, run_is: RunIs, decoder: str | None, seed: int) -> ForeignAuditFile:
     """An audit as a file."""
-    epsilon = Epsilons(claimed=done.claim, lower_bound=done.bound, most_that_so_many_runs_show=done.most)
+    epsilon = _Epsilons(claimed=done.claim, lower_bound=done.bound, most_that_so_many_runs_show=done.most)
     failures = reading.failures
     return ForeignAuditFile(
         verdict=done.verdict,
@@ -126,7 +124,7 @@ def foreign_audit_file(
         timing=done.timed,
         findings=done.findings,
         messages=reading.messages,
-        decoder=Decoded(name=decoder, decoded=reading.decoded, failed=reading.failed, first_failures=failures),
+        decoder=_Decoded(name=decoder, decoded=reading.decoded, failed=reading.failed, first_failures=failures),
         captures_not_closed=reading.unfinished,
         runs_cut_short=reading.cut,
         connections_left_out=reading.paused,

@@ -117,13 +117,13 @@ def gallery_of(
 
 
 def _publish(shown: Gallery, folder: Path, console: Console) -> None:
-    gallery_file(shown).write(folder / "gallery.json")
+    _file(shown).write(folder / "gallery.json")
     exhibits.gallery_page(shown).write(folder / "gallery.html")
     _print(shown, console)
     console.out(f"{folder}: gallery.json, gallery.html", highlight=False)
 
 
-class Attacked(Document):
+class _Attacked(Document):
     """One transcript attacked."""
 
     protection: str
@@ -145,7 +145,7 @@ class Attacked(Document):
     """What was made of them."""
 
 
-class Guesses(Document):
+class _Guesses(Document):
     """Guesses whether a record was learned."""
 
     algorithm: str
@@ -168,12 +168,12 @@ class GalleryFile(Document):
     """`gallery.json`."""
 
     source: str
-    attacks: dict[str, list[Attacked]]
+    attacks: dict[str, list[_Attacked]]
     """By attack; empty: what it needs is not installed."""
-    membership: list[Guesses]
+    membership: list[_Guesses]
 
 
-def gallery_file(shown: Gallery) -> GalleryFile:
+def _file(shown: Gallery) -> GalleryFile:
     """A gallery as a file."""
     return GalleryFile(
         source=shown.source or "simulated on scikit-learn's digits",
@@ -181,7 +181,7 @@ def gallery_file(shown: Gallery) -> GalleryFile:
             each.name: [_attacked(strip.label, strip.rebuilt) for strip in each.strips] for each in shown.exhibits
         },
         membership=[
-            Guesses(
+            _Guesses(
                 algorithm=each.algorithm,
                 record=each.record,
                 seen=each.seen,
@@ -197,8 +197,8 @@ def gallery_file(shown: Gallery) -> GalleryFile:
     )
 
 
-def _attacked(protection: str, rebuilt: Rebuilt) -> Attacked:
-    return Attacked(
+def _attacked(protection: str, rebuilt: Rebuilt) -> _Attacked:
+    return _Attacked(
         protection=protection,
         records=len(rebuilt.pictures),
         mean_squared_error=rebuilt.error,
