@@ -26,7 +26,7 @@ from sottovoce.data import LearnerData, PlacedData
 from sottovoce.running.run import build_run
 from sottovoce.spec import parse_spec
 from sottovoce_client.auditing.backends import mapper_over
-from sottovoce_client.auditing.report import write_audit_report
+from sottovoce_client.auditing.report import audit_page
 
 FLOOR = Path(__file__).resolve().parents[2] / "shared" / "bench" / "sim_floor.py"
 LEARNERS, DIM, ROUNDS = 5, 117, 50
@@ -91,7 +91,7 @@ def main() -> int:
         with mapper_over("processes", options.jobs) as mapper:
             done = audit_simulated(plan, mapper=mapper, say=say)
         say("report")
-        write_audit_report(done, "learner-0", Path(folder) / "audit.html", 0)
+        audit_page(done, "learner-0", 0).write(Path(folder) / "audit.html")
         size = (Path(folder) / "audit.html").stat().st_size
     end = time.perf_counter()
     steps = [(when, what) for when, what in stages if not what.endswith("runs")]

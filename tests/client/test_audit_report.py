@@ -20,7 +20,7 @@ from sottovoce.noise import Noise, SeededNoise
 from sottovoce.privacy.guarantee import ThreatModel
 from sottovoce_client.auditing.pictures import close_rounds, most_different, quantiles
 from sottovoce_client.auditing.plots import allowed, expected, progress, roc
-from sottovoce_client.auditing.report import render_audit, write_audit_report
+from sottovoce_client.auditing.report import audit_page
 from tests.claims import EXPOSED, SETUPS, Setup, Times
 from tests.client.test_report import Page
 from tests.examples import made_up
@@ -80,14 +80,14 @@ def published() -> Audit:
 
 
 def page_of(done: Audit, name: str = "learner-1") -> Page:
-    return Page(render_audit(done, name, 7))
+    return Page(audit_page(done, name, 7).html())
 
 
 # ---- the page --------------------------------------------------------------------------------------------------------
 
 
 def test_everything_is_there_and_nothing_is_loaded(done: Audit, tmp_path: Path) -> None:
-    write_audit_report(done, "learner-1", tmp_path / "audit.html", 7)
+    audit_page(done, "learner-1", 7).write(tmp_path / "audit.html")
     text = (tmp_path / "audit.html").read_text(encoding="utf-8")
     page = Page(text)
     assert [heading for heading in page.headings if heading in SECTIONS] == SECTIONS
@@ -135,10 +135,10 @@ def test_the_command_repeats_it(done: Audit, published: Audit) -> None:
 
 
 def test_what_is_broken_is_shown_where_it_was_found(broken: Audit) -> None:
-    text = render_audit(broken, "learner-1", 7)
+    text = audit_page(broken, "learner-1", 7).html()
     assert '<div class="verdict refuted">' in text
     assert '<div class="family refuted"><h3>Conformance' in text
-    assert '<tr class="over">' in text
+    assert '<th class="over"' in text
     for each in broken.verdict.evidence[:8]:
         assert each in Page(text).text
 
@@ -146,7 +146,7 @@ def test_what_is_broken_is_shown_where_it_was_found(broken: Audit) -> None:
 @pytest.mark.parametrize("kind", ["consistent", "refuted", "inconclusive", "unpromised"])
 def test_no_verdict_is_put_more_strongly_than_it_is(done: Audit, kind: Kind) -> None:
     evidence = tuple(f"reason <{k}>" for k in range(10)) if kind in ("refuted", "inconclusive") else ()
-    text = render_audit(replace(done, verdict=Verdict(kind, "so & so", evidence)), "learner-1", 7)
+    text = audit_page(replace(done, verdict=Verdict(kind, "so & so", evidence)), "learner-1", 7).html()
     page = Page(text)
     banner = page.text[: page.text.index("Claimed ε")]
     assert "so & so" in banner
@@ -209,7 +209,7 @@ def test_parts_that_are_missing(done: Audit) -> None:
 
 def test_names_are_text(done: Audit) -> None:
     hostile = '<img src=x onerror="alert(1)">'
-    text = render_audit(replace(done, source=hostile), hostile, 7)
+    text = audit_page(replace(done, source=hostile), hostile, 7).html()
     assert hostile not in text and "&lt;img src=x" in text
 
 
@@ -221,7 +221,7 @@ def test_many_runs_fit_into_a_page(done: Audit) -> None:
     large = replace(
         done, shown=replace(done.shown, **many), worlds=many["worlds"], seen=np.resize(done.seen, (100_000, 2, 2))
     )
-    assert len(render_audit(large, "learner-1", 7)) < 5.5e6
+    assert len(audit_page(large, "learner-1", 7).html()) < 5.5e6
 
 
 # ---- figures ---------------------------------------------------------------------------------------------------------

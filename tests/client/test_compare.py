@@ -23,7 +23,16 @@ from sottovoce.running.simulator import simulate
 from sottovoce.spec import load_spec
 from sottovoce_client.cli import app
 from sottovoce_client.prepare import prepare
-from sottovoce_client.running.compare import HEADS, compare, from_files, result_of, the_field, write_comparison
+from sottovoce_client.reports.drawing import Figure
+from sottovoce_client.running.compare import (
+    HEADS,
+    compare,
+    compare_page,
+    from_files,
+    result_of,
+    the_field,
+    write_comparison,
+)
 from sottovoce_client.running.simulation import print_metrics
 
 SMALL: dict[str, Any] = {"rounds": 15, "learners": 3, "algorithm": {"name": "ldp-dol", "sigma": 2.0}}
@@ -138,6 +147,15 @@ def test_the_page_is_whole_and_loads_nothing(records: Path, tmp_path: Path) -> N
     assert loaded == []
     assert 'id="plot-average-loss"' in page
     assert 'id="plot-accuracy"' in page
+
+
+def test_many_bands_are_left_out(records: Path) -> None:
+    result = result_of("one.yaml", prepare(load_spec(written(records, "one"))), replicas=3, seed=0)
+    for results, traces in (8, 24), (9, 9):
+        made = compare_page([result] * results)
+        figures = [each for each in made.exhibits if isinstance(each, Figure)]
+        assert [len(each.traces) for each in figures if each.name == "accuracy"] == [traces]
+        assert ("bands are two of these" in made.html()) == (results == 8)
 
 
 def test_the_command_exits_with_what_the_comparison_says(records: Path, tmp_path: Path) -> None:

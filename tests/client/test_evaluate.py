@@ -12,11 +12,12 @@ from sottovoce.arrays import Batch, FloatArray
 from sottovoce.data import LearnerData, PlacedData
 from sottovoce.errors import SpecError
 from sottovoce.losses import Loss, mean_gradient
+from sottovoce.running.run import build_run
 from sottovoce.spec import parse_spec
 from sottovoce_client.prepare import prepare
-from sottovoce_client.running.evaluate import _limit, _said, central_accuracy
+from sottovoce_client.running.evaluate import _limit, _said, central_accuracy, one_way
 from sottovoce_wire.v1 import learner_pb2
-from tests.examples import small_run
+from tests.examples import small_run, small_spec
 
 RECORDS, TEST = 300, 2000
 
@@ -99,3 +100,16 @@ def test_a_global_objective_needs_shared_records() -> None:
     with pytest.raises(SpecError, match=r"set data.partition to shared"):
         prepare(parse_spec(document))
     assert prepare(parse_spec({**document, "data": {"partition": "shared"}})).run.algorithm.guarantee(0).shared
+
+
+def test_who_speaks_and_never_hears_the_other() -> None:
+    edges = [[0, 1], [1, 2], [2, 0], [2, 1]]
+    document = {
+        "rounds": 3,
+        "learners": 3,
+        "algorithm": {"name": "dpsda-ps", "sigma": 4.0},
+        "topology": {"graph": {"kind": "edges", "directed": True, "edges": edges}, "weights": "out_degree"},
+        "data": {"partition": "shared"},
+    }
+    assert one_way(build_run(parse_spec(document), 3).topology) == ((0, 1), (2, 0))
+    assert one_way(build_run(small_spec(3, 2), 3).topology) == ()

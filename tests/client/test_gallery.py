@@ -51,7 +51,7 @@ def test_the_gallery_is_printed_and_written(tmp_path: Path, no_torch: None) -> N
     assert last["correct"] == last["runs"] == 200 and not last["covered"]
 
     page = (tmp_path / "gallery.html").read_text(encoding="utf-8")
-    assert "pip install &#x27;sottovoce[torch]&#x27;" in page and "proves nothing" in page
+    assert "pip install &#39;sottovoce[torch]&#39;" in page and "proves nothing" in page
     assert not re.search(r"<(?:img|script|link)[^>]+(?:src|href)=\"(?!data:)", page)
     rows = 4 + 4  # of two attacks: the true records, and three strips
     assert page.count('<img src="data:image/png;base64,') == exhibits.SHOWN * rows

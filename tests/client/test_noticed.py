@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from sottovoce_client.reports.run_report import render_report
+from sottovoce_client.reports.run_report import run_page
 from sottovoce_client.running.console import print_summary
 from sottovoce_client.running.evaluate import noticed_in
 from sottovoce_client.running.operate import Outcome
@@ -35,7 +35,7 @@ def printed(made: RunSummary) -> str:
 def test_the_terminal_and_the_report_say_it_in_one_line() -> None:
     made = replace(summary(), noticed=TWO)
     assert LINE in printed(made)
-    page = render_report(made)
+    page = run_page(made).html()
     assert LINE.replace("<", "&lt;").replace(">", "&gt;") in page
     assert "<li>learner 2 to learner 1, round 3: other bytes</li>" in page
 
@@ -44,7 +44,7 @@ def test_nothing_noticed_is_not_worth_a_line() -> None:
     for noticed in (None, Noticed(0, (), None)):
         made = replace(summary(), noticed=noticed)
         assert "noticed" not in printed(made)
-        assert "must never happen" not in render_report(made)
+        assert "must never happen" not in run_page(made).html()
 
 
 def outcome(capture: str | None) -> Outcome:

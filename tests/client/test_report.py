@@ -18,7 +18,7 @@ import pytest
 from sottovoce.errors import SpecError
 from sottovoce_client.reports.drawing import finite, thinned
 from sottovoce_client.reports.plots import MOST_HEARD, stacked
-from sottovoce_client.reports.run_report import render_report, write_report
+from sottovoce_client.reports.run_report import run_page
 from sottovoce_client.reports.verdict import exceeds, telling, verdict_of
 from sottovoce_client.running.summary import RunSummary, Swap
 from tests.client.summaries import boundless, capture, learner, looks, summary, summary_of, unasked, unheard, unstarted
@@ -92,7 +92,7 @@ class Page(HTMLParser):
 
 
 def page(made: RunSummary) -> Page:
-    return Page(render_report(made))
+    return Page(run_page(made).html())
 
 
 def with_swap(made: RunSummary, swap: Swap) -> RunSummary:
@@ -107,7 +107,7 @@ def test_every_section_and_plot_is_there() -> None:
 
 
 def test_file_is_the_page_in_utf8(tmp_path: Path) -> None:
-    write_report(summary(2, 20), tmp_path / "report.html")
+    run_page(summary(2, 20)).write(tmp_path / "report.html")
 
     written = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert written.startswith("<!doctype html>")
@@ -115,7 +115,7 @@ def test_file_is_the_page_in_utf8(tmp_path: Path) -> None:
 
 
 def test_nothing_is_loaded_from_anywhere() -> None:
-    text = render_report(summary())
+    text = run_page(summary()).html()
     shown = Page(text)
 
     assert shown.loads == []
@@ -155,6 +155,18 @@ def test_plots_read_no_tags_in_a_learners_name() -> None:
     assert [trace["name"] for trace in page(made).plot("learning")][:2] == ["&lt;b&gt;x&lt;/b&gt;", "y"]
 
 
+def test_an_arrow_leads_from_who_speaks_to_who_only_listens() -> None:
+    mutual, directed = (run_page(replace(summary(3), one_way=pairs)).html() for pairs in ((), ((0, 1), (1, 2))))
+    assert '"arrowhead":2' not in mutual.partition('"plot-graph"')[2].partition('"plot-learning"')[0]
+    assert directed.partition('"plot-graph"')[2].partition('"plot-learning"')[0].count('"arrowhead":2') == 2
+    assert "An arrow leads from" in directed
+
+
+def test_points_of_short_curves_are_marked() -> None:
+    few, many = (page(replace(summary(2), progress=looks(2, 500, 1.0, n))).plot("learning") for n in (5, 60))
+    assert [trace["mode"] for trace in (few[0], many[0])] == ["lines+markers", "lines"]
+
+
 def test_key_figures() -> None:
     text = page(summary()).text
 
@@ -189,7 +201,7 @@ def test_table_has_every_figure_of_every_learner() -> None:
         "7.312",
     ]
     assert {len(row) for row in rows[1:7]} == {20}
-    assert rows[7:] == [["diameter", "20", "projection onto the decision set"]]
+    assert rows[7:] == [["constant", "value", "enforced by"], ["diameter", "20", "projection onto the decision set"]]
 
 
 def test_warnings_are_listed_by_code_and_left_out_if_none() -> None:
@@ -278,8 +290,8 @@ def test_fifty_learners_share_one_entry_of_the_legend() -> None:
 def test_budget_is_logarithmic_where_the_paper_dwarfs_the_rest() -> None:
     dwarfing = tuple(replace(each, paper_curve=500 * each.paper_curve) for each in summary().learners)
 
-    assert '"type":"log"' in render_report(summary_of(*dwarfing))
-    assert '"type":"log"' not in render_report(summary())
+    assert '"type":"log"' in run_page(summary_of(*dwarfing)).html()
+    assert '"type":"log"' not in run_page(summary()).html()
 
 
 def test_heatmap_is_small_and_clipped() -> None:
@@ -299,7 +311,7 @@ def test_missing_plotly_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(importlib, "import_module", absent)
     with pytest.raises(SpecError, match=r"needs plotly: pip install 'sottovoce\[audit\]'"):
-        render_report(summary(2, 5))
+        run_page(summary(2, 5)).html()
 
 
 # ---- verdict ----------------------------------------------------------------------------------------------------------
@@ -323,7 +335,7 @@ def test_verdict(swap: Swap, kind: str, says: str) -> None:
 
 
 def test_a_refuted_claim_is_marked_in_the_table() -> None:
-    text = render_report(with_swap(summary(), Swap(9.25, 9.25, 3.0, np.zeros(500))))
+    text = run_page(with_swap(summary(), Swap(9.25, 9.25, 3.0, np.zeros(500)))).html()
 
     assert text.count('<td class="over">9.25</td>') == 2
     assert 'class="verdict refuted"' in text
@@ -387,4 +399,4 @@ def test_shared_records_cost_the_sum_of_all_learners() -> None:
     alone, made = summary(), replace(summary(), promise=replace(summary().promise, shared=True))
     assert made.event == pytest.approx(sum(each.event for each in made.learners))
     assert alone.event == max(each.event for each in alone.learners)
-    assert "all learners together, for they share their records" in render_report(made)
+    assert "all learners together, for they share their records" in run_page(made).html()

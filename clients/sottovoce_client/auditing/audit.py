@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
-from importlib.metadata import version
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,23 +14,23 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from sottovoce.audit.audit import Audit, LearnerLoss
+from sottovoce.audit.audit import Audit
 from sottovoce.audit.bounds import Bound, runs_needed
 from sottovoce.audit.plan import Plan, plan_audit
-from sottovoce.audit.rounds import RoundBounds
 from sottovoce.audit.verdict import Findings, Verdict
 from sottovoce.audit.worlds import Worlds, chosen
 from sottovoce.errors import SpecError
 from sottovoce.privacy.guarantee import ThreatModel
-from sottovoce_client.auditing.report import write_audit_report
-from sottovoce_client.auditing.worlds import digest
+from sottovoce_client.auditing.document import audit_file
+from sottovoce_client.auditing.report import audit_page
 from sottovoce_client.prepare import Prepared
-from sottovoce_client.running.simulation import finite
 from sottovoce_client.wording import NOTHING, number
 
 COLOURS = {"consistent": "green", "refuted": "bold red", "inconclusive": "yellow", "unpromised": "yellow"}
 
 TableRow = tuple[str, str, str, str, str]
+NARROW = 80
+"""Columns of a terminal that the table of an audit needs."""
 Say = Callable[[str], None]
 
 
@@ -130,9 +128,8 @@ def audit_to(
 def show(done: Audit, seed: int, folder: Path, console: Console) -> int:
     """Print an audit and write it down; returns the exit code."""
     name = done.plan.run.spec.names[done.plan.worlds.learner]
-    document = json.dumps({**_provenance(done), **as_document(done, name, seed)}, indent=2)
-    (folder / "audit.json").write_text(document + "\n", encoding="utf-8")
-    write_audit_report(done, name, folder / "audit.html", seed)
+    audit_file(done, name, seed).write(folder / "audit.json")
+    audit_page(done, name, seed).write(folder / "audit.html")
     print_verdict(done.verdict, name, _rows(done), _notes(done), console)
     console.out(f"{folder}: audit.json, audit.html", highlight=False)
     return 1 if done.verdict.kind == "refuted" else 0
@@ -199,97 +196,6 @@ def _from_file(path: Path) -> tuple[Any, float]:
         ) from None
 
 
-def _provenance(done: Audit) -> dict[str, Any]:
-    """Of what, when, and by which version: what an auditor's file must say."""
-    return {
-        "sottovoce": version("sottovoce"),
-        "written_at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "data_sha256": digest(done.plan.data),
-        "spec": done.plan.run.spec.model_dump(mode="json"),
-    }
-
-
-def as_document(done: Audit, name: str, seed: int) -> dict[str, Any]:
-    """An audit for a JSON file; null for what is not finite."""
-    found, plan = done.found, done.plan
-    return {
-        "learner": name,
-        "verdict": asdict(done.verdict),
-        "source": done.source,
-        "worlds": plan.worlds.what,
-        "threat_model": plan.listener.threat.value,
-        "claim_made_for": plan.made_for.value,
-        "adjacency": plan.guarantee.adjacency,
-        "runs_of_each_world": found.runs,
-        "confidence": 1.0 - found.levels.alpha,
-        "seed": seed,
-        "epsilon": {
-            "promised": finite(found.claim),
-            "paper": finite(float(plan.guarantee.paper[-1])),
-            "largest_realised": finite(done.largest),
-            "lower_bound": found.largest,
-            "most_that_so_many_runs_show": found.most,
-        },
-        "conformance": [_finite(asdict(test)) for test in found.of("conformance").tests],
-        "likelihood": _likelihood(done),
-        "single_rounds": None if found.rounds is None else _single_rounds(found.rounds),
-        "learners": [_learner(each, plan) for each in done.learners],
-        "black_box": {
-            "epsilon_promised_in_the_rounds_seen": finite(done.claim_seen),
-            "numbers_that_vary_by_view": dict(done.views),
-            "attempts": [attempt(bound) for bound in found.of("black box").bounds],
-        },
-    }
-
-
-def attempt(bound: Bound) -> dict[str, Any]:
-    """What a classifier came to, for a JSON file."""
-    guesses = {"guesses": bound.guesses, "correct": bound.correct, "bound": bound.value, "level": bound.level}
-    return {"model": bound.guesser, "view": bound.view, **guesses}
-
-
-def _likelihood(done: Audit) -> dict[str, Any] | None:
-    bound, excess = done.found.guessed, done.found.excess
-    if bound is None:
-        return None
-    (test,) = done.found.of("likelihood").tests
-    return {
-        "runs": len(done.worlds),
-        "threshold": finite(bound.threshold),
-        "guesses": bound.guesses,
-        "correct": bound.correct,
-        "bound": bound.value,
-        "level": bound.level,
-        "overconfident": _finite(asdict(test)),
-        "excess": None if excess is None else _finite(asdict(excess)),
-    }
-
-
-def _single_rounds(rounds: RoundBounds) -> dict[str, Any]:
-    return {
-        "composed": rounds.composed,
-        "claim": [finite(bound.claim) for bound in rounds.bounds],
-        "bound": [finite(bound.value) for bound in rounds.bounds],
-        "largest": [finite(loss) for loss in rounds.largest.tolist()],
-    }
-
-
-def _learner(each: LearnerLoss, plan: Plan) -> dict[str, Any]:
-    return {
-        "learner": plan.run.spec.names[each.learner],
-        "claim": finite(each.claim),
-        "largest": finite(each.largest),
-    }
-
-
-def _finite(document: dict[str, Any]) -> dict[str, Any]:
-    """JSON knows no infinity."""
-    return {
-        key: _finite(value) if isinstance(value, dict) else finite(value) if isinstance(value, float) else value
-        for key, value in document.items()
-    }
-
-
 def print_verdict(
     verdict: Verdict, name: str, rows: Iterable[TableRow], notes: Iterable[str], console: Console, most: int = 6
 ) -> None:
@@ -309,14 +215,24 @@ def print_verdict(
         console.print(Text(f"also: {more}"))
     if len(verdict.evidence) > most:
         console.print(Text(f"and {len(verdict.evidence) - most} more: audit.json"))
+    print_rows(rows, console)
+    for text in notes:
+        console.print(Text(text, style="dim"))
+
+
+def print_rows(rows: Iterable[TableRow], console: Console) -> None:
+    """What families tested and found: a table, or, where that would be cramped, a paragraph each."""
+    if console.width < NARROW:
+        for family, what, result, bound, claim in rows:
+            epsilons = "" if bound == claim == NOTHING else f"; ε at least {bound}, claimed {claim}"
+            console.print(Text.assemble((family, "bold"), f", {what}: {result}{epsilons}"))
+        return
     table = Table("family", "what was tested", "result", box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim")
     table.add_column("ε at\nleast", justify="right")
     table.add_column("ε\nclaimed", justify="right")
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
     console.print(table)
-    for text in notes:
-        console.print(Text(text, style="dim"))
 
 
 def _rows(done: Audit) -> Iterator[TableRow]:

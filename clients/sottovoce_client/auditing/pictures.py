@@ -1,4 +1,4 @@
-"""The audit's plots of noise, of what a swap does, and of all learners, as HTML that draws itself with plotly.js."""
+"""The audit's figures of noise, of what a swap does, and of all learners."""
 
 from __future__ import annotations
 
@@ -10,8 +10,26 @@ import numpy as np
 from sottovoce.arrays import FloatArray, IntArray
 from sottovoce.audit.audit import Audit, LearnerLoss
 from sottovoce.audit.twins import Twins
-from sottovoce_client.auditing.plots import BAR, BELOW, CLAIM, WORLDS, line, round_axis, upright
-from sottovoce_client.reports.drawing import FAINT, Trace, axis, draw, finite, label, thinned
+from sottovoce_client.auditing.plots import WORLDS
+from sottovoce_client.reports.drawing import (
+    BLUE,
+    FAINT,
+    GRID,
+    INK,
+    RED,
+    Figure,
+    Trace,
+    axis,
+    band,
+    bars,
+    dots,
+    label,
+    line,
+    round_axis,
+    rule,
+    thinned,
+    upright,
+)
 from sottovoce_client.wording import number
 
 ZOOMED = 8
@@ -21,43 +39,29 @@ ZOOMED = 8
 # ---- noise -----------------------------------------------------------------------------------------------------------
 
 
-def noise_plot(noise: FloatArray) -> str:
-    """Standardised noise against the standard Laplace density, and where 95 of 100 correct bars lie."""
+def noise_plot(noise: FloatArray) -> Figure:
+    """Standardised noise against the standard Laplace density, and where 95 of 100 correct bars lie; nothing without noise."""
+    title = "Its density"
+    if not noise.any():
+        return Figure("noise", title, ())
     reach = max(6.0, math.log(len(noise)) + 1.0)
     edges = np.linspace(-reach, reach, 81 if len(noise) > 2000 else 31)
     width = float(edges[1] - edges[0])
     counts, _ = np.histogram(noise, edges)
     centres = (edges[1:] + edges[:-1]) / 2
     chances = np.diff(np.where(edges < 0, 0.5 * np.exp(edges), 1.0 - 0.5 * np.exp(-np.abs(edges))))
-    spread = 1.96 * np.sqrt(chances * (1.0 - chances) / len(noise))
+    error = 1.96 * np.sqrt(chances * (1.0 - chances) / len(noise))
     least = 0.3 / len(noise) / width
-    low, high = np.maximum((chances - spread) / width, least), (chances + spread) / width
-    edge = {"hoverinfo": "skip", "line": {"width": 0}}
-    bars = np.where(counts > 0, counts / len(noise) / width, math.nan)
-    dots = {"mode": "markers", "marker": {"size": 5.5, "color": WORLDS[0][1]}, "hovertemplate": "%{x:.2f}: %{y:.3~g}"}
+    low, high = np.maximum((chances - error) / width, least), (chances + error) / width
+    heights = np.where(counts > 0, counts / len(noise) / width, math.nan)
     traces = [
-        line(centres, low, "", CLAIM) | edge | {"showlegend": False},
-        line(centres, high, "19 of 20 lie here", CLAIM)
-        | edge
-        | {"fill": "tonexty", "fillcolor": "rgba(154,165,177,0.28)"},
-        line(centres, chances / width, "Laplace, as claimed", CLAIM, hoverinfo="skip"),
-        line(centres, bars, "found in the messages", WORLDS[0][1]) | dots,
+        *band(centres, low, high, INK, "19 of 20 lie here"),
+        rule(centres, chances / width, "Laplace, as claimed", dash="solid", hoverinfo="skip"),
+        dots(centres, heights, "found in the messages", BLUE, hovertemplate="%{x:.2f}: %{y:.3~g}"),
     ]
-    return draw(
-        "plot-noise",
-        traces,
-        380,
-        margin={"l": 56, "r": 24, "t": 16, "b": 48},
-        xaxis=axis("noise, in units of its claimed scale"),
-        yaxis=axis(
-            "density",
-            type="log",
-            dtick=1,
-            exponentformat="power",
-            range=[math.log10(least), math.log10(max(0.9, np.nanmax(bars)))],
-        ),
-        legend=BELOW,
-    )
+    ends = [math.log10(least), math.log10(max(0.9, np.nanmax(heights)))]
+    up = axis("density", type="log", dtick=1, exponentformat="power", range=ends)
+    return Figure("noise", title, traces, {"xaxis": axis("noise, in units of its claimed scale"), "yaxis": up})
 
 
 def quantiles(noise: FloatArray, most: int = 200) -> tuple[FloatArray, FloatArray]:
@@ -71,63 +75,48 @@ def quantiles(noise: FloatArray, most: int = 200) -> tuple[FloatArray, FloatArra
     return should, np.sort(noise)[ranks]
 
 
-def quantile_plot(noise: FloatArray) -> str:
+def quantile_plot(noise: FloatArray) -> Figure:
     """Quantiles of the noise against those of Laplace numbers: a straight line if all is well."""
+    title = "Its quantiles"
+    if not noise.any():
+        return Figure("quantiles", title, ())
     should, has = quantiles(noise)
-    ends = np.array([should[0], should[-1]])
-    hover = "should be %{x:.2f}, is %{y:.2f}<extra></extra>"
-    dots = {"mode": "markers", "marker": {"size": 5.5, "color": WORLDS[0][1]}, "hovertemplate": hover}
+    ends = [should[0], should[-1]]
+    hover = {"hovertemplate": "should be %{x:.2f}, is %{y:.2f}<extra></extra>"}
     traces = [
-        line(ends, ends, "as claimed", CLAIM, hoverinfo="skip"),
-        line(should, has, "found in the messages", WORLDS[0][1]) | dots,
+        rule(ends, ends, "as claimed", dash="solid", hoverinfo="skip"),
+        dots(should, has, "found in the messages", BLUE, **hover),
     ]
-    return draw(
-        "plot-quantiles",
-        traces,
-        380,
-        margin={"l": 56, "r": 24, "t": 16, "b": 48},
-        xaxis=axis("quantile that is claimed"),
-        yaxis=axis("quantile that was found"),
-        legend=BELOW,
-    )
+    layout = {"xaxis": axis("quantile that is claimed"), "yaxis": axis("quantile that was found")}
+    return Figure("quantiles", title, traces, layout)
 
 
 # ---- the swap --------------------------------------------------------------------------------------------------------
 
 
-def twins_plot(name: str, pair: Twins, rounds: IntArray) -> str:
+def twins_plot(name: str, title: str, pair: Twins, rounds: IntArray) -> Figure:
     """One number of the messages in both worlds, with the same noise and without any, over these rounds."""
     curves = (
-        ("first world", pair.first, WORLDS[0][1], None),
-        ("second world, same noise", pair.second, WORLDS[1][1], None),
-        ("first world, no noise", pair.bare_first, WORLDS[0][1], "dot"),
-        ("second world, no noise", pair.bare_second, WORLDS[1][1], "dot"),
+        ("first world", pair.first, BLUE, "solid", 3.2),  # the second must not hide it
+        ("second world, same noise", pair.second, RED, "solid", 1.8),
+        ("first world, no noise", pair.bare_first, BLUE, "dot", 3.2),
+        ("second world, no noise", pair.bare_second, RED, "dot", 1.8),
     )
-    few = len(rounds) <= 40
-    traces = []
-    for k, (title, values, colour, dash) in enumerate(curves):
-        look: Trace = {
-            "color": colour,
-            "width": (1.8 if k % 2 else 3.2) * (1.0 if len(rounds) <= 100 else 0.6),
-        }  # the second must not hide the first
-        marks = {"mode": "lines+markers", "marker": {"size": 4 if k % 2 else 7}} if few else {}
-        traces.append(
-            line(rounds, values[rounds], title, colour) | {"line": {**look, "dash": dash} if dash else look} | marks
-        )
+    thin = 1.0 if len(rounds) <= 100 else 0.6
+    traces = [
+        line(rounds, values[rounds], said, colour, width=thin * width, dash=dash)
+        for said, values, colour, dash, width in curves
+    ]
     swapped, text = upright(pair.swapped, "swapped record learned", FAINT, "dot")
     inside = bool(len(rounds)) and rounds[0] <= pair.swapped <= rounds[-1]
-    return draw(
-        name,
-        traces,
-        380,
-        hovermode="x unified",
-        margin={"l": 56, "r": 24, "t": 30, "b": 48},
-        xaxis=round_axis(len(rounds)),
-        yaxis=axis("number that is said", zeroline=True, zerolinecolor=BAR),
-        legend=BELOW,
-        shapes=[swapped] if inside else [],
-        annotations=[{**text, "xanchor": "left"}] if inside else [],
-    )
+    layout = {
+        "hovermode": "x unified",
+        "xaxis": round_axis(len(rounds)),
+        "yaxis": axis("number that is said", zeroline=True, zerolinecolor=GRID),
+        "shapes": [swapped] if inside else [],
+        "annotations": [{**text, "xanchor": "left"}] if inside else [],
+    }
+    return Figure(name, title, traces, layout)
 
 
 def close_rounds(pair: Twins) -> IntArray:
@@ -164,9 +153,12 @@ def most_different(done: Audit) -> tuple[int, int] | None:
     return None
 
 
-def said_plot(done: Audit, round_seen: int, coordinate: int) -> str:
-    """One number of one round's message over all runs, in both worlds."""
-    values = done.seen[:, round_seen, coordinate]
+def said_plot(done: Audit, place: tuple[int, int] | None) -> Figure:
+    """One number of one round's message over all runs, in both worlds; nothing where none differs."""
+    title = "With fresh noise in every run"
+    if place is None:
+        return Figure("said", title, ())
+    values = done.seen[:, place[0], place[1]]
     known = np.isfinite(values)
     low, high = np.quantile(values[known], [0.002, 0.998]) if known.any() else (0.0, 1.0)
     if not low < high:
@@ -176,54 +168,44 @@ def said_plot(done: Audit, round_seen: int, coordinate: int) -> str:
     for world, (name, colour) in enumerate(WORLDS):
         mine = values[known & (done.worlds == world)]
         shares = np.histogram(mine, edges)[0] / max(1, len(mine))
-        bar = {
-            "type": "bar",
-            "x": finite((edges[1:] + edges[:-1]) / 2),
-            "y": finite(shares),
-            "width": edges[1] - edges[0],
-        }
-        look = {"marker": {"color": colour, "opacity": 0.5}, "name": name, "hovertemplate": "%{y:.1%}"}
-        traces.append({**bar, **look})
-    return draw(
-        "plot-said",
-        traces,
-        380,
-        barmode="overlay",
-        bargap=0,
-        hovermode="x",
-        margin={"l": 56, "r": 24, "t": 30, "b": 48},
-        xaxis=axis("number that is said"),
-        yaxis=axis("share of runs", tickformat=".0%", rangemode="tozero"),
-        legend=BELOW,
+        traces.append(bars(edges, shares, name, colour, hovertemplate="%{y:.1%}"))
+    layout = {"barmode": "overlay", "bargap": 0, "hovermode": "x", "xaxis": axis("number that is said")}
+    return Figure(
+        "said", title, traces, {**layout, "yaxis": axis("share of runs", tickformat=".0%", rangemode="tozero")}
     )
 
 
 # ---- learners --------------------------------------------------------------------------------------------------------
 
 
-def learners_plot(losses: Sequence[LearnerLoss], names: Sequence[str], audited: int) -> str:
+def learners_plot(losses: Sequence[LearnerLoss], names: Sequence[str], audited: int) -> Figure:
     """The claim of every learner as a grey bar, and in it the largest loss that was seen."""
     values = [v for each in losses for v in (each.claim, each.largest) if math.isfinite(v)]
     full = max(values, default=0.0) or 1.0
     titles = [label(names[each.learner]) for each in losses]
     titles = [f"<b>{t}</b>" if each.learner == audited else t for t, each in zip(titles, losses, strict=True)]
     colours = [WORLDS[int(each.largest > each.claim * (1 + 1e-9) + 1e-9)][1] for each in losses]
-    common = {"type": "bar", "orientation": "h", "y": titles, "hoverinfo": "skip"}
+    common: Trace = {"type": "bar", "orientation": "h", "y": titles, "hoverinfo": "skip"}
     claims = {"x": [min(each.claim, 1.06 * full) for each in losses], "width": 0.72, "name": "claimed at most"}
     seen = {"x": [min(each.largest, 1.06 * full) for each in losses], "width": 0.34, "name": "largest loss seen"}
     texts = [f"{number(each.largest, 3)} of {number(each.claim)}" for each in losses]
-    words = {"x": [1.6 * full] * len(losses), "y": titles, "text": texts, "mode": "text", "textposition": "middle left"}
-    quiet = {"showlegend": False, "hoverinfo": "skip", "textfont": {"size": 12, "color": FAINT}}
-    return draw(
-        "plot-learners",
-        [
-            {**common, **claims, "marker": {"color": BAR}},
-            {**common, **seen, "marker": {"color": colours}},
-            {"type": "scatter", **words, **quiet},
-        ],
-        110 + 34 * len(losses),
-        barmode="overlay",
-        margin={"l": 90, "r": 24, "t": 34, "b": 44},
-        xaxis=axis("privacy loss", range=[0, 1.6 * full], showticklabels=bool(values)),
-        yaxis=axis("", autorange="reversed", showgrid=False),
-    )
+    beside = {"type": "scatter", "mode": "text", "x": [1.6 * full] * len(losses), "text": texts, "showlegend": False}
+    bars_and_words = [
+        {**common, **claims, "marker": {"color": GRID}},
+        {**common, **seen, "marker": {"color": colours}},
+        {
+            "y": titles,
+            **beside,
+            "textposition": "middle left",
+            "hoverinfo": "skip",
+            "textfont": {"size": 12, "color": FAINT},
+        },
+    ]
+    layout = {
+        "height": 110 + 34 * len(losses),
+        "barmode": "overlay",
+        "margin": {"l": 90, "r": 24, "t": 12, "b": 44},
+        "xaxis": axis("privacy loss", range=[0, 1.6 * full], showticklabels=bool(values)),
+        "yaxis": axis("", autorange="reversed", showgrid=False),
+    }
+    return Figure("learners", "Learner by learner", bars_and_words if losses else (), layout)

@@ -1,7 +1,4 @@
-"""The audit's plots of losses and guesses, as HTML that draws itself with plotly.js.
-
-Rounds are counted from 0, as in the verdict.
-"""
+"""The audit's figures of losses and guesses. Rounds are counted from 0, as in the verdict."""
 
 from __future__ import annotations
 
@@ -15,36 +12,35 @@ from sottovoce.audit.bounds import Bound, epsilon_lower_bound
 from sottovoce.audit.likelihood import Ratios
 from sottovoce.audit.rounds import RoundBounds
 from sottovoce.lab.watch.sequential import EpsilonBound
-from sottovoce_client.reports.drawing import FAINT, INK, LEGEND, Trace, axis, buttons, draw, finite, thinned
+from sottovoce_client.reports.drawing import (
+    AREA,
+    BLUE,
+    FAINT,
+    GREEN,
+    GRID,
+    INK,
+    PINK,
+    RED,
+    Figure,
+    Trace,
+    axis,
+    band,
+    bars,
+    buttons,
+    diamond,
+    line,
+    positive,
+    round_axis,
+    rule,
+    switched,
+    thinned,
+    upright,
+)
 from sottovoce_client.wording import number
 
-WORLDS = (("first world", "#0072B2"), ("second world", "#D55E00"))
-CLAIM, PAPER, BOUND, BEST = INK, "#6b7785", "#009E73", "#CC79A7"
-AREA, BAR = "rgba(154,165,177,0.16)", "#dfe5ea"
-BELOW = {**LEGEND, "y": -0.2, "yanchor": "top"}
+WORLDS = (("first world", BLUE), ("second world", RED))
 SHOWN_CLAIM = 1.6
 """Of what so many runs can show at best: a larger claim lies above the picture."""
-
-
-def line(x: Sequence[float] | FloatArray | IntArray, y: FloatArray, name: str, colour: str, **more: object) -> Trace:
-    """A line, or a point where there is but one."""
-    style = {"color": colour, "width": 2.0, **({"dash": more.pop("dash")} if "dash" in more else {})}
-    places = {"x": finite(np.asarray(x, dtype=float)), "y": finite(y)}
-    mode = {"mode": "lines" if len(places["x"]) > 1 else "markers"}
-    return {"type": "scatter", **mode, **places, "name": name, "line": style, "hovertemplate": "%{y:.4~g}", **more}
-
-
-def round_axis(rounds: int, **more: object) -> Trace:
-    """An axis of so many rounds: no fractions of a round where there are few."""
-    return axis("round", tickformat=",", **({"dtick": 1} if rounds <= 12 else {}), **more)
-
-
-def upright(at: float, name: str, colour: str, dash: str) -> tuple[Trace, Trace]:
-    """A vertical line through the whole plot, and its name; neither is seen where the axis does not reach."""
-    place = {"xref": "x", "yref": "paper", "y0": 0, "y1": 1, "x0": at, "x1": at}
-    shape = {"type": "line", **place, "line": {"color": colour, "width": 1.5, "dash": dash}}
-    side = {"x": at, "y": 1, "xref": "x", "yref": "paper", "yanchor": "bottom", "showarrow": False}
-    return shape, {**side, "text": name, "font": {"size": 11, "color": colour}}
 
 
 # ---- losses of whole runs --------------------------------------------------------------------------------------------
@@ -68,57 +64,47 @@ def expected(totals: FloatArray, edges: FloatArray) -> tuple[FloatArray, FloatAr
     return first, both - first
 
 
-def loss_plot(shown: Ratios, claim: float, paper: float) -> str:
-    """Losses of all runs in both worlds, between plus and minus the claim; empty where every finite loss is zero."""
-    known = possible(shown)
+def loss_plot(shown: Ratios, claim: float, paper: float) -> Figure:
+    """Losses of all runs in both worlds, between plus and minus the claim; nothing where every finite loss is zero."""
+    title, known = "How much every run gives away", possible(shown)
     totals, worlds = shown.total[known], shown.worlds[known]
     reach = float(np.abs(totals).max(initial=0.0))
     if reach == 0.0:
-        return ""
+        return Figure("losses", title, ())
     edges = np.linspace(-1.0001, 1.0001, 50 if len(totals) > 400 else 26) * reach
-    centres = (edges[1:] + edges[:-1]) / 2
-    traces: list[Trace] = []
+    traces = []
     for world, (name, colour) in enumerate(WORLDS):
         counts, _ = np.histogram(totals[worlds == world], edges)
-        bar = {"type": "bar", "x": finite(centres), "y": counts.tolist(), "width": edges[1] - edges[0], "name": name}
-        traces.append({**bar, "marker": {"color": colour, "opacity": 0.45}, "hovertemplate": "%{y:,} runs"})
-    for (name, colour), counts in zip(WORLDS, expected(totals, edges), strict=True):
-        smooth = {"shape": "hvh", "color": colour, "width": 1.6}
-        traces.append(
-            line(centres, counts, f"{name}, as claimed", colour) | {"line": smooth, "hovertemplate": "%{y:.1f}"}
-        )
-    marks = [("claim", claim, CLAIM, "solid"), ("paper", paper, PAPER, "dot")]
+        traces.append(bars(edges, counts, name, colour, hovertemplate="%{y:,} runs"))
+    for (name, colour), heights in zip(WORLDS, expected(totals, edges), strict=True):
+        steps: Trace = {
+            "mode": "lines",
+            "line": {"shape": "hvh", "color": colour, "width": 1.6},
+            "hovertemplate": "%{y:.1f}",
+        }
+        traces.append(line((edges[1:] + edges[:-1]) / 2, heights, f"{name}, as claimed", colour, **steps))
+    marks = [("claim", claim, INK, "solid"), ("paper", paper, FAINT, "dot")]
     drawn = [
         upright(sign * value, f"{'−' if sign < 0 else ''}{name}", colour, dash)
         for name, value, colour, dash in marks
         if 0.0 < value < math.inf
         for sign in (-1, 1)
     ]
+    layout: Trace = {"shapes": [shape for shape, _ in drawn], "annotations": [text for _, text in drawn]}
+    layout |= {"barmode": "overlay", "bargap": 0, "hovermode": "x", "margin": {"l": 56, "r": 24, "t": 52, "b": 48}}
+    layout |= {"yaxis": axis("runs", tickformat=",", rangemode="tozero"), **_near_and_far(reach, claim)}
+    return Figure("losses", title, traces, layout)
+
+
+def _near_and_far(reach: float, claim: float) -> Trace:
+    """A horizontal axis as far as the losses go, or as the claim, and buttons for both where they are far apart."""
     near, far = 1.1 * reach, 1.15 * max(reach, claim if math.isfinite(claim) else 0.0)
-    views = (("± claim", {"xaxis.range": [-far, far]}), ("closer", {"xaxis.range": [-near, near]}))
     close = far > 2.5 * near
-    return draw(
-        "plot-losses",
-        traces,
-        400,
-        barmode="overlay",
-        bargap=0,
-        hovermode="x",
-        margin={"l": 56, "r": 24, "t": 52, "b": 48},
-        xaxis=axis(
-            "privacy loss of a run", range=[-near, near] if close else [-far, far], zeroline=True, zerolinecolor=BAR
-        ),
-        yaxis=axis("runs", tickformat=",", rangemode="tozero"),
-        legend=BELOW,
-        shapes=[shape for shape, _ in drawn],
-        annotations=[text for _, text in drawn],
-        updatemenus=_above(buttons(*views, active=int(close))) if far > 1.3 * near else [],
-    )
-
-
-def _above(menu: list[Trace]) -> list[Trace]:
-    """Clear of what is written along the upper edge."""
-    return [{**each, "y": 1.07} for each in menu]
+    views = (("± claim", {"xaxis.range": [-far, far]}), ("closer", {"xaxis.range": [-near, near]}))
+    shown = [-near, near] if close else [-far, far]
+    # Clear of what is written along the upper edge.
+    menu = buttons(*views, active=int(close), y=1.07) if far > 1.3 * near else []
+    return {"xaxis": axis("privacy loss of a run", range=shown, zeroline=True, zerolinecolor=GRID), "updatemenus": menu}
 
 
 # ---- guessing --------------------------------------------------------------------------------------------------------
@@ -140,7 +126,7 @@ def allowed(epsilon: float, false: FloatArray) -> FloatArray:
     return most
 
 
-def roc_plot(shown: Ratios, claim: float, bound: float) -> str:
+def roc_plot(shown: Ratios, claim: float, bound: float) -> Figure:
     """How well the loss tells the worlds apart, and how well the claim allows it to."""
     least = 0.5 / max(1, len(shown.worlds))
     across = np.concatenate(
@@ -148,35 +134,28 @@ def roc_plot(shown: Ratios, claim: float, bound: float) -> str:
     )
     traces: list[Trace] = []
     if math.isfinite(claim):
-        edge = {"hoverinfo": "skip", "line": {"color": "#9aa5b1", "width": 1.2}}
         lower = np.maximum(1.0 - allowed(claim, 1.0 - across), least / 10)
-        traces.append(line(across, lower, "", CLAIM) | edge | {"showlegend": False})
-        upper = {"fill": "tonexty", "fillcolor": AREA}
-        traces.append(line(across, allowed(claim, across), f"allowed by ε = {number(claim)}", CLAIM) | edge | upper)
+        traces += band(across, lower, allowed(claim, across), AREA, f"allowed by ε = {number(claim)}", 1.2)
     if bound > 0.0:
-        traces.append(
-            line(
-                across, allowed(bound, across), f"edge of ε = {number(bound, 3)}", BOUND, dash="dash", hoverinfo="skip"
-            )
-        )
-    traces.append(line(across, across, "blind guessing", FAINT, dash="dot", hoverinfo="skip"))
+        edge = f"edge of ε = {number(bound, 3)}"
+        traces.append(rule(across, allowed(bound, across), edge, GREEN, hoverinfo="skip"))
+    traces.append(rule(across, across, "blind guessing", FAINT, "dot", hoverinfo="skip"))
     false, true = roc(shown)
     kept = thinned(len(false))
-    hover = "true %{y:.3f}, false %{x:.3f}<extra></extra>"
-    traces.append(line(false[kept], true[kept], "guessing by the loss", WORLDS[0][1], hovertemplate=hover))
-    decades = [math.log10(least), 0.05]
-    logarithmic = {f"{each}axis.{key}": value for each in "xy" for key, value in (("type", "log"), ("range", decades))}
-    linear = {f"{each}axis.{key}": value for each in "xy" for key, value in (("type", "linear"), ("range", [0, 1.02]))}
-    return draw(
-        "plot-roc",
-        traces,
-        400,
-        margin={"l": 56, "r": 24, "t": 52, "b": 48},
-        xaxis=axis("false positive rate", range=[0, 1.02]),
-        yaxis=axis("true positive rate", range=[0, 1.02]),
-        legend=BELOW,
-        updatemenus=buttons(("linear", linear), ("logarithmic", logarithmic)),
-    )
+    hover: Trace = {"mode": "lines", "hovertemplate": "true %{y:.3f}, false %{x:.3f}<extra></extra>"}
+    traces.append(line(false[kept], true[kept], "guessing by the loss", BLUE, **hover))
+    views = (("linear", "linear", [0, 1.02]), ("logarithmic", "log", [math.log10(least), 0.05]))
+    layout = {
+        "xaxis": axis("false positive rate", range=[0, 1.02]),
+        "yaxis": axis("true positive rate", range=[0, 1.02]),
+        "updatemenus": buttons(
+            *(
+                (name, {f"{z}axis.{k}": v for z in "xy" for k, v in (("type", kind), ("range", ends))})
+                for name, kind, ends in views
+            )
+        ),
+    }
+    return Figure("roc", "How well the worlds can be told apart", traces, layout)
 
 
 def progress(shown: Ratios, guessed: Bound, looks: int = 120) -> tuple[IntArray, FloatArray, FloatArray]:
@@ -202,93 +181,70 @@ def progress(shown: Ratios, guessed: Bound, looks: int = 120) -> tuple[IntArray,
     return at, np.array(lower), best
 
 
-def progress_plot(shown: Ratios, guessed: Bound, claim: float) -> str:
-    """The lower bound as runs come in."""
+def progress_plot(shown: Ratios, guessed: Bound, claim: float) -> Figure:
+    """The lower bound as runs come in; nothing where no run was guessed."""
+    title = "What more runs add"
+    if not guessed.guesses:
+        return Figure("progress", title, ())
     at, lower, best = progress(shown, guessed)
+    runs, step = len(shown.total), {"color": GREEN, "width": 2.2, "shape": "hv"}
     traces = [
-        line(at, best, "at best", BEST, dash="dot"),
-        line(at, lower, "valid at every look", BOUND) | {"line": {"color": BOUND, "width": 2.2, "shape": "hv"}},
+        rule(at, best, "at best", PINK, "dot"),
+        line(at, lower, "valid at every look", GREEN, mode="lines") | {"line": step},
+        diamond(runs, guessed.value, "all runs, looked at once", GREEN),
     ]
-    marker = {"size": 11, "symbol": "diamond", "color": BOUND, "line": {"color": "white", "width": 1.5}}
-    point = {"x": [len(shown.total)], "y": [guessed.value], "mode": "markers", "marker": marker, "cliponaxis": False}
-    traces.append({"type": "scatter", **point, "name": "all runs, looked at once", "hovertemplate": "%{y:.4~g}"})
     if claim <= SHOWN_CLAIM * float(best[-1]):
-        ends = np.array([1.0, float(len(shown.total))])
-        traces.append(line(ends, np.full(2, claim), "claim", CLAIM, dash="dash"))
-    return draw(
-        "plot-progress",
-        traces,
-        380,
-        hovermode="x unified",
-        margin={"l": 56, "r": 24, "t": 16, "b": 48},
-        xaxis=axis("runs of both worlds so far", type="log", dtick=1, tickformat=","),
-        yaxis=axis("lower bound on ε", rangemode="tozero"),
-        legend=BELOW,
-    )
+        traces.append(rule([1, runs], [claim, claim], "claim"))
+    across = axis("runs of both worlds so far", type="log", dtick=1, tickformat=",")
+    layout = {"hovermode": "x unified", "xaxis": across, "yaxis": axis("lower bound on ε", rangemode="tozero")}
+    return Figure("progress", title, traces, layout)
 
 
 # ---- rounds ----------------------------------------------------------------------------------------------------------
 
 
-def _by_round(name: str, curves: Sequence[tuple[str, FloatArray, Trace]], what: str) -> str:
-    """Lines over rounds, logarithmic where they are decades apart; empty where nothing finite is above zero."""
-    known = [(title, np.where(values > 0, values, math.nan), look) for title, values, look in curves]
+def _by_round(name: str, title: str, what: str, curves: Sequence[tuple[str, FloatArray, Trace]]) -> Figure:
+    """Lines over rounds, logarithmic where they are decades apart; nothing where nothing finite is above zero."""
+    known = [(said, positive(values), look) for said, values, look in curves]
     known = [each for each in known if np.isfinite(each[1]).any()]
     if not known:
-        return ""
+        return Figure(name, title, ())
     drawn = np.concatenate([values[np.isfinite(values)] for _, values, _ in known])
-    logarithmic = bool(drawn.max() > 30 * drawn.min())
-    traces = []
-    for title, values, look in known:
-        kept = thinned(len(values))
-        traces.append({**line(kept, values[kept], title, INK), "connectgaps": False, **look})
-    views = (
-        ("logarithmic", {"yaxis.type": "log", "yaxis.dtick": 1}),
-        ("linear", {"yaxis.type": "linear", "yaxis.dtick": None}),
-    )
-    return draw(
-        name,
-        traces,
-        380,
-        hovermode="x unified",
-        showlegend=True,
-        margin={"l": 56, "r": 24, "t": 46, "b": 48},
-        xaxis=round_axis(len(known[0][1]), rangemode="tozero"),
-        yaxis=axis(what, type="log", dtick=1, exponentformat="power")
-        if logarithmic
-        else axis(what, rangemode="tozero"),
-        legend=BELOW,
-        updatemenus=buttons(*views, active=int(not logarithmic)),
-    )
+    kept = thinned(len(known[0][1]))
+    traces = [{**line(kept, values[kept], said, INK), "connectgaps": False, **look} for said, values, look in known]
+    layout = {"hovermode": "x unified", "showlegend": True, "xaxis": round_axis(len(known[0][1]), rangemode="tozero")}
+    return Figure(name, title, traces, layout | switched(what, logarithmic=bool(drawn.max() > 30 * drawn.min())))
 
 
-def cumulative_plot(shown: Ratios, claim: FloatArray) -> str:
+CLAIMED: Trace = {"mode": "lines", "line": {"color": INK, "width": 1.8, "dash": "dash"}}
+
+
+def cumulative_plot(shown: Ratios, claim: FloatArray) -> Figure:
     """What the rounds so far are claimed to show at most, and what they did show."""
-    colour = WORLDS[0][1]
-    return _by_round(
-        "plot-cumulative",
-        (
-            ("claimed at most", claim, {"line": {"color": CLAIM, "width": 1.8, "dash": "dash"}}),
-            ("largest loss of any run", shown.peak, {"line": {"color": WORLDS[1][1], "width": 2.2}}),
-            ("mean loss of all runs", shown.typical, {"line": {"color": colour, "width": 2.2}}),
-        ),
-        "privacy loss so far",
+    looks: list[Trace] = [{"mode": "lines", "line": {"color": colour, "width": 2.2}} for colour in (RED, BLUE)]
+    curves = (
+        ("claimed at most", claim, CLAIMED),
+        ("largest loss of any run", shown.peak, looks[0]),
+        ("mean loss of all runs", shown.typical, looks[1]),
     )
+    return _by_round("cumulative", "All rounds so far", "privacy loss so far", curves)
 
 
-def single_plot(rounds: RoundBounds) -> str:
-    """Every message on its own: the claim, the largest loss and the lower bound."""
-    dots = {"mode": "markers", "marker": {"size": 7, "color": BOUND}}
-    over = {**dots, "marker": {"size": 9, "symbol": "x", "color": WORLDS[1][1]}}
+def single_plot(rounds: RoundBounds | None) -> Figure:
+    """Every message on its own: the claim, the largest loss and the lower bound; nothing where they are not known."""
+    name, title, what = "single", "Every message on its own", "privacy loss of the round"
+    if rounds is None:
+        return Figure(name, title, ())
     claim, bound = (np.array([getattr(each, key) for each in rounds.bounds]) for key in ("claim", "value"))
     above = bound > claim
-    return _by_round(
-        "plot-single",
-        (
-            ("claimed at most", claim, {"line": {"color": CLAIM, "width": 1.8, "dash": "dash"}}),
-            ("largest loss of any message", rounds.largest, {"line": {"color": WORLDS[0][1], "width": 1.2}}),
-            ("lower bound", np.where(above, math.nan, bound), dots),
-            ("lower bound above the claim", np.where(above, bound, math.nan), over),
-        ),
-        "privacy loss of the round",
+    within, over = (
+        {"mode": "markers", "marker": {"size": size, "symbol": symbol, "color": colour}}
+        for size, symbol, colour in ((7, "circle", GREEN), (9, "x", RED))
     )
+    curves = (
+        ("claimed at most", claim, CLAIMED),
+        ("largest loss of any message", rounds.largest, {"mode": "lines", "line": {"color": BLUE, "width": 1.2}}),
+        ("lower bound", np.where(above, math.nan, bound), within),
+        ("lower bound above the claim", np.where(above, bound, math.nan), over),
+    )
+    return _by_round(name, title, what, curves)

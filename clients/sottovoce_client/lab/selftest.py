@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
@@ -20,9 +19,10 @@ from sottovoce.audit.bounds import interval
 from sottovoce.data.files import import_extra
 from sottovoce.errors import SpecError
 from sottovoce.lab.selftest.bases import ALGORITHMS, BASES
-from sottovoce.lab.selftest.mutants import MUTANTS, Mutant
+from sottovoce.lab.selftest.mutants import MUTANTS, Family, Mutant
 from sottovoce.lab.selftest.trial import LEVEL, WATCH_LEVEL, Alarms, Outcome, added, attempt, false_alarms
 from sottovoce_client.auditing.audit import index_of
+from sottovoce_client.documents import Document
 from sottovoce_client.prepare import Prepared
 from sottovoce_client.wording import NOTHING, count
 
@@ -78,7 +78,8 @@ def self_test(
     found = [added([lot for lot in lots if lot.name == name]) for name in dict.fromkeys(lot.name for lot in lots)]
     _print(outcomes, found, console)
     if out is not None:
-        _write(outcomes, found, seed, out)
+        out.mkdir(parents=True, exist_ok=True)
+        _file(outcomes, found, seed).write(out / "selftest.json")
         console.out(f"{out}: selftest.json", highlight=False)
     return int(any(outcome.missed for outcome in outcomes) or _too_many(found))
 
@@ -220,15 +221,68 @@ def _summary(outcomes: Sequence[Outcome], found: Sequence[Alarms]) -> Text:
     return text
 
 
-def _write(outcomes: Sequence[Outcome], found: Sequence[Alarms], seed: int, folder: Path) -> None:
-    document = {
-        "seed": seed,
-        "broken": [asdict(outcome) | {"missed": outcome.missed} for outcome in outcomes],
-        "correct": [asdict(each) | _intervals(each) for each in found],
-        "levels": {"audit": LEVEL, "watch": WATCH_LEVEL},
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "selftest.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+class _Broken(Document):
+    """A broken learner, and what came of it."""
+
+    name: str
+    what: str
+    """What is wrong with it."""
+    expected: Family
+    """Of tests: the one that should see it."""
+    allowed: int
+    """Runs of each world, at most."""
+    base: str
+    """The run that it was tried on."""
+    needed: int | None
+    """Runs of each world with which it was caught first; null: it was not."""
+    numbers: int
+    """Of noise that conformance looked at, by then."""
+    families: tuple[Family, ...]
+    """That saw it by themselves."""
+    evidence: str
+    """The first piece of it."""
+    unfit: str
+    """Why it does not fit the run; empty: it does."""
+    missed: bool
+    """It fits, and was not caught."""
+
+
+class _Correct(Document):
+    """A correct learner, and false alarms about it. Without audits, there are no intervals."""
+
+    name: str
+    refuted: int
+    audits: int
+    """Of which so many refuted it."""
+    alarmed: int
+    watched: int
+    """Runs under watch, of which so many raised an alarm."""
+    families: tuple[Family, ...]
+    """That refuted it, in whichever audit."""
+    refuted_interval: tuple[float, float] | None = None
+    """95 % (Clopper and Pearson), of the share of audits."""
+    alarmed_interval: tuple[float, float] | None = None
+    too_many: bool = False
+    """Hardly any correct audit, or watch, would accuse it so often."""
+
+
+class SelfTestFile(Document):
+    """`selftest.json`."""
+
+    seed: int
+    broken: list[_Broken]
+    correct: list[_Correct]
+    levels: dict[str, float]
+    """Of false alarms: of an `audit`, and of a run under `watch`."""
+
+
+def _file(outcomes: Sequence[Outcome], found: Sequence[Alarms], seed: int) -> SelfTestFile:
+    return SelfTestFile(
+        seed=seed,
+        broken=[_Broken(**asdict(outcome), missed=outcome.missed) for outcome in outcomes],
+        correct=[_Correct(**asdict(each), **_intervals(each)) for each in found],
+        levels={"audit": LEVEL, "watch": WATCH_LEVEL},
+    )
 
 
 def _intervals(each: Alarms) -> dict[str, Any]:

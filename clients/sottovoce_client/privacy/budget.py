@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import html
-import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Table as TerminalTable
 
 from sottovoce.arrays import FloatArray, as_floats
 from sottovoce.budget.composition import (
@@ -30,21 +28,13 @@ from sottovoce.errors import SpecError
 from sottovoce.privacy.guarantee import Guarantee
 from sottovoce.running.run import Run
 from sottovoce.spec import RunSpec
+from sottovoce_client.documents import Document
 from sottovoce_client.prepare import Prepared
-from sottovoce_client.reports.drawing import Trace, axis, buttons, draw, finite, thinned
-from sottovoce_client.reports.page import page, section, table, terms
-from sottovoce_client.running.simulation import finite as number_or_none
-from sottovoce_client.wording import count, number
-
-KINDS = (
-    ("paper", "by the paper’s formula", "#6b7785"),
-    ("record", "tight, per record", "#D55E00"),
-    ("event", "tight, per event", "#0072B2"),
-    ("output", "published decisions only", "#009E73"),
-)
-"""Curves of the plot: their names here and on the page, and their colours, as in the report."""
-
-AT_DELTA = "#CC79A7"
+from sottovoce_client.reports.drawing import PINK, Figure, diamond
+from sottovoce_client.reports.page import Column, Page, Table
+from sottovoce_client.reports.plots import KINDS, spent_plot
+from sottovoce_client.reports.run_report import grounds
+from sottovoce_client.wording import number
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,10 +107,8 @@ def budget(
             console.out(_plain(line, question), highlight=False)
     for text in facts(run, lines):
         console.print(text, highlight=False, markup=False, soft_wrap=True)
-    (folder / "budget.json").write_text(
-        json.dumps(as_document(run, lines, question), indent=2) + "\n", encoding="utf-8"
-    )
-    (folder / "budget.html").write_text(_page(run, lines, question), encoding="utf-8")
+    _file(run, lines, question).write(folder / "budget.json")
+    budget_page(run, lines, question).write(folder / "budget.html")
     console.out(f"{folder}: budget.json, budget.html", highlight=False)
 
 
@@ -200,8 +188,10 @@ def _rows(lines: Sequence[Line], question: Question) -> Iterator[tuple[str, ...]
         yield line.name, line.guarantee.threat_model.value, *(number(values[k]) for _, values in columns)
 
 
-def _table(lines: Sequence[Line], question: Question) -> Table:
-    table = Table(title="epsilon", box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim", title_justify="left")
+def _table(lines: Sequence[Line], question: Question) -> TerminalTable:
+    table = TerminalTable(
+        title="epsilon", box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim", title_justify="left"
+    )
     for k, head in enumerate(("learner", "listening", *(head for head, _ in _columns(lines, question)))):
         table.add_column(head, justify="left" if k < 2 else "right", overflow="fold")
     for row in _rows(lines, question):
@@ -244,22 +234,70 @@ def _grounds(lines: Sequence[Line]) -> Iterator[tuple[str, str, str]]:
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
-def as_document(run: Run, lines: Sequence[Line], question: Question) -> dict[str, object]:
-    """What `budget.json` says; null for what is infinite, and keys only for what was asked."""
-    return {
-        "name": run.spec.name,
-        "algorithm": run.algorithm.name,
-        "rounds": run.spec.rounds,
-        "delta": question.delta,
-        "group": question.group,
-        "uses": question.uses,
-        "together": number_or_none(learners_loss(line.event for line in lines)),
-        "learners": [_learner(line, question) for line in lines],
-        "warnings": [{"code": finding.code, "text": finding.text} for finding in run.warnings],
-    }
+class _Constant(Document):
+    """What the promise rests on."""
+
+    value: float
+    enforced_by: str
 
 
-def _learner(line: Line, question: Question) -> dict[str, object]:
+class _LearnerBudget(Document):
+    """What one learner's messages may tell."""
+
+    name: str
+    threat_model: str
+    """Who may listen: `wire`, `neighbour` or `output`."""
+    adjacency: str
+    """Which two data sets must look alike."""
+    epsilon: dict[str, float | None]
+    """Of one `event`, of the dearest `record` in all of its uses or `group`, the first two with `_at_delta`, by the `paper`, of
+    an event for an `infinite_horizon`, and of published decisions only (`output`); those that were asked for, and exist."""
+    cumulative: list[float]
+    """Epsilon of one event, after every round."""
+    accounting: str
+    proof: str
+    constants: dict[str, _Constant]
+
+
+class _Warned(Document):
+    """A condition that does not hold."""
+
+    code: str
+    text: str
+
+
+class BudgetFile(Document):
+    """`budget.json`; an epsilon of null is infinite."""
+
+    name: str
+    algorithm: str
+    rounds: int
+    delta: float | None
+    group: int | None
+    uses: bool
+    """Whether records were charged for all of their uses."""
+    together: float
+    """Epsilon of an event at every one of these learners."""
+    learners: list[_LearnerBudget]
+    warnings: list[_Warned]
+
+
+def _file(run: Run, lines: Sequence[Line], question: Question) -> BudgetFile:
+    """What a run promises, as a file."""
+    return BudgetFile(
+        name=run.spec.name,
+        algorithm=run.algorithm.name,
+        rounds=run.spec.rounds,
+        delta=question.delta,
+        group=question.group,
+        uses=question.uses,
+        together=learners_loss(line.event for line in lines),
+        learners=[_learner(line, question) for line in lines],
+        warnings=[_Warned(code=finding.code, text=finding.text) for finding in run.warnings],
+    )
+
+
+def _learner(line: Line, question: Question) -> _LearnerBudget:
     promise = line.guarantee
     epsilons: dict[str, float | None] = {"event": line.event}
     if question.uses:
@@ -273,103 +311,43 @@ def _learner(line: Line, question: Question) -> dict[str, object]:
     epsilons |= {"paper": float(promise.paper[-1]), "infinite_horizon": promise.infinite_horizon}
     if line.output is not None:
         epsilons["output"] = line.output
-    return {
-        "name": line.name,
-        "threat_model": promise.threat_model.value,
-        "adjacency": promise.adjacency,
-        "epsilon": {key: None if value is None else number_or_none(value) for key, value in epsilons.items()},
-        "cumulative": [number_or_none(value) for value in promise.cumulative.tolist()],
-        "accounting": promise.mode,
-        "proof": promise.proof,
-        "constants": {
-            name: {"value": number_or_none(each.value), "enforced_by": each.enforced_by}
-            for name, each in promise.constants.items()
+    return _LearnerBudget(
+        name=line.name,
+        threat_model=promise.threat_model.value,
+        adjacency=promise.adjacency,
+        epsilon=epsilons,
+        cumulative=promise.cumulative.tolist(),
+        accounting=promise.mode,
+        proof=promise.proof,
+        constants={
+            name: _Constant(value=each.value, enforced_by=each.enforced_by) for name, each in promise.constants.items()
         },
+    )
+
+
+def budget_page(run: Run, lines: Sequence[Line], question: Question) -> Page:
+    """What a run promises, and what that rests on."""
+    heads = (Column("learner"), Column("listening", kind="text"))
+    epsilons = (Column(f"ε {head}") for head, _ in _columns(lines, question))
+    title = "What the messages may tell"
+    values = {
+        "run": run,
+        "promise": lines[0].guarantee,
+        "warned": [(finding.code, finding.text) for finding in run.warnings],
+        "together": _together(run, lines) if len(lines) > 1 else "",
+        "epsilon": learners_loss(line.event for line in lines),
     }
+    table = Table("learners", title, (*heads, *epsilons), list(_rows(lines, question)))
+    return Page("budget.html.j2", [table, grounds(list(_grounds(lines))), _plot(lines, question)], values)
 
 
-def _page(run: Run, lines: Sequence[Line], question: Question) -> str:
-    heads = ("learner", "listening", *(f"ε {head}" for head, _ in _columns(lines, question)))
-    promise = lines[0].guarantee
-    grounds = "".join(
-        f"<tr><th>{html.escape(name)}</th><td>{html.escape(value)}</td><td class='why'>{html.escape(why)}</td></tr>"
-        for name, value, why in _grounds(lines)
-    )
-    words = terms((("One event", promise.adjacency), ("Accounting", promise.mode), ("Proof", promise.proof)))
-    warnings = "".join(f"<li><code>{each.code}</code>{html.escape(each.text)}</li>" for each in run.warnings)
-    together = learners_loss(line.event for line in lines)
-    lead = f"{_together(run, lines).capitalize()}: ε = {number(together)}." if len(lines) > 1 else ""
-    plot = _plot(lines, question)
-    rests = words + (f'<div class="wide"><table class="grounds">{grounds}</table></div>' if grounds else "")
-    planned = (f"{count(run.spec.rounds)} rounds", run.algorithm.name, run.spec.data.source)
-    return page(
-        "budget",
-        run.spec.name,
-        (*planned, "planned: nothing was run"),
-        (
-            section("What the messages may tell", lead, table(heads, _rows(lines, question))),
-            plot
-            and section("Over the rounds", "The largest of these learners, and the range down to the smallest.", plot),
-            section("What the numbers rest on", "", rests),
-            section("Warnings", "", f'<ul class="codes">{warnings}</ul>') if warnings else "",
-        ),
-    )
-
-
-def _plot(lines: Sequence[Line], question: Question) -> str:
-    """Cumulative epsilons over rounds; empty where none is finite and above zero."""
-    traces: list[Trace] = []
-    ends: list[float] = []
-    for kind, name, colour in KINDS:
+def _plot(lines: Sequence[Line], question: Question) -> Figure:
+    """Cumulative epsilons over rounds; nothing where none is finite and above zero."""
+    curves = {}
+    for kind in KINDS:
         known = [curve for line in lines if (curve := line.curve(kind)) is not None]
-        if known and (drawn := _spread(np.stack(known), name, colour)):
-            traces += drawn
-            ends.append(max(float(curve[-1]) for curve in known))
+        if known:
+            curves[kind] = np.stack(known)
     deltas = [line.at_delta for line in lines if line.at_delta is not None and 0 < line.at_delta < math.inf]
-    if not traces:
-        return ""
-    if deltas:
-        rounds = len(lines[0].guarantee.per_round)
-        ends.append(max(deltas))
-        traces.append(_point(rounds, max(deltas), f"per event at δ = {question.delta:g}"))
-    logarithmic = max(ends) > 8 * min(ends) and max(ends) < math.inf
-    decades: Trace = {"yaxis.type": "log", "yaxis.dtick": 1}
-    return draw(
-        "plot-budget",
-        traces,
-        420,
-        margin={"l": 62, "r": 40, "t": 64, "b": 48},
-        xaxis=axis("round", tickformat=",", rangemode="tozero"),
-        yaxis=axis("cumulative ε", type="log", dtick=1) if logarithmic else axis("cumulative ε", rangemode="tozero"),
-        updatemenus=buttons(
-            ("logarithmic", decades),
-            ("linear", {"yaxis.type": "linear", "yaxis.dtick": None}),
-            active=int(not logarithmic),
-        ),
-    )
-
-
-def _spread(rows: FloatArray, name: str, colour: str) -> list[Trace]:
-    """The largest value over the learners as a line, and a band down to the smallest."""
-    kept = thinned(rows.shape[1])
-    above = np.where(rows > 0, rows, math.nan)[:, kept]  # a logarithmic axis cannot show what costs nothing
-    high, low = above.max(axis=0), above.min(axis=0)
-    if not np.isfinite(high).any():
-        return []
-    across = {"type": "scatter", "mode": "lines", "x": (kept + 1).tolist()}
-    line = {**across, "y": finite(high), "name": name, "line": {"color": colour, "width": 2.2}}
-    line["hovertemplate"] = "round %{x:,}: %{y:.4~g}"
-    if np.array_equal(high, low, equal_nan=True):
-        return [line]
-    band = {**across, "hoverinfo": "skip", "showlegend": False, "line": {"width": 0}}
-    return [
-        {**band, "y": finite(low)},
-        {**band, "y": finite(high), "fill": "tonexty", "fillcolor": colour + "24"},
-        line,
-    ]
-
-
-def _point(rounds: int, epsilon: float, name: str) -> Trace:
-    marker = {"size": 11, "symbol": "diamond", "color": AT_DELTA, "line": {"color": "white", "width": 1.5}}
-    place = {"x": [rounds], "y": [epsilon], "name": name, "cliponaxis": False}
-    return {"type": "scatter", "mode": "markers", **place, "marker": marker, "hovertemplate": "%{y:.4~g}"}
+    rounds, name = len(lines[0].guarantee.per_round), f"per event at δ = {question.delta:g}" if deltas else ""
+    return spent_plot("Over the rounds", curves, [diamond(rounds, max(deltas), name, PINK)] if deltas else [])

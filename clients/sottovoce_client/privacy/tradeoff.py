@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -20,14 +19,26 @@ from sottovoce.running.metrics import Metrics
 from sottovoce.running.run import build_run
 from sottovoce.running.simulator import simulate
 from sottovoce.spec import RunSpec
+from sottovoce_client.documents import Document
 from sottovoce_client.prepare import Prepared
-from sottovoce_client.reports.drawing import Trace, axis, draw, finite
-from sottovoce_client.reports.page import page, section, table, terms
-from sottovoce_client.running.simulation import finite as number_or_none
+from sottovoce_client.reports.drawing import (
+    BLUE,
+    FAINT,
+    GREEN,
+    PINK,
+    RED,
+    Figure,
+    Trace,
+    axis,
+    diamond,
+    dots,
+    finite,
+    line,
+)
+from sottovoce_client.reports.page import Column, Page, Table
 from sottovoce_client.running.simulation import with_error
-from sottovoce_client.wording import number, plural
+from sottovoce_client.wording import number
 
-LOSS, OBJECTIVE, WORTH, BEST = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
 ERROR = "error"
 """The metric `accuracy`, turned into the share of held-out records that are classified wrongly."""
 
@@ -105,9 +116,8 @@ def tradeoff(prepared: Prepared, folder: Path, problem: Problem, console: Consol
     answer = answer_of(measured, problem)
     for text in _said(answer, problem):
         console.print(text, highlight=False, soft_wrap=True)
-    document = json.dumps(as_document(prepared.run.spec, answer, problem), indent=2)
-    (folder / "tradeoff.json").write_text(document + "\n", encoding="utf-8")
-    (folder / "tradeoff.html").write_text(_page(prepared.run.spec, answer, problem), encoding="utf-8")
+    _file(prepared.run.spec, answer, problem).write(folder / "tradeoff.json")
+    tradeoff_page(prepared.run.spec, answer, problem).write(folder / "tradeoff.html")
     console.out(f"{folder}: tradeoff.json, tradeoff.html", highlight=False)
 
 
@@ -154,97 +164,82 @@ def _said(answer: Answer, problem: Problem) -> list[str]:
     ]
 
 
-def as_document(spec: RunSpec, answer: Answer, problem: Problem) -> dict[str, object]:
-    """What `tradeoff.json` says."""
-    return {
-        "name": spec.name,
-        "algorithm": spec.algorithm.name,
-        "metric": problem.metric,
-        "replicas": problem.replicas,
-        "seed": problem.seed,
-        "measured": [asdict(each) | {"error": number_or_none(each.error)} for each in answer.measured],
-        "curve": asdict(answer.curve),
-        "utility": asdict(problem.utility),
-        "threshold": answer.threshold,
-        "optimum": asdict(answer.optimum),
-    }
+class TradeoffFile(Document):
+    """`tradeoff.json`."""
+
+    name: str
+    algorithm: str
+    metric: str
+    """That stands for the loss of accuracy."""
+    replicas: int
+    seed: int
+    measured: tuple[Measured, ...]
+    curve: AccuracyCurve
+    utility: Utility
+    threshold: float
+    """The largest acceptable loss of accuracy."""
+    optimum: Optimum
 
 
-def _page(spec: RunSpec, answer: Answer, problem: Problem) -> str:
-    best, c, u = answer.optimum, answer.curve, problem.utility
+def _file(spec: RunSpec, answer: Answer, problem: Problem) -> TradeoffFile:
+    """What was found, as a file."""
+    return TradeoffFile(
+        name=spec.name,
+        algorithm=spec.algorithm.name,
+        metric=problem.metric,
+        replicas=problem.replicas,
+        seed=problem.seed,
+        measured=answer.measured,
+        curve=answer.curve,
+        utility=problem.utility,
+        threshold=answer.threshold,
+        optimum=answer.optimum,
+    )
+
+
+def tradeoff_page(spec: RunSpec, answer: Answer, problem: Problem) -> Page:
+    """The best level, and the curve that it was found on."""
     loss = _words(problem.metric)
-    rows = [(number(each.epsilon), with_error(each.loss, each.error)) for each in answer.measured]
-    formulas = (
-        ("accuracy lost", f"L(ε) = {number(c.c4)} exp(−{number(c.c5)} ε) + {number(c.c6)}"),
-        ("privacy is worth", f"U(ε) = {u.w1:g} ln( {u.w2:g} / ({u.w3:g} ε + {u.w4:g} ε²) )"),
-        ("minimised", "J(ε) = L(ε) − U(ε)"),
-        ("allowed", f"ε from {number(best.lowest)} to {number(best.highest)}, where L(ε) ≤ {number(answer.threshold)}"),
+    rows = [(each.epsilon, (each.loss, each.error)) for each in answer.measured]
+    columns = (Column("ε", number), Column(loss, lambda measured: with_error(*measured)))
+    exhibits = (
+        _balance(answer, problem),
+        _fitted(answer, loss),
+        Table("levels", "Numbers", columns, rows, narrow=True),
     )
-    lead = f"ε = {number(best.alpha)}" + (
-        ", a minimum inside the allowed levels."
-        if best.interior
-        else ", an end of the allowed levels: J has no minimum inside."
-    )
-    return page(
-        "privacy and accuracy",
-        spec.name,
-        (spec.algorithm.name, spec.data.source, plural(problem.replicas, "replica"), "ε per event over the whole run"),
-        (
-            section("The best level", lead, _balance(answer, problem)),
-            section(
-                "What accuracy costs", f"The {loss} of simulated runs, and the fitted curve.", _fitted(answer, loss)
-            ),
-            section("Numbers", "", terms(formulas), table(("ε", loss), rows, narrow=True)),
-        ),
-    )
+    return Page("tradeoff.html.j2", exhibits, {"spec": spec, "answer": answer, "problem": problem, "loss": loss})
 
 
-def _levels(answer: Answer) -> FloatArray:
-    ends = [each.epsilon for each in answer.measured] + [answer.optimum.lowest, answer.optimum.highest]
-    return as_floats(np.geomspace(min(ends), max(ends), 300))
-
-
-def _curve(x: FloatArray, y: FloatArray, name: str, colour: str, **more: object) -> Trace:
-    line = {"color": colour, "width": 2.2, **more}
-    values = {"x": finite(x), "y": finite(y), "name": name, "hovertemplate": "ε %{x:.4~g}: %{y:.4~g}"}
-    return {"type": "scatter", "mode": "lines", **values, "line": line}
-
-
-def _balance(answer: Answer, problem: Problem) -> str:
+def _balance(answer: Answer, problem: Problem) -> Figure:
     """J with its two parts over the allowed levels, and the optimum."""
     best = answer.optimum
     x = as_floats(np.geomspace(best.lowest, best.highest, 300))
     loss, worth = answer.curve.at(x), problem.utility.at(x)
-    marker = {"size": 12, "symbol": "diamond", "color": BEST, "line": {"color": "white", "width": 1.5}}
-    point = {"x": [best.alpha], "y": [best.objective], "name": f"best: ε = {number(best.alpha)}", "cliponaxis": False}
-    traces: list[Trace] = [
-        _curve(x, as_floats(loss - worth), "J = L − U", OBJECTIVE),
-        _curve(x, loss, "L: accuracy lost", LOSS, dash="dot"),
-        _curve(x, worth, "U: worth of privacy", WORTH, dash="dot"),
-        {"type": "scatter", "mode": "markers", **point, "marker": marker, "hovertemplate": "%{y:.4~g}"},
+    traces = [
+        line(x, as_floats(loss - worth), "J = L − U", RED, **HOVER),
+        line(x, loss, "L: accuracy lost", BLUE, dash="dot", **HOVER),
+        line(x, worth, "U: worth of privacy", GREEN, dash="dot", **HOVER),
+        diamond(best.alpha, best.objective, f"best: ε = {number(best.alpha)}", PINK),
     ]
-    return draw("plot-balance", traces, 400, xaxis=_across(x), yaxis=axis("in units of the loss"))
+    return Figure("balance", "The best level", traces, {"xaxis": _across(x), "yaxis": axis("in units of the loss")})
 
 
-def _fitted(answer: Answer, loss: str) -> str:
+def _fitted(answer: Answer, loss: str) -> Figure:
     """Measured losses with two standard errors, and the curve through them."""
-    x, measured = _levels(answer), answer.measured
-    errors = np.array([each.error for each in measured])
+    measured, errors = answer.measured, np.array([each.error for each in answer.measured])
+    ends = [each.epsilon for each in measured] + [answer.optimum.lowest, answer.optimum.highest]
+    x = as_floats(np.geomspace(min(ends), max(ends), 300))
     bars: Trace = {}
     if np.isfinite(errors).all():
-        bars = {"error_y": {"type": "data", "array": finite(2 * errors), "color": LOSS, "thickness": 1.2, "width": 4}}
-    points = {
-        "type": "scatter",
-        "mode": "markers",
-        "x": finite(np.array([each.epsilon for each in measured])),
-        "y": finite(np.array([each.loss for each in measured])),
-        "name": "simulated" + (" ± 2 standard errors" if bars else ""),
-        "marker": {"size": 9, "color": LOSS},
-        "hovertemplate": "ε %{x:.4~g}: %{y:.4~g}",
-        **bars,
-    }
-    curve = _curve(x, answer.curve.at(x), "fitted", "#6b7785")
-    return draw("plot-accuracy", [curve, points], 400, xaxis=_across(x), yaxis=axis(loss))
+        bars = {"error_y": {"type": "data", "array": finite(2 * errors), "color": BLUE, "thickness": 1.2, "width": 4}}
+    name = "simulated" + (" ± 2 standard errors" if bars else "")
+    epsilons, losses = [each.epsilon for each in measured], [each.loss for each in measured]
+    points = dots(epsilons, losses, name, BLUE, marker={"size": 9, "color": BLUE}, **bars, **HOVER)
+    traces = [line(x, answer.curve.at(x), "fitted", FAINT, **HOVER), points]
+    return Figure("accuracy", "What accuracy costs", traces, {"xaxis": _across(x), "yaxis": axis(loss)})
+
+
+HOVER: Trace = {"hovertemplate": "ε %{x:.4~g}: %{y:.4~g}"}
 
 
 def _across(x: FloatArray) -> Trace:

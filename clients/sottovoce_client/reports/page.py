@@ -1,76 +1,130 @@
-"""A self-contained HTML page in the report's style, for the smaller tools."""
+"""Pages: one HTML file each, with everything that it needs inside, to be opened, mailed and archived.
+
+Python prepares values, figures and tables; the words and the structure are in `templates/`, where every page extends the one
+skeleton `page.html.j2`. Whatever a template shows is escaped, and a name that nothing defines is an error.
+"""
 
 from __future__ import annotations
 
-import html
-from collections.abc import Iterable, Sequence
-from importlib.resources import files
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
 
-from sottovoce_client.reports.drawing import plotly
-from sottovoce_client.reports.run_report import POLICY
+from sottovoce_client import wording
+from sottovoce_client.reports.drawing import Figure, extra
 
-STYLE = """
-header { margin-bottom: 22px; }
-main thead tr:first-child th { text-align: right; }
-main thead tr:first-child th:first-child { text-align: left; }
-table.numbers { width: auto; margin-top: 16px; }
-table.numbers :is(th, td) + td, table.numbers th + th { padding-left: 32px; }
-"""
-"""What these pages add to the report's style."""
+FILTERS = ("number", "count", "plural", "share", "share_range", "size", "duration")
+"""Functions of `wording` that templates may use."""
 
 
-def page(kicker: str, title: str, facts: Iterable[str], sections: Iterable[str], style: str = "") -> str:
-    """The page as text.
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of a table.
 
-    Args:
-        kicker: what wrote it.
-        title: its heading, as plain text.
-        facts: a line under the heading, as plain text.
-        sections: as `section` gives them.
-        style: what they add to the style.
-
-    Raises:
-        SpecError: plotly is not installed.
+    Attributes:
+        head: its heading.
+        show: a value as people read it.
+        kind: how it stands: `number` to the right, `text` to the left, `long` to the left, on several lines.
+        group: heading above it and its neighbours of the same group.
     """
-    style = files("sottovoce_client.reports").joinpath("report.css").read_text(encoding="utf-8") + STYLE + style
-    line = "".join(f"<span>{html.escape(fact)}</span>" for fact in facts)
-    head = f'<div class="kicker">Sottovoce · {kicker}</div><h1>{html.escape(title)}</h1><div class="facts">{line}</div>'
-    return "\n".join(
-        [
-            '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
-            f"<title>{html.escape(title)}: Sottovoce {kicker}</title>\n<style>\n{style}\n</style>",
-            f"<script>{plotly('offline').get_plotlyjs()}</script>\n</head>\n<body>\n<main>\n<header>{head}</header>",
-            *filter(None, sections),
-            "</main>\n</body>\n</html>\n",
-        ]
-    )
+
+    head: str
+    show: Callable[[Any], str] = str
+    kind: Literal["number", "text", "long"] = "number"
+    group: str = ""
 
 
-def section(title: str, lead: str, *content: str) -> str:
-    """A part of the page.
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table on a page; false, and not shown, without rows.
 
-    Args:
-        title: its heading, as plain text.
-        lead: a sentence under it, as plain text.
-        content: HTML.
+    Attributes:
+        name: no other figure or table of the page has it.
+        title: what it shows.
+        columns: the first one names a row.
+        rows: of values, as many in each as there are columns.
+        above: cells that show more than was claimed, as row and column.
+        narrow: no wider than it must be.
     """
-    lead = f'<p class="lead">{html.escape(lead)}</p>' if lead else ""
-    return f"<section>\n<h2>{html.escape(title)}</h2>\n{lead}\n{''.join(content)}\n</section>"
+
+    name: str
+    title: str
+    columns: Sequence[Column]
+    rows: Sequence[Sequence[Any]]
+    above: frozenset[tuple[int, int]] = frozenset()
+    narrow: bool = False
+
+    def __bool__(self) -> bool:
+        return bool(self.rows)
+
+    @property
+    def groups(self) -> list[tuple[str, int]]:
+        """Headings above the columns' own, and how many columns each spans; none without any."""
+        spans = [(group, len(list(each))) for group, each in itertools.groupby(c.group for c in self.columns)]
+        return spans if any(group for group, _ in spans) else []
+
+    def texts(self) -> Iterator[list[str]]:
+        """Rows as people read them."""
+        for row in self.rows:
+            yield [column.show(value) for column, value in zip(self.columns, row, strict=True)]
+
+    def __html__(self) -> str:
+        return _render("table.html.j2", table=self) if self else ""
 
 
-def terms(pairs: Iterable[tuple[str, str]]) -> str:
-    """A list of plain texts, each with a name."""
-    return f"<dl>{''.join(f'<dt>{html.escape(name)}</dt><dd>{html.escape(text)}</dd>' for name, text in pairs)}</dl>"
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A page.
+
+    Attributes:
+        template: what it is made from.
+        exhibits: its figures and tables, which the template finds by name in `shown`.
+        values: what else the template shows.
+    """
+
+    template: str
+    exhibits: Sequence[Figure | Table]
+    values: Mapping[str, Any]
+
+    def html(self) -> str:
+        """The page as text.
+
+        Raises:
+            SpecError: plotly or Jinja2 are not installed.
+        """
+        script = extra("plotly.offline").get_plotlyjs()
+        shown = {each.name: each for each in self.exhibits}
+        return _render(self.template, plotly_js=script, shown=shown, version=version("sottovoce"), **self.values)
+
+    def write(self, path: Path) -> None:
+        """Write the page.
+
+        Raises:
+            SpecError: plotly or Jinja2 are not installed.
+        """
+        path.write_text(self.html(), encoding="utf-8")
 
 
-def table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, narrow: bool = False) -> str:
-    """A table of plain texts, as wide as the page unless narrow; the first cell of a row names it."""
-    kind = ' class="numbers"' if narrow else ""
-    head = "".join(f"<th>{html.escape(cell)}</th>" for cell in heads)
-    body = "\n".join(
-        f"<tr><th>{html.escape(first)}</th>{''.join(f'<td>{html.escape(cell)}</td>' for cell in rest)}</tr>"
-        for first, *rest in rows
+def _render(template: str, **values: Any) -> str:
+    text: str = _templates().get_template(template).render(**values)
+    return text
+
+
+@cache
+def _templates() -> Any:
+    jinja = extra("jinja2")
+    made = jinja.Environment(
+        loader=jinja.PackageLoader("sottovoce_client.reports"),
+        autoescape=True,
+        undefined=jinja.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
-    return f'<div class="wide"><table{kind}><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table></div>'
+    made.filters |= {name: getattr(wording, name) for name in FILTERS}
+    made.tests["infinite"] = math.isinf
+    return made

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import html
-import json
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,9 +14,8 @@ import numpy as np
 import yaml
 from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Table as TerminalTable
 
-from sottovoce.arrays import FloatArray, as_floats
 from sottovoce.budget.composition import dearest_record, record_losses
 from sottovoce.data.source import DataSpec
 from sottovoce.errors import SottovoceError, SpecError
@@ -28,11 +25,11 @@ from sottovoce.running.metrics import Curves, Metrics
 from sottovoce.running.run import Run
 from sottovoce.running.simulator import SimulatedRound, simulate
 from sottovoce.spec import RunSpec, load_spec, parse_spec
+from sottovoce_client.documents import Document
 from sottovoce_client.prepare import Prepared
-from sottovoce_client.reports.drawing import PALETTE, Trace, axis, draw, finite, label, plotly
-from sottovoce_client.reports.run_report import POLICY
-from sottovoce_client.running.simulation import as_document, with_error
-from sottovoce_client.running.simulation import finite as number_or_none
+from sottovoce_client.reports.drawing import PALETTE, Figure, Trace, axis, band, label, line
+from sottovoce_client.reports.page import Column, Page, Table
+from sottovoce_client.running.simulation import Mean, means, with_error
 from sottovoce_client.wording import NOTHING, count, number
 
 HEADS = (
@@ -56,11 +53,6 @@ PLOTS = (
     ("consensus_error", "consensus error", ".4~g"),
 )
 """Metrics that are drawn: their names, what the page calls them, and d3 formats of their values."""
-LEAD = (
-    "Simulated on the same held-out records. ε: to somebody who hears every message, by the paper’s formula, for one use of one "
-    "record, and for the dearest record in all its uses. Figures are means over learners and replicas, ± their standard error; "
-    "bands are two of these. An algorithm that learns all records in its first round has its losses counted there alone."
-)
 DASHES = ("solid", "dash", "dot", "dashdot")
 """For more lines than there are colours."""
 
@@ -241,8 +233,8 @@ def _final(result: Result, name: str, factor: float = 1.0) -> str:
     return with_error(factor * curve.final, factor * curve.final_error)
 
 
-def _table(results: Sequence[Result]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
+def _table(results: Sequence[Result]) -> TerminalTable:
+    table = TerminalTable(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     for k, head in enumerate(HEADS):
         table.add_column(head, justify="left" if k < 3 else "right", overflow="fold")
     for result in results:
@@ -260,101 +252,104 @@ def as_markdown(results: Sequence[Result]) -> str:
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
+class _Compared(Document):
+    """What one spec came to. An epsilon of null is infinite."""
+
+    spec: str
+    """Its file, or its name in the field."""
+    algorithm: str
+    threat_model: str
+    """Who may listen without the guarantee being void; a dash where it is void for everybody."""
+    epsilon_paper: float
+    """By the paper's own formula, of the learner with the largest."""
+    epsilon_event: float
+    """Tight, of one use of one record; the sum over the learners where they share their records."""
+    epsilon_record: float
+    """Tight, of the record that costs most in all its uses."""
+    floats_per_learner_and_round: int
+    replica_rounds_per_s: float
+    rounds: list[int]
+    """Done, where it was measured."""
+    metrics: dict[str, Mean]
+    """By name."""
+
+
+class _Failure(Document):
+    """A spec that could not be run, and why."""
+
+    spec: str
+    error: str
+
+
+class CompareFile(Document):
+    """`compare.json`."""
+
+    replicas: int
+    seed: int
+    results: list[_Compared]
+    failures: list[_Failure]
+
+
 def write_comparison(
     folder: Path, results: Sequence[Result], failures: Sequence[tuple[str, str]], replicas: int, seed: int
 ) -> None:
     """Write `compare.json`, `compare.md` and `compare.html`.
 
     Raises:
-        SpecError: plotly is not installed.
+        SpecError: plotly or Jinja2 are not installed.
     """
-    document = {
-        "replicas": replicas,
-        "seed": seed,
-        "results": [_as_document(result) for result in results],
-        "failures": [{"spec": source, "error": error} for source, error in failures],
-    }
-    (folder / "compare.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    CompareFile(
+        replicas=replicas,
+        seed=seed,
+        results=[_compared(result) for result in results],
+        failures=[_Failure(spec=source, error=error) for source, error in failures],
+    ).write(folder / "compare.json")
     (folder / "compare.md").write_text(as_markdown(results) + "\n", encoding="utf-8")
-    (folder / "compare.html").write_text(_page(results), encoding="utf-8")
+    compare_page(results).write(folder / "compare.html")
 
 
-def _as_document(result: Result) -> dict[str, object]:
-    """An epsilon of null is infinite."""
-    return {
-        "spec": result.source,
-        "algorithm": result.algorithm,
-        "threat_model": result.threat_model,
-        "epsilon_paper": number_or_none(result.paper),
-        "epsilon_event": number_or_none(result.event),
-        "epsilon_record": number_or_none(result.record),
-        "floats_per_learner_and_round": result.floats,
-        "replica_rounds_per_s": number_or_none(result.rounds_per_s),
-        **as_document(result.curves),
-    }
-
-
-def _page(results: Sequence[Result]) -> str:
-    """A self-contained page with one plot per metric, a line per spec."""
-    style = files("sottovoce_client.reports").joinpath("report.css").read_text(encoding="utf-8")
-    plots = [_plot(results, *what) for what in PLOTS if any(what[0] in each.curves for each in results)]
-    return "\n".join(
-        [
-            '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
-            f"<title>Sottovoce comparison</title>\n<style>\n{style}</style>",
-            f"<script>{plotly('offline').get_plotlyjs()}</script>\n</head>\n<body>\n<main>",
-            '<header><div class="kicker">Sottovoce · comparison</div><h1>Algorithms side by side</h1>'
-            f"<p>{LEAD}</p></header>",
-            f"<section>\n{_html_table(results)}\n</section>",
-            *plots,
-            "</main>\n</body>\n</html>\n",
-        ]
+def _compared(result: Result) -> _Compared:
+    return _Compared(
+        spec=result.source,
+        algorithm=result.algorithm,
+        threat_model=result.threat_model,
+        epsilon_paper=result.paper,
+        epsilon_event=result.event,
+        epsilon_record=result.record,
+        floats_per_learner_and_round=result.floats,
+        replica_rounds_per_s=result.rounds_per_s,
+        rounds=result.curves.rounds.tolist(),
+        metrics=means(result.curves),
     )
 
 
-def _html_table(results: Sequence[Result]) -> str:
-    head = "".join(f"<th>{html.escape(cell)}</th>" for cell in HEADS)
-    rows = ("".join(f"<td>{html.escape(cell)}</td>" for cell in _row(result)) for result in results)
-    body = "\n".join(f"<tr>{row}</tr>" for row in rows)
-    return f'<div class="wide"><table><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table></div>'
+def compare_page(results: Sequence[Result]) -> Page:
+    """The table, and one figure per metric, a line per spec."""
+    figures = [_plot(results, *what) for what in PLOTS]
+    columns = [Column(head, kind="text" if k < 3 else "number") for k, head in enumerate(HEADS)]
+    table = Table("results", "Algorithms side by side", columns, [_row(result) for result in results])
+    return Page("compare.html.j2", [table, *figures], {"figures": figures, "banded": len(results) <= len(PALETTE)})
 
 
-def _plot(results: Sequence[Result], metric: str, title: str, form: str) -> str:
+def _plot(results: Sequence[Result], metric: str, title: str, form: str) -> Figure:
     traces = [
         trace
         for k, result in enumerate(results)
         if metric in result.curves
-        for trace in _line(result, metric, form, PALETTE[k % len(PALETTE)], DASHES[k // len(PALETTE) % len(DASHES)])
+        for trace in _lines(result, metric, form, k, banded=len(results) <= len(PALETTE))
     ]
-    name = f"plot-{metric.replace('_', '-')}"
     ticks = {"tickformat": ".0%"} if form.endswith("%") else {}
-    picture = draw(name, traces, 400, xaxis=axis("rounds", type="log", dtick=1), yaxis=axis(title, **ticks))
-    return f"<section>\n<h2>{title.capitalize()}</h2>\n{picture}\n</section>"
+    layout = {"height": 400, "xaxis": axis("rounds", type="log", dtick=1), "yaxis": axis(title, **ticks)}
+    return Figure(metric.replace("_", "-"), title.capitalize(), traces, layout)
 
 
-def _line(result: Result, metric: str, form: str, colour: str, dash: str) -> list[Trace]:
-    """The mean, and a band of two standard errors around it where there are replicas."""
-    rounds, curve = result.curves.rounds.tolist(), result.curves[metric]
-    line = {
-        "type": "scatter",
-        "mode": "lines",
-        "x": rounds,
-        "y": finite(curve.mean),
-        "name": label(Path(result.source).stem, 40),
-        "line": {"color": colour, "width": 2, "dash": dash},
-        "legendgroup": result.source,
-        "hovertemplate": f"round %{{x:,}}: %{{y:{form}}}",
-    }
-    if not np.isfinite(curve.error).all():
-        return [line]
-    edge = {"type": "scatter", "mode": "lines", "x": rounds, "line": {"width": 0}, "hoverinfo": "skip"}
-    edge |= {"showlegend": False, "legendgroup": result.source}
-    low, high = _edges(curve.mean, curve.error)
-    fill = {"fill": "tonexty", "fillcolor": colour + "24"}
-    return [{**edge, "y": finite(low)}, {**edge, "y": finite(high), **fill}, line]
-
-
-def _edges(mean: FloatArray, error: FloatArray) -> tuple[FloatArray, FloatArray]:
-    return as_floats(mean - 2 * error), as_floats(mean + 2 * error)
+def _lines(result: Result, metric: str, form: str, k: int, *, banded: bool) -> list[Trace]:
+    """The mean, and a band of two standard errors around it where there are replicas, and few enough bands to tell apart."""
+    rounds, curve, colour = result.curves.rounds, result.curves[metric], PALETTE[k % len(PALETTE)]
+    look: Trace = {"dash": DASHES[k // len(PALETTE) % len(DASHES)], "legendgroup": result.source, "mode": "lines"}
+    hover = f"round %{{x:,}}: %{{y:{form}}}"
+    mean = line(rounds, curve.mean, label(Path(result.source).stem, 40), colour, hovertemplate=hover, **look)
+    if not (banded and np.isfinite(curve.error).all()):
+        return [mean]
+    ends = (curve.mean - 2 * curve.error, curve.mean + 2 * curve.error)
+    return [*band(rounds, *ends, colour, legendgroup=result.source), mean]

@@ -10,7 +10,7 @@ from typing import Any
 from sottovoce.algorithms.per_learner import spread
 from sottovoce.spec import dump_spec
 from sottovoce_client.prepare import Prepared
-from sottovoce_client.reports.run_report import write_report
+from sottovoce_client.reports.run_report import run_page
 from sottovoce_client.running.console import print_summary, run_console
 from sottovoce_client.running.evaluate import noticed_in, summarise
 from sottovoce_client.running.launch import ServiceDied, run_async
@@ -51,7 +51,7 @@ def conduct(prepared: Prepared, folder: Path, start: Start) -> int:
         summary = summarise(prepared.run, prepared.data, outcome)
         summary.save(folder / "summary.json")
         report = folder / "report.html"
-        write_report(summary, report)
+        run_page(summary).write(report)
         print_summary(summary, report=report)
         return 0 if outcome.state == "finished" else 1
     return _cut_short(outcome)

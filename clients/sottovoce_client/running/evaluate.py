@@ -19,6 +19,7 @@ from sottovoce.losses.logistic import Logistic, PassGlm
 from sottovoce.losses.quadratic import Squared
 from sottovoce.losses.softmax import Softmax
 from sottovoce.losses.torch import TorchLoss
+from sottovoce.network.network import Network
 from sottovoce.running.run import Run
 from sottovoce.running.transcript import Transcript
 from sottovoce.spec import dump_spec
@@ -56,7 +57,14 @@ def summarise(run: Run, data: PlacedData, outcome: Outcome) -> RunSummary:
         progress=outcome.progress,
         private_noise=not any(status.noise_is_not_private for status in outcome.statuses),
         noticed=noticed_in(outcome),
+        one_way=one_way(run.topology),
     )
+
+
+def one_way(network: Network) -> tuple[tuple[int, int], ...]:
+    """Who speaks to whom and never hears it."""
+    heard = np.any([network.at(t).neighbours > 0 for t in range(network.horizon)], axis=0)
+    return tuple((int(speaker), int(listener)) for speaker, listener in np.argwhere(heard.T & ~heard))
 
 
 def central_accuracy(run: Run, data: PlacedData) -> float | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,6 +18,7 @@ from sottovoce.running.metrics import Curves, Metrics
 from sottovoce.running.simulator import simulate
 from sottovoce.running.transcript import TranscriptWriter, read_noise
 from sottovoce.spec import dump_spec
+from sottovoce_client.documents import Document
 from sottovoce_client.prepare import Prepared
 from sottovoce_client.wording import number
 
@@ -90,32 +90,41 @@ def write_metrics(folder: Path, curves: Curves, names: tuple[str, ...]) -> None:
     rows: list[tuple[int, str, str | None, float, float | None]] = []
     for metric, curve in curves.curves.items():
         for k, rounds in enumerate(curves.rounds.tolist()):
-            rows.append((rounds, metric, None, float(curve.mean[k]), finite(float(curve.error[k]))))
+            error = float(curve.error[k])
+            rows.append((rounds, metric, None, float(curve.mean[k]), error if math.isfinite(error) else None))
             if curve.learners is not None:
                 rows += [(rounds, metric, name, float(curve.learners[k, i]), None) for i, name in enumerate(names)]
     types = (arrow.int64(), arrow.string(), arrow.string(), arrow.float64(), arrow.float64())
     columns = ("rounds", "metric", "learner", "mean", "standard_error")
     arrays = [arrow.array(column, kind) for column, kind in zip(zip(*rows, strict=True), types, strict=True)]
     parquet.write_table(arrow.table(dict(zip(columns, arrays, strict=True))), folder / "metrics.parquet")
-    text = json.dumps(as_document(curves), indent=2)
-    (folder / "metrics.json").write_text(text + "\n", encoding="utf-8")
+    MetricsFile(rounds=curves.rounds.tolist(), metrics=means(curves)).write(folder / "metrics.json")
 
 
-def as_document(curves: Curves) -> dict[str, object]:
-    """Curves of the whole network for a JSON file; null for what is not finite."""
-    found = {
-        name: {
-            "mean": [finite(value) for value in curve.mean.tolist()],
-            "standard_error": [finite(value) for value in curve.error.tolist()],
-        }
+class Mean(Document):
+    """A number over the rounds."""
+
+    mean: list[float]
+    """Over learners and replicas."""
+    standard_error: list[float]
+    """Of that mean, by the spread over the replicas; null where there is one replica."""
+
+
+class MetricsFile(Document):
+    """`metrics.json`: the whole network's curves."""
+
+    rounds: list[int]
+    """Done, where it was measured."""
+    metrics: dict[str, Mean]
+    """By name."""
+
+
+def means(curves: Curves) -> dict[str, Mean]:
+    """The whole network's curves, by name."""
+    return {
+        name: Mean(mean=curve.mean.tolist(), standard_error=curve.error.tolist())
         for name, curve in curves.curves.items()
     }
-    return {"rounds": curves.rounds.tolist(), "metrics": found}
-
-
-def finite(value: float) -> float | None:
-    """JSON knows no infinity."""
-    return value if math.isfinite(value) else None
 
 
 def print_metrics(curves: Curves, console: Console | None = None) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, ClassVar
 
 import numpy as np
+from pydantic import ConfigDict, PlainSerializer, SkipValidation, TypeAdapter
 
 from sottovoce.arrays import FloatArray
+
+Curve = Annotated[FloatArray, SkipValidation, PlainSerializer(np.ndarray.tolist, return_type=list[float])]
+"""An array, which a file holds as a list."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +49,7 @@ class Swap:
     loss: float
     supremum: float
     budget: float
-    by_round: FloatArray
+    by_round: Curve
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +88,9 @@ class LearnerSummary:
     event: float
     record: float
     infinite_horizon: float
-    paper_curve: FloatArray
-    event_curve: FloatArray
-    record_curve: FloatArray
+    paper_curve: Curve
+    event_curve: Curve
+    record_curve: Curve
     swap_event: Swap | None = None
     swap_record: Swap | None = None
 
@@ -110,7 +113,7 @@ class CaptureSummary:
     messages: int
     bytes: int
     messages_of: str
-    heard: FloatArray
+    heard: Annotated[FloatArray, SkipValidation, PlainSerializer(np.ndarray.tolist, return_type=list[list[float]])]
     first_scale: float
     last_scale: float
 
@@ -164,12 +167,15 @@ class RunSummary:
         state: `finished`, `stopped` or `failed`; `detail` says why.
         seconds: from the first round to the end.
         edges: pairs of learner indices.
+        one_way: pairs of them, of which the first speaks to the second and never hears it.
         disagreement: largest share of held-out records on which two learners predict different labels.
         central_accuracy: of a non-private model trained on all records together.
         warnings: conditions of a theorem that do not hold, by code.
         private_noise: False where a learner's noise came from a recording or a seed.
         noticed: by the eavesdropper; None without one, or where its capture cannot be read.
     """
+
+    __pydantic_config__: ClassVar = ConfigDict(arbitrary_types_allowed=True, ser_json_inf_nan="constants")
 
     name: str
     run_id: str
@@ -193,6 +199,7 @@ class RunSummary:
     progress: tuple[Progress, ...] = field(default=())
     private_noise: bool = True
     noticed: Noticed | None = None
+    one_way: tuple[tuple[int, int], ...] = ()
 
     @property
     def rounds_done(self) -> int:
@@ -211,11 +218,8 @@ class RunSummary:
         return self.rounds_done / self.seconds if self.seconds > 0 else 0.0
 
     def save(self, path: Path) -> None:
-        """Write as JSON."""
-        path.write_text(json.dumps(asdict(self), default=_plain, indent=1), encoding="utf-8")
+        """Write as JSON, in which infinities and not-a-number stand as `Infinity` and `NaN`."""
+        path.write_bytes(_FILE.dump_json(self, indent=1))
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        return value.tolist()
-    raise TypeError(f"cannot write {type(value).__name__} as JSON")
+_FILE = TypeAdapter(RunSummary)

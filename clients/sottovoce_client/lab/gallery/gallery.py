@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from rich import box
@@ -20,11 +17,11 @@ from sottovoce.algorithms.dual_averaging.algorithm import DualAveraging
 from sottovoce.errors import CaptureError, SpecError
 from sottovoce.lab.attacks.rebuild import Rebuilt, rebuild
 from sottovoce.spec import parse_spec
+from sottovoce_client.documents import Document
 from sottovoce_client.lab.gallery import cases as cases
 from sottovoce_client.lab.gallery import exhibits
 from sottovoce_client.lab.gallery.cases import Exhibit, Gallery, Membership, Strip
 from sottovoce_client.prepare import prepare
-from sottovoce_client.running.simulation import finite
 from sottovoce_client.wording import NOTHING, number, share
 from sottovoce_eavesdropper.reading import find_captures
 from sottovoce_eavesdropper.storage import open_folder
@@ -120,44 +117,98 @@ def gallery_of(
 
 
 def _publish(shown: Gallery, folder: Path, console: Console) -> None:
-    (folder / "gallery.json").write_text(json.dumps(as_document(shown), indent=2) + "\n", encoding="utf-8")
-    (folder / "gallery.html").write_text(exhibits.render(shown), encoding="utf-8")
+    _file(shown).write(folder / "gallery.json")
+    exhibits.gallery_page(shown).write(folder / "gallery.html")
     _print(shown, console)
     console.out(f"{folder}: gallery.json, gallery.html", highlight=False)
 
 
-def as_document(shown: Gallery) -> dict[str, Any]:
-    """A gallery for a JSON file; null for what is not finite."""
-    return {
-        "source": shown.source or "simulated on scikit-learn's digits",
-        "attacks": {
-            each.name: [{"protection": strip.label, **_figures(strip.rebuilt)} for strip in each.strips]
-            for each in shown.exhibits
+class _Attacked(Document):
+    """One transcript attacked."""
+
+    protection: str
+    """What protects it."""
+    records: int
+    """Rebuilt."""
+    mean_squared_error: float
+    similarity: float
+    """1 if equal, about 0 if unrelated."""
+    recognised: float
+    """The share that is nearest its own record."""
+    recognised_among: int
+    """So many records."""
+    told_from_one_other: float
+    """The share that is told from one other record; null: messages do not tell where a gradient was taken."""
+    originals: list[list[float]]
+    """The first true records, as pictures."""
+    pictures: list[list[float]]
+    """What was made of them."""
+
+
+class _Guesses(Document):
+    """Guesses whether a record was learned."""
+
+    algorithm: str
+    """Its name, and where its decisions come from."""
+    record: str
+    seen: str
+    """What the guesser sees."""
+    claim: float
+    """Epsilon of all learners together."""
+    covered: bool
+    """Whether all that is seen is part of the claim."""
+    runs: int
+    correct: int
+    interval: tuple[float, float]
+    """95 %, of the share of right guesses."""
+    epsilon_at_least: float
+
+
+class GalleryFile(Document):
+    """`gallery.json`."""
+
+    source: str
+    attacks: dict[str, list[_Attacked]]
+    """By attack; empty: what it needs is not installed."""
+    membership: list[_Guesses]
+
+
+def _file(shown: Gallery) -> GalleryFile:
+    """A gallery as a file."""
+    return GalleryFile(
+        source=shown.source or "simulated on scikit-learn's digits",
+        attacks={
+            each.name: [_attacked(strip.label, strip.rebuilt) for strip in each.strips] for each in shown.exhibits
         },
-        "membership": [
-            {
-                **{key: value for key, value in asdict(each).items() if key != "guessed"},
-                "runs": each.guessed.runs,
-                "correct": each.guessed.correct,
-                "interval": [each.guessed.low, each.guessed.high],
-                "epsilon_at_least": each.guessed.bound,
-            }
+        membership=[
+            _Guesses(
+                algorithm=each.algorithm,
+                record=each.record,
+                seen=each.seen,
+                claim=each.claim,
+                covered=each.covered,
+                runs=each.guessed.runs,
+                correct=each.guessed.correct,
+                interval=(each.guessed.low, each.guessed.high),
+                epsilon_at_least=each.guessed.bound,
+            )
             for each in shown.memberships
         ],
-    }
+    )
 
 
-def _figures(rebuilt: Rebuilt) -> dict[str, Any]:
-    return {
-        "records": len(rebuilt.pictures),
-        "mean_squared_error": finite(rebuilt.error),
-        "similarity": finite(rebuilt.alike),
-        "recognised": finite(rebuilt.found),
-        "recognised_among": rebuilt.pool,
-        "told_from_one_other": finite(rebuilt.told),
-        "originals": np.round(rebuilt.originals[: exhibits.SHOWN], 4).tolist(),
-        "pictures": np.round(rebuilt.pictures[: exhibits.SHOWN], 4).tolist(),
-    }
+def _attacked(protection: str, rebuilt: Rebuilt) -> _Attacked:
+    return _Attacked(
+        protection=protection,
+        records=len(rebuilt.pictures),
+        mean_squared_error=rebuilt.error,
+        similarity=rebuilt.alike,
+        recognised=rebuilt.found,
+        recognised_among=rebuilt.pool,
+        told_from_one_other=rebuilt.told,
+        originals=np.round(rebuilt.originals[: exhibits.SHOWN], 4).tolist(),
+        pictures=np.round(rebuilt.pictures[: exhibits.SHOWN], 4).tolist(),
+    )
 
 
 def _print(shown: Gallery, console: Console) -> None:
@@ -165,7 +216,7 @@ def _print(shown: Gallery, console: Console) -> None:
     for head in ("similarity", "recognised", "told from\nanother"):
         table.add_column(head, justify="right")
     for each in shown.exhibits:
-        title = exhibits.WORDS[each.name].title
+        title = exhibits.TITLES[each.name]
         for k, strip in enumerate(each.strips):
             figures = number(strip.rebuilt.alike, 2), share(strip.rebuilt.found), share(strip.rebuilt.told)
             table.add_row("" if k else title, strip.label, *figures, end_section=k == len(each.strips) - 1)

@@ -1,0 +1,124 @@
+"""What holds of every page: names are text, whatever they are; every figure and table of it is on it; one skeleton, one file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sottovoce.audit.audit import audit_simulated
+from sottovoce.audit.plan import plan_audit
+from sottovoce.lab.attacks.membership import GuessingRate
+from sottovoce.lab.attacks.rebuild import Rebuilt
+from sottovoce.running.metrics import Curve, Curves
+from sottovoce.running.run import Run
+from sottovoce_client.auditing.report import audit_page
+from sottovoce_client.lab.gallery.cases import Exhibit, Gallery, Membership, Strip
+from sottovoce_client.lab.gallery.exhibits import gallery_page
+from sottovoce_client.prepare import Prepared
+from sottovoce_client.privacy.budget import Question, budget_page, line_of
+from sottovoce_client.privacy.tradeoff import Measured, Problem, answer_of, tradeoff_page
+from sottovoce_client.reports.drawing import Figure
+from sottovoce_client.reports.page import Page
+from sottovoce_client.reports.run_report import run_page
+from sottovoce_client.running.compare import Result, compare_page
+from tests.claims import SETUPS
+from tests.client.summaries import learner, summary
+from tests.client.test_report import Page as Parsed
+from tests.examples import made_up
+
+HOSTILE = '<script>alert("&")'
+"""As a name, a source or a label: if it were not escaped, it would swallow the rest of the page."""
+
+
+def named(run: Run, name: str) -> Run:
+    """The same run, of which everything that has a name has this one."""
+    return replace(run, spec=run.spec.model_copy(update={"name": name, "learners": (name, *run.spec.names[1:])}))
+
+
+def of_a_run(name: str) -> Page:
+    made = summary(3, 20)
+    learners = (learner(name, 20), *made.learners[1:])
+    return run_page(replace(made, name=name, data=name, learners=learners, warnings=((name, name),), spec_yaml=name))
+
+
+def of_an_audit(name: str) -> Page:
+    setup = replace(SETUPS["ldp-dol"], rounds=3)
+    run = setup.build()
+    plan = plan_audit(run, made_up(run.spec, setup.n_features), 0, runs=20, seed=1)
+    done = audit_simulated(plan)
+    return audit_page(replace(done, source=name, plan=replace(plan, run=named(run, name))), name, 1)
+
+
+def of_a_gallery(name: str) -> Page:
+    pictures = np.linspace(0, 1, 8).reshape(2, 4)
+    strip = Strip(name, Rebuilt(pictures, pictures, 0.1, 0.9, 0.0, math.nan, 7))
+    rates = np.array([0.0, 0.5, 1.0])
+    guessed = GuessingRate(runs=10, correct=6, low=0.3, high=0.8, bound=0.0, detections=rates, false_alarms=rates)
+    guesses = Membership(name, name, name, 1.0, True, guessed)
+    exhibits = tuple(Exhibit(attack, (strip, strip)) for attack in ("linear", "network", "gossip", "capture"))
+    return gallery_page(Gallery((*exhibits, Exhibit("network", ())), (guesses,), name))
+
+
+def of_a_comparison(name: str) -> Page:
+    curves = {key: Curve(np.ones(3), np.full(3, 0.1), None) for key in ("accuracy", "average_loss")}
+    result = Result(name, name, "wire", math.inf, 1.0, 2.0, 4, 10, 100.0, Curves(np.arange(1, 4), curves))
+    return compare_page([result, result])
+
+
+def of_a_budget(name: str) -> Page:
+    setup = SETUPS["ldp-dol"]
+    run = named(setup.build(), name)
+    prepared = Prepared(run, made_up(run.spec, setup.n_features))
+    question = Question(delta=1e-6, group=2, uses=True)
+    return budget_page(run, [line_of(prepared, i, question) for i in range(2)], question)
+
+
+def of_a_tradeoff(name: str) -> Page:
+    measured = [Measured(a, 0.2 * math.exp(-25 * a) + 0.1, 0.01) for a in (0.02, 0.1, 0.5, 1.0)]
+    return tradeoff_page(named(SETUPS["ldp-dol"].build(), name).spec, answer_of(measured, Problem(())), Problem(()))
+
+
+PAGES = (of_a_run, of_an_audit, of_a_gallery, of_a_comparison, of_a_budget, of_a_tradeoff)
+
+
+@pytest.mark.parametrize("made", PAGES)
+def test_a_name_is_text_on_every_page(made: Callable[[str], Page]) -> None:
+    text, honest = made(HOSTILE).html(), Parsed(made("wards").html())
+    shown = Parsed(text)
+    assert "<script>alert" not in text
+    assert shown.text.count("<script>alert") >= 2 and HOSTILE in shown.text
+    assert shown.tags == honest.tags
+
+
+@pytest.mark.parametrize("made", PAGES)
+def test_every_figure_and_table_is_on_the_page_once(made: Callable[[str], Page]) -> None:
+    page = made("wards")
+    text = page.html()
+    names = [each.name for each in page.exhibits]
+    assert len(set(names)) == len(names) and any(page.exhibits)
+    for each in page.exhibits:
+        mark = f'id="plot-{each.name}"' if isinstance(each, Figure) else each.__html__()
+        assert not each or text.count(mark) == 1, each.name
+
+
+@pytest.mark.parametrize("made", PAGES)
+def test_every_page_has_the_one_skeleton_and_loads_nothing(made: Callable[[str], Page]) -> None:
+    text = made("wards").html()
+    shown = Parsed(text)
+    assert text.startswith("<!doctype html>") and "default-src 'none'" in text
+    assert sum(len(script) > 1_000_000 for script in shown.scripts) == 1
+    assert "link" not in shown.tags and all(address.startswith("data:") for address in shown.loads)
+    assert "Written by Sottovoce" in shown.text
+
+
+def test_an_unknown_name_in_a_template_is_an_error() -> None:
+    made = of_a_tradeoff("wards")
+    values: dict[str, Any] = {**made.values}
+    del values["loss"]
+    with pytest.raises(Exception, match="'loss' is undefined"):
+        replace(made, values=values).html()
