@@ -98,4 +98,4 @@ def test_a_global_objective_needs_shared_records() -> None:
     document = {"rounds": 5, "learners": 3, "algorithm": {"name": "dpsda-c", "epsilon": 1.0, "clip": 1.0}}
     with pytest.raises(SpecError, match=r"set data.partition to shared"):
         prepare(parse_spec(document))
-    assert prepare(parse_spec({**document, "data": {"partition": "shared"}})).run.algorithm.guarantee(0).shared
+    assert prepare(parse_spec({**document, "data": {"partition": "shared"}})).run.algorithm.accountant(0).shared

@@ -173,7 +173,7 @@ def test_every_algorithm_has_a_run_for_false_alarms() -> None:
 
     assert set(ALGORITHMS) == set(spec_classes())
     for name, base in ALGORITHMS.items():
-        claim = base.build()[0].algorithm.guarantee(0).epsilon()
+        claim = base.build()[0].guarantee(0).epsilon()
         assert claim == pytest.approx(0.3, rel=0.1) or (name in {"admm", "d-ogd", "d-ftgl"} and claim == np.inf)
 
 

@@ -353,7 +353,7 @@ def _limits(done: Audit, name: str, seed: int) -> str:
         (
             "Adjacent",
             html.escape(
-                f"{plan.guarantee.adjacency}. Accounting {plan.guarantee.mode}; proof: {plan.guarantee.proof}."
+                f"{plan.guarantee.adjacency}. Accounting {plan.guarantee.grounds.mode}; proof: {plan.guarantee.grounds.proof}."
             ),
         ),
         ("Who listened", html.escape(f"{words.LISTENERS[plan.listener.threat.value].capitalize()}{_where(done)}.")),

@@ -304,5 +304,5 @@ def _swept(plan: Plan, transcript: Transcript, data: PlacedData, learner: int) -
         realised = replay(plan.run, transcript, learner, [own, *others]).realised
     losses = np.nan_to_num(np.abs(np.cumsum(realised, axis=0)), nan=np.inf, posinf=np.inf)
     _, swap, replica = np.unravel_index(int(losses.argmax()), losses.shape)
-    claim = plan.run.algorithm.guarantee(learner, np.diff(own.offsets)).epsilon()
+    claim = plan.run.guarantee(learner, np.diff(own.offsets)).epsilon()
     return LearnerLoss(learner, claim, float(losses.max()), losses[:, swap, replica])

@@ -42,7 +42,7 @@ def worst(
     """
     if not len(data.learners[learner].order):
         raise DataError(f"learner {learner} must have a record to swap, and has none")
-    costly = np.flatnonzero(run.algorithm.guarantee(learner).per_round)[:SCREENED_ROUNDS]
+    costly = np.flatnonzero(run.guarantee(learner).per_round)[:SCREENED_ROUNDS]
     rounds = min(int(costly[-1]) + 1 if len(costly) else run.spec.rounds, run.spec.rounds)
     best: tuple[float, Worlds] | None = None
     tried = _tried(run, data, learner)
@@ -64,7 +64,7 @@ def worst(
 def _tried(run: Run, data: PlacedData, learner: int) -> list[list[Worlds]]:
     """Swaps of a learner's first use of a record; those of a group share the first world."""
     own = data.learners[learner]
-    shared = run.algorithm.guarantee(learner).shared
+    shared = run.algorithm.accountant(learner).shared
     row, n = int(own.order[0]), data.n_features
     label = max(own.labels.tolist(), key=abs)
     bound = run.loss.feature_bound

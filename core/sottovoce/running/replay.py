@@ -118,7 +118,7 @@ def worst_swap(
     """
     own = data.learners[learner]
     others = [_with(own, features, label, every_use) for features, label in candidates(data, learner)]
-    costly = np.flatnonzero(run.algorithm.guarantee(learner).per_round)[:SCREENED_ROUNDS]
+    costly = np.flatnonzero(run.guarantee(learner).per_round)[:SCREENED_ROUNDS]
     screened = replay(run, transcript.until(int(costly[-1]) + 1 if len(costly) else 1), learner, [own, *others])
     worst = others[int(np.argmax(screened.supremum[:, 0]))]
     losses = replay(run, transcript, learner, [own, worst])

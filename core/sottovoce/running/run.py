@@ -8,9 +8,12 @@ from typing import Any
 from sottovoce.algorithms.interface import Algorithm
 from sottovoce.algorithms.per_learner import spread
 from sottovoce.algorithms.setting import Finding, Setting
+from sottovoce.arrays import IntArray
 from sottovoce.decision_sets import build_decision_set, check_dim
 from sottovoce.losses import Loss, build_loss
 from sottovoce.network.topology import Network, build_topology
+from sottovoce.privacy.accountant import guarantee
+from sottovoce.privacy.guarantee import Guarantee
 from sottovoce.spec import RunSpec
 
 
@@ -26,6 +29,19 @@ class Run:
     loss: Loss
     algorithm: Algorithm[Any]
     warnings: tuple[Finding, ...]
+
+    def guarantee(self, learner: int, counts: IntArray | None = None, replaced: IntArray | None = None) -> Guarantee:
+        """What is promised about one learner's messages over the planned rounds.
+
+        Args:
+            learner: its index.
+            counts: `(rounds,)` records that each round brings (default: one each).
+            replaced: `(rounds,)` how many of them differ between the worlds (default: the dearest event).
+
+        Raises:
+            SpecError: numbers of another shape, or below 0, or more replaced than there are.
+        """
+        return guarantee(self.algorithm.accountant(learner), self.spec.rounds, counts, replaced)
 
 
 def build_run(spec: RunSpec, n_features: int) -> Run:

@@ -9,18 +9,11 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import Field
 
-from sottovoce.algorithms.gradient_descent.accounting import (
-    Adjacency,
-    Divided,
-    Following,
-    Geometric,
-    Harmonic,
-    Power,
-    Schedule,
-)
+from sottovoce.algorithms.gradient_descent.accounting import Adjacency
 from sottovoce.algorithms.gradient_descent.algorithm import GossipDescent, OwnValue, Point
 from sottovoce.algorithms.gradient_descent.conditions import checked, require_change
 from sottovoce.algorithms.gradient_descent.dpsr import Dpsr
+from sottovoce.algorithms.gradient_descent.schedules import Divided, Following, Geometric, Harmonic, Power, Schedule
 from sottovoce.algorithms.parameters import AlgorithmSpec
 from sottovoce.algorithms.per_learner import PerLearner, divided, times
 from sottovoce.algorithms.setting import Finding, Setting
@@ -58,7 +51,7 @@ class HarmonicStep(Section):
     shift: Positive = 1.0
 
 
-Step = Annotated[PowerStep | GeometricStep | HarmonicStep, Field(discriminator="kind")]
+StepSize = Annotated[PowerStep | GeometricStep | HarmonicStep, Field(discriminator="kind")]
 
 
 class NoNoise(Section):
@@ -137,7 +130,7 @@ class DsgdSpec(AlgorithmSpec):
     name: Literal["dsgd"]
     form: Literal["adapt_then_combine", "combine_then_adapt", "consensus"] = "adapt_then_combine"
     """consensus: the gradient is taken at the own x, as in LDP-DOL."""
-    step: Step = PowerStep(scale=1.0, exponent=0.77)
+    step: StepSize = PowerStep(scale=1.0, exponent=0.77)
     noise: NoiseScale = PowerNoise()
 
     def build(self, setting: Setting) -> tuple[GossipDescent, tuple[Finding, ...]]:
@@ -153,7 +146,7 @@ class DsgdSpec(AlgorithmSpec):
 class NoisyDescentSpec(AlgorithmSpec):
     """Gossip gradient descent that mixes its own value as it was said."""
 
-    step: Step = PowerStep(scale=1.0)
+    step: StepSize = PowerStep(scale=1.0)
     noise: NoiseScale = NoNoise()
     gradient_at: Point = "mixed"
     play: Point = "own"
@@ -187,7 +180,7 @@ class PdopSpec(NoisyDescentSpec):
     """PDOP (Huang, Mitra, Vaidya 2015): steps that fade faster than the noise protect a whole fixed objective."""
 
     name: Literal["pdop"]
-    step: Step = GeometricStep(kind="geometric", ratio=0.95)
+    step: StepSize = GeometricStep(kind="geometric", ratio=0.95)
     noise: NoiseScale = GeometricNoise(scale=0.5, ratio=0.98)
     adjacency: Adjacency = "learner"
 
@@ -196,7 +189,7 @@ class PdOgdSpec(NoisyDescentSpec):
     """DOLA as Wang et al. (2025) compare with it: `alpha_t = R/(G sqrt(t+1))`, noise by the budget, the public mix played."""
 
     name: Literal["pd-ogd"]
-    step: Step = PowerStep()
+    step: StepSize = PowerStep()
     noise: NoiseScale = CalibratedNoise()
     play: Point = "mixed"
 
@@ -205,7 +198,7 @@ class DOgdSpec(AlgorithmSpec):
     """D-OGD (Yan et al. 2013): no noise, no privacy."""
 
     name: Literal["d-ogd"]
-    step: Step = PowerStep()
+    step: StepSize = PowerStep()
 
     def build(self, setting: Setting) -> tuple[GossipDescent, tuple[Finding, ...]]:
         algorithm = descent(setting, self.name, self.step, NoNoise(), "clean", "own", "own")
@@ -218,7 +211,7 @@ class DOgdSpec(AlgorithmSpec):
 def descent(
     setting: Setting,
     name: str,
-    step: Step,
+    step: StepSize,
     noise: NoiseScale,
     own_value: OwnValue,
     gradient_at: Point,
@@ -249,7 +242,7 @@ def descent(
     return replace(silent, step=steps, noise=noises(noise, setting, silent, steps))
 
 
-def _step(step: Step, algorithm: GossipDescent) -> Schedule:
+def _step(step: StepSize, algorithm: GossipDescent) -> Schedule:
     match step:
         case GeometricStep():
             return Geometric(step.scale, step.ratio)
@@ -259,7 +252,7 @@ def _step(step: Step, algorithm: GossipDescent) -> Schedule:
             return Harmonic(step.scale / mu, step.shift)
         case PowerStep():
             radius = algorithm.decision_set.radius(algorithm.dim)
-            bound = algorithm.constants().clip_norm + algorithm.loss.ridge * radius
+            bound = algorithm.regularity().clip_norm + algorithm.loss.ridge * radius
             text = (
                 "a step without a scale is R/G, which needs a finite bound G on gradients: set step.scale or clip_norm"
             )
@@ -290,7 +283,7 @@ def noises(
         case HarmonicNoise():
             return tuple(Harmonic(scale, 1.0) for scale in _sizes(setting, noise.scale, "scale"))
         case CalibratedNoise():
-            change = algorithm.constants().change
+            change = algorithm.regularity().change
             require_change(change)
             budgets = _sizes(setting, noise.epsilon, "epsilon")
             factors = [_factor(each, noise.charged, change, algorithm) for each in budgets]
@@ -320,7 +313,7 @@ class DpsrSpec(AlgorithmSpec):
     """DPSR (Xiong et al. 2020), with the steps and the noise that Cheng, Liao, Li (2023) compare it with."""
 
     name: Literal["dpsr"]
-    step: Step = PowerStep(scale=1.0)
+    step: StepSize = PowerStep(scale=1.0)
     noise: NoiseScale = PowerNoise(sigma=math.sqrt(2.0), varsigma=0.0)
 
     def build(self, setting: Setting) -> tuple[Dpsr, tuple[Finding, ...]]:
