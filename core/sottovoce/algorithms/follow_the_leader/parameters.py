@@ -31,7 +31,7 @@ Rule = Literal["tight", "paper"]
 
 
 class BlockSpec(AlgorithmSpec):
-    """The parameters that PD-FTGL and PD-OCG share. What is left out follows the theory, see `ftgl_checks`."""
+    """The parameters that PD-FTGL and PD-OCG share. What is left out follows the theory, see `conditions`."""
 
     delay: ClassVar[int] = 2
     """Blocks from a gradient to the first decision that rests on it."""

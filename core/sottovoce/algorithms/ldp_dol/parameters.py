@@ -14,7 +14,7 @@ from sottovoce.privacy.regularity import regularity_of
 
 
 class LdpDolSpec(AlgorithmSpec):
-    """LDP-DOL (Chen & Wang 2025). `ldp_dol_checks` has the conditions that the theory puts on these numbers."""
+    """LDP-DOL (Chen & Wang 2025). `conditions` has what the theory asks of these numbers."""
 
     name: Literal["ldp-dol"]
     lam0: float = 1.0
