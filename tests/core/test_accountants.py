@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from sottovoce.arrays import FloatArray, IntArray
-from sottovoce.budget.composition import message_losses
+from sottovoce.budget.composition import dearest_record, message_losses, record_losses
+from sottovoce.data import LearnerData
 from sottovoce.errors import SpecError
 from sottovoce.privacy.accountant import Accountant, ListedLosses, guarantee
 from sottovoce.privacy.guarantee import Event, Grounds, Guarantee, Mechanism, ThreatModel, joint
@@ -138,6 +139,14 @@ def test_a_meter_that_follows_nothing_is_charged_k_times() -> None:
     for event, many in ((Event.RECORD, 5), (Event.ROUND, 2), (Event.LEARNER, 1)):
         listed = ListedLosses(np.array([0.0, 1.0, 0.0, 0.0]), event=event)
         assert guarantee(listed, 4, counts, replaced).epsilon() == many
+
+
+def test_a_record_used_again_costs_n_events_where_the_meter_cannot_follow_it() -> None:
+    own = LearnerData(np.zeros((2, 1)), np.zeros(2), np.array([0, 1, 0, 0]), np.arange(5))
+    event = ListedLosses(np.array([0.0, 1.0, 0.5, 0.0])).losses(np.ones(4, np.int64))
+    found = {each.uses: each for each in record_losses(ListedLosses(event), own)}
+    assert dearest_record(found.values(), event) == 3 * 1.5
+    assert found[3].losses is None and found[1].losses is None
 
 
 # ---- in words, and together ------------------------------------------------------------------------------------------

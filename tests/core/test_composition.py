@@ -205,6 +205,21 @@ def test_too_many_rounds_leave_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     assert message_losses(build("ldp-dol").algorithm.accountant(0), one) is not None
 
 
+def test_several_events_are_not_one_event_several_times() -> None:
+    """Events that cost 3, 1 and 1, 3: together 4, 4. Neither twice the first nor twice the second dominates that."""
+    delta, pure = 0.09, Mechanism.PURE
+    together = epsilon_at(delta, np.array([4.0, 4.0]), pure)
+    assert epsilon_at(delta, np.array([6.0, 2.0]), pure) < together - 0.005
+    assert together < epsilon_at(delta, Alike(1, 2, None).messages(np.array([3.0, 1.0])), pure)
+
+
+def test_uses_that_are_metered_or_single_are_composed_message_by_message() -> None:
+    single, metered = np.array([3.0, 1.0]), np.array([4.0, 3.5])
+    assert Alike(1, 1, None).messages(single) is single
+    assert Alike(1, 2, metered).messages(single) is metered
+    assert Alike(1, 2, None).messages(single).tolist() == [8.0, 0.0]
+
+
 def test_envelope_sorts_first() -> None:
     np.testing.assert_array_equal(envelope([np.array([0.0, 1.0, 3.0]), np.array([2.0, 2.0, 0.0])]), [3.0, 2.0, 0.0])
 

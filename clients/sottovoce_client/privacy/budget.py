@@ -153,7 +153,7 @@ def line_of(prepared: Prepared, learner: int, question: Question) -> Line:
         if single is not None:
             at_delta = min(at_delta, epsilon_at(question.delta, single, mechanism))
             if record_at_delta is not None:
-                worst = envelope([each.charged(single) for each in records])
+                worst = envelope([each.messages(single) for each in records])
                 record_at_delta = min(record_at_delta, epsilon_at(question.delta, worst, mechanism))
     return Line(
         name=run.spec.names[learner],

@@ -72,6 +72,20 @@ class Alike:
         """`losses`, or the bound on them, given what an event costs."""
         return as_floats(event * self.uses) if self.losses is None else self.losses
 
+    def messages(self, single: FloatArray) -> FloatArray:
+        """Losses that composition may rest on, given those of any single event `(rounds,)`.
+
+        n times the losses of one event do not dominate n events place by place: they may meet in other messages (3, 1 and
+        1, 3 are 4, 4, which at some deltas tells more than 6, 2). One message with the whole loss dominates all its parts.
+        """
+        if self.losses is not None:
+            return self.losses
+        if self.uses == 1:
+            return single
+        whole = np.zeros_like(single)
+        whole[0] = self.uses * math.fsum(single)
+        return whole
+
     def until(self, rounds: int) -> Alike:
         """The same for the first messages."""
         return self if self.losses is None else replace(self, losses=self.losses[:rounds])
@@ -89,13 +103,13 @@ def record_losses(accountant: Accountant, own: LearnerData) -> list[Alike]:
     """What every record of a learner costs in all of its uses, by a fresh meter of its messages.
 
     A record used once costs at most what an event does. One used n times is metered with all of its uses replaced; where
-    that would take more than `MOST_STEPS` rounds in all, n events are an upper bound. An event that replaces all of the
-    learner's records includes all uses.
+    that would take more than `MOST_STEPS` rounds in all, or the meter cannot follow it, n events are an upper bound. An
+    event that replaces all of the learner's records includes all uses.
     """
     plans = plans_of_use(own)
     if accountant.event == Event.LEARNER:
         return [Alike(sum(plans.values()), 1, None)]
-    exact = sum(len(plan) > 1 for plan in plans) * own.rounds <= MOST_STEPS
+    exact = accountant.follows and sum(len(plan) > 1 for plan in plans) * own.rounds <= MOST_STEPS
     metered: list[tuple[int, tuple[int, ...]]] = []
     bounded = Counter[int]()
     for plan, records in plans.items():
