@@ -45,7 +45,7 @@ class Accountant(ABC):
 
     @abstractmethod
     def next_loss(self) -> float:
-        """Privacy loss of the message of the current round."""
+        """Privacy loss of the message of the current round, in the mechanism's currency: pure epsilon."""
 
     @abstractmethod
     def advance(self, records: int, replaced: int | None = None) -> None:

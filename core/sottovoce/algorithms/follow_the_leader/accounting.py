@@ -13,13 +13,13 @@ decisions alone are protected, and learner j's sum reaches decision i with weigh
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from sottovoce.algorithms.follow_the_leader.tree import levels, lowbit
-from sottovoce.arrays import FloatArray, IntArray, as_floats
+from sottovoce.arrays import FloatArray, IntArray
 from sottovoce.errors import SpecError
 from sottovoce.noise import GRID_BITS
 from sottovoce.noise.mechanisms import laplace_loss
@@ -145,38 +145,19 @@ class TreeAccountant(Accountant):
 
     def losses(self, counts: IntArray) -> FloatArray:
         """Leaf by leaf: runs are long, and most of their messages cost nothing."""
-        nodes = _Nodes(self._blocks.leaves)
-        shares = self._by_leaf(np.divide(1.0, counts, out=np.zeros(len(counts)), where=counts > 0)).max(
-            axis=1, initial=0.0
-        )
-        return self._placed([nodes.dearest(self._cost(float(share))) for share in shares])
-
-    def losses_of(self, counts: IntArray, changes: IntArray) -> FloatArray:
-        each = [self._of_change(counts, change) for change in changes]
-        return np.array(each).reshape(changes.shape)
+        leaves, length = self._blocks.leaves, self._blocks.length
+        nodes, losses = _Nodes(leaves), np.zeros(len(counts))
+        # Leaves are whole blocks: the last block, which may be shorter, is never said.
+        single = np.divide(1.0, counts, out=np.zeros(len(counts)), where=counts > 0)[: leaves * length]
+        shares = single.reshape(leaves, length).max(axis=1, initial=0.0)
+        losses[length : (leaves + 1) * length : length] = [nodes.dearest(self._cost(float(each))) for each in shares]
+        return losses
 
     def paper(self, rounds: int) -> FloatArray:
         paper = np.zeros(rounds)
         if self._blocks.leaves:
             paper[self._blocks.length :] = self._paper
         return paper
-
-    def _of_change(self, counts: IntArray, change: IntArray) -> FloatArray:
-        nodes = _Nodes(self._blocks.leaves)
-        shares = self._by_leaf(np.divide(change, counts, out=np.zeros(len(counts)), where=counts > 0)).sum(axis=1)
-        return self._placed([nodes.covered(self._cost(float(share))) for share in shares])
-
-    def _by_leaf(self, shares: FloatArray) -> FloatArray:
-        """`(leaves, length)`. Leaves are whole blocks: the last block, which may be shorter, is never said."""
-        leaves, length = self._blocks.leaves, self._blocks.length
-        return as_floats(shares[: leaves * length].reshape(leaves, length))
-
-    def _placed(self, added: Sequence[float]) -> FloatArray:
-        """`(rounds,)`: what every leaf adds, in the round that says it first."""
-        leaves, length = self._blocks.leaves, self._blocks.length
-        losses = np.zeros(self._blocks.rounds)
-        losses[length : (leaves + 1) * length : length] = added
-        return losses
 
 
 class _Nodes:
