@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from sottovoce.network.topology import Mixing, explicit
+from sottovoce.network.mixing import Mixing
 from sottovoce.running.run import Run
 from sottovoce_coordinator.clock import RoundClock
 from sottovoce_wire.v1 import coordinator_pb2, eavesdropper_pb2, learner_pb2
@@ -78,7 +78,7 @@ class RunBook:
     def assignment(self, index: int, mirror_address: str = "") -> coordinator_pb2.Directive:
         """The preparation of one learner."""
         spec = self.run.spec
-        told = spec.model_copy(update={"topology": explicit(spec.topology, spec.n_learners)})
+        told = spec.model_copy(update={"topology": spec.topology.explicit(spec.n_learners)})
         return coordinator_pb2.Directive(
             assignment=coordinator_pb2.Assignment(
                 run_id=self.run_id,

@@ -14,7 +14,6 @@ import grpc
 import structlog
 
 from sottovoce.errors import NotReady, SpecError
-from sottovoce.network.topology import names_files
 from sottovoce.running.run import build_run
 from sottovoce.spec import RunSpec, parse_spec
 from sottovoce_coordinator.runs import RunBook, missing
@@ -307,7 +306,7 @@ def _spec(text: str, *, imports: bool) -> RunSpec:
         spec = parse_spec(json.loads(text), imports=imports)
     except json.JSONDecodeError as error:
         raise SpecError(f"the run spec must be JSON: {error}") from None
-    if names_files(spec.topology):
+    if spec.topology.file:
         raise SpecError("topology: a spec that is sent must list its edges, got a graph file; the client does this")
     return spec
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sottovoce.network.specs import Edges
+from sottovoce.network.graphs import Edges
 from sottovoce.running.run import build_run
 from sottovoce.spec import parse_spec
 from sottovoce_coordinator.runs import RunBook, missing

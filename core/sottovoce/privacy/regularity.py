@@ -22,7 +22,7 @@ ENFORCED_BY = {
 
 def regularity_of(loss: Loss, decision_set: DecisionSet, dim: int) -> Regularity:
     """What accounting needs to know of a loss on a decision set."""
-    radius = decision_set.radius(dim)
+    radius = decision_set.largest_norm(dim)
     return Regularity(
         grad_change=loss.gradient_change(radius),
         smoothness=loss.smoothness,

@@ -22,7 +22,7 @@ from sottovoce.algorithms.setting import Finding, Setting
 from sottovoce.arrays import FloatArray
 from sottovoce.decision_sets import Box
 from sottovoce.errors import SpecError, require
-from sottovoce.network.topology import Network
+from sottovoce.network.network import Network
 
 
 class _DualAveragingSpec(AlgorithmSpec):

@@ -60,7 +60,7 @@ class BlockSpec(AlgorithmSpec):
     """Gossip with (I+P)/2; auto: where the mixing matrix has a negative eigenvalue."""
 
     def build(self, setting: Setting) -> tuple[PdFtgl, tuple[Finding, ...]]:
-        gossip = gossip_of(setting.topology, self.lazy)
+        gossip = gossip_of(setting.fixed_network, self.lazy)
         require_semidefinite(gossip)
         problem, sharp = problem_of(setting), gossip.sharp_steps(setting.rounds)
         length = self.block_length or self._default_length(problem, gossip)

@@ -30,7 +30,7 @@ from sottovoce.algorithms.interface import Heard, Message, Who
 from sottovoce.arrays import Batch, FloatArray, Scalars
 from sottovoce.decision_sets import DecisionSet
 from sottovoce.losses import Loss, mean_gradient
-from sottovoce.network.topology import Network
+from sottovoce.network.network import Network
 from sottovoce.noise import Noise
 from sottovoce.noise.mechanisms import laplace_density, lattice_of, say_laplace
 from sottovoce.privacy.guarantee import Event

@@ -28,7 +28,7 @@ class PowerStep(Section):
     exponent: Annotated[float, Field(ge=0, le=10)] = 0.5
 
     def schedule(self, setting: Setting, known: Regularity) -> Schedule:
-        radius = setting.decision_set.radius(setting.dim)
+        radius = setting.decision_set.largest_norm(setting.dim)
         bound = known.clip_norm + known.ridge * radius
         text = "a step without a scale is R/G, which needs a finite bound G on gradients: set step.scale or clip_norm"
         require(self.scale is not None or 0 < bound < math.inf, "STEP_SCALE", f"{text}, got G={bound}")

@@ -26,7 +26,7 @@ class LdpDolSpec(AlgorithmSpec):
     accounting: Mode = "best"
 
     def build(self, setting: Setting) -> tuple[LdpDol, tuple[Finding, ...]]:
-        topology = setting.topology
+        topology = setting.fixed_network
         algorithm = LdpDol(
             dim=setting.dim,
             rounds=setting.rounds,
