@@ -20,22 +20,23 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from sottovoce.noise import KeyedNoise, OpenDpNoise, SeededNoise, SystemNoise, grid
+from sottovoce.noise import Draw, KeyedNoise, Law, Noise, OpenDpNoise, SeededNoise, SystemNoise, grid
 
 SCALE = 1.37
 SPACING = grid(SCALE)
-Draw = Callable[[int], object]
+Sample = Callable[[int], object]
+"""Draws so many numbers."""
 
 console = Console() if sys.stdout.isatty() else Console(width=100)
 
 
-def numpy_alone() -> Draw:
+def numpy_alone() -> Sample:
     """What nobody should send: continuous numbers."""
     generator = np.random.default_rng(0)
     return lambda dim: generator.laplace(scale=SCALE, size=dim)
 
 
-def opendp_alone(law: str, dims: list[int]) -> Draw:
+def opendp_alone(law: str, dims: list[int]) -> Sample:
     """The bare call of OpenDP, its measurement made beforehand: a list of floats in, a list of floats out."""
     import opendp.prelude as dp
 
@@ -49,33 +50,38 @@ def opendp_alone(law: str, dims: list[int]) -> Draw:
     return lambda dim: measurements[dim](zeros[dim])
 
 
-def samplers(dims: list[int]) -> dict[str, Draw]:
+def of(source: Noise, law: Law = "laplace") -> Sample:
+    """One of our sources, asked for one message's noise."""
+    spacing = None if law == "spherical" else SPACING
+    return lambda dim: source(Draw(law, "y", 0, SCALE, spacing, (dim,)))
+
+
+def samplers(dims: list[int]) -> dict[str, Sample]:
     """What is measured, by name."""
-    system, keyed, seeded = SystemNoise(), KeyedNoise("hush", "run", 0), SeededNoise(0)
-    found: dict[str, Draw] = {
-        "bitwise (default)": lambda dim: system.laplace("y", 0, SCALE, SPACING, (dim,)),
-        "keyed": lambda dim: keyed.laplace("y", 0, SCALE, SPACING, (dim,)),
-        "seeded": lambda dim: seeded.laplace("y", 0, SCALE, SPACING, (dim,)),
+    system = SystemNoise()
+    found = {
+        "bitwise (default)": of(system),
+        "keyed": of(KeyedNoise("hush", "run", 0)),
+        "seeded": of(SeededNoise(0)),
         "numpy, continuous": numpy_alone(),
-        "bitwise, gaussian": lambda dim: system.gaussian("y", 0, SCALE, SPACING, (dim,)),
-        "bitwise, spherical": lambda dim: system.spherical("y", 0, 1 / SCALE, (dim,)),
+        "bitwise, gaussian": of(system, "gaussian"),
+        "bitwise, spherical": of(system, "spherical"),
     }
     if find_spec("opendp") is None:
         console.print("OpenDP is not installed: pip install 'sottovoce[opendp]'")
         return found
-    opendp = OpenDpNoise()
     return found | {
         "OpenDP's own call": opendp_alone("laplace", dims),
-        "opendp": lambda dim: opendp.laplace("y", 0, SCALE, SPACING, (dim,)),
+        "opendp": of(OpenDpNoise()),
         "OpenDP's own call, gaussian": opendp_alone("gaussian", dims),
     }
 
 
-def seconds(draw: Draw, dim: int, at_least: float) -> float:
+def seconds(sample: Sample, dim: int, at_least: float) -> float:
     """Of one draw: as many as fill the time."""
     draws, start = 0, time.perf_counter()
     while (passed := time.perf_counter() - start) < at_least:
-        draw(dim)
+        sample(dim)
         draws += 1
     return passed / draws
 

@@ -24,7 +24,7 @@ from sottovoce.arrays import FloatArray, IntArray
 from sottovoce.audit.audit import rehearsed
 from sottovoce.audit.blackbox import ROUNDS, attack, number_views
 from sottovoce.audit.bounds import epsilon_lower_bound, threshold
-from sottovoce.noise import SeededNoise, grid, on_grid
+from sottovoce.noise import Draw, SeededNoise, grid, on_grid
 
 ALPHA = 0.05
 RUNS = (1_000, 10_000, 100_000)
@@ -47,7 +47,9 @@ class Mechanism:
         """Worlds `(runs,)` by fair coins, and what is said `(runs, rounds)`."""
         worlds = generator.integers(0, 2, count)
         # On a lattice: the low bits of a float64 sum give the world away, and the black box sees it.
-        noise = SeededNoise(generator.integers(2**63)).laplace("y", 0, 1.0, grid(1.0), (count, len(self.epsilons)))
+        noise = SeededNoise(generator.integers(2**63))(
+            Draw("laplace", "y", 0, 1.0, grid(1.0), (count, len(self.epsilons)))
+        )
         return worlds, on_grid(worlds[:, None] * self.epsilons, grid(1.0)) + noise
 
     def losses(self, said: FloatArray) -> FloatArray:

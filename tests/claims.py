@@ -14,9 +14,9 @@ from typing import Any, Literal
 import numpy as np
 
 from sottovoce.algorithms.interface import HeardFromNeighbours, Message, Who
-from sottovoce.arrays import FloatArray, IntArray, Scalars
+from sottovoce.arrays import FloatArray, IntArray
 from sottovoce.data import LearnerData, PlacedData
-from sottovoce.noise import Noise, SeededNoise
+from sottovoce.noise import Draw, Noise, SeededNoise
 from sottovoce.running.replay import replay
 from sottovoce.running.run import Run, build_run
 from sottovoce.running.simulator import simulate
@@ -240,14 +240,9 @@ class Times:
     source: Noise
     factor: float
 
-    def laplace(self, name: str, t: int, scale: Scalars, grid: Scalars, shape: tuple[int, ...]) -> FloatArray:
-        return self.factor * self.source.laplace(name, t, scale, grid / min(self.factor or 1.0, 1.0), shape)
-
-    def gaussian(self, name: str, t: int, scale: Scalars, grid: Scalars, shape: tuple[int, ...]) -> FloatArray:
-        return self.factor * self.source.gaussian(name, t, scale, grid / min(self.factor or 1.0, 1.0), shape)
-
-    def spherical(self, name: str, t: int, rate: Scalars, shape: tuple[int, ...]) -> FloatArray:
-        return self.factor * self.source.spherical(name, t, rate, shape)
+    def __call__(self, draw: Draw) -> FloatArray:
+        finer = None if draw.grid is None else draw.grid / min(self.factor or 1.0, 1.0)
+        return self.factor * self.source(replace(draw, grid=finer))
 
 
 def adversary(
@@ -436,9 +431,8 @@ def losses_of(
     Where learners share records, the losses of all of them together.
     """
     first = attacks[0]
-    steps = list(simulate(run, placed(setup, run, first, generator), noise, replicas))
-    names = run.algorithm.field_shapes()
-    transcript = Transcript({name: np.stack([step.message[name] for step in steps]) for name in names})
+    data = placed(setup, run, first, generator)
+    transcript = Transcript.of(step.message for step in simulate(run, data, noise, replicas))
     learners = range(run.spec.n_learners) if shared(run) else [first.learner]
     worlds = [first.own, *(attack.other for attack in attacks)]
     parts = [replay(run, transcript, i, worlds) for i in learners]

@@ -49,8 +49,7 @@ def test_the_example_keeps_its_guarantee(folder: Path) -> None:
     document = {**yaml.safe_load(SPEC), "rounds": 6, "learners": 3}
     run = build_run(parse_spec({**document, "loss": {"kind": "logistic", "ridge": 0.0}}), 2)
     data = made_up(run.spec, 2)
-    said = [step.message["y"] for step in simulate(run, data, SeededNoise(1), 200)]
-    transcript = Transcript({"y": np.stack(said)})
+    transcript = Transcript.of(step.message for step in simulate(run, data, SeededNoise(1), 200))
     own, claim = data.learners[0], run.guarantee(0).per_round
     corner = np.array([1.0, 1.0]) / np.sqrt(2)
     worlds = [own.with_use(t, sign * corner, label) for t in range(5) for sign in (-1, 1) for label in (0.0, 1.0)]

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from sottovoce.audit.audit import audit_simulated
 from sottovoce.errors import DataError, SpecError
-from sottovoce.noise import NoNoise
+from sottovoce.noise import no_noise
 from sottovoce.privacy.guarantee import ThreatModel
 from sottovoce.spec import load_spec
 from sottovoce_client.auditing import audit as command
@@ -74,7 +74,7 @@ def test_what_holds_exits_with_zero(spec: Path, tmp_path: Path) -> None:
 
 def test_what_does_not_exits_with_one(spec: Path, tmp_path: Path) -> None:
     """A learner that says its parameters as they are: its loss is infinite, which JSON does not know."""
-    broken = partial(audit_simulated, noise=lambda seed: NoNoise())
+    broken = partial(audit_simulated, noise=lambda seed: no_noise)
     code, text, document = shown(prepare(load_spec(spec)), tmp_path, broken)
     assert code == 1 and "b REFUTED" in text and "also:" in text
     assert document["verdict"]["kind"] == "refuted" and document["verdict"]["evidence"]

@@ -24,7 +24,7 @@ from sottovoce.losses import MarginLoss
 from sottovoce.losses.hinge import SmoothedHinge
 from sottovoce.losses.logistic import Logistic
 from sottovoce.losses.margin import sigmoid
-from sottovoce.noise import Noise, NoNoise, RecordedNoise, Recorder, SeededNoise, SystemNoise
+from sottovoce.noise import Draw, Noise, RecordedNoise, Recorder, SeededNoise, SystemNoise, no_noise
 from sottovoce.running.replay import Losses, replay
 from sottovoce.running.run import Run, build_run
 from sottovoce.running.simulator import simulate
@@ -149,7 +149,7 @@ def test_without_noise_all_learners_reach_the_central_optimum(algorithm: dict[st
     )
     model = LogisticRegression(C=2.0 / (12 * 4 * 0.1), fit_intercept=False, tol=1e-12, max_iter=10_000)
     optimum = model.fit(features, labels).coef_[0]
-    *_, last = simulate(run, data, NoNoise())
+    *_, last = simulate(run, data, no_noise)
 
     assert np.abs(optimum).max() > 0.1
     np.testing.assert_allclose(last.after[:, 0], np.tile(optimum, (4, 1)), atol=1e-6)
@@ -159,7 +159,7 @@ def test_without_noise_all_learners_reach_the_central_optimum(algorithm: dict[st
 def test_without_noise_all_forms_are_plain_admm(algorithm: dict[str, Any]) -> None:
     run, plain = a_run(algorithm), a_run({**PLAIN, "loss_weight": 2.0})
     data = at_once(made_up(run.spec, batch=3))
-    np.testing.assert_allclose(said(run, data, NoNoise()), said(plain, data, NoNoise()), rtol=0, atol=1e-9)
+    np.testing.assert_allclose(said(run, data, no_noise), said(plain, data, no_noise), rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("algorithm", [PLAIN, *PRIVATE], ids=["admm", *names])
@@ -178,7 +178,7 @@ def test_plain_admm_is_the_iteration_with_a_copy_for_every_edge() -> None:
     pairs = [(p, j) for p in range(n) for j in (p - 1, p + 1) if 0 <= j < n]
     f = np.zeros((n, 3))
     w, a, b = ({pair: np.zeros(3) for pair in pairs} for _ in range(3))
-    for step in list(simulate(run, data, NoNoise()))[1:]:
+    for step in list(simulate(run, data, no_noise))[1:]:
         for p in range(n):
             batch = data.learners[p].batch(0)
             features, labels = run.loss.enforce(batch.features, batch.labels)
@@ -346,9 +346,10 @@ class Rates(SeededNoise):
         super().__init__(seed)
         self.rates: list[Scalars] = []
 
-    def spherical(self, name: str, t: int, rate: Scalars, shape: tuple[int, ...]) -> FloatArray:
-        self.rates.append(rate)
-        return super().spherical(name, t, rate, shape)
+    def __call__(self, draw: Draw) -> FloatArray:
+        if draw.law == "spherical":
+            self.rates.append(draw.scale)
+        return super().__call__(draw)
 
 
 def test_a_deployed_learner_draws_for_itself() -> None:
@@ -484,7 +485,7 @@ def test_the_density_of_a_dvp_message_by_integration(scale: str) -> None:
     one = LearnerData(np.ones((1, 1)), np.zeros(1), np.zeros(1, np.int64), np.array([0, 1, 1]))
     other = one.with_record(0, np.ones(1), 1.0)
     state = run.algorithm.start(Who((0, 0), 200_001))
-    state, _ = run.algorithm.speak(state, NoNoise())
+    state, _ = run.algorithm.speak(state, no_noise)
     heard = HeardFromNeighbours({1: 1.0}, {1: Message({"y": np.zeros((1, 1, 1))})}, 0.0)
     state = run.algorithm.listen(state, heard, replace(data, learners=(one, other)).stacked(0))
     f = np.linspace(-60.0, 60.0, 200_001)

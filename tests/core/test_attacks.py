@@ -18,7 +18,7 @@ from sottovoce.lab.attacks.closed_form import read_stream
 from sottovoce.lab.attacks.gradients import added, fits_better
 from sottovoce.lab.attacks.likeness import as_pictures, recognised, similarity, squared_error
 from sottovoce.lab.attacks.rebuild import Rebuilt, rebuild
-from sottovoce.noise import Noise, NoNoise, SeededNoise
+from sottovoce.noise import Noise, SeededNoise, no_noise
 from sottovoce.running.run import Run, build_run
 from sottovoce.running.simulator import simulate
 from sottovoce.running.transcript import Transcript
@@ -50,8 +50,7 @@ def problem(algorithm: dict[str, Any], *, rounds: int = 9, batch: int = 1, **sec
 
 
 def overheard(run: Run, data: PlacedData, noise: Noise) -> Transcript:
-    steps = list(simulate(run, data, noise))
-    return Transcript({name: np.stack([step.message[name] for step in steps]) for name in run.algorithm.field_shapes()})
+    return Transcript.of(step.message for step in simulate(run, data, noise))
 
 
 def attacked(run: Run, data: PlacedData, noise: Noise | None = None) -> Rebuilt:
@@ -81,7 +80,7 @@ def attacked(run: Run, data: PlacedData, noise: Noise | None = None) -> Rebuilt:
 )
 def test_without_noise_on_the_wire_records_are_read_exactly(algorithm: dict[str, Any], loss: dict[str, Any]) -> None:
     run, data = problem(algorithm, loss=loss)
-    noise = NoNoise() if algorithm["name"] == "ldp-dol" else SeededNoise(0)
+    noise = no_noise if algorithm["name"] == "ldp-dol" else SeededNoise(0)
     heard = overheard(run, data, noise)
     for i, own in enumerate(data.learners):
         found = added(run, heard, i)
@@ -94,7 +93,7 @@ def test_without_noise_on_the_wire_records_are_read_exactly(algorithm: dict[str,
 def test_without_an_intercept_records_are_read_up_to_their_length() -> None:
     run, data = problem({"name": "d-ogd", "step": STEP}, loss={"kind": "logistic"}, data={"intercept": False})
     rows, labels = read_stream(
-        added(run, overheard(run, data, NoNoise()), 2), run.loss, intercept=False, nonnegative=True
+        added(run, overheard(run, data, no_noise), 2), run.loss, intercept=False, nonnegative=True
     )
     truth, _ = run.loss.enforce(data.learners[2].features[:8], data.learners[2].labels[:8])
     np.testing.assert_allclose(rows[:, 0], truth, atol=1e-6)
@@ -123,7 +122,7 @@ def test_noise_leaves_pictures_at_chance(algorithm: dict[str, Any]) -> None:
     """28 records or more; a pair is similar by less than 0.3 in nearly all cases, so their mean is by far less than 0.15."""
     run, data = problem(algorithm)
     made, bare = attacked(run, data), problem({"name": "d-ogd", "step": STEP})
-    assert abs(made.alike) < 0.15 < attacked(*bare, NoNoise()).alike
+    assert abs(made.alike) < 0.15 < attacked(*bare, no_noise).alike
     assert made.found < 0.2 and made.error > 0.05
 
 
@@ -139,7 +138,7 @@ def test_less_noise_shows_more() -> None:
 
 def test_of_two_records_the_gradient_tells_which() -> None:
     run, data = problem({"name": "d-ogd", "step": STEP})
-    found = added(run, overheard(run, data, NoNoise()), 0)
+    found = added(run, overheard(run, data, no_noise), 0)
     own, other = (data.learners[i].batch(0) for i in (0, 1))
     assert fits_better(run.loss, found.at[0, 0], found.gradients[0, 0], own, other)
     assert not fits_better(run.loss, found.at[0, 0], found.gradients[0, 0], other, own)
@@ -162,7 +161,7 @@ def test_what_cannot_be_attacked_is_said(algorithm: dict[str, Any], batch: int, 
 def test_one_message_shows_nothing_that_was_added() -> None:
     run, data = problem({"name": "d-ogd", "step": STEP})
     with pytest.raises(SpecError, match="got 1"):
-        added(run, overheard(run, data, NoNoise()).until(1), 0)
+        added(run, overheard(run, data, no_noise).until(1), 0)
 
 
 # ---- likeness --------------------------------------------------------------------------------------------------------

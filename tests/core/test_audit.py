@@ -25,7 +25,7 @@ from sottovoce.audit.verdict import Findings, decide
 from sottovoce.audit.worlds import Worlds, chosen
 from sottovoce.data import LearnerData
 from sottovoce.errors import DataError, SpecError
-from sottovoce.noise import Noise, NoNoise, SeededNoise
+from sottovoce.noise import Noise, SeededNoise, no_noise
 from sottovoce.privacy.guarantee import ThreatModel
 from sottovoce.running.replay import replay
 from tests.claims import EXPOSED, SETUPS, Setup, Times
@@ -105,7 +105,7 @@ def test_half_the_noise_shows_in_single_rounds() -> None:
 
 
 def test_no_noise_is_refuted() -> None:
-    assert audited(SETUPS["dola"], runs=40, noise=lambda seed: NoNoise()).verdict.kind == "refuted"
+    assert audited(SETUPS["dola"], runs=40, noise=lambda seed: no_noise).verdict.kind == "refuted"
 
 
 def test_sums_without_noise_are_refuted_on_the_wire_and_hold_at_the_output() -> None:

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from sottovoce.algorithms.interface import Message
-from sottovoce.arrays import FloatArray, Scalars
+from sottovoce.arrays import FloatArray
 from sottovoce.data import PlacedData
 from sottovoce.errors import SpecError
 from sottovoce.lab.watch.canaries import Canaries, CanaryTest, Place, Scorer, draw
-from sottovoce.noise import SeededNoise
+from sottovoce.noise import Draw, SeededNoise
 from sottovoce.running.replay import replay
 from sottovoce.running.run import Run, build_run
 from sottovoce.running.simulator import simulate
@@ -37,10 +37,8 @@ class Shrunk(SeededNoise):
         super().__init__(seed)
         self._factor = factor
 
-    def laplace(self, name: str, t: int, scale: Scalars, grid: Scalars, shape: tuple[int, ...]) -> FloatArray:
-        drawn = super().laplace(name, t, scale, grid, shape)
-        shrunk: FloatArray = np.rint(self._factor * drawn / grid) * grid
-        return shrunk
+    def __call__(self, draw: Draw) -> FloatArray:
+        return draw.rounded(self._factor * super().__call__(draw))
 
 
 def a_run(algorithm: dict[str, Any], rounds: int, batch: int = 2, **more: Any) -> tuple[Run, PlacedData]:
@@ -66,8 +64,7 @@ def with_coins() -> tuple[Run, PlacedData, Canaries]:
 
 def overheard(run: Run, data: PlacedData, noise: SeededNoise) -> Iterator[dict[int, Message]]:
     for step in simulate(run, data, noise):
-        said = step.message.fields.items()
-        yield {i: Message({name: v[i : i + 1] for name, v in said}) for i in range(LEARNERS)}
+        yield step.by_sender()
 
 
 def guessed_in(noise: SeededNoise, alpha: float) -> CanaryTest:

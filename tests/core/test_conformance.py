@@ -16,11 +16,11 @@ import pytest
 import yaml
 from scipy import stats
 
-from sottovoce.arrays import FloatArray, Scalars
+from sottovoce.arrays import FloatArray
 from sottovoce.audit.conformance import Residuals, as_laplace, conformance, examine, rejected, residuals
 from sottovoce.audit.result import Test
 from sottovoce.data import PlacedData
-from sottovoce.noise import KeyedNoise, Noise, Recorder, SeededNoise
+from sottovoce.noise import Draw, KeyedNoise, Noise, Recorder, SeededNoise
 from sottovoce.running.run import Run, build_run
 from sottovoce.running.simulator import simulate
 from sottovoce.running.transcript import Transcript
@@ -33,8 +33,7 @@ FIELD: dict[str, Any] = yaml.safe_load(
 
 
 def overheard(run: Run, data: PlacedData, noise: Noise, replicas: int = 1) -> Transcript:
-    said = [step.message for step in simulate(run, data, noise, replicas)]
-    return Transcript({name: np.stack([message[name] for message in said]) for name in said[0].fields})
+    return Transcript.of(step.message for step in simulate(run, data, noise, replicas))
 
 
 def of_the_field(name: str) -> tuple[Run, PlacedData]:
@@ -108,7 +107,7 @@ def test_noise_of_every_law_becomes_independent_laplace_numbers(law: Any) -> Non
     drawn = {
         "laplace": generator.laplace(size=(2000, 4)),
         "gaussian": generator.normal(size=(2000, 4)),
-        "spherical": source.spherical("y", 0, 1.0, (2000, 4)),
+        "spherical": source(Draw("spherical", "y", 0, 1.0, None, (2000, 4))),
     }[law]
     values = as_laplace(law, drawn)
 
@@ -158,7 +157,7 @@ def test_the_sampler_of_deployed_learners_passes() -> None:
     found = []
     for learner in range(3):
         source = KeyedNoise("a secret", "a run", learner)
-        values = np.stack([source.laplace("y", t, 1.0, 2.0**-40, (4, 25)) for t in range(50)])
+        values = np.stack([source(Draw("laplace", "y", t, 1.0, 2.0**-40, (4, 25))) for t in range(50)])
         off_lattice = np.abs(values * 2.0**40 - np.rint(values * 2.0**40))
         found.append((Residuals(learner, "y", values, np.ones(50), off_lattice),))
     for learner in range(3):
@@ -174,7 +173,7 @@ def one(found: tuple[Residuals, ...], replica: int) -> tuple[Residuals, ...]:
 # ---- broken learners -------------------------------------------------------------------------------------------------
 
 
-Change = Callable[["Broken", int, FloatArray, Scalars, Scalars], FloatArray]
+Change = Callable[["Broken", Draw, FloatArray], FloatArray]
 
 
 @dataclass
@@ -187,98 +186,86 @@ class Broken:
     standard: FloatArray = field(default_factory=lambda: np.empty(0))
     generator: np.random.Generator = field(default_factory=lambda: np.random.default_rng(99))
 
-    def laplace(self, name: str, t: int, scale: Scalars, grid: Scalars, shape: tuple[int, ...]) -> FloatArray:
-        drawn = self.change(self, t, self.source.laplace(name, t, scale, grid, shape), scale, grid)
-        self.said.append(drawn)
-        return drawn
-
-    def spherical(self, name: str, t: int, rate: Scalars, shape: tuple[int, ...]) -> FloatArray:
-        return self.change(self, t, self.source.spherical(name, t, rate, shape), 1.0, 2.0**-40)
-
-    def gaussian(self, name: str, t: int, scale: Scalars, grid: Scalars, shape: tuple[int, ...]) -> FloatArray:
-        raise AssertionError("no algorithm asks for it")
+    def __call__(self, draw: Draw) -> FloatArray:
+        self.said.append(self.change(self, draw, self.source(draw)))
+        return self.said[-1]
 
 
-def shrunk(drawn: FloatArray, factor: float, grid: Scalars) -> FloatArray:
-    smaller: FloatArray = np.rint(factor * drawn / grid) * grid
-    return smaller
+def half(self: Broken, draw: Draw, drawn: FloatArray) -> FloatArray:
+    return draw.rounded(0.5 * drawn)
 
 
-def half(self: Broken, t: int, drawn: FloatArray, scale: Scalars, grid: Scalars) -> FloatArray:
-    return shrunk(drawn, 0.5, grid)
+def nine_tenths(self: Broken, draw: Draw, drawn: FloatArray) -> FloatArray:
+    return draw.rounded(0.9 * drawn)
 
 
-def nine_tenths(self: Broken, t: int, drawn: FloatArray, scale: Scalars, grid: Scalars) -> FloatArray:
-    return shrunk(drawn, 0.9, grid)
+def from_the_round_before(self: Broken, draw: Draw, drawn: FloatArray) -> FloatArray:
+    return self.said[-1] if draw.round % 2 else drawn
 
 
-def from_the_round_before(self: Broken, t: int, drawn: FloatArray, scale: Scalars, grid: Scalars) -> FloatArray:
-    return self.said[-1] if t % 2 else drawn
+def from_long_ago(self: Broken, draw: Draw, drawn: FloatArray) -> FloatArray:
+    return self.said[5] if draw.round == 30 else drawn
 
 
-def from_long_ago(self: Broken, t: int, drawn: FloatArray, scale: Scalars, grid: Scalars) -> FloatArray:
-    return self.said[5] if t == 30 else drawn
-
-
-def in_other_scales(self: Broken, t: int, drawn: FloatArray, scale: Scalars, grid: Scalars) -> FloatArray:
+def in_other_scales(self: Broken, draw: Draw, drawn: FloatArray) -> FloatArray:
     """A generator that starts anew in every other round, as one with a constant seed does."""
-    if not t % 2:
-        self.standard = drawn / scale
+    if not draw.round % 2:
+        self.standard = drawn / draw.scale
         return drawn
-    return shrunk(self.standard * scale, 1.0, grid)
+    return draw.rounded(self.standard * draw.scale)
 
 
-def half_of_it_stays(self: Broken, t: int, drawn: FloatArray, scale: Scalars, grid: Scalars) -> FloatArray:
+def half_of_it_stays(self: Broken, draw: Draw, drawn: FloatArray) -> FloatArray:
     """Correlated, but never equal."""
-    return shrunk(0.6 * self.said[-1] + 0.8 * drawn, 1.0, grid) if t else drawn
+    return draw.rounded(0.6 * self.said[-1] + 0.8 * drawn) if draw.round else drawn
 
 
-def not_in_one_round(self: Broken, t: int, drawn: FloatArray, scale: Scalars, grid: Scalars) -> FloatArray:
-    return np.zeros_like(drawn) if t == 17 else drawn
+def not_in_one_round(self: Broken, draw: Draw, drawn: FloatArray) -> FloatArray:
+    return np.zeros_like(drawn) if draw.round == 17 else drawn
 
 
-def little_in_one_round(self: Broken, t: int, drawn: FloatArray, scale: Scalars, grid: Scalars) -> FloatArray:
-    return shrunk(drawn, 0.01, grid) if t == 17 else drawn
+def little_in_one_round(self: Broken, draw: Draw, drawn: FloatArray) -> FloatArray:
+    return draw.rounded(0.01 * drawn) if draw.round == 17 else drawn
 
 
-def in_the_first_round_only(self: Broken, t: int, drawn: FloatArray, scale: Scalars, grid: Scalars) -> FloatArray:
-    return np.zeros_like(drawn) if t else drawn
+def in_the_first_round_only(self: Broken, draw: Draw, drawn: FloatArray) -> FloatArray:
+    return np.zeros_like(drawn) if draw.round else drawn
 
 
-def not_on_one_coordinate(self: Broken, t: int, drawn: FloatArray, scale: Scalars, grid: Scalars) -> FloatArray:
+def not_on_one_coordinate(self: Broken, draw: Draw, drawn: FloatArray) -> FloatArray:
     return np.where(np.arange(drawn.shape[-1]) == 3, 0.0, drawn)
 
 
-def little_on_one_coordinate(self: Broken, t: int, drawn: FloatArray, scale: Scalars, grid: Scalars) -> FloatArray:
-    return np.where(np.arange(drawn.shape[-1]) == 3, shrunk(drawn, 0.3, grid), drawn)
+def little_on_one_coordinate(self: Broken, draw: Draw, drawn: FloatArray) -> FloatArray:
+    return np.where(np.arange(drawn.shape[-1]) == 3, draw.rounded(0.3 * drawn), drawn)
 
 
-def normal(self: Broken, t: int, drawn: FloatArray, scale: Scalars, grid: Scalars) -> FloatArray:
+def normal(self: Broken, draw: Draw, drawn: FloatArray) -> FloatArray:
     """Of the same variance."""
-    return shrunk(self.generator.normal(size=drawn.shape) * scale * np.sqrt(2.0), 1.0, grid)
+    return draw.rounded(self.generator.normal(size=drawn.shape) * draw.scale * np.sqrt(2.0))
 
 
-def raw_doubles(self: Broken, t: int, drawn: FloatArray, scale: Scalars, grid: Scalars) -> FloatArray:
-    return self.generator.laplace(size=drawn.shape) * scale
+def raw_doubles(self: Broken, draw: Draw, drawn: FloatArray) -> FloatArray:
+    return self.generator.laplace(size=drawn.shape) * draw.scale
 
 
-def the_same_for_all_learners(self: Broken, t: int, drawn: FloatArray, scale: Scalars, grid: Scalars) -> FloatArray:
+def the_same_for_all_learners(self: Broken, draw: Draw, drawn: FloatArray) -> FloatArray:
     return np.broadcast_to(drawn[:1], drawn.shape).copy()
 
 
-def alike_for_all_learners(self: Broken, t: int, drawn: FloatArray, scale: Scalars, grid: Scalars) -> FloatArray:
-    return shrunk(0.6 * drawn[:1] + 0.8 * drawn, 1.0, grid)
+def alike_for_all_learners(self: Broken, draw: Draw, drawn: FloatArray) -> FloatArray:
+    return draw.rounded(0.6 * drawn[:1] + 0.8 * drawn)
 
 
-def one_number(self: Broken, t: int, drawn: FloatArray, scale: Scalars, grid: Scalars) -> FloatArray:
+def one_number(self: Broken, draw: Draw, drawn: FloatArray) -> FloatArray:
     return np.broadcast_to(drawn[..., :1], drawn.shape).copy()
 
 
-def running_sums(self: Broken, t: int, drawn: FloatArray, scale: Scalars, grid: Scalars) -> FloatArray:
-    return shrunk(0.6 * np.roll(drawn, 1, axis=-1) + 0.8 * drawn, 1.0, grid)
+def running_sums(self: Broken, draw: Draw, drawn: FloatArray) -> FloatArray:
+    return draw.rounded(0.6 * np.roll(drawn, 1, axis=-1) + 0.8 * drawn)
 
 
-def mostly_positive(self: Broken, t: int, drawn: FloatArray, scale: Scalars, grid: Scalars) -> FloatArray:
+def mostly_positive(self: Broken, draw: Draw, drawn: FloatArray) -> FloatArray:
     flipped: FloatArray = np.where(self.generator.random(drawn.shape) < 0.5, np.abs(drawn), drawn)
     return flipped
 

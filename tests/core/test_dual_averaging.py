@@ -22,7 +22,7 @@ from sottovoce.losses import Loss
 from sottovoce.losses.logistic import Logistic
 from sottovoce.network.mixing import Mixing
 from sottovoce.network.network import Network, PeriodicNetwork
-from sottovoce.noise import Noise, NoNoise, RecordedNoise, Recorder, SeededNoise
+from sottovoce.noise import Noise, RecordedNoise, Recorder, SeededNoise, no_noise
 from sottovoce.privacy.guarantee import joint
 from sottovoce.running.replay import Losses, replay
 from sottovoce.running.run import Run, build_run
@@ -267,7 +267,7 @@ def regret(run: Run, network: Network, slopes: FloatArray) -> FloatArray:
     mask, total, rates = blocks(run.algorithm.dim, run.spec.n_learners), 0.0, []
     radius = method(run).decision_set.largest_norm(run.algorithm.dim)
     ball = run.spec.decision_set.kind == "l2_ball"
-    for step in rounds_of(run, shared(run, features=slopes), NoNoise(), network):
+    for step in rounds_of(run, shared(run, features=slopes), no_noise, network):
         total += float(slopes[step.t] @ (step.spoken.decision[:, 0] * mask).sum(axis=0))
         so_far = slopes[: step.t + 1].sum(axis=0)
         best = -radius * np.linalg.norm(so_far) if ball else -np.abs(so_far).sum()
@@ -351,7 +351,7 @@ def test_every_replica_is_a_run_of_its_own(name: str) -> None:
 def test_a_round_without_records_moves_nothing_but_the_ridge() -> None:
     run = assemble(rounds=2)
     state = run.algorithm.start(Who(0))
-    state, message = run.algorithm.speak(state, NoNoise())
+    state, message = run.algorithm.speak(state, no_noise)
     mix = run.topology.at(0)
     heard = HeardFromNeighbours(mix.heard_by(0), dict.fromkeys(range(3), message), float(mix.own[0]))
     assert (run.algorithm.listen(state, heard, Batch.empty(7)).dual == 0.0).all()
@@ -361,8 +361,7 @@ def test_a_round_without_records_moves_nothing_but_the_ridge() -> None:
 
 
 def overheard(run: Run, data: PlacedData, seed: int, replicas: int = 1) -> Transcript:
-    steps = list(simulate(run, data, SeededNoise(seed), replicas))
-    return Transcript({name: np.stack([step.message[name] for step in steps]) for name in steps[0].message.fields})
+    return Transcript.of(step.message for step in simulate(run, data, SeededNoise(seed), replicas))
 
 
 def swapped(data: PlacedData, t: int, generator: np.random.Generator) -> LearnerData:
@@ -450,8 +449,7 @@ def test_one_round_can_cost_more_than_the_paper_says() -> None:
         decision_set=BALL,
     )
     data = shared(run, features=np.full((3, 9), 1 / 3))
-    silent = [step.message for step in rounds_of(run, data, NoNoise())]
-    transcript = Transcript({"h": np.stack([message["h"] for message in silent])})
+    transcript = Transcript.of(step.message for step in rounds_of(run, data, no_noise))
     own = data.learners[0]
     largest = [
         replay(run, transcript, i, [own, own.with_use(1, own.features[1], 1.0)]).supremum[0, 0] for i in range(9)

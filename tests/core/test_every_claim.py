@@ -10,8 +10,8 @@ import pytest
 
 from sottovoce.algorithms import ALGORITHMS
 from sottovoce.algorithms.interface import HeardFromNeighbours, Message, Who
-from sottovoce.arrays import Batch, FloatArray, Scalars
-from sottovoce.noise import Noise, SeededNoise
+from sottovoce.arrays import Batch, FloatArray
+from sottovoce.noise import Draw, Noise, SeededNoise
 from sottovoce.privacy.guarantee import joint
 from tests.claims import (
     EXPOSED,
@@ -138,17 +138,9 @@ class Again:
     source: Noise
     kept: dict[str, FloatArray] = field(default_factory=dict)
 
-    def laplace(self, name: str, t: int, scale: Scalars, grid: Scalars, shape: tuple[int, ...]) -> FloatArray:
-        return self._kept(name, self.source.laplace(name, t, scale, grid, shape))
-
-    def gaussian(self, name: str, t: int, scale: Scalars, grid: Scalars, shape: tuple[int, ...]) -> FloatArray:
-        return self._kept(name, self.source.gaussian(name, t, scale, grid, shape))
-
-    def spherical(self, name: str, t: int, rate: Scalars, shape: tuple[int, ...]) -> FloatArray:
-        return self._kept(name, self.source.spherical(name, t, rate, shape))
-
-    def _kept(self, name: str, drawn: FloatArray) -> FloatArray:
-        return self.kept.setdefault(name, drawn) if drawn.any() else drawn
+    def __call__(self, draw: Draw) -> FloatArray:
+        drawn = self.source(draw)
+        return self.kept.setdefault(draw.field, drawn) if drawn.any() else drawn
 
 
 ONE_EACH = {setup.algorithm["name"]: name for name, setup in reversed(SETUPS.items())}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,13 +20,13 @@ from sottovoce.algorithms.follow_the_leader.parameters import PdFtglSpec
 from sottovoce.algorithms.follow_the_leader.tree import OpenNodes, levels, lowbit
 from sottovoce.algorithms.interface import HeardByAll, HeardFromNeighbours, Message, Who
 from sottovoce.algorithms.setting import Setting
-from sottovoce.arrays import FloatArray, Scalars
+from sottovoce.arrays import FloatArray
 from sottovoce.data import LearnerData, PlacedData
 from sottovoce.errors import CheckFailed, SpecError
 from sottovoce.losses import mean_gradient
 from sottovoce.losses.logistic import Logistic
 from sottovoce.network.fixed import FixedNetwork
-from sottovoce.noise import Noise, NoNoise, SeededNoise
+from sottovoce.noise import Draw, Noise, Recorder, SeededNoise, no_noise
 from sottovoce.privacy.accountant import guarantee
 from sottovoce.running.replay import replay
 from sottovoce.running.run import Run, build_run
@@ -66,26 +66,14 @@ def letter(name: str, graph: str = "complete", **algorithm: Any) -> Run:
 
 
 @dataclass
-class Kept(NoNoise):
-    """Passes a source's noise on, and keeps it by round."""
+class Again:
+    """What was recorded, for one learner or one replica."""
 
-    source: Noise
-    drawn: dict[int, FloatArray] = field(default_factory=dict)
-
-    def laplace(self, name: str, t: int, scale: Scalars, grid: Scalars, shape: tuple[int, ...]) -> FloatArray:
-        self.drawn[t] = self.source.laplace(name, t, scale, grid, shape)
-        return self.drawn[t]
-
-
-@dataclass
-class Again(NoNoise):
-    """What was kept, for one learner or one replica."""
-
-    drawn: dict[int, FloatArray]
+    recorder: Recorder
     part: Any
 
-    def laplace(self, name: str, t: int, scale: Scalars, grid: Scalars, shape: tuple[int, ...]) -> FloatArray:
-        drawn: FloatArray = self.drawn[t][self.part]
+    def __call__(self, draw: Draw) -> FloatArray:
+        drawn: FloatArray = self.recorder.rounds[draw.field][draw.round][self.part]
         return drawn
 
 
@@ -100,7 +88,7 @@ def simulated(run: Run, data: PlacedData, noise: Noise, replicas: int = 1) -> li
 
 
 def transcript_of(steps: list[SimulatedRound]) -> Transcript:
-    return Transcript({"y": np.stack([step.message["y"] for step in steps])})
+    return Transcript.of(step.message for step in steps)
 
 
 # ---- the algorithm as the paper writes it ----------------------------------------------------------------------------
@@ -162,9 +150,9 @@ def by_the_book(run: Run, data: PlacedData, noise: dict[int, FloatArray]) -> dic
 def test_decisions_are_those_of_the_paper(name: str, placement: str, rounds: int) -> None:
     """Corrected Algorithms 1 and 3, whether or not T is a multiple of L; the graph is a ring, so P is the lazy one."""
     run = ran(name, rounds, algorithm={"noise_placement": placement})
-    data, noise = made_up(run.spec, batch=2), Kept(SeededNoise(1))
+    data, noise = made_up(run.spec, batch=2), Recorder(SeededNoise(1))
     steps = simulated(run, data, noise)
-    expected = by_the_book(run, data, {t // 10: drawn[:, 0] for t, drawn in noise.drawn.items()})
+    expected = by_the_book(run, data, {t // 10: drawn[:, 0] for t, drawn in noise.rounds["y"].items()})
 
     assert ftgl(run).gossip.share == 0.5
     for step in steps:
@@ -193,9 +181,9 @@ def test_a_decision_rests_on_what_is_two_or_three_blocks_older(name: str) -> Non
 def test_the_message_is_gossip_and_elsewhere_a_blank() -> None:
     """First the noisy block sum, then `Q_k` of it; 43 of 83 rounds have nothing to say and say zeros."""
     run = ran("pd-ftgl", algorithm={"gossip_steps": 6})
-    data, noise = made_up(run.spec), Kept(SeededNoise(3))
+    data, noise = made_up(run.spec), Recorder(SeededNoise(3))
     steps = simulated(run, data, noise)
-    assert sorted(noise.drawn) == [10 * leaf for leaf in range(1, 8)]
+    assert sorted(noise.rounds["y"]) == [10 * leaf for leaf in range(1, 8)]
 
     for step in steps:
         block, k = divmod(step.t, 10)
@@ -208,7 +196,7 @@ def test_the_message_is_gossip_and_elsewhere_a_blank() -> None:
         mixed = ftgl(run).gossip.polynomial(k, ftgl(run).momentum) @ first
         np.testing.assert_allclose(said[:, 0], mixed, rtol=1e-10, atol=1e-10)
     own = np.stack([block_gradient(run, data, i, range(10), np.zeros(3)) for i in range(5)])
-    np.testing.assert_allclose(steps[10].message["y"][:, 0] - noise.drawn[10][:, 0], own, rtol=0, atol=1e-9)
+    np.testing.assert_allclose(steps[10].message["y"][:, 0] - noise.rounds["y"][10][:, 0], own, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", PRIVATE)
@@ -272,7 +260,7 @@ def test_the_baseline_without_noise_comes_near_the_central_optimum() -> None:
 
 def near_the_optimum(run: Run) -> None:
     data = made_up(run.spec, records=20)
-    *_, last = simulate(run, data, NoNoise())
+    *_, last = simulate(run, data, no_noise)
     features = np.concatenate([run.loss.enforce(each.features, each.labels)[0] for each in data.learners])
     labels = np.concatenate([each.labels for each in data.learners])
 
@@ -296,7 +284,7 @@ def test_learning_starts_where_the_loss_says() -> None:
         run = ran(name, loss={**LOSS, "ridge": 0.0}, algorithm={"multiplier": 1e6})
         assert isinstance(run.algorithm, PdFtgl | DFtgl)
         elsewhere = replace(run.algorithm, loss=Elsewhere(feature_bound=2.0, ridge=0.0))
-        last = simulated(replace(run, algorithm=elsewhere), made_up(run.spec), NoNoise())[-1].after
+        last = simulated(replace(run, algorithm=elsewhere), made_up(run.spec), no_noise)[-1].after
         np.testing.assert_allclose(last, 0.25, atol=1e-3)
 
 
@@ -309,7 +297,7 @@ def test_a_round_of_the_baseline_is_the_papers_update() -> None:
     data, P, algorithm = made_up(run.spec, batch=2), run.topology.at(0).matrix, run.algorithm
     assert isinstance(algorithm, DFtgl)
     total = np.zeros((4, 3))
-    for step in simulated(run, data, NoNoise()):
+    for step in simulated(run, data, no_noise):
         np.testing.assert_allclose(step.message["y"][:, 0], total, atol=1e-12)
         seen = [block_gradient(run, data, i, range(step.t, step.t + 1), step.before[i, 0]) for i in range(4)]
         total = P @ total + np.stack(seen)
@@ -330,7 +318,7 @@ def test_the_baseline_promises_nothing() -> None:
     data = made_up(run.spec)
     own = data.learners[0]
     worlds = [own, own.with_use(3, np.array([2.0, -1.0, 3.0]), 1.0)]
-    realised = replay(run, transcript_of(simulated(run, data, NoNoise())), 0, worlds).realised[:, 0, 0]
+    realised = replay(run, transcript_of(simulated(run, data, no_noise)), 0, worlds).realised[:, 0, 0]
     assert np.flatnonzero(realised == math.inf).tolist() == [4]  # then the forced message is every world's own
     assert not realised[np.isfinite(realised)].any()
 
@@ -416,14 +404,14 @@ def test_leaf_one_lies_in_the_most_nodes() -> None:
 @pytest.mark.parametrize("name", [*PRIVATE, "d-ftgl"])
 def test_single_learners_equal_all_learners_at_once(name: str, placement: str) -> None:
     run = ran(name, algorithm={"noise_placement": placement} if name in PRIVATE else {})
-    data, noise = made_up(run.spec, batch=3), Kept(SeededNoise(6))
+    data, noise = made_up(run.spec, batch=3), Recorder(SeededNoise(6))
     together = simulated(run, data, noise)
     states = [run.algorithm.start(Who(i)) for i in range(5)]
     for step in together:
         messages: dict[int, Message] = {}
         mixing = run.topology.at(step.t)
         for i in range(5):
-            states[i], messages[i] = run.algorithm.speak(states[i], Again(noise.drawn, (i, 0)))
+            states[i], messages[i] = run.algorithm.speak(states[i], Again(noise, (i, 0)))
         for i in range(5):
             assert messages[i]["y"].shape == (3,)
             heard = HeardFromNeighbours(mixing.heard_by(i), messages, float(mixing.own[i]))
@@ -435,10 +423,10 @@ def test_single_learners_equal_all_learners_at_once(name: str, placement: str) -
 @pytest.mark.parametrize("name", PRIVATE)
 def test_every_replica_is_a_run_of_its_own(name: str) -> None:
     run = ran(name)
-    data, noise = made_up(run.spec), Kept(SeededNoise(7))
+    data, noise = made_up(run.spec), Recorder(SeededNoise(7))
     together = simulated(run, data, noise, replicas=3)
     for k in range(3):
-        alone = simulated(run, data, Again(noise.drawn, (slice(None), slice(k, k + 1))))
+        alone = simulated(run, data, Again(noise, (slice(None), slice(k, k + 1))))
         for many, one in zip(together, alone, strict=True):
             np.testing.assert_allclose(many.message["y"][:, k], one.message["y"][:, 0], rtol=1e-12, atol=1e-12)
             np.testing.assert_allclose(many.after[:, k], one.after[:, 0], rtol=1e-12, atol=1e-12)
@@ -462,9 +450,9 @@ def test_a_state_is_a_value(name: str) -> None:
 
 def test_a_learner_alone_learns() -> None:
     run = ran("pd-ftgl", learners=1)
-    data, noise = made_up(run.spec), Kept(SeededNoise(8))
+    data, noise = made_up(run.spec), Recorder(SeededNoise(8))
     steps = simulated(run, data, noise)
-    expected = by_the_book(run, data, {t // 10: drawn[:, 0] for t, drawn in noise.drawn.items()})
+    expected = by_the_book(run, data, {t // 10: drawn[:, 0] for t, drawn in noise.rounds["y"].items()})
     np.testing.assert_allclose(steps[-1].before[:, 0], expected[9], rtol=1e-8, atol=1e-9)
 
 

@@ -24,7 +24,7 @@ from sottovoce.arrays import Batch, FloatArray
 from sottovoce.data import LearnerData, PlacedData
 from sottovoce.errors import CheckFailed, SpecError
 from sottovoce.losses import mean_gradient
-from sottovoce.noise import Noise, NoNoise, RecordedNoise, Recorder, SeededNoise
+from sottovoce.noise import Noise, RecordedNoise, Recorder, SeededNoise, no_noise
 from sottovoce.privacy.regularity import Regularity
 from sottovoce.running.replay import Losses, replay
 from sottovoce.running.run import Run, build_run
@@ -74,7 +74,7 @@ def simulated(run: Run, data: PlacedData, noise: Noise, replicas: int = 1) -> li
 
 
 def transcript_of(steps: Sequence[SimulatedRound]) -> Transcript:
-    return Transcript({name: np.stack([step.message[name] for step in steps]) for name in steps[0].message.fields})
+    return Transcript.of(step.message for step in steps)
 
 
 def gradient(run: Run, batch: Batch, at: FloatArray) -> FloatArray:
@@ -181,7 +181,7 @@ STRONG = {"kind": "logistic", "ridge": 0.3, "feature_bound": 3.0}
 def test_all_learners_come_to_the_common_optimum_without_noise(form: str) -> None:
     run = run_of({"name": "dsgd", "form": form, "step": HARMONIC, "noise": SILENT}, rounds=1500, loss=STRONG)
     data = skewed(run)
-    steps, best = simulated(run, data, NoNoise()), optimum(run, data, [1.0] * 4)
+    steps, best = simulated(run, data, no_noise), optimum(run, data, [1.0] * 4)
     early, late = (float(np.abs(steps[t].after[:, 0] - best).max()) for t in (149, 1499))
     assert late < 0.015 * np.linalg.norm(best)
     assert late < 0.15 * early  # of the order of the step size
@@ -195,7 +195,7 @@ def test_rescaling_leads_from_the_perron_weighted_optimum_to_the_true_one() -> N
     data = skewed(plain)
     weighted, true = optimum(plain, data, [4.0, 2.0, 2.0, 2.0]), optimum(plain, data, [1.0] * 4)
     size, apart = np.linalg.norm(true), np.linalg.norm(weighted - true)
-    without, with_it = (simulated(run, data, NoNoise())[-1].after[:, 0] for run in (plain, rescaled))
+    without, with_it = (simulated(run, data, no_noise)[-1].after[:, 0] for run in (plain, rescaled))
 
     assert apart > 0.08 * size
     assert np.linalg.norm(without - weighted, axis=1).max() < 0.2 * apart
@@ -207,7 +207,7 @@ def test_the_regret_of_d_ogd_grows_like_a_root() -> None:
     """Regret of the worst learner against the network's loss over the square root of T, for T = 250 and 4000."""
     run = run_of({"name": "d-ogd"}, rounds=4000, loss={**LOGISTIC, "ridge": 0.0})
     data = made_up(run.spec)
-    played = np.stack([step.before[:, 0] for step in simulated(run, data, NoNoise())])
+    played = np.stack([step.before[:, 0] for step in simulated(run, data, no_noise)])
     features = np.stack([run.loss.enforce(each.features, each.labels)[0] for each in data.learners])  # (4, T, 3)
     labels = np.stack([each.labels for each in data.learners])
 
@@ -283,7 +283,7 @@ def test_a_lie_about_shares_cannot_make_a_step_larger_than_what_is_charged() -> 
     def last(e: float) -> FloatArray:
         state = before = run.algorithm.start(Who(1))
         for t in range(6):
-            state, message = run.algorithm.speak(state, NoNoise())
+            state, message = run.algorithm.speak(state, no_noise)
             lie = Message({"y": np.zeros(3), "e": message["e"] * e})
             heard = HeardFromNeighbours(mixing.heard_by(1), {0: lie}, float(mixing.own[1]))
             before, state = state, run.algorithm.listen(state, heard, own.batch(t))

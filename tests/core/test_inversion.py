@@ -44,8 +44,7 @@ def attacked(noise: dict[str, Any]) -> Rebuilt:
     learners = tuple(type(own)(np.abs(own.features), own.labels, own.order, own.offsets) for own in drawn.learners)
     data = PlacedData(learners, np.abs(drawn.test_features), drawn.test_labels)
     run = build_run(spec, 64)
-    steps = list(simulate(run, data, SeededNoise(0)))
-    return rebuild(run, data, Transcript({"y": np.stack([step.message["y"] for step in steps])}))
+    return rebuild(run, data, Transcript.of(step.message for step in simulate(run, data, SeededNoise(0))))
 
 
 def test_the_record_and_its_label_are_found() -> None:

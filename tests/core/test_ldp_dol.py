@@ -17,7 +17,7 @@ from sottovoce.algorithms.ldp_dol.sensitivity import Schedules
 from sottovoce.arrays import FloatArray
 from sottovoce.data import PlacedData
 from sottovoce.losses.history import start_history
-from sottovoce.noise import Noise, NoNoise, RecordedNoise, Recorder, SeededNoise
+from sottovoce.noise import Draw, Noise, RecordedNoise, Recorder, SeededNoise, no_noise
 from sottovoce.running.run import Run
 from sottovoce.running.simulator import SimulatedRound, simulate
 from tests.examples import made_up, small_run
@@ -113,7 +113,7 @@ def test_without_noise_the_network_comes_near_the_central_optimum() -> None:
         loss={"kind": "logistic", "ridge": 0.3, "feature_bound": 3.0},
     )
     data = made_up(run.spec, records=12)
-    steps = simulated(run, data, NoNoise())
+    steps = simulated(run, data, no_noise)
     features = np.concatenate([run.loss.enforce(each.features, each.labels)[0] for each in data.learners])
     labels = np.concatenate([each.labels for each in data.learners])
     model = LogisticRegression(C=1 / (0.3 * len(labels)), fit_intercept=False, tol=1e-10, max_iter=10_000)
@@ -139,7 +139,7 @@ def test_without_noise_the_network_is_nearly_stationary() -> None:
         loss={"kind": "logistic", "ridge": 0.3, "feature_bound": 3.0},
     )
     data = made_up(run.spec, records=10)
-    last = simulated(run, data, NoNoise())[-1]
+    last = simulated(run, data, no_noise)[-1]
     theta = last.before[:, 0]
     pull = schedules_of(run).coupling(last.t) * (coupling_matrix(run) @ theta)
     slope = schedules_of(run).step_size(last.t) * np.stack(
@@ -245,7 +245,7 @@ def test_overheard_densities_differ_as_the_laplace_law_says(seed: int, sigma: fl
     generator = np.random.default_rng(seed)
     state = replace(run.algorithm.start(Who(0)), t=t, theta=generator.normal(size=3))
     scale = run.algorithm.noise_scale(0, t)
-    _, centre = run.algorithm.speak(state, NoNoise())
+    _, centre = run.algorithm.speak(state, no_noise)
     one, two = (Message({"y": centre["y"] + scale * generator.laplace(size=3)}) for _ in range(2))
     (_, first), (_, second) = run.algorithm.overheard(state, one), run.algorithm.overheard(state, two)
     _, top = run.algorithm.overheard(state, centre)
@@ -269,18 +269,16 @@ def test_a_message_is_the_state_plus_noise_on_one_lattice() -> None:
 
 def test_the_noise_scale_grows_as_the_spec_says() -> None:
     run = small_run(algorithm={"sigma": [1.0, 2.0, 3.0], "varsigma": [0.0, 0.1, 0.2]})
-    asked: list[tuple[str, int, FloatArray]] = []
+    asked: list[Draw] = []
 
-    class Listener(NoNoise):
-        def laplace(
-            self, name: str, t: int, scale: float | FloatArray, grid: float | FloatArray, shape: tuple[int, ...]
-        ) -> FloatArray:
-            asked.append((name, t, np.asarray(scale).ravel()))
-            return np.zeros(shape)
+    def listener(draw: Draw) -> FloatArray:
+        asked.append(draw)
+        return no_noise(draw)
 
-    simulated(run, made_up(run.spec), Listener())
-    assert [(name, t) for name, t, _ in asked] == [("y", t) for t in range(20)]
-    np.testing.assert_allclose(asked[8][2], np.array([1.0, 2.0, 3.0]) / np.sqrt(2) * 9.0 ** np.array([0.0, 0.1, 0.2]))
+    simulated(run, made_up(run.spec), listener)
+    assert [(draw.field, draw.round) for draw in asked] == [("y", t) for t in range(20)]
+    scales = np.asarray(asked[8].scale).ravel()
+    np.testing.assert_allclose(scales, np.array([1.0, 2.0, 3.0]) / np.sqrt(2) * 9.0 ** np.array([0.0, 0.1, 0.2]))
 
 
 def test_step_sizes_and_couplings_fall_as_the_spec_says() -> None:

@@ -122,8 +122,8 @@ def test_leading_axes_are_computed_each_by_itself(kind: type[Loss], clip: float 
     """Two learners with unequal numbers of records and three replicas, against one vector at a time."""
     if kind is PassGlm and clip is not None:
         return  # refused: to clip, one needs the records
-    own: dict[str, Any] = {"classes": 4} if kind is Softmax else {"score_bound": 4.0} if kind is PassGlm else {}
-    loss = kind.model_validate({"feature_bound": 9.0, "ridge": 0.0, "clip_norm": clip, **own})
+    fields: dict[str, Any] = {"classes": 4} if kind is Softmax else {"score_bound": 4.0} if kind is PassGlm else {}
+    loss = kind.model_validate({"feature_bound": 9.0, "ridge": 0.0, "clip_norm": clip, **fields})
     generator = np.random.default_rng(1)
     theta = generator.normal(size=(2, 3, loss.dim(DIM)))
     features, labels = generator.normal(size=(2, 5, DIM)), generator.integers(0, 2, (2, 5)).astype(np.float64)
@@ -503,7 +503,7 @@ class Absolute(MarginLoss):
 
     kind: str = "absolute"
     binary: ClassVar[bool] = False
-    n_classes: ClassVar[int | None] = None  # type: ignore[assignment,misc]
+    n_classes: ClassVar[int | None] = None
 
     def value(self, scores: FloatArray, labels: FloatArray) -> FloatArray:
         return np.abs(labels - scores)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from sottovoce.arrays import FloatArray
-from sottovoce.noise import KeyedNoise, NoNoise, SeededNoise, SystemNoise, grid, mechanisms
+from sottovoce.noise import Draw, KeyedNoise, SeededNoise, SystemNoise, grid, mechanisms, no_noise
 from sottovoce.noise.mechanisms import (
     certain_density,
     gaussian_density,
@@ -166,7 +166,7 @@ def test_zcdp_epsilon_is_that_of_bun_and_steinke() -> None:
 @pytest.mark.parametrize(("say", "density"), [(say_laplace, laplace_density), (say_gaussian, gaussian_density)])
 def test_without_noise_a_vector_is_said_as_it_is(say: Callable[..., FloatArray], density: Callable[..., float]) -> None:
     vector = np.array([0.1, -2.0])
-    assert say(NoNoise(), "y", 0, vector, 0.0) is vector
+    assert say(no_noise, "y", 0, vector, 0.0) is vector
     assert density(vector, vector, 0.0) == 0.0
     assert density(vector + 0.1, vector, 0.0) == -math.inf
 
@@ -248,5 +248,7 @@ def test_a_precision_attack_breaks_numpy_and_not_us() -> None:
 
 def test_the_precision_attack_breaks_spherical_noise() -> None:
     """As its docs say: it is in float64. Should it once be on a lattice, they may say so."""
-    noise, again = (KeyedNoise("hush", "run", k).spherical("y", 0, 1.0, (50_000, 3))[:, 0] for k in range(2))
+    noise, again = (
+        KeyedNoise("hush", "run", k)(Draw("spherical", "y", 0, 1.0, None, (50_000, 3)))[:, 0] for k in range(2)
+    )
     assert given_away(noise, 1.0 + again) > 0.01

@@ -18,7 +18,7 @@ from sottovoce.decision_sets import L2Ball
 from sottovoce.errors import SpecError
 from sottovoce.losses import Loss
 from sottovoce.losses.logistic import Logistic
-from sottovoce.noise import NoNoise, RecordedNoise, Recorder, SeededNoise
+from sottovoce.noise import RecordedNoise, Recorder, SeededNoise, no_noise
 from sottovoce.running import metrics
 from sottovoce.running.metrics import Curves, Metrics, Objective, checkpoints
 from sottovoce.running.run import Run
@@ -226,7 +226,7 @@ def test_computing_in_parts_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_without_noise_learners_find_the_optimum() -> None:
     run = small_run(600, loss={"kind": "logistic", "ridge": 0.2, "feature_bound": 1.0}, algorithm={"lam0": 3.0})
-    found = measured(run, made_up(run.spec), NoNoise())
+    found = measured(run, made_up(run.spec), no_noise)
 
     assert found.rounds[0] == 1
     assert found.rounds[-1] == 600
@@ -247,7 +247,7 @@ def test_accuracy_is_a_share_of_records_and_balanced_accuracy_one_of_classes() -
     assert meter.curves["accuracy"].final == pytest.approx(0.75)
     assert meter.curves["balanced_accuracy"].final == pytest.approx(0.5)
     measurements = replace(data, test_labels=np.linspace(0, 1, 12))
-    assert "accuracy" not in measured(run, measurements, NoNoise())
+    assert "accuracy" not in measured(run, measurements, no_noise)
 
 
 def test_rounds_without_records_cost_nothing() -> None:

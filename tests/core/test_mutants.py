@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -14,11 +13,11 @@ from sottovoce.audit.plan import Plan, plan_audit
 from sottovoce.errors import SpecError
 from sottovoce.lab.selftest import breaking
 from sottovoce.lab.selftest.bases import ALGORITHMS, BASES
-from sottovoce.lab.selftest.breaking import Change, Changed, Draw
+from sottovoce.lab.selftest.breaking import Change, changed
 from sottovoce.lab.selftest.doctoring import forgetful, notices, overspent, spoken
 from sottovoce.lab.selftest.mutants import MUTANTS, Broken, Mutant, noisy
 from sottovoce.lab.selftest.trial import Alarms, Outcome, added, attempt, false_alarms, interval
-from sottovoce.noise import SeededNoise, grid
+from sottovoce.noise import Draw, Law, SeededNoise, grid
 
 BY_NAME = {mutant.name: mutant for mutant in MUTANTS}
 GENERATOR = np.random.default_rng
@@ -37,8 +36,8 @@ def tried(name: str, base: str | None = None) -> Outcome:
 
 def drawn(change: Change, rounds: int = 4, shape: tuple[int, ...] = (3, 50, 4), scale: float = 2.0) -> FloatArray:
     """Changed Laplace noise of all rounds."""
-    source = Changed(SeededNoise(0), change)
-    return np.stack([source.laplace("y", t, scale, float(grid(scale)), shape) for t in range(rounds)])
+    source = changed(SeededNoise(0), change)
+    return np.stack([source(Draw("laplace", "y", t, scale, float(grid(scale)), shape)) for t in range(rounds)])
 
 
 CORRECT = drawn(lambda noise, draw: noise)
@@ -77,14 +76,12 @@ def test_seeds_that_learners_share() -> None:
 
 
 @pytest.mark.parametrize("law", ["laplace", "spherical"])
-def test_gaussian_noise_has_the_same_variance(law: str) -> None:
+def test_gaussian_noise_has_the_same_variance(law: Law) -> None:
     """Within 1 %: their standard error is 0.2 %."""
-    shape, source = (200_000, 3), SeededNoise(1)
-    changed = Changed(source, breaking.gaussian(GENERATOR(0)))
-    draw: Callable[[Changed | SeededNoise], FloatArray] = lambda noise: (  # noqa: E731 - a name for either
-        noise.laplace("y", 0, 2.0, 2.0**-40, shape) if law == "laplace" else noise.spherical("y", 0, 0.5, shape)
-    )
-    assert np.var(draw(changed)) == pytest.approx(np.var(draw(source)), rel=0.02)
+    source = SeededNoise(1)
+    draw = Draw(law, "y", 0, 0.5, None if law == "spherical" else 2.0**-40, (200_000, 3))
+    noise = changed(source, breaking.gaussian(GENERATOR(0)))(draw)
+    assert np.var(noise) == pytest.approx(np.var(source(draw)), rel=0.02)
 
 
 def test_the_biased_sampler_is_biased_by_as_much_as_it_says() -> None:
@@ -95,8 +92,8 @@ def test_the_biased_sampler_is_biased_by_as_much_as_it_says() -> None:
 
 def test_draws_know_their_lattice() -> None:
     noise = np.array([0.3, 0.7])
-    assert np.array_equal(Draw("laplace", "y", 0, 1.0, 0.5).rounded(noise), [0.5, 0.5])
-    assert np.array_equal(Draw("spherical", "y", 0, 1.0, 0.0).rounded(noise), noise)
+    assert np.array_equal(Draw("laplace", "y", 0, 1.0, 0.5, (2,)).rounded(noise), [0.5, 0.5])
+    assert np.array_equal(Draw("spherical", "y", 0, 1.0, None, (2,)).rounded(noise), noise)
 
 
 # ---- caught ----------------------------------------------------------------------------------------------------------

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from copy import copy
+
 import numpy as np
 import pytest
 
-from sottovoce.arrays import FloatArray, IntArray
+from sottovoce.algorithms.interface import Message
+from sottovoce.arrays import Batch, FloatArray, IntArray
 from sottovoce.data import LearnerData, PlacedData
-from sottovoce.noise import SeededNoise
-from sottovoce.running.replay import Losses, replay, worst_swap
+from sottovoce.lab.selftest.bases import ALGORITHMS
+from sottovoce.noise import RecordedNoise, Recorder, SeededNoise, no_noise
+from sottovoce.running.replay import Losses, Replay, replay, worst_swap
 from sottovoce.running.run import Run
 from sottovoce.running.simulator import simulate
 from sottovoce.running.transcript import Transcript
@@ -21,8 +26,7 @@ LOSSES = [LOGISTIC, CLIPPED, SQUARED]
 
 
 def overheard(run: Run, data: PlacedData, seed: int, replicas: int = 1) -> Transcript:
-    said = [step.message["y"] for step in simulate(run, data, SeededNoise(seed), replicas)]
-    return Transcript({"y": np.stack(said)})
+    return Transcript.of(step.message for step in simulate(run, data, SeededNoise(seed), replicas))
 
 
 def stranger(generator: np.random.Generator) -> tuple[FloatArray, float]:
@@ -41,6 +45,85 @@ def within(losses: Losses, claim: FloatArray) -> None:
     assert (np.abs(losses.realised) <= losses.largest * (1 + 1e-9) + 1e-9).all()
     assert (np.abs(np.cumsum(losses.realised, axis=0)) <= claim[:, None, None] * (1 + 1e-9) + 1e-9).all()
     assert (worst <= claim[:, None, None] * (1 + 1e-9) + 1e-9).all()
+
+
+# ---- the machine -----------------------------------------------------------------------------------------------------
+
+
+def batches(worlds: Sequence[LearnerData], t: int) -> list[Batch]:
+    return [world.batch(t) for world in worlds]
+
+
+@pytest.mark.parametrize("name", ["ldp-dol", "dola", "dpsda-c", "pd-ftgl", "dvp", "pvp", "d-ogd"])
+def test_a_replay_decides_and_says_what_the_learner_did(name: str) -> None:
+    """In the world that was; what the noise was is read off a recording."""
+    run, data = ALGORITHMS[name].build()
+    recorder = Recorder(SeededNoise(3))
+    steps = list(simulate(run, data, recorder, replicas=2))
+    noise = RecordedNoise({field: np.stack(rounds)[:, 1:2] for field, rounds in recorder.drawn.items()})
+    machine = Replay(run, 1, replicas=2)
+    for t, step in enumerate(steps):
+        said = step.by_sender()
+        for field, value in machine.says(noise).fields.items():
+            np.testing.assert_allclose(
+                np.broadcast_to(value, said[1][field].shape), said[1][field], rtol=1e-7, atol=1e-7
+            )
+        density = machine.step(said, data.learners[1].batch(t))
+        assert density is not None and np.isfinite(density).all()
+        np.testing.assert_allclose(machine.decision, step.before[1:2], rtol=1e-7, atol=1e-7)
+    assert machine.known and machine.t == run.spec.rounds
+
+
+def test_questions_change_nothing_and_copies_go_on_by_themselves() -> None:
+    run = small_run(rounds=6)
+    data = made_up(run.spec)
+    transcript, own = overheard(run, data, 2, replicas=3), data.learners[0]
+    worlds = [own, own.with_use(0, np.ones(3), 1.0 - own.labels[0])]
+    asked, straight = Replay(run, 0, 3, 2), Replay(run, 0, 3, 2)
+    for t in range(6):
+        messages = transcript.messages(t, asked.concerned)
+        assert asked.concerned == set(messages) == {0, *run.topology.at(t).heard_by(0)}
+        foreseen, centre = asked.density(messages[0]), asked.says(no_noise)
+        elsewhere = copy(asked)
+        assert elsewhere.step(messages, *batches([worlds[1], worlds[0]], t)) is not None
+        assert elsewhere.t == t + 1 == asked.t + 1
+        assert np.array_equal(asked.says(no_noise)["y"], centre["y"])
+        for machine in (asked, straight):
+            found = machine.step(messages, *batches(worlds, t))
+            assert found is not None and found.shape == (2, 3)
+            assert np.array_equal(found, foreseen)
+
+
+def test_what_was_not_overheard_ends_what_is_known() -> None:
+    """Of the learner: its density is not known. Of somebody that it hears: its density still is, but not its next state."""
+    run = small_run(rounds=4, learners=4, topology={"graph": "path"})
+    data = made_up(run.spec)
+    transcript, own = overheard(run, data, 2), data.learners[1]
+    lost = Message({"y": np.full((1, 1, 3), np.nan)})
+    for missing, density_known in ((1, False), (0, True), (2, True), (3, True)):
+        for unheard in ({}, {missing: lost}):
+            machine = Replay(run, 1)
+            machine.step(transcript.messages(0, range(4)), own.batch(0))
+            kept = transcript.messages(1, set(range(4)) - {missing})
+            density = machine.step({**kept, **unheard}, own.batch(1))
+            assert (density is not None) == density_known
+            assert machine.known == (missing == 3)
+            assert machine.t == (2 if missing == 3 else 1)
+            assert (machine.step(transcript.messages(2, range(4)), own.batch(2)) is not None) == (missing == 3)
+
+
+def test_losses_end_where_a_neighbour_was_not_overheard() -> None:
+    """What the learner said in that very round is known, and nothing later: not-a-number would pass for a refutation."""
+    run = small_run(rounds=8, learners=4, topology={"graph": "path"})
+    data = made_up(run.spec)
+    whole, own = overheard(run, data, 2), data.learners[1]
+    worlds, gaps = [own, own.with_use(0, np.ones(3), 1.0 - own.labels[0])], whole.fields["y"].copy()
+    gaps[5, 2] = np.nan
+    found = replay(run, Transcript({"y": gaps}), 1, worlds)
+    expected = replay(run, whole, 1, worlds)
+
+    assert np.array_equal(found.realised, expected.realised[:6])
+    assert np.array_equal(found.largest, expected.largest[:6])
 
 
 # ---- never above the claim -------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from scipy import stats
 
 from sottovoce import noise
 from sottovoce.data import LearnerData, PlacedData
-from sottovoce.noise import SeededNoise, grid
+from sottovoce.noise import Draw, SeededNoise, grid
 from sottovoce.running import simulator
 
 
@@ -53,9 +53,9 @@ def test_every_round_has_its_records(sizes: np.ndarray, ahead: int, monkeypatch:
 def test_small_and_large_draws_are_new_laplace_numbers(count: int) -> None:
     """Fails by chance with probability below 1e-6."""
     source, rounds = SeededNoise(3), 40_000 // count + 2
-    drawn = [source.laplace("y", t, 2.0, grid(2.0), (count,)) for t in range(rounds)]
+    drawn = [source(Draw("laplace", "y", t, 2.0, grid(2.0), (count,))) for t in range(rounds)]
     kept = [values.copy() for values in drawn]
-    source.laplace("y", rounds, 2.0, grid(2.0), (count,))
+    source(Draw("laplace", "y", rounds, 2.0, grid(2.0), (count,)))
     values = np.concatenate(drawn)
     assert (values == np.concatenate(kept)).all(), "a draw must not change an older one"
     assert len(np.unique(values)) == len(values)
@@ -65,5 +65,5 @@ def test_small_and_large_draws_are_new_laplace_numbers(count: int) -> None:
 
 def test_every_learner_has_its_own_scale() -> None:
     scales = np.array([1.0, 100.0]).reshape(-1, 1, 1)
-    drawn = SeededNoise(4).laplace("y", 0, scales, np.asarray(grid(scales)), (2, 50, 100))
+    drawn = SeededNoise(4)(Draw("laplace", "y", 0, scales, np.asarray(grid(scales)), (2, 50, 100)))
     np.testing.assert_allclose(np.abs(drawn).mean(axis=(1, 2)), [1.0, 100.0], rtol=0.1)  # ten standard errors

@@ -18,7 +18,7 @@ from sottovoce.data import PlacedData
 from sottovoce.errors import CaptureError
 from sottovoce.lab.watch.sequential import Changes, Conformance, Detector
 from sottovoce.lab.watch.watch import BLOCKS, Alarm, Watch
-from sottovoce.noise import Noise, SeededNoise
+from sottovoce.noise import Draw, Noise, SeededNoise
 from sottovoce.running.run import Run
 from sottovoce.running.simulator import simulate
 from tests.examples import made_up, small_run
@@ -37,20 +37,14 @@ class Broken:
         self._source, self._change, self._since = SeededNoise(seed), change, since
         self._before: FloatArray | None = None
 
-    def laplace(self, name: str, t: int, scale: Scalars, grid: Scalars, shape: tuple[int, ...]) -> FloatArray:
-        drawn = self._source.laplace(name, t, scale, grid, shape)
+    def __call__(self, draw: Draw) -> FloatArray:
+        drawn = self._source(draw)
         before = drawn if self._before is None else self._before
-        if t >= self._since:
-            own = grid if isinstance(grid, float) else grid[BROKEN]
-            drawn[BROKEN] = self._change(t, drawn[BROKEN], before[BROKEN], own)
+        if draw.round >= self._since:
+            spacing = draw.grid if isinstance(draw.grid, float) else np.asarray(draw.grid)[BROKEN]
+            drawn[BROKEN] = self._change(draw.round, drawn[BROKEN], before[BROKEN], spacing)
         self._before = drawn
         return drawn
-
-    def gaussian(self, name: str, t: int, scale: Scalars, grid: Scalars, shape: tuple[int, ...]) -> FloatArray:
-        raise NotImplementedError
-
-    def spherical(self, name: str, t: int, rate: Scalars, shape: tuple[int, ...]) -> FloatArray:
-        raise NotImplementedError
 
 
 def times(factor: float) -> Change:

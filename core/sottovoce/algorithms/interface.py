@@ -20,7 +20,7 @@ from typing import Protocol, TypeVar, runtime_checkable
 import numpy as np
 
 from sottovoce.arrays import Batch, FloatArray, Scalars
-from sottovoce.noise.source import Noise
+from sottovoce.noise.draw import Noise
 from sottovoce.privacy.accountant import Accountant
 
 StateT = TypeVar("StateT")

@@ -11,19 +11,19 @@ Objective perturbation is not seen: its noise is in the problem that a learner s
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 from scipy import special, stats
 
-from sottovoce.algorithms.interface import HeardFromNeighbours, Message, Who
-from sottovoce.arrays import Batch, FloatArray, Scalars
+from sottovoce.algorithms.interface import Message
+from sottovoce.arrays import FloatArray, Scalars
 from sottovoce.audit.result import Test
-from sottovoce.data import PlacedData, stack
-from sottovoce.noise import GRID_BITS, NoNoise, grid
+from sottovoce.data import PlacedData
+from sottovoce.noise import GRID_BITS, Draw, Law, grid, no_noise
+from sottovoce.running.replay import Replay
 from sottovoce.running.run import Run
 from sottovoce.running.transcript import Transcript
 
@@ -37,8 +37,6 @@ RESOLVED = 0.125
 """Numbers further than this off the lattice, in spacings, are off it; rounding must stay below."""
 _ROUNDING = 64 * np.finfo(float).eps
 _TINY = float(np.finfo(float).tiny)
-
-Law = Literal["laplace", "gaussian", "spherical"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,101 +70,31 @@ class Residuals:
 # ---- from messages to noise ------------------------------------------------------------------------------------------
 
 
-class _Probe:
-    """One scale in place of every number: where a message moves by as much, it carries noise."""
+def noise_of(replay: Replay, said: Message) -> dict[str, Residuals]:
+    """The noise of this round's message `said`, fields `(1, replicas, dim)`: residuals of one round, by field that carries any.
 
-    def __init__(self) -> None:
-        self.asked: dict[str, tuple[Law, Scalars]] = {}
-
-    def laplace(self, name: str, t: int, scale: Scalars, grid: Scalars, shape: tuple[int, ...]) -> FloatArray:
-        return self._answer(name, "laplace", grid * 2.0**GRID_BITS, shape)
-
-    def gaussian(self, name: str, t: int, scale: Scalars, grid: Scalars, shape: tuple[int, ...]) -> FloatArray:
-        return self._answer(name, "gaussian", grid * 2.0**GRID_BITS, shape)
-
-    def spherical(self, name: str, t: int, rate: Scalars, shape: tuple[int, ...]) -> FloatArray:
-        return self._answer(name, "spherical", 1.0 / rate, shape)
-
-    def _answer(self, name: str, law: Law, step: Scalars, shape: tuple[int, ...]) -> FloatArray:
-        self.asked[name] = (law, step)
-        return np.zeros(shape) + step
-
-
-@dataclass(frozen=True, slots=True)
-class RoundNoise:
-    """The noise of one field of one message.
-
-    Attributes:
-        values: `(replicas, dim)`, as in `Residuals`.
-        scale: of the noise.
-        off_lattice: `(replicas, dim)`, as in `Residuals`.
+    The learner speaks once without noise, and once with the same number in place of every noise: where a message moves by
+    as much, it carries noise. The claimed scale is `Algorithm.noise_scale`; that of spherical noise depends on the number
+    of records, and is the one that the algorithm asks its source for.
     """
+    steps: dict[str, tuple[Law, Scalars]] = {}
 
-    values: FloatArray
-    scale: float
-    off_lattice: FloatArray
+    def probe(draw: Draw) -> FloatArray:
+        # On the lattice, so that no sum is rounded; about one scale.
+        step = 1.0 / draw.scale if draw.grid is None else draw.grid * 2.0**GRID_BITS
+        steps[draw.field] = draw.law, step
+        return np.zeros(draw.shape) + step
 
-
-class Replayed:
-    """One learner's state, replayed from what is overheard, a round at a time.
-
-    Every round: `noise`, if it is asked for, then `hear`. A copy (`copy.copy`) goes on from the same state by itself.
-
-    Args:
-        run: the run that is overheard.
-        learner: its index.
-        replicas: runs side by side.
-    """
-
-    def __init__(self, run: Run, learner: int, replicas: int = 1) -> None:
-        self.learner, self.t = learner, 0
-        self._run = run
-        self._state: Any = run.algorithm.start(Who((learner,), replicas))
-
-    @property
-    def concerned(self) -> frozenset[int]:
-        """Whose messages of this round `hear` needs: its own, and those that it hears."""
-        return frozenset({self.learner, *self._run.topology.at(self.t).heard_by(self.learner)})
-
-    def noise(self, said: Message) -> dict[str, RoundNoise]:
-        """The noise of this round's message `said`, fields `(1, replicas, dim)`: by field that should carry some.
-
-        The claimed scale is `Algorithm.noise_scale`; that of spherical noise depends on the number of records, and is the
-        one that the algorithm asks its source for.
-        """
-        algorithm, probe = self._run.algorithm, _Probe()
-        _, centre = algorithm.speak(self._state, NoNoise())
-        _, moved = algorithm.speak(self._state, probe)
-        found = {}
-        for name in sorted(probe.asked.keys() & centre.fields.keys()):
-            law, step = probe.asked[name]
-            scale = _one(step) if law == "spherical" else algorithm.noise_scale(self.learner, self.t)
-            noisy = np.abs(moved[name] - centre[name] - step) <= 1e-6 * np.abs(step)
-            if 0.0 < scale < math.inf and noisy.any():
-                found[name] = _taken_off(law, scale, noisy, said[name], centre[name])
-        return found
-
-    def hear(self, messages: Mapping[int, Message], batch: Batch) -> FloatArray | None:
-        """The round is over: it said and heard this, and learned the records.
-
-        Args:
-            messages: of all who are `concerned`, by sender; fields `(1, replicas, dim)`. One left out, or not-a-number,
-                was not overheard.
-            batch: its records of the round.
-
-        Returns:
-            `(1, replicas)` log density of what it said. None: somebody who is concerned was not overheard, so nothing
-            is known of it any more.
-        """
-        mixing = self._run.topology.at(self.t)
-        if not all(j in messages and _heard(messages[j]) for j in self.concerned):
-            return None
-        self._state, density = self._run.algorithm.overheard(self._state, messages[self.learner])
-        weights = mixing.heard_by(self.learner)
-        heard = HeardFromNeighbours(weights, {j: messages[j] for j in weights}, float(mixing.own[self.learner]))
-        self._state = self._run.algorithm.listen(self._state, heard, stack([batch]))
-        self.t += 1
-        return np.asarray(density)
+    centre, moved = replay.says(no_noise), replay.says(probe)
+    found = {}
+    for name in sorted(steps.keys() & centre.fields.keys()):
+        law, step = steps[name]
+        scale = _one(step) if law == "spherical" else replay.run.algorithm.noise_scale(replay.learner, replay.t)
+        noisy = np.abs(moved[name] - centre[name] - step) <= 1e-6 * np.abs(step)
+        if 0.0 < scale < math.inf and noisy.any():
+            values, off_lattice = _taken_off(law, scale, noisy, said[name], centre[name])
+            found[name] = Residuals(replay.learner, name, values, np.array([scale]), off_lattice)
+    return found
 
 
 def residuals(run: Run, transcript: Transcript, data: PlacedData, learner: int) -> tuple[Residuals, ...]:
@@ -181,20 +109,17 @@ def residuals(run: Run, transcript: Transcript, data: PlacedData, learner: int) 
     Returns:
         One entry for each field that carries noise in some round.
     """
-    replayed, own = Replayed(run, learner, transcript.replicas), data.learners[learner]
+    replay, own = Replay(run, learner, transcript.replicas), data.learners[learner]
     found: dict[str, Residuals] = {}
     for t in range(transcript.rounds):
-        messages = {j: transcript.message(t, j) for j in replayed.concerned}
-        for name, noise in replayed.noise(messages[learner]).items():
+        messages = transcript.messages(t, replay.concerned)
+        for name, noise in noise_of(replay, messages[learner]).items():
             kept = found.setdefault(name, _blank(learner, name, transcript))
-            kept.values[t], kept.scale[t], kept.off_lattice[t] = noise.values, noise.scale, noise.off_lattice
-        if replayed.hear(messages, own.batch(t)) is None:
+            kept.values[t], kept.scale[t], kept.off_lattice[t] = noise.values[0], noise.scale[0], noise.off_lattice[0]
+        replay.step(messages, own.batch(t))
+        if not replay.known:
             break
     return tuple(each for each in found.values() if np.isfinite(each.values).any())
-
-
-def _heard(message: Message) -> bool:
-    return not any(np.isnan(value).any() for value in message.fields.values())
 
 
 def _one(step: Scalars) -> float:
@@ -210,17 +135,17 @@ def _blank(learner: int, name: str, transcript: Transcript) -> Residuals:
 
 def _taken_off(
     law: Law, scale: float, noisy: npt.NDArray[np.bool_], said: FloatArray, centre: FloatArray
-) -> RoundNoise:
-    """What was said without its centre, where there is noise."""
-    noise, everywhere = said[0] - centre[0], np.broadcast_to(noisy, said.shape)[0]
+) -> tuple[FloatArray, FloatArray]:
+    """What was said without its centre, where there is noise, as `Residuals.values`; and how far off its lattice."""
+    noise, everywhere = said - centre, np.broadcast_to(noisy, said.shape)
     values = np.where(everywhere, as_laplace(law, noise / scale), np.nan)
     if law == "spherical":
-        return RoundNoise(values, scale, np.full_like(values, np.nan))
+        return values, np.full_like(values, np.nan)
     spacing = float(grid(scale))
     steps = noise / spacing
-    rounding = _ROUNDING * np.maximum(np.abs(said[0]), np.abs(centre[0]))
+    rounding = _ROUNDING * np.maximum(np.abs(said), np.abs(centre))
     judged = everywhere & (rounding < RESOLVED * spacing)
-    return RoundNoise(values, scale, np.where(judged, np.abs(steps - np.rint(steps)), np.nan))
+    return values, np.where(judged, np.abs(steps - np.rint(steps)), np.nan)
 
 
 def as_laplace(law: Law, noise: FloatArray) -> FloatArray:

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sottovoce.algorithms.interface import HeardFromNeighbours, Message, Who
+from sottovoce.algorithms.interface import Message
 from sottovoce.arrays import BoolArray, FloatArray, IntArray
 from sottovoce.audit.bounds import epsilon_lower_bound, threshold
 from sottovoce.audit.worlds import Worlds
-from sottovoce.data import stack
 from sottovoce.noise import Noise
+from sottovoce.running.replay import Replay
 from sottovoce.running.run import Run
 from sottovoce.running.transcript import Transcript
 
@@ -77,23 +77,17 @@ def _of_learner(
     run: Run, actual: Run, worlds: Worlds, transcript: Transcript, noise: Noise, coins: IntArray, learner: int
 ) -> FloatArray:
     """`(rounds, replicas)` loss of the messages that one learner says."""
-    who = Who((learner, learner), transcript.replicas)
-    machines = [run.algorithm] if actual is run else [run.algorithm, actual.algorithm]
-    states = [machine.start(who) for machine in machines]
-    losses = np.empty(coins.shape)
+    claimed = Replay(run, learner, transcript.replicas, 2)
+    really = claimed if actual is run else Replay(actual, learner, transcript.replicas, 2)
+    losses = np.zeros(coins.shape)
     for t, coin in enumerate(coins):
-        _, fresh = machines[-1].speak(states[-1], noise)
-        _, density = machines[0].overheard(states[0], _picked(fresh, coin))
+        density = claimed.density(_picked(really.says(noise), coin))
         losses[t] = density[0] - density[1]
-        mixing = run.topology.at(t)
-        weights = mixing.heard_by(learner)
-        heard = HeardFromNeighbours(weights, {j: transcript.message(t, j) for j in weights}, float(mixing.own[learner]))
-        batch = stack([worlds.of(world).batch(t) for world in (0, 1)])
-        said = transcript.message(t, learner)
-        states = [
-            machine.listen(machine.overheard(state, said)[0], heard, batch)
-            for machine, state in zip(machines, states, strict=True)
-        ]
+        messages = transcript.messages(t, claimed.concerned)
+        for machine in {claimed, really}:
+            machine.step(messages, *(worlds.of(world).batch(t) for world in (0, 1)))
+        if not claimed.known:
+            break
     return losses
 
 

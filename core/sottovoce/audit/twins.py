@@ -13,7 +13,7 @@ from sottovoce.arrays import FloatArray
 from sottovoce.audit.simulated import Share, overhear
 from sottovoce.audit.worlds import Worlds
 from sottovoce.data import PlacedData
-from sottovoce.noise import NoNoise, SeededNoise
+from sottovoce.noise import SeededNoise, no_noise
 from sottovoce.running.run import Run
 
 
@@ -52,7 +52,7 @@ def twins(run: Run, data: PlacedData, worlds: Worlds, seed: np.random.SeedSequen
     learner = worlds.learner
     heard = [
         overhear(run, data, worlds, Share(world, 1, seed), noise).transcript
-        for noise in (SeededNoise, lambda _: NoNoise())
+        for noise in (SeededNoise, lambda _: no_noise)
         for world in (0, 1)
     ]
     moved = {

@@ -4,20 +4,22 @@ Why a lattice. A float64 Laplace number added to a float64 state leaks the state
 the state is rounded to a lattice `Z * grid` first, and the noise is discrete Laplace on that same lattice: every lattice
 point can come from every state, and `log p(x) - log p(x')` is exactly `(|x'| - |x|) / scale`.
 
-`bitwise` draws what is sent, `opendp` draws the same law with OpenDP, `simulated` is for simulation and replay.
+A source answers a `Draw` (`draw`). `bitwise` draws what is sent, `opendp` the same law with OpenDP, `simulated` is for simulation
+and replay; `mechanisms` puts noise on a vector.
 """
 
 from sottovoce.noise.bitwise import KeyedNoise, SystemNoise
+from sottovoce.noise.draw import Draw, Law, Noise
 from sottovoce.noise.lattice import GRID_BITS, grid, on_grid
 from sottovoce.noise.opendp import OpenDpNoise
-from sottovoce.noise.simulated import AHEAD, NoNoise, RecordedNoise, Recorder, SeededNoise
-from sottovoce.noise.source import Noise
+from sottovoce.noise.simulated import AHEAD, RecordedNoise, Recorder, SeededNoise, no_noise
 
 __all__ = [
     "AHEAD",
     "GRID_BITS",
+    "Draw",
     "KeyedNoise",
-    "NoNoise",
+    "Law",
     "Noise",
     "OpenDpNoise",
     "RecordedNoise",
@@ -25,5 +27,6 @@ __all__ = [
     "SeededNoise",
     "SystemNoise",
     "grid",
+    "no_noise",
     "on_grid",
 ]

@@ -7,12 +7,14 @@ import itertools
 import math
 import ssl
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import assert_never
 
 import numpy as np
 import numpy.typing as npt
 
-from sottovoce.arrays import FloatArray, IntArray, Scalars
-from sottovoce.noise.lattice import of_one
+from sottovoce.arrays import FloatArray, IntArray
+from sottovoce.noise.draw import Draw
 
 _AT_ONCE = 2**14
 """Numbers whose random bits and digits are held at once: some three megabytes."""
@@ -39,40 +41,50 @@ class SystemNoise:
     def __init__(self, entropy: Callable[[int], bytes] = ssl.RAND_bytes) -> None:
         self._entropy = entropy
 
-    def laplace(self, name: str, t: int, scale: Scalars, grid: Scalars, shape: tuple[int, ...]) -> FloatArray:
-        scale, grid = of_one(scale, grid)
-        drawn = np.empty(math.prod(shape))
-        for start in range(0, drawn.size, _AT_ONCE):
+    def __call__(self, draw: Draw) -> FloatArray:
+        match draw.law:
+            case "laplace":
+                sample = self._laplace
+            case "gaussian":
+                sample = self._gaussian
+            case "spherical":
+                return self._spherical(draw)
+            case _:  # a law that is not here must fail, not be taken for another one
+                assert_never(draw.law)
+        return sample(math.prod(draw.shape), *draw.of_one()).reshape(draw.shape)
+
+    def _laplace(self, count: int, scale: float, grid: float) -> FloatArray:
+        drawn = np.empty(count)
+        for start in range(0, count, _AT_ONCE):
             part = drawn[start : start + _AT_ONCE]
             part[:] = self._whole(part.size, grid / scale)
         drawn *= grid
-        return drawn.reshape(shape)
+        return drawn
 
-    def gaussian(self, name: str, t: int, scale: Scalars, grid: Scalars, shape: tuple[int, ...]) -> FloatArray:
+    def _gaussian(self, count: int, scale: float, grid: float) -> FloatArray:
         """Discrete Laplace x, accepted with probability `exp(-(|x|/scale - 1)^2 / 2)` (Canonne, Kamath, Steinke 2020)."""
-        scale, grid = of_one(scale, grid)
-        drawn = np.empty(math.prod(shape))
-        waiting = np.arange(drawn.size)
+        drawn = np.empty(count)
+        waiting = np.arange(count)
         while waiting.size:
-            tried = self.laplace(name, t, scale, grid, waiting.shape)
+            tried = self._laplace(waiting.size, scale, grid)
             coin = np.frombuffer(self._entropy(2 * waiting.size), np.uint16)
             accepted = self._below(coin, np.exp(-0.5 * (np.abs(tried) / scale - 1.0) ** 2))
             drawn[waiting[accepted]] = tried[accepted]
             waiting = waiting[~accepted]
-        return drawn.reshape(shape)
+        return drawn
 
-    def spherical(self, name: str, t: int, rate: Scalars, shape: tuple[int, ...]) -> FloatArray:
+    def _spherical(self, draw: Draw) -> FloatArray:
         """A sum of exponentials, in the direction of a normal vector. In float64, on no lattice.
 
         So it protects a learner against those who look at values, not against those who look at their last bits: which
         floats can come out depends on the state that they are added to (Mironov 2012). No bound on that is known.
         """
-        count, pairs = math.prod(shape), -(-math.prod(shape) // 2)
+        count, pairs = math.prod(draw.shape), -(-math.prod(draw.shape) // 2)
         bits = np.frombuffer(self._entropy(8 * (count + 2 * pairs)), np.uint64) >> np.uint64(11)
         uniform = np.ldexp(bits + 0.5, -53)
-        radius = -np.log(uniform[:count]).reshape(shape).sum(axis=-1, keepdims=True) / rate
+        radius = -np.log(uniform[:count]).reshape(draw.shape).sum(axis=-1, keepdims=True) / draw.scale
         length, angle = np.sqrt(-2.0 * np.log(uniform[count : count + pairs])), 2.0 * np.pi * uniform[count + pairs :]
-        normal = np.concatenate([length * np.cos(angle), length * np.sin(angle)])[:count].reshape(shape)
+        normal = np.concatenate([length * np.cos(angle), length * np.sin(angle)])[:count].reshape(draw.shape)
         normal *= radius / np.linalg.norm(normal, axis=-1, keepdims=True)
         return normal
 
@@ -120,6 +132,7 @@ class SystemNoise:
         return (leading.astype(np.uint64) << np.uint64(48) | fine) < whole
 
 
+@dataclass(frozen=True, slots=True)
 class KeyedNoise:
     """The same sampler over a stream of bytes from a secret: a round's noise is the same in every run. For tests and demos.
 
@@ -127,29 +140,22 @@ class KeyedNoise:
     before. It protects nobody: whoever knows the secret takes the noise off, and two runs with the same noise and other
     records give the difference of their states away. One draw a field and round.
 
-    Args:
+    Attributes:
         secret: any text.
         run: name of the run.
         learner: its index.
     """
 
-    def __init__(self, secret: str, run: str, learner: int) -> None:
-        self._key = (secret, run, learner)
+    secret: str
+    run: str
+    learner: int
 
-    def laplace(self, name: str, t: int, scale: Scalars, grid: Scalars, shape: tuple[int, ...]) -> FloatArray:
-        return self._of(name, t).laplace(name, t, scale, grid, shape)
-
-    def gaussian(self, name: str, t: int, scale: Scalars, grid: Scalars, shape: tuple[int, ...]) -> FloatArray:
-        return self._of(name, t).gaussian(name, t, scale, grid, shape)
-
-    def spherical(self, name: str, t: int, rate: Scalars, shape: tuple[int, ...]) -> FloatArray:
-        return self._of(name, t).spherical(name, t, rate, shape)
-
-    def _of(self, name: str, t: int) -> SystemNoise:
+    def __call__(self, draw: Draw) -> FloatArray:
         calls = itertools.count()
 
         def stream(count: int) -> bytes:
             # repr parts the entries of a tuple: no two keys are written alike
-            return hashlib.shake_256(repr((*self._key, name, t, next(calls))).encode()).digest(count)
+            key = (self.secret, self.run, self.learner, draw.field, draw.round, next(calls))
+            return hashlib.shake_256(repr(key).encode()).digest(count)
 
-        return SystemNoise(stream)
+        return SystemNoise(stream)(draw)

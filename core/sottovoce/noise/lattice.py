@@ -29,14 +29,3 @@ def on_grid(values: FloatArray, spacing: Scalars) -> FloatArray:
     np.rint(rounded, out=rounded)
     rounded *= spacing
     return rounded
-
-
-def of_one(scale: Scalars, grid: Scalars) -> tuple[float, float]:
-    """Scale and spacing of a source that serves a single learner.
-
-    Raises:
-        TypeError: there is one per learner.
-    """
-    if not (isinstance(scale, float) and isinstance(grid, float)):
-        raise TypeError("a deployed learner draws for itself alone: scale must be one number")
-    return scale, grid

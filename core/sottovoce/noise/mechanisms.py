@@ -14,33 +14,42 @@ import math
 import numpy as np
 
 from sottovoce.arrays import FloatArray, Scalars
-from sottovoce.noise import Noise, grid, on_grid
+from sottovoce.noise import Draw, Law, Noise, grid, on_grid
 
 
-def say_laplace(noise: Noise, name: str, t: int, vector: FloatArray, scale: Scalars) -> FloatArray:
+def say_laplace(noise: Noise, field: str, t: int, vector: FloatArray, scale: Scalars) -> FloatArray:
     """`vector (..., dim)` with independent Laplace noise of this scale on every coordinate.
 
     Args:
         noise: where it comes from.
-        name, t: field and round that the noise is for.
+        field, t: field and round of the message that the noise is for.
         vector: the secret; any leading axes.
         scale: one number, or one per learner; all zero: no noise.
     """
+    return _said(noise, "laplace", field, t, vector, scale)
+
+
+def say_gaussian(noise: Noise, field: str, t: int, vector: FloatArray, scale: Scalars) -> FloatArray:
+    """As `say_laplace`, with discrete Gaussian noise of standard deviation `scale`."""
+    return _said(noise, "gaussian", field, t, vector, scale)
+
+
+def _said(noise: Noise, law: Law, field: str, t: int, vector: FloatArray, scale: Scalars) -> FloatArray:
     if not np.count_nonzero(scale):
         return vector
     spacing = grid(scale)
     said = on_grid(vector, spacing)
-    said += noise.laplace(name, t, scale, spacing, vector.shape)
+    said += noise(Draw(law, field, t, scale, spacing, vector.shape))
     return said
 
 
-def lattice_of(name: str, scale: float) -> dict[str, float]:
+def lattice_of(field: str, scale: float) -> dict[str, float]:
     """What `OnLattice.lattice` answers for one field, said by `say_laplace` or `say_gaussian`.
 
     A scale within rounding of a power of two has the finer of the two lattices.
     """
     spacing = float(grid(scale * (1.0 - 1e-9))) if 0.0 < scale < math.inf else 0.0
-    return {name: spacing} if spacing > 0.0 else {}
+    return {field: spacing} if spacing > 0.0 else {}
 
 
 def laplace_density(said: FloatArray, vector: FloatArray, scale: Scalars) -> FloatArray:
@@ -74,14 +83,6 @@ def laplace_loss(sensitivity: float, dim: int, scale: float) -> float:
     if sensitivity == 0.0:
         return 0.0
     return (sensitivity + dim * float(grid(scale))) / scale if scale > 0 else math.inf
-
-
-def say_gaussian(noise: Noise, name: str, t: int, vector: FloatArray, scale: Scalars) -> FloatArray:
-    """As `say_laplace`, with discrete Gaussian noise of standard deviation `scale`."""
-    if not np.count_nonzero(scale):
-        return vector
-    spacing = grid(scale)
-    return on_grid(vector, spacing) + noise.gaussian(name, t, scale, spacing, vector.shape)
 
 
 def gaussian_density(said: FloatArray, vector: FloatArray, scale: Scalars) -> FloatArray:

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from sottovoce.arrays import FloatArray, Scalars
+from sottovoce.arrays import FloatArray
 from sottovoce.errors import SpecError
 from sottovoce.noise.bitwise import SystemNoise
-from sottovoce.noise.lattice import of_one
+from sottovoce.noise.draw import Draw
 
 
 class OpenDpNoise(SystemNoise):
@@ -32,16 +32,16 @@ class OpenDpNoise(SystemNoise):
             raise SpecError("noise from OpenDP needs its package: pip install 'sottovoce[opendp]'") from None
         self._opendp.enable_features("contrib")  # what has a proof, but no audit yet; for the whole process
 
-    def laplace(self, name: str, t: int, scale: Scalars, grid: Scalars, shape: tuple[int, ...]) -> FloatArray:
-        metric = self._opendp.l1_distance(T=float)
-        return self._drawn(self._opendp.m.make_laplace, metric, *of_one(scale, grid), shape)
-
-    def gaussian(self, name: str, t: int, scale: Scalars, grid: Scalars, shape: tuple[int, ...]) -> FloatArray:
-        metric = self._opendp.l2_distance(T=float)
-        return self._drawn(self._opendp.m.make_gaussian, metric, *of_one(scale, grid), shape)
-
-    def _drawn(self, make: Any, metric: Any, scale: float, grid: float, shape: tuple[int, ...]) -> FloatArray:
-        count = math.prod(shape)
-        domain = self._opendp.vector_domain(self._opendp.atom_domain(T=float, nan=False), size=count)
+    def __call__(self, draw: Draw) -> FloatArray:
+        opendp = self._opendp
+        match draw.law:
+            case "laplace":
+                make, metric = opendp.m.make_laplace, opendp.l1_distance(T=float)
+            case "gaussian":
+                make, metric = opendp.m.make_gaussian, opendp.l2_distance(T=float)
+            case _:
+                return super().__call__(draw)
+        (scale, grid), count = draw.of_one(), math.prod(draw.shape)
+        domain = opendp.vector_domain(opendp.atom_domain(T=float, nan=False), size=count)
         add_noise = make(domain, metric, scale=scale, k=math.frexp(grid)[1] - 1)
-        return np.array(add_noise([0.0] * count)).reshape(shape)
+        return np.array(add_noise([0.0] * count)).reshape(draw.shape)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import assert_never
 
 import numpy as np
 
-from sottovoce.arrays import FloatArray, Scalars
+from sottovoce.arrays import FloatArray
 from sottovoce.errors import SpecError
-from sottovoce.noise.source import Noise
+from sottovoce.noise.draw import Draw, Noise
 
 AHEAD = 2**14
 """Numbers that `SeededNoise` draws at a time, at least."""
@@ -26,10 +27,21 @@ class SeededNoise:
         self._generator = np.random.Generator(np.random.SFC64(seed))
         self._ahead = np.empty(0)
 
-    def laplace(self, name: str, t: int, scale: Scalars, grid: Scalars, shape: tuple[int, ...]) -> FloatArray:
-        drawn: FloatArray = self._standard(math.prod(shape)).reshape(shape) * (scale / grid)
+    def __call__(self, draw: Draw) -> FloatArray:
+        match draw.law:
+            case "laplace":
+                drawn = self._standard(math.prod(draw.shape)).reshape(draw.shape)
+            case "gaussian":
+                drawn = self._generator.standard_normal(draw.shape)
+            case "spherical":
+                return self._spherical(draw)
+            case _:
+                assert_never(draw.law)
+        if draw.grid is None:
+            return drawn * draw.scale
+        drawn = drawn * (draw.scale / draw.grid)
         np.rint(drawn, out=drawn)
-        drawn *= grid
+        drawn *= draw.grid
         return drawn
 
     def _standard(self, count: int) -> FloatArray:
@@ -47,30 +59,16 @@ class SeededNoise:
         drawn *= 1 - 2 * bits.view(np.int8)
         return drawn
 
-    def gaussian(self, name: str, t: int, scale: Scalars, grid: Scalars, shape: tuple[int, ...]) -> FloatArray:
-        drawn: FloatArray = self._generator.standard_normal(shape) * (scale / grid)
-        np.rint(drawn, out=drawn)
-        drawn *= grid
-        return drawn
-
-    def spherical(self, name: str, t: int, rate: Scalars, shape: tuple[int, ...]) -> FloatArray:
-        direction = self._generator.standard_normal(shape)
-        radius = self._generator.standard_gamma(shape[-1], (*shape[:-1], 1)) / rate
+    def _spherical(self, draw: Draw) -> FloatArray:
+        direction = self._generator.standard_normal(draw.shape)
+        radius = self._generator.standard_gamma(draw.shape[-1], (*draw.shape[:-1], 1)) / draw.scale
         drawn: FloatArray = direction * (radius / np.linalg.norm(direction, axis=-1, keepdims=True))
         return drawn
 
 
-class NoNoise:
+def no_noise(draw: Draw) -> FloatArray:
     """Silence: every number is zero."""
-
-    def laplace(self, name: str, t: int, scale: Scalars, grid: Scalars, shape: tuple[int, ...]) -> FloatArray:
-        return np.zeros(shape)
-
-    def gaussian(self, name: str, t: int, scale: Scalars, grid: Scalars, shape: tuple[int, ...]) -> FloatArray:
-        return np.zeros(shape)
-
-    def spherical(self, name: str, t: int, rate: Scalars, shape: tuple[int, ...]) -> FloatArray:
-        return np.zeros(shape)
+    return np.zeros(draw.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,24 +80,20 @@ class RecordedNoise:
 
     fields: Mapping[str, FloatArray]
 
-    def laplace(self, name: str, t: int, scale: Scalars, grid: Scalars, shape: tuple[int, ...]) -> FloatArray:
-        return self._drawn(name, t, shape)
-
-    def gaussian(self, name: str, t: int, scale: Scalars, grid: Scalars, shape: tuple[int, ...]) -> FloatArray:
-        return self._drawn(name, t, shape)
-
-    def spherical(self, name: str, t: int, rate: Scalars, shape: tuple[int, ...]) -> FloatArray:
-        return self._drawn(name, t, shape)
-
-    def _drawn(self, name: str, t: int, shape: tuple[int, ...]) -> FloatArray:
-        if name not in self.fields or t >= len(self.fields[name]):
-            raise SpecError(f"the recorded noise must have field {name!r} for round {t}, and it does not")
-        try:
-            return np.broadcast_to(self.fields[name][t], shape)
-        except ValueError:
+    def __call__(self, draw: Draw) -> FloatArray:
+        rounds = self.fields.get(draw.field, ())
+        if draw.round >= len(rounds):
             raise SpecError(
-                f"recorded noise of field {name!r} must have shape {shape} in a round, got {self.fields[name][t].shape}"
-            ) from None
+                f"the recorded noise must have field {draw.field!r} for round {draw.round}, and it does not"
+            )
+        recorded = rounds[draw.round]
+        try:
+            return np.broadcast_to(recorded, draw.shape)
+        except ValueError:
+            text = (
+                f"recorded noise of field {draw.field!r} must have shape {draw.shape} in a round, got {recorded.shape}"
+            )
+            raise SpecError(text) from None
 
 
 @dataclass(slots=True)
@@ -119,15 +113,7 @@ class Recorder:
             dense[name] = [rounds.get(t, blank) for t in range(max(rounds) + 1)]
         return dense
 
-    def laplace(self, name: str, t: int, scale: Scalars, grid: Scalars, shape: tuple[int, ...]) -> FloatArray:
-        return self._kept(name, t, self.source.laplace(name, t, scale, grid, shape))
-
-    def gaussian(self, name: str, t: int, scale: Scalars, grid: Scalars, shape: tuple[int, ...]) -> FloatArray:
-        return self._kept(name, t, self.source.gaussian(name, t, scale, grid, shape))
-
-    def spherical(self, name: str, t: int, rate: Scalars, shape: tuple[int, ...]) -> FloatArray:
-        return self._kept(name, t, self.source.spherical(name, t, rate, shape))
-
-    def _kept(self, name: str, t: int, drawn: FloatArray) -> FloatArray:
-        self.rounds.setdefault(name, {})[t] = drawn
+    def __call__(self, draw: Draw) -> FloatArray:
+        drawn = self.source(draw)
+        self.rounds.setdefault(draw.field, {})[draw.round] = drawn
         return drawn

@@ -1,4 +1,4 @@
-"""Replay: the exact privacy loss of a transcript between adjacent data sets.
+"""Replay: a learner's state from what was overheard, and the exact privacy loss of a transcript between adjacent data sets.
 
 What was overheard fixes everything that reached a learner, so its state in any imagined data set can be computed, and with it
 the density of every message it said. The privacy loss of the transcript is the sum over rounds of
@@ -7,21 +7,103 @@ the density of every message it said. The privacy loss of the transcript is the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from sottovoce.algorithms.interface import HeardFromNeighbours, Message, Who
-from sottovoce.arrays import FloatArray
+from sottovoce.arrays import Batch, FloatArray
 from sottovoce.data import LearnerData, PlacedData, stack
 from sottovoce.errors import CaptureError
-from sottovoce.noise import NoNoise
+from sottovoce.noise import Noise, no_noise
 from sottovoce.running.run import Run
 from sottovoce.running.transcript import Transcript
 
 SCREENED_ROUNDS = 40
 """Rounds with a loss by which candidates are compared."""
+
+
+class Replay:
+    """One learner's state, replayed from what is overheard: in one world, or in several side by side.
+
+    A round may be asked about, which changes nothing (`says`, `density`), and then it is over (`step`). A copy (`copy.copy`)
+    goes on from there by itself.
+
+    Args:
+        run: the run that is overheard.
+        learner: its index.
+        replicas: runs side by side.
+        worlds: data sets side by side.
+
+    Attributes:
+        t: the next round.
+        known: False once something was not overheard that the state depends on.
+    """
+
+    def __init__(self, run: Run, learner: int, replicas: int = 1, worlds: int = 1) -> None:
+        self.run, self.learner = run, learner
+        self.t, self.known = 0, True
+        self._shape = worlds, replicas
+        # What it says is overheard before it learns the round's records: decisions may be made in between.
+        self._state: Any = run.algorithm.start(Who((learner,) * worlds, replicas))
+        self._spoken = self._state
+
+    @property
+    def concerned(self) -> frozenset[int]:
+        """Whose messages of this round `step` needs: its own, and those that it hears."""
+        return frozenset({self.learner, *self.run.topology.at(self.t).heard_by(self.learner)})
+
+    @property
+    def decision(self) -> FloatArray:
+        """`(worlds, replicas, dim)`: the model in use when the records of the last step came."""
+        return self.run.algorithm.decision(self._spoken)
+
+    def says(self, noise: Noise) -> Message:
+        """What it would say now with this noise; fields `(worlds, replicas, dim)`."""
+        _, message = self.run.algorithm.speak(self._state, noise)
+        return message
+
+    def density(self, said: Message) -> FloatArray:
+        """`(worlds, replicas)` log density of saying this now; fields `(1, replicas, dim)`."""
+        _, density = self.run.algorithm.overheard(self._state, said)
+        return self._by_world(density)
+
+    def step(self, messages: Mapping[int, Message], *batches: Batch) -> FloatArray | None:
+        """The round is over: it said and heard this, and learned these records.
+
+        Args:
+            messages: by sender, of all who are `concerned`; fields `(1, replicas, dim)`. One that is left out, or
+                not-a-number, was not overheard.
+            batches: its records of the round, in every world.
+
+        Returns:
+            `(worlds, replicas)` log density of what it said. None: that is not known, nor anything of later rounds, for
+            it was not overheard itself, or its state was lost before.
+        """
+        said = messages.get(self.learner)
+        if not self.known or said is None or not _overheard(said):
+            self.known = False
+            return None
+        algorithm, mixing = self.run.algorithm, self.run.topology.at(self.t)
+        self._spoken, density = algorithm.overheard(self._state, said)
+        weights = mixing.heard_by(self.learner)
+        self.known = all(j in messages and _overheard(messages[j]) for j in weights)
+        if self.known:
+            heard = HeardFromNeighbours(weights, messages, float(mixing.own[self.learner]))
+            self._state = algorithm.listen(self._spoken, heard, stack(batches))
+            self.t += 1
+        return self._by_world(density)
+
+    def _by_world(self, density: FloatArray) -> FloatArray:
+        """Equal worlds may share one row."""
+        return density if density.shape == self._shape else np.broadcast_to(density, self._shape)
+
+
+def _overheard(message: Message) -> bool:
+    return not any(math.isnan(value.min()) for value in message.fields.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,26 +143,22 @@ def replay(run: Run, transcript: Transcript, learner: int, worlds: Sequence[Lear
     Raises:
         CaptureError: nobody heard it in the first round.
     """
-    rounds = transcript.unbroken(learner)
-    if rounds == 0:
-        raise CaptureError(f"nobody heard learner {learner} in round 0, so what it said later cannot be replayed")
-    algorithm = run.algorithm
-    state = algorithm.start(Who((learner,) * len(worlds), transcript.replicas))
+    machine = Replay(run, learner, transcript.replicas, len(worlds))
     realised: list[FloatArray] = []
     largest: list[FloatArray] = []
-    for t in range(rounds):
-        _, centre = algorithm.speak(state, NoNoise())
-        in_first = Message({name: value[:1] for name, value in centre.fields.items()})
-        _, at_centre = algorithm.overheard(state, in_first)
-        state, density = algorithm.overheard(state, transcript.message(t, learner))
-        mixing = run.topology.at(t)
-        weights = mixing.heard_by(learner)
-        messages = {j: transcript.message(t, j) for j in weights}
-        heard = HeardFromNeighbours(weights, messages, float(mixing.own[learner]))
-        state = algorithm.listen(state, heard, stack([world.batch(t) for world in worlds]))
+    for t in range(transcript.rounds):
+        # No message with Laplace noise tells the first world from another one better than the centre of its density.
+        centre = {name: value[:1] for name, value in machine.says(no_noise).fields.items()}
+        at_centre = machine.density(Message(centre))
+        density = machine.step(transcript.messages(t, machine.concerned), *(world.batch(t) for world in worlds))
+        if density is None:
+            break
         for losses, each in ((realised, density), (largest, at_centre)):
-            by_world = np.broadcast_to(each, (len(worlds), transcript.replicas))  # equal worlds may share one row
-            losses.append(by_world[0] - by_world[1:])
+            losses.append(each[0] - each[1:])
+        if not machine.known:
+            break
+    if not realised:
+        raise CaptureError(f"nobody heard learner {learner} in round 0, so what it said later cannot be replayed")
     return Losses(np.stack(realised), np.stack(largest))
 
 

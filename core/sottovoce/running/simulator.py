@@ -33,6 +33,11 @@ class SimulatedRound:
     before: FloatArray
     after: FloatArray
 
+    def by_sender(self) -> dict[int, Message]:
+        """The message of every learner, fields `(1, replicas, dim)`, as whoever overhears it gets it."""
+        said, senders = self.message.fields.items(), range(len(self.before))
+        return {i: Message({name: value[i : i + 1] for name, value in said}) for i in senders}
+
 
 def simulate(run: Run, data: PlacedData, noise: Noise, replicas: int = 1) -> Iterator[SimulatedRound]:
     """Run all rounds of a spec, one yielded value per round.

@@ -7,7 +7,7 @@ The same table holds decisions (field `decision`) and recorded noise (the noise 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -32,6 +32,12 @@ class Transcript:
 
     fields: Mapping[str, FloatArray]
 
+    @classmethod
+    def of(cls, messages: Iterable[Message]) -> Transcript:
+        """Of what all learners said, round after round, `(learners, replicas, dim)`."""
+        said = list(messages)
+        return cls({name: np.stack([message[name] for message in said]) for name in said[0].fields})
+
     @property
     def rounds(self) -> int:
         """Number of rounds in which all messages are known that somebody heard."""
@@ -55,6 +61,10 @@ class Transcript:
     def message(self, t: int, sender: int) -> Message:
         """What one learner said in round t, `(1, replicas, dim)`."""
         return Message({name: values[t, sender : sender + 1] for name, values in self.fields.items()})
+
+    def messages(self, t: int, senders: Iterable[int]) -> dict[int, Message]:
+        """What some learners said in round t, by sender."""
+        return {sender: self.message(t, sender) for sender in senders}
 
 
 def parquet() -> Any:

@@ -162,9 +162,7 @@ def _prepared(document: Mapping[str, Any]) -> Prepared:
 
 def _attacked(prepared: Prepared, seed: int, rounds: int) -> Rebuilt:
     """Simulate, overhear, attack."""
-    steps = list(simulate(prepared.run, prepared.data, SeededNoise(seed)))
-    shapes = prepared.run.algorithm.field_shapes()
-    heard = Transcript({name: np.stack([step.message[name] for step in steps]) for name in shapes})
+    heard = Transcript.of(step.message for step in simulate(prepared.run, prepared.data, SeededNoise(seed)))
     return rebuild(prepared.run, prepared.data, heard, rounds=rounds, seed=seed)
 
 

@@ -29,7 +29,7 @@ from sottovoce.algorithms.interface import Heard, Message, Who
 from sottovoce.arrays import Batch, FloatArray, Scalars
 from sottovoce.losses import MarginLoss
 from sottovoce.losses.history import RecordHistory
-from sottovoce.noise import Noise
+from sottovoce.noise import Draw, Noise
 from sottovoce.noise.mechanisms import say_laplace, spherical_density
 
 
@@ -92,7 +92,7 @@ class Admm:
         if step.perturbed == "nothing":
             primal = said = problem.minimise(state.primal)
         else:
-            drawn = noise.spherical("y", state.t, step.rate, state.primal.shape)
+            drawn = noise(Draw("spherical", "y", state.t, step.rate, None, state.primal.shape))
             in_objective = step.perturbed == "objective"
             exact = (problem.tilted(problem.weight * drawn) if in_objective else problem).minimise(state.primal)
             # In every round, if only the last one needs it: so a recording has one for each.

@@ -6,19 +6,18 @@ independent, so the log-likelihood ratios of all learners add up: nobody guesses
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from sottovoce.algorithms.dual_averaging.algorithm import DualAveraging
-from sottovoce.algorithms.interface import HeardFromNeighbours, Message, Who
 from sottovoce.arrays import FloatArray, IntArray
 from sottovoce.audit.bounds import epsilon_lower_bound
-from sottovoce.data import LearnerData, PlacedData, stack
+from sottovoce.data import LearnerData, PlacedData
 from sottovoce.data.files import import_extra
-from sottovoce.noise import NoNoise, SeededNoise
-from sottovoce.running.replay import replay
+from sottovoce.noise import SeededNoise
+from sottovoce.running.replay import Replay, replay
 from sottovoce.running.run import Run
 from sottovoce.running.simulator import simulate
 from sottovoce.running.transcript import Transcript
@@ -57,8 +56,7 @@ def overhear(run: Run, data: PlacedData, pair: Pair, runs: int, seed: int) -> tu
 def _world(run: Run, data: PlacedData, own: LearnerData, runs: int, seed: np.random.SeedSequence) -> Overheard:
     shared = PlacedData((own,) * run.spec.n_learners, data.test_features, data.test_labels)
     steps = list(simulate(run, shared, SeededNoise(seed), runs))
-    said = {name: np.stack([step.message[name] for step in steps]) for name in run.algorithm.field_shapes()}
-    return Overheard(Transcript(said), np.stack([step.before for step in steps]))
+    return Overheard(Transcript.of(step.message for step in steps), np.stack([step.before for step in steps]))
 
 
 # ---- scores: above 0 speaks for world 0, below for world 1 -----------------------------------------------------------
@@ -95,20 +93,12 @@ def from_both(run: Run, heard: Overheard, pair: Pair) -> FloatArray:
     return scores
 
 
-def _decided(run: Run, transcript: Transcript, learner: int, pair: Pair) -> list[FloatArray]:
+def _decided(run: Run, transcript: Transcript, learner: int, pair: Pair) -> Iterator[FloatArray]:
     """By round, `(worlds, replicas, dim)`: what the learner would have decided in each world, given what was said."""
-    algorithm = run.algorithm
-    state, decided = algorithm.start(Who((learner,) * 2, transcript.replicas)), []
+    machine = Replay(run, learner, transcript.replicas, len(pair))
     for t in range(transcript.rounds):
-        state, _ = algorithm.speak(state, NoNoise())
-        state, _ = algorithm.overheard(state, transcript.message(t, learner))
-        decided.append(algorithm.decision(state))
-        mixing = run.topology.at(t)
-        weights = mixing.heard_by(learner)
-        messages: dict[int, Message] = {j: transcript.message(t, j) for j in weights}
-        heard = HeardFromNeighbours(weights, messages, float(mixing.own[learner]))
-        state = algorithm.listen(state, heard, stack([own.batch(t) for own in pair]))
-    return decided
+        machine.step(transcript.messages(t, machine.concerned), *(own.batch(t) for own in pair))
+        yield machine.decision
 
 
 # ---- what guessing comes to ------------------------------------------------------------------------------------------

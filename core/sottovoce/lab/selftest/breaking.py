@@ -7,58 +7,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from sottovoce.algorithms.interface import Message
-from sottovoce.arrays import FloatArray, Scalars
+from sottovoce.arrays import FloatArray
 from sottovoce.audit.plan import Plan
 from sottovoce.errors import SpecError
-from sottovoce.noise import Noise, NoNoise, on_grid
+from sottovoce.noise import Draw, Law, Noise, no_noise
 from sottovoce.running.run import Run
 from sottovoce.running.simulator import simulate
 
-Law = Literal["laplace", "gaussian", "spherical"]
-
-
 # ---- noise -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Draw:
-    """What an algorithm asked a noise source for; a spherical draw has the scale `1/rate`, and no lattice: 0."""
-
-    law: Law
-    name: str
-    t: int
-    scale: Scalars
-    grid: Scalars
-
-    def rounded(self, noise: FloatArray) -> FloatArray:
-        """Back on the lattice, if there is one."""
-        return noise if self.law == "spherical" else on_grid(noise, self.grid)
 
 
 Change = Callable[[FloatArray, Draw], FloatArray]
 """From correct noise to what is said in its place."""
 
 
-@dataclass(frozen=True, slots=True)
-class Changed:
+def changed(source: Noise, change: Change) -> Noise:
     """The noise of another source, changed."""
-
-    source: Noise
-    change: Change
-
-    def laplace(self, name: str, t: int, scale: Scalars, grid: Scalars, shape: tuple[int, ...]) -> FloatArray:
-        return self.change(self.source.laplace(name, t, scale, grid, shape), Draw("laplace", name, t, scale, grid))
-
-    def gaussian(self, name: str, t: int, scale: Scalars, grid: Scalars, shape: tuple[int, ...]) -> FloatArray:
-        return self.change(self.source.gaussian(name, t, scale, grid, shape), Draw("gaussian", name, t, scale, grid))
-
-    def spherical(self, name: str, t: int, rate: Scalars, shape: tuple[int, ...]) -> FloatArray:
-        return self.change(self.source.spherical(name, t, rate, shape), Draw("spherical", name, t, 1.0 / rate, 0.0))
+    return lambda draw: change(source(draw), draw)
 
 
 def laws(plan: Plan) -> set[Law]:
@@ -69,11 +39,11 @@ def laws(plan: Plan) -> set[Law]:
     """
     asked: set[Law] = set()
 
-    def note(noise: FloatArray, draw: Draw) -> FloatArray:
+    def note(draw: Draw) -> FloatArray:
         asked.add(draw.law)
-        return noise
+        return no_noise(draw)
 
-    for _ in simulate(plan.run, plan.data, Changed(NoNoise(), note)):
+    for _ in simulate(plan.run, plan.data, note):
         pass
     if not asked:
         raise SpecError(f"{plan.run.algorithm.name} draws no noise")
@@ -89,8 +59,11 @@ def gaussian(generator: np.random.Generator) -> Change:
     """Gaussian noise of the same variance."""
 
     def change(noise: FloatArray, draw: Draw) -> FloatArray:
-        variance = noise.shape[-1] + 1.0 if draw.law == "spherical" else 2.0  # of a coordinate, at scale 1
-        return draw.rounded(generator.standard_normal(noise.shape) * np.sqrt(variance) * draw.scale)
+        spherical = draw.law == "spherical"
+        size, variance = (
+            (1.0 / draw.scale, noise.shape[-1] + 1.0) if spherical else (draw.scale, 2.0)
+        )  # of a coordinate
+        return draw.rounded(generator.standard_normal(noise.shape) * np.sqrt(variance) * size)
 
     return change
 
@@ -100,11 +73,11 @@ def again() -> Change:
     last: dict[str, tuple[int, FloatArray]] = {}
 
     def change(noise: FloatArray, draw: Draw) -> FloatArray:
-        t, before = last.get(draw.name, (draw.t, noise))
-        if t == draw.t - 1 and before.shape == noise.shape:
-            del last[draw.name]
+        t, before = last.get(draw.field, (draw.round, noise))
+        if t == draw.round - 1 and before.shape == noise.shape:
+            del last[draw.field]
             return before
-        last[draw.name] = draw.t, noise
+        last[draw.field] = draw.round, noise
         return noise
 
     return change
@@ -118,12 +91,12 @@ def every_run_alike(noise: FloatArray, draw: Draw) -> FloatArray:
 def first_only() -> Change:
     """The first message that should carry noise does, the later ones do not."""
     first: dict[str, int] = {}
-    return lambda noise, draw: noise if first.setdefault(draw.name, draw.t) == draw.t else np.zeros_like(noise)
+    return lambda noise, draw: noise if first.setdefault(draw.field, draw.round) == draw.round else np.zeros_like(noise)
 
 
 def but_one(skipped: int) -> Change:
     """No noise in one round."""
-    return lambda noise, draw: np.zeros_like(noise) if draw.t == skipped else noise
+    return lambda noise, draw: np.zeros_like(noise) if draw.round == skipped else noise
 
 
 def but_the_last(noise: FloatArray, draw: Draw) -> FloatArray:
@@ -152,7 +125,11 @@ def clock_seeded(generator: np.random.Generator) -> Change:
 
 def off_lattice(generator: np.random.Generator) -> Change:
     """Raw doubles: their low bits are those of a continuous draw, on no lattice."""
-    return lambda noise, draw: noise + (generator.random(noise.shape) - 0.5) * draw.grid
+
+    def change(noise: FloatArray, draw: Draw) -> FloatArray:
+        return noise if draw.grid is None else noise + (generator.random(noise.shape) - 0.5) * draw.grid
+
+    return change
 
 
 def biased(generator: np.random.Generator, extra: float = 0.015, near: float = 0.1) -> Change:
@@ -183,12 +160,12 @@ class SkipsZeros(Altered):
     """No noise on coordinates that are zero."""
 
     def speak(self, state: Any, noise: Noise) -> tuple[Any, Message]:
-        _, clean = self.correct.speak(state, NoNoise())
+        _, clean = self.correct.speak(state, no_noise)
 
         def only_elsewhere(drawn: FloatArray, draw: Draw) -> FloatArray:
-            return np.where(clean[draw.name] == 0.0, 0.0, drawn) if draw.name in clean.fields else drawn
+            return np.where(clean[draw.field] == 0.0, 0.0, drawn) if draw.field in clean.fields else drawn
 
-        spoken: tuple[Any, Message] = self.correct.speak(state, Changed(noise, only_elsewhere))
+        spoken: tuple[Any, Message] = self.correct.speak(state, changed(noise, only_elsewhere))
         return spoken
 
 

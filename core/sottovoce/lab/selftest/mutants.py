@@ -22,7 +22,7 @@ from sottovoce.audit.worlds import Worlds
 from sottovoce.data import PlacedData
 from sottovoce.errors import SpecError
 from sottovoce.lab.selftest import breaking, doctoring
-from sottovoce.lab.selftest.breaking import Change, Changed, Inside
+from sottovoce.lab.selftest.breaking import Change, Inside, changed
 from sottovoce.lab.selftest.doctoring import Doctored
 from sottovoce.noise import Noise, SeededNoise
 from sottovoce.running.replay import replay
@@ -86,7 +86,7 @@ def noisy(make: Callable[[np.random.Generator], Change]) -> Breaks:
 
     def source(seed: np.random.SeedSequence) -> Noise:
         correct, other = children(seed, 2)
-        return Changed(SeededNoise(correct), make(np.random.default_rng(other)))
+        return changed(SeededNoise(correct), make(np.random.default_rng(other)))
 
     def breaks(plan: Plan) -> Broken:
         breaking.laws(plan)
@@ -133,9 +133,9 @@ def _together(breaks: Breaks) -> Breaks:
     return checked
 
 
-def _of_noise(make: Callable[[Plan], Change]) -> Breaks:
-    """Other noise, which depends on the run."""
-    return lambda plan: noisy(lambda generator: make(plan))(plan)
+def _without_a_round(plan: Plan) -> Broken:
+    """No noise in the last of the rounds that a black box would look at."""
+    return noisy(lambda _: breaking.but_one(int(plan.listener.rounds[-1])))(plan)
 
 
 def _summed(plan: Plan) -> Broken:
@@ -200,63 +200,31 @@ _SEEN = 20
 _QUIET = "ldp-dol, epsilon 1"
 """The less is claimed, the fewer runs show that more is given away."""
 
+_NOISE: tuple[tuple[str, str, Breaks], ...] = (
+    ("half the noise", "noise of half its scale", noisy(lambda _: breaking.times(0.5))),
+    ("0.9 of the scale", "noise of 0.9 of its scale", noisy(lambda _: breaking.times(0.9))),
+    ("Gaussian", "Gaussian noise, equal variance", noisy(breaking.gaussian)),
+    ("said again", "noise repeated every other round", noisy(lambda _: breaking.again())),
+    ("first only", "noise on the first message alone", noisy(lambda _: breaking.first_only())),
+    ("a round left out", "no noise in one round", _without_a_round),
+    ("a coordinate left out", "no noise on the last coordinate", noisy(lambda _: breaking.but_the_last)),
+    ("zeros left out", "no noise on zero coordinates", altered(breaking.SkipsZeros)),
+    ("one seed", "all learners draw from one seed", _together(noisy(lambda _: breaking.one_seed))),
+    ("constant seed", "every run draws from the same seed", noisy(lambda _: breaking.every_run_alike)),
+    ("clock as seed", "the starting second is the seed", _together(noisy(breaking.clock_seeded))),
+    ("raw doubles", "noise on no lattice", _lattice_only(noisy(breaking.off_lattice))),
+)
+"""Other noise, which conformance sees: name, what is broken, and how."""
+
+_LEAKS: tuple[tuple[str, str, Callable[[Inside], FloatArray], int], ...] = (
+    ("norm in metadata", "gradient norm beside messages", breaking.norms, 500),
+    ("length", "zero gradients are not sent", breaking.sizes, 500),
+    ("slow path", "clipping takes half a millisecond", breaking.delays, 2000),
+)
+"""What crosses the wire beside the numbers: name, what, how, and within how many runs it must be caught."""
+
 MUTANTS: tuple[Mutant, ...] = (
-    Mutant("half the noise", "noise of half its scale", noisy(lambda _: breaking.times(0.5)), "conformance", _SEEN),
-    Mutant("0.9 of the scale", "noise of 0.9 of its scale", noisy(lambda _: breaking.times(0.9)), "conformance", _SEEN),
-    Mutant("Gaussian", "Gaussian noise, equal variance", noisy(breaking.gaussian), "conformance", _SEEN),
-    Mutant(
-        "said again",
-        "noise repeated every other round",
-        noisy(lambda _: breaking.again()),
-        "conformance",
-        _SEEN,
-    ),
-    Mutant(
-        "first only", "noise on the first message alone", noisy(lambda _: breaking.first_only()), "conformance", _SEEN
-    ),
-    Mutant(
-        "a round left out",
-        "no noise in one round",
-        _of_noise(lambda plan: breaking.but_one(int(plan.listener.rounds[-1]))),
-        "conformance",
-        _SEEN,
-    ),
-    Mutant(
-        "a coordinate left out",
-        "no noise on the last coordinate",
-        noisy(lambda _: breaking.but_the_last),
-        "conformance",
-        _SEEN,
-    ),
-    Mutant("zeros left out", "no noise on zero coordinates", altered(breaking.SkipsZeros), "conformance", _SEEN),
-    Mutant(
-        "one seed",
-        "all learners draw from one seed",
-        _together(noisy(lambda _: breaking.one_seed)),
-        "conformance",
-        _SEEN,
-    ),
-    Mutant(
-        "constant seed",
-        "every run draws from the same seed",
-        noisy(lambda _: breaking.every_run_alike),
-        "conformance",
-        _SEEN,
-    ),
-    Mutant(
-        "clock as seed",
-        "the starting second is the seed",
-        _together(noisy(breaking.clock_seeded)),
-        "conformance",
-        _SEEN,
-    ),
-    Mutant(
-        "raw doubles",
-        "noise on no lattice",
-        _lattice_only(noisy(breaking.off_lattice)),
-        "conformance",
-        _SEEN,
-    ),
+    *(Mutant(name, what, breaks, "conformance", _SEEN) for name, what, breaks in _NOISE),
     Mutant(
         "biased sampler",
         "1.5 % too much mass near zero",
@@ -293,32 +261,9 @@ MUTANTS: tuple[Mutant, ...] = (
         500,
         base="dola, 9 features",
     ),
-    Mutant(
-        "norm in metadata",
-        "gradient norm beside messages",
-        leaking(breaking.norms),
-        "black box",
-        500,
-        base=_QUIET,
-        swap=LOUD_OR_SILENT,
-    ),
-    Mutant(
-        "length",
-        "zero gradients are not sent",
-        leaking(breaking.sizes),
-        "black box",
-        500,
-        _QUIET,
-        LOUD_OR_SILENT,
-    ),
-    Mutant(
-        "slow path",
-        "clipping takes half a millisecond",
-        leaking(breaking.delays),
-        "black box",
-        2000,
-        _QUIET,
-        LOUD_OR_SILENT,
+    *(
+        Mutant(name, what, leaking(leak), "black box", runs, _QUIET, LOUD_OR_SILENT)
+        for name, what, leak, runs in _LEAKS
     ),
     Mutant("retry", "a round said again, fresh noise", heard(doctoring.retried), "notices", 1),
     Mutant("two faces", "one neighbour hears other bytes", heard(doctoring.two_faced), "notices", 1),

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from sottovoce.algorithms.interface import Message
 from sottovoce.arrays import FloatArray
 from sottovoce.audit.audit import Audit, Examined, Work, audit_simulated
 from sottovoce.audit.bounds import epsilon_lower_bound
@@ -265,13 +264,8 @@ def alarm_under_watch(run: Run, data: PlacedData, seed: np.random.SeedSequence, 
     """Is there an alarm in a correct run?"""
     from sottovoce.lab.watch.watch import Watch  # it needs scipy from the start
 
-    learners = range(run.spec.n_learners)
-    watch = Watch(run, data, alpha, learners)
-    for step in simulate(run, data, SeededNoise(seed)):
-        said = {i: Message({name: value[i : i + 1] for name, value in step.message.fields.items()}) for i in learners}
-        if watch.take(step.t, said):
-            return True
-    return False
+    watch = Watch(run, data, alpha, range(run.spec.n_learners))
+    return any(watch.take(step.t, step.by_sender()) for step in simulate(run, data, SeededNoise(seed)))
 
 
 def added(parts: Sequence[Alarms]) -> Alarms:

@@ -25,12 +25,12 @@ import numpy as np
 from sottovoce.algorithms.interface import Message
 from sottovoce.arrays import Batch, FloatArray
 from sottovoce.audit.bounds import threshold
-from sottovoce.audit.conformance import Replayed
 from sottovoce.data import LearnerData, PlacedData
 from sottovoce.errors import SpecError
 from sottovoce.lab.watch.sequential import EpsilonBound, Guesses
 from sottovoce.lab.watch.watch import Alarm
 from sottovoce.noise import SeededNoise
+from sottovoce.running.replay import Replay
 from sottovoce.running.run import Run
 from sottovoce.running.simulator import simulate
 
@@ -172,9 +172,7 @@ def _rehearsed(run: Run, data: PlacedData, canaries: Canaries, seed: int) -> flo
     scorer, strengths = Scorer(run, known, canaries, replicas), []
     last = canaries.places[-1].round + canaries.window + 1
     for step in islice(simulate(run, known, SeededNoise(seed), replicas), last):
-        fields = step.message.fields
-        said = {i: Message({name: v[i : i + 1] for name, v in fields.items()}) for i in range(run.spec.n_learners)}
-        strengths += [np.abs(loss) for _, loss in scorer.take(step.t, said)]
+        strengths += [np.abs(loss) for _, loss in scorer.take(step.t, step.by_sender())]
     known_strengths, guesses = np.nan_to_num(np.concatenate(strengths)), len(canaries.places)
     tau = threshold(known_strengths, guesses, 0.05)
     while tau > known_strengths.max() * (1.0 - 1e-6) and guesses < 2**20:  # so few coins show nothing: as if of more
@@ -189,12 +187,12 @@ def _rehearsed(run: Run, data: PlacedData, canaries: Canaries, seed: int) -> flo
 class _Trial:
     """One coin: the learner's state in both worlds."""
 
-    def __init__(self, k: int, known: Replayed) -> None:
+    def __init__(self, k: int, known: Replay) -> None:
         self.k, self.worlds = k, (copy(known), copy(known))
         self.loss: FloatArray = np.zeros(1)
 
     def hear(self, messages: Mapping[int, Message], batches: tuple[Batch, Batch]) -> None:
-        first, second = (world.hear(messages, batch) for world, batch in zip(self.worlds, batches, strict=True))
+        first, second = (world.step(messages, batch) for world, batch in zip(self.worlds, batches, strict=True))
         if first is None or second is None:
             self.loss = np.full_like(self.loss, np.nan)
             return
@@ -214,7 +212,7 @@ class Scorer:
 
     def __init__(self, run: Run, data: PlacedData, canaries: Canaries, replicas: int = 1) -> None:
         self._canaries, self._data = canaries, data
-        self._known = {i: Replayed(run, i, replicas) for i in {place.learner for place in canaries.places}}
+        self._known = {i: Replay(run, i, replicas) for i in {place.learner for place in canaries.places}}
         self._trials: list[_Trial] = []
         self._begun = 0
 
@@ -230,7 +228,8 @@ class Scorer:
             trial.hear(messages, (batch, batch))
         self._begin(t, messages)
         for i, known in list(self._known.items()):
-            if known.hear(messages, self._data.learners[i].batch(t)) is None:
+            known.step(messages, self._data.learners[i].batch(t))
+            if not known.known:
                 del self._known[i]
         done = [trial for trial in self._trials if self._canaries.places[trial.k].round + self._canaries.window == t]
         self._trials = [trial for trial in self._trials if trial not in done]

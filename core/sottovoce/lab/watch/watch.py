@@ -1,6 +1,6 @@
 """Watching a run while it goes on: is every learner's noise, round after round, what is claimed?
 
-Every round of every learner is replayed, its noise taken off (`conformance.Replayed`), and bet on. May be looked at after every
+Every round of every learner is replayed, its noise taken off (`conformance.noise_of`), and bet on. May be looked at after every
 round. Of `alpha`, half is for either question; while all claims hold,
 
 1. *Was the noise ever wrong?* Every learner has the e-process `sequential.Conformance`, and their mean is one again. It reaches
@@ -24,10 +24,11 @@ import numpy as np
 
 from sottovoce.algorithms.interface import Message
 from sottovoce.arrays import FloatArray
-from sottovoce.audit.conformance import RESOLVED, Replayed
+from sottovoce.audit.conformance import RESOLVED, noise_of
 from sottovoce.data import PlacedData
 from sottovoce.errors import CaptureError
 from sottovoce.lab.watch.sequential import Changes, Conformance, e_bh, mean
+from sottovoce.running.replay import Replay
 from sottovoce.running.run import Run
 
 BLOCKS = (16, 256)
@@ -66,13 +67,12 @@ class Watched:
         changes: its detectors.
         e: logarithm of the e-value of its noise since round 0.
         change: logarithm of the mean of its detectors.
-        heard: False from the first round on in which somebody was not overheard whom its state depends on.
     """
 
     def __init__(self, run: Run, learner: int) -> None:
-        self.learner, self.heard = learner, True
+        self.learner = learner
         self.e = self.change = 0.0
-        self._replayed = Replayed(run, learner)
+        self._replay = Replay(run, learner)
         self._whole, self.changes = Conformance(), tuple(Changes(length) for length in BLOCKS)
         self._shapes = run.algorithm.field_shapes()
         self._impossible: str | None = None
@@ -83,9 +83,14 @@ class Watched:
         return self._impossible or self._whole.strongest
 
     @property
+    def heard(self) -> bool:
+        """False from the first round on in which somebody was not overheard whom its state depends on."""
+        return self._replay.known
+
+    @property
     def rounds(self) -> int:
         """Rounds replayed."""
-        return self._replayed.t
+        return self._replay.t
 
     @property
     def changed(self) -> str:
@@ -103,11 +108,10 @@ class Watched:
             return
         if self.learner in messages:
             self._bet(messages[self.learner])
-        batch = data.learners[self.learner].batch(self._replayed.t)
-        self.heard = self._replayed.hear(messages, batch) is not None
+        self._replay.step(messages, data.learners[self.learner].batch(self._replay.t))
 
     def _bet(self, said: Message) -> None:
-        found = self._replayed.noise(said)
+        found = noise_of(self._replay, said)
         if any((noise.off_lattice > RESOLVED).any() for noise in found.values()):
             self.refute("lattice")
         values = [
