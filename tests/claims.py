@@ -373,7 +373,7 @@ def told(run: Run, attack: Attack, generator: np.random.Generator, loudest: floa
     noise = Times(SeededNoise(int(generator.integers(2**31))), float(generator.choice([0.0, 0.5, 1.0, 64.0])))
     transcript = overhear(run, attack.own, attack.learner, noise, 4, generator, loudest)
     losses = replay(run, transcript, attack.learner, [attack.own, attack.other])
-    claim = run.algorithm.guarantee(attack.learner, attack.counts, attack.replaced).cumulative
+    claim = run.guarantee(attack.learner, attack.counts, attack.replaced).cumulative
     return max(ratio(np.cumsum(each, axis=0), claim) for each in (losses.largest, losses.realised))
 
 
@@ -401,7 +401,7 @@ def undercharged(setup: Setup, run: Run, attack: Attack) -> float:
     for t, count in enumerate(attack.counts.tolist()):
         charged[t] = accountant.next_loss()
         accountant.advance(count)
-    spent = run.algorithm.guarantee(attack.learner, attack.counts, attack.replaced).cumulative
+    spent = run.guarantee(attack.learner, attack.counts, attack.replaced).cumulative
     finite = np.isfinite(spent)
     return float((spent - np.cumsum(charged))[finite].max(initial=0.0) / max(1.0, spent[finite].max(initial=0.0)))
 
@@ -411,7 +411,7 @@ def undercharged(setup: Setup, run: Run, attack: Attack) -> float:
 
 def shared(run: Run) -> bool:
     """Do all learners hold the same records?"""
-    return bool(getattr(run.algorithm, "shared", False))
+    return run.algorithm.accountant(0).shared
 
 
 def placed(setup: Setup, run: Run, attack: Attack, generator: np.random.Generator) -> PlacedData:

@@ -10,10 +10,10 @@ import numpy as np
 from sottovoce.algorithms.interface import Heard, Message, Who
 from sottovoce.algorithms.parameters import AlgorithmSpec
 from sottovoce.algorithms.setting import Finding, Setting
-from sottovoce.arrays import Batch, FloatArray, IntArray
+from sottovoce.arrays import Batch, FloatArray
 from sottovoce.noise import Noise
 from sottovoce.noise.mechanisms import laplace_density, say_laplace
-from sottovoce.privacy.guarantee import Guarantee, ListedLosses, ThreatModel
+from sottovoce.privacy.accountant import ListedLosses
 from sottovoce.spec import RunSpec, parse_spec
 
 GOSSIP = "tests.gossip:GossipSpec"
@@ -71,12 +71,8 @@ class Gossip:
         return self.scale
 
     def accountant(self, learner: int) -> ListedLosses:
-        return ListedLosses(self.guarantee(learner).per_round)
-
-    def guarantee(self, learner: int, counts: IntArray | None = None, replaced: IntArray | None = None) -> Guarantee:
         """Nothing is promised."""
-        nothing = np.full(self.rounds, np.inf)
-        return Guarantee(ThreatModel.WIRE, "one record", "none", nothing, nothing, np.inf, "")
+        return ListedLosses(np.full(self.rounds, np.inf))
 
 
 def gossip_spec(topology: dict[str, Any], rounds: int, learners: Any, **sections: Any) -> RunSpec:

@@ -13,7 +13,10 @@ import numpy as np
 import pytest
 import yaml
 
+from sottovoce.budget.composition import epsilon_at, message_losses
 from sottovoce.noise import SeededNoise
+from sottovoce.privacy.accountant import ListedLosses, guarantee
+from sottovoce.privacy.guarantee import Event, Mechanism
 from sottovoce.running.replay import replay
 from sottovoce.running.run import build_run
 from sottovoce.running.simulator import simulate
@@ -47,7 +50,7 @@ def test_the_example_keeps_its_guarantee(folder: Path) -> None:
     run = build_run(parse_spec({**document, "loss": {"kind": "logistic", "ridge": 0.0}}), 2)
     data = made_up(run.spec, 2)
     transcript = Transcript.of(step.message for step in simulate(run, data, SeededNoise(1), 200))
-    own, claim = data.learners[0], run.algorithm.guarantee(0).per_round
+    own, claim = data.learners[0], run.guarantee(0).per_round
     corner = np.array([1.0, 1.0]) / np.sqrt(2)
     worlds = [own.with_use(t, sign * corner, label) for t in range(5) for sign in (-1, 1) for label in (0.0, 1.0)]
     losses = replay(run, transcript, 0, [own, *worlds])
@@ -56,10 +59,32 @@ def test_the_example_keeps_its_guarantee(folder: Path) -> None:
     assert np.abs(losses.total).max() > 0.5 * claim.sum()
 
 
+def test_the_example_composes_as_laplace_noise(folder: Path) -> None:
+    """What its author says about its messages reaches every place that adds losses up."""
+    run = build_run(parse_spec({**yaml.safe_load(SPEC), "rounds": 6, "learners": 3}), 2)
+    promise = run.guarantee(0)
+    three = np.array([1, 0, 2, 0, 0, 0])
+
+    assert (promise.mechanism, promise.event) == (Mechanism.LAPLACE, Event.RECORD)
+    assert run.guarantee(0, np.full(6, 2), three).epsilon() == 3 * promise.epsilon() > 0.0  # a list follows no record
+
+
+@pytest.mark.parametrize(("mechanism", "expected"), [(Mechanism.PURE, 83.5), (Mechanism.LAPLACE, 71.5)])
+def test_the_mechanism_that_is_stated_decides_what_a_delta_saves(mechanism: Mechanism, expected: float) -> None:
+    """The page's last sentence: a hundred messages of loss 1."""
+    meter = ListedLosses(np.ones(100), mechanism)
+    single = message_losses(meter, np.ones(100, np.int64))
+
+    assert single is not None
+    assert epsilon_at(1e-6, single, guarantee(meter, 100).mechanism) == pytest.approx(expected, abs=0.05)
+    assert f"{expected}" in PAGE.read_text(encoding="utf-8")
+
+
 def test_the_example_runs_in_the_simulator_and_as_services(folder: Path) -> None:
     spec = yaml.safe_load(SPEC)
     (folder / "spec.yaml").write_text(yaml.safe_dump({**spec, "rounds": 20, "learners": 3}), encoding="utf-8")
-    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path}
     for command in (["simulate", "spec.yaml", "--out", "simulated"], ["up", "spec.yaml", "--out", "ran"]):
         done = subprocess.run(
             [sys.executable, "-m", "sottovoce_client", *command],

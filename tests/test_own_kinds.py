@@ -41,7 +41,7 @@ def test_sections_of_ones_own_run(document: dict[str, object]) -> None:
     assert parse_spec(spec.model_dump(mode="json")) == spec
     data = place(spec, load_dataset(spec.data, spec.loss))
     run = build_run(spec, data.n_features)
-    assert run.algorithm.guarantee(0).epsilon() < np.inf
+    assert run.guarantee(0).epsilon() < np.inf
     last = list(simulate(run, data, SeededNoise(1), 2))[-1].after
     assert last.shape == (5, 2, data.n_features)
     np.testing.assert_allclose(last, last[..., :1] + np.zeros_like(last), atol=1e-12)  # on the segment

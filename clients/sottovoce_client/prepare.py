@@ -37,11 +37,11 @@ def prepare(spec: RunSpec, *, data_folder: str | None = None) -> Prepared:
     dataset = load_dataset(spec.data, spec.loss, folder=Path(data_folder) if data_folder else None)
     data = place(spec, dataset)
     run = build_run(spec, data.n_features)
-    if run.algorithm.guarantee(0).shared and not all(_same(data.learners[0], other) for other in data.learners[1:]):
+    if run.algorithm.accountant(0).shared and not all(_same(data.learners[0], other) for other in data.learners[1:]):
         raise SpecError(
             f"{spec.algorithm.name} needs the same records at every learner in every round: set data.partition to shared"
         )
-    slack = check_lattice(run.algorithm, spec.n_learners, spec.rounds)
+    slack = check_lattice(run)
     return Prepared(replace(run, warnings=run.warnings + slack), data)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sottovoce.errors import BudgetExhausted
-from sottovoce.privacy.guarantee import Accountant
+from sottovoce.privacy.accountant import Accountant
 
 
 class Books:
@@ -51,6 +51,6 @@ class Books:
         """Book what the journal already says."""
         self.spent = after
 
-    def round_over(self, new_records: int) -> None:
+    def round_over(self, records: int) -> None:
         """The round brought so many records."""
-        self._accountant.advance(new_records)
+        self._accountant.advance(records)

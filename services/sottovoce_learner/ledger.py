@@ -55,7 +55,7 @@ class Line:
         Raises:
             SpecError: the algorithm is not installed here.
         """
-        return build_run(parse_spec(json.loads(self.spec)), self.n_features).algorithm.guarantee(self.index)
+        return build_run(parse_spec(json.loads(self.spec)), self.n_features).guarantee(self.index)
 
 
 def claim(folder: Path, learner: str) -> TextIO:

@@ -22,7 +22,7 @@ from sottovoce.spec import load_spec
 from sottovoce_client.cli import app
 from sottovoce_client.prepare import Prepared, prepare
 from sottovoce_client.privacy.budget import Line, Question, budget, line_of
-from sottovoce_client.privacy.calibrate import budget_of
+from sottovoce_client.privacy.calibrate import target_of
 from sottovoce_client.privacy.tradeoff import Measured, Problem, answer_of, levels, measure
 
 SMALL: dict[str, Any] = {"rounds": 15, "learners": ["a", "b", "c"], "algorithm": {"name": "ldp-dol", "sigma": 2.0}}
@@ -82,14 +82,14 @@ def test_every_number_is_that_of_the_guarantee(records: Path, tmp_path: Path) ->
     for i, found in enumerate(document["learners"]):
         own = prepared.data.learners[i]
         counts = np.diff(own.offsets)
-        promise = prepared.run.algorithm.guarantee(i, counts)
+        promise = prepared.run.guarantee(i, counts)
         epsilon = found["epsilon"]
         assert epsilon["event"] == promise.epsilon()
         assert epsilon["paper"] == promise.paper[-1]
         assert epsilon["infinite_horizon"] == promise.infinite_horizon
-        assert epsilon["event_at_delta"] == epsilon_at(1e-3, promise.per_round, "laplace") < promise.epsilon()
+        assert epsilon["event_at_delta"] == epsilon_at(1e-3, promise.per_round, promise.mechanism) < promise.epsilon()
         uses = [own.uses_by_round(row) for row in range(len(own.labels))]
-        each = [prepared.run.algorithm.guarantee(i, counts, replaced).epsilon() for replaced in uses if replaced.any()]
+        each = [prepared.run.guarantee(i, counts, replaced).epsilon() for replaced in uses if replaced.any()]
         assert epsilon["record"] == pytest.approx(max(max(each), promise.epsilon()), rel=1e-12)
         assert epsilon["record"] < epsilon["group"] <= 2 * epsilon["record"]
         assert epsilon["record_at_delta"] <= epsilon["record"]
@@ -118,7 +118,7 @@ def test_the_table_and_the_lines_say_the_same(records: Path, tmp_path: Path) -> 
     plain, _ = shown(prepared, tmp_path)
     table, _ = shown(prepared, tmp_path, terminal=True)
     for i, name in enumerate("abc"):
-        epsilon = f"{prepared.run.algorithm.guarantee(i).epsilon():.4g}"
+        epsilon = f"{prepared.run.guarantee(i).epsilon():.4g}"
         assert f"{name}: epsilon per event {epsilon}" in plain
         assert any(name in line and epsilon in line for line in table.splitlines())
     for text in (plain, table):
@@ -187,8 +187,8 @@ def test_calibrate_writes_to_standard_output(records: Path) -> None:
 
 def test_options_of_calibrate(records: Path) -> None:
     spec = load_spec(written(records))
-    assert budget_of(spec, 2.0, ["c=0.5"], "inf", "event").epsilons == (2.0, 2.0, 0.5)
-    assert budget_of(spec, None, ["a=1", "b=2", "c=3"], "7", "record").horizon == 7
+    assert target_of(spec, 2.0, ["c=0.5"], "inf", "event").epsilons == (2.0, 2.0, 0.5)
+    assert target_of(spec, None, ["a=1", "b=2", "c=3"], "7", "record").horizon == 7
     for epsilon, single, horizon, reason in (
         (None, ["a=1"], None, "every learner needs a target, got none for b, c; give --epsilon"),
         (1.0, ["a"], None, "--learner must be NAME=EPSILON, got a"),
@@ -198,7 +198,7 @@ def test_options_of_calibrate(records: Path) -> None:
         (1.0, [], "soon", "--horizon must be a number, got 'soon'"),
     ):
         with pytest.raises(SpecError, match=reason):
-            budget_of(spec, epsilon, single, horizon, "event")
+            target_of(spec, epsilon, single, horizon, "event")
 
 
 # ---- tradeoff --------------------------------------------------------------------------------------------------------

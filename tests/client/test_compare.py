@@ -75,7 +75,7 @@ def test_the_table_says_what_the_runs_came_to(records: Path, tmp_path: Path) -> 
     for path, found in zip((loud, silent), document["results"], strict=True):
         prepared = prepare(load_spec(path))
         counts = np.diff(prepared.data.learners[0].offsets)
-        promise = prepared.run.algorithm.guarantee(0, counts)
+        promise = prepared.run.guarantee(0, counts)
         assert found["epsilon_event"] == pytest.approx(promise.epsilon())
         assert found["epsilon_paper"] == pytest.approx(promise.paper[-1])
         meter = Metrics(prepared.run, prepared.data)

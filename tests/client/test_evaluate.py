@@ -99,7 +99,7 @@ def test_a_global_objective_needs_shared_records() -> None:
     document = {"rounds": 5, "learners": 3, "algorithm": {"name": "dpsda-c", "epsilon": 1.0, "clip": 1.0}}
     with pytest.raises(SpecError, match=r"set data.partition to shared"):
         prepare(parse_spec(document))
-    assert prepare(parse_spec({**document, "data": {"partition": "shared"}})).run.algorithm.guarantee(0).shared
+    assert prepare(parse_spec({**document, "data": {"partition": "shared"}})).run.guarantee(0).shared
 
 
 def test_who_speaks_and_never_hears_the_other() -> None:

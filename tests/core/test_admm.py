@@ -12,8 +12,9 @@ import pytest
 from scipy.optimize import root
 from sklearn.linear_model import LogisticRegression
 
-from sottovoce.algorithms.admm.accounting import Minimiser, Node, Objective, Variant, moved, output_loss
+from sottovoce.algorithms.admm.accounting import output_loss
 from sottovoce.algorithms.admm.algorithm import Admm, State
+from sottovoce.algorithms.admm.calibrations import Minimiser, Node, Objective, Variant, moved
 from sottovoce.algorithms.admm.local import LocalProblem, norm
 from sottovoce.algorithms.interface import HeardByAll, HeardFromNeighbours, Message, Who
 from sottovoce.arrays import Batch, FloatArray, Scalars
@@ -239,7 +240,7 @@ def test_before_its_first_record_a_learner_is_silent_about_it(algorithm: dict[st
 
     assert (messages[0] == 0.0).all()
     assert (drawn[:4, 0] == 0.0).all() and (drawn[4:, 0] != 0.0).all() and (drawn[1:, 1:] != 0.0).all()
-    guarantee = run.algorithm.guarantee(0, np.diff(late.offsets))
+    guarantee = run.guarantee(0, np.diff(late.offsets))
     assert (guarantee.per_round[:4] == 0.0).all() and (guarantee.per_round[4:] > 0.0).all()
 
 
@@ -410,7 +411,7 @@ def test_no_message_costs_more_than_its_claim(algorithm: dict[str, Any], streame
         data = data if streamed else at_once(data)
         own, transcript = data.learners[0], overheard(run, data, seed, 20)
         losses = replay(run, transcript, 0, [own, *strangers(own, 8, seed)])
-        claim = run.algorithm.guarantee(0, np.diff(own.offsets)).per_round
+        claim = run.guarantee(0, np.diff(own.offsets)).per_round
         below(losses, claim)
         assert (losses.realised[0] == 0.0).all() and (
             np.abs(losses.realised[1:]).max(axis=(1, 2)) > 0.02 * claim[1:]
@@ -430,8 +431,8 @@ def test_several_replaced_records_cost_at_most_their_claim(algorithm: dict[str, 
     for position in (0, 3, 4):
         world = world.with_use(position, -3.0 * own.features[position], float(own.labels[position]))
     replaced = np.array([1, 0, 0, 1, 1, 0, 0, 0])
-    claim = run.algorithm.guarantee(0, np.ones(8, np.int64), replaced).per_round
-    one = run.algorithm.guarantee(0, np.ones(8, np.int64)).per_round
+    claim = run.guarantee(0, np.ones(8, np.int64), replaced).per_round
+    one = run.guarantee(0, np.ones(8, np.int64)).per_round
 
     below(replay(run, transcript, 0, [own, world, own]), claim)
     assert (claim[1:4] == one[1:4]).all()
@@ -491,7 +492,7 @@ def test_the_density_of_a_dvp_message_by_integration(scale: str) -> None:
     _, density = run.algorithm.overheard(state, Message({"y": f[None, :, None]}))
 
     np.testing.assert_allclose(np.trapezoid(np.exp(density) / 2.0, f, axis=1), 1.0, rtol=1e-5)
-    claim = float(run.algorithm.guarantee(0).per_round[1])
+    claim = float(run.guarantee(0).per_round[1])
     assert 0.4 * claim < np.abs(density[0] - density[1]).max() <= claim
     assert claim == pytest.approx(2.0 if scale == "tight" else 2.0 + (2.0 - math.log1p(0.25 / 1.1)))
 
@@ -506,7 +507,7 @@ def test_the_printed_noise_rate_of_dvp_costs_more_than_alpha() -> None:
                 loss={"kind": "logistic", "ridge": numbers[3]},
             )
             counts = np.array([100, *[0] * 7])
-            losses[scale] = run.algorithm.guarantee(0, counts)
+            losses[scale] = run.guarantee(0, counts)
         node, count = a_node(*numbers)
         alpha_hat = 2 * float(Objective().step(node, count, 0.0, last=False).rate)
         np.testing.assert_allclose(losses["tight"].per_round, [0.0, *[numbers[0]] * 7])
@@ -517,17 +518,17 @@ def test_the_printed_noise_rate_of_dvp_costs_more_than_alpha() -> None:
 def test_the_printed_noise_rate_of_pvp_costs_alpha_in_the_long_run_at_most() -> None:
     for variant in VARIANTS:
         run = a_run({**PVP, "variant": variant, "scale": "printed", "tolerance": 1e-12}, rounds=200)
-        losses = run.algorithm.guarantee(0, np.array([10, *[0] * 199])).per_round
+        losses = run.guarantee(0, np.array([10, *[0] * 199])).per_round
         assert (np.diff(losses) >= -1e-9).all()
         assert losses[-1] <= 0.8 * (1 + 1e-9)
         assert (losses[-1] > 0.79) == (variant == "literal")
 
 
 def test_the_final_step_has_its_own_alpha() -> None:
-    guarantee = a_run(LAST).algorithm.guarantee(0)
+    guarantee = a_run(LAST).guarantee(0)
     assert guarantee.per_round == pytest.approx([0.0, *[0.8] * 6, 1.5])
     assert guarantee.paper == pytest.approx(guarantee.cumulative)
-    assert "last dvp" in guarantee.mode
+    assert "last dvp" in guarantee.grounds.mode
 
 
 def test_output_noise_costs_what_the_solver_leaves_open() -> None:
@@ -542,8 +543,8 @@ def test_output_noise_costs_what_the_solver_leaves_open() -> None:
     phi = float(Objective().step(node, 8.0, 0.0, last=False).extra_ridge)
     extra = 2 * (math.sqrt(3) * 1e-8 / (0.1 + 2.0 + phi) + 3 * spacing) / 1e-3
     assert output_loss(node, 2.1 + phi) == pytest.approx(extra)
-    assert run.algorithm.guarantee(0, plan).per_round == pytest.approx([0.0, *[0.8 + extra] * 7], rel=1e-12)
-    assert run.algorithm.guarantee(0, plan).per_round[1] > 0.8
+    assert run.guarantee(0, plan).per_round == pytest.approx([0.0, *[0.8 + extra] * 7], rel=1e-12)
+    assert run.guarantee(0, plan).per_round[1] > 0.8
 
 
 def test_the_solvers_error_is_part_of_pvps_sensitivity() -> None:
@@ -554,12 +555,12 @@ def test_the_solvers_error_is_part_of_pvps_sensitivity() -> None:
 
 @pytest.mark.parametrize("algorithm", [PLAIN, *PRIVATE], ids=["admm", *names])
 def test_the_meter_charges_what_the_guarantee_claims(algorithm: dict[str, Any]) -> None:
-    algo = admm(a_run(algorithm))
-    counts, meter, charged = np.array([0, 2, 0, 3, 1, 0, 0, 4]), algo.accountant(1), []
+    run = a_run(algorithm)
+    counts, meter, charged = np.array([0, 2, 0, 3, 1, 0, 0, 4]), run.algorithm.accountant(1), []
     for new in counts.tolist():
         charged.append(meter.next_loss())
         meter.advance(new)
-    guarantee = algo.guarantee(1, counts)
+    guarantee = run.guarantee(1, counts)
     assert charged == guarantee.per_round.tolist()
     assert charged[:2] == [0.0, 0.0] and min(charged[2:]) > 0.0
     assert guarantee.infinite_horizon == math.inf
@@ -568,7 +569,7 @@ def test_the_meter_charges_what_the_guarantee_claims(algorithm: dict[str, Any]) 
 def test_plain_admm_promises_nothing_and_shows_everything() -> None:
     run = a_run(PLAIN)
     data = at_once(made_up(run.spec))
-    own, guarantee = data.learners[0], run.algorithm.guarantee(0)
+    own, guarantee = data.learners[0], run.guarantee(0)
     assert guarantee.per_round.tolist() == [0.0, *[math.inf] * 7]
     losses = replay(run, overheard(run, data, 13, 1), 0, [own, own.with_use(0, -own.features[0], float(own.labels[0]))])
     assert losses.realised[:, 0, 0].tolist() == [0.0, *[math.inf] * 7]

@@ -105,9 +105,9 @@ def test_published_gossip_is_read_whatever_epsilon_its_decisions_have() -> None:
     run, data = problem({**PUBLISHED, "epsilon": 1e-3, "regularization": 1e6})
     made = attacked(run, data)
     assert made.error < 1e-12 and made.alike == pytest.approx(1.0) and made.found == made.told == 1.0
-    output = run.algorithm.guarantee(0).output
+    output = run.guarantee(0).output
     assert output is not None and output[-1] <= 1e-3
-    assert math.isinf(run.algorithm.guarantee(0).epsilon())
+    assert math.isinf(run.guarantee(0).epsilon())
 
 
 @pytest.mark.parametrize(

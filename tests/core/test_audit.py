@@ -37,7 +37,7 @@ from tests.examples import made_up, small_run
 def planned(setup: Setup, **more: Any) -> Plan:
     run = setup.build()
     data = made_up(run.spec, setup.n_features)
-    if run.algorithm.guarantee(0).shared:
+    if run.algorithm.accountant(0).shared:
         data = replace(data, learners=data.learners[:1] * run.spec.n_learners)
     return plan_audit(run, data, 1, **{"runs": 200, "seed": 1, **more})
 
@@ -148,7 +148,7 @@ def test_a_neighbour_that_does_not_hear_all_cannot_replay() -> None:
 def test_shared_records_are_swapped_everywhere() -> None:
     """The joint claim is the sum, and the loss of the wire that of all learners together."""
     plan = planned(SETUPS["dpsda-c"], runs=50)
-    single = plan.run.algorithm.guarantee(1, np.diff(plan.worlds.first.offsets), plan.worlds.replaced)
+    single = plan.run.guarantee(1, np.diff(plan.worlds.first.offsets), plan.worlds.replaced)
     assert plan.epsilon == pytest.approx(3 * single.epsilon())
     part = overhear(plan.run, plan.data, plan.worlds, Share(1, 5, np.random.SeedSequence(0)), SeededNoise)
     each = [

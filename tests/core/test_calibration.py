@@ -10,7 +10,7 @@ import pytest
 from sottovoce.algorithms import ALGORITHMS
 from sottovoce.algorithms.parameters import AlgorithmSpec
 from sottovoce.algorithms.per_learner import divided, times
-from sottovoce.budget.calibration import TOLERANCE, Budget, Calibrated, calibrate, epsilons
+from sottovoce.budget.calibration import TOLERANCE, Calibrated, Target, calibrate, epsilons
 from sottovoce.data import PlacedData
 from sottovoce.errors import CheckFailed, SpecError
 from sottovoce.running.run import build_run
@@ -58,7 +58,7 @@ def records(spec: RunSpec, **more: Any) -> PlacedData:
 
 def calibrated(spec: RunSpec, *targets: float, **more: Any) -> Calibrated:
     epsilon = targets if len(targets) == spec.n_learners else targets * spec.n_learners
-    return calibrate(spec, records(spec), Budget(epsilon, **more))
+    return calibrate(spec, records(spec), Target(epsilon, **more))
 
 
 def test_every_built_in_algorithm_is_either_noisy_or_silent() -> None:
@@ -101,7 +101,7 @@ def test_with_one_noise_for_all_nobody_exceeds_its_target() -> None:
 def test_a_record_in_all_of_its_uses_needs_more_noise() -> None:
     spec = spec_of("ldp-dol")
     data = records(spec, records=4)
-    event, record = (calibrate(spec, data, Budget((1.0,) * LEARNERS, per=per)) for per in ("event", "record"))
+    event, record = (calibrate(spec, data, Target((1.0,) * LEARNERS, per=per)) for per in ("event", "record"))
     assert all(more > less for more, less in zip(record.factors, event.factors, strict=True))
     spent = epsilons(build_run(record.spec, FEATURES), data, per="record")
     assert max(spent) <= 1.0
@@ -112,7 +112,7 @@ def test_a_record_in_all_of_its_uses_needs_more_noise() -> None:
 def test_horizons(per: Any) -> None:
     spec = spec_of("ldp-dol")
     data = records(spec, records=4)
-    found = calibrate(spec, data, Budget((1.0,) * LEARNERS, horizon=5, per=per))
+    found = calibrate(spec, data, Target((1.0,) * LEARNERS, horizon=5, per=per))
     run = build_run(found.spec, FEATURES)
     assert max(epsilons(run, data, 5, per)) <= 1.0 < min(epsilons(run, data, None, per))
 
@@ -120,7 +120,7 @@ def test_horizons(per: Any) -> None:
 def test_for_ever() -> None:
     found = calibrated(spec_of("ldp-dol"), 3.0, horizon=math.inf)
     for i in range(LEARNERS):
-        bound = build_run(found.spec, FEATURES).algorithm.guarantee(i).infinite_horizon
+        bound = build_run(found.spec, FEATURES).guarantee(i).infinite_horizon
         assert 3.0 * (1 - TOLERANCE) <= bound <= 3.0
 
 
@@ -172,7 +172,7 @@ def test_an_algorithm_that_does_not_say_how_cannot_be_calibrated() -> None:
 )
 def test_what_cannot_be_met_says_why(spec: RunSpec, budget: dict[str, Any], reason: str) -> None:
     with pytest.raises(SpecError, match=reason):
-        calibrate(spec, records(spec), Budget(**{"epsilons": (1.0,) * LEARNERS, **budget}))
+        calibrate(spec, records(spec), Target(**{"epsilons": (1.0,) * LEARNERS, **budget}))
 
 
 def test_missing_clipping_is_named() -> None:
@@ -188,10 +188,10 @@ def test_twice_the_noise_is_twice_the_scale(name: str) -> None:
     """For what is calibrated by epsilon, up to what the lattice costs; DVP's own noise is not proportional."""
     spec = spec_of(name)
     louder = spec.model_copy(update={"algorithm": spec.algorithm.noisier((2.0,) * spec.n_learners)})
-    before, after = (build_run(each, FEATURES).algorithm for each in (spec, louder))
+    before, after = (build_run(each, FEATURES) for each in (spec, louder))
     t = 12
     if name != "dvp":
-        assert after.noise_scale(0, t) == pytest.approx(2 * before.noise_scale(0, t), rel=1e-9)
+        assert after.algorithm.noise_scale(0, t) == pytest.approx(2 * before.algorithm.noise_scale(0, t), rel=1e-9)
     assert after.guarantee(0).epsilon() == pytest.approx(before.guarantee(0).epsilon() / 2, rel=1e-2)
     assert ALGORITHMS.find(name).model_validate(louder.algorithm.model_dump()) == louder.algorithm
 

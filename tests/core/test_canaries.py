@@ -107,7 +107,7 @@ def test_the_claim_is_the_promise_for_the_swap() -> None:
     claims = []
     for place in canaries.places:
         replaced = np.bincount([place.round], minlength=60)
-        promised = run.algorithm.guarantee(place.learner, np.full(60, 2), replaced).per_round
+        promised = run.guarantee(place.learner, np.full(60, 2), replaced).per_round
         claims.append(promised[: place.round + canaries.window + 1].sum())
     assert canaries.claim == pytest.approx(max(claims))
 

@@ -13,20 +13,18 @@ from sottovoce.arrays import FloatArray
 from sottovoce.budget import composition
 from sottovoce.budget.composition import (
     Alike,
-    Mechanism,
     dearest_record,
     envelope,
     epsilon_at,
     group_loss,
     learners_loss,
-    mechanism_of,
     message_losses,
     plans_of_use,
     record_losses,
-    replaces_all,
 )
 from sottovoce.data import LearnerData
 from sottovoce.errors import SpecError
+from sottovoce.privacy.guarantee import Event, Mechanism
 from sottovoce.running.run import Run, build_run
 from sottovoce.spec import parse_spec
 from tests.examples import made_up, small_run
@@ -65,15 +63,15 @@ def test_plans_of_use_count_every_use_in_its_round() -> None:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_record_is_charged_for_all_of_its_uses(name: str) -> None:
-    algorithm = build(name).algorithm
+    run = build(name)
     own = scheduled([k % 4 for k in range(12)], list(range(13)))
     counts = np.diff(own.offsets)
-    event = algorithm.guarantee(0, counts)
-    found = record_losses(algorithm, 0, own)
+    event = run.guarantee(0, counts)
+    found = record_losses(run.algorithm.accountant(0), own)
     assert [(each.records, each.uses) for each in found] == [(1, 3)] * 4
     for each, first in zip(found, range(4), strict=True):
         replaced = np.isin(np.arange(12) % 4, first).astype(np.int64)
-        expected = algorithm.guarantee(0, counts, replaced).per_round
+        expected = run.guarantee(0, counts, replaced).per_round
         np.testing.assert_allclose(each.charged(event.per_round), expected, rtol=1e-12, atol=1e-300)
     dearest = dearest_record(found, event.per_round)
     assert event.epsilon() < dearest <= 3 * event.epsilon() * (1 + 1e-12)
@@ -82,11 +80,11 @@ def test_a_record_is_charged_for_all_of_its_uses(name: str) -> None:
 
 def test_many_plans_are_bounded_by_events(monkeypatch: pytest.MonkeyPatch) -> None:
     own = scheduled([0, 1, 0, 2, 1, 1], [0, 1, 2, 3, 4, 5, 6])
-    algorithm = small_run(6).algorithm
-    exact = record_losses(algorithm, 0, own)
+    run = small_run(6)
+    exact = record_losses(run.algorithm.accountant(0), own)
     monkeypatch.setattr(composition, "MOST_STEPS", 11)  # two records of several uses, over six rounds: 12
-    bounded = record_losses(algorithm, 0, own)
-    event = algorithm.guarantee(0).per_round
+    bounded = record_losses(run.algorithm.accountant(0), own)
+    event = run.guarantee(0).per_round
     assert [each.losses is None for each in bounded] == [True] * 3
     assert dearest_record(bounded, event) == pytest.approx(3 * math.fsum(event))
     assert dearest_record(exact, event) < dearest_record(bounded, event)
@@ -112,10 +110,10 @@ def test_sums_are_exact() -> None:
 def test_a_whole_objective_is_one_event_whatever_its_records() -> None:
     run = build("pdop")
     own = made_up(run.spec, batch=2, records=4).learners[0]
-    assert replaces_all(run.algorithm, 0)
-    (everything,) = record_losses(run.algorithm, 0, own)
+    assert run.guarantee(0).event is Event.LEARNER
+    (everything,) = record_losses(run.algorithm.accountant(0), own)
     assert (everything.records, everything.uses, everything.losses) == (4, 1, None)
-    assert not replaces_all(build("dsgd").algorithm, 0)
+    assert build("dsgd").guarantee(0).event is Event.RECORD
 
 
 # ---- at a delta ------------------------------------------------------------------------------------------------------
@@ -127,15 +125,15 @@ def test_a_whole_objective_is_one_event_whatever_its_records() -> None:
 )
 def test_reference_values_of_laplace_noise(losses: FloatArray, pure: float, at_delta: float) -> None:
     assert math.fsum(losses) == pytest.approx(pure, rel=1e-3)
-    assert epsilon_at(1e-6, losses, "laplace") == pytest.approx(at_delta, rel=2e-3)
+    assert epsilon_at(1e-6, losses, Mechanism.LAPLACE) == pytest.approx(at_delta, rel=2e-3)
 
 
-@pytest.mark.parametrize("mechanism", ["laplace", "pure"])
+@pytest.mark.parametrize("mechanism", Mechanism)
 def test_one_message_as_in_the_books(mechanism: Mechanism) -> None:
     """delta(e) is `1 - exp((e - eps)/2)` for Laplace noise, `(exp(eps) - exp(e)) / (exp(eps) + 1)` for randomised response."""
     eps, delta = 1.0, 0.05
     expected = eps + 2 * math.log1p(-delta)
-    if mechanism == "pure":
+    if mechanism is Mechanism.PURE:
         expected = math.log(math.exp(eps) - delta * (math.exp(eps) + 1))
     assert epsilon_at(delta, np.array([eps]), mechanism) == pytest.approx(expected, abs=2e-4)
 
@@ -157,53 +155,69 @@ def test_a_vector_of_laplace_numbers_is_dominated_by_one_of_them() -> None:
 
 def test_less_than_pure_and_falling_with_delta() -> None:
     losses = np.full(40, 0.2)
-    found = [epsilon_at(delta, losses, "laplace") for delta in (1e-9, 1e-6, 1e-3)]
+    found = [epsilon_at(delta, losses, Mechanism.LAPLACE) for delta in (1e-9, 1e-6, 1e-3)]
     assert 8.0 > found[0] > found[1] > found[2] > 0
-    assert epsilon_at(1e-6, losses, "pure") > found[1]
-    assert epsilon_at(1e-300, losses, "laplace") == pytest.approx(8.0)
-    assert epsilon_at(1e-6, np.zeros(3), "laplace") == 0.0
-    assert epsilon_at(1e-6, np.array([1.0, math.inf]), "laplace") == math.inf
-    assert epsilon_at(1e-6, np.full(200, 40.0), "laplace") < 7990.0
+    assert epsilon_at(1e-6, losses, Mechanism.PURE) > found[1]
+    assert epsilon_at(1e-300, losses, Mechanism.LAPLACE) == pytest.approx(8.0)
+    assert epsilon_at(1e-6, np.zeros(3), Mechanism.LAPLACE) == 0.0
+    assert epsilon_at(1e-6, np.array([1.0, math.inf]), Mechanism.LAPLACE) == math.inf
+    assert epsilon_at(1e-6, np.full(200, 40.0), Mechanism.LAPLACE) < 7990.0
 
 
 @pytest.mark.parametrize("delta", [0.0, 1.0, -1e-6, math.nan])
 def test_delta_must_be_a_probability(delta: float) -> None:
     with pytest.raises(SpecError, match="delta must be above 0 and below 1"):
-        epsilon_at(delta, np.ones(2), "laplace")
+        epsilon_at(delta, np.ones(2), Mechanism.LAPLACE)
 
 
 def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "dp_accounting.pld.privacy_loss_distribution", None)
     with pytest.raises(SpecError, match=r"sottovoce\[accounting\]"):
-        epsilon_at(1e-6, np.ones(2), "laplace")
+        epsilon_at(1e-6, np.ones(2), Mechanism.LAPLACE)
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_message_losses_dominate_every_single_record(name: str) -> None:
-    algorithm = build(name).algorithm
+    run = build(name)
     counts = np.array([2, 0, 1, 3, 1, 1, 1, 4, 1, 1, 1, 1])
-    bound = message_losses(algorithm, 0, counts)
+    bound = message_losses(run.algorithm.accountant(0), counts)
     assert bound is not None
     bound = np.sort(bound)[::-1]
     for t in np.flatnonzero(counts):
-        single = algorithm.guarantee(0, counts, (np.arange(12) == t).astype(np.int64)).per_round
+        single = run.guarantee(0, counts, (np.arange(12) == t).astype(np.int64)).per_round
         assert (np.sort(single)[::-1] <= bound * (1 + 1e-12)).all()
 
 
 def test_increments_of_a_maximum_are_no_message_losses() -> None:
     """DOLA: each record shows in one message; its meter's increments are many small ones, the messages are not."""
-    algorithm = build("dola").algorithm
-    bound = message_losses(algorithm, 0)
+    run = build("dola")
+    bound = message_losses(run.algorithm.accountant(0), np.ones(12, np.int64))
     assert bound is not None
     assert np.count_nonzero(bound) == 1
-    assert np.count_nonzero(algorithm.guarantee(0).per_round) > 1
-    assert math.fsum(bound) == pytest.approx(algorithm.guarantee(0).epsilon())
+    assert np.count_nonzero(run.guarantee(0).per_round) > 1
+    assert math.fsum(bound) == pytest.approx(run.guarantee(0).epsilon())
 
 
 def test_too_many_rounds_leave_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(composition, "MOST_STEPS", 143)
-    assert message_losses(build("dsgd").algorithm, 0) is None
-    assert message_losses(build("ldp-dol").algorithm, 0) is not None
+    one = np.ones(12, np.int64)
+    assert message_losses(build("dsgd").algorithm.accountant(0), one) is None
+    assert message_losses(build("ldp-dol").algorithm.accountant(0), one) is not None
+
+
+def test_several_events_are_not_one_event_several_times() -> None:
+    """Events that cost 3, 1 and 1, 3: together 4, 4. Neither twice the first nor twice the second dominates that."""
+    delta, pure = 0.09, Mechanism.PURE
+    together = epsilon_at(delta, np.array([4.0, 4.0]), pure)
+    assert epsilon_at(delta, np.array([6.0, 2.0]), pure) < together - 0.005
+    assert together < epsilon_at(delta, Alike(1, 2, None).messages(np.array([3.0, 1.0])), pure)
+
+
+def test_uses_that_are_metered_or_single_are_composed_message_by_message() -> None:
+    single, metered = np.array([3.0, 1.0]), np.array([4.0, 3.5])
+    assert Alike(1, 1, None).messages(single) is single
+    assert Alike(1, 2, metered).messages(single) is metered
+    assert Alike(1, 2, None).messages(single).tolist() == [8.0, 0.0]
 
 
 def test_envelope_sorts_first() -> None:
@@ -211,5 +225,5 @@ def test_envelope_sorts_first() -> None:
 
 
 def test_mechanisms() -> None:
-    found = {name: mechanism_of(build(name).algorithm, 0) for name in RUNS}
-    assert found == dict.fromkeys(RUNS, "laplace") | {"dvp": "pure", "pvp": "pure"}
+    found = {name: build(name).guarantee(0).mechanism for name in RUNS}
+    assert found == dict.fromkeys(RUNS, Mechanism.LAPLACE) | {"dvp": "pure", "pvp": "pure"}

@@ -23,6 +23,7 @@ from sottovoce.losses.logistic import Logistic
 from sottovoce.network.mixing import Mixing
 from sottovoce.network.network import Network, PeriodicNetwork
 from sottovoce.noise import Noise, RecordedNoise, Recorder, SeededNoise, no_noise
+from sottovoce.privacy.guarantee import joint
 from sottovoce.running.replay import Losses, replay
 from sottovoce.running.run import Run, build_run
 from sottovoce.running.simulator import simulate
@@ -95,6 +96,11 @@ def assemble(
     setting = Setting(rounds, dim, made, spec.decision_set, network)
     algorithm, findings = spec.algorithm.build(setting)
     return Run(spec.model_copy(update={"loss": made}), network, algorithm, findings)
+
+
+def joint_epsilon(run: Run) -> float:
+    """What the messages of all learners together tell about a loss that all of them hold."""
+    return joint([run.guarantee(i) for i in range(run.spec.n_learners)]).epsilon()
 
 
 def method(run: Run) -> DualAveraging:
@@ -400,7 +406,7 @@ def test_replayed_losses_stay_within_the_claim(name: str, primal: str, decision_
             replaced = np.eye(12, dtype=np.int64)[t] * 2
             for i in range(run.spec.n_learners):
                 losses = replay(run, transcript, i, worlds)
-                within(losses, run.algorithm.guarantee(i, np.full(12, 2), replaced).per_round)
+                within(losses, run.guarantee(i, np.full(12, 2), replaced).per_round)
                 assert (losses.largest[: t + 1] == 0.0).all()
                 assert t == 11 or losses.largest[t + 1].max() > 0.0
                 if primal == "noised":
@@ -430,7 +436,7 @@ def test_the_joint_sensitivity_is_attained(name: str) -> None:
 
     by_hand = 3 * 2 * 0.01 * (2 * math.sqrt(3) + math.sqrt(2)) / 0.5  # n sum_i 2 sqrt(d_i) B / sigma
     assert shown == pytest.approx(by_hand, rel=1e-9)
-    assert method(run).joint_epsilon() == pytest.approx(by_hand, rel=1e-9)
+    assert joint_epsilon(run) == pytest.approx(by_hand, rel=1e-9)
 
 
 def test_one_round_can_cost_more_than_the_paper_says() -> None:
@@ -448,11 +454,11 @@ def test_one_round_can_cost_more_than_the_paper_says() -> None:
     largest = [
         replay(run, transcript, i, [own, own.with_use(1, own.features[1], 1.0)]).supremum[0, 0] for i in range(9)
     ]
-    guarantee = run.algorithm.guarantee(0)
+    guarantee = run.guarantee(0)
 
     assert guarantee.paper[0] == pytest.approx(2 * 9 * 1.0)
     assert sum(largest) == pytest.approx(6.0 * guarantee.paper[0], rel=1e-9)
-    assert method(run).joint_epsilon() == pytest.approx(9.0 * guarantee.paper[0], rel=1e-9)
+    assert joint_epsilon(run) == pytest.approx(9.0 * guarantee.paper[0], rel=1e-9)
 
 
 def test_noised_decisions_are_functions_of_messages_and_clean_ones_are_not() -> None:
@@ -489,12 +495,12 @@ def test_what_a_learner_could_not_have_said_has_density_zero() -> None:
 def test_a_noised_primal_is_charged_once_and_a_clean_one_by_the_recursion() -> None:
     """By hand: n = 3, d_0 = 3, B = G = 1 (and r = 0), alpha = step/sqrt(t)."""
     loss = {"kind": "logistic", "ridge": 0.0, "feature_bound": 1.0}
-    noised = assemble(loss=loss, rounds=5).algorithm.guarantee(0)
+    noised = assemble(loss=loss, rounds=5).guarantee(0)
     assert noised.per_round[[0, 2, 3, 4]].tolist() == [0.0] * 4
     assert noised.epsilon() == pytest.approx(math.sqrt(3) * 3 * 2, rel=1e-9)
     assert noised.infinite_horizon == noised.epsilon()
 
-    clean = assemble(loss=loss, rounds=5, step=0.5, primal="clean").algorithm.guarantee(0)
+    clean = assemble(loss=loss, rounds=5, step=0.5, primal="clean").guarantee(0)
     difference, expected = 6.0, [0.0]
     for t in range(1, 5):
         expected.append(math.sqrt(3) * difference)
@@ -505,14 +511,14 @@ def test_a_noised_primal_is_charged_once_and_a_clean_one_by_the_recursion() -> N
 
 def test_the_first_round_is_the_worst_to_replace_and_the_horizon_does_not_matter() -> None:
     for name in ("dpsda-c", "dpsda-ps"):
-        algorithm = assemble(name, digraphs(3) if name == "dpsda-ps" else None, rounds=40, primal="clean").algorithm
-        totals = [algorithm.guarantee(1, replaced=np.eye(40, dtype=np.int64)[t]).epsilon() for t in range(40)]
-        assert max(totals) == totals[0] == algorithm.guarantee(1).epsilon()
+        run = assemble(name, digraphs(3) if name == "dpsda-ps" else None, rounds=40, primal="clean")
+        totals = [run.guarantee(1, replaced=np.eye(40, dtype=np.int64)[t]).epsilon() for t in range(40)]
+        assert max(totals) == totals[0] == run.guarantee(1).epsilon()
         assert totals[-1] == 0.0
     # nG = 3 * 1.5^2/4: the spec's estimate of about ((nG)^2 + nG sqrt(pi) + 1) one-round losses, for any horizon.
     loss, n_g = {"kind": "logistic", "ridge": 0.0, "feature_bound": 1.5}, 3 * 1.5**2 / 4
     long = assemble(rounds=500, loss=loss, primal="clean", decision_set={"kind": "l2_ball", "radius": 1e6})
-    guarantee = long.algorithm.guarantee(0)
+    guarantee = long.guarantee(0)
     assert guarantee.epsilon() / guarantee.per_round[1] < n_g**2 + n_g * math.sqrt(math.pi) + 1.5
     assert guarantee.epsilon() == pytest.approx(guarantee.infinite_horizon)
 
@@ -526,28 +532,26 @@ def test_the_meter_adds_up_to_the_guarantee_and_to_the_epsilon_asked_for(name: s
         for _ in range(15):
             charged.append(meter.next_loss())
             meter.advance(4)
-        assert charged == run.algorithm.guarantee(i).per_round.tolist()
+        assert charged == run.guarantee(i).per_round.tolist()
         assert charged[0] == 0.0
-    parts = [run.algorithm.guarantee(i).epsilon() for i in range(3)]
-    assert 0.5 - 1e-9 < (max(parts) if name == "dpps" else method(run).joint_epsilon()) <= 0.5
+    parts = [run.guarantee(i).epsilon() for i in range(3)]
+    assert 0.5 - 1e-9 < (max(parts) if name == "dpps" else joint_epsilon(run)) <= 0.5
 
 
 def test_replaced_rounds_and_rounds_without_records() -> None:
-    algorithm = assemble(rounds=6).algorithm
-    two = algorithm.guarantee(0, replaced=np.array([0, 1, 0, 3, 0, 1]))
-    one = algorithm.guarantee(0)
+    run = assemble(rounds=6)
+    two = run.guarantee(0, np.full(6, 3), np.array([0, 1, 0, 3, 0, 1]))
+    one = run.guarantee(0)
     assert np.flatnonzero(two.per_round).tolist() == [2, 4]
     assert two.epsilon() == pytest.approx(2 * one.epsilon())
-    late = algorithm.guarantee(0, counts=np.array([0, 0, 2, 1, 1, 1]))
+    late = run.guarantee(0, counts=np.array([0, 0, 2, 1, 1, 1]))
     assert np.flatnonzero(late.per_round).tolist() == [3]
     assert one.paper.tolist() == pytest.approx([2 * 3 * 1.5 * (t + 1) for t in range(6)])
 
 
 def test_a_sum_over_records_has_no_known_smoothness() -> None:
     """Clean primal: every later round is charged in full; the number of records does not matter."""
-    guarantee = assemble(
-        rounds=6, batch="sum", clip=0.5, primal="clean", step=1e-3, loss={"ridge": 0.0}
-    ).algorithm.guarantee(0)
+    guarantee = assemble(rounds=6, batch="sum", clip=0.5, primal="clean", step=1e-3, loss={"ridge": 0.0}).guarantee(0)
     np.testing.assert_allclose(guarantee.per_round[1:], guarantee.per_round[1], rtol=1e-9)
     assert guarantee.infinite_horizon == math.inf
 
@@ -555,7 +559,7 @@ def test_a_sum_over_records_has_no_known_smoothness() -> None:
 def test_without_noise_nothing_is_promised() -> None:
     run = assemble(sigma=0.0, rounds=4, batch="sum")
     assert [finding.code for finding in run.warnings] == ["NO_NOISE"]
-    assert run.algorithm.guarantee(0).epsilon() == math.inf
+    assert run.guarantee(0).epsilon() == math.inf
     said = [step.message["h"] for step in simulate(run, shared(run), SeededNoise(16))]
     assert (said[0] == 0.0).all() and (said[1] != 0.0).sum() == 7
     assert isinstance(run.algorithm.accountant(0), DualAveragingAccountant)

@@ -12,6 +12,7 @@ from sottovoce.algorithms import ALGORITHMS
 from sottovoce.algorithms.interface import HeardFromNeighbours, Message, Who
 from sottovoce.arrays import Batch, FloatArray
 from sottovoce.noise import Draw, Noise, SeededNoise
+from sottovoce.privacy.guarantee import joint
 from tests.claims import (
     EXPOSED,
     SETUPS,
@@ -93,14 +94,11 @@ def test_shared_records_cost_at_most_the_joint_claim(name: str, effort: Effort) 
     most = 0.0
     for _ in range(5 * effort.tries):
         attack, noise = drawn(setup, run, generator), Times(SeededNoise(3), float(generator.choice([0.0, 1.0, 64.0])))
-        claims = [
-            run.algorithm.guarantee(i, attack.counts, attack.replaced).cumulative for i in range(run.spec.n_learners)
-        ]
-        joint: FloatArray = np.sum(claims, axis=0)
+        each = [run.guarantee(i, attack.counts, attack.replaced) for i in range(run.spec.n_learners)]
+        claimed: FloatArray = np.sum([alone.cumulative for alone in each], axis=0)
         for losses in losses_of(setup, run, [attack], noise, 2, generator):
-            most = max(most, ratio(np.cumsum(losses[:, 0], axis=0), joint))
-        promised = run.algorithm.joint_epsilon(attack.counts, attack.replaced)  # type: ignore[attr-defined]
-        assert promised == pytest.approx(joint[-1])
+            most = max(most, ratio(np.cumsum(losses[:, 0], axis=0), claimed))
+        assert joint(each).epsilon() == pytest.approx(claimed[-1])
     assert 0.1 < most <= 1.0 + ROUNDING
 
 
@@ -168,7 +166,7 @@ def test_without_noise_on_the_wire_claim_and_loss_are_infinite(name: str) -> Non
         attack = drawn(setup, run, generator)
         attack = replace(attack, swapped=np.arange(len(attack.rows)), new_rows=-attack.rows, new_labels=attack.labels)
         realised, largest = losses_of(setup, run, [attack], SeededNoise(1), 2, generator)
-        claim = run.algorithm.guarantee(attack.learner, attack.counts, attack.replaced).cumulative
+        claim = run.guarantee(attack.learner, attack.counts, attack.replaced).cumulative
         for losses in (realised, largest):
             first = int(
                 np.isinf(losses).all(axis=(1, 2)).argmax()

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import minimize
 
-from sottovoce.algorithms.follow_the_leader.accounting import Blocks, Sensitivity, TreeAccountant, tree_losses
+from sottovoce.algorithms.follow_the_leader.accounting import Blocks, LeafSensitivity, TreeAccountant
 from sottovoce.algorithms.follow_the_leader.algorithm import PdFtgl
 from sottovoce.algorithms.follow_the_leader.d_ftgl import DFtgl
 from sottovoce.algorithms.follow_the_leader.gossip import gossip_of
@@ -27,6 +27,7 @@ from sottovoce.losses import mean_gradient
 from sottovoce.losses.logistic import Logistic
 from sottovoce.network.fixed import FixedNetwork
 from sottovoce.noise import Draw, Noise, Recorder, SeededNoise, no_noise
+from sottovoce.privacy.accountant import guarantee
 from sottovoce.running.replay import replay
 from sottovoce.running.run import Run, build_run
 from sottovoce.running.simulator import SimulatedRound, simulate
@@ -306,7 +307,7 @@ def test_a_round_of_the_baseline_is_the_papers_update() -> None:
 
 def test_the_baseline_promises_nothing() -> None:
     run = ran("d-ftgl", 30)
-    meter, guarantee = run.algorithm.accountant(0), run.algorithm.guarantee(0)
+    meter, guarantee = run.algorithm.accountant(0), run.guarantee(0)
     assert [finding.code for finding in run.warnings] == ["WIRE_EXPOSED"]
     assert guarantee.per_round[0] == 0.0
     assert (guarantee.per_round[1:] == math.inf).all()
@@ -344,7 +345,7 @@ def test_values_of_the_letter_experiment(
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_scales_of_the_letter_experiment(placement: str, rule: str, scale: float) -> None:
     run = letter("pd-ftgl", scale_rule=rule, noise_placement=placement)
-    guarantee = run.algorithm.guarantee(0)
+    guarantee = run.guarantee(0)
     claim = guarantee.cumulative[-1] if guarantee.output is None else guarantee.output[-1]
     assert ftgl(run).scales == pytest.approx((scale,) * 9, abs=5e-3)
     assert claim <= 10.0
@@ -486,7 +487,7 @@ def test_one_record_costs_at_most_the_claim(name: str, seed: int) -> None:
     own, generator = data.learners[0], np.random.default_rng(seed)
     positions = [0, *generator.integers(0, len(own.order), 12).tolist()]
     worlds = [own, *(own.with_use(p, 3 * generator.normal(size=3), float(p % 2)) for p in positions)]
-    claim = run.algorithm.guarantee(0, np.diff(own.offsets)).cumulative
+    claim = run.guarantee(0, np.diff(own.offsets)).cumulative
 
     assert within(run, data, worlds, transcript, claim) > 0.1
     assert claim[-1] == pytest.approx(1.0, rel=1e-6)  # two records a round: each weighs a half of the target 2
@@ -500,9 +501,9 @@ def test_several_records_cost_at_most_the_sum_over_their_nodes(name: str) -> Non
     worlds = [own, *(own.with_record(row, np.array([2.0, -3.0, 1.0]), 1.0) for row in range(6))]
     for row in range(6):
         replaced = np.bincount(own.rounds_of(row), minlength=83)
-        claim = run.algorithm.guarantee(0, None, replaced).cumulative
+        claim = run.guarantee(0, None, replaced).cumulative
         assert within(run, data, [own, worlds[row + 1]], transcript, claim) > 0.1
-        assert claim[-1] > run.algorithm.guarantee(0).epsilon()
+        assert claim[-1] > run.guarantee(0).epsilon()
 
 
 def test_the_claim_is_attained() -> None:
@@ -517,8 +518,8 @@ def test_the_claim_is_attained() -> None:
 
     assert losses.supremum[0, 0] == pytest.approx(2.0, rel=1e-6)
     assert np.flatnonzero(losses.largest[:, 0, 0] > 1e-9).tolist() == [10, 20, 40]
-    assert run.algorithm.guarantee(0).epsilon() == pytest.approx(2.0, rel=1e-6)
-    assert run.algorithm.guarantee(0).epsilon() <= 2.0
+    assert run.guarantee(0).epsilon() == pytest.approx(2.0, rel=1e-6)
+    assert run.guarantee(0).epsilon() <= 2.0
 
 
 def test_a_likelihood_ratio_has_mean_one() -> None:
@@ -537,7 +538,7 @@ def test_a_likelihood_ratio_has_mean_one() -> None:
 def test_as_published_the_wire_tells_everything(name: str) -> None:
     run = ran(name, loss={**LOSS, "clip_norm": 0.8}, algorithm={"noise_placement": "after_gossip", "epsilon": 0.01})
     data = made_up(run.spec)
-    own, guarantee = data.learners[0], run.algorithm.guarantee(0)
+    own, guarantee = data.learners[0], run.guarantee(0)
     transcript = transcript_of(simulated(run, data, SeededNoise(12), 2))
     losses = replay(run, transcript, 0, [own, own, own.with_use(3, np.array([2.0, 1.0, -1.0]), 1.0)])
 
@@ -570,7 +571,7 @@ def test_the_meter_charges_what_the_guarantee_says(rounds: int, length: int, see
     """And no record costs more than the dearest one."""
     generator = np.random.default_rng(seed)
     blocks = Blocks(rounds, length, length, max(math.ceil(rounds / length) - 2, 0))
-    sensitivity = Sensitivity(4, 1.5)
+    sensitivity = LeafSensitivity(4, 1.5)
     counts = generator.integers(0, 4, rounds) if several else np.ones(rounds, np.int64)
 
     def cost(share: float) -> float:
@@ -580,21 +581,18 @@ def test_the_meter_charges_what_the_guarantee_says(rounds: int, length: int, see
     for count in counts.tolist():
         charged.append(meter.next_loss())
         meter.advance(count)
-    losses = tree_losses(blocks, cost, counts)
+    losses = TreeAccountant(blocks, cost).losses(counts)
     np.testing.assert_allclose(charged, losses, rtol=1e-12, atol=0)
-    worst = np.zeros(rounds)
-    for t in np.flatnonzero(counts):
-        replaced = np.zeros(rounds, np.int64)
-        replaced[t] = 1
-        worst = np.maximum(worst, np.cumsum(tree_losses(blocks, cost, counts, replaced)))
+    singles = TreeAccountant(blocks, cost).losses_of(counts, np.eye(rounds, dtype=np.int64)[counts > 0])
+    worst = np.cumsum(singles, axis=1).max(axis=0, initial=0.0)
     np.testing.assert_allclose(np.cumsum(losses), worst, rtol=1e-9)
 
 
 def test_what_is_planned_must_fit() -> None:
-    blocks, cost, one = Blocks(30, 5, 5, 4), Sensitivity(2, 1.0).loss, np.ones(30, np.int64)
+    blocks, cost, one = Blocks(30, 5, 5, 4), LeafSensitivity(2, 1.0).loss, np.ones(30, np.int64)
     for counts, replaced in ((one[1:], None), (-one, None), (one, 2 * one)):
         with pytest.raises(SpecError, match=r"counts|replaced"):
-            tree_losses(blocks, lambda share: cost(share, 1.0), counts, replaced)
+            guarantee(TreeAccountant(blocks, lambda share: cost(share, 1.0)), 30, counts, replaced)
 
 
 def test_before_gossip_leaves_a_square_root_of_n_less_noise() -> None:
@@ -613,7 +611,7 @@ def test_no_noise_no_promise() -> None:
     for parameters in ({"epsilon": None, "noise_scale": 0}, {"epsilon": math.inf}):
         run = ran("pd-ftgl", algorithm=parameters)
         assert ftgl(run).scales == (0.0,) * 5
-        assert run.algorithm.guarantee(0).cumulative[[9, 10]].tolist() == [0.0, math.inf]
+        assert run.guarantee(0).cumulative[[9, 10]].tolist() == [0.0, math.inf]
         assert run.algorithm.accountant(0).next_loss() == 0.0
 
 
@@ -744,7 +742,7 @@ def test_what_the_user_is_told() -> None:
     assert codes("pd-ocg", 25) == ["NO_MOVE", "GOSSIP_SHORT"]
     run = ran("pd-ocg", 25)
     assert not simulated(run, made_up(run.spec), SeededNoise(0))[-1].after.any()
-    assert run.algorithm.guarantee(0).epsilon() == 0.0
+    assert run.guarantee(0).epsilon() == 0.0
 
 
 def test_plain_gossip_over_the_complete_graph_agrees_at_once() -> None:

@@ -16,15 +16,16 @@ from hypothesis import strategies as st
 from sklearn.linear_model import LogisticRegression
 
 from sottovoce.algorithms.gradient_descent import accounting as privacy
-from sottovoce.algorithms.gradient_descent.accounting import DescentAccountant, Geometric, Mechanism, Power
+from sottovoce.algorithms.gradient_descent.accounting import DescentAccountant, LearnerUpdate
 from sottovoce.algorithms.gradient_descent.algorithm import GossipDescent
+from sottovoce.algorithms.gradient_descent.schedules import Geometric, Power
 from sottovoce.algorithms.interface import HeardByAll, HeardFromNeighbours, Message, Who
 from sottovoce.arrays import Batch, FloatArray
 from sottovoce.data import LearnerData, PlacedData
 from sottovoce.errors import CheckFailed, SpecError
 from sottovoce.losses import mean_gradient
 from sottovoce.noise import Noise, RecordedNoise, Recorder, SeededNoise, no_noise
-from sottovoce.privacy.constants import Constants
+from sottovoce.privacy.regularity import Regularity
 from sottovoce.running.replay import Losses, replay
 from sottovoce.running.run import Run, build_run
 from sottovoce.running.simulator import SimulatedRound, simulate
@@ -82,9 +83,9 @@ def gradient(run: Run, batch: Batch, at: FloatArray) -> FloatArray:
     return mean_gradient(run.loss, at, records) + run.loss.ridge * at
 
 
-def constants(**changes: Any) -> Constants:
+def constants(**changes: Any) -> Regularity:
     chosen = {"grad_change": 2.0, "smoothness": 0.25, "clip_norm": 1.0, "ridge": 0.1, "diameter": 50.0}
-    return Constants(**{**chosen, "convex": True, "margin": True, **changes})
+    return Regularity(**{**chosen, "convex": True, "margin": True, **changes})
 
 
 # ---- the update ------------------------------------------------------------------------------------------------------
@@ -304,7 +305,7 @@ def test_dola_costs_one_record_its_worst_message() -> None:
     run = run_of(
         {"name": "dola", "step": {"kind": "power", "scale": 2.0, "exponent": 0.5}}, rounds=30, decision_set=WIDE
     )
-    promise = run.algorithm.guarantee(0)
+    promise = run.guarantee(0)
     each = np.array([math.sqrt(3) * 2.0 / math.sqrt(k + 1) * 3.0 / (0.35 / (k + 2)) for k in range(29)])
     np.testing.assert_allclose(promise.cumulative, np.append(0.0, np.maximum.accumulate(each)), rtol=1e-10)
     np.testing.assert_allclose(promise.paper, np.append(0.0, np.cumsum(each)), rtol=1e-12)
@@ -315,14 +316,14 @@ def test_pdop_protects_a_whole_objective_by_its_closed_form() -> None:
     """`2 G sqrt(n) c / (d (p - q))` for c q^t and d p^t; one record of it costs its worst message only."""
     noise, step = {"kind": "geometric", "scale": 0.5, "ratio": 0.9}, {"kind": "geometric", "scale": 1.5, "ratio": 0.6}
     run = run_of({"name": "pdop", "noise": noise, "step": step}, rounds=150, decision_set=WIDE)
-    promise = run.algorithm.guarantee(0)
+    promise = run.guarantee(0)
     limit = 2 * 1.5 * math.sqrt(3) * 1.5 / (0.5 * (0.9 - 0.6))
     assert promise.epsilon() == pytest.approx(limit, rel=1e-9)
     assert promise.paper[-1] == pytest.approx(limit, rel=1e-12)
     by_record = run_of(
         {"name": "pdop", "noise": noise, "step": step, "adjacency": "record"}, rounds=150, decision_set=WIDE
     )
-    assert by_record.algorithm.guarantee(0).epsilon() == pytest.approx(limit * (1 - 0.6 / 0.9), rel=1e-9)
+    assert by_record.guarantee(0).epsilon() == pytest.approx(limit * (1 - 0.6 / 0.9), rel=1e-9)
 
 
 def test_pd_ogd_costs_epsilon_in_all_and_the_t_fold_scale_a_t_th_of_it() -> None:
@@ -330,7 +331,7 @@ def test_pd_ogd_costs_epsilon_in_all_and_the_t_fold_scale_a_t_th_of_it() -> None
         run_of({"name": "pd-ogd", "noise": {"kind": "calibrated", "epsilon": 2.0, "charged": charged}}, rounds=50)
         for charged in ("once", "every_round")
     )
-    promise, cautious = once.algorithm.guarantee(1), fold.algorithm.guarantee(1)
+    promise, cautious = once.guarantee(1), fold.guarantee(1)
     assert promise.epsilon() == pytest.approx(2.0, rel=1e-9) and promise.epsilon() <= 2.0
     np.testing.assert_allclose(promise.paper, 2.0 * np.arange(50), rtol=1e-9)
     assert cautious.epsilon() == pytest.approx(2.0 / 50, rel=1e-9)
@@ -357,25 +358,25 @@ def test_dsgd_follows_the_recursion_of_every_record() -> None:
             grown = own * min(z, 4.0)
             z = min(max(1.0, abs(1 - alpha[t] * 0.5625)) * grown, grown + alpha[t] * 3.0)
         totals[k] = np.cumsum(messages[k])
-    promise = run.algorithm.guarantee(0)
+    promise = run.guarantee(0)
     np.testing.assert_allclose(promise.cumulative, np.maximum.accumulate(totals.max(axis=0)), rtol=1e-9, atol=1e-9)
     np.testing.assert_allclose(promise.paper, np.cumsum(messages.max(axis=0)), rtol=1e-12)
 
 
 def test_without_noise_nothing_is_promised() -> None:
     for form in ({"name": "d-ogd"}, {"name": "dola", "noise": {"kind": "power", "sigma": 0.0}}):
-        promise = run_of(form).algorithm.guarantee(0)
+        promise = run_of(form).guarantee(0)
         assert promise.per_round[0] == 0.0 and (promise.per_round[1:] == np.inf).all() and promise.epsilon() == np.inf
 
 
 # ---- the running meter -----------------------------------------------------------------------------------------------
 
 
-def brute(known: Constants, mechanism: Mechanism, counts: Sequence[int]) -> FloatArray:
+def brute(known: Regularity, update: LearnerUpdate, counts: Sequence[int]) -> FloatArray:
     """`(records, rounds)` cumulative loss of every round's record, each followed alone."""
     totals = np.zeros((len(counts), len(counts)))
     for k, present in enumerate(counts):
-        meter = DescentAccountant(known, mechanism, together=True)
+        meter = DescentAccountant(known, update)
         losses = []
         for t, count in enumerate(counts):
             losses.append(meter.next_loss())
@@ -393,31 +394,31 @@ def test_the_meter_covers_every_record_and_no_more(
     step: float, fade: float, growth: float, own: float, at_mix: bool, smoothness: float, counts: list[int]
 ) -> None:
     known = constants(smoothness=smoothness)
-    mechanism = Mechanism(3, Power(step, -fade), Power(0.7, growth), lambda t: own, at_mix)
-    meter = DescentAccountant(known, mechanism, together=False)
+    update = LearnerUpdate(3, Power(step, -fade), Power(0.7, growth), lambda t: own, at_mix)
+    meter = DescentAccountant(known, update)
     charged = []
     for count in counts:
         charged.append(meter.next_loss())
         meter.advance(count)
-    worst = np.maximum.accumulate(brute(known, mechanism, counts).max(axis=0))
+    worst = np.maximum.accumulate(brute(known, update, counts).max(axis=0))
     np.testing.assert_allclose(np.cumsum(charged), worst, rtol=1e-9, atol=1e-12)
     assert min(charged) >= 0.0
 
 
 def test_a_crowded_meter_charges_a_little_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    mechanism = Mechanism(3, Power(0.5, 0.0), Power(1.0, 0.0), lambda t: 0.5, at_mix=True)
-    exact = brute(constants(), mechanism, [1] * 60).max(axis=0)
+    update = LearnerUpdate(3, Power(0.5, 0.0), Power(1.0, 0.0), lambda t: 0.5, at_mix=True)
+    exact = brute(constants(), update, [1] * 60).max(axis=0)
     monkeypatch.setattr(privacy, "FRONTIER", 12)
-    losses, _ = privacy.run_meter(DescentAccountant(constants(), mechanism, together=False), [1] * 60, [None] * 60)
+    losses = DescentAccountant(constants(), update).losses(np.ones(60, np.int64))
     assert (np.cumsum(losses) >= exact * (1 - 1e-12)).all()
     assert losses.sum() == pytest.approx(exact[-1], rel=0.01)
 
 
 def test_replacing_several_records_never_costs_more_than_each_alone() -> None:
-    mechanism = Mechanism(3, Power(0.5, -0.5), Power(1.0, 0.0), lambda t: 0.4, at_mix=False)
+    update = LearnerUpdate(3, Power(0.5, -0.5), Power(1.0, 0.0), lambda t: 0.4, at_mix=False)
     replaced = [2, 0, 1, 0, 3, 0, 0, 1, 0, 0]
-    together, _ = privacy.run_meter(DescentAccountant(constants(), mechanism, together=True), [3] * 10, replaced)
-    alone = brute(constants(), mechanism, [3] * 10)
+    (together,) = DescentAccountant(constants(), update).losses_of(np.full(10, 3), np.array([replaced]))
+    alone = brute(constants(), update, [3] * 10)
     assert alone.max() < together.sum() <= np.dot(replaced, alone[:, -1]) * (1 + 1e-9)
 
 
@@ -429,7 +430,7 @@ def test_the_learners_meter_adds_up_to_the_guarantee(form: dict[str, Any]) -> No
         for t in range(15):
             spent.append(meter.next_loss())
             meter.advance(1 if counts is None else int(counts[t]))
-        assert spent == run.algorithm.guarantee(2, counts).per_round.tolist()
+        assert spent == run.guarantee(2, counts).per_round.tolist()
         assert sum(spent) > 0.0
 
 
@@ -465,7 +466,7 @@ def test_no_transcript_shows_more_of_a_record_than_is_claimed(
         positions = generator.integers(0, len(own.order), 12)
         worlds = [own.with_use(int(k), 3 * generator.normal(size=3), float(generator.integers(2))) for k in positions]
         losses = replay(run, transcript_of(steps), learner, [own, *worlds])
-        within(losses, run.algorithm.guarantee(learner, np.diff(own.offsets)).cumulative)
+        within(losses, run.guarantee(learner, np.diff(own.offsets)).cumulative)
         assert losses.supremum.max() > 0.0
 
 
@@ -477,7 +478,7 @@ def test_no_transcript_shows_more_of_a_reused_record_than_is_claimed(form: dict[
     replaced = np.array([int((own.rows(t) == 3).sum()) for t in range(20)])
     worlds = [own, *(own.with_record(3, 3 * generator.normal(size=3), 1.0) for _ in range(6))]
     losses = replay(run, transcript_of(simulated(run, data, SeededNoise(9), 3)), 0, worlds)
-    promise = run.algorithm.guarantee(0, np.diff(own.offsets), replaced)
+    promise = run.guarantee(0, np.diff(own.offsets), replaced)
 
     assert replaced.sum() == 4 and promise.adjacency.startswith("4 ")
     within(losses, promise.cumulative)
@@ -494,7 +495,7 @@ def test_a_record_of_dola_shows_in_one_message_and_reaches_most_of_the_claim() -
     losses = replay(run, said, 0, [own, own.with_use(0, np.ones(1), 1.0)])
     shown = losses.largest[:, 0, 0]
     assert (shown[[0, 2, 3, 4, 5]] == 0.0).all()
-    assert shown[1] == pytest.approx(run.algorithm.guarantee(0).epsilon() / 2, rel=1e-9)
+    assert shown[1] == pytest.approx(run.guarantee(0).epsilon() / 2, rel=1e-9)
 
 
 @pytest.mark.parametrize("form", [FORMS[0], FORMS[4], FORMS[7]], ids=["atc", "dpdola-own", "dpsr"])

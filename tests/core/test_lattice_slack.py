@@ -16,7 +16,7 @@ from tests.examples import small_run
 
 def found(rounds: int, dim: int, **algorithm: Any) -> list[str]:
     run = small_run(rounds, 3, dim, algorithm=algorithm)
-    return [finding.text for finding in check_lattice(run.algorithm, 3, rounds)]
+    return [finding.text for finding in check_lattice(run)]
 
 
 def test_a_small_epsilon_over_many_numbers_is_told() -> None:
@@ -35,7 +35,7 @@ def test_the_learner_with_the_largest_share_is_named() -> None:
 def test_slack_is_what_the_loss_charges_at_most(dim: int) -> None:
     """Of LDP-DOL: what its meter charges for the lattice, by the epsilon of the same run without it."""
     run = small_run(50, 3, dim, algorithm={"sigma": 2.0, "varsigma": 0.0})
-    guarantee = run.algorithm.guarantee(0)
+    guarantee = run.guarantee(0)
     accountant: Any = run.algorithm.accountant(0)
     without = []
     for _ in range(50):
@@ -49,5 +49,5 @@ def test_slack_is_what_the_loss_charges_at_most(dim: int) -> None:
 
 def test_without_a_promise_there_is_nothing_to_tell() -> None:
     run = build_run(parse_spec({"rounds": 2_000, "learners": 3, "algorithm": {"name": "d-ogd"}}), 10**6)
-    assert run.algorithm.guarantee(0).epsilon() == math.inf
-    assert check_lattice(run.algorithm, 3, 2_000) == ()
+    assert run.guarantee(0).epsilon() == math.inf
+    assert check_lattice(run) == ()

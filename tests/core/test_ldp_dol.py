@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from sklearn.linear_model import LogisticRegression
 
 from sottovoce.algorithms.interface import HeardByAll, HeardFromNeighbours, Message, Who
-from sottovoce.algorithms.ldp_dol.accounting import Schedules
 from sottovoce.algorithms.ldp_dol.algorithm import LdpDol
+from sottovoce.algorithms.ldp_dol.sensitivity import Schedules
 from sottovoce.arrays import FloatArray
 from sottovoce.data import PlacedData
 from sottovoce.losses.history import start_history

@@ -16,31 +16,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import zeta
 
-from sottovoce.algorithms.ldp_dol.accounting import (
-    LdpDolAccountant,
-    LearnerScales,
-    Mode,
-    Schedules,
-    infinite_horizon,
-    ldp_dol_guarantee,
-    paper_epsilon,
-)
+from sottovoce.algorithms.ldp_dol.accounting import LdpDolAccountant
+from sottovoce.algorithms.ldp_dol.horizon import infinite_horizon
+from sottovoce.algorithms.ldp_dol.sensitivity import LearnerScales, Mode, Schedules
 from sottovoce.arrays import FloatArray
 from sottovoce.errors import CheckFailed, SpecError
 from sottovoce.noise import grid
-from sottovoce.privacy.constants import Constants
-from sottovoce.privacy.guarantee import Accountant, ThreatModel
+from sottovoce.privacy.accountant import Accountant, guarantee
+from sottovoce.privacy.guarantee import Event, Guarantee, Mechanism, ThreatModel
+from sottovoce.privacy.regularity import Regularity
 
 MODES: tuple[Mode, ...] = get_args(Mode)
 SCHEDULES = Schedules(lam0=1.0, v=0.77, gam0=1.0, u=0.65)
 LEARNER = LearnerScales(own_weight=0.6, dim=3, sigma=math.sqrt(2), varsigma=0.11)
-LOGISTIC = Constants(2.0, 0.25, 1.0, 0.0, math.inf, convex=True, margin=True)
-ENFORCED = dict.fromkeys(("grad_change", "smoothness", "clip_norm", "ridge", "diameter", "own_weight"), "a test")
+LOGISTIC = Regularity(2.0, 0.25, 1.0, 0.0, math.inf, convex=True, margin=True)
 
 
 def sensitivities(
     mode: Mode,
-    constants: Constants,
+    constants: Regularity,
     rounds: int,
     *,
     schedules: Schedules = SCHEDULES,
@@ -57,9 +51,13 @@ def sensitivities(
     return phi
 
 
-def epsilon(mode: Mode, constants: Constants, learner: LearnerScales, rounds: int) -> float:
-    guarantee = ldp_dol_guarantee(mode, constants, SCHEDULES, learner, rounds, enforced_by=ENFORCED)
-    return guarantee.epsilon()
+def epsilon(mode: Mode, constants: Regularity, learner: LearnerScales, rounds: int) -> float:
+    return promise(mode, constants, rounds, learner).epsilon()
+
+
+def promise(mode: Mode, constants: Regularity, rounds: int, learner: LearnerScales = LEARNER, **plan: Any) -> Guarantee:
+    """What is promised with the schedules of this page."""
+    return guarantee(LdpDolAccountant(mode, constants, SCHEDULES, learner), rounds, **plan)
 
 
 # ---- anchors ---------------------------------------------------------------------------------------------------------
@@ -83,10 +81,10 @@ SMOOTH_EPSILON = (0, 3.2097952018, 6.4559187060, 9.4398724923, 12.1417947158, 14
 
 
 def test_epsilon_anchor() -> None:
-    guarantee = ldp_dol_guarantee("smooth", LOGISTIC, SCHEDULES, LEARNER, 6, enforced_by=ENFORCED)
+    promised = promise("smooth", LOGISTIC, 6)
     # The anchor has no lattice; the lattice adds at most n 2^-40 a round, at the edge of the digits printed.
     slack = 3 * 2.0**-40 * 6
-    assert guarantee.cumulative == pytest.approx(SMOOTH_EPSILON, rel=0, abs=0.5001e-10 + slack)
+    assert promised.cumulative == pytest.approx(SMOOTH_EPSILON, rel=0, abs=0.5001e-10 + slack)
 
 
 def test_next_loss_is_sensitivity_and_lattice_over_scale() -> None:
@@ -100,8 +98,8 @@ def test_next_loss_is_sensitivity_and_lattice_over_scale() -> None:
 
 
 MUSHROOMS = LearnerScales(own_weight=0.6, dim=117, sigma=math.sqrt(2), varsigma=0.11)
-SPLIT_1 = Constants(2.0, 0.25, 1.0, 0.01, math.inf, convex=True, margin=True)
-SPLIT_22 = Constants(2 * math.sqrt(22), 5.5, math.sqrt(22), 0.01, math.inf, convex=True, margin=True)
+SPLIT_1 = Regularity(2.0, 0.25, 1.0, 0.01, math.inf, convex=True, margin=True)
+SPLIT_22 = Regularity(2 * math.sqrt(22), 5.5, math.sqrt(22), 0.01, math.inf, convex=True, margin=True)
 # The first two columns are the paper's reading: the ridge is part of L instead of s_t.
 WHOLE_1 = replace(SPLIT_1, smoothness=0.26, ridge=0.0)
 WHOLE_22 = replace(SPLIT_22, smoothness=5.51, ridge=0.0)
@@ -119,7 +117,7 @@ WHOLE_22 = replace(SPLIT_22, smoothness=5.51, ridge=0.0)
         ("best", SPLIT_22, 1594, 2077),
     ],
 )
-def test_honest_budgets_of_mushrooms(mode: Mode, constants: Constants, finite: float, infinite: float) -> None:
+def test_honest_budgets_of_mushrooms(mode: Mode, constants: Regularity, finite: float, infinite: float) -> None:
     relative = {2.1e4: 0.025, 1e38: 0.5}.get(finite, 0)  # printed to two digits, one digit, whole numbers
     assert epsilon(mode, constants, MUSHROOMS, 2000) == pytest.approx(finite, rel=relative, abs=0.5)
     bound = infinite_horizon(mode, constants, SCHEDULES, MUSHROOMS)
@@ -145,7 +143,7 @@ learners = st.builds(
     varsigma=st.floats(0.0, 0.45),
 )
 constants_of_smooth = st.builds(
-    Constants,
+    Regularity,
     grad_change=positive,
     smoothness=positive,
     clip_norm=positive,
@@ -157,13 +155,13 @@ constants_of_smooth = st.builds(
 constants_of_all = st.one_of(constants_of_smooth, constants_of_smooth.map(lambda c: replace(c, smoothness=math.inf)))
 
 
-def applicable(constants: Constants) -> list[Mode]:
+def applicable(constants: Regularity) -> list[Mode]:
     return list(MODES) if constants.smoothness < math.inf else ["loose", "clip", "best"]
 
 
 @given(constants=constants_of_all, schedules=schedules, learner=learners, k=st.integers(1, 8))
 def test_an_earlier_record_never_costs_less(
-    constants: Constants, schedules: Schedules, learner: LearnerScales, k: int
+    constants: Regularity, schedules: Schedules, learner: LearnerScales, k: int
 ) -> None:
     for mode in applicable(constants):
         first = sensitivities(mode, constants, 12, schedules=schedules, learner=learner)
@@ -175,7 +173,7 @@ def test_an_earlier_record_never_costs_less(
 
 @given(constants=constants_of_smooth, schedules=schedules, learner=learners, counts=st.lists(st.integers(0, 4)))
 def test_best_is_never_above_another_mode(
-    constants: Constants, schedules: Schedules, learner: LearnerScales, counts: list[int]
+    constants: Regularity, schedules: Schedules, learner: LearnerScales, counts: list[int]
 ) -> None:
     run: dict[str, Any] = {"schedules": schedules, "learner": learner, "counts": counts}
     best = sensitivities("best", constants, len(counts), **run)
@@ -185,7 +183,7 @@ def test_best_is_never_above_another_mode(
 
 
 @given(constants=constants_of_all, name=st.sampled_from(("grad_change", "clip_norm", "diameter", "smoothness")))
-def test_more_is_never_safer(constants: Constants, name: str) -> None:
+def test_more_is_never_safer(constants: Regularity, name: str) -> None:
     larger = replace(constants, **{name: 1.5 * getattr(constants, name)})
     # A steeper convex loss can contract more: |s - lambda L| first falls in L.
     modes = set(applicable(constants)) - ({"convex", "best"} if name == "smoothness" else set())
@@ -271,7 +269,7 @@ def test_clipping_bounds_the_gradient_change() -> None:
 
 def test_one_dimensional_linear_losses_attain_smooth_and_convex() -> None:
     """Loss `c * theta` with c = 1 or -1 for record 0: C = 2, L = 0."""
-    constants = Constants(2.0, 0.0, math.inf, 0.05, math.inf, convex=True, margin=True)
+    constants = Regularity(2.0, 0.0, math.inf, 0.05, math.inf, convex=True, margin=True)
     one = LearnerScales(own_weight=0.6, dim=1, sigma=1.0, varsigma=0.1)
     theta, other, heard = 0.3, 0.3, 0.6 * -1.7
     smooth, convex = (sensitivities(mode, constants, 30, learner=one) for mode in ("smooth", "convex"))
@@ -304,8 +302,8 @@ class Adjacent:
         self.heard = rng.normal(0, rng.choice((0.1, 5.0)), (self.rounds, self.dim))
         self.rng = rng
 
-    def constants(self) -> Constants:
-        return Constants(
+    def constants(self) -> Regularity:
+        return Regularity(
             2 * self.bound,
             self.bound**2 / 4,
             min(self.bound, self.clip),
@@ -457,7 +455,7 @@ def test_best_falls_back_to_clip(changes: dict[str, Any]) -> None:
 )
 @settings(max_examples=40, deadline=None)
 def test_infinite_horizon_bounds_every_finite_one(
-    constants: Constants, schedules: Schedules, learner: LearnerScales, mode: Mode
+    constants: Regularity, schedules: Schedules, learner: LearnerScales, mode: Mode
 ) -> None:
     schedules = replace(schedules, u=0.55, v=0.95)
     bound = infinite_horizon(mode, constants, schedules, learner)
@@ -518,7 +516,7 @@ def test_infinite_horizon_is_close_where_checked() -> None:
         ("smooth", replace(LOGISTIC, smoothness=5.5), {}),
     ],
 )
-def test_infinite_horizon_is_infinite(mode: Mode, constants: Constants, changes: dict[str, float]) -> None:
+def test_infinite_horizon_is_infinite(mode: Mode, constants: Regularity, changes: dict[str, float]) -> None:
     assert infinite_horizon("convex", LOGISTIC, SCHEDULES, LEARNER) < math.inf
     assert infinite_horizon(mode, constants, replace(SCHEDULES, **changes), LEARNER) == math.inf
 
@@ -556,58 +554,54 @@ def test_paper_epsilon_is_the_double_sum_of_theorem_5() -> None:
             factors = (1 - w_bar * SCHEDULES.coupling(q) + SCHEDULES.step_size(q) * smoothness for q in range(p + 1, t))
             phi += SCHEDULES.step_size(p) * 2.0 * math.prod(factors)
         expected.append(expected[-1] + math.sqrt(3) * phi / LEARNER.laplace_scale(t))
-    assert paper_epsilon(constants, SCHEDULES, LEARNER, rounds, w_bar) == pytest.approx(expected, rel=1e-12)
+    meter = LdpDolAccountant("best", constants, SCHEDULES, LEARNER, smallest_own_weight=w_bar)
+    assert meter.paper(rounds) == pytest.approx(expected, rel=1e-12)
 
 
 def test_guarantee_is_the_accountant_over_the_plan() -> None:
     counts, replaced = np.array([0, 3, 1, 0, 2]), np.array([0, 1, 1, 0, 0])
-    guarantee = ldp_dol_guarantee(
-        "best", SPLIT_1, SCHEDULES, LEARNER, 5, enforced_by=ENFORCED, counts=counts, replaced=replaced
-    )
+    promised = promise("best", SPLIT_1, 5, counts=counts, replaced=replaced)
     accountant = LdpDolAccountant("best", SPLIT_1, SCHEDULES, LEARNER)
-    for loss, new, swapped in zip(guarantee.per_round, counts.tolist(), replaced.tolist(), strict=True):
+    for loss, new, swapped in zip(promised.per_round, counts.tolist(), replaced.tolist(), strict=True):
         assert loss == accountant.next_loss()
         accountant.advance(new, swapped)
-    assert guarantee.per_round[2] > 0 == guarantee.per_round[1]
-    assert (guarantee.mode, guarantee.threat_model) == ("best", ThreatModel.WIRE)
-    assert guarantee.adjacency.startswith("2 records ")
-    assert guarantee.infinite_horizon == math.inf
-    assert guarantee.paper == pytest.approx(paper_epsilon(SPLIT_1, SCHEDULES, LEARNER, 5, LEARNER.own_weight))
+    assert promised.per_round[2] > 0 == promised.per_round[1]
+    assert (promised.grounds.mode, promised.grounds.threat_model) == ("best", ThreatModel.WIRE)
+    assert (promised.mechanism, promised.event, promised.shared) == (Mechanism.LAPLACE, Event.RECORD, False)
+    assert promised.adjacency.startswith("2 records ")
+    assert promised.infinite_horizon == math.inf
+    assert promised.paper == pytest.approx(LdpDolAccountant("loose", SPLIT_1, SCHEDULES, LEARNER).paper(5))
 
 
 def test_guarantee_promises_no_infinite_horizon_to_reused_records() -> None:
     for replaced, finite in (([1, 0, 0], True), ([1, 1, 0], False)):
-        guarantee = ldp_dol_guarantee(
-            "best", SPLIT_1, SCHEDULES, LEARNER, 3, enforced_by=ENFORCED, replaced=np.array(replaced)
-        )
-        assert (guarantee.infinite_horizon < math.inf) is finite
+        promised = promise("best", SPLIT_1, 3, replaced=np.array(replaced))
+        assert (promised.infinite_horizon < math.inf) is finite
 
 
 def test_guarantee_reports_its_grounds() -> None:
-    guarantee = ldp_dol_guarantee(
-        "convex", SPLIT_1, SCHEDULES, LEARNER, 9, enforced_by=ENFORCED, smallest_own_weight=0.3
-    )
-    assert set(guarantee.constants) == set(ENFORCED) - {"diameter"}  # infinite: nothing rests on it
-    assert guarantee.constants["smoothness"].value == 0.25
-    assert guarantee.infinite_horizon == infinite_horizon("convex", SPLIT_1, SCHEDULES, LEARNER)
-    assert guarantee.paper == pytest.approx(paper_epsilon(SPLIT_1, SCHEDULES, LEARNER, 9, 0.3))
-    assert guarantee.adjacency.startswith("1 record of")
+    meter = LdpDolAccountant("convex", SPLIT_1, SCHEDULES, LEARNER, smallest_own_weight=0.3)
+    promised = guarantee(meter, 9)
+    # No diameter: it is infinite, so nothing rests on it.
+    assert set(promised.grounds.constants) == {"grad_change", "smoothness", "clip_norm", "ridge", "own_weight"}
+    assert promised.grounds.constants["smoothness"].value == 0.25
+    assert all(constant.enforced_by for constant in promised.grounds.constants.values())
+    assert promised.infinite_horizon == infinite_horizon("convex", SPLIT_1, SCHEDULES, LEARNER)
+    assert promised.paper == pytest.approx(meter.paper(9))
+    assert promised.paper[-1] > promise("convex", SPLIT_1, 9).paper[-1]  # by the smaller own weight
+    assert promised.adjacency.startswith("1 record of")
 
 
 @pytest.mark.parametrize(("counts", "batch"), [([2, 3, 2], 2), ([2, 0, 2], None)])
 def test_guarantee_continues_with_the_smallest_batch(counts: list[int], batch: int | None) -> None:
-    guarantee = ldp_dol_guarantee(
-        "convex", SPLIT_1, SCHEDULES, LEARNER, 3, enforced_by=ENFORCED, counts=np.array(counts)
-    )
+    promised = promise("convex", SPLIT_1, 3, counts=np.array(counts))
     expected = infinite_horizon("convex", SPLIT_1, SCHEDULES, LEARNER, batch) if batch else math.inf
-    assert guarantee.infinite_horizon == expected
+    assert promised.infinite_horizon == expected
 
 
-def test_guarantee_refuses_what_nothing_enforces_and_plans_that_do_not_fit() -> None:
-    partial = {name: text for name, text in ENFORCED.items() if name != "grad_change"}
-    with pytest.raises(SpecError, match="grad_change"):
-        ldp_dol_guarantee("best", SPLIT_1, SCHEDULES, LEARNER, 3, enforced_by=partial)
-    for name, plan in itertools.product(("counts", "replaced"), ([1, 1], [1, 1, -1], [[1, 1, 1]])):
-        plans: dict[str, Any] = {name: np.array(plan)}
+def test_plans_that_do_not_fit_are_refused() -> None:
+    for name, plan in itertools.product(("counts", "replaced"), ([1, 1], [1, 1, -1], [1, 1, 0.5], [[1, 1, 1]])):
         with pytest.raises(SpecError, match=f"{name} must be 3 whole numbers"):
-            ldp_dol_guarantee("best", SPLIT_1, SCHEDULES, LEARNER, 3, enforced_by=ENFORCED, **plans)
+            guarantee(LdpDolAccountant("best", SPLIT_1, SCHEDULES, LEARNER), 3, **{name: np.array(plan)})
+    with pytest.raises(SpecError, match="replaced must be at most counts"):
+        promise("best", SPLIT_1, 3, counts=np.array([1, 0, 1]), replaced=np.array([0, 1, 0]))

@@ -12,7 +12,7 @@ from sottovoce.algorithms.ldp_dol.conditions import check_ldp_dol
 from sottovoce.algorithms.ldp_dol.parameters import LdpDolSpec
 from sottovoce.algorithms.setting import Finding
 from sottovoce.errors import CheckFailed
-from sottovoce.privacy.constants import Constants
+from sottovoce.privacy.regularity import Regularity
 
 UP, DOWN = math.inf, -math.inf
 
@@ -33,11 +33,11 @@ class Web:
         return self.own_weights[learner]
 
 
-LOGISTIC = Constants(2.0, 0.25, 1.0, 0.0, 10.0, convex=True, margin=True)
+LOGISTIC = Regularity(2.0, 0.25, 1.0, 0.0, 10.0, convex=True, margin=True)
 QUIET = LdpDolSpec(name="ldp-dol", lam0=1e-4, v=0.9, gam0=0.25, u=0.7, accounting="best")
 
 
-def check(constants: Constants = LOGISTIC, topology: Web | None = None, **changes: Any) -> tuple[Finding, ...]:
+def check(known: Regularity = LOGISTIC, topology: Web | None = None, **changes: Any) -> tuple[Finding, ...]:
     """Run the checks on parameters that satisfy all of them, but for `changes`."""
     arguments: dict[str, Any] = {
         "sigma": (1.0, 2.0, 3.0),
@@ -48,7 +48,7 @@ def check(constants: Constants = LOGISTIC, topology: Web | None = None, **change
     }
     spec = QUIET.model_copy(update={key: value for key, value in changes.items() if key not in _OF_CALL})
     arguments |= {key: value for key, value in changes.items() if key in _OF_CALL}
-    return check_ldp_dol(spec, topology=topology or Web(), constants=constants, **arguments)
+    return check_ldp_dol(spec, topology=topology or Web(), known=known, **arguments)
 
 
 _OF_CALL = {
@@ -62,9 +62,9 @@ _OF_CALL = {
 }
 
 
-def refusal(constants: Constants = LOGISTIC, **changes: Any) -> CheckFailed:
+def refusal(known: Regularity = LOGISTIC, **changes: Any) -> CheckFailed:
     with pytest.raises(CheckFailed) as failure:
-        check(constants, **changes)
+        check(known, **changes)
     return failure.value
 
 

@@ -25,7 +25,7 @@ from sottovoce.losses.margin import sigmoid
 from sottovoce.losses.quadratic import LeastSquares, Quadratic, Ridge, Squared
 from sottovoce.losses.softmax import Softmax
 from sottovoce.noise import SeededNoise
-from sottovoce.privacy.constants import constants_of
+from sottovoce.privacy.regularity import regularity_of
 from sottovoce.running.replay import replay
 from sottovoce.running.simulator import simulate
 from sottovoce.running.transcript import Transcript
@@ -199,8 +199,8 @@ def test_clipped_gradients_of_softmax_are_not_those_of_a_convex_function() -> No
     assert rises > 0
     assert not clipped.convex_clipped
     assert free.convex_clipped
-    assert not constants_of(clipped, L2Ball(radius=1.0), 3).convex_step
-    assert constants_of(free, L2Ball(radius=1.0), 3).convex_step
+    assert not regularity_of(clipped, L2Ball(radius=1.0), 3).convex_step
+    assert regularity_of(free, L2Ball(radius=1.0), 3).convex_step
 
 
 @given(st.one_of(squared_losses, pass_glms), st.floats(0.1, 50.0))
@@ -381,7 +381,7 @@ def test_no_transcript_shows_more_than_the_constants_allow(
     own = data.learners[0]
     strangers = [own.with_use(0, 3.0 * generator.normal(size=3), float(k % 2)) for k in range(10)]
     losses = replay(run, Transcript({"y": np.stack(said)}), 0, [own, *strangers])
-    claim = run.algorithm.guarantee(0, np.diff(own.offsets)).cumulative
+    claim = run.guarantee(0, np.diff(own.offsets)).cumulative
 
     assert (np.cumsum(losses.largest, axis=0) <= claim[:, None, None] * SLACK).all()
     assert losses.supremum.max() > 0.01 * claim[-1]

@@ -38,7 +38,7 @@ def stranger(generator: np.random.Generator) -> tuple[FloatArray, float]:
 
 def claimed(run: Run, own: LearnerData, replaced: IntArray | None = None) -> FloatArray:
     """`(rounds,)` cumulative epsilon that the guarantee claims."""
-    return run.algorithm.guarantee(0, np.diff(own.offsets), replaced).cumulative
+    return run.guarantee(0, np.diff(own.offsets), replaced).cumulative
 
 
 def within(losses: Losses, claim: FloatArray) -> None:

@@ -372,8 +372,8 @@ def test_no_transcript_costs_more_than_clipping_promises() -> None:
     clip = small_run(
         rounds=12, learners=3, n_features=64, loss=section(clip_norm=0.5), algorithm={"accounting": "clip"}
     )
-    claimed = run.algorithm.guarantee(0).per_round
-    np.testing.assert_array_equal(claimed, clip.algorithm.guarantee(0).per_round)
+    claimed = run.guarantee(0).per_round
+    np.testing.assert_array_equal(claimed, clip.guarantee(0).per_round)
     assert claimed[0] == 0
     assert np.isfinite(claimed).all()
     accountant = run.algorithm.accountant(0)

@@ -9,11 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sottovoce.errors import BudgetExhausted
+from sottovoce.privacy.accountant import Accountant
 from sottovoce_learner.books import Books
 from tests.examples import small_run
 
 
-class Meter:
+class Meter(Accountant):
     """An accountant that charges a list of prices."""
 
     def __init__(self, prices: list[float]) -> None:
@@ -22,8 +23,8 @@ class Meter:
     def next_loss(self) -> float:
         return self.prices[len(self.records)]
 
-    def advance(self, new_records: int) -> None:
-        self.records.append(new_records)
+    def advance(self, records: int, replaced: int | None = None) -> None:
+        self.records.append(records)
 
 
 prices = st.lists(st.floats(0.0, 10.0), min_size=1, max_size=20)
@@ -81,5 +82,5 @@ def test_the_books_of_a_run_end_where_its_guarantee_does() -> None:
     for t in range(30):
         books.charge(books.price(t))
         books.round_over(1)
-    assert books.spent == pytest.approx(run.algorithm.guarantee(0).epsilon(), rel=1e-12)
+    assert books.spent == pytest.approx(run.guarantee(0).epsilon(), rel=1e-12)
     assert books.spent > 0

@@ -9,11 +9,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from rich.console import Console
 
 from sottovoce.errors import BudgetExhausted, DataError, NotReady, SpecError
 from sottovoce.noise import SystemNoise
+from sottovoce.privacy.accountant import ListedLosses
 from sottovoce.spec import parse_spec
 from sottovoce_client.privacy.ledger import show_ledger
 from sottovoce_learner.books import Books
@@ -153,14 +155,8 @@ async def test_it_is_shown_with_sums(tmp_path: Path) -> None:
 
 
 def test_an_infinite_price_is_above_every_owners_budget() -> None:
-    class Meter:
-        def next_loss(self) -> float:
-            return math.inf
-
-        def advance(self, new_records: int) -> None: ...
-
     with pytest.raises(BudgetExhausted):
-        Books(Meter(), None, own_budget=1e300).price(0)
+        Books(ListedLosses(np.array([math.inf])), None, own_budget=1e300).price(0)
 
 
 HOLDING = """

@@ -48,7 +48,7 @@ async def test_the_network_equals_the_simulator(tmp_path: Path, changes: dict[st
 
     assert (outcome.state, outcome.detail) == ("finished", "")
     np.testing.assert_allclose(decisions, steps[-1].after[:, 0], rtol=1e-9, atol=1e-9)
-    promised = [run.algorithm.guarantee(i, np.full(spec.rounds, 2)).epsilon() for i in range(spec.n_learners)]
+    promised = [run.guarantee(i, np.full(spec.rounds, 2)).epsilon() for i in range(spec.n_learners)]
     assert [status.epsilon_spent for status in outcome.statuses] == pytest.approx(promised, rel=1e-9)
     if spec.n_learners == 1 or outcome.capture is None:  # nobody to say anything to
         return

@@ -93,7 +93,7 @@ async def test_a_run_equals_its_simulation_and_the_capture_shows_it(tmp_path: Pa
     run = build_run(spec, 3)
     spent = [status.epsilon_spent for status in outcome.statuses]
     counts = np.full(ROUNDS, 2)
-    assert spent == pytest.approx([run.algorithm.guarantee(i, counts).epsilon() for i in range(4)], rel=1e-12)
+    assert spent == pytest.approx([run.guarantee(i, counts).epsilon() for i in range(4)], rel=1e-12)
     assert all(labels is not None and labels.shape == (8,) for labels in outcome.predictions)
 
     if capture == "none":
@@ -201,7 +201,7 @@ async def test_learners_serve_one_run_after_another(tmp_path: Path) -> None:
 
 async def test_a_learner_whose_budget_would_be_exceeded_stops_speaking(tmp_path: Path) -> None:
     """The run stops and says why; the message that was too dear is nowhere: not sent, not journaled, not charged."""
-    free = build_run(spec_of(), 3).algorithm.guarantee(1).cumulative
+    free = build_run(spec_of(), 3).guarantee(1).cumulative
     budget = float((free[11] + free[12]) / 2)  # enough for the messages of rounds 0 to 11
     spec = spec_of("relay", privacy={"budget": [1e9, budget, 1e9, 1e9]})
     async with network(tmp_path, NAMES) as up:
@@ -430,7 +430,7 @@ async def test_a_message_is_journaled_and_charged_before_it_is_sent(
         "failed",
         "cleo failed: the journal cannot be written: No space left on device",
     )
-    spent = build_run(spec, 3).algorithm.guarantee(2).cumulative
+    spent = build_run(spec, 3).guarantee(2).cumulative
     assert outcome.statuses[2].epsilon_spent == pytest.approx(spent[8])
 
 

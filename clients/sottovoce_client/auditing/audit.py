@@ -143,7 +143,7 @@ def index_of(prepared: Prepared, learner: str | None) -> int:
     """
     if learner is None:
         sizes = [np.diff(own.offsets) for own in prepared.data.learners]
-        claims = [prepared.run.algorithm.guarantee(i, counts).epsilon() for i, counts in enumerate(sizes)]
+        claims = [prepared.run.guarantee(i, counts).epsilon() for i, counts in enumerate(sizes)]
         return int(np.argmax(claims))
     return _named(prepared, learner, "--learner")
 
@@ -162,7 +162,7 @@ def _swap(prepared: Prepared, learner: int, row: int, replacement: str) -> World
         raise SpecError(f"--record must be in [0, {len(own.labels)}), the learner's records, got {row}")
     features, label = _replacement(prepared, learner, row, replacement)
     other = {"mirror": "its mirror image", "label": "itself with the other label"}.get(replacement, replacement)
-    shared = prepared.run.algorithm.guarantee(learner).shared
+    shared = prepared.run.algorithm.accountant(learner).shared
     return chosen(prepared.data, learner, row, features, label, other=other, shared=shared)
 
 

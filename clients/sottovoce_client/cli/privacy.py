@@ -64,10 +64,10 @@ def calibrate(
     ] = None,
 ) -> None:
     """Write a spec with the noise that a privacy budget asks for."""
-    from sottovoce_client.privacy.calibrate import budget_of, calibrate_to
+    from sottovoce_client.privacy.calibrate import calibrate_to, target_of
 
     prepared = prepared_from(load_spec(spec))
-    calibrate_to(spec, prepared, budget_of(prepared.run.spec, epsilon, learner or [], horizon, per), out)
+    calibrate_to(spec, prepared, target_of(prepared.run.spec, epsilon, learner or [], horizon, per), out)
 
 
 @app.command(rich_help_panel="Privacy")

@@ -19,13 +19,11 @@ from sottovoce.budget.composition import (
     epsilon_at,
     group_loss,
     learners_loss,
-    mechanism_of,
     message_losses,
     record_losses,
-    replaces_all,
 )
 from sottovoce.errors import SpecError
-from sottovoce.privacy.guarantee import Guarantee
+from sottovoce.privacy.guarantee import Event, Guarantee
 from sottovoce.running.run import Run
 from sottovoce.spec import RunSpec
 from sottovoce_client.documents import Document
@@ -125,27 +123,27 @@ def learner_index(spec: RunSpec, name: str) -> int:
 
 def line_of(prepared: Prepared, learner: int, question: Question) -> Line:
     """What one learner's messages may tell."""
-    algorithm, own = prepared.run.algorithm, prepared.data.learners[learner]
-    counts = np.diff(own.offsets)
-    guarantee = algorithm.guarantee(learner, counts)
-    records = record_losses(algorithm, learner, own) if question.uses else []
+    run, own = prepared.run, prepared.data.learners[learner]
+    counts, accountant = np.diff(own.offsets), run.algorithm.accountant(learner)
+    guarantee = run.guarantee(learner, counts)
+    records = record_losses(accountant, own) if question.uses else []
     charged = [each.charged(guarantee.per_round) for each in records]
     dearest = max(charged, key=math.fsum) if charged else None
     group = None
     if question.group is not None:
-        size = 1 if replaces_all(algorithm, learner) else question.group
+        size = 1 if guarantee.event is Event.LEARNER else question.group
         group = group_loss(records or [Alike(size, 1, None)], guarantee.per_round, size)
     at_delta = record_at_delta = None
     if question.delta is not None:
-        single, mechanism = message_losses(algorithm, learner, counts), mechanism_of(algorithm, learner)
+        single, mechanism = message_losses(accountant, counts), guarantee.mechanism
         at_delta, record_at_delta = guarantee.epsilon(), None if dearest is None else math.fsum(dearest)
         if single is not None:
             at_delta = min(at_delta, epsilon_at(question.delta, single, mechanism))
             if record_at_delta is not None:
-                worst = envelope([each.charged(single) for each in records])
+                worst = envelope([each.messages(single) for each in records])
                 record_at_delta = min(record_at_delta, epsilon_at(question.delta, worst, mechanism))
     return Line(
-        name=prepared.run.spec.names[learner],
+        name=run.spec.names[learner],
         guarantee=guarantee,
         event=guarantee.epsilon(),
         record=None if dearest is None else math.fsum(dearest),
@@ -185,7 +183,7 @@ def _what(question: Question) -> str:
 def _rows(lines: Sequence[Line], question: Question) -> Iterator[tuple[str, ...]]:
     columns = _columns(lines, question)
     for k, line in enumerate(lines):
-        yield line.name, line.guarantee.threat_model.value, *(number(values[k]) for _, values in columns)
+        yield line.name, line.guarantee.grounds.threat_model.value, *(number(values[k]) for _, values in columns)
 
 
 def _table(lines: Sequence[Line], question: Question) -> TerminalTable:
@@ -201,7 +199,7 @@ def _table(lines: Sequence[Line], question: Question) -> TerminalTable:
 
 def _plain(line: Line, question: Question) -> str:
     values = ", ".join(f"{head} {number(value)}" for head, (value,) in _columns([line], question))
-    return f"{line.name}: epsilon {values}; listening: {line.guarantee.threat_model.value}"
+    return f"{line.name}: epsilon {values}; listening: {line.guarantee.grounds.threat_model.value}"
 
 
 def facts(run: Run, lines: Sequence[Line]) -> Iterator[str]:
@@ -210,7 +208,7 @@ def facts(run: Run, lines: Sequence[Line]) -> Iterator[str]:
         yield f"{_together(run, lines)}: epsilon {number(learners_loss(line.event for line in lines))}"
     promise = lines[0].guarantee
     yield f"one event: {promise.adjacency}"
-    yield f"accounting: {promise.mode}; proof: {promise.proof}"
+    yield f"accounting: {promise.grounds.mode}; proof: {promise.grounds.proof}"
     for name, values, why in _grounds(lines):
         yield f"rests on {name} = {values}: {why}"
     for finding in run.warnings:
@@ -225,8 +223,10 @@ def _together(run: Run, lines: Sequence[Line]) -> str:
 
 def _grounds(lines: Sequence[Line]) -> Iterator[tuple[str, str, str]]:
     """Constants: name, value or range of values over the learners, and what makes it true."""
-    for name, ground in lines[0].guarantee.constants.items():
-        values = [line.guarantee.constants[name].value for line in lines if name in line.guarantee.constants]
+    for name, ground in lines[0].guarantee.grounds.constants.items():
+        values = [
+            line.guarantee.grounds.constants[name].value for line in lines if name in line.guarantee.grounds.constants
+        ]
         low, high = number(min(values)), number(max(values))
         yield name, low if low == high else f"{low} to {high}", ground.enforced_by
 
@@ -313,14 +313,14 @@ def _learner(line: Line, question: Question) -> _LearnerBudget:
         epsilons["output"] = line.output
     return _LearnerBudget(
         name=line.name,
-        threat_model=promise.threat_model.value,
+        threat_model=promise.grounds.threat_model.value,
         adjacency=promise.adjacency,
         epsilon=epsilons,
         cumulative=promise.cumulative.tolist(),
-        accounting=promise.mode,
-        proof=promise.proof,
+        accounting=promise.grounds.mode,
+        proof=promise.grounds.proof,
         constants={
-            name: _Constant(value=each.value, enforced_by=each.enforced_by) for name, each in promise.constants.items()
+            name: _Constant(value=each.value, enforced_by=each.enforced_by) for name, each in promise.grounds.constants.items()
         },
     )
 

@@ -11,7 +11,7 @@ import yaml
 from rich.console import Console
 
 from sottovoce.algorithms.parameters import AlgorithmSpec
-from sottovoce.budget.calibration import Budget, Calibrated, Per, calibrate
+from sottovoce.budget.calibration import Calibrated, Per, Target, calibrate
 from sottovoce.errors import SpecError
 from sottovoce.spec import RunSpec
 from sottovoce_client.prepare import Prepared
@@ -20,21 +20,21 @@ from sottovoce_client.wording import number
 
 
 def calibrate_to(
-    source: Path, prepared: Prepared, budget: Budget, out: Path | None, console: Console | None = None
+    source: Path, prepared: Prepared, target: Target, out: Path | None, console: Console | None = None
 ) -> None:
     """Find the noise, say what it came to, and write the spec: the user's own document with another noise.
 
     Args:
         source: the spec's file. Its comments are not kept.
         prepared: what it describes.
-        budget: what to meet.
+        target: what to meet.
         out: where to write (None: to standard output).
         console: where to say what was found.
     """
     console = console or Console(stderr=True)
     spec = prepared.run.spec
     with console.status("searching"):
-        found = calibrate(spec, prepared.data, budget)
+        found = calibrate(spec, prepared.data, target)
     for name, epsilon, factor in zip(spec.names, found.epsilons, found.factors, strict=True):
         console.print(f"{name}: epsilon {number(epsilon)}, {number(factor)} times the noise", highlight=False)
     if spec.data.partition.shared:
@@ -60,7 +60,7 @@ def with_algorithm(source: Path, before: AlgorithmSpec, found: Calibrated) -> di
     return document
 
 
-def budget_of(spec: RunSpec, epsilon: float | None, single: Sequence[str], horizon: str | None, per: Per) -> Budget:
+def target_of(spec: RunSpec, epsilon: float | None, single: Sequence[str], horizon: str | None, per: Per) -> Target:
     """What the command's options ask for.
 
     Args:
@@ -85,7 +85,7 @@ def budget_of(spec: RunSpec, epsilon: float | None, single: Sequence[str], horiz
     rounds = None if horizon is None else _number("--horizon", horizon)
     if rounds is not None and rounds < math.inf and rounds != round(rounds):
         raise SpecError(f"--horizon must be a whole number of rounds, or inf, got {horizon}")
-    return Budget(tuple(target for target in targets if target is not None), rounds, per)
+    return Target(tuple(target for target in targets if target is not None), rounds, per)
 
 
 def _number(option: str, text: str) -> float:

@@ -19,7 +19,9 @@ def _promise(line: Line) -> tuple[str, str]:
         guarantee = line.guarantee()
     except SpecError:  # of an algorithm that is not installed here
         return NOTHING, NOTHING
-    return guarantee.threat_model.value if math.isfinite(guarantee.epsilon()) else NOTHING, guarantee.mode
+    return guarantee.grounds.threat_model.value if math.isfinite(
+        guarantee.epsilon()
+    ) else NOTHING, guarantee.grounds.mode
 
 
 def show_ledger(folder: Path, learner: str | None, console: Console | None = None) -> None:

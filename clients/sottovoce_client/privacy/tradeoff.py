@@ -11,7 +11,7 @@ import numpy as np
 from rich.console import Console
 
 from sottovoce.arrays import FloatArray, as_floats
-from sottovoce.budget.calibration import Budget, calibrate
+from sottovoce.budget.calibration import Target, calibrate
 from sottovoce.budget.tradeoff import AccuracyCurve, Optimum, Utility, fit, solve
 from sottovoce.errors import SpecError
 from sottovoce.noise import SeededNoise
@@ -124,7 +124,7 @@ def tradeoff(prepared: Prepared, folder: Path, problem: Problem, console: Consol
 def measure(prepared: Prepared, epsilon: float, problem: Problem) -> Measured:
     """Simulate with the noise of one level."""
     spec, data = prepared.run.spec, prepared.data
-    found = calibrate(spec, data, Budget((epsilon,) * spec.n_learners))
+    found = calibrate(spec, data, Target((epsilon,) * spec.n_learners))
     run = build_run(found.spec, data.n_features)
     metrics = Metrics(run, data, at=(spec.rounds,))
     for step in simulate(run, data, SeededNoise(problem.seed), problem.replicas):

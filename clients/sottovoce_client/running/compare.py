@@ -161,8 +161,8 @@ def result_of(source: str, prepared: Prepared, replicas: int, seed: int) -> Resu
     events, records = [], []
     for i, own in enumerate(data.learners):
         counts = np.diff(own.offsets)
-        events.append(run.algorithm.guarantee(i, counts))
-        records.append(dearest_record(record_losses(run.algorithm, i, own), events[-1].per_round))
+        events.append(run.guarantee(i, counts))
+        records.append(dearest_record(record_losses(run.algorithm.accountant(i), own), events[-1].per_round))
     whole = math.fsum if events[0].shared else max
     return Result(
         source=source,
@@ -180,7 +180,7 @@ def result_of(source: str, prepared: Prepared, replicas: int, seed: int) -> Resu
 
 def _safe_from(guarantee: Guarantee) -> str:
     if math.isfinite(guarantee.epsilon()):
-        return guarantee.threat_model.value
+        return guarantee.grounds.threat_model.value
     return NOTHING if guarantee.output is None else ThreatModel.OUTPUT.value
 
 

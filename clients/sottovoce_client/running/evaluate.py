@@ -104,14 +104,14 @@ def central_accuracy(run: Run, data: PlacedData) -> float | None:
 
 
 def _promise(run: Run) -> Promise:
-    guarantee = run.algorithm.guarantee(0)
+    guarantee = run.guarantee(0)
     return Promise(
         algorithm=run.algorithm.name,
-        threat_model=guarantee.threat_model.value,
+        threat_model=guarantee.grounds.threat_model.value,
         adjacency=guarantee.adjacency,
-        accounting=guarantee.mode,
-        proof=guarantee.proof,
-        constants=tuple((name, each.value, each.enforced_by) for name, each in guarantee.constants.items()),
+        accounting=guarantee.grounds.mode,
+        proof=guarantee.grounds.proof,
+        constants=tuple((name, each.value, each.enforced_by) for name, each in guarantee.grounds.constants.items()),
         shared=guarantee.shared,
         output=None if guarantee.output is None else float(guarantee.output[-1]),
     )
@@ -158,11 +158,11 @@ def _learner(
 ) -> LearnerSummary:
     own, status = data.learners[index], outcome.statuses[index]
     counts = np.diff(own.offsets)
-    event = run.algorithm.guarantee(index, counts)
+    event = run.guarantee(index, counts)
     first = event
     if len(own.order):
-        first = run.algorithm.guarantee(index, counts, own.uses_by_round(int(own.order[0])))
-    record = np.cumsum(dearest_losses(record_losses(run.algorithm, index, own), event.per_round))
+        first = run.guarantee(index, counts, own.uses_by_round(int(own.order[0])))
+    record = np.cumsum(dearest_losses(record_losses(run.algorithm.accountant(index), own), event.per_round))
     said = _said(status, event.cumulative)
     swaps: tuple[Swap | None, Swap | None] = (None, None)
     if transcript is not None and transcript.unbroken(index) and len(own.order):

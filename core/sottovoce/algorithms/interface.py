@@ -19,9 +19,9 @@ from typing import Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
-from sottovoce.arrays import Batch, FloatArray, IntArray, Scalars
+from sottovoce.arrays import Batch, FloatArray, Scalars
 from sottovoce.noise.draw import Noise
-from sottovoce.privacy.guarantee import Accountant, Guarantee
+from sottovoce.privacy.accountant import Accountant
 
 StateT = TypeVar("StateT")
 
@@ -197,15 +197,5 @@ class Algorithm(Protocol[StateT]):
         ...
 
     def accountant(self, learner: int) -> Accountant:
-        """A fresh meter of what this learner's messages cost, round by round."""
-        ...
-
-    def guarantee(self, learner: int, counts: IntArray | None = None, replaced: IntArray | None = None) -> Guarantee:
-        """What is promised about this learner's messages over the whole run, and what the promise rests on.
-
-        Args:
-            learner: its index.
-            counts: `(rounds,)` records that each round brings (default: one each).
-            replaced: `(rounds,)` how many of them differ between the worlds (default: one, the first).
-        """
+        """A fresh meter of what this learner's messages cost, round by round: all that is promised of them follows from it."""
         ...

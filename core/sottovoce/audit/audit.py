@@ -321,6 +321,6 @@ def _sweep(plan: Plan, transcript: Transcript) -> tuple[LearnerLoss, ...]:
     found = []
     for i, own in enumerate(data.learners):
         if len(own.order) and (tried := swaps(data, i)):
-            claim = plan.run.algorithm.guarantee(i, np.diff(own.offsets)).epsilon()
+            claim = plan.run.guarantee(i, np.diff(own.offsets)).epsilon()
             found.append(LearnerLoss(i, claim, search(plan.run, transcript, (i,), own, tried, peak).score))
     return tuple(found)

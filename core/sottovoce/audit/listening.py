@@ -91,7 +91,7 @@ def held(guarantee: Guarantee, threat: ThreatModel) -> tuple[FloatArray, ThreatM
     messages, too: it is all that is claimed.
     """
     if guarantee.output is None:
-        return guarantee.cumulative, guarantee.threat_model
+        return guarantee.cumulative, guarantee.grounds.threat_model
     if threat is ThreatModel.OUTPUT or not np.isfinite(guarantee.cumulative).all():
         return guarantee.output, ThreatModel.OUTPUT
-    return guarantee.cumulative, guarantee.threat_model
+    return guarantee.cumulative, guarantee.grounds.threat_model

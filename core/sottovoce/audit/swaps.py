@@ -157,7 +157,7 @@ def search(
 
 def _screened(run: Run, learner: int) -> int:
     """Rounds by which swaps are compared."""
-    costly = np.flatnonzero(run.algorithm.guarantee(learner).per_round)[:SCREENED_ROUNDS]
+    costly = np.flatnonzero(run.guarantee(learner).per_round)[:SCREENED_ROUNDS]
     return min(int(costly[-1]) + 1 if len(costly) else run.spec.rounds, run.spec.rounds)
 
 
@@ -181,7 +181,7 @@ def worst(
         raise DataError(f"learner {learner}'s first record must have another one to be swapped for, and has none")
     made = [(first, [swap]) for first, swap in _extremes(run, data, learner)]
     groups = [(own, common), *([] if as_they_are else made)] if common else made[:1] + made
-    shared, rounds = run.algorithm.guarantee(learner).shared, _screened(run, learner)
+    shared, rounds = run.guarantee(learner).shared, _screened(run, learner)
     found: list[tuple[float, Worlds]] = []
     for (first, tried), child in zip(groups, children(seed, len(groups)), strict=True):
         worlds = Worlds(learner, first, *tried[0], shared)

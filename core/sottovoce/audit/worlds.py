@@ -10,7 +10,7 @@ import numpy as np
 from sottovoce.arrays import FloatArray, IntArray
 from sottovoce.data import LearnerData, PlacedData
 from sottovoce.errors import DataError
-from sottovoce.privacy.guarantee import Guarantee
+from sottovoce.privacy.guarantee import Guarantee, joint
 from sottovoce.running.replay import Losses, replay
 from sottovoce.running.run import Run
 from sottovoce.running.transcript import Transcript
@@ -74,17 +74,7 @@ class Worlds:
     def guarantee(self, run: Run) -> Guarantee:
         """What is promised for this very swap to somebody who hears every holder: their losses added up."""
         counts = np.diff(self.first.offsets)
-        each = [run.algorithm.guarantee(i, counts, self.replaced) for i in self.holders(run)]
-        if len(each) == 1:
-            return each[0]
-        outputs = [g.output for g in each if g.output is not None]
-        return replace(
-            each[0],
-            per_round=np.sum([g.per_round for g in each], axis=0),
-            paper=np.max([g.paper for g in each], axis=0),
-            infinite_horizon=sum(g.infinite_horizon for g in each),
-            output=np.sum(outputs, axis=0) if outputs else None,
-        )
+        return joint([run.guarantee(i, counts, self.replaced) for i in self.holders(run)])
 
     def losses(self, run: Run, transcript: Transcript) -> FloatArray:
         """`(rounds, replicas)` exact privacy loss of every round, `log p(y|first) - log p(y|second)`.

@@ -27,7 +27,7 @@ MOST_STEPS = 100
 
 
 @dataclass(frozen=True, slots=True)
-class Budget:
+class Target:
     """What a learner's messages may cost.
 
     Attributes:
@@ -51,26 +51,26 @@ class Calibrated:
     epsilons: tuple[float, ...]
 
 
-def calibrate(spec: RunSpec, data: PlacedData, budget: Budget) -> Calibrated:
+def calibrate(spec: RunSpec, data: PlacedData, target: Target) -> Calibrated:
     """The same spec with as little noise as meets the budget from below, within `TOLERANCE` of it.
 
     Args:
         spec: with noise to start from.
         data: its records: their numbers by round, and how often each is used, are public.
-        budget: what to meet.
+        target: what to meet.
 
     Raises:
         SpecError: nothing finite is promised, the target is out of reach, or a condition of the algorithm fails on the way.
     """
-    targets = _targets(spec, budget)
+    targets = _targets(spec, target)
     one = spec.algorithm.one_noise
     factors, low, high = np.ones(len(targets)), np.zeros(len(targets)), np.full(len(targets), math.inf)
     before: tuple[FloatArray, FloatArray] | None = None
     spent = factors
     for _ in range(MOST_STEPS):
         found, run = _louder(spec, data, factors)
-        spent = _spent(run, data, budget)
-        _insist_on_finite(run, budget, spent)
+        spent = _spent(run, data, target)
+        _insist_on_finite(run, target, spent)
         ratio = spent / targets
         if one:
             ratio = np.full_like(ratio, ratio.max())
@@ -78,7 +78,7 @@ def calibrate(spec: RunSpec, data: PlacedData, budget: Budget) -> Calibrated:
         if (met & (ratio >= 1.0 - TOLERANCE)).all():
             return Calibrated(found, tuple(factors.tolist()), tuple(spent.tolist()))
         if before is not None:
-            _insist_on_progress(run, factors / before[0], ratio, before[1], budget)
+            _insist_on_progress(run, factors / before[0], ratio, before[1], target)
         low, high = np.where(met, low, np.maximum(low, factors)), np.where(met, np.minimum(high, factors), high)
         before, factors = (factors, ratio), _next(factors, ratio, low, high)
     raise SpecError(f"no noise was found that meets epsilon {_several(targets)}; got {_several(spent)} at last")
@@ -91,8 +91,8 @@ def epsilons(run: Run, data: PlacedData, horizon: float | None = None, per: Per 
 
 def _epsilon(run: Run, data: PlacedData, learner: int, horizon: float | None, per: Per) -> float:
     own = data.learners[learner]
-    event = run.algorithm.guarantee(learner, np.diff(own.offsets))
-    records = record_losses(run.algorithm, learner, own) if per == "record" else []
+    event = run.guarantee(learner, np.diff(own.offsets))
+    records = record_losses(run.algorithm.accountant(learner), own) if per == "record" else []
     if horizon == math.inf:  # a record that is used again and again has no end to be planned for
         return event.infinite_horizon if all(each.uses == 1 for each in records) else math.inf
     rounds = run.spec.rounds if horizon is None else int(horizon)
@@ -101,9 +101,9 @@ def _epsilon(run: Run, data: PlacedData, learner: int, horizon: float | None, pe
     return dearest_record([each.until(rounds) for each in records], event.per_round[:rounds])
 
 
-def _spent(run: Run, data: PlacedData, budget: Budget) -> FloatArray:
+def _spent(run: Run, data: PlacedData, target: Target) -> FloatArray:
     """`(learners,)`, to be compared with the targets."""
-    each = epsilons(run, data, budget.horizon, budget.per)
+    each = epsilons(run, data, target.horizon, target.per)
     return np.array([learners_loss(each)] * len(each) if _shared(run.spec) else each)
 
 
@@ -129,34 +129,34 @@ def _next(factors: FloatArray, ratio: FloatArray, low: FloatArray, high: FloatAr
 # ---- what cannot be met ----------------------------------------------------------------------------------------------
 
 
-def _targets(spec: RunSpec, budget: Budget) -> FloatArray:
-    for target in budget.epsilons:
-        if not 0.0 < target < math.inf:
-            raise SpecError(f"a target epsilon must be above 0 and finite, got {target}")
-    if _shared(spec) and len(set(budget.epsilons)) > 1:
+def _targets(spec: RunSpec, target: Target) -> FloatArray:
+    for epsilon in target.epsilons:
+        if not 0.0 < epsilon < math.inf:
+            raise SpecError(f"a target epsilon must be above 0 and finite, got {epsilon}")
+    if _shared(spec) and len(set(target.epsilons)) > 1:
         text = "learners that share their records share one budget, that of all their messages together"
-        raise SpecError(f"{text}: give one epsilon, got {_several(np.array(budget.epsilons))}")
-    horizon = spec.rounds if budget.horizon is None else budget.horizon
+        raise SpecError(f"{text}: give one epsilon, got {_several(np.array(target.epsilons))}")
+    horizon = spec.rounds if target.horizon is None else target.horizon
     if horizon < 1 or spec.rounds < horizon < math.inf:
         text = f"a horizon must be at least 1 and at most the run's {spec.rounds} rounds, or inf"
         raise SpecError(f"{text}, got {horizon:g}; for a longer one raise rounds")
-    return np.array(budget.epsilons)
+    return np.array(target.epsilons)
 
 
-def _insist_on_finite(run: Run, budget: Budget, spent: FloatArray) -> None:
+def _insist_on_finite(run: Run, target: Target, spent: FloatArray) -> None:
     """Say why there is nothing to calibrate."""
     unbounded = np.flatnonzero(~np.isfinite(spent))
     if len(unbounded):
         learner = int(unbounded[0])
-        raise SpecError(f"the budget of {run.spec.names[learner]} is infinite: {_why_infinite(run, learner, budget)}")
+        raise SpecError(f"the budget of {run.spec.names[learner]} is infinite: {_why_infinite(run, learner, target)}")
     if (spent == 0.0).any():
         name, text = run.spec.names[int(np.argmin(spent))], "no message of the horizon depends on a record"
         raise SpecError(f"the budget of {name} is 0 whatever its noise: {text}; give it more rounds or records")
 
 
-def _why_infinite(run: Run, learner: int, budget: Budget) -> str:
-    finite_rounds = math.isfinite(run.algorithm.guarantee(learner).epsilon())
-    if budget.horizon == math.inf and finite_rounds:
+def _why_infinite(run: Run, learner: int, target: Target) -> str:
+    finite_rounds = math.isfinite(run.guarantee(learner).epsilon())
+    if target.horizon == math.inf and finite_rounds:
         text = f"with these parameters and records {run.algorithm.name} has no finite bound over infinitely many rounds"
         return f"{text}, as ldp-dol has where u < v and every round brings records, each once; give a number of rounds"
     exposed = [finding.text for finding in run.warnings if finding.code == "WIRE_EXPOSED"]
@@ -168,14 +168,14 @@ def _why_infinite(run: Run, learner: int, budget: Budget) -> str:
     return f"a record's gradient has no bound, got loss.clip_norm={run.spec.loss.clip_norm}; set it"
 
 
-def _insist_on_progress(run: Run, growth: FloatArray, ratio: FloatArray, before: FloatArray, budget: Budget) -> None:
+def _insist_on_progress(run: Run, growth: FloatArray, ratio: FloatArray, before: FloatArray, target: Target) -> None:
     """More noise must lower what is spent: a part that noise does not lower is a floor."""
     stuck = np.flatnonzero((growth >= 2.0) & (ratio > 1.0) & (ratio >= 0.99 * before))
     if len(stuck):
-        learner, target = int(stuck[0]), budget.epsilons[int(stuck[0])]
+        learner, epsilon = int(stuck[0]), target.epsilons[int(stuck[0])]
         text = "rounding to the noise's lattice, and a solver's tolerance, cost the same with any noise"
-        least = f"{target * ratio[learner]:.3g}"
-        raise SpecError(f"epsilon of {run.spec.names[learner]} must be above {least}: {text}; got {target:g}")
+        least = f"{epsilon * ratio[learner]:.3g}"
+        raise SpecError(f"epsilon of {run.spec.names[learner]} must be above {least}: {text}; got {epsilon:g}")
 
 
 def _several(values: FloatArray) -> str:

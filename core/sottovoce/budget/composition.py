@@ -18,7 +18,7 @@ a pair of laws that dominates every pair of worlds, whatever was said before; su
 - `pure`: any other message of loss eps is dominated by randomised response (Kairouz, Oh & Viswanath 2015).
 
 For that, a message's loss must bound what that very message tells about the record. A meter that charges increments of a
-running maximum over records promises less: `message_losses` then looks at every record.
+running maximum over records promises less (`Accountant.dominates` is false): `message_losses` then looks at every record.
 """
 
 from __future__ import annotations
@@ -29,27 +29,16 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-from sottovoce.algorithms.admm.accounting import AdmmAccountant
-from sottovoce.algorithms.dual_averaging.accounting import DualAveragingAccountant
-from sottovoce.algorithms.follow_the_leader.accounting import TreeAccountant
-from sottovoce.algorithms.gradient_descent.accounting import DescentAccountant
-from sottovoce.algorithms.interface import Algorithm
-from sottovoce.algorithms.ldp_dol.accounting import LdpDolAccountant
 from sottovoce.arrays import FloatArray, IntArray, as_floats
 from sottovoce.data import LearnerData
 from sottovoce.errors import SpecError
 from sottovoce.noise import GRID_BITS
-
-Mechanism = Literal["laplace", "pure"]
-
-LAPLACE = (LdpDolAccountant, DualAveragingAccountant, DescentAccountant, TreeAccountant)
-"""Meters of messages with independent Laplace noise on their coordinates; each loss is l1 sensitivity over scale."""
-EVERY_MESSAGE = (LdpDolAccountant, DualAveragingAccountant, AdmmAccountant)
-"""Meters that follow one record, whose losses are at least those of any other, message by message after sorting."""
+from sottovoce.privacy.accountant import Accountant
+from sottovoce.privacy.guarantee import Event, Mechanism
 
 MOST_STEPS = 2_000_000
 """Rounds that are metered one by one for the sake of single records; beyond, cheaper upper bounds are used."""
@@ -83,6 +72,20 @@ class Alike:
         """`losses`, or the bound on them, given what an event costs."""
         return as_floats(event * self.uses) if self.losses is None else self.losses
 
+    def messages(self, single: FloatArray) -> FloatArray:
+        """Losses that composition may rest on, given those of any single event `(rounds,)`.
+
+        n times the losses of one event do not dominate n events place by place: they may meet in other messages (3, 1 and
+        1, 3 are 4, 4, which at some deltas tells more than 6, 2). One message with the whole loss dominates all its parts.
+        """
+        if self.losses is not None:
+            return self.losses
+        if self.uses == 1:
+            return single
+        whole = np.zeros_like(single)
+        whole[0] = self.uses * math.fsum(single)
+        return whole
+
     def until(self, rounds: int) -> Alike:
         """The same for the first messages."""
         return self if self.losses is None else replace(self, losses=self.losses[:rounds])
@@ -96,17 +99,17 @@ def plans_of_use(own: LearnerData) -> Counter[tuple[int, ...]]:
     return Counter(tuple(uses.tolist()) for uses in np.split(rounds[by_record], first[1:]) if len(uses))
 
 
-def record_losses(algorithm: Algorithm[Any], learner: int, own: LearnerData) -> list[Alike]:
-    """What every record costs in all of its uses.
+def record_losses(accountant: Accountant, own: LearnerData) -> list[Alike]:
+    """What every record of a learner costs in all of its uses, by a fresh meter of its messages.
 
     A record used once costs at most what an event does. One used n times is metered with all of its uses replaced; where
-    that would take more than `MOST_STEPS` rounds in all, n events are an upper bound. An event that replaces all of the
-    learner's records includes all uses.
+    that would take more than `MOST_STEPS` rounds in all, or the meter cannot follow it, n events are an upper bound. An
+    event that replaces all of the learner's records includes all uses.
     """
     plans = plans_of_use(own)
-    if replaces_all(algorithm, learner):
+    if accountant.event == Event.LEARNER:
         return [Alike(sum(plans.values()), 1, None)]
-    exact = sum(len(plan) > 1 for plan in plans) * own.rounds <= MOST_STEPS
+    exact = accountant.follows and sum(len(plan) > 1 for plan in plans) * own.rounds <= MOST_STEPS
     metered: list[tuple[int, tuple[int, ...]]] = []
     bounded = Counter[int]()
     for plan, records in plans.items():
@@ -115,18 +118,9 @@ def record_losses(algorithm: Algorithm[Any], learner: int, own: LearnerData) -> 
         else:
             bounded[len(plan)] += records
     replaced = np.array([np.bincount(plan, minlength=own.rounds) for _, plan in metered]).reshape(-1, own.rounds)
-    losses = _losses_of(algorithm, learner, np.diff(own.offsets), replaced)
+    losses = accountant.losses_of(np.diff(own.offsets), replaced)
     found = [Alike(records, len(plan), each) for (records, plan), each in zip(metered, losses, strict=True)]
     return found + [Alike(records, uses, None) for uses, records in bounded.items()]
-
-
-def _losses_of(algorithm: Algorithm[Any], learner: int, counts: IntArray, replaced: IntArray) -> FloatArray:
-    """`(changes, rounds)` losses of the messages for each of many changes `replaced (changes, rounds)`."""
-    accountant = algorithm.accountant(learner)
-    if isinstance(accountant, DescentAccountant):
-        return accountant.losses_of(counts, replaced)
-    losses = [algorithm.guarantee(learner, counts, each).per_round for each in replaced]
-    return np.array(losses).reshape(replaced.shape)
 
 
 def dearest_record(records: Iterable[Alike], event: FloatArray) -> float:
@@ -156,39 +150,31 @@ def learners_loss(epsilons: Iterable[float]) -> float:
     return math.fsum(epsilons)
 
 
-def replaces_all(algorithm: Algorithm[Any], learner: int) -> bool:
-    """Does an event replace all records of the learner at once (a whole fixed objective)?"""
-    accountant = algorithm.accountant(learner)
-    return isinstance(accountant, DescentAccountant) and accountant.together
-
-
 # ---- approximate DP ----------------------------------------------------------------------------------------------------
 
 
-def mechanism_of(algorithm: Algorithm[Any], learner: int) -> Mechanism:
-    """Which worst case its messages allow: that of Laplace noise, or any mechanism's of this pure loss."""
-    return "laplace" if isinstance(algorithm.accountant(learner), LAPLACE) else "pure"
-
-
-def message_losses(algorithm: Algorithm[Any], learner: int, counts: IntArray | None = None) -> FloatArray | None:
+def message_losses(accountant: Accountant, counts: IntArray) -> FloatArray | None:
     """Losses that dominate those of every single record, message by message after sorting: what composition may rest on.
 
     Where the meter charges increments of a maximum over records, every round's record is metered alone: the k-th entry is
     the largest k-th largest loss of all of them. Order does not matter to a composition, and more loss never makes it
     smaller.
 
+    Args:
+        accountant: a fresh meter.
+        counts: `(rounds,)` records of each round.
+
     Returns:
-        `(rounds,)`, or None where that would take more than `MOST_STEPS` rounds: the sum of the losses is all there is.
+        `(rounds,)`, or None where the sum of the losses is all there is: that would take more than `MOST_STEPS` rounds, or the
+        meter does not follow single records.
     """
-    guarantee, accountant = algorithm.guarantee(learner, counts), algorithm.accountant(learner)
-    rounds = len(guarantee.per_round)
-    if isinstance(accountant, EVERY_MESSAGE) or replaces_all(algorithm, learner):
-        return guarantee.per_round
-    counts = np.ones(rounds, np.int64) if counts is None else counts
-    coming = np.flatnonzero(counts)
-    if not np.isfinite(guarantee.per_round).all() or len(coming) * rounds > MOST_STEPS:
+    charged = accountant.losses(counts)
+    if accountant.dominates:
+        return charged
+    rounds, coming = len(counts), np.flatnonzero(counts)
+    if not accountant.follows or not np.isfinite(charged).all() or len(coming) * rounds > MOST_STEPS:
         return None
-    return envelope(_losses_of(algorithm, learner, counts, np.eye(rounds, dtype=np.int64)[coming]))
+    return envelope(accountant.losses_of(counts, np.eye(rounds, dtype=np.int64)[coming]))
 
 
 def envelope(losses: Sequence[FloatArray] | FloatArray) -> FloatArray:
@@ -223,7 +209,7 @@ def _composed(losses: FloatArray, mechanism: Mechanism, interval: float) -> Any:
     parameters = _library("common").DifferentialPrivacyParameters
     heap: list[tuple[float, int, Any]] = []
     for k, (loss, times) in enumerate(zip(*np.unique(losses, return_counts=True), strict=True)):
-        if mechanism == "laplace":
+        if mechanism == Mechanism.LAPLACE:
             scale = 1.0 / (loss + 2.0 ** (1 - GRID_BITS))
             one = library.from_laplace_mechanism(scale, value_discretization_interval=interval)
         else:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 
-from sottovoce.algorithms.interface import Algorithm
 from sottovoce.algorithms.setting import Finding
 from sottovoce.noise import GRID_BITS
+from sottovoce.running.run import Run
 
 SHARE = 1e-3
 """Of epsilon: what rounding may cost without a word."""
@@ -18,16 +17,16 @@ _SMALLEST = 0.01
 """An epsilon below which nobody goes: a run that is fine with it is not looked at any closer."""
 
 
-def check_lattice(algorithm: Algorithm[Any], n_learners: int, rounds: int) -> tuple[Finding, ...]:
+def check_lattice(run: Run) -> tuple[Finding, ...]:
     """LATTICE_SLACK, about the learner with the largest share.
 
     A message of n numbers costs at most `n 2^-40` for rounding. So a run of T messages stays below the share as long as
     `n T <= 1.1e9 epsilon`.
     """
-    message = sum(math.prod(shape) for shape in algorithm.field_shapes().values()) * 2.0**-GRID_BITS
-    if rounds * message <= SHARE * _SMALLEST:
+    message = sum(math.prod(shape) for shape in run.algorithm.field_shapes().values()) * 2.0**-GRID_BITS
+    if run.spec.rounds * message <= SHARE * _SMALLEST:
         return ()
-    shares = [_share(algorithm, learner, message) for learner in range(n_learners)]
+    shares = [_share(run, learner, message) for learner in range(run.spec.n_learners)]
     share, learner, slack, epsilon = max(shares, key=lambda each: each[0])
     if share <= SHARE:
         return ()
@@ -40,8 +39,8 @@ def check_lattice(algorithm: Algorithm[Any], n_learners: int, rounds: int) -> tu
     )
 
 
-def _share(algorithm: Algorithm[Any], learner: int, message: float) -> tuple[float, int, float, float]:
+def _share(run: Run, learner: int, message: float) -> tuple[float, int, float, float]:
     """Of the slack in a learner's epsilon, the learner, the slack at most, and the epsilon; 0 where nothing is promised."""
-    guarantee = algorithm.guarantee(learner)
-    epsilon, slack = guarantee.epsilon(), int(np.count_nonzero(guarantee.per_round)) * message
+    losses = run.algorithm.accountant(learner).losses(np.ones(run.spec.rounds, np.int64))
+    epsilon, slack = math.fsum(losses), int(np.count_nonzero(losses)) * message
     return (slack / epsilon if 0.0 < epsilon < math.inf else 0.0), learner, slack, epsilon

@@ -1,11 +1,11 @@
-"""What an algorithm promises about its messages, and the running meter behind the promise."""
+"""What is promised about one learner's messages: to whom, about which event, how much, and what the promise rests on."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Protocol
 
 import numpy as np
 
@@ -23,34 +23,27 @@ class ThreatModel(StrEnum):
     """The published decisions only."""
 
 
-class Accountant(Protocol):
-    """Meters one learner's messages: what the next one costs, then that the round is over.
+class Mechanism(StrEnum):
+    """Which pair of laws dominates one message: the worst case that composition may put in its place.
 
-    The learner service asks `next_loss` before it says anything, journals and charges it, and refuses to speak when its
-    budget would be exceeded. A guarantee is the same meter run over the planned rounds.
+    It also says in which currency losses add up: both of these in pure epsilon.
     """
 
-    def next_loss(self) -> float:
-        """Privacy loss epsilon of the message of the current round."""
-        ...
-
-    def advance(self, new_records: int) -> None:
-        """The round is over, and brought `new_records` records to the learner."""
-        ...
+    LAPLACE = "laplace"
+    """One Laplace number: for messages with independent Laplace noise on their coordinates, of loss l1 sensitivity over scale."""
+    PURE = "pure"
+    """Randomised response: any message of this pure epsilon."""
 
 
-@dataclass(slots=True)
-class ListedLosses:
-    """An accountant of losses that do not depend on how many records come: read off a list, round by round."""
+class Event(StrEnum):
+    """What is replaced between two adjacent worlds."""
 
-    per_round: FloatArray
-    t: int = 0
-
-    def next_loss(self) -> float:
-        return float(self.per_round[self.t])
-
-    def advance(self, new_records: int) -> None:
-        self.t += 1
+    RECORD = "record"
+    """One record of a learner, in one use."""
+    LEARNER = "learner"
+    """All records of a learner: a whole fixed objective."""
+    ROUND = "round"
+    """The loss of one round, with all its records."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,34 +55,61 @@ class Constant:
 
 
 @dataclass(frozen=True, slots=True)
-class Guarantee:
-    """A promise about one learner's messages.
+class Grounds:
+    """What the numbers of a guarantee rest on.
 
     Attributes:
+        mode: name of the accounting.
+        proof: where the proof stands.
+        constants: numbers that the proof uses, by name.
         threat_model: who may listen without the promise being void.
-        adjacency: which two data sets must look alike.
-        mode: name of the accounting that `per_round` follows.
+    """
+
+    mode: str = "own"
+    proof: str = "not stated"
+    constants: Mapping[str, Constant] = field(default_factory=dict)
+    threat_model: ThreatModel = ThreatModel.WIRE
+
+
+@dataclass(frozen=True, slots=True)
+class Guarantee:
+    """A promise about one learner's messages; `accountant.guarantee` makes it.
+
+    Attributes:
+        mechanism: what dominates a message.
+        event: what two adjacent worlds differ in.
+        shared: an event is every learner's, because all hold the same records: who hears all of them adds their losses up.
+        replaced: how many records (`Event.ROUND`: losses of a round) differ; None: one event, the dearest.
         per_round: `(rounds,)` privacy losses of the messages of rounds 0, 1, …; infinite where nothing is promised.
         paper: `(rounds,)` cumulative epsilon by the paper's own formula.
         infinite_horizon: a bound on the cumulative epsilon over infinitely many rounds, or infinity.
-        proof: where the proof stands.
-        constants: what the numbers rest on.
+        grounds: what the numbers rest on.
         output: `(rounds,)` cumulative epsilon against somebody who sees all published decisions and no message, where that
             is a promise of its own; None: nothing is said of published decisions. Never what a learner is charged: its
             messages are heard.
-        shared: an event is every learner's, because all hold the same records: who hears all of them adds their losses up.
     """
 
-    threat_model: ThreatModel
-    adjacency: str
-    mode: str
+    mechanism: Mechanism
+    event: Event
+    shared: bool
+    replaced: int | None
     per_round: FloatArray
     paper: FloatArray
     infinite_horizon: float
-    proof: str
-    constants: Mapping[str, Constant] = field(default_factory=dict)
+    grounds: Grounds
     output: FloatArray | None = None
-    shared: bool = False
+
+    @property
+    def adjacency(self) -> str:
+        """Which two data sets must look alike, for a reader."""
+        many = 1 if self.replaced is None else self.replaced
+        if self.event is Event.ROUND:
+            what = "the loss of one round" if many == 1 else f"the losses of {many} rounds"
+            whose = "which every learner holds: epsilons of all learners add up" if self.shared else "of one learner"
+            return f"{what} replaced, with all its records, {whose}"
+        everything = self.event is Event.LEARNER and self.replaced is None
+        what = "all records" if everything else f"{many} record{'s' * (many != 1)}"
+        return f"{what} of one learner replaced (event level, numbers of records public)"
 
     @property
     def cumulative(self) -> FloatArray:
@@ -98,6 +118,21 @@ class Guarantee:
 
     def epsilon(self, rounds: int | None = None) -> float:
         """Cumulative epsilon of the first `rounds` messages (all planned ones by default), summed exactly."""
-        from math import fsum
+        return math.fsum(self.per_round[:rounds])
 
-        return fsum(self.per_round[:rounds])
+
+def joint(each: Sequence[Guarantee]) -> Guarantee:
+    """What is promised to somebody who hears all of these learners about an event at every one of them: the sum.
+
+    Given everything said before, learners draw their noise independently, so their losses add up.
+    """
+    if len(each) == 1:
+        return each[0]
+    outputs = [one.output for one in each if one.output is not None]
+    return replace(
+        each[0],
+        per_round=np.sum([one.per_round for one in each], axis=0),
+        paper=np.max([one.paper for one in each], axis=0),
+        infinite_horizon=sum(one.infinite_horizon for one in each),
+        output=np.sum(outputs, axis=0) if outputs else None,
+    )

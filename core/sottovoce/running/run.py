@@ -8,8 +8,11 @@ from typing import Any
 from sottovoce.algorithms.interface import Algorithm
 from sottovoce.algorithms.per_learner import spread
 from sottovoce.algorithms.setting import Finding, Setting
+from sottovoce.arrays import IntArray
 from sottovoce.losses import Loss
 from sottovoce.network.network import Network
+from sottovoce.privacy.accountant import guarantee
+from sottovoce.privacy.guarantee import Guarantee
 from sottovoce.spec import RunSpec
 
 
@@ -29,6 +32,19 @@ class Run:
     def loss(self) -> Loss:
         """Of one record."""
         return self.spec.loss
+
+    def guarantee(self, learner: int, counts: IntArray | None = None, replaced: IntArray | None = None) -> Guarantee:
+        """What is promised about one learner's messages over the planned rounds.
+
+        Args:
+            learner: its index.
+            counts: `(rounds,)` records that each round brings (default: one each).
+            replaced: `(rounds,)` how many of them differ between the worlds (default: the dearest event).
+
+        Raises:
+            SpecError: numbers of another shape, or below 0, or more replaced than there are.
+        """
+        return guarantee(self.algorithm.accountant(learner), self.spec.rounds, counts, replaced)
 
 
 def build_run(spec: RunSpec, n_features: int) -> Run:

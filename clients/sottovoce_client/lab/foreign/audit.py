@@ -15,7 +15,6 @@ from sottovoce_client.auditing.audit import TableRow, guess_row, print_verdict
 from sottovoce_client.auditing.document import Attempt, attempts_of
 from sottovoce_client.documents import Document
 from sottovoce_client.lab.foreign.runs import Reading, RunIs, load_decoder, read_runs
-from sottovoce_client.reports.drawing import finite
 from sottovoce_client.wording import NOTHING, count, number, plural
 
 

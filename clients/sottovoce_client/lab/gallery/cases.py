@@ -14,6 +14,7 @@ from sottovoce.arrays import FloatArray
 from sottovoce.lab.attacks import membership
 from sottovoce.lab.attacks.rebuild import Rebuilt, rebuild
 from sottovoce.noise import SeededNoise
+from sottovoce.privacy.guarantee import joint
 from sottovoce.running.simulator import simulate
 from sottovoce.running.transcript import Transcript
 from sottovoce.spec import parse_spec
@@ -205,10 +206,9 @@ def _guessed(name: str, primal: str, epsilon: float, record: str, seen: str, run
         scores = [membership.from_decisions(run, algorithm, world.decisions, pair) for world in worlds]
     else:
         scores = [membership.from_both(run, world, pair) for world in worlds]
+    promised = joint([run.guarantee(i) for i in range(run.spec.n_learners)]).epsilon()
     covered = primal == "noised" or seen == "messages"
-    return Membership(
-        f"{name}, {primal}", record, seen, algorithm.joint_epsilon(), covered, membership.guess(scores, seed)
-    )
+    return Membership(f"{name}, {primal}", record, seen, promised, covered, membership.guess(scores, seed))
 
 
 def _pair(prepared: Prepared, record: str) -> membership.Pair:

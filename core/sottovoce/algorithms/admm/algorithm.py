@@ -22,35 +22,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from sottovoce.algorithms.admm.accounting import (
-    AdmmAccountant,
-    Calibration,
-    Minimiser,
-    Node,
-    Objective,
-    Step,
-    Unperturbed,
-    admm_guarantee,
-)
+from sottovoce.algorithms.admm.accounting import AdmmAccountant
+from sottovoce.algorithms.admm.calibrations import Calibration, Node, Perturbation
 from sottovoce.algorithms.admm.local import ROUNDING, LocalProblem, cut, norm
 from sottovoce.algorithms.interface import Heard, Message, Who
-from sottovoce.arrays import Batch, FloatArray, IntArray, Scalars
+from sottovoce.arrays import Batch, FloatArray, Scalars
 from sottovoce.losses import MarginLoss
 from sottovoce.losses.history import RecordHistory
 from sottovoce.noise import Draw, Noise
 from sottovoce.noise.mechanisms import say_laplace, spherical_density
-from sottovoce.privacy.guarantee import Guarantee
-
-ENFORCED_BY = {
-    "lipschitz": "the loss, on rows scaled to feature_bound",
-    "curvature": "the loss, on rows scaled to feature_bound",
-    "ridge": "the loss, exactly",
-    "penalty": "the learner, exactly",
-    "degree": "the learner, which subtracts what each of its neighbours said once",
-    "tolerance": "the solver, which goes on until the gradient is as short, as float64 computes it",
-}
-EXACT = {"output_noise": "nothing: without output noise the promise is that of an exact solver"}
-HIDDEN = {"output_noise": "the lattice of the noise"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,10 +143,6 @@ class Admm:
     def accountant(self, learner: int) -> AdmmAccountant:
         return AdmmAccountant(self.calibration, self.nodes[learner], self.rounds)
 
-    def guarantee(self, learner: int, counts: IntArray | None = None, replaced: IntArray | None = None) -> Guarantee:
-        node = self.nodes[learner]
-        return admm_guarantee(self.calibration, node, self.rounds, self._enforced(node), counts, replaced)
-
     def noise_scale(self, learner: int, t: int) -> float:
         """`1/zeta` of a message, for one record a round; of e, which DVP adds to the dual variable and not to the message."""
         accountant = self.accountant(learner)
@@ -174,7 +150,7 @@ class Admm:
             accountant.advance(1)
         return float(1.0 / accountant.step.rate)
 
-    def _iteration(self, state: State) -> tuple[Step, LocalProblem]:
+    def _iteration(self, state: State) -> tuple[Perturbation, LocalProblem]:
         """How this round is perturbed, and the problem before that."""
         node, count = state.node, state.count
         step = self.calibration.step(node, count, state.sensitivity, last=state.t == self.rounds - 1)
@@ -193,14 +169,6 @@ class Admm:
             tolerance=node.tolerance,
         )
         return step, problem
-
-    def _enforced(self, node: Node) -> dict[str, str]:
-        if isinstance(self.calibration, Unperturbed):
-            return {}
-        objective = isinstance(self.calibration, Objective)
-        if not objective and not (isinstance(self.calibration, Minimiser) and self.calibration.last):
-            return {name: text for name, text in ENFORCED_BY.items() if name != "curvature"}
-        return ENFORCED_BY | (HIDDEN if node.output_noise else EXACT)
 
 
 def longest(node: Node, stiffness: Scalars) -> Scalars:

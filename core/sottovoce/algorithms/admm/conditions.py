@@ -12,7 +12,8 @@ from typing import cast
 
 import numpy as np
 
-from sottovoce.algorithms.admm.accounting import Calibration, Minimiser, Node, Objective, Unperturbed, paper_epsilon
+from sottovoce.algorithms.admm.accounting import paper_epsilon
+from sottovoce.algorithms.admm.calibrations import Calibration, Minimiser, Node, Objective, Unperturbed
 from sottovoce.algorithms.admm.local import ROUNDING
 from sottovoce.algorithms.setting import Finding
 from sottovoce.errors import require

@@ -6,7 +6,8 @@ from typing import Literal
 
 import numpy as np
 
-from sottovoce.algorithms.admm.accounting import (
+from sottovoce.algorithms.admm.algorithm import Admm
+from sottovoce.algorithms.admm.calibrations import (
     Calibration,
     Minimiser,
     Node,
@@ -16,7 +17,6 @@ from sottovoce.algorithms.admm.accounting import (
     Unperturbed,
     Variant,
 )
-from sottovoce.algorithms.admm.algorithm import Admm
 from sottovoce.algorithms.admm.conditions import admm_findings, check_admm
 from sottovoce.algorithms.parameters import AlgorithmSpec
 from sottovoce.algorithms.per_learner import PerLearner, divided

@@ -16,20 +16,22 @@ so that it never grows.
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import dataclass
 
 import numpy as np
 
 from sottovoce.arrays import FloatArray, IntArray
-from sottovoce.errors import CheckFailed, SpecError
+from sottovoce.errors import CheckFailed
 from sottovoce.noise import GRID_BITS
 from sottovoce.noise.mechanisms import laplace_loss
-from sottovoce.privacy.guarantee import Constant, Guarantee, ThreatModel
+from sottovoce.privacy.accountant import FirstRecord, metered
+from sottovoce.privacy.guarantee import Constant, Event, Grounds, Mechanism
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Sensitivity:
+class DualSensitivity:
     """What moves one learner's messages.
 
     Attributes:
@@ -72,12 +74,34 @@ def never_growing(carry: FloatArray) -> FloatArray:
     return envelope
 
 
-class DualAveragingAccountant:
-    """Running meter of one learner: implements `Accountant`, O(1) a round."""
+class DualAveragingAccountant(FirstRecord):
+    """Running meter of one learner: O(1) a round. Of a round's loss, one replaced record is as much as all of them.
 
-    def __init__(self, sensitivity: Sensitivity, sigma: float) -> None:
-        self._of, self._sigma = sensitivity, sigma
-        self._t, self._difference, self._seen = 0, 0.0, False
+    Args:
+        sensitivity: what moves the learner's messages.
+        sigma: Laplace scale.
+        mode: of the primal step.
+        paper_round: epsilon of one round by the paper's own formula, which it multiplies by the number of rounds.
+        shared: several learners hold the same losses.
+    """
+
+    mechanism = Mechanism.LAPLACE
+    event = Event.ROUND
+
+    def __init__(
+        self,
+        sensitivity: DualSensitivity,
+        sigma: float,
+        mode: str = "noised",
+        paper_round: float = math.inf,
+        shared: bool = False,
+    ) -> None:
+        self._of, self._sigma, self._paper_round, self.shared = sensitivity, sigma, paper_round, shared
+        self._t, self._difference = 0, 0.0
+        proof = (
+            "Cheng, Liao & Li 2023, Theorem 2, corrected: conditional on the past; sottovoce.algorithms.dual_averaging"
+        )
+        self.grounds = Grounds(mode, proof, _constants(sensitivity))
 
     @property
     def difference(self) -> float:
@@ -88,16 +112,22 @@ class DualAveragingAccountant:
         """`(sqrt(d_i) D_t + d_i grid) / sigma`, or 0 while nothing can differ."""
         return laplace_loss(math.sqrt(self._of.block) * self._difference, self._of.block, self._sigma)
 
-    def advance(self, new_records: int, replaced: bool | None = None) -> None:
-        """The round is over. By default the loss of the first round with records is replaced: no later one costs more."""
-        if replaced is None:
-            replaced = new_records > 0 and not self._seen
-        self._seen = self._seen or new_records > 0
-        self._difference = self._of.step(self._t, self._difference, replaced)
+    def advance(self, records: int, replaced: int | None = None) -> None:
+        """The round is over; its loss is replaced where `replaced` is not 0."""
+        self._difference = self._of.step(self._t, self._difference, self.differ(records, replaced) > 0)
         self._t += 1
 
+    def paper(self, rounds: int) -> FloatArray:
+        return np.arange(1.0, rounds + 1.0) * self._paper_round
 
-def calibrate(sensitivities: list[Sensitivity], rounds: int, epsilon: float) -> float:
+    def infinite_horizon(self, counts: IntArray, replaced: IntArray | None) -> float:
+        """The planned rounds, and beyond them a geometric series, without lattice, or infinity."""
+        ran = copy.deepcopy(self)
+        planned = float(metered(ran, counts, replaced).sum())
+        return planned + _tail(self._of, self._sigma, ran.difference)
+
+
+def sigma_for(sensitivities: list[DualSensitivity], rounds: int, epsilon: float) -> float:
     """The noise scale at which one replaced loss costs `epsilon` in total, over all rounds and these learners together.
 
     Raises:
@@ -115,50 +145,7 @@ def calibrate(sensitivities: list[Sensitivity], rounds: int, epsilon: float) -> 
     return total / (epsilon - slack)
 
 
-def dual_averaging_guarantee(
-    sensitivity: Sensitivity,
-    sigma: float,
-    rounds: int,
-    *,
-    paper_round: float,
-    adjacency: str,
-    mode: str,
-    counts: IntArray | None = None,
-    replaced: IntArray | None = None,
-) -> Guarantee:
-    """The meter run over the planned rounds.
-
-    Args:
-        paper_round: epsilon of one round by the paper's own formula, which it multiplies by the number of rounds.
-        adjacency: what is replaced, for a reader.
-        mode: of the primal step.
-        counts: `(rounds,)` new records of each round (default: one each).
-        replaced: `(rounds,)`; the loss of a round is replaced where this is not 0 (default: the first with records).
-
-    Raises:
-        SpecError: wrong shapes.
-    """
-    meter = DualAveragingAccountant(sensitivity, sigma)
-    per_round = np.empty(rounds)
-    for name, numbers in (("counts", counts), ("replaced", replaced)):
-        if numbers is not None and np.shape(numbers) != (rounds,):
-            raise SpecError(f"{name} must be {rounds} whole numbers, got {numbers}")
-    for t in range(rounds):
-        per_round[t] = meter.next_loss()
-        meter.advance(1 if counts is None else int(counts[t]), None if replaced is None else bool(replaced[t]))
-    return Guarantee(
-        threat_model=ThreatModel.WIRE,
-        adjacency=adjacency,
-        mode=mode,
-        per_round=per_round,
-        paper=np.arange(1.0, rounds + 1.0) * paper_round,
-        infinite_horizon=float(per_round.sum()) + _tail(sensitivity, sigma, meter.difference),
-        proof="Cheng, Liao & Li 2023, Theorem 2, corrected: conditional on the past; sottovoce.algorithms.dual_averaging",
-        constants=_grounds(sensitivity),
-    )
-
-
-def _tail(sensitivity: Sensitivity, sigma: float, difference: float) -> float:
+def _tail(sensitivity: DualSensitivity, sigma: float, difference: float) -> float:
     """Bound on what all messages after the planned rounds cost, without lattice: a geometric series, or infinity."""
     if difference == 0.0:
         return 0.0
@@ -170,9 +157,9 @@ def _tail(sensitivity: Sensitivity, sigma: float, difference: float) -> float:
     return math.sqrt(sensitivity.block) * difference / (1.0 - contraction) / sigma
 
 
-def _grounds(sensitivity: Sensitivity) -> dict[str, Constant]:
+def _constants(sensitivity: DualSensitivity) -> dict[str, Constant]:
     """Every finite constant with what enforces it."""
-    grounds = {
+    constants = {
         "block": Constant(float(sensitivity.block), "the partition of the coordinates"),
         "factor": Constant(sensitivity.factor, "the number of learners"),
         "gradient_bound": Constant(
@@ -180,9 +167,9 @@ def _grounds(sensitivity: Sensitivity) -> dict[str, Constant]:
         ),
     }
     if np.any(sensitivity.carry):
-        grounds |= {
+        constants |= {
             "smoothness": Constant(sensitivity.smoothness, "the loss, on rows scaled to feature_bound"),
             "ridge": Constant(sensitivity.ridge, "the loss, exactly"),
             "diameter": Constant(sensitivity.diameter, "projection onto the decision set"),
         }
-    return {name: ground for name, ground in grounds.items() if ground.value < math.inf}
+    return {name: constant for name, constant in constants.items() if constant.value < math.inf}

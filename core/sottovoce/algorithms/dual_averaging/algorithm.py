@@ -25,30 +25,18 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from sottovoce.algorithms.dual_averaging.accounting import (
-    DualAveragingAccountant,
-    Sensitivity,
-    dual_averaging_guarantee,
-    never_growing,
-)
+from sottovoce.algorithms.dual_averaging.accounting import DualAveragingAccountant, DualSensitivity, never_growing
 from sottovoce.algorithms.interface import Heard, Message, Who
-from sottovoce.arrays import Batch, FloatArray, IntArray
+from sottovoce.arrays import Batch, FloatArray
 from sottovoce.decision_sets import Box, DecisionSet
 from sottovoce.losses import Loss, mean_gradient
 from sottovoce.noise import Noise
 from sottovoce.noise.mechanisms import laplace_density, say_laplace
-from sottovoce.privacy.guarantee import Guarantee
 
 Mask = npt.NDArray[np.bool_]
 
 SAME = 1e-9
 """Two ways of summing messages agree to this, relative to the largest number said."""
-
-
-# ---- parameters --------------------------------------------------------------------------------------------------
-
-
-# ---- the machine -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,36 +177,22 @@ class DualAveraging:
         return self.sigma if t else 0.0
 
     def accountant(self, learner: int) -> DualAveragingAccountant:
-        return DualAveragingAccountant(self.sensitivity(learner), self.sigma)
-
-    def guarantee(self, learner: int, counts: IntArray | None = None, replaced: IntArray | None = None) -> Guarantee:
-        """Of one learner. Where the loss is shared, every learner's messages show it: `joint_epsilon` adds them up."""
-        whose = "which every learner holds: epsilons of all learners add up" if self.shared else "of one learner"
-        many = 1 if replaced is None else int(np.count_nonzero(replaced))
-        what = "the loss of one round" if many == 1 else f"the losses of {many} rounds"
-        alone = dual_averaging_guarantee(
+        """Of one learner. Where the loss is shared, every learner's messages show it, and their losses add up."""
+        return DualAveragingAccountant(
             self.sensitivity(learner),
             self.sigma,
-            self.rounds,
-            paper_round=self._paper_round(),
-            adjacency=f"{what} replaced, with all its records, {whose}",
             mode="noised" if self.noised else "clean",
-            counts=counts,
-            replaced=replaced,
+            paper_round=self._paper_round(),
+            shared=self.shared and len(self.owned) > 1,
         )
-        return replace(alone, shared=self.shared and len(self.owned) > 1)
 
-    def joint_epsilon(self, counts: IntArray | None = None, replaced: IntArray | None = None) -> float:
-        """What the messages of all learners together tell about a loss that all of them hold."""
-        return math.fsum(self.guarantee(i, counts, replaced).epsilon() for i in range(len(self.owned)))
-
-    def sensitivity(self, learner: int) -> Sensitivity:
+    def sensitivity(self, learner: int) -> DualSensitivity:
         """What moves one learner's messages."""
         block = int(self.owned[learner].sum())
         alpha = np.array([self._step_size(t) for t in range(self.rounds)])
         carry = np.zeros(self.rounds) if self.noised else never_growing(alpha / self.push_weights[:, learner])
         beyond = math.inf if self.push else self._step_size(self.rounds)  # w is not known beyond the planned rounds
-        return Sensitivity(
+        return DualSensitivity(
             block=block,
             factor=self.factor,
             gradient_bound=self.gradient_bound,

@@ -8,9 +8,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from sottovoce.algorithms.dual_averaging.accounting import (
-    calibrate,
-)
+from sottovoce.algorithms.dual_averaging.accounting import sigma_for
 from sottovoce.algorithms.dual_averaging.algorithm import DualAveraging, Mask
 from sottovoce.algorithms.dual_averaging.conditions import (
     Stochastic,
@@ -81,7 +79,7 @@ class _DualAveragingSpec(AlgorithmSpec):
             # Losses of all learners add up where they hold the same loss; elsewhere they are all alike up to w.
             parts = [unscaled.sensitivity(i) for i in range(setting.n_learners)]
             groups = [parts] if shared else [[part] for part in parts]
-            algorithm = replace(unscaled, sigma=max(calibrate(group, rounds, self.epsilon) for group in groups))
+            algorithm = replace(unscaled, sigma=max(sigma_for(group, rounds, self.epsilon) for group in groups))
         split = shared and setting.n_learners > 1
         noised, sigma = algorithm.noised, algorithm.sigma
         findings += method_findings(setting.loss, setting.decision_set, split=split, noised=noised, sigma=sigma)

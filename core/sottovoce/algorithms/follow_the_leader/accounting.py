@@ -23,6 +23,8 @@ from sottovoce.arrays import FloatArray, IntArray
 from sottovoce.errors import SpecError
 from sottovoce.noise import GRID_BITS
 from sottovoce.noise.mechanisms import laplace_loss
+from sottovoce.privacy.accountant import Accountant, require_part
+from sottovoce.privacy.guarantee import Grounds, Mechanism
 
 NodeCost = Callable[[float], float]
 """Loss of one node above a leaf in which records of weight `share` are replaced: a record alone in its round has weight 1."""
@@ -62,7 +64,7 @@ class Blocks:
 
 
 @dataclass(frozen=True, slots=True)
-class Sensitivity:
+class LeafSensitivity:
     """Dimension d, and C, the largest l2 distance between two records' gradients at one decision."""
 
     dim: int
@@ -95,84 +97,89 @@ class Sensitivity:
         return levels(leaves) * reach * math.sqrt(self.dim) * self.change / spendable
 
 
-class TreeAccountant:
-    """Running meter of one learner: implements `Accountant`. It charges a leaf's node when the leaf is first said.
+class TreeAccountant(Accountant):
+    """Running meter of one learner. It charges a leaf's node when the leaf is first said.
 
     What is charged is what the dearest record has cost so far: with one record a round, one of the first block.
+
+    Args:
+        blocks: what is said when.
+        cost: of a node.
+        grounds: what the numbers rest on.
+        paper: cumulative epsilon by the paper from the first leaf on: of published decisions alone.
+        published: the meter of published decisions, where they are promised something of their own.
     """
 
-    def __init__(self, blocks: Blocks, cost: NodeCost) -> None:
-        self._blocks, self._cost = blocks, cost
-        self._meter = _Meter(blocks.leaves)
+    mechanism = Mechanism.LAPLACE
+    follows = True
+
+    def __init__(
+        self,
+        blocks: Blocks,
+        cost: NodeCost,
+        grounds: Grounds = Accountant.grounds,
+        paper: float = math.inf,
+        published: TreeAccountant | None = None,
+    ) -> None:
+        self._blocks, self._cost, self._paper = blocks, cost, paper
+        self.grounds, self.published = grounds, published
+        self._nodes = _Nodes(blocks.leaves)
         self._round = 0
         self._share = self._due = 0.0
 
     def next_loss(self) -> float:
         return self._due
 
-    def advance(self, new_records: int) -> None:
-        if new_records:
-            self._share = max(self._share, 1.0 / new_records)
+    def advance(self, records: int, replaced: int | None = None) -> None:
+        require_part(records, replaced or 0)
+        if records:
+            told = replaced is not None
+            self._share = self._share + (replaced or 0) / records if told else max(self._share, 1.0 / records)
         self._round += 1
         self._due = 0.0
         if self._blocks.opens(self._round):
             if self._blocks.leaf(self._round):
-                self._due = self._meter.add(self._cost(self._share))
+                cost = self._cost(self._share)
+                self._due = self._nodes.dearest(cost) if replaced is None else self._nodes.covered(cost)
             self._share = 0.0
 
+    def losses(self, counts: IntArray) -> FloatArray:
+        """Leaf by leaf: runs are long, and most of their messages cost nothing."""
+        leaves, length = self._blocks.leaves, self._blocks.length
+        nodes, losses = _Nodes(leaves), np.zeros(len(counts))
+        # Leaves are whole blocks: the last block, which may be shorter, is never said.
+        single = np.divide(1.0, counts, out=np.zeros(len(counts)), where=counts > 0)[: leaves * length]
+        shares = single.reshape(leaves, length).max(axis=1, initial=0.0)
+        losses[length : (leaves + 1) * length : length] = [nodes.dearest(self._cost(float(each))) for each in shares]
+        return losses
 
-class _Meter:
-    """What the dearest record has cost, leaf by leaf."""
+    def paper(self, rounds: int) -> FloatArray:
+        paper = np.zeros(rounds)
+        if self._blocks.leaves:
+            paper[self._blocks.length :] = self._paper
+        return paper
+
+
+class _Nodes:
+    """The nodes so far, leaf by leaf: what each costs about the records of one leaf, and what the dearest leaf has cost."""
 
     def __init__(self, leaves: int) -> None:
         self._costs, self._spent = np.zeros(leaves), np.zeros(leaves)
         self._leaf, self._worst = 0, 0.0
 
-    def add(self, cost: float) -> float:
-        """The next leaf arrives, whose dearest record costs so much a node: how much more that makes."""
-        self._leaf += 1
-        self._costs[self._leaf - 1] = cost
-        covered = slice(self._leaf - lowbit(self._leaf), self._leaf)
+    def dearest(self, cost: float) -> float:
+        """The next leaf arrives, whose dearest record costs so much a node: how much more the dearest of all has cost."""
+        covered = self._arrived(cost)
         self._spent[covered] += self._costs[covered]
         before, self._worst = self._worst, max(self._worst, float(self._spent[covered].max()))
         return self._worst - before if before < math.inf else math.inf
 
+    def covered(self, cost: float) -> float:
+        """The next leaf arrives, in which a change costs so much a node: what its node costs, about all leaves below it."""
+        return float(self._costs[self._arrived(cost)].sum())
 
-def tree_losses(
-    blocks: Blocks, cost: NodeCost, counts: IntArray | None = None, replaced: IntArray | None = None
-) -> FloatArray:
-    """`(rounds,)` losses of the messages of all rounds.
-
-    Args:
-        blocks: what is said when.
-        cost: of a node.
-        counts: `(rounds,)` records of each round (default: one each).
-        replaced: `(rounds,)` of them that differ (default: one, the dearest).
-
-    Raises:
-        SpecError: wrong shapes or counts.
-    """
-    count = np.ones(blocks.rounds) if counts is None else _planned("counts", counts, blocks.rounds)
-    losses, sums = np.zeros(blocks.rounds), slice(0, blocks.leaves * blocks.length)
-    # Leaves are whole blocks: the last block, which may be shorter, is never said.
-    if replaced is None:
-        meter = _Meter(blocks.leaves)
-        single = np.divide(1.0, count, out=np.zeros_like(count), where=count > 0)
-        shares = single[sums].reshape(blocks.leaves, blocks.length).max(axis=1, initial=0.0)
-        added = [meter.add(cost(float(share))) for share in shares]
-    else:
-        changed = _planned("replaced", replaced, blocks.rounds)
-        if (changed > count).any():
-            raise SpecError("replaced must be at most counts in every round, got more records replaced than there are")
-        moved = np.divide(changed, count, out=np.zeros_like(count), where=count > 0)
-        costs = np.array([cost(float(m)) for m in moved[sums].reshape(blocks.leaves, blocks.length).sum(axis=1)])
-        added = [float(costs[r - lowbit(r) : r].sum()) for r in range(1, blocks.leaves + 1)]
-    losses[blocks.length : (blocks.leaves + 1) * blocks.length : blocks.length] = added
-    return losses
-
-
-def _planned(name: str, numbers: IntArray, rounds: int) -> FloatArray:
-    plan = np.asarray(numbers, dtype=np.float64)
-    if plan.shape != (rounds,) or not (plan >= 0).all():
-        raise SpecError(f"{name} must be {rounds} whole numbers of at least 0, got {numbers}")
-    return plan
+    def _arrived(self, cost: float) -> slice:
+        """The leaves below the node of the leaf that arrives."""
+        self._leaf += 1
+        self._costs[self._leaf - 1] = cost
+        return slice(self._leaf - lowbit(self._leaf), self._leaf)

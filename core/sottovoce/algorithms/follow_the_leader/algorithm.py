@@ -25,17 +25,17 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from sottovoce.algorithms.follow_the_leader.accounting import Blocks, NodeCost, Sensitivity, TreeAccountant, tree_losses
+from sottovoce.algorithms.follow_the_leader.accounting import Blocks, LeafSensitivity, NodeCost, TreeAccountant
 from sottovoce.algorithms.follow_the_leader.conditions import Problem
 from sottovoce.algorithms.follow_the_leader.gossip import Gossip
 from sottovoce.algorithms.follow_the_leader.tree import OpenNodes
 from sottovoce.algorithms.interface import Heard, Message, Who
-from sottovoce.arrays import Batch, FloatArray, IntArray, Scalars
+from sottovoce.arrays import Batch, FloatArray, Scalars
 from sottovoce.decision_sets import DecisionSet
 from sottovoce.losses import Loss, mean_gradient
 from sottovoce.noise import Noise, grid, on_grid
 from sottovoce.noise.mechanisms import certain_density, laplace_density, lattice_of, say_laplace
-from sottovoce.privacy.guarantee import Constant, Guarantee, ThreatModel
+from sottovoce.privacy.guarantee import Constant, Grounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class PdFtgl:
     before_gossip: bool
     delay: int
     problem: Problem
-    sensitivity: Sensitivity
+    sensitivity: LeafSensitivity
     reach: FloatArray
     """`|Q_K|`: how strongly each learner's sum (column) enters each one's prefix (row)."""
     loss: Loss
@@ -216,26 +216,11 @@ class PdFtgl:
         return self.scales[learner] if self.before_gossip and self.blocks.leaf(t) else 0.0
 
     def accountant(self, learner: int) -> TreeAccountant:
-        return TreeAccountant(self.blocks, self._wire_cost(learner))
-
-    def guarantee(self, learner: int, counts: IntArray | None = None, replaced: IntArray | None = None) -> Guarantee:
-        uses = 1 if replaced is None else int(np.sum(replaced))
-        output = None
-        if not self.before_gossip:
-            output = np.cumsum(tree_losses(self.blocks, self._output_cost(learner), counts, replaced))
-        return Guarantee(
-            threat_model=ThreatModel.WIRE,
-            adjacency=f"{uses} record{'s' * (uses != 1)} of one learner replaced (event level, numbers of records public)",
-            mode=f"tree noise, {'before' if self.before_gossip else 'after'} gossip",
-            per_round=tree_losses(self.blocks, self._wire_cost(learner), counts, replaced),
-            paper=self._paper(learner),
-            infinite_horizon=math.inf,
-            proof="Wang et al. 2025, Theorem 3.6, with the exact sensitivity"
-            f"{' and noise before gossip' if self.before_gossip else '; of published decisions alone'}"
-            "; sottovoce.algorithms.follow_the_leader",
-            constants=self._grounds(learner),
-            output=output,
-        )
+        published = None if self.before_gossip else TreeAccountant(self.blocks, self._output_cost(learner))
+        scale = self.scales[learner]
+        # Theorem 3.6 solved for epsilon.
+        paper = self.problem.paper_numerator(self.dim) / scale if scale else math.inf
+        return TreeAccountant(self.blocks, self._wire_cost(learner), self._grounds(learner), paper, published)
 
     def _wire_cost(self, learner: int) -> NodeCost:
         scale = self.scales[learner] if self.before_gossip else 0.0
@@ -245,17 +230,17 @@ class PdFtgl:
         ways = list(zip(self.reach[:, learner].tolist(), self.scales, strict=True))
         return lambda share: math.fsum(self.sensitivity.loss(weight * share, scale) for weight, scale in ways)
 
-    def _paper(self, learner: int) -> FloatArray:
-        """`(rounds,)`: Theorem 3.6 solved for epsilon, from the first leaf on. It is about published decisions only."""
-        paper = np.zeros(self.blocks.rounds)
-        if self.blocks.leaves:
-            scale = self.scales[learner]
-            paper[self.blocks.length :] = self.problem.paper_numerator(self.dim) / scale if scale else math.inf
-        return paper
+    def _grounds(self, learner: int) -> Grounds:
+        where, covers = "after", "; of published decisions alone"
+        if self.before_gossip:
+            where, covers = "before", " and noise before gossip"
+        proof = (
+            f"Wang et al. 2025, Theorem 3.6, with the exact sensitivity{covers}; sottovoce.algorithms.follow_the_leader"
+        )
+        return Grounds(f"tree noise, {where} gossip", proof, self._constants(learner))
 
-    def _grounds(self, learner: int) -> dict[str, Constant]:
-        """What the numbers rest on."""
-        grounds = {
+    def _constants(self, learner: int) -> dict[str, Constant]:
+        constants = {
             "grad_change": Constant(self.sensitivity.change, "the loss, on rows scaled to feature_bound, and clipping"),
             "noise_scale": Constant(
                 self.scales[learner], "the learner, which draws one noise for each node of its tree"
@@ -264,5 +249,5 @@ class PdFtgl:
         }
         if not self.before_gossip:
             reach = float(self.reach[:, learner].sum())
-            grounds["reach"] = Constant(reach, "all learners, where they gossip as agreed: nothing enforces it")
-        return grounds
+            constants["reach"] = Constant(reach, "all learners, where they gossip as agreed: nothing enforces it")
+        return constants

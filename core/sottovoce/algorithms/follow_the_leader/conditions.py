@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sottovoce.algorithms.follow_the_leader.accounting import Blocks, Sensitivity
+from sottovoce.algorithms.follow_the_leader.accounting import Blocks, LeafSensitivity
 from sottovoce.algorithms.follow_the_leader.gossip import Gossip
 from sottovoce.algorithms.follow_the_leader.tree import levels
 from sottovoce.algorithms.setting import Finding, Setting
@@ -138,7 +138,7 @@ def prefix_error(scale: float, dim: int, blocks: Blocks, gossip: Gossip, momentu
 
 
 def findings(
-    blocks: Blocks, gossip: Gossip, sensitivity: Sensitivity, *, exposed: bool, paper_scale: bool
+    blocks: Blocks, gossip: Gossip, sensitivity: LeafSensitivity, *, exposed: bool, paper_scale: bool
 ) -> Iterator[Finding]:
     """What the run's user is told."""
     sharp, paper = gossip.sharp_steps(blocks.rounds), gossip.paper_steps(blocks.rounds)

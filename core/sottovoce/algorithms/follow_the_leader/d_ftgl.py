@@ -22,13 +22,14 @@ from sottovoce.algorithms.follow_the_leader.gossip import Gossip, Lazy, gossip_o
 from sottovoce.algorithms.interface import Heard, Message, Who
 from sottovoce.algorithms.parameters import AlgorithmSpec
 from sottovoce.algorithms.setting import Finding, Setting
-from sottovoce.arrays import Batch, FloatArray, IntArray
+from sottovoce.arrays import Batch, FloatArray
 from sottovoce.decision_sets import DecisionSet
 from sottovoce.errors import SpecError
 from sottovoce.losses import Loss, mean_gradient
 from sottovoce.noise import Noise
 from sottovoce.noise.mechanisms import certain_density
-from sottovoce.privacy.guarantee import Guarantee, ListedLosses, ThreatModel
+from sottovoce.privacy.accountant import ListedLosses
+from sottovoce.privacy.guarantee import Grounds
 from sottovoce.registry import Positive
 
 
@@ -110,22 +111,7 @@ class DFtgl:
         return 0.0
 
     def accountant(self, learner: int) -> ListedLosses:
-        return ListedLosses(self._losses())
-
-    def guarantee(self, learner: int, counts: IntArray | None = None, replaced: IntArray | None = None) -> Guarantee:
-        uses = 1 if replaced is None else int(np.sum(replaced))
-        return Guarantee(
-            threat_model=ThreatModel.WIRE,
-            adjacency=f"{uses} record{'s' * (uses != 1)} of one learner replaced (event level, numbers of records public)",
-            mode="none",
-            per_round=self._losses(),
-            paper=self._losses(),
-            infinite_horizon=math.inf,
-            proof="nothing is promised",
-        )
-
-    def _losses(self) -> FloatArray:
         """Nothing in the first message, which is zero; everything after it."""
         losses = np.full(self.rounds, math.inf)
         losses[0] = 0.0
-        return losses
+        return ListedLosses(losses, grounds=Grounds("none", "nothing is promised"))

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 import numpy as np
 from pydantic import Field, PositiveInt
 
-from sottovoce.algorithms.follow_the_leader.accounting import Blocks, Sensitivity
+from sottovoce.algorithms.follow_the_leader.accounting import Blocks, LeafSensitivity
 from sottovoce.algorithms.follow_the_leader.algorithm import PdFtgl
 from sottovoce.algorithms.follow_the_leader.conditions import (
     Problem,
@@ -68,7 +68,7 @@ class BlockSpec(AlgorithmSpec):
         blocks = plan_blocks(setting.rounds, length, steps, self.delay, sharp)
         momentum = gossip.momentum if self.momentum is None else self.momentum
         reach = np.abs(gossip.polynomial(steps, momentum))
-        sensitivity = Sensitivity(setting.dim, setting.loss.gradient_change(problem.radius))
+        sensitivity = LeafSensitivity(setting.dim, setting.loss.gradient_change(problem.radius))
         before = self.noise_placement == "before_gossip"
         scales = self._scales(setting, problem, blocks, sensitivity, reach)
         error = prefix_error(max(scales), setting.dim, blocks, gossip, momentum, before=before)
@@ -105,7 +105,7 @@ class BlockSpec(AlgorithmSpec):
         return length
 
     def _scales(
-        self, setting: Setting, problem: Problem, blocks: Blocks, sensitivity: Sensitivity, reach: FloatArray
+        self, setting: Setting, problem: Problem, blocks: Blocks, sensitivity: LeafSensitivity, reach: FloatArray
     ) -> tuple[float, ...]:
         """Laplace scale of every learner; zeros: no noise."""
         if self.noise_scale is not None and self.epsilon is None:
@@ -129,7 +129,7 @@ class BlockSpec(AlgorithmSpec):
         setting: Setting,
         problem: Problem,
         blocks: Blocks,
-        sensitivity: Sensitivity,
+        sensitivity: LeafSensitivity,
         reach: FloatArray,
     ) -> tuple[float, ...]:
         """Laplace scales at which the worst record costs `epsilon`; infinite where gradients have no bound."""

@@ -25,15 +25,18 @@ different records cost: it is kept as the paper's figure.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 
+from sottovoce.algorithms.gradient_descent.schedules import Schedule
 from sottovoce.arrays import FloatArray, IntArray
 from sottovoce.noise import grid
-from sottovoce.privacy.constants import Constants
+from sottovoce.privacy.accountant import Accountant, require_part
+from sottovoce.privacy.guarantee import Event, Grounds, Mechanism
+from sottovoce.privacy.regularity import Regularity
 
 Adjacency = Literal["record", "learner"]
 """Worlds differ in one record of a learner, or in all of them (a whole fixed objective)."""
@@ -42,72 +45,9 @@ FRONTIER = 512
 """Records that the accountant follows at most; see `DescentAccountant`."""
 
 
-class Schedule(Protocol):
-    """A positive number for every round: a step size or a noise scale. Public."""
-
-    def at(self, t: int) -> float:
-        """The number of round t, counted from 0."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
-class Power:
-    """`first (t+1)^exponent`."""
-
-    first: float
-    exponent: float
-
-    def at(self, t: int) -> float:
-        return self.first * math.pow(t + 1.0, self.exponent)
-
-
-@dataclass(frozen=True, slots=True)
-class Geometric:
-    """`first ratio^t`."""
-
-    first: float
-    ratio: float
-
-    def at(self, t: int) -> float:
-        return self.first * math.pow(self.ratio, t)
-
-
-@dataclass(frozen=True, slots=True)
-class Harmonic:
-    """`factor / (t + shift)`."""
-
-    factor: float
-    shift: float
-
-    def at(self, t: int) -> float:
-        return self.factor / (t + self.shift)
-
-
-@dataclass(frozen=True, slots=True)
-class Following:
-    """`factor` times the step that made the message of the round; the first message, made by none, as the second."""
-
-    step: Schedule
-    factor: float
-
-    def at(self, t: int) -> float:
-        return self.factor * self.step.at(max(t - 1, 0))
-
-
-@dataclass(frozen=True, slots=True)
-class Divided:
-    """`schedule`, divided by a number of each round; after the last of them by the last."""
-
-    schedule: Schedule
-    divisors: tuple[float, ...]
-
-    def at(self, t: int) -> float:
-        return self.schedule.at(t) / self.divisors[min(t, len(self.divisors) - 1)]
-
-
-@dataclass(frozen=True, slots=True)
-class Mechanism:
-    """One learner's share of the module's head.
+class LearnerUpdate:
+    """What of one learner's update and noise the module's head speaks of.
 
     Attributes:
         dim: n.
@@ -124,89 +64,99 @@ class Mechanism:
     at_mix: bool
 
 
-class DescentAccountant:
-    """Running meter of one learner: implements `Accountant`.
+class DescentAccountant(Accountant):
+    """Running meter of one learner.
 
     It follows `(D_t, total)` for every record that may turn out the worst. A record with both numbers below another's stays
     below for ever, because the recursion is increasing, and is forgotten. Of more than `FRONTIER` records the two with the
     largest totals are followed as one with the larger of either number: an upper bound.
 
+    Where an event is all records of a learner, or the meter is told what is replaced, that is one change, and all it follows.
+
     Args:
-        together: replaced records are one change, as many as `advance` is told (all by default); else each is one of its own.
+        known: of the loss where gradients are taken.
+        update: of the learner.
+        event: `record` or `learner`.
+        own_weight: what the guarantee names as the own weight; None: nothing rests on one.
     """
 
-    def __init__(self, constants: Constants, mechanism: Mechanism, *, together: bool) -> None:
-        self._constants, self._mechanism, self._together = constants, mechanism, together
-        self._swing = 2.0 * constants.clip_norm
-        self._t, self._scale = 0, mechanism.noise.at(0)
+    mechanism = Mechanism.LAPLACE
+    follows = True
+
+    def __init__(
+        self,
+        known: Regularity,
+        update: LearnerUpdate,
+        event: Event = Event.RECORD,
+        own_weight: float | None = None,
+    ) -> None:
+        self._known, self._update, self.event = known, update, event
+        self.dominates = event is Event.LEARNER
+        self.grounds = Grounds("best", "sottovoce.algorithms.gradient_descent.accounting", known.constants(own_weight))
+        self._t = 0
         self._parted = np.zeros(1)  # of nobody yet
         self._totals = np.zeros(1)
 
-    @property
-    def together(self) -> bool:
-        """Are replaced records one change? Then every loss is what its message tells about that change."""
-        return self._together
-
     def next_loss(self) -> float:
         spent = float(self._totals.max())
-        return math.inf if spent == math.inf else float((self._totals + self._losses()).max()) - spent
+        return (
+            math.inf if spent == math.inf else float((self._totals + self._losses(self._t, self._parted)).max()) - spent
+        )
 
-    @property
-    def message_loss(self) -> float:
-        """The largest loss of the message of this round alone over all records, without the lattice: as papers count."""
-        sensitivity = math.sqrt(self._mechanism.dim) * float(self._parted.max())
-        return sensitivity / self._scale if self._scale else math.inf if sensitivity else 0.0
-
-    def advance(self, new_records: int, replaced: int | None = None) -> None:
-        """The round is over and brought `new_records` records, `replaced` of which are replaced together (default: all)."""
-        totals = self._totals + self._losses()
-        if self._together:
-            replaced = new_records if replaced is None else replaced
-            self._parted, self._totals = self._step(self._parted, replaced / new_records if replaced else 0.0), totals
-        else:
-            parted = self._step(self._parted, 0.0)
-            if new_records:
-                newest = self._step(np.zeros(1), 1.0 / new_records)
+    def advance(self, records: int, replaced: int | None = None) -> None:
+        totals = self._totals + self._losses(self._t, self._parted)
+        if self.event is Event.LEARNER and replaced is None:
+            replaced = records
+        if replaced is None:
+            parted = self._step(self._t, self._parted, 0.0)
+            if records:
+                newest = self._step(self._t, np.zeros(1), 1.0 / records)
                 parted, totals = np.concatenate([newest, parted]), np.concatenate([np.zeros(1), totals])
-            self._parted, self._totals = _frontier(parted, totals)
+            parted, totals = _frontier(parted, totals)
+        else:
+            require_part(records, replaced)
+            parted = self._step(self._t, self._parted, replaced / records if replaced else 0.0)
+        self._parted, self._totals = parted, totals
         self._t += 1
-        self._scale = self._mechanism.noise.at(self._t)
 
-    def losses_of(self, counts: IntArray, replaced: IntArray) -> FloatArray:
-        """`(changes, rounds)`: what every message tells about each of many changes of records, metered from round 0.
-
-        Args:
-            counts: `(rounds,)` records of each round.
-            replaced: `(changes, rounds)` how many of them each change replaces.
-        """
-        meter = DescentAccountant(self._constants, self._mechanism, together=True)
-        meter._parted, losses = np.zeros(len(replaced)), np.empty(replaced.shape)
-        for t, new_records in enumerate(counts.tolist()):
-            losses[:, t] = meter._losses()
-            meter._parted = meter._step(meter._parted, replaced[:, t] / max(new_records, 1))
-            meter._t += 1
-            meter._scale = meter._mechanism.noise.at(meter._t)
+    def losses_of(self, counts: IntArray, changes: IntArray) -> FloatArray:
+        """All changes at once: what every message tells about each of them, not an increment of a maximum."""
+        parted, losses = np.zeros(len(changes)), np.empty(changes.shape)
+        for t, records in enumerate(counts.tolist()):
+            losses[:, t] = self._losses(t, parted)
+            parted = self._step(t, parted, changes[:, t] / max(records, 1))
         return losses
 
-    def _losses(self) -> FloatArray:
-        """What the message of this round tells about each record that is followed."""
-        if self._scale == 0.0:
-            return np.where(self._parted > 0.0, math.inf, 0.0)
-        dim = self._mechanism.dim
-        losses: FloatArray = self._parted * (math.sqrt(dim) / self._scale)
-        losses += (self._parted > 0.0) * (dim * float(grid(self._scale)) / self._scale)
+    def paper(self, rounds: int) -> FloatArray:
+        """Every message by its own worst record, without the lattice: as papers add up."""
+        update, parted, messages = self._update, np.zeros(2), np.empty(rounds)
+        # The record that is furthest apart stays so, because the recursion is increasing; beside it the newest.
+        share = np.ones(2) if self.event is Event.LEARNER else np.array([0.0, 1.0])
+        for t in range(rounds):
+            scale, sensitivity = update.noise.at(t), math.sqrt(update.dim) * float(parted[0])
+            messages[t] = sensitivity / scale if scale else math.inf if sensitivity else 0.0
+            parted[0] = self._step(t, parted, share).max()
+        return np.cumsum(messages)
+
+    def _losses(self, t: int, parted: FloatArray) -> FloatArray:
+        """What message t tells about records whose worlds are `parted` by D_t."""
+        dim, scale = self._update.dim, self._update.noise.at(t)
+        if scale == 0.0:
+            return np.where(parted > 0.0, math.inf, 0.0)
+        losses: FloatArray = parted * (math.sqrt(dim) / scale)
+        losses += (parted > 0.0) * (dim * float(grid(scale)) / scale)
         return losses
 
-    def _step(self, parted: FloatArray, share: float | FloatArray) -> FloatArray:
+    def _step(self, t: int, parted: FloatArray, share: float | FloatArray) -> FloatArray:
         """`D_{t+1}` from `D_t`, with the share `m_t/n_t` of the round's records replaced."""
-        c, mechanism = self._constants, self._mechanism
-        step, own = mechanism.step.at(self._t), mechanism.own_weight(self._t)
-        base, s = (abs(own) * parted, 1.0) if mechanism.at_mix else (parted, own)
+        c, update = self._known, self._update
+        step, own = update.step.at(t), update.own_weight(t)
+        base, s = (abs(own) * parted, 1.0) if update.at_mix else (parted, own)
         s -= step * c.ridge
         # C may be infinite, and so may L and G.
         jolt = share * c.change if c.change < math.inf else np.where(np.asarray(share) > 0.0, math.inf, 0.0)
         pull = c.smoothness * base if c.smoothness < math.inf else np.where(base > 0.0, math.inf, 0.0)
-        moved = abs(s) * base + step * np.minimum(pull + jolt, self._swing)
+        moved = abs(s) * base + step * np.minimum(pull + jolt, 2.0 * c.clip_norm)
         if c.convex_step:
             moved = np.minimum(moved, max(abs(s), abs(s - step * c.smoothness)) * base + step * jolt)
         return np.minimum(moved, c.diameter)
@@ -221,19 +171,3 @@ def _frontier(parted: FloatArray, totals: FloatArray) -> tuple[FloatArray, Float
     if len(parted) > FRONTIER:
         parted, totals = parted[:-1], np.append(totals[:-2], totals[-1])
     return parted, totals
-
-
-def run_meter(
-    accountant: DescentAccountant, counts: Iterable[int], replaced: Iterable[int | None]
-) -> tuple[FloatArray, FloatArray]:
-    """The meter run over rounds with these numbers of records, and of replaced ones.
-
-    Returns:
-        `(rounds,)` losses, and `(rounds,)` cumulative epsilon as the papers add it up: every message by its own worst record.
-    """
-    losses, messages = [], []
-    for new_records, changed in zip(counts, replaced, strict=True):
-        losses.append(accountant.next_loss())
-        messages.append(accountant.message_loss)
-        accountant.advance(new_records, changed)
-    return np.array(losses), np.cumsum(messages)

@@ -24,22 +24,17 @@ from typing import Literal
 
 import numpy as np
 
-from sottovoce.algorithms.gradient_descent.accounting import (
-    Adjacency,
-    DescentAccountant,
-    Mechanism,
-    Schedule,
-    run_meter,
-)
+from sottovoce.algorithms.gradient_descent.accounting import Adjacency, DescentAccountant, LearnerUpdate
+from sottovoce.algorithms.gradient_descent.schedules import Schedule
 from sottovoce.algorithms.interface import Heard, Message, Who
-from sottovoce.arrays import Batch, FloatArray, IntArray, Scalars
+from sottovoce.arrays import Batch, FloatArray, Scalars
 from sottovoce.decision_sets import DecisionSet
 from sottovoce.losses import Loss, mean_gradient
 from sottovoce.network.network import Network
 from sottovoce.noise import Noise
 from sottovoce.noise.mechanisms import laplace_density, lattice_of, say_laplace
-from sottovoce.privacy.constants import ENFORCED_BY, Constants, constants_of
-from sottovoce.privacy.guarantee import Constant, Guarantee, ThreatModel
+from sottovoce.privacy.guarantee import Event
+from sottovoce.privacy.regularity import Regularity, regularity_of
 
 Point = Literal["own", "mixed"]
 """x, or b: where the gradient is taken, and which of the two is played."""
@@ -117,60 +112,26 @@ class GossipDescent:
         return self.noise[learner].at(t)
 
     def accountant(self, learner: int) -> DescentAccountant:
-        return self._accountant(learner, together=self.adjacency == "learner")
-
-    def guarantee(self, learner: int, counts: IntArray | None = None, replaced: IntArray | None = None) -> Guarantee:
-        planned = np.ones(self.rounds, np.int64) if counts is None else counts
-        if replaced is None:
-            who, accountant = "one record" if self.adjacency == "record" else "all records", self.accountant(learner)
-        else:
-            records = int(replaced.sum())
-            who, accountant = f"{records} record{'s' * (records != 1)}", self._accountant(learner, together=True)
-        changes: list[int | None] = [None] * self.rounds
-        losses, paper = run_meter(accountant, planned.tolist(), changes if replaced is None else replaced.tolist())
-        if replaced is not None or (planned != 1).any():  # papers know one record a round
-            _, paper = run_meter(self.accountant(learner), [1] * self.rounds, changes)
-        return Guarantee(
-            threat_model=ThreatModel.WIRE,
-            adjacency=f"{who} of one learner replaced (event level, numbers of records public)",
-            mode="best",
-            per_round=losses,
-            paper=paper,
-            infinite_horizon=np.inf,
-            proof="sottovoce.algorithms.gradient_descent.accounting",
-            constants=self._grounds(learner),
+        own_weight = self._clean_weight(learner)
+        update = LearnerUpdate(
+            self.dim, self.step[learner], self.noise[learner], own_weight, at_mix=self.gradient_at == "mixed"
         )
+        named = own_weight(0) if self.own_value == "clean" else None
+        return DescentAccountant(self.regularity(), update, Event(self.adjacency), named)
 
-    def constants(self) -> Constants:
+    def regularity(self) -> Regularity:
         """What is known of the loss where gradients are taken: b carries noise, so it may lie anywhere."""
-        known = constants_of(self.loss, self.decision_set, self.dim)
+        known = regularity_of(self.loss, self.decision_set, self.dim)
         if self.gradient_at == "own":
             return known
         change, bound = self.loss.gradient_change(np.inf), self.loss.gradient_bound(np.inf)
         return replace(known, grad_change=change, clip_norm=bound)
-
-    def _accountant(self, learner: int, *, together: bool) -> DescentAccountant:
-        mechanism = Mechanism(
-            dim=self.dim,
-            step=self.step[learner],
-            noise=self.noise[learner],
-            own_weight=self._clean_weight(learner),
-            at_mix=self.gradient_at == "mixed",
-        )
-        return DescentAccountant(self.constants(), mechanism, together=together)
 
     def _clean_weight(self, learner: int) -> Callable[[int], float]:
         """Weight by round of what enters the mix without noise."""
         if self.own_value == "said":
             return lambda t: 0.0
         return lambda t: float(self.network.at(t).own[learner])
-
-    def _grounds(self, learner: int) -> dict[str, Constant]:
-        known = self.constants()
-        numbers = {name: float(getattr(known, name)) for name in ENFORCED_BY if hasattr(known, name)}
-        if self.own_value == "clean":
-            numbers["own_weight"] = self._clean_weight(learner)(0)
-        return {name: Constant(value, ENFORCED_BY[name]) for name, value in numbers.items() if value < np.inf}
 
     def _scale(self, state: State) -> Scalars:
         return picked(state.who, self.noise, state.t)

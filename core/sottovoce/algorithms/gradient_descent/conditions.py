@@ -54,7 +54,7 @@ def checked(algorithm: GossipDescent, setting: Setting, *, doubly_stochastic: bo
     text = f"the noise scale must stay above {SMALLEST_SCALE:.0e} in all rounds, got {min(smallest):.3g}"
     require(max(all_noise) == 0 or min(smallest) > SMALLEST_SCALE, "NOISE_SCALE", text)
     if noisy:
-        require_change(algorithm.constants().change)
+        require_change(algorithm.regularity().change)
     findings = [*_weight_findings(setting, doubly_stochastic)]
     if noisy:
         findings += _noise_findings(algorithm, min(smallest))

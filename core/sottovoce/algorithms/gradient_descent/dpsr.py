@@ -17,13 +17,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from sottovoce.algorithms.gradient_descent.accounting import DescentAccountant, Schedule
+from sottovoce.algorithms.gradient_descent.accounting import DescentAccountant
 from sottovoce.algorithms.gradient_descent.algorithm import GossipDescent, State, picked
+from sottovoce.algorithms.gradient_descent.schedules import Schedule
 from sottovoce.algorithms.interface import Heard, Message, Who
-from sottovoce.arrays import Batch, FloatArray, IntArray
+from sottovoce.arrays import Batch, FloatArray
 from sottovoce.noise import Noise
 from sottovoce.noise.mechanisms import certain_density
-from sottovoce.privacy.guarantee import Guarantee
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +87,3 @@ class Dpsr:
 
     def accountant(self, learner: int) -> DescentAccountant:
         return self.descent.accountant(learner)
-
-    def guarantee(self, learner: int, counts: IntArray | None = None, replaced: IntArray | None = None) -> Guarantee:
-        return self.descent.guarantee(learner, counts, replaced)

@@ -19,15 +19,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from sottovoce.algorithms.interface import Heard, Message, Who
-from sottovoce.algorithms.ldp_dol.accounting import LdpDolAccountant, LearnerScales, Mode, Schedules, ldp_dol_guarantee
-from sottovoce.arrays import Batch, FloatArray, IntArray, Scalars
+from sottovoce.algorithms.ldp_dol.accounting import LdpDolAccountant
+from sottovoce.algorithms.ldp_dol.sensitivity import LearnerScales, Mode, Schedules
+from sottovoce.arrays import Batch, FloatArray, Scalars
 from sottovoce.decision_sets import DecisionSet
 from sottovoce.losses import Loss
 from sottovoce.losses.history import History, start_history
 from sottovoce.noise import Noise
 from sottovoce.noise.mechanisms import laplace_density, lattice_of, say_laplace
-from sottovoce.privacy.constants import ENFORCED_BY, Constants, constants_of
-from sottovoce.privacy.guarantee import Guarantee
+from sottovoce.privacy.regularity import regularity_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,19 +89,9 @@ class LdpDol:
         return state, laplace_density(message["y"], state.theta, laplace_scale(state))
 
     def accountant(self, learner: int) -> LdpDolAccountant:
-        return LdpDolAccountant(self.accounting, self._constants(), self.schedules, self._scales(learner))
-
-    def guarantee(self, learner: int, counts: IntArray | None = None, replaced: IntArray | None = None) -> Guarantee:
-        return ldp_dol_guarantee(
-            self.accounting,
-            self._constants(),
-            self.schedules,
-            self._scales(learner),
-            self.rounds,
-            enforced_by=ENFORCED_BY,
-            smallest_own_weight=min(self.own_weights),
-            counts=counts,
-            replaced=replaced,
+        known = regularity_of(self.loss, self.decision_set, self.dim)
+        return LdpDolAccountant(
+            self.accounting, known, self.schedules, self._scales(learner), smallest_own_weight=min(self.own_weights)
         )
 
     def lattice(self, learner: int, t: int) -> dict[str, float]:
@@ -109,9 +99,6 @@ class LdpDol:
 
     def noise_scale(self, learner: int, t: int) -> float:
         return self._scales(learner).laplace_scale(t)
-
-    def _constants(self) -> Constants:
-        return constants_of(self.loss, self.decision_set, self.dim)
 
     def _scales(self, learner: int) -> LearnerScales:
         return LearnerScales(self.own_weights[learner], self.dim, self.sigma[learner], self.varsigma[learner])

@@ -10,10 +10,10 @@ import math
 from collections.abc import Iterator
 from typing import Protocol
 
-from sottovoce.algorithms.ldp_dol.accounting import Mode, require_mode
+from sottovoce.algorithms.ldp_dol.sensitivity import Mode, require_mode
 from sottovoce.algorithms.setting import Finding
 from sottovoce.errors import require
-from sottovoce.privacy.constants import Constants
+from sottovoce.privacy.regularity import Regularity
 
 
 class Parameters(Protocol):
@@ -59,7 +59,7 @@ def check_ldp_dol(
     sigma: tuple[float, ...],
     varsigma: tuple[float, ...],
     topology: Couplings,
-    constants: Constants,
+    known: Regularity,
     strong_convexity: float,
     *,
     kappa: float | None = None,
@@ -80,12 +80,12 @@ def check_ldp_dol(
     """
     _require_schedules(spec)
     _require_noise(sigma, varsigma)
-    _require_accounting(spec, constants, budget_requested, infinite_horizon_requested)
+    _require_accounting(spec, known, budget_requested, infinite_horizon_requested)
     findings = [*_network_findings(spec, varsigma, topology)]
     if strong_convexity > 0:
-        findings += _strongly_convex_findings(spec, topology, constants, strong_convexity)
-    elif constants.convex:
-        findings += _convex_findings(spec, topology, constants, kappa, gradient_bound)
+        findings += _strongly_convex_findings(spec, topology, known, strong_convexity)
+    elif known.convex:
+        findings += _convex_findings(spec, topology, known, kappa, gradient_bound)
     return tuple(findings)
 
 
@@ -109,15 +109,15 @@ def _require_noise(sigma: tuple[float, ...], varsigma: tuple[float, ...]) -> Non
         require(0 <= value < 0.5, "VARSIGMA_RANGE", f"varsigma must lie in [0, 0.5), got {value}")
 
 
-def _require_accounting(spec: Parameters, constants: Constants, budget: bool, infinite: bool) -> None:
+def _require_accounting(spec: Parameters, known: Regularity, budget: bool, infinite: bool) -> None:
     """GRAD_CHANGE, those of `require_mode`, INFINITE_HORIZON."""
     text = "a privacy budget needs a finite bound on the per-record gradient change"
-    text = f"{text}: bound the features, or set clip_norm, got {constants.change}"
-    require(not budget or 0 < constants.change < math.inf, "GRAD_CHANGE", text)
-    require_mode(spec.accounting, constants)
+    text = f"{text}: bound the features, or set clip_norm, got {known.change}"
+    require(not budget or 0 < known.change < math.inf, "GRAD_CHANGE", text)
+    require_mode(spec.accounting, known)
     text = "no finite infinite-horizon budget: needs u < v and a smooth loss"
-    got = f'got u={spec.u}, v={spec.v}, smoothness={constants.smoothness}, mode "{spec.accounting}"'
-    bounded = spec.u < spec.v and constants.smoothness < math.inf and spec.accounting != "loose"
+    got = f'got u={spec.u}, v={spec.v}, smoothness={known.smoothness}, mode "{spec.accounting}"'
+    bounded = spec.u < spec.v and known.smoothness < math.inf and spec.accounting != "loose"
     require(not infinite or bounded, "INFINITE_HORIZON", f"{text}, {got}")
 
 
@@ -140,35 +140,33 @@ def _network_findings(spec: Parameters, varsigma: tuple[float, ...], topology: C
         yield Finding("COUPLING_OVERSHOOT", f"{text}, got {spec.gam0 * largest:.6g}")
 
 
-def _strongly_convex_findings(
-    spec: Parameters, topology: Couplings, constants: Constants, mu: float
-) -> Iterator[Finding]:
+def _strongly_convex_findings(spec: Parameters, topology: Couplings, known: Regularity, mu: float) -> Iterator[Finding]:
     """LAMBDA0_LARGE of Theorem 1: `lambda_0 <= -gamma_0 delta_2 mu / (mu^2 + 8 L^2)`."""
-    smoothness = constants.smoothness + constants.ridge  # the theorem's L is that of the whole loss
+    smoothness = known.smoothness + known.ridge  # the theorem's L is that of the whole loss
     excess = (mu * mu + 8 * smoothness * smoothness) * spec.lam0 / (-topology.delta_2 * mu * spec.gam0)
     if excess > 1:
         yield _late(1, _transient(spec, topology, excess, spec.v - spec.u))
 
 
 def _convex_findings(
-    spec: Parameters, topology: Couplings, constants: Constants, kappa: float | None, gradient_bound: float | None
+    spec: Parameters, topology: Couplings, known: Regularity, kappa: float | None, gradient_bound: float | None
 ) -> Iterator[Finding]:
     """V_TOO_SMALL, and LAMBDA0_LARGE of Theorem 2: `lambda_0 <= -delta_2 gamma_0 / (2 (L^2 + kappa^2 + D^2))`."""
     if (1 + 2 * spec.u) / 3 >= spec.v:
         text = f"v too small for Theorem 2/4, got v={spec.v} against (1 + 2u)/3 = {(1 + 2 * spec.u) / 3:.6g}"
         yield Finding("V_TOO_SMALL", text)
-    smoothness = constants.smoothness + constants.ridge
-    deviation = constants.change / math.sqrt(2) if kappa is None else kappa
-    slope = _gradient_bound(constants) if gradient_bound is None else gradient_bound
+    smoothness = known.smoothness + known.ridge
+    deviation = known.change / math.sqrt(2) if kappa is None else kappa
+    slope = _gradient_bound(known) if gradient_bound is None else gradient_bound
     squares = smoothness * smoothness + deviation * deviation + slope * slope
     excess = 2 * squares * spec.lam0 / (-topology.delta_2 * spec.gam0)
     if excess > 1:
         yield _late(2, _transient(spec, topology, excess, (3 * spec.v - 2 * spec.u - 1) / 2))
 
 
-def _gradient_bound(constants: Constants) -> float:
+def _gradient_bound(known: Regularity) -> float:
     """D: what is known of it. Without a ridge, an unbounded decision set does no harm."""
-    return constants.clip_norm + (constants.ridge * constants.diameter if constants.ridge else 0.0)
+    return known.clip_norm + (known.ridge * known.diameter if known.ridge else 0.0)
 
 
 def _transient(spec: Parameters, topology: Couplings, excess: float, gap: float) -> float:

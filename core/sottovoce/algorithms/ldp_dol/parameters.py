@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Literal
 
-from sottovoce.algorithms.ldp_dol.accounting import Mode, Schedules
 from sottovoce.algorithms.ldp_dol.algorithm import LdpDol
 from sottovoce.algorithms.ldp_dol.conditions import check_ldp_dol
+from sottovoce.algorithms.ldp_dol.sensitivity import Mode, Schedules
 from sottovoce.algorithms.parameters import AlgorithmSpec
 from sottovoce.algorithms.per_learner import PerLearner, times
 from sottovoce.algorithms.setting import Finding, Setting
-from sottovoce.privacy.constants import constants_of
+from sottovoce.privacy.regularity import regularity_of
 
 
 class LdpDolSpec(AlgorithmSpec):
-    """LDP-DOL (Chen & Wang 2025). `conditions` has the conditions that the theory puts on these numbers."""
+    """LDP-DOL (Chen & Wang 2025). `conditions` has what the theory asks of these numbers."""
 
     name: Literal["ldp-dol"]
     lam0: float = 1.0
@@ -43,7 +43,7 @@ class LdpDolSpec(AlgorithmSpec):
             algorithm.sigma,
             algorithm.varsigma,
             topology,
-            constants_of(setting.loss, setting.decision_set, setting.dim),
+            regularity_of(setting.loss, setting.decision_set, setting.dim),
             strong_convexity=setting.loss.ridge if setting.loss.convex else 0.0,
             budget_requested=True,
             infinite_horizon_requested=False,

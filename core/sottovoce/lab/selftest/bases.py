@@ -36,7 +36,7 @@ class Base:
         spec = parse_spec({**COMMON, "algorithm": dict(self.algorithm), **self.sections})
         run = build_run(spec, self.n_features)
         if self.epsilon is not None:
-            factor = run.algorithm.guarantee(0).epsilon() / self.epsilon
+            factor = run.guarantee(0).epsilon() / self.epsilon
             louder = spec.algorithm.noisier((factor,) * spec.n_learners)
             run = build_run(spec.model_copy(update={"algorithm": louder}), self.n_features)
         return run, _made_up(run, self.n_features, self.batch)
@@ -106,6 +106,6 @@ def _made_up(run: Run, n_features: int, batch: int) -> PlacedData:
     labels = (generator.random((n, rounds * batch)) < 0.5).astype(np.float64)
     order = np.arange(rounds * batch)
     learners = [LearnerData(features[i], labels[i], order, offsets) for i in range(n)]
-    if run.algorithm.guarantee(0).shared:
+    if run.algorithm.accountant(0).shared:
         learners = learners[:1] * n
     return PlacedData(tuple(learners), features[0], labels[0])

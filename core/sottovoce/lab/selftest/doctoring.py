@@ -104,7 +104,7 @@ def forgetful(spoken: Spoken) -> Sequence[Said]:
     plan, learner = spoken.plan, spoken.plan.worlds.learner
     budget = _budgets(plan.run)[learner]
     counts = np.diff(plan.data.learners[learner].offsets)
-    spent = plan.run.algorithm.guarantee(learner, counts).cumulative
+    spent = plan.run.guarantee(learner, counts).cumulative
     if spent[-1] <= budget:
         raise SpecError("privacy.budget is enough for the whole run")
     stopped = int(np.searchsorted(spent, budget, side="right"))
@@ -161,7 +161,7 @@ def overspent(messages: Iterable[Said], plan: Plan) -> list[str]:
     found = []
     for learner, budget in enumerate(_budgets(plan.run)):
         counts = np.diff(plan.data.learners[learner].offsets)
-        price = plan.run.algorithm.guarantee(learner, counts).per_round
+        price = plan.run.guarantee(learner, counts).per_round
         total = math.fsum(float(price[t]) for t, _ in said[learner])
         if total > budget * (1.0 + 1e-9):
             name = plan.run.spec.names[learner]

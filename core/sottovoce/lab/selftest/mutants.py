@@ -183,7 +183,7 @@ def _mirrored(times: float, other: float) -> Swap:
         bound = run.loss.feature_bound if np.isfinite(run.loss.feature_bound) else 1.0
         spike, label = bound * np.eye(data.n_features)[0], float(own.labels.max())
         what = f"a first record of {times:g} times the bound, against one of {other:g} times"
-        shared = run.algorithm.guarantee(learner).shared
+        shared = run.algorithm.accountant(learner).shared
         first, second = (own.with_use(0, factor * spike, label) for factor in (times, other))
         return Worlds(learner, first, second, what, shared)
 

@@ -239,7 +239,7 @@ def false_alarms(
         runs: of each world, in every audit.
         watched: runs under watch for every audit.
     """
-    if not np.isfinite(run.algorithm.guarantee(learner).per_round).all():
+    if not np.isfinite(run.guarantee(learner).per_round).all():
         return Alarms(name, 0, 0, 0, 0)
     worlds = worst(run, data, learner, np.random.SeedSequence(0))
     plans = [plan_audit(run, data, learner, runs=runs, seed=seed, worlds=worlds) for seed in seeds]

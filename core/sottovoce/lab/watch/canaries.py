@@ -131,7 +131,7 @@ def draw(run: Run, data: PlacedData, count: int, generator: np.random.Generator)
 
 
 def _require_events(run: Run, data: PlacedData) -> None:
-    if run.algorithm.guarantee(0).shared:
+    if run.algorithm.accountant(0).shared:
         raise SpecError("canaries are records of one learner each, and here all learners hold the same records")
     for name, own in zip(run.spec.names, data.learners, strict=True):
         if own.uses().max(initial=0) > 1:
@@ -154,7 +154,7 @@ def _claim(run: Run, data: PlacedData, place: Place, window: int) -> float:
     replaced = np.zeros(run.spec.rounds, dtype=np.int64)
     replaced[place.round] = 1
     counts = np.diff(data.learners[place.learner].offsets)
-    return run.algorithm.guarantee(place.learner, counts, replaced).epsilon(place.round + window + 1)
+    return run.guarantee(place.learner, counts, replaced).epsilon(place.round + window + 1)
 
 
 def _extreme(run: Run, data: PlacedData) -> tuple[float, float]:

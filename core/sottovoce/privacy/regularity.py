@@ -1,4 +1,4 @@
-"""What is known of every record's loss on a decision set, and what makes it true: what accounting rests on."""
+"""The regularity of every record's loss on a decision set, and what makes it true: what accounting rests on."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from sottovoce.decision_sets import DecisionSet
 from sottovoce.errors import SpecError
 from sottovoce.losses import Loss
+from sottovoce.privacy.guarantee import Constant
 
 ENFORCED_BY = {
     "grad_change": "the loss, on rows scaled to feature_bound (and labels clipped to label_bound), clipped to clip_norm",
@@ -19,10 +20,10 @@ ENFORCED_BY = {
 }
 
 
-def constants_of(loss: Loss, decision_set: DecisionSet, dim: int) -> Constants:
+def regularity_of(loss: Loss, decision_set: DecisionSet, dim: int) -> Regularity:
     """What accounting needs to know of a loss on a decision set."""
     radius = decision_set.largest_norm(dim)
-    return Constants(
+    return Regularity(
         grad_change=loss.gradient_change(radius),
         smoothness=loss.smoothness,
         clip_norm=loss.gradient_bound(radius),
@@ -37,7 +38,7 @@ _NUMBERS = ("grad_change", "smoothness", "clip_norm", "ridge", "diameter")
 
 
 @dataclass(frozen=True, slots=True)
-class Constants:
+class Regularity:
     """What is known about every record's loss `l`, without its exact ridge term `r/2 ||theta||^2`, on the decision set.
 
     Attributes:
@@ -73,3 +74,10 @@ class Constants:
     def convex_step(self) -> bool:
         """Does mode `convex` apply? Clipped gradients are those of a convex function only for margin losses."""
         return self.convex and self.smoothness < math.inf and (self.margin or self.clip_norm == math.inf)
+
+    def constants(self, own_weight: float | None = None) -> dict[str, Constant]:
+        """Every finite number with what enforces it; with the learner's own weight, where that matters."""
+        values = {name: float(getattr(self, name)) for name in _NUMBERS}
+        if own_weight is not None:
+            values["own_weight"] = own_weight
+        return {name: Constant(value, ENFORCED_BY[name]) for name, value in values.items() if value < math.inf}

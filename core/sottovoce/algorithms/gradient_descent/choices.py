@@ -1,0 +1,166 @@
+"""The step sizes and noises that a spec may choose for gossip gradient descent; each makes its own schedules."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Literal, Self
+
+from pydantic import Field
+
+from sottovoce.algorithms.gradient_descent.conditions import require_change
+from sottovoce.algorithms.gradient_descent.schedules import Following, Geometric, Harmonic, Power, Schedule
+from sottovoce.algorithms.per_learner import PerLearner, divided, times
+from sottovoce.algorithms.setting import Setting
+from sottovoce.errors import SpecError, require
+from sottovoce.noise import GRID_BITS
+from sottovoce.privacy.regularity import Regularity
+from sottovoce.registry import Positive, Section
+
+# ---- steps -----------------------------------------------------------------------------------------------------------
+
+
+class PowerStep(Section):
+    """`alpha_t = scale / (t+1)^exponent`."""
+
+    kind: Literal["power"] = "power"
+    scale: Positive | None = None
+    """None: R/G, radius of the decision set over bound on a record's gradient."""
+    exponent: Annotated[float, Field(ge=0, le=10)] = 0.5
+
+    def schedule(self, setting: Setting, known: Regularity) -> Schedule:
+        radius = setting.decision_set.largest_norm(setting.dim)
+        bound = known.clip_norm + known.ridge * radius
+        text = "a step without a scale is R/G, which needs a finite bound G on gradients: set step.scale or clip_norm"
+        require(self.scale is not None or 0 < bound < math.inf, "STEP_SCALE", f"{text}, got G={bound}")
+        return Power(self.scale or radius / bound, -self.exponent)
+
+
+class GeometricStep(Section):
+    """`alpha_t = scale ratio^t`."""
+
+    kind: Literal["geometric"]
+    scale: Positive = 1.0
+    ratio: Annotated[float, Field(gt=0, lt=1)]
+
+    def schedule(self, setting: Setting, known: Regularity) -> Schedule:
+        return Geometric(self.scale, self.ratio)
+
+
+class HarmonicStep(Section):
+    """`alpha_t = scale / (mu (t + shift))`, for strongly convex losses."""
+
+    kind: Literal["harmonic"]
+    scale: Positive = 1.0
+    mu: Positive | None = None
+    """Strong convexity (None: the loss's ridge)."""
+    shift: Positive = 1.0
+
+    def schedule(self, setting: Setting, known: Regularity) -> Schedule:
+        mu = self.mu or known.ridge
+        require(mu > 0, "STEP_MU", f"a harmonic step needs mu, or a loss with a positive ridge, got ridge={mu}")
+        return Harmonic(self.scale / mu, self.shift)
+
+
+StepSize = Annotated[PowerStep | GeometricStep | HarmonicStep, Field(discriminator="kind")]
+"""Each makes the `schedule` of alpha_t; refuses by STEP_SCALE or STEP_MU."""
+
+# ---- noise -----------------------------------------------------------------------------------------------------------
+
+
+class ZeroNoise(Section):
+    """Messages are said as they are: no guarantee."""
+
+    kind: Literal["none"] = "none"
+
+    def schedules(self, setting: Setting, known: Regularity, steps: tuple[Schedule, ...]) -> tuple[Schedule, ...]:
+        return (Power(0.0, 0.0),) * setting.n_learners
+
+    def louder(self, factors: tuple[float, ...]) -> ZeroNoise:
+        raise SpecError("algorithm.noise.kind must be power, geometric, harmonic or calibrated to be scaled, got none")
+
+
+class PowerNoise(Section):
+    """`rho_t = sigma/sqrt(2) (t+1)^varsigma`, as in LDP-DOL; sigma 0: no noise."""
+
+    kind: Literal["power"] = "power"
+    sigma: PerLearner = 1.0
+    varsigma: PerLearner = 0.1
+
+    def schedules(self, setting: Setting, known: Regularity, steps: tuple[Schedule, ...]) -> tuple[Schedule, ...]:
+        growth = setting.per_learner(self.varsigma, "algorithm.noise.varsigma")
+        for value in growth:
+            require(-1 <= value <= 1, "VARSIGMA_RANGE", f"varsigma must lie in [-1, 1], got {value}")
+        sizes = _sizes(setting, self.sigma, "sigma")
+        return tuple(Power(size / math.sqrt(2.0), value) for size, value in zip(sizes, growth, strict=True))
+
+    def louder(self, factors: tuple[float, ...]) -> PowerNoise:
+        return self.model_copy(update={"sigma": times(self.sigma, factors)})
+
+
+class _ScaledNoise(Section):
+    """Noise that starts at a scale."""
+
+    scale: PerLearner
+
+    def louder(self, factors: tuple[float, ...]) -> Self:
+        return self.model_copy(update={"scale": times(self.scale, factors)})
+
+
+class GeometricNoise(_ScaledNoise):
+    """`rho_t = scale ratio^t`."""
+
+    kind: Literal["geometric"] = "geometric"
+    ratio: Annotated[float, Field(gt=0, lt=1)]
+
+    def schedules(self, setting: Setting, known: Regularity, steps: tuple[Schedule, ...]) -> tuple[Schedule, ...]:
+        return tuple(Geometric(scale, self.ratio) for scale in _sizes(setting, self.scale, "scale"))
+
+
+class HarmonicNoise(_ScaledNoise):
+    """`rho_t = scale / (t+1)`."""
+
+    kind: Literal["harmonic"] = "harmonic"
+
+    def schedules(self, setting: Setting, known: Regularity, steps: tuple[Schedule, ...]) -> tuple[Schedule, ...]:
+        return tuple(Harmonic(scale, 1.0) for scale in _sizes(setting, self.scale, "scale"))
+
+
+class CalibratedNoise(Section):
+    """The scale at which a record costs `epsilon` in the first message that shows it: proportional to the step before it.
+
+    `charged: every_round` is what a T-fold composition asks for: T times the noise.
+    """
+
+    kind: Literal["calibrated"] = "calibrated"
+    epsilon: PerLearner = 1.0
+    charged: Literal["once", "every_round"] = "once"
+
+    def schedules(self, setting: Setting, known: Regularity, steps: tuple[Schedule, ...]) -> tuple[Schedule, ...]:
+        require_change(known.change)
+        factors = [self._factor(each, setting, known.change) for each in _sizes(setting, self.epsilon, "epsilon")]
+        return tuple(Following(step, factor) for step, factor in zip(steps, factors, strict=True))
+
+    def _factor(self, epsilon: float, setting: Setting, change: float) -> float:
+        """`sqrt(n) C / epsilon`, less what the lattice costs."""
+        lattice = setting.dim * 2.0**-GRID_BITS
+        share = epsilon / (setting.rounds if self.charged == "every_round" else 1) - lattice
+        text = f"noise.epsilon must be above {lattice:.3g} a message, what rounding to the lattice costs"
+        require(share > 0, "NOISE_EPSILON", f"{text}, got {epsilon}")
+        return math.sqrt(setting.dim) * change / share
+
+    def louder(self, factors: tuple[float, ...]) -> CalibratedNoise:
+        return self.model_copy(update={"epsilon": divided(self.epsilon, factors)})
+
+
+NoiseScale = Annotated[
+    ZeroNoise | PowerNoise | GeometricNoise | HarmonicNoise | CalibratedNoise, Field(discriminator="kind")
+]
+"""Each makes the `schedules` of rho_t, one for each learner, which has its own steps; and the same noise `louder`, each learner's
+multiplied. Refuses by SIGMA, VARSIGMA_RANGE, GRAD_CHANGE or NOISE_EPSILON."""
+
+
+def _sizes(setting: Setting, value: PerLearner, field: str) -> tuple[float, ...]:
+    sizes = setting.per_learner(value, f"algorithm.noise.{field}")
+    for size in sizes:
+        require(0 <= size < math.inf, "SIGMA", f"noise.{field} must be finite and at least 0, got {size}")
+    return sizes
