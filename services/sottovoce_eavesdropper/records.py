@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import json
 import re
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,6 +31,8 @@ log = structlog.get_logger()
 
 FORMAT = "sottovoce-capture-2"
 PART_ROWS, PART_BYTES, PART_S = 8_192, 64 * 1024 * 1024, 1.0
+WRITE_S = 30.0
+"""How long a part under way may take to be written when a capture ends."""
 
 
 def schema() -> pa.Schema:
@@ -133,7 +135,7 @@ class CaptureFile:
     async def room(self) -> None:
         """Wait while two parts or more are in memory: the wire is faster than the disk."""
         if self.open and self._held >= 2 * PART_BYTES:
-            await asyncio.shield(self._flush_or_end())
+            await self._flush_or_end()
 
     async def _flush_or_end(self) -> None:
         try:
@@ -147,7 +149,7 @@ class CaptureFile:
         async with self._writing:
             rows, self._rows, self._held = self._rows, [], 0
             if rows:
-                await _to_its_end(asyncio.to_thread(self._write, rows))
+                await _to_its_end(self._write, rows)
 
     async def close(self) -> None:
         """Write the rest; the capture is complete."""
@@ -180,13 +182,13 @@ class CaptureFile:
         self.place.write("capture.json", json.dumps(facts, indent=2).encode())
 
 
-async def _to_its_end(work: Awaitable[None]) -> None:
-    """Await, and when cancelled, too: a thread cannot be stopped half way."""
-    task = asyncio.ensure_future(work)
+async def _to_its_end(work: Callable[[Sequence[Row]], None], rows: Sequence[Row]) -> None:
+    """Write in a thread, and await it when cancelled, too: a thread cannot be stopped half way."""
+    writing = asyncio.get_running_loop().run_in_executor(None, work, rows)
     try:
-        await asyncio.shield(task)
+        await asyncio.shield(writing)
     except asyncio.CancelledError:
-        await asyncio.wait([task])
+        await asyncio.wait([writing])
         raise
 
 

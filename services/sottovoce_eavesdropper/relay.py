@@ -19,6 +19,7 @@ import structlog
 from sottovoce_eavesdropper.records import CaptureFile
 from sottovoce_eavesdropper.rows import Row
 from sottovoce_rpc.server import SERVER_OPTIONS, channel, listen_on
+from sottovoce_rpc.tasks import beside
 from sottovoce_wire.v1 import eavesdropper_pb2
 
 log = structlog.get_logger()
@@ -110,17 +111,16 @@ class Relay(grpc.GenericRpcHandler):
             metadata=metadata, timeout=context.time_remaining()
         )
         room = self._capture.room
-        there = asyncio.ensure_future(_pump_out(context, call, note_out, room))
         try:
-            introduction = _passable(await call.initial_metadata())
-            note_back("metadata", _as_json({"metadata": introduction}))
-            await context.send_initial_metadata(introduction)
-            await _pump(call.read, context.write, note_back, room)
+            async with beside(_pump_out(context, call, note_out, room)):
+                introduction = _passable(await call.initial_metadata())
+                note_back("metadata", _as_json({"metadata": introduction}))
+                await context.send_initial_metadata(introduction)
+                await _pump(call.read, context.write, note_back, room)
             code, text, trailers = await call.code(), await call.details(), tuple(await call.trailing_metadata())
         except grpc.aio.AioRpcError as error:
             code, text, trailers = error.code(), error.details() or "", tuple(error.trailing_metadata() or ())
         finally:
-            there.cancel()
             call.cancel()
         note_back("trailers", _as_json({"code": code.name, "details": text, "metadata": trailers}))
         context.set_trailing_metadata(trailers)

@@ -112,18 +112,16 @@ async def _hold(session: Session, neighbour: int, stream: Any, next_round: int) 
     Raises:
         Unavailable: another stream took its place.
     """
-    link = session.links[neighbour]
-    listening = asyncio.ensure_future(_listen(session, neighbour, stream))
-    link.attach(stream, next_round, listening.cancel)
+    link, now = session.links[neighbour], asyncio.get_running_loop().time
     try:
-        await listening
-    except asyncio.CancelledError:
-        if link.has(stream):
-            raise
+        async with asyncio.timeout(None) as held:  # no deadline, unless displaced
+            link.attach(stream, next_round, lambda: held.reschedule(now()))
+            try:
+                await _listen(session, neighbour, stream)
+            finally:
+                link.detach(stream)
+    except TimeoutError:
         raise Unavailable(f"another stream of learner {neighbour} took the place of this one") from None
-    finally:
-        listening.cancel()
-        link.detach(stream)
 
 
 async def _listen(session: Session, neighbour: int, stream: Any) -> None:

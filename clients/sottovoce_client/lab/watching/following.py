@@ -107,13 +107,13 @@ class _Fetched:
             raise as_error(error, f"the eavesdropper at {self._address}") from None
 
     async def _latest(self) -> Capture | None:
-        listed = await self._stub.ListCaptures(eavesdropper_pb2.ListCapturesRequest(), timeout=CALL_S)
-        known = [info for info in listed.captures if info.run_id == self._run_id]
+        request = eavesdropper_pb2.ListCapturesRequest(run_id=self._run_id, page_size=1)
+        known = (await self._stub.ListCaptures(request, timeout=CALL_S)).captures  # the newest
         if not known:
             return None
-        now = (known[-1].capture_id, known[-1].messages, known[-1].open)
+        now = (known[0].capture_id, known[0].messages, known[0].open)
         if now != self._seen:  # else nothing was overheard since
-            await self._fetch(known[-1].capture_id)
+            await self._fetch(known[0].capture_id)
             self._seen = now
         return open_capture(self._folder)
 

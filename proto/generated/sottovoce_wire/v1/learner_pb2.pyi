@@ -211,8 +211,8 @@ class PredictResponse(_message.Message):
 
     SCORES_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
-    ROUND_FIELD_NUMBER: _builtins.int
-    round: _builtins.int
+    ROUNDS_DONE_FIELD_NUMBER: _builtins.int
+    rounds_done: _builtins.int
     """Rounds that the model has learned from."""
     @_builtins.property
     def scores(self) -> _tensor_pb2.Tensor:
@@ -227,11 +227,11 @@ class PredictResponse(_message.Message):
         *,
         scores: _tensor_pb2.Tensor | None = ...,
         labels: _tensor_pb2.Tensor | None = ...,
-        round: _builtins.int = ...,
+        rounds_done: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["labels", b"labels", "scores", b"scores"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["labels", b"labels", "round", b"round", "scores", b"scores"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["labels", b"labels", "rounds_done", b"rounds_done", "scores", b"scores"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -281,8 +281,8 @@ class LearnerStatus(_message.Message):
     LEARNER_FIELD_NUMBER: _builtins.int
     RUN_ID_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
-    ROUND_FIELD_NUMBER: _builtins.int
-    DATA_ROUNDS_FIELD_NUMBER: _builtins.int
+    ROUNDS_DONE_FIELD_NUMBER: _builtins.int
+    ROUNDS_WITH_DATA_FIELD_NUMBER: _builtins.int
     MESSAGES_SENT_FIELD_NUMBER: _builtins.int
     BYTES_SENT_FIELD_NUMBER: _builtins.int
     EPSILON_SPENT_FIELD_NUMBER: _builtins.int
@@ -292,12 +292,13 @@ class LearnerStatus(_message.Message):
     PREQUENTIAL_ACCURACY_FIELD_NUMBER: _builtins.int
     EPSILON_ELSEWHERE_FIELD_NUMBER: _builtins.int
     EPSILON_OWN_BUDGET_FIELD_NUMBER: _builtins.int
+    ROUNDS_SAID_FIELD_NUMBER: _builtins.int
     learner: _builtins.str
     run_id: _builtins.str
     state: Global___LearnerState.ValueType
-    round: _builtins.int
-    """Rounds done."""
-    data_rounds: _builtins.int
+    rounds_done: _builtins.int
+    """Rounds done: said, heard, learned from."""
+    rounds_with_data: _builtins.int
     """Rounds for which records have arrived."""
     messages_sent: _builtins.int
     bytes_sent: _builtins.int
@@ -315,14 +316,16 @@ class LearnerStatus(_message.Message):
     epsilon_elsewhere: _builtins.float
     """Epsilon spent in other runs, and what the owner allows in all runs together (absent: no limit)."""
     epsilon_own_budget: _builtins.float
+    rounds_said: _builtins.int
+    """Rounds whose message is journaled, and so charged and possibly said: `rounds_done` or one more."""
     def __init__(
         self,
         *,
         learner: _builtins.str = ...,
         run_id: _builtins.str = ...,
         state: Global___LearnerState.ValueType = ...,
-        round: _builtins.int = ...,
-        data_rounds: _builtins.int = ...,
+        rounds_done: _builtins.int = ...,
+        rounds_with_data: _builtins.int = ...,
         messages_sent: _builtins.int = ...,
         bytes_sent: _builtins.int = ...,
         epsilon_spent: _builtins.float = ...,
@@ -332,10 +335,11 @@ class LearnerStatus(_message.Message):
         prequential_accuracy: _builtins.float | None = ...,
         epsilon_elsewhere: _builtins.float = ...,
         epsilon_own_budget: _builtins.float | None = ...,
+        rounds_said: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_epsilon_budget", b"_epsilon_budget", "_epsilon_own_budget", b"_epsilon_own_budget", "_prequential_accuracy", b"_prequential_accuracy", "epsilon_budget", b"epsilon_budget", "epsilon_own_budget", b"epsilon_own_budget", "prequential_accuracy", b"prequential_accuracy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_epsilon_budget", b"_epsilon_budget", "_epsilon_own_budget", b"_epsilon_own_budget", "_prequential_accuracy", b"_prequential_accuracy", "bytes_sent", b"bytes_sent", "data_rounds", b"data_rounds", "detail", b"detail", "epsilon_budget", b"epsilon_budget", "epsilon_elsewhere", b"epsilon_elsewhere", "epsilon_own_budget", b"epsilon_own_budget", "epsilon_spent", b"epsilon_spent", "learner", b"learner", "messages_sent", b"messages_sent", "noise_is_not_private", b"noise_is_not_private", "prequential_accuracy", b"prequential_accuracy", "round", b"round", "run_id", b"run_id", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_epsilon_budget", b"_epsilon_budget", "_epsilon_own_budget", b"_epsilon_own_budget", "_prequential_accuracy", b"_prequential_accuracy", "bytes_sent", b"bytes_sent", "detail", b"detail", "epsilon_budget", b"epsilon_budget", "epsilon_elsewhere", b"epsilon_elsewhere", "epsilon_own_budget", b"epsilon_own_budget", "epsilon_spent", b"epsilon_spent", "learner", b"learner", "messages_sent", b"messages_sent", "noise_is_not_private", b"noise_is_not_private", "prequential_accuracy", b"prequential_accuracy", "rounds_done", b"rounds_done", "rounds_said", b"rounds_said", "rounds_with_data", b"rounds_with_data", "run_id", b"run_id", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__epsilon_budget: _TypeAlias = _typing.Literal["epsilon_budget"]  # noqa: Y015
     _WhichOneofArgType__epsilon_budget: _TypeAlias = _typing.Literal["_epsilon_budget", b"_epsilon_budget"]  # noqa: Y015

@@ -45,7 +45,7 @@ class LearnerStub:
                 request_serializer=sottovoce__wire_dot_v1_dot_learner__pb2.SampleBatch.SerializeToString,
                 response_deserializer=sottovoce__wire_dot_v1_dot_learner__pb2.IngestReceipt.FromString,
                 _registered_method=True)
-        self.Predict = channel.stream_stream(
+        self.Predict = channel.unary_unary(
                 '/sottovoce_wire.v1.Learner/Predict',
                 request_serializer=sottovoce__wire_dot_v1_dot_learner__pb2.PredictRequest.SerializeToString,
                 response_deserializer=sottovoce__wire_dot_v1_dot_learner__pb2.PredictResponse.FromString,
@@ -85,7 +85,7 @@ class LearnerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Predict(self, request_iterator, context):
+    def Predict(self, request, context):
         """The model in use. Answers only where the run opted in (telemetry.predict): outside the privacy guarantee.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -118,7 +118,7 @@ def add_LearnerServicer_to_server(servicer, server):
                     request_deserializer=sottovoce__wire_dot_v1_dot_learner__pb2.SampleBatch.FromString,
                     response_serializer=sottovoce__wire_dot_v1_dot_learner__pb2.IngestReceipt.SerializeToString,
             ),
-            'Predict': grpc.stream_stream_rpc_method_handler(
+            'Predict': grpc.unary_unary_rpc_method_handler(
                     servicer.Predict,
                     request_deserializer=sottovoce__wire_dot_v1_dot_learner__pb2.PredictRequest.FromString,
                     response_serializer=sottovoce__wire_dot_v1_dot_learner__pb2.PredictResponse.SerializeToString,
@@ -200,7 +200,7 @@ class Learner:
             _registered_method=True)
 
     @staticmethod
-    def Predict(request_iterator,
+    def Predict(request,
             target,
             options=(),
             channel_credentials=None,
@@ -210,8 +210,8 @@ class Learner:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.stream_stream(
-            request_iterator,
+        return grpc.experimental.unary_unary(
+            request,
             target,
             '/sottovoce_wire.v1.Learner/Predict',
             sottovoce__wire_dot_v1_dot_learner__pb2.PredictRequest.SerializeToString,

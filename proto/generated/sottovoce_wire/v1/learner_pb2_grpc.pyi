@@ -43,7 +43,7 @@ class LearnerStub:
     """
     Ingest: _grpc.StreamStreamMultiCallable[_learner_pb2.SampleBatch, _learner_pb2.IngestReceipt]
     """Live data from the learner's owner. Private: this never crosses the channels between learners."""
-    Predict: _grpc.StreamStreamMultiCallable[_learner_pb2.PredictRequest, _learner_pb2.PredictResponse]
+    Predict: _grpc.UnaryUnaryMultiCallable[_learner_pb2.PredictRequest, _learner_pb2.PredictResponse]
     """The model in use. Answers only where the run opted in (telemetry.predict): outside the privacy guarantee."""
     Status: _grpc.UnaryUnaryMultiCallable[_learner_pb2.StatusRequest, _learner_pb2.StatusResponse]
     Ledger: _grpc.UnaryUnaryMultiCallable[_learner_pb2.LedgerRequest, _learner_pb2.LedgerResponse]
@@ -64,7 +64,7 @@ class LearnerAsyncStub(LearnerStub):
     """
     Ingest: _aio.StreamStreamMultiCallable[_learner_pb2.SampleBatch, _learner_pb2.IngestReceipt]  # type: ignore[assignment]
     """Live data from the learner's owner. Private: this never crosses the channels between learners."""
-    Predict: _aio.StreamStreamMultiCallable[_learner_pb2.PredictRequest, _learner_pb2.PredictResponse]  # type: ignore[assignment]
+    Predict: _aio.UnaryUnaryMultiCallable[_learner_pb2.PredictRequest, _learner_pb2.PredictResponse]  # type: ignore[assignment]
     """The model in use. Answers only where the run opted in (telemetry.predict): outside the privacy guarantee."""
     Status: _aio.UnaryUnaryMultiCallable[_learner_pb2.StatusRequest, _learner_pb2.StatusResponse]  # type: ignore[assignment]
     Ledger: _aio.UnaryUnaryMultiCallable[_learner_pb2.LedgerRequest, _learner_pb2.LedgerResponse]  # type: ignore[assignment]
@@ -98,9 +98,9 @@ class LearnerServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def Predict(
         self,
-        request_iterator: _MaybeAsyncIterator[_learner_pb2.PredictRequest],
+        request: _learner_pb2.PredictRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_learner_pb2.PredictResponse], _abc.AsyncIterator[_learner_pb2.PredictResponse]]:
+    ) -> _typing.Union[_learner_pb2.PredictResponse, _abc.Awaitable[_learner_pb2.PredictResponse]]:
         """The model in use. Answers only where the run opted in (telemetry.predict): outside the privacy guarantee."""
 
     @_abc_1.abstractmethod
