@@ -187,7 +187,12 @@ class Learner:
     # ---- the coordinator ----------------------------------------------------------------------------------
 
     async def _obey_or_tell(self, run_id: str, told: Directive | None) -> None:
-        """A directive that cannot be followed fails the run, with the reason, and leaves the learner alive."""
+        """A directive that cannot be followed fails the run, with the reason, and leaves the learner alive.
+
+        Of that run only the end is obeyed from then on: what went wrong first is what its operator is told.
+        """
+        if self._refusal is not None and self._refusal.run_id == run_id and not isinstance(told, Stop):
+            return
         try:
             await self._obey(run_id, told)
         except (SottovoceError, OSError) as error:

@@ -15,21 +15,23 @@ import grpc
 import numpy as np
 import pytest
 import structlog.testing
-from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
-from grpc_status import rpc_status
 
 from sottovoce.algorithms.interface import Message
 from sottovoce.data import LearnerData, PlacedData
 from sottovoce.errors import SpecError, Unavailable
 from sottovoce.spec import RunSpec
 from sottovoce_client.running.feeder import batches, feed
+from sottovoce_coordinator import service as coordinator_service
 from sottovoce_coordinator.service import Coordinator, CoordinatorConfig
 from sottovoce_eavesdropper.service import Eavesdropper, EavesdropperConfig
 from sottovoce_learner.service import Learner, LearnerConfig
 from sottovoce_rpc.codec import encode_round, to_tensor
+from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 from sottovoce_rpc.server import channel
+from sottovoce_rpc.specs import spec_from_wire
+from sottovoce_rpc.status import as_error
 from sottovoce_wire.v1 import (
     coordinator_pb2,
     coordinator_pb2_grpc,
@@ -39,7 +41,7 @@ from sottovoce_wire.v1 import (
     learner_pb2_grpc,
 )
 from tests.examples import made_up, small_spec
-from tests.services.network import Network, network, refused
+from tests.services.network import PATIENCE_S, Network, network, refused
 from tests.services.test_run import recorded
 
 Code = grpc.StatusCode
@@ -66,7 +68,7 @@ async def run_that_ends_well(folder: Path, spec: RunSpec) -> AsyncIterator[tuple
     async with network(folder, NAMES, noise=noise) as up:
         run_id = (await up.start(spec, 3)).run_id
         await up.feed(run_id, spec, data, but=["cleo"])
-        await up.until("cleo", learner_pb2.LEARNER_STATE_RUNNING)
+        await up.until("cleo", LearnerState.RUNNING)
         yield up, run_id, data
 
         assert [(await up.status(name)).detail for name in NAMES] == [""] * 4
@@ -79,11 +81,8 @@ async def run_that_ends_well(folder: Path, spec: RunSpec) -> AsyncIterator[tuple
 
 
 def reason(failure: grpc.aio.AioRpcError) -> str:
-    """The class of ours that the status details name."""
-    status = rpc_status.from_call(failure)  # type: ignore[arg-type] # its stubs know the synchronous call alone
-    info = error_details_pb2.ErrorInfo()
-    assert status is not None and status.details[0].Unpack(info)
-    return str(info.reason)
+    """The class of ours that its reason stands for."""
+    return type(as_error(failure, "the service")).__name__
 
 
 # ---- between learners ------------------------------------------------------------------------------------------------
@@ -180,13 +179,13 @@ async def test_a_learner_without_a_run_says_so(tmp_path: Path) -> None:
         failures = [
             await exchange(up.addresses["ann"], introduction("r")),
             await refused(stub.Ingest(several(learner_pb2.SampleBatch()))),
-            await refused(stub.Predict(several(learner_pb2.PredictRequest()))),
+            await refused(stub.Predict(learner_pb2.PredictRequest())),
         ]
         idle = await up.status("ann")
     for failure in failures:
         assert (failure.code(), reason(failure)) == (Code.FAILED_PRECONDITION, "NotReady")
         assert "not in a run" in (failure.details() or "")
-    assert (idle.learner, idle.state) == ("ann", learner_pb2.LEARNER_STATE_IDLE)
+    assert (idle.learner, idle.state) == ("ann", LearnerState.IDLE)
 
 
 # ---- from the owner --------------------------------------------------------------------------------------------------
@@ -249,10 +248,10 @@ async def test_wrong_records_are_refused_to_the_feeder_alone(tmp_path: Path) -> 
             async for view in up.watch(run_id):
                 assert view.state in (coordinator_pb2.RUN_STATE_CONNECTING, coordinator_pb2.RUN_STATE_RUNNING)
                 assert view.detail == ""
-                assert [each.detail for each in view.learners] == [""] * 4
+                assert [each.status.detail for each in view.learners] == [""] * 4
                 break
 
-            assert (status.data_rounds, status.round, status.detail) == (0, 0, "")
+            assert (status.rounds_with_data, status.rounds_done, status.detail) == (0, 0, "")
             assert {event["event"] for event in logs[before:]} <= {"state"}  # who is running, in which round
 
 
@@ -268,13 +267,13 @@ async def test_records_that_cannot_be_delivered_fail_the_run_and_only_their_owne
     assert outcome.state == "failed"
     assert outcome.detail.startswith("records could not be delivered: labels of the logistic loss must be 0 or 1")
     assert view.detail == "a feeder could not deliver its records"
-    assert "label" not in " ".join([view.detail, *known, *(each.detail for each in view.learners)])
+    assert "label" not in " ".join([view.detail, *known, *(each.status.detail for each in view.learners)])
 
 
 async def test_predictions_need_an_opt_in(tmp_path: Path) -> None:
     async with run_that_ends_well(tmp_path, spec_of()) as (up, _, _), channel(up.addresses["ann"]) as to:
         request = learner_pb2.PredictRequest(features=to_tensor(np.zeros((2, 3))))
-        failure = await refused(learner_pb2_grpc.LearnerStub(to).Predict(several(request), timeout=10))
+        failure = await refused(learner_pb2_grpc.LearnerStub(to).Predict(request, timeout=10))
 
         assert (failure.code(), reason(failure)) == (Code.FAILED_PRECONDITION, "NotReady")
         assert "this run did not opt in (telemetry.predict)" in (failure.details() or "")
@@ -285,7 +284,7 @@ async def test_predictions_need_rows_of_the_right_width(tmp_path: Path, shape: t
     spec = spec_of(telemetry={"predict": True})
     async with run_that_ends_well(tmp_path, spec) as (up, _, _), channel(up.addresses["ann"]) as to:
         request = learner_pb2.PredictRequest(features=to_tensor(np.zeros(shape)))
-        failure = await refused(learner_pb2_grpc.LearnerStub(to).Predict(several(request), timeout=10))
+        failure = await refused(learner_pb2_grpc.LearnerStub(to).Predict(request, timeout=10))
 
         assert (failure.code(), reason(failure)) == (Code.INVALID_ARGUMENT, "DataError")
         assert f"features must be shaped (records, 3), got {shape}" in (failure.details() or "")
@@ -293,7 +292,7 @@ async def test_predictions_need_rows_of_the_right_width(tmp_path: Path, shape: t
 
 async def test_the_accuracy_is_told_by_those_alone_who_opted_in(tmp_path: Path) -> None:
     async with run_that_ends_well(tmp_path, spec_of()) as (up, _, _):
-        assert not (await up.status("ann")).HasField("prequential_accuracy")
+        assert (await up.status("ann")).prequential_accuracy is None
 
 
 # ---- from operators --------------------------------------------------------------------------------------------------
@@ -381,18 +380,79 @@ async def test_runs_that_are_not_there_are_not_watched_or_stopped(tmp_path: Path
         for failure in (
             await refused(stub.WatchRun(coordinator_pb2.WatchRunRequest(run_id="other"), timeout=10)),
             await refused(stub.StopRun(coordinator_pb2.StopRunRequest(run_id="other"), timeout=10)),
+            await refused(stub.GetRun(coordinator_pb2.GetRunRequest(run_id="other"), timeout=10)),
         ):
             assert (failure.code(), reason(failure)) == (Code.FAILED_PRECONDITION, "NotReady")
             assert failure.details() == f"no run 'other': the last one is {run_id!r}"
 
 
+def introducing(learner: str) -> coordinator_pb2.Event:
+    return coordinator_pb2.Event(introduction=coordinator_pb2.Introduction(learner=learner, address="127.0.0.1:1"))
+
+
+def reporting(learner: str, run_id: str) -> coordinator_pb2.Event:
+    """That a learner has failed."""
+    status = LearnerStatus(learner, run_id, LearnerState.FAILED, "mischief")
+    return coordinator_pb2.Event(report=coordinator_pb2.Report(status=status.to_wire()))
+
+
 async def test_reports_of_strangers_change_nothing(tmp_path: Path) -> None:
-    failed = {"state": learner_pb2.LEARNER_STATE_FAILED, "detail": "mischief"}
+    """Who has joined under one name reports of no other; and one who is not in the run fails only itself."""
     async with run_that_ends_well(tmp_path, spec_of()) as (up, run_id, _), channel(up.coordinator) as to:
-        for who, run in (("ann", "other"), ("zoe", run_id), ("", "")):
-            status = learner_pb2.LearnerStatus(learner=who, run_id=run, **failed)  # type: ignore[arg-type]
-            request = coordinator_pb2.ReportRequest(status=status)
-            await coordinator_pb2_grpc.CoordinatorStub(to).Report(request, timeout=10)
+        join = coordinator_pb2_grpc.CoordinatorStub(to).Join
+        for run in (run_id, "other"):
+            failure = await refused(join(several(introducing("zoe"), reporting("ann", run)), timeout=10))
+            assert (failure.code(), reason(failure)) == (Code.PERMISSION_DENIED, "StrangerError")
+            assert failure.details() == "a report on this stream must be of learner 'zoe', got 'ann'"
+        async for _ in join(several(introducing("zoe"), reporting("zoe", run_id), coordinator_pb2.Event()), timeout=10):
+            raise AssertionError("a learner outside the run was told something")
+        for first in (reporting("ann", run_id), introducing(""), coordinator_pb2.Event()):
+            failure = await refused(join(several(first), timeout=10))
+            assert (failure.code(), reason(failure)) == (Code.INVALID_ARGUMENT, "RemoteProtocolError")
+            assert "must introduce itself first" in (failure.details() or "")
+
+
+async def test_a_learner_that_is_displaced_takes_its_place_again(tmp_path: Path) -> None:
+    """Somebody else joins as ann: her stream ends with the reason, she joins again, and the run goes on."""
+    async with run_that_ends_well(tmp_path, spec_of()) as (up, run_id, _), channel(up.coordinator) as to:
+
+        async def silent() -> AsyncIterator[coordinator_pb2.Event]:
+            yield introducing("ann")
+            await asyncio.Event().wait()
+
+        failure = await refused(coordinator_pb2_grpc.CoordinatorStub(to).Join(silent(), timeout=PATIENCE_S))
+        assert failure.code() is Code.UNAVAILABLE
+        assert failure.details() == "another stream of learner ann took the place of this one"
+        assert (await up.status("ann")).run_id == run_id
+
+
+async def test_runs_are_remembered_newest_first_and_in_bounded_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coordinator_service, "MOST_RUNS", 3)
+    spec, wire = spec_of(), coordinator_pb2
+    async with network(tmp_path, NAMES) as up, channel(up.coordinator) as to:
+        stub = coordinator_pb2_grpc.CoordinatorStub(to)
+        outcomes = [await up.run(spec, made_up(spec)) for _ in range(4)]
+        pages = [await stub.ListRuns(wire.ListRunsRequest(page_size=2), timeout=10)]
+        pages.append(await stub.ListRuns(wire.ListRunsRequest(page_token=pages[0].next_page_token), timeout=10))
+        nowhere = wire.ListRunsRequest(page_token=outcomes[0].run_id)
+        bad = await refused(stub.ListRuns(nowhere, timeout=10))
+        forgotten = await refused(stub.GetRun(wire.GetRunRequest(run_id=outcomes[0].run_id), timeout=10))
+        run = await stub.GetRun(wire.GetRunRequest(run_id=outcomes[1].run_id), timeout=10)
+        stopped = await stub.StopRun(wire.StopRunRequest(run_id=outcomes[1].run_id), timeout=10)
+        (last,) = [view async for view in up.watch(outcomes[1].run_id)]
+
+    listed = [[each.run_id for each in page.runs] for page in pages]
+    assert listed == [[outcomes[3].run_id, outcomes[2].run_id], [outcomes[1].run_id]]
+    assert (pages[1].next_page_token, pages[0].runs[0].spec) == ("", "")
+    assert (bad.code(), reason(bad)) == (Code.INVALID_ARGUMENT, "SpecError")
+    assert reason(forgotten) == "NotReady"
+    assert spec_from_wire(run.spec, imports=False) == spec and run.n_features == 3
+    assert run.started_at.ToDatetime() < run.ended_at.ToDatetime()
+    assert stopped.state == last.state == run.state == wire.RUN_STATE_FINISHED  # stopping it comes too late
+    assert [each.address for each in run.learners] == [up.addresses[name] for name in NAMES]
+    assert [each.status.rounds_said for each in run.learners] == [ROUNDS] * 4
 
 
 async def test_captures_that_are_not_there_are_refused(tmp_path: Path) -> None:
