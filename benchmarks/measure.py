@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before numpy: one core
 import grpc
 import numpy as np
 import psutil
