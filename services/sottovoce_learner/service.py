@@ -7,7 +7,7 @@ import contextlib
 import math
 import re
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
@@ -112,7 +112,7 @@ class Learner:
         self._noise_fields = None if config.recorded_noise is None else read_noise(config.recorded_noise)
         self._sampler = OpenDpNoise() if config.noise == "opendp" else SystemNoise()
         self._session: Session | None = None
-        self._refusal: LearnerStatus | None = None
+        self._refused: tuple[str, str] | None = None  # run, and why it could not be followed
         self._changed = asyncio.Event()  # there is something to report
         self._rounds, self._channels, self._copying = Tasks(), Tasks(), Tasks()
         self._mirror: Mirror | None = None
@@ -191,29 +191,33 @@ class Learner:
 
         Of that run only the end is obeyed from then on: what went wrong first is what its operator is told.
         """
-        if self._refusal is not None and self._refusal.run_id == run_id and not isinstance(told, Stop):
+        if self._refused is not None and self._refused[0] == run_id and not isinstance(told, Stop):
             return
         try:
             await self._obey(run_id, told)
-        except (SottovoceError, OSError) as error:
+        except SottovoceError as error:
             log.error("directive refused", run_id=run_id, reason=str(error))
             self._refuse(run_id, str(error))
         except Exception as error:  # noqa: BLE001 - a run that does not fit this machine, or own code that a spec names
             what = failure(error)
             log.error("directive refused", run_id=run_id, **what)
-            self._refuse(run_id, f"an internal error, {what['kind']}; the learner's log says where")
+            cause = getattr(error, "strerror", None) or "an internal error"  # the system's word on a file
+            self._refuse(run_id, f"{cause}, {what['kind']}; the learner's log says where")
 
     def _refuse(self, run_id: str, detail: str) -> None:
-        self._refusal = LearnerStatus(self.config.name, run_id, LearnerState.FAILED, detail)
+        self._refused = (run_id, detail)
         self._changed.set()
 
     @property
     def status(self) -> LearnerStatus:
         """How far it is in its run; a run that it refused is its run, too."""
-        if self._refusal is not None:
-            return self._refusal
-        return (
-            LearnerStatus(self.config.name, state=LearnerState.IDLE) if self._session is None else self._session.status
+        idle = LearnerStatus(self.config.name, state=LearnerState.IDLE)
+        if self._refused is None:
+            return idle if self._session is None else self._session.status
+        run_id, detail = self._refused
+        session = self._of_run(run_id)  # what it has said and spent until then
+        return replace(
+            idle if session is None else session.status, run_id=run_id, state=LearnerState.FAILED, detail=detail
         )
 
     async def _obey(self, run_id: str, told: Directive | None) -> None:
@@ -245,7 +249,7 @@ class Learner:
             own_budget=self.config.budget,
             changed=self._changed,
         )
-        self._refusal = None
+        self._refused = None
 
     def _noise(self, assignment: Assignment) -> Noise:
         index = assignment.index
@@ -273,7 +277,7 @@ class Learner:
                 self._channels.start(opening, "a channel is given up")
         if self._mirror is not None:
             self._copying.start(self._mirror.run(), "nothing more is mirrored")
-        self._rounds.start(self._run(session), "a run ended")
+        self._rounds.start(self._run(session), "the rounds broke off")
 
     async def _run(self, session: Session) -> None:
         await session.run()
