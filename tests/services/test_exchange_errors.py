@@ -22,6 +22,7 @@ from sottovoce.algorithms.interface import Message
 from sottovoce.data import LearnerData, PlacedData
 from sottovoce.errors import SpecError, Unavailable
 from sottovoce.spec import RunSpec
+from sottovoce.spec_versions import FIELD, FORMAT
 from sottovoce_client.running.feeder import batches, feed
 from sottovoce_coordinator import service as coordinator_service
 from sottovoce_coordinator.service import Coordinator, CoordinatorConfig
@@ -330,6 +331,21 @@ async def test_a_run_that_cannot_be_is_refused(tmp_path: Path) -> None:
             assert text in (failure.details() or "")
         outcome = await up.run(spec_of(), made_up(spec_of()))
     assert outcome.state == "finished"
+
+
+async def test_a_spec_of_a_newer_operator_is_run_without_what_is_unknown(tmp_path: Path) -> None:
+    """But not without a condition of the guarantee."""
+    newer = {**document(patience="long"), FIELD: FORMAT + 1}
+    strict = {**newer, "privacy": {"per_week": 1.0}}
+    with structlog.testing.capture_logs() as logs:
+        async with network(tmp_path, NAMES) as up, channel(up.coordinator) as to:
+            failure = await start(up.coordinator, strict)
+            request = coordinator_pb2.StartRunRequest(spec=json.dumps(newer), n_features=3)
+            run = await coordinator_pb2_grpc.CoordinatorStub(to).StartRun(request, timeout=20)
+            assert (run.state, len(run.learners)) == (coordinator_pb2.RUN_STATE_CONNECTING, 4)
+    assert (failure.code(), reason(failure)) == (Code.INVALID_ARGUMENT, "SpecError")
+    assert "per_week" in (failure.details() or "")
+    assert ("patience",) in [event.get("fields") for event in logs]
 
 
 async def test_learners_that_have_not_joined_are_named(tmp_path: Path) -> None:
