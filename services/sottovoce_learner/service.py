@@ -196,7 +196,7 @@ class Learner:
         try:
             await self._obey(run_id, told)
         except SottovoceError as error:
-            log.error("directive refused", run_id=run_id, reason=str(error))
+            log.error("directive refused", run_id=run_id, reason=str(error), **failure(error))
             self._refuse(run_id, str(error))
         except Exception as error:  # noqa: BLE001 - a run that does not fit this machine, or own code that a spec names
             what = failure(error)

@@ -262,13 +262,11 @@ class Session:
             self._become(LearnerState.FINISHED)
 
     def _fail(self, error: BaseException) -> None:
-        """The run is over for this learner. Of an error that is not ours the log has kind and place, and nobody its text."""
-        if worded_by_us(error):
-            self._become(LearnerState.FAILED, str(error))
-            return
+        """The run is over for this learner; the log has the error's kind and place, and nobody the text of one not ours."""
         own = {type(part).__module__.partition(".")[0] for part in (self.algorithm, self.loss)}
         log.error("failed", learner=self._name, round=self._done, **failure(error, own))
-        self._become(LearnerState.FAILED, "an internal error; the learner's log has it")
+        detail = str(error) if worded_by_us(error) else "an internal error; the learner's log has it"
+        self._become(LearnerState.FAILED, detail)
 
     async def _connected(self) -> None:
         for j, link in self.links.items():

@@ -26,7 +26,7 @@ from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_wire.v1 import coordinator_pb2
 from tests.examples import made_up
 from tests.gossip import gossip_spec
-from tests.services.network import Network, network
+from tests.services.network import PATIENCE_S, Network, network
 from tests.services.test_run import SHAPES, Cutting, closed, recorded
 
 ROUNDS = 30
@@ -119,7 +119,7 @@ async def test_other_clocks_bring_a_run_to_its_end(tmp_path: Path, clock: dict[s
 
 
 async def eventually(condition: Any) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         while not condition():  # noqa: ASYNC110 - what is waited for is no event
             await asyncio.sleep(0.01)
 

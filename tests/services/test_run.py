@@ -31,7 +31,7 @@ from sottovoce_rpc.server import channel, listen_on
 from sottovoce_wire.v1 import learner_pb2, learner_pb2_grpc
 from tests.examples import made_up, small_spec
 from tests.learner.test_links import Stream
-from tests.services.network import network, refused
+from tests.services.network import PATIENCE_S, network, refused
 
 ROUNDS = 30
 NAMES = ["ann", "ben", "cleo", "dan"]
@@ -306,7 +306,7 @@ async def test_a_learner_does_not_end_before_its_last_message_is_written(
 
 async def eventually_said(learner: Learner) -> None:
     """Wait until a learner, which has no records yet, has said round 0."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         while learner._in_run().status.messages_sent == 0:  # noqa: ASYNC110 - the status is no event
             await asyncio.sleep(0.01)
 

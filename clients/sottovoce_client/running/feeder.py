@@ -16,7 +16,7 @@ from sottovoce_rpc.status import as_error
 from sottovoce_wire.v1 import learner_pb2, learner_pb2_grpc
 
 ROUNDS_PER_BATCH = 64
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 def batches(data: LearnerData, source: str) -> list[learner_pb2.SampleBatch]:
