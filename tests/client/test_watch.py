@@ -41,8 +41,7 @@ from sottovoce_rpc.codec import encode_round
 from tests.examples import made_up, small_run
 
 ROUNDS, BROKEN_ROUND = 30, 20
-GUARD_S = 900.0  # a guard against hanging, not a promise, and far from what a busy machine takes
-pytestmark = pytest.mark.timeout(2 * GUARD_S)
+GUARD_S = 300.0  # against a hang; a busy machine may take its time
 
 
 @pytest.fixture(scope="module")
