@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from sottovoce.arrays import FloatArray
-from sottovoce.decision_sets import Box, DecisionSet, L1Ball, L2Ball, Product, Simplex, TraceNorm
-from sottovoce.losses import Hinge, Logistic, MarginLoss, PassGlm, SmoothedHinge, Softmax, Squared
+from sottovoce.decision_sets import Block, Box, DecisionSet, L1Ball, L2Ball, Product, Simplex, TraceNorm
+from sottovoce.losses import MarginLoss
+from sottovoce.losses.hinge import Hinge, SmoothedHinge
+from sottovoce.losses.logistic import Logistic, PassGlm
+from sottovoce.losses.quadratic import Ridge, Squared
+from sottovoce.losses.softmax import Softmax
 
 positive = st.floats(0.01, 100.0)
 """Scales, norms, radii."""
 
-clip_norms = st.one_of(st.just(math.inf), st.floats(0.01, 10.0))
+clip_norms = st.one_of(st.none(), st.floats(0.01, 10.0))
 
 
 def vectors(dim: int | st.SearchStrategy[int] = 3, size: float = 100.0) -> st.SearchStrategy[FloatArray]:
@@ -28,12 +30,19 @@ def matrices(rows: int, columns: int, size: float = 100.0) -> st.SearchStrategy[
     return hnp.arrays(np.float64, (rows, columns), elements=st.floats(-size, size))
 
 
-balls = st.builds(L2Ball, positive)
-boxes = st.builds(lambda low, width: Box(low, low + width), st.floats(-50.0, 50.0), positive)
-l1_balls = st.builds(L1Ball, positive)
-simplices = st.builds(Simplex, positive)
-products = st.builds(lambda *parts: Product(parts, (1, 3, 2)), balls, st.one_of(l1_balls, simplices), boxes)
-trace_norms = st.builds(TraceNorm, st.just(2), st.just(3), positive)
+balls = st.builds(L2Ball, radius=positive)
+boxes = st.builds(lambda low, width: Box(low=low, high=low + width), st.floats(-50.0, 50.0), positive)
+l1_balls = st.builds(L1Ball, radius=positive)
+simplices = st.builds(Simplex, radius=positive)
+products = st.builds(
+    lambda *parts: Product(
+        blocks=tuple(Block(size=size, set=part) for size, part in zip((1, 3, 2), parts, strict=True))
+    ),
+    balls,
+    st.one_of(l1_balls, simplices),
+    boxes,
+)
+trace_norms = st.builds(TraceNorm, rows=st.just(2), columns=st.just(3), radius=positive)
 decision_sets: st.SearchStrategy[DecisionSet] = st.one_of(balls, boxes, l1_balls, simplices, trace_norms, products)
 """Of vectors of length 6."""
 
@@ -44,10 +53,8 @@ exact = st.just(0.0)
 logistic_losses = st.builds(Logistic, feature_bound=bounds, ridge=exact, clip_norm=clip_norms)
 hinges = st.builds(Hinge, feature_bound=bounds, ridge=exact, clip_norm=clip_norms)
 smoothed_hinges = st.builds(SmoothedHinge, feature_bound=bounds, ridge=exact, clip_norm=clip_norms, width=bounds)
-squared_losses = st.builds(Squared, feature_bound=bounds, label_bound=bounds, ridge=exact, clip_norm=clip_norms)
-pass_glms = st.builds(
-    PassGlm, feature_bound=bounds, ridge=exact, clip_norm=clip_norms, score_bound=st.floats(0.01, 50.0)
-)
+squared_losses = st.builds(Ridge, feature_bound=bounds, label_bound=bounds, ridge=exact, clip_norm=clip_norms)
+pass_glms = st.builds(PassGlm, feature_bound=bounds, ridge=exact, score_bound=st.floats(0.01, 50.0))
 softmaxes = st.builds(Softmax, feature_bound=bounds, ridge=exact, clip_norm=clip_norms, classes=st.just(CLASSES))
 margin_losses: st.SearchStrategy[MarginLoss] = st.one_of(
     logistic_losses, squared_losses, hinges, smoothed_hinges, pass_glms

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from sottovoce.network.topology import Mixing, explicit
+from sottovoce.network.mixing import Mixing
 from sottovoce.running.run import Run
 from sottovoce_coordinator.clock import RoundClock
 from sottovoce_rpc.directives import Assignment, Directive, Epoch, Grant, Neighbour, Stop
@@ -94,7 +94,7 @@ class RunBook:
     def assignment(self, index: int) -> Assignment:
         """The preparation of one learner."""
         spec = self.run.spec
-        told = spec.model_copy(update={"topology": explicit(spec.topology, spec.n_learners)})
+        told = spec.model_copy(update={"topology": spec.topology.explicit(spec.n_learners)})
         return Assignment(spec_to_wire(told), self.n_features, index, self.overhearing.mirror)
 
     def _epochs(self, learners: Sequence[int], first: int, until: int) -> list[list[Epoch]]:

@@ -14,7 +14,6 @@ import grpc
 import structlog
 
 from sottovoce.errors import NotReady, RemoteProtocolError, SpecError, StrangerError, Unavailable
-from sottovoce.network.topology import names_files
 from sottovoce.running.run import build_run
 from sottovoce.spec import RunSpec
 from sottovoce_coordinator.runs import Overhearing, RunBook, RunState, missing
@@ -379,7 +378,7 @@ def _spec(text: str, *, imports: bool) -> RunSpec:
         SpecError: it is not valid, or names a file.
     """
     spec = spec_from_wire(text, imports=imports)
-    if names_files(spec.topology):
+    if spec.topology.file:
         raise SpecError("topology: a spec that is sent must list its edges, got a graph file; the client does this")
     return spec
 

@@ -1,99 +1,134 @@
-"""Decision sets Theta: closed convex sets with a Euclidean projection along the last axis.
+"""Decision sets Theta, by the kind that a spec gives: closed convex sets with a Euclidean projection along the last axis.
 
-A set of matrices takes them row by row in one vector, as `losses.Softmax` does.
+To add one: its class, and a line in `DECISION_SETS`. A set of matrices takes them row by row in one vector, as `losses.softmax`.
 """
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from dataclasses import replace
+from typing import Annotated, Literal, Self
 
 import numpy as np
+from pydantic import Field, PositiveInt, SerializeAsAny, model_validator
 
 from sottovoce.arrays import FloatArray
-from sottovoce.decision_sets_specs import (
-    BoxSpec,
-    DecisionSetSpec,
-    L1BallSpec,
-    L2BallSpec,
-    ProductSpec,
-    SimplexSpec,
-    TraceNormSpec,
-)
 from sottovoce.errors import SpecError
+from sottovoce.registry import Finite, Positive, Registry, Section
 
 
-class DecisionSet(Protocol):
+class DecisionSet(Section, ABC):
     """Where a parameter vector may lie."""
+
+    kind: str
 
     @property
     def size(self) -> int | None:
         """Number of parameters that the set is made for; None: any."""
-        ...
+        return None
 
     @property
     def contains_origin(self) -> bool:
         """Is the zero vector in the set?"""
-        ...
+        return True
 
+    @abstractmethod
     def project(self, theta: FloatArray) -> FloatArray:
         """Nearest point of the set to each vector of `theta (..., dim)`; `theta` itself where it lies inside."""
-        ...
 
+    @abstractmethod
     def minimise(self, direction: FloatArray) -> FloatArray:
         """The linear minimisation oracle: a point v of the set with the smallest `<direction, v>`.
 
         For each vector of `direction (..., dim)`; for a zero vector a fixed point of the set, the origin where it has one.
         """
-        ...
 
-    def radius(self, dim: int) -> float:
-        """Largest l2 norm in the set."""
-        ...
+    @abstractmethod
+    def largest_norm(self, dim: int) -> float:
+        """Largest l2 norm in the set, among vectors of `dim` parameters."""
 
+    @abstractmethod
     def diameter(self, dim: int) -> float:
         """Largest l2 distance between two points."""
-        ...
+
+    def require_dim(self, dim: int) -> None:
+        """The set is made for so many parameters.
+
+        Raises:
+            SpecError: it is made for another number.
+        """
+        if self.size not in (None, dim):
+            raise SpecError(
+                f"decision_set: the set is made for {self.size} parameters, and the loss has {dim} with these "
+                "features (intercept included)"
+            )
 
 
-@dataclass(frozen=True, slots=True)
-class L2Ball:
-    """All theta with `||theta||_2 <= r`."""
+DECISION_SETS: Registry[DecisionSet] = Registry(
+    DecisionSet,  # type: ignore[type-abstract]  # of its subclasses
+    {
+        "l2_ball": f"{__name__}:L2Ball",
+        "box": f"{__name__}:Box",
+        "l1_ball": f"{__name__}:L1Ball",
+        "simplex": f"{__name__}:Simplex",
+        "trace_norm": f"{__name__}:TraceNorm",
+        "product": f"{__name__}:Product",
+    },
+    group="decision_sets",
+)
 
-    r: float
+AnyDecisionSet = Annotated[SerializeAsAny[DecisionSet], DECISION_SETS]
+"""A field of a spec: the decision set of the kind that it names."""
 
-    size: ClassVar[int | None] = None
-    contains_origin: ClassVar[bool] = True
+_SIMPLE = {kind: where for kind, where in DECISION_SETS.built_in.items() if kind != "product"}
+OneDecisionSet = Annotated[SerializeAsAny[DecisionSet], replace(DECISION_SETS, built_in=_SIMPLE)]
+"""The same, but for products: those of products are products."""
+
+
+class _Ball(DecisionSet):
+    """All theta with some norm at most `radius`, which the l2 norm never exceeds."""
+
+    radius: Positive
+
+    def largest_norm(self, dim: int) -> float:
+        return self.radius
+
+    def diameter(self, dim: int) -> float:
+        return 2 * self.radius
+
+
+class L2Ball(_Ball):
+    """All theta with l2 norm at most `radius`."""
+
+    kind: Literal["l2_ball"] = "l2_ball"
 
     def project(self, theta: FloatArray) -> FloatArray:
         square: FloatArray = np.vecdot(theta, theta)
-        if np.count_nonzero(square <= self.r * self.r) == square.size:
+        if np.count_nonzero(square <= self.radius * self.radius) == square.size:
             return theta
-        shrink: FloatArray = np.minimum(1.0, self.r / np.sqrt(np.maximum(square, np.finfo(float).tiny)))
+        shrink: FloatArray = np.minimum(1.0, self.radius / np.sqrt(np.maximum(square, np.finfo(float).tiny)))
         return theta * shrink[..., None]
 
     def minimise(self, direction: FloatArray) -> FloatArray:
         scaled = direction / _nonzero(np.abs(direction).max(axis=-1, keepdims=True))  # so that squares stay in range
-        point: FloatArray = -self.r * scaled / _nonzero(np.sqrt(np.vecdot(scaled, scaled))[..., None])
+        point: FloatArray = -self.radius * scaled / _nonzero(np.sqrt(np.vecdot(scaled, scaled))[..., None])
         return point
 
-    def radius(self, dim: int) -> float:
-        return self.r
 
-    def diameter(self, dim: int) -> float:
-        return 2 * self.r
+class Box(DecisionSet):
+    """All theta with every coordinate in [low, high]."""
 
+    kind: Literal["box"] = "box"
+    low: Finite
+    high: Finite
 
-@dataclass(frozen=True, slots=True)
-class Box:
-    """All theta with `low <= theta_k <= high` for every coordinate k."""
-
-    low: float
-    high: float
-
-    size: ClassVar[int | None] = None
+    @model_validator(mode="after")
+    def _not_empty(self) -> Self:
+        if not self.low < self.high:
+            raise ValueError(f"low must be below high, got low={self.low}, high={self.high}")
+        return self
 
     @property
     def contains_origin(self) -> bool:
@@ -106,75 +141,65 @@ class Box:
         origin = min(max(0.0, self.low), self.high)
         return np.where(direction > 0, self.low, np.where(direction < 0, self.high, origin))
 
-    def radius(self, dim: int) -> float:
+    def largest_norm(self, dim: int) -> float:
         return math.sqrt(dim) * max(abs(self.low), abs(self.high))
 
     def diameter(self, dim: int) -> float:
         return math.sqrt(dim) * (self.high - self.low)
 
 
-@dataclass(frozen=True, slots=True)
-class Simplex:
-    """All theta with `theta_k >= 0` and `sum theta_k = r`."""
+class Simplex(DecisionSet):
+    """All theta without negative coordinates whose sum is `radius`. The origin is not among them."""
 
-    r: float
+    kind: Literal["simplex"] = "simplex"
+    radius: Positive = 1.0
 
-    size: ClassVar[int | None] = None
-    contains_origin: ClassVar[bool] = False
+    @property
+    def contains_origin(self) -> bool:
+        return False
 
     def project(self, theta: FloatArray) -> FloatArray:
-        return project_on_simplex(theta, self.r)
+        return project_on_simplex(theta, self.radius)
 
     def minimise(self, direction: FloatArray) -> FloatArray:
         point = np.zeros_like(direction)
-        np.put_along_axis(point, direction.argmin(axis=-1, keepdims=True), self.r, axis=-1)
+        np.put_along_axis(point, direction.argmin(axis=-1, keepdims=True), self.radius, axis=-1)
         return point
 
-    def radius(self, dim: int) -> float:
-        return self.r
+    def largest_norm(self, dim: int) -> float:
+        return self.radius
 
     def diameter(self, dim: int) -> float:
-        return math.sqrt(2) * self.r if dim > 1 else 0.0
+        return math.sqrt(2) * self.radius if dim > 1 else 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class L1Ball:
-    """All theta with `||theta||_1 <= r`."""
+class L1Ball(_Ball):
+    """All theta with l1 norm at most `radius`."""
 
-    r: float
-
-    size: ClassVar[int | None] = None
-    contains_origin: ClassVar[bool] = True
+    kind: Literal["l1_ball"] = "l1_ball"
 
     def project(self, theta: FloatArray) -> FloatArray:
         lengths = np.abs(theta)
-        inside = lengths.sum(axis=-1, keepdims=True) <= self.r
+        inside = lengths.sum(axis=-1, keepdims=True) <= self.radius
         if inside.all():
             return theta
-        return np.where(inside, theta, np.copysign(project_on_simplex(lengths, self.r), theta))
+        return np.where(inside, theta, np.copysign(project_on_simplex(lengths, self.radius), theta))
 
     def minimise(self, direction: FloatArray) -> FloatArray:
         steepest = np.abs(direction).argmax(axis=-1, keepdims=True)
         point = np.zeros_like(direction)
-        np.put_along_axis(point, steepest, -self.r * np.sign(np.take_along_axis(direction, steepest, axis=-1)), axis=-1)
+        np.put_along_axis(
+            point, steepest, -self.radius * np.sign(np.take_along_axis(direction, steepest, axis=-1)), axis=-1
+        )
         return point
 
-    def radius(self, dim: int) -> float:
-        return self.r
 
-    def diameter(self, dim: int) -> float:
-        return 2 * self.r
+class TraceNorm(_Ball):
+    """Matrices whose singular values have a sum of at most `radius`, flattened row by row: of `softmax`, one a class."""
 
-
-@dataclass(frozen=True, slots=True)
-class TraceNorm:
-    """All matrices `(rows, columns)` whose singular values have a sum of at most r."""
-
-    rows: int
-    columns: int
-    r: float
-
-    contains_origin: ClassVar[bool] = True
+    kind: Literal["trace_norm"] = "trace_norm"
+    rows: PositiveInt
+    columns: PositiveInt
 
     @property
     def size(self) -> int:
@@ -182,10 +207,10 @@ class TraceNorm:
 
     def project(self, theta: FloatArray) -> FloatArray:
         left, values, right = np.linalg.svd(self._matrices(theta), full_matrices=False)
-        inside = values.sum(axis=-1, keepdims=True) <= self.r
+        inside = values.sum(axis=-1, keepdims=True) <= self.radius
         if inside.all():
             return theta
-        nearest = np.matmul(left * project_on_simplex(values, self.r)[..., None, :], right)
+        nearest = np.matmul(left * project_on_simplex(values, self.radius)[..., None, :], right)
         return np.where(inside, theta, nearest.reshape(theta.shape))
 
     def minimise(self, direction: FloatArray) -> FloatArray:
@@ -200,49 +225,55 @@ class TraceNorm:
         right = np.linalg.eigh(np.matmul(tall.swapaxes(-1, -2), tall))[1][..., :, -1:]
         left = np.matmul(tall, right)
         left = left / _nonzero(np.linalg.norm(left, axis=-2, keepdims=True))
-        point: FloatArray = -self.r * np.matmul(left, right.swapaxes(-1, -2))
+        point: FloatArray = -self.radius * np.matmul(left, right.swapaxes(-1, -2))
         return (point if self.rows >= self.columns else point.swapaxes(-1, -2)).reshape(direction.shape)
-
-    def radius(self, dim: int) -> float:
-        return self.r
-
-    def diameter(self, dim: int) -> float:
-        return 2 * self.r
 
     def _matrices(self, vectors: FloatArray) -> FloatArray:
         return vectors.reshape(*vectors.shape[:-1], self.rows, self.columns)
 
 
-@dataclass(frozen=True, slots=True)
-class Product:
-    """Vectors of consecutive blocks: the next `sizes[k]` coordinates lie in `parts[k]`."""
+class Block(Section):
+    """The next `size` parameters, and the set that they lie in."""
 
-    parts: tuple[DecisionSet, ...]
-    sizes: tuple[int, ...]
+    size: PositiveInt
+    set: OneDecisionSet
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.set.size not in (None, self.size):
+            raise ValueError(f"a block of {self.set.size} parameters must have that size, got {self.size}")
+        return self
+
+
+class Product(DecisionSet):
+    """Consecutive blocks of parameters, each with a set of its own."""
+
+    kind: Literal["product"] = "product"
+    blocks: Annotated[tuple[Block, ...], Field(min_length=1)]
 
     @property
     def size(self) -> int:
-        return sum(self.sizes)
+        return sum(block.size for block in self.blocks)
 
     @property
     def contains_origin(self) -> bool:
-        return all(part.contains_origin for part in self.parts)
+        return all(block.set.contains_origin for block in self.blocks)
 
     def project(self, theta: FloatArray) -> FloatArray:
-        return np.concatenate([part.project(block) for part, block in self._blocks(theta)], axis=-1)
+        return np.concatenate([each.project(part) for each, part in self._parts(theta)], axis=-1)
 
     def minimise(self, direction: FloatArray) -> FloatArray:
-        return np.concatenate([part.minimise(block) for part, block in self._blocks(direction)], axis=-1)
+        return np.concatenate([each.minimise(part) for each, part in self._parts(direction)], axis=-1)
 
-    def radius(self, dim: int) -> float:
-        return math.hypot(*(part.radius(size) for part, size in zip(self.parts, self.sizes, strict=True)))
+    def largest_norm(self, dim: int) -> float:
+        return math.hypot(*(block.set.largest_norm(block.size) for block in self.blocks))
 
     def diameter(self, dim: int) -> float:
-        return math.hypot(*(part.diameter(size) for part, size in zip(self.parts, self.sizes, strict=True)))
+        return math.hypot(*(block.set.diameter(block.size) for block in self.blocks))
 
-    def _blocks(self, vectors: FloatArray) -> Iterator[tuple[DecisionSet, FloatArray]]:
-        blocks: list[FloatArray] = np.split(vectors, np.cumsum(self.sizes)[:-1], axis=-1)
-        return zip(self.parts, blocks, strict=True)
+    def _parts(self, vectors: FloatArray) -> Iterator[tuple[DecisionSet, FloatArray]]:
+        parts: list[FloatArray] = np.split(vectors, np.cumsum([block.size for block in self.blocks])[:-1], axis=-1)
+        return zip([block.set for block in self.blocks], parts, strict=True)
 
 
 def project_on_simplex(theta: FloatArray, radius: float) -> FloatArray:
@@ -261,44 +292,3 @@ def project_on_simplex(theta: FloatArray, radius: float) -> FloatArray:
 
 def _nonzero(divisors: FloatArray) -> FloatArray:
     return np.where(divisors > 0, divisors, 1.0)
-
-
-def check_dim(decision_set: DecisionSet, dim: int) -> None:
-    """The set is made for so many parameters.
-
-    Raises:
-        SpecError: it is made for another number.
-    """
-    if decision_set.size not in (None, dim):
-        raise SpecError(
-            f"decision_set: the set is made for {decision_set.size} parameters, and the loss has {dim} with these "
-            "features (intercept included)"
-        )
-
-
-def build_decision_set(spec: DecisionSetSpec) -> DecisionSet:
-    """The set that a spec names.
-
-    Raises:
-        SpecError: an empty box, or a block of another size than its matrices.
-    """
-    match spec:
-        case L2BallSpec():
-            return L2Ball(spec.radius)
-        case BoxSpec():
-            if not spec.low < spec.high:
-                raise SpecError(f"decision_set: low must be below high, got low={spec.low}, high={spec.high}")
-            return Box(spec.low, spec.high)
-        case L1BallSpec():
-            return L1Ball(spec.radius)
-        case SimplexSpec():
-            return Simplex(spec.radius)
-        case TraceNormSpec():
-            return TraceNorm(spec.rows, spec.columns, spec.radius)
-        case ProductSpec():
-            parts = tuple(build_decision_set(block.set) for block in spec.blocks)
-            sizes = tuple(block.size for block in spec.blocks)
-            for part, size in zip(parts, sizes, strict=True):
-                if part.size not in (None, size):
-                    raise SpecError(f"decision_set: a block of {part.size} parameters must have that size, got {size}")
-            return Product(parts, sizes)

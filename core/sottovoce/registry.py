@@ -1,27 +1,173 @@
-"""Sections of a spec."""
+"""Sections of a run spec, and how a section that names its kind finds the class of that kind.
+
+A loss, a decision set, a graph, a rule for weights, a partition, an algorithm's parameters: each is one frozen class that
+checks itself and does its work. A registry knows the classes of one such family by the names that a spec gives them. A name is
+that of a built-in class, one that an installed package offers (an entry point), or `module:Class`.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import Annotated, Any, Generic, TypeVar, cast
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-)
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationInfo
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+from sottovoce.errors import SpecError
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-
-
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
-
-
-def shorthand(value: object) -> object:
-    """`ring` stands for `{kind: ring}`."""
-    return {"kind": value} if isinstance(value, str) else value
 
 
 class Section(BaseModel):
     """Part of a spec: frozen, and an unknown field is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @classmethod
+    def class_for(cls, fields: Mapping[str, Any]) -> type[Section]:
+        """The class for these fields, where one kind has several; they are not checked yet."""
+        return cls
+
+
+SectionT = TypeVar("SectionT", bound=Section)
+
+
+@dataclass(frozen=True, eq=False)
+class Registry(Generic[SectionT]):
+    """The classes of a family of sections. As `Annotated` metadata of a field it makes the section of its kind.
+
+    Attributes:
+        base: what all of them derive from.
+        built_in: name to `module:Class`: imported when asked for.
+        group: of the entry points by which packages offer more, and the family's name in errors.
+        key: the field that names the kind.
+        default: the kind where a section does not say; None: it must.
+    """
+
+    base: type[SectionT]
+    built_in: Mapping[str, str]
+    group: str
+    key: str = "kind"
+    default: str | None = None
+
+    def find(self, name: str, *, imports: bool = True) -> type[SectionT]:
+        """The class of a kind.
+
+        Args:
+            name: as a spec gives it.
+            imports: whether it may be `module:Class`. Not where the spec comes from somebody else: an installed package
+                that offers a short name is the owner's own choice, any code that lies on the machine is not.
+
+        Raises:
+            SpecError: there is none, or it cannot be imported.
+        """
+        where = self.built_in.get(name)
+        if where is None and ":" not in name:
+            where = (offered := self._offered).get(name)
+        if where is None and ":" not in name:
+            known = {*self.built_in, *offered}
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            listed = ", ".join(sorted(known))
+            raise SpecError(f"{self.key} must be one of {listed}, or module:Class of your own, got {name!r}{hint}")
+        if where is None:
+            refuse_code(name, imports=imports)
+        found = load(where or name, self.key)
+        if not (isinstance(found, type) and issubclass(found, self.base)):
+            wanted = f"{self.base.__module__}.{self.base.__name__}"
+            raise SpecError(f"{self.key}: {where or name!r} must be a subclass of {wanted}, got {found!r}")
+        return found
+
+    def class_of(self, section: object, *, imports: bool = True) -> type[SectionT] | None:
+        """The class that a section asks for; None where it is no section, or does not say.
+
+        Raises:
+            SpecError: as `find`.
+        """
+        fields = self._fields(section)
+        name = fields.get(self.key) if fields is not None else None
+        if not isinstance(name, str):
+            return None
+        return cast("type[SectionT]", self.find(name, imports=imports).class_for(fields or {}))
+
+    def _fields(self, section: object) -> Mapping[str, Any] | None:
+        """A section in full: `ring` stands for `{kind: ring}`."""
+        if isinstance(section, str):
+            return {self.key: section}
+        if isinstance(section, Mapping):
+            return {self.key: self.default, **section} if self.default else section
+        return None
+
+    @property
+    def _offered(self) -> dict[str, str]:
+        """Read anew each time: a package may have been installed since."""
+        return {point.name: point.value for point in entry_points(group=f"sottovoce.{self.group}")}
+
+    # ---- as metadata of a field ------------------------------------------------------------------------------
+
+    def _validate(self, value: object, info: ValidationInfo) -> object:
+        if isinstance(value, self.base):
+            return value
+        fields = self._fields(value)
+        try:
+            found = self.class_of(value, imports=(info.context or {}).get("imports", True))
+        except SpecError as error:
+            raise PydanticCustomError("kind", "{text}", {"text": str(error)}) from None
+        if fields is None:
+            raise PydanticCustomError("section", "{text}", {"text": f"must be a {self.key} or a mapping of fields"})
+        if found is None:
+            listed = ", ".join(sorted(self.built_in))
+            raise PydanticCustomError("kind", "{text}", {"text": f"{self.key} is required: one of {listed}"})
+        return found.model_validate(fields, context=info.context)
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.with_info_before_validator_function(self._validate, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """Any of the built-in classes; a word where a class needs no more fields."""
+        classes = {name: self.find(name) for name in self.built_in}
+        listed = [handler(each.__pydantic_core_schema__) for each in dict.fromkeys(classes.values())]
+        for each in map(handler.resolve_ref_schema, listed):
+            kind = each["properties"][self.key].get("const")
+            each["required"] = list(
+                dict.fromkeys([*([] if kind == self.default else [self.key]), *each.get("required", ())])
+            )
+        words = [name for name, each in classes.items() if set(self._needed(each)) <= {self.key}]
+        return {"anyOf": [{"enum": words}, *listed]}
+
+    def _needed(self, section: type[SectionT]) -> list[str]:
+        return [name for name, field in section.model_fields.items() if field.is_required()]
+
+
+def refuse_code(name: str, *, imports: bool) -> None:
+    """Nobody else's spec names code for us to import.
+
+    Raises:
+        SpecError: this one does, and may not.
+    """
+    if not imports:
+        raise SpecError(
+            f"a service imports no code that a spec from elsewhere names, got {name!r}: start it with --allow-imports, or "
+            "install a package that offers it under a short name"
+        )
+
+
+def load(where: str, field: str) -> Any:
+    """What `module:Name` names.
+
+    Raises:
+        SpecError: it cannot be imported.
+    """
+    module, _, attribute = where.partition(":")
+    try:
+        return getattr(import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise SpecError(
+            f"{field}: cannot import {where!r}: {error}; is it installed, or its folder in PYTHONPATH?"
+        ) from None

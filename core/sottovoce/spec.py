@@ -1,46 +1,31 @@
 """The run spec: one YAML file that `run`, `up` and `simulate` read alike.
 
-A spec is checked once, here, and is a frozen value afterwards. What a section means is decided by the module that it
-names: `topology`, `data`, `losses`, `decision_sets`, `algorithms`.
+A spec is checked once, here, and is a frozen value afterwards. What a section means is decided by its own class: `losses`,
+`decision_sets`, `network`, `data`, `algorithms`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import (
-    Field,
-    PositiveInt,
-    SerializeAsAny,
-    ValidationError,
-    create_model,
-    model_validator,
-)
+from pydantic import Field, PositiveInt, ValidationError, model_validator
 
-from sottovoce.algorithms.parameters import AlgorithmSpec
-from sottovoce.data.specs import DataSpec
-from sottovoce.decision_sets_specs import DecisionSetSpec, L2BallSpec
+from sottovoce.algorithms import AnyAlgorithm
+from sottovoce.data.source import DataSpec
+from sottovoce.decision_sets import AnyDecisionSet, L2Ball
 from sottovoce.errors import SpecError
-from sottovoce.losses.specs import AnyLossSpec, LogisticSpec
-from sottovoce.network.specs import TopologySpec
-from sottovoce.registry import Positive, Section
+from sottovoce.losses import AnyLoss
+from sottovoce.losses.logistic import Logistic
+from sottovoce.network.topology import Topology
+from sottovoce.registry import Positive, Registry, Section
 
 LEARNER_NAME = r"^\w[\w .-]{0,62}$"
 """It is part of file names: no slashes."""
 LearnerName = Annotated[str, Field(pattern=LEARNER_NAME)]
-
-
-# ---- topology --------------------------------------------------------------------------------------------
-
-
-# ---- data ------------------------------------------------------------------------------------------------
-
-
-# ---- learning --------------------------------------------------------------------------------------------
 
 
 class PrivacySpec(Section):
@@ -48,9 +33,6 @@ class PrivacySpec(Section):
 
     budget: Positive | tuple[Positive, ...] | None = None
     """Epsilon at which a learner stops speaking (None: it counts, and never stops)."""
-
-
-# ---- running ---------------------------------------------------------------------------------------------
 
 
 class ClockSpec(Section):
@@ -88,10 +70,10 @@ class RunSpec(Section):
     rounds: PositiveInt
     learners: PositiveInt | Annotated[tuple[LearnerName, ...], Field(min_length=1)] = 5
     """How many, or their names."""
-    algorithm: SerializeAsAny[AlgorithmSpec]
-    loss: AnyLossSpec = LogisticSpec()
-    decision_set: DecisionSetSpec = L2BallSpec(kind="l2_ball", radius=100.0)
-    topology: TopologySpec = TopologySpec()
+    algorithm: AnyAlgorithm
+    loss: AnyLoss = Logistic()
+    decision_set: AnyDecisionSet = L2Ball(radius=100.0)
+    topology: Topology = Topology()
     data: DataSpec = DataSpec()
     privacy: PrivacySpec = PrivacySpec()
     clock: ClockSpec = ClockSpec()
@@ -129,61 +111,34 @@ def parse_spec(document: object, *, source: str = "spec", imports: bool = True) 
     Args:
         document: as YAML or JSON gives it.
         source: what errors call it.
-        imports: whether a spec may name code to import (`module:Class`). Not where it comes from somebody else: an
-            installed package that offers its algorithm under a short name is the owner's own choice, this is not.
+        imports: whether a spec may name code to import (`module:Class`). Not where it comes from somebody else.
 
     Raises:
         SpecError: one line per problem, each with the field, the value and what is allowed.
     """
     if not isinstance(document, Mapping):
         raise SpecError(f"{source}: a run spec must be a mapping of fields, got {type(document).__name__}")
-    if not imports and (named := code_to_import(document)):
-        raise SpecError(
-            f"{source}: a service imports no code that a spec from elsewhere names, got {named!r}: start it with "
-            "--allow-imports, or install a package that offers the algorithm under a short name"
-        )
-    fields: dict[Any, Any] = dict(document)
-    lines: list[str] = []
     try:
-        fields["algorithm"] = _parse_algorithm(document.get("algorithm"))
+        return RunSpec.model_validate(document, context={"imports": imports})
     except ValidationError as error:
-        known = _fields_of(document.get("algorithm"))
-        lines = [_explain({**p, "loc": ("algorithm", *p["loc"])}, source, known) for p in error.errors()]
-    except SpecError as error:
-        lines = [f"{source}: {error}"]
-    if lines:
-        fields["algorithm"] = AlgorithmSpec(name="")
-    try:
-        spec = RunSpec.model_validate(fields)
-    except ValidationError as error:
-        raise SpecError("\n".join(lines + [_explain(problem, source) for problem in error.errors()])) from None
-    if lines:
-        raise SpecError("\n".join(lines))
-    return spec
+        lines = [_explain(problem, source, document) for problem in error.errors()]
+        raise SpecError("\n".join(lines)) from None
 
 
-def code_to_import(document: Mapping[Any, Any]) -> str | None:
+def code_to_import(section: object) -> str | None:
     """What a spec, as YAML or JSON gives it, names as `module:Class`; None: nothing."""
-    places = (("algorithm", "name"), ("loss", "module"))
-    sections = [(document.get(section), field) for section, field in places]
-    named = [str(section.get(field, "")) for section, field in sections if isinstance(section, Mapping)]
-    return next((name for name in named if ":" in name), None)
+    return next(_code_in(section), None)
 
 
-def _parse_algorithm(section: object) -> AlgorithmSpec:
-    """The section `algorithm`, by the class that its name chooses.
-
-    Raises:
-        SpecError: there is no such algorithm.
-        ValidationError: its parameters are wrong.
-    """
-    from sottovoce.algorithms import spec_class
-
-    if isinstance(section, str):
-        section = {"name": section}
-    if not isinstance(section, Mapping) or not isinstance(section.get("name"), str):
-        return AlgorithmSpec.model_validate({} if section is None else section)
-    return spec_class(section["name"]).model_validate(section)
+def _code_in(section: object) -> Iterator[str]:
+    if isinstance(section, Mapping):
+        for key, value in section.items():
+            if key in ("kind", "name", "module") and isinstance(value, str) and ":" in value:
+                yield value
+            yield from _code_in(value)
+    elif isinstance(section, list | tuple):
+        for value in section:
+            yield from _code_in(value)
 
 
 def load_spec(path: Path) -> RunSpec:
@@ -207,29 +162,16 @@ def dump_spec(spec: RunSpec) -> str:
 
 
 def spec_schema() -> str:
-    """JSON schema of a run spec, for editors, with the algorithms that are installed."""
-    from sottovoce.algorithms import spec_classes
-
-    known: Any = Union[tuple(dict.fromkeys(spec_classes().values()))]  # noqa: UP007
-    fields: dict[str, Any] = {"algorithm": (Annotated[known, Field()], ...)}
-    return json.dumps(create_model("RunSpec", __base__=RunSpec, **fields).model_json_schema(), indent=2)
+    """JSON schema of a run spec, for editors, with all built-in kinds."""
+    return json.dumps(RunSpec.model_json_schema(), indent=2)
 
 
-def _fields_of(section: object) -> tuple[str, ...]:
-    """The parameters of an algorithm; none where it is not known which."""
-    from sottovoce.algorithms import spec_class
-
-    if not isinstance(section, Mapping) or not isinstance(section.get("name"), str):
-        return ()
-    return tuple(spec_class(section["name"]).model_fields)
-
-
-def _explain(problem: Any, source: str, known: tuple[str, ...] = ()) -> str:
-    """One pydantic problem as a line for a person; `known`: the fields of the section, where they are known."""
+def _explain(problem: Any, source: str, document: Mapping[Any, Any]) -> str:
+    """One pydantic problem as a line for a person."""
     where = ".".join(str(part) for part in problem["loc"]) or "spec"
-    came = problem.get("input")
     match problem["type"]:
         case "extra_forbidden":
+            known = _fields_at(problem["loc"][:-1], document)
             there = (
                 f"the fields are {', '.join(known)}"
                 if known
@@ -238,6 +180,25 @@ def _explain(problem: Any, source: str, known: tuple[str, ...] = ()) -> str:
             return f"{source}: unknown field {where}; {there}"
         case "missing":
             return f"{source}: field {where} is required"
+        case "kind":  # a registry's own words
+            text = problem["msg"]
+            dot, field = "." if text.startswith(("kind", "name")) else ": ", "field " if " is required" in text else ""
+            return f"{source}: {field}{where}{dot}{text}"
         case _:
             text = problem["msg"].removeprefix("Value error, ")
-            return f"{source}: {where}: {text[0].lower() + text[1:]}, got {came!r}"
+            return f"{source}: {where}: {text[0].lower() + text[1:]}, got {problem.get('input')!r}"
+
+
+def _fields_at(place: tuple[int | str, ...], document: Any) -> tuple[str, ...]:
+    """The fields of the section at a place of a document; none where it is not known which it is."""
+    section: Any = RunSpec
+    for part in place:
+        field = (
+            section.model_fields.get(str(part)) if isinstance(section, type) and issubclass(section, Section) else None
+        )
+        document = document.get(part) if isinstance(document, Mapping) else None
+        if field is None:
+            return ()
+        registry = next((each for each in field.metadata if isinstance(each, Registry)), None)
+        section = field.annotation if registry is None else registry.class_of(document)
+    return tuple(section.model_fields) if isinstance(section, type) and issubclass(section, Section) else ()

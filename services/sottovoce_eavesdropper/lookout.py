@@ -16,7 +16,7 @@ import structlog
 from sottovoce.algorithms.interface import Message, OnLattice
 from sottovoce.audit.noticing import Expected, Finding, Noticing, Said
 from sottovoce.errors import RemoteProtocolError, SottovoceError
-from sottovoce.network.topology import Network
+from sottovoce.network.network import Network
 from sottovoce.running.run import Run, build_run
 from sottovoce.spec import parse_spec
 from sottovoce_rpc.codec import decode_round, parse_round, round_length

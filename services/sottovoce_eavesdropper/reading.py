@@ -13,7 +13,7 @@ import numpy as np
 
 from sottovoce.arrays import FloatArray
 from sottovoce.errors import CaptureError, EquivocationError, RemoteProtocolError
-from sottovoce.network.topology import Network
+from sottovoce.network.network import Network
 from sottovoce.running.transcript import Transcript
 from sottovoce_eavesdropper.lookout import EXCHANGE
 from sottovoce_eavesdropper.parts import MIB, read_part

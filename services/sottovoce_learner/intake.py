@@ -11,7 +11,7 @@ from itertools import accumulate
 from sottovoce.arrays import Batch, FloatArray
 from sottovoce.data import check_batch
 from sottovoce.errors import DataError, NotReady, RemoteProtocolError
-from sottovoce.losses.specs import LossSpec
+from sottovoce.losses.loss import Loss
 from sottovoce_rpc.codec import from_tensor
 from sottovoce_wire.v1 import learner_pb2
 
@@ -21,12 +21,12 @@ class Intake:
 
     Args:
         n_features: features of a record.
-        spec: the loss's section of the run spec.
+        loss: of the run.
         rounds: planned rounds of the run.
     """
 
-    def __init__(self, n_features: int, spec: LossSpec, rounds: int) -> None:
-        self._n_features, self._spec, self._rounds = n_features, spec, rounds
+    def __init__(self, n_features: int, loss: Loss, rounds: int) -> None:
+        self._n_features, self._loss, self._rounds = n_features, loss, rounds
         self._next: dict[str, int] = {}
         self._batches: dict[int, Batch] = {}
         self._nothing = Batch.empty(n_features)
@@ -51,7 +51,7 @@ class Intake:
         if batch.sequence > due:
             raise NotReady(f"source {batch.source!r} must send batch {due} next, got batch {batch.sequence}")
         features, labels = from_tensor(batch.features), from_tensor(batch.labels)
-        check_batch(features, labels, self._n_features, self._spec)
+        check_batch(features, labels, self._n_features, self._loss)
         first, counts = self._rounds_of(batch, len(labels))
         self._file(first, counts, features, labels)
         self._next[batch.source] = due + 1

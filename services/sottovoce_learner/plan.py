@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from sottovoce.errors import RemoteProtocolError
-from sottovoce.network.topology import Network
+from sottovoce.network.network import Network
 
 ROUNDING = 1e-9
 """How far an announced weight may be from ours."""

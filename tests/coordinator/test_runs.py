@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sottovoce.network.specs import Edges
+from sottovoce.network.graphs import Edges
 from sottovoce.running.run import build_run
 from sottovoce_coordinator.runs import Overhearing, RunBook, RunState, missing
 from sottovoce_rpc.directives import Assignment, Directive, Epoch, Grant, Neighbour

@@ -19,7 +19,10 @@ from sottovoce.algorithms.interface import HeardByAll, HeardFromNeighbours, Mess
 from sottovoce.arrays import Batch, FloatArray, Scalars
 from sottovoce.data import LearnerData, PlacedData
 from sottovoce.errors import CheckFailed
-from sottovoce.losses import Logistic, MarginLoss, SmoothedHinge, sigmoid
+from sottovoce.losses import MarginLoss
+from sottovoce.losses.hinge import SmoothedHinge
+from sottovoce.losses.logistic import Logistic
+from sottovoce.losses.margin import sigmoid
 from sottovoce.noise import Noise, NoNoise, RecordedNoise, Recorder, SeededNoise, SystemNoise
 from sottovoce.running.replay import Losses, replay
 from sottovoce.running.run import Run, build_run
@@ -243,7 +246,11 @@ def test_before_its_first_record_a_learner_is_silent_about_it(algorithm: dict[st
 # ---- the solver ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("loss", [Logistic(1.0, 0.0), SmoothedHinge(1.0, 0.0, width=1e-3)], ids=["logistic", "hinge"])
+@pytest.mark.parametrize(
+    "loss",
+    [Logistic(feature_bound=1.0, ridge=0.0), SmoothedHinge(feature_bound=1.0, ridge=0.0, width=1e-3)],
+    ids=["logistic", "hinge"],
+)
 def test_the_solver_gets_there_from_everywhere(loss: MarginLoss) -> None:
     generator = np.random.default_rng(0)
     features, labels = loss.enforce(generator.normal(size=(40, 4)), (generator.random(40) < 0.5).astype(float))
@@ -260,7 +267,7 @@ def test_the_solver_gets_there_from_everywhere(loss: MarginLoss) -> None:
 
 
 def test_where_newton_fails_the_gradient_gets_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    loss = Logistic(1.0, 0.0)
+    loss = Logistic(feature_bound=1.0, ridge=0.0)
     problem = LocalProblem(loss, Batch(np.eye(2), np.array([0.0, 1.0])), 1.0, 1.25, 1.0, np.array([3.0, -1.0]), 1e-10)
     best = problem.minimise(np.zeros(2))
     uphill = -np.eye(2)

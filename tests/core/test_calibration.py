@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sottovoce.algorithms import BUILT_IN, spec_class
+from sottovoce.algorithms import ALGORITHMS
 from sottovoce.algorithms.parameters import AlgorithmSpec
 from sottovoce.algorithms.per_learner import divided, times
 from sottovoce.budget.calibration import TOLERANCE, Budget, Calibrated, calibrate, epsilons
@@ -62,7 +62,7 @@ def calibrated(spec: RunSpec, *targets: float, **more: Any) -> Calibrated:
 
 
 def test_every_built_in_algorithm_is_either_noisy_or_silent() -> None:
-    assert {*NOISY, *SILENT} == set(BUILT_IN)
+    assert {*NOISY, *SILENT} == set(ALGORITHMS.built_in)
 
 
 # ---- targets ---------------------------------------------------------------------------------------------------------
@@ -193,7 +193,7 @@ def test_twice_the_noise_is_twice_the_scale(name: str) -> None:
     if name != "dvp":
         assert after.noise_scale(0, t) == pytest.approx(2 * before.noise_scale(0, t), rel=1e-9)
     assert after.guarantee(0).epsilon() == pytest.approx(before.guarantee(0).epsilon() / 2, rel=1e-2)
-    assert spec_class(name).model_validate(louder.algorithm.model_dump()) == louder.algorithm
+    assert ALGORITHMS.find(name).model_validate(louder.algorithm.model_dump()) == louder.algorithm
 
 
 def test_times() -> None:

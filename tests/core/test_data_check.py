@@ -10,17 +10,13 @@ import pytest
 
 from sottovoce.data import check_batch
 from sottovoce.errors import DataError
-from sottovoce.losses.specs import (
-    HingeSpec,
-    LeastSquaresSpec,
-    LogisticSpec,
-    LossSpec,
-    RidgeSpec,
-    SmoothedHingeSpec,
-    SoftmaxSpec,
-)
+from sottovoce.losses.hinge import Hinge, SmoothedHinge
+from sottovoce.losses.logistic import Logistic
+from sottovoce.losses.loss import Loss
+from sottovoce.losses.quadratic import LeastSquares, Ridge
+from sottovoce.losses.softmax import Softmax
 
-LOGISTIC, RIDGE = LogisticSpec(), RidgeSpec()
+LOGISTIC, RIDGE = Logistic(), Ridge()
 SECRET = 8.625
 """A record value that no message may quote."""
 
@@ -28,9 +24,9 @@ SECRET = 8.625
 def test_accepts_records_of_each_loss() -> None:
     check_batch(np.full((2, 3), SECRET), np.array([0.0, 1.0]), 3, LOGISTIC)
     check_batch(np.full((2, 3), SECRET), np.array([-2.5, SECRET]), 3, RIDGE)
-    check_batch(np.full((2, 3), SECRET), np.array([-2.5, SECRET]), 3, LeastSquaresSpec())
-    check_batch(np.full((2, 3), SECRET), np.array([0.0, 1.0]), 3, HingeSpec())
-    check_batch(np.full((2, 3), SECRET), np.array([0.0, 4.0]), 3, SoftmaxSpec(classes=5))
+    check_batch(np.full((2, 3), SECRET), np.array([-2.5, SECRET]), 3, LeastSquares())
+    check_batch(np.full((2, 3), SECRET), np.array([0.0, 1.0]), 3, Hinge())
+    check_batch(np.full((2, 3), SECRET), np.array([0.0, 4.0]), 3, Softmax(classes=5))
 
 
 def test_accepts_a_round_without_records() -> None:
@@ -61,15 +57,15 @@ def test_refuses(features: np.ndarray, labels: np.ndarray, message: str) -> None
 @pytest.mark.parametrize(
     ("loss", "allowed"),
     [
-        (HingeSpec(), "of the hinge loss must be 0 or 1,"),
-        (SmoothedHingeSpec(), "of the smoothed_hinge loss must be 0 or 1,"),
-        (SoftmaxSpec(classes=2), "of the softmax loss must be 0 or 1,"),
-        (SoftmaxSpec(classes=5), "of the softmax loss must be whole numbers from 0 to 4,"),
+        (Hinge(), "of the hinge loss must be 0 or 1,"),
+        (SmoothedHinge(), "of the smoothed_hinge loss must be 0 or 1,"),
+        (Softmax(classes=2), "of the softmax loss must be 0 or 1,"),
+        (Softmax(classes=5), "of the softmax loss must be whole numbers from 0 to 4,"),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("label", [-1.0, 0.5, 5.0, SECRET])
-def test_refuses_labels_that_are_no_class(loss: LossSpec, allowed: str, label: float) -> None:
+def test_refuses_labels_that_are_no_class(loss: Loss, allowed: str, label: float) -> None:
     with pytest.raises(DataError, match=allowed) as caught:
         check_batch(np.zeros((2, 1)), np.array([0.0, label]), 1, loss)
     assert str(label) not in str(caught.value)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from sottovoce.algorithms.ldp_dol.parameters import LdpDolSpec
 from sottovoce.data import Dataset, LearnerData, PlacedData
 from sottovoce.data.dataset import Labelled
-from sottovoce.data.partition import assign
-from sottovoce.data.specs import ByLabel, DataSpec, Dirichlet, Iid, Paper4060, Partition
+from sottovoce.data.partition import ByLabel, Dirichlet, Iid, Paper4060, Partition
+from sottovoce.data.source import DataSpec
 from sottovoce.errors import DataError, SpecError
 from sottovoce.running.placement import place
 from sottovoce.spec import RunSpec
@@ -60,7 +60,7 @@ def owners(
     partition: Partition, classes: np.ndarray, n_learners: int, seed: int = 0, labels: np.ndarray | None = None
 ) -> np.ndarray:
     labels = classes.astype(float) if labels is None else labels
-    return assign(partition, labels, classes, n_learners, np.random.default_rng(seed))
+    return partition.owners(labels, classes, n_learners, np.random.default_rng(seed))
 
 
 # ---- partition -------------------------------------------------------------------------------------------------------

@@ -12,15 +12,19 @@ import numpy as np
 import pytest
 
 from sottovoce.data import Dataset, load_dataset
-from sottovoce.data.specs import DataSpec
+from sottovoce.data.source import DataSpec
 from sottovoce.errors import DataError, SpecError
-from sottovoce.losses.specs import HingeSpec, LeastSquaresSpec, LogisticSpec, LossSpec, RidgeSpec, SoftmaxSpec
+from sottovoce.losses.hinge import Hinge
+from sottovoce.losses.logistic import Logistic
+from sottovoce.losses.loss import Loss
+from sottovoce.losses.quadratic import LeastSquares, Ridge
+from sottovoce.losses.softmax import Softmax
 
-LOGISTIC, RIDGE = LogisticSpec(), RidgeSpec()
+LOGISTIC, RIDGE = Logistic(), Ridge()
 Save = Callable[..., Path]
 
 
-def load(source: object, loss: LossSpec = LOGISTIC, folder: Path | None = None, **fields: Any) -> Dataset:
+def load(source: object, loss: Loss = LOGISTIC, folder: Path | None = None, **fields: Any) -> Dataset:
     return load_dataset(DataSpec(source=str(source), **fields), loss, folder=folder)
 
 
@@ -349,26 +353,26 @@ def test_logistic_labels_refused(
 
 def test_hinge_labels_are_those_of_the_logistic_loss(npz: Save) -> None:
     path = npz(X=np.ones((3, 1)), y=["m", "b", "m"])
-    assert load(path, HingeSpec()).labels.tolist() == load(path).labels.tolist() == [1, 0, 1]
+    assert load(path, Hinge()).labels.tolist() == load(path).labels.tolist() == [1, 0, 1]
     with pytest.raises(DataError, match="the hinge loss needs at least two distinct labels, got only 4"):
-        load(npz(X=np.ones((2, 1)), y=[4, 4]), HingeSpec())
+        load(npz(X=np.ones((2, 1)), y=[4, 4]), Hinge())
 
 
 def test_softmax_labels_are_ranks(npz: Save) -> None:
     """Fewer labels than classes are fine: some may come later, from live records."""
     path = npz(X=np.ones((4, 1)), y=[30, 10, 20, 30], X_test=np.ones((1, 1)), y_test=[40])
-    dataset = load(path, SoftmaxSpec(classes=5))
+    dataset = load(path, Softmax(classes=5))
     assert dataset.labels.tolist() == [2, 0, 1, 2]
     assert dataset.labels.dtype == np.float64
     assert dataset.test is not None
     assert dataset.test.labels.tolist() == [3]
-    assert load(npz(X=np.ones((3, 1)), y=["c", "a", "c"]), SoftmaxSpec(classes=2)).labels.tolist() == [1, 0, 1]
+    assert load(npz(X=np.ones((3, 1)), y=["c", "a", "c"]), Softmax(classes=2)).labels.tolist() == [1, 0, 1]
 
 
 def test_more_labels_than_classes_are_refused(npz: Save) -> None:
     path = npz(X=np.ones((3, 1)), y=[30, 10, 20])
     with pytest.raises(SpecError, match=r"loss\.classes must be at least .*, got 2 for 3 labels: 10, 20, 30"):
-        load(path, SoftmaxSpec(classes=2))
+        load(path, Softmax(classes=2))
 
 
 def test_ridge_labels_stay_as_they_are(npz: Save) -> None:
@@ -380,4 +384,4 @@ def test_ridge_refuses_text(npz: Save) -> None:
     with pytest.raises(DataError, match="ridge loss must be numbers, got text: high, low"):
         load(npz(X=np.ones((2, 1)), y=["low", "high"]), RIDGE)
     with pytest.raises(DataError, match="least_squares loss must be numbers, got text"):
-        load(npz(X=np.ones((2, 1)), y=["low", "high"]), LeastSquaresSpec())
+        load(npz(X=np.ones((2, 1)), y=["low", "high"]), LeastSquares())

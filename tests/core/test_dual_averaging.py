@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import pytest
@@ -17,11 +17,11 @@ from sottovoce.algorithms.interface import HeardByAll, HeardFromNeighbours, Mess
 from sottovoce.algorithms.setting import Setting
 from sottovoce.arrays import Batch, FloatArray
 from sottovoce.data import LearnerData, PlacedData
-from sottovoce.decision_sets import build_decision_set
 from sottovoce.errors import CheckFailed
-from sottovoce.losses import Logistic, Loss, build_loss
-from sottovoce.network.network import Mixing, Network, PeriodicNetwork
-from sottovoce.network.topology import build_topology
+from sottovoce.losses import Loss
+from sottovoce.losses.logistic import Logistic
+from sottovoce.network.mixing import Mixing
+from sottovoce.network.network import Network, PeriodicNetwork
 from sottovoce.noise import Noise, NoNoise, RecordedNoise, Recorder, SeededNoise
 from sottovoce.running.replay import Losses, replay
 from sottovoce.running.run import Run, build_run
@@ -55,10 +55,9 @@ def digraphs(n: int, period: int = 3, seed: int = 0) -> PeriodicNetwork:
 
 def metropolis(n: int, graph: str = "path") -> Network:
     spec = parse_spec({"rounds": 1, "algorithm": {"name": "ldp-dol"}, "topology": {"graph": graph}})
-    return build_topology(spec.topology, n, rounds=1)
+    return spec.topology.network(n, rounds=1)
 
 
-@dataclass(frozen=True)
 class Gradient(Logistic):
     """Not logistic: a record's gradient is its row (label 0), or `||row|| theta/||theta||` (label 1)."""
 
@@ -74,7 +73,7 @@ class Gradient(Logistic):
 class Bent(Gradient):
     """A loss that does not say that it is convex."""
 
-    convex = False
+    convex: ClassVar[bool] = False
 
 
 def assemble(
@@ -92,10 +91,10 @@ def assemble(
     document = {"rounds": rounds, "learners": network.n_learners, "algorithm": {"name": name, **parameters}}
     sections = {"loss": loss if isinstance(loss, dict) else {}, "decision_set": decision_set}
     spec = parse_spec({**document, **sections})
-    made: Loss = build_loss(spec.loss) if isinstance(loss, dict) else loss
-    setting = Setting(rounds, dim, made, build_decision_set(spec.decision_set), network)
+    made: Loss = spec.loss if isinstance(loss, dict) else loss
+    setting = Setting(rounds, dim, made, spec.decision_set, network)
     algorithm, findings = spec.algorithm.build(setting)
-    return Run(spec, network, made, algorithm, findings)
+    return Run(spec.model_copy(update={"loss": made}), network, algorithm, findings)
 
 
 def method(run: Run) -> DualAveraging:
@@ -260,7 +259,7 @@ def test_noisy_blocks_lie_on_the_lattice() -> None:
 def regret(run: Run, network: Network, slopes: FloatArray) -> FloatArray:
     """`(rounds,)` regret per round so far of the decision put together of all blocks, for linear losses."""
     mask, total, rates = blocks(run.algorithm.dim, run.spec.n_learners), 0.0, []
-    radius = method(run).decision_set.radius(run.algorithm.dim)
+    radius = method(run).decision_set.largest_norm(run.algorithm.dim)
     ball = run.spec.decision_set.kind == "l2_ball"
     for step in rounds_of(run, shared(run, features=slopes), NoNoise(), network):
         total += float(slopes[step.t] @ (step.spoken.decision[:, 0] * mask).sum(axis=0))
@@ -273,7 +272,7 @@ def regret(run: Run, network: Network, slopes: FloatArray) -> FloatArray:
 @pytest.mark.parametrize("name", ["dpsda-c", "dpsda-ps"])
 def test_without_noise_regret_per_round_vanishes(name: str) -> None:
     """Linear losses that change with every round, on a box."""
-    run = assemble(name, rounds=4000, dim=6, loss=Gradient(30.0, 0.0))
+    run = assemble(name, rounds=4000, dim=6, loss=Gradient(feature_bound=30.0, ridge=0.0))
     slopes = np.random.default_rng(9).normal(0.2, 1.0, size=(4000, 6)) / 2
     rates = regret(run, run.topology, slopes)
 
@@ -284,7 +283,13 @@ def test_without_noise_regret_per_round_vanishes(name: str) -> None:
 def test_row_stochastic_weights_lead_to_a_wrong_point_on_a_ball() -> None:
     """The star with 1/degree weights weighs blocks by the hub's 5/13 and the leaves' 2/13: regret per round stays 0.206."""
     slope = np.array([1.0, -1.0, 1.0, -1.0, 1.0]) * np.ones((3000, 1))
-    run = assemble(network=metropolis(5, "star"), rounds=3000, dim=5, loss=Gradient(9.0, 0.0), decision_set=BALL)
+    run = assemble(
+        network=metropolis(5, "star"),
+        rounds=3000,
+        dim=5,
+        loss=Gradient(feature_bound=9.0, ridge=0.0),
+        decision_set=BALL,
+    )
     star = np.eye(5)
     star[0, :] = star[:, 0] = 1.0
     row_stochastic = cycle(mixing(star / star.sum(axis=1, keepdims=True)))
@@ -431,7 +436,13 @@ def test_the_joint_sensitivity_is_attained(name: str) -> None:
 
 def test_one_round_can_cost_more_than_the_paper_says() -> None:
     """Before mixing `z_i = n u_i e_i`; a radial loss against a linear one then costs 6 times `2 n L / sigma` at n = 9."""
-    run = assemble(network=metropolis(9, "complete"), rounds=3, dim=9, loss=Gradient(1.0, 0.0), decision_set=BALL)
+    run = assemble(
+        network=metropolis(9, "complete"),
+        rounds=3,
+        dim=9,
+        loss=Gradient(feature_bound=1.0, ridge=0.0),
+        decision_set=BALL,
+    )
     data = shared(run, features=np.full((3, 9), 1 / 3))
     silent = [step.message for step in rounds_of(run, data, NoNoise())]
     transcript = Transcript({"h": np.stack([message["h"] for message in silent])})
@@ -594,7 +605,7 @@ def test_what_is_refused(code: str, name: str, changes: dict[str, Any]) -> None:
         ([], "dpsda-ps", {}),
         ([], "dpps", {"primal": "noised", "decision_set": BALL}),
         (["CLEAN_PRIMAL"], "dpps", {}),
-        (["NOT_CONVEX"], "dpsda-c", {"loss": Bent(1.0, 0.0)}),
+        (["NOT_CONVEX"], "dpsda-c", {"loss": Bent(feature_bound=1.0, ridge=0.0)}),
         (["PRODUCT_SET"], "dpsda-c", {"decision_set": BALL}),
         (["CLEAN_PRIMAL"], "dpsda-ps", {"primal": "clean"}),
         (["ROW_STOCHASTIC"], "dpsda-c", {"network": cycle(ROWS), "allow_row_stochastic": True}),

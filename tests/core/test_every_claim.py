@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 
-from sottovoce.algorithms import BUILT_IN
+from sottovoce.algorithms import ALGORITHMS
 from sottovoce.algorithms.interface import HeardFromNeighbours, Message, Who
 from sottovoce.arrays import Batch, FloatArray, Scalars
 from sottovoce.noise import Noise, SeededNoise
@@ -46,7 +46,7 @@ def seeded(name: str, offset: int = 0) -> np.random.Generator:
 
 
 def test_every_algorithm_is_attacked() -> None:
-    assert {setup.algorithm["name"] for setup in (*SETUPS.values(), *EXPOSED.values())} == set(BUILT_IN)
+    assert {setup.algorithm["name"] for setup in (*SETUPS.values(), *EXPOSED.values())} == set(ALGORITHMS.built_in)
 
 
 # ---- never above the claim -------------------------------------------------------------------------------------------

@@ -23,8 +23,9 @@ from sottovoce.algorithms.setting import Setting
 from sottovoce.arrays import FloatArray, Scalars
 from sottovoce.data import LearnerData, PlacedData
 from sottovoce.errors import CheckFailed, SpecError
-from sottovoce.losses import Logistic, mean_gradient
-from sottovoce.network.topology import Topology
+from sottovoce.losses import mean_gradient
+from sottovoce.losses.logistic import Logistic
+from sottovoce.network.fixed import FixedNetwork
 from sottovoce.noise import Noise, NoNoise, SeededNoise
 from sottovoce.running.replay import replay
 from sottovoce.running.run import Run, build_run
@@ -293,7 +294,7 @@ def test_learning_starts_where_the_loss_says() -> None:
     for name in ("pd-ftgl", "pd-ocg", "d-ftgl"):
         run = ran(name, loss={**LOSS, "ridge": 0.0}, algorithm={"multiplier": 1e6})
         assert isinstance(run.algorithm, PdFtgl | DFtgl)
-        elsewhere = replace(run.algorithm, loss=Elsewhere(2.0, 0.0, math.inf))
+        elsewhere = replace(run.algorithm, loss=Elsewhere(feature_bound=2.0, ridge=0.0))
         last = simulated(replace(run, algorithm=elsewhere), made_up(run.spec), NoNoise())[-1].after
         np.testing.assert_allclose(last, 0.25, atol=1e-3)
 
@@ -371,7 +372,7 @@ def test_gossip_agrees_as_fast_as_promised(n: int, steps: int, seed: int) -> Non
     weights = np.random.default_rng(seed).random((n, n))
     weights = (weights + weights.T) / (4 * n)
     np.fill_diagonal(weights, 0.0)
-    gossip = gossip_of(Topology.from_weights(weights - np.diag(weights.sum(axis=1))), "auto")
+    gossip = gossip_of(FixedNetwork.from_weights(weights - np.diag(weights.sum(axis=1))), "auto")
     Q, J = gossip.polynomial(steps, gossip.momentum), np.full((n, n), 1 / n)
     s = math.sqrt(1 - gossip.sigma_2**2)
     np.testing.assert_allclose(Q.sum(axis=0), 1.0)
@@ -723,7 +724,7 @@ def test_gradients_without_bound_are_refused(private: dict[str, float]) -> None:
             return math.inf
 
     run = ran("pd-ftgl")
-    setting = Setting(83, 3, Unbounded(2.0, 0.1, math.inf), ftgl(run).decision_set, run.topology)
+    setting = Setting(83, 3, Unbounded(feature_bound=2.0, ridge=0.1), ftgl(run).decision_set, run.topology)
     with pytest.raises(CheckFailed, match=r"loss\.clip_norm") as failed:
         PdFtglSpec.model_validate({"name": "pd-ftgl", "block_length": 10, **private}).build(setting)
     assert failed.value.code == "GRADIENT_BOUND"

@@ -13,8 +13,11 @@ from hypothesis import strategies as st
 
 from sottovoce.arrays import Batch, FloatArray
 from sottovoce.data.schedule import stack
-from sottovoce.losses import Logistic, Loss, PassGlm, Quadratic, Softmax, Squared
+from sottovoce.losses import Loss
 from sottovoce.losses.history import FOLD, History, QuadraticHistory, RecordHistory, start_history
+from sottovoce.losses.logistic import Logistic, PassGlm
+from sottovoce.losses.quadratic import Quadratic, Ridge
+from sottovoce.losses.softmax import Softmax
 from tests.strategies import labels_for, margin_losses, matrices, softmaxes, vectors
 
 DIM = 3
@@ -27,7 +30,7 @@ def brute_force(loss: Loss, batches: Sequence[Batch], theta: FloatArray) -> Floa
         for features, label in zip(batch.features, batch.labels, strict=True):
             gradient = unclipped(loss, features, label, theta)
             norm = float(np.linalg.norm(gradient))
-            gradients.append(gradient * min(1.0, loss.clip_norm / norm) if norm > 0 else gradient)
+            gradients.append(gradient * min(1.0, loss.clip / norm) if norm > 0 else gradient)
     return np.mean(gradients, axis=0) if gradients else np.zeros(loss.dim(DIM))
 
 
@@ -72,13 +75,13 @@ def test_the_gradient_is_the_mean_over_the_records(data: st.DataObject, loss: Lo
 @pytest.mark.parametrize(
     "loss",
     [
-        Logistic(9.0, 0.0),
-        Logistic(9.0, 0.0, 0.3),
-        Squared(9.0, 0.0, label_bound=9.0),
-        Squared(9.0, 0.0, 0.7, label_bound=9.0),
-        PassGlm(9.0, 0.0),
-        Softmax(9.0, 0.0, math.inf, 3),
-        Softmax(9.0, 0.0, 0.5, 3),
+        Logistic(feature_bound=9.0, ridge=0.0),
+        Logistic(feature_bound=9.0, ridge=0.0, clip_norm=0.3),
+        Ridge(feature_bound=9.0, ridge=0.0, label_bound=9.0),
+        Ridge(feature_bound=9.0, ridge=0.0, clip_norm=0.7, label_bound=9.0),
+        PassGlm(feature_bound=9.0, ridge=0.0, score_bound=4.0),
+        Softmax(feature_bound=9.0, ridge=0.0, clip_norm=None, classes=3),
+        Softmax(feature_bound=9.0, ridge=0.0, clip_norm=0.5, classes=3),
     ],
     ids=str,
 )
@@ -100,7 +103,10 @@ def test_stacked_ragged_batches_give_every_learner_its_own_mean(loss: Loss, seed
             np.testing.assert_allclose(got[i, k], expected, rtol=1e-10, atol=1e-12)
 
 
-QUADRATIC = [Squared(3.0, 0.0, label_bound=5.0), PassGlm(3.0, 0.0, score_bound=2.0)]
+QUADRATIC = [
+    Ridge(feature_bound=3.0, ridge=0.0, label_bound=5.0),
+    PassGlm(feature_bound=3.0, ridge=0.0, score_bound=2.0),
+]
 
 
 @pytest.mark.parametrize("loss", QUADRATIC, ids=str)
@@ -117,7 +123,15 @@ def test_statistics_equal_the_records(loss: Quadratic, data: st.DataObject, thet
     )
 
 
-@pytest.mark.parametrize("loss", [*QUADRATIC, Logistic(9.0, 0.0), Softmax(9.0, 0.0, 0.5, 3)], ids=str)
+@pytest.mark.parametrize(
+    "loss",
+    [
+        *QUADRATIC,
+        Logistic(feature_bound=9.0, ridge=0.0),
+        Softmax(feature_bound=9.0, ridge=0.0, clip_norm=0.5, classes=3),
+    ],
+    ids=str,
+)
 def test_padding_counts_for_nothing_whatever_stands_there(loss: Loss) -> None:
     [batch], present = random_batches([5]), np.array([1.0, 0.0, 1.0, 1.0, 0.0])
     kept = present > 0
@@ -129,11 +143,11 @@ def test_padding_counts_for_nothing_whatever_stands_there(loss: Loss) -> None:
 
 
 def test_the_cheapest_exact_history_is_chosen() -> None:
-    assert isinstance(start_history(Squared(1.0, 0.0, label_bound=1.0)), QuadraticHistory)
-    assert isinstance(start_history(PassGlm(1.0, 0.0)), QuadraticHistory)
-    assert isinstance(start_history(Squared(1.0, 0.0, 0.5, label_bound=1.0)), RecordHistory)
-    assert isinstance(start_history(Logistic(1.0, 0.0)), RecordHistory)
-    assert isinstance(start_history(Softmax(1.0, 0.0, math.inf, 2)), RecordHistory)
+    assert isinstance(start_history(Ridge(feature_bound=1.0, ridge=0.0, label_bound=1.0)), QuadraticHistory)
+    assert isinstance(start_history(PassGlm(feature_bound=1.0, ridge=0.0, score_bound=4.0)), QuadraticHistory)
+    assert isinstance(start_history(Ridge(feature_bound=1.0, ridge=0.0, clip_norm=0.5, label_bound=1.0)), RecordHistory)
+    assert isinstance(start_history(Logistic(feature_bound=1.0, ridge=0.0)), RecordHistory)
+    assert isinstance(start_history(Softmax(feature_bound=1.0, ridge=0.0, clip_norm=None, classes=2)), RecordHistory)
 
 
 @pytest.mark.parametrize("loss", QUADRATIC, ids=str)
@@ -155,7 +169,9 @@ def test_statistics_do_not_grow(loss: Quadratic) -> None:
     assert (history.S.size, history.q.size) == (DIM * DIM, DIM)
 
 
-@pytest.mark.parametrize("loss", [Logistic(9.0, 0.0), Squared(9.0, 0.0, label_bound=9.0)], ids=str)
+@pytest.mark.parametrize(
+    "loss", [Logistic(feature_bound=9.0, ridge=0.0), Ridge(feature_bound=9.0, ridge=0.0, label_bound=9.0)], ids=str
+)
 def test_before_the_first_record_the_gradient_is_zero(loss: Loss) -> None:
     history = start_history(loss).observe(Batch.empty(DIM))
     assert history.gradient(np.ones((2, 1, DIM))).tolist() == [[[0.0] * DIM]] * 2
@@ -164,7 +180,11 @@ def test_before_the_first_record_the_gradient_is_zero(loss: Loss) -> None:
 # ---- a history is a value --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("loss", [Logistic(9.0, 0.0, 0.5), Squared(9.0, 0.0, label_bound=9.0)], ids=str)
+@pytest.mark.parametrize(
+    "loss",
+    [Logistic(feature_bound=9.0, ridge=0.0, clip_norm=0.5), Ridge(feature_bound=9.0, ridge=0.0, label_bound=9.0)],
+    ids=str,
+)
 @given(st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 3)), min_size=1, max_size=40), st.integers(0, 2**32))
 def test_old_values_stay_valid_whatever_grows_from_them(loss: Loss, steps: list[tuple[int, int]], seed: int) -> None:
     """A random tree of histories: each node appended to some earlier one, then all compared with brute force."""
@@ -181,7 +201,7 @@ def test_old_values_stay_valid_whatever_grows_from_them(loss: Loss, steps: list[
 
 def test_a_shared_buffer_is_not_written_twice() -> None:
     """Two successors of one value, and the value itself after both."""
-    loss, theta = Logistic(9.0, 0.0), np.array([1.0, 0.0, -1.0])
+    loss, theta = Logistic(feature_bound=9.0, ridge=0.0), np.array([1.0, 0.0, -1.0])
     first, left, right = random_batches([2, 3, 3])
     root = RecordHistory(loss).observe(first)
     before = root.gradient(theta)
@@ -194,10 +214,10 @@ def test_a_shared_buffer_is_not_written_twice() -> None:
 
 def test_clipping_is_before_averaging() -> None:
     """Opposite large gradients: clipped one by one they cancel, and so does their mean; three against one do not."""
-    loss = Squared(100.0, 0.0, 1.0, label_bound=100.0)
+    loss = Ridge(feature_bound=100.0, ridge=0.0, clip_norm=1.0, label_bound=100.0)
     features = np.array([[10.0, 0.0, 0.0], [0.0, 1.0, 0.0]])
     batch = Batch(features, np.array([50.0, 0.2]))
     gradient = RecordHistory(loss).observe(batch).gradient(np.zeros(DIM))
 
     np.testing.assert_allclose(gradient, [-0.5, -0.2, 0.0])
-    assert math.isclose(loss.clip_norm, 1.0)
+    assert math.isclose(loss.clip, 1.0)

@@ -13,7 +13,6 @@ from sottovoce.arrays import Batch  # noqa: E402
 from sottovoce.data import PlacedData  # noqa: E402
 from sottovoce.lab.attacks.inversion import invert  # noqa: E402
 from sottovoce.lab.attacks.rebuild import Rebuilt, rebuild  # noqa: E402
-from sottovoce.losses import build_loss  # noqa: E402
 from sottovoce.losses.torch import TorchLoss  # noqa: E402
 from sottovoce.noise import SeededNoise  # noqa: E402
 from sottovoce.running.run import build_run  # noqa: E402
@@ -50,7 +49,7 @@ def attacked(noise: dict[str, Any]) -> Rebuilt:
 
 
 def test_the_record_and_its_label_are_found() -> None:
-    loss = build_loss(parse_spec(document({"kind": "none"})).loss)
+    loss = parse_spec(document({"kind": "none"})).loss
     assert isinstance(loss, TorchLoss)
     features, labels = loss.enforce(np.abs(np.random.default_rng(3).normal(size=(1, 64))), np.array([7.0]))
     theta = loss.initial(loss.dim(64))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -14,9 +14,10 @@ from sklearn.linear_model import LogisticRegression, Ridge
 from sottovoce.algorithms.interface import Message
 from sottovoce.arrays import FloatArray
 from sottovoce.data import LearnerData, PlacedData
-from sottovoce.decision_sets import L2Ball, build_decision_set
+from sottovoce.decision_sets import L2Ball
 from sottovoce.errors import SpecError
-from sottovoce.losses import Logistic, Loss, build_loss
+from sottovoce.losses import Loss
+from sottovoce.losses.logistic import Logistic
 from sottovoce.noise import NoNoise, RecordedNoise, Recorder, SeededNoise
 from sottovoce.running import metrics
 from sottovoce.running.metrics import Curves, Metrics, Objective, checkpoints
@@ -47,7 +48,7 @@ def some_objective(loss: dict[str, Any], seed: int = 0, records: int = 60, dim: 
     features = generator.normal(size=(records, dim))
     labels = (features[:, 0] + generator.normal(size=records) > 0).astype(np.float64)
     weights = generator.choice([0.5, 1.0, 2.0], size=records)
-    return Objective(build_loss(small_spec(loss=loss).loss), features, labels, weights, 0.7)
+    return Objective(small_spec(loss=loss).loss, features, labels, weights, 0.7)
 
 
 def measured(run: Run, data: PlacedData, noise: Any, replicas: int = 1, **options: Any) -> Curves:
@@ -65,7 +66,7 @@ def test_the_minimiser_of_the_logistic_loss_is_scikit_learns() -> None:
     model = LogisticRegression(C=1 / 0.7, fit_intercept=False, tol=1e-12, max_iter=10_000)
     model.fit(objective.features, objective.labels, sample_weight=objective.weights)
 
-    found = objective.minimiser(L2Ball(1e5), np.zeros(4))
+    found = objective.minimiser(L2Ball(radius=1e5), np.zeros(4))
     np.testing.assert_allclose(found, model.coef_[0], atol=1e-6)
 
 
@@ -74,7 +75,7 @@ def test_the_minimiser_of_the_squared_loss_is_scikit_learns() -> None:
     model = Ridge(alpha=0.7 / 2, fit_intercept=False, tol=1e-12)
     model.fit(objective.features, objective.labels, sample_weight=objective.weights)
 
-    found = objective.minimiser(L2Ball(1e5), np.zeros(4))
+    found = objective.minimiser(L2Ball(radius=1e5), np.zeros(4))
     np.testing.assert_allclose(found, model.coef_, atol=1e-8)
 
 
@@ -83,7 +84,7 @@ def test_the_minimiser_of_the_squared_loss_is_scikit_learns() -> None:
 def test_at_the_minimiser_no_direction_into_the_set_goes_down(loss: dict[str, Any], region: dict[str, Any]) -> None:
     """First-order optimality, by numerical derivatives and the set's own linear oracle. Clipping changes nothing."""
     objective = some_objective(loss)
-    decision_set = build_decision_set(small_spec(decision_set=region).decision_set)
+    decision_set = small_spec(decision_set=region).decision_set
     dim = objective.loss.dim(4)
     found = objective.minimiser(decision_set, np.zeros(dim))
 
@@ -96,22 +97,23 @@ def test_at_the_minimiser_no_direction_into_the_set_goes_down(loss: dict[str, An
 def test_a_loss_with_a_corner_is_minimised_nearly() -> None:
     objective = some_objective({"kind": "hinge", "feature_bound": 10.0})
     best = minimize(lambda x: float(objective.values(x[None])[0]), np.zeros(4), method="Powell", tol=1e-12)
-    found = objective.minimiser(L2Ball(100.0), np.zeros(4))
+    found = objective.minimiser(L2Ball(radius=100.0), np.zeros(4))
     assert objective.values(found[None])[0] <= best.fun * 1.001
 
 
-@dataclass(frozen=True, slots=True)
 class Bent(Logistic):
     convex: ClassVar[bool] = False
 
 
 def test_a_loss_that_is_not_convex_has_no_minimiser_and_no_regret() -> None:
     run = small_run(5)
-    bent: Loss = Bent(1.0, 0.01)
+    bent: Loss = Bent(feature_bound=1.0, ridge=0.01)
     with pytest.raises(SpecError, match="not convex"):
-        replace(some_objective(LOSSES[0]), loss=bent).minimiser(L2Ball(1.0), np.zeros(4))
+        replace(some_objective(LOSSES[0]), loss=bent).minimiser(L2Ball(radius=1.0), np.zeros(4))
 
-    found = measured(replace(run, loss=bent), made_up(run.spec), SeededNoise(1), dynamic=True)
+    found = measured(
+        replace(run, spec=run.spec.model_copy(update={"loss": bent})), made_up(run.spec), SeededNoise(1), dynamic=True
+    )
     assert set(found.curves) == {"average_loss", "consensus_error", "accuracy", "balanced_accuracy"}
 
 

@@ -14,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sottovoce.errors import CaptureError, CheckFailed, SpecError
-from sottovoce.network.graphs import draw
-from sottovoce.network.network import Mixing, PeriodicNetwork, cut_off
-from sottovoce.network.specs import Edges, RandomGraphs, TopologySpec
-from sottovoce.network.topology import Network, Topology, build_topology, explicit
+from sottovoce.network.fixed import FixedNetwork
+from sottovoce.network.graphs import Edges, RandomGraphs
+from sottovoce.network.mixing import Mixing
+from sottovoce.network.network import Network, PeriodicNetwork, cut_off
+from sottovoce.network.topology import Topology
 from sottovoce.noise import SeededNoise
 from sottovoce.running.replay import replay
 from sottovoce.running.run import build_run
@@ -33,7 +34,7 @@ FORK = {"kind": "edges", "edges": [(0, 1), (0, 2), (1, 2), (2, 0)], "directed": 
 
 
 def network(n: int, rounds: int = 50, **topology: Any) -> Network:
-    return build_topology(TopologySpec.model_validate(topology), n, rounds)
+    return Topology.model_validate(topology).network(n, rounds)
 
 
 def periodic(*graphs: Any) -> dict[str, Any]:
@@ -87,7 +88,7 @@ def test_a_balanced_directed_graph_is_doubly_stochastic(weights: Any) -> None:
 @pytest.mark.parametrize("weights", ["metropolis", "max_degree", step(0.3), {"kind": "constant", "value": 0.3}])
 def test_one_undirected_graph_with_symmetric_weights_is_a_topology(weights: Any) -> None:
     built = network(5, graph="ring", weights=weights)
-    assert isinstance(built, Topology)
+    assert isinstance(built, FixedNetwork)
     assert built.doubly_stochastic
     assert (built.horizon, built.strongly_connected_within(3)) == (1, 1)
 
@@ -170,7 +171,7 @@ def test_a_periodic_sequence_comes_again() -> None:
 def test_a_random_sequence_is_a_function_of_seed_and_round(directed: bool) -> None:
     def drawn(seed: int) -> list[Any]:
         graphs = RandomGraphs(kind="random", probability=0.3, seed=seed, directed=directed)
-        return [draw(graphs, t, 12).tolist() for t in (5, 0, 1)]
+        return [graphs.adjacency(t, 12).tolist() for t in (5, 0, 1)]
 
     assert drawn(1) == drawn(1)
     assert drawn(1) != drawn(2)
@@ -180,7 +181,7 @@ def test_a_random_sequence_is_a_function_of_seed_and_round(directed: bool) -> No
 def test_a_random_sequence_is_the_same_on_every_machine() -> None:
     """Numbers of this implementation: if they change, learners of different versions cannot run together."""
     graphs = RandomGraphs(kind="random", probability=0.5, seed=7)
-    pairs = [tuple(pair) for pair in np.argwhere(np.triu(draw(graphs, 3, 5))).tolist()]
+    pairs = [tuple(pair) for pair in np.argwhere(np.triu(graphs.adjacency(3, 5))).tolist()]
     assert pairs == [(0, 3), (1, 2), (2, 3)]
 
 
@@ -188,7 +189,7 @@ def test_a_random_sequence_is_the_same_on_every_machine() -> None:
 def test_pairs_are_drawn_with_their_probability_and_independently(directed: bool) -> None:
     """1000 rounds of 20 learners, p = 0.3. Each mean is within 6 standard errors but for a chance below 1e-6 for all."""
     graphs = RandomGraphs(kind="random", probability=0.3, seed=1, directed=directed)
-    drawn = np.stack([draw(graphs, t, 20) for t in range(1000)])
+    drawn = np.stack([graphs.adjacency(t, 20) for t in range(1000)])
     assert set(np.unique(drawn)) == {0.0, 1.0}
     assert not drawn[:, range(20), range(20)].any()
     means = drawn.mean(axis=0)[~np.eye(20, dtype=bool)]
@@ -307,7 +308,7 @@ def test_directed_edges_of_files_lead_from_teller_to_hearer(tmp_path: Path) -> N
         graph = {"kind": "file", "path": path, "directed": True}
         built = network(3, graph=graph, weights="out_degree")
         assert [built.at(0).told_by(i) for i in range(3)] == [(2,), (0,), (1,)]  # 9, 10, 100
-        told = explicit(TopologySpec.model_validate({"graph": graph, "weights": "out_degree"}), 3)
+        told = Topology.model_validate({"graph": graph, "weights": "out_degree"}).explicit(3)
         assert isinstance(told.graph, Edges) and told.graph.directed
         assert sorted(told.graph.edges) == [(0, 2), (1, 0), (2, 1)]
 
@@ -338,15 +339,15 @@ def test_random_digraphs_are_directed() -> None:
     ids=str,
 )
 def test_an_explicit_topology_is_the_same_and_needs_no_graph_library(topology: dict[str, Any]) -> None:
-    spec = TopologySpec.model_validate(topology)
-    told = TopologySpec.model_validate(explicit(spec, 3).model_dump(mode="json"))
-    ours, theirs = build_topology(spec, 3, 20), build_topology(told, 3, 20)
+    spec = Topology.model_validate(topology)
+    told = Topology.model_validate(spec.explicit(3).model_dump(mode="json"))
+    ours, theirs = spec.network(3, 20), told.network(3, 20)
     for t in range(8):
         assert np.array_equal(ours.at(t).matrix, theirs.at(t).matrix)
-    assert explicit(told, 3) == told
+    assert told.explicit(3) == told
     code = (
-        "import sys; from sottovoce.spec import TopologySpec; from sottovoce.network.topology import build_topology\n"
-        f"build_topology(TopologySpec.model_validate_json({told.model_dump_json()!r}), 3, 20).at(3)\n"
+        "import sys; from sottovoce.network.topology import Topology\n"
+        f"Topology.model_validate_json({told.model_dump_json()!r}).network(3, 20).at(3)\n"
         "sys.exit('networkx' in sys.modules)"
     )
     if "random" in str(topology) or topology == {"graph": "ring"}:  # a process each: two are enough

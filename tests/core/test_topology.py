@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from sottovoce.arrays import FloatArray, as_floats
 from sottovoce.errors import CheckFailed, SpecError
-from sottovoce.network.specs import TopologySpec
-from sottovoce.network.topology import Topology, build_topology
+from sottovoce.network.fixed import FixedNetwork
+from sottovoce.network.topology import Topology
 
 TEXTS = {
     "W_SHAPE": "weights must be a finite square matrix",
@@ -29,9 +29,9 @@ TEXTS = {
 }
 
 
-def topology(graph: Any, n: int, weights: Any = "metropolis") -> Topology:
-    built = build_topology(TopologySpec.model_validate({"graph": graph, "weights": weights}), n)
-    assert isinstance(built, Topology)
+def topology(graph: Any, n: int, weights: Any = "metropolis") -> FixedNetwork:
+    built = Topology.model_validate({"graph": graph, "weights": weights}).network(n)
+    assert isinstance(built, FixedNetwork)
     return built
 
 
@@ -97,7 +97,7 @@ WEIGHTS = st.one_of(
 )
 def test_a_wrong_matrix_is_refused_with_what_came(code: str, matrix: Any, got: str) -> None:
     with pytest.raises(CheckFailed) as failure:
-        Topology.from_weights(matrix)
+        FixedNetwork.from_weights(matrix)
     assert failure.value.code == code
     assert failure.value.text.startswith(TEXTS[code])
     assert got in failure.value.text
@@ -114,50 +114,50 @@ def test_a_wrong_matrix_is_refused_with_what_came(code: str, matrix: Any, got: s
 )
 def test_the_first_condition_that_fails_is_the_one_reported(code: str, matrix: Any) -> None:
     with pytest.raises(CheckFailed) as failure:
-        Topology.from_weights(matrix)
+        FixedNetwork.from_weights(matrix)
     assert failure.value.code == code
 
 
 def test_the_constructor_checks_too() -> None:
     with pytest.raises(CheckFailed, match="W_DISCONNECTED"):
-        Topology(np.zeros((2, 2)))
+        FixedNetwork(np.zeros((2, 2)))
 
 
 def test_the_first_learner_that_cannot_be_reached_is_named() -> None:
     two_pairs = [[0, 0, 1, 0], [0, 0, 0, 1], [1, 0, 0, 0], [0, 1, 0, 0]]
     with pytest.raises(CheckFailed, match=r"from learner 0 to learner 1 \(2 of 4 learners"):
-        Topology.from_weights(laplacian(two_pairs))
+        FixedNetwork.from_weights(laplacian(two_pairs))
 
 
 @pytest.mark.parametrize("scale", [1e-300, 1.0, 1e300])
 def test_rounding_is_forgiven_and_more_is_not_at_any_scale(scale: float) -> None:
     weights = laplacian(np.ones((3, 3)) - np.eye(3))
     weights[0, 1] *= 1 + 1e-14
-    assert Topology.from_weights(weights * scale).n_learners == 3
+    assert FixedNetwork.from_weights(weights * scale).n_learners == 3
     weights[0, 1] *= 1 + 1e-9
     with pytest.raises(CheckFailed, match="W_ASYMMETRIC"):
-        Topology.from_weights(weights * scale)
+        FixedNetwork.from_weights(weights * scale)
 
 
 def test_an_edge_that_one_end_alone_knows_is_refused_however_small() -> None:
     weights = laplacian([[0, 1, 0], [1, 0, 1], [0, 1, 0]])
     weights[0, 2] = 1e-15
     with pytest.raises(CheckFailed, match=r"w\[0\]\[2\]=1e-15 but w\[2\]\[0\]=0.0.*W_ASYMMETRIC"):
-        Topology.from_weights(weights)
+        FixedNetwork.from_weights(weights)
 
 
 def test_a_link_that_vanishes_in_rounding_does_not_connect() -> None:
     """Two pairs joined by a link of 1e-20: delta_2 is about -1e-20, which cannot be told from 0."""
     coupling = np.array([[0, 1, 0, 0], [1, 0, 1e-20, 0], [0, 1e-20, 0, 1], [0, 0, 1, 0]])
     with pytest.raises(CheckFailed, match=r"zero up to rounding.*W_DISCONNECTED"):
-        Topology.from_weights(laplacian(coupling))
+        FixedNetwork.from_weights(laplacian(coupling))
     coupling[1, 2] = coupling[2, 1] = 1e-6
-    assert Topology.from_weights(laplacian(coupling)).delta_2 == pytest.approx(-1e-6, rel=1e-5)
+    assert FixedNetwork.from_weights(laplacian(coupling)).delta_2 == pytest.approx(-1e-6, rel=1e-5)
 
 
 def test_the_matrix_is_a_copy_and_read_only() -> None:
     mine = laplacian([[0, 1], [1, 0]])
-    built = Topology.from_weights(mine)
+    built = FixedNetwork.from_weights(mine)
     mine[0, 1] = 5.0
     assert built.weights[0, 1] == 1.0
     with pytest.raises(ValueError, match="read-only"):
@@ -176,7 +176,7 @@ def test_the_ring_of_five_of_the_paper() -> None:
 
 
 def test_neighbours_edges_and_own_weight_of_a_weighted_path() -> None:
-    path = Topology.from_weights(laplacian([[0, 0, 0.25], [0, 0, 0.5], [0.25, 0.5, 0]]))
+    path = FixedNetwork.from_weights(laplacian([[0, 0, 0.25], [0, 0, 0.5], [0.25, 0.5, 0]]))
     assert path.at(0).heard_by(2) == {0: 0.25, 1: 0.5}
     assert list(path.at(0).heard_by(2)) == [0, 1]
     assert path.at(0).heard_by(0) == {2: 0.25}
@@ -186,7 +186,7 @@ def test_neighbours_edges_and_own_weight_of_a_weighted_path() -> None:
 
 
 def test_one_learner_alone_is_connected_and_has_no_disagreement() -> None:
-    alone = Topology.from_weights([[0.0]])
+    alone = FixedNetwork.from_weights([[0.0]])
     assert (alone.n_learners, alone.edges, alone.at(0).heard_by(0), alone.own_weight(0)) == (1, (), {}, 0.0)
     assert (alone.delta_2, alone.delta_m) == (-math.inf, 0.0)
 
@@ -393,7 +393,7 @@ def test_neighbours_give_back_the_matrix(graph: tuple[int, list[tuple[int, int]]
         for j, weight in built.at(0).heard_by(i).items():
             rebuilt[i, j] = weight
         rebuilt[i, i] = -built.own_weight(i)
-    assert np.array_equal(Topology.from_weights(rebuilt).weights, built.weights)
+    assert np.array_equal(FixedNetwork.from_weights(rebuilt).weights, built.weights)
 
 
 def test_importing_the_module_does_not_import_networkx() -> None:

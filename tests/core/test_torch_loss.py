@@ -16,8 +16,10 @@ from sottovoce.arrays import Batch, FloatArray
 from sottovoce.data import LearnerData, PlacedData, check_batch
 from sottovoce.data.labels import map_labels
 from sottovoce.errors import CheckFailed, DataError, SpecError
-from sottovoce.losses import Logistic, Softmax, build_loss, mean_gradient
-from sottovoce.losses.specs import TorchLossSpec
+from sottovoce.losses import mean_gradient
+from sottovoce.losses.logistic import Logistic
+from sottovoce.losses.softmax import Softmax
+from sottovoce.losses.torch import TorchLoss
 from sottovoce.noise import RecordedNoise, Recorder, SeededNoise
 from sottovoce.running.replay import replay
 from sottovoce.running.run import Run
@@ -28,7 +30,7 @@ from tests.examples import small_run, small_spec
 
 torch = pytest.importorskip("torch", reason="the extra `torch` is not installed")
 
-from sottovoce.losses.torch import LARGEST_PART, TorchLoss, build_torch_loss, clipped_sum, trainable  # noqa: E402
+from sottovoce.losses.torch_module import LARGEST_PART, clipped_sum, trainable  # noqa: E402
 
 HERE = "tests.core.test_torch_loss"
 
@@ -73,11 +75,11 @@ def linear(n_features: int, classes: int, **fields: Any) -> dict[str, Any]:
 
 
 def loss_of(**fields: Any) -> TorchLoss:
-    return build_torch_loss(TorchLossSpec.model_validate(section(**fields)))
+    return TorchLoss.model_validate(section(**fields))
 
 
 def linear_loss(n_features: int, classes: int, **fields: Any) -> TorchLoss:
-    return build_torch_loss(TorchLossSpec.model_validate(linear(n_features, classes, **fields)))
+    return TorchLoss.model_validate(linear(n_features, classes, **fields))
 
 
 def records(count: int, *lead: int, n_features: int = 64, classes: int = 10, seed: int = 0) -> Batch:
@@ -92,14 +94,14 @@ def parameters(loss: TorchLoss, *lead: int, seed: int = 1) -> FloatArray:
 
 def by_hand(loss: TorchLoss, theta: FloatArray, batch: Batch) -> FloatArray:
     """`(records, dim)` clipped gradients, one backward pass each."""
-    weights = list(trainable(loss.module).values())
-    torch.nn.utils.vector_to_parameters(torch.tensor(theta, dtype=loss.dtype), weights)
+    weights = list(trainable(loss.made.module).values())
+    torch.nn.utils.vector_to_parameters(torch.tensor(theta, dtype=loss.made.dtype), weights)
     rows = []
     for record, label in zip(batch.features, batch.labels, strict=True):
-        scores = loss.module(torch.tensor(record, dtype=loss.dtype).reshape(1, *loss.shape))
+        scores = loss.made.module(torch.tensor(record, dtype=loss.made.dtype).reshape(1, *loss.made.shape))
         value = torch.nn.functional.cross_entropy(scores, torch.tensor([int(label)]))
         gradient = torch.cat([each.ravel() for each in torch.autograd.grad(value, weights)]).numpy().astype(float)
-        rows.append(gradient * min(1.0, loss.clip_norm / np.linalg.norm(gradient)))
+        rows.append(gradient * min(1.0, loss.clip / np.linalg.norm(gradient)))
     return np.array(rows)
 
 
@@ -174,7 +176,10 @@ def test_two_classes_are_the_logistic_loss() -> None:
     """With `theta = w_1 - w_0` a gradient is `(-g, g)`, g that of the logistic loss: its norm is sqrt(2) times as large."""
     batch = records(9, n_features=5, classes=2)
     clip = 0.4
-    loss, logistic = linear_loss(5, 2, clip_norm=clip), Logistic(1e9, 0.0, clip / math.sqrt(2))
+    loss, logistic = (
+        linear_loss(5, 2, clip_norm=clip),
+        Logistic(feature_bound=1e9, ridge=0.0, clip_norm=clip / math.sqrt(2)),
+    )
     theta = parameters(loss)
     margin = theta[5:] - theta[:5]
     expected = logistic.gradient_sum(margin, batch)
@@ -187,7 +192,10 @@ def test_two_classes_are_the_logistic_loss() -> None:
 @pytest.mark.parametrize("clip_norm", [0.4, 50.0])
 def test_a_linear_module_is_softmax(clip_norm: float) -> None:
     batch = records(9, 2, n_features=5, classes=3)
-    loss, softmax = linear_loss(5, 3, clip_norm=clip_norm), Softmax(1e9, 0.0, clip_norm, 3)
+    loss, softmax = (
+        linear_loss(5, 3, clip_norm=clip_norm),
+        Softmax(feature_bound=1e9, ridge=0.0, clip_norm=clip_norm, classes=3),
+    )
     theta = parameters(loss, 2, 2)
     np.testing.assert_allclose(
         loss.gradient_sum(theta, batch), softmax.gradient_sum(theta, batch), rtol=1e-9, atol=1e-12
@@ -205,7 +213,7 @@ def test_theta_is_the_trainable_parameters_one_after_the_other() -> None:
     np.testing.assert_allclose(loss.predict(weights, np.array([[1.0, 10.0, 100.0]])), [[210.0, 543.0]])
     network = loss_of()
     assert network.dim(64) == len(network.initial(0)) == 4 * 9 + 4 + 8 + 160 + 10
-    assert "temperature" not in trainable(network.module)
+    assert "temperature" not in trainable(network.made.module)
 
 
 def test_the_start_depends_on_the_seed_alone() -> None:
@@ -222,10 +230,10 @@ def test_the_start_depends_on_the_seed_alone() -> None:
 def test_calls_leave_the_module_as_it_is() -> None:
     loss = loss_of()
     start = loss.initial(0)
-    before = {name: value.clone() for name, value in loss.module.state_dict().items()}
+    before = {name: value.clone() for name, value in loss.made.module.state_dict().items()}
     loss.gradient_sum(parameters(loss), records(3))
     loss.predict(parameters(loss), records(3).features)
-    assert all(torch.equal(before[name], value) for name, value in loss.module.state_dict().items())
+    assert all(torch.equal(before[name], value) for name, value in loss.made.module.state_dict().items())
     np.testing.assert_array_equal(loss.initial(0), start)
 
 
@@ -242,7 +250,7 @@ def test_labels_are_made_to_be_classes() -> None:
 
 
 def test_records_are_labelled_with_classes() -> None:
-    spec = TorchLossSpec.model_validate(section())
+    spec = TorchLoss.model_validate(section())
     mapped, _ = map_labels(np.array(["b", "a", "c"]), spec, None)
     np.testing.assert_array_equal(mapped, [1.0, 0.0, 2.0])
     check_batch(np.zeros((2, 64)), np.array([0.0, 9.0]), 64, spec)
@@ -265,7 +273,7 @@ def test_built_in_networks(name: str, shape: tuple[int, ...], dim: int) -> None:
 
 def test_a_network_without_clipping_is_refused_with_the_reason() -> None:
     with pytest.raises(CheckFailed, match="clip_norm") as caught:
-        loss_of(clip_norm=None)
+        assert loss_of(clip_norm=None).made
     assert caught.value.code == "GRAD_CHANGE"
 
 
@@ -286,14 +294,14 @@ def test_a_network_without_clipping_is_refused_with_the_reason() -> None:
 )
 def test_modules_that_cannot_be_used(fields: dict[str, Any], text: str) -> None:
     with pytest.raises(SpecError, match=text):
-        loss_of(**fields)
+        assert loss_of(**fields).made
 
 
 def test_without_pytorch_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
-    monkeypatch.delitem(sys.modules, "sottovoce.losses.torch")
+    monkeypatch.delitem(sys.modules, "sottovoce.losses.torch_module", raising=False)
     with pytest.raises(SpecError, match=r"pip install 'sottovoce\[torch\]'"):
-        build_loss(TorchLossSpec.model_validate(section()))
+        assert TorchLoss.model_validate(section()).made
 
 
 def test_records_must_fill_the_shape() -> None:
@@ -310,7 +318,7 @@ def test_modes_that_need_what_no_network_has_are_refused(mode: str) -> None:
 def test_a_spec_survives_writing_and_its_schema_knows_it() -> None:
     spec = small_spec(loss=section(options={"channels": 2}))
     assert parse_spec(yaml.safe_load(dump_spec(spec))) == spec
-    assert "TorchLossSpec" in spec_schema()
+    assert "TorchLoss" in spec_schema()
 
 
 # ---- runs ------------------------------------------------------------------------------------------------

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from sottovoce.arrays import FloatArray
 from sottovoce.errors import DataError, NotReady, RemoteProtocolError, SottovoceError
-from sottovoce.losses.specs import LogisticSpec, RidgeSpec
+from sottovoce.losses.logistic import Logistic
+from sottovoce.losses.quadratic import Ridge
 from sottovoce_learner.intake import Intake
 from sottovoce_rpc.codec import to_tensor
 from sottovoce_wire.v1 import learner_pb2, tensor_pb2
@@ -20,7 +21,7 @@ ROUNDS = 10
 
 
 def intake(kind: str = "logistic", rounds: int = ROUNDS) -> Intake:
-    return Intake(2, RidgeSpec() if kind == "ridge" else LogisticSpec(), rounds)
+    return Intake(2, Ridge() if kind == "ridge" else Logistic(), rounds)
 
 
 def batch(sequence: int, features: Any, labels: Any = None, **fields: Any) -> learner_pb2.SampleBatch:

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from sottovoce.errors import RemoteProtocolError
-from sottovoce.network.specs import TopologySpec
-from sottovoce.network.topology import build_topology
+from sottovoce.network.topology import Topology
 from sottovoce_learner.plan import Plan
 
 TURNS = {
@@ -27,7 +26,7 @@ TURNS = {
 
 
 def plan(topology: dict[str, Any], n: int, index: int) -> Plan:
-    return Plan(build_topology(TopologySpec.model_validate(topology), n, 100), index)
+    return Plan(Topology.model_validate(topology).network(n, 100), index)
 
 
 def test_parts_follow_the_network() -> None:

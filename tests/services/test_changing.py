@@ -13,7 +13,7 @@ import pytest
 from sottovoce.arrays import FloatArray
 from sottovoce.data import PlacedData
 from sottovoce.errors import CaptureError
-from sottovoce.network.topology import Mixing
+from sottovoce.network.mixing import Mixing
 from sottovoce.running.replay import replay
 from sottovoce.running.run import build_run
 from sottovoce.spec import RunSpec

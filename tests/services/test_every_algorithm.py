@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import yaml
 
-from sottovoce.algorithms import BUILT_IN
+from sottovoce.algorithms import ALGORITHMS
 from sottovoce.noise import Recorder, SeededNoise
 from sottovoce.running.run import build_run
 from sottovoce.running.simulator import simulate
@@ -27,7 +27,7 @@ ROUNDS = 36
 
 
 def test_the_field_has_every_algorithm() -> None:
-    assert {run["algorithm"]["name"] for run in FIELD["runs"]} == set(BUILT_IN)
+    assert {run["algorithm"]["name"] for run in FIELD["runs"]} == set(ALGORITHMS.built_in)
 
 
 @pytest.mark.parametrize("changes", FIELD["runs"], ids=lambda run: str(run["name"]))

@@ -13,7 +13,6 @@ from sottovoce.audit.plan import Plan
 from sottovoce.audit.worlds import Worlds
 from sottovoce.data import LearnerData, PlacedData
 from sottovoce.errors import CaptureError, DataError, SottovoceError
-from sottovoce.network.topology import without_files
 from sottovoce.spec import RunSpec
 from sottovoce_client.prepare import Prepared
 from sottovoce_eavesdropper.storage import Folder
@@ -31,7 +30,7 @@ def as_audited(spec: RunSpec) -> RunSpec:
             "capture": "relay",
             "privacy": type(spec.privacy)(),
             "telemetry": type(spec.telemetry)(),
-            "topology": without_files(spec.topology, spec.n_learners),
+            "topology": spec.topology.without_files(spec.n_learners),
         }
     )
 

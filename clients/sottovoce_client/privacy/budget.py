@@ -26,7 +26,6 @@ from sottovoce.budget.composition import (
     record_losses,
     replaces_all,
 )
-from sottovoce.data.specs import Shared
 from sottovoce.errors import SpecError
 from sottovoce.privacy.guarantee import Guarantee
 from sottovoce.running.run import Run
@@ -229,7 +228,7 @@ def facts(run: Run, lines: Sequence[Line]) -> Iterator[str]:
 
 
 def _together(run: Run, lines: Sequence[Line]) -> str:
-    if isinstance(run.spec.data.partition, Shared):
+    if run.spec.data.partition.shared:
         return f"an event shows in the messages of every learner, for they share their records; of these {len(lines)} together"
     return f"an event at each of these {len(lines)} learners, together"
 

@@ -12,7 +12,6 @@ from rich.console import Console
 
 from sottovoce.algorithms.parameters import AlgorithmSpec
 from sottovoce.budget.calibration import Budget, Calibrated, Per, calibrate
-from sottovoce.data.specs import Shared
 from sottovoce.errors import SpecError
 from sottovoce.spec import RunSpec
 from sottovoce_client.prepare import Prepared
@@ -38,7 +37,7 @@ def calibrate_to(
         found = calibrate(spec, prepared.data, budget)
     for name, epsilon, factor in zip(spec.names, found.epsilons, found.factors, strict=True):
         console.print(f"{name}: epsilon {number(epsilon)}, {number(factor)} times the noise", highlight=False)
-    if isinstance(spec.data.partition, Shared):
+    if spec.data.partition.shared:
         console.print(
             "learners share their records: these are epsilons of all their messages together", highlight=False
         )

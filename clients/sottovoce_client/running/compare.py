@@ -20,7 +20,7 @@ from rich.table import Table
 
 from sottovoce.arrays import FloatArray, as_floats
 from sottovoce.budget.composition import dearest_record, record_losses
-from sottovoce.data.specs import DataSpec
+from sottovoce.data.source import DataSpec
 from sottovoce.errors import SottovoceError, SpecError
 from sottovoce.noise import SeededNoise
 from sottovoce.privacy.guarantee import Guarantee, ThreatModel

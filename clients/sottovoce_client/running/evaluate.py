@@ -13,7 +13,11 @@ from sottovoce.arrays import FloatArray
 from sottovoce.budget.composition import dearest_losses, record_losses
 from sottovoce.data import PlacedData
 from sottovoce.errors import CaptureError, EquivocationError
-from sottovoce.losses import Hinge, SmoothedHinge, Softmax, Squared
+from sottovoce.losses.hinge import Hinge, SmoothedHinge
+from sottovoce.losses.logistic import Logistic, PassGlm
+from sottovoce.losses.quadratic import Squared
+from sottovoce.losses.softmax import Softmax
+from sottovoce.losses.torch import TorchLoss
 from sottovoce.running.replay import worst_swap
 from sottovoce.running.run import Run
 from sottovoce.running.transcript import Transcript
@@ -57,7 +61,8 @@ def summarise(run: Run, data: PlacedData, outcome: Outcome) -> RunSummary:
 def central_accuracy(run: Run, data: PlacedData) -> float | None:
     """Accuracy on the held-out records of a non-private model of all records together, same loss, same ridge.
 
-    The plain hinge stands for the smoothed one, the logistic loss for its approximation. None without held-out records.
+    The plain hinge stands for the smoothed one, the logistic loss for its approximation and for a network. None without
+    held-out records, and for a loss of one's own.
     """
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.linear_model import LogisticRegression, Ridge
@@ -77,6 +82,8 @@ def central_accuracy(run: Run, data: PlacedData) -> float | None:
     if isinstance(loss, Hinge | SmoothedHinge):
         cost = 1 / max(strength, 1e-4 * len(labels))  # with less of a ridge, the solver gets nowhere
         model = LinearSVC(loss="hinge", C=cost, fit_intercept=False, max_iter=100_000, random_state=0)
+    elif not isinstance(loss, Logistic | PassGlm | Softmax | TorchLoss):
+        return None
     else:
         # Of two classes, scikit-learn learns the difference of their vectors: half the ridge of two vectors.
         halved = isinstance(loss, Softmax) and len(np.unique(labels)) == 2

@@ -12,7 +12,6 @@ import grpc
 from sottovoce.arrays import FloatArray
 from sottovoce.data import PlacedData
 from sottovoce.errors import SottovoceError, Unavailable
-from sottovoce.network.topology import without_files
 from sottovoce.spec import RunSpec
 from sottovoce_client.running.feeder import feed
 from sottovoce_client.running.summary import Progress
@@ -80,7 +79,7 @@ async def run_on(
     async with channel(coordinator) as to:
         stub = coordinator_pb2_grpc.CoordinatorStub(to)
         try:
-            told = spec.model_copy(update={"topology": without_files(spec.topology, spec.n_learners)})
+            told = spec.model_copy(update={"topology": spec.topology.without_files(spec.n_learners)})
             request = coordinator_pb2.StartRunRequest(
                 spec=spec_to_wire(told),
                 n_features=data.n_features,

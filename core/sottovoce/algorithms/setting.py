@@ -8,7 +8,8 @@ from sottovoce.algorithms.per_learner import PerLearner, spread
 from sottovoce.decision_sets import DecisionSet
 from sottovoce.errors import CheckFailed
 from sottovoce.losses import Loss
-from sottovoce.network.topology import Network, Topology
+from sottovoce.network.fixed import FixedNetwork
+from sottovoce.network.network import Network
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +54,13 @@ class Setting:
         return self.loss.dim(self.n_features)
 
     @property
-    def topology(self) -> Topology:
+    def fixed_network(self) -> FixedNetwork:
         """The network as one fixed undirected graph with symmetric weights.
 
         Raises:
             CheckFailed: TOPOLOGY_FIXED.
         """
-        if isinstance(self.network, Topology):
+        if isinstance(self.network, FixedNetwork):
             return self.network
         raise CheckFailed(
             "TOPOLOGY_FIXED",

@@ -15,7 +15,6 @@ import numpy as np
 from sottovoce.arrays import FloatArray
 from sottovoce.budget.composition import dearest_record, learners_loss, record_losses
 from sottovoce.data import PlacedData
-from sottovoce.data.specs import Shared
 from sottovoce.errors import SpecError
 from sottovoce.running.run import Run, build_run
 from sottovoce.spec import RunSpec
@@ -109,7 +108,7 @@ def _spent(run: Run, data: PlacedData, budget: Budget) -> FloatArray:
 
 
 def _shared(spec: RunSpec) -> bool:
-    return isinstance(spec.data.partition, Shared)
+    return spec.data.partition.shared
 
 
 def _louder(spec: RunSpec, data: PlacedData, factors: FloatArray) -> tuple[RunSpec, Run]:

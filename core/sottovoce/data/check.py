@@ -6,10 +6,10 @@ import numpy as np
 
 from sottovoce.arrays import FloatArray
 from sottovoce.errors import DataError
-from sottovoce.losses.specs import LossSpec, ManyClassesSpec, SquaredSpec
+from sottovoce.losses import Loss
 
 
-def check_batch(features: FloatArray, labels: FloatArray, n_features: int, loss: LossSpec) -> None:
+def check_batch(features: FloatArray, labels: FloatArray, n_features: int, loss: Loss) -> None:
     """Refuse records that the loss is not defined for.
 
     A message describes shapes and rules, and quotes no record value nor the place of one: it may travel to a feeder or
@@ -34,9 +34,8 @@ def check_batch(features: FloatArray, labels: FloatArray, n_features: int, loss:
         raise DataError("features must be finite numbers, got NaN or infinity")
     if not np.isfinite(labels).all():
         raise DataError("labels must be finite numbers, got NaN or infinity")
-    if isinstance(loss, SquaredSpec):
+    if (classes := loss.n_classes) is None:
         return
-    classes = loss.classes if isinstance(loss, ManyClassesSpec) else 2
     if not np.isin(labels, np.arange(classes)).all():
         allowed = f"whole numbers from 0 to {classes - 1}" if classes > 2 else "0 or 1"
         raise DataError(

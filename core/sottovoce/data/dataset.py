@@ -11,9 +11,9 @@ import numpy as np
 from sottovoce.arrays import FloatArray, IntArray, as_floats
 from sottovoce.data.files import AnyArray, Table, import_extra, read_columns, read_npz
 from sottovoce.data.labels import map_labels
-from sottovoce.data.specs import DataSpec
+from sottovoce.data.source import DataSpec
 from sottovoce.errors import DataError, SpecError
-from sottovoce.losses.specs import LossSpec
+from sottovoce.losses import Loss
 
 
 class Labelled(NamedTuple):
@@ -67,7 +67,7 @@ FILES = {
 READABLE = (".npz", ".csv", ".parquet")
 
 
-def load_dataset(data: DataSpec, loss: LossSpec, *, folder: Path | None = None) -> Dataset:
+def load_dataset(data: DataSpec, loss: Loss, *, folder: Path | None = None) -> Dataset:
     """Read the records of `data.source` and map their labels to the domain of the loss.
 
     Args:

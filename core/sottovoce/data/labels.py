@@ -7,13 +7,13 @@ import numpy as np
 from sottovoce.arrays import FloatArray, IntArray, as_floats
 from sottovoce.data.files import AnyArray
 from sottovoce.errors import DataError, SpecError
-from sottovoce.losses.specs import LossSpec, ManyClassesSpec, SquaredSpec
+from sottovoce.losses import Loss
 
 SHOWN = 12
 """How many labels an error message lists."""
 
 
-def map_labels(labels: AnyArray, loss: LossSpec, positive: tuple[int | str, ...] | None) -> tuple[FloatArray, IntArray]:
+def map_labels(labels: AnyArray, loss: Loss, positive: tuple[int | str, ...] | None) -> tuple[FloatArray, IntArray]:
     """Labels in the domain of the loss, and the class of each record.
 
     Squared losses: numbers as they are. Many classes: the class, its rank among the sorted labels. Logistic and hinges: 1 for
@@ -34,15 +34,15 @@ def map_labels(labels: AnyArray, loss: LossSpec, positive: tuple[int | str, ...]
     """
     distinct, classes = np.unique(labels, return_inverse=True)
     classes = classes.astype(np.int64)
-    if isinstance(loss, SquaredSpec):
+    if loss.n_classes is None:
         if labels.dtype.kind != "f":
             raise DataError(f"labels of the {loss.kind} loss must be numbers, got text: {_listed(_texts(distinct))}")
         return as_floats(labels), classes
-    if isinstance(loss, ManyClassesSpec):
-        if len(distinct) > loss.classes:
+    if not loss.binary:
+        if len(distinct) > loss.n_classes:
             found = f"{len(distinct)} labels: {_listed(_texts(distinct))}"
             raise SpecError(
-                f"loss.classes must be at least the number of labels that occur, got {loss.classes} for {found}"
+                f"loss.classes must be at least the number of labels that occur, got {loss.n_classes} for {found}"
             )
         return as_floats(classes), classes
     if len(distinct) < 2:

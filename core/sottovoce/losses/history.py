@@ -12,7 +12,9 @@ from typing import Protocol, Self
 import numpy as np
 
 from sottovoce.arrays import Batch, FloatArray
-from sottovoce.losses import Loss, Quadratic, beside, mean_gradient, scores_of
+from sottovoce.losses.loss import Loss, beside, mean_gradient
+from sottovoce.losses.margin import scores_of
+from sottovoce.losses.quadratic import Quadratic
 
 
 class History(Protocol):
@@ -148,6 +150,6 @@ class QuadraticHistory:
 
 def start_history(loss: Loss) -> History:
     """The cheapest exact history for a loss."""
-    if isinstance(loss, Quadratic) and not np.isfinite(loss.clip_norm):
+    if isinstance(loss, Quadratic) and loss.clip_norm is None:
         return QuadraticHistory(loss)
     return RecordHistory(loss)

@@ -1,70 +1,81 @@
 """What a loss of one record is: its constants, on which guarantees rest, and what makes them true.
 
 Every loss is a data part and an exact ridge: `l(theta; a, b) = phi(theta; a, b) + (r/2) ||theta||^2`. A record's gradient has
-the same two parts; clipping bounds the data part. Most losses are margin losses, `phi(a.theta, b)`.
+the same two parts; clipping bounds the data part.
 
 Shapes. `theta` is `(dim,)` beside `features (records, m)`, or `(learners, replicas, dim)` beside `(learners, records, m)`.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+import math
+from abc import ABC, abstractmethod
+from typing import ClassVar
 
 import numpy as np
 
 from sottovoce.arrays import Batch, FloatArray
+from sottovoce.registry import NonNegative, Positive, Section
 
 
-class Loss(Protocol):
-    """The loss of one record, vectorised over records and leading axes."""
+class Loss(Section, ABC):
+    """The loss of one record, vectorised over records and leading axes.
+
+    A loss of one's own says at least `gradient_sum`, `values`, `gradient_bound`, `predict` and `classify`.
+    """
+
+    kind: str
+    ridge: NonNegative = 0.01
+    """Coefficient r of the exact term r*theta in every gradient."""
+    feature_bound: Positive = 1.0
+    """Every row is scaled to at most this l2 norm, row by row, before use."""
+    clip_norm: Positive | None = None
+    """Clip every record's data gradient to this l2 norm (None: no clipping)."""
+
+    convex: ClassVar[bool] = False
+    """Is the data part convex in theta?"""
+    binary: ClassVar[bool] = True
+    """Are labels two classes, 0 and 1, into which a source's labels may be folded?"""
+    heavy: ClassVar[bool] = False
+    """May one gradient take so long that a service should not let its event loop wait for it?"""
 
     @property
-    def ridge(self) -> float:
-        """r, coefficient of the exact term `r*theta` in every gradient."""
-        ...
-
-    @property
-    def feature_bound(self) -> float:
-        """R, the l2 norm that rows are scaled down to."""
-        ...
-
-    @property
-    def clip_norm(self) -> float:
+    def clip(self) -> float:
         """G, the clipping threshold of a record's data gradient; infinite: none."""
-        ...
+        return math.inf if self.clip_norm is None else self.clip_norm
+
+    @property
+    def n_classes(self) -> int | None:
+        """How many classes the labels 0, 1, … name; None: labels are numbers."""
+        return 2
 
     @property
     def smoothness(self) -> float:
-        """L, Lipschitz constant of a record's data gradient; infinite: not smooth."""
-        ...
-
-    @property
-    def convex(self) -> bool:
-        """Is the data part convex in theta?"""
-        ...
+        """L, Lipschitz constant of a record's data gradient; infinite: not smooth, or not known."""
+        return math.inf
 
     @property
     def convex_clipped(self) -> bool:
         """Are the data gradients, clipped, still those of a convex function? Only then does a step on them contract."""
-        ...
-
-    @property
-    def heavy(self) -> bool:
-        """May one gradient take so long that a service should not let its event loop wait for it?"""
-        ...
+        return False
 
     def dim(self, n_features: int) -> int:
-        """Number of parameters for records of so many features."""
-        ...
+        """Number of parameters for records of so many features.
+
+        Raises:
+            SpecError: the loss is made for another number.
+        """
+        return n_features
 
     def initial(self, dim: int) -> FloatArray:
         """Where learning starts, before any projection, `(dim,)`: public, independent of all records."""
-        ...
+        return np.zeros(dim)
 
     def enforce(self, features: FloatArray, labels: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Records made to obey the declared bounds, row by row: scaled down, never refused (an error would tell)."""
-        ...
+        return scale_rows(features, self.feature_bound), labels
 
+    @abstractmethod
     def gradient_sum(self, theta: FloatArray, batch: Batch) -> FloatArray:
         """Sum over the records of their data gradients at theta, each clipped, without the ridge: `(..., dim)`.
 
@@ -72,27 +83,26 @@ class Loss(Protocol):
             theta: where.
             batch: records that obey the bounds (`enforce`).
         """
-        ...
 
+    @abstractmethod
     def values(self, theta: FloatArray, batch: Batch) -> FloatArray:
         """Data part of every record's loss at theta, unclipped: `(..., records)`; of padding, too."""
-        ...
 
+    @abstractmethod
     def gradient_bound(self, radius: float) -> float:
         """Largest l2 norm of a record's data gradient where `||theta|| <= radius`, clipping included."""
-        ...
 
     def gradient_change(self, radius: float) -> float:
         """C, largest l2 distance between the gradients of two records at one theta with `||theta|| <= radius`."""
-        ...
+        return 2 * self.gradient_bound(radius)
 
+    @abstractmethod
     def predict(self, theta: FloatArray, features: FloatArray) -> FloatArray:
         """Scores of records, rows scaled as for learning: `(..., records)`, or `(..., records, classes)`."""
-        ...
 
+    @abstractmethod
     def classify(self, scores: FloatArray) -> FloatArray:
         """Scores as labels of the loss's domain, `(..., records)`."""
-        ...
 
 
 def mean_gradient(loss: Loss, theta: FloatArray, batch: Batch) -> FloatArray:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
+from pydantic import Field
 
 from sottovoce.arrays import Batch, FloatArray, as_floats
-from sottovoce.losses.loss import beside, scale_rows
+from sottovoce.losses.loss import Loss, beside, scale_rows
 
 
-@dataclass(frozen=True, slots=True)
-class Softmax:
+class Softmax(Loss):
     """Multiclass cross-entropy: `log sum_k exp(z_k) - z_b` for labels b in 0 .. classes-1. L = R^2/2, G = sqrt(2) R.
 
     theta is a matrix `(classes, features)`, row by row in one vector; `z = theta a`. A record's gradient is the outer product
@@ -23,18 +22,21 @@ class Softmax:
     `diag(p) - p p^T`, whose norm is at most 1/2, and `a a^T`.
     """
 
-    feature_bound: float
-    ridge: float
-    clip_norm: float
-    classes: int
+    kind: Literal["softmax"] = "softmax"
+    classes: Annotated[int, Field(ge=2)]
+    """Labels are the numbers 0 to classes - 1."""
 
     convex: ClassVar[bool] = True
-    heavy: ClassVar[bool] = False
+    binary: ClassVar[bool] = False
+
+    @property
+    def n_classes(self) -> int | None:
+        return self.classes
 
     @property
     def convex_clipped(self) -> bool:
         """Only where clipping never acts: a clipped gradient need not be the gradient of anything."""
-        return self.clip_norm >= math.sqrt(2) * self.feature_bound
+        return self.clip >= math.sqrt(2) * self.feature_bound
 
     @property
     def smoothness(self) -> float:
@@ -43,18 +45,12 @@ class Softmax:
     def dim(self, n_features: int) -> int:
         return self.classes * n_features
 
-    def initial(self, dim: int) -> FloatArray:
-        return np.zeros(dim)
-
-    def enforce(self, features: FloatArray, labels: FloatArray) -> tuple[FloatArray, FloatArray]:
-        return scale_rows(features, self.feature_bound), labels
-
     def gradient_sum(self, theta: FloatArray, batch: Batch) -> FloatArray:
         scores = self._scores(theta, batch.features)
         chances = np.exp(scores - scores.max(axis=-2, keepdims=True))
         chances /= chances.sum(axis=-2, keepdims=True)
         residuals: FloatArray = chances - self._one_hot(batch.labels, theta)
-        if np.isfinite(self.clip_norm):
+        if self.clip_norm is not None:
             norms = np.linalg.norm(residuals, axis=-2)
             norms *= beside(np.sqrt(np.vecdot(batch.features, batch.features)), theta)
             residuals *= (self.clip_norm / np.maximum(norms, self.clip_norm))[..., None, :]
@@ -71,10 +67,7 @@ class Softmax:
         return values
 
     def gradient_bound(self, radius: float) -> float:
-        return min(math.sqrt(2) * self.feature_bound, self.clip_norm)
-
-    def gradient_change(self, radius: float) -> float:
-        return 2 * self.gradient_bound(radius)
+        return min(math.sqrt(2) * self.feature_bound, self.clip)
 
     def predict(self, theta: FloatArray, features: FloatArray) -> FloatArray:
         return self._scores(theta, scale_rows(features, self.feature_bound)).swapaxes(-1, -2)

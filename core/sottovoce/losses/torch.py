@@ -1,278 +1,112 @@
 """Any PyTorch module as a loss: cross-entropy of its class scores, with every record's gradient clipped.
 
-In the core, only this module and `attacks.inversion` import PyTorch; `losses.build_loss` does when a spec asks for it.
-
 Nothing is known about a network's loss but what clipping makes true: a record's gradient has norm at most `G = clip_norm`,
 which is required, two differ by at most `C = 2G`, and there is no smoothness constant. What makes the bound true is
-computed outside the network, in float64 (`clipped_sum`). The network sees one record at a time, so no record can change
-what another one contributes.
+computed outside the network, in float64 (`torch_module.clipped_sum`). The network sees one record at a time, so no record can
+change what another one contributes.
 """
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from importlib import import_module
-from typing import Any, ClassVar
+from functools import cached_property
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import numpy as np
-import torch
-from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
+from pydantic import Field, NonNegativeInt, PositiveInt, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
 
 from sottovoce.arrays import Batch, FloatArray, as_floats
 from sottovoce.errors import CheckFailed, SpecError
-from sottovoce.losses import scale_rows
-from sottovoce.losses.specs import TorchLossSpec
+from sottovoce.losses.loss import Loss, scale_rows
+from sottovoce.registry import NonNegative, Positive, refuse_code
 
-BUILT_IN = {"mnist-cnn": (1, 28, 28), "cifar-cnn": (3, 32, 32)}
-"""Shape of a record for `small_cnn`, by the name that a spec gives."""
-
-LARGEST_PART = 256
-"""Records that the network takes at once, at most."""
-PART_NUMBERS = 2**24
-"""Numbers in the gradients of those, at most, or one record: 128 MiB in float64."""
+if TYPE_CHECKING:
+    from sottovoce.losses.torch_module import TorchModule
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TorchLoss:
-    """Cross-entropy of the scores that a module gives to the classes 0, 1, ..., `classes - 1`.
+class TorchLoss(Loss):
+    """Cross-entropy of the scores that a module gives to the classes 0, 1, ..., `classes - 1`. Needs the extra `torch`."""
 
-    theta is the concatenation of the module's trainable parameters, each in row-major order, in the order of
-    `named_parameters`. The module is in evaluation mode and is never written to: every call works on a copy of its own, so
-    calls may run in several threads.
+    kind: Literal["torch"] = "torch"
+    classes: Annotated[int, Field(ge=2)] = 10
+    """Labels are the numbers 0 to classes - 1, and the module gives each a score."""
+    module: str
+    """`mnist-cnn`, `cifar-cnn`, or `package.module:Class` of your own: a subclass of `torch.nn.Module`."""
+    options: dict[str, Any] = {}  # noqa: RUF012 - pydantic copies defaults
+    """Keyword arguments of the class."""
+    shape: tuple[PositiveInt, ...] | None = None
+    """Of a record as the module takes it, without the batch (default: that of a built-in module)."""
+    seed: NonNegativeInt = 0
+    """For the parameters that learning starts from: public. Not for noise."""
+    dtype: Literal["float64", "float32"] = "float64"
+    """In which the module computes."""
+    ridge: NonNegative = 0.0
+    feature_bound: Positive = 1e6
+    """Guards against overflow: what bounds a gradient is `clip_norm`, which a module must have."""
 
-    Attributes:
-        feature_bound: R.
-        ridge: r.
-        clip_norm: G, finite.
-        module: maps a record `(1, *shape)` to scores `(1, classes)`. Learning starts from its parameters.
-        shape: of a record as the module takes it; a row of features holds its numbers in row-major order.
-        classes: how many.
-        dtype: in which the module computes.
-    """
-
-    feature_bound: float
-    ridge: float
-    clip_norm: float
-    module: nn.Module
-    shape: tuple[int, ...]
-    classes: int
-    dtype: torch.dtype
-
-    smoothness: ClassVar[float] = math.inf
-    convex: ClassVar[bool] = False
-    convex_clipped: ClassVar[bool] = False
+    binary: ClassVar[bool] = False
     heavy: ClassVar[bool] = True
+
+    @field_validator("module")
+    @classmethod
+    def _ours_to_import(cls, name: str, info: ValidationInfo) -> str:
+        try:
+            refuse_code(name, imports=":" not in name or (info.context or {}).get("imports", True))
+        except SpecError as error:
+            raise PydanticCustomError("kind", "{text}", {"text": str(error)}) from None
+        return name
+
+    @property
+    def n_classes(self) -> int | None:
+        return self.classes
+
+    @cached_property
+    def made(self) -> TorchModule:
+        """The module itself. PyTorch takes seconds to import, so it is made when asked for.
+
+        Raises:
+            CheckFailed: GRAD_CHANGE, without `clip_norm`.
+            SpecError: PyTorch is missing, or the module cannot be used.
+        """
+        if self.clip_norm is None:
+            text = "nothing bounds the gradient of a network but clipping: set loss.clip_norm to a positive number"
+            raise CheckFailed("GRAD_CHANGE", f"{text}, got none")
+        try:
+            from sottovoce.losses.torch_module import make_module
+        except ModuleNotFoundError:
+            raise SpecError("loss.kind: torch needs PyTorch: pip install 'sottovoce[torch]'") from None
+        return make_module(self.module, self.options, self.shape, self.classes, self.dtype, self.seed)
 
     def dim(self, n_features: int) -> int:
         """Number of trainable parameters.
 
         Raises:
-            SpecError: a record has another number of features than `shape` holds.
+            SpecError: a record has another number of features than `shape` holds; or as `made`.
         """
-        if n_features != math.prod(self.shape):
+        if n_features != math.prod(self.made.shape):
             text = f"loss.shape must hold the {n_features} features of a record"
-            got = f"got {list(self.shape)}, which holds {math.prod(self.shape)}"
+            got = f"got {list(self.made.shape)}, which holds {math.prod(self.made.shape)}"
             raise SpecError(f"{text} (data.intercept: true appends one), {got}")
-        return sum(parameter.numel() for parameter in trainable(self.module).values())
+        return self.made.dim
 
     def initial(self, dim: int) -> FloatArray:
-        parameters = trainable(self.module).values()
-        return np.concatenate([each.detach().numpy().ravel() for each in parameters], dtype=np.float64)
+        return self.made.initial
 
     def enforce(self, features: FloatArray, labels: FloatArray) -> tuple[FloatArray, FloatArray]:
         return scale_rows(features, self.feature_bound), np.clip(np.rint(labels), 0.0, self.classes - 1.0)
 
     def gradient_sum(self, theta: FloatArray, batch: Batch) -> FloatArray:
-        total = np.zeros_like(theta)
-        present = _beside(np.ones_like(batch.labels) if batch.present is None else batch.present, theta, 1)
-        for at, part, gradients in self._map(grad(Network(self).loss), theta, batch.features, batch.labels):
-            total[at] += clipped_sum(gradients, present[at][part], self.clip_norm)
-        return total
+        return self.made.gradient_sum(theta, batch, self.clip)
 
     def values(self, theta: FloatArray, batch: Batch) -> FloatArray:
-        scores = self._scores(theta, batch.features)
-        labels = _beside(batch.labels, theta, 1).astype(np.int64)
-        chosen: FloatArray = np.take_along_axis(scores, labels[..., None], axis=-1)[..., 0]
-        values: FloatArray = np.logaddexp.reduce(scores, axis=-1) - chosen
-        return values
+        return self.made.values(theta, batch)
 
     def gradient_bound(self, radius: float) -> float:
-        return self.clip_norm
-
-    def gradient_change(self, radius: float) -> float:
-        return 2 * self.clip_norm
+        return self.clip
 
     def predict(self, theta: FloatArray, features: FloatArray) -> FloatArray:
-        return self._scores(theta, scale_rows(features, self.feature_bound))
+        return self.made.scores(theta, scale_rows(features, self.feature_bound))
 
     def classify(self, scores: FloatArray) -> FloatArray:
         return as_floats(scores.argmax(axis=-1))
-
-    def _scores(self, theta: FloatArray, features: FloatArray) -> FloatArray:
-        """`(..., records, classes)`."""
-        result = np.empty((*theta.shape[:-1], features.shape[-2], self.classes))
-        with torch.no_grad():
-            for at, part, scores in self._map(Network(self).scores, theta, features):
-                result[at][part] = scores
-        return result
-
-    def _map(
-        self, function: Callable[..., Tensor], theta: FloatArray, features: FloatArray, labels: FloatArray | None = None
-    ) -> Iterator[tuple[tuple[int, ...], slice, FloatArray]]:
-        """`function(theta, record[, label])` of every parameter vector and its records, in parts of bounded memory.
-
-        Yields the vector's place among the leading axes of theta, which of its records, and `(records of the part, ...)`.
-        """
-        vectorised = vmap(function, in_dims=(None, 0) if labels is None else (None, 0, 0))
-        rows = _beside(features, theta, 2)
-        classes = None if labels is None else _beside(labels, theta, 1)
-        size = min(max(1, PART_NUMBERS // theta.shape[-1]), LARGEST_PART)
-        for at in np.ndindex(theta.shape[:-1]):
-            vector = torch.tensor(theta[at], dtype=self.dtype)
-            for first in range(0, features.shape[-2], size):
-                part = slice(first, first + size)
-                arguments = [torch.tensor(rows[at][part], dtype=self.dtype).reshape(-1, *self.shape)]
-                if classes is not None:
-                    arguments.append(torch.tensor(classes[at][part], dtype=torch.int64))
-                yield at, part, vectorised(vector, *arguments).numpy().astype(np.float64)
-
-
-class Network:
-    """The module as a function of a flat parameter vector and one record."""
-
-    def __init__(self, loss: TorchLoss) -> None:
-        self._module = copy.deepcopy(loss.module)  # a functional call puts its parameters into the module while it runs
-        self._shapes = {name: parameter.shape for name, parameter in trainable(loss.module).items()}
-
-    def scores(self, theta: Tensor, record: Tensor) -> Tensor:
-        """`(classes,)`."""
-        parts = torch.split(theta, [shape.numel() for shape in self._shapes.values()])
-        parameters = {name: part.view(shape) for part, (name, shape) in zip(parts, self._shapes.items(), strict=True)}
-        scores: Tensor = functional_call(self._module, parameters, (record.unsqueeze(0),))
-        return scores.squeeze(0)
-
-    def loss(self, theta: Tensor, record: Tensor, label: Tensor) -> Tensor:
-        """Cross-entropy, `()`."""
-        return nn.functional.cross_entropy(self.scores(theta, record), label)
-
-
-def trainable(module: nn.Module) -> Mapping[str, nn.Parameter]:
-    """The parameters that learning moves. What has `requires_grad` off stays as the module made it."""
-    return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-
-
-def clipped_sum(gradients: FloatArray, present: FloatArray, clip_norm: float) -> FloatArray:
-    """Sum of the records' gradients, each scaled down to norm at most `clip_norm`: `(dim,)`.
-
-    A gradient whose norm is not finite counts as zero: an error, or a state that is not finite, would tell.
-
-    Args:
-        gradients: `(records, dim)`.
-        present: `(records,)` of 1.0, and of 0.0 for padding.
-        clip_norm: G.
-    """
-    with np.errstate(over="ignore", invalid="ignore"):
-        norms = np.sqrt(np.vecdot(gradients, gradients))
-    finite = np.isfinite(norms)
-    if not finite.all():
-        norms, gradients = np.where(finite, norms, 0.0), np.where(finite[:, None], gradients, 0.0)
-    total: FloatArray = (present * clip_norm / np.maximum(norms, clip_norm)) @ gradients
-    return total
-
-
-def _beside(per_record: FloatArray, theta: FloatArray, axes: int) -> FloatArray:
-    """An array whose last `axes` axes are a learner's records, repeated along the axes of theta that it lacks."""
-    if theta.ndim > 1:
-        per_record = np.expand_dims(per_record, -axes - 1)  # the replicas of a learner share its records
-    return np.broadcast_to(per_record, (*theta.shape[:-1], *per_record.shape[-axes:]))
-
-
-# ---- from a spec -----------------------------------------------------------------------------------------
-
-
-def build_torch_loss(spec: TorchLossSpec) -> TorchLoss:
-    """The loss that a spec describes.
-
-    The module is made and started with PyTorch's generator seeded by `spec.seed`; the generator is put back afterwards.
-
-    Raises:
-        CheckFailed: GRAD_CHANGE, without `clip_norm`.
-        SpecError: no such module, or one that cannot be made, run on one record, or differentiated record by record.
-    """
-    if spec.clip_norm is None:
-        text = "nothing bounds the gradient of a network but clipping: set loss.clip_norm to a positive number"
-        raise CheckFailed("GRAD_CHANGE", f"{text}, got none")
-    shape = spec.shape or BUILT_IN.get(spec.module)
-    if shape is None:
-        raise SpecError(f"loss.shape is required where loss.module is your own, {spec.module!r}, got none")
-    make = _factory(spec, shape)
-    dtype = {"float32": torch.float32, "float64": torch.float64}[spec.dtype]
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(spec.seed)
-        try:
-            module = make().to(dtype).eval()
-            scores = module(torch.zeros(1, *shape, dtype=dtype))  # lazy parameters, too, are made now
-            bounds = (spec.feature_bound, spec.ridge, spec.clip_norm)
-            loss = TorchLoss(*bounds, module, shape, spec.classes, dtype)
-            _try_out(loss, scores.shape)
-        except SpecError:
-            raise
-        except Exception as error:  # a module of somebody else's may raise anything
-            text = f"loss.module {spec.module!r} must map (1, {', '.join(map(str, shape))}) to (1, {spec.classes})"
-            raise SpecError(f"{text} and work under torch.func: {type(error).__name__}: {error}") from error
-    return loss
-
-
-def _try_out(loss: TorchLoss, scores: torch.Size) -> None:
-    """A gradient of two records: what cannot be differentiated record by record shows before the run starts."""
-    if tuple(scores) != (1, loss.classes):
-        raise SpecError(f"loss.module must give one record scores of shape (1, {loss.classes}), got {tuple(scores)}")
-    if not trainable(loss.module):
-        raise SpecError("loss.module must have parameters with requires_grad, got none")
-    n_features = math.prod(loss.shape)
-    loss.gradient_sum(loss.initial(loss.dim(n_features)), Batch(np.zeros((2, n_features)), np.zeros(2)))
-
-
-def _factory(spec: TorchLossSpec, shape: tuple[int, ...]) -> Callable[[], nn.Module]:
-    """What makes the module.
-
-    Raises:
-        SpecError: not a built-in name, and not a class of modules that can be imported.
-    """
-    if spec.module in BUILT_IN:
-        return lambda: small_cnn(shape, spec.classes, **spec.options)
-    name, _, attribute = spec.module.partition(":")
-    try:
-        found: Any = getattr(import_module(name), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        known = ", ".join(BUILT_IN)
-        raise SpecError(
-            f"loss.module must be one of {known}, or package.module:Class, got {spec.module!r}: {error}"
-        ) from None
-    # Only classes of modules: a spec comes from elsewhere, and must not call whatever is installed.
-    if not (isinstance(found, type) and issubclass(found, nn.Module)):
-        raise SpecError(f"loss.module: {spec.module!r} must be a subclass of torch.nn.Module, got {found!r}")
-    return lambda: found(**spec.options)
-
-
-def small_cnn(shape: tuple[int, ...], classes: int, channels: tuple[int, int] = (8, 16)) -> nn.Module:
-    """A small LeNet for images `(channels, height, width)`: two 5x5 convolutions, each with ReLU and 2x2 pooling, one layer.
-
-    Chen & Wang (2025) use one unspecified CNN for MNIST and CIFAR-10. This one has few parameters, because the noise of a
-    message grows with their number: 5 994 for MNIST, 7 834 for CIFAR-10.
-    """
-    height, width = (((side - 4) // 2 - 4) // 2 for side in shape[1:])
-    return nn.Sequential(
-        nn.Conv2d(shape[0], channels[0], kernel_size=5),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(channels[0], channels[1], kernel_size=5),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.Linear(channels[1] * height * width, classes),
-    )

@@ -1,211 +1,292 @@
-"""From graph specs to who hears whom: an adjacency matrix whose entry (i, j) is 1 where learner i hears learner j.
+"""Graphs and sequences of graphs, by the kind that a spec gives. To add one: its class, and a line in `GRAPHS`.
 
-Graph generators and file formats are networkx's; random graphs of a sequence are drawn here, since every learner draws
-them alone, round by round.
+Generators and file formats are networkx's; random graphs of a sequence are drawn here, since every learner draws them alone,
+round by round.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, assert_never
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from xml.etree.ElementTree import ParseError
 
 import numpy as np
+from pydantic import Field, NonNegativeInt, PositiveInt, SerializeAsAny
 
 from sottovoce.arrays import FloatArray
 from sottovoce.errors import SpecError
-from sottovoce.network.specs import (
-    Complete,
-    Edges,
-    ErdosRenyi,
-    Graph,
-    GraphFile,
-    Grid,
-    PathGraph,
-    RandomGraphs,
-    Ring,
-    Star,
-    WattsStrogatz,
-)
+from sottovoce.registry import Registry, Section
 
 if TYPE_CHECKING:
-    import networkx as nx
+    import networkx as nx  # slow to import, and a learner is given the edges: so it is imported where it is used
 
 Edge = tuple[int, int]
 
 
-def adjacency_of(graph: Graph, n: int) -> FloatArray:
-    """The 0/1 matrix of a graph, `(n, n)`. An edge given twice is one edge.
+class Graph(Section, ABC):
+    """Who is joined to whom."""
 
-    Raises:
-        SpecError: the graph is not one of n learners, or its file cannot be used.
-    """
-    adjacency = np.zeros((n, n))
-    directed = is_directed(graph)
-    for i, j in _edges(graph, n):
-        adjacency[j, i] = 1.0
-        if not directed:
-            adjacency[i, j] = 1.0
-    return adjacency
+    kind: str
 
+    file: ClassVar[bool] = False
+    """Is it read from a file, which others have not?"""
 
-def is_directed(graph: Graph) -> bool:
-    """True where an edge is a way for messages in one direction only."""
-    return isinstance(graph, Edges | ErdosRenyi | GraphFile) and graph.directed
+    @property
+    def one_way(self) -> bool:
+        """Is an edge a way for messages in one direction only?"""
+        return False
 
+    @property
+    def advice(self) -> str:
+        """What to change about it where it came out disconnected."""
+        return "add edges until every learner can reach every other"
 
-def as_edges(graph: Graph, n: int) -> Edges:
-    """The same graph as a list of edges.
+    @abstractmethod
+    def pairs(self, n: int) -> list[Edge]:
+        """The edges on learners 0..n-1; of a directed graph, from the one who tells to the one who hears.
 
-    Raises:
-        SpecError: the graph is not one of n learners, or its file cannot be used.
-    """
-    if isinstance(graph, Edges):
-        return graph
-    directed = is_directed(graph)
-    edges = ((i, j) if directed else (min(i, j), max(i, j)) for i, j in _edges(graph, n))
-    return Edges(kind="edges", edges=tuple(edges), directed=directed)
+        Raises:
+            SpecError: the graph is not one of n learners, or its file cannot be used.
+        """
 
+    def adjacency(self, n: int) -> FloatArray:
+        """The 0/1 matrix, `(n, n)`: 1 where learner i (row) hears learner j. An edge given twice is one edge.
 
-def draw(graphs: RandomGraphs, t: int, n: int) -> FloatArray:
-    """The adjacency matrix of round t, `(n, n)`: a function of the spec and the round, the same on every machine.
+        Raises:
+            SpecError: as `pairs`.
+        """
+        adjacency = np.zeros((n, n))
+        for i, j in self.pairs(n):
+            adjacency[j, i] = 1.0
+            if not self.one_way:
+                adjacency[i, j] = 1.0
+        return adjacency
 
-    It uses the raw numbers of PCG64, which NumPy promises never to change, and draws the pairs of a row after those of the
-    row before (undirected: those above the diagonal).
-    """
-    above = np.triu(np.ones((n, n), dtype=bool), k=1)
-    wanted = above | above.T if graphs.directed else above
-    numbers = np.random.PCG64(np.random.SeedSequence((graphs.seed, t))).random_raw(int(wanted.sum()))
-    adjacency = np.zeros((n, n))
-    adjacency[wanted] = (np.asarray(numbers) >> np.uint64(11)) * 2.0**-53 < graphs.probability
-    return adjacency if graphs.directed else adjacency + adjacency.T
+    def listed(self, n: int) -> Edges:
+        """The same graph as a list of edges: who has it needs no file, no generator and no code of others.
 
-
-# ---- generators ------------------------------------------------------------------------------------------
-
-
-def _edges(graph: Graph, n: int) -> list[Edge]:
-    """The edges of a graph on learners 0..n-1; of a directed one, from the one who tells to the one who hears.
-
-    Raises:
-        SpecError: the graph is not one of n learners.
-    """
-    if isinstance(graph, Edges):
-        return _listed_edges(graph.edges, n)
-    import networkx as nx  # here, because it is slow to import and a learner is given the edges
-
-    match graph:
-        case Ring():
-            return list(nx.cycle_graph(n).edges) if n > 1 else []  # networkx's ring of one is a self-loop
-        case PathGraph():
-            return list(nx.path_graph(n).edges)
-        case Star():
-            return list(nx.star_graph(n - 1).edges)
-        case Complete():
-            return list(nx.complete_graph(n).edges)
-        case Grid():
-            return _grid_edges(graph, n)
-        case ErdosRenyi(probability=probability, seed=seed, directed=directed):
-            return list(nx.gnp_random_graph(n, probability, seed=seed, directed=directed).edges)
-        case WattsStrogatz():
-            return _small_world_edges(graph, n)
-        case GraphFile():
-            return _file_edges(graph, n)
-        case _:
-            assert_never(graph)
+        Raises:
+            SpecError: as `pairs`.
+        """
+        pairs = ((i, j) if self.one_way else (min(i, j), max(i, j)) for i, j in self.pairs(n))
+        return Edges(edges=tuple(pairs), directed=self.one_way)
 
 
-def _grid_edges(grid: Grid, n: int) -> list[Edge]:
-    """Learners are numbered row by row."""
-    import networkx as nx
+GRAPHS: Registry[Graph] = Registry(
+    Graph,  # type: ignore[type-abstract]  # of its subclasses
+    {
+        "ring": f"{__name__}:Ring",
+        "path": f"{__name__}:PathGraph",
+        "star": f"{__name__}:Star",
+        "complete": f"{__name__}:Complete",
+        "grid": f"{__name__}:Grid",
+        "erdos_renyi": f"{__name__}:ErdosRenyi",
+        "watts_strogatz": f"{__name__}:WattsStrogatz",
+        "edges": f"{__name__}:Edges",
+        "file": f"{__name__}:GraphFile",
+    },
+    group="graphs",
+)
 
-    if grid.rows * grid.columns != n:
-        raise SpecError(
-            f"topology.graph: rows * columns of a grid must be the number of learners ({n}), "
-            f"got {grid.rows} * {grid.columns} = {grid.rows * grid.columns}; change rows, columns or learners"
-        )
-    cells = nx.grid_2d_graph(grid.rows, grid.columns)
-    return list(nx.convert_node_labels_to_integers(cells, ordering="sorted").edges)
-
-
-def _small_world_edges(graph: WattsStrogatz, n: int) -> list[Edge]:
-    """A ring in which each learner knows `nearest / 2` on either side, then rewired at random."""
-    import networkx as nx
-
-    nearest = graph.nearest
-    if nearest >= n:
-        raise SpecError(
-            f"topology.graph.nearest must be below the number of learners ({n}), got {nearest}; "
-            "lower it, or take the complete graph"
-        )
-    if nearest % 2:  # networkx would round it down without a word
-        raise SpecError(
-            f"topology.graph.nearest must be even, half on either side of the ring, got {nearest}; take an even number"
-        )
-    return list(nx.watts_strogatz_graph(n, nearest, graph.probability, seed=graph.seed).edges)
+AnyGraph = Annotated[SerializeAsAny[Graph], GRAPHS]
+"""A field of a spec: the graph of the kind that it names."""
 
 
-def _listed_edges(edges: Iterable[Edge], n: int) -> list[Edge]:
-    """The edges, if they are between different learners of 0..n-1."""
-    listed = list(edges)
-    for i, j in listed:
-        if max(i, j) >= n:
+class Ring(Graph):
+    """Every learner has two neighbours."""
+
+    kind: Literal["ring"] = "ring"
+
+    def pairs(self, n: int) -> list[Edge]:
+        import networkx as nx
+
+        return list(nx.cycle_graph(n).edges) if n > 1 else []  # networkx's ring of one is a self-loop
+
+
+class PathGraph(Graph):
+    """A line."""
+
+    kind: Literal["path"] = "path"
+
+    def pairs(self, n: int) -> list[Edge]:
+        import networkx as nx
+
+        return list(nx.path_graph(n).edges)
+
+
+class Star(Graph):
+    """The first learner is everybody's neighbour."""
+
+    kind: Literal["star"] = "star"
+
+    def pairs(self, n: int) -> list[Edge]:
+        import networkx as nx
+
+        return list(nx.star_graph(n - 1).edges)
+
+
+class Complete(Graph):
+    """Everybody is everybody's neighbour."""
+
+    kind: Literal["complete"] = "complete"
+
+    def pairs(self, n: int) -> list[Edge]:
+        import networkx as nx
+
+        return list(nx.complete_graph(n).edges)
+
+
+class Grid(Graph):
+    """A rectangular grid of `rows` times `columns` learners, numbered row by row."""
+
+    kind: Literal["grid"] = "grid"
+    rows: PositiveInt
+    columns: PositiveInt
+
+    def pairs(self, n: int) -> list[Edge]:
+        import networkx as nx
+
+        if self.rows * self.columns != n:
             raise SpecError(
-                f"topology.graph.edges: learners must be counted from 0 to {n - 1}, got the edge ({i}, {j}); "
-                "change the edge or the number of learners"
+                f"topology.graph: rows * columns of a grid must be the number of learners ({n}), "
+                f"got {self.rows} * {self.columns} = {self.rows * self.columns}; change rows, columns or learners"
             )
-        if i == j:
+        cells = nx.grid_2d_graph(self.rows, self.columns)
+        return list(nx.convert_node_labels_to_integers(cells, ordering="sorted").edges)
+
+
+class ErdosRenyi(Graph):
+    """Every pair is an edge with this probability; `directed`: every ordered pair."""
+
+    kind: Literal["erdos_renyi"] = "erdos_renyi"
+    probability: Annotated[float, Field(gt=0, le=1)]
+    seed: NonNegativeInt = 0
+    directed: bool = False
+
+    @property
+    def one_way(self) -> bool:
+        return self.directed
+
+    @property
+    def advice(self) -> str:
+        return f"take another seed (now {self.seed}) or a larger probability (now {self.probability})"
+
+    def pairs(self, n: int) -> list[Edge]:
+        import networkx as nx
+
+        return list(nx.gnp_random_graph(n, self.probability, seed=self.seed, directed=self.directed).edges)
+
+
+class WattsStrogatz(Graph):
+    """A ring in which everybody knows the `nearest` next ones, half on either side, each edge rewired with a probability."""
+
+    kind: Literal["watts_strogatz"] = "watts_strogatz"
+    nearest: PositiveInt
+    probability: Annotated[float, Field(ge=0, le=1)]
+    seed: NonNegativeInt = 0
+
+    @property
+    def advice(self) -> str:
+        return f"take another seed (now {self.seed}) or a larger nearest (now {self.nearest})"
+
+    def pairs(self, n: int) -> list[Edge]:
+        import networkx as nx
+
+        if self.nearest >= n:
             raise SpecError(
-                f"topology.graph.edges: an edge must join two different learners, got ({i}, {j}); remove it"
+                f"topology.graph.nearest must be below the number of learners ({n}), got {self.nearest}; "
+                "lower it, or take the complete graph"
             )
-    return listed
+        if self.nearest % 2:  # networkx would round it down without a word
+            raise SpecError(
+                f"topology.graph.nearest must be even, half on either side of the ring, got {self.nearest}; "
+                "take an even number"
+            )
+        return list(nx.watts_strogatz_graph(n, self.nearest, self.probability, seed=self.seed).edges)
 
 
-# ---- graph files -----------------------------------------------------------------------------------------
+class Edges(Graph):
+    """The edges, as pairs of learner indices counted from 0; `directed`: the first one tells the second one."""
+
+    kind: Literal["edges"] = "edges"
+    edges: tuple[tuple[NonNegativeInt, NonNegativeInt], ...]
+    directed: bool = False
+
+    @property
+    def one_way(self) -> bool:
+        return self.directed
+
+    def listed(self, n: int) -> Edges:
+        return self
+
+    def pairs(self, n: int) -> list[Edge]:
+        for i, j in self.edges:
+            if max(i, j) >= n:
+                raise SpecError(
+                    f"topology.graph.edges: learners must be counted from 0 to {n - 1}, got the edge ({i}, {j}); "
+                    "change the edge or the number of learners"
+                )
+            if i == j:
+                raise SpecError(
+                    f"topology.graph.edges: an edge must join two different learners, got ({i}, {j}); remove it"
+                )
+        return list(self.edges)
 
 
-def _file_edges(file: GraphFile, n: int) -> list[Edge]:
-    """The edges of a GraphML file or an edge list; its nodes, sorted, are learners 0..n-1.
+class GraphFile(Graph):
+    """A file: GraphML (`.graphml`), or an edge list of two whitespace-separated node names a line.
 
-    Names sort as integers if all are integers, else as text (`n10` before `n2`). Only who is joined to whom is read:
-    the file's edge attributes, `weight` among them, are ignored, since weights come from the spec's rule.
+    `directed`: the first node of an edge, its source, tells the second one. Nodes, sorted, are learners 0..n-1: as integers
+    if all are integers, else as text (`n10` before `n2`). Only who is joined to whom is read: the file's edge attributes,
+    `weight` among them, are ignored, since weights come from the spec's rule.
     """
-    path, graph = file.path, _read_graph(file)
-    if len(graph) != n:
-        raise SpecError(
-            f"{path}: the graph must have one node per learner ({n}), got {len(graph)} nodes; "
-            "change the file or the number of learners"
-        )
-    if graph.is_directed() and not file.directed:
-        raise SpecError(
-            f"{path}: the graph must be undirected, got a directed one; set edgedefault to undirected, "
-            "or topology.graph.directed to true"
-        )
-    if file.directed and not graph.is_directed():
-        raise SpecError(f"{path}: the graph must be directed, got an undirected one; set edgedefault to directed")
-    for name, other in graph.edges():
-        if name == other:
-            raise SpecError(f"{path}: an edge must join two different nodes, got ({name}, {other}); remove it")
-    index = {name: i for i, name in enumerate(_sorted_names(graph))}
-    return [(index[name], index[other]) for name, other in graph.edges()]
 
+    kind: Literal["file"] = "file"
+    path: Path
+    directed: bool = False
 
-def _read_graph(file: GraphFile) -> nx.Graph[str]:
-    """The file as networkx reads it."""
-    import networkx as nx
+    file: ClassVar[bool] = True
 
-    path: Path = file.path
-    try:
-        if path.suffix.lower() == ".graphml":
-            return nx.read_graphml(path)
-        return nx.read_edgelist(path, data=False, create_using=nx.DiGraph if file.directed else nx.Graph)
-    # What networkx lets through on malformed GraphML, beside its own error: missing or mistyped attributes, broken XML.
-    except (OSError, ValueError, KeyError, TypeError, ParseError, nx.NetworkXException) as error:
-        raise SpecError(
-            f"{path}: must be readable as GraphML (.graphml) or as an edge list, got {type(error).__name__}: {error}; "
-            "check the path and the file"
-        ) from None
+    @property
+    def one_way(self) -> bool:
+        return self.directed
+
+    def pairs(self, n: int) -> list[Edge]:
+        path, graph = self.path, self._read()
+        if len(graph) != n:
+            raise SpecError(
+                f"{path}: the graph must have one node per learner ({n}), got {len(graph)} nodes; "
+                "change the file or the number of learners"
+            )
+        if graph.is_directed() and not self.directed:
+            raise SpecError(
+                f"{path}: the graph must be undirected, got a directed one; set edgedefault to undirected, "
+                "or topology.graph.directed to true"
+            )
+        if self.directed and not graph.is_directed():
+            raise SpecError(f"{path}: the graph must be directed, got an undirected one; set edgedefault to directed")
+        for name, other in graph.edges():
+            if name == other:
+                raise SpecError(f"{path}: an edge must join two different nodes, got ({name}, {other}); remove it")
+        index = {name: i for i, name in enumerate(_sorted_names(graph))}
+        return [(index[name], index[other]) for name, other in graph.edges()]
+
+    def _read(self) -> nx.Graph[str]:
+        """The file as networkx reads it."""
+        import networkx as nx
+
+        try:
+            if self.path.suffix.lower() == ".graphml":
+                return nx.read_graphml(self.path)
+            return nx.read_edgelist(self.path, data=False, create_using=nx.DiGraph if self.directed else nx.Graph)
+        # What networkx lets through on malformed GraphML, beside its own error: missing or mistyped attributes, broken XML.
+        except (OSError, ValueError, KeyError, TypeError, ParseError, nx.NetworkXException) as error:
+            raise SpecError(
+                f"{self.path}: must be readable as GraphML (.graphml) or as an edge list, got {type(error).__name__}: "
+                f"{error}; check the path and the file"
+            ) from None
 
 
 def _sorted_names(names: Iterable[str]) -> list[str]:
@@ -215,3 +296,123 @@ def _sorted_names(names: Iterable[str]) -> list[str]:
         return sorted(as_text, key=int)
     except ValueError:
         return as_text
+
+
+# ---- sequences -------------------------------------------------------------------------------------------
+
+
+class GraphSequence(Section, ABC):
+    """A graph for every round. Public: everybody can tell the graph of every round alone."""
+
+    kind: str
+
+    @property
+    def period(self) -> int | None:
+        """Rounds after which the graphs come again; None: never."""
+        return None
+
+    @property
+    def one_way(self) -> bool:
+        """May an edge be a way for messages in one direction only, in some round?"""
+        return False
+
+    def one_way_at(self, t: int) -> bool:
+        """The same of round t."""
+        return self.one_way
+
+    @property
+    def advice(self) -> str:
+        """What to change about it where it came out disconnected."""
+        return "add edges until every learner can reach every other"
+
+    @abstractmethod
+    def adjacency(self, t: int, n: int) -> FloatArray:
+        """The 0/1 matrix of round t, `(n, n)`, the same on every machine.
+
+        Raises:
+            SpecError: a graph is not one of n learners, or its file cannot be used.
+        """
+
+    @property
+    def file(self) -> bool:
+        """Is a graph read from a file, which others have not?"""
+        return False
+
+    def listed(self, n: int) -> GraphSequence:
+        """The same sequence for others, who have no files.
+
+        Raises:
+            SpecError: as `adjacency`.
+        """
+        return self
+
+
+SEQUENCES: Registry[GraphSequence] = Registry(
+    GraphSequence,  # type: ignore[type-abstract]  # of its subclasses
+    {"periodic": f"{__name__}:PeriodicGraphs", "random": f"{__name__}:RandomGraphs"},
+    group="graph_sequences",
+)
+
+AnyGraphSequence = Annotated[SerializeAsAny[GraphSequence], SEQUENCES]
+"""A field of a spec: the sequence of the kind that it names."""
+
+
+class PeriodicGraphs(GraphSequence):
+    """These graphs, one a round, from the first one again when they have run out."""
+
+    kind: Literal["periodic"] = "periodic"
+    graphs: Annotated[tuple[AnyGraph, ...], Field(min_length=1)]
+
+    @property
+    def period(self) -> int:
+        return len(self.graphs)
+
+    @property
+    def one_way(self) -> bool:
+        return any(graph.one_way for graph in self.graphs)
+
+    def one_way_at(self, t: int) -> bool:
+        return self.graphs[t % len(self.graphs)].one_way
+
+    @property
+    def file(self) -> bool:
+        return any(graph.file for graph in self.graphs)
+
+    def adjacency(self, t: int, n: int) -> FloatArray:
+        return self.graphs[t % len(self.graphs)].adjacency(n)
+
+    def listed(self, n: int) -> PeriodicGraphs:
+        return PeriodicGraphs(graphs=tuple(graph.listed(n) for graph in self.graphs))
+
+
+class RandomGraphs(GraphSequence):
+    """A new graph every round, in which every pair is an edge with this probability; `directed`: every ordered pair.
+
+    The seed is public: everybody can draw the graph of every round alone.
+    """
+
+    kind: Literal["random"] = "random"
+    probability: Annotated[float, Field(gt=0, le=1)]
+    seed: NonNegativeInt = 0
+    directed: bool = False
+
+    @property
+    def one_way(self) -> bool:
+        return self.directed
+
+    @property
+    def advice(self) -> str:
+        return f"take another seed (now {self.seed}) or a larger probability (now {self.probability})"
+
+    def adjacency(self, t: int, n: int) -> FloatArray:
+        """A function of the spec and the round.
+
+        It uses the raw numbers of PCG64, which NumPy promises never to change, and draws the pairs of a row after those of
+        the row before (undirected: those above the diagonal).
+        """
+        above = np.triu(np.ones((n, n), dtype=bool), k=1)
+        wanted = above | above.T if self.directed else above
+        numbers = np.random.PCG64(np.random.SeedSequence((self.seed, t))).random_raw(int(wanted.sum()))
+        adjacency = np.zeros((n, n))
+        adjacency[wanted] = (np.asarray(numbers) >> np.uint64(11)) * 2.0**-53 < self.probability
+        return adjacency if self.directed else adjacency + adjacency.T

@@ -1,86 +1,18 @@
-"""Networks: who hears whom with which weights, round by round, where graphs may be directed or change.
-
-The mixing matrix A of a round has the receiver as its row: learner i gives `a_ij` to what it hears of j, and `a_ii` to its
-own value. Rows that sum to one keep a consensus, columns that sum to one keep the sum (push-sum), both keep the average.
-"""
+"""Networks: who hears whom with which weights, round by round, where graphs may be directed or change."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Any, assert_never
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from sottovoce.arrays import FloatArray
-from sottovoce.errors import CheckFailed
-from sottovoce.network.graphs import Edge, draw
-from sottovoce.network.specs import (
-    ConstantWeights,
-    InDegreeWeights,
-    LaplacianWeights,
-    MaxDegreeWeights,
-    MetropolisWeights,
-    OutDegreeWeights,
-    RandomGraphs,
-    Weights,
-)
-
-ROUNDING = 1e-12
-"""How far sums of weights may be from what they must be, relative to the largest weight."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Mixing:
-    """The weights of one round: what each learner (row) gives to what it hears of each other one (column), and to itself.
-
-    Attributes:
-        neighbours: `(n, n)`, zero where nothing is heard, and on the diagonal.
-        own: `(n,)`.
-    """
-
-    neighbours: FloatArray
-    own: FloatArray
-
-    @property
-    def matrix(self) -> FloatArray:
-        """The whole mixing matrix, `(n, n)`."""
-        return self.neighbours + np.diag(self.own)
-
-    @property
-    def row_stochastic(self) -> bool:
-        """No weight is negative, and those that a learner gives sum to one."""
-        return self._stochastic(axis=1)
-
-    @property
-    def column_stochastic(self) -> bool:
-        """No weight is negative, and those that a learner's message gets sum to one."""
-        return self._stochastic(axis=0)
-
-    @property
-    def spectral_gap(self) -> float:
-        """`1 - sigma_2`, sigma_2 the second largest singular value of the matrix: of use where it is doubly stochastic.
-
-        One learner alone has the gap 1.
-        """
-        values = np.linalg.svd(self.matrix, compute_uv=False)
-        return 1.0 - float(values[1]) if len(values) > 1 else 1.0
-
-    def heard_by(self, learner: int) -> dict[int, float]:
-        """Weight of each learner that `learner` hears, by ascending index."""
-        row = self.neighbours[learner]
-        return {int(j): float(row[j]) for j in np.flatnonzero(row)}
-
-    def told_by(self, learner: int) -> tuple[int, ...]:
-        """Who hears `learner`, ascending."""
-        return tuple(int(i) for i in np.flatnonzero(self.neighbours[:, learner]))
-
-    def _stochastic(self, axis: int) -> bool:
-        sums = self.neighbours.sum(axis=axis) + self.own
-        least = min(float(self.neighbours.min()), float(self.own.min()))
-        return least >= -ROUNDING and float(np.abs(sums - 1.0).max()) <= ROUNDING
+from sottovoce.network.graphs import Edge, GraphSequence
+from sottovoce.network.mixing import Mixing
+from sottovoce.network.weights import WeightRule
 
 
 class Network(ABC):
@@ -164,24 +96,24 @@ class PeriodicNetwork(Network):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RandomNetwork(Network):
-    """A graph drawn anew in every round, from a public seed.
+class ChangingNetwork(Network):
+    """A graph of its own for every round, from a sequence that is public and never comes again.
 
     Attributes:
-        graphs: how it is drawn.
+        graphs: the sequence.
         weights: of the graph of a round.
         learners: how many there are.
         rounds: planned.
     """
 
-    graphs: RandomGraphs
-    weights: Weights
+    graphs: GraphSequence
+    weights: WeightRule
     learners: int
     rounds: int
 
     def __post_init__(self) -> None:
         complete = np.ones((self.learners, self.learners)) - np.eye(self.learners)
-        mix(self.weights, complete, directed=self.graphs.directed)  # no round asks for more than this one
+        self.weights.mix(complete, one_way=self.graphs.one_way)  # no round asks for more than this one
 
     @property
     def n_learners(self) -> int:
@@ -193,76 +125,19 @@ class RandomNetwork(Network):
 
     @property
     def edges(self) -> tuple[Edge, ...]:
-        """Every pair: each may be drawn."""
+        """Every pair: each may come."""
         return tuple(combinations(range(self.learners), 2))
 
     @property
     def row_stochastic(self) -> bool:
-        return not isinstance(self.weights, OutDegreeWeights)
+        return not self.weights.columns
 
     @property
     def column_stochastic(self) -> bool:
-        by_rule = isinstance(self.weights, OutDegreeWeights)
-        return by_rule or not (self.graphs.directed or isinstance(self.weights, InDegreeWeights))
+        return self.weights.columns or (self.weights.symmetric and not self.graphs.one_way)
 
     def at(self, t: int) -> Mixing:
-        return mix(self.weights, draw(self.graphs, t, self.learners), directed=self.graphs.directed)
-
-
-# ---- weights ---------------------------------------------------------------------------------------------
-
-
-def couplings(rule: Weights, adjacency: FloatArray) -> FloatArray:
-    """What learners (rows) give to what they hear of others (columns), `(n, n)`, by a weight rule."""
-    hears, tells = adjacency.sum(axis=1), adjacency.sum(axis=0)
-    match rule:
-        case ConstantWeights(value=value):
-            weights = adjacency * value
-        case MetropolisWeights():
-            weights = adjacency / (1.0 + np.maximum.outer(hears, hears))
-        case MaxDegreeWeights():
-            weights = adjacency / (1.0 + hears.max())
-        case LaplacianWeights(step=step):
-            weights = adjacency * step
-        case OutDegreeWeights():
-            weights = adjacency / (1.0 + tells)
-        case InDegreeWeights():
-            weights = adjacency / (1.0 + hears[:, None])
-        case _:
-            assert_never(rule)
-    return weights / 2.0 if rule.lazy else weights
-
-
-def mix(rule: Weights, adjacency: FloatArray, *, directed: bool) -> Mixing:
-    """The mixing matrix of a graph.
-
-    Args:
-        rule: how to weigh.
-        adjacency: `(n, n)`, 1 where the row hears the column.
-        directed: whether the graph was meant to be directed.
-
-    Raises:
-        CheckFailed: W_DIRECTED or W_OWN.
-    """
-    if directed and isinstance(rule, ConstantWeights | MetropolisWeights | MaxDegreeWeights):  # a degree of both ends
-        raise CheckFailed(
-            "W_DIRECTED",
-            f"{rule.kind} weights need undirected graphs, got a directed one; take out_degree weights (columns sum to one), "
-            "in_degree or laplacian weights (rows sum to one)",
-        )
-    weights = couplings(rule, adjacency)
-    own = 1.0 - weights.sum(axis=0 if isinstance(rule, OutDegreeWeights) else 1)
-    if (own <= 0).any():
-        i = int(np.argmin(own))
-        heard = int(adjacency[i].sum())
-        limit = (2.0 if rule.lazy else 1.0) / heard
-        raise CheckFailed(
-            "W_OWN",
-            "every learner must keep a positive weight for its own value, "
-            f"got {float(own[i]):.6g} for a learner that hears {heard} others by {rule.kind} weights; "
-            f"take weights below {limit:.6g}",
-        )
-    return Mixing(weights, own)
+        return self.weights.mix(self.graphs.adjacency(t, self.learners), one_way=self.graphs.one_way)
 
 
 # ---- connectivity ----------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ ENFORCED_BY = {
 
 def constants_of(loss: Loss, decision_set: DecisionSet, dim: int) -> Constants:
     """What accounting needs to know of a loss on a decision set."""
-    radius = decision_set.radius(dim)
+    radius = decision_set.largest_norm(dim)
     return Constants(
         grad_change=loss.gradient_change(radius),
         smoothness=loss.smoothness,

@@ -16,14 +16,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from sottovoce.arrays import Batch, FloatArray, IntArray
 from sottovoce.data import PlacedData
-from sottovoce.decision_sets import Box, DecisionSet, build_decision_set
+from sottovoce.decision_sets import Box, DecisionSet
 from sottovoce.errors import SpecError
 from sottovoce.losses import Loss
 from sottovoce.running.run import Run
@@ -111,7 +111,7 @@ class _Mean:
     def __init__(self, objective: Objective) -> None:
         self._objective, self._total = objective, float(objective.weights.sum())
         loss = objective.loss
-        self._loss = loss if math.isinf(loss.clip_norm) else replace(loss, clip_norm=math.inf)  # type: ignore[type-var]
+        self._loss = loss.model_copy(update={"clip_norm": None})
         # A loss sums over records of equal weight, and there are few different weights.
         kinds, kind = np.unique(np.round(objective.weights / objective.weights.max(), 12), return_inverse=True)
         self._groups = [
@@ -224,7 +224,7 @@ class Metrics:
     """
 
     def __init__(self, run: Run, data: PlacedData, *, at: Iterable[int] | None = None, dynamic: bool = False) -> None:
-        self._loss, self._set = run.loss, build_decision_set(run.spec.decision_set)
+        self._loss, self._set = run.loss, run.spec.decision_set
         self._at = set(checkpoints(run.spec.rounds).tolist() if at is None else at)
         self._dynamic = dynamic
         self._records = _Records.of(run.loss, data)

@@ -9,9 +9,8 @@ import numpy as np
 
 from sottovoce.arrays import FloatArray, IntArray
 from sottovoce.data.dataset import Dataset, Labelled
-from sottovoce.data.partition import assign
 from sottovoce.data.schedule import LearnerData, PlacedData
-from sottovoce.data.specs import DataSpec, Shared
+from sottovoce.data.source import DataSpec
 from sottovoce.errors import DataError, SpecError
 from sottovoce.spec import RunSpec
 
@@ -43,7 +42,7 @@ def place(spec: RunSpec, dataset: Dataset) -> PlacedData:
         timetable = _fill(shuffled, data, spec.rounds) if rounds is None else _keep(shuffled, rounds[mine], spec.rounds)
         return LearnerData(prepare(dataset.features[mine]), dataset.labels[mine], *timetable)
 
-    if dataset.learner is None and isinstance(data.partition, Shared):
+    if dataset.learner is None and data.partition.shared:
         learners = [placed(rows, order_rng)] * spec.n_learners
     else:
         owners = _owners(spec, dataset, rows, deal_rng)
@@ -118,7 +117,7 @@ def _owners(spec: RunSpec, dataset: Dataset, rows: IntArray, rng: np.random.Gene
     classes = dataset.classes
     if classes is None:
         classes = np.unique(dataset.labels, return_inverse=True)[1].astype(np.int64)
-    return assign(spec.data.partition, dataset.labels[rows], classes[rows], spec.n_learners, rng)
+    return spec.data.partition.owners(dataset.labels[rows], classes[rows], spec.n_learners, rng)
 
 
 def _explicit_owners(spec: RunSpec, dataset: Dataset, learner: IntArray) -> IntArray:

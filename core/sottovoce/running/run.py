@@ -8,9 +8,8 @@ from typing import Any
 from sottovoce.algorithms.interface import Algorithm
 from sottovoce.algorithms.per_learner import spread
 from sottovoce.algorithms.setting import Finding, Setting
-from sottovoce.decision_sets import build_decision_set, check_dim
-from sottovoce.losses import Loss, build_loss
-from sottovoce.network.topology import Network, build_topology
+from sottovoce.losses import Loss
+from sottovoce.network.network import Network
 from sottovoce.spec import RunSpec
 
 
@@ -23,9 +22,13 @@ class Run:
 
     spec: RunSpec
     topology: Network
-    loss: Loss
     algorithm: Algorithm[Any]
     warnings: tuple[Finding, ...]
+
+    @property
+    def loss(self) -> Loss:
+        """Of one record."""
+        return self.spec.loss
 
 
 def build_run(spec: RunSpec, n_features: int) -> Run:
@@ -34,11 +37,10 @@ def build_run(spec: RunSpec, n_features: int) -> Run:
     Raises:
         SpecError: the spec contradicts itself, or a condition of the algorithm does not hold (`CheckFailed`).
     """
-    network = build_topology(spec.topology, spec.n_learners, spec.rounds)
-    loss = build_loss(spec.loss)
-    setting = Setting(spec.rounds, n_features, loss, build_decision_set(spec.decision_set), network)
-    check_dim(setting.decision_set, setting.dim)
+    network = spec.topology.network(spec.n_learners, spec.rounds)
+    setting = Setting(spec.rounds, n_features, spec.loss, spec.decision_set, network)
+    spec.decision_set.require_dim(setting.dim)
     if spec.privacy.budget is not None:
         spread(spec.privacy.budget, spec.n_learners, "privacy.budget")
     algorithm, warnings = spec.algorithm.build(setting)
-    return Run(spec, network, loss, algorithm, warnings)
+    return Run(spec, network, algorithm, warnings)

@@ -50,7 +50,7 @@ def check_admm(calibration: Calibration, nodes: Sequence[Node], loss: Loss) -> M
 def _require_loss(calibration: Calibration, node: Node, loss: Loss) -> None:
     """CLIPPED, LOSS_CONSTANTS, LOSS_FIRST_ORDER, SOLVER."""
     text = "ADMM minimises the loss itself, which clipped gradients do not belong to: remove loss.clip_norm"
-    require(loss.clip_norm == math.inf, "CLIPPED", f"{text}, got {loss.clip_norm}")
+    require(loss.clip_norm is None, "CLIPPED", f"{text}, got {loss.clip_norm}")
     first, second, convex = node.lipschitz < math.inf, node.curvature < math.inf, loss.convex
     got = f"got slope bound {node.lipschitz}, curvature bound {node.curvature}, convex {convex} ({type(loss).__name__})"
     if isinstance(calibration, Objective) or (isinstance(calibration, Minimiser) and calibration.last is not None):

@@ -8,7 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from sottovoce.arrays import Batch, FloatArray, Scalars, as_floats
-from sottovoce.losses import MarginLoss, beside, scores_of
+from sottovoce.losses import MarginLoss, beside
+from sottovoce.losses.margin import scores_of
 
 TRIALS = 60
 """Lengths tried for a Newton step before a gradient step is taken instead."""

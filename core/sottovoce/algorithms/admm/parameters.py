@@ -22,6 +22,7 @@ from sottovoce.algorithms.parameters import AlgorithmSpec
 from sottovoce.algorithms.per_learner import PerLearner, divided
 from sottovoce.algorithms.setting import Finding, Setting
 from sottovoce.errors import SpecError
+from sottovoce.losses import MarginLoss
 
 
 class AdmmSpec(AlgorithmSpec):
@@ -96,11 +97,12 @@ def _build(
     final_alpha: PerLearner = float("inf"),
     output_noise: float = 0.0,
 ) -> tuple[Admm, tuple[Finding, ...]]:
-    coupling = setting.topology.at(0).neighbours
+    coupling = setting.fixed_network.at(0).neighbours
     degrees = tuple(float(degree) for degree in np.count_nonzero(coupling, axis=1))
     alphas = setting.per_learner(alpha, "algorithm.alpha")
     finals = setting.per_learner(final_alpha, "algorithm.final_alpha")
     loss = setting.loss
+    slope, bend = (loss.slope_bound, loss.curvature) if isinstance(loss, MarginLoss) else (np.inf, np.inf)
     nodes = tuple(
         Node(
             alpha=alphas[i],
@@ -109,8 +111,8 @@ def _build(
             penalty=spec.penalty,
             loss_weight=spec.loss_weight,
             ridge=loss.ridge,
-            lipschitz=getattr(loss, "slope_bound", np.inf) * loss.feature_bound,
-            curvature=getattr(loss, "curvature", np.inf) * loss.feature_bound**2,
+            lipschitz=slope * loss.feature_bound,
+            curvature=bend * loss.feature_bound**2,
             tolerance=spec.tolerance,
             output_noise=output_noise,
             dim=setting.dim,

@@ -231,7 +231,7 @@ class DualAveraging:
 
     def _natural_bound(self) -> float:
         """l2 bound on the data gradient of a round without clipping."""
-        return self.loss.gradient_bound(self.decision_set.radius(self.dim)) if self.mean else math.inf
+        return self.loss.gradient_bound(self.decision_set.largest_norm(self.dim)) if self.mean else math.inf
 
     def _paper_round(self) -> float:
         """`2 n L / sigma` (Lemma 1, Theorem 2), L bounding the whole gradient; dpps: `2 G sqrt(d) / sigma`."""

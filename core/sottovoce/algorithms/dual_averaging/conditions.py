@@ -16,7 +16,8 @@ from sottovoce.algorithms.setting import Finding
 from sottovoce.decision_sets import Box, DecisionSet
 from sottovoce.errors import require
 from sottovoce.losses import Loss
-from sottovoce.network.network import Mixing, Network, cut_off
+from sottovoce.network.mixing import Mixing
+from sottovoce.network.network import Network, cut_off
 
 Stochastic = Literal["doubly", "columns"]
 """What the weights of every round must sum to one along: rows and columns, or columns only."""

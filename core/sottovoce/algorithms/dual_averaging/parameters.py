@@ -18,14 +18,13 @@ from sottovoce.algorithms.dual_averaging.conditions import (
     check_numbers,
     check_sure_bound,
     method_findings,
-    require,
 )
 from sottovoce.algorithms.parameters import AlgorithmSpec
 from sottovoce.algorithms.setting import Finding, Setting
 from sottovoce.arrays import FloatArray
 from sottovoce.decision_sets import Box
-from sottovoce.errors import SpecError
-from sottovoce.network.topology import Network
+from sottovoce.errors import SpecError, require
+from sottovoce.network.network import Network
 
 
 class _DualAveragingSpec(AlgorithmSpec):

@@ -231,7 +231,8 @@ class PdFtgl:
             paper=self._paper(learner),
             infinite_horizon=math.inf,
             proof="Wang et al. 2025, Theorem 3.6, with the exact sensitivity"
-            f"{' and noise before gossip' if self.before_gossip else '; of published decisions alone'}; sottovoce.algorithms.follow_the_leader",
+            f"{' and noise before gossip' if self.before_gossip else '; of published decisions alone'}"
+            "; sottovoce.algorithms.follow_the_leader",
             constants=self._grounds(learner),
             output=output,
         )

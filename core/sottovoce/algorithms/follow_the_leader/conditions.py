@@ -82,7 +82,7 @@ def problem_of(setting: Setting) -> Problem:
     """
     if not setting.decision_set.contains_origin:
         raise CheckFailed("ORIGIN", "the decision set must contain the origin (Assumption 3.1), got one that does not")
-    radius = setting.decision_set.radius(setting.dim)
+    radius = setting.decision_set.largest_norm(setting.dim)
     return Problem(setting.rounds, radius, setting.loss.gradient_bound(radius), setting.loss.ridge)
 
 

@@ -44,7 +44,7 @@ class DFtglSpec(AlgorithmSpec):
     """Gossip with (I+P)/2; auto: where the mixing matrix has a negative eigenvalue."""
 
     def build(self, setting: Setting) -> tuple[DFtgl, tuple[Finding, ...]]:
-        gossip, problem = gossip_of(setting.topology, self.lazy), problem_of(setting)
+        gossip, problem = gossip_of(setting.fixed_network, self.lazy), problem_of(setting)
         # Plain gossip keeps all z within sqrt(n) G / rho of their mean: the error of a prefix sum in the bound.
         error = math.sqrt(gossip.n_learners) * problem.lipschitz / gossip.gap
         h = self.multiplier * (self.regularization or problem.regularization(1, 2.0, error))

@@ -19,7 +19,7 @@ import numpy as np
 
 from sottovoce.arrays import FloatArray, Scalars
 from sottovoce.errors import CheckFailed
-from sottovoce.network.topology import Topology
+from sottovoce.network.fixed import FixedNetwork
 
 ROUNDING = 1e-12
 """How far an eigenvalue of P may be from its place."""
@@ -94,17 +94,17 @@ class Gossip:
         return math.sqrt(1.0 - self.sigma_2**2)
 
 
-def gossip_of(topology: Topology, lazy: Lazy) -> Gossip:
-    """The gossip matrix of a topology.
+def gossip_of(network: FixedNetwork, lazy: Lazy) -> Gossip:
+    """The gossip matrix of a network.
 
     Args:
-        topology: symmetric, rows sum to one.
+        network: symmetric, rows sum to one.
         lazy: take `(I+P)/2`; auto: only where P has a negative eigenvalue.
 
     Raises:
         CheckFailed: P_NEGATIVE or P_DISCONNECTED.
     """
-    matrix, share = topology.at(0).matrix, 1.0
+    matrix, share = network.at(0).matrix, 1.0
     if lazy is True or (lazy == "auto" and np.linalg.eigvalsh(matrix)[0] < -ROUNDING):
         matrix, share = (np.eye(len(matrix)) + matrix) / 2.0, 0.5
     if matrix.min() < 0.0:

@@ -31,7 +31,7 @@ Rule = Literal["tight", "paper"]
 
 
 class BlockSpec(AlgorithmSpec):
-    """The parameters that PD-FTGL and PD-OCG share. What is left out follows the theory, see `ftgl_checks`."""
+    """The parameters that PD-FTGL and PD-OCG share. What is left out follows the theory, see `conditions`."""
 
     delay: ClassVar[int] = 2
     """Blocks from a gradient to the first decision that rests on it."""
@@ -60,7 +60,7 @@ class BlockSpec(AlgorithmSpec):
     """Gossip with (I+P)/2; auto: where the mixing matrix has a negative eigenvalue."""
 
     def build(self, setting: Setting) -> tuple[PdFtgl, tuple[Finding, ...]]:
-        gossip = gossip_of(setting.topology, self.lazy)
+        gossip = gossip_of(setting.fixed_network, self.lazy)
         require_semidefinite(gossip)
         problem, sharp = problem_of(setting), gossip.sharp_steps(setting.rounds)
         length = self.block_length or self._default_length(problem, gossip)

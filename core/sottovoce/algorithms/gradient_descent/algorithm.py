@@ -12,7 +12,7 @@ Round t of learner i::
 round t, so it first shows in message t+1; `y_0` says the start, which knows no data.
 
 The published methods are choices of `own`, p, what is played, and the schedules of step and noise
-(`gradient_descent_specs`). With the own value clean, the gradient at b and b played it is adapt-then-combine: x is the
+(`parameters`). With the own value clean, the gradient at b and b played it is adapt-then-combine: x is the
 adapted value z that is said, b the combined one. Playing x instead is combine-then-adapt. The messages of both are equal.
 """
 
@@ -35,7 +35,7 @@ from sottovoce.algorithms.interface import Heard, Message, Who
 from sottovoce.arrays import Batch, FloatArray, IntArray, Scalars
 from sottovoce.decision_sets import DecisionSet
 from sottovoce.losses import Loss, mean_gradient
-from sottovoce.network.topology import Network
+from sottovoce.network.network import Network
 from sottovoce.noise import Noise
 from sottovoce.noise.mechanisms import laplace_density, lattice_of, say_laplace
 from sottovoce.privacy.constants import ENFORCED_BY, Constants, constants_of

@@ -88,7 +88,7 @@ def _noise_findings(algorithm: GossipDescent, smallest: float) -> Iterator[Findi
         yield Finding(
             "NOISE_FADES", f"{text}, got step/noise {step.at(last - 1) / noise.at(last):.3g} in the last round"
         )
-    radius = algorithm.decision_set.radius(algorithm.dim)
+    radius = algorithm.decision_set.largest_norm(algorithm.dim)
     if smallest < RESOLUTION * radius:
         text = (
             "the noise falls near float64's resolution of messages, where the exact loss of a transcript is unreliable"

@@ -258,7 +258,7 @@ def _step(step: Step, algorithm: GossipDescent) -> Schedule:
             require(mu > 0, "STEP_MU", f"a harmonic step needs mu, or a loss with a positive ridge, got ridge={mu}")
             return Harmonic(step.scale / mu, step.shift)
         case PowerStep():
-            radius = algorithm.decision_set.radius(algorithm.dim)
+            radius = algorithm.decision_set.largest_norm(algorithm.dim)
             bound = algorithm.constants().clip_norm + algorithm.loss.ridge * radius
             text = (
                 "a step without a scale is R/G, which needs a finite bound G on gradients: set step.scale or clip_norm"

@@ -14,7 +14,7 @@ from sottovoce.privacy.constants import constants_of
 
 
 class LdpDolSpec(AlgorithmSpec):
-    """LDP-DOL (Chen & Wang 2025). `ldp_dol_checks` has the conditions that the theory puts on these numbers."""
+    """LDP-DOL (Chen & Wang 2025). `conditions` has the conditions that the theory puts on these numbers."""
 
     name: Literal["ldp-dol"]
     lam0: float = 1.0
@@ -26,7 +26,7 @@ class LdpDolSpec(AlgorithmSpec):
     accounting: Mode = "best"
 
     def build(self, setting: Setting) -> tuple[LdpDol, tuple[Finding, ...]]:
-        topology = setting.topology
+        topology = setting.fixed_network
         algorithm = LdpDol(
             dim=setting.dim,
             rounds=setting.rounds,

@@ -11,7 +11,8 @@ import numpy as np
 from sottovoce.arrays import Batch, FloatArray
 from sottovoce.errors import SpecError
 from sottovoce.lab.attacks.gradients import Added
-from sottovoce.losses import Loss, Softmax
+from sottovoce.losses import Loss
+from sottovoce.losses.softmax import Softmax
 
 TINY = 1e-300
 

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.func import grad
 
 from sottovoce.arrays import FloatArray
-from sottovoce.losses.torch import Network, TorchLoss
+from sottovoce.losses.torch import TorchLoss
+from sottovoce.losses.torch_module import FlatModule
 
 FITS = 1e-8
 """A mismatch below it: the gradient is met."""
@@ -92,16 +93,16 @@ def _one_thread() -> Iterator[None]:
 
 def _mismatch(loss: TorchLoss, theta: Tensor, target: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
     """How badly the gradient of a dummy fits."""
-    network, size = Network(loss), target.square().sum()
+    network, size = FlatModule(loss.made.module), target.square().sum()
 
     def dummy_loss(parameters: Tensor, record: Tensor, logits: Tensor) -> Tensor:
-        scores = network.scores(parameters, record.reshape(loss.shape))
+        scores = network.scores(parameters, record.reshape(loss.made.shape))
         value: Tensor = nn.functional.cross_entropy(scores, torch.softmax(logits, 0))
         return value
 
     def mismatch(record: Tensor, logits: Tensor) -> Tensor:
         dummy = grad(dummy_loss)(theta, record, logits)
-        dummy = dummy * torch.clamp(loss.clip_norm / dummy.norm(), max=1.0)
+        dummy = dummy * torch.clamp(loss.clip / dummy.norm(), max=1.0)
         return (dummy - target).square().sum() / size
 
     return mismatch
@@ -111,7 +112,7 @@ def _search(
     loss: TorchLoss, mismatch: Callable[[Tensor, Tensor], Tensor], generator: np.random.Generator, iterations: int
 ) -> Inverted:
     """One search from a random dummy."""
-    record = torch.tensor(generator.random(int(np.prod(loss.shape))), dtype=torch.float64, requires_grad=True)
+    record = torch.tensor(generator.random(int(np.prod(loss.made.shape))), dtype=torch.float64, requires_grad=True)
     logits = torch.tensor(generator.standard_normal(loss.classes), dtype=torch.float64, requires_grad=True)
     search = torch.optim.LBFGS(
         [record, logits],

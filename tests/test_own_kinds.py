@@ -1,0 +1,71 @@
+"""The sections of one's own in docs/own-kinds.md run as they stand there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import yaml
+
+from sottovoce.arrays import Batch
+from sottovoce.data import load_dataset
+from sottovoce.errors import SpecError
+from sottovoce.noise import SeededNoise
+from sottovoce.running.placement import place
+from sottovoce.running.run import build_run
+from sottovoce.running.simulator import simulate
+from sottovoce.spec import code_to_import, parse_spec
+
+PAGE = (Path(__file__).parent.parent / "docs" / "own-kinds.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def document(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
+    """The page's spec, with the page's module importable."""
+    own = ModuleType("own")
+    code = re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    spec = re.search(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+    assert code is not None and spec is not None
+    monkeypatch.setitem(__import__("sys").modules, "own", own)
+    exec(code[1], own.__dict__)  # noqa: S102 - our own page
+    parsed = yaml.safe_load(spec[1])
+    assert isinstance(parsed, dict)
+    return parsed
+
+
+def test_sections_of_ones_own_run(document: dict[str, object]) -> None:
+    spec = parse_spec(document)
+    assert parse_spec(spec.model_dump(mode="json")) == spec
+    data = place(spec, load_dataset(spec.data, spec.loss))
+    run = build_run(spec, data.n_features)
+    assert run.algorithm.guarantee(0).epsilon() < np.inf
+    last = list(simulate(run, data, SeededNoise(1), 2))[-1].after
+    assert last.shape == (5, 2, data.n_features)
+    np.testing.assert_allclose(last, last[..., :1] + np.zeros_like(last), atol=1e-12)  # on the segment
+    assert sorted(run.topology.edges) == [(0, 1), (0, 2), (0, 3), (0, 4), (1, 2), (1, 4), (2, 3), (3, 4)]
+
+
+def test_a_loss_of_ones_own_says_the_truth_about_itself(document: dict[str, object]) -> None:
+    loss = parse_spec(document).loss
+    generator = np.random.default_rng(3)
+    features, labels = loss.enforce(generator.normal(size=(40, 3)), generator.integers(0, 2, 40).astype(float))
+    theta, step = generator.normal(size=3), 1e-6
+    for row, label in zip(features, labels, strict=True):
+        batch = Batch(row[None], np.array([label]))
+        gradient = loss.gradient_sum(theta, batch)
+        slopes = [(loss.values(theta + step * e, batch) - loss.values(theta - step * e, batch))[0] for e in np.eye(3)]
+        np.testing.assert_allclose(gradient, np.array(slopes) / (2 * step), atol=1e-5)
+        assert np.linalg.norm(gradient) <= loss.gradient_bound(np.inf) + 1e-12
+
+
+def test_what_is_told_to_learners_needs_no_code_for_the_graph(document: dict[str, object]) -> None:
+    spec = parse_spec(document)
+    told = spec.model_copy(update={"topology": spec.topology.explicit(5)}).model_dump(mode="json")
+    assert told["topology"]["graph"]["kind"] == "edges"
+    assert code_to_import(told["topology"]["graph"]) is None
+    assert code_to_import(told) is not None
+    with pytest.raises(SpecError, match="imports no code"):
+        parse_spec(told, imports=False)
