@@ -67,9 +67,8 @@ class Registry(Generic[SectionT]):
         Raises:
             SpecError: there is none, or it cannot be imported.
         """
-        where = self.built_in.get(name)
-        if where is None and ":" not in name:
-            where = (offered := self._offered).get(name)
+        offered = {} if name in self.built_in or ":" in name else self._offered
+        where = self.built_in.get(name) or offered.get(name)
         if where is None and ":" not in name:
             known = {*self.built_in, *offered}
             near = difflib.get_close_matches(name, known, 1)
