@@ -18,6 +18,7 @@ from sottovoce.network.topology import names_files
 from sottovoce.running.run import build_run
 from sottovoce.spec import RunSpec, parse_spec
 from sottovoce_coordinator.runs import RunBook, missing
+from sottovoce_rpc.codec import to_fields
 from sottovoce_rpc.server import Service, announce, channel, serve_until_stopped, start_server
 from sottovoce_rpc.status import answering, as_error
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc, eavesdropper_pb2, eavesdropper_pb2_grpc
@@ -230,6 +231,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
             spec=spec,
             routes=routes,
             n_features=request.n_features,
+            fields=to_fields(book.run.algorithm.field_shapes()),
             world=request.world if request.HasField("world") else None,
             replica=request.replica if request.HasField("replica") else None,
         )

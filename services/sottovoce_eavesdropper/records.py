@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import json
 import re
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-FORMAT = "sottovoce-capture-2"
+FORMAT = "sottovoce-capture-3"
 PART_ROWS, PART_BYTES, PART_S = 8_192, 64 * 1024 * 1024, 1.0
 
 
@@ -80,7 +80,8 @@ class CaptureFile:
         n_features: of a record; 0 where nobody said.
         world, replica: what the capture is one of, in an audit; None where nobody said.
         allow_imports: whether the spec may name code to import.
-        messages, bytes: counts of messages (metadata not counted).
+        fields: of a round, in their order, and their shapes; none: the capture is of no run of ours.
+        messages, bytes: counts of messages (neither hellos nor metadata).
     """
 
     folder: str | Path
@@ -91,6 +92,7 @@ class CaptureFile:
     world: int | None = None
     replica: int | None = None
     allow_imports: bool = False
+    fields: Mapping[str, Sequence[int]] = field(default_factory=dict)
     messages: int = 0
     bytes: int = 0
     open: bool = True
@@ -171,6 +173,7 @@ class CaptureFile:
             "world": self.world,
             "replica": self.replica,
             "n_features": self.n_features,
+            "fields": {name: list(shape) for name, shape in self.fields.items()},
             "complete": not self.open,
             "messages": self.messages,
             "bytes": self.bytes,

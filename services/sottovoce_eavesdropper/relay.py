@@ -1,7 +1,8 @@
 """The relay: stands in a learner's place for one edge, passes every byte on, and keeps a copy.
 
-It knows nothing of what passes: any gRPC method, any message. One listening port per edge tells whose traffic it is. What it
-cannot pass on is what gRPC itself adds: `user-agent`, `:authority` and compression are the relay's own.
+It knows nothing of what passes: any gRPC method, any message; but that learners greet each other first, which is recorded as a
+hello. One listening port per edge tells whose traffic it is. What it cannot pass on is what gRPC itself adds: `user-agent`,
+`:authority` and compression are the relay's own.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from typing import Any
 import grpc
 import structlog
 
+from sottovoce_eavesdropper.lookout import EXCHANGE
 from sottovoce_eavesdropper.records import CaptureFile
 from sottovoce_eavesdropper.rows import Row
+from sottovoce_rpc.codec import is_hello
 from sottovoce_rpc.server import SERVER_OPTIONS, channel, listen_on
 from sottovoce_wire.v1 import eavesdropper_pb2
 
@@ -130,8 +133,13 @@ class Relay(grpc.GenericRpcHandler):
     def _noter(self, direction: str, stream: int, connection: int, method: str) -> Note:
         caller, callee, add = self._route.caller, self._route.callee, self._capture.add
         sender, method = (caller if direction == "out" else callee), method[:MOST_METHOD]
+        # Only once: whatever a learner says later counts as a message, and is looked at as one.
+        greeting = method in EXCHANGE and bool(self._capture.fields)
 
         def note(kind: str, payload: bytes) -> None:
+            nonlocal greeting
+            if kind == "message":
+                kind, greeting = "hello" if greeting and is_hello(payload) else kind, False
             payload = payload[:MOST_PAYLOAD]
             now, mono, size = time.time_ns(), time.monotonic_ns(), len(payload)
             add(Row(caller, callee, sender, direction, kind, stream, connection, method, now, mono, size, payload))

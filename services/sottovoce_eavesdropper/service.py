@@ -19,6 +19,7 @@ from sottovoce_eavesdropper.records import CaptureFile, part_number
 from sottovoce_eavesdropper.relay import Relay
 from sottovoce_eavesdropper.rows import Row
 from sottovoce_eavesdropper.storage import Folder, open_folder
+from sottovoce_rpc.codec import from_fields
 from sottovoce_rpc.server import Service, announce, serve_until_stopped, start_server
 from sottovoce_rpc.status import answering
 from sottovoce_wire.v1 import eavesdropper_pb2, eavesdropper_pb2_grpc
@@ -211,6 +212,7 @@ def _begin(
             request.world if request.HasField("world") else None,
             request.replica if request.HasField("replica") else None,
             allow_imports,
+            from_fields(request.fields),
         )
     except json.JSONDecodeError as error:
         raise SpecError(f"the run spec must be JSON: {error}") from None

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-import numpy as np
 import structlog
 
 from sottovoce.algorithms.interface import HeardFromNeighbours, Message, Who
@@ -30,7 +29,7 @@ from sottovoce_learner.journal import Entry, Journal
 from sottovoce_learner.ledger import Ledger, Line
 from sottovoce_learner.links import Link
 from sottovoce_learner.plan import Plan
-from sottovoce_rpc.codec import encode_round, to_tensor
+from sottovoce_rpc.codec import RoundCodec, to_tensor
 from sottovoce_wire.v1 import learner_pb2
 
 log = structlog.get_logger()
@@ -88,7 +87,7 @@ class Session:
         spec, index = assignment.spec, assignment.index
         run = build_run(spec, assignment.n_features)
         self.algorithm, self.loss = run.algorithm, run.loss
-        self.shapes = self.algorithm.field_shapes()
+        self.codec = RoundCodec(self.algorithm.field_shapes())
         self._state = self.algorithm.start(Who(index))
         name, ledger = spec.names[index], Ledger(journal_folder)
         self._books = Books(
@@ -100,7 +99,7 @@ class Session:
         self._journal = Journal(
             ledger.open_run(Line(name, assignment.run_id, index, assignment.n_features, spec.model_dump_json())),
             assignment.run_id,
-            len(encode_round(0, index, _blank(self.shapes))),
+            self.codec.length,
             spec.durability,
         )
         self._refuse_to_repeat()
@@ -271,7 +270,7 @@ class Session:
         """Draw the noise, once; journal and charge the message, whoever hears it; only then give it out."""
         after = self._books.price(t)
         self._state, message = await self._computed(lambda: self.algorithm.speak(self._state, self._noise))
-        frame = encode_round(t, self.assignment.index, message)
+        frame = self.codec.encode(t, self.assignment.index, message)
         self._journal.write(Entry(t, after, frame))
         self._books.charge(after)
         self.status.epsilon_spent = after
@@ -333,7 +332,3 @@ class Session:
 def _budget(spec: RunSpec, index: int) -> float | None:
     budget = spec.privacy.budget
     return None if budget is None else spread(budget, spec.n_learners, "privacy.budget")[index]
-
-
-def _blank(shapes: Mapping[str, tuple[int, ...]]) -> Message:
-    return Message({name: np.zeros(shape) for name, shape in shapes.items()})

@@ -31,9 +31,8 @@ from sottovoce_client.prepare import Prepared
 from sottovoce_eavesdropper.reading import open_capture
 from sottovoce_eavesdropper.records import CaptureFile
 from sottovoce_eavesdropper.rows import Row
-from sottovoce_rpc.codec import encode_round
 from tests.examples import made_up, small_spec
-from tests.services.capturing import METHOD
+from tests.services.capturing import METHOD, encode_round
 
 ROUNDS, RUNS = 4, 8
 Change = Callable[[Row, int], Row]

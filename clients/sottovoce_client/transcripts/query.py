@@ -161,7 +161,7 @@ def said(found: Found) -> Iterator[pa.RecordBatch]:
 
 def _said_in(capture: Capture) -> Iterator[pa.RecordBatch]:
     """Each message of a capture once, whoever heard it."""
-    decoder, seen = Decoder(), set[bytes]()
+    decoder, seen = Decoder(capture.shapes), set[bytes]()
     facts = capture.facts
     run, world, replica = (
         facts["run_id"],

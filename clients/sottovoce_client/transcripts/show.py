@@ -76,7 +76,7 @@ def look(capture: Capture, sender: int, first: int) -> Picture:
     Raises:
         CaptureError: it cannot be read.
     """
-    picture, decoder = Picture(), Decoder()
+    picture, decoder = Picture(), Decoder(capture.shapes)
     for batch in capture.batches():
         _count(picture, batch)
         messages = rounds_only(batch)
