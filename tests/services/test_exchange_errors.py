@@ -136,7 +136,7 @@ STRANGERS: list[tuple[dict[str, Any], Code, str, str]] = [
             (to_fields({"y": (4,)}), "must say the fields {'y': (3,)}, got {'y': (4,)}"),
             (to_fields({"y": (3,), "z": ()}), "got {'y': (3,), 'z': ()}"),
             (
-                [tensor_pb2.Field(name="y", shape=[3], dtype=9)],
+                [tensor_pb2.Field(name="y", shape=[3], dtype=9)],  # type: ignore[arg-type]
                 "fields must differ in name and be FLOAT64 (1), got 'y', 9",
             ),
         )

@@ -25,7 +25,7 @@ from sottovoce_eavesdropper.relay import Relay
 from sottovoce_learner import service as learner_service
 from sottovoce_learner.journal import Entry, Journal
 from sottovoce_learner.service import Learner
-from sottovoce_rpc.codec import RoundCodec, is_hello
+from sottovoce_rpc.codec import RoundCodec, from_fields, is_hello, read_hello
 from sottovoce_rpc.server import channel, listen_on
 from sottovoce_wire.v1 import learner_pb2, learner_pb2_grpc
 from tests.examples import made_up, small_spec
@@ -118,6 +118,28 @@ async def test_mirror_and_relay_show_the_same(tmp_path: Path) -> None:
         seen[capture] = sorted(zip(*(table[name].to_pylist() for name in columns), strict=True))
     assert seen["mirror"] == seen["relay"]
     assert len({size for *_, size, _ in seen["relay"]}) == 1
+
+
+async def test_both_sides_of_every_stream_greet_first(tmp_path: Path) -> None:
+    """What they say of themselves has one length, and none of it depends on records: it is all said before the first."""
+    spec = spec_of("relay")
+    async with network(tmp_path, NAMES) as up:
+        outcome = await up.run(spec, made_up(spec))
+        capture = closed(outcome)
+    ways: dict[tuple[int, int, str], list[tuple[str, bytes]]] = {}
+    for batch in capture.batches(["caller", "callee", "sender", "direction", "kind", "payload"]):
+        for each in batch.to_pylist():
+            if each["kind"] in ("hello", "message"):
+                way = each["sender"], each["caller"] + each["callee"] - each["sender"], each["direction"]
+                ways.setdefault(way, []).append((each["kind"], each["payload"]))
+    assert len(ways) == 8
+    assert all([kind for kind, _ in said] == ["hello", *["message"] * ROUNDS] for said in ways.values())
+    hellos = {way: read_hello(said[0][1]) for way, said in ways.items()}
+    assert {(said.learner, said.next_round) for said in hellos.values()} == {(i, 0) for i in range(4)}
+    assert all(sender == said.learner for (sender, *_), said in hellos.items())
+    assert {said.run_id for said in hellos.values()} == {outcome.run_id}
+    assert all(from_fields(said.fields) == SHAPES == capture.shapes for said in hellos.values())
+    assert len({said.plan_hash for said in hellos.values()}) == len({said.ByteSize() for said in hellos.values()}) == 1
 
 
 async def test_private_noise_differs_from_run_to_run_and_is_said_to_be_private(tmp_path: Path) -> None:

@@ -2,14 +2,14 @@
 
 The rules, all of which hold with certainty for learners that do what they say, whatever their data and their noise:
 
-- `decoding`: a message is one of this run's: its fields, shapes, finite numbers.
+- `decoding`: a message is one of this run's, in its one encoding, with finite numbers; so is the hello before it.
 - `impostor`: a learner speaks as itself.
-- `length`: every message has the same number of bytes.
+- `length`: every message has the same number of bytes; where the run's fields are known, `decoding` says so.
 - `turn`: a stream carries the rounds in which its receiver hears its sender, each once, in order; it begins with the first
   one that the receiver said it lacked.
 - `again`: a round said once more, after a reconnect, is the same bytes: fresh noise on one state would average out.
 - `equivocation`: every neighbour hears the same bytes.
-- `lattice`: noise and what it hides are multiples of one power of two, and so is what is said (`machine.OnLattice`).
+- `lattice`: noise and what it hides are multiples of one power of two, and so is what is said (`algorithms.interface.OnLattice`).
 
 What holds with high probability only, such as the law of the noise, is for `conformance`, after the run. Memory is bounded: of
 the messages longest ago nothing is known any more, and nothing that they contradict is noticed.
