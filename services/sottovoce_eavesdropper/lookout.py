@@ -18,7 +18,7 @@ from sottovoce.errors import RemoteProtocolError, SottovoceError
 from sottovoce.network.topology import Network
 from sottovoce.running.run import Run, build_run
 from sottovoce.spec import parse_spec
-from sottovoce_rpc.codec import RoundCodec, codec_of, from_fields, read_hello, to_fields
+from sottovoce_rpc.codec import RoundCodec, Shapes, from_fields, read_hello, to_fields
 
 if TYPE_CHECKING:
     from sottovoce_eavesdropper.rows import Row
@@ -40,6 +40,7 @@ class Lookout:
         capture_id: for the log.
         spec: the run spec; empty where the capture is of no run of ours, and nothing is looked at.
         n_features: of a record; 0 where nobody said.
+        fields: of a round, in their order, and their shapes.
         allow_imports: whether the spec may name code to import.
 
     Attributes:
@@ -48,14 +49,16 @@ class Lookout:
         not_checked: what could not be looked for, and why; None: all was.
     """
 
-    def __init__(self, capture_id: str, spec: Mapping[str, Any], n_features: int, *, allow_imports: bool) -> None:
+    def __init__(
+        self, capture_id: str, spec: Mapping[str, Any], n_features: int, fields: Shapes, *, allow_imports: bool
+    ) -> None:
         self.count = 0
         self.first: list[Finding] = []
         self.not_checked: str | None = None if spec else "anything: there is no run spec"
         self._capture_id, self._spec = capture_id, spec
         self._n_features, self._imports = n_features, allow_imports
         self._noticing: Noticing | None = None
-        self._codec: RoundCodec | None = None
+        self._codec = RoundCodec(fields)
         self._decoded: dict[bytes, tuple[int, int, Message]] = {}
 
     def look(self, rows: Iterable[Row]) -> bool:
@@ -80,10 +83,10 @@ class Lookout:
         try:
             run = build_run(parse_spec(self._spec, imports=self._imports), self._n_features)
         except SottovoceError as error:
-            self.not_checked = f"the lattice, the fields and gaps between rounds: {error}"
-            expected = Expected()
+            self.not_checked = f"the lattice and gaps between rounds: {error}"
+            expected = Expected(self._codec.length)
         else:
-            self._codec = RoundCodec(run.algorithm.field_shapes())
+            self._codec = RoundCodec(run.algorithm.field_shapes())  # the same, unless the coordinator errs
             expected = expected_of(run)
         self._noticing = Noticing(expected)
         return self._noticing
@@ -105,13 +108,13 @@ class Lookout:
     def _lacks(self, row: Row) -> int:
         """The first round that who says this hello has not heard."""
         said = read_hello(row.payload)
-        if said.learner != row.sender or (self._codec and list(said.fields) != to_fields(self._codec.shapes)):
+        if said.learner != row.sender or list(said.fields) != to_fields(self._codec.shapes):
             raise RemoteProtocolError(f"greets as learner {said.learner}, with fields {from_fields(said.fields)}")
         return said.next_round
 
     def _decode(self, payload: bytes, digest: bytes) -> tuple[int, int, Message]:
         """Decode, and keep for the other neighbours, who hear the same a moment later."""
-        found = (self._codec or codec_of(payload)).decode(payload)
+        found = self._codec.decode(payload)
         if len(self._decoded) >= MOST_DECODED:
             self._decoded.clear()
         self._decoded[digest] = found

@@ -154,7 +154,7 @@ class Capture:
         return Transcript({name: np.stack([each[name] for each in rounds])[:, :, None] for name in shapes})
 
     def assemble(self, batch: pa.RecordBatch, codec: RoundCodec, into: Assembly[Message]) -> None:
-        """Put the rounds of a batch together with what was overheard before.
+        """Put the rounds of a batch together with what was overheard before; fields are shaped `(1, 1, *shape)`, as in replay.
 
         Args:
             batch: of this capture, with the columns `sender, kind, method, payload`.
@@ -175,7 +175,9 @@ class Capture:
                 raise CaptureError(f"{where} cannot be decoded: {error}") from None
         for k, (t, speaker) in enumerate(zip(rounds.tolist(), claimed.tolist(), strict=True)):
             digest = hashlib.blake2b(payloads[k], digest_size=16).digest()
-            into.take(senders[k], speaker, t, digest, Message({name: values[k] for name, values in fields.items()}))
+            into.take(
+                senders[k], speaker, t, digest, Message({name: each[k : k + 1, None] for name, each in fields.items()})
+            )
 
     def parts_since(self, part: int) -> Iterator[tuple[int, pa.RecordBatch]]:
         """The records in the parts after this one (0: in all), each batch with the number of its part.
@@ -212,7 +214,7 @@ def _side_by_side(said: Mapping[int, Message], shapes: Mapping[str, tuple[int, .
     fields = {name: np.full((learners, *shape), np.nan) for name, shape in shapes.items()}
     for sender, message in said.items():
         for name, values in message.fields.items():
-            fields[name][sender] = values
+            fields[name][sender] = values[0, 0]
     return Message(fields)
 
 

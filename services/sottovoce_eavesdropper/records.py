@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import json
 import re
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,6 +23,7 @@ from sottovoce.running.transcript import parquet
 from sottovoce_eavesdropper.lookout import Lookout
 from sottovoce_eavesdropper.rows import Row
 from sottovoce_eavesdropper.storage import Folder, open_folder
+from sottovoce_rpc.codec import Shapes
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -92,7 +93,7 @@ class CaptureFile:
     world: int | None = None
     replica: int | None = None
     allow_imports: bool = False
-    fields: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    fields: Shapes = field(default_factory=dict)
     messages: int = 0
     bytes: int = 0
     open: bool = True
@@ -107,7 +108,7 @@ class CaptureFile:
     def __post_init__(self) -> None:
         parquet()
         spec = json.loads(self.spec)
-        self.lookout = Lookout(self.capture_id, spec, self.n_features, allow_imports=self.allow_imports)
+        self.lookout = Lookout(self.capture_id, spec, self.n_features, self.fields, allow_imports=self.allow_imports)
         self.place = open_folder(self.folder)
         self.place.make()
         self._describe()

@@ -20,7 +20,6 @@ import structlog
 from sottovoce_eavesdropper.lookout import EXCHANGE
 from sottovoce_eavesdropper.records import CaptureFile
 from sottovoce_eavesdropper.rows import Row
-from sottovoce_rpc.codec import is_hello
 from sottovoce_rpc.server import SERVER_OPTIONS, channel, listen_on
 from sottovoce_wire.v1 import eavesdropper_pb2
 
@@ -133,13 +132,13 @@ class Relay(grpc.GenericRpcHandler):
     def _noter(self, direction: str, stream: int, connection: int, method: str) -> Note:
         caller, callee, add = self._route.caller, self._route.callee, self._capture.add
         sender, method = (caller if direction == "out" else callee), method[:MOST_METHOD]
-        # Only once: whatever a learner says later counts as a message, and is looked at as one.
+        # The first thing that is said, and no other: a hello in the middle is looked at as what it is, a wrong message.
         greeting = method in EXCHANGE and bool(self._capture.fields)
 
         def note(kind: str, payload: bytes) -> None:
             nonlocal greeting
             if kind == "message":
-                kind, greeting = "hello" if greeting and is_hello(payload) else kind, False
+                kind, greeting = "hello" if greeting else kind, False
             payload = payload[:MOST_PAYLOAD]
             now, mono, size = time.time_ns(), time.monotonic_ns(), len(payload)
             add(Row(caller, callee, sender, direction, kind, stream, connection, method, now, mono, size, payload))

@@ -39,7 +39,7 @@ def plan_hash(spec: RunSpec, n_features: int) -> bytes:
     return hashlib.sha256(json.dumps(plan, sort_keys=True, separators=(",", ":")).encode()).digest()
 
 
-def hello(session: Session, neighbour: int) -> bytes:
+def _hello(session: Session, neighbour: int) -> bytes:
     """What this side says of itself when a stream is opened."""
     told = session.assignment
     said = learner_pb2.Hello(
@@ -52,7 +52,7 @@ def hello(session: Session, neighbour: int) -> bytes:
     return learner_pb2.ExchangeMessage(hello=said).SerializeToString()
 
 
-def greeted(session: Session, payload: bytes) -> tuple[int, int]:
+def _greeted(session: Session, payload: bytes) -> tuple[int, int]:
     """Index of the other side, and the first round that it has not heard.
 
     Raises:
@@ -83,10 +83,10 @@ async def accept(session: Session | None, context: grpc.aio.ServicerContext[Any,
     """
     if session is None:
         raise NotReady("this learner is not in a run")
-    neighbour, next_round = greeted(session, await _first(context))
+    neighbour, next_round = _greeted(session, await _first(context))
     if neighbour > session.assignment.index:
         raise RemoteProtocolError(f"the lower index opens the stream: learner {neighbour} must wait for us")
-    await context.write(hello(session, neighbour))  # before the link's first write: one operation at a time
+    await context.write(_hello(session, neighbour))  # before the link's first write: one operation at a time
     await _hold(session, neighbour, context, next_round)
 
 
@@ -112,8 +112,8 @@ async def keep_open(session: Session, neighbour: int, address: str) -> None:
 
 async def _converse(session: Session, neighbour: int, call: grpc.aio.StreamStreamCall[Any, Any]) -> None:
     """One stream, from hello to end."""
-    await call.write(hello(session, neighbour))
-    peer, next_round = greeted(session, await _first(call))
+    await call.write(_hello(session, neighbour))
+    peer, next_round = _greeted(session, await _first(call))
     if peer != neighbour:
         raise StrangerError(f"expected learner {neighbour} at its address, found learner {peer}")
     await _hold(session, neighbour, call, next_round)

@@ -158,16 +158,6 @@ class RoundCodec:
         return RemoteProtocolError(f"field {name!r} must be finite and within {LARGEST:g}, got a number that is not")
 
 
-def codec_of(payload: bytes) -> RoundCodec:
-    """For a round of which nothing is known but itself: all its numbers are one field, `values`.
-
-    Raises:
-        RemoteProtocolError: not a round's message.
-    """
-    said = _read(payload, "round", "a round")
-    return RoundCodec({"values": (len(said.round.values) // 8,)})
-
-
 def _read(payload: bytes, kind: str, wanted: str) -> learner_pb2.ExchangeMessage:
     try:
         said = learner_pb2.ExchangeMessage.FromString(payload)
@@ -178,10 +168,8 @@ def _read(payload: bytes, kind: str, wanted: str) -> learner_pb2.ExchangeMessage
     return said
 
 
-_HELLO, _MESSAGE, _ROUND, _SENDER, _VALUES = (
-    bytes([number << 3 | kind]) for number, kind in ((1, 2), (2, 2), (1, 1), (2, 5), (4, 2))
-)
-"""Protobuf's tags (a field's number and its wire type): of hello and round in an ExchangeMessage, and of what is in a round."""
+_MESSAGE, _ROUND, _SENDER, _VALUES = (bytes([number << 3 | kind]) for number, kind in ((2, 2), (1, 1), (2, 5), (4, 2)))
+"""Protobuf's tags (a field's number and its wire type): of the round in an ExchangeMessage, and of what is in the round."""
 
 
 def _varint(value: int) -> bytes:
@@ -214,11 +202,6 @@ def from_fields(fields: Iterable[tensor_pb2.Field]) -> dict[str, tuple[int, ...]
             )
         shapes[field.name] = tuple(field.shape)
     return shapes
-
-
-def is_hello(payload: bytes) -> bool:
-    """Whether these bytes begin as a message with a hello does; nothing is parsed."""
-    return payload.startswith(_HELLO)
 
 
 def read_hello(payload: bytes) -> learner_pb2.Hello:

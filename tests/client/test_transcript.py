@@ -75,8 +75,9 @@ def test_fields_of_all_shapes(tmp_path: Path) -> None:
     capture(tmp_path / "known", rows, fields={"h": (2, 2), "none": (0,), "w": (1,)})
     question = "SELECT round, field, len(value) FROM said ORDER BY ALL"
     assert asked(tmp_path / "known", question) == [["7", "h", "4"], ["7", "none", "0"], ["7", "w", "1"]]
-    capture(tmp_path / "unknown", [row(b"\xff"), *rows], fields={})
-    assert asked(tmp_path / "unknown", question) == [["3", "values", "3"], ["7", "values", "5"]]
+    capture(tmp_path / "unknown", rows, fields={})
+    assert asked(tmp_path / "unknown", question) == []
+    assert "3 messages cannot be decoded" in shown(tmp_path / "unknown")
 
 
 def test_many_captures_and_simulations_are_one_table(tmp_path: Path) -> None:

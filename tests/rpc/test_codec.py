@@ -15,10 +15,8 @@ from sottovoce_rpc.codec import (
     LARGEST,
     RoundCodec,
     Shapes,
-    codec_of,
     from_fields,
     from_tensor,
-    is_hello,
     read_hello,
     to_fields,
     to_tensor,
@@ -230,15 +228,6 @@ def test_many_are_decoded_as_one_by_one_and_the_wrong_ones_left_out() -> None:
     assert [len(each) for each in (*none[:3], none[3]["y"])] == [0, 0, 0, 0]
 
 
-def test_a_round_of_which_nothing_is_known_is_numbers() -> None:
-    payload = RoundCodec(SEVERAL).encode(7, 1, zeros(SEVERAL))
-    t, sender, message = codec_of(payload).decode(payload)
-    assert (t, sender, message["values"].tolist()) == (7, 1, [0.0] * 8)
-    for other in (b"\xff", b"", HELLO):
-        with pytest.raises(RemoteProtocolError, match="expected a round, got"):
-            codec_of(other)
-
-
 # ---- hellos ----------------------------------------------------------------------------------------------------------
 
 
@@ -256,9 +245,9 @@ def test_fields_that_nobody_can_tell_apart_or_read_are_refused(fields: list[tens
         from_fields(fields)
 
 
-def test_a_hello_is_told_from_a_round() -> None:
-    assert (is_hello(HELLO), is_hello(said())) == (True, False)
-    assert read_hello(HELLO).run_id == "r"
+def test_a_hello_comes_back() -> None:
+    back = read_hello(HELLO)
+    assert (back.run_id, back.learner, back.next_round, from_fields(back.fields)) == ("r", 1, 0, SHAPES)
 
 
 @pytest.mark.parametrize(

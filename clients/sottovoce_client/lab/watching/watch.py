@@ -9,7 +9,6 @@ from contextlib import AbstractAsyncContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import structlog
 from rich.console import Console
 
@@ -174,8 +173,7 @@ class _Watching:
         """Take what is new, round by round."""
         for part, batch in capture.parts_since(self._part):
             capture.assemble(batch, codec, rounds)
-            for t, said in rounds.ready():
-                messages = {i: as_replayed(message) for i, message in said.items()}
+            for t, messages in rounds.ready():
                 alarms = sight.watch.take(t, messages)
                 alarms += sight.canaries.take(t, messages) if sight.canaries else []
                 self._tell(alarms, sight, shown)
@@ -235,11 +233,6 @@ def _indices(names: tuple[str, ...], spec: RunSpec) -> list[int]:
     if unknown:
         raise SpecError(f"--learner must be one of {', '.join(spec.names)}, got {unknown[0]}")
     return [i for i, name in enumerate(spec.names) if not names or name in names]
-
-
-def as_replayed(message: Message) -> Message:
-    """With the leading axes of replay: one learner, one repetition."""
-    return Message({name: np.asarray(value)[None, None] for name, value in message.fields.items()})
 
 
 def _unheard(rounds: Assembly[Message], sight: Sight) -> str:
