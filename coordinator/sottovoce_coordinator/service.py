@@ -18,6 +18,7 @@ from sottovoce.running.run import build_run
 from sottovoce.spec import RunSpec
 from sottovoce_coordinator.runs import Overhearing, RunBook, RunState, missing
 from sottovoce_coordinator.wire import run_to_wire
+from sottovoce_rpc.codec import to_fields
 from sottovoce_rpc.directives import Directive, to_wire
 from sottovoce_rpc.learner_status import LearnerStatus
 from sottovoce_rpc.pages import page
@@ -283,6 +284,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
             spec=spec_to_wire(book.run.spec),
             routes=[eavesdropper_pb2.Route(caller=i, callee=j, target=target) for i, j, target in edges],
             n_features=request.n_features,
+            fields=to_fields(book.run.algorithm.field_shapes()),
             world=request.world if request.HasField("world") else None,
             replica=request.replica if request.HasField("replica") else None,
         )

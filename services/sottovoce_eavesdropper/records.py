@@ -23,13 +23,14 @@ from sottovoce.running.transcript import parquet
 from sottovoce_eavesdropper.lookout import Lookout
 from sottovoce_eavesdropper.rows import Row
 from sottovoce_eavesdropper.storage import Folder, open_folder
+from sottovoce_rpc.codec import Shapes
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 log = structlog.get_logger()
 
-FORMAT = "sottovoce-capture-2"
+FORMAT = "sottovoce-capture-3"
 PART_ROWS, PART_BYTES, PART_S = 8_192, 64 * 1024 * 1024, 1.0
 WRITE_S = 30.0
 """How long a part under way may take to be written when a capture ends."""
@@ -82,7 +83,8 @@ class CaptureFile:
         n_features: of a record; 0 where nobody said.
         world, replica: what the capture is one of, in an audit; None where nobody said.
         allow_imports: whether the spec may name code to import.
-        messages, bytes: counts of messages (metadata not counted).
+        fields: of a round, in their order, and their shapes; none: the capture is of no run of ours.
+        messages, bytes: counts of messages (neither hellos nor metadata).
     """
 
     folder: str | Path
@@ -93,6 +95,7 @@ class CaptureFile:
     world: int | None = None
     replica: int | None = None
     allow_imports: bool = False
+    fields: Shapes = field(default_factory=dict)
     messages: int = 0
     bytes: int = 0
     open: bool = True
@@ -107,7 +110,7 @@ class CaptureFile:
     def __post_init__(self) -> None:
         parquet()
         spec = json.loads(self.spec)
-        self.lookout = Lookout(self.capture_id, spec, self.n_features, allow_imports=self.allow_imports)
+        self.lookout = Lookout(self.capture_id, spec, self.n_features, self.fields, allow_imports=self.allow_imports)
         self.place = open_folder(self.folder)
         self.place.make()
         self._describe()
@@ -173,6 +176,7 @@ class CaptureFile:
             "world": self.world,
             "replica": self.replica,
             "n_features": self.n_features,
+            "fields": {name: list(shape) for name, shape in self.fields.items()},
             "complete": not self.open,
             "messages": self.messages,
             "bytes": self.bytes,

@@ -19,6 +19,7 @@ from sottovoce_eavesdropper.records import WRITE_S, CaptureFile, part_number
 from sottovoce_eavesdropper.relay import Relay
 from sottovoce_eavesdropper.rows import Row
 from sottovoce_eavesdropper.storage import Folder, open_folder
+from sottovoce_rpc.codec import from_fields
 from sottovoce_rpc.pages import page
 from sottovoce_rpc.server import Service, announce, serve_until_stopped, start_server
 from sottovoce_rpc.specs import document_from_wire
@@ -220,6 +221,7 @@ def _begin(
             request.world if request.HasField("world") else None,
             request.replica if request.HasField("replica") else None,
             allow_imports,
+            from_fields(request.fields),
         )
     except OSError as error:
         raise CaptureError(f"cannot write to the folder {folder}: {error.strerror or error}") from None

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-import numpy as np
 import structlog
 
 from sottovoce.algorithms.interface import HeardFromNeighbours, Message, Who
@@ -30,7 +29,7 @@ from sottovoce_learner.journal import Entry, Journal
 from sottovoce_learner.ledger import Ledger, Line
 from sottovoce_learner.links import Link
 from sottovoce_learner.plan import Plan
-from sottovoce_rpc.codec import encode_round
+from sottovoce_rpc.codec import RoundCodec
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 from sottovoce_rpc.logs import failure, worded_by_us
 from sottovoce_rpc.specs import check_size
@@ -95,8 +94,9 @@ class Session:
         spec, index = assignment.spec, assignment.index
         run = build_run(spec, assignment.n_features)
         self.algorithm, self.loss = run.algorithm, run.loss
-        self.shapes = self.algorithm.field_shapes()
-        check_size(self.shapes)
+        shapes = self.algorithm.field_shapes()
+        check_size(shapes)
+        self.codec = RoundCodec(shapes)
         self._state = self.algorithm.start(Who(index))
         self._name = name = spec.names[index]
         ledger = Ledger(journal_folder)
@@ -109,7 +109,7 @@ class Session:
         self._journal = Journal(
             ledger.open_run(Line(name, assignment.run_id, index, assignment.n_features, spec.model_dump_json())),
             assignment.run_id,
-            len(encode_round(0, index, _blank(self.shapes))),
+            self.codec.length,
             spec.durability,
         )
         self._refuse_to_repeat()
@@ -311,7 +311,7 @@ class Session:
         """
         after = self._books.price(t)
         self._state, message = await self._computed(lambda: self.algorithm.speak(self._state, self._noise))
-        frame = encode_round(t, self.assignment.index, message)
+        frame = self.codec.encode(t, self.assignment.index, message)
         try:
             self._journal.write(Entry(t, after, frame))
         except OSError as error:
@@ -379,7 +379,3 @@ class Session:
 def _budget(spec: RunSpec, index: int) -> float | None:
     budget = spec.privacy.budget
     return None if budget is None else spread(budget, spec.n_learners, "privacy.budget")[index]
-
-
-def _blank(shapes: Mapping[str, tuple[int, ...]]) -> Message:
-    return Message({name: np.zeros(shape) for name, shape in shapes.items()})

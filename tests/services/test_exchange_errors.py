@@ -25,10 +25,14 @@ from sottovoce.spec import RunSpec
 from sottovoce.spec_versions import FIELD, FORMAT
 from sottovoce_client.running.feeder import batches, feed
 from sottovoce_coordinator import service as coordinator_service
+from sottovoce_coordinator.runs import RunBook
 from sottovoce_coordinator.service import Coordinator, CoordinatorConfig
 from sottovoce_eavesdropper.service import Eavesdropper, EavesdropperConfig
+from sottovoce_learner import exchange as exchanging
+from sottovoce_learner.exchange import plan_hash
 from sottovoce_learner.service import Learner, LearnerConfig
-from sottovoce_rpc.codec import encode_round, to_tensor
+from sottovoce_rpc.codec import to_fields, to_tensor
+from sottovoce_rpc.directives import Assignment, Directive
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 from sottovoce_rpc.server import channel
 from sottovoce_rpc.specs import spec_from_wire
@@ -40,8 +44,10 @@ from sottovoce_wire.v1 import (
     eavesdropper_pb2_grpc,
     learner_pb2,
     learner_pb2_grpc,
+    tensor_pb2,
 )
 from tests.examples import made_up, small_spec
+from tests.services.capturing import METHOD, encode_round, hello
 from tests.services.network import PATIENCE_S, Network, network, refused
 from tests.services.test_run import recorded
 
@@ -54,7 +60,6 @@ NAMES = [
     "cleo",
     "dan",
 ]  # on a ring: cleo's neighbours are ben (1), who opens the stream to her, and dan (3)
-EXCHANGE = "/sottovoce_wire.v1.Learner/Exchange"
 
 
 def spec_of(**more: Any) -> RunSpec:
@@ -89,15 +94,14 @@ def reason(failure: grpc.aio.AioRpcError) -> str:
 # ---- between learners ------------------------------------------------------------------------------------------------
 
 
-def introduction(run_id: str, learner: object = 1, next_round: object = 0) -> list[tuple[str, str]]:
-    return [
-        ("sottovoce-run", run_id),
-        ("sottovoce-learner", str(learner)),
-        ("sottovoce-next-round", str(next_round)),
-    ]
+def introduced(up: Network, **more: Any) -> bytes:
+    """Ben's hello to cleo, changed in part."""
+    told = up.learners["cleo"]._in_run().assignment
+    usual = {"learner": 1, "next_round": 0, "run_id": told.run_id, "plan_hash": plan_hash(told.spec, 3)}
+    return hello(**{**usual, **more})
 
 
-async def exchange(address: str, metadata: list[tuple[str, str]], *payloads: bytes) -> grpc.aio.AioRpcError:
+async def exchange(address: str, *payloads: bytes) -> grpc.aio.AioRpcError:
     """Open a stream, say something, and wait for the status."""
 
     async def said() -> AsyncIterator[bytes]:
@@ -106,32 +110,87 @@ async def exchange(address: str, metadata: list[tuple[str, str]], *payloads: byt
         await asyncio.Event().wait()
 
     async with channel(address) as to:
-        method: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = to.stream_stream(EXCHANGE)
-        return await refused(method(said(), metadata=metadata, timeout=10))
+        method: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = to.stream_stream(METHOD)
+        return await refused(method(said(), timeout=10))
 
 
-STRANGERS = [
-    ([], Code.PERMISSION_DENIED, "StrangerError", "this learner is in another run than None"),
-    (introduction("other"), Code.PERMISSION_DENIED, "StrangerError", "this learner is in another run than 'other'"),
-    (introduction("", 0), Code.PERMISSION_DENIED, "StrangerError", "learner 0 is not a neighbour"),
-    (introduction("", 99), Code.PERMISSION_DENIED, "StrangerError", "learner 99 is not a neighbour"),
-    (introduction("", -1), Code.PERMISSION_DENIED, "StrangerError", "learner -1 is not a neighbour"),
-    (introduction("", 3), Code.INVALID_ARGUMENT, "RemoteProtocolError", "the lower index opens the stream: learner 3"),
-    (introduction("", "ben"), Code.INVALID_ARGUMENT, "RemoteProtocolError", "an introduction needs the numbers"),
-    (introduction("", 1, "soon"), Code.INVALID_ARGUMENT, "RemoteProtocolError", "an introduction needs the numbers"),
-    (introduction("")[:2], Code.INVALID_ARGUMENT, "RemoteProtocolError", "an introduction needs the numbers"),
+STRANGERS: list[tuple[dict[str, Any], Code, str, str]] = [
+    ({"run_id": ""}, Code.PERMISSION_DENIED, "StrangerError", "this learner is in another run than ''"),
+    ({"run_id": "other"}, Code.PERMISSION_DENIED, "StrangerError", "this learner is in another run than 'other'"),
+    ({"learner": 0}, Code.PERMISSION_DENIED, "StrangerError", "learner 0 is not a neighbour"),
+    ({"learner": 2**32 - 1}, Code.PERMISSION_DENIED, "StrangerError", "learner 4294967295 is not a neighbour"),
+    ({"learner": 3}, Code.INVALID_ARGUMENT, "RemoteProtocolError", "the lower index opens the stream: learner 3"),
+    ({"learner": None}, Code.INVALID_ARGUMENT, "RemoteProtocolError", "must carry learner and next_round"),
+    ({"next_round": None}, Code.INVALID_ARGUMENT, "RemoteProtocolError", "must carry learner and next_round"),
+    ({"plan_hash": b""}, Code.INVALID_ARGUMENT, "RemoteProtocolError", "learner 1 must have the plan "),
+    (
+        {"plan_hash": bytes(32)},
+        Code.INVALID_ARGUMENT,
+        "RemoteProtocolError",
+        ", got 0000000000000000: it was told another",
+    ),
+    *(
+        ({"fields": fields}, Code.INVALID_ARGUMENT, "RemoteProtocolError", text)
+        for fields, text in (
+            ([], "learner 1 must say the fields {'y': (3,)}, got {}"),
+            (to_fields({"z": (3,)}), "must say the fields {'y': (3,)}, got {'z': (3,)}"),
+            (to_fields({"y": (4,)}), "must say the fields {'y': (3,)}, got {'y': (4,)}"),
+            (to_fields({"y": (3,), "z": ()}), "got {'y': (3,), 'z': ()}"),
+            (
+                [tensor_pb2.Field(name="y", shape=[3], dtype=9)],  # type: ignore[arg-type]
+                "fields must differ in name and be FLOAT64 (1), got 'y', 9",
+            ),
+        )
+    ),
 ]
-"""Introductions; an empty run id stands for the run's."""
+"""What is wrong in a hello."""
 
 
 async def test_strangers_are_turned_away_and_nobody_is_harmed(tmp_path: Path) -> None:
-    async with run_that_ends_well(tmp_path, spec_of()) as (up, run_id, _):
-        for metadata, code, kind, text in STRANGERS:
-            facts = [(key, value or run_id) for key, value in metadata]
-            failure = await exchange(up.addresses["cleo"], facts)
+    async with run_that_ends_well(tmp_path, spec_of()) as (up, _, _):
+        for facts, code, kind, text in STRANGERS:
+            failure = await exchange(up.addresses["cleo"], introduced(up, **facts))
 
             assert (failure.code(), reason(failure)) == (code, kind), text
             assert text in (failure.details() or "")
+
+
+async def test_whoever_does_not_greet_is_turned_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with run_that_ends_well(tmp_path, spec_of()) as (up, _, _):
+        monkeypatch.setattr(exchanging, "HELLO_S", 0.05)
+        for payloads, text in (
+            ([b"\xff"], "expected a Hello first, got 1 bytes that are none"),
+            ([said(0, 1, np.zeros(3))], "expected a Hello first, got another message"),
+            ([], "expected a Hello within 0.05 s, got nothing"),
+        ):
+            failure = await exchange(up.addresses["cleo"], *payloads)
+            assert (failure.code(), reason(failure)) == (Code.INVALID_ARGUMENT, "RemoteProtocolError"), text
+            assert text in (failure.details() or "")
+        monkeypatch.undo()
+
+
+async def test_both_sides_refuse_another_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ben was told another spec than his neighbours: none of them says a round to him, nor he to them."""
+    true = RunBook.briefing
+
+    def altered(book: RunBook, index: int) -> list[Directive]:
+        first, *others = true(book, index)
+        if index == 1 and isinstance(first, Assignment):
+            other = {**json.loads(first.spec), "algorithm": {"name": "ldp-dol", "sigma": 2.0}}
+            first = replace(first, spec=json.dumps(other))
+        return [first, *others]
+
+    monkeypatch.setattr(RunBook, "briefing", altered)
+    spec = spec_of().model_copy(update={"clock": spec_of().clock.model_copy(update={"deadline_s": 1.0})})
+    with structlog.testing.capture_logs() as logs:
+        async with network(tmp_path, NAMES) as up:
+            outcome = await up.run(spec, made_up(spec))
+            statuses = [await up.status(name) for name in NAMES]
+    refusals = [event["reason"] for event in logs if event["event"] == "stream ended"]
+    assert outcome.state == "failed"
+    assert any("learner 0 must have the plan" in text for text in refusals)  # ben's, who accepts ann's stream
+    assert any("learner 1 must have the plan" in text for text in refusals)  # cleo's, who accepts ben's
+    assert [status.messages_sent for status in statuses] == [0] * 4
 
 
 def said(t: int, sender: int, values: Any) -> bytes:
@@ -139,34 +198,34 @@ def said(t: int, sender: int, values: Any) -> bytes:
 
 
 WRONG = [
-    (b"\xff\xff\xff", "expected a RoundMessage, got 3 bytes that are none"),
-    (b"", "a RoundMessage must carry its round and its sender"),
+    (b"\xff\xff\xff", "expected a round of 42 bytes, for the fields {'y': (3,)}, got 3 bytes that are none"),
+    (b"", "expected a round of 42 bytes, for the fields {'y': (3,)}, got another message"),
+    (hello(1, 0), "expected a round of 42 bytes, for the fields {'y': (3,)}, got another message"),
     (said(7, 1, np.zeros(3)), "learner 1 must say round "),
     (said(2**63, 1, np.zeros(3)), "next, got round 9223372036854775808"),
     (said(0, 3, np.zeros(3)), "learner 1 sent a message in the name of learner 3"),
-    (said(0, 1, np.zeros(4)), "field 'y' must have shape (3,), got (4,)"),
+    (said(0, 1, np.zeros(4)), "for the fields {'y': (3,)}, got one of 50 bytes or in another encoding"),
     (said(0, 1, [0.0, np.nan, 0.0]), "field 'y' must be finite"),
     (said(0, 1, [0.0, np.inf, 0.0]), "field 'y' must be finite"),
     (said(0, 1, [0.0, 1e300, 0.0]), "field 'y' must be finite and within 1e+100"),
-    (encode_round(0, 1, Message({"z": np.zeros(3)})), "a message must have the fields ['y'], got ['z']"),
 ]
 
 
 async def test_wrong_messages_end_their_stream_and_nobody_is_harmed(tmp_path: Path) -> None:
     """Somebody who introduces itself as ben displaces his stream; ben opens another, and what was wrong has changed nothing."""
-    async with run_that_ends_well(tmp_path, spec_of()) as (up, run_id, _):
+    async with run_that_ends_well(tmp_path, spec_of()) as (up, _, _):
         for payload, text in WRONG:
-            failure = await exchange(up.addresses["cleo"], introduction(run_id), payload)
+            failure = await exchange(up.addresses["cleo"], introduced(up), payload)
 
             assert (failure.code(), reason(failure)) == (Code.INVALID_ARGUMENT, "RemoteProtocolError"), text
             assert text in (failure.details() or "")
 
 
 async def test_a_second_stream_in_the_same_name_ends_the_first(tmp_path: Path) -> None:
-    async with run_that_ends_well(tmp_path, spec_of()) as (up, run_id, _):
-        first = asyncio.ensure_future(exchange(up.addresses["cleo"], introduction(run_id)))
+    async with run_that_ends_well(tmp_path, spec_of()) as (up, _, _):
+        first = asyncio.ensure_future(exchange(up.addresses["cleo"], introduced(up)))
         await asyncio.sleep(0.05)
-        second = asyncio.ensure_future(exchange(up.addresses["cleo"], introduction(run_id), b"\xff"))
+        second = asyncio.ensure_future(exchange(up.addresses["cleo"], introduced(up), b"\xff"))
         failure = await first  # by ben's own stream, or by the second
 
         assert (failure.code(), reason(failure)) == (Code.UNAVAILABLE, "Unavailable")
@@ -178,7 +237,7 @@ async def test_a_learner_without_a_run_says_so(tmp_path: Path) -> None:
     async with network(tmp_path, ["ann"]) as up, channel(up.addresses["ann"]) as to:
         stub = learner_pb2_grpc.LearnerStub(to)
         failures = [
-            await exchange(up.addresses["ann"], introduction("r")),
+            await exchange(up.addresses["ann"], hello()),
             await refused(stub.Ingest(several(learner_pb2.SampleBatch()))),
             await refused(stub.Predict(learner_pb2.PredictRequest())),
         ]

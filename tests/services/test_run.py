@@ -25,7 +25,7 @@ from sottovoce_eavesdropper.relay import Relay
 from sottovoce_learner import service as learner_service
 from sottovoce_learner.journal import Entry, Journal
 from sottovoce_learner.service import Learner
-from sottovoce_rpc.codec import decode_round
+from sottovoce_rpc.codec import RoundCodec, from_fields, read_hello
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_rpc.server import channel, listen_on
 from sottovoce_wire.v1 import learner_pb2, learner_pb2_grpc
@@ -36,6 +36,7 @@ from tests.services.network import PATIENCE_S, network, refused
 ROUNDS = 30
 NAMES = ["ann", "ben", "cleo", "dan"]
 SHAPES: dict[str, tuple[int, ...]] = {"y": (3,)}
+CODEC = RoundCodec(SHAPES)
 
 
 def spec_of(capture: str = "none", **more: Any) -> RunSpec:
@@ -120,6 +121,28 @@ async def test_mirror_and_relay_show_the_same(tmp_path: Path) -> None:
     assert len({size for *_, size, _ in seen["relay"]}) == 1
 
 
+async def test_both_sides_of_every_stream_greet_first(tmp_path: Path) -> None:
+    """What they say of themselves has one length, and none of it depends on records: it is all said before the first."""
+    spec = spec_of("relay")
+    async with network(tmp_path, NAMES) as up:
+        outcome = await up.run(spec, made_up(spec))
+        capture = closed(outcome)
+    ways: dict[tuple[int, int, str], list[tuple[str, bytes]]] = {}
+    for batch in capture.batches(["caller", "callee", "sender", "direction", "kind", "payload"]):
+        for each in batch.to_pylist():
+            if each["kind"] in ("hello", "message"):
+                way = each["sender"], each["caller"] + each["callee"] - each["sender"], each["direction"]
+                ways.setdefault(way, []).append((each["kind"], each["payload"]))
+    assert len(ways) == 8
+    assert all([kind for kind, _ in said] == ["hello", *["message"] * ROUNDS] for said in ways.values())
+    hellos = {way: read_hello(said[0][1]) for way, said in ways.items()}
+    assert {(said.learner, said.next_round) for said in hellos.values()} == {(i, 0) for i in range(4)}
+    assert all(sender == said.learner for (sender, *_), said in hellos.items())
+    assert {said.run_id for said in hellos.values()} == {outcome.run_id}
+    assert all(from_fields(said.fields) == SHAPES == capture.shapes for said in hellos.values())
+    assert len({said.plan_hash for said in hellos.values()}) == len({said.ByteSize() for said in hellos.values()}) == 1
+
+
 async def test_private_noise_differs_from_run_to_run_and_is_said_to_be_private(tmp_path: Path) -> None:
     spec, said = spec_of("mirror"), []
     async with network(tmp_path, NAMES) as up:
@@ -137,7 +160,7 @@ async def test_every_neighbour_hears_the_bytes_of_the_journal(tmp_path: Path) ->
         table = closed(outcome).messages()
     heard: dict[tuple[int, int], set[bytes]] = {}
     for sender, payload in zip(table["sender"].to_pylist(), table["payload"].to_pylist(), strict=True):
-        heard.setdefault((sender, decode_round(payload, SHAPES)[0]), set()).add(payload)
+        heard.setdefault((sender, CODEC.decode(payload)[0]), set()).add(payload)
 
     assert all(len(payloads) == 1 for payloads in heard.values())
     for i, name in enumerate(NAMES):
@@ -220,7 +243,7 @@ async def test_a_learner_whose_budget_would_be_exceeded_stops_speaking(tmp_path:
     assert status.state == LearnerState.BUDGET_EXHAUSTED
     assert status.epsilon_spent == pytest.approx(free[11]) and status.epsilon_spent <= budget == status.epsilon_budget
     said = {
-        decode_round(payload, SHAPES)[0]
+        CODEC.decode(payload)[0]
         for sender, payload in zip(table["sender"].to_pylist(), table["payload"].to_pylist(), strict=True)
         if sender == 1
     }
@@ -301,7 +324,7 @@ async def test_a_learner_does_not_end_before_its_last_message_is_written(
         slow.release()
         await leaving
     (frame,) = slow.written
-    assert decode_round(frame, SHAPES)[:2] == (0, 1)
+    assert CODEC.decode(frame)[:2] == (0, 1)
 
 
 async def eventually_said(learner: Learner) -> None:
@@ -336,7 +359,7 @@ class Cutting(Relay):
         due = self.cuts.get((self._route.caller, self._route.callee, direction), [])
 
         def check(kind: str, payload: bytes) -> None:
-            if kind == "message" and due and decode_round(payload, SHAPES)[0] == due[0]:
+            if kind == "message" and due and len(payload) == CODEC.length and CODEC.decode(payload)[0] == due[0]:
                 due.pop(0)
                 self._cut.set()
                 raise asyncio.InvalidStateError("cut")
@@ -417,7 +440,7 @@ async def test_a_message_is_journaled_and_charged_before_it_is_sent(
     failing: list[bytes] = []
 
     def full(journal: Journal, entry: Entry) -> None:
-        t, sender, _ = decode_round(entry.payload, SHAPES)
+        t, sender, _ = CODEC.decode(entry.payload)
         if (t, sender) == (9, 2):
             failing.append(entry.payload)
             raise OSError(28, "No space left on device", "/secret/path")

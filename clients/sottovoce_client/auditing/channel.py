@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,8 @@ import numpy as np
 from sottovoce.arrays import BoolArray, FloatArray, IntArray
 from sottovoce.audit.features import bits, bucket, parsed
 from sottovoce.audit.plan import Plan
+from sottovoce.errors import RemoteProtocolError
+from sottovoce_rpc.codec import read_hello
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -36,7 +39,7 @@ class Rows:
 
     Attributes:
         line: where it passed, an index into `Lines.all`; -1: elsewhere.
-        kind: `message`, `metadata` or `trailers`.
+        kind: `message`, `hello`, `metadata` or `trailers`.
         stream, connection: counted per edge.
         at: monotonic time in nanoseconds.
         size: in bytes.
@@ -137,7 +140,7 @@ def _first(values: IntArray | FloatArray, count: int = FIRST) -> FloatArray:
 
 
 def _counts(rows: Rows, line: int) -> FloatArray:
-    here = [rows.of(line, kind) for kind in ("message", "metadata", "trailers")]
+    here = [rows.of(line, kind) for kind in ("message", "hello", "metadata", "trailers")]
     own = rows.line == line
     last = [float(column[own].max(initial=0)) for column in (rows.stream, rows.connection)]
     return np.array([*map(len, here), *(float(rows.size[own].sum()) for own in here), *last])
@@ -170,9 +173,9 @@ def _bytes(rows: Rows, line: int) -> FloatArray:
 
 
 def _metadata(rows: Rows, line: int) -> FloatArray:
-    """By hashed key: how many entries, how long, what number or text."""
+    """By hashed key: how many entries, how long, what number or text; a hello's bytes are an entry, too."""
     kept = np.zeros((BUCKETS, WIDTH))
-    for kind in ("metadata", "trailers"):
+    for kind in ("hello", "metadata", "trailers"):
         for key, value in _entries(rows, line, kind):
             place = bucket(f"{kind} {key}") % BUCKETS
             kept[place] += [1.0, len(value), parsed(value), *bits(value)]
@@ -182,10 +185,20 @@ def _metadata(rows: Rows, line: int) -> FloatArray:
 def _entries(rows: Rows, line: int, kind: str) -> Iterator[tuple[str, str]]:
     """Key and value; of what is no metadata, none."""
     for row in rows.of(line, kind)[:FIRST]:
+        if kind == "hello":
+            yield from _greeting(rows.payload(row), rows.run_id)
+            continue
         found = _told(rows, row).get("metadata")
         for entry in found if isinstance(found, list) else ():
             if isinstance(entry, list) and len(entry) == 2:
                 yield str(entry[0]), str(entry[1])
+
+
+def _greeting(payload: bytes, run_id: bytes) -> Iterator[tuple[str, str]]:
+    """What a hello asks for, and all its bytes without the run's random name."""
+    with suppress(RemoteProtocolError):
+        yield "next_round", str(read_hello(payload).next_round)
+    yield "bytes", payload.replace(run_id, b"").hex()
 
 
 def _status(rows: Rows, line: int) -> FloatArray:

@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
+from sottovoce_wire.v1 import tensor_pb2 as _tensor_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -57,6 +58,7 @@ class OpenCaptureRequest(_message.Message):
     N_FEATURES_FIELD_NUMBER: _builtins.int
     WORLD_FIELD_NUMBER: _builtins.int
     REPLICA_FIELD_NUMBER: _builtins.int
+    FIELDS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     spec: _builtins.str
     """The run spec, JSON with its `format`: kept beside the records."""
@@ -67,6 +69,10 @@ class OpenCaptureRequest(_message.Message):
     replica: _builtins.int
     @_builtins.property
     def routes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Route]: ...
+    @_builtins.property
+    def fields(self) -> _containers.RepeatedCompositeFieldContainer[_tensor_pb2.Field]:
+        """What a round's values are, in their order: kept beside the records, which do not say so themselves."""
+
     def __init__(
         self,
         *,
@@ -76,10 +82,11 @@ class OpenCaptureRequest(_message.Message):
         n_features: _builtins.int = ...,
         world: _builtins.int | None = ...,
         replica: _builtins.int | None = ...,
+        fields: _abc.Iterable[_tensor_pb2.Field] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_replica", b"_replica", "_world", b"_world", "replica", b"replica", "world", b"world"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_replica", b"_replica", "_world", b"_world", "n_features", b"n_features", "replica", b"replica", "routes", b"routes", "run_id", b"run_id", "spec", b"spec", "world", b"world"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_replica", b"_replica", "_world", b"_world", "fields", b"fields", "n_features", b"n_features", "replica", b"replica", "routes", b"routes", "run_id", b"run_id", "spec", b"spec", "world", b"world"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__replica: _TypeAlias = _typing.Literal["replica"]  # noqa: Y015
     _WhichOneofArgType__replica: _TypeAlias = _typing.Literal["_replica", b"_replica"]  # noqa: Y015
@@ -332,7 +339,7 @@ class MirroredMessage(_message.Message):
     RECEIVERS_FIELD_NUMBER: _builtins.int
     SENT_AT_FIELD_NUMBER: _builtins.int
     payload: _builtins.bytes
-    """A RoundMessage as it was sent."""
+    """An ExchangeMessage with a round, as it was sent."""
     @_builtins.property
     def receivers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property

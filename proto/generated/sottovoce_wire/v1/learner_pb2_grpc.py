@@ -37,8 +37,8 @@ class LearnerStub:
         """
         self.Exchange = channel.stream_stream(
                 '/sottovoce_wire.v1.Learner/Exchange',
-                request_serializer=sottovoce__wire_dot_v1_dot_learner__pb2.RoundMessage.SerializeToString,
-                response_deserializer=sottovoce__wire_dot_v1_dot_learner__pb2.RoundMessage.FromString,
+                request_serializer=sottovoce__wire_dot_v1_dot_learner__pb2.ExchangeMessage.SerializeToString,
+                response_deserializer=sottovoce__wire_dot_v1_dot_learner__pb2.ExchangeMessage.FromString,
                 _registered_method=True)
         self.Ingest = channel.stream_stream(
                 '/sottovoce_wire.v1.Learner/Ingest',
@@ -67,12 +67,8 @@ class LearnerServicer:
     """
 
     def Exchange(self, request_iterator, context):
-        """The channel between two neighbours, both directions in one stream, opened by the learner with the lower index.
-        Each side introduces itself in its initial metadata, the caller first:
-        sottovoce-run         the run
-        sottovoce-learner     who is speaking, the learner's index
-        sottovoce-next-round  the first round whose message this side has not heard yet
-        After that the stream carries RoundMessages only, in the order of their rounds.
+        """The channel between two neighbours, both directions in one stream, opened by the learner with the lower index. The
+        caller says a Hello first, then the callee; after that each says its rounds, in order, and nothing else.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -110,8 +106,8 @@ def add_LearnerServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Exchange': grpc.stream_stream_rpc_method_handler(
                     servicer.Exchange,
-                    request_deserializer=sottovoce__wire_dot_v1_dot_learner__pb2.RoundMessage.FromString,
-                    response_serializer=sottovoce__wire_dot_v1_dot_learner__pb2.RoundMessage.SerializeToString,
+                    request_deserializer=sottovoce__wire_dot_v1_dot_learner__pb2.ExchangeMessage.FromString,
+                    response_serializer=sottovoce__wire_dot_v1_dot_learner__pb2.ExchangeMessage.SerializeToString,
             ),
             'Ingest': grpc.stream_stream_rpc_method_handler(
                     servicer.Ingest,
@@ -160,8 +156,8 @@ class Learner:
             request_iterator,
             target,
             '/sottovoce_wire.v1.Learner/Exchange',
-            sottovoce__wire_dot_v1_dot_learner__pb2.RoundMessage.SerializeToString,
-            sottovoce__wire_dot_v1_dot_learner__pb2.RoundMessage.FromString,
+            sottovoce__wire_dot_v1_dot_learner__pb2.ExchangeMessage.SerializeToString,
+            sottovoce__wire_dot_v1_dot_learner__pb2.ExchangeMessage.FromString,
             options,
             channel_credentials,
             insecure,
