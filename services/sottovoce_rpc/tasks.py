@@ -21,10 +21,10 @@ END_S = 2.0
 
 
 class Tasks:
-    """The tasks of one owner, who outlives no block and so cannot be an `asyncio.TaskGroup`: use it in `async with`, or end it.
+    """The tasks of one owner, where an `asyncio.TaskGroup` does not fit: they begin at any time, and one failure ends no other.
 
-    A failure does not end the others. Who started the task reads it from there; what nobody reads is logged by `start`'s
-    `what`, by kind and place.
+    Use it in `async with`, or end it. Whoever started a task reads its result; what nobody reads is given a name, and a
+    failure is logged under it, by kind and place.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class Tasks:
 
         Args:
             work: what it does.
-            what: what a failure is called in the log; empty where the owner reads the result.
+            what: what a failure is called in the log; empty where somebody reads the result.
         """
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
