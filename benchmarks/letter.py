@@ -13,6 +13,7 @@ import resource
 import sys
 import time
 
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before numpy: one core
 import numpy as np
 from rich import box
 from rich.console import Console

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before numpy: one core
 import grpc
 import numpy as np
 import psutil
@@ -25,6 +26,7 @@ from sottovoce.spec import RunSpec, parse_spec
 from sottovoce_client.running.feeder import feed
 from sottovoce_client.running.local import LocalServices
 from sottovoce_rpc.server import channel
+from sottovoce_rpc.specs import spec_to_wire
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc, learner_pb2, learner_pb2_grpc
 
 EVENT_ENGINE = "GRPC_EXPERIMENTS"
@@ -163,18 +165,18 @@ class Ring:
             status = (await self.stub.Status(learner_pb2.StatusRequest(), timeout=CALL_S)).status
             now = time.monotonic()
             self._check(status)
-            if status.round >= target:
-                return self._probe(status.round, now)
-            pace = max(status.round - before, 1) / max(now - then, 1e-3)
-            then, before = now, status.round
-            await asyncio.sleep(min(max(0.7 * (target - status.round) / pace, 0.005), 0.2))
+            if status.rounds_done >= target:
+                return self._probe(status.rounds_done, now)
+            pace = max(status.rounds_done - before, 1) / max(now - then, 1e-3)
+            then, before = now, status.rounds_done
+            await asyncio.sleep(min(max(0.7 * (target - status.rounds_done) / pace, 0.005), 0.2))
 
     def _check(self, status: learner_pb2.LearnerStatus) -> None:
         if not self.running_s and status.state == learner_pb2.LEARNER_STATE_RUNNING:
             self.running_s = time.monotonic() - self.began
         if status.state not in OPEN:
             state = learner_pb2.LearnerState.Name(status.state)
-            raise SottovoceError(f"{status.learner} is {state} in round {status.round}: {status.detail}")
+            raise SottovoceError(f"{status.learner} is {state} in round {status.rounds_done}: {status.detail}")
         if self.feeders.done():
             self.feeders.result()
 
@@ -227,8 +229,8 @@ async def run_services(case: Case, folder: Path) -> Sample:
         )
 
 
-async def _start(to: grpc.aio.Channel, spec: RunSpec, data: PlacedData) -> coordinator_pb2.StartRunResponse:
-    request = coordinator_pb2.StartRunRequest(spec=json.dumps(spec.model_dump(mode="json")), n_features=data.n_features)
+async def _start(to: grpc.aio.Channel, spec: RunSpec, data: PlacedData) -> coordinator_pb2.Run:
+    request = coordinator_pb2.StartRunRequest(spec=spec_to_wire(spec), n_features=data.n_features)
     return await coordinator_pb2_grpc.CoordinatorStub(to).StartRun(request, timeout=CALL_S)
 
 

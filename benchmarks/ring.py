@@ -284,9 +284,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 async def _until_told(work: Awaitable[None]) -> None:
     """SIGTERM ends a benchmark as Ctrl-C does: whatever it started is stopped first."""
-    task = asyncio.ensure_future(work)
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    await task
+    if (task := asyncio.current_task()) is not None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    await work
 
 
 def main() -> int:

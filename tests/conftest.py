@@ -8,6 +8,10 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from sottovoce_client.entry import settle
+
+settle()  # before a test imports NumPy
+
 # Examples have no deadline: how long one takes says more about the machine than about the code.
 settings.register_profile("house", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("house")

@@ -1,24 +1,31 @@
-"""The coordinator's gRPC face: learners join and follow, operators start, stop and watch runs."""
+"""The coordinator's gRPC face: learners join, report and follow; operators start, stop and watch runs."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import uuid
-from collections.abc import AsyncIterator, Coroutine, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any
 
 import grpc
 import structlog
 
-from sottovoce.errors import NotReady, SpecError
+from sottovoce.errors import NotReady, RemoteProtocolError, SpecError, StrangerError, Unavailable
 from sottovoce.running.run import build_run
-from sottovoce.spec import RunSpec, parse_spec
-from sottovoce_coordinator.runs import RunBook, missing
+from sottovoce.spec import RunSpec
+from sottovoce_coordinator.runs import Overhearing, RunBook, RunState, missing
+from sottovoce_coordinator.wire import run_to_wire
+from sottovoce_rpc.codec import to_fields
+from sottovoce_rpc.directives import Directive, to_wire
+from sottovoce_rpc.learner_status import LearnerStatus
+from sottovoce_rpc.pages import page
 from sottovoce_rpc.server import Service, announce, channel, serve_until_stopped, start_server
+from sottovoce_rpc.specs import check_size, spec_from_wire, spec_to_wire
 from sottovoce_rpc.status import answering, as_error
+from sottovoce_rpc.tasks import Tasks, beside
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc, eavesdropper_pb2, eavesdropper_pb2_grpc
 
 log = structlog.get_logger()
@@ -27,6 +34,8 @@ NAME = "sottovoce_wire.v1.Coordinator"
 WATCH_S = 0.2
 JOINING_S = 20.0
 CAPTURE_S = 10.0
+MOST_RUNS = 32
+"""Runs that are remembered."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -50,8 +59,32 @@ class CoordinatorConfig:
 class Member:
     """A learner that has joined, and the directives on their way to it."""
 
+    name: str
     address: str
-    directives: asyncio.Queue[coordinator_pb2.Directive]
+    directives: asyncio.Queue[coordinator_pb2.Directive] = field(default_factory=asyncio.Queue)
+    displaced: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+@dataclass(slots=True)
+class Course:
+    """A run's book, and its times.
+
+    Attributes:
+        book: of the run.
+        started, ended: when.
+        over: set when it has ended.
+        closing: closes its capture.
+    """
+
+    book: RunBook
+    started: datetime
+    ended: datetime | None = None
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+    closing: asyncio.Task[None] | None = None
+
+    def view(self, *, whole: bool = False) -> coordinator_pb2.Run:
+        """The run as it stands."""
+        return run_to_wire(self.book, self.started, self.ended, whole=whole)
 
 
 class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
@@ -61,12 +94,9 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         self.config = config
         self._members: dict[str, Member] = {}
         self._joined = asyncio.Condition()
-        self._closing: asyncio.Task[None] | None = None
-        self._book: RunBook | None = None
-        self._over = asyncio.Event()  # of the run in the book
-        self._capture: eavesdropper_pb2.OpenCaptureResponse | None = None
+        self._runs: dict[str, Course] = {}  # oldest first; the last one may be under way
         self._starting = asyncio.Lock()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
         self.service: Service | None = None
 
     async def start(self) -> str:
@@ -80,124 +110,151 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
 
     async def stop(self) -> None:
         """End the run and the service."""
-        await self._end(coordinator_pb2.RUN_STATE_STOPPED, "the coordinator was told to stop")
+        self._end(self._current, RunState.STOPPED, "the coordinator was told to stop")
         await asyncio.sleep(0)
-        for task in self._tasks:
-            task.cancel()
+        await self._tasks.end()
         if self.service is not None:
             await self.service.stop()
 
     # ---- learners -----------------------------------------------------------------------------------------
 
-    async def Join(
-        self, request: coordinator_pb2.JoinRequest, context: Context
-    ) -> AsyncIterator[coordinator_pb2.Directive]:
-        """Hold the stream of directives to one learner."""
-        member = Member(request.address, asyncio.Queue())
-        self._members[request.learner] = member
-        book = self._book
-        if book is not None and not book.ended and request.learner in book.run.spec.names:  # it was away
-            for directive in book.briefing(book.run.spec.names.index(request.learner)):
-                member.directives.put_nowait(directive)
-        log.info("joined", learner=request.learner, address=request.address)
+    async def Join(self, events: AsyncIterator[coordinator_pb2.Event], context: Context) -> None:  # type: ignore[override] # reads and writes, so it is no generator
+        """Hold the stream of one learner: its reports come in, its directives go out."""
+        async with answering(context):
+            first = await anext(aiter(events), None)
+            if first is None or first.WhichOneof("event") != "introduction" or not first.introduction.learner:
+                raise RemoteProtocolError("a learner must introduce itself first, by its name")
+            member = Member(first.introduction.learner, first.introduction.address)
+            await self._welcome(member)
+            try:
+                async with beside(_tell(member, context), _displacement(member)):
+                    async for event in events:
+                        self._hear(member, event)
+            finally:
+                if self._members.get(member.name) is member:
+                    del self._members[member.name]
+                    log.info("left", learner=member.name)
+
+    async def _welcome(self, member: Member) -> None:
+        before = self._members.get(member.name)
+        self._members[member.name] = member
+        if before is not None:
+            before.displaced.set()
+        book = None if self._current is None else self._current.book
+        if book is not None and not book.ended and member.name in book.run.spec.names:  # it was away
+            self._tell(book, {member.name: book.briefing(book.run.spec.names.index(member.name))})
+        log.info("joined", learner=member.name, address=member.address)
         async with self._joined:
             self._joined.notify_all()
-        try:
-            while True:
-                yield await member.directives.get()
-        finally:
-            if self._members.get(request.learner) is member:
-                del self._members[request.learner]
-                log.info("left", learner=request.learner)
 
-    async def Report(self, request: coordinator_pb2.ReportRequest, context: Context) -> coordinator_pb2.ReportResponse:
-        """A learner's progress."""
-        book = self._book
-        if book is not None and request.status.run_id == book.run_id and request.status.learner in book.run.spec.names:
-            if book.report(request.status):
-                self._tell(book, book.go_on())
-            if book.ended:
-                await self._after_end(book)
-        return coordinator_pb2.ReportResponse()
+    def _hear(self, member: Member, event: coordinator_pb2.Event) -> None:
+        """A learner's progress. What a newer learner tells besides is passed over.
+
+        Raises:
+            StrangerError: it reports in another one's name.
+        """
+        if event.WhichOneof("event") != "report":
+            return
+        status = LearnerStatus.from_wire(event.report.status)
+        if status.learner != member.name:
+            raise StrangerError(f"a report on this stream must be of learner {member.name!r}, got {status.learner!r}")
+        course = self._current
+        if course is None or status.run_id != course.book.run_id or member.name not in course.book.run.spec.names:
+            return
+        if course.book.report(status):
+            self._go_on(course.book)
+        if course.book.ended:
+            self._after_end(course)
 
     # ---- operators ----------------------------------------------------------------------------------------
 
-    async def StartRun(
-        self, request: coordinator_pb2.StartRunRequest, context: Context
-    ) -> coordinator_pb2.StartRunResponse:
+    async def StartRun(self, request: coordinator_pb2.StartRunRequest, context: Context) -> coordinator_pb2.Run:
         """Start a run on the learners that have joined."""
         async with answering(context):
             self._require_idle()
             async with self._starting:
-                book, capture = await self._start(_spec(request.spec, imports=self.config.allow_imports), request)
+                course = await self._start(_spec(request.spec, imports=self.config.allow_imports), request)
+            book = course.book
             log.info("run", run_id=book.run_id, learners=len(book.addresses), capture=book.run.spec.capture)
-            return coordinator_pb2.StartRunResponse(
-                run_id=book.run_id,
-                learners=[
-                    coordinator_pb2.LearnerInfo(name=name, address=address)
-                    for name, address in zip(book.run.spec.names, book.addresses, strict=True)
-                ],
-                capture_id=capture.capture_id if capture else "",
-                capture_location=capture.location if capture else "",
-            )
+            return course.view()
         raise AssertionError("answering() ends the call")
 
-    async def StopRun(
-        self, request: coordinator_pb2.StopRunRequest, context: Context
-    ) -> coordinator_pb2.StopRunResponse:
-        """Stop the run."""
+    async def StopRun(self, request: coordinator_pb2.StopRunRequest, context: Context) -> coordinator_pb2.Run:
+        """Stop the run; one that has ended is as it was."""
         async with answering(context):
-            self._the_run(request.run_id)
-            await self._end(coordinator_pb2.RUN_STATE_STOPPED, request.reason or "stopped by an operator")
-        return coordinator_pb2.StopRunResponse()
+            course = self._the_run(request.run_id)
+            self._end(course, RunState.STOPPED, request.reason or "stopped by an operator")
+            return course.view()
+        raise AssertionError("answering() ends the call")
+
+    async def GetRun(self, request: coordinator_pb2.GetRunRequest, context: Context) -> coordinator_pb2.Run:
+        """A run as it stands, with its spec."""
+        async with answering(context):
+            return self._the_run(request.run_id).view(whole=True)
+        raise AssertionError("answering() ends the call")
+
+    async def ListRuns(
+        self, request: coordinator_pb2.ListRunsRequest, context: Context
+    ) -> coordinator_pb2.ListRunsResponse:
+        """The runs that are remembered."""
+        async with answering(context):
+            newest = dict(reversed(self._runs.items()))
+            courses, following = page(newest, request.page_size, request.page_token)
+            runs = [course.view() for course in courses]
+            return coordinator_pb2.ListRunsResponse(runs=runs, next_page_token=following)
+        raise AssertionError("answering() ends the call")
 
     async def WatchRun(
         self, request: coordinator_pb2.WatchRunRequest, context: Context
-    ) -> AsyncIterator[coordinator_pb2.WatchRunResponse]:
+    ) -> AsyncIterator[coordinator_pb2.Run]:
         """The run as it stands, several times a second, until it has ended."""
         async with answering(context):
-            book, over = self._the_run(request.run_id), self._over
-            while not book.ended:
-                yield book.view()
+            course = self._the_run(request.run_id)
+            while not course.book.ended:
+                yield course.view()
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(over.wait(), WATCH_S)
-            if self._closing is not None:  # the last view comes when the capture is complete
-                await asyncio.wait([self._closing])
-            yield book.view()
+                    await asyncio.wait_for(course.over.wait(), WATCH_S)
+            if course.closing is not None:  # the last view comes when the capture is complete
+                await asyncio.wait([course.closing])
+            yield course.view()
 
-    def _the_run(self, run_id: str) -> RunBook:
-        if self._book is None or self._book.run_id != run_id:
-            known = "there is none" if self._book is None else f"the last one is {self._book.run_id!r}"
+    @property
+    def _current(self) -> Course | None:
+        """The newest run, under way or not."""
+        return next(reversed(self._runs.values()), None)
+
+    def _the_run(self, run_id: str) -> Course:
+        if run_id not in self._runs:
+            known = "there is none" if self._current is None else f"the last one is {self._current.book.run_id!r}"
             raise NotReady(f"no run {run_id!r}: {known}")
-        return self._book
+        return self._runs[run_id]
 
     # ---- a run's course -----------------------------------------------------------------------------------
 
     def _require_idle(self) -> None:
         if self._starting.locked():
             raise NotReady("another run is being started")
-        if self._book is not None and not self._book.ended:
-            raise NotReady(f"run {self._book.run_id} is under way: stop it first")
+        if self._current is not None and not self._current.book.ended:
+            raise NotReady(f"run {self._current.book.run_id} is under way: stop it first")
 
-    async def _start(
-        self, spec: RunSpec, request: coordinator_pb2.StartRunRequest
-    ) -> tuple[RunBook, eavesdropper_pb2.OpenCaptureResponse | None]:
+    async def _start(self, spec: RunSpec, request: coordinator_pb2.StartRunRequest) -> Course:
         n_features = request.n_features
         if n_features < 1:
             raise SpecError(f"n_features must be at least 1, got {n_features}")
         run = build_run(spec, n_features)
+        check_size(run.algorithm.field_shapes())
         await self._all_joined(spec)
         addresses = tuple(self._members[name].address for name in spec.names)
         book = RunBook(f"{spec.name}-{uuid.uuid4().hex[:12]}", run, n_features, addresses)
-        capture = await self._open_capture(book, request)
+        book.overhearing = await self._open_capture(book, request)
         if absent := missing(spec.names, self._members):  # gone in the meantime
-            self._forget_capture(capture)
+            self._close_capture(book)
             raise NotReady(f"learners have left: {', '.join(absent)}")
-        self._capture, self._closing = capture, None
-        if capture is not None:
-            book.use_capture(capture)
+        course = self._runs[book.run_id] = Course(book, datetime.now(UTC))
+        while len(self._runs) > MOST_RUNS:
+            del self._runs[next(iter(self._runs))]
         self._begin(book)
-        return book, capture
+        return course
 
     async def _all_joined(self, spec: RunSpec) -> None:
         async with self._joined:
@@ -212,40 +269,41 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
                     f"{len(absent)} of {spec.n_learners} learners have not joined: {', '.join(absent)}"
                 ) from None
 
-    async def _open_capture(
-        self, book: RunBook, request: coordinator_pb2.StartRunRequest
-    ) -> eavesdropper_pb2.OpenCaptureResponse | None:
-        if book.run.spec.capture == "none":
-            return None
+    async def _open_capture(self, book: RunBook, request: coordinator_pb2.StartRunRequest) -> Overhearing:
+        capture = book.run.spec.capture
+        if capture == "none":
+            return Overhearing()
         address = self.config.eavesdropper
         if address is None:
             raise NotReady(
-                f"capture: {book.run.spec.capture} needs an eavesdropper; this coordinator was given none (--eavesdropper)"
+                f"capture: {capture} needs an eavesdropper; this coordinator was given none (--eavesdropper)"
             )
-        spec = json.dumps(book.run.spec.model_dump(mode="json"))
-        routes = book.routes() if book.run.spec.capture == "relay" else []
+        edges = book.routes() if capture == "relay" else []
         opening = eavesdropper_pb2.OpenCaptureRequest(
             run_id=book.run_id,
-            spec=spec,
-            routes=routes,
+            spec=spec_to_wire(book.run.spec),
+            routes=[eavesdropper_pb2.Route(caller=i, callee=j, target=target) for i, j, target in edges],
             n_features=request.n_features,
+            fields=to_fields(book.run.algorithm.field_shapes()),
             world=request.world if request.HasField("world") else None,
             replica=request.replica if request.HasField("replica") else None,
         )
         async with channel(address) as to:
             try:
-                return await eavesdropper_pb2_grpc.EavesdropperStub(to).OpenCapture(opening, timeout=CAPTURE_S)
+                opened = await eavesdropper_pb2_grpc.EavesdropperStub(to).OpenCapture(opening, timeout=CAPTURE_S)
             except grpc.aio.AioRpcError as error:
                 raise as_error(error, f"the eavesdropper at {address}") from None
+        relays = {(i, j): relay for (i, j, _), relay in zip(edges, opened.relay_addresses, strict=True)}
+        return Overhearing(opened.capture_id, opened.location, relays, "" if relays else opened.mirror_address)
 
     def _begin(self, book: RunBook) -> None:
         """Brief every learner, all assignments before the first epoch, so that nobody meets a neighbour that knows nothing."""
-        self._book, self._over = book, asyncio.Event()
-        briefings = [book.briefing(index) for index in range(len(book.addresses))]
+        names = book.run.spec.names
+        briefings = [book.briefing(index) for index in range(len(names))]
         for directives in zip(*briefings, strict=True):
-            self._tell(book, [[directive] for directive in directives])
+            self._tell(book, {name: [own] for name, own in zip(names, directives, strict=True)})
         if book.run.spec.clock.period_s is not None:
-            self._spawn(self._pace(book, book.run.spec.clock.period_s))
+            self._tasks.start(self._pace(book, book.run.spec.clock.period_s), "the clock stands still")
 
     async def _pace(self, book: RunBook, period_s: float) -> None:
         """Grant one round a period (paced mode)."""
@@ -254,46 +312,65 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         while not book.ended:
             due += period_s
             await asyncio.sleep(max(0.0, due - loop.time()))
-            if book.state == coordinator_pb2.RUN_STATE_RUNNING:
+            if book.state is RunState.RUNNING:
                 book.clock.tick()
-                self._tell(book, book.go_on())
+                self._go_on(book)
 
-    def _tell(self, book: RunBook, directives: Sequence[Sequence[coordinator_pb2.Directive]]) -> None:
-        """Each learner, by index, its own; who is away is briefed when it joins again."""
-        for name, own in zip(book.run.spec.names, directives, strict=True):
+    def _go_on(self, book: RunBook) -> None:
+        """The grant has grown."""
+        self._tell(book, dict(zip(book.run.spec.names, book.go_on(), strict=True)))
+
+    def _tell(self, book: RunBook, directives: Mapping[str, Sequence[Directive]]) -> None:
+        """Each learner its own; who is away is briefed when it joins again."""
+        for name, own in directives.items():
             if name in self._members:
                 for directive in own:
-                    self._members[name].directives.put_nowait(directive)
+                    self._members[name].directives.put_nowait(to_wire(book.run_id, directive))
 
-    async def _end(self, state: coordinator_pb2.RunState.ValueType, detail: str) -> None:
-        if self._book is not None and not self._book.ended:
-            self._book.end(state, detail)
-            await self._after_end(self._book)
+    def _end(self, course: Course | None, state: RunState, detail: str) -> None:
+        if course is not None and not course.book.ended:
+            course.book.end(state, detail)
+            self._after_end(course)
 
-    async def _after_end(self, book: RunBook) -> None:
+    def _after_end(self, course: Course) -> None:
         """Let the learners go, who hold their channels open even when they have finished, and close the capture, once."""
-        self._tell(book, [[book.stop()]] * len(book.addresses))
-        capture, self._capture = self._capture, None
-        self._forget_capture(capture)
-        self._over.set()
+        if course.ended is not None:
+            return
+        course.ended = datetime.now(UTC)
+        self._tell(course.book, {name: [course.book.stop()] for name in course.book.run.spec.names})
+        course.closing = self._close_capture(course.book)
+        course.over.set()
 
-    def _forget_capture(self, capture: eavesdropper_pb2.OpenCaptureResponse | None) -> None:
-        if capture is not None and self.config.eavesdropper is not None:
-            self._closing = self._spawn(self._close_capture(self.config.eavesdropper, capture.capture_id))
+    def _close_capture(self, book: RunBook) -> asyncio.Task[None] | None:
+        address, capture_id = self.config.eavesdropper, book.overhearing.capture_id
+        if not capture_id or address is None:
+            return None
+        return self._tasks.start(_close_capture(address, capture_id), "a capture is not closed")
 
-    async def _close_capture(self, address: str, capture_id: str) -> None:
-        async with channel(address) as to:
-            try:
-                request = eavesdropper_pb2.CloseCaptureRequest(capture_id=capture_id)
-                await eavesdropper_pb2_grpc.EavesdropperStub(to).CloseCapture(request, timeout=CAPTURE_S)
-            except grpc.aio.AioRpcError as error:
-                log.warning("capture not closed", reason=error.details())
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+async def _tell(member: Member, context: Context) -> None:
+    """Send a learner what it is to do, as it comes."""
+    while True:
+        await context.write(await member.directives.get())
+
+
+async def _displacement(member: Member) -> None:
+    """Another stream in the same name takes this one's place; if that was an impostor's, the true learner opens a third.
+
+    Raises:
+        Unavailable: one has come.
+    """
+    await member.displaced.wait()
+    raise Unavailable(f"another stream of learner {member.name} took the place of this one")
+
+
+async def _close_capture(address: str, capture_id: str) -> None:
+    async with channel(address) as to:
+        try:
+            request = eavesdropper_pb2.CloseCaptureRequest(capture_id=capture_id)
+            await eavesdropper_pb2_grpc.EavesdropperStub(to).CloseCapture(request, timeout=CAPTURE_S)
+        except grpc.aio.AioRpcError as error:
+            log.warning("capture not closed", reason=error.details())
 
 
 def _spec(text: str, *, imports: bool) -> RunSpec:
@@ -302,10 +379,7 @@ def _spec(text: str, *, imports: bool) -> RunSpec:
     Raises:
         SpecError: it is not valid, or names a file.
     """
-    try:
-        spec = parse_spec(json.loads(text), imports=imports)
-    except json.JSONDecodeError as error:
-        raise SpecError(f"the run spec must be JSON: {error}") from None
+    spec = spec_from_wire(text, imports=imports)
     if spec.topology.file:
         raise SpecError("topology: a spec that is sent must list its edges, got a graph file; the client does this")
     return spec

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +10,11 @@ import grpc
 import structlog
 
 from sottovoce.errors import CaptureError, SpecError, Unavailable
-from sottovoce_eavesdropper.records import CaptureFile
+from sottovoce_eavesdropper.records import WRITE_S, CaptureFile
 from sottovoce_eavesdropper.relay import Relay
 from sottovoce_eavesdropper.storage import open_folder
 from sottovoce_rpc.server import CHANNEL_OPTIONS, SERVER_OPTIONS, announce, serve_until_stopped
+from sottovoce_rpc.tasks import Tasks
 from sottovoce_wire.v1 import eavesdropper_pb2
 
 log = structlog.get_logger()
@@ -99,7 +99,7 @@ class ForeignRelay:
             raise CaptureError(f"cannot write to the folder {self.folder}: {error.strerror or error}") from None
         route = eavesdropper_pb2.Route(caller=0, callee=1, target=config.to)
         self._relay, self._credentials = Relay(route, self.file, to=to, options=_LISTEN_OPTIONS), credentials
-        self._writer: asyncio.Task[None] | None = None
+        self._writing = Tasks()
 
     async def start(self) -> str:
         """Listen; returns the address.
@@ -114,15 +114,14 @@ class ForeignRelay:
             if self._credentials is None:
                 raise
             raise Unavailable(f"{error}, or --tls-cert and --tls-key are not a certificate and its key") from None
-        self._writer = asyncio.ensure_future(self.file.write_parts())
+        self._writing.start(self.file.write_parts(), "a capture is no longer written")
         log.info("capture opened", to=self._config.to, folder=self.folder)
         return address
 
     async def stop(self) -> None:
         """Cut what still passes, write the rest, close the capture."""
         await self._relay.stop()
-        if self._writer is not None:
-            self._writer.cancel()
+        await self._writing.end(WRITE_S)
         await self.file.close()
         log.info("capture closed", messages=self.file.messages, bytes=self.file.bytes, folder=self.folder)
 

@@ -6,7 +6,6 @@ It runs where parts are written, never where bytes are passed on.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,7 @@ from sottovoce.errors import RemoteProtocolError, SottovoceError
 from sottovoce.network.network import Network
 from sottovoce.running.run import Run, build_run
 from sottovoce.spec import parse_spec
-from sottovoce_rpc.codec import decode_round, parse_round, round_length
+from sottovoce_rpc.codec import RoundCodec, Shapes, from_fields, read_hello, to_fields
 
 if TYPE_CHECKING:
     from sottovoce_eavesdropper.rows import Row
@@ -32,9 +31,6 @@ MOST_TEXT = 300
 MOST_DECODED = 64
 EXCHANGE = frozenset({"/sottovoce_wire.v1.Learner/Exchange", ""})
 """The methods whose messages are rounds; mirrored messages have none."""
-NEXT_ROUND = "sottovoce-next-round"
-
-Shapes = Mapping[str, tuple[int, ...]]
 
 
 class Lookout:
@@ -44,6 +40,7 @@ class Lookout:
         capture_id: for the log.
         spec: the run spec; empty where the capture is of no run of ours, and nothing is looked at.
         n_features: of a record; 0 where nobody said.
+        fields: of a round, in their order, and their shapes.
         allow_imports: whether the spec may name code to import.
 
     Attributes:
@@ -52,14 +49,16 @@ class Lookout:
         not_checked: what could not be looked for, and why; None: all was.
     """
 
-    def __init__(self, capture_id: str, spec: Mapping[str, Any], n_features: int, *, allow_imports: bool) -> None:
+    def __init__(
+        self, capture_id: str, spec: Mapping[str, Any], n_features: int, fields: Shapes, *, allow_imports: bool
+    ) -> None:
         self.count = 0
         self.first: list[Finding] = []
         self.not_checked: str | None = None if spec else "anything: there is no run spec"
         self._capture_id, self._spec = capture_id, spec
         self._n_features, self._imports = n_features, allow_imports
         self._noticing: Noticing | None = None
-        self._shapes: Shapes | None = None
+        self._codec = RoundCodec(fields)
         self._decoded: dict[bytes, tuple[int, int, Message]] = {}
 
     def look(self, rows: Iterable[Row]) -> bool:
@@ -84,32 +83,38 @@ class Lookout:
         try:
             run = build_run(parse_spec(self._spec, imports=self._imports), self._n_features)
         except SottovoceError as error:
-            self.not_checked = f"the lattice, the fields and gaps between rounds: {error}"
-            expected = Expected()
+            self.not_checked = f"the lattice and gaps between rounds: {error}"
+            expected = Expected(self._codec.length)
         else:
-            self._shapes = run.algorithm.field_shapes()
+            self._codec = RoundCodec(run.algorithm.field_shapes())  # the same, unless the coordinator errs
             expected = expected_of(run)
         self._noticing = Noticing(expected)
         return self._noticing
 
     def _at(self, row: Row, noticing: Noticing) -> tuple[Finding, ...]:
-        if row.method not in EXCHANGE:
+        if row.method not in EXCHANGE or row.kind not in ("hello", "message"):
             return ()
         other = row.callee if row.sender == row.caller else row.caller
-        if row.kind == "metadata" and (lacks := _lacks(row.payload)) is not None:
-            noticing.promised(sender=other, receiver=row.sender, stream=row.stream, t=lacks)
-        if row.kind != "message":
-            return ()
         digest = hashlib.sha256(row.payload).digest()
         try:
+            if row.kind == "hello":
+                noticing.promised(sender=other, receiver=row.sender, stream=row.stream, t=self._lacks(row))
+                return ()
             t, claimed, message = self._decoded.get(digest) or self._decode(row.payload, digest)
         except RemoteProtocolError as error:
             return noticing.garbled(row.sender, other, row.stream, str(error)[:MOST_TEXT])
         return noticing.heard(Said(row.sender, other, row.stream, claimed, t, message.fields, digest, row.size))
 
+    def _lacks(self, row: Row) -> int:
+        """The first round that who says this hello has not heard."""
+        said = read_hello(row.payload)
+        if said.learner != row.sender or list(said.fields) != to_fields(self._codec.shapes):
+            raise RemoteProtocolError(f"greets as learner {said.learner}, with fields {from_fields(said.fields)}")
+        return said.next_round
+
     def _decode(self, payload: bytes, digest: bytes) -> tuple[int, int, Message]:
         """Decode, and keep for the other neighbours, who hear the same a moment later."""
-        found = parse_round(payload) if self._shapes is None else decode_round(payload, self._shapes)
+        found = self._codec.decode(payload)
         if len(self._decoded) >= MOST_DECODED:
             self._decoded.clear()
         self._decoded[digest] = found
@@ -138,7 +143,7 @@ def expected_of(run: Run) -> Expected:
     def due(sender: int, receiver: int, t: int) -> int | None:
         return first_heard(run.topology, spec.rounds, sender, receiver, t)
 
-    return Expected(round_length(algorithm.field_shapes()), due, lattice)
+    return Expected(RoundCodec(algorithm.field_shapes()).length, due, lattice)
 
 
 def first_heard(network: Network, rounds: int, sender: int, receiver: int, t: int) -> int | None:
@@ -147,12 +152,3 @@ def first_heard(network: Network, rounds: int, sender: int, receiver: int, t: in
         return None
     last = min(rounds, t + network.horizon)
     return next((u for u in range(t, last) if network.at(u).neighbours[receiver, sender]), None)
-
-
-def _lacks(payload: bytes) -> int | None:
-    """The first round that who sent this metadata has not heard; None where it does not say."""
-    try:
-        found = dict(json.loads(payload).get("metadata", ())).get(NEXT_ROUND)
-        return None if found is None else int(found)
-    except (ValueError, TypeError, AttributeError):
-        return None

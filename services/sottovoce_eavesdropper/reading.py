@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sottovoce.arrays import FloatArray
+from sottovoce.algorithms.interface import Message
 from sottovoce.errors import CaptureError, EquivocationError, RemoteProtocolError
 from sottovoce.network.network import Network
+from sottovoce.running.assembly import Assembly
 from sottovoce.running.transcript import Transcript
 from sottovoce_eavesdropper.lookout import EXCHANGE
 from sottovoce_eavesdropper.parts import MIB, read_part
 from sottovoce_eavesdropper.records import FORMAT, part_name, part_number, schema
 from sottovoce_eavesdropper.storage import Folder, open_folder
-from sottovoce_rpc.codec import decode_frames, decode_round, round_length
+from sottovoce_rpc.codec import RoundCodec
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -28,8 +30,18 @@ MOST_FACTS = 16 * MIB
 """Bytes of `capture.json`."""
 MOST_ROUNDS = 2**24
 """Beyond any run that is replayed: a message of a later round is made up."""
+MOST_NUMBERS, MOST_FIELDS = 2**24, 256
+"""In a message."""
 
-FACTS = {"capture_id": str, "run_id": str, "complete": bool, "messages": int, "bytes": int, "spec": dict}
+FACTS = {
+    "capture_id": str,
+    "run_id": str,
+    "complete": bool,
+    "messages": int,
+    "bytes": int,
+    "spec": dict,
+    "fields": dict,
+}
 """What `capture.json` must say."""
 OFFERED = {"noticed": list, "noticed_count": int}
 
@@ -55,6 +67,11 @@ class Capture:
     def complete(self) -> bool:
         """False when the eavesdropper ended before it closed the capture; its parts are readable all the same."""
         return bool(self.facts["complete"])
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The fields of a round, in their order, and their shapes; none: the capture is of no run of ours."""
+        return {name: tuple(shape) for name, shape in self.facts["fields"].items()}
 
     def batches(self, columns: Sequence[str] = ()) -> Iterator[pa.RecordBatch]:
         """All records, in the order in which they were overheard, in batches of bounded size.
@@ -124,16 +141,46 @@ class Capture:
             EquivocationError: one learner said different things to different neighbours in one round.
             CaptureError: a message cannot be decoded, or a round is missing.
         """
-        said = _Said(self.name, shapes, learners)
+        codec, rounds = RoundCodec(shapes), list[Message]()
+        assembly = Assembly[Message](learners, MOST_ROUNDS, network)
         for batch in self.batches(("sender", "kind", "method", "payload")):
-            said.take(rounds_only(batch))
-        rounds = said.whole_rounds(network)
-        if rounds == 0:
+            self.assemble(batch, codec, assembly)
+            if assembly.equivocations:
+                t, sender = assembly.equivocations[0]
+                raise EquivocationError(f"learner {sender} said two different things in round {t}")
+            rounds += [_side_by_side(said, shapes, learners) for _, said in assembly.ready()]
+        if not rounds:
             raise CaptureError(f"the capture {self.name} has no round in which all {learners} learners were overheard")
-        return said.transcript(rounds)
+        return Transcript({name: np.stack([each[name] for each in rounds])[:, :, None] for name in shapes})
 
-    def rounds_since(self, part: int) -> Iterator[tuple[int, pa.RecordBatch]]:
-        """The rounds' messages in the parts after this one (0: in all), each batch with the number of its part.
+    def assemble(self, batch: pa.RecordBatch, codec: RoundCodec, into: Assembly[Message]) -> None:
+        """Put the rounds of a batch together with what was overheard before; fields are shaped `(1, 1, *shape)`, as in replay.
+
+        Args:
+            batch: of this capture, with the columns `sender, kind, method, payload`.
+            codec: of the run's rounds.
+            into: what was overheard before.
+
+        Raises:
+            CaptureError: a message is none of this run.
+        """
+        said = rounds_only(batch)
+        senders, payloads = said.column("sender").to_pylist(), said.column("payload").to_pylist()
+        rows, rounds, claimed, fields = codec.decode_many(payloads)
+        if wrong := set(range(len(payloads))) - set(rows.tolist()):
+            try:
+                codec.decode(payloads[min(wrong)])
+            except RemoteProtocolError as error:
+                where = f"a message of learner {senders[min(wrong)]} in {self.name}"
+                raise CaptureError(f"{where} cannot be decoded: {error}") from None
+        for k, (t, speaker) in enumerate(zip(rounds.tolist(), claimed.tolist(), strict=True)):
+            digest = hashlib.blake2b(payloads[k], digest_size=16).digest()
+            into.take(
+                senders[k], speaker, t, digest, Message({name: each[k : k + 1, None] for name, each in fields.items()})
+            )
+
+    def parts_since(self, part: int) -> Iterator[tuple[int, pa.RecordBatch]]:
+        """The records in the parts after this one (0: in all), each batch with the number of its part.
 
         Columns: `sender, kind, method, payload`.
 
@@ -143,7 +190,7 @@ class Capture:
         for name in self._parts():
             if part_number(name) > part:
                 for batch in read_part(self.place, name, ("sender", "kind", "method", "payload")):
-                    yield part_number(name), rounds_only(batch)
+                    yield part_number(name), batch
 
     def _parts(self) -> list[str]:
         """Names of the parts, in order.
@@ -162,89 +209,13 @@ class Capture:
         return parts
 
 
-class _Said:
-    """Who said what, collected batch by batch: one array per batch of what was not heard before."""
-
-    def __init__(self, name: str, shapes: Mapping[str, tuple[int, ...]], learners: int) -> None:
-        self._name, self._shapes, self._learners = name, shapes, learners
-        self._length = round_length(shapes)
-        self._row: dict[tuple[int, int], int] = {}
-        self._digests: list[bytes] = []
-        self._values: dict[str, list[FloatArray]] = {field: [] for field in shapes}
-
-    def take(self, batch: pa.RecordBatch) -> None:
-        """More messages: the usual ones all at once, others one by one."""
-        import pyarrow.compute as pc
-
-        usual = pc.equal(pc.binary_length(batch.column("payload")), self._length)
-        frames = batch.filter(usual)
-        payloads, senders = frames.column("payload").to_pylist(), frames.column("sender").to_pylist()
-        rows = np.frombuffer(b"".join(payloads), np.uint8).reshape(len(payloads), self._length)
-        rounds, claimed, fields, right = decode_frames(rows, self._shapes)
-        for k in np.flatnonzero(~right):
-            self._one(senders[k], payloads[k])
-        kept = np.flatnonzero(right).tolist()
-        new = [k for k in kept if self._is_new(int(rounds[k]), senders[k], int(claimed[k]), payloads[k])]
-        for field, values in fields.items():
-            self._values[field].append(values[new])
-        others = batch.filter(pc.invert(usual))
-        for sender, payload in zip(
-            others.column("sender").to_pylist(), others.column("payload").to_pylist(), strict=True
-        ):
-            self._one(sender, payload)
-
-    def _one(self, sender: int, payload: bytes) -> None:
-        try:
-            t, claimed, message = decode_round(payload, self._shapes)
-        except RemoteProtocolError as error:
-            raise CaptureError(f"a message of learner {sender} in {self._name} cannot be decoded: {error}") from None
-        if self._is_new(t, sender, claimed, payload):
-            for field, value in message.fields.items():
-                self._values[field].append(value[None])
-
-    def _is_new(self, t: int, sender: int, claimed: int, payload: bytes) -> bool:
-        if claimed != sender:
-            raise CaptureError(f"learner {sender} spoke as learner {claimed} in round {t}")
-        if sender >= self._learners or t >= MOST_ROUNDS:
-            raise CaptureError(
-                f"{self._name} has learner {sender}, round {t}: beyond {self._learners} learners, {MOST_ROUNDS} rounds"
-            )
-        digest = hashlib.blake2b(payload, digest_size=16).digest()
-        row = self._row.setdefault((t, sender), len(self._digests))
-        if row == len(self._digests):
-            self._digests.append(digest)
-            return True
-        if self._digests[row] != digest:
-            raise EquivocationError(f"learner {sender} said two different things in round {t}")
-        return False
-
-    def whole_rounds(self, network: Network | None) -> int:
-        """Rounds before the first one in which somebody is missing."""
-        last, rounds = max((t for t, _ in self._row), default=-1), 0
-        while rounds <= last and all((rounds, i) in self._row for i in _heard_of(network, rounds, self._learners)):
-            rounds += 1
-        return rounds
-
-    def transcript(self, rounds: int) -> Transcript:
-        """The first rounds."""
-        keys = np.array(list(self._row), dtype=np.int64)
-        kept = keys[:, 0] < rounds
-        all_t, all_i = keys.T
-        fields = {}
-        for name, shape in self._shapes.items():
-            dense = np.full((rounds, self._learners, *shape), np.nan)
-            begin = 0
-            for values in self._values[name]:
-                own = slice(begin, begin + len(values))
-                dense[all_t[own][kept[own]], all_i[own][kept[own]]] = values[kept[own]]
-                begin += len(values)
-            fields[name] = dense[:, :, None]
-        return Transcript(fields)
-
-
-def _heard_of(network: Network | None, t: int, learners: int) -> Iterable[int]:
-    """Those whose message of round t somebody hears."""
-    return range(learners) if network is None else np.flatnonzero(network.at(t).neighbours.any(axis=0)).tolist()
+def _side_by_side(said: Mapping[int, Message], shapes: Mapping[str, tuple[int, ...]], learners: int) -> Message:
+    """One round: each field `(learners, *shape)`, not-a-number where nobody was overheard."""
+    fields = {name: np.full((learners, *shape), np.nan) for name, shape in shapes.items()}
+    for sender, message in said.items():
+        for name, values in message.fields.items():
+            fields[name][sender] = values[0, 0]
+    return Message(fields)
 
 
 def rounds_only(batch: pa.RecordBatch) -> pa.RecordBatch:
@@ -284,10 +255,21 @@ def open_capture(place: str | Path | Folder) -> Capture:
         raise CaptureError(f"{folder.name} is not a capture of a known format ({FORMAT})")
     wrong = [name for name, kind in FACTS.items() if type(facts.get(name)) is not kind]
     wrong += [name for name, kind in OFFERED.items() if name in facts and type(facts[name]) is not kind]
+    wrong += [] if "fields" in wrong or _are_fields(facts["fields"]) else ["fields"]
     wrong += [name for name in ("world", "replica") if type(facts.get(name, None)) not in (int, type(None))]
     if wrong:
         raise CaptureError(f"{folder.name}/capture.json must say {', '.join(wrong)}, of the types that a capture has")
     return Capture(folder, facts)
+
+
+def _are_fields(fields: Mapping[str, Any]) -> bool:
+    """Few enough, and with shapes that an array can have."""
+    numbers = 0
+    for shape in fields.values():
+        if not isinstance(shape, list) or len(shape) > 8 or not all(type(n) is int and n >= 0 for n in shape):
+            return False
+        numbers += math.prod(max(n, 1) for n in shape)
+    return numbers <= MOST_NUMBERS and len(fields) <= MOST_FIELDS
 
 
 DEPTH = 3

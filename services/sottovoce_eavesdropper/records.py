@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import json
 import re
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,14 +23,17 @@ from sottovoce.running.transcript import parquet
 from sottovoce_eavesdropper.lookout import Lookout
 from sottovoce_eavesdropper.rows import Row
 from sottovoce_eavesdropper.storage import Folder, open_folder
+from sottovoce_rpc.codec import Shapes
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 log = structlog.get_logger()
 
-FORMAT = "sottovoce-capture-2"
+FORMAT = "sottovoce-capture-3"
 PART_ROWS, PART_BYTES, PART_S = 8_192, 64 * 1024 * 1024, 1.0
+WRITE_S = 30.0
+"""How long a part under way may take to be written when a capture ends."""
 
 
 def schema() -> pa.Schema:
@@ -80,7 +83,8 @@ class CaptureFile:
         n_features: of a record; 0 where nobody said.
         world, replica: what the capture is one of, in an audit; None where nobody said.
         allow_imports: whether the spec may name code to import.
-        messages, bytes: counts of messages (metadata not counted).
+        fields: of a round, in their order, and their shapes; none: the capture is of no run of ours.
+        messages, bytes: counts of messages (neither hellos nor metadata).
     """
 
     folder: str | Path
@@ -91,6 +95,7 @@ class CaptureFile:
     world: int | None = None
     replica: int | None = None
     allow_imports: bool = False
+    fields: Shapes = field(default_factory=dict)
     messages: int = 0
     bytes: int = 0
     open: bool = True
@@ -105,7 +110,7 @@ class CaptureFile:
     def __post_init__(self) -> None:
         parquet()
         spec = json.loads(self.spec)
-        self.lookout = Lookout(self.capture_id, spec, self.n_features, allow_imports=self.allow_imports)
+        self.lookout = Lookout(self.capture_id, spec, self.n_features, self.fields, allow_imports=self.allow_imports)
         self.place = open_folder(self.folder)
         self.place.make()
         self._describe()
@@ -133,7 +138,7 @@ class CaptureFile:
     async def room(self) -> None:
         """Wait while two parts or more are in memory: the wire is faster than the disk."""
         if self.open and self._held >= 2 * PART_BYTES:
-            await asyncio.shield(self._flush_or_end())
+            await self._flush_or_end()
 
     async def _flush_or_end(self) -> None:
         try:
@@ -147,7 +152,7 @@ class CaptureFile:
         async with self._writing:
             rows, self._rows, self._held = self._rows, [], 0
             if rows:
-                await _to_its_end(asyncio.to_thread(self._write, rows))
+                await _to_its_end(self._write, rows)
 
     async def close(self) -> None:
         """Write the rest; the capture is complete."""
@@ -171,6 +176,7 @@ class CaptureFile:
             "world": self.world,
             "replica": self.replica,
             "n_features": self.n_features,
+            "fields": {name: list(shape) for name, shape in self.fields.items()},
             "complete": not self.open,
             "messages": self.messages,
             "bytes": self.bytes,
@@ -180,13 +186,13 @@ class CaptureFile:
         self.place.write("capture.json", json.dumps(facts, indent=2).encode())
 
 
-async def _to_its_end(work: Awaitable[None]) -> None:
-    """Await, and when cancelled, too: a thread cannot be stopped half way."""
-    task = asyncio.ensure_future(work)
+async def _to_its_end(work: Callable[[Sequence[Row]], None], rows: Sequence[Row]) -> None:
+    """Write in a thread, and await it when cancelled, too: a thread cannot be stopped half way."""
+    writing = asyncio.get_running_loop().run_in_executor(None, work, rows)
     try:
-        await asyncio.shield(task)
+        await asyncio.shield(writing)
     except asyncio.CancelledError:
-        await asyncio.wait([task])
+        await asyncio.wait([writing])
         raise
 
 

@@ -1,7 +1,8 @@
 """The relay: stands in a learner's place for one edge, passes every byte on, and keeps a copy.
 
-It knows nothing of what passes: any gRPC method, any message. One listening port per edge tells whose traffic it is. What it
-cannot pass on is what gRPC itself adds: `user-agent`, `:authority` and compression are the relay's own.
+It knows nothing of what passes: any gRPC method, any message; but that learners greet each other first, which is recorded as a
+hello. One listening port per edge tells whose traffic it is. What it cannot pass on is what gRPC itself adds: `user-agent`,
+`:authority` and compression are the relay's own.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from typing import Any
 import grpc
 import structlog
 
+from sottovoce_eavesdropper.lookout import EXCHANGE
 from sottovoce_eavesdropper.records import CaptureFile
 from sottovoce_eavesdropper.rows import Row
 from sottovoce_rpc.server import SERVER_OPTIONS, channel, listen_on
+from sottovoce_rpc.tasks import beside
 from sottovoce_wire.v1 import eavesdropper_pb2
 
 log = structlog.get_logger()
@@ -110,17 +113,16 @@ class Relay(grpc.GenericRpcHandler):
             metadata=metadata, timeout=context.time_remaining()
         )
         room = self._capture.room
-        there = asyncio.ensure_future(_pump_out(context, call, note_out, room))
         try:
-            introduction = _passable(await call.initial_metadata())
-            note_back("metadata", _as_json({"metadata": introduction}))
-            await context.send_initial_metadata(introduction)
-            await _pump(call.read, context.write, note_back, room)
+            async with beside(_pump_out(context, call, note_out, room)):
+                introduction = _passable(await call.initial_metadata())
+                note_back("metadata", _as_json({"metadata": introduction}))
+                await context.send_initial_metadata(introduction)
+                await _pump(call.read, context.write, note_back, room)
             code, text, trailers = await call.code(), await call.details(), tuple(await call.trailing_metadata())
         except grpc.aio.AioRpcError as error:
             code, text, trailers = error.code(), error.details() or "", tuple(error.trailing_metadata() or ())
         finally:
-            there.cancel()
             call.cancel()
         note_back("trailers", _as_json({"code": code.name, "details": text, "metadata": trailers}))
         context.set_trailing_metadata(trailers)
@@ -130,8 +132,13 @@ class Relay(grpc.GenericRpcHandler):
     def _noter(self, direction: str, stream: int, connection: int, method: str) -> Note:
         caller, callee, add = self._route.caller, self._route.callee, self._capture.add
         sender, method = (caller if direction == "out" else callee), method[:MOST_METHOD]
+        # The first thing that is said, and no other: a hello in the middle is looked at as what it is, a wrong message.
+        greeting = method in EXCHANGE and bool(self._capture.fields)
 
         def note(kind: str, payload: bytes) -> None:
+            nonlocal greeting
+            if kind == "message":
+                kind, greeting = "hello" if greeting else kind, False
             payload = payload[:MOST_PAYLOAD]
             now, mono, size = time.time_ns(), time.monotonic_ns(), len(payload)
             add(Row(caller, callee, sender, direction, kind, stream, connection, method, now, mono, size, payload))

@@ -15,12 +15,16 @@ import grpc
 import structlog
 
 from sottovoce.errors import CaptureError, SpecError
-from sottovoce_eavesdropper.records import CaptureFile, part_number
+from sottovoce_eavesdropper.records import WRITE_S, CaptureFile, part_number
 from sottovoce_eavesdropper.relay import Relay
 from sottovoce_eavesdropper.rows import Row
 from sottovoce_eavesdropper.storage import Folder, open_folder
+from sottovoce_rpc.codec import from_fields
+from sottovoce_rpc.pages import page
 from sottovoce_rpc.server import Service, announce, serve_until_stopped, start_server
+from sottovoce_rpc.specs import document_from_wire
 from sottovoce_rpc.status import answering
+from sottovoce_rpc.tasks import Tasks
 from sottovoce_wire.v1 import eavesdropper_pb2, eavesdropper_pb2_grpc
 
 log = structlog.get_logger()
@@ -56,7 +60,7 @@ class Recording:
 
     file: CaptureFile
     relays: list[Relay]
-    writer: asyncio.Task[None]
+    writing: Tasks
     mirrors: int = 0
 
 
@@ -97,7 +101,8 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
             file = await asyncio.to_thread(_begin, folder, capture_id, request, allow_imports=self.config.allow_imports)
             relays = [Relay(route, file) for route in request.routes]
             addresses = [await relay.start(self._host()) for relay in relays]
-            self._captures[capture_id] = Recording(file, relays, asyncio.ensure_future(file.write_parts()))
+            self._captures[capture_id] = recording = Recording(file, relays, Tasks())
+            recording.writing.start(file.write_parts(), "a capture is no longer written")
             log.info("capture opened", capture=capture_id, relays=len(relays), folder=folder)
             return eavesdropper_pb2.OpenCaptureResponse(
                 capture_id=capture_id,
@@ -120,8 +125,13 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
     async def ListCaptures(
         self, request: eavesdropper_pb2.ListCapturesRequest, context: Context
     ) -> eavesdropper_pb2.ListCapturesResponse:
-        """All captures of this process."""
-        return eavesdropper_pb2.ListCapturesResponse(captures=[_info(c.file) for c in self._captures.values()])
+        """The captures of this process, of one run or all."""
+        async with answering(context):
+            newest = reversed(self._captures.items())
+            wanted = {key: c.file for key, c in newest if request.run_id in ("", c.file.run_id)}
+            files, following = page(wanted, request.page_size, request.page_token)
+            return eavesdropper_pb2.ListCapturesResponse(captures=map(_info, files), next_page_token=following)
+        raise AssertionError("answering() ends the call")
 
     async def StreamCapture(
         self, request: eavesdropper_pb2.StreamCaptureRequest, context: Context
@@ -175,7 +185,7 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
                 break
             await asyncio.sleep(0.05)
         await asyncio.gather(*(relay.stop() for relay in capture.relays))
-        capture.writer.cancel()
+        await capture.writing.end(WRITE_S)
         await capture.file.close()
         log.info(
             "capture closed", capture=capture.file.capture_id, messages=capture.file.messages, bytes=capture.file.bytes
@@ -206,14 +216,13 @@ def _begin(
             folder,
             capture_id,
             request.run_id,
-            request.spec or "{}",
+            json.dumps(document_from_wire(request.spec or "{}")),
             request.n_features,
             request.world if request.HasField("world") else None,
             request.replica if request.HasField("replica") else None,
             allow_imports,
+            from_fields(request.fields),
         )
-    except json.JSONDecodeError as error:
-        raise SpecError(f"the run spec must be JSON: {error}") from None
     except OSError as error:
         raise CaptureError(f"cannot write to the folder {folder}: {error.strerror or error}") from None
 
@@ -246,7 +255,7 @@ def _keep(file: CaptureFile, request: eavesdropper_pb2.MirrorRequest) -> int:
                     stream=0,
                     connection=0,
                     method="",
-                    wall_ns=message.sent_at_ns,
+                    wall_ns=message.sent_at.ToNanoseconds(),
                     mono_ns=now,
                     size=size,
                     payload=message.payload,

@@ -1,59 +1,78 @@
-"""The channels between neighbours: who opens them, how both sides introduce themselves, and what comes in.
+"""The channels between neighbours: who opens them, what both agree on first, and what comes in.
 
-The learner with the lower index opens the stream and opens it again when it breaks; the other one accepts. Both introduce
-themselves in their initial metadata (see learner.proto). An error of the other side ends its stream with a status that says
-why; nothing of ours changes.
+The learner with the lower index opens the stream and opens it again when it breaks; the other one accepts. The first message
+in each direction is a Hello (learner.proto), the caller's first. An error of the other side ends its stream with a status
+that says why; nothing of ours changes.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import hashlib
+import json
 from typing import Any
 
 import grpc
 import structlog
 
 from sottovoce.errors import NotReady, RemoteProtocolError, SottovoceError, StrangerError, Unavailable
+from sottovoce.spec import RunSpec
 from sottovoce_learner.session import Session
-from sottovoce_rpc.codec import decode_round
+from sottovoce_rpc.codec import from_fields, read_hello, to_fields
 from sottovoce_rpc.server import channel
+from sottovoce_wire.v1 import learner_pb2
 
 log = structlog.get_logger()
 
 METHOD = "/sottovoce_wire.v1.Learner/Exchange"
-RUN, LEARNER, NEXT_ROUND = "sottovoce-run", "sottovoce-learner", "sottovoce-next-round"
+HELLO_S = 10.0
+"""For the other side's Hello: a stream on which nobody speaks is not kept."""
 BACKOFF_S = (0.05, 0.1, 0.2, 0.5, 1.0)
 
-Metadata = Sequence[tuple[str, str | bytes]]
+
+def plan_hash(spec: RunSpec, n_features: int) -> bytes:
+    """SHA-256 of what all learners of a run must have been told alike: its spec and the features of a record.
+
+    What is None is left out, so that a field that a later version adds changes nothing as long as nobody sets it.
+    """
+    plan = {"spec": spec.model_dump(mode="json", exclude_none=True), "n_features": n_features}
+    return hashlib.sha256(json.dumps(plan, sort_keys=True, separators=(",", ":")).encode()).digest()
 
 
-def introduction(session: Session, neighbour: int) -> tuple[tuple[str, str], ...]:
+def _hello(session: Session, neighbour: int) -> bytes:
     """What this side says of itself when a stream is opened."""
-    facts = {
-        RUN: session.assignment.run_id,
-        LEARNER: session.assignment.index,
-        NEXT_ROUND: session.inbox.next_round(neighbour),
-    }
-    return tuple((key, str(value)) for key, value in facts.items())
+    told = session.assignment
+    said = learner_pb2.Hello(
+        run_id=told.run_id,
+        plan_hash=plan_hash(told.spec, told.n_features),
+        learner=told.index,
+        next_round=session.inbox.next_round(neighbour),
+        fields=to_fields(session.codec.shapes),
+    )
+    return learner_pb2.ExchangeMessage(hello=said).SerializeToString()
 
 
-def introduced(session: Session, metadata: Metadata) -> tuple[int, int]:
+def _greeted(session: Session, payload: bytes) -> tuple[int, int]:
     """Index of the other side, and the first round that it has not heard.
 
     Raises:
         StrangerError: of another run, or not a neighbour.
-        RemoteProtocolError: the introduction is incomplete.
+        RemoteProtocolError: no Hello, or of another plan or other fields: the same words would mean something else.
     """
-    facts = {key: value for key, value in metadata if isinstance(value, str)}
-    if facts.get(RUN) != session.assignment.run_id:
-        raise StrangerError(f"this learner is in another run than {facts.get(RUN)!r}")
-    try:
-        neighbour, next_round = int(facts[LEARNER]), int(facts[NEXT_ROUND])
-    except (KeyError, ValueError):
-        raise RemoteProtocolError(f"an introduction needs the numbers {LEARNER} and {NEXT_ROUND}") from None
-    session.inbox.next_round(neighbour)
-    return neighbour, next_round
+    said, told = read_hello(payload), session.assignment
+    if said.run_id != told.run_id:
+        raise StrangerError(f"this learner is in another run than {said.run_id!r}")
+    session.inbox.next_round(said.learner)
+    if said.plan_hash != (ours := plan_hash(told.spec, told.n_features)):
+        raise RemoteProtocolError(
+            f"learner {said.learner} must have the plan {ours.hex()[:16]}, got {said.plan_hash.hex()[:16]}: it was told "
+            "another spec, or reads it in another way"
+        )
+    if list(said.fields) != to_fields(session.codec.shapes):  # in their order, too: it is that of the numbers
+        raise RemoteProtocolError(
+            f"learner {said.learner} must say the fields {session.codec.shapes}, got {from_fields(said.fields)}"
+        )
+    return said.learner, said.next_round
 
 
 async def accept(session: Session | None, context: grpc.aio.ServicerContext[Any, Any]) -> None:
@@ -64,10 +83,10 @@ async def accept(session: Session | None, context: grpc.aio.ServicerContext[Any,
     """
     if session is None:
         raise NotReady("this learner is not in a run")
-    neighbour, next_round = introduced(session, tuple(context.invocation_metadata() or ()))
+    neighbour, next_round = _greeted(session, await _first(context))
     if neighbour > session.assignment.index:
         raise RemoteProtocolError(f"the lower index opens the stream: learner {neighbour} must wait for us")
-    await context.send_initial_metadata(introduction(session, neighbour))  # before any write: one operation at a time
+    await context.write(_hello(session, neighbour))  # before the link's first write: one operation at a time
     await _hold(session, neighbour, context, next_round)
 
 
@@ -75,13 +94,13 @@ async def keep_open(session: Session, neighbour: int, address: str) -> None:
     """Hold the stream to a neighbour open until cancelled."""
     attempt = 0
     async with channel(address) as to:
-        method: grpc.aio.StreamStreamMultiCallable[Any, Any] = to.stream_stream(
-            METHOD
-        )  # no serialisers: bytes as they were journaled
+        # No serialisers: bytes as they were journaled.
+        method: grpc.aio.StreamStreamMultiCallable[Any, Any] = to.stream_stream(METHOD)
         while not session.silent:
-            call = method(metadata=introduction(session, neighbour))
+            call = method()
             try:
-                attempt = 0 if await _converse(session, neighbour, call) else attempt + 1
+                await _converse(session, neighbour, call)
+                attempt = 0
             except (grpc.aio.AioRpcError, SottovoceError) as error:
                 attempt += 1
                 text = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
@@ -91,16 +110,29 @@ async def keep_open(session: Session, neighbour: int, address: str) -> None:
             await asyncio.sleep(BACKOFF_S[min(attempt, len(BACKOFF_S) - 1)])
 
 
-async def _converse(session: Session, neighbour: int, call: grpc.aio.StreamStreamCall[Any, Any]) -> bool:
-    """One stream, from introduction to end; True when it was used."""
-    metadata = await call.initial_metadata()
-    if LEARNER not in dict(metadata):  # refused: the status says why
-        raise RemoteProtocolError(f"refused by learner {neighbour}: {await call.details() or 'no reason given'}")
-    peer, next_round = introduced(session, tuple(metadata))
+async def _converse(session: Session, neighbour: int, call: grpc.aio.StreamStreamCall[Any, Any]) -> None:
+    """One stream, from hello to end."""
+    await call.write(_hello(session, neighbour))
+    peer, next_round = _greeted(session, await _first(call))
     if peer != neighbour:
         raise StrangerError(f"expected learner {neighbour} at its address, found learner {peer}")
     await _hold(session, neighbour, call, next_round)
-    return True
+
+
+async def _first(stream: Any) -> bytes:
+    """The first message that comes.
+
+    Raises:
+        RemoteProtocolError: none does.
+    """
+    try:
+        payload = await asyncio.wait_for(stream.read(), HELLO_S)
+    except TimeoutError:
+        raise RemoteProtocolError(f"expected a Hello within {HELLO_S:g} s, got nothing") from None
+    if payload is grpc.aio.EOF:
+        raise RemoteProtocolError("expected a Hello first, got the end of the stream")
+    first: bytes = payload
+    return first
 
 
 async def _hold(session: Session, neighbour: int, stream: Any, next_round: int) -> None:
@@ -112,21 +144,19 @@ async def _hold(session: Session, neighbour: int, stream: Any, next_round: int) 
     Raises:
         Unavailable: another stream took its place.
     """
-    link = session.links[neighbour]
-    listening = asyncio.ensure_future(_listen(session, neighbour, stream))
-    link.attach(stream, next_round, listening.cancel)
+    link, now = session.links[neighbour], asyncio.get_running_loop().time
     try:
-        await listening
-    except asyncio.CancelledError:
-        if link.has(stream):
-            raise
+        async with asyncio.timeout(None) as held:  # no deadline, unless displaced
+            link.attach(stream, next_round, lambda: held.reschedule(now()))
+            try:
+                await _listen(session, neighbour, stream)
+            finally:
+                link.detach(stream)
+    except TimeoutError:
         raise Unavailable(f"another stream of learner {neighbour} took the place of this one") from None
-    finally:
-        listening.cancel()
-        link.detach(stream)
 
 
 async def _listen(session: Session, neighbour: int, stream: Any) -> None:
     """Take in what comes until the stream ends."""
     while (payload := await stream.read()) is not grpc.aio.EOF:
-        session.hear(neighbour, *decode_round(payload, session.shapes))
+        session.hear(neighbour, *session.codec.decode(payload))

@@ -13,6 +13,8 @@ from typing import Protocol
 
 import grpc
 
+from sottovoce_rpc.tasks import Tasks
+
 
 class Stream(Protocol):
     """The writing half of a stream: a client call and a server context look alike here."""
@@ -34,6 +36,7 @@ class Link:
         self._due: deque[bytes] = deque(maxlen=keep)
         self._stream: Stream | None = None
         self._displaced: Callable[[], object] = lambda: None
+        self._tasks = Tasks()
         self._writing: asyncio.Task[None] | None = None
         self.attached = asyncio.Event()
 
@@ -74,9 +77,14 @@ class Link:
         while self._writing is not None and not self._writing.done():
             await asyncio.wait([self._writing])
 
+    async def close(self) -> None:
+        """Write nothing more."""
+        self._stream = None
+        await self._tasks.end()
+
     def _kick(self) -> None:
         if self._stream is not None and (self._writing is None or self._writing.done()):
-            self._writing = asyncio.ensure_future(self._drain(self._stream))
+            self._writing = self._tasks.start(self._drain(self._stream), "a channel cannot be written")
 
     async def _drain(self, stream: Stream) -> None:
         """Write what is due, one message at a time: two writes in flight on one stream are an error."""

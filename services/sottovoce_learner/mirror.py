@@ -38,9 +38,9 @@ class Mirror:
                 log.warning("eavesdropper away: copies are dropped from here on", waiting=MOST_WAITING)
             self._dropped += 1
             return
-        self._waiting.append(
-            eavesdropper_pb2.MirroredMessage(payload=frame, receivers=receivers, sent_at_ns=time.time_ns())
-        )
+        message = eavesdropper_pb2.MirroredMessage(payload=frame, receivers=receivers)
+        message.sent_at.FromNanoseconds(time.time_ns())
+        self._waiting.append(message)
         if len(self._waiting) >= BATCH:
             self._full.set()
 

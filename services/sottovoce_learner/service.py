@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import math
 import re
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
@@ -18,24 +17,31 @@ import structlog
 from sottovoce.errors import NotReady, RemoteProtocolError, SottovoceError, SpecError, Unavailable
 from sottovoce.noise import KeyedNoise, Noise, OpenDpNoise, RecordedNoise, SystemNoise
 from sottovoce.running.transcript import read_noise
-from sottovoce.spec import LEARNER_NAME, parse_spec
+from sottovoce.spec import LEARNER_NAME
 from sottovoce_learner import exchange
 from sottovoce_learner.ledger import Ledger, claim
 from sottovoce_learner.mirror import Mirror
 from sottovoce_learner.session import Assignment, Session
-from sottovoce_rpc.codec import from_tensor
-from sottovoce_rpc.server import Service, announce, channel, drained, is_loopback, serve_until_stopped, start_server
+from sottovoce_rpc import directives
+from sottovoce_rpc.codec import from_tensor, to_tensor
+from sottovoce_rpc.directives import Directive, Epoch, Grant, Stop, from_wire
+from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
+from sottovoce_rpc.logs import failure
+from sottovoce_rpc.server import Service, announce, channel, is_loopback, serve_until_stopped, start_server
+from sottovoce_rpc.specs import spec_from_wire
 from sottovoce_rpc.status import answering, as_error
+from sottovoce_rpc.tasks import Tasks, beside, drained
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc, learner_pb2
 
 log = structlog.get_logger()
 
 NAME = "sottovoce_wire.v1.Learner"
-REPORT_S = 0.25
+REPORT_S, REJOIN_S = 0.25, 0.5
 RECEIPT_EVERY = 16
 FLUSH_S = 1.0
 
 Context = grpc.aio.ServicerContext[Any, Any]
+JoinCall = grpc.aio.StreamStreamCall[coordinator_pb2.Event, coordinator_pb2.Directive]
 Sampler = Literal["bitwise", "opendp"]
 
 
@@ -106,9 +112,9 @@ class Learner:
         self._noise_fields = None if config.recorded_noise is None else read_noise(config.recorded_noise)
         self._sampler = OpenDpNoise() if config.noise == "opendp" else SystemNoise()
         self._session: Session | None = None
-        self._tasks: set[asyncio.Task[Any]] = set()
-        self._run_tasks: set[asyncio.Task[Any]] = set()
-        self._rounds: asyncio.Task[None] | None = None
+        self._refused: tuple[str, str] | None = None  # run, and why it could not be followed
+        self._changed = asyncio.Event()  # there is something to report
+        self._rounds, self._channels, self._copying = Tasks(), Tasks(), Tasks()
         self._mirror: Mirror | None = None
         self._claim: TextIO | None = None
         self.service: Service | None = None
@@ -141,30 +147,29 @@ class Learner:
         async with channel(self.config.coordinator) as to:
             stub = coordinator_pb2_grpc.CoordinatorStub(to)
             await self._reachable(to)
-            reporting = asyncio.ensure_future(self._report(stub))
-            try:
-                while True:
-                    await self._follow_once(stub, address)
-                    await asyncio.sleep(0.5)
-            finally:
-                reporting.cancel()  # before its channel is closed
+            while True:
+                await self._follow_once(stub, address)
+                await asyncio.sleep(REJOIN_S)
 
     async def _follow_once(self, stub: coordinator_pb2_grpc.CoordinatorAsyncStub, address: str) -> None:
         """Join, and obey until the stream of directives ends."""
+        call = stub.Join()
         try:
-            async for directive in stub.Join(coordinator_pb2.JoinRequest(learner=self.config.name, address=address)):
-                await self._obey_or_tell(directive, stub)
+            async with beside(self._report(call, address)):
+                async for said in call:
+                    await self._obey_or_tell(said.run_id, from_wire(said))
         except grpc.aio.AioRpcError as error:
-            failure = as_error(error, f"the coordinator at {self.config.coordinator}")
-            if not isinstance(failure, Unavailable):
-                raise failure from None
-            log.warning("coordinator away", reason=str(failure))
+            refusal = as_error(error, f"the coordinator at {self.config.coordinator}")
+            if not isinstance(refusal, Unavailable):
+                raise refusal from None
+            log.warning("coordinator away", reason=str(refusal))
+        finally:
+            call.cancel()
 
     async def stop(self) -> None:
         """Finish the message on its way, then end."""
         await self._end_run()
-        for task in self._tasks:
-            task.cancel()
+        await self._copying.end()
         if self.service is not None:
             await self.service.stop()
         if self._claim is not None:
@@ -179,64 +184,72 @@ class Learner:
                 "is it running, and is the address right?"
             ) from None
 
-    def _spawn(self, work: Coroutine[Any, Any, Any], group: set[asyncio.Task[Any]]) -> None:
-        task = asyncio.ensure_future(work)
-        group.add(task)
-        task.add_done_callback(group.discard)
-
     # ---- the coordinator ----------------------------------------------------------------------------------
 
-    async def _obey_or_tell(
-        self, directive: coordinator_pb2.Directive, stub: coordinator_pb2_grpc.CoordinatorAsyncStub
-    ) -> None:
-        """A directive that cannot be followed fails the run, with the reason, and leaves the learner alive."""
-        try:
-            await self._obey(directive)
-        except (SottovoceError, OSError) as error:
-            log.error("directive refused", reason=str(error))
-            which = directive.WhichOneof("directive")
-            status = learner_pb2.LearnerStatus(
-                learner=self.config.name,
-                run_id=getattr(directive, which).run_id if which else "",
-                state=learner_pb2.LEARNER_STATE_FAILED,
-                detail=str(error),
-            )
-            await stub.Report(coordinator_pb2.ReportRequest(status=status), timeout=5.0)
+    async def _obey_or_tell(self, run_id: str, told: Directive | None) -> None:
+        """A directive that cannot be followed fails the run, with the reason, and leaves the learner alive.
 
-    async def _obey(self, directive: coordinator_pb2.Directive) -> None:
-        match directive.WhichOneof("directive"):
-            case "assignment":
-                await self._prepare(directive.assignment)
-            case "epoch":
-                self._meet(directive.epoch)
-            case "grant":
-                if (session := self._of_run(directive.grant.run_id)) is not None:
-                    session.grant(directive.grant.until_round)
-            case "stop":
-                if self._of_run(directive.stop.run_id) is not None:
-                    await self._end_run()
+        Of that run only the end is obeyed from then on: what went wrong first is what its operator is told.
+        """
+        if self._refused is not None and self._refused[0] == run_id and not isinstance(told, Stop):
+            return
+        try:
+            await self._obey(run_id, told)
+        except SottovoceError as error:
+            log.error("directive refused", run_id=run_id, reason=str(error), **failure(error))
+            self._refuse(run_id, str(error))
+        except Exception as error:  # noqa: BLE001 - a run that does not fit this machine, or own code that a spec names
+            what = failure(error)
+            log.error("directive refused", run_id=run_id, **what)
+            cause = getattr(error, "strerror", None) or "an internal error"  # the system's word on a file
+            self._refuse(run_id, f"{cause}, {what['kind']}; the learner's log says where")
+
+    def _refuse(self, run_id: str, detail: str) -> None:
+        self._refused = (run_id, detail)
+        self._changed.set()
+
+    @property
+    def status(self) -> LearnerStatus:
+        """How far it is in its run; a run that it refused is its run, too."""
+        idle = LearnerStatus(self.config.name, state=LearnerState.IDLE)
+        if self._refused is None:
+            return idle if self._session is None else self._session.status
+        run_id, detail = self._refused
+        session = self._of_run(run_id)  # what it has said and spent until then
+        return replace(
+            idle if session is None else session.status, run_id=run_id, state=LearnerState.FAILED, detail=detail
+        )
+
+    async def _obey(self, run_id: str, told: Directive | None) -> None:
+        session = self._of_run(run_id)
+        match told:
+            case directives.Assignment() if session is None:  # else it is said again after a reconnect
+                await self._prepare(run_id, told)
+            case Epoch() if session is not None:
+                self._meet(session, told)
+            case Grant(until_round) if session is not None:
+                session.grant(until_round)
+            case Stop() if session is not None:
+                await self._end_run()
 
     def _of_run(self, run_id: str) -> Session | None:
         session = self._session
         return session if session is not None and session.assignment.run_id == run_id else None
 
-    async def _prepare(self, told: coordinator_pb2.Assignment) -> None:
-        if self._of_run(told.run_id) is not None:  # said again after a reconnect
-            return
+    async def _prepare(self, run_id: str, told: directives.Assignment) -> None:
         await self._end_run()
-        if self._session is not None:
-            self._session.changed.set()  # whoever reports on it goes on to the next one
-        assignment = _assignment(told, imports=self.config.allow_imports)
-        self._mirror = Mirror(told.run_id, told.index, told.mirror_address) if told.mirror_address else None
-        copy: Callable[[bytes, list[int]], None] | None = self._mirror.copy if self._mirror else None
+        assignment = _assignment(run_id, told, imports=self.config.allow_imports)
+        self._mirror = Mirror(run_id, told.index, told.mirror) if told.mirror else None
         self._session = Session(
             assignment,
             self._noise(assignment),
             self.config.state_folder,
-            copy,
+            self._mirror.copy if self._mirror else None,
             private=self.config.private,
             own_budget=self.config.budget,
+            changed=self._changed,
         )
+        self._refused = None
 
     def _noise(self, assignment: Assignment) -> Noise:
         index = assignment.index
@@ -249,10 +262,7 @@ class Learner:
                 raise SpecError(f"recorded noise of field {name!r} must cover learner {index}, got {values.shape[1]}")
         return RecordedNoise({name: values[:, index, 0] for name, values in self._noise_fields.items()})
 
-    def _meet(self, epoch: coordinator_pb2.TopologyEpoch) -> None:
-        session = self._of_run(epoch.run_id)
-        if session is None:
-            return
+    def _meet(self, session: Session, epoch: Epoch) -> None:
         begun = session.introduced
         session.announce(
             epoch.first_round,
@@ -263,10 +273,11 @@ class Learner:
             return
         for neighbour in epoch.neighbours:
             if neighbour.index > session.assignment.index:
-                self._spawn(exchange.keep_open(session, neighbour.index, neighbour.address), self._run_tasks)
+                opening = exchange.keep_open(session, neighbour.index, neighbour.address)
+                self._channels.start(opening, "a channel is given up")
         if self._mirror is not None:
-            self._spawn(self._mirror.run(), self._tasks)
-        self._rounds = asyncio.ensure_future(self._run(session))
+            self._copying.start(self._mirror.run(), "nothing more is mirrored")
+        self._rounds.start(self._run(session), "the rounds broke off")
 
     async def _run(self, session: Session) -> None:
         await session.run()
@@ -275,33 +286,27 @@ class Learner:
 
     async def _end_run(self) -> None:
         """Begin no other round, let the message on its way reach the neighbours, then close the channels."""
-        if self._rounds is not None and self._session is not None:
-            self._rounds.cancel()
-            await asyncio.gather(self._rounds, return_exceptions=True)
+        if self._session is not None:
+            await self._rounds.end()
             await drained(self._session.flush(), FLUSH_S)
-        for task in tuple(self._run_tasks):
-            task.cancel()
-        await asyncio.gather(*self._run_tasks, return_exceptions=True)
+            await self._session.close()
+        await self._channels.end()
 
-    async def _report(self, stub: coordinator_pb2_grpc.CoordinatorAsyncStub) -> None:
-        """Tell the coordinator how far we are, when it matters for the clock and a few times a second."""
-        last = b""
-        while True:
-            session = self._session
-            if session is None:
-                await asyncio.sleep(REPORT_S / 5)
-                continue
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(session.changed.wait(), REPORT_S)
-            session.changed.clear()
-            if (said := session.status.SerializeToString(deterministic=True)) == last:
-                continue
-            try:
-                await stub.Report(coordinator_pb2.ReportRequest(status=session.status), timeout=5.0)
-                last = said
-            except grpc.aio.AioRpcError as error:
-                log.warning("report not taken", reason=error.details())
-                await asyncio.sleep(REPORT_S)
+    async def _report(self, call: JoinCall, address: str) -> None:
+        """Say who we are, then how far, when it matters for the clock and a few times a second.
+
+        A stream that breaks is noticed by whoever reads it, so here it just ends.
+        """
+        pb, last = coordinator_pb2, None
+        with contextlib.suppress(grpc.RpcError, grpc.aio.BaseError, grpc.aio.UsageError, asyncio.InvalidStateError):
+            await call.write(pb.Event(introduction=pb.Introduction(learner=self.config.name, address=address)))
+            while True:
+                if (status := self.status) != last:
+                    await call.write(pb.Event(report=pb.Report(status=status.to_wire())))
+                    last = status
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._changed.wait(), REPORT_S)
+                self._changed.clear()
 
     # ---- the gRPC face ------------------------------------------------------------------------------------
 
@@ -313,7 +318,7 @@ class Learner:
             "Ingest": grpc.stream_stream_rpc_method_handler(
                 self._ingest, pb.SampleBatch.FromString, pb.IngestReceipt.SerializeToString
             ),
-            "Predict": grpc.stream_stream_rpc_method_handler(
+            "Predict": grpc.unary_unary_rpc_method_handler(
                 self._predict, pb.PredictRequest.FromString, pb.PredictResponse.SerializeToString
             ),
             "Ledger": grpc.unary_unary_rpc_method_handler(
@@ -350,15 +355,14 @@ class Learner:
                     yield learner_pb2.IngestReceipt(next_sequence=session.intake.next_sequence(source))
             yield learner_pb2.IngestReceipt(next_sequence=session.intake.next_sequence(source))
 
-    async def _predict(
-        self, requests: AsyncIterator[learner_pb2.PredictRequest], context: Context
-    ) -> AsyncIterator[learner_pb2.PredictResponse]:
+    async def _predict(self, request: learner_pb2.PredictRequest, context: Context) -> learner_pb2.PredictResponse:
         async with answering(context):
             session = self._in_run()
             if not session.assignment.spec.telemetry.predict:
                 raise NotReady("predictions depend on private data; this run did not opt in (telemetry.predict)")
-            async for request in requests:
-                yield session.predict(from_tensor(request.features))
+            scores, labels, rounds = session.predict(from_tensor(request.features))
+            return learner_pb2.PredictResponse(scores=to_tensor(scores), labels=to_tensor(labels), rounds_done=rounds)
+        raise AssertionError("answering() ends the call")
 
     async def _ledger(self, request: learner_pb2.LedgerRequest, context: Context) -> learner_pb2.LedgerResponse:
         async with answering(context):
@@ -370,30 +374,22 @@ class Learner:
         raise AssertionError("answering() ends the call")
 
     async def _status(self, request: learner_pb2.StatusRequest, context: Context) -> learner_pb2.StatusResponse:
-        if self._session is None:
-            idle = learner_pb2.LearnerStatus(learner=self.config.name, state=learner_pb2.LEARNER_STATE_IDLE)
-            return learner_pb2.StatusResponse(status=idle)
-        return learner_pb2.StatusResponse(status=self._session.status)
+        return learner_pb2.StatusResponse(status=self.status.to_wire())
 
 
-def _assignment(told: coordinator_pb2.Assignment, *, imports: bool) -> Assignment:
+def _assignment(run_id: str, told: directives.Assignment, *, imports: bool) -> Assignment:
     """What the coordinator said, checked: its run id becomes part of a file name.
 
     Raises:
         RemoteProtocolError: it contradicts itself.
         SpecError: the run spec is not valid.
     """
-    if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", told.run_id) is None:
-        raise RemoteProtocolError(
-            f"a run id must be letters, digits, dots, dashes and underscores, got {told.run_id!r}"
-        )
-    try:
-        spec = parse_spec(json.loads(told.spec), imports=imports)
-    except json.JSONDecodeError as error:
-        raise RemoteProtocolError(f"the run spec of an assignment must be JSON: {error}") from None
+    if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", run_id) is None:
+        raise RemoteProtocolError(f"a run id must be letters, digits, dots, dashes and underscores, got {run_id!r}")
+    spec = spec_from_wire(told.spec, imports=imports)
     if not told.index < spec.n_learners:
         raise RemoteProtocolError(f"an assignment needs an index below {spec.n_learners}, got {told.index}")
-    return Assignment(told.run_id, spec, told.n_features, told.index)
+    return Assignment(run_id, spec, told.n_features, told.index)
 
 
 async def serve(configs: Sequence[LearnerConfig], *, with_stdin: bool = False) -> None:

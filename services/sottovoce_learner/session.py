@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-import numpy as np
 import structlog
 
 from sottovoce.algorithms.interface import HeardFromNeighbours, Message, Who
 from sottovoce.algorithms.per_learner import spread
 from sottovoce.arrays import Batch, FloatArray
-from sottovoce.errors import BudgetExhausted, DataError, NotReady, SottovoceError, Unavailable
+from sottovoce.errors import BudgetExhausted, DataError, NotReady, Unavailable
 from sottovoce.noise import Noise
 from sottovoce.running.run import build_run
 from sottovoce.spec import RunSpec
@@ -30,7 +29,11 @@ from sottovoce_learner.journal import Entry, Journal
 from sottovoce_learner.ledger import Ledger, Line
 from sottovoce_learner.links import Link
 from sottovoce_learner.plan import Plan
-from sottovoce_rpc.codec import encode_round, to_tensor
+from sottovoce_rpc.codec import RoundCodec
+from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
+from sottovoce_rpc.logs import failure, worded_by_us
+from sottovoce_rpc.specs import check_size
+from sottovoce_rpc.tasks import beside
 from sottovoce_wire.v1 import learner_pb2
 
 log = structlog.get_logger()
@@ -68,10 +71,12 @@ class Session:
         mirror: is given every frame that was sent and who heard it, where the run is mirrored.
         private: False when the noise is not the operating system's.
         own_budget: epsilon that the learner's owner allows in all runs together; None: no limit.
+        changed: set when there is something to report.
 
     Raises:
         DataError: the ledger cannot be read.
         NotReady: the journal says that this learner has spoken in this run before.
+        SpecError: the spec cannot be run, or its messages are too long.
     """
 
     def __init__(
@@ -83,14 +88,18 @@ class Session:
         *,
         private: bool = True,
         own_budget: float | None = None,
+        changed: asyncio.Event | None = None,
     ) -> None:
         self.assignment, self._noise, self._mirror = assignment, noise, mirror
         spec, index = assignment.spec, assignment.index
         run = build_run(spec, assignment.n_features)
         self.algorithm, self.loss = run.algorithm, run.loss
-        self.shapes = self.algorithm.field_shapes()
+        shapes = self.algorithm.field_shapes()
+        check_size(shapes)
+        self.codec = RoundCodec(shapes)
         self._state = self.algorithm.start(Who(index))
-        name, ledger = spec.names[index], Ledger(journal_folder)
+        self._name = name = spec.names[index]
+        ledger = Ledger(journal_folder)
         self._books = Books(
             self.algorithm.accountant(index),
             _budget(spec, index),
@@ -100,7 +109,7 @@ class Session:
         self._journal = Journal(
             ledger.open_run(Line(name, assignment.run_id, index, assignment.n_features, spec.model_dump_json())),
             assignment.run_id,
-            len(encode_round(0, index, _blank(self.shapes))),
+            self.codec.length,
             spec.durability,
         )
         self._refuse_to_repeat()
@@ -113,17 +122,32 @@ class Session:
         self._granted = self._told = 0
         self._waiting: tuple[str, float, asyncio.Future[None]] | None = None
         self._correct = self._seen = 0
+        self._messages = self._bytes = self._said = self._done = 0
+        self._lifecycle = (LearnerState.CONNECTING, "")
+        self._private = private
         self._hungry = asyncio.Event()  # set once a round, so a feeder that waits looks again
-        self.changed = asyncio.Event()
-        """Set when there is something to report."""
-        self.status = learner_pb2.LearnerStatus(
-            learner=name,
-            run_id=assignment.run_id,
-            state=learner_pb2.LEARNER_STATE_CONNECTING,
+        self._changed = changed or asyncio.Event()
+
+    @property
+    def status(self) -> LearnerStatus:
+        """How far the learner is."""
+        state, detail = self._lifecycle
+        return LearnerStatus(
+            learner=self._name,
+            run_id=self.assignment.run_id,
+            state=state,
+            detail=detail,
+            rounds_done=self._done,
+            rounds_said=self._said,
+            rounds_with_data=self.intake.filled,
+            messages_sent=self._messages,
+            bytes_sent=self._bytes,
+            epsilon_spent=self._books.spent,
             epsilon_budget=self._books.budget,
             epsilon_elsewhere=self._books.elsewhere,
-            epsilon_own_budget=own_budget,
-            noise_is_not_private=not private,
+            epsilon_own_budget=self._books.own_budget,
+            noise_is_not_private=not self._private,
+            prequential_accuracy=self._correct / self._seen if self._seen else None,
         )
 
     def _refuse_to_repeat(self) -> None:
@@ -179,12 +203,15 @@ class Session:
             self._hungry.clear()
             await self._hungry.wait()
         self.intake.put(batch)
-        self.status.data_rounds = self.intake.filled
-        self.changed.set()
+        self._changed.set()
         self._wake()
 
-    def predict(self, features: FloatArray) -> learner_pb2.PredictResponse:
-        """Answer with the model in use.
+    def predict(self, features: FloatArray) -> tuple[FloatArray, FloatArray, int]:
+        """What the model in use says.
+
+        Returns:
+            scores, labels: `(records,)`.
+            rounds: that the model has learned from.
 
         Raises:
             DataError: rows of another width.
@@ -192,46 +219,54 @@ class Session:
         if features.ndim != 2 or features.shape[1] != self.assignment.n_features:
             raise DataError(f"features must be shaped (records, {self.assignment.n_features}), got {features.shape}")
         scores = self.loss.predict(self.algorithm.decision(self._state), features)
-        labels = self.loss.classify(scores)
-        return learner_pb2.PredictResponse(scores=to_tensor(scores), labels=to_tensor(labels), round=self.status.round)
+        return scores, self.loss.classify(scores), self._done
 
     @property
     def ended(self) -> bool:
         """True when nothing more will be said."""
-        return self.status.state not in (learner_pb2.LEARNER_STATE_CONNECTING, learner_pb2.LEARNER_STATE_RUNNING)
+        return self._lifecycle[0] not in (LearnerState.CONNECTING, LearnerState.RUNNING)
 
     @property
     def silent(self) -> bool:
         """True when a neighbour has nothing to expect. After the last round it may still lack what was said in it."""
-        return self.ended and self.status.state != learner_pb2.LEARNER_STATE_FINISHED
+        return self.ended and self._lifecycle[0] is not LearnerState.FINISHED
 
     # ---- the rounds ---------------------------------------------------------------------------------------
 
     async def run(self) -> None:
         """All rounds, to whatever end; the status says which."""
-        watchdog = asyncio.ensure_future(self._watch())
         try:
-            await self._connected()
-            self._become(learner_pb2.LEARNER_STATE_RUNNING)
+            async with beside(self._watch()):
+                await self._all_rounds()
+        except asyncio.CancelledError:
+            self._become(LearnerState.STOPPED)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - own code may raise anything, and quote a record with it
+            self._fail(error)
+        finally:
+            self._hungry.set()
+            self._journal.close()
+
+    async def _all_rounds(self) -> None:
+        await self._connected()
+        self._become(LearnerState.RUNNING)
+        try:
             for t in range(self.assignment.spec.rounds):
                 await self._round(t)
-            await self.flush()
-            self._become(learner_pb2.LEARNER_STATE_FINISHED)
         except BudgetExhausted as error:
+            if not worded_by_us(error):
+                raise
             await self.flush()
-            self._become(learner_pb2.LEARNER_STATE_BUDGET_EXHAUSTED, str(error))
-        except SottovoceError as error:
-            self._become(learner_pb2.LEARNER_STATE_FAILED, str(error))
-        except OSError as error:
-            self._become(learner_pb2.LEARNER_STATE_FAILED, f"the journal cannot be written: {error.strerror}")
-        except asyncio.CancelledError:
-            self._become(learner_pb2.LEARNER_STATE_STOPPED)
-        finally:
-            if not self.ended:  # an error that nobody foresaw: the task's owner logs it
-                self._become(learner_pb2.LEARNER_STATE_FAILED, "an internal error; the learner's log has it")
-            self._hungry.set()
-            watchdog.cancel()
-            self._journal.close()
+            self._become(LearnerState.BUDGET_EXHAUSTED, str(error))
+        else:
+            await self.flush()
+            self._become(LearnerState.FINISHED)
+
+    def _fail(self, error: BaseException) -> None:
+        """The run is over for this learner; the log has the error's kind and place, and nobody the text of one not ours."""
+        own = {type(part).__module__.partition(".")[0] for part in (self.algorithm, self.loss)}
+        log.error("failed", learner=self._name, round=self._done, **failure(error, own))
+        detail = str(error) if worded_by_us(error) else "an internal error; the learner's log has it"
+        self._become(LearnerState.FAILED, detail)
 
     async def _connected(self) -> None:
         for j, link in self.links.items():
@@ -259,24 +294,32 @@ class Session:
         self._state = await self._computed(lambda: self.algorithm.listen(self._state, heard, batch))
         self._plan.forget(t)
         self._books.round_over(batch.size)
-        self.status.round = t + 1
+        self._done = t + 1
         self._hungry.set()
         if self._told != self._granted and 2 * (self._granted - t - 1) <= self.assignment.spec.clock.window:
             self._told = self._granted  # once per grant: time for the next one
-            self.changed.set()
+            self._changed.set()
         if not self._plan.lockstep:
             await asyncio.sleep(0)  # nobody may have been waited for: let others have the loop
 
     async def _speak(self, t: int, receivers: int) -> bytes:
-        """Draw the noise, once; journal and charge the message, whoever hears it; only then give it out."""
+        """Draw the noise, once; journal and charge the message, whoever hears it; only then give it out.
+
+        Raises:
+            BudgetExhausted: it is too dear.
+            NotReady: the journal cannot be written.
+        """
         after = self._books.price(t)
         self._state, message = await self._computed(lambda: self.algorithm.speak(self._state, self._noise))
-        frame = encode_round(t, self.assignment.index, message)
-        self._journal.write(Entry(t, after, frame))
+        frame = self.codec.encode(t, self.assignment.index, message)
+        try:
+            self._journal.write(Entry(t, after, frame))
+        except OSError as error:
+            raise NotReady(f"the journal cannot be written: {error.strerror}") from None
         self._books.charge(after)
-        self.status.epsilon_spent = after
-        self.status.messages_sent += receivers
-        self.status.bytes_sent += len(frame) * receivers
+        self._said = t + 1
+        self._messages += receivers
+        self._bytes += len(frame) * receivers
         return frame
 
     async def _computed(self, compute: Callable[[], T]) -> T:
@@ -290,7 +333,11 @@ class Session:
         scores = self.loss.predict(self.algorithm.decision(self._state), batch.features)
         self._correct += int((self.loss.classify(scores) == batch.labels).sum())
         self._seen += batch.size
-        self.status.prequential_accuracy = self._correct / self._seen
+
+    async def close(self) -> None:
+        """Say nothing more to anybody."""
+        for link in self.links.values():
+            await link.close()
 
     async def flush(self) -> None:
         """Wait until all that was said is written, or the channels are broken."""
@@ -323,17 +370,12 @@ class Session:
                         Unavailable(f"waited {deadline:g} s for {what}{missing} in round {self.inbox.round}")
                     )
 
-    def _become(self, state: learner_pb2.LearnerState.ValueType, detail: str = "") -> None:
-        self.status.state, self.status.detail = state, detail
-        name = learner_pb2.LearnerState.Name(state).removeprefix("LEARNER_STATE_").lower()
-        log.info("state", learner=self.status.learner, state=name, round=self.status.round, detail=detail)
-        self.changed.set()
+    def _become(self, state: LearnerState, detail: str = "") -> None:
+        self._lifecycle = (state, detail)
+        log.info("state", learner=self._name, state=state.name.lower(), round=self._done, detail=detail)
+        self._changed.set()
 
 
 def _budget(spec: RunSpec, index: int) -> float | None:
     budget = spec.privacy.budget
     return None if budget is None else spread(budget, spec.n_learners, "privacy.budget")[index]
-
-
-def _blank(shapes: Mapping[str, tuple[int, ...]]) -> Message:
-    return Message({name: np.zeros(shape) for name, shape in shapes.items()})

@@ -4,45 +4,38 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate, pairwise
+from typing import NoReturn
 
 import numpy as np
 import numpy.typing as npt
 from google.protobuf.message import DecodeError
 
 from sottovoce.algorithms.interface import Message
-from sottovoce.arrays import FloatArray
-from sottovoce.errors import RemoteProtocolError
+from sottovoce.arrays import FloatArray, IntArray
+from sottovoce.errors import LocalProtocolError, RemoteProtocolError
 from sottovoce_wire.v1 import learner_pb2, tensor_pb2
 
 _LITTLE = np.dtype("<f8")
 
-Shapes = tuple[tuple[str, tuple[int, ...]], ...]
+Shapes = Mapping[str, tuple[int, ...]]
+"""The fields of a message in their order, and the shape of each: `Algorithm.field_shapes()`."""
 
 LARGEST = 1e100
 """Of a number in a message: what is larger is no parameter, and its sums would overflow."""
 
 
+# ---- tensors ---------------------------------------------------------------------------------------------------------
+
+
 def to_tensor(values: FloatArray) -> tensor_pb2.Tensor:
     """An array as a wire tensor: shape and raw little-endian float64."""
-    return _tensor(values.shape, _raw(values))
+    return tensor_pb2.Tensor(shape=values.shape, dtype=tensor_pb2.DATA_TYPE_FLOAT64, data=_raw(values))
 
 
 def _raw(values: FloatArray) -> bytes:
     return np.ascontiguousarray(values, dtype=_LITTLE).tobytes()
-
-
-def _tensor(shape: tuple[int, ...], data: bytes) -> tensor_pb2.Tensor:
-    return tensor_pb2.Tensor(shape=shape, dtype=tensor_pb2.DATA_TYPE_FLOAT64, data=data)
-
-
-def _within_bounds(values: FloatArray) -> bool:
-    """False for NaN, too."""
-    if not values.size:
-        return True
-    return bool(np.minimum.reduce(values) >= -LARGEST and np.maximum.reduce(values) <= LARGEST)
 
 
 def from_tensor(tensor: tensor_pb2.Tensor) -> FloatArray:
@@ -66,164 +59,158 @@ def from_tensor(tensor: tensor_pb2.Tensor) -> FloatArray:
         ) from None
 
 
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """Where everything stands in a message of given fields: only round, sender and the fields' numbers ever change.
+# ---- rounds ----------------------------------------------------------------------------------------------------------
+
+
+class RoundCodec:
+    """What every round of a run looks like on the wire.
+
+    A round's message has one encoding (learner.proto). Before the numbers stand round, sender, and the tags and lengths that
+    protobuf puts in front of each: constants, because the length of the numbers is one. So a message is packed and unpacked
+    as a struct, and what is not of this form to the last bit is refused: another encoding of the same message could tell
+    something beside the numbers.
+
+    Args:
+        shapes: the fields of a message in their order, and their shapes.
 
     Attributes:
-        blank: the message of round 0 and learner 0, all numbers zero.
-        numbers: where the numbers of each field begin and end.
-        fixed: where the bytes begin and end that are the same in every message.
+        length: bytes of every message.
     """
 
-    blank: bytes
-    numbers: tuple[tuple[str, tuple[int, ...], int, int], ...]
-    fixed: tuple[tuple[int, int], ...]
+    def __init__(self, shapes: Shapes) -> None:
+        self.shapes = dict(shapes)
+        sizes = [math.prod(shape) for shape in self.shapes.values()]
+        ends = pairwise(accumulate(sizes, initial=0))
+        self._fields = [
+            (name, shape, *ends_of) for (name, shape), ends_of in zip(self.shapes.items(), ends, strict=True)
+        ]
+        self._count = sum(sizes)
+        before_values = _VALUES + _varint(8 * self._count)
+        inside = len(_ROUND) + 8 + len(_SENDER) + 4 + len(before_values) + 8 * self._count
+        before_round = _MESSAGE + _varint(inside) + _ROUND
+        self._constants = before_round, _SENDER, before_values
+        self._head = struct.Struct(f"<{len(before_round)}sQ{len(_SENDER)}sI{len(before_values)}s")
+        self.length = self._head.size + 8 * self._count
 
-    def fill(self, t: int, sender: int, message: Message) -> bytes:
-        """The bytes of a message of this layout."""
-        frame = bytearray(self.blank)
-        _ROUND.pack_into(frame, _ROUND_AT, t)
-        _SENDER.pack_into(frame, _SENDER_AT, sender)
-        for name, _, begin, end in self.numbers:
-            frame[begin:end] = _raw(message[name])
-        return bytes(frame)
+    def encode(self, t: int, sender: int, message: Message) -> bytes:
+        """A round's message as the bytes that every neighbour gets.
 
-    def read(self, payload: bytes) -> tuple[int, int, Message] | None:
-        """Round, sender and message of bytes of this layout with numbers within `LARGEST`; None for all others."""
-        if len(payload) != len(self.blank):
-            return None
-        for begin, end in self.fixed:
-            if payload[begin:end] != self.blank[begin:end]:
-                return None
-        fields = {}
-        for name, shape, begin, end in self.numbers:
-            values = np.frombuffer(payload, _LITTLE, (end - begin) // 8, begin)
-            if not _within_bounds(values):
-                return None
-            fields[name] = values if len(shape) == 1 else values.reshape(shape)
-        return _ROUND.unpack_from(payload, _ROUND_AT)[0], _SENDER.unpack_from(payload, _SENDER_AT)[0], Message(fields)
+        Raises:
+            LocalProtocolError: the message has other fields or shapes than the algorithm said.
+        """
+        said = {name: value.shape for name, value in message.fields.items()}
+        if said != self.shapes:
+            raise LocalProtocolError(f"a message must have the fields {self.shapes}, got {said}")
+        first, second, third = self._constants
+        values = [_raw(message.fields[name]) for name in self.shapes]
+        return b"".join((self._head.pack(first, t, second, sender, third), *values))
 
-    def read_many(
-        self, frames: npt.NDArray[np.uint8]
-    ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint32], dict[str, FloatArray], npt.NDArray[np.bool_]]:
-        """`read`, of messages of this length, a row each; and which rows are of this layout."""
-        right, blank = np.ones(len(frames), bool), np.frombuffer(self.blank, np.uint8)
-        for begin, end in self.fixed:
-            right &= (frames[:, begin:end] == blank[begin:end]).all(axis=1)
-        fields = {}
-        for name, shape, begin, end in self.numbers:
-            values = np.ascontiguousarray(frames[:, begin:end]).view(_LITTLE).reshape(len(frames), *shape)
-            flat = values.reshape(len(frames), math.prod(shape))
-            right &= ((flat >= -LARGEST) & (flat <= LARGEST)).all(axis=1)
-            fields[name] = values
-        rounds = np.ascontiguousarray(frames[:, _ROUND_AT : _ROUND_AT + _ROUND.size]).view("<u8")[:, 0]
-        senders = np.ascontiguousarray(frames[:, _SENDER_AT : _SENDER_AT + _SENDER.size]).view("<u4")[:, 0]
-        return rounds, senders, fields, right
+    def decode(self, payload: bytes) -> tuple[int, int, Message]:
+        """Round, sender and message of bytes that a neighbour sent; the arrays are read-only.
 
+        Raises:
+            RemoteProtocolError: not a round of these fields in its one encoding, or a number beyond `LARGEST` or none.
+        """
+        if len(payload) != self.length:
+            self._refuse(payload)
+        first, t, second, sender, third = self._head.unpack_from(payload)
+        if (first, second, third) != self._constants:
+            self._refuse(payload)
+        flat = np.frombuffer(payload, _LITTLE, self._count, self._head.size)
+        # False for NaN, too.
+        if flat.size and not (np.minimum.reduce(flat) >= -LARGEST and np.maximum.reduce(flat) <= LARGEST):
+            raise self._out_of_bounds(flat)
+        return t, sender, Message({name: flat[a:b].reshape(shape) for name, shape, a, b in self._fields})
 
-_ROUND, _SENDER = struct.Struct("<Q"), struct.Struct("<I")
-_ROUND_AT, _SENDER_AT = 1, 10  # each stands behind its tag, a byte
+    def decode_many(
+        self, payloads: Sequence[bytes]
+    ) -> tuple[IntArray, npt.NDArray[np.uint64], npt.NDArray[np.uint32], dict[str, FloatArray]]:
+        """`decode` of many messages at once.
 
+        Returns:
+            Numbers of those messages that are right; their rounds, senders and fields `(messages, *shape)`. `decode` says
+            what is wrong with the others.
+        """
+        rows = np.flatnonzero([len(payload) == self.length for payload in payloads])
+        frames = np.frombuffer(b"".join(payloads[k] for k in rows.tolist()), np.uint8).reshape(len(rows), self.length)
+        first, second, third = (np.frombuffer(constant, np.uint8) for constant in self._constants)
+        t_at, sender_at = len(first), len(first) + 8 + len(second)
+        numbers = np.ascontiguousarray(frames[:, self._head.size :]).view(_LITTLE)
+        right = ((numbers >= -LARGEST) & (numbers <= LARGEST)).all(axis=1)
+        for at, constant in ((0, first), (t_at + 8, second), (sender_at + 4, third)):
+            right &= (frames[:, at : at + len(constant)] == constant).all(axis=1)
+        if not right.all():
+            rows, frames, numbers = rows[right], frames[right], numbers[right]
+        fields = {name: numbers[:, a:b].reshape(len(rows), *shape) for name, shape, a, b in self._fields}
+        rounds = np.ascontiguousarray(frames[:, t_at : t_at + 8]).view("<u8")[:, 0]
+        senders = np.ascontiguousarray(frames[:, sender_at : sender_at + 4]).view("<u4")[:, 0]
+        return rows, rounds, senders, fields
 
-@lru_cache(maxsize=64)
-def _layout(shapes: Shapes) -> _Layout:
-    """Found by comparing two messages of which one has zeros where the other has ones, bit by bit."""
-    zeros, ones = (
-        learner_pb2.RoundMessage(
-            round=bit * (2**64 - 1),
-            sender=bit * (2**32 - 1),
-            fields=[
-                learner_pb2.Field(name=name, value=_tensor(shape, bytes([255 * bit]) * 8 * math.prod(shape)))
-                for name, shape in shapes
-            ],
-        ).SerializeToString()
-        for bit in (0, 1)
-    )
-    numbers, fixed, at = [], [], _SENDER_AT + _SENDER.size
-    fixed += [(0, _ROUND_AT), (_ROUND_AT + _ROUND.size, _SENDER_AT)]
-    for name, shape in shapes:
-        size = 8 * math.prod(shape)
-        begin = next((k for k in range(at, len(zeros)) if zeros[k] != ones[k]), len(zeros)) if size else at
-        numbers.append((name, shape, begin, begin + size))
-        fixed.append((at, begin))
-        at = begin + size
-    return _Layout(zeros, tuple(numbers), (*fixed, (at, len(zeros))))
+    def _refuse(self, payload: bytes) -> NoReturn:
+        """Say what is wrong with bytes of another form, and quote nothing of them: they may be anything."""
+        wanted = f"a round of {self.length} bytes, for the fields {self.shapes}"
+        _read(payload, "round", wanted)
+        raise RemoteProtocolError(f"expected {wanted}, got one of {len(payload)} bytes or in another encoding")
 
-
-def encode_round(t: int, sender: int, message: Message) -> bytes:
-    """A round's message as the bytes that every neighbour gets: encoded once, of the same length in every round."""
-    return _layout(tuple([(name, value.shape) for name, value in message.fields.items()])).fill(t, sender, message)
-
-
-def decode_round(payload: bytes, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int, Message]:
-    """Round, sender and message of bytes that a neighbour sent.
-
-    Args:
-        payload: what came.
-        shapes: the fields that a message must have, and their shapes.
-
-    Raises:
-        RemoteProtocolError: not a round message, or other fields, shapes, or a NaN or infinity.
-    """
-    return _layout(tuple(shapes.items())).read(payload) or _parse_round(payload, shapes)
+    def _out_of_bounds(self, flat: FloatArray) -> RemoteProtocolError:
+        wrong = int(np.flatnonzero(~((flat >= -LARGEST) & (flat <= LARGEST)))[0])
+        name = next(name for name, _, a, b in self._fields if a <= wrong < b)
+        return RemoteProtocolError(f"field {name!r} must be finite and within {LARGEST:g}, got a number that is not")
 
 
-def round_length(shapes: Mapping[str, tuple[int, ...]]) -> int:
-    """Bytes of every round's message with these fields."""
-    return len(_layout(tuple(shapes.items())).blank)
-
-
-def parse_round(payload: bytes) -> tuple[int, int, Message]:
-    """As `decode_round`, where nothing is known of the fields.
-
-    Raises:
-        RemoteProtocolError: not a round message, or numbers that are not finite.
-    """
-    said, fields = _parsed(payload)
-    return _message(said, fields, {name: value.shape for name, value in fields.items()})
-
-
-def _parse_round(payload: bytes, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int, Message]:
-    """`decode_round` of bytes in any order that protobuf allows, and to say what is wrong with them."""
-    return _message(*_parsed(payload), shapes)
-
-
-def _parsed(payload: bytes) -> tuple[learner_pb2.RoundMessage, dict[str, FloatArray]]:
+def _read(payload: bytes, kind: str, wanted: str) -> learner_pb2.ExchangeMessage:
     try:
-        said = learner_pb2.RoundMessage.FromString(payload)
+        said = learner_pb2.ExchangeMessage.FromString(payload)
     except DecodeError:
-        raise RemoteProtocolError(f"expected a RoundMessage, got {len(payload)} bytes that are none") from None
-    if not (said.HasField("round") and said.HasField("sender")):
-        raise RemoteProtocolError("a RoundMessage must carry its round and its sender")
-    return said, {field.name: from_tensor(field.value) for field in said.fields}
+        raise RemoteProtocolError(f"expected {wanted}, got {len(payload)} bytes that are none") from None
+    if said.WhichOneof("message") != kind:
+        raise RemoteProtocolError(f"expected {wanted}, got another message")
+    return said
 
 
-def _message(
-    said: learner_pb2.RoundMessage, fields: dict[str, FloatArray], shapes: Mapping[str, tuple[int, ...]]
-) -> tuple[int, int, Message]:
-    if len(fields) != len(said.fields) or fields.keys() != shapes.keys():
-        names = [f.name for f in said.fields][:20]
-        raise RemoteProtocolError(f"a message must have the fields {sorted(shapes)}, got {names}")
-    for name, value in fields.items():
-        if value.shape != shapes[name]:
-            raise RemoteProtocolError(f"field {name!r} must have shape {shapes[name]}, got {value.shape}")
-        if not _within_bounds(value.ravel()):
-            raise RemoteProtocolError(f"field {name!r} must be finite and within {LARGEST:g}, got a number that is not")
-    return said.round, said.sender, Message(fields)
+_MESSAGE, _ROUND, _SENDER, _VALUES = (bytes([number << 3 | kind]) for number, kind in ((2, 2), (1, 1), (2, 5), (4, 2)))
+"""Protobuf's tags (a field's number and its wire type): of the round in an ExchangeMessage, and of what is in the round."""
 
 
-def decode_frames(
-    frames: npt.NDArray[np.uint8], shapes: Mapping[str, tuple[int, ...]]
-) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint32], dict[str, FloatArray], npt.NDArray[np.bool_]]:
-    """`decode_round` of many messages at once.
+def _varint(value: int) -> bytes:
+    """A length as protobuf writes it: seven bits a byte, the lowest first."""
+    rest = value >> 7
+    return bytes([value & 0x7F | 0x80]) + _varint(rest) if rest else bytes([value])
 
-    Args:
-        frames: `(messages, round_length(shapes))`, a message a row.
-        shapes: as in `decode_round`.
 
-    Returns:
-        Rounds, senders and fields `(messages, *shape)`; and which messages these are right for: `decode_round` has to say of
-        the others whether they are in another order, or wrong.
+# ---- hello -----------------------------------------------------------------------------------------------------------
+
+
+def to_fields(shapes: Shapes) -> list[tensor_pb2.Field]:
+    """What a round's values are, for the wire."""
+    return [
+        tensor_pb2.Field(name=name, shape=shape, dtype=tensor_pb2.DATA_TYPE_FLOAT64) for name, shape in shapes.items()
+    ]
+
+
+def from_fields(fields: Iterable[tensor_pb2.Field]) -> dict[str, tuple[int, ...]]:
+    """`to_fields` backwards.
+
+    Raises:
+        RemoteProtocolError: a name comes twice, or a type is not float64.
     """
-    return _layout(tuple(shapes.items())).read_many(frames)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for field in fields:
+        if field.name in shapes or field.dtype != tensor_pb2.DATA_TYPE_FLOAT64:
+            raise RemoteProtocolError(
+                f"fields must differ in name and be FLOAT64 (1), got {field.name!r}, {field.dtype}"
+            )
+        shapes[field.name] = tuple(field.shape)
+    return shapes
+
+
+def read_hello(payload: bytes) -> learner_pb2.Hello:
+    """The message that a stream begins with.
+
+    Raises:
+        RemoteProtocolError: it is another one, or says less than a hello must.
+    """
+    said = _read(payload, "hello", "a Hello first")
+    if not (said.hello.HasField("learner") and said.hello.HasField("next_round")):
+        raise RemoteProtocolError("a Hello must carry learner and next_round")
+    return said.hello

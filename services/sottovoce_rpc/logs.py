@@ -1,14 +1,29 @@
-"""Logs of a service: one event a line, for people on a terminal, else JSON. No event ever carries records or states."""
+"""Logs of a service: one event a line, for people on a terminal, else JSON. No event ever carries records or states.
+
+Of an error that is not ours a log has the kind and the place, never the text: that may quote a record.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import sys
+import traceback
 import warnings
+from collections.abc import Collection
+from types import FrameType
+from typing import Any
 
 import structlog
 
-from sottovoce.errors import SpecError
+from sottovoce import errors
+
+log = structlog.get_logger()
+
+OURS = frozenset(
+    {f"sottovoce{house}" for house in ("", "_rpc", "_learner", "_eavesdropper", "_coordinator", "_client", "_wire")}
+)
+"""Packages of this project; somebody else's may begin with the same word."""
 
 
 def configure_logs(level: str = "info") -> None:
@@ -22,7 +37,7 @@ def configure_logs(level: str = "info") -> None:
     """
     levels = ("debug", "info", "warning", "error")
     if level not in levels:
-        raise SpecError(f"the log level must be one of {', '.join(levels)}, got {level}")
+        raise errors.SpecError(f"the log level must be one of {', '.join(levels)}, got {level}")
     warnings.simplefilter("ignore", RuntimeWarning)  # of numbers that overflow: whether one does depends on records
     tty = sys.stderr.isatty()
     structlog.configure(
@@ -35,3 +50,49 @@ def configure_logs(level: str = "info") -> None:
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )
+
+
+def failure(error: BaseException, own: Collection[str] = ()) -> dict[str, str]:
+    """What a log may say of an error that is not ours: its kind, and where it was raised.
+
+    Args:
+        error: as it was caught.
+        own: packages of code that a run spec names.
+
+    Returns:
+        kind: the error's class.
+        where: file and line of the innermost frame of ours or of such code: not that of a library which it called.
+    """
+    frames = list(traceback.walk_tb(error.__traceback__))
+    known = [each for each in frames if not _of_a_library(each[0], own)] or frames
+    where = f"{known[-1][0].f_code.co_filename}:{known[-1][1]}" if known else "nowhere"
+    return {"kind": type(error).__name__, "where": where}
+
+
+def worded_by_us(error: BaseException) -> bool:
+    """True when the text of an error is this project's, which quotes no record.
+
+    Code that a run spec names may raise our classes, too, with words of its own.
+    """
+    names = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    words = [name for name in names if name != errors.__name__]  # where `require` only raises what it was given
+    return isinstance(error, errors.SottovoceError) and bool(words) and words[-1].partition(".")[0] in OURS
+
+
+def tell_no_texts(loop: asyncio.AbstractEventLoop) -> None:
+    """What a loop says of errors that nobody caught would have their text."""
+
+    def tell(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        log.error("not caught", **(failure(error) if isinstance(error, BaseException) else {}))
+
+    loop.set_exception_handler(tell)
+
+
+def _of_a_library(frame: FrameType, own: Collection[str]) -> bool:
+    """True in the standard library and in installed packages, but for ours and `own`."""
+    package = frame.f_globals.get("__name__", "").partition(".")[0]
+    if package in OURS or package in own:
+        return False
+    file = frame.f_globals.get("__file__") or ""
+    return package in sys.stdlib_module_names or "site-packages" in file or "dist-packages" in file

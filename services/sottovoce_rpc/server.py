@@ -13,14 +13,17 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from sottovoce.errors import Unavailable
+from sottovoce_rpc.logs import tell_no_texts
+from sottovoce_rpc.tasks import Tasks, drained
 
 DRAIN_S = 3.0
 GRACE_S = 0.5
@@ -128,25 +131,20 @@ async def until_told_to_stop(*, with_stdin: bool = False) -> str:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, tell, number.name)
-    if with_stdin:
-        reader = asyncio.StreamReader()
-        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-        ended = asyncio.ensure_future(reader.read())
-        ended.add_done_callback(lambda _: None if told.done() else told.set_result("standard input ended"))
-    return await told
-
-
-async def drained(work: Awaitable[object], seconds: float = DRAIN_S) -> bool:
-    """Give `work` its time; False when it was cut off."""
-    try:
-        await asyncio.wait_for(work, seconds)
-    except TimeoutError:
-        return False
-    return True
+    async with Tasks() as tasks:
+        if with_stdin:
+            reader = asyncio.StreamReader()
+            await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+            ended = tasks.start(reader.read())
+            ended.add_done_callback(lambda _: None if told.done() else told.set_result("standard input ended"))
+        return await told
 
 
 async def serve_until_stopped(
-    stop: Callable[[], Awaitable[None]], work: Iterable[Awaitable[object]] = (), *, with_stdin: bool = False
+    stop: Callable[[], Coroutine[Any, Any, None]],
+    work: Iterable[Coroutine[Any, Any, object]] = (),
+    *,
+    with_stdin: bool = False,
 ) -> None:
     """Run a started service: until it is told to stop, or one of its endless works fails; then the ladder.
 
@@ -159,14 +157,15 @@ async def serve_until_stopped(
         SottovoceError: what a work failed with.
     """
     gc.freeze()  # what imports made stays for good: no later collection need look at it again
-    told = asyncio.ensure_future(until_told_to_stop(with_stdin=with_stdin))
-    works = [asyncio.ensure_future(each) for each in work]
-    try:
-        done, _ = await asyncio.wait([told, *works], return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in works:
-            task.cancel()
-        await drained(stop())
-        told.cancel()
+    tell_no_texts(asyncio.get_running_loop())
+    async with Tasks() as signals:  # ended last: a second signal during the drain must still kill
+        told = signals.start(until_told_to_stop(with_stdin=with_stdin))
+        try:
+            async with Tasks() as works:
+                done, _ = await asyncio.wait(
+                    [told, *(works.start(each) for each in work)], return_when=asyncio.FIRST_COMPLETED
+                )
+        finally:
+            await drained(stop(), DRAIN_S)
     for task in done:
         task.result()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -14,19 +13,27 @@ from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
 from sottovoce import errors
+from sottovoce_rpc.logs import failure
+from sottovoce_wire.v1 import errors_pb2
 
-_CODES: tuple[tuple[type[errors.SottovoceError], grpc.StatusCode], ...] = (  # the first class that fits
-    (errors.StrangerError, grpc.StatusCode.PERMISSION_DENIED),
-    (errors.RemoteProtocolError, grpc.StatusCode.INVALID_ARGUMENT),
-    (errors.DataError, grpc.StatusCode.INVALID_ARGUMENT),
-    (errors.SpecError, grpc.StatusCode.INVALID_ARGUMENT),
-    (errors.BudgetExhausted, grpc.StatusCode.RESOURCE_EXHAUSTED),
-    (errors.NotReady, grpc.StatusCode.FAILED_PRECONDITION),
-    (errors.CaptureError, grpc.StatusCode.FAILED_PRECONDITION),
-    (errors.Unavailable, grpc.StatusCode.UNAVAILABLE),
-    (errors.SottovoceError, grpc.StatusCode.INTERNAL),
-)
+_TABLE: dict[type[errors.SottovoceError], tuple[errors_pb2.ErrorReason.ValueType, grpc.StatusCode]] = {
+    errors.SottovoceError: (errors_pb2.ERROR_REASON_UNSPECIFIED, grpc.StatusCode.INTERNAL),
+    errors.SpecError: (errors_pb2.ERROR_REASON_SPEC, grpc.StatusCode.INVALID_ARGUMENT),
+    errors.CheckFailed: (errors_pb2.ERROR_REASON_CHECK_FAILED, grpc.StatusCode.INVALID_ARGUMENT),
+    errors.DataError: (errors_pb2.ERROR_REASON_DATA, grpc.StatusCode.INVALID_ARGUMENT),
+    errors.NotReady: (errors_pb2.ERROR_REASON_NOT_READY, grpc.StatusCode.FAILED_PRECONDITION),
+    errors.LocalProtocolError: (errors_pb2.ERROR_REASON_LOCAL_PROTOCOL, grpc.StatusCode.INTERNAL),
+    errors.RemoteProtocolError: (errors_pb2.ERROR_REASON_REMOTE_PROTOCOL, grpc.StatusCode.INVALID_ARGUMENT),
+    errors.StrangerError: (errors_pb2.ERROR_REASON_STRANGER, grpc.StatusCode.PERMISSION_DENIED),
+    errors.EquivocationError: (errors_pb2.ERROR_REASON_EQUIVOCATION, grpc.StatusCode.INVALID_ARGUMENT),
+    errors.BudgetExhausted: (errors_pb2.ERROR_REASON_BUDGET_EXHAUSTED, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    errors.CaptureError: (errors_pb2.ERROR_REASON_CAPTURE, grpc.StatusCode.FAILED_PRECONDITION),
+    errors.Unavailable: (errors_pb2.ERROR_REASON_UNAVAILABLE, grpc.StatusCode.UNAVAILABLE),
+}
+_PREFIX = "ERROR_REASON_"
+_KINDS = {errors_pb2.ErrorReason.Name(reason).removeprefix(_PREFIX): kind for kind, (reason, _) in _TABLE.items()}
 DOMAIN = "sottovoce"
+DETAILS = "grpc-status-details-bin"
 
 log = structlog.get_logger()
 
@@ -40,18 +47,18 @@ async def answering(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterato
     try:
         yield
     except errors.SottovoceError as error:
-        code = next(code for kind, code in _CODES if isinstance(error, kind))
-        await context.abort(code, str(error), (("grpc-status-details-bin", _details(code, error)),))
+        reason, code = next(_TABLE[kind] for kind in type(error).__mro__ if kind in _TABLE)
+        await context.abort(code, str(error), ((DETAILS, _details(reason, code, error)),))
     except grpc.aio.BaseError:  # an abort, or the end of the connection
         raise
     except Exception as error:  # noqa: BLE001 - gRPC would send its text, and that may quote a record
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        log.error("bug", kind=type(error).__name__, where=f"{frame.filename}:{frame.lineno}")
+        log.error("bug", **failure(error))
         await context.abort(grpc.StatusCode.INTERNAL, "an internal error; the log of the service says where")
 
 
-def _details(code: grpc.StatusCode, error: errors.SottovoceError) -> bytes:
-    info = error_details_pb2.ErrorInfo(reason=type(error).__name__, domain=DOMAIN)
+def _details(reason: errors_pb2.ErrorReason.ValueType, code: grpc.StatusCode, error: errors.SottovoceError) -> bytes:
+    name = errors_pb2.ErrorReason.Name(reason).removeprefix(_PREFIX)
+    info = error_details_pb2.ErrorInfo(reason=name, domain=DOMAIN)
     if isinstance(error, errors.CheckFailed):
         info.metadata["code"] = error.code
     packed = any_pb2.Any()
@@ -62,28 +69,33 @@ def _details(code: grpc.StatusCode, error: errors.SottovoceError) -> bytes:
     return packed_status
 
 
-def as_error(failure: grpc.aio.AioRpcError, who: str) -> errors.SottovoceError:
-    """What a failed call means to its caller: our own class where the status carries one."""
-    text = failure.details() or failure.code().name
-    if failure.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+def as_error(refusal: grpc.aio.AioRpcError, who: str) -> errors.SottovoceError:
+    """What a failed call means to its caller: our own class where the status carries a reason that is known here."""
+    text = refusal.details() or refusal.code().name
+    if refusal.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
         return errors.Unavailable(f"cannot reach {who}: {text}")
-    for key, value in failure.trailing_metadata() or ():
-        if key == "grpc-status-details-bin" and isinstance(value, bytes):
-            kind = getattr(errors, _reason(value), None)
-            if isinstance(kind, type) and issubclass(kind, errors.SottovoceError) and kind is not errors.CheckFailed:
-                return kind(text)
-    if failure.code() is grpc.StatusCode.INVALID_ARGUMENT:
+    info = _info(refusal)
+    kind = errors.SottovoceError if info is None else _KINDS.get(info.reason, errors.SottovoceError)
+    if kind is errors.CheckFailed and info is not None:
+        code = info.metadata["code"]
+        return errors.CheckFailed(code, text.removesuffix(f" [{code}]"))
+    if kind not in (errors.SottovoceError, errors.LocalProtocolError):  # the latter's bug is not ours, but theirs
+        return kind(text)
+    if info is None and refusal.code() is grpc.StatusCode.INVALID_ARGUMENT:
         return errors.SpecError(text)
-    return errors.SottovoceError(f"{who}: {text} ({failure.code().name})")
+    return errors.SottovoceError(f"{who}: {text} ({refusal.code().name})")
 
 
-def _reason(packed: bytes) -> str:
-    """Name of our class, empty where the details are somebody else's or no details at all."""
+def _info(refusal: grpc.aio.AioRpcError) -> error_details_pb2.ErrorInfo | None:
+    """What our services say of an error; None where the details are somebody else's or no details at all."""
     info = error_details_pb2.ErrorInfo()
-    try:
-        for detail in status_pb2.Status.FromString(packed).details:
-            if detail.Unpack(info) and info.domain == DOMAIN:
-                return str(info.reason)
-    except DecodeError:
-        pass
-    return ""
+    for key, packed in refusal.trailing_metadata() or ():
+        if key != DETAILS or not isinstance(packed, bytes):
+            continue
+        try:
+            for detail in status_pb2.Status.FromString(packed).details:
+                if detail.Unpack(info) and info.domain == DOMAIN:
+                    return info
+        except DecodeError:
+            pass
+    return None

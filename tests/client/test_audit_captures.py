@@ -32,9 +32,8 @@ from sottovoce_client.prepare import Prepared
 from sottovoce_eavesdropper.reading import open_capture
 from sottovoce_eavesdropper.records import CaptureFile
 from sottovoce_eavesdropper.rows import Row
-from sottovoce_rpc.codec import encode_round
 from tests.examples import made_up, small_spec
-from tests.services.capturing import METHOD
+from tests.services.capturing import METHOD, encode_round, hello, row
 
 ROUNDS, RUNS = 4, 8
 Change = Callable[[Row, int], Row]
@@ -87,8 +86,8 @@ def keep(
 
     async def write() -> None:
         file = CaptureFile(place, place.name, place.name, spec, 3, world, replica)
-        for row in rows_of(run, plan, lived, 1000 + replica, rounds):
-            file.add(change(row, lived))
+        for each in rows_of(run, plan, lived, 1000 + replica, rounds):
+            file.add(change(each, lived))
         await file.close()
 
     asyncio.run(write())
@@ -407,6 +406,27 @@ def test_random_names_of_runs_and_what_is_no_json_say_nothing() -> None:
     for junk in (b"[[[", b"[]", b"\xff", b"[" * 5000):
         rows = [r._replace(payload=junk, kind="trailers") for r in rows_of(plan.run, plan, 0, 1, 1)]
         assert np.isfinite(channel(table(rows), lines, "run-a")["status"].numbers).all()
+
+
+def test_hellos_are_looked_at_as_metadata_are() -> None:
+    """They are none of the messages; the run's random name says nothing."""
+    plan = planned()
+    lines, spoken = lines_of(plan), rows_of(plan.run, plan, 0, 1, ROUNDS)
+
+    def views(run_id: str = "run-a", first: bytes = b"", **more: Any) -> dict[str, Any]:
+        said = first or hello(1, run_id=run_id, **more)
+        greeting = row(said, 1, 0, kind="hello", at=0, mono_ns=1)
+        return channel(table([greeting, *spoken]), lines, run_id)
+
+    usual = views()
+
+    def changed(other: dict[str, Any]) -> set[str]:
+        return {name for name in usual if not np.array_equal(usual[name], other[name])}
+
+    assert changed(views("run-b")) == set()
+    assert changed(views(next_round=3)) == {"metadata"}
+    assert changed(views(plan_hash=bytes(31) + b"!")) == {"metadata"}
+    assert changed(views(first=b"\x0a\xff")) == {"metadata", "counts"}
 
 
 def test_a_neighbour_hears_its_own_edges_only() -> None:

@@ -15,8 +15,8 @@ from sottovoce.losses import Loss, mean_gradient
 from sottovoce.running.run import build_run
 from sottovoce.spec import parse_spec
 from sottovoce_client.prepare import prepare
-from sottovoce_client.running.evaluate import _limit, _said, central_accuracy, one_way
-from sottovoce_wire.v1 import learner_pb2
+from sottovoce_client.running.evaluate import central_accuracy, one_way
+from sottovoce_rpc.learner_status import LearnerStatus
 from tests.examples import small_run, small_spec
 
 RECORDS, TEST = 300, 2000
@@ -79,20 +79,11 @@ def test_without_held_out_records_there_is_nothing_to_compare() -> None:
     assert central_accuracy(run, PlacedData(data.learners, np.empty((0, 3)), np.empty(0))) is None
 
 
-@pytest.mark.parametrize(("spent", "said"), [(0.0, 3), (1.5, 3), (2.9, 4), (3.0, 4), (math.inf, 3)])
-def test_a_message_that_was_charged_was_said(spent: float, said: int) -> None:
-    """A learner that was stopped has said one message more than it has done rounds, if it was charged for it."""
-    status = learner_pb2.LearnerStatus(round=3, epsilon_spent=spent)
-    claimed = np.array([0.0, 1.0, 2.0, 3.0, 4.0])
-    assert _said(status, claimed if math.isfinite(spent) else np.full(5, math.inf)) == said
-    assert _said(learner_pb2.LearnerStatus(round=5, epsilon_spent=4.0), claimed) == 5
-
-
 def test_the_nearest_limit_counts() -> None:
-    status = learner_pb2.LearnerStatus(epsilon_budget=5.0, epsilon_own_budget=12.0, epsilon_elsewhere=9.0)
-    assert _limit(status) == 3.0
-    assert _limit(learner_pb2.LearnerStatus(epsilon_budget=5.0)) == 5.0
-    assert _limit(learner_pb2.LearnerStatus()) is None
+    status = LearnerStatus(epsilon_budget=5.0, epsilon_own_budget=12.0, epsilon_elsewhere=9.0)
+    assert status.limit == 3.0
+    assert LearnerStatus(epsilon_budget=5.0).limit == 5.0
+    assert LearnerStatus().limit is None
 
 
 def test_a_global_objective_needs_shared_records() -> None:

@@ -24,9 +24,8 @@ from sottovoce_client.transcripts import query as transcript
 from sottovoce_client.transcripts.query import cell_text, find, query
 from sottovoce_client.transcripts.show import show
 from sottovoce_eavesdropper.rows import Row
-from sottovoce_rpc.codec import encode_round
 from tests.examples import made_up, small_run
-from tests.services.capturing import captured, conversation, frame, row
+from tests.services.capturing import captured, conversation, encode_round, frame, hello, row
 
 
 def capture(folder: Path, rows: list[Row] | None = None, **more: Any) -> Path:
@@ -70,12 +69,15 @@ def test_a_message_that_many_heard_was_said_once(tmp_path: Path) -> None:
     assert asked(tmp_path, "SELECT count(*) FROM messages") == [["5"]]
 
 
-def test_fields_of_all_shapes_and_encodings(tmp_path: Path) -> None:
-    message = Message({"h": np.arange(4.0), "none": np.empty(0), "w": np.array([0.5])})
-    other = frame(3, 0)[9:14] + frame(3, 0)[:9] + frame(3, 0)[14:]  # the sender before the round
-    capture(tmp_path, [row(encode_round(7, 0, message)), row(other), row(frame(2**63, 0))])
-    found = asked(tmp_path, "SELECT round, field, len(value) FROM said ORDER BY ALL")
-    assert found == [["3", "y", "3"], ["7", "h", "4"], ["7", "none", "0"], ["7", "w", "1"]]
+def test_fields_of_all_shapes(tmp_path: Path) -> None:
+    message = Message({"h": np.arange(4.0).reshape(2, 2), "none": np.empty(0), "w": np.array([0.5])})
+    rows = [row(encode_round(t, 0, message)) for t in (7, 2**63)] + [row(frame(3, 0))]  # the last one has other fields
+    capture(tmp_path / "known", rows, fields={"h": (2, 2), "none": (0,), "w": (1,)})
+    question = "SELECT round, field, len(value) FROM said ORDER BY ALL"
+    assert asked(tmp_path / "known", question) == [["7", "h", "4"], ["7", "none", "0"], ["7", "w", "1"]]
+    capture(tmp_path / "unknown", rows, fields={})
+    assert asked(tmp_path / "unknown", question) == []
+    assert "3 messages cannot be decoded" in shown(tmp_path / "unknown")
 
 
 def test_many_captures_and_simulations_are_one_table(tmp_path: Path) -> None:
@@ -178,11 +180,13 @@ def test_an_answer_is_a_table_a_csv_or_a_file(tmp_path: Path, monkeypatch: pytes
 
 def test_a_capture_is_shown(tmp_path: Path) -> None:
     rows = [each for each in conversation(6) if each.payload != frame(3, 1)]
-    text = shown(capture(tmp_path, [*rows, row(b"\xff", 1, 0)]), sender=1, first=2)
+    greetings = [row(hello(i), i, 1 - i, kind="hello") for i in range(2)]
+    text = shown(capture(tmp_path, [*greetings, *rows, row(b"\xff", 1, 0)]), sender=1, first=2)
     lines = [line.split() for line in text.splitlines()]
-    assert ["0", "1", "6", "312", "bytes", "52", "1", "0–5", "0"] in [line for line in lines if line[:2] == ["0", "1"]]
+    assert ["0", "1", "6", "252", "bytes", "42", "1", "0–5", "0"] in [line for line in lines if line[:2] == ["0", "1"]]
     assert next(line for line in lines if line[:2] == ["1", "0"])[-2:] == ["0–5", "1"]  # one round is missing
     assert "what learner 1 said first" in text
+    assert "12 messages" in text and "; 2 hello" in text
     assert "1 message cannot be decoded" in text
     assert "█" in text
 

@@ -24,7 +24,6 @@ import structlog
 import yaml
 from rich.console import Console
 
-from sottovoce.algorithms.interface import Message
 from sottovoce.errors import CaptureError, SottovoceError, SpecError
 from sottovoce.lab.watch.watch import Alarm, Watch
 from sottovoce.noise import Recorder, SeededNoise
@@ -32,16 +31,15 @@ from sottovoce.running.simulator import simulate
 from sottovoce.spec import load_spec
 from sottovoce_client.lab.watching import watch as watching
 from sottovoce_client.lab.watching.canaries import CommitmentError, load, placed, save
-from sottovoce_client.lab.watching.following import InFolder, Rounds, Source, at_eavesdropper
+from sottovoce_client.lab.watching.following import InFolder, Source, at_eavesdropper
 from sottovoce_client.lab.watching.view import Metrics, Sight, picture, power, view
 from sottovoce_client.lab.watching.watch import WatchRequest, watch, where
 from sottovoce_client.prepare import Prepared, prepare
 from sottovoce_eavesdropper.reading import Capture, open_capture
-from sottovoce_rpc.codec import encode_round
 from tests.examples import made_up, small_run
 
 ROUNDS, BROKEN_ROUND = 30, 20
-GUARD_S = 60.0
+GUARD_S = 300.0  # against a hang; a busy machine may take its time
 
 
 @pytest.fixture(scope="module")
@@ -270,26 +268,6 @@ def test_a_capture_that_ends_early_says_who_is_missing(folder: Path, tmp_path: P
     code, out = watched(tmp_path / "cut", learners=("eve",), canaries=folder / "canaries.json")
     assert rows > 20 and code == 0
     assert f"The capture ends before round 10 of {ROUNDS}: eve not overheard in it." in out
-
-
-def test_rounds_are_put_together_in_order_whatever_the_order_of_arrival() -> None:
-    run = small_run(4)
-    rounds, ready = Rounds(run), []
-    arrivals = [(1, 0), (0, 2), (0, 0), (1, 1), (0, 2), (0, 1), (2, 0), (1, 2)]
-    for t, i in arrivals:
-        rounds.take(i, said(t, i))
-        ready += [(t, sorted(messages)) for t, messages in rounds.ready()]
-    assert ready == [(0, [0, 1, 2]), (1, [0, 1, 2])]
-    assert rounds.missing == [1, 2]
-    rounds.take(1, said(0, 1, 5.0))  # long after that round
-    assert rounds.equivocations == [(0, 1)]
-    for sender, payload in ((0, said(0, 1)), (0, said(4, 0)), (0, b"nonsense")):
-        with pytest.raises(CaptureError):
-            rounds.take(sender, payload)
-
-
-def said(t: int, sender: int, value: float = 0.0) -> bytes:
-    return encode_round(t, sender, Message({"y": np.full(3, value)}))
 
 
 def test_the_newest_capture_of_a_folder_is_found(folder: Path) -> None:

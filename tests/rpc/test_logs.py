@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
+from collections.abc import Callable
 
+import numpy as np
 import pytest
+import structlog.testing
 
-from sottovoce.errors import SpecError
-from sottovoce_rpc.logs import configure_logs
+from sottovoce.errors import CheckFailed, DataError, SpecError, require
+from sottovoce.spec import parse_spec
+from sottovoce_rpc.logs import configure_logs, failure, tell_no_texts, worded_by_us
 
 OVERFLOW = """
 import numpy as np
@@ -29,3 +34,60 @@ def test_no_numeric_warning_reaches_a_services_log(configure: str, told: bool) -
 def test_an_unknown_level_is_refused() -> None:
     with pytest.raises(SpecError, match="got loud"):
         configure_logs("loud")
+
+
+# ---- errors of others ------------------------------------------------------------------------------------------------
+
+
+def caught(work: Callable[[], object]) -> BaseException:
+    with pytest.raises(Exception) as raised:  # noqa: PT011 - whatever it is
+        work()
+    return raised.value
+
+
+def foreign() -> None:
+    raise ValueError("diagnosis: positive")
+
+
+def test_the_place_of_an_error_is_in_code_that_its_author_can_change() -> None:
+    """Not in NumPy, that it called."""
+    line = foreign.__code__.co_firstlineno + 1
+    assert failure(caught(foreign)) == {"kind": "ValueError", "where": f"{__file__}:{line}"}
+    inside = failure(caught(lambda: np.linalg.inv(np.zeros((2, 2)))))
+    assert inside["kind"] == "LinAlgError"
+    assert inside["where"].startswith(f"{__file__}:")
+    ours = failure(caught(lambda: parse_spec({"rounds": -1})))
+    assert "sottovoce/spec" in ours["where"]
+
+
+def test_code_that_a_spec_names_may_be_installed_like_a_library() -> None:
+    error = caught(lambda: np.linalg.inv(np.zeros((2, 2))))
+    assert "numpy" in failure(error, own={"numpy"})["where"]
+
+
+def test_an_error_that_was_never_raised_has_no_place() -> None:
+    assert failure(ValueError("x")) == {"kind": "ValueError", "where": "nowhere"}
+
+
+def test_the_words_of_an_error_are_ours_where_we_raised_it() -> None:
+    def borrowed() -> None:
+        raise DataError("diagnosis: positive")
+
+    def required() -> None:
+        require(False, "CODE", "diagnosis: positive")
+
+    assert worded_by_us(caught(lambda: parse_spec([])))
+    assert not worded_by_us(caught(borrowed))
+    assert isinstance(caught(required), CheckFailed) and not worded_by_us(caught(required))
+    assert not worded_by_us(caught(foreign))
+    assert not worded_by_us(DataError("never raised"))
+
+
+async def test_what_nobody_caught_is_told_without_its_text() -> None:
+    loop = asyncio.get_running_loop()
+    tell_no_texts(loop)
+    with structlog.testing.capture_logs() as logs:
+        loop.call_soon(foreign)
+        await asyncio.sleep(0.01)
+    assert [(event["event"], event["kind"]) for event in logs] == [("not caught", "ValueError")]
+    assert "diagnosis" not in str(logs)

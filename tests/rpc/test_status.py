@@ -10,28 +10,30 @@ from typing import Any
 import grpc
 import pytest
 import structlog.testing
-from google.rpc import error_details_pb2
+from google.protobuf import any_pb2
+from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from sottovoce import errors
 from sottovoce.errors import SottovoceError
 from sottovoce_rpc.server import channel
 from sottovoce_rpc.status import answering, as_error
+from sottovoce_wire.v1 import errors_pb2
 
 CLASSES = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, SottovoceError)]
-CODES = {
-    "SottovoceError": grpc.StatusCode.INTERNAL,
-    "SpecError": grpc.StatusCode.INVALID_ARGUMENT,
-    "CheckFailed": grpc.StatusCode.INVALID_ARGUMENT,
-    "DataError": grpc.StatusCode.INVALID_ARGUMENT,
-    "NotReady": grpc.StatusCode.FAILED_PRECONDITION,
-    "LocalProtocolError": grpc.StatusCode.INTERNAL,
-    "RemoteProtocolError": grpc.StatusCode.INVALID_ARGUMENT,
-    "StrangerError": grpc.StatusCode.PERMISSION_DENIED,
-    "EquivocationError": grpc.StatusCode.INVALID_ARGUMENT,
-    "BudgetExhausted": grpc.StatusCode.RESOURCE_EXHAUSTED,
-    "CaptureError": grpc.StatusCode.FAILED_PRECONDITION,
-    "Unavailable": grpc.StatusCode.UNAVAILABLE,
+KNOWN = {
+    "SottovoceError": (grpc.StatusCode.INTERNAL, "UNSPECIFIED"),
+    "SpecError": (grpc.StatusCode.INVALID_ARGUMENT, "SPEC"),
+    "CheckFailed": (grpc.StatusCode.INVALID_ARGUMENT, "CHECK_FAILED"),
+    "DataError": (grpc.StatusCode.INVALID_ARGUMENT, "DATA"),
+    "NotReady": (grpc.StatusCode.FAILED_PRECONDITION, "NOT_READY"),
+    "LocalProtocolError": (grpc.StatusCode.INTERNAL, "LOCAL_PROTOCOL"),
+    "RemoteProtocolError": (grpc.StatusCode.INVALID_ARGUMENT, "REMOTE_PROTOCOL"),
+    "StrangerError": (grpc.StatusCode.PERMISSION_DENIED, "STRANGER"),
+    "EquivocationError": (grpc.StatusCode.INVALID_ARGUMENT, "EQUIVOCATION"),
+    "BudgetExhausted": (grpc.StatusCode.RESOURCE_EXHAUSTED, "BUDGET_EXHAUSTED"),
+    "CaptureError": (grpc.StatusCode.FAILED_PRECONDITION, "CAPTURE"),
+    "Unavailable": (grpc.StatusCode.UNAVAILABLE, "UNAVAILABLE"),
 }
 WORDS = "u must lie in (0.5, 1), got u=0.5 – naïve"
 
@@ -42,11 +44,12 @@ class Failing(grpc.GenericRpcHandler):
     def __init__(self) -> None:
         self.error: BaseException = SottovoceError(WORDS)
         self.trailers: tuple[tuple[str, bytes], ...] = ()
+        self.code = grpc.StatusCode.INTERNAL
 
     def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any]:
         async def handle(request: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> bytes:
             if self.trailers:
-                await context.abort(grpc.StatusCode.INTERNAL, "odd", self.trailers)
+                await context.abort(self.code, "odd", self.trailers)
             async with answering(context):
                 raise self.error
             raise AssertionError("answering() ends the call")
@@ -76,8 +79,31 @@ def instance(kind: type[SottovoceError]) -> SottovoceError:
     return errors.CheckFailed("CODE", WORDS) if kind is errors.CheckFailed else kind(WORDS)
 
 
-def test_the_table_above_is_complete() -> None:
-    assert {kind.__name__ for kind in CLASSES} == CODES.keys()
+def test_every_class_has_a_reason_and_every_reason_a_class() -> None:
+    assert {kind.__name__ for kind in CLASSES} == KNOWN.keys()
+    reasons = {name.removeprefix("ERROR_REASON_") for name in dict(errors_pb2.ErrorReason.items())}
+    assert {reason for _, reason in KNOWN.values()} == reasons
+
+
+class Newer(errors.NotReady):
+    """Of a part of ours that is not the core, or of somebody who extends it: it is told as what it is a kind of."""
+
+
+async def test_a_class_beyond_the_table_is_told_as_its_nearest_base(failing: tuple[Failing, str]) -> None:
+    handler, address = failing
+    handler.error = Newer(WORDS)
+    back = as_error(await failure(address), "the service")
+    assert (type(back), str(back)) == (errors.NotReady, WORDS)
+
+
+async def test_a_reason_of_a_newer_service_is_a_plain_error(failing: tuple[Failing, str]) -> None:
+    handler, address = failing
+    detail = any_pb2.Any()
+    detail.Pack(error_details_pb2.ErrorInfo(reason="OUT_OF_TUNE", domain="sottovoce"))
+    handler.code = grpc.StatusCode.INVALID_ARGUMENT
+    handler.trailers = (("grpc-status-details-bin", status_pb2.Status(details=[detail]).SerializeToString()),)
+    back = as_error(await failure(address), "the service")
+    assert (type(back), str(back)) == (SottovoceError, "the service: odd (INVALID_ARGUMENT)")
 
 
 @pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
@@ -88,19 +114,24 @@ async def test_every_error_crosses_the_wire_and_comes_back(
     handler.error = instance(kind)
     got = await failure(address)
 
-    assert got.code() is CODES[kind.__name__]
+    assert got.code() is KNOWN[kind.__name__][0]
     assert got.details() == str(handler.error)
 
     status = rpc_status.from_call(got)  # type: ignore[arg-type] # its stubs know the synchronous call alone
     info = error_details_pb2.ErrorInfo()
     assert status is not None and status.details[0].Unpack(info)
-    assert (info.reason, info.domain) == (kind.__name__, "sottovoce")
+    assert (info.reason, info.domain) == (KNOWN[kind.__name__][1], "sottovoce")
     assert dict(info.metadata) == ({"code": "CODE"} if kind is errors.CheckFailed else {})
 
     back = as_error(got, "the service")
     expected = SottovoceError if kind is errors.LocalProtocolError else kind
-    assert isinstance(back, errors.SpecError if kind is errors.CheckFailed else expected)
-    assert WORDS in str(back)
+    assert type(back) is expected
+    texts = {
+        SottovoceError: f"the service: {WORDS} (INTERNAL)",
+        errors.Unavailable: f"cannot reach the service: {WORDS}",
+    }
+    assert str(back) == texts.get(expected, str(handler.error))
+    assert getattr(back, "code", None) == getattr(handler.error, "code", None)
 
 
 async def test_an_error_that_is_not_ours_tells_nothing(failing: tuple[Failing, str]) -> None:

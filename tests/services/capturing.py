@@ -10,10 +10,23 @@ import numpy as np
 from sottovoce.algorithms.interface import Message
 from sottovoce_eavesdropper.records import CaptureFile
 from sottovoce_eavesdropper.rows import Row
-from sottovoce_rpc.codec import encode_round
+from sottovoce_rpc.codec import RoundCodec, to_fields
+from sottovoce_wire.v1 import learner_pb2
 
 METHOD = "/sottovoce_wire.v1.Learner/Exchange"
 SHAPES = {"y": (3,)}
+
+
+def encode_round(t: int, sender: int, message: Message) -> bytes:
+    """What a learner says in a round, in fields of the message's own shapes."""
+    return RoundCodec({name: value.shape for name, value in message.fields.items()}).encode(t, sender, message)
+
+
+def hello(sender: int = 0, next_round: int = 0, run_id: str = "run-1", **more: Any) -> bytes:
+    """What a learner says first on a stream."""
+    usual = {"learner": sender, "next_round": next_round, "run_id": run_id, "fields": to_fields(SHAPES)}
+    said = learner_pb2.Hello(**{"plan_hash": bytes(32), **usual, **more})
+    return learner_pb2.ExchangeMessage(hello=said).SerializeToString()
 
 
 def frame(t: int, sender: int, value: float = 0.0) -> bytes:
@@ -39,7 +52,7 @@ async def captured(
     folder: str | Path, rows: list[Row], *, close: bool = True, spec: str = "{}", **more: Any
 ) -> CaptureFile:
     """A capture of these records, in one part."""
-    file = CaptureFile(folder, "cap", "run-1", spec, **more)
+    file = CaptureFile(folder, "cap", "run-1", spec, **{"fields": SHAPES, **more})
     for each in rows:
         file.add(each)
     await file.flush()

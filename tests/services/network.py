@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -19,10 +18,13 @@ from sottovoce_client.running.operate import Outcome, run_on
 from sottovoce_coordinator.service import Coordinator, CoordinatorConfig
 from sottovoce_eavesdropper.service import Eavesdropper, EavesdropperConfig
 from sottovoce_learner.service import Learner, LearnerConfig
+from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 from sottovoce_rpc.server import channel
+from sottovoce_rpc.specs import spec_to_wire
+from sottovoce_rpc.tasks import Tasks
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc, learner_pb2, learner_pb2_grpc
 
-PATIENCE_S = 30.0
+PATIENCE_S = 100.0
 """Longest that a test waits for something that must happen."""
 
 
@@ -46,6 +48,7 @@ class Network:
     budget: float | None = None
     coordinating: Coordinator | None = None
     eavesdropping: Eavesdropper | None = None
+    _tasks: Tasks = field(default_factory=Tasks)
     _following: dict[str, asyncio.Task[None]] = field(default_factory=dict)
 
     async def join(self, name: str, noise: Path | None = None) -> None:
@@ -58,19 +61,21 @@ class Network:
         )
         self.addresses[name] = await learner.start()
         self.learners[name] = learner
-        self._following[name] = asyncio.ensure_future(learner.follow(self.addresses[name]))
+        self.follow(name)
+
+    def follow(self, name: str) -> None:
+        """Let a learner follow the coordinator."""
+        self._following[name] = self._tasks.start(self.learners[name].follow(self.addresses[name]))
 
     async def leave(self, name: str) -> None:
         """Stop a learner as SIGTERM does."""
         self._following.pop(name).cancel()
         await self.learners.pop(name).stop()
 
-    async def start(self, spec: RunSpec, n_features: int) -> coordinator_pb2.StartRunResponse:
+    async def start(self, spec: RunSpec, n_features: int) -> coordinator_pb2.Run:
         """Start a run."""
         async with channel(self.coordinator) as to:
-            request = coordinator_pb2.StartRunRequest(
-                spec=json.dumps(spec.model_dump(mode="json")), n_features=n_features
-            )
+            request = coordinator_pb2.StartRunRequest(spec=spec_to_wire(spec), n_features=n_features)
             return await coordinator_pb2_grpc.CoordinatorStub(to).StartRun(request, timeout=PATIENCE_S)
 
     async def run(self, spec: RunSpec, data: PlacedData, stop: asyncio.Event | None = None) -> Outcome:
@@ -88,14 +93,14 @@ class Network:
             )
         )
 
-    async def watch(self, run_id: str) -> AsyncIterator[coordinator_pb2.WatchRunResponse]:
+    async def watch(self, run_id: str) -> AsyncIterator[coordinator_pb2.Run]:
         """The run as it stands, until its end."""
         async with channel(self.coordinator) as to:
             request = coordinator_pb2.WatchRunRequest(run_id=run_id)
             async for view in coordinator_pb2_grpc.CoordinatorStub(to).WatchRun(request, timeout=PATIENCE_S):
                 yield view
 
-    async def end(self, run_id: str) -> coordinator_pb2.WatchRunResponse:
+    async def end(self, run_id: str) -> coordinator_pb2.Run:
         """The last word on a run."""
         last = None
         async for view in self.watch(run_id):
@@ -103,18 +108,19 @@ class Network:
         assert last is not None
         return last
 
-    async def status(self, name: str) -> learner_pb2.LearnerStatus:
+    async def status(self, name: str) -> LearnerStatus:
         """What a learner says of itself."""
         async with channel(self.addresses[name]) as to:
             stub = learner_pb2_grpc.LearnerStub(to)
-            return (await stub.Status(learner_pb2.StatusRequest(), timeout=PATIENCE_S)).status
+            answer = await stub.Status(learner_pb2.StatusRequest(), timeout=PATIENCE_S)
+            return LearnerStatus.from_wire(answer.status)
 
-    async def until(self, name: str, state: learner_pb2.LearnerState.ValueType, rounds: int = 0) -> None:
+    async def until(self, name: str, state: LearnerState, rounds: int = 0) -> None:
         """Wait until a learner is in a state, with so many rounds done."""
         async with asyncio.timeout(PATIENCE_S):
             while True:
                 status = await self.status(name)
-                if status.state == state and status.round >= rounds:
+                if status.state is state and status.rounds_done >= rounds:
                     return
                 await asyncio.sleep(0.01)
 
@@ -135,6 +141,7 @@ async def network(folder: Path, names: Sequence[str], *, noise: Path | None = No
             await up.leave(name)
         await coordinator.stop()
         await eavesdropper.stop()
+        await up._tasks.end()
 
 
 def without_eavesdropper(config: CoordinatorConfig) -> CoordinatorConfig:

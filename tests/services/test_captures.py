@@ -21,11 +21,10 @@ from hypothesis import strategies as st
 
 from sottovoce.algorithms.interface import Message
 from sottovoce.errors import CaptureError, EquivocationError, SpecError
-from sottovoce_eavesdropper import parts, records, storage
+from sottovoce_eavesdropper import parts, reading, records, storage
 from sottovoce_eavesdropper.reading import Capture, open_capture
 from sottovoce_eavesdropper.records import schema
-from sottovoce_rpc.codec import encode_round
-from tests.services.capturing import METHOD, SHAPES, captured, conversation, frame, row
+from tests.services.capturing import METHOD, SHAPES, captured, conversation, encode_round, frame, hello, row
 
 PART = "part-000001.parquet"
 
@@ -258,6 +257,12 @@ DESCRIPTIONS: dict[str, Any] = {
     "other types": {"run_id": 3},
     "a world in words": {"world": "one"},
     "findings in words": {"noticed": "none"},
+    "fields in words": {"fields": {"y": "three numbers"}},
+    "fields of less than nothing": {"fields": {"y": [-1]}},
+    "fields that overflow": {"fields": {"y": [2**62, 4]}},
+    "fields that overflow to nothing": {"fields": {"y": [2**30, 2**30, 2**30, 0]}},
+    "fields of many axes": {"fields": {"y": [1] * 9}},
+    "too many fields": {"fields": {f"y{k}": [] for k in range(257)}},
 }
 
 
@@ -354,14 +359,29 @@ async def transcript_of(folder: Path, rows: list[Any], learners: int = 2) -> Any
 
 
 async def test_the_order_of_records_does_not_matter(tmp_path: Path) -> None:
-    """In another encoding of the same numbers, too, which is decoded by itself."""
     rows = conversation(6)
     usual = await transcript_of(tmp_path / "a", rows)
     turned = await transcript_of(tmp_path / "b", rows[::-1])
     np.testing.assert_array_equal(usual.fields["y"], turned.fields["y"])
-    other = frame(3, 0)[9:14] + frame(3, 0)[:9] + frame(3, 0)[14:]  # the sender before the round
-    mixed = await transcript_of(tmp_path / "c", [row(other) if each.payload == frame(3, 0) else each for each in rows])
-    np.testing.assert_array_equal(usual.fields["y"], mixed.fields["y"])
+
+
+async def test_hellos_are_neither_rounds_nor_messages(tmp_path: Path) -> None:
+    """They are recorded, and counted apart."""
+    greetings = [row(hello(i), i, 1 - i, kind="hello") for i in range(2)]
+    await captured(tmp_path, [*greetings, *conversation(3)])
+    capture = open_capture(tmp_path)
+    assert (capture.facts["messages"], capture.facts["bytes"]) == capture.totals() == (6, 6 * len(frame(0, 0)))
+    assert capture.messages().num_rows == 6 and capture.shapes == SHAPES
+    assert [kind for batch in capture.batches(["kind"]) for kind in batch["kind"].to_pylist()].count("hello") == 2
+    assert capture.transcript(SHAPES, 2).rounds == 3
+
+
+async def test_a_capture_of_an_older_format_is_refused(tmp_path: Path) -> None:
+    await captured(tmp_path, conversation(1))
+    path = tmp_path / "capture.json"
+    path.write_text(path.read_text().replace(records.FORMAT, "sottovoce-capture-2"))
+    with pytest.raises(CaptureError, match="is not a capture of a known format \\(sottovoce-capture-3\\)"):
+        open_capture(tmp_path)
 
 
 async def test_other_methods_are_no_rounds(tmp_path: Path) -> None:
@@ -372,22 +392,12 @@ async def test_other_methods_are_no_rounds(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("payload", "wanted"),
     [
-        (b"", "must carry its round"),
-        (b"\xff" * 40, "cannot be decoded"),
-        (frame(0, 1), "spoke as learner 1"),
-        (frame(2**60, 0), "beyond 2 learners"),
-        (encode_round(0, 0, Message({"y": np.zeros(4)})), "must have shape"),
-        # A tensor of shape (2^62, 4) in no bytes: 4 * 2^62 overflows to nothing.
-        (
-            b"\x09"
-            + bytes(8)
-            + b"\x15"
-            + bytes(4)
-            + b"\x1a\x13\x0a\x01y\x12\x0e\x0a\x0a"
-            + b"\x80" * 8
-            + b"\x40\x04\x10\x01",
-            "cannot be decoded",
-        ),
+        (b"", "expected a round of 42 bytes, .* got another message"),
+        (hello(0), "expected a round of 42 bytes, .* got another message"),
+        (b"\xff" * 42, "got 42 bytes that are none"),
+        (frame(0, 1), "must speak as itself, .* got learner 1 in round 0 from learner 0"),
+        (frame(2**60, 0), f"in one of {reading.MOST_ROUNDS} rounds, got learner 0 in round {2**60}"),
+        (encode_round(0, 0, Message({"y": np.zeros(4)})), "got one of 50 bytes"),
     ],
 )
 async def test_a_message_of_another_kind_is_named(tmp_path: Path, payload: bytes, wanted: str) -> None:
@@ -401,7 +411,7 @@ async def test_two_different_messages_of_one_round(tmp_path: Path) -> None:
 
 
 async def test_a_learner_that_there_is_not(tmp_path: Path) -> None:
-    with pytest.raises(CaptureError, match="beyond 2 learners"):
+    with pytest.raises(CaptureError, match=r"each of 2 learners must speak as itself, .* got learner 5"):
         await transcript_of(tmp_path, [*conversation(2), row(frame(0, 5), 5, 1)])
 
 

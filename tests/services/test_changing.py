@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,12 @@ from sottovoce_client.running.feeder import feed
 from sottovoce_coordinator.runs import RunBook
 from sottovoce_eavesdropper import service as eavesdropper_service
 from sottovoce_eavesdropper.reading import open_capture
-from sottovoce_wire.v1 import coordinator_pb2, learner_pb2
+from sottovoce_rpc.directives import Epoch, Grant
+from sottovoce_rpc.learner_status import LearnerState
+from sottovoce_wire.v1 import coordinator_pb2
 from tests.examples import made_up
 from tests.gossip import gossip_spec
-from tests.services.network import Network, network
+from tests.services.network import PATIENCE_S, Network, network
 from tests.services.test_run import SHAPES, Cutting, closed, recorded
 
 ROUNDS = 30
@@ -116,7 +119,7 @@ async def test_other_clocks_bring_a_run_to_its_end(tmp_path: Path, clock: dict[s
 
 
 async def eventually(condition: Any) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         while not condition():  # noqa: ASYNC110 - what is waited for is no event
             await asyncio.sleep(0.01)
 
@@ -140,7 +143,7 @@ async def test_a_learner_that_is_not_waited_for_is_rounds_ahead_and_a_broken_str
         await up.feed(run_id, spec, data, but=["cleo"])
         cleo = up.learners["cleo"]
         await eventually(lambda: cleo._session is not None and cleo._in_run().inbox.next_round(1) == 4)
-        assert [(await up.status(name)).round for name in NAMES] == [2, 3, 0, 1]
+        assert [(await up.status(name)).rounds_done for name in NAMES] == [2, 3, 0, 1]
         await feed(up.addresses["cleo"], run_id, data.learners[2])
         end = await up.end(run_id)
         found = decisions(up)
@@ -160,10 +163,10 @@ async def test_a_learner_whose_directives_break_off_is_told_the_epochs_that_it_m
     async with network(tmp_path, NAMES, noise=noise) as up:
         running = asyncio.ensure_future(up.run(spec, data))
         for rounds in (20, 150):
-            await up.until("ben", learner_pb2.LEARNER_STATE_RUNNING, rounds)
+            await up.until("ben", LearnerState.RUNNING, rounds)
             up._following["ben"].cancel()
             await asyncio.sleep(0.1)
-            up._following["ben"] = asyncio.ensure_future(up.learners["ben"].follow(up.addresses["ben"]))
+            up.follow("ben")
         outcome = await running
         found = decisions(up)
     assert (outcome.state, outcome.detail) == ("finished", "")
@@ -186,11 +189,12 @@ async def test_a_coordinator_with_another_network_is_found_out(
 ) -> None:
     true = RunBook._epoch
 
-    def altered(book: RunBook, index: int, t: int, mixing: Mixing) -> coordinator_pb2.Directive:
-        directive = true(book, index, t, mixing)
+    def altered(book: RunBook, index: int, t: int, mixing: Mixing) -> Epoch:
+        epoch = true(book, index, t, mixing)
         if (index, t) == (1, wrong):
-            directive.epoch.neighbours[0].weight = 0.25
-        return directive
+            first, *others = epoch.neighbours
+            return replace(epoch, neighbours=(replace(first, weight=0.25), *others))
+        return epoch
 
     monkeypatch.setattr(RunBook, "_epoch", altered)
     spec = spec_of(topology)
@@ -202,7 +206,7 @@ async def test_a_coordinator_with_another_network_is_found_out(
 
 
 async def test_rounds_whose_epochs_are_missing_are_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def forgetful(book: RunBook) -> list[list[coordinator_pb2.Directive]]:
+    def forgetful(book: RunBook) -> list[list[Grant]]:
         return [[book.grant()] for _ in book.addresses]
 
     monkeypatch.setattr(RunBook, "go_on", forgetful)

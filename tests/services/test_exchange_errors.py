@@ -15,21 +15,28 @@ import grpc
 import numpy as np
 import pytest
 import structlog.testing
-from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
-from grpc_status import rpc_status
 
 from sottovoce.algorithms.interface import Message
 from sottovoce.data import LearnerData, PlacedData
 from sottovoce.errors import SpecError, Unavailable
 from sottovoce.spec import RunSpec
+from sottovoce.spec_versions import FIELD, FORMAT
 from sottovoce_client.running.feeder import batches, feed
+from sottovoce_coordinator import service as coordinator_service
+from sottovoce_coordinator.runs import RunBook
 from sottovoce_coordinator.service import Coordinator, CoordinatorConfig
 from sottovoce_eavesdropper.service import Eavesdropper, EavesdropperConfig
+from sottovoce_learner import exchange as exchanging
+from sottovoce_learner.exchange import plan_hash
 from sottovoce_learner.service import Learner, LearnerConfig
-from sottovoce_rpc.codec import encode_round, to_tensor
+from sottovoce_rpc.codec import to_fields, to_tensor
+from sottovoce_rpc.directives import Assignment, Directive
+from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 from sottovoce_rpc.server import channel
+from sottovoce_rpc.specs import spec_from_wire
+from sottovoce_rpc.status import as_error
 from sottovoce_wire.v1 import (
     coordinator_pb2,
     coordinator_pb2_grpc,
@@ -37,9 +44,11 @@ from sottovoce_wire.v1 import (
     eavesdropper_pb2_grpc,
     learner_pb2,
     learner_pb2_grpc,
+    tensor_pb2,
 )
 from tests.examples import made_up, small_spec
-from tests.services.network import Network, network, refused
+from tests.services.capturing import METHOD, encode_round, hello
+from tests.services.network import PATIENCE_S, Network, network, refused
 from tests.services.test_run import recorded
 
 Code = grpc.StatusCode
@@ -51,7 +60,6 @@ NAMES = [
     "cleo",
     "dan",
 ]  # on a ring: cleo's neighbours are ben (1), who opens the stream to her, and dan (3)
-EXCHANGE = "/sottovoce_wire.v1.Learner/Exchange"
 
 
 def spec_of(**more: Any) -> RunSpec:
@@ -66,7 +74,7 @@ async def run_that_ends_well(folder: Path, spec: RunSpec) -> AsyncIterator[tuple
     async with network(folder, NAMES, noise=noise) as up:
         run_id = (await up.start(spec, 3)).run_id
         await up.feed(run_id, spec, data, but=["cleo"])
-        await up.until("cleo", learner_pb2.LEARNER_STATE_RUNNING)
+        await up.until("cleo", LearnerState.RUNNING)
         yield up, run_id, data
 
         assert [(await up.status(name)).detail for name in NAMES] == [""] * 4
@@ -79,25 +87,21 @@ async def run_that_ends_well(folder: Path, spec: RunSpec) -> AsyncIterator[tuple
 
 
 def reason(failure: grpc.aio.AioRpcError) -> str:
-    """The class of ours that the status details name."""
-    status = rpc_status.from_call(failure)  # type: ignore[arg-type] # its stubs know the synchronous call alone
-    info = error_details_pb2.ErrorInfo()
-    assert status is not None and status.details[0].Unpack(info)
-    return str(info.reason)
+    """The class of ours that its reason stands for."""
+    return type(as_error(failure, "the service")).__name__
 
 
 # ---- between learners ------------------------------------------------------------------------------------------------
 
 
-def introduction(run_id: str, learner: object = 1, next_round: object = 0) -> list[tuple[str, str]]:
-    return [
-        ("sottovoce-run", run_id),
-        ("sottovoce-learner", str(learner)),
-        ("sottovoce-next-round", str(next_round)),
-    ]
+def introduced(up: Network, **more: Any) -> bytes:
+    """Ben's hello to cleo, changed in part."""
+    told = up.learners["cleo"]._in_run().assignment
+    usual = {"learner": 1, "next_round": 0, "run_id": told.run_id, "plan_hash": plan_hash(told.spec, 3)}
+    return hello(**{**usual, **more})
 
 
-async def exchange(address: str, metadata: list[tuple[str, str]], *payloads: bytes) -> grpc.aio.AioRpcError:
+async def exchange(address: str, *payloads: bytes) -> grpc.aio.AioRpcError:
     """Open a stream, say something, and wait for the status."""
 
     async def said() -> AsyncIterator[bytes]:
@@ -106,32 +110,87 @@ async def exchange(address: str, metadata: list[tuple[str, str]], *payloads: byt
         await asyncio.Event().wait()
 
     async with channel(address) as to:
-        method: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = to.stream_stream(EXCHANGE)
-        return await refused(method(said(), metadata=metadata, timeout=10))
+        method: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = to.stream_stream(METHOD)
+        return await refused(method(said(), timeout=10))
 
 
-STRANGERS = [
-    ([], Code.PERMISSION_DENIED, "StrangerError", "this learner is in another run than None"),
-    (introduction("other"), Code.PERMISSION_DENIED, "StrangerError", "this learner is in another run than 'other'"),
-    (introduction("", 0), Code.PERMISSION_DENIED, "StrangerError", "learner 0 is not a neighbour"),
-    (introduction("", 99), Code.PERMISSION_DENIED, "StrangerError", "learner 99 is not a neighbour"),
-    (introduction("", -1), Code.PERMISSION_DENIED, "StrangerError", "learner -1 is not a neighbour"),
-    (introduction("", 3), Code.INVALID_ARGUMENT, "RemoteProtocolError", "the lower index opens the stream: learner 3"),
-    (introduction("", "ben"), Code.INVALID_ARGUMENT, "RemoteProtocolError", "an introduction needs the numbers"),
-    (introduction("", 1, "soon"), Code.INVALID_ARGUMENT, "RemoteProtocolError", "an introduction needs the numbers"),
-    (introduction("")[:2], Code.INVALID_ARGUMENT, "RemoteProtocolError", "an introduction needs the numbers"),
+STRANGERS: list[tuple[dict[str, Any], Code, str, str]] = [
+    ({"run_id": ""}, Code.PERMISSION_DENIED, "StrangerError", "this learner is in another run than ''"),
+    ({"run_id": "other"}, Code.PERMISSION_DENIED, "StrangerError", "this learner is in another run than 'other'"),
+    ({"learner": 0}, Code.PERMISSION_DENIED, "StrangerError", "learner 0 is not a neighbour"),
+    ({"learner": 2**32 - 1}, Code.PERMISSION_DENIED, "StrangerError", "learner 4294967295 is not a neighbour"),
+    ({"learner": 3}, Code.INVALID_ARGUMENT, "RemoteProtocolError", "the lower index opens the stream: learner 3"),
+    ({"learner": None}, Code.INVALID_ARGUMENT, "RemoteProtocolError", "must carry learner and next_round"),
+    ({"next_round": None}, Code.INVALID_ARGUMENT, "RemoteProtocolError", "must carry learner and next_round"),
+    ({"plan_hash": b""}, Code.INVALID_ARGUMENT, "RemoteProtocolError", "learner 1 must have the plan "),
+    (
+        {"plan_hash": bytes(32)},
+        Code.INVALID_ARGUMENT,
+        "RemoteProtocolError",
+        ", got 0000000000000000: it was told another",
+    ),
+    *(
+        ({"fields": fields}, Code.INVALID_ARGUMENT, "RemoteProtocolError", text)
+        for fields, text in (
+            ([], "learner 1 must say the fields {'y': (3,)}, got {}"),
+            (to_fields({"z": (3,)}), "must say the fields {'y': (3,)}, got {'z': (3,)}"),
+            (to_fields({"y": (4,)}), "must say the fields {'y': (3,)}, got {'y': (4,)}"),
+            (to_fields({"y": (3,), "z": ()}), "got {'y': (3,), 'z': ()}"),
+            (
+                [tensor_pb2.Field(name="y", shape=[3], dtype=9)],  # type: ignore[arg-type]
+                "fields must differ in name and be FLOAT64 (1), got 'y', 9",
+            ),
+        )
+    ),
 ]
-"""Introductions; an empty run id stands for the run's."""
+"""What is wrong in a hello."""
 
 
 async def test_strangers_are_turned_away_and_nobody_is_harmed(tmp_path: Path) -> None:
-    async with run_that_ends_well(tmp_path, spec_of()) as (up, run_id, _):
-        for metadata, code, kind, text in STRANGERS:
-            facts = [(key, value or run_id) for key, value in metadata]
-            failure = await exchange(up.addresses["cleo"], facts)
+    async with run_that_ends_well(tmp_path, spec_of()) as (up, _, _):
+        for facts, code, kind, text in STRANGERS:
+            failure = await exchange(up.addresses["cleo"], introduced(up, **facts))
 
             assert (failure.code(), reason(failure)) == (code, kind), text
             assert text in (failure.details() or "")
+
+
+async def test_whoever_does_not_greet_is_turned_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with run_that_ends_well(tmp_path, spec_of()) as (up, _, _):
+        monkeypatch.setattr(exchanging, "HELLO_S", 0.05)
+        for payloads, text in (
+            ([b"\xff"], "expected a Hello first, got 1 bytes that are none"),
+            ([said(0, 1, np.zeros(3))], "expected a Hello first, got another message"),
+            ([], "expected a Hello within 0.05 s, got nothing"),
+        ):
+            failure = await exchange(up.addresses["cleo"], *payloads)
+            assert (failure.code(), reason(failure)) == (Code.INVALID_ARGUMENT, "RemoteProtocolError"), text
+            assert text in (failure.details() or "")
+        monkeypatch.undo()
+
+
+async def test_both_sides_refuse_another_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ben was told another spec than his neighbours: none of them says a round to him, nor he to them."""
+    true = RunBook.briefing
+
+    def altered(book: RunBook, index: int) -> list[Directive]:
+        first, *others = true(book, index)
+        if index == 1 and isinstance(first, Assignment):
+            other = {**json.loads(first.spec), "algorithm": {"name": "ldp-dol", "sigma": 2.0}}
+            first = replace(first, spec=json.dumps(other))
+        return [first, *others]
+
+    monkeypatch.setattr(RunBook, "briefing", altered)
+    spec = spec_of().model_copy(update={"clock": spec_of().clock.model_copy(update={"deadline_s": 1.0})})
+    with structlog.testing.capture_logs() as logs:
+        async with network(tmp_path, NAMES) as up:
+            outcome = await up.run(spec, made_up(spec))
+            statuses = [await up.status(name) for name in NAMES]
+    refusals = [event["reason"] for event in logs if event["event"] == "stream ended"]
+    assert outcome.state == "failed"
+    assert any("learner 0 must have the plan" in text for text in refusals)  # ben's, who accepts ann's stream
+    assert any("learner 1 must have the plan" in text for text in refusals)  # cleo's, who accepts ben's
+    assert [status.messages_sent for status in statuses] == [0] * 4
 
 
 def said(t: int, sender: int, values: Any) -> bytes:
@@ -139,34 +198,34 @@ def said(t: int, sender: int, values: Any) -> bytes:
 
 
 WRONG = [
-    (b"\xff\xff\xff", "expected a RoundMessage, got 3 bytes that are none"),
-    (b"", "a RoundMessage must carry its round and its sender"),
+    (b"\xff\xff\xff", "expected a round of 42 bytes, for the fields {'y': (3,)}, got 3 bytes that are none"),
+    (b"", "expected a round of 42 bytes, for the fields {'y': (3,)}, got another message"),
+    (hello(1, 0), "expected a round of 42 bytes, for the fields {'y': (3,)}, got another message"),
     (said(7, 1, np.zeros(3)), "learner 1 must say round "),
     (said(2**63, 1, np.zeros(3)), "next, got round 9223372036854775808"),
     (said(0, 3, np.zeros(3)), "learner 1 sent a message in the name of learner 3"),
-    (said(0, 1, np.zeros(4)), "field 'y' must have shape (3,), got (4,)"),
+    (said(0, 1, np.zeros(4)), "for the fields {'y': (3,)}, got one of 50 bytes or in another encoding"),
     (said(0, 1, [0.0, np.nan, 0.0]), "field 'y' must be finite"),
     (said(0, 1, [0.0, np.inf, 0.0]), "field 'y' must be finite"),
     (said(0, 1, [0.0, 1e300, 0.0]), "field 'y' must be finite and within 1e+100"),
-    (encode_round(0, 1, Message({"z": np.zeros(3)})), "a message must have the fields ['y'], got ['z']"),
 ]
 
 
 async def test_wrong_messages_end_their_stream_and_nobody_is_harmed(tmp_path: Path) -> None:
     """Somebody who introduces itself as ben displaces his stream; ben opens another, and what was wrong has changed nothing."""
-    async with run_that_ends_well(tmp_path, spec_of()) as (up, run_id, _):
+    async with run_that_ends_well(tmp_path, spec_of()) as (up, _, _):
         for payload, text in WRONG:
-            failure = await exchange(up.addresses["cleo"], introduction(run_id), payload)
+            failure = await exchange(up.addresses["cleo"], introduced(up), payload)
 
             assert (failure.code(), reason(failure)) == (Code.INVALID_ARGUMENT, "RemoteProtocolError"), text
             assert text in (failure.details() or "")
 
 
 async def test_a_second_stream_in_the_same_name_ends_the_first(tmp_path: Path) -> None:
-    async with run_that_ends_well(tmp_path, spec_of()) as (up, run_id, _):
-        first = asyncio.ensure_future(exchange(up.addresses["cleo"], introduction(run_id)))
+    async with run_that_ends_well(tmp_path, spec_of()) as (up, _, _):
+        first = asyncio.ensure_future(exchange(up.addresses["cleo"], introduced(up)))
         await asyncio.sleep(0.05)
-        second = asyncio.ensure_future(exchange(up.addresses["cleo"], introduction(run_id), b"\xff"))
+        second = asyncio.ensure_future(exchange(up.addresses["cleo"], introduced(up), b"\xff"))
         failure = await first  # by ben's own stream, or by the second
 
         assert (failure.code(), reason(failure)) == (Code.UNAVAILABLE, "Unavailable")
@@ -178,15 +237,15 @@ async def test_a_learner_without_a_run_says_so(tmp_path: Path) -> None:
     async with network(tmp_path, ["ann"]) as up, channel(up.addresses["ann"]) as to:
         stub = learner_pb2_grpc.LearnerStub(to)
         failures = [
-            await exchange(up.addresses["ann"], introduction("r")),
+            await exchange(up.addresses["ann"], hello()),
             await refused(stub.Ingest(several(learner_pb2.SampleBatch()))),
-            await refused(stub.Predict(several(learner_pb2.PredictRequest()))),
+            await refused(stub.Predict(learner_pb2.PredictRequest())),
         ]
         idle = await up.status("ann")
     for failure in failures:
         assert (failure.code(), reason(failure)) == (Code.FAILED_PRECONDITION, "NotReady")
         assert "not in a run" in (failure.details() or "")
-    assert (idle.learner, idle.state) == ("ann", learner_pb2.LEARNER_STATE_IDLE)
+    assert (idle.learner, idle.state) == ("ann", LearnerState.IDLE)
 
 
 # ---- from the owner --------------------------------------------------------------------------------------------------
@@ -249,10 +308,10 @@ async def test_wrong_records_are_refused_to_the_feeder_alone(tmp_path: Path) -> 
             async for view in up.watch(run_id):
                 assert view.state in (coordinator_pb2.RUN_STATE_CONNECTING, coordinator_pb2.RUN_STATE_RUNNING)
                 assert view.detail == ""
-                assert [each.detail for each in view.learners] == [""] * 4
+                assert [each.status.detail for each in view.learners] == [""] * 4
                 break
 
-            assert (status.data_rounds, status.round, status.detail) == (0, 0, "")
+            assert (status.rounds_with_data, status.rounds_done, status.detail) == (0, 0, "")
             assert {event["event"] for event in logs[before:]} <= {"state"}  # who is running, in which round
 
 
@@ -268,13 +327,13 @@ async def test_records_that_cannot_be_delivered_fail_the_run_and_only_their_owne
     assert outcome.state == "failed"
     assert outcome.detail.startswith("records could not be delivered: labels of the logistic loss must be 0 or 1")
     assert view.detail == "a feeder could not deliver its records"
-    assert "label" not in " ".join([view.detail, *known, *(each.detail for each in view.learners)])
+    assert "label" not in " ".join([view.detail, *known, *(each.status.detail for each in view.learners)])
 
 
 async def test_predictions_need_an_opt_in(tmp_path: Path) -> None:
     async with run_that_ends_well(tmp_path, spec_of()) as (up, _, _), channel(up.addresses["ann"]) as to:
         request = learner_pb2.PredictRequest(features=to_tensor(np.zeros((2, 3))))
-        failure = await refused(learner_pb2_grpc.LearnerStub(to).Predict(several(request), timeout=10))
+        failure = await refused(learner_pb2_grpc.LearnerStub(to).Predict(request, timeout=10))
 
         assert (failure.code(), reason(failure)) == (Code.FAILED_PRECONDITION, "NotReady")
         assert "this run did not opt in (telemetry.predict)" in (failure.details() or "")
@@ -285,7 +344,7 @@ async def test_predictions_need_rows_of_the_right_width(tmp_path: Path, shape: t
     spec = spec_of(telemetry={"predict": True})
     async with run_that_ends_well(tmp_path, spec) as (up, _, _), channel(up.addresses["ann"]) as to:
         request = learner_pb2.PredictRequest(features=to_tensor(np.zeros(shape)))
-        failure = await refused(learner_pb2_grpc.LearnerStub(to).Predict(several(request), timeout=10))
+        failure = await refused(learner_pb2_grpc.LearnerStub(to).Predict(request, timeout=10))
 
         assert (failure.code(), reason(failure)) == (Code.INVALID_ARGUMENT, "DataError")
         assert f"features must be shaped (records, 3), got {shape}" in (failure.details() or "")
@@ -293,7 +352,7 @@ async def test_predictions_need_rows_of_the_right_width(tmp_path: Path, shape: t
 
 async def test_the_accuracy_is_told_by_those_alone_who_opted_in(tmp_path: Path) -> None:
     async with run_that_ends_well(tmp_path, spec_of()) as (up, _, _):
-        assert not (await up.status("ann")).HasField("prequential_accuracy")
+        assert (await up.status("ann")).prequential_accuracy is None
 
 
 # ---- from operators --------------------------------------------------------------------------------------------------
@@ -331,6 +390,21 @@ async def test_a_run_that_cannot_be_is_refused(tmp_path: Path) -> None:
             assert text in (failure.details() or "")
         outcome = await up.run(spec_of(), made_up(spec_of()))
     assert outcome.state == "finished"
+
+
+async def test_a_spec_of_a_newer_operator_is_run_without_what_is_unknown(tmp_path: Path) -> None:
+    """But not without a condition of the guarantee."""
+    newer = {**document(patience="long"), FIELD: FORMAT + 1}
+    strict = {**newer, "privacy": {"per_week": 1.0}}
+    with structlog.testing.capture_logs() as logs:
+        async with network(tmp_path, NAMES) as up, channel(up.coordinator) as to:
+            failure = await start(up.coordinator, strict)
+            request = coordinator_pb2.StartRunRequest(spec=json.dumps(newer), n_features=3)
+            run = await coordinator_pb2_grpc.CoordinatorStub(to).StartRun(request, timeout=20)
+            assert (run.state, len(run.learners)) == (coordinator_pb2.RUN_STATE_CONNECTING, 4)
+    assert (failure.code(), reason(failure)) == (Code.INVALID_ARGUMENT, "SpecError")
+    assert "per_week" in (failure.details() or "")
+    assert ("patience",) in [event.get("fields") for event in logs]
 
 
 async def test_learners_that_have_not_joined_are_named(tmp_path: Path) -> None:
@@ -381,18 +455,79 @@ async def test_runs_that_are_not_there_are_not_watched_or_stopped(tmp_path: Path
         for failure in (
             await refused(stub.WatchRun(coordinator_pb2.WatchRunRequest(run_id="other"), timeout=10)),
             await refused(stub.StopRun(coordinator_pb2.StopRunRequest(run_id="other"), timeout=10)),
+            await refused(stub.GetRun(coordinator_pb2.GetRunRequest(run_id="other"), timeout=10)),
         ):
             assert (failure.code(), reason(failure)) == (Code.FAILED_PRECONDITION, "NotReady")
             assert failure.details() == f"no run 'other': the last one is {run_id!r}"
 
 
+def introducing(learner: str) -> coordinator_pb2.Event:
+    return coordinator_pb2.Event(introduction=coordinator_pb2.Introduction(learner=learner, address="127.0.0.1:1"))
+
+
+def reporting(learner: str, run_id: str) -> coordinator_pb2.Event:
+    """That a learner has failed."""
+    status = LearnerStatus(learner, run_id, LearnerState.FAILED, "mischief")
+    return coordinator_pb2.Event(report=coordinator_pb2.Report(status=status.to_wire()))
+
+
 async def test_reports_of_strangers_change_nothing(tmp_path: Path) -> None:
-    failed = {"state": learner_pb2.LEARNER_STATE_FAILED, "detail": "mischief"}
+    """Who has joined under one name reports of no other; and one who is not in the run fails only itself."""
     async with run_that_ends_well(tmp_path, spec_of()) as (up, run_id, _), channel(up.coordinator) as to:
-        for who, run in (("ann", "other"), ("zoe", run_id), ("", "")):
-            status = learner_pb2.LearnerStatus(learner=who, run_id=run, **failed)  # type: ignore[arg-type]
-            request = coordinator_pb2.ReportRequest(status=status)
-            await coordinator_pb2_grpc.CoordinatorStub(to).Report(request, timeout=10)
+        join = coordinator_pb2_grpc.CoordinatorStub(to).Join
+        for run in (run_id, "other"):
+            failure = await refused(join(several(introducing("zoe"), reporting("ann", run)), timeout=10))
+            assert (failure.code(), reason(failure)) == (Code.PERMISSION_DENIED, "StrangerError")
+            assert failure.details() == "a report on this stream must be of learner 'zoe', got 'ann'"
+        async for _ in join(several(introducing("zoe"), reporting("zoe", run_id), coordinator_pb2.Event()), timeout=10):
+            raise AssertionError("a learner outside the run was told something")
+        for first in (reporting("ann", run_id), introducing(""), coordinator_pb2.Event()):
+            failure = await refused(join(several(first), timeout=10))
+            assert (failure.code(), reason(failure)) == (Code.INVALID_ARGUMENT, "RemoteProtocolError")
+            assert "must introduce itself first" in (failure.details() or "")
+
+
+async def test_a_learner_that_is_displaced_takes_its_place_again(tmp_path: Path) -> None:
+    """Somebody else joins as ann: her stream ends with the reason, she joins again, and the run goes on."""
+    async with run_that_ends_well(tmp_path, spec_of()) as (up, run_id, _), channel(up.coordinator) as to:
+
+        async def silent() -> AsyncIterator[coordinator_pb2.Event]:
+            yield introducing("ann")
+            await asyncio.Event().wait()
+
+        failure = await refused(coordinator_pb2_grpc.CoordinatorStub(to).Join(silent(), timeout=PATIENCE_S))
+        assert failure.code() is Code.UNAVAILABLE
+        assert failure.details() == "another stream of learner ann took the place of this one"
+        assert (await up.status("ann")).run_id == run_id
+
+
+async def test_runs_are_remembered_newest_first_and_in_bounded_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coordinator_service, "MOST_RUNS", 3)
+    spec, wire = spec_of(), coordinator_pb2
+    async with network(tmp_path, NAMES) as up, channel(up.coordinator) as to:
+        stub = coordinator_pb2_grpc.CoordinatorStub(to)
+        outcomes = [await up.run(spec, made_up(spec)) for _ in range(4)]
+        pages = [await stub.ListRuns(wire.ListRunsRequest(page_size=2), timeout=10)]
+        pages.append(await stub.ListRuns(wire.ListRunsRequest(page_token=pages[0].next_page_token), timeout=10))
+        nowhere = wire.ListRunsRequest(page_token=outcomes[0].run_id)
+        bad = await refused(stub.ListRuns(nowhere, timeout=10))
+        forgotten = await refused(stub.GetRun(wire.GetRunRequest(run_id=outcomes[0].run_id), timeout=10))
+        run = await stub.GetRun(wire.GetRunRequest(run_id=outcomes[1].run_id), timeout=10)
+        stopped = await stub.StopRun(wire.StopRunRequest(run_id=outcomes[1].run_id), timeout=10)
+        (last,) = [view async for view in up.watch(outcomes[1].run_id)]
+
+    listed = [[each.run_id for each in page.runs] for page in pages]
+    assert listed == [[outcomes[3].run_id, outcomes[2].run_id], [outcomes[1].run_id]]
+    assert (pages[1].next_page_token, pages[0].runs[0].spec) == ("", "")
+    assert (bad.code(), reason(bad)) == (Code.INVALID_ARGUMENT, "SpecError")
+    assert reason(forgotten) == "NotReady"
+    assert spec_from_wire(run.spec, imports=False) == spec and run.n_features == 3
+    assert run.started_at.ToDatetime() < run.ended_at.ToDatetime()
+    assert stopped.state == last.state == run.state == wire.RUN_STATE_FINISHED  # stopping it comes too late
+    assert [each.address for each in run.learners] == [up.addresses[name] for name in NAMES]
+    assert [each.status.rounds_said for each in run.learners] == [ROUNDS] * 4
 
 
 async def test_captures_that_are_not_there_are_refused(tmp_path: Path) -> None:

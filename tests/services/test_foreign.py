@@ -33,7 +33,7 @@ from sottovoce_eavesdropper.rows import Row
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "foreign.md"
 NAMES = ("service", "runs", "decode")
-PATIENCE_S = 20.0
+PATIENCE_S = 100.0
 ANY_SIZE = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
 
 

@@ -14,16 +14,15 @@ import structlog
 from sottovoce.algorithms.interface import Message
 from sottovoce.running.run import build_run
 from sottovoce_client.running.operate import run_on
-from sottovoce_eavesdropper import lookout
 from sottovoce_eavesdropper.lookout import Lookout, first_heard
 from sottovoce_eavesdropper.reading import open_capture
 from sottovoce_eavesdropper.rows import Row
-from sottovoce_rpc.codec import encode_round
+from sottovoce_rpc.codec import RoundCodec, to_fields
 from sottovoce_rpc.server import channel
 from sottovoce_wire.v1 import eavesdropper_pb2, eavesdropper_pb2_grpc
 from tests.examples import made_up, small_run, small_spec
 from tests.gossip import gossip_spec
-from tests.services.capturing import captured, frame, row
+from tests.services.capturing import SHAPES, captured, encode_round, frame, hello, row
 from tests.services.network import network, refused
 
 ROUNDS = 6
@@ -43,7 +42,7 @@ def talk(rounds: int = ROUNDS) -> list[Row]:
 
 
 def looking(rows: Sequence[Row], spec: dict[str, Any] = SPEC, *, allow_imports: bool = False) -> Lookout:
-    found = Lookout("cap", spec, 3, allow_imports=allow_imports)
+    found = Lookout("cap", spec, 3, SHAPES, allow_imports=allow_imports)
     found.look(rows)
     return found
 
@@ -52,10 +51,9 @@ def kinds(rows: Sequence[Row]) -> list[str]:
     return [each.kind for each in looking(rows).first]
 
 
-def opening(sender: int, receiver: int, stream: int, lacks: object) -> Row:
-    """The metadata with which a learner opens, or accepts, a stream."""
-    said = json.dumps({"metadata": [["sottovoce-next-round", lacks]]}).encode()
-    return row(said, sender, receiver, stream=stream, kind="metadata")
+def opening(sender: int, receiver: int, stream: int, lacks: int, **more: Any) -> Row:
+    """The hello with which a learner opens, or accepts, a stream."""
+    return row(hello(**{"sender": sender, "next_round": lacks, **more}), sender, receiver, stream=stream, kind="hello")
 
 
 def test_nothing_is_noticed_where_all_is_right() -> None:
@@ -72,9 +70,13 @@ def test_nothing_is_noticed_where_all_is_right() -> None:
         ([row(frame(6, 0), 0, 1)], ["turn"]),  # there are but six rounds
         ([row(clean(2, 0), 0, 1)], ["turn"]),
         ([row(clean(3, 7), 7, 1, stream=2)], []),  # its index is beyond the run: its own words stand alone
-        ([opening(1, 0, 2, "4"), row(clean(3, 0), 0, 1, stream=2)], ["turn"]),
-        ([opening(1, 0, 2, "3"), row(clean(3, 0), 0, 1, stream=2)], []),
-        ([opening(1, 0, 2, "many"), row(clean(3, 0), 0, 1, stream=2)], []),
+        ([opening(1, 0, 2, 4), row(clean(3, 0), 0, 1, stream=2)], ["turn"]),
+        ([opening(1, 0, 2, 3), row(clean(3, 0), 0, 1, stream=2)], []),
+        ([opening(1, 0, 2, 3, learner=2)], ["decoding"]),
+        ([opening(1, 0, 2, 3, fields=to_fields({"z": (3,)}))], ["decoding"]),
+        ([row(b"\x0a\xff", 1, 0, stream=2, kind="hello"), row(clean(3, 0), 0, 1, stream=2)], ["decoding"]),
+        ([row(hello(0), 0, 1)], ["decoding"]),  # in the middle of a stream
+        ([row(encode_round(6, 0, Message({"y": np.zeros(4)})), 0, 1)], ["decoding"]),  # of another length
         ([row(b"\x00", 0, 1, method="/grpc.health.v1.Health/Check")], []),
         ([row(clean(5, 0)[:-1] + b"\x50", 0, 1, stream=0)], ["again"]),  # a number so large that it is on the lattice
     ],
@@ -99,7 +101,7 @@ def test_code_is_imported_only_where_that_is_allowed() -> None:
     spec = gossip_spec({"graph": "ring"}, ROUNDS, 3).model_dump(mode="json")
     rows = [row(clean(0, 0, 0.1), 0, 1), row(clean(0, 0, 0.2), 0, 2)]
     refused, allowed = looking(rows, spec), looking(rows, spec, allow_imports=True)
-    assert refused.not_checked is not None and refused.not_checked.startswith("the lattice, the fields and gaps")
+    assert refused.not_checked is not None and refused.not_checked.startswith("the lattice and gaps")
     assert "--allow-imports" in refused.not_checked
     assert allowed.not_checked is None
     assert [each.kind for each in refused.first] == [each.kind for each in allowed.first] == ["equivocation"]
@@ -119,10 +121,10 @@ def test_a_flood_is_counted_and_not_kept(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_an_error_of_its_own_ends_the_looking_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(payload: bytes, shapes: object) -> None:
+    def broken(codec: RoundCodec, payload: bytes) -> None:
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr(lookout, "decode_round", broken)
+    monkeypatch.setattr(RoundCodec, "decode", broken)
     found = looking(talk())
     assert found.not_checked == "anything more: ZeroDivisionError: a bug"
     assert not found.look(talk())

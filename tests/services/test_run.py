@@ -25,16 +25,18 @@ from sottovoce_eavesdropper.relay import Relay
 from sottovoce_learner import service as learner_service
 from sottovoce_learner.journal import Entry, Journal
 from sottovoce_learner.service import Learner
-from sottovoce_rpc.codec import decode_round
+from sottovoce_rpc.codec import RoundCodec, from_fields, read_hello
+from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_rpc.server import channel, listen_on
 from sottovoce_wire.v1 import learner_pb2, learner_pb2_grpc
 from tests.examples import made_up, small_spec
 from tests.learner.test_links import Stream
-from tests.services.network import network, refused
+from tests.services.network import PATIENCE_S, network, refused
 
 ROUNDS = 30
 NAMES = ["ann", "ben", "cleo", "dan"]
 SHAPES: dict[str, tuple[int, ...]] = {"y": (3,)}
+CODEC = RoundCodec(SHAPES)
 
 
 def spec_of(capture: str = "none", **more: Any) -> RunSpec:
@@ -85,10 +87,10 @@ async def test_a_run_equals_its_simulation_and_the_capture_shows_it(tmp_path: Pa
     assert (outcome.state, outcome.detail) == ("finished", "")
     np.testing.assert_allclose(decisions, last, rtol=1e-12, atol=1e-12)
     for status, own in zip(outcome.statuses, data.learners, strict=True):
-        assert (status.state, status.round) == (learner_pb2.LEARNER_STATE_FINISHED, ROUNDS)
-        assert (status.data_rounds, status.messages_sent) == (ROUNDS, 2 * ROUNDS)
+        assert (status.state, status.rounds_done) == (LearnerState.FINISHED, ROUNDS)
+        assert (status.rounds_with_data, status.messages_sent) == (ROUNDS, 2 * ROUNDS)
         assert status.noise_is_not_private
-        assert status.HasField("prequential_accuracy")
+        assert status.prequential_accuracy is not None
         assert len(own.order) == 2 * ROUNDS
     run = build_run(spec, 3)
     spent = [status.epsilon_spent for status in outcome.statuses]
@@ -119,6 +121,28 @@ async def test_mirror_and_relay_show_the_same(tmp_path: Path) -> None:
     assert len({size for *_, size, _ in seen["relay"]}) == 1
 
 
+async def test_both_sides_of_every_stream_greet_first(tmp_path: Path) -> None:
+    """What they say of themselves has one length, and none of it depends on records: it is all said before the first."""
+    spec = spec_of("relay")
+    async with network(tmp_path, NAMES) as up:
+        outcome = await up.run(spec, made_up(spec))
+        capture = closed(outcome)
+    ways: dict[tuple[int, int, str], list[tuple[str, bytes]]] = {}
+    for batch in capture.batches(["caller", "callee", "sender", "direction", "kind", "payload"]):
+        for each in batch.to_pylist():
+            if each["kind"] in ("hello", "message"):
+                way = each["sender"], each["caller"] + each["callee"] - each["sender"], each["direction"]
+                ways.setdefault(way, []).append((each["kind"], each["payload"]))
+    assert len(ways) == 8
+    assert all([kind for kind, _ in said] == ["hello", *["message"] * ROUNDS] for said in ways.values())
+    hellos = {way: read_hello(said[0][1]) for way, said in ways.items()}
+    assert {(said.learner, said.next_round) for said in hellos.values()} == {(i, 0) for i in range(4)}
+    assert all(sender == said.learner for (sender, *_), said in hellos.items())
+    assert {said.run_id for said in hellos.values()} == {outcome.run_id}
+    assert all(from_fields(said.fields) == SHAPES == capture.shapes for said in hellos.values())
+    assert len({said.plan_hash for said in hellos.values()}) == len({said.ByteSize() for said in hellos.values()}) == 1
+
+
 async def test_private_noise_differs_from_run_to_run_and_is_said_to_be_private(tmp_path: Path) -> None:
     spec, said = spec_of("mirror"), []
     async with network(tmp_path, NAMES) as up:
@@ -136,7 +160,7 @@ async def test_every_neighbour_hears_the_bytes_of_the_journal(tmp_path: Path) ->
         table = closed(outcome).messages()
     heard: dict[tuple[int, int], set[bytes]] = {}
     for sender, payload in zip(table["sender"].to_pylist(), table["payload"].to_pylist(), strict=True):
-        heard.setdefault((sender, decode_round(payload, SHAPES)[0]), set()).add(payload)
+        heard.setdefault((sender, CODEC.decode(payload)[0]), set()).add(payload)
 
     assert all(len(payloads) == 1 for payloads in heard.values())
     for i, name in enumerate(NAMES):
@@ -185,7 +209,11 @@ async def test_a_learner_alone_can_run(tmp_path: Path) -> None:
     spec = small_spec(ROUNDS, ["solo"])
     async with network(tmp_path, ["solo"]) as up:
         outcome = await up.run(spec, made_up(spec))
-    assert (outcome.state, outcome.statuses[0].round, outcome.statuses[0].messages_sent) == ("finished", ROUNDS, 0)
+    assert (outcome.state, outcome.statuses[0].rounds_done, outcome.statuses[0].messages_sent) == (
+        "finished",
+        ROUNDS,
+        0,
+    )
 
 
 async def test_learners_serve_one_run_after_another(tmp_path: Path) -> None:
@@ -212,10 +240,10 @@ async def test_a_learner_whose_budget_would_be_exceeded_stops_speaking(tmp_path:
     assert outcome.state == "stopped"
     assert outcome.detail.startswith("ben stopped speaking: saying round 12 would bring the spent epsilon from ")
     assert outcome.detail.endswith(f"above the budget of {budget:.6g}")
-    assert status.state == learner_pb2.LEARNER_STATE_BUDGET_EXHAUSTED
-    assert status.epsilon_spent == pytest.approx(free[11]) and status.epsilon_spent <= status.epsilon_budget == budget
+    assert status.state == LearnerState.BUDGET_EXHAUSTED
+    assert status.epsilon_spent == pytest.approx(free[11]) and status.epsilon_spent <= budget == status.epsilon_budget
     said = {
-        decode_round(payload, SHAPES)[0]
+        CODEC.decode(payload)[0]
         for sender, payload in zip(table["sender"].to_pylist(), table["payload"].to_pylist(), strict=True)
         if sender == 1
     }
@@ -231,11 +259,11 @@ async def test_an_operator_stops_a_run(tmp_path: Path) -> None:
     data, stop = made_up(small_spec(ROUNDS, NAMES)), asyncio.Event()
     async with network(tmp_path, NAMES) as up:
         running = asyncio.ensure_future(up.run(spec, data, stop))
-        await up.until("ann", learner_pb2.LEARNER_STATE_RUNNING, 5)
+        await up.until("ann", LearnerState.RUNNING, 5)
         stop.set()
         outcome = await running
         for name in NAMES:
-            await up.until(name, learner_pb2.LEARNER_STATE_STOPPED)
+            await up.until(name, LearnerState.STOPPED)
         capture = closed(outcome)
     assert (outcome.state, outcome.detail) == ("stopped", BY_OPERATOR)
     assert capture.transcript(SHAPES, 4).rounds >= 5
@@ -261,10 +289,10 @@ async def test_a_learner_that_is_told_to_end_finishes_the_message_on_its_way(tmp
     data = made_up(spec, records=5)
     async with network(tmp_path, NAMES) as up:
         running = asyncio.ensure_future(up.run(spec, data))
-        await up.until("ben", learner_pb2.LEARNER_STATE_RUNNING, rounds)
+        await up.until("ben", LearnerState.RUNNING, rounds)
         leaving = up.learners["ben"]
         await up.leave("ben")
-        assert leaving._in_run().status.state == learner_pb2.LEARNER_STATE_STOPPED
+        assert leaving._in_run().status.state == LearnerState.STOPPED
         outcome = await running
         table = closed(outcome).messages()
     size = len(table["payload"].to_pylist()[0])
@@ -287,7 +315,7 @@ async def test_a_learner_does_not_end_before_its_last_message_is_written(
     spec, slow = spec_of(), Stream(hold=True)
     async with network(tmp_path, NAMES) as up:
         await up.start(spec, 3)
-        await up.until("ben", learner_pb2.LEARNER_STATE_RUNNING)
+        await up.until("ben", LearnerState.RUNNING)
         await eventually_said(up.learners["ben"])
         up.learners["ben"]._in_run().links[2].attach(slow, 0)
         leaving = asyncio.ensure_future(up.leave("ben"))
@@ -296,12 +324,12 @@ async def test_a_learner_does_not_end_before_its_last_message_is_written(
         slow.release()
         await leaving
     (frame,) = slow.written
-    assert decode_round(frame, SHAPES)[:2] == (0, 1)
+    assert CODEC.decode(frame)[:2] == (0, 1)
 
 
 async def eventually_said(learner: Learner) -> None:
     """Wait until a learner, which has no records yet, has said round 0."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         while learner._in_run().status.messages_sent == 0:  # noqa: ASYNC110 - the status is no event
             await asyncio.sleep(0.01)
 
@@ -331,7 +359,7 @@ class Cutting(Relay):
         due = self.cuts.get((self._route.caller, self._route.callee, direction), [])
 
         def check(kind: str, payload: bytes) -> None:
-            if kind == "message" and due and decode_round(payload, SHAPES)[0] == due[0]:
+            if kind == "message" and due and len(payload) == CODEC.length and CODEC.decode(payload)[0] == due[0]:
                 due.pop(0)
                 self._cut.set()
                 raise asyncio.InvalidStateError("cut")
@@ -381,16 +409,16 @@ async def test_a_relay_that_is_restarted_on_its_port_is_found_again(tmp_path: Pa
     data = made_up(spec, records=10)
     async with network(tmp_path, NAMES) as up:
         running = asyncio.ensure_future(up.run(spec, data))
-        await up.until("ann", learner_pb2.LEARNER_STATE_RUNNING, 20)
+        await up.until("ann", LearnerState.RUNNING, 20)
         assert up.eavesdropping is not None
         (recording,) = up.eavesdropping._captures.values()
         relay = recording.relays[0]
-        assert up.coordinating is not None and up.coordinating._capture is not None
-        address = up.coordinating._capture.relay_addresses[0]
+        assert up.coordinating is not None and up.coordinating._current is not None
+        address = up.coordinating._current.book.overhearing.relays[0, 1]
         await relay.stop()
-        before = (await up.status("ann")).round
+        before = (await up.status("ann")).rounds_done
         await asyncio.sleep(0.2)
-        assert (await up.status("ann")).round <= before + 1  # nobody can go on without a neighbour
+        assert (await up.status("ann")).rounds_done <= before + 1  # nobody can go on without a neighbour
 
         again = recording.relays[0] = Relay(relay._route, recording.file)
         again._server.add_generic_rpc_handlers((again,))
@@ -412,7 +440,7 @@ async def test_a_message_is_journaled_and_charged_before_it_is_sent(
     failing: list[bytes] = []
 
     def full(journal: Journal, entry: Entry) -> None:
-        t, sender, _ = decode_round(entry.payload, SHAPES)
+        t, sender, _ = CODEC.decode(entry.payload)
         if (t, sender) == (9, 2):
             failing.append(entry.payload)
             raise OSError(28, "No space left on device", "/secret/path")

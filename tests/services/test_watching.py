@@ -7,10 +7,13 @@ from pathlib import Path
 
 import numpy as np
 
+from sottovoce.algorithms.interface import Message
 from sottovoce.lab.watch.watch import Watch
+from sottovoce.running.assembly import KEPT, Assembly
 from sottovoce.running.run import build_run
-from sottovoce_client.lab.watching.following import InFolder, Rounds, Source, at_eavesdropper
+from sottovoce_client.lab.watching.following import InFolder, Source, at_eavesdropper
 from sottovoce_eavesdropper.reading import Capture
+from sottovoce_rpc.codec import RoundCodec
 from tests.examples import made_up, small_spec
 from tests.services.network import PATIENCE_S, network
 
@@ -36,15 +39,15 @@ async def test_a_capture_is_fetched_while_it_is_written(tmp_path: Path) -> None:
             fetching = asyncio.ensure_future(complete(source))
             await up.feed(started.run_id, spec, data)
             await up.end(started.run_id)
-            capture, parts, rounds = await fetching, set(), Rounds(run)
+            capture, parts = await fetching, set()
+            codec, rounds = RoundCodec(capture.shapes), Assembly[Message](3, 12, run.topology, KEPT)
             watch = Watch(run, data, 1e-3, (0, 1, 2))
-            for part, batch in capture.rounds_since(0):
+            for part, batch in capture.parts_since(0):
                 parts.add(part)
-                for sender, payload in zip(batch["sender"].to_pylist(), batch["payload"].to_pylist(), strict=True):
-                    rounds.take(sender, payload)
+                capture.assemble(batch, codec, rounds)
                 for t, messages in rounds.ready():
                     assert watch.take(t, messages) == []  # a false alarm has probability 0.001
-            assert list(capture.rounds_since(max(parts))) == []
+            assert list(capture.parts_since(max(parts))) == []
         there = await InFolder(str(tmp_path / "captures")).latest()
     assert there is not None
     assert there.facts == capture.facts

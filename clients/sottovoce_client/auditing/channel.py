@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from sottovoce.audit.conversation import HEAD, Conversation, Heard, digest
 from sottovoce.audit.plan import Plan
 from sottovoce.audit.views import CHANNEL, PACE, Features, features_of
+from sottovoce.errors import RemoteProtocolError
+from sottovoce_rpc.codec import read_hello
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -77,12 +80,21 @@ def _heard(table: pa.Table, lines: Lines, run_id: bytes) -> Iterator[Heard]:
         began = at if began is None else began
         stream = streams.setdefault((caller, callee, stream), len(streams))
         heard = Heard(kind, f"{caller} to {callee} {method}", direction, stream, (at - began) / 1e9, size, whose=whose)
-        if whose != "others" and kind != "message":
+        if whose != "others" and kind == "hello":
+            heard = replace(heard, entries=tuple(_greeting(payloads[k].as_py(), run_id)))
+        elif whose != "others" and kind != "message":
             heard = told(heard, payloads[k].as_py().replace(run_id, b""))
         elif whose == "said":
             payload = payloads[k].as_py()
             heard = replace(heard, head=payload[:HEAD] if line == lines.opened else b"", digest=digest(payload))
         yield heard
+
+
+def _greeting(payload: bytes, run_id: bytes) -> Iterator[tuple[str, str]]:
+    """What a hello asks for, and all its bytes without the run's random name."""
+    with suppress(RemoteProtocolError):
+        yield "next_round", str(read_hello(payload).next_round)
+    yield "bytes", payload.replace(run_id, b"").hex()
 
 
 def told(heard: Heard, payload: bytes) -> Heard:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from sottovoce.errors import SpecError
+from sottovoce.errors import SottovoceError, SpecError
 from sottovoce_client.cli.app import (
     AllowImports,
     ConfigFile,
@@ -207,11 +207,19 @@ def eavesdropper_audit(
 
 
 def _serve(work: Callable[[], Coroutine[Any, Any, None]], log_level: str) -> None:
-    from sottovoce_rpc.logs import configure_logs
+    import structlog
+
+    from sottovoce_rpc.logs import configure_logs, failure
 
     configure_logs(log_level)
-    with asyncio.Runner(loop_factory=_event_loop()) as runner:
-        runner.run(work())
+    try:
+        with asyncio.Runner(loop_factory=_event_loop()) as runner:
+            runner.run(work())
+    except SottovoceError:
+        raise
+    except Exception as error:  # noqa: BLE001 - a traceback ends with the error's text, and that may quote a record
+        structlog.get_logger().critical("bug", **failure(error))
+        raise typer.Exit(1) from None
 
 
 def _event_loop() -> Callable[[], asyncio.AbstractEventLoop]:

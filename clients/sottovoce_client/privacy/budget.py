@@ -320,7 +320,8 @@ def _learner(line: Line, question: Question) -> _LearnerBudget:
         accounting=promise.grounds.mode,
         proof=promise.grounds.proof,
         constants={
-            name: _Constant(value=each.value, enforced_by=each.enforced_by) for name, each in promise.grounds.constants.items()
+            name: _Constant(value=each.value, enforced_by=each.enforced_by)
+            for name, each in promise.grounds.constants.items()
         },
     )
 

@@ -59,7 +59,7 @@ def conduct(prepared: Prepared, folder: Path, start: Start) -> int:
 
 def _cut_short(outcome: Outcome) -> int:
     """Say what happened and what is left."""
-    done = min((status.round for status in outcome.statuses), default=0)
+    done = min((status.rounds_done for status in outcome.statuses), default=0)
     print(f"The run {outcome.state} in round {done}: {outcome.detail}")
     if outcome.capture is not None:
         print(f"What was overheard is kept in {outcome.capture}")

@@ -26,7 +26,6 @@ from sottovoce.spec import dump_spec
 from sottovoce_client.running.operate import Outcome
 from sottovoce_client.running.summary import CaptureSummary, LearnerSummary, Noticed, Promise, RunSummary, Swap
 from sottovoce_eavesdropper.reading import open_capture
-from sottovoce_wire.v1 import learner_pb2
 
 
 def summarise(run: Run, data: PlacedData, outcome: Outcome) -> RunSummary:
@@ -163,7 +162,7 @@ def _learner(
     if len(own.order):
         first = run.guarantee(index, counts, own.uses_by_round(int(own.order[0])))
     record = np.cumsum(dearest_losses(record_losses(run.algorithm.accountant(index), own), event.per_round))
-    said = _said(status, event.cumulative)
+    said = status.rounds_said
     swaps: tuple[Swap | None, Swap | None] = (None, None)
     if transcript is not None and transcript.unbroken(index) and len(own.order):
         swaps = (
@@ -174,13 +173,13 @@ def _learner(
         name=run.spec.names[index],
         records=len(np.unique(own.order)),
         most_uses=int(own.uses().max(initial=0)),
-        rounds=status.round,
+        rounds=status.rounds_done,
         test_accuracy=accuracy,
-        prequential_accuracy=status.prequential_accuracy if status.HasField("prequential_accuracy") else None,
+        prequential_accuracy=status.prequential_accuracy,
         messages=status.messages_sent,
         bytes=status.bytes_sent,
         spent=status.epsilon_spent,
-        budget=_limit(status),
+        budget=status.limit,
         paper=_last(event.paper, said),
         event=_last(event.cumulative, said),
         record=_last(record, said),
@@ -202,26 +201,6 @@ def _swap(
         return None
     by_round = np.cumsum(found.losses.realised[:, 0, 0])
     return Swap(abs(float(by_round[-1])), found.score, float(claimed[transcript.rounds - 1]), by_round)
-
-
-def _said(status: learner_pb2.LearnerStatus, claimed: FloatArray) -> int:
-    """How many messages a learner has said: one more than the rounds it has done, where it was charged for one more."""
-    done, more = status.round, status.round + 1
-    if more > len(claimed) or not np.isfinite(claimed[more - 1]):
-        return done
-    return (
-        more
-        if abs(claimed[more - 1] - status.epsilon_spent) < abs(_last(claimed, done) - status.epsilon_spent)
-        else done
-    )
-
-
-def _limit(status: learner_pb2.LearnerStatus) -> float | None:
-    """Where the learner would have stopped in this run: by the run's budget, or by what its owner has left."""
-    limits = [status.epsilon_budget] if status.HasField("epsilon_budget") else []
-    if status.HasField("epsilon_own_budget"):
-        limits.append(max(status.epsilon_own_budget - status.epsilon_elsewhere, 0.0))
-    return min(limits, default=None)
 
 
 def _last(curve: FloatArray, rounds: int) -> float:

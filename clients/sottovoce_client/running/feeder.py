@@ -16,7 +16,7 @@ from sottovoce_rpc.status import as_error
 from sottovoce_wire.v1 import learner_pb2, learner_pb2_grpc
 
 ROUNDS_PER_BATCH = 64
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 def batches(data: LearnerData, source: str) -> list[learner_pb2.SampleBatch]:
@@ -70,7 +70,9 @@ async def _from(batches: list[learner_pb2.SampleBatch], first: int) -> AsyncIter
 
 async def _ready(stub: learner_pb2_grpc.LearnerAsyncStub, run_id: str, address: str) -> None:
     """Wait until the learner knows the run: the coordinator tells it at the same time as it tells us."""
-    for _ in range(int(PATIENCE_S / 0.02)):
+    loop = asyncio.get_running_loop()
+    until = loop.time() + PATIENCE_S
+    while loop.time() < until:
         try:
             status = (await stub.Status(learner_pb2.StatusRequest(), wait_for_ready=True, timeout=PATIENCE_S)).status
         except grpc.aio.AioRpcError as error:

@@ -14,6 +14,7 @@ from sottovoce.errors import SottovoceError, Unavailable
 from sottovoce.spec import RunSpec
 from sottovoce_client.running.local import LocalServices
 from sottovoce_client.running.operate import Interrupted, Outcome, Watcher, run_on
+from sottovoce_rpc.tasks import Tasks
 
 AFTER_DEATH_S = 1.0
 
@@ -61,19 +62,14 @@ async def while_alive(services: LocalServices, run: Coroutine[Any, Any, Outcome]
         SottovoceError: what the run failed with.
         ServiceDied: a service died, and the run's outcome with it.
     """
-    running = asyncio.ensure_future(run)
-    death = asyncio.ensure_future(services.death())
-    try:
+    async with Tasks() as tasks:
+        running, death = tasks.start(run), tasks.start(services.death())
         await asyncio.wait([running, death], return_when=asyncio.FIRST_COMPLETED)
         if running.done() and isinstance(running.exception(), Unavailable):
             await asyncio.wait([death], timeout=AFTER_DEATH_S)  # the reason, where a service has died
         if not death.done():
             return running.result()
         return await _after_death(death.result(), running, stop)
-    finally:
-        running.cancel()
-        death.cancel()
-        await asyncio.gather(running, death, return_exceptions=True)
 
 
 async def _after_death(what: str, running: asyncio.Task[Outcome], stop: asyncio.Event) -> Outcome:
@@ -93,16 +89,17 @@ def run_async(work: Callable[[asyncio.Event], Coroutine[Any, Any, Any]]) -> Any:
     """
 
     async def main() -> Any:
-        stop = asyncio.Event()
-        task = asyncio.ensure_future(work(stop))
+        stop, task = asyncio.Event(), asyncio.current_task()
 
         def tell() -> None:
-            task.cancel() if stop.is_set() else stop.set()
+            if stop.is_set() and task is not None:
+                task.cancel()
+            stop.set()
 
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, tell)
         try:
-            return await task
+            return await work(stop)
         except asyncio.CancelledError:
             raise Interrupted("stopped before the run had begun") from None
 

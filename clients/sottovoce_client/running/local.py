@@ -7,6 +7,7 @@ goes to a log file; its first line on standard output tells where it listens.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import signal
 import sys
@@ -18,8 +19,10 @@ from typing import Self
 
 from sottovoce.errors import Unavailable
 from sottovoce.spec import RunSpec, code_to_import
+from sottovoce_rpc.tasks import Tasks
 
-START_S = 30.0
+START_S = 300.0
+"""A guard against a service that hangs, not a promise: one that dies is noticed at once, whatever the machine has to do."""
 STOP_S = 3.5
 
 
@@ -69,12 +72,9 @@ class LocalServices:
 
     async def death(self) -> str:
         """Wait for a service to die by itself; says which, and how."""
-        waits = {asyncio.ensure_future(process.child.wait()): process for process in self._processes}
-        try:
+        async with Tasks() as tasks:
+            waits = {tasks.start(process.child.wait()): process for process in self._processes}
             done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for wait in waits:
-                wait.cancel()
         process = waits[done.pop()]
         return f"{process.name} (process {process.child.pid}) died, {_how(process.child.returncode)}; its log is {process.log}"
 
@@ -83,13 +83,14 @@ class LocalServices:
         for process in self._processes:
             if process.child.returncode is None:
                 process.child.send_signal(signal.SIGTERM)
-        waits = [asyncio.ensure_future(process.child.wait()) for process in self._processes]
-        if waits:
-            _, late = await asyncio.wait(waits, timeout=STOP_S)
-            for process in self._processes:
-                if late and process.child.returncode is None:
-                    process.child.kill()
-            await asyncio.gather(*waits)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(STOP_S):
+                for process in self._processes:
+                    await process.child.wait()
+        for process in self._processes:
+            if process.child.returncode is None:
+                process.child.kill()
+            await process.child.wait()
         self._processes.clear()
 
     # ---- starting -----------------------------------------------------------------------------------------

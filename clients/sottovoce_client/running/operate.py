@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import grpc
@@ -17,23 +16,17 @@ from sottovoce.spec import RunSpec
 from sottovoce_client.running.feeder import feed
 from sottovoce_client.running.summary import Progress
 from sottovoce_rpc.codec import from_tensor, to_tensor
+from sottovoce_rpc.learner_status import LearnerStatus
 from sottovoce_rpc.server import channel
+from sottovoce_rpc.specs import spec_to_wire
 from sottovoce_rpc.status import as_error
+from sottovoce_rpc.tasks import Tasks, first_of
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc, learner_pb2, learner_pb2_grpc
 
-CALL_S = 40.0
+CALL_S, PREDICT_S = 40.0, 30.0
 BY_OPERATOR = "stopped by the operator"
 
-STATES = {
-    coordinator_pb2.RUN_STATE_CONNECTING: "connecting",
-    coordinator_pb2.RUN_STATE_RUNNING: "running",
-    coordinator_pb2.RUN_STATE_FINISHED: "finished",
-    coordinator_pb2.RUN_STATE_STOPPED: "stopped",
-    coordinator_pb2.RUN_STATE_FAILED: "failed",
-}
-
 Watcher = Callable[[Progress, str], None]
-Started = coordinator_pb2.StartRunResponse
 
 
 class Interrupted(SottovoceError):
@@ -53,7 +46,7 @@ class Outcome:
     state: str
     detail: str
     seconds: float
-    statuses: tuple[learner_pb2.LearnerStatus, ...]
+    statuses: tuple[LearnerStatus, ...]
     progress: tuple[Progress, ...]
     capture: str | None
     predictions: tuple[FloatArray | None, ...]
@@ -88,29 +81,32 @@ async def run_on(
         try:
             told = spec.model_copy(update={"topology": spec.topology.without_files(spec.n_learners)})
             request = coordinator_pb2.StartRunRequest(
-                spec=json.dumps(told.model_dump(mode="json")),
+                spec=spec_to_wire(told),
                 n_features=data.n_features,
                 world=world,
                 replica=replica,
             )
             stop = stop or asyncio.Event()
-            started = await _unless_told(stub.StartRun(request, timeout=CALL_S), stop)
+            started = await _unless_told(stub, request, stop)
             return await _Running(stub, started, spec, data, watch, stop).to_its_end()
         except grpc.aio.AioRpcError as error:
             raise as_error(error, f"the coordinator at {coordinator}") from None
 
 
-async def _unless_told(starting: Awaitable[Started], stop: asyncio.Event) -> Started:
+async def _unless_told(
+    stub: coordinator_pb2_grpc.CoordinatorAsyncStub, request: coordinator_pb2.StartRunRequest, stop: asyncio.Event
+) -> coordinator_pb2.Run:
     """Wait for a run to start, unless told to stop: learners that never join would keep us waiting."""
-    start, told = asyncio.ensure_future(starting), asyncio.ensure_future(stop.wait())
-    try:
-        await asyncio.wait([start, told], return_when=asyncio.FIRST_COMPLETED)
-        if start.done():
-            return start.result()
-        raise Interrupted("stopped before the run had begun")
-    finally:
-        start.cancel()
-        told.cancel()
+
+    async def started() -> coordinator_pb2.Run:
+        return await stub.StartRun(request, timeout=CALL_S)
+
+    async with Tasks() as tasks:
+        start = tasks.start(started())
+        await asyncio.wait([start, tasks.start(stop.wait())], return_when=asyncio.FIRST_COMPLETED)
+        if not start.done():
+            raise Interrupted("stopped before the run had begun")
+        return start.result()
 
 
 class _Running:
@@ -119,7 +115,7 @@ class _Running:
     def __init__(
         self,
         stub: coordinator_pb2_grpc.CoordinatorAsyncStub,
-        started: coordinator_pb2.StartRunResponse,
+        started: coordinator_pb2.Run,
         spec: RunSpec,
         data: PlacedData,
         watch: Watcher,
@@ -133,19 +129,15 @@ class _Running:
 
     async def to_its_end(self) -> Outcome:
         run_id = self._started.run_id
-        feeders = asyncio.ensure_future(self._feed())
-        stopper = asyncio.ensure_future(self._stop_when_told())
-        feeders.add_done_callback(self._feeding_over)
-        try:
+        async with Tasks() as tasks:
+            feeders = tasks.start(self._feed())
+            feeders.add_done_callback(self._feeding_over)
+            tasks.start(self._stop_when_told())
             last = await self._watch_it()
-        finally:
-            stopper.cancel()
-            feeders.cancel()
-            fed = (await asyncio.gather(feeders, return_exceptions=True))[0]
         seconds = time.monotonic() - self._began
-        state, detail = STATES[last.state], last.detail
-        if isinstance(fed, Exception):
-            state, detail = "failed", f"records could not be delivered: {_first_of(fed)}"
+        state, detail = _state(last), last.detail
+        if feeders.done() and not feeders.cancelled() and (error := feeders.exception()) is not None:
+            state, detail = "failed", f"records could not be delivered: {first_of(error)}"
         predictions = await asyncio.gather(*(self._predict(info.address) for info in self._started.learners))
         location = self._started.capture_location
         return Outcome(
@@ -153,7 +145,7 @@ class _Running:
             state,
             detail,
             seconds,
-            tuple(last.learners),
+            tuple(_statuses(last)),
             tuple(self._progress),
             location or None,
             tuple(predictions),
@@ -175,27 +167,26 @@ class _Running:
         request = coordinator_pb2.StopRunRequest(run_id=self._started.run_id, reason=self._reason)
         await self._stub.StopRun(request, timeout=CALL_S)
 
-    async def _watch_it(self) -> coordinator_pb2.WatchRunResponse:
+    async def _watch_it(self) -> coordinator_pb2.Run:
         last = None
         async for view in self._stub.WatchRun(coordinator_pb2.WatchRunRequest(run_id=self._started.run_id)):
             last = view
             if view.state == coordinator_pb2.RUN_STATE_CONNECTING:  # the run begins after the last of these
                 self._began = time.monotonic()
             self._progress.append(self._look(view))
-            self._watch(self._progress[-1], STATES[view.state])
+            self._watch(self._progress[-1], _state(view))
         if last is None:
             raise Unavailable("the coordinator ended the watch without a word")
         return last
 
-    def _look(self, view: coordinator_pb2.WatchRunResponse) -> Progress:
+    def _look(self, view: coordinator_pb2.Run) -> Progress:
+        statuses = _statuses(view)
         return Progress(
             seconds=time.monotonic() - self._began,
-            rounds=tuple(s.round for s in view.learners),
-            accuracy=tuple(
-                s.prequential_accuracy if s.HasField("prequential_accuracy") else None for s in view.learners
-            ),
-            epsilon=tuple(s.epsilon_spent for s in view.learners),
-            messages=tuple(s.messages_sent for s in view.learners),
+            rounds=tuple(s.rounds_done for s in statuses),
+            accuracy=tuple(s.prequential_accuracy for s in statuses),
+            epsilon=tuple(s.epsilon_spent for s in statuses),
+            messages=tuple(s.messages_sent for s in statuses),
         )
 
     async def _predict(self, address: str) -> FloatArray | None:
@@ -204,18 +195,17 @@ class _Running:
             return None
         async with channel(address) as to:
             request = learner_pb2.PredictRequest(features=to_tensor(self._data.test_features))
-
-            async def once() -> AsyncIterator[learner_pb2.PredictRequest]:
-                yield request
-
             try:
-                async for answer in learner_pb2_grpc.LearnerStub(to).Predict(once(), timeout=5.0):
-                    return from_tensor(answer.labels)
+                answer = await learner_pb2_grpc.LearnerStub(to).Predict(request, timeout=PREDICT_S)
             except grpc.aio.AioRpcError:
                 return None
-        return None
+        return from_tensor(answer.labels)
 
 
-def _first_of(error: BaseException) -> BaseException:
-    """What a group of errors began with."""
-    return _first_of(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
+def _state(run: coordinator_pb2.Run) -> str:
+    """The run's state, in a word."""
+    return coordinator_pb2.RunState.Name(run.state).removeprefix("RUN_STATE_").lower()
+
+
+def _statuses(run: coordinator_pb2.Run) -> list[LearnerStatus]:
+    return [LearnerStatus.from_wire(each.status) for each in run.learners]

@@ -26,12 +26,13 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from sottovoce.arrays import FloatArray, IntArray
 from sottovoce.data.files import import_extra
 from sottovoce.errors import CaptureError, SpecError
 from sottovoce.running.transcript import COLUMNS, parquet
-from sottovoce_client.transcripts.decoding import Decoder
 from sottovoce_eavesdropper.reading import Capture, open_capture, rounds_only
 from sottovoce_eavesdropper.storage import Folder, open_folder
+from sottovoce_rpc.codec import RoundCodec
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -42,6 +43,8 @@ FILES = (".parquet", ".json", ".yaml", ".html", ".log", ".npz", ".partial", ".md
 MOST_SHOWN, MOST_UPRIGHT, MOST_LETTERS = 200, 20, 60
 MEMORY = "2GB"
 FETCHED = 10_000
+LAST_ROUND = 2**62
+"""What is beyond it is no round that anybody counted up to."""
 AT_ONCE, AT_ONCE_BYTES = 32, 64 * 1024 * 1024
 NOTHING = np.empty(0, np.int64), np.empty(0, np.int64), np.empty((0, 0))
 
@@ -161,20 +164,32 @@ def said(found: Found) -> Iterator[pa.RecordBatch]:
 
 def _said_in(capture: Capture) -> Iterator[pa.RecordBatch]:
     """Each message of a capture once, whoever heard it."""
-    decoder, seen = Decoder(), set[bytes]()
+    codec, seen = RoundCodec(capture.shapes), set[bytes]()
     facts = capture.facts
     run, world, replica = (
         facts["run_id"],
         *(-1 if (told := facts.get(k)) is None else told for k in ("world", "replica")),
     )
     for batch in capture.batches(("kind", "method", "sender", "payload")):
-        rounds = rounds_only(batch)
-        for group in decoder.groups(rounds):
-            payloads = rounds.column("payload").take(group.rows).to_pylist()
-            new = [k for k, payload in enumerate(payloads) if _is_new(payload, seen)]
-            for field, values in group.fields.items():
-                flat = values[new].reshape(len(new), -1) if new else np.empty((0, 0))
-                yield _rows(run, world, replica, field, group.rounds[new], group.senders[new], flat)
+        messages = rounds_only(batch)
+        rows, rounds, senders, fields = decoded(messages, codec)
+        payloads = messages.column("payload").take(rows).to_pylist()
+        new = [k for k, payload in enumerate(payloads) if _is_new(payload, seen)]
+        for field, values in fields.items():
+            flat = values[new].reshape(len(new), -1) if new else np.empty((0, 0))
+            yield _rows(run, world, replica, field, rounds[new], senders[new], flat)
+
+
+def decoded(batch: pa.RecordBatch, codec: RoundCodec) -> tuple[IntArray, IntArray, IntArray, dict[str, FloatArray]]:
+    """The rounds among the messages of a batch with the column `payload`.
+
+    Returns:
+        Which rows these are; rounds and senders that they claim, and fields `(messages, *shape)`.
+    """
+    rows, rounds, senders, fields = codec.decode_many(batch.column("payload").to_pylist())
+    kept = rounds < LAST_ROUND
+    fields = {name: values[kept] for name, values in fields.items()}
+    return rows[kept], rounds[kept].astype(np.int64), senders[kept].astype(np.int64), fields
 
 
 def _is_new(payload: bytes, seen: set[bytes]) -> bool:

@@ -14,10 +14,10 @@ from rich.table import Table
 from rich.text import Text
 
 from sottovoce.arrays import FloatArray, IntArray
-from sottovoce_client.transcripts.decoding import Decoder
-from sottovoce_client.transcripts.query import cell_text, find, numbers_text, tables
+from sottovoce_client.transcripts.query import cell_text, decoded, find, numbers_text, tables
 from sottovoce_client.wording import count, duration, noticed_line, number, plural, size
 from sottovoce_eavesdropper.reading import Capture, rounds_only
+from sottovoce_rpc.codec import RoundCodec
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -76,18 +76,18 @@ def look(capture: Capture, sender: int, first: int) -> Picture:
     Raises:
         CaptureError: it cannot be read.
     """
-    picture, decoder = Picture(), Decoder()
+    picture, codec = Picture(), RoundCodec(capture.shapes)
     for batch in capture.batches():
         _count(picture, batch)
         messages = rounds_only(batch)
         ends = _ends(messages)
-        for group in decoder.groups(messages):
-            for pair in np.unique(ends[group.rows], axis=0).tolist():
-                of = (ends[group.rows] == pair).all(axis=1)
-                picture.channels[pair[0], pair[1]].rounds.append(group.rounds[of])
-            if len(picture.first) < first * max(len(group.fields), 1):
-                _keep(picture, group.fields, group.rounds, ends[group.rows, 0] == sender, first)
-    picture.failed = decoder.failed
+        rows, rounds, _, fields = decoded(messages, codec)
+        picture.failed += messages.num_rows - len(rows)
+        for pair in np.unique(ends[rows], axis=0).tolist():
+            of = (ends[rows] == pair).all(axis=1)
+            picture.channels[pair[0], pair[1]].rounds.append(rounds[of])
+        if len(picture.first) < first * max(len(fields), 1):
+            _keep(picture, fields, rounds, ends[rows, 0] == sender, first)
     return picture
 
 

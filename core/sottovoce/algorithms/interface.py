@@ -166,7 +166,7 @@ class Algorithm(Protocol[StateT]):
         ...
 
     def field_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shape of every field of a message without leading axes: what a receiver insists on."""
+        """Shape of every field of a message without leading axes, in the order of the wire: what a receiver insists on."""
         ...
 
     def start(self, who: Who) -> StateT:

@@ -35,7 +35,7 @@ class Heard:
     """One thing that passed.
 
     Attributes:
-        kind: `message`, `metadata` or `trailers`.
+        kind: `message`, `metadata` or `trailers`; between learners also `hello`, with which a stream begins.
         method: the gRPC method.
         direction: `out`, to the service, or `back`.
         stream: counts the streams of the run from 0.
@@ -43,13 +43,13 @@ class Heard:
         size: in bytes, all of it.
         head: the first `HEAD` bytes of a message.
         digest: of all its bytes.
-        entries: of metadata and trailers, key and value.
+        entries: of metadata, hellos and trailers, key and value.
         status: code and text of trailers.
         decoded: what the decoder read, each field flat and at most `WIDTH` long; None: nothing.
         whose: `said` by the one who is audited, `told` to it, or `others`'. Of a foreign service everything counts as said.
     """
 
-    kind: Literal["message", "metadata", "trailers"]
+    kind: Literal["message", "hello", "metadata", "trailers"]
     method: str
     direction: Literal["out", "back"]
     stream: int

@@ -2,14 +2,14 @@
 
 The rules, all of which hold with certainty for learners that do what they say, whatever their data and their noise:
 
-- `decoding`: a message is one of this run's: its fields, shapes, finite numbers.
+- `decoding`: a message is one of this run's, in its one encoding, with finite numbers; so is the hello before it.
 - `impostor`: a learner speaks as itself.
-- `length`: every message has the same number of bytes.
+- `length`: every message has the same number of bytes; where the run's fields are known, `decoding` says so.
 - `turn`: a stream carries the rounds in which its receiver hears its sender, each once, in order; it begins with the first
   one that the receiver said it lacked.
 - `again`: a round said once more, after a reconnect, is the same bytes: fresh noise on one state would average out.
 - `equivocation`: every neighbour hears the same bytes.
-- `lattice`: noise and what it hides are multiples of one power of two, and so is what is said (`machine.OnLattice`).
+- `lattice`: noise and what it hides are multiples of one power of two, and so is what is said (`algorithms.interface.OnLattice`).
 
 What holds with high probability only, such as the law of the noise, is for `conformance`, after the run. Memory is bounded: of
 the messages longest ago nothing is known any more, and nothing that they contradict is noticed.
@@ -17,21 +17,16 @@ the messages longest ago nothing is known any more, and nothing that they contra
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, field
-from typing import Generic, Literal, TypeVar
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
 from sottovoce.arrays import FloatArray
-
-KEPT = 65_536
-"""Rounds of a learner, and streams, that are remembered, each."""
+from sottovoce.running.assembly import KEPT, Recent, Versions
 
 Kind = Literal["decoding", "impostor", "length", "turn", "again", "equivocation", "lattice"]
-K = TypeVar("K", bound=Hashable)
-V = TypeVar("V")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,28 +91,6 @@ class Expected:
     lattice: Callable[[int, int], Mapping[str, float]] = _no_lattice
 
 
-@dataclass(slots=True)
-class _Told:
-    """A round of one learner: the bytes that were heard first, and who has heard any."""
-
-    digest: bytes
-    receivers: set[int] = field(default_factory=set)
-
-
-class _Recent(OrderedDict[K, V], Generic[K, V]):
-    """A dictionary that forgets what was set longest ago."""
-
-    def __init__(self, most: int) -> None:
-        super().__init__()
-        self._most = most
-
-    def __setitem__(self, key: K, value: V) -> None:
-        super().__setitem__(key, value)
-        self.move_to_end(key)
-        if len(self) > self._most:
-            self.popitem(last=False)
-
-
 class Noticing:
     """All channels of a run.
 
@@ -128,9 +101,10 @@ class Noticing:
 
     def __init__(self, expected: Expected, kept: int = KEPT) -> None:
         self._expected = expected
-        self._told: _Recent[tuple[int, int], _Told] = _Recent(kept)
-        self._next: _Recent[tuple[int, int, int], int] = _Recent(kept)
-        self._lengths: _Recent[int, int] = _Recent(kept)
+        self._versions: Versions[tuple[int, int]] = Versions(kept)
+        self._receivers: Recent[tuple[int, int], set[int]] = Recent(kept)
+        self._next: Recent[tuple[int, int, int], int] = Recent(kept)
+        self._lengths: Recent[int, int] = Recent(kept)
 
     def promised(self, sender: int, receiver: int, stream: int, t: int) -> None:
         """A stream was opened on which the receiver lacks the rounds from t on."""
@@ -148,13 +122,16 @@ class Noticing:
             *self._length(said),
             *self._turn(said),
         ]
-        told = self._told.get((said.sender, said.round))
-        if told is None:
-            self._told[said.sender, said.round] = _Told(said.digest, {said.receiver})
-            return (*found, *self._lattice(said))
-        if told.digest != said.digest:
-            found += [self._contradiction(said, told), *self._lattice(said)]
-        told.receivers.add(said.receiver)
+        key = said.sender, said.round
+        other = self._versions.first(key, said.digest) != said.digest
+        receivers = self._receivers.get(key)
+        if receivers is None:
+            receivers = self._receivers[key] = set()
+        if other:
+            found.append(self._contradiction(said, receivers))
+        if other or not receivers:  # else these bytes have been looked at
+            found += self._lattice(said)
+        receivers.add(said.receiver)
         return tuple(found)
 
     def _impostor(self, said: Said) -> list[Finding]:
@@ -183,10 +160,10 @@ class Noticing:
             right, wanted = said.round == due, "no round" if due is None else f"round {due}"
         return [] if right else [_finding("turn", said, f"out of turn: stream {said.stream} must go on with {wanted}")]
 
-    def _contradiction(self, said: Said, told: _Told) -> Finding:
-        if said.receiver in told.receivers:
+    def _contradiction(self, said: Said, receivers: set[int]) -> Finding:
+        if said.receiver in receivers:
             return _finding("again", said, "said once more to the same neighbour, in other bytes")
-        others = ", ".join(map(str, sorted(told.receivers)[:3]))
+        others = ", ".join(map(str, sorted(receivers)[:3]))
         return _finding("equivocation", said, f"other bytes than learner {others} heard")
 
     def _lattice(self, said: Said) -> list[Finding]:

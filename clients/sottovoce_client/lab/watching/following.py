@@ -1,34 +1,24 @@
-"""Following a capture while it is written: where it comes from, and its messages put together, round by round."""
+"""Where a capture comes from while it is being written."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Protocol
 
 import grpc
-import numpy as np
 
-from sottovoce.algorithms.interface import Message
-from sottovoce.errors import CaptureError, RemoteProtocolError
-from sottovoce.running.run import Run
+from sottovoce.errors import CaptureError
 from sottovoce_eavesdropper.reading import Capture, open_capture
 from sottovoce_eavesdropper.records import part_number
 from sottovoce_eavesdropper.storage import Folder, open_folder
-from sottovoce_rpc.codec import decode_round
 from sottovoce_rpc.server import channel
 from sottovoce_rpc.status import as_error
 from sottovoce_wire.v1 import eavesdropper_pb2, eavesdropper_pb2_grpc
 
-REMEMBERED = 1024
-"""Rounds for which it is remembered what was said, to notice whoever says something else later."""
 CALL_S = 20.0
-
-
-# ---- where it comes from ---------------------------------------------------------------------------------------------
 
 
 class Source(Protocol):
@@ -107,13 +97,13 @@ class _Fetched:
             raise as_error(error, f"the eavesdropper at {self._address}") from None
 
     async def _latest(self) -> Capture | None:
-        listed = await self._stub.ListCaptures(eavesdropper_pb2.ListCapturesRequest(), timeout=CALL_S)
-        known = [info for info in listed.captures if info.run_id == self._run_id]
+        request = eavesdropper_pb2.ListCapturesRequest(run_id=self._run_id, page_size=1)
+        known = (await self._stub.ListCaptures(request, timeout=CALL_S)).captures  # the newest
         if not known:
             return None
-        now = (known[-1].capture_id, known[-1].messages, known[-1].open)
+        now = (known[0].capture_id, known[0].messages, known[0].open)
         if now != self._seen:  # else nothing was overheard since
-            await self._fetch(known[-1].capture_id)
+            await self._fetch(known[0].capture_id)
             self._seen = now
         return open_capture(self._folder)
 
@@ -127,62 +117,3 @@ class _Fetched:
                 files.setdefault(piece.file, bytearray()).extend(piece.data)
         for name, content in files.items():
             (self._folder / name).write_bytes(content)
-
-
-# ---- round by round --------------------------------------------------------------------------------------------------
-
-
-class Rounds:
-    """Messages as they were overheard, put together to rounds. Remembers a bounded number of rounds.
-
-    Args:
-        run: whose messages.
-
-    Attributes:
-        next: the first round that is not whole.
-        equivocations: who said two different things in which round, `(round, learner)`.
-    """
-
-    def __init__(self, run: Run) -> None:
-        self.next, self.equivocations = 0, list[tuple[int, int]]()
-        self._run, self._shapes = run, run.algorithm.field_shapes()
-        self._messages: dict[int, dict[int, Message]] = {}
-        self._digests: dict[int, dict[int, bytes]] = {}
-
-    def take(self, sender: int, payload: bytes) -> None:
-        """A message that was overheard, once for every neighbour that it was sent to.
-
-        Raises:
-            CaptureError: it is no message of this run.
-        """
-        try:
-            t, claimed, message = decode_round(payload, self._shapes)
-        except RemoteProtocolError as error:
-            raise CaptureError(f"a message of learner {sender} cannot be decoded: {error}") from None
-        if claimed != sender or not 0 <= sender < self._run.spec.n_learners or t >= self._run.spec.rounds:
-            raise CaptureError(
-                f"learner {sender} must speak as itself, in one of {self._run.spec.rounds} rounds, "
-                f"got learner {claimed} in round {t}"
-            )
-        digest = hashlib.blake2b(payload, digest_size=16).digest()
-        before = self._digests.get(t, {}).get(sender)
-        if before is not None and before != digest:
-            self.equivocations.append((t, sender))
-        elif before is None and t >= self.next:
-            self._digests.setdefault(t, {})[sender] = digest
-            fields = {name: np.asarray(value)[None, None] for name, value in message.fields.items()}
-            self._messages.setdefault(t, {})[sender] = Message(fields)
-
-    def ready(self) -> Iterator[tuple[int, Mapping[int, Message]]]:
-        """The rounds in which all were overheard by now whom anybody hears, in order, each once."""
-        while self._messages and max(self._messages) >= self.next and not self.missing:
-            t = self.next
-            self.next += 1
-            self._digests.pop(t - REMEMBERED, None)
-            yield t, self._messages.pop(t, {})
-
-    @property
-    def missing(self) -> list[int]:
-        """Who has yet to be overheard in the next round."""
-        heard = np.flatnonzero(self._run.topology.at(self.next).neighbours.any(axis=0)).tolist()
-        return [i for i in heard if i not in self._messages.get(self.next, {})]

@@ -12,16 +12,20 @@ from pathlib import Path
 import structlog
 from rich.console import Console
 
+from sottovoce.algorithms.interface import Message
 from sottovoce.errors import CaptureError, SpecError
 from sottovoce.lab.watch.canaries import CanaryTest
 from sottovoce.lab.watch.watch import Alarm, Watch
+from sottovoce.running.assembly import KEPT, Assembly
+from sottovoce.running.run import Run
 from sottovoce.spec import RunSpec, parse_spec
 from sottovoce_client.lab.watching.canaries import canaries_beside, load, placed
-from sottovoce_client.lab.watching.following import InFolder, Rounds, Source, at_eavesdropper
+from sottovoce_client.lab.watching.following import InFolder, Source, at_eavesdropper
 from sottovoce_client.lab.watching.view import Metrics, Sight, View, print_end, view
 from sottovoce_client.prepare import Prepared
 from sottovoce_client.running.launch import run_async
 from sottovoce_eavesdropper.reading import Capture
+from sottovoce_rpc.codec import RoundCodec
 
 log = structlog.get_logger()
 
@@ -126,10 +130,12 @@ class _Watching:
         capture = await self._first(console)
         if capture is None:
             return None
-        sight, rounds = self._begin(capture)
+        sight, run = self._begin(capture)
+        codec = RoundCodec(run.algorithm.field_shapes())
+        rounds = Assembly[Message](run.spec.n_learners, run.spec.rounds, run.topology, KEPT)
         with view(console) as shown:
             while True:
-                await self._take(capture, rounds, sight, shown)
+                await self._take(capture, codec, rounds, sight, shown)
                 if self._over(capture, sight) or await self._told():
                     break
                 capture = await self._source.latest() or capture
@@ -149,7 +155,7 @@ class _Watching:
             capture = await self._source.latest()
         return capture
 
-    def _begin(self, capture: Capture) -> tuple[Sight, Rounds]:
+    def _begin(self, capture: Capture) -> tuple[Sight, Run]:
         prepared, question = self._prepare(parse_spec(capture.facts["spec"], source=capture.name)), self._question
         spec, canaries, alpha = prepared.run.spec, None, question.alpha
         if question.canaries is None and (found := canaries_beside(capture.name)) is not None:
@@ -159,14 +165,14 @@ class _Watching:
             prepared, alpha = placed(prepared, canaries), alpha * 2.0 / 3.0  # a third for each of three questions
         watched = Watch(prepared.run, prepared.data, alpha, _indices(question.learners, spec))
         test = None if canaries is None else CanaryTest(prepared.run, prepared.data, canaries, question.alpha / 3.0)
-        return Sight(spec.name, spec.rounds, tuple(spec.names), question.alpha, watched, test), Rounds(prepared.run)
+        return Sight(spec.name, spec.rounds, tuple(spec.names), question.alpha, watched, test), prepared.run
 
-    async def _take(self, capture: Capture, rounds: Rounds, sight: Sight, shown: View) -> None:
+    async def _take(
+        self, capture: Capture, codec: RoundCodec, rounds: Assembly[Message], sight: Sight, shown: View
+    ) -> None:
         """Take what is new, round by round."""
-        for part, batch in capture.rounds_since(self._part):
-            senders, payloads = batch.column("sender").to_pylist(), batch.column("payload").to_pylist()
-            for sender, payload in zip(senders, payloads, strict=True):
-                rounds.take(sender, payload)
+        for part, batch in capture.parts_since(self._part):
+            capture.assemble(batch, codec, rounds)
             for t, messages in rounds.ready():
                 alarms = sight.watch.take(t, messages)
                 alarms += sight.canaries.take(t, messages) if sight.canaries else []
@@ -178,7 +184,7 @@ class _Watching:
             self._part = part
         shown.update(sight)
 
-    def _equivocations(self, rounds: Rounds, sight: Sight) -> list[Alarm]:
+    def _equivocations(self, rounds: Assembly[Message], sight: Sight) -> list[Alarm]:
         new = rounds.equivocations[self._noticed :]
         self._noticed += len(new)
         return [alarm for t, learner in new for alarm in sight.watch.equivocated(learner, t)]
@@ -229,7 +235,7 @@ def _indices(names: tuple[str, ...], spec: RunSpec) -> list[int]:
     return [i for i, name in enumerate(spec.names) if not names or name in names]
 
 
-def _unheard(rounds: Rounds, sight: Sight) -> str:
+def _unheard(rounds: Assembly[Message], sight: Sight) -> str:
     """Why the last rounds were not watched."""
     names = ", ".join(sight.names[i] for i in rounds.missing[:5])
     return f"The capture ends before round {rounds.next} of {sight.rounds}: {names} not overheard in it."

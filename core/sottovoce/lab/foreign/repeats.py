@@ -16,6 +16,7 @@ from sottovoce.arrays import FloatArray
 from sottovoce.audit.conversation import Conversation, Heard
 from sottovoce.audit.views import decoded
 from sottovoce.data.files import import_extra
+from sottovoce.running.assembly import Versions
 
 CHANCE = 1e-6
 """Coincidences less likely than this are reported."""
@@ -143,12 +144,12 @@ def _varied(said: Sequence[tuple[Conversation, int, Heard]], runs: int) -> list[
 def _equivocations(runs: Sequence[Conversation]) -> list[Sign]:
     found = []
     for run in runs:
-        known: dict[tuple[object, ...], bytes] = {}
+        versions = Versions[tuple[object, ...]]()
         for each in run.messages:
             if each.decoded is None or each.decoded.round is None:
                 continue
             key = (each.place, each.decoded.sender, each.decoded.round)
-            if known.setdefault(key, each.digest) != each.digest:
+            if versions.first(key, each.digest) != each.digest:
                 found.append((run, each))
     if not found:
         return []

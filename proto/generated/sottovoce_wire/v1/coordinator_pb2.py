@@ -22,50 +22,53 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 from sottovoce_wire.v1 import learner_pb2 as sottovoce__wire_dot_v1_dot_learner__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#sottovoce_wire/v1/coordinator.proto\x12\x11sottovoce_wire.v1\x1a\x1fsottovoce_wire/v1/learner.proto\"/\n\x0bJoinRequest\x12\x0f\n\x07learner\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\"\xd4\x01\n\tDirective\x12\x33\n\nassignment\x18\x01 \x01(\x0b\x32\x1d.sottovoce_wire.v1.AssignmentH\x00\x12\x31\n\x05\x65poch\x18\x02 \x01(\x0b\x32 .sottovoce_wire.v1.TopologyEpochH\x00\x12)\n\x05grant\x18\x03 \x01(\x0b\x32\x18.sottovoce_wire.v1.GrantH\x00\x12\'\n\x04stop\x18\x04 \x01(\x0b\x32\x17.sottovoce_wire.v1.StopH\x00\x42\x0b\n\tdirective\"e\n\nAssignment\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04spec\x18\x02 \x01(\t\x12\x12\n\nn_features\x18\x03 \x01(\r\x12\r\n\x05index\x18\x04 \x01(\r\x12\x16\n\x0emirror_address\x18\x05 \x01(\t\"f\n\rTopologyEpoch\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x13\n\x0b\x66irst_round\x18\x03 \x01(\x04\x12\x30\n\nneighbours\x18\x04 \x03(\x0b\x32\x1c.sottovoce_wire.v1.Neighbour\"W\n\tNeighbour\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0e\n\x06weight\x18\x04 \x01(\x01\x12\x0c\n\x04told\x18\x05 \x01(\x08\",\n\x05Grant\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x13\n\x0buntil_round\x18\x02 \x01(\x04\"&\n\x04Stop\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"A\n\rReportRequest\x12\x30\n\x06status\x18\x01 \x01(\x0b\x32 .sottovoce_wire.v1.LearnerStatus\"\x10\n\x0eReportResponse\"s\n\x0fStartRunRequest\x12\x0c\n\x04spec\x18\x01 \x01(\t\x12\x12\n\nn_features\x18\x02 \x01(\r\x12\x12\n\x05world\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x14\n\x07replica\x18\x04 \x01(\rH\x01\x88\x01\x01\x42\x08\n\x06_worldB\n\n\x08_replica\"\x82\x01\n\x10StartRunResponse\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x30\n\x08learners\x18\x02 \x03(\x0b\x32\x1e.sottovoce_wire.v1.LearnerInfo\x12\x12\n\ncapture_id\x18\x03 \x01(\t\x12\x18\n\x10\x63\x61pture_location\x18\x04 \x01(\t\",\n\x0bLearnerInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\"0\n\x0eStopRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x11\n\x0fStopRunResponse\"!\n\x0fWatchRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"\x92\x01\n\x10WatchRunResponse\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12*\n\x05state\x18\x02 \x01(\x0e\x32\x1b.sottovoce_wire.v1.RunState\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\x12\x32\n\x08learners\x18\x04 \x03(\x0b\x32 .sottovoce_wire.v1.LearnerStatus*\x9b\x01\n\x08RunState\x12\x19\n\x15RUN_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14RUN_STATE_CONNECTING\x10\x01\x12\x15\n\x11RUN_STATE_RUNNING\x10\x02\x12\x16\n\x12RUN_STATE_FINISHED\x10\x03\x12\x15\n\x11RUN_STATE_STOPPED\x10\x04\x12\x14\n\x10RUN_STATE_FAILED\x10\x05\x32\xa2\x03\n\x0b\x43oordinator\x12\x46\n\x04Join\x12\x1e.sottovoce_wire.v1.JoinRequest\x1a\x1c.sottovoce_wire.v1.Directive0\x01\x12M\n\x06Report\x12 .sottovoce_wire.v1.ReportRequest\x1a!.sottovoce_wire.v1.ReportResponse\x12S\n\x08StartRun\x12\".sottovoce_wire.v1.StartRunRequest\x1a#.sottovoce_wire.v1.StartRunResponse\x12P\n\x07StopRun\x12!.sottovoce_wire.v1.StopRunRequest\x1a\".sottovoce_wire.v1.StopRunResponse\x12U\n\x08WatchRun\x12\".sottovoce_wire.v1.WatchRunRequest\x1a#.sottovoce_wire.v1.WatchRunResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#sottovoce_wire/v1/coordinator.proto\x12\x11sottovoce_wire.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1fsottovoce_wire/v1/learner.proto\"v\n\x05\x45vent\x12\x37\n\x0cintroduction\x18\x01 \x01(\x0b\x32\x1f.sottovoce_wire.v1.IntroductionH\x00\x12+\n\x06report\x18\x02 \x01(\x0b\x32\x19.sottovoce_wire.v1.ReportH\x00\x42\x07\n\x05\x65vent\"0\n\x0cIntroduction\x12\x0f\n\x07learner\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\":\n\x06Report\x12\x30\n\x06status\x18\x01 \x01(\x0b\x32 .sottovoce_wire.v1.LearnerStatus\"\xe4\x01\n\tDirective\x12\x0e\n\x06run_id\x18\x05 \x01(\t\x12\x33\n\nassignment\x18\x01 \x01(\x0b\x32\x1d.sottovoce_wire.v1.AssignmentH\x00\x12\x31\n\x05\x65poch\x18\x02 \x01(\x0b\x32 .sottovoce_wire.v1.TopologyEpochH\x00\x12)\n\x05grant\x18\x03 \x01(\x0b\x32\x18.sottovoce_wire.v1.GrantH\x00\x12\'\n\x04stop\x18\x04 \x01(\x0b\x32\x17.sottovoce_wire.v1.StopH\x00\x42\x0b\n\tdirective\"c\n\nAssignment\x12\x0c\n\x04spec\x18\x02 \x01(\t\x12\x12\n\nn_features\x18\x03 \x01(\r\x12\r\n\x05index\x18\x04 \x01(\r\x12\x16\n\x0emirror_address\x18\x05 \x01(\tJ\x04\x08\x01\x10\x02R\x06run_id\"j\n\rTopologyEpoch\x12\x13\n\x0b\x66irst_round\x18\x03 \x01(\x04\x12\x30\n\nneighbours\x18\x04 \x03(\x0b\x32\x1c.sottovoce_wire.v1.NeighbourJ\x04\x08\x01\x10\x02J\x04\x08\x02\x10\x03R\x06run_id\"W\n\tNeighbour\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0e\n\x06weight\x18\x04 \x01(\x01\x12\x0c\n\x04told\x18\x05 \x01(\x08\"*\n\x05Grant\x12\x13\n\x0buntil_round\x18\x02 \x01(\x04J\x04\x08\x01\x10\x02R\x06run_id\"$\n\x04Stop\x12\x0e\n\x06reason\x18\x02 \x01(\tJ\x04\x08\x01\x10\x02R\x06run_id\"s\n\x0fStartRunRequest\x12\x0c\n\x04spec\x18\x01 \x01(\t\x12\x12\n\nn_features\x18\x02 \x01(\r\x12\x12\n\x05world\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x14\n\x07replica\x18\x04 \x01(\rH\x01\x88\x01\x01\x42\x08\n\x06_worldB\n\n\x08_replica\"0\n\x0eStopRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x1f\n\rGetRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"8\n\x0fListRunsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x12\n\npage_token\x18\x02 \x01(\t\"Q\n\x10ListRunsResponse\x12$\n\x04runs\x18\x01 \x03(\x0b\x32\x16.sottovoce_wire.v1.Run\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"!\n\x0fWatchRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"\xb1\x02\n\x03Run\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12*\n\x05state\x18\x02 \x01(\x0e\x32\x1b.sottovoce_wire.v1.RunState\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\x12\x30\n\x08learners\x18\x04 \x03(\x0b\x32\x1e.sottovoce_wire.v1.Participant\x12.\n\nstarted_at\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x08\x65nded_at\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x12\n\ncapture_id\x18\x07 \x01(\t\x12\x18\n\x10\x63\x61pture_location\x18\x08 \x01(\t\x12\x0c\n\x04spec\x18\t \x01(\t\x12\x12\n\nn_features\x18\n \x01(\r\"P\n\x0bParticipant\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x30\n\x06status\x18\x02 \x01(\x0b\x32 .sottovoce_wire.v1.LearnerStatus*\x9b\x01\n\x08RunState\x12\x19\n\x15RUN_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14RUN_STATE_CONNECTING\x10\x01\x12\x15\n\x11RUN_STATE_RUNNING\x10\x02\x12\x16\n\x12RUN_STATE_FINISHED\x10\x03\x12\x15\n\x11RUN_STATE_STOPPED\x10\x04\x12\x14\n\x10RUN_STATE_FAILED\x10\x05\x32\xc2\x03\n\x0b\x43oordinator\x12\x42\n\x04Join\x12\x18.sottovoce_wire.v1.Event\x1a\x1c.sottovoce_wire.v1.Directive(\x01\x30\x01\x12\x46\n\x08StartRun\x12\".sottovoce_wire.v1.StartRunRequest\x1a\x16.sottovoce_wire.v1.Run\x12\x44\n\x07StopRun\x12!.sottovoce_wire.v1.StopRunRequest\x1a\x16.sottovoce_wire.v1.Run\x12\x42\n\x06GetRun\x12 .sottovoce_wire.v1.GetRunRequest\x1a\x16.sottovoce_wire.v1.Run\x12S\n\x08ListRuns\x12\".sottovoce_wire.v1.ListRunsRequest\x1a#.sottovoce_wire.v1.ListRunsResponse\x12H\n\x08WatchRun\x12\".sottovoce_wire.v1.WatchRunRequest\x1a\x16.sottovoce_wire.v1.Run0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'sottovoce_wire.v1.coordinator_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_RUNSTATE']._serialized_start=1372
-  _globals['_RUNSTATE']._serialized_end=1527
-  _globals['_JOINREQUEST']._serialized_start=91
-  _globals['_JOINREQUEST']._serialized_end=138
-  _globals['_DIRECTIVE']._serialized_start=141
-  _globals['_DIRECTIVE']._serialized_end=353
-  _globals['_ASSIGNMENT']._serialized_start=355
-  _globals['_ASSIGNMENT']._serialized_end=456
-  _globals['_TOPOLOGYEPOCH']._serialized_start=458
-  _globals['_TOPOLOGYEPOCH']._serialized_end=560
-  _globals['_NEIGHBOUR']._serialized_start=562
-  _globals['_NEIGHBOUR']._serialized_end=649
-  _globals['_GRANT']._serialized_start=651
-  _globals['_GRANT']._serialized_end=695
-  _globals['_STOP']._serialized_start=697
-  _globals['_STOP']._serialized_end=735
-  _globals['_REPORTREQUEST']._serialized_start=737
-  _globals['_REPORTREQUEST']._serialized_end=802
-  _globals['_REPORTRESPONSE']._serialized_start=804
-  _globals['_REPORTRESPONSE']._serialized_end=820
-  _globals['_STARTRUNREQUEST']._serialized_start=822
-  _globals['_STARTRUNREQUEST']._serialized_end=937
-  _globals['_STARTRUNRESPONSE']._serialized_start=940
-  _globals['_STARTRUNRESPONSE']._serialized_end=1070
-  _globals['_LEARNERINFO']._serialized_start=1072
-  _globals['_LEARNERINFO']._serialized_end=1116
-  _globals['_STOPRUNREQUEST']._serialized_start=1118
-  _globals['_STOPRUNREQUEST']._serialized_end=1166
-  _globals['_STOPRUNRESPONSE']._serialized_start=1168
-  _globals['_STOPRUNRESPONSE']._serialized_end=1185
-  _globals['_WATCHRUNREQUEST']._serialized_start=1187
-  _globals['_WATCHRUNREQUEST']._serialized_end=1220
-  _globals['_WATCHRUNRESPONSE']._serialized_start=1223
-  _globals['_WATCHRUNRESPONSE']._serialized_end=1369
-  _globals['_COORDINATOR']._serialized_start=1530
-  _globals['_COORDINATOR']._serialized_end=1948
+  _globals['_RUNSTATE']._serialized_start=1732
+  _globals['_RUNSTATE']._serialized_end=1887
+  _globals['_EVENT']._serialized_start=124
+  _globals['_EVENT']._serialized_end=242
+  _globals['_INTRODUCTION']._serialized_start=244
+  _globals['_INTRODUCTION']._serialized_end=292
+  _globals['_REPORT']._serialized_start=294
+  _globals['_REPORT']._serialized_end=352
+  _globals['_DIRECTIVE']._serialized_start=355
+  _globals['_DIRECTIVE']._serialized_end=583
+  _globals['_ASSIGNMENT']._serialized_start=585
+  _globals['_ASSIGNMENT']._serialized_end=684
+  _globals['_TOPOLOGYEPOCH']._serialized_start=686
+  _globals['_TOPOLOGYEPOCH']._serialized_end=792
+  _globals['_NEIGHBOUR']._serialized_start=794
+  _globals['_NEIGHBOUR']._serialized_end=881
+  _globals['_GRANT']._serialized_start=883
+  _globals['_GRANT']._serialized_end=925
+  _globals['_STOP']._serialized_start=927
+  _globals['_STOP']._serialized_end=963
+  _globals['_STARTRUNREQUEST']._serialized_start=965
+  _globals['_STARTRUNREQUEST']._serialized_end=1080
+  _globals['_STOPRUNREQUEST']._serialized_start=1082
+  _globals['_STOPRUNREQUEST']._serialized_end=1130
+  _globals['_GETRUNREQUEST']._serialized_start=1132
+  _globals['_GETRUNREQUEST']._serialized_end=1163
+  _globals['_LISTRUNSREQUEST']._serialized_start=1165
+  _globals['_LISTRUNSREQUEST']._serialized_end=1221
+  _globals['_LISTRUNSRESPONSE']._serialized_start=1223
+  _globals['_LISTRUNSRESPONSE']._serialized_end=1304
+  _globals['_WATCHRUNREQUEST']._serialized_start=1306
+  _globals['_WATCHRUNREQUEST']._serialized_end=1339
+  _globals['_RUN']._serialized_start=1342
+  _globals['_RUN']._serialized_end=1647
+  _globals['_PARTICIPANT']._serialized_start=1649
+  _globals['_PARTICIPANT']._serialized_end=1729
+  _globals['_COORDINATOR']._serialized_start=1890
+  _globals['_COORDINATOR']._serialized_end=2340
 # @@protoc_insertion_point(module_scope)

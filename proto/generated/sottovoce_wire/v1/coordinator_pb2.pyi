@@ -6,6 +6,7 @@ isort:skip_file
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from sottovoce_wire.v1 import learner_pb2 as _learner_pb2
@@ -44,14 +45,50 @@ RUN_STATE_FAILED: RunState.ValueType  # 5
 Global___RunState: _TypeAlias = RunState  # noqa: Y015
 
 @_typing.final
-class JoinRequest(_message.Message):
+class Event(_message.Message):
+    """What a learner tells: who it is, first and once, then its reports."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INTRODUCTION_FIELD_NUMBER: _builtins.int
+    REPORT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def introduction(self) -> Global___Introduction: ...
+    @_builtins.property
+    def report(self) -> Global___Report:
+        """3 to 9 are free for recovery: the confirmation of an incarnation that was issued to this learner, an epoch that
+        is durable here, a round that a coordinator is to witness before it is sent.
+        """
+
+    def __init__(
+        self,
+        *,
+        introduction: Global___Introduction | None = ...,
+        report: Global___Report | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "introduction", b"introduction", "report", b"report"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "introduction", b"introduction", "report", b"report"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["introduction", "report"]  # noqa: Y015
+    _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
+
+Global___Event: _TypeAlias = Event  # noqa: Y015
+
+@_typing.final
+class Introduction(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     LEARNER_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
     learner: _builtins.str
     address: _builtins.str
-    """Where neighbours and feeders reach this learner."""
+    """Where neighbours and feeders reach this learner.
+    3 to 15 are free for recovery: the store that the learner's state stands in and its incarnation; of the run that it
+    is in, the last round journaled, what was granted, the epoch and whether it has closed; the highest term of a
+    coordinator, and the highest incarnation of each neighbour, that it has seen.
+    """
     def __init__(
         self,
         *,
@@ -64,16 +101,41 @@ class JoinRequest(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___JoinRequest: _TypeAlias = JoinRequest  # noqa: Y015
+Global___Introduction: _TypeAlias = Introduction  # noqa: Y015
+
+@_typing.final
+class Report(_message.Message):
+    """How far the learner of this stream is. The newest one counts; a report may be left out, never reordered."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATUS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def status(self) -> _learner_pb2.LearnerStatus: ...
+    def __init__(
+        self,
+        *,
+        status: _learner_pb2.LearnerStatus | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Report: _TypeAlias = Report  # noqa: Y015
 
 @_typing.final
 class Directive(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    RUN_ID_FIELD_NUMBER: _builtins.int
     ASSIGNMENT_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     GRANT_FIELD_NUMBER: _builtins.int
     STOP_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """The run that it is about."""
     @_builtins.property
     def assignment(self) -> Global___Assignment: ...
     @_builtins.property
@@ -81,10 +143,13 @@ class Directive(_message.Message):
     @_builtins.property
     def grant(self) -> Global___Grant: ...
     @_builtins.property
-    def stop(self) -> Global___Stop: ...
+    def stop(self) -> Global___Stop:
+        """8 to 15 are free for recovery: an incarnation that is issued, its confirmation taken, a learner that is refused."""
+
     def __init__(
         self,
         *,
+        run_id: _builtins.str = ...,
         assignment: Global___Assignment | None = ...,
         epoch: Global___TopologyEpoch | None = ...,
         grant: Global___Grant | None = ...,
@@ -92,7 +157,7 @@ class Directive(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "directive", b"directive", "epoch", b"epoch", "grant", b"grant", "stop", b"stop"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "directive", b"directive", "epoch", b"epoch", "grant", b"grant", "stop", b"stop"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "directive", b"directive", "epoch", b"epoch", "grant", b"grant", "run_id", b"run_id", "stop", b"stop"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_directive: _TypeAlias = _typing.Literal["assignment", "epoch", "grant", "stop"]  # noqa: Y015
     _WhichOneofArgType_directive: _TypeAlias = _typing.Literal["directive", b"directive"]  # noqa: Y015
@@ -106,15 +171,13 @@ class Assignment(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    RUN_ID_FIELD_NUMBER: _builtins.int
     SPEC_FIELD_NUMBER: _builtins.int
     N_FEATURES_FIELD_NUMBER: _builtins.int
     INDEX_FIELD_NUMBER: _builtins.int
     MIRROR_ADDRESS_FIELD_NUMBER: _builtins.int
-    run_id: _builtins.str
     spec: _builtins.str
-    """The run spec, JSON, with the graph as a list of edges. A learner checks every epoch against it: what its guarantee
-    rests on is not for the coordinator to change.
+    """The run spec, JSON with its `format`, with the graph as a list of edges. A learner checks every epoch against it:
+    what its guarantee rests on is not for the coordinator to change.
     """
     n_features: _builtins.int
     """Features of a record."""
@@ -125,7 +188,6 @@ class Assignment(_message.Message):
     def __init__(
         self,
         *,
-        run_id: _builtins.str = ...,
         spec: _builtins.str = ...,
         n_features: _builtins.int = ...,
         index: _builtins.int = ...,
@@ -133,7 +195,7 @@ class Assignment(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "mirror_address", b"mirror_address", "n_features", b"n_features", "run_id", b"run_id", "spec", b"spec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "mirror_address", b"mirror_address", "n_features", b"n_features", "spec", b"spec"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -145,10 +207,8 @@ class TopologyEpoch(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    RUN_ID_FIELD_NUMBER: _builtins.int
     FIRST_ROUND_FIELD_NUMBER: _builtins.int
     NEIGHBOURS_FIELD_NUMBER: _builtins.int
-    run_id: _builtins.str
     first_round: _builtins.int
     @_builtins.property
     def neighbours(self) -> _containers.RepeatedCompositeFieldContainer[Global___Neighbour]:
@@ -159,13 +219,12 @@ class TopologyEpoch(_message.Message):
     def __init__(
         self,
         *,
-        run_id: _builtins.str = ...,
         first_round: _builtins.int = ...,
         neighbours: _abc.Iterable[Global___Neighbour] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_round", b"first_round", "neighbours", b"neighbours", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_round", b"first_round", "neighbours", b"neighbours"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -207,23 +266,20 @@ Global___Neighbour: _TypeAlias = Neighbour  # noqa: Y015
 
 @_typing.final
 class Grant(_message.Message):
-    """Rounds below `until_round` may be run."""
+    """Rounds below `until_round` may be run: journaled and said."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    RUN_ID_FIELD_NUMBER: _builtins.int
     UNTIL_ROUND_FIELD_NUMBER: _builtins.int
-    run_id: _builtins.str
     until_round: _builtins.int
     def __init__(
         self,
         *,
-        run_id: _builtins.str = ...,
         until_round: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id", "until_round", b"until_round"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["until_round", b"until_round"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -235,58 +291,20 @@ class Stop(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    RUN_ID_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
-    run_id: _builtins.str
     reason: _builtins.str
     def __init__(
         self,
         *,
-        run_id: _builtins.str = ...,
         reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Stop: _TypeAlias = Stop  # noqa: Y015
-
-@_typing.final
-class ReportRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    STATUS_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def status(self) -> _learner_pb2.LearnerStatus: ...
-    def __init__(
-        self,
-        *,
-        status: _learner_pb2.LearnerStatus | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ReportRequest: _TypeAlias = ReportRequest  # noqa: Y015
-
-@_typing.final
-class ReportResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ReportResponse: _TypeAlias = ReportResponse  # noqa: Y015
 
 @_typing.final
 class StartRunRequest(_message.Message):
@@ -297,7 +315,7 @@ class StartRunRequest(_message.Message):
     WORLD_FIELD_NUMBER: _builtins.int
     REPLICA_FIELD_NUMBER: _builtins.int
     spec: _builtins.str
-    """The run spec, JSON."""
+    """The run spec, JSON with its `format`."""
     n_features: _builtins.int
     world: _builtins.int
     """Which of an audit's two data sets the run learns from, and which repetition it is. Labels of the capture: learners
@@ -328,60 +346,6 @@ class StartRunRequest(_message.Message):
 Global___StartRunRequest: _TypeAlias = StartRunRequest  # noqa: Y015
 
 @_typing.final
-class StartRunResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    RUN_ID_FIELD_NUMBER: _builtins.int
-    LEARNERS_FIELD_NUMBER: _builtins.int
-    CAPTURE_ID_FIELD_NUMBER: _builtins.int
-    CAPTURE_LOCATION_FIELD_NUMBER: _builtins.int
-    run_id: _builtins.str
-    capture_id: _builtins.str
-    """The capture that the eavesdropper opened; empty when the run has none."""
-    capture_location: _builtins.str
-    @_builtins.property
-    def learners(self) -> _containers.RepeatedCompositeFieldContainer[Global___LearnerInfo]:
-        """By index."""
-
-    def __init__(
-        self,
-        *,
-        run_id: _builtins.str = ...,
-        learners: _abc.Iterable[Global___LearnerInfo] | None = ...,
-        capture_id: _builtins.str = ...,
-        capture_location: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capture_id", b"capture_id", "capture_location", b"capture_location", "learners", b"learners", "run_id", b"run_id"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___StartRunResponse: _TypeAlias = StartRunResponse  # noqa: Y015
-
-@_typing.final
-class LearnerInfo(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    NAME_FIELD_NUMBER: _builtins.int
-    ADDRESS_FIELD_NUMBER: _builtins.int
-    name: _builtins.str
-    address: _builtins.str
-    def __init__(
-        self,
-        *,
-        name: _builtins.str = ...,
-        address: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "name", b"name"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___LearnerInfo: _TypeAlias = LearnerInfo  # noqa: Y015
-
-@_typing.final
 class StopRunRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -404,19 +368,71 @@ class StopRunRequest(_message.Message):
 Global___StopRunRequest: _TypeAlias = StopRunRequest  # noqa: Y015
 
 @_typing.final
-class StopRunResponse(_message.Message):
+class GetRunRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
     def __init__(
         self,
+        *,
+        run_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___StopRunResponse: _TypeAlias = StopRunResponse  # noqa: Y015
+Global___GetRunRequest: _TypeAlias = GetRunRequest  # noqa: Y015
+
+@_typing.final
+class ListRunsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    page_size: _builtins.int
+    """At most so many; 0: as many as the service thinks fit."""
+    page_token: _builtins.str
+    """The `next_page_token` of the page before; empty: the first page."""
+    def __init__(
+        self,
+        *,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListRunsRequest: _TypeAlias = ListRunsRequest  # noqa: Y015
+
+@_typing.final
+class ListRunsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUNS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Empty: there are no more."""
+    @_builtins.property
+    def runs(self) -> _containers.RepeatedCompositeFieldContainer[Global___Run]: ...
+    def __init__(
+        self,
+        *,
+        runs: _abc.Iterable[Global___Run] | None = ...,
+        next_page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "runs", b"runs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListRunsResponse: _TypeAlias = ListRunsResponse  # noqa: Y015
 
 @_typing.final
 class WatchRunRequest(_message.Message):
@@ -438,22 +454,40 @@ class WatchRunRequest(_message.Message):
 Global___WatchRunRequest: _TypeAlias = WatchRunRequest  # noqa: Y015
 
 @_typing.final
-class WatchRunResponse(_message.Message):
-    """The run as it stands; the last one carries a final state."""
-
+class Run(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RUN_ID_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
     DETAIL_FIELD_NUMBER: _builtins.int
     LEARNERS_FIELD_NUMBER: _builtins.int
+    STARTED_AT_FIELD_NUMBER: _builtins.int
+    ENDED_AT_FIELD_NUMBER: _builtins.int
+    CAPTURE_ID_FIELD_NUMBER: _builtins.int
+    CAPTURE_LOCATION_FIELD_NUMBER: _builtins.int
+    SPEC_FIELD_NUMBER: _builtins.int
+    N_FEATURES_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     state: Global___RunState.ValueType
     detail: _builtins.str
     """Why the run stopped or failed, and by whom."""
+    capture_id: _builtins.str
+    """The capture that the eavesdropper opened; empty when the run has none."""
+    capture_location: _builtins.str
+    spec: _builtins.str
+    """What is run (JSON with its `format`), and the features of a record. GetRun tells them, the other answers leave them out."""
+    n_features: _builtins.int
     @_builtins.property
-    def learners(self) -> _containers.RepeatedCompositeFieldContainer[_learner_pb2.LearnerStatus]:
+    def learners(self) -> _containers.RepeatedCompositeFieldContainer[Global___Participant]:
         """By index."""
+
+    @_builtins.property
+    def started_at(self) -> _timestamp_pb2.Timestamp:
+        """When its learners were told of it."""
+
+    @_builtins.property
+    def ended_at(self) -> _timestamp_pb2.Timestamp:
+        """Absent: it has not ended."""
 
     def __init__(
         self,
@@ -461,12 +495,46 @@ class WatchRunResponse(_message.Message):
         run_id: _builtins.str = ...,
         state: Global___RunState.ValueType = ...,
         detail: _builtins.str = ...,
-        learners: _abc.Iterable[_learner_pb2.LearnerStatus] | None = ...,
+        learners: _abc.Iterable[Global___Participant] | None = ...,
+        started_at: _timestamp_pb2.Timestamp | None = ...,
+        ended_at: _timestamp_pb2.Timestamp | None = ...,
+        capture_id: _builtins.str = ...,
+        capture_location: _builtins.str = ...,
+        spec: _builtins.str = ...,
+        n_features: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ended_at", b"ended_at", "started_at", b"started_at"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "learners", b"learners", "run_id", b"run_id", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capture_id", b"capture_id", "capture_location", b"capture_location", "detail", b"detail", "ended_at", b"ended_at", "learners", b"learners", "n_features", b"n_features", "run_id", b"run_id", "spec", b"spec", "started_at", b"started_at", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___WatchRunResponse: _TypeAlias = WatchRunResponse  # noqa: Y015
+Global___Run: _TypeAlias = Run  # noqa: Y015
+
+@_typing.final
+class Participant(_message.Message):
+    """A learner of a run."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    STATUS_FIELD_NUMBER: _builtins.int
+    address: _builtins.str
+    """Where neighbours and feeders reach it."""
+    @_builtins.property
+    def status(self) -> _learner_pb2.LearnerStatus:
+        """As it was last reported."""
+
+    def __init__(
+        self,
+        *,
+        address: _builtins.str = ...,
+        status: _learner_pb2.LearnerStatus | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "status", b"status"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Participant: _TypeAlias = Participant  # noqa: Y015

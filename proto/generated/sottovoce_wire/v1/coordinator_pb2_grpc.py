@@ -35,30 +35,35 @@ class CoordinatorStub:
         Args:
             channel: A grpc.Channel.
         """
-        self.Join = channel.unary_stream(
+        self.Join = channel.stream_stream(
                 '/sottovoce_wire.v1.Coordinator/Join',
-                request_serializer=sottovoce__wire_dot_v1_dot_coordinator__pb2.JoinRequest.SerializeToString,
+                request_serializer=sottovoce__wire_dot_v1_dot_coordinator__pb2.Event.SerializeToString,
                 response_deserializer=sottovoce__wire_dot_v1_dot_coordinator__pb2.Directive.FromString,
-                _registered_method=True)
-        self.Report = channel.unary_unary(
-                '/sottovoce_wire.v1.Coordinator/Report',
-                request_serializer=sottovoce__wire_dot_v1_dot_coordinator__pb2.ReportRequest.SerializeToString,
-                response_deserializer=sottovoce__wire_dot_v1_dot_coordinator__pb2.ReportResponse.FromString,
                 _registered_method=True)
         self.StartRun = channel.unary_unary(
                 '/sottovoce_wire.v1.Coordinator/StartRun',
                 request_serializer=sottovoce__wire_dot_v1_dot_coordinator__pb2.StartRunRequest.SerializeToString,
-                response_deserializer=sottovoce__wire_dot_v1_dot_coordinator__pb2.StartRunResponse.FromString,
+                response_deserializer=sottovoce__wire_dot_v1_dot_coordinator__pb2.Run.FromString,
                 _registered_method=True)
         self.StopRun = channel.unary_unary(
                 '/sottovoce_wire.v1.Coordinator/StopRun',
                 request_serializer=sottovoce__wire_dot_v1_dot_coordinator__pb2.StopRunRequest.SerializeToString,
-                response_deserializer=sottovoce__wire_dot_v1_dot_coordinator__pb2.StopRunResponse.FromString,
+                response_deserializer=sottovoce__wire_dot_v1_dot_coordinator__pb2.Run.FromString,
+                _registered_method=True)
+        self.GetRun = channel.unary_unary(
+                '/sottovoce_wire.v1.Coordinator/GetRun',
+                request_serializer=sottovoce__wire_dot_v1_dot_coordinator__pb2.GetRunRequest.SerializeToString,
+                response_deserializer=sottovoce__wire_dot_v1_dot_coordinator__pb2.Run.FromString,
+                _registered_method=True)
+        self.ListRuns = channel.unary_unary(
+                '/sottovoce_wire.v1.Coordinator/ListRuns',
+                request_serializer=sottovoce__wire_dot_v1_dot_coordinator__pb2.ListRunsRequest.SerializeToString,
+                response_deserializer=sottovoce__wire_dot_v1_dot_coordinator__pb2.ListRunsResponse.FromString,
                 _registered_method=True)
         self.WatchRun = channel.unary_stream(
                 '/sottovoce_wire.v1.Coordinator/WatchRun',
                 request_serializer=sottovoce__wire_dot_v1_dot_coordinator__pb2.WatchRunRequest.SerializeToString,
-                response_deserializer=sottovoce__wire_dot_v1_dot_coordinator__pb2.WatchRunResponse.FromString,
+                response_deserializer=sottovoce__wire_dot_v1_dot_coordinator__pb2.Run.FromString,
                 _registered_method=True)
 
 
@@ -66,22 +71,16 @@ class CoordinatorServicer:
     """Sets the pace; never in the data path.
     """
 
-    def Join(self, request, context):
-        """A learner offers itself, and follows directives until the stream ends.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Report(self, request, context):
-        """A learner tells how far it is.
+    def Join(self, request_iterator, context):
+        """A learner offers itself, tells how far it is, and follows directives until the stream ends. What comes on a stream
+        counts for the learner that opened it, and for no other: nobody reports in another one's name.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StartRun(self, request, context):
-        """Operators: start a run on the learners that have joined, stop it, watch it.
+        """Operators: start a run on the learners that have joined; end it; see it, and those before it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -93,8 +92,22 @@ class CoordinatorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def WatchRun(self, request, context):
+    def GetRun(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListRuns(self, request, context):
+        """Newest first. A coordinator remembers a bounded number of the runs of this process.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WatchRun(self, request, context):
+        """The run as it stands, again whenever it may have changed; the last one carries a final state.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -102,30 +115,35 @@ class CoordinatorServicer:
 
 def add_CoordinatorServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Join': grpc.unary_stream_rpc_method_handler(
+            'Join': grpc.stream_stream_rpc_method_handler(
                     servicer.Join,
-                    request_deserializer=sottovoce__wire_dot_v1_dot_coordinator__pb2.JoinRequest.FromString,
+                    request_deserializer=sottovoce__wire_dot_v1_dot_coordinator__pb2.Event.FromString,
                     response_serializer=sottovoce__wire_dot_v1_dot_coordinator__pb2.Directive.SerializeToString,
-            ),
-            'Report': grpc.unary_unary_rpc_method_handler(
-                    servicer.Report,
-                    request_deserializer=sottovoce__wire_dot_v1_dot_coordinator__pb2.ReportRequest.FromString,
-                    response_serializer=sottovoce__wire_dot_v1_dot_coordinator__pb2.ReportResponse.SerializeToString,
             ),
             'StartRun': grpc.unary_unary_rpc_method_handler(
                     servicer.StartRun,
                     request_deserializer=sottovoce__wire_dot_v1_dot_coordinator__pb2.StartRunRequest.FromString,
-                    response_serializer=sottovoce__wire_dot_v1_dot_coordinator__pb2.StartRunResponse.SerializeToString,
+                    response_serializer=sottovoce__wire_dot_v1_dot_coordinator__pb2.Run.SerializeToString,
             ),
             'StopRun': grpc.unary_unary_rpc_method_handler(
                     servicer.StopRun,
                     request_deserializer=sottovoce__wire_dot_v1_dot_coordinator__pb2.StopRunRequest.FromString,
-                    response_serializer=sottovoce__wire_dot_v1_dot_coordinator__pb2.StopRunResponse.SerializeToString,
+                    response_serializer=sottovoce__wire_dot_v1_dot_coordinator__pb2.Run.SerializeToString,
+            ),
+            'GetRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetRun,
+                    request_deserializer=sottovoce__wire_dot_v1_dot_coordinator__pb2.GetRunRequest.FromString,
+                    response_serializer=sottovoce__wire_dot_v1_dot_coordinator__pb2.Run.SerializeToString,
+            ),
+            'ListRuns': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListRuns,
+                    request_deserializer=sottovoce__wire_dot_v1_dot_coordinator__pb2.ListRunsRequest.FromString,
+                    response_serializer=sottovoce__wire_dot_v1_dot_coordinator__pb2.ListRunsResponse.SerializeToString,
             ),
             'WatchRun': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchRun,
                     request_deserializer=sottovoce__wire_dot_v1_dot_coordinator__pb2.WatchRunRequest.FromString,
-                    response_serializer=sottovoce__wire_dot_v1_dot_coordinator__pb2.WatchRunResponse.SerializeToString,
+                    response_serializer=sottovoce__wire_dot_v1_dot_coordinator__pb2.Run.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -140,7 +158,7 @@ class Coordinator:
     """
 
     @staticmethod
-    def Join(request,
+    def Join(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -150,39 +168,12 @@ class Coordinator:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
+        return grpc.experimental.stream_stream(
+            request_iterator,
             target,
             '/sottovoce_wire.v1.Coordinator/Join',
-            sottovoce__wire_dot_v1_dot_coordinator__pb2.JoinRequest.SerializeToString,
+            sottovoce__wire_dot_v1_dot_coordinator__pb2.Event.SerializeToString,
             sottovoce__wire_dot_v1_dot_coordinator__pb2.Directive.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Report(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/sottovoce_wire.v1.Coordinator/Report',
-            sottovoce__wire_dot_v1_dot_coordinator__pb2.ReportRequest.SerializeToString,
-            sottovoce__wire_dot_v1_dot_coordinator__pb2.ReportResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -209,7 +200,7 @@ class Coordinator:
             target,
             '/sottovoce_wire.v1.Coordinator/StartRun',
             sottovoce__wire_dot_v1_dot_coordinator__pb2.StartRunRequest.SerializeToString,
-            sottovoce__wire_dot_v1_dot_coordinator__pb2.StartRunResponse.FromString,
+            sottovoce__wire_dot_v1_dot_coordinator__pb2.Run.FromString,
             options,
             channel_credentials,
             insecure,
@@ -236,7 +227,61 @@ class Coordinator:
             target,
             '/sottovoce_wire.v1.Coordinator/StopRun',
             sottovoce__wire_dot_v1_dot_coordinator__pb2.StopRunRequest.SerializeToString,
-            sottovoce__wire_dot_v1_dot_coordinator__pb2.StopRunResponse.FromString,
+            sottovoce__wire_dot_v1_dot_coordinator__pb2.Run.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/sottovoce_wire.v1.Coordinator/GetRun',
+            sottovoce__wire_dot_v1_dot_coordinator__pb2.GetRunRequest.SerializeToString,
+            sottovoce__wire_dot_v1_dot_coordinator__pb2.Run.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListRuns(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/sottovoce_wire.v1.Coordinator/ListRuns',
+            sottovoce__wire_dot_v1_dot_coordinator__pb2.ListRunsRequest.SerializeToString,
+            sottovoce__wire_dot_v1_dot_coordinator__pb2.ListRunsResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -263,7 +308,7 @@ class Coordinator:
             target,
             '/sottovoce_wire.v1.Coordinator/WatchRun',
             sottovoce__wire_dot_v1_dot_coordinator__pb2.WatchRunRequest.SerializeToString,
-            sottovoce__wire_dot_v1_dot_coordinator__pb2.WatchRunResponse.FromString,
+            sottovoce__wire_dot_v1_dot_coordinator__pb2.Run.FromString,
             options,
             channel_credentials,
             insecure,

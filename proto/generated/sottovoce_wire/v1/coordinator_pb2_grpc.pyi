@@ -33,28 +33,36 @@ class CoordinatorStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> CoordinatorAsyncStub: ...
-    Join: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.JoinRequest, _coordinator_pb2.Directive]
-    """A learner offers itself, and follows directives until the stream ends."""
-    Report: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ReportRequest, _coordinator_pb2.ReportResponse]
-    """A learner tells how far it is."""
-    StartRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.StartRunRequest, _coordinator_pb2.StartRunResponse]
-    """Operators: start a run on the learners that have joined, stop it, watch it."""
-    StopRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.StopRunRequest, _coordinator_pb2.StopRunResponse]
-    WatchRun: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.WatchRunRequest, _coordinator_pb2.WatchRunResponse]
+    Join: _grpc.StreamStreamMultiCallable[_coordinator_pb2.Event, _coordinator_pb2.Directive]
+    """A learner offers itself, tells how far it is, and follows directives until the stream ends. What comes on a stream
+    counts for the learner that opened it, and for no other: nobody reports in another one's name.
+    """
+    StartRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.StartRunRequest, _coordinator_pb2.Run]
+    """Operators: start a run on the learners that have joined; end it; see it, and those before it."""
+    StopRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.StopRunRequest, _coordinator_pb2.Run]
+    GetRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.GetRunRequest, _coordinator_pb2.Run]
+    ListRuns: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ListRunsRequest, _coordinator_pb2.ListRunsResponse]
+    """Newest first. A coordinator remembers a bounded number of the runs of this process."""
+    WatchRun: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.WatchRunRequest, _coordinator_pb2.Run]
+    """The run as it stands, again whenever it may have changed; the last one carries a final state."""
 
 @_typing.type_check_only
 class CoordinatorAsyncStub(CoordinatorStub):
     """Sets the pace; never in the data path."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
-    Join: _aio.UnaryStreamMultiCallable[_coordinator_pb2.JoinRequest, _coordinator_pb2.Directive]  # type: ignore[assignment]
-    """A learner offers itself, and follows directives until the stream ends."""
-    Report: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ReportRequest, _coordinator_pb2.ReportResponse]  # type: ignore[assignment]
-    """A learner tells how far it is."""
-    StartRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.StartRunRequest, _coordinator_pb2.StartRunResponse]  # type: ignore[assignment]
-    """Operators: start a run on the learners that have joined, stop it, watch it."""
-    StopRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.StopRunRequest, _coordinator_pb2.StopRunResponse]  # type: ignore[assignment]
-    WatchRun: _aio.UnaryStreamMultiCallable[_coordinator_pb2.WatchRunRequest, _coordinator_pb2.WatchRunResponse]  # type: ignore[assignment]
+    Join: _aio.StreamStreamMultiCallable[_coordinator_pb2.Event, _coordinator_pb2.Directive]  # type: ignore[assignment]
+    """A learner offers itself, tells how far it is, and follows directives until the stream ends. What comes on a stream
+    counts for the learner that opened it, and for no other: nobody reports in another one's name.
+    """
+    StartRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.StartRunRequest, _coordinator_pb2.Run]  # type: ignore[assignment]
+    """Operators: start a run on the learners that have joined; end it; see it, and those before it."""
+    StopRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.StopRunRequest, _coordinator_pb2.Run]  # type: ignore[assignment]
+    GetRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.GetRunRequest, _coordinator_pb2.Run]  # type: ignore[assignment]
+    ListRuns: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ListRunsRequest, _coordinator_pb2.ListRunsResponse]  # type: ignore[assignment]
+    """Newest first. A coordinator remembers a bounded number of the runs of this process."""
+    WatchRun: _aio.UnaryStreamMultiCallable[_coordinator_pb2.WatchRunRequest, _coordinator_pb2.Run]  # type: ignore[assignment]
+    """The run as it stands, again whenever it may have changed; the last one carries a final state."""
 
 class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
     """Sets the pace; never in the data path."""
@@ -62,39 +70,49 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def Join(
         self,
-        request: _coordinator_pb2.JoinRequest,
+        request_iterator: _MaybeAsyncIterator[_coordinator_pb2.Event],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_coordinator_pb2.Directive], _abc.AsyncIterator[_coordinator_pb2.Directive]]:
-        """A learner offers itself, and follows directives until the stream ends."""
-
-    @_abc_1.abstractmethod
-    def Report(
-        self,
-        request: _coordinator_pb2.ReportRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_coordinator_pb2.ReportResponse, _abc.Awaitable[_coordinator_pb2.ReportResponse]]:
-        """A learner tells how far it is."""
+        """A learner offers itself, tells how far it is, and follows directives until the stream ends. What comes on a stream
+        counts for the learner that opened it, and for no other: nobody reports in another one's name.
+        """
 
     @_abc_1.abstractmethod
     def StartRun(
         self,
         request: _coordinator_pb2.StartRunRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_coordinator_pb2.StartRunResponse, _abc.Awaitable[_coordinator_pb2.StartRunResponse]]:
-        """Operators: start a run on the learners that have joined, stop it, watch it."""
+    ) -> _typing.Union[_coordinator_pb2.Run, _abc.Awaitable[_coordinator_pb2.Run]]:
+        """Operators: start a run on the learners that have joined; end it; see it, and those before it."""
 
     @_abc_1.abstractmethod
     def StopRun(
         self,
         request: _coordinator_pb2.StopRunRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_coordinator_pb2.StopRunResponse, _abc.Awaitable[_coordinator_pb2.StopRunResponse]]: ...
+    ) -> _typing.Union[_coordinator_pb2.Run, _abc.Awaitable[_coordinator_pb2.Run]]: ...
+
+    @_abc_1.abstractmethod
+    def GetRun(
+        self,
+        request: _coordinator_pb2.GetRunRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.Run, _abc.Awaitable[_coordinator_pb2.Run]]: ...
+
+    @_abc_1.abstractmethod
+    def ListRuns(
+        self,
+        request: _coordinator_pb2.ListRunsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.ListRunsResponse, _abc.Awaitable[_coordinator_pb2.ListRunsResponse]]:
+        """Newest first. A coordinator remembers a bounded number of the runs of this process."""
 
     @_abc_1.abstractmethod
     def WatchRun(
         self,
         request: _coordinator_pb2.WatchRunRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_coordinator_pb2.WatchRunResponse], _abc.AsyncIterator[_coordinator_pb2.WatchRunResponse]]: ...
+    ) -> _typing.Union[_abc.Iterator[_coordinator_pb2.Run], _abc.AsyncIterator[_coordinator_pb2.Run]]:
+        """The run as it stands, again whenever it may have changed; the last one carries a final state."""
 
 def add_CoordinatorServicer_to_server(servicer: CoordinatorServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -6,7 +6,9 @@ isort:skip_file
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
+from sottovoce_wire.v1 import tensor_pb2 as _tensor_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -56,9 +58,10 @@ class OpenCaptureRequest(_message.Message):
     N_FEATURES_FIELD_NUMBER: _builtins.int
     WORLD_FIELD_NUMBER: _builtins.int
     REPLICA_FIELD_NUMBER: _builtins.int
+    FIELDS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     spec: _builtins.str
-    """The run spec, JSON: kept beside the records."""
+    """The run spec, JSON with its `format`: kept beside the records."""
     n_features: _builtins.int
     """Features of a record. 0: not said."""
     world: _builtins.int
@@ -66,6 +69,10 @@ class OpenCaptureRequest(_message.Message):
     replica: _builtins.int
     @_builtins.property
     def routes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Route]: ...
+    @_builtins.property
+    def fields(self) -> _containers.RepeatedCompositeFieldContainer[_tensor_pb2.Field]:
+        """What a round's values are, in their order: kept beside the records, which do not say so themselves."""
+
     def __init__(
         self,
         *,
@@ -75,10 +82,11 @@ class OpenCaptureRequest(_message.Message):
         n_features: _builtins.int = ...,
         world: _builtins.int | None = ...,
         replica: _builtins.int | None = ...,
+        fields: _abc.Iterable[_tensor_pb2.Field] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_replica", b"_replica", "_world", b"_world", "replica", b"replica", "world", b"world"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_replica", b"_replica", "_world", b"_world", "n_features", b"n_features", "replica", b"replica", "routes", b"routes", "run_id", b"run_id", "spec", b"spec", "world", b"world"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_replica", b"_replica", "_world", b"_world", "fields", b"fields", "n_features", b"n_features", "replica", b"replica", "routes", b"routes", "run_id", b"run_id", "spec", b"spec", "world", b"world"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__replica: _TypeAlias = _typing.Literal["replica"]  # noqa: Y015
     _WhichOneofArgType__replica: _TypeAlias = _typing.Literal["_replica", b"_replica"]  # noqa: Y015
@@ -162,12 +170,25 @@ Global___CaptureInfo: _TypeAlias = CaptureInfo  # noqa: Y015
 class ListCapturesRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    page_size: _builtins.int
+    """At most so many; 0: as many as the service thinks fit."""
+    page_token: _builtins.str
+    """The `next_page_token` of the page before; empty: the first page."""
+    run_id: _builtins.str
+    """Those of this run; empty: of every run."""
     def __init__(
         self,
+        *,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+        run_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -178,16 +199,20 @@ class ListCapturesResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     CAPTURES_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Empty: there are no more."""
     @_builtins.property
     def captures(self) -> _containers.RepeatedCompositeFieldContainer[Global___CaptureInfo]: ...
     def __init__(
         self,
         *,
         captures: _abc.Iterable[Global___CaptureInfo] | None = ...,
+        next_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["captures", b"captures"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["captures", b"captures", "next_page_token", b"next_page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -312,23 +337,23 @@ class MirroredMessage(_message.Message):
 
     PAYLOAD_FIELD_NUMBER: _builtins.int
     RECEIVERS_FIELD_NUMBER: _builtins.int
-    SENT_AT_NS_FIELD_NUMBER: _builtins.int
+    SENT_AT_FIELD_NUMBER: _builtins.int
     payload: _builtins.bytes
-    """A RoundMessage as it was sent."""
-    sent_at_ns: _builtins.int
-    """Unix time in nanoseconds."""
+    """An ExchangeMessage with a round, as it was sent."""
     @_builtins.property
     def receivers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def sent_at(self) -> _timestamp_pb2.Timestamp: ...
     def __init__(
         self,
         *,
         payload: _builtins.bytes = ...,
         receivers: _abc.Iterable[_builtins.int] | None = ...,
-        sent_at_ns: _builtins.int = ...,
+        sent_at: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sent_at", b"sent_at"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["payload", b"payload", "receivers", b"receivers", "sent_at_ns", b"sent_at_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["payload", b"payload", "receivers", b"receivers", "sent_at", b"sent_at"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

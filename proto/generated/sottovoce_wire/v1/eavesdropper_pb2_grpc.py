@@ -74,7 +74,8 @@ class EavesdropperServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListCaptures(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Newest first.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')

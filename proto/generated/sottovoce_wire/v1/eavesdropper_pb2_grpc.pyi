@@ -36,6 +36,7 @@ class EavesdropperStub:
     OpenCapture: _grpc.UnaryUnaryMultiCallable[_eavesdropper_pb2.OpenCaptureRequest, _eavesdropper_pb2.OpenCaptureResponse]
     """Begin a capture. For every route a relay port is opened; the addresses come back in the same order."""
     ListCaptures: _grpc.UnaryUnaryMultiCallable[_eavesdropper_pb2.ListCapturesRequest, _eavesdropper_pb2.ListCapturesResponse]
+    """Newest first."""
     StreamCapture: _grpc.UnaryStreamMultiCallable[_eavesdropper_pb2.StreamCaptureRequest, _eavesdropper_pb2.StreamCaptureResponse]
     """The recorded files of a capture, in pieces."""
     CloseCapture: _grpc.UnaryUnaryMultiCallable[_eavesdropper_pb2.CloseCaptureRequest, _eavesdropper_pb2.CloseCaptureResponse]
@@ -51,6 +52,7 @@ class EavesdropperAsyncStub(EavesdropperStub):
     OpenCapture: _aio.UnaryUnaryMultiCallable[_eavesdropper_pb2.OpenCaptureRequest, _eavesdropper_pb2.OpenCaptureResponse]  # type: ignore[assignment]
     """Begin a capture. For every route a relay port is opened; the addresses come back in the same order."""
     ListCaptures: _aio.UnaryUnaryMultiCallable[_eavesdropper_pb2.ListCapturesRequest, _eavesdropper_pb2.ListCapturesResponse]  # type: ignore[assignment]
+    """Newest first."""
     StreamCapture: _aio.UnaryStreamMultiCallable[_eavesdropper_pb2.StreamCaptureRequest, _eavesdropper_pb2.StreamCaptureResponse]  # type: ignore[assignment]
     """The recorded files of a capture, in pieces."""
     CloseCapture: _aio.UnaryUnaryMultiCallable[_eavesdropper_pb2.CloseCaptureRequest, _eavesdropper_pb2.CloseCaptureResponse]  # type: ignore[assignment]
@@ -74,7 +76,8 @@ class EavesdropperServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _eavesdropper_pb2.ListCapturesRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_eavesdropper_pb2.ListCapturesResponse, _abc.Awaitable[_eavesdropper_pb2.ListCapturesResponse]]: ...
+    ) -> _typing.Union[_eavesdropper_pb2.ListCapturesResponse, _abc.Awaitable[_eavesdropper_pb2.ListCapturesResponse]]:
+        """Newest first."""
 
     @_abc_1.abstractmethod
     def StreamCapture(

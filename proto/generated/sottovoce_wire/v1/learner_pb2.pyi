@@ -56,62 +56,127 @@ LEARNER_STATE_STOPPED: LearnerState.ValueType  # 7
 Global___LearnerState: _TypeAlias = LearnerState  # noqa: Y015
 
 @_typing.final
+class ExchangeMessage(_message.Message):
+    """What crosses between neighbours."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HELLO_FIELD_NUMBER: _builtins.int
+    ROUND_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def hello(self) -> Global___Hello: ...
+    @_builtins.property
+    def round(self) -> Global___RoundMessage: ...
+    def __init__(
+        self,
+        *,
+        hello: Global___Hello | None = ...,
+        round: Global___RoundMessage | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "message", b"message", "round", b"round"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "message", b"message", "round", b"round"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "round"]  # noqa: Y015
+    _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
+
+Global___ExchangeMessage: _TypeAlias = ExchangeMessage  # noqa: Y015
+
+@_typing.final
+class Hello(_message.Message):
+    """Who speaks, and what both must agree on before a round is said. Nothing in it depends on records. A Hello of another
+    run, plan or fields is refused.
+
+    A learner that goes on after a crash will have to say more; these numbers are kept for it, all of fixed width and
+    always present: 6 and 7 number and hash of the topology epoch, 8 incarnation, 9 coordinator's term, 10 last (the
+    sender's newest journaled round), 11 kept (the oldest round that the sender can say again), 12 hash chain of what was
+    heard below `next_round`. A receiver passes over numbers that it does not know.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    PLAN_HASH_FIELD_NUMBER: _builtins.int
+    LEARNER_FIELD_NUMBER: _builtins.int
+    NEXT_ROUND_FIELD_NUMBER: _builtins.int
+    FIELDS_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    plan_hash: _builtins.bytes
+    """SHA-256 of the run's plan: the run spec and the features of a record."""
+    learner: _builtins.int
+    """The sender's index."""
+    next_round: _builtins.int
+    """The first round of the receiver that the sender has not heard."""
+    @_builtins.property
+    def fields(self) -> _containers.RepeatedCompositeFieldContainer[_tensor_pb2.Field]:
+        """What a round's values are, in their order."""
+
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        plan_hash: _builtins.bytes = ...,
+        learner: _builtins.int | None = ...,
+        next_round: _builtins.int | None = ...,
+        fields: _abc.Iterable[_tensor_pb2.Field] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_learner", b"_learner", "_next_round", b"_next_round", "learner", b"learner", "next_round", b"next_round"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_learner", b"_learner", "_next_round", b"_next_round", "fields", b"fields", "learner", b"learner", "next_round", b"next_round", "plan_hash", b"plan_hash", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__learner: _TypeAlias = _typing.Literal["learner"]  # noqa: Y015
+    _WhichOneofArgType__learner: _TypeAlias = _typing.Literal["_learner", b"_learner"]  # noqa: Y015
+    _WhichOneofReturnType__next_round: _TypeAlias = _typing.Literal["next_round"]  # noqa: Y015
+    _WhichOneofArgType__next_round: _TypeAlias = _typing.Literal["_next_round", b"_next_round"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__learner) -> _WhichOneofReturnType__learner | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__next_round) -> _WhichOneofReturnType__next_round | None: ...
+
+Global___Hello: _TypeAlias = Hello  # noqa: Y015
+
+@_typing.final
 class RoundMessage(_message.Message):
-    """What a learner says in one round. Same length in every round, whatever the data: fixed-width numbers, always present."""
+    """What a learner says in one round, in its one encoding: an ExchangeMessage with these three, each present, in this
+    order. So all of a run's messages have one length, whatever the data, and no room for anything else: a receiver
+    refuses every other encoding.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     ROUND_FIELD_NUMBER: _builtins.int
     SENDER_FIELD_NUMBER: _builtins.int
-    FIELDS_FIELD_NUMBER: _builtins.int
+    VALUES_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     sender: _builtins.int
-    @_builtins.property
-    def fields(self) -> _containers.RepeatedCompositeFieldContainer[Global___Field]: ...
+    values: _builtins.bytes
+    """The numbers of all fields, one field after the other as in the Hello: little-endian, C order."""
     def __init__(
         self,
         *,
         round: _builtins.int | None = ...,
         sender: _builtins.int | None = ...,
-        fields: _abc.Iterable[Global___Field] | None = ...,
+        values: _builtins.bytes | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_round", b"_round", "_sender", b"_sender", "round", b"round", "sender", b"sender"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_round", b"_round", "_sender", b"_sender", "_values", b"_values", "round", b"round", "sender", b"sender", "values", b"values"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_round", b"_round", "_sender", b"_sender", "fields", b"fields", "round", b"round", "sender", b"sender"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_round", b"_round", "_sender", b"_sender", "_values", b"_values", "round", b"round", "sender", b"sender", "values", b"values"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__round: _TypeAlias = _typing.Literal["round"]  # noqa: Y015
     _WhichOneofArgType__round: _TypeAlias = _typing.Literal["_round", b"_round"]  # noqa: Y015
     _WhichOneofReturnType__sender: _TypeAlias = _typing.Literal["sender"]  # noqa: Y015
     _WhichOneofArgType__sender: _TypeAlias = _typing.Literal["_sender", b"_sender"]  # noqa: Y015
+    _WhichOneofReturnType__values: _TypeAlias = _typing.Literal["values"]  # noqa: Y015
+    _WhichOneofArgType__values: _TypeAlias = _typing.Literal["_values", b"_values"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__round) -> _WhichOneofReturnType__round | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__sender) -> _WhichOneofReturnType__sender | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__values) -> _WhichOneofReturnType__values | None: ...
 
 Global___RoundMessage: _TypeAlias = RoundMessage  # noqa: Y015
-
-@_typing.final
-class Field(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    NAME_FIELD_NUMBER: _builtins.int
-    VALUE_FIELD_NUMBER: _builtins.int
-    name: _builtins.str
-    @_builtins.property
-    def value(self) -> _tensor_pb2.Tensor: ...
-    def __init__(
-        self,
-        *,
-        name: _builtins.str = ...,
-        value: _tensor_pb2.Tensor | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "value", b"value"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Field: _TypeAlias = Field  # noqa: Y015
 
 @_typing.final
 class SampleBatch(_message.Message):
@@ -211,8 +276,8 @@ class PredictResponse(_message.Message):
 
     SCORES_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
-    ROUND_FIELD_NUMBER: _builtins.int
-    round: _builtins.int
+    ROUNDS_DONE_FIELD_NUMBER: _builtins.int
+    rounds_done: _builtins.int
     """Rounds that the model has learned from."""
     @_builtins.property
     def scores(self) -> _tensor_pb2.Tensor:
@@ -227,11 +292,11 @@ class PredictResponse(_message.Message):
         *,
         scores: _tensor_pb2.Tensor | None = ...,
         labels: _tensor_pb2.Tensor | None = ...,
-        round: _builtins.int = ...,
+        rounds_done: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["labels", b"labels", "scores", b"scores"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["labels", b"labels", "round", b"round", "scores", b"scores"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["labels", b"labels", "rounds_done", b"rounds_done", "scores", b"scores"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -281,8 +346,8 @@ class LearnerStatus(_message.Message):
     LEARNER_FIELD_NUMBER: _builtins.int
     RUN_ID_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
-    ROUND_FIELD_NUMBER: _builtins.int
-    DATA_ROUNDS_FIELD_NUMBER: _builtins.int
+    ROUNDS_DONE_FIELD_NUMBER: _builtins.int
+    ROUNDS_WITH_DATA_FIELD_NUMBER: _builtins.int
     MESSAGES_SENT_FIELD_NUMBER: _builtins.int
     BYTES_SENT_FIELD_NUMBER: _builtins.int
     EPSILON_SPENT_FIELD_NUMBER: _builtins.int
@@ -292,12 +357,13 @@ class LearnerStatus(_message.Message):
     PREQUENTIAL_ACCURACY_FIELD_NUMBER: _builtins.int
     EPSILON_ELSEWHERE_FIELD_NUMBER: _builtins.int
     EPSILON_OWN_BUDGET_FIELD_NUMBER: _builtins.int
+    ROUNDS_SAID_FIELD_NUMBER: _builtins.int
     learner: _builtins.str
     run_id: _builtins.str
     state: Global___LearnerState.ValueType
-    round: _builtins.int
-    """Rounds done."""
-    data_rounds: _builtins.int
+    rounds_done: _builtins.int
+    """Rounds done: said, heard, learned from."""
+    rounds_with_data: _builtins.int
     """Rounds for which records have arrived."""
     messages_sent: _builtins.int
     bytes_sent: _builtins.int
@@ -315,14 +381,16 @@ class LearnerStatus(_message.Message):
     epsilon_elsewhere: _builtins.float
     """Epsilon spent in other runs, and what the owner allows in all runs together (absent: no limit)."""
     epsilon_own_budget: _builtins.float
+    rounds_said: _builtins.int
+    """Rounds whose message is journaled, and so charged and possibly said: `rounds_done` or one more."""
     def __init__(
         self,
         *,
         learner: _builtins.str = ...,
         run_id: _builtins.str = ...,
         state: Global___LearnerState.ValueType = ...,
-        round: _builtins.int = ...,
-        data_rounds: _builtins.int = ...,
+        rounds_done: _builtins.int = ...,
+        rounds_with_data: _builtins.int = ...,
         messages_sent: _builtins.int = ...,
         bytes_sent: _builtins.int = ...,
         epsilon_spent: _builtins.float = ...,
@@ -332,10 +400,11 @@ class LearnerStatus(_message.Message):
         prequential_accuracy: _builtins.float | None = ...,
         epsilon_elsewhere: _builtins.float = ...,
         epsilon_own_budget: _builtins.float | None = ...,
+        rounds_said: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_epsilon_budget", b"_epsilon_budget", "_epsilon_own_budget", b"_epsilon_own_budget", "_prequential_accuracy", b"_prequential_accuracy", "epsilon_budget", b"epsilon_budget", "epsilon_own_budget", b"epsilon_own_budget", "prequential_accuracy", b"prequential_accuracy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_epsilon_budget", b"_epsilon_budget", "_epsilon_own_budget", b"_epsilon_own_budget", "_prequential_accuracy", b"_prequential_accuracy", "bytes_sent", b"bytes_sent", "data_rounds", b"data_rounds", "detail", b"detail", "epsilon_budget", b"epsilon_budget", "epsilon_elsewhere", b"epsilon_elsewhere", "epsilon_own_budget", b"epsilon_own_budget", "epsilon_spent", b"epsilon_spent", "learner", b"learner", "messages_sent", b"messages_sent", "noise_is_not_private", b"noise_is_not_private", "prequential_accuracy", b"prequential_accuracy", "round", b"round", "run_id", b"run_id", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_epsilon_budget", b"_epsilon_budget", "_epsilon_own_budget", b"_epsilon_own_budget", "_prequential_accuracy", b"_prequential_accuracy", "bytes_sent", b"bytes_sent", "detail", b"detail", "epsilon_budget", b"epsilon_budget", "epsilon_elsewhere", b"epsilon_elsewhere", "epsilon_own_budget", b"epsilon_own_budget", "epsilon_spent", b"epsilon_spent", "learner", b"learner", "messages_sent", b"messages_sent", "noise_is_not_private", b"noise_is_not_private", "prequential_accuracy", b"prequential_accuracy", "rounds_done", b"rounds_done", "rounds_said", b"rounds_said", "rounds_with_data", b"rounds_with_data", "run_id", b"run_id", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__epsilon_budget: _TypeAlias = _typing.Literal["epsilon_budget"]  # noqa: Y015
     _WhichOneofArgType__epsilon_budget: _TypeAlias = _typing.Literal["_epsilon_budget", b"_epsilon_budget"]  # noqa: Y015

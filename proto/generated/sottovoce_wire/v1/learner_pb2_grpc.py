@@ -37,15 +37,15 @@ class LearnerStub:
         """
         self.Exchange = channel.stream_stream(
                 '/sottovoce_wire.v1.Learner/Exchange',
-                request_serializer=sottovoce__wire_dot_v1_dot_learner__pb2.RoundMessage.SerializeToString,
-                response_deserializer=sottovoce__wire_dot_v1_dot_learner__pb2.RoundMessage.FromString,
+                request_serializer=sottovoce__wire_dot_v1_dot_learner__pb2.ExchangeMessage.SerializeToString,
+                response_deserializer=sottovoce__wire_dot_v1_dot_learner__pb2.ExchangeMessage.FromString,
                 _registered_method=True)
         self.Ingest = channel.stream_stream(
                 '/sottovoce_wire.v1.Learner/Ingest',
                 request_serializer=sottovoce__wire_dot_v1_dot_learner__pb2.SampleBatch.SerializeToString,
                 response_deserializer=sottovoce__wire_dot_v1_dot_learner__pb2.IngestReceipt.FromString,
                 _registered_method=True)
-        self.Predict = channel.stream_stream(
+        self.Predict = channel.unary_unary(
                 '/sottovoce_wire.v1.Learner/Predict',
                 request_serializer=sottovoce__wire_dot_v1_dot_learner__pb2.PredictRequest.SerializeToString,
                 response_deserializer=sottovoce__wire_dot_v1_dot_learner__pb2.PredictResponse.FromString,
@@ -67,12 +67,8 @@ class LearnerServicer:
     """
 
     def Exchange(self, request_iterator, context):
-        """The channel between two neighbours, both directions in one stream, opened by the learner with the lower index.
-        Each side introduces itself in its initial metadata, the caller first:
-        sottovoce-run         the run
-        sottovoce-learner     who is speaking, the learner's index
-        sottovoce-next-round  the first round whose message this side has not heard yet
-        After that the stream carries RoundMessages only, in the order of their rounds.
+        """The channel between two neighbours, both directions in one stream, opened by the learner with the lower index. The
+        caller says a Hello first, then the callee; after that each says its rounds, in order, and nothing else.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -85,7 +81,7 @@ class LearnerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Predict(self, request_iterator, context):
+    def Predict(self, request, context):
         """The model in use. Answers only where the run opted in (telemetry.predict): outside the privacy guarantee.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -110,15 +106,15 @@ def add_LearnerServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Exchange': grpc.stream_stream_rpc_method_handler(
                     servicer.Exchange,
-                    request_deserializer=sottovoce__wire_dot_v1_dot_learner__pb2.RoundMessage.FromString,
-                    response_serializer=sottovoce__wire_dot_v1_dot_learner__pb2.RoundMessage.SerializeToString,
+                    request_deserializer=sottovoce__wire_dot_v1_dot_learner__pb2.ExchangeMessage.FromString,
+                    response_serializer=sottovoce__wire_dot_v1_dot_learner__pb2.ExchangeMessage.SerializeToString,
             ),
             'Ingest': grpc.stream_stream_rpc_method_handler(
                     servicer.Ingest,
                     request_deserializer=sottovoce__wire_dot_v1_dot_learner__pb2.SampleBatch.FromString,
                     response_serializer=sottovoce__wire_dot_v1_dot_learner__pb2.IngestReceipt.SerializeToString,
             ),
-            'Predict': grpc.stream_stream_rpc_method_handler(
+            'Predict': grpc.unary_unary_rpc_method_handler(
                     servicer.Predict,
                     request_deserializer=sottovoce__wire_dot_v1_dot_learner__pb2.PredictRequest.FromString,
                     response_serializer=sottovoce__wire_dot_v1_dot_learner__pb2.PredictResponse.SerializeToString,
@@ -160,8 +156,8 @@ class Learner:
             request_iterator,
             target,
             '/sottovoce_wire.v1.Learner/Exchange',
-            sottovoce__wire_dot_v1_dot_learner__pb2.RoundMessage.SerializeToString,
-            sottovoce__wire_dot_v1_dot_learner__pb2.RoundMessage.FromString,
+            sottovoce__wire_dot_v1_dot_learner__pb2.ExchangeMessage.SerializeToString,
+            sottovoce__wire_dot_v1_dot_learner__pb2.ExchangeMessage.FromString,
             options,
             channel_credentials,
             insecure,
@@ -200,7 +196,7 @@ class Learner:
             _registered_method=True)
 
     @staticmethod
-    def Predict(request_iterator,
+    def Predict(request,
             target,
             options=(),
             channel_credentials=None,
@@ -210,8 +206,8 @@ class Learner:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.stream_stream(
-            request_iterator,
+        return grpc.experimental.unary_unary(
+            request,
             target,
             '/sottovoce_wire.v1.Learner/Predict',
             sottovoce__wire_dot_v1_dot_learner__pb2.PredictRequest.SerializeToString,

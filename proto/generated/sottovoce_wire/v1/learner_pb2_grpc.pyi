@@ -33,17 +33,13 @@ class LearnerStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> LearnerAsyncStub: ...
-    Exchange: _grpc.StreamStreamMultiCallable[_learner_pb2.RoundMessage, _learner_pb2.RoundMessage]
-    """The channel between two neighbours, both directions in one stream, opened by the learner with the lower index.
-    Each side introduces itself in its initial metadata, the caller first:
-      sottovoce-run         the run
-      sottovoce-learner     who is speaking, the learner's index
-      sottovoce-next-round  the first round whose message this side has not heard yet
-    After that the stream carries RoundMessages only, in the order of their rounds.
+    Exchange: _grpc.StreamStreamMultiCallable[_learner_pb2.ExchangeMessage, _learner_pb2.ExchangeMessage]
+    """The channel between two neighbours, both directions in one stream, opened by the learner with the lower index. The
+    caller says a Hello first, then the callee; after that each says its rounds, in order, and nothing else.
     """
     Ingest: _grpc.StreamStreamMultiCallable[_learner_pb2.SampleBatch, _learner_pb2.IngestReceipt]
     """Live data from the learner's owner. Private: this never crosses the channels between learners."""
-    Predict: _grpc.StreamStreamMultiCallable[_learner_pb2.PredictRequest, _learner_pb2.PredictResponse]
+    Predict: _grpc.UnaryUnaryMultiCallable[_learner_pb2.PredictRequest, _learner_pb2.PredictResponse]
     """The model in use. Answers only where the run opted in (telemetry.predict): outside the privacy guarantee."""
     Status: _grpc.UnaryUnaryMultiCallable[_learner_pb2.StatusRequest, _learner_pb2.StatusResponse]
     Ledger: _grpc.UnaryUnaryMultiCallable[_learner_pb2.LedgerRequest, _learner_pb2.LedgerResponse]
@@ -54,17 +50,13 @@ class LearnerAsyncStub(LearnerStub):
     """One learner: it exchanges noised messages with its neighbours, and takes in its owner's records."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
-    Exchange: _aio.StreamStreamMultiCallable[_learner_pb2.RoundMessage, _learner_pb2.RoundMessage]  # type: ignore[assignment]
-    """The channel between two neighbours, both directions in one stream, opened by the learner with the lower index.
-    Each side introduces itself in its initial metadata, the caller first:
-      sottovoce-run         the run
-      sottovoce-learner     who is speaking, the learner's index
-      sottovoce-next-round  the first round whose message this side has not heard yet
-    After that the stream carries RoundMessages only, in the order of their rounds.
+    Exchange: _aio.StreamStreamMultiCallable[_learner_pb2.ExchangeMessage, _learner_pb2.ExchangeMessage]  # type: ignore[assignment]
+    """The channel between two neighbours, both directions in one stream, opened by the learner with the lower index. The
+    caller says a Hello first, then the callee; after that each says its rounds, in order, and nothing else.
     """
     Ingest: _aio.StreamStreamMultiCallable[_learner_pb2.SampleBatch, _learner_pb2.IngestReceipt]  # type: ignore[assignment]
     """Live data from the learner's owner. Private: this never crosses the channels between learners."""
-    Predict: _aio.StreamStreamMultiCallable[_learner_pb2.PredictRequest, _learner_pb2.PredictResponse]  # type: ignore[assignment]
+    Predict: _aio.UnaryUnaryMultiCallable[_learner_pb2.PredictRequest, _learner_pb2.PredictResponse]  # type: ignore[assignment]
     """The model in use. Answers only where the run opted in (telemetry.predict): outside the privacy guarantee."""
     Status: _aio.UnaryUnaryMultiCallable[_learner_pb2.StatusRequest, _learner_pb2.StatusResponse]  # type: ignore[assignment]
     Ledger: _aio.UnaryUnaryMultiCallable[_learner_pb2.LedgerRequest, _learner_pb2.LedgerResponse]  # type: ignore[assignment]
@@ -76,15 +68,11 @@ class LearnerServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def Exchange(
         self,
-        request_iterator: _MaybeAsyncIterator[_learner_pb2.RoundMessage],
+        request_iterator: _MaybeAsyncIterator[_learner_pb2.ExchangeMessage],
         context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_learner_pb2.RoundMessage], _abc.AsyncIterator[_learner_pb2.RoundMessage]]:
-        """The channel between two neighbours, both directions in one stream, opened by the learner with the lower index.
-        Each side introduces itself in its initial metadata, the caller first:
-          sottovoce-run         the run
-          sottovoce-learner     who is speaking, the learner's index
-          sottovoce-next-round  the first round whose message this side has not heard yet
-        After that the stream carries RoundMessages only, in the order of their rounds.
+    ) -> _typing.Union[_abc.Iterator[_learner_pb2.ExchangeMessage], _abc.AsyncIterator[_learner_pb2.ExchangeMessage]]:
+        """The channel between two neighbours, both directions in one stream, opened by the learner with the lower index. The
+        caller says a Hello first, then the callee; after that each says its rounds, in order, and nothing else.
         """
 
     @_abc_1.abstractmethod
@@ -98,9 +86,9 @@ class LearnerServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def Predict(
         self,
-        request_iterator: _MaybeAsyncIterator[_learner_pb2.PredictRequest],
+        request: _learner_pb2.PredictRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_learner_pb2.PredictResponse], _abc.AsyncIterator[_learner_pb2.PredictResponse]]:
+    ) -> _typing.Union[_learner_pb2.PredictResponse, _abc.Awaitable[_learner_pb2.PredictResponse]]:
         """The model in use. Answers only where the run opted in (telemetry.predict): outside the privacy guarantee."""
 
     @_abc_1.abstractmethod

@@ -62,3 +62,31 @@ class Tensor(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Tensor: _TypeAlias = Tensor  # noqa: Y015
+
+@_typing.final
+class Field(_message.Message):
+    """What some of a message's numbers are: agreed once, where the numbers themselves come without a word."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    SHAPE_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    dtype: Global___DataType.ValueType
+    @_builtins.property
+    def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        shape: _abc.Iterable[_builtins.int] | None = ...,
+        dtype: Global___DataType.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "name", b"name", "shape", b"shape"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Field: _TypeAlias = Field  # noqa: Y015

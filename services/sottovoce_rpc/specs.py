@@ -1,0 +1,63 @@
+"""Run specs on the wire: written with their format, read tolerantly; and what no channel could carry."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+
+import structlog
+
+from sottovoce.errors import SpecError
+from sottovoce.spec import RunSpec, parse_spec
+from sottovoce.spec_versions import stamped, tolerated
+from sottovoce_rpc.server import MAX_MESSAGE
+
+log = structlog.get_logger()
+
+
+def spec_to_wire(spec: RunSpec) -> str:
+    """The spec as a document, JSON."""
+    return json.dumps(stamped(spec.model_dump(mode="json")))
+
+
+def document_from_wire(text: str) -> object:
+    """A document as this version takes it; fields of a newer one are left out, and their names logged.
+
+    Raises:
+        SpecError: not JSON, or a format that is none.
+    """
+    try:
+        document, left_out = tolerated(json.loads(text), RunSpec)
+    except json.JSONDecodeError as error:
+        raise SpecError(f"the run spec must be JSON: {error}") from None
+    if left_out:
+        log.warning("the run spec is of a newer version: fields are left out", fields=left_out)
+    return document
+
+
+def spec_from_wire(text: str, *, imports: bool) -> RunSpec:
+    """The spec of a document.
+
+    Args:
+        text: JSON.
+        imports: whether it may name code to import.
+
+    Raises:
+        SpecError: it is not valid.
+    """
+    return parse_spec(document_from_wire(text), imports=imports)
+
+
+def check_size(shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuse a run whose messages no channel carries, before anything as large is made.
+
+    Args:
+        shapes: of the fields of a round's message.
+
+    Raises:
+        SpecError: they are too long.
+    """
+    size = 8 * sum(math.prod(shape) for shape in shapes.values())
+    if size > MAX_MESSAGE:
+        raise SpecError(f"a message may have {MAX_MESSAGE} bytes, got {size}: n_features is too large")

@@ -1,0 +1,72 @@
+"""Run specs between versions: a newer document is read without what is unknown, any other one to the letter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sottovoce.errors import SpecError
+from sottovoce.spec import RunSpec, parse_spec
+from sottovoce.spec_versions import FIELD, FORMAT, STRICT, stamped, tolerated
+from tests.examples import small_spec
+
+DOCUMENT: dict[str, Any] = small_spec(7, ["a", "b"], clock={"window": 3}).model_dump(mode="json")
+
+
+def of_format(number: Any, **more: Any) -> dict[str, Any]:
+    return {**stamped(DOCUMENT), FIELD: number, **more}
+
+
+def test_what_is_written_can_be_read() -> None:
+    document, left_out = tolerated(stamped(DOCUMENT), RunSpec)
+    assert (document, left_out) == (DOCUMENT, ())
+
+
+def test_a_newer_document_loses_what_is_unknown() -> None:
+    clock = {**DOCUMENT["clock"], "patience_s": 9.0}
+    newer = of_format(FORMAT + 1, participation=0.5, clock=clock)
+    document, left_out = tolerated(newer, RunSpec)
+    assert document == DOCUMENT
+    assert set(left_out) == {"clock.patience_s", "participation"}
+    assert parse_spec(document) == parse_spec(DOCUMENT)
+    assert newer["participation"] == 0.5  # what came is not touched
+
+
+@pytest.mark.parametrize("written", [FORMAT, None])
+def test_any_other_document_is_held_to_the_letter(written: int | None) -> None:
+    document = of_format(written, colour="red")
+    if written is None:
+        del document[FIELD]
+    kept, left_out = tolerated(document, RunSpec)
+    assert left_out == ()
+    with pytest.raises(SpecError, match="unknown field colour"):
+        parse_spec(kept)
+
+
+@pytest.mark.parametrize("section", sorted(STRICT))
+def test_nothing_is_left_out_that_a_guarantee_may_rest_on(section: str) -> None:
+    """A condition that is not known would not be enforced."""
+    assert section in RunSpec.model_fields
+    changed = of_format(FORMAT + 1, **{section: {**DOCUMENT[section], "colour": "red"}})
+    document, left_out = tolerated(changed, RunSpec)
+    assert left_out == ()
+    with pytest.raises(SpecError, match="colour"):
+        parse_spec(document)
+
+
+def test_a_file_says_no_format() -> None:
+    """The command line reads files of its own version."""
+    with pytest.raises(SpecError, match="unknown field format"):
+        parse_spec(stamped(DOCUMENT))
+
+
+@pytest.mark.parametrize("written", [0, -1, "2", 1.5, True, None])
+def test_a_format_that_is_none_is_refused(written: Any) -> None:
+    with pytest.raises(SpecError, match="the format of a run spec must be a number from 1 on"):
+        tolerated(of_format(written), RunSpec)
+
+
+@pytest.mark.parametrize("document", [[1], "text", None, 3])
+def test_what_is_no_mapping_is_left_to_the_parser(document: object) -> None:
+    assert tolerated(document, RunSpec) == (document, ())

@@ -1,0 +1,40 @@
+"""Run specs on the wire: what an older service says of a newer document, and messages that no channel carries."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import structlog.testing
+
+from sottovoce.errors import SpecError
+from sottovoce.spec_versions import FIELD, FORMAT
+from sottovoce_rpc.server import MAX_MESSAGE
+from sottovoce_rpc.specs import check_size, spec_from_wire, spec_to_wire
+from tests.examples import small_spec
+
+SPEC = small_spec(7)
+
+
+def test_there_and_back() -> None:
+    assert spec_from_wire(spec_to_wire(SPEC), imports=False) == SPEC
+    assert json.loads(spec_to_wire(SPEC))[FIELD] == FORMAT
+
+
+def test_the_log_names_the_fields_that_were_left_out_and_not_their_values() -> None:
+    newer = {**json.loads(spec_to_wire(SPEC)), FIELD: FORMAT + 1, "participation": "half of ward 7"}
+    with structlog.testing.capture_logs() as logs:
+        assert spec_from_wire(json.dumps(newer), imports=False) == SPEC
+    assert [event["fields"] for event in logs] == [("participation",)]
+    assert "ward 7" not in str(logs)
+
+
+def test_what_is_not_json_is_refused() -> None:
+    with pytest.raises(SpecError, match="the run spec must be JSON"):
+        spec_from_wire("{", imports=False)
+
+
+def test_messages_have_room_in_a_channel_or_are_refused() -> None:
+    check_size({"y": (MAX_MESSAGE // 8,)})
+    with pytest.raises(SpecError, match=f"a message may have {MAX_MESSAGE} bytes, got {MAX_MESSAGE + 8}"):
+        check_size({"y": (MAX_MESSAGE // 16, 2), "weight": (1,)})
