@@ -270,7 +270,7 @@ def overhear(
     said = {name: np.zeros((run.spec.rounds, n, replicas, *shape)) for name, shape in shapes.items()}
     for t in range(run.spec.rounds):
         state, message = algorithm.speak(state, noise)
-        mixing = run.topology.at(t)
+        mixing = run.network.at(t)
         weights = mixing.heard_by(learner)
         messages = {
             j: Message(

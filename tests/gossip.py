@@ -9,7 +9,7 @@ import numpy as np
 
 from sottovoce.algorithms.interface import Heard, Message, Who
 from sottovoce.algorithms.parameters import AlgorithmSpec
-from sottovoce.algorithms.setting import Finding, Setting
+from sottovoce.algorithms.setting import Caveat, Setting
 from sottovoce.arrays import Batch, FloatArray
 from sottovoce.noise import Noise
 from sottovoce.noise.mechanisms import laplace_density, say_laplace
@@ -25,7 +25,7 @@ class GossipSpec(AlgorithmSpec):
     scale: float = 1.0
     step: float = 0.1
 
-    def build(self, setting: Setting) -> tuple[Gossip, tuple[Finding, ...]]:
+    def build(self, setting: Setting) -> tuple[Gossip, tuple[Caveat, ...]]:
         return Gossip(setting.n_features, setting.rounds, self.scale, self.step), ()
 
 

@@ -45,7 +45,7 @@ def test_sections_of_ones_own_run(document: dict[str, object]) -> None:
     last = list(simulate(run, data, SeededNoise(1), 2))[-1].after
     assert last.shape == (5, 2, data.n_features)
     np.testing.assert_allclose(last, last[..., :1] + np.zeros_like(last), atol=1e-12)  # on the segment
-    assert sorted(run.topology.edges) == [(0, 1), (0, 2), (0, 3), (0, 4), (1, 2), (1, 4), (2, 3), (3, 4)]
+    assert sorted(run.network.edges) == [(0, 1), (0, 2), (0, 3), (0, 4), (1, 2), (1, 4), (2, 3), (3, 4)]
 
 
 def test_a_loss_of_ones_own_says_the_truth_about_itself(document: dict[str, object]) -> None:

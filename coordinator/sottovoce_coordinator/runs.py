@@ -77,7 +77,7 @@ class RunBook:
 
     def routes(self) -> list[tuple[int, int, str]]:
         """Every pair that ever talks, in the direction in which its stream is opened, and where that leads."""
-        return [(i, j, self.addresses[j]) for i, j in self.run.topology.edges]
+        return [(i, j, self.addresses[j]) for i, j in self.run.network.edges]
 
     def briefing(self, index: int) -> list[Directive]:
         """All that a learner has to know, at the start or after its stream of directives broke."""
@@ -105,7 +105,7 @@ class RunBook:
         """
         told: list[list[Epoch]] = [[] for _ in learners]
         before: list[object] = [None] * len(learners)
-        network = self.run.topology
+        network = self.run.network
         for t in range(first, until if network.horizon > 1 else min(until, 1)):
             mixing = network.at(t)
             for k, i in enumerate(learners):
@@ -117,7 +117,7 @@ class RunBook:
     def _epoch(self, index: int, t: int, mixing: Mixing) -> Epoch:
         """The topology of a round as one learner needs it; the first one names all whom it ever talks to."""
         names, heard, told = self.run.spec.names, mixing.heard_by(index), mixing.told_by(index)
-        pairs = self.run.topology.edges if t == 0 else ()
+        pairs = self.run.network.edges if t == 0 else ()
         ever = {j for pair in pairs if index in pair for j in pair if j != index}
         relays = self.overhearing.relays
         neighbours = (

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from sottovoce.algorithms.interface import Message, OnLattice
-from sottovoce.audit.noticing import Expected, Finding, Noticing, Said
+from sottovoce.audit.noticing import Expected, Notice, Noticing, Said
 from sottovoce.errors import RemoteProtocolError, SottovoceError
 from sottovoce.network.network import Network
 from sottovoce.running.run import Run, build_run
@@ -53,7 +53,7 @@ class Lookout:
         self, capture_id: str, spec: Mapping[str, Any], n_features: int, fields: Shapes, *, allow_imports: bool
     ) -> None:
         self.count = 0
-        self.first: list[Finding] = []
+        self.first: list[Notice] = []
         self.not_checked: str | None = None if spec else "anything: there is no run spec"
         self._capture_id, self._spec = capture_id, spec
         self._n_features, self._imports = n_features, allow_imports
@@ -91,7 +91,7 @@ class Lookout:
         self._noticing = Noticing(expected)
         return self._noticing
 
-    def _at(self, row: Row, noticing: Noticing) -> tuple[Finding, ...]:
+    def _at(self, row: Row, noticing: Noticing) -> tuple[Notice, ...]:
         if row.method not in EXCHANGE or row.kind not in ("hello", "message"):
             return ()
         other = row.callee if row.sender == row.caller else row.caller
@@ -120,7 +120,7 @@ class Lookout:
         self._decoded[digest] = found
         return found
 
-    def _note(self, finding: Finding) -> None:
+    def _note(self, finding: Notice) -> None:
         self.count += 1
         if self.count <= MOST_KEPT:
             self.first.append(finding)
@@ -141,7 +141,7 @@ def expected_of(run: Run) -> Expected:
         return latticed.lattice(learner, t)
 
     def due(sender: int, receiver: int, t: int) -> int | None:
-        return first_heard(run.topology, spec.rounds, sender, receiver, t)
+        return first_heard(run.network, spec.rounds, sender, receiver, t)
 
     return Expected(RoundCodec(algorithm.field_shapes()).length, due, lattice)
 

@@ -114,7 +114,7 @@ class Session:
         )
         self._refuse_to_repeat()
         self.intake = Intake(assignment.n_features, spec.loss, spec.rounds)
-        self._plan = Plan(run.topology, index)
+        self._plan = Plan(run.network, index)
         # Elsewhere a neighbour goes as far as the clock lets it: at most a window beyond the slowest learner.
         ahead = 2 if self._plan.lockstep else min(spec.clock.window, spec.rounds)
         self.inbox = Inbox(self._plan.neighbours, self._plan.heard, ahead)

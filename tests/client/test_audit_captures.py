@@ -51,7 +51,7 @@ def planned(spec: RunSpec | None = None, runs: int = RUNS, **more: Any) -> Plan:
 
 def rows_of(run: Run, plan: Plan, world: int, seed: int, rounds: int) -> list[Row]:
     """What a relay keeps of one run."""
-    edges = run.topology.edges
+    edges = run.network.edges
     rows = [
         Row(i, j, sender, direction, "metadata", 1, 1, METHOD, 0, k, len(payload), payload)
         for k, (i, j) in enumerate(edges)

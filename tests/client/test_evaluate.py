@@ -102,5 +102,5 @@ def test_who_speaks_and_never_hears_the_other() -> None:
         "topology": {"graph": {"kind": "edges", "directed": True, "edges": edges}, "weights": "out_degree"},
         "data": {"partition": "shared"},
     }
-    assert one_way(build_run(parse_spec(document), 3).topology) == ((0, 1), (2, 0))
-    assert one_way(build_run(small_spec(3, 2), 3).topology) == ()
+    assert one_way(build_run(parse_spec(document), 3).network) == ((0, 1), (2, 0))
+    assert one_way(build_run(small_spec(3, 2), 3).network) == ()

@@ -63,7 +63,7 @@ def told_in(directives: list[Directive]) -> list[tuple[int, dict[int, float], li
 def test_an_epoch_names_the_neighbours_and_relays_in_their_place() -> None:
     held = book()
     held.overhearing = Overhearing(relays={(1, 2): "relay:7", (0, 1): "relay:6"})
-    weight = held.run.topology.at(0).heard_by(1)
+    weight = held.run.network.at(0).heard_by(1)
     assignment, epoch, grant = held.briefing(1)
 
     assert isinstance(assignment, Assignment)

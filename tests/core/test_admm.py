@@ -68,7 +68,7 @@ def driven(run: Run, data: PlacedData, noise: Noise, replicas: int = 1) -> Itera
     state = run.algorithm.start(Who(tuple(range(run.spec.n_learners)), replicas))
     for t in range(run.spec.rounds):
         spoken, message = run.algorithm.speak(state, noise)
-        mixing = run.topology.at(t)
+        mixing = run.network.at(t)
         state = run.algorithm.listen(spoken, HeardByAll(mixing.neighbours, mixing.own, message), data.stacked(t))
         yield spoken, state
 
@@ -204,7 +204,7 @@ def test_the_noise_follows_from_the_minimiser(final: bool) -> None:
     run = a_run({**LAST, "variant": "literal", "penalty": 0.3} if final else {**DVP, "penalty": 0.3})
     data, recorder = at_once(made_up(run.spec, batch=2)), Recorder(SeededNoise(3))
     states = list(driven(run, data, recorder))
-    coupling = (run.topology.at(0).neighbours > 0).astype(float)
+    coupling = (run.network.at(0).neighbours > 0).astype(float)
     for t in range(7 if final else 1, 8):
         before, after = states[t - 1][1], states[t][0]
         for p in range(4):
@@ -287,7 +287,7 @@ def driven_singly(run: Run, data: PlacedData, noise: list[Noise]) -> FloatArray:
         messages: dict[int, Message] = {}
         for i in range(n):
             states[i], messages[i] = run.algorithm.speak(states[i], noise[i])
-        mixing = run.topology.at(t)
+        mixing = run.network.at(t)
         for i in range(n):
             heard = HeardFromNeighbours(mixing.heard_by(i), messages, float(mixing.own[i]))
             states[i] = run.algorithm.listen(states[i], heard, data.learners[i].batch(t))
@@ -334,7 +334,7 @@ def test_the_noise_has_the_rate_that_is_accounted_for_and_replay_knows_the_state
         assert rates.tolist() == pytest.approx([float(meter.step.rate) for meter in meters])
         for meter in meters:
             meter.advance(2)
-        mixing = run.topology.at(t)
+        mixing = run.network.at(t)
         heard = HeardByAll(mixing.neighbours, mixing.own, message)
         state = run.algorithm.listen(spoken, heard, data.stacked(t))
 

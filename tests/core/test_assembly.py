@@ -32,7 +32,7 @@ def ready(assembly: Assembly[str]) -> Iterator[tuple[int, list[str]]]:
 
 
 def test_rounds_come_in_order_whatever_the_order_of_arrival() -> None:
-    assembly, found = Assembly[str](3, 4, small_run(4).topology), []
+    assembly, found = Assembly[str](3, 4, small_run(4).network), []
     for t, i in [(1, 0), (0, 2), (0, 0), (1, 1), (0, 2), (0, 1), (2, 0), (1, 2)]:
         take(assembly, t, i)
         found += list(ready(assembly))
@@ -55,7 +55,7 @@ def test_every_order_gives_the_same_rounds(arrivals: list[tuple[int, int, int]],
 
 def test_only_those_are_waited_for_whom_somebody_hears() -> None:
     run = build_run(gossip_spec(TURNS, 4, 3), 3)
-    known, unknown = Assembly[str](3, 4, run.topology), Assembly[str](3, 4)
+    known, unknown = Assembly[str](3, 4, run.network), Assembly[str](3, 4)
     for assembly in (known, unknown):
         for t, i in [(0, 0), (0, 1), (1, 1), (1, 2)]:
             take(assembly, t, i)

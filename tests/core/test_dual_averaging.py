@@ -132,7 +132,7 @@ def rounds_of(run: Run, data: PlacedData, noise: Noise, network: Network | None 
     state = algorithm.start(Who(tuple(range(run.spec.n_learners)), 1))
     for t in range(run.spec.rounds):
         spoken, message = algorithm.speak(state, noise)
-        mix = (network or run.topology).at(t)
+        mix = (network or run.network).at(t)
         after = algorithm.listen(spoken, HeardByAll(mix.neighbours, mix.own, message), data.stacked(t))
         yield Step(t, state, spoken, message, after)
         state = after
@@ -180,7 +180,7 @@ def test_the_closed_form() -> None:
     """(17) with own-block noise and a fixed W: `z(t+1) = sum_s W^(t-s) (n u(s)) + W^(t+1-s) eta(s)`."""
     run = assemble(rounds=8, dim=6)
     data, steps = shared(run), []
-    weights, mask = run.topology.at(0).matrix, blocks(6, 3)
+    weights, mask = run.network.at(0).matrix, blocks(6, 3)
     noise, pushed = [], []
     for step in rounds_of(run, data, SeededNoise(2)):
         steps.append(step)
@@ -280,7 +280,7 @@ def test_without_noise_regret_per_round_vanishes(name: str) -> None:
     """Linear losses that change with every round, on a box."""
     run = assemble(name, rounds=4000, dim=6, loss=Gradient(feature_bound=30.0, ridge=0.0))
     slopes = np.random.default_rng(9).normal(0.2, 1.0, size=(4000, 6)) / 2
-    rates = regret(run, run.topology, slopes)
+    rates = regret(run, run.network, slopes)
 
     assert rates[99] > 0.2
     assert rates[3999] < 0.01
@@ -301,7 +301,7 @@ def test_row_stochastic_weights_lead_to_a_wrong_point_on_a_ball() -> None:
     row_stochastic = cycle(mixing(star / star.sum(axis=1, keepdims=True)))
     weighed = slope[0] * [5, 2, 2, 2, 2]
     limit = math.sqrt(5) - slope[0] @ weighed / np.linalg.norm(weighed)
-    for network, expected in ((row_stochastic, limit), (run.topology, 0.0)):
+    for network, expected in ((row_stochastic, limit), (run.network, 0.0)):
         total = regret(run, network, slope) * np.arange(1, 3001)
         assert (total[2999] - total[1999]) / 1000 == pytest.approx(expected, abs=0.02)  # agreement comes like 1/t
 
@@ -329,7 +329,7 @@ def test_single_learners_equal_all_learners_at_once(name: str, primal: str) -> N
             assert {k: v.shape for k, v in messages[i].fields.items()} == run.algorithm.field_shapes()
             np.testing.assert_allclose(step.message["h"][i, 0], messages[i]["h"], rtol=1e-12, atol=1e-12)
             np.testing.assert_allclose(step.before[i, 0], run.algorithm.decision(states[i]), rtol=1e-12, atol=1e-12)
-            mix = run.topology.at(step.t)
+            mix = run.network.at(step.t)
             weights = mix.heard_by(i)
             heard = HeardFromNeighbours(weights, {j: messages[j] for j in weights}, float(mix.own[i]))
             states[i] = run.algorithm.listen(states[i], heard, data.learners[i].batch(step.t))
@@ -352,7 +352,7 @@ def test_a_round_without_records_moves_nothing_but_the_ridge() -> None:
     run = assemble(rounds=2)
     state = run.algorithm.start(Who(0))
     state, message = run.algorithm.speak(state, no_noise)
-    mix = run.topology.at(0)
+    mix = run.network.at(0)
     heard = HeardFromNeighbours(mix.heard_by(0), dict.fromkeys(range(3), message), float(mix.own[0]))
     assert (run.algorithm.listen(state, heard, Batch.empty(7)).dual == 0.0).all()
 

@@ -189,7 +189,7 @@ def test_a_lie_about_push_weights_makes_no_decision_move_more(name: str, lie: fl
     state = algorithm.start(Who((0,), 1))
     for t in range(setup.rounds - 1):
         state, _ = algorithm.speak(state, SeededNoise(t))
-        mixing = run.topology.at(t)
+        mixing = run.network.at(t)
         weights = mixing.heard_by(0)
         heard = Message({"h": np.zeros((1, 1, dim)), "w": np.full((1, 1, 1), lie)})
         batch = Batch(np.zeros((1, 1, setup.n_features)), np.zeros((1, 1)))

@@ -294,7 +294,7 @@ def test_learning_starts_where_the_loss_says() -> None:
 def test_a_round_of_the_baseline_is_the_papers_update() -> None:
     """(3) and (4), rounds counted from 0."""
     run = ran("d-ftgl", 30, 4, topology={"graph": "path"})
-    data, P, algorithm = made_up(run.spec, batch=2), run.topology.at(0).matrix, run.algorithm
+    data, P, algorithm = made_up(run.spec, batch=2), run.network.at(0).matrix, run.algorithm
     assert isinstance(algorithm, DFtgl)
     total = np.zeros((4, 3))
     for step in simulated(run, data, no_noise):
@@ -372,7 +372,7 @@ def test_lazy_gossip_is_half_the_step() -> None:
     complete = {"graph": "complete"}
     run, lazy_run = (ran("pd-ftgl", topology=complete, algorithm={"lazy": lazy}) for lazy in ("auto", True))
     plain, lazy = ftgl(run).gossip, ftgl(lazy_run).gossip
-    np.testing.assert_allclose(lazy.matrix, (np.eye(5) + run.topology.at(0).matrix) / 2)
+    np.testing.assert_allclose(lazy.matrix, (np.eye(5) + run.network.at(0).matrix) / 2)
     assert plain.share == 1.0
     own, others = np.array([1.0, -2.0]), np.array([3.0, 5.0])
     np.testing.assert_allclose(plain.mix(own, 0.8 * others, 0.2), 0.2 * own + 0.8 * others)
@@ -409,7 +409,7 @@ def test_single_learners_equal_all_learners_at_once(name: str, placement: str) -
     states = [run.algorithm.start(Who(i)) for i in range(5)]
     for step in together:
         messages: dict[int, Message] = {}
-        mixing = run.topology.at(step.t)
+        mixing = run.network.at(step.t)
         for i in range(5):
             states[i], messages[i] = run.algorithm.speak(states[i], Again(noise, (i, 0)))
         for i in range(5):
@@ -436,7 +436,7 @@ def test_every_replica_is_a_run_of_its_own(name: str) -> None:
 def test_a_state_is_a_value(name: str) -> None:
     run = ran(name)
     data, state = made_up(run.spec), run.algorithm.start(Who((0, 1, 2, 3, 4), 1))
-    mixing = run.topology.at(0)
+    mixing = run.network.at(0)
     for t in range(45):
         spoken, message = run.algorithm.speak(state, SeededNoise(t))
         assert (run.algorithm.speak(state, SeededNoise(t))[1]["y"] == message["y"]).all()
@@ -459,7 +459,7 @@ def test_a_learner_alone_learns() -> None:
 def test_memory_does_not_grow_with_blocks() -> None:
     run = ran("pd-ftgl", 400, algorithm={"block_length": 1, "gossip_steps": 1})
     data, algorithm = made_up(run.spec), run.algorithm
-    state, mixing = algorithm.start(Who((0, 1, 2, 3, 4), 1)), run.topology.at(0)
+    state, mixing = algorithm.start(Who((0, 1, 2, 3, 4), 1)), run.network.at(0)
     for t in range(399):
         state, message = algorithm.speak(state, SeededNoise(t))
         state = algorithm.listen(state, HeardByAll(mixing.neighbours, mixing.own, message), data.stacked(t))
@@ -618,7 +618,7 @@ def test_no_noise_no_promise() -> None:
 def test_a_replay_refuses_what_could_not_be_said() -> None:
     run = ran("pd-ftgl")
     data, state = made_up(run.spec), run.algorithm.start(Who((0, 1, 2, 3, 4), 1))
-    mixing, wrong = run.topology.at(0), Message({"y": np.full((5, 1, 3), 0.5)})
+    mixing, wrong = run.network.at(0), Message({"y": np.full((5, 1, 3), 0.5)})
     for t in range(12):
         said, message = run.algorithm.speak(state, SeededNoise(t))
         _, density = run.algorithm.overheard(state, message)
@@ -710,7 +710,7 @@ def test_gradients_without_bound_are_refused(private: dict[str, float]) -> None:
             return math.inf
 
     run = ran("pd-ftgl")
-    setting = Setting(83, 3, Unbounded(feature_bound=2.0, ridge=0.1), ftgl(run).decision_set, run.topology)
+    setting = Setting(83, 3, Unbounded(feature_bound=2.0, ridge=0.1), ftgl(run).decision_set, run.network)
     with pytest.raises(CheckFailed, match=r"loss\.clip_norm") as failed:
         PdFtglSpec.model_validate({"name": "pd-ftgl", "block_length": 10, **private}).build(setting)
     assert failed.value.code == "GRADIENT_BOUND"

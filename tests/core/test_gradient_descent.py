@@ -97,7 +97,7 @@ def test_a_round_is_the_published_update(form: dict[str, Any], topology: dict[st
     """Term by term, for every learner, from the messages and the noise; the lattice moves a state by 2^-40 scales."""
     run = run_of(form, rounds=8, topology=topology)
     data, recorder = made_up(run.spec, batch=2), Recorder(SeededNoise(1))
-    weights, algorithm = run.topology.at(0).matrix, descent(run)
+    weights, algorithm = run.network.at(0).matrix, descent(run)
     project = algorithm.decision_set.project
     dsgd, consensus = form["name"] == "dsgd", form.get("form") == "consensus"
     x, e = np.zeros((4, 3)), np.eye(4)
@@ -130,7 +130,7 @@ def test_adapt_then_combine_and_combine_then_adapt_say_the_same() -> None:
 
 def test_d_ogd_is_its_update_and_says_its_clean_state() -> None:
     run = run_of({"name": "d-ogd"}, rounds=6)
-    data, weights = made_up(run.spec), run.topology.at(0).matrix
+    data, weights = made_up(run.spec), run.network.at(0).matrix
     scale = 2.0 / (1.5 + 0.05 * 2.0)
     for step in simulated(run, data, SeededNoise(3)):
         x = step.before[:, 0]
@@ -233,7 +233,7 @@ def test_the_regret_of_d_ogd_grows_like_a_root() -> None:
 def test_a_learner_alone_equals_its_row_of_the_simulator(form: dict[str, Any]) -> None:
     run = run_of(form, rounds=25)
     data, recorder = made_up(run.spec, batch=2), Recorder(SeededNoise(5))
-    together, drawn, mixing = simulated(run, data, recorder), np.stack(recorder.drawn["y"]), run.topology.at(0)
+    together, drawn, mixing = simulated(run, data, recorder), np.stack(recorder.drawn["y"]), run.network.at(0)
     states = [run.algorithm.start(Who(i)) for i in range(4)]
     sources = [RecordedNoise({"y": drawn[:, i, 0]}) for i in range(4)]
     for step in together:
@@ -264,7 +264,7 @@ def test_every_replica_is_a_run_of_its_own(form: dict[str, Any]) -> None:
 @every_form
 def test_a_state_is_a_value(form: dict[str, Any]) -> None:
     run = run_of(form, rounds=4)
-    data, mixing = made_up(run.spec), run.topology.at(0)
+    data, mixing = made_up(run.spec), run.network.at(0)
     state = run.algorithm.start(Who((0, 1, 2, 3), 1))
     for t in range(4):
         before = run.algorithm.decision(state).copy()
@@ -278,7 +278,7 @@ def test_a_state_is_a_value(form: dict[str, Any]) -> None:
 
 def test_a_lie_about_shares_cannot_make_a_step_larger_than_what_is_charged() -> None:
     run = run_of({"name": "dpsr", "noise": SILENT}, rounds=6, topology=STAR)
-    own, mixing = made_up(run.spec).learners[1], run.topology.at(0)
+    own, mixing = made_up(run.spec).learners[1], run.network.at(0)
 
     def last(e: float) -> FloatArray:
         state = before = run.algorithm.start(Who(1))
@@ -349,7 +349,7 @@ def test_dsgd_follows_the_recursion_of_every_record() -> None:
     run = run_of({"name": "dsgd"}, rounds=40, loss={**LOGISTIC, "ridge": 0.0})
     alpha = [(t + 1.0) ** -0.77 for t in range(40)]
     rho = [(t + 1.0) ** 0.1 / math.sqrt(2) for t in range(40)]
-    own = run.topology.at(0).own[0]
+    own = run.network.at(0).own[0]
     totals, messages = np.zeros((39, 40)), np.zeros((39, 40))
     for k in range(39):
         z = alpha[k] * 3.0

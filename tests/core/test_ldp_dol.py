@@ -36,7 +36,7 @@ def schedules_of(run: Run) -> Schedules:
 
 def coupling_matrix(run: Run) -> FloatArray:
     """W, with `w_ii = -sum_j w_ij`."""
-    mixing = run.topology.at(0)
+    mixing = run.network.at(0)
     return mixing.neighbours - np.diag(mixing.neighbours.sum(axis=1))
 
 
@@ -58,7 +58,7 @@ def test_a_round_is_the_papers_update(loss: dict[str, object]) -> None:
     """`theta + gamma sum_j w_ij (y_j - theta) - lambda d(theta)`, term by term, for every learner."""
     run = small_run(rounds=12, learners=4, loss=loss, topology={"graph": "path"})
     data = made_up(run.spec, batch=2)
-    schedules, weights = schedules_of(run), run.topology.at(0).neighbours
+    schedules, weights = schedules_of(run), run.network.at(0).neighbours
     for step in simulated(run, data, SeededNoise(1)):
         said = step.message["y"][:, 0]
         for i in range(4):
@@ -76,7 +76,7 @@ def test_without_projection_the_mean_follows_gradients_and_noise() -> None:
     """Spec, section 6: `mean(theta) - lambda mean(d) + gamma mean_i sum_j w_ij noise_j`."""
     run = small_run(rounds=15, learners=5, decision_set={"kind": "l2_ball", "radius": 1e9})
     data, recorder = made_up(run.spec), Recorder(SeededNoise(2))
-    weights, schedules = run.topology.at(0).neighbours, schedules_of(run)
+    weights, schedules = run.network.at(0).neighbours, schedules_of(run)
     for step in simulated(run, data, recorder):
         noise = recorder.drawn["y"][step.t][:, 0]
         gradients = [mean_gradient(run, data, i, step.t, step.before[i, 0]) for i in range(5)]
@@ -156,7 +156,7 @@ def driven_singly(run: Run, data: PlacedData, noise: Sequence[Noise]) -> list[tu
     """Learners as the service drives them, arrays `(dim,)`: messages and decisions `(learners, dim)` of every round."""
     n = run.spec.n_learners
     states = [run.algorithm.start(Who(i)) for i in range(n)]
-    rounds, mixing = [], run.topology.at(0)
+    rounds, mixing = [], run.network.at(0)
     for t in range(run.spec.rounds):
         messages: dict[int, Message] = {}
         for i in range(n):
@@ -221,7 +221,7 @@ def test_replicas_of_one_learner_have_one_axis() -> None:
 def test_a_state_is_a_value() -> None:
     """Going on from one state twice gives the same next state, and leaves it as it was."""
     run = small_run(rounds=6, loss=LOSSES[1])
-    data, mixing = made_up(run.spec), run.topology.at(0)
+    data, mixing = made_up(run.spec), run.network.at(0)
     state = run.algorithm.start(Who((0, 1, 2), 1))
     for t in range(6):
         _, message = run.algorithm.speak(state, SeededNoise(t))

@@ -10,7 +10,7 @@ import pytest
 
 from sottovoce.algorithms.ldp_dol.conditions import check_ldp_dol
 from sottovoce.algorithms.ldp_dol.parameters import LdpDolSpec
-from sottovoce.algorithms.setting import Finding
+from sottovoce.algorithms.setting import Caveat
 from sottovoce.errors import CheckFailed
 from sottovoce.privacy.regularity import Regularity
 
@@ -37,7 +37,7 @@ LOGISTIC = Regularity(2.0, 0.25, 1.0, 0.0, 10.0, convex=True, margin=True)
 QUIET = LdpDolSpec(name="ldp-dol", lam0=1e-4, v=0.9, gam0=0.25, u=0.7, accounting="best")
 
 
-def check(known: Regularity = LOGISTIC, topology: Web | None = None, **changes: Any) -> tuple[Finding, ...]:
+def check(known: Regularity = LOGISTIC, topology: Web | None = None, **changes: Any) -> tuple[Caveat, ...]:
     """Run the checks on parameters that satisfy all of them, but for `changes`."""
     arguments: dict[str, Any] = {
         "sigma": (1.0, 2.0, 3.0),

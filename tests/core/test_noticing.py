@@ -11,7 +11,7 @@ import yaml
 
 from sottovoce.algorithms.interface import OnLattice
 from sottovoce.arrays import FloatArray
-from sottovoce.audit.noticing import Expected, Finding, Noticing, Said, off_lattice
+from sottovoce.audit.noticing import Expected, Notice, Noticing, Said, off_lattice
 from sottovoce.noise import SeededNoise, grid
 from sottovoce.noise.mechanisms import lattice_of
 from sottovoce.running.run import Run, build_run
@@ -33,7 +33,7 @@ def said(t: int, value: float = 1.0, *, to: int = 1, sender: int = 0, stream: in
     return Said(sender=sender, receiver=to, stream=stream, round=t, **{**usual, **more})
 
 
-def rules(found: tuple[Finding, ...]) -> list[str]:
+def rules(found: tuple[Notice, ...]) -> list[str]:
     assert all("\n" not in each.text and each.text.startswith("learner 0 to learner") for each in found)
     return [each.kind for each in found]
 

@@ -84,7 +84,7 @@ def test_questions_change_nothing_and_copies_go_on_by_themselves() -> None:
     asked, straight = Replay(run, 0, 3, 2), Replay(run, 0, 3, 2)
     for t in range(6):
         messages = transcript.messages(t, asked.concerned)
-        assert asked.concerned == set(messages) == {0, *run.topology.at(t).heard_by(0)}
+        assert asked.concerned == set(messages) == {0, *run.network.at(t).heard_by(0)}
         foreseen, centre = asked.density(messages[0]), asked.says(no_noise)
         elsewhere = copy(asked)
         assert elsewhere.step(messages, *batches([worlds[1], worlds[0]], t)) is not None

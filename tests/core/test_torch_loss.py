@@ -356,7 +356,7 @@ def test_a_learner_alone_is_its_row_of_the_simulator() -> None:
     data = digits(run, batch=2)
     recorder = Recorder(SeededNoise(3))
     steps = list(simulate(run, data, recorder))
-    weights, own = run.topology.at(0).heard_by(1), float(run.topology.at(0).own[1])
+    weights, own = run.network.at(0).heard_by(1), float(run.network.at(0).own[1])
     state, noise = run.algorithm.start(Who(1)), RecordedNoise({"y": np.stack(recorder.drawn["y"])[:, 1, 0]})
     for step in steps:
         state, message = run.algorithm.speak(state, noise)

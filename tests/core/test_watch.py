@@ -216,7 +216,7 @@ def test_who_was_not_overheard_is_not_watched_from_there_on() -> None:
     watch = Watch(run, data, 1e-3, (0, 1, 2))
     for t, (messages,) in enumerate(overheard(run, data, SeededNoise(0))):
         watch.take(t, {i: m for i, m in messages.items() if (t, i) != (7, 2)})
-    heard_by = [run.topology.at(7).heard_by(i) for i in range(3)]
+    heard_by = [run.network.at(7).heard_by(i) for i in range(3)]
     assert [w.heard for w in watch.learners] == [i != 2 and 2 not in heard_by[i] for i in range(3)]
     assert watch.learners[2].rounds == 7
 

@@ -54,7 +54,7 @@ def spec_of(topology: dict[str, Any], capture: str = "none", rounds: int = ROUND
 
 def told(spec: RunSpec) -> FloatArray:
     """`(rounds, learners)`: how many hear what a learner says."""
-    topology = build_run(spec, 3).topology
+    topology = build_run(spec, 3).network
     return np.stack([(topology.at(t).neighbours > 0).sum(axis=0) for t in range(spec.rounds)])
 
 
@@ -88,7 +88,7 @@ async def test_a_run_equals_its_simulation_and_the_capture_shows_it(
     assert overheard.facts["messages"] == receivers.sum()
 
     run = build_run(spec, 3)
-    transcript = overheard.transcript(SHAPES, 4, run.topology)
+    transcript = overheard.transcript(SHAPES, 4, run.network)
     shown = np.where((receivers > 0)[:, :, None, None], said, np.nan)[: transcript.rounds]
     assert receivers[transcript.rounds :].sum() == 0
     np.testing.assert_allclose(transcript.fields["y"], shown, rtol=1e-12, atol=1e-12)

@@ -16,7 +16,7 @@ import pytest
 import structlog.testing
 
 from sottovoce.algorithms.interface import Heard, Message, Who
-from sottovoce.algorithms.setting import Finding, Setting
+from sottovoce.algorithms.setting import Caveat, Setting
 from sottovoce.arrays import Batch
 from sottovoce.errors import BudgetExhausted, DataError
 from sottovoce.noise import Noise
@@ -35,7 +35,7 @@ class FailingSpec(GossipSpec):
 
     fails: str
 
-    def build(self, setting: Setting) -> tuple[Failing, tuple[Finding, ...]]:
+    def build(self, setting: Setting) -> tuple[Failing, tuple[Caveat, ...]]:
         return Failing(setting.n_features, setting.rounds, self.scale, self.step, fails=self.fails), ()
 
 

@@ -138,10 +138,10 @@ def test_who_is_heard_next() -> None:
         }
     }
     run = build_run(gossip_spec(turns, ROUNDS, 3), 3)
-    heard = [first_heard(run.topology, ROUNDS, 0, 1, t) for t in range(ROUNDS + 1)]
+    heard = [first_heard(run.network, ROUNDS, 0, 1, t) for t in range(ROUNDS + 1)]
     assert heard == [0, 2, 2, 4, 4, None, None]
-    assert first_heard(run.topology, ROUNDS, 0, 2, 0) is None
-    assert first_heard(run.topology, ROUNDS, 9, 1, 0) is None
+    assert first_heard(run.network, ROUNDS, 0, 2, 0) is None
+    assert first_heard(run.network, ROUNDS, 9, 1, 0) is None
 
 
 async def test_the_capture_says_what_was_noticed(tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ def _recordings(audited: Plan, captures: Iterable[Capture]) -> Iterator[Recordin
     layouts: dict[Layout, Layout] = {}
     for capture in captures:
         try:
-            transcript = capture.transcript(run.algorithm.field_shapes(), run.spec.n_learners, run.topology)
+            transcript = capture.transcript(run.algorithm.field_shapes(), run.spec.n_learners, run.network)
         except EquivocationError as error:
             raise EquivocationError(f"{capture.name}: {error}") from None
         seen = channel(pa.Table.from_batches(capture.batches()), lines, str(capture.facts["run_id"]))
@@ -158,7 +158,7 @@ def whole(captures: Sequence[Capture], run: Run) -> tuple[list[Capture], int]:
     Raises:
         CaptureError: none has, or one cannot be read.
     """
-    heard = [np.count_nonzero(run.topology.at(t).neighbours) for t in range(run.spec.rounds)]
+    heard = [np.count_nonzero(run.network.at(t).neighbours) for t in range(run.spec.rounds)]
     kept = [capture for capture in captures if capture.totals()[0] >= sum(heard)]
     kept = [capture for capture in kept if _rounds(capture, run) == run.spec.rounds]
     if not kept:
@@ -170,7 +170,7 @@ def whole(captures: Sequence[Capture], run: Run) -> tuple[list[Capture], int]:
 
 def _rounds(capture: Capture, run: Run) -> int:
     try:
-        return capture.transcript(run.algorithm.field_shapes(), run.spec.n_learners, run.topology).rounds
+        return capture.transcript(run.algorithm.field_shapes(), run.spec.n_learners, run.network).rounds
     except EquivocationError as error:
         raise EquivocationError(f"{capture.name}: {error}") from None
 

@@ -42,7 +42,7 @@ class Lines:
 def lines_of(plan: Plan) -> Lines:
     """What the plan's listener hears."""
     learner, neighbour = plan.worlds.learner, plan.listener.neighbour
-    edges = [edge for edge in plan.run.topology.edges if neighbour is None or neighbour in edge]
+    edges = [edge for edge in plan.run.network.edges if neighbour is None or neighbour in edge]
     edges.sort(key=lambda edge: learner not in edge)
     every = [(*edge, direction) for edge in edges for direction in ("out", "back")][:MOST]
     whose = {line: _whose(line, learner) for line in every}

@@ -43,7 +43,7 @@ def summarise(run: Run, data: PlacedData, outcome: Outcome) -> RunSummary:
         seconds=outcome.seconds,
         n_features=data.n_features,
         test_records=len(data.test_labels),
-        edges=run.topology.edges,
+        edges=run.network.edges,
         promise=_promise(run),
         learners=learners,
         disagreement=_disagreement(outcome.predictions),
@@ -56,7 +56,7 @@ def summarise(run: Run, data: PlacedData, outcome: Outcome) -> RunSummary:
         progress=outcome.progress,
         private_noise=not any(status.noise_is_not_private for status in outcome.statuses),
         noticed=noticed_in(outcome),
-        one_way=one_way(run.topology),
+        one_way=one_way(run.network),
     )
 
 
@@ -122,7 +122,7 @@ def _overheard(run: Run, outcome: Outcome) -> tuple[Transcript | None, CaptureSu
         return None, None
     try:
         capture = open_capture(outcome.capture)  # on the eavesdropper's host: not here, where that is another one
-        transcript = capture.transcript(run.algorithm.field_shapes(), run.spec.n_learners, run.topology)
+        transcript = capture.transcript(run.algorithm.field_shapes(), run.spec.n_learners, run.network)
     except (CaptureError, EquivocationError):  # the latter is noticed, too
         return None, None
     heard = next(iter(transcript.fields.values()))[:, 0, 0]

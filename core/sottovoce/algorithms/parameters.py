@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from sottovoce.algorithms.interface import Algorithm
-from sottovoce.algorithms.setting import Finding, Setting
+from sottovoce.algorithms.setting import Caveat, Setting
 from sottovoce.errors import SpecError
 from sottovoce.registry import Section
 
@@ -16,7 +16,7 @@ class AlgorithmSpec(Section):
     name: str
     """Of a built-in algorithm, of one that an installed package offers, or `module:Class`."""
 
-    def build(self, setting: Setting) -> tuple[Algorithm[Any], tuple[Finding, ...]]:
+    def build(self, setting: Setting) -> tuple[Algorithm[Any], tuple[Caveat, ...]]:
         """The algorithm in its surroundings, checked; and the conditions that only void a theorem.
 
         Raises:

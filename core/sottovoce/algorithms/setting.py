@@ -13,7 +13,7 @@ from sottovoce.network.network import Network
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Caveat:
     """A condition that voids a theorem without making the run unsafe: the run goes on, and its user is told.
 
     Attributes:

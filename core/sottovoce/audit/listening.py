@@ -67,7 +67,7 @@ def listener(
         return Listener(threat, None, threat is ThreatModel.WIRE, rounds)
     if worlds.shared:
         raise SpecError(f"{run.algorithm.name}: all learners hold the record, so a neighbour knows it; audit the wire")
-    mixings = [run.topology.at(t) for t in range(run.spec.rounds)]
+    mixings = [run.network.at(t) for t in range(run.spec.rounds)]
     hearers = [j for j in range(run.spec.n_learners) if any(worlds.learner in m.heard_by(j) for m in mixings)]
     if not hearers or (neighbour is not None and neighbour not in hearers):
         raise SpecError(f"the neighbour must be one of {hearers}, who ever hear learner {worlds.learner}")

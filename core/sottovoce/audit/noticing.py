@@ -30,7 +30,7 @@ Kind = Literal["decoding", "impostor", "length", "turn", "again", "equivocation"
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Notice:
     """Something that must never happen.
 
     Attributes:
@@ -110,12 +110,12 @@ class Noticing:
         """A stream was opened on which the receiver lacks the rounds from t on."""
         self._next[sender, receiver, stream] = t
 
-    def garbled(self, sender: int, receiver: int, stream: int, why: str) -> tuple[Finding, ...]:
+    def garbled(self, sender: int, receiver: int, stream: int, why: str) -> tuple[Notice, ...]:
         """A message came that cannot be decoded."""
         self._next.pop((sender, receiver, stream), None)  # it may have been any round
-        return (Finding("decoding", sender, receiver, None, f"{_way(sender, receiver)}: {why}"),)
+        return (Notice("decoding", sender, receiver, None, f"{_way(sender, receiver)}: {why}"),)
 
-    def heard(self, said: Said) -> tuple[Finding, ...]:
+    def heard(self, said: Said) -> tuple[Notice, ...]:
         """A message came; what is wrong with it."""
         found = [
             *self._impostor(said),
@@ -134,10 +134,10 @@ class Noticing:
         receivers.add(said.receiver)
         return tuple(found)
 
-    def _impostor(self, said: Said) -> list[Finding]:
+    def _impostor(self, said: Said) -> list[Notice]:
         return [_finding("impostor", said, f"speaks as learner {said.claimed}")] if said.claimed != said.sender else []
 
-    def _length(self, said: Said) -> list[Finding]:
+    def _length(self, said: Said) -> list[Notice]:
         usual = self._expected.length
         if usual is None:
             usual = self._lengths.get(said.sender)
@@ -145,7 +145,7 @@ class Noticing:
             self._lengths[said.sender] = usual = said.size
         return [] if said.size == usual else [_finding("length", said, f"{said.size} bytes; all others have {usual}")]
 
-    def _turn(self, said: Said) -> list[Finding]:
+    def _turn(self, said: Said) -> list[Notice]:
         if said.stream == 0:
             return []
         place = said.sender, said.receiver, said.stream
@@ -160,13 +160,13 @@ class Noticing:
             right, wanted = said.round == due, "no round" if due is None else f"round {due}"
         return [] if right else [_finding("turn", said, f"out of turn: stream {said.stream} must go on with {wanted}")]
 
-    def _contradiction(self, said: Said, receivers: set[int]) -> Finding:
+    def _contradiction(self, said: Said, receivers: set[int]) -> Notice:
         if said.receiver in receivers:
             return _finding("again", said, "said once more to the same neighbour, in other bytes")
         others = ", ".join(map(str, sorted(receivers)[:3]))
         return _finding("equivocation", said, f"other bytes than learner {others} heard")
 
-    def _lattice(self, said: Said) -> list[Finding]:
+    def _lattice(self, said: Said) -> list[Notice]:
         found = []
         for name, spacing in self._expected.lattice(said.sender, said.round).items():
             values = np.ravel(said.fields[name])
@@ -194,6 +194,6 @@ def _way(sender: int, receiver: int) -> str:
     return f"learner {sender} to learner {receiver}"
 
 
-def _finding(kind: Kind, said: Said, what: str) -> Finding:
+def _finding(kind: Kind, said: Said, what: str) -> Notice:
     text = f"{_way(said.sender, said.receiver)}, round {said.round}: {what}"
-    return Finding(kind, said.sender, said.receiver, said.round, text)
+    return Notice(kind, said.sender, said.receiver, said.round, text)

@@ -123,7 +123,7 @@ def stream(
 def concerned(run: Run, worlds: Worlds) -> list[int]:
     """The learners whose messages a replay needs: the holders, and those that they ever hear."""
     holders = worlds.holders(run)
-    mixings = [run.topology.at(t) for t in range(run.spec.rounds)]
+    mixings = [run.network.at(t) for t in range(run.spec.rounds)]
     heard = {j for mixing in mixings for i in holders for j in mixing.heard_by(i)}
     return sorted(heard.union(holders))
 

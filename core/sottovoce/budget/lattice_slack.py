@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from sottovoce.algorithms.setting import Finding
+from sottovoce.algorithms.setting import Caveat
 from sottovoce.noise import GRID_BITS
 from sottovoce.running.run import Run
 
@@ -17,7 +17,7 @@ _SMALLEST = 0.01
 """An epsilon below which nobody goes: a run that is fine with it is not looked at any closer."""
 
 
-def check_lattice(run: Run) -> tuple[Finding, ...]:
+def check_lattice(run: Run) -> tuple[Caveat, ...]:
     """LATTICE_SLACK, about the learner with the largest share.
 
     A message of n numbers costs at most `n 2^-40` for rounding. So a run of T messages stays below the share as long as
@@ -31,7 +31,7 @@ def check_lattice(run: Run) -> tuple[Finding, ...]:
     if share <= SHARE:
         return ()
     return (
-        Finding(
+        Caveat(
             "LATTICE_SLACK",
             f"rounding to the noise's lattice may cost at most {100 * SHARE:g} % of epsilon unnoticed, got up to {slack:.3g} of "
             f"{epsilon:.3g} for learner {learner} (it is charged); fewer rounds or parameters, or a larger epsilon, would do",

@@ -51,7 +51,7 @@ class Replay:
     @property
     def concerned(self) -> frozenset[int]:
         """Whose messages of this round `step` needs: its own, and those that it hears."""
-        return frozenset({self.learner, *self.run.topology.at(self.t).heard_by(self.learner)})
+        return frozenset({self.learner, *self.run.network.at(self.t).heard_by(self.learner)})
 
     @property
     def decision(self) -> FloatArray:
@@ -84,7 +84,7 @@ class Replay:
         if not self.known or said is None or not _overheard(said):
             self.known = False
             return None
-        algorithm, mixing = self.run.algorithm, self.run.topology.at(self.t)
+        algorithm, mixing = self.run.algorithm, self.run.network.at(self.t)
         self._spoken, density = algorithm.overheard(self._state, said)
         weights = mixing.heard_by(self.learner)
         self.known = all(j in messages and _overheard(messages[j]) for j in weights)

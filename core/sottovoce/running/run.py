@@ -7,7 +7,7 @@ from typing import Any
 
 from sottovoce.algorithms.interface import Algorithm
 from sottovoce.algorithms.per_learner import spread
-from sottovoce.algorithms.setting import Finding, Setting
+from sottovoce.algorithms.setting import Caveat, Setting
 from sottovoce.arrays import IntArray
 from sottovoce.losses import Loss
 from sottovoce.network.network import Network
@@ -24,9 +24,9 @@ class Run:
     """
 
     spec: RunSpec
-    topology: Network
+    network: Network
     algorithm: Algorithm[Any]
-    warnings: tuple[Finding, ...]
+    warnings: tuple[Caveat, ...]
 
     @property
     def loss(self) -> Loss:

@@ -53,7 +53,7 @@ def simulate(run: Run, data: PlacedData, noise: Noise, replicas: int = 1) -> Ite
     for t, batch in enumerate(_batches(data, run.spec.rounds)):
         state, message = algorithm.speak(state, noise)
         before = algorithm.decision(state)
-        mixing = run.topology.at(t)
+        mixing = run.network.at(t)
         state = algorithm.listen(state, HeardByAll(mixing.neighbours, mixing.own, message), batch)
         yield SimulatedRound(t, message, before, algorithm.decision(state))
 

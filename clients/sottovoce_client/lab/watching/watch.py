@@ -132,7 +132,7 @@ class _Watching:
             return None
         sight, run = self._begin(capture)
         codec = RoundCodec(run.algorithm.field_shapes())
-        rounds = Assembly[Message](run.spec.n_learners, run.spec.rounds, run.topology, KEPT)
+        rounds = Assembly[Message](run.spec.n_learners, run.spec.rounds, run.network, KEPT)
         with view(console) as shown:
             while True:
                 await self._take(capture, codec, rounds, sight, shown)

@@ -15,7 +15,7 @@ import numpy as np
 from sottovoce.algorithms.admm.accounting import paper_epsilon
 from sottovoce.algorithms.admm.calibrations import Calibration, Minimiser, Node, Objective, Unperturbed
 from sottovoce.algorithms.admm.local import ROUNDING
-from sottovoce.algorithms.setting import Finding
+from sottovoce.algorithms.setting import Caveat
 from sottovoce.errors import require
 from sottovoce.losses import Loss, MarginLoss
 
@@ -73,35 +73,35 @@ def _require_solver(node: Node) -> None:
     require(0 <= node.output_noise < math.inf, "SOLVER", text)
 
 
-def admm_findings(calibration: Calibration, nodes: Sequence[Node], rounds: int) -> Iterator[Finding]:
+def admm_findings(calibration: Calibration, nodes: Sequence[Node], rounds: int) -> Iterator[Caveat]:
     """LOSS_WEIGHT_RANGE, EXTRA_RIDGE, SOLVER, BUDGET."""
     node = nodes[0]
     if isinstance(calibration, Unperturbed):
         return
     if node.loss_weight > 1:
         text = f"C_R > B_p while a learner has fewer than {math.ceil(node.loss_weight)} records"
-        yield Finding("LOSS_WEIGHT_RANGE", f"{text}: outside the paper's range (privacy unaffected)")
+        yield Caveat("LOSS_WEIGHT_RANGE", f"{text}: outside the paper's range (privacy unaffected)")
     objective = calibration if isinstance(calibration, Objective) else getattr(calibration, "last", None)
     if objective is not None:
         yield from _objective_findings(objective, nodes)
     largest = max(float(paper_epsilon(each, rounds)[-1]) for each in nodes)
     if largest > LARGE_LOSS:
         text = f"cumulative loss {largest:.6g} over {rounds - 1} iterations"
-        yield Finding("BUDGET", f"{text}: what protects is the sum, not the alpha of one; lower alpha or rounds")
+        yield Caveat("BUDGET", f"{text}: what protects is the sum, not the alpha of one; lower alpha or rounds")
 
 
-def _objective_findings(objective: Objective, nodes: Sequence[Node]) -> Iterator[Finding]:
+def _objective_findings(objective: Objective, nodes: Sequence[Node]) -> Iterator[Caveat]:
     """EXTRA_RIDGE, SOLVER."""
     for i, node in enumerate(nodes):
         if (phi := float(objective.step(node, 1.0, 0.0, last=True).extra_ridge)) > 0:
             least = _records_without_extra_ridge(objective, node)
             text = f"alpha too small for learner {i} while it has fewer than {least} records"
             got = f"extra regularisation biases the classifier, got Phi = {phi:.6g} with one record"
-            yield Finding("EXTRA_RIDGE", f"{text}: {got}")
+            yield Caveat("EXTRA_RIDGE", f"{text}: {got}")
             break
     if nodes[0].output_noise == 0:
         text = "output_noise is 0: the guarantee is that of exact minimisation"
-        yield Finding("SOLVER", f"{text}, got a solver with tolerance {nodes[0].tolerance:g}")
+        yield Caveat("SOLVER", f"{text}, got a solver with tolerance {nodes[0].tolerance:g}")
 
 
 def _records_without_extra_ridge(objective: Objective, node: Node) -> int:

@@ -20,7 +20,7 @@ from sottovoce.algorithms.admm.calibrations import (
 from sottovoce.algorithms.admm.conditions import admm_findings, check_admm
 from sottovoce.algorithms.parameters import AlgorithmSpec
 from sottovoce.algorithms.per_learner import PerLearner, divided
-from sottovoce.algorithms.setting import Finding, Setting
+from sottovoce.algorithms.setting import Caveat, Setting
 from sottovoce.errors import SpecError
 from sottovoce.losses import MarginLoss
 
@@ -36,7 +36,7 @@ class AdmmSpec(AlgorithmSpec):
     tolerance: float = 1e-10
     """tau: norm of the gradient at which the local solver stops."""
 
-    def build(self, setting: Setting) -> tuple[Admm, tuple[Finding, ...]]:
+    def build(self, setting: Setting) -> tuple[Admm, tuple[Caveat, ...]]:
         return _build(self, setting, Unperturbed())
 
     def noisier(self, factors: tuple[float, ...]) -> AdmmSpec:
@@ -55,7 +55,7 @@ class DvpSpec(AdmmSpec):
     output_noise: float = 1e-6
     """Laplace scale; 0: the minimiser is said as it is, and must be exact."""
 
-    def build(self, setting: Setting) -> tuple[Admm, tuple[Finding, ...]]:
+    def build(self, setting: Setting) -> tuple[Admm, tuple[Caveat, ...]]:
         objective = Objective(self.rule, self.jacobian, self.scale)
         return _build(self, setting, objective, self.alpha, self.alpha, self.output_noise)
 
@@ -78,7 +78,7 @@ class PvpSpec(AdmmSpec):
     output_noise: float = 1e-6
     """Of the last iteration, if that is one of DVP."""
 
-    def build(self, setting: Setting) -> tuple[Admm, tuple[Finding, ...]]:
+    def build(self, setting: Setting) -> tuple[Admm, tuple[Caveat, ...]]:
         calibration = Minimiser(self.variant, self.scale, Objective() if self.final == "dvp" else None)
         final = self.alpha if self.final_alpha is None else self.final_alpha
         output_noise = self.output_noise if self.final == "dvp" else 0.0
@@ -96,7 +96,7 @@ def _build(
     alpha: PerLearner = float("inf"),
     final_alpha: PerLearner = float("inf"),
     output_noise: float = 0.0,
-) -> tuple[Admm, tuple[Finding, ...]]:
+) -> tuple[Admm, tuple[Caveat, ...]]:
     coupling = setting.fixed_network.at(0).neighbours
     degrees = tuple(float(degree) for degree in np.count_nonzero(coupling, axis=1))
     alphas = setting.per_learner(alpha, "algorithm.alpha")

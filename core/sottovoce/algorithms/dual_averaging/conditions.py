@@ -12,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from sottovoce.algorithms.setting import Finding
+from sottovoce.algorithms.setting import Caveat
 from sottovoce.decision_sets import Box, DecisionSet
 from sottovoce.errors import require
 from sottovoce.losses import Loss
@@ -48,7 +48,7 @@ def check_sure_bound(bound: float, noisy: bool) -> None:
     require(not noisy or bound < math.inf, "CLIP", f"{text}: set clip, {got}")
 
 
-def check_network(network: Network, rounds: int, kind: Stochastic, *, rows_suffice: bool) -> Iterator[Finding]:
+def check_network(network: Network, rounds: int, kind: Stochastic, *, rows_suffice: bool) -> Iterator[Caveat]:
     """W_SHAPE, W_NEGATIVE, SELF_WEIGHT, DOUBLY_STOCHASTIC or COLUMN_STOCHASTIC; reports ROW_STOCHASTIC, CONNECTIVITY.
 
     Args:
@@ -66,10 +66,10 @@ def check_network(network: Network, rounds: int, kind: Stochastic, *, rows_suffi
         hears |= mixing.neighbours > 0
     if only_rows is not None:
         text = "weights are row-stochastic only: every block gets a step size of its own, and no regret bound holds"
-        yield Finding("ROW_STOCHASTIC", f"{text}, got columns that do not sum to one in round {only_rows}")
+        yield Caveat("ROW_STOCHASTIC", f"{text}, got columns that do not sum to one in round {only_rows}")
     if lost := cut_off(hears):
         text = "what some learners say never reaches others: the regret bounds do not apply"
-        yield Finding("CONNECTIVITY", f"{text}, got {lost} in all rounds")
+        yield Caveat("CONNECTIVITY", f"{text}, got {lost} in all rounds")
 
 
 def _check_entries(mixing: Mixing, n: int, t: int) -> None:
@@ -100,7 +100,7 @@ def _check_sums(mixing: Mixing, t: int, kind: Stochastic, rows_suffice: bool) ->
 
 def method_findings(
     loss: Loss, decision_set: DecisionSet, *, split: bool, noised: bool, sigma: float
-) -> Iterator[Finding]:
+) -> Iterator[Caveat]:
     """NOT_CONVEX, PRODUCT_SET, CLEAN_PRIMAL, NO_NOISE.
 
     Args:
@@ -110,14 +110,14 @@ def method_findings(
         sigma: noise scale.
     """
     if not loss.convex:
-        yield Finding("NOT_CONVEX", f"no regret bound holds for a loss that is not convex, got {type(loss).__name__}")
+        yield Caveat("NOT_CONVEX", f"no regret bound holds for a loss that is not convex, got {type(loss).__name__}")
     if split and not isinstance(decision_set, Box):
         text = "decision_set is no product of the learners' blocks (a box is): the decision put together of all blocks"
-        yield Finding("PRODUCT_SET", f"{text} can lie outside while learners disagree, got {decision_set}")
+        yield Caveat("PRODUCT_SET", f"{text} can lie outside while learners disagree, got {decision_set}")
     if not noised and sigma > 0:
         text = (
             "primal: clean promises nothing once decisions are seen: with the messages, a decision gives its gradient"
         )
-        yield Finding("CLEAN_PRIMAL", f"{text} exactly; primal: noised covers both")
+        yield Caveat("CLEAN_PRIMAL", f"{text} exactly; primal: noised covers both")
     if sigma == 0:
-        yield Finding("NO_NOISE", "sigma is 0: messages are said as they are, and nothing is promised")
+        yield Caveat("NO_NOISE", "sigma is 0: messages are said as they are, and nothing is promised")

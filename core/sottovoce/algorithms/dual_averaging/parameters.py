@@ -18,7 +18,7 @@ from sottovoce.algorithms.dual_averaging.conditions import (
     method_findings,
 )
 from sottovoce.algorithms.parameters import AlgorithmSpec
-from sottovoce.algorithms.setting import Finding, Setting
+from sottovoce.algorithms.setting import Caveat, Setting
 from sottovoce.arrays import FloatArray
 from sottovoce.decision_sets import Box
 from sottovoce.errors import SpecError, require
@@ -52,7 +52,7 @@ class _DualAveragingSpec(AlgorithmSpec):
 
     def _build(
         self, setting: Setting, name: str, owned: Mask, noisy: Mask, shared: bool, kind: Stochastic, allow_rows: bool
-    ) -> tuple[DualAveraging, tuple[Finding, ...]]:
+    ) -> tuple[DualAveraging, tuple[Caveat, ...]]:
         check_numbers(self.step, self.sigma, self.epsilon, self.clip)
         network, rounds, push = setting.network, setting.rounds, kind == "columns"
         findings = [*check_network(network, rounds, kind, rows_suffice=allow_rows)]
@@ -94,7 +94,7 @@ class _BlocksSpec(_DualAveragingSpec):
 
     def _build_blocks(
         self, setting: Setting, name: str, kind: Stochastic, allow_rows: bool
-    ) -> tuple[DualAveraging, tuple[Finding, ...]]:
+    ) -> tuple[DualAveraging, tuple[Caveat, ...]]:
         n, dim = setting.n_learners, setting.dim
         require(dim >= n, "BLOCKS", f"every learner needs a coordinate of its own, got {dim} for {n} learners")
         owned = blocks(dim, n)
@@ -109,7 +109,7 @@ class DpsdaCSpec(_BlocksSpec):
     allow_row_stochastic: bool = False
     """Only report weights of which rows alone sum to one. For boxes; on other sets they lead to a wrong point."""
 
-    def build(self, setting: Setting) -> tuple[DualAveraging, tuple[Finding, ...]]:
+    def build(self, setting: Setting) -> tuple[DualAveraging, tuple[Caveat, ...]]:
         allowed = self.allow_row_stochastic and isinstance(setting.decision_set, Box)
         return self._build_blocks(setting, self.name, "doubly", allowed)
 
@@ -119,7 +119,7 @@ class DpsdaPsSpec(_BlocksSpec):
 
     name: Literal["dpsda-ps"]
 
-    def build(self, setting: Setting) -> tuple[DualAveraging, tuple[Finding, ...]]:
+    def build(self, setting: Setting) -> tuple[DualAveraging, tuple[Caveat, ...]]:
         return self._build_blocks(setting, self.name, "columns", False)
 
 
@@ -128,7 +128,7 @@ class DpcdaSpec(_DualAveragingSpec):
 
     name: Literal["dpcda"]
 
-    def build(self, setting: Setting) -> tuple[DualAveraging, tuple[Finding, ...]]:
+    def build(self, setting: Setting) -> tuple[DualAveraging, tuple[Caveat, ...]]:
         n = setting.n_learners
         require(n == 1, "ONE_LEARNER", f"dpcda is for one learner, got {n}; dpsda-c is the same for several")
         everything = np.ones((1, setting.dim), dtype=bool)
@@ -141,7 +141,7 @@ class DppsSpec(_DualAveragingSpec):
     name: Literal["dpps"]
     primal: Literal["noised", "clean"] = "clean"
 
-    def build(self, setting: Setting) -> tuple[DualAveraging, tuple[Finding, ...]]:
+    def build(self, setting: Setting) -> tuple[DualAveraging, tuple[Caveat, ...]]:
         everything = np.ones((setting.n_learners, setting.dim), dtype=bool)
         return self._build(setting, self.name, everything, everything, False, "columns", False)
 

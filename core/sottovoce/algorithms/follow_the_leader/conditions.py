@@ -15,7 +15,7 @@ import numpy as np
 from sottovoce.algorithms.follow_the_leader.accounting import Blocks, LeafSensitivity
 from sottovoce.algorithms.follow_the_leader.gossip import Gossip
 from sottovoce.algorithms.follow_the_leader.tree import levels
-from sottovoce.algorithms.setting import Finding, Setting
+from sottovoce.algorithms.setting import Caveat, Setting
 from sottovoce.errors import CheckFailed
 
 
@@ -139,23 +139,23 @@ def prefix_error(scale: float, dim: int, blocks: Blocks, gossip: Gossip, momentu
 
 def findings(
     blocks: Blocks, gossip: Gossip, sensitivity: LeafSensitivity, *, exposed: bool, paper_scale: bool
-) -> Iterator[Finding]:
+) -> Iterator[Caveat]:
     """What the run's user is told."""
     sharp, paper = gossip.sharp_steps(blocks.rounds), gossip.paper_steps(blocks.rounds)
     if not blocks.leaves:
         count = math.ceil(blocks.rounds / blocks.length)
-        yield Finding(
+        yield Caveat(
             "NO_MOVE", f"no decision ever moves: there must be one block more, got {count}; shorten block_length"
         )
     if blocks.steps < sharp:
         text = "learners agree less than Theorems 3.6 and 3.9 assume: gossip_steps should be at least"
-        yield Finding(
+        yield Caveat(
             "GOSSIP_SHORT", f"{text} {sharp}, got {blocks.steps}; the regret bounds do not apply, privacy does"
         )
     if paper_scale and blocks.steps < paper:
         text = "the paper's noise scale rests on gossip_steps of at least"
-        yield Finding("PAPER_SCALE", f"{text} {paper}, got {blocks.steps}; the claim is computed from the steps taken")
+        yield Caveat("PAPER_SCALE", f"{text} {paper}, got {blocks.steps}; the claim is computed from the steps taken")
     if exposed:
         text = "noise_placement after_gossip says sums of gradients without noise: on the wire epsilon is infinite"
         hint = "only published decisions are protected; take before_gossip"
-        yield Finding("WIRE_EXPOSED", f"{text}, and {hint} (a record moves a sum by up to {sensitivity.change:g})")
+        yield Caveat("WIRE_EXPOSED", f"{text}, and {hint} (a record moves a sum by up to {sensitivity.change:g})")

@@ -21,7 +21,7 @@ from sottovoce.algorithms.follow_the_leader.conditions import problem_of
 from sottovoce.algorithms.follow_the_leader.gossip import Gossip, Lazy, gossip_of
 from sottovoce.algorithms.interface import Heard, Message, Who
 from sottovoce.algorithms.parameters import AlgorithmSpec
-from sottovoce.algorithms.setting import Finding, Setting
+from sottovoce.algorithms.setting import Caveat, Setting
 from sottovoce.arrays import Batch, FloatArray
 from sottovoce.decision_sets import DecisionSet
 from sottovoce.errors import SpecError
@@ -44,14 +44,14 @@ class DFtglSpec(AlgorithmSpec):
     lazy: Lazy = False
     """Gossip with (I+P)/2; auto: where the mixing matrix has a negative eigenvalue."""
 
-    def build(self, setting: Setting) -> tuple[DFtgl, tuple[Finding, ...]]:
+    def build(self, setting: Setting) -> tuple[DFtgl, tuple[Caveat, ...]]:
         gossip, problem = gossip_of(setting.fixed_network, self.lazy), problem_of(setting)
         # Plain gossip keeps all z within sqrt(n) G / rho of their mean: the error of a prefix sum in the bound.
         error = math.sqrt(gossip.n_learners) * problem.lipschitz / gossip.gap
         h = self.multiplier * (self.regularization or problem.regularization(1, 2.0, error))
         algorithm = DFtgl(setting.dim, setting.rounds, gossip, h, setting.loss, setting.decision_set)
         text = "d-ftgl says sums of gradients without noise: on the wire epsilon is infinite; for privacy take pd-ftgl"
-        return algorithm, (Finding("WIRE_EXPOSED", text),)
+        return algorithm, (Caveat("WIRE_EXPOSED", text),)
 
     def noisier(self, factors: tuple[float, ...]) -> DFtglSpec:
         raise SpecError("d-ftgl has no noise; take pd-ftgl")

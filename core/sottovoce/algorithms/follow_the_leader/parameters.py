@@ -21,7 +21,7 @@ from sottovoce.algorithms.follow_the_leader.conditions import (
 from sottovoce.algorithms.follow_the_leader.gossip import Gossip, Lazy, gossip_of, require_semidefinite
 from sottovoce.algorithms.parameters import AlgorithmSpec
 from sottovoce.algorithms.per_learner import PerLearner, divided, times
-from sottovoce.algorithms.setting import Finding, Setting
+from sottovoce.algorithms.setting import Caveat, Setting
 from sottovoce.arrays import FloatArray
 from sottovoce.errors import CheckFailed, SpecError
 from sottovoce.registry import Positive
@@ -59,7 +59,7 @@ class BlockSpec(AlgorithmSpec):
     lazy: Lazy = "auto"
     """Gossip with (I+P)/2; auto: where the mixing matrix has a negative eigenvalue."""
 
-    def build(self, setting: Setting) -> tuple[PdFtgl, tuple[Finding, ...]]:
+    def build(self, setting: Setting) -> tuple[PdFtgl, tuple[Caveat, ...]]:
         gossip = gossip_of(setting.fixed_network, self.lazy)
         require_semidefinite(gossip)
         problem, sharp = problem_of(setting), gossip.sharp_steps(setting.rounds)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from sottovoce.algorithms.gradient_descent.algorithm import GossipDescent
-from sottovoce.algorithms.setting import Finding, Setting
+from sottovoce.algorithms.setting import Caveat, Setting
 from sottovoce.errors import require
 
 SMALLEST_SCALE = 2.0**-900
@@ -36,7 +36,7 @@ def require_change(change: float) -> None:
     require(0 < change < math.inf, "GRAD_CHANGE", f"{text}, got {change}")
 
 
-def checked(algorithm: GossipDescent, setting: Setting, *, doubly_stochastic: bool = True) -> tuple[Finding, ...]:
+def checked(algorithm: GossipDescent, setting: Setting, *, doubly_stochastic: bool = True) -> tuple[Caveat, ...]:
     """Refuse what has no guarantee or no meaning, and report the rest.
 
     Args:
@@ -61,7 +61,7 @@ def checked(algorithm: GossipDescent, setting: Setting, *, doubly_stochastic: bo
     return tuple(findings)
 
 
-def _weight_findings(setting: Setting, doubly_stochastic: bool) -> Iterator[Finding]:
+def _weight_findings(setting: Setting, doubly_stochastic: bool) -> Iterator[Caveat]:
     """ROW_SUM is refused; NOT_DOUBLY_STOCHASTIC and OWN_WEIGHT are reported, for the first round in which they hold."""
     columns, own = 0.0, 0.0
     for t in range(min(setting.rounds, setting.network.horizon)):
@@ -74,18 +74,18 @@ def _weight_findings(setting: Setting, doubly_stochastic: bool) -> Iterator[Find
         own = min(own, float(mixing.own.min()))
     if doubly_stochastic and columns > ROUNDING:
         text = "mixing weights are not doubly stochastic: learners agree on an optimum that weighs them unequally"
-        yield Finding("NOT_DOUBLY_STOCHASTIC", f"{text}, got column sums up to {columns:.3g} away from 1")
+        yield Caveat("NOT_DOUBLY_STOCHASTIC", f"{text}, got column sums up to {columns:.3g} away from 1")
     if own < 0:
         text = "a negative own weight: mixing may amplify instead of averaging; lower the coupling weights"
-        yield Finding("OWN_WEIGHT", f"{text}, got {own:.6g}")
+        yield Caveat("OWN_WEIGHT", f"{text}, got {own:.6g}")
 
 
-def _noise_findings(algorithm: GossipDescent, smallest: float) -> Iterator[Finding]:
+def _noise_findings(algorithm: GossipDescent, smallest: float) -> Iterator[Caveat]:
     """NOISE_FADES, NOISE_RESOLUTION."""
     last, step, noise = algorithm.rounds - 1, algorithm.step[0], algorithm.noise[0]
     if last > 1 and step.at(last - 1) / noise.at(last) > step.at(0) / noise.at(1) * (1 + ROUNDING):
         text = "the noise fades faster than the steps: later records cost more, without a bound for ever longer runs"
-        yield Finding(
+        yield Caveat(
             "NOISE_FADES", f"{text}, got step/noise {step.at(last - 1) / noise.at(last):.3g} in the last round"
         )
     radius = algorithm.decision_set.largest_norm(algorithm.dim)
@@ -93,4 +93,4 @@ def _noise_findings(algorithm: GossipDescent, smallest: float) -> Iterator[Findi
         text = (
             "the noise falls near float64's resolution of messages, where the exact loss of a transcript is unreliable"
         )
-        yield Finding("NOISE_RESOLUTION", f"{text}, got scale {smallest:.3g} for radius {radius}; stop earlier")
+        yield Caveat("NOISE_RESOLUTION", f"{text}, got scale {smallest:.3g} for radius {radius}; stop earlier")

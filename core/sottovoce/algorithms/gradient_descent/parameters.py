@@ -25,7 +25,7 @@ from sottovoce.algorithms.gradient_descent.conditions import checked
 from sottovoce.algorithms.gradient_descent.dpsr import Dpsr
 from sottovoce.algorithms.gradient_descent.schedules import Divided
 from sottovoce.algorithms.parameters import AlgorithmSpec
-from sottovoce.algorithms.setting import Finding, Setting
+from sottovoce.algorithms.setting import Caveat, Setting
 from sottovoce.arrays import FloatArray
 from sottovoce.errors import CheckFailed, SpecError
 
@@ -42,7 +42,7 @@ class DsgdSpec(AlgorithmSpec):
     step: StepSize = PowerStep(scale=1.0, exponent=0.77)
     noise: NoiseScale = PowerNoise()
 
-    def build(self, setting: Setting) -> tuple[GossipDescent, tuple[Finding, ...]]:
+    def build(self, setting: Setting) -> tuple[GossipDescent, tuple[Caveat, ...]]:
         point: Point = "own" if self.form == "consensus" else "mixed"
         play: Point = "mixed" if self.form == "adapt_then_combine" else "own"
         algorithm = descent(setting, self.name, self.step, self.noise, "clean", point, play)
@@ -61,7 +61,7 @@ class NoisyDescentSpec(AlgorithmSpec):
     play: Point = "own"
     adjacency: Adjacency = "record"
 
-    def build(self, setting: Setting) -> tuple[GossipDescent, tuple[Finding, ...]]:
+    def build(self, setting: Setting) -> tuple[GossipDescent, tuple[Caveat, ...]]:
         algorithm = descent(
             setting, self.name, self.step, self.noise, "said", self.gradient_at, self.play, self.adjacency
         )
@@ -109,7 +109,7 @@ class DOgdSpec(AlgorithmSpec):
     name: Literal["d-ogd"]
     step: StepSize = PowerStep()
 
-    def build(self, setting: Setting) -> tuple[GossipDescent, tuple[Finding, ...]]:
+    def build(self, setting: Setting) -> tuple[GossipDescent, tuple[Caveat, ...]]:
         algorithm = descent(setting, self.name, self.step, ZeroNoise(), "clean", "own", "own")
         return algorithm, checked(algorithm, setting)
 
@@ -159,7 +159,7 @@ class DpsrSpec(AlgorithmSpec):
     step: StepSize = PowerStep(scale=1.0)
     noise: NoiseScale = PowerNoise(sigma=math.sqrt(2.0), varsigma=0.0)
 
-    def build(self, setting: Setting) -> tuple[Dpsr, tuple[Finding, ...]]:
+    def build(self, setting: Setting) -> tuple[Dpsr, tuple[Caveat, ...]]:
         plain = descent(setting, self.name, self.step, self.noise, "said", "own", "own")
         shares = own_shares(setting)
         if (shares <= 0).any():
@@ -170,7 +170,7 @@ class DpsrSpec(AlgorithmSpec):
         findings = checked(rescaled, setting, doubly_stochastic=False)
         if min(setting.rounds, setting.network.horizon) > 1:
             text = "the weights change from round to round: rescaling by e corrects those of a fixed network only"
-            findings = (*findings, Finding("NETWORK_FIXED", text))
+            findings = (*findings, Caveat("NETWORK_FIXED", text))
         return Dpsr(rescaled, plain.step, setting.n_learners), findings
 
     def noisier(self, factors: tuple[float, ...]) -> DpsrSpec:

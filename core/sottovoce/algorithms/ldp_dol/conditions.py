@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from sottovoce.algorithms.ldp_dol.sensitivity import Mode, require_mode
-from sottovoce.algorithms.setting import Finding
+from sottovoce.algorithms.setting import Caveat
 from sottovoce.errors import require
 from sottovoce.privacy.regularity import Regularity
 
@@ -66,7 +66,7 @@ def check_ldp_dol(
     gradient_bound: float | None = None,
     budget_requested: bool,
     infinite_horizon_requested: bool,
-) -> tuple[Finding, ...]:
+) -> tuple[Caveat, ...]:
     """Refuse parameters without a guarantee, and report those outside a convergence theorem.
 
     Args:
@@ -124,23 +124,23 @@ def _require_accounting(spec: Parameters, known: Regularity, budget: bool, infin
 # ---- reported --------------------------------------------------------------------------------------------
 
 
-def _network_findings(spec: Parameters, varsigma: tuple[float, ...], topology: Couplings) -> Iterator[Finding]:
+def _network_findings(spec: Parameters, varsigma: tuple[float, ...], topology: Couplings) -> Iterator[Caveat]:
     """U_NOT_BELOW_V, NOISE_GROWTH, GAMMA0_LARGE, COUPLING_OVERSHOOT."""
     if spec.u >= spec.v:
-        yield Finding("U_NOT_BELOW_V", f"u >= v: learners do not reach agreement, got u={spec.u}, v={spec.v}")
+        yield Caveat("U_NOT_BELOW_V", f"u >= v: learners do not reach agreement, got u={spec.u}, v={spec.v}")
     if max(varsigma) + 0.5 >= spec.u:
         text = "noise grows too fast for Theorems 1-4 (max varsigma + 0.5 must be below u)"
-        yield Finding("NOISE_GROWTH", f"{text}, got {max(varsigma)} + 0.5 against u={spec.u}")
+        yield Caveat("NOISE_GROWTH", f"{text}, got {max(varsigma)} + 0.5 against u={spec.u}")
     if -3 * topology.delta_m * spec.gam0 > 1:
         text = "gam0 exceeds 1/(3 |delta_m|): only the large-time theorems apply"
-        yield Finding("GAMMA0_LARGE", f"{text}, got gam0={spec.gam0}, delta_m={topology.delta_m:.6g}")
+        yield Caveat("GAMMA0_LARGE", f"{text}, got gam0={spec.gam0}, delta_m={topology.delta_m:.6g}")
     largest = max(topology.own_weight(i) for i in range(topology.n_learners))
     if spec.gam0 * largest > 1:
         text = "gam0*|w_ii| > 1: first rounds overshoot; accounting uses |1 - |w_ii| gamma_t|"
-        yield Finding("COUPLING_OVERSHOOT", f"{text}, got {spec.gam0 * largest:.6g}")
+        yield Caveat("COUPLING_OVERSHOOT", f"{text}, got {spec.gam0 * largest:.6g}")
 
 
-def _strongly_convex_findings(spec: Parameters, topology: Couplings, known: Regularity, mu: float) -> Iterator[Finding]:
+def _strongly_convex_findings(spec: Parameters, topology: Couplings, known: Regularity, mu: float) -> Iterator[Caveat]:
     """LAMBDA0_LARGE of Theorem 1: `lambda_0 <= -gamma_0 delta_2 mu / (mu^2 + 8 L^2)`."""
     smoothness = known.smoothness + known.ridge  # the theorem's L is that of the whole loss
     excess = (mu * mu + 8 * smoothness * smoothness) * spec.lam0 / (-topology.delta_2 * mu * spec.gam0)
@@ -150,11 +150,11 @@ def _strongly_convex_findings(spec: Parameters, topology: Couplings, known: Regu
 
 def _convex_findings(
     spec: Parameters, topology: Couplings, known: Regularity, kappa: float | None, gradient_bound: float | None
-) -> Iterator[Finding]:
+) -> Iterator[Caveat]:
     """V_TOO_SMALL, and LAMBDA0_LARGE of Theorem 2: `lambda_0 <= -delta_2 gamma_0 / (2 (L^2 + kappa^2 + D^2))`."""
     if (1 + 2 * spec.u) / 3 >= spec.v:
         text = f"v too small for Theorem 2/4, got v={spec.v} against (1 + 2u)/3 = {(1 + 2 * spec.u) / 3:.6g}"
-        yield Finding("V_TOO_SMALL", text)
+        yield Caveat("V_TOO_SMALL", text)
     smoothness = known.smoothness + known.ridge
     deviation = known.change / math.sqrt(2) if kappa is None else kappa
     slope = _gradient_bound(known) if gradient_bound is None else gradient_bound
@@ -185,7 +185,7 @@ def _root(base: float, degree: float) -> float:
         return math.inf
 
 
-def _late(theorem: int, t0: float) -> Finding:
+def _late(theorem: int, t0: float) -> Caveat:
     shown = f"{math.ceil(t0)}" if t0 < 1e6 else f"{t0:.0e}"
     text = f"lam0 above the Theorem {theorem} limit; guarantee starts after round t0 = {shown}"
-    return Finding("LAMBDA0_LARGE", text)
+    return Caveat("LAMBDA0_LARGE", text)

@@ -9,7 +9,7 @@ from sottovoce.algorithms.ldp_dol.conditions import check_ldp_dol
 from sottovoce.algorithms.ldp_dol.sensitivity import Mode, Schedules
 from sottovoce.algorithms.parameters import AlgorithmSpec
 from sottovoce.algorithms.per_learner import PerLearner, times
-from sottovoce.algorithms.setting import Finding, Setting
+from sottovoce.algorithms.setting import Caveat, Setting
 from sottovoce.privacy.regularity import regularity_of
 
 
@@ -25,7 +25,7 @@ class LdpDolSpec(AlgorithmSpec):
     varsigma: PerLearner = 0.1
     accounting: Mode = "best"
 
-    def build(self, setting: Setting) -> tuple[LdpDol, tuple[Finding, ...]]:
+    def build(self, setting: Setting) -> tuple[LdpDol, tuple[Caveat, ...]]:
         topology = setting.fixed_network
         algorithm = LdpDol(
             dim=setting.dim,

@@ -71,7 +71,7 @@ def added(run: Run, transcript: Transcript, learner: int) -> Added:
 
 def _descended(run: Run, algorithm: GossipDescent, said: FloatArray, learner: int) -> Added:
     ts, own = range(len(said) - 1), said[:-1, learner]
-    mixed = np.stack([_heard(run, said, learner, t) + run.topology.at(t).own[learner] * said[t, learner] for t in ts])
+    mixed = np.stack([_heard(run, said, learner, t) + run.network.at(t).own[learner] * said[t, learner] for t in ts])
     at = mixed if algorithm.gradient_at == "mixed" else own
     steps = np.array([algorithm.step[learner].at(t) for t in ts])
     gradients = (mixed - said[1:, learner]) / steps[:, None, None] - run.loss.ridge * at
@@ -80,7 +80,7 @@ def _descended(run: Run, algorithm: GossipDescent, said: FloatArray, learner: in
 
 def _pulled(run: Run, algorithm: LdpDol, said: FloatArray, learner: int) -> Added:
     ts, own, plan = range(len(said) - 1), said[:-1, learner], algorithm.schedules
-    drift = [_heard(run, said, learner, t) - run.topology.at(t).neighbours[learner].sum() * own[t] for t in ts]
+    drift = [_heard(run, said, learner, t) - run.network.at(t).neighbours[learner].sum() * own[t] for t in ts]
     coupling, steps = (np.array([one(t) for t in ts])[:, None, None] for one in (plan.coupling, plan.step_size))
     gradients = (own + coupling * np.stack(drift) - said[1:, learner]) / steps - run.loss.ridge * own
     return Added(np.arange(len(own)), own, gradients, so_far=True)
@@ -100,7 +100,7 @@ def _block_sums(algorithm: PdFtgl, said: FloatArray, learner: int) -> Added:
 
 def _heard(run: Run, said: FloatArray, learner: int, t: int) -> FloatArray:
     """`sum_j w_ij y_t^j` over the neighbours, who alone are sure to have been heard."""
-    weights = run.topology.at(t).heard_by(learner)
+    weights = run.network.at(t).heard_by(learner)
     total: FloatArray = sum((weight * said[t, j] for j, weight in weights.items()), np.zeros(said.shape[2:]))
     return total
 

@@ -65,7 +65,7 @@ class Spoken:
 
 def _channels(run: Run, t: int) -> list[tuple[int, int]]:
     """Senders and receivers of a round."""
-    mixing, n = run.topology.at(t), run.spec.n_learners
+    mixing, n = run.network.at(t), run.spec.n_learners
     return [(sender, receiver) for receiver in range(n) for sender in mixing.heard_by(receiver)]
 
 
