@@ -34,7 +34,15 @@ def generate(into: Path) -> None:
         f"--mypy_grpc_out=quiet:{into}",
     ]
     # 3.11: the tools have no wheels from 3.13 on.
-    tools = [find_uv_bin(), "run", "--quiet", "--no-project", "--isolated", "--python=3.11", f"--with-requirements={TOOLS}"]
+    tools = [
+        find_uv_bin(),
+        "run",
+        "--quiet",
+        "--no-project",
+        "--isolated",
+        "--python=3.11",
+        f"--with-requirements={TOOLS}",
+    ]
     # The stubs are of this environment's mypy-protobuf, found on the PATH, where one that is not activated is missing.
     path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")])
     command = [*tools, "python", "-W", "ignore", "-m", "grpc_tools.protoc", "-I.", *outputs, *protos]

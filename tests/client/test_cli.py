@@ -24,7 +24,7 @@ from sottovoce.spec import load_spec, parse_spec
 from sottovoce_client.running.local import LocalServices
 from sottovoce_eavesdropper.reading import open_capture
 
-GUARD_S = 60.0
+GUARD_S = 300.0  # against a hang; a busy machine may take its time
 """Longest that anything here may take: a guard against hanging, not a promise."""
 FEATURES = 4  # of the records below, intercept included
 
