@@ -2,7 +2,8 @@
 """The yardstick of simulator.py: LDP-DOL for logistic regression on a ring, as a bare numpy loop with nothing around it.
 
 One Laplace vector per learner and round, gossip with both neighbours, the gradient of the round's record (with --history: of all
-records so far), projection onto a ball. No lattice, one noise scale for all, no bound enforced, nothing recorded. Prints a JSON line: replica-rounds/s, microseconds of processor time per replica-round, and the mean of all parameters.
+records so far), projection onto a ball. No lattice, one noise scale for all, no bound enforced, nothing recorded. Prints a JSON
+line: replica-rounds/s, microseconds of processor time per replica-round, and the mean of all parameters.
 """
 
 from __future__ import annotations
