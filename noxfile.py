@@ -58,8 +58,8 @@ def lowest(session: nox.Session) -> None:
 def torch(session: nox.Session) -> None:
     """PyTorch's tests, with a build for processors.
 
-    PyTorch's own index has one whose version sorts above PyPI's, which brings gigabytes of CUDA. pip goes on without an index that
-    it cannot reach, so this serves where another one holds such a build, too.
+    PyTorch's own index has one whose version sorts above PyPI's, which brings gigabytes of CUDA. pip goes on without an index
+    that it cannot reach, so this serves where another one holds such a build, too.
     """
     session.install(f"{wheel(session)}[audit,test]")
     session.install("torch", "--retries", "1", "--extra-index-url", "https://download.pytorch.org/whl/cpu")
@@ -68,7 +68,7 @@ def torch(session: nox.Session) -> None:
 
 @nox.session(python=PYTHONS)
 def coverage(session: nox.Session) -> None:
-    """The quick tests, and how much of every house they reach: never less than its floor. Cheap from Python 3.12 on."""
+    """The quick tests, and how much of every house they reach: no less than its floor. Cheap from Python 3.12 on."""
     session.install(f"{wheel(session)}[audit,test]")
     folder = Path(session.create_tmp()).resolve()
     sysmon = {} if session.python == "3.11" else {"COVERAGE_CORE": "sysmon"}

@@ -10,6 +10,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.version import Version
 
@@ -64,3 +65,10 @@ def test_the_oldest_grpcio_that_is_allowed_is_that_of_the_generated_code(package
     (pin,) = tools["grpcio-tools"].specifier
 
     assert _series(_lower_bound(package)) == _series(Version(pin.version))
+
+
+def test_the_citation_names_the_version() -> None:
+    project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    citation = yaml.safe_load((CHECKOUT / "CITATION.cff").read_text(encoding="utf-8"))
+
+    assert (citation["version"], citation["license"]) == (project["version"], project["license"])
