@@ -58,11 +58,11 @@ def lowest(session: nox.Session) -> None:
 def torch(session: nox.Session) -> None:
     """PyTorch's tests, with a build for processors.
 
-    PyTorch's own index has one whose version sorts above PyPI's, which brings gigabytes of CUDA. pip goes on without an index
-    that it cannot reach, so this serves where another one holds such a build, too.
+    PyTorch's index has one whose version sorts above PyPI's, which brings gigabytes of CUDA. pip goes on without an index that it
+    cannot reach; the version is pinned, so that another index can hold such a build, too.
     """
     session.install(f"{wheel(session)}[audit,test]")
-    session.install("torch", "--retries", "1", "--extra-index-url", "https://download.pytorch.org/whl/cpu")
+    session.install("torch==2.13.0", "--retries", "1", "--extra-index-url", "https://download.pytorch.org/whl/cpu")
     session.run("pytest", *TORCH_TESTS, *session.posargs)
 
 

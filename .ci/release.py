@@ -66,7 +66,8 @@ def prepare() -> None:
         sys.exit(f"there is a tag v{version} already")
     if last := last_release():
         against = f"{git('rev-parse', '--git-common-dir')}#tag={last},subdir=proto"
-        subprocess.run(["buf", "breaking", "proto", "--against", against], check=True)
+        if subprocess.run(["buf", "breaking", "proto", "--against", against], check=False).returncode:
+            sys.exit(f"the wire breaks what {last} can read")
     today = datetime.now(UTC).date().isoformat()
     replaced("CHANGELOG.md", rf"^## {re.escape(version)} - unreleased$", f"## {version} - {today}")
     replaced("pyproject.toml", r'^version = ".*"$', f'version = "{version}"')
