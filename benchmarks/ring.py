@@ -28,8 +28,7 @@ from rich.table import Table
 
 from sottovoce.errors import SottovoceError
 
-CHECKOUT = Path(__file__).resolve().parents[1]
-FLOOR = CHECKOUT.parent / "shared" / "bench" / "ring_floor.py"
+FLOOR = Path(__file__).resolve().with_name("bare_ring.py")
 START_TARGET_S = 5.0
 MEMORY_TAIL = 4_200
 """Rounds planned after the last look at memory: more than a learner takes in ahead, so that this share stays the same."""
@@ -262,7 +261,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--no-event-engine", action="store_true", help="services with GRPC_EXPERIMENTS as in deploy/README.md"
     )
-    parser.add_argument("--floor", type=Path, default=FLOOR, help="the yardstick, ring_floor.py (default: %(default)s)")
+    parser.add_argument("--floor", type=Path, default=FLOOR, help="the yardstick (default: %(default)s)")
     parser.add_argument(
         "--folder", type=Path, help="where journals and captures are written (default: a temporary one)"
     )
@@ -275,10 +274,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         options.repeats, options.rounds, options.memory_rounds = 1, min(options.rounds, 400), 1_000
     if min(options.repeats, options.rounds, options.memory_rounds) < 1:
         parser.error("--repeats, --rounds and --memory-rounds must be at least 1")
-    if set(options.cases) - set(ALONE) and not options.floor.is_file():
-        parser.error(
-            f"the yardstick is not at {options.floor}: name it with --floor, or choose from {', '.join(ALONE)}"
-        )
+    if not options.floor.is_file():
+        parser.error(f"there is no yardstick {options.floor}")
     return options
 
 

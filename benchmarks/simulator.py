@@ -30,8 +30,7 @@ from sottovoce.running.run import build_run
 from sottovoce.running.simulator import simulate
 from sottovoce.spec import parse_spec
 
-CHECKOUT = Path(__file__).resolve().parents[1]
-FLOOR = CHECKOUT.parent / "shared" / "bench" / "sim_floor.py"
+FLOOR = Path(__file__).resolve().with_name("bare_simulation.py")
 LEARNERS, DIM = 5, 117
 TARGET = 1.0
 
@@ -173,7 +172,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=5, help="how often each case is run (default: 5)")
     parser.add_argument("--rounds", type=int, default=2000, help="rounds (default: 2000)")
     parser.add_argument("--quick", action="store_true", help="once, few rounds: does it run at all?")
-    parser.add_argument("--floor", type=Path, default=FLOOR, help="the yardstick, sim_floor.py (default: %(default)s)")
+    parser.add_argument("--floor", type=Path, default=FLOOR, help="the yardstick (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all samples to a file")
     parser.add_argument("--work", choices=names, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -184,8 +183,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         options.repeats, options.rounds = 1, min(options.rounds, 50)
     if min(options.repeats, options.rounds) < 1:
         parser.error("--repeats and --rounds must be at least 1")
-    if options.work is None and not options.floor.is_file():
-        parser.error(f"the yardstick is not at {options.floor}: name it with --floor")
+    if not options.floor.is_file():
+        parser.error(f"there is no yardstick {options.floor}")
     return options
 
 

@@ -3,7 +3,8 @@
     python proto/generate.py            # write
     python proto/generate.py --check    # exit 1 and name the files where the committed code is not what protoc writes
 
-The proto path equals the Python path, so the generated imports need no rewriting.
+The proto path equals the Python path, so the generated imports need no rewriting. The protoc of tools.txt is older
+than any protobuf that the services run with, so that its code runs with all: uv gives it an environment of its own.
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ import sysconfig
 import tempfile
 from pathlib import Path
 
+from uv import find_uv_bin
+
 HERE = Path(__file__).resolve().parent
 GENERATED = HERE / "generated"
+TOOLS = HERE / "tools.txt"
 
 
 def generate(into: Path) -> None:
@@ -29,9 +33,19 @@ def generate(into: Path) -> None:
         f"--mypy_out=quiet:{into}",
         f"--mypy_grpc_out=quiet:{into}",
     ]
-    # protoc looks for mypy-protobuf's plugins on the PATH, where an environment that is not activated is missing.
+    # 3.11: the tools have no wheels from 3.13 on.
+    tools = [
+        find_uv_bin(),
+        "run",
+        "--quiet",
+        "--no-project",
+        "--isolated",
+        "--python=3.11",
+        f"--with-requirements={TOOLS}",
+    ]
+    # The stubs are of this environment's mypy-protobuf, found on the PATH, where one that is not activated is missing.
     path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")])
-    command = [sys.executable, "-m", "grpc_tools.protoc", "-I.", *outputs, *protos]
+    command = [*tools, "python", "-W", "ignore", "-m", "grpc_tools.protoc", "-I.", *outputs, *protos]
     subprocess.run(command, cwd=HERE, env={**os.environ, "PATH": path}, check=True)
 
 

@@ -16,13 +16,11 @@ settle()  # before a test imports NumPy
 settings.register_profile("house", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("house")
 
-CHECKOUT = Path(__file__).resolve().parent.parent
-
 
 @pytest.fixture(scope="session")
 def data_folder() -> Path:
-    """The folder of the real data sets: `$SOTTOVOCE_DATA`, else `shared/data` beside the checkout."""
-    folder = Path(os.environ.get("SOTTOVOCE_DATA", CHECKOUT.parent / "shared" / "data"))
+    """The folder of the real data sets, which are too large to ship: `$SOTTOVOCE_DATA`."""
+    folder = Path(os.environ.get("SOTTOVOCE_DATA", "nowhere"))
     if not folder.is_dir():
         pytest.skip(f"no real data sets: {folder} is not a folder (set SOTTOVOCE_DATA)")
     return folder

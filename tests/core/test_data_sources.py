@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -46,16 +45,6 @@ def csv(tmp_path: Path) -> Callable[[str], Path]:
         return path
 
     return save
-
-
-@pytest.fixture(scope="module")
-def public_folder() -> Path:
-    """Real files are too large to ship: they are used where somebody put them."""
-    beside = Path(__file__).resolve().parents[3] / "shared" / "data"
-    folder = Path(os.environ.get("SOTTOVOCE_DATA", beside))
-    if not folder.is_dir():
-        pytest.skip(f"public data sets not found in {folder}; set SOTTOVOCE_DATA to the folder that holds them")
-    return folder
 
 
 # ---- named sources ---------------------------------------------------------------------------------------------------
@@ -107,9 +96,9 @@ def test_public_data_set_missing_in_folder_says_where_to_put_it(tmp_path: Path) 
     ],
 )
 def test_public_data_sets(
-    public_folder: Path, source: str, records: int, features: int, test_records: int | None, positive: int | None
+    data_folder: Path, source: str, records: int, features: int, test_records: int | None, positive: int | None
 ) -> None:
-    dataset = load(source, folder=public_folder)
+    dataset = load(source, folder=data_folder)
     assert dataset.features.shape == (records, features)
     assert (None if dataset.test is None else dataset.test.features.shape) == (
         None if test_records is None else (test_records, features)
@@ -118,18 +107,18 @@ def test_public_data_sets(
         assert dataset.labels.sum() == positive
 
 
-def test_mushrooms_are_one_hot_without_the_stalk_root(public_folder: Path) -> None:
-    assert (load("mushrooms", folder=public_folder).features.sum(axis=1) == 21).all()
+def test_mushrooms_are_one_hot_without_the_stalk_root(data_folder: Path) -> None:
+    assert (load("mushrooms", folder=data_folder).features.sum(axis=1) == 21).all()
 
 
-def test_letters_split_in_the_middle_of_the_alphabet(public_folder: Path) -> None:
-    dataset = load("letter", folder=public_folder)
+def test_letters_split_in_the_middle_of_the_alphabet(data_folder: Path) -> None:
+    dataset = load("letter", folder=data_folder)
     assert dataset.classes is not None
     assert np.array_equal(dataset.labels, (dataset.classes >= 13).astype(float))
 
 
-def test_mnist_images_become_rows(public_folder: Path) -> None:
-    dataset = load("mnist", folder=public_folder, positive=(3, 7))
+def test_mnist_images_become_rows(data_folder: Path) -> None:
+    dataset = load("mnist", folder=data_folder, positive=(3, 7))
     assert dataset.features.shape == (60000, 784)
     assert dataset.test is not None
     assert dataset.test.features.shape == (10000, 784)

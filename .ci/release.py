@@ -1,0 +1,92 @@
+"""The steps of a release that touch the repository; noxfile.py's session `release` runs them in order, with the checks between.
+
+    python .ci/release.py prepare     # on a clean tree: write the version and its date into the files; prints the version
+    python .ci/release.py tag         # commit what `prepare` changed, signed off, and tag it
+
+The topmost heading of CHANGELOG.md, `## 1.2.3 - unreleased`, names the version. Nothing is committed before the checks have
+passed: `git restore .` undoes `prepare`.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+HEADING = re.compile(r"^## (\d+\.\d+\.\d+) - (unreleased|\d{4}-\d\d-\d\d)$", re.MULTILINE)
+
+
+def git(*arguments: str) -> str:
+    """What git answers."""
+    return subprocess.run(["git", *arguments], check=True, capture_output=True, text=True).stdout.strip()
+
+
+def replaced(path: str, pattern: str, by: str) -> None:
+    """Replace what stands exactly once in a file.
+
+    Raises:
+        SystemExit: it does not.
+    """
+    file = Path(path)
+    text, n = re.subn(pattern, by, file.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    if n != 1:
+        sys.exit(f"{path} must have one line {pattern}, found {n}")
+    file.write_text(text, encoding="utf-8")
+
+
+def topmost() -> tuple[str, str, str]:
+    """Version, date and text of the newest section of the changelog."""
+    text = Path("CHANGELOG.md").read_text(encoding="utf-8")
+    found = HEADING.search(text)
+    if found is None:
+        sys.exit("CHANGELOG.md must begin with a heading such as: ## 1.2.3 - unreleased")
+    after = HEADING.search(text, found.end())
+    return found[1], found[2], text[found.end() : after.start() if after else None].strip()
+
+
+def last_release() -> str | None:
+    """The newest release tag that leads here."""
+    return next(iter(git("tag", "--merged", "HEAD", "--list", "v*", "--sort=-v:refname").splitlines()), None)
+
+
+def prepare() -> None:
+    """Write version and date, if everything is in order.
+
+    Raises:
+        SystemExit: it is not.
+    """
+    if git("status", "--porcelain"):
+        sys.exit("the tree is not clean: commit or stash first")
+    version, date, _ = topmost()
+    if date != "unreleased":
+        sys.exit(f"CHANGELOG.md says that {version} was released on {date}: begin a section for the next version")
+    if git("tag", "--list", f"v{version}"):
+        sys.exit(f"there is a tag v{version} already")
+    if last := last_release():
+        against = f"{git('rev-parse', '--git-common-dir')}#tag={last},subdir=proto"
+        if subprocess.run(["buf", "breaking", "proto", "--against", against], check=False).returncode:
+            sys.exit(f"the wire breaks what {last} can read")
+    today = datetime.now(UTC).date().isoformat()
+    replaced("CHANGELOG.md", rf"^## {re.escape(version)} - unreleased$", f"## {version} - {today}")
+    replaced("pyproject.toml", r'^version = ".*"$', f'version = "{version}"')
+    replaced("CITATION.cff", r"^version: .*$", f"version: {version}")
+    print(version)
+
+
+def tag() -> None:
+    """Commit and tag what `prepare` wrote; both are signed off, and the tag carries the changelog's section."""
+    version, _, text = topmost()
+    signed = f"Signed-off-by: {git('config', 'user.name')} <{git('config', 'user.email')}>"
+    git("commit", "--all", "--signoff", "--message", f"Release {version}")
+    # `verbatim`: the changelog's headings begin with what git takes for a comment.
+    git("tag", "--annotate", "--cleanup=verbatim", f"v{version}", "--message", f"{version}\n\n{text}\n\n{signed}\n")
+    print(f"tagged v{version}")
+
+
+if __name__ == "__main__":
+    steps = {"prepare": prepare, "tag": tag}
+    if len(sys.argv) != 2 or sys.argv[1] not in steps:
+        sys.exit(__doc__)
+    steps[sys.argv[1]]()

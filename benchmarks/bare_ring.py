@@ -1,0 +1,204 @@
+#!/usr/bin/env python3
+"""The yardstick of ring.py: the least that grpc.aio can do and still be a ring of learners in step.
+
+In every round each learner sends its vector to both neighbours, waits for theirs of that round, and goes half the way to their
+mean. One stream per edge, opened by the lower index, carries the round as eight bytes, and raw float64: no coordinator, no
+protobuf, no noise, no journal, no learning. Prints a JSON line: rounds/s, microseconds of processor time per message, and seconds
+until the first round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import os
+import struct
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+import grpc
+import numpy as np
+from numpy.typing import NDArray
+
+BEGAN = time.monotonic()
+ROUND = struct.Struct("<Q")
+UNLIMITED = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
+OPTIONS = (*UNLIMITED, ("grpc.use_local_subchannel_pool", 1), ("grpc.so_reuseport", 0))
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What the measured rounds took: when they began and ended (seconds, monotonic), and processor time."""
+
+    began: float
+    ended: float
+    cpu_s: float
+
+
+class Learner:
+    """One learner: a server for the edge from below, and a stream to the neighbour above."""
+
+    def __init__(self, index: int, learners: int, dim: int) -> None:
+        self.index = index
+        self.neighbours = sorted({(index - 1) % learners, (index + 1) % learners} - {index})
+        self._value = np.full(dim, float(index))
+        self._heard: defaultdict[int, list[bytes]] = defaultdict(list)
+        self._awaited, self._complete = -1, asyncio.Event()
+        self._streams: list[Any] = []
+        self._linked = asyncio.Event()
+        self._kept: list[Any] = []
+        """Server, channels and tasks, which live as long as the learner."""
+
+    async def serve(self) -> str:
+        """Listen on a free port; returns the address."""
+        server = grpc.aio.server(options=OPTIONS)
+        handler = grpc.stream_stream_rpc_method_handler(self._answer)  # no serialiser: bytes are sent as they are
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("ring", {"exchange": handler}),))
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        self._kept.append(server)
+        return f"127.0.0.1:{port}"
+
+    async def connect(self, addresses: Sequence[str]) -> None:
+        """Open the streams to neighbours above, and wait for those from below."""
+        for neighbour in self.neighbours:
+            if neighbour > self.index:
+                channel = grpc.aio.insecure_channel(addresses[neighbour], options=OPTIONS)
+                call = channel.stream_stream("/ring/exchange")()
+                await call.wait_for_connection()
+                self._kept += [channel, asyncio.ensure_future(self._listen(call))]
+                self._link(call)
+        await self._linked.wait()
+
+    async def run(self, first: int, rounds: int) -> None:
+        """So many rounds."""
+        sent: Sequence[asyncio.Future[Any]] = ()
+        for t in range(first, first + rounds):
+            message = ROUND.pack(t) + self._value.tobytes()
+            for write in sent:  # a stream takes one message at a time; last round's have long gone
+                await write
+            sent = [asyncio.ensure_future(stream.write(message)) for stream in self._streams]
+            self._value = 0.5 * (self._value + _mean(await self._all_of(t)))
+        for write in sent:
+            await write
+
+    async def _answer(self, _: Any, context: Any) -> None:
+        await context.send_initial_metadata(())  # before any message: it would be sent with the first one otherwise
+        self._link(context)
+        await self._listen(context)
+
+    async def _listen(self, stream: Any) -> None:
+        while (message := await stream.read()) is not grpc.aio.EOF:
+            t = ROUND.unpack_from(message)[0]
+            self._heard[t].append(message)
+            if t == self._awaited and len(self._heard[t]) == len(self.neighbours):
+                self._complete.set()
+
+    def _link(self, stream: Any) -> None:
+        self._streams.append(stream)
+        if len(self._streams) == len(self.neighbours):
+            self._linked.set()
+
+    async def _all_of(self, t: int) -> list[bytes]:
+        """What all neighbours say in round t, once they have."""
+        self._awaited = t
+        if len(self._heard[t]) < len(self.neighbours):
+            self._complete.clear()
+            await self._complete.wait()
+        return self._heard.pop(t)
+
+
+def _mean(messages: Sequence[bytes]) -> NDArray[np.float64]:
+    total = np.frombuffer(messages[0], offset=ROUND.size).copy()
+    for message in messages[1:]:
+        total += np.frombuffer(message, offset=ROUND.size)
+    total /= len(messages)
+    return total
+
+
+async def measured(learners: Sequence[Learner], warmup: int, rounds: int) -> Window:
+    """Run learners of this process through the measured rounds."""
+    cpu, began = time.process_time(), time.monotonic()
+    await asyncio.gather(*(learner.run(warmup, rounds) for learner in learners))
+    return Window(began, time.monotonic(), time.process_time() - cpu)
+
+
+async def together(options: argparse.Namespace) -> tuple[float, list[Window]]:
+    """All learners in this process: seconds to the first round, and the window."""
+    learners = [Learner(i, options.learners, options.dim) for i in range(options.learners)]
+    addresses = [await learner.serve() for learner in learners]
+    await asyncio.gather(*(learner.connect(addresses) for learner in learners))
+    await asyncio.gather(*(learner.run(0, options.warmup) for learner in learners))
+    return time.monotonic() - BEGAN, [await measured(learners, options.warmup, options.rounds)]
+
+
+def apart(options: argparse.Namespace) -> tuple[float, list[Window]]:
+    """A process for each learner: seconds to the first round, and a window of each."""
+    context = multiprocessing.get_context("spawn")  # gRPC does not survive a fork
+    pipes = [context.Pipe() for _ in range(options.learners)]
+    for i, (_, theirs) in enumerate(pipes):
+        context.Process(target=work, args=(i, options, theirs), daemon=True).start()
+    ends = [ours for ours, _ in pipes]
+    addresses = [end.recv() for end in ends]
+    _tell(ends, addresses)
+    for end in ends:
+        end.recv()
+    up = time.monotonic() - BEGAN
+    _tell(ends, "go")
+    windows = [end.recv() for end in ends]
+    _tell(ends, "bye")
+    return up, windows
+
+
+def _tell(ends: Sequence[Connection], what: object) -> None:
+    for end in ends:
+        end.send(what)
+
+
+def work(index: int, options: argparse.Namespace, pipe: Connection) -> None:
+    """One learner in a process of its own: address, addresses; ready, go; window."""
+
+    async def run() -> None:
+        learner = Learner(index, options.learners, options.dim)
+        pipe.send(await learner.serve())
+        await learner.connect(await asyncio.to_thread(pipe.recv))
+        await learner.run(0, options.warmup)
+        pipe.send(True)
+        await asyncio.to_thread(pipe.recv)
+        pipe.send(await measured([learner], options.warmup, options.rounds))
+        await asyncio.to_thread(pipe.recv)  # streams stay open for whoever is slower
+        os._exit(0)  # taking them down politely is no part of it
+
+    asyncio.run(run())
+
+
+def main() -> None:
+    """Measure, and print what it came to."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in {"--learners": 5, "--dim": 117, "--rounds": 2000, "--warmup": 50}.items():
+        parser.add_argument(name, type=int, default=default, help="default: %(default)s")
+    layout = parser.add_mutually_exclusive_group()
+    layout.add_argument("--single", action="store_true", help="all learners in one process (default)")
+    layout.add_argument("--processes", action="store_true", help="a process for each")
+    options = parser.parse_args()
+    up, windows = apart(options) if options.processes else asyncio.run(together(options))
+    seconds = max(w.ended for w in windows) - min(w.began for w in windows)
+    messages = sum(len(Learner(i, options.learners, 1).neighbours) for i in range(options.learners)) * options.rounds
+    facts = {
+        "rounds_per_s": options.rounds / seconds,
+        "cpu_us_per_msg": 1e6 * sum(w.cpu_s for w in windows) / messages,
+        "startup_s": up,
+    }
+    print(json.dumps(facts), flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

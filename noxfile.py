@@ -1,0 +1,108 @@
+"""What is tried beside the gates of .ci/run, each in an environment of its own: `nox -l` lists it, `nox -s tests-3.13` runs one.
+
+Interpreters are those of this machine (PATH, pyenv); one that is missing is skipped. Tests run against a wheel that is built from
+the source distribution, never against the checkout.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import nox
+
+PYTHONS = ["3.11", "3.12", "3.13", "3.14"]
+QUICK = ["-m", "not slow and not long"]
+TORCH_TESTS = ["tests/core/test_torch_loss.py", "tests/core/test_inversion.py", "tests/client/test_gallery.py"]
+
+nox.options.default_venv_backend = "uv"
+nox.options.download_python = "never"
+nox.options.error_on_missing_interpreters = False
+nox.options.sessions = ["tests"]
+nox.needs_version = ">=2025.2"
+
+# pyenv's shims stand on the PATH for every version there is, and fail for all but the chosen ones: look behind them.
+PYENV = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"), "versions")
+os.environ["PATH"] = os.pathsep.join([*map(str, PYENV.glob("3.*/bin")), os.environ["PATH"]])
+# A checkout on the path would be tested in place of the wheel.
+os.environ.pop("PYTHONPATH", None)
+
+
+def wheel(session: nox.Session) -> str:
+    """Build the source distribution, and the wheel from it; returns the wheel's path."""
+    folder = Path(session.create_tmp(), "dist")
+    session.run("uv", "build", "--quiet", "--out-dir", str(folder), silent=True)
+    (built,) = folder.glob("*.whl")
+    return str(built)
+
+
+@nox.session(python=PYTHONS)
+def tests(session: nox.Session) -> None:
+    """All tests, on every Python; arguments go to pytest."""
+    session.install(f"{wheel(session)}[audit,test]")
+    session.run("pytest", *session.posargs)
+
+
+@nox.session(python=PYTHONS[0])
+def lowest(session: nox.Session) -> None:
+    """The quick tests, with the lowest versions that the bounds of pyproject.toml allow."""
+    pinned = str(Path(session.create_tmp(), "lowest.txt"))
+    wanted = ["--resolution", "lowest-direct", "--extra", "test", "--python-version", str(session.python)]
+    session.run("uv", "pip", "compile", "--quiet", *wanted, "pyproject.toml", "-o", pinned, silent=True)
+    session.install("-r", pinned)
+    session.install("--no-deps", wheel(session))
+    session.run("pytest", *QUICK, *session.posargs)
+
+
+@nox.session(python=PYTHONS[0], venv_backend="virtualenv")
+def torch(session: nox.Session) -> None:
+    """PyTorch's tests, with a build for processors.
+
+    PyTorch's index has one whose version sorts above PyPI's, which brings gigabytes of CUDA. pip goes on without an index that it
+    cannot reach; the version is pinned, so that another index can hold such a build, too.
+    """
+    session.install(f"{wheel(session)}[audit,test]")
+    session.install("torch==2.13.0", "--retries", "1", "--extra-index-url", "https://download.pytorch.org/whl/cpu")
+    session.run("pytest", *TORCH_TESTS, *session.posargs)
+
+
+@nox.session(python=PYTHONS)
+def coverage(session: nox.Session) -> None:
+    """The quick tests, and how much of every house they reach: no less than its floor. Cheap from Python 3.12 on."""
+    session.install(f"{wheel(session)}[audit,test]")
+    folder = Path(session.create_tmp()).resolve()
+    sysmon = {} if session.python == "3.11" else {"COVERAGE_CORE": "sysmon"}
+    environment = {"COVERAGE_FILE": str(folder / "coverage"), **sysmon}
+    session.run("coverage", "run", "-m", "pytest", *QUICK, *session.posargs, env=environment)
+    session.run("coverage", "combine", "--quiet", env=environment)
+    session.run("coverage", "json", "--quiet", "-o", str(folder / "coverage.json"), env=environment)
+    session.run("python", ".ci/floors.py", str(folder / "coverage.json"))
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """The documentation, with strict links."""
+    if not Path("mkdocs.yml").is_file():
+        session.skip("there is no mkdocs.yml")
+    session.install(".[docs]")
+    session.run("mkdocs", "build", "--strict", *session.posargs)
+
+
+@nox.session
+def release(session: nox.Session) -> None:
+    """The release that CHANGELOG.md names: check, build, test the wheel, commit and tag. `-- --publish` uploads it, too."""
+    publish = session.posargs == ["--publish"]
+    if session.posargs and not publish:
+        session.error("the only argument is --publish")
+    session.install("buf-bin", "twine")
+    version = str(session.run("python", ".ci/release.py", "prepare", silent=True)).strip()
+    folder = Path(session.create_tmp(), version)
+    session.run("uv", "build", "--quiet", "--out-dir", str(folder), silent=True)
+    built = sorted(str(path) for path in folder.glob("sottovoce-*"))
+    session.run("twine", "check", "--strict", *built)
+    session.install(f"{next(path for path in built if path.endswith('.whl'))}[audit,test]")
+    session.run("pytest")
+    session.run("python", ".ci/release.py", "tag")
+    if publish:
+        session.run("git", "push", "--follow-tags", external=True)
+        session.run("twine", "upload", *built)
