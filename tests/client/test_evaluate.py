@@ -11,9 +11,9 @@ from scipy.optimize import minimize
 from sottovoce.arrays import Batch, FloatArray
 from sottovoce.data import LearnerData, PlacedData
 from sottovoce.errors import SpecError
+from sottovoce.experiment import prepare
 from sottovoce.losses import Loss, mean_gradient
 from sottovoce.spec import parse_spec
-from sottovoce_client.prepare import prepare
 from sottovoce_client.running.evaluate import _limit, _said, central_accuracy
 from sottovoce_wire.v1 import learner_pb2
 from tests.examples import small_run

@@ -22,10 +22,10 @@ from sottovoce.audit.plan import Plan, plan_audit
 from sottovoce.audit.verdict import Findings
 from sottovoce.audit.worlds import Worlds, chosen
 from sottovoce.errors import SpecError
+from sottovoce.experiment import Prepared
 from sottovoce.privacy.guarantee import ThreatModel
 from sottovoce_client.auditing.report import write_audit_report
 from sottovoce_client.auditing.worlds import digest
-from sottovoce_client.prepare import Prepared
 from sottovoce_client.running.simulation import finite
 from sottovoce_client.wording import NOTHING, number
 

@@ -18,11 +18,11 @@ from rich.text import Text
 
 from sottovoce.data.files import import_extra
 from sottovoce.errors import SpecError
+from sottovoce.experiment import Prepared
 from sottovoce.lab.selftest.bases import ALGORITHMS, BASES
 from sottovoce.lab.selftest.mutants import MUTANTS, Mutant
 from sottovoce.lab.selftest.trial import LEVEL, WATCH_LEVEL, Alarms, Outcome, added, attempt, false_alarms, interval
 from sottovoce_client.auditing.audit import index_of
-from sottovoce_client.prepare import Prepared
 from sottovoce_client.wording import NOTHING, count
 
 LOT = 5

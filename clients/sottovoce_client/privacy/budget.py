@@ -27,10 +27,10 @@ from sottovoce.budget.composition import (
     replaces_all,
 )
 from sottovoce.errors import SpecError
+from sottovoce.experiment import Prepared
 from sottovoce.privacy.guarantee import Guarantee
 from sottovoce.running.run import Run
 from sottovoce.spec import RunSpec
-from sottovoce_client.prepare import Prepared
 from sottovoce_client.reports.drawing import Trace, axis, buttons, draw, finite, thinned
 from sottovoce_client.reports.page import page, section, table, terms
 from sottovoce_client.running.simulation import finite as number_or_none

@@ -15,12 +15,12 @@ from sottovoce.arrays import FloatArray, as_floats
 from sottovoce.budget.calibration import Budget, calibrate
 from sottovoce.budget.tradeoff import AccuracyCurve, Optimum, Utility, fit, solve
 from sottovoce.errors import SpecError
+from sottovoce.experiment import Prepared
 from sottovoce.noise import SeededNoise
 from sottovoce.running.metrics import Metrics
 from sottovoce.running.run import build_run
 from sottovoce.running.simulator import simulate
 from sottovoce.spec import RunSpec
-from sottovoce_client.prepare import Prepared
 from sottovoce_client.reports.drawing import Trace, axis, draw, finite
 from sottovoce_client.reports.page import page, section, table, terms
 from sottovoce_client.running.simulation import finite as number_or_none

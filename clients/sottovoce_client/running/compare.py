@@ -22,13 +22,13 @@ from sottovoce.arrays import FloatArray, as_floats
 from sottovoce.budget.composition import dearest_record, record_losses
 from sottovoce.data.source import DataSpec
 from sottovoce.errors import SottovoceError, SpecError
+from sottovoce.experiment import Prepared
 from sottovoce.noise import SeededNoise
 from sottovoce.privacy.guarantee import Guarantee, ThreatModel
 from sottovoce.running.metrics import Curves, Metrics
 from sottovoce.running.run import Run
 from sottovoce.running.simulator import SimulatedRound, simulate
 from sottovoce.spec import RunSpec, load_spec, parse_spec
-from sottovoce_client.prepare import Prepared
 from sottovoce_client.reports.drawing import PALETTE, Trace, axis, draw, finite, label, plotly
 from sottovoce_client.reports.run_report import POLICY
 from sottovoce_client.running.simulation import as_document, with_error

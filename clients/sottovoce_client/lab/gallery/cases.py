@@ -11,13 +11,13 @@ import numpy as np
 
 from sottovoce.algorithms.dual_averaging.algorithm import DualAveraging
 from sottovoce.arrays import FloatArray
+from sottovoce.experiment import Prepared, prepare
 from sottovoce.lab.attacks import membership
 from sottovoce.lab.attacks.rebuild import Rebuilt, rebuild
 from sottovoce.noise import SeededNoise
 from sottovoce.running.simulator import simulate
 from sottovoce.running.transcript import Transcript
 from sottovoce.spec import parse_spec
-from sottovoce_client.prepare import Prepared, prepare
 from sottovoce_client.wording import number
 
 LEARNERS, ROUNDS = 8, 9

@@ -13,13 +13,13 @@ import structlog
 from rich.console import Console
 
 from sottovoce.errors import CaptureError, SpecError
+from sottovoce.experiment import Prepared
 from sottovoce.lab.watch.canaries import CanaryTest
 from sottovoce.lab.watch.watch import Alarm, Watch
 from sottovoce.spec import RunSpec, parse_spec
 from sottovoce_client.lab.watching.canaries import canaries_beside, load, placed
 from sottovoce_client.lab.watching.following import InFolder, Rounds, Source, at_eavesdropper
 from sottovoce_client.lab.watching.view import Metrics, Sight, View, print_end, view
-from sottovoce_client.prepare import Prepared
 from sottovoce_client.running.launch import run_async
 from sottovoce_eavesdropper.reading import Capture
 

@@ -1,0 +1,146 @@
+"""Results as files for papers: tables as CSV and LaTeX, figures as SVG, PDF and PNG.
+
+Exported figures are drawn by Matplotlib: plain files, fonts embedded, no browser needed. What is drawn is the same list of
+plotly's lines that pages show, so that a figure is described once.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sottovoce.errors import SpecError
+from sottovoce.table import Table
+from sottovoce_client.reports.drawing import Trace
+
+FIGURES = ("svg", "pdf", "png")
+TABLES = {"csv": "csv", "tex": "tex", "latex": "tex"}
+"""Formats of tables, and their suffixes."""
+WIDTH, HEIGHT = 5.0, 3.2
+"""Of a figure, in inches: a column and a half of most papers."""
+DPI = 200
+DASHES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-."}
+LOOK = {
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#e6eaee",
+    "font.size": 9,
+    "pdf.fonttype": 42,  # TrueType: journals refuse Matplotlib's own Type 3
+    "svg.fonttype": "path",  # text as outlines looks alike where the font is missing
+    "svg.hashsalt": "sottovoce",  # ids by content: the same figure, the same file
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Drawing:
+    """Lines over an axis.
+
+    Attributes:
+        name: of its file.
+        title: what it shows.
+        traces: plotly's, of the type `scatter`: lines, and bands between two of them.
+        layout: plotly's `xaxis` and `yaxis`.
+    """
+
+    name: str
+    title: str
+    traces: Sequence[Trace]
+    layout: Mapping[str, Any] = field(default_factory=dict)
+
+
+def formats(text: str) -> tuple[str, ...]:
+    """`svg,csv` as formats.
+
+    Raises:
+        SpecError: one that there is not.
+    """
+    found = tuple(part.strip().lower() for part in text.split(",") if part.strip())
+    known = (*FIGURES, *TABLES)
+    if unknown := [each for each in found if each not in known]:
+        raise SpecError(f"--export must be of {', '.join(known)}, got {', '.join(unknown)}")
+    return found
+
+
+def export(
+    folder: Path, asked: Iterable[str], tables: Mapping[str, Table], drawings: Sequence[Drawing]
+) -> tuple[Path, ...]:
+    """Write every table and figure in every format that fits it; returns the files.
+
+    Args:
+        folder: where to.
+        asked: as `formats` gives them.
+        tables: by the name of their files.
+        drawings: the figures.
+
+    Raises:
+        SpecError: Matplotlib is not installed.
+    """
+    written = []
+    for each in asked:
+        if each in TABLES:
+            for name, table in tables.items():
+                written.append(folder / f"{name}.{TABLES[each]}")
+                table.to_csv(written[-1]) if each == "csv" else table.to_latex(written[-1])
+        else:
+            for drawing in drawings:
+                written.append(folder / f"{drawing.name}.{each}")
+                write_figure(drawing, written[-1])
+    return tuple(written)
+
+
+def write_figure(drawing: Drawing, path: Path) -> None:
+    """Write one figure; the suffix tells the format. The same figure gives the same bytes.
+
+    Raises:
+        SpecError: Matplotlib is not installed.
+    """
+    matplotlib = _library("matplotlib")
+    figures = _library("matplotlib.figure")  # without pyplot: no window, no global state
+    with matplotlib.rc_context(LOOK):
+        figure = figures.Figure(figsize=(WIDTH, HEIGHT), layout="constrained")
+        axes = figure.add_subplot()
+        edge: Trace = {}
+        for trace in drawing.traces:
+            _draw(axes, trace, edge)
+            edge = trace
+        for which in ("x", "y"):
+            _set_axis(axes, which, drawing.layout.get(f"{which}axis", {}))
+        if any(_named(trace) for trace in drawing.traces):
+            axes.legend(frameon=False, fontsize=8)
+        undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
+        figure.savefig(path, dpi=DPI, metadata=undated.get(path.suffix[1:]))
+
+
+def _draw(axes: Any, trace: Trace, before: Trace) -> None:
+    """One of plotly's lines; a filled one is the upper edge of a band, and the trace before it the lower."""
+    x, y = trace["x"], [float("nan") if value is None else value for value in trace["y"]]
+    line = trace.get("line", {})
+    if trace.get("fill") == "tonexty":
+        low = [float("nan") if value is None else value for value in before["y"]]
+        axes.fill_between(x, low, y, color=trace["fillcolor"], linewidth=0)
+    elif line.get("width", 2):
+        style = {"color": line.get("color"), "linestyle": DASHES[line.get("dash", "solid")], "linewidth": 1.4}
+        marker = "o" if "markers" in trace.get("mode", "lines") else None
+        axes.plot(x, y, label=trace["name"] if _named(trace) else None, marker=marker, markersize=3, **style)
+
+
+def _named(trace: Trace) -> bool:
+    return bool(trace.get("name")) and trace.get("showlegend", True)
+
+
+def _set_axis(axes: Any, which: str, said: Mapping[str, Any]) -> None:
+    title = said.get("title", "")
+    getattr(axes, f"set_{which}label")(title["text"] if isinstance(title, Mapping) else title)
+    if said.get("type") == "log":
+        getattr(axes, f"set_{which}scale")("log")
+
+
+def _library(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError:
+        raise SpecError("figures as files need Matplotlib: pip install 'sottovoce[plot]'") from None
