@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,7 +78,7 @@ def simulate(
     replicas: int = 1,
     seed: int | np.random.SeedSequence = 0,
     *,
-    metrics: bool = True,
+    metrics: bool | Sequence[int] = True,
     transcript: bool = False,
     noise: Noise | Path | str | None = None,
     progress: Callable[[SimulatedRound], None] | None = None,
@@ -91,7 +91,8 @@ def simulate(
         experiment: what to run.
         replicas: independent repetitions.
         seed: of the noise; the same seed, the same numbers.
-        metrics: measure losses, regrets, agreement and accuracy at 25 rounds, evenly spread on a logarithmic scale.
+        metrics: measure losses, regrets, agreement and accuracy after these numbers of rounds (True: 25 of them, evenly spread
+            on a logarithmic scale).
         transcript: keep everything that was said: rounds times learners times replicas times numbers of a message, 8 bytes each.
         noise: in place of seeded noise: a file of recorded noise (`.parquet`, `.npz`), or any `sottovoce.noise.Noise`.
         progress: called with every round as it passes: its number, messages and decisions.
@@ -112,7 +113,7 @@ def simulate(
     if replicas < 1:
         raise SpecError(f"replicas must be at least 1, got {replicas}")
     run, data = experiment.run, experiment.records
-    measured = Metrics(run, data) if metrics else None
+    measured = None if metrics is False else Metrics(run, data, at=None if metrics is True else metrics)
     said: dict[str, FloatArray] = {}
     decisions = np.empty(0)
     for step in rounds_of(run, data, noise_of(noise, seed, run.spec.rounds), replicas):

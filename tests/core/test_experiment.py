@@ -82,7 +82,7 @@ def test_replace_changes_a_field_of_a_section_and_checks_it(tmp_path: Path) -> N
     assert changed.records.rounds == 7
     assert experiment.rounds == 6
     for place, said in (
-        ("algorithm.sigma", "algorithm.sigma"),
+        ("decision_set.radius", "decision_set.radius: input should be greater than 0, got -1"),
         ("algorithm.nonsense", "unknown field"),
         ("rounds.x", "rounds must be"),
     ):

@@ -79,8 +79,7 @@ def sweep(
         largest one (the sum, where all share their records; with `vary_data` the largest of all seeds), and `seeds`.
 
     Raises:
-        SpecError: a field or value is not allowed, which is found before anything runs; no such metric; or what the backend or
-            the metrics need is not installed.
+        SpecError: a field or value is not allowed, no such metric, or what the backend or the metrics need is not installed.
         DataError: the data cannot be used.
 
     >>> from sottovoce.experiment import Experiment
@@ -95,6 +94,8 @@ def sweep(
         raise SpecError(f"seeds must be at least 1, got {seeds}")
     if empty := [field for field, values in changes.items() if not len(values)]:
         raise SpecError(f"a sweep needs values for {', '.join(empty)}")
+    if vary_data and "data.seed" in changes:
+        raise SpecError("data.seed is what vary_data varies, so it cannot be among the changes")
     settings = list(itertools.product(*changes.values()))
     each = [experiment.replace(**dict(zip(changes, setting, strict=True))) for setting in settings]
     jobs_of = [_jobs(one, seeds, seed, vary_data=vary_data) for one in each]
@@ -130,7 +131,7 @@ def _worked(
 
 
 def _measured(job: _Job) -> _Done:
-    curves = simulate(job.experiment, job.replicas, job.seed).curves
+    curves = simulate(job.experiment, job.replicas, job.seed, metrics=(job.experiment.rounds,)).curves
     finals = {} if curves is None else {name: curve.replicas[-1] for name, curve in curves.curves.items()}
     return _Done(finals, job.experiment.epsilon())
 
