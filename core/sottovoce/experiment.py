@@ -64,8 +64,8 @@ class Experiment(RunSpec):
     """A run spec to work with.
 
     Every field of a spec file is a keyword here, and a section is what a file would say (a word, or a mapping of fields) or an
-    object of the section's class. It is a value: nothing changes it, and `replace` makes another. Records are loaded and placed when they are first needed
-    ($SOTTOVOCE_DATA: where public data sets lie that are not shipped).
+    object of the section's class. It is a value: nothing changes it, and `replace` makes another. Records are loaded and placed
+    when they are first needed ($SOTTOVOCE_DATA: where public data sets lie that are not shipped).
 
     Raises:
         SpecError: one line per problem, each with the field, the value and what is allowed.

@@ -76,9 +76,9 @@ def test_progress_is_told(tmp_path: Path) -> None:
 def test_what_is_not_allowed_is_refused(tmp_path: Path) -> None:
     experiment = small(tmp_path)
 
-    with pytest.raises(SpecError, match="unknown field algorithm.sigmal"):
+    with pytest.raises(SpecError, match=r"unknown field algorithm\.sigmal"):
         sweep(experiment, {"algorithm.sigmal": [1]})
-    with pytest.raises(SpecError, match="metrics must be of average_loss, .*, got acuracy"):
+    with pytest.raises(SpecError, match=r"metrics must be of average_loss, .*, got acuracy"):
         sweep(experiment, {}, seeds=1, metrics=["acuracy"], jobs=1)
     with pytest.raises(SpecError, match=r"a sweep needs values for algorithm\.sigma"):
         sweep(experiment, {"algorithm.sigma": []})
@@ -126,7 +126,7 @@ def test_results_are_read_back(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="not both at once"):
         drawings({"x": read, "y": swept()})
     write_table(Table.of(["a"], [(1,)]), tmp_path / "other.parquet")
-    with pytest.raises(SpecError, match="must be a metrics.parquet or a sweep.parquet, got the columns a"):
+    with pytest.raises(SpecError, match=r"must be a metrics.parquet or a sweep.parquet, got the columns a"):
         read_results(tmp_path / "other.parquet")
     (tmp_path / "broken.parquet").write_bytes(b"none")
     with pytest.raises(CaptureError, match="cannot read the results"):

@@ -27,7 +27,7 @@ def test_columns_have_the_types_of_their_values() -> None:
 
 
 def test_rows_are_chosen_by_value() -> None:
-    assert list(table().where(learner=None).rows())[0][1] == 2
+    assert [row[1] for row in table().where(learner=None).rows()] == [2]
     assert len(table().where(learner="north", rounds=2)) == 0
 
 

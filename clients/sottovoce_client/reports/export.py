@@ -27,6 +27,7 @@ LOOK = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
+    "axes.axisbelow": True,
     "grid.color": "#e6eaee",
     "font.size": 9,
     "pdf.fonttype": 42,  # TrueType: journals refuse Matplotlib's own Type 3
