@@ -14,4 +14,5 @@ from sottovoce.table import Table as Table
 from sottovoce_client.deployment import connect as connect
 from sottovoce_client.running.sweep import sweep as sweep
 
+__all__: tuple[str, ...]
 __version__: str

@@ -20,7 +20,7 @@ from sottovoce_client.running.simulation import write_table
 from sottovoce_client.running.sweep import interval, sweep
 from tests.core.test_experiment import small
 
-SIGMAS = {"algorithm.sigma": [1, 4], "algorithm.lam0": [0.5, 1.0]}
+SIGMAS: dict[str, list[float]] = {"algorithm.sigma": [1, 4], "algorithm.lam0": [0.5, 1.0]}
 
 
 # ---- the table -------------------------------------------------------------------------------------------------------

@@ -134,7 +134,7 @@ def test_a_simulation_is_that_of_the_simulator(tmp_path: Path) -> None:
 def test_nothing_is_kept_that_was_not_asked_for(tmp_path: Path) -> None:
     result = sv.simulate(small(tmp_path), metrics=False)
 
-    assert result.curves is result.transcript is None
+    assert (result.curves, result.transcript) == (None, None)
     assert repr(result).endswith("1 replica")
     with pytest.raises(SpecError, match="metrics=True"):
         _ = result.metrics
