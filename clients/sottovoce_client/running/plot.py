@@ -94,8 +94,10 @@ def _of_sweep(table: Table) -> dict[str, list[Line]]:
         for setting in dict.fromkeys(zip(*(mine[name].tolist() for name in others), strict=True)) if others else [()]:
             line = mine.where(**dict(zip(others, setting, strict=True)))
             name = ", ".join(f"{field} {value}" for field, value in zip(others, setting, strict=True))
-            ends = (as_floats(line[end]) for end in ("mean", "low", "high"))
-            found.setdefault(metric, []).append((name, line[first].tolist(), *ends))
+            x = line[first]
+            order = np.argsort(x, kind="stable") if x.dtype.kind in "iuf" else np.arange(len(x))
+            ends = (as_floats(line[end][order]) for end in ("mean", "low", "high"))
+            found.setdefault(metric, []).append((name, x[order].tolist(), *ends))
     return found
 
 
