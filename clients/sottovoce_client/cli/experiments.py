@@ -40,7 +40,7 @@ def sweep(
     Writes sweep.parquet.
     """
     from sottovoce.experiment import load
-    from sottovoce_client.reports.export import formats
+    from sottovoce_client.reports.papers import formats
     from sottovoce_client.running.plot import export_results
     from sottovoce_client.running.simulation import write_table
     from sottovoce_client.running.sweep import sweep as run_all
@@ -87,7 +87,7 @@ def plot(
 
     Writes plot.html.
     """
-    from sottovoce_client.reports.export import formats
+    from sottovoce_client.reports.papers import formats
     from sottovoce_client.running.plot import drawings, export_results, read_results, write_page
 
     asked = formats(export)

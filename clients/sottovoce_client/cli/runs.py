@@ -92,7 +92,7 @@ def simulate(
 ) -> None:
     """Run a spec without a network, many replicas at once. Writes transcript.parquet and decisions.parquet."""
     from sottovoce.experiment import load
-    from sottovoce_client.reports.export import formats
+    from sottovoce_client.reports.papers import formats
     from sottovoce_client.running.plot import export_results
     from sottovoce_client.running.simulation import simulate_to
 

@@ -14,8 +14,8 @@ from sottovoce.errors import CaptureError, SpecError
 from sottovoce.running.transcript import parquet
 from sottovoce.table import Table
 from sottovoce_client.reports.drawing import PALETTE, Trace, axis, draw, finite, label
-from sottovoce_client.reports.export import FIGURES, Drawing, export
 from sottovoce_client.reports.page import page, section
+from sottovoce_client.reports.papers import FIGURES, Drawing, export
 from sottovoce_client.running.sweep import RESULTS
 
 BAND = 2.0
