@@ -22,10 +22,10 @@ from rich.table import Table
 
 from sottovoce.arrays import Batch
 from sottovoce.errors import SottovoceError
+from sottovoce.experiment import prepare
 from sottovoce.noise import SeededNoise
 from sottovoce.running.simulator import simulate
 from sottovoce.spec import RunSpec, parse_spec
-from sottovoce_client.prepare import prepare
 
 
 def source() -> tuple[str, int, int]:

@@ -116,13 +116,17 @@ def parse_spec(document: object, *, source: str = "spec", imports: bool = True) 
     Raises:
         SpecError: one line per problem, each with the field, the value and what is allowed.
     """
-    if not isinstance(document, Mapping):
-        raise SpecError(f"{source}: a run spec must be a mapping of fields, got {type(document).__name__}")
+    document = _fields_of(document, source)
     try:
         return RunSpec.model_validate(document, context={"imports": imports})
     except ValidationError as error:
-        lines = [_explain(problem, source, document) for problem in error.errors()]
-        raise SpecError("\n".join(lines)) from None
+        raise SpecError(explain(error, source, document)) from None
+
+
+def _fields_of(document: object, source: str) -> Mapping[Any, Any]:
+    if not isinstance(document, Mapping):
+        raise SpecError(f"{source}: a run spec must be a mapping of fields, got {type(document).__name__}")
+    return document
 
 
 def code_to_import(section: object) -> str | None:
@@ -147,13 +151,22 @@ def load_spec(path: Path) -> RunSpec:
     Raises:
         SpecError: unreadable, not YAML, or not a valid spec.
     """
+    return parse_spec(read_document(path), source=str(path))
+
+
+def read_document(path: Path) -> Mapping[Any, Any]:
+    """What a YAML file says, not checked yet.
+
+    Raises:
+        SpecError: unreadable, not YAML, or no mapping of fields.
+    """
     try:
         document = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError(f"cannot read the run spec {path}: {error}") from None
     except yaml.YAMLError as error:
         raise SpecError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
-    return parse_spec(document, source=str(path))
+    return _fields_of(document, str(path))
 
 
 def dump_spec(spec: RunSpec) -> str:
@@ -164,6 +177,11 @@ def dump_spec(spec: RunSpec) -> str:
 def spec_schema() -> str:
     """JSON schema of a run spec, for editors, with all built-in kinds."""
     return json.dumps(RunSpec.model_json_schema(), indent=2)
+
+
+def explain(error: ValidationError, source: str, document: Mapping[Any, Any]) -> str:
+    """What is wrong with a document, a line per problem, each with the field, the value and what is allowed."""
+    return "\n".join(_explain(problem, source, document) for problem in error.errors())
 
 
 def _explain(problem: Any, source: str, document: Mapping[Any, Any]) -> str:

@@ -16,12 +16,12 @@ from typer.testing import CliRunner
 
 from sottovoce.audit.audit import audit_simulated
 from sottovoce.errors import DataError, SpecError
+from sottovoce.experiment import Prepared, prepare
 from sottovoce.noise import no_noise
 from sottovoce.privacy.guarantee import ThreatModel
 from sottovoce.spec import load_spec
 from sottovoce_client.auditing import audit as command
 from sottovoce_client.cli import app
-from sottovoce_client.prepare import Prepared, prepare
 
 
 @pytest.fixture

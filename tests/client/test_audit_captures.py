@@ -19,6 +19,7 @@ from sottovoce.audit.plan import Plan, plan_audit
 from sottovoce.audit.views import tables
 from sottovoce.audit.worlds import chosen
 from sottovoce.errors import CaptureError, DataError, EquivocationError, SottovoceError, SpecError
+from sottovoce.experiment import Prepared
 from sottovoce.noise import SeededNoise
 from sottovoce.privacy.guarantee import ThreatModel
 from sottovoce.running.run import Run, build_run
@@ -28,7 +29,6 @@ from sottovoce_client.auditing.audit import AuditRequest
 from sottovoce_client.auditing.captures import difference, from_captures
 from sottovoce_client.auditing.channel import channel, lines_of
 from sottovoce_client.auditing.worlds import FILE, worlds_from, write_worlds
-from sottovoce_client.prepare import Prepared
 from sottovoce_eavesdropper.reading import open_capture
 from sottovoce_eavesdropper.records import CaptureFile
 from sottovoce_eavesdropper.rows import Row

@@ -13,13 +13,13 @@ import pytest
 
 from sottovoce.audit.plan import Plan
 from sottovoce.errors import SpecError
+from sottovoce.experiment import Prepared, prepare
 from sottovoce.privacy.guarantee import ThreatModel
 from sottovoce.spec import RunSpec, parse_spec
 from sottovoce_client.auditing import network as audit_network
 from sottovoce_client.auditing.audit import AuditRequest, plan
 from sottovoce_client.auditing.captures import find, from_captures
 from sottovoce_client.auditing.network import RunFailed, coins, on_network
-from sottovoce_client.prepare import Prepared, prepare
 from sottovoce_client.running.operate import BY_OPERATOR, Interrupted, Outcome
 from sottovoce_coordinator import service as coordinator_service
 from sottovoce_eavesdropper.storage import open_folder

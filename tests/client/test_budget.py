@@ -18,9 +18,9 @@ from typer.testing import CliRunner
 from sottovoce.budget.calibration import epsilons
 from sottovoce.budget.composition import epsilon_at
 from sottovoce.errors import SpecError
+from sottovoce.experiment import Prepared, prepare
 from sottovoce.spec import load_spec
 from sottovoce_client.cli import app
-from sottovoce_client.prepare import Prepared, prepare
 from sottovoce_client.privacy.budget import Line, Question, budget, line_of
 from sottovoce_client.privacy.calibrate import target_of
 from sottovoce_client.privacy.tradeoff import Measured, Problem, answer_of, levels, measure

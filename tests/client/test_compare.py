@@ -17,12 +17,12 @@ import yaml
 from rich.console import Console
 from typer.testing import CliRunner
 
+from sottovoce.experiment import prepare
 from sottovoce.noise import SeededNoise
 from sottovoce.running.metrics import Metrics
 from sottovoce.running.simulator import simulate
 from sottovoce.spec import load_spec
 from sottovoce_client.cli import app
-from sottovoce_client.prepare import prepare
 from sottovoce_client.reports.drawing import Figure
 from sottovoce_client.running.compare import (
     HEADS,

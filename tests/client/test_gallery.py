@@ -15,11 +15,11 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from sottovoce.errors import CaptureError, SpecError
+from sottovoce.experiment import prepare
 from sottovoce.spec import parse_spec
 from sottovoce_client.cli import app
 from sottovoce_client.lab.gallery import exhibits
 from sottovoce_client.lab.gallery import gallery as command
-from sottovoce_client.prepare import prepare
 from tests.services.network import network
 
 for module in ("sklearn", "scipy", "plotly"):

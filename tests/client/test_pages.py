@@ -12,6 +12,7 @@ import pytest
 
 from sottovoce.audit.audit import audit_simulated
 from sottovoce.audit.plan import plan_audit
+from sottovoce.experiment import Prepared
 from sottovoce.lab.attacks.membership import GuessingRate
 from sottovoce.lab.attacks.rebuild import Rebuilt
 from sottovoce.running.metrics import Curve, Curves
@@ -19,7 +20,6 @@ from sottovoce.running.run import Run
 from sottovoce_client.auditing.report import audit_page
 from sottovoce_client.lab.gallery.cases import Exhibit, Gallery, Membership, Strip
 from sottovoce_client.lab.gallery.exhibits import gallery_page
-from sottovoce_client.prepare import Prepared
 from sottovoce_client.privacy.budget import Question, budget_page, line_of
 from sottovoce_client.privacy.tradeoff import Measured, Problem, answer_of, tradeoff_page
 from sottovoce_client.reports.drawing import Figure
@@ -65,7 +65,7 @@ def of_a_gallery(name: str) -> Page:
 
 
 def of_a_comparison(name: str) -> Page:
-    curves = {key: Curve(np.ones(3), np.full(3, 0.1), None) for key in ("accuracy", "average_loss")}
+    curves = {key: Curve(np.ones(3), np.full(3, 0.1), np.ones((3, 2)), None) for key in ("accuracy", "average_loss")}
     result = Result(name, name, "wire", math.inf, 1.0, 2.0, 4, 10, 100.0, Curves(np.arange(1, 4), curves))
     return compare_page([result, result])
 

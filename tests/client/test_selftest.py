@@ -10,11 +10,11 @@ import pytest
 from rich.console import Console
 
 from sottovoce.errors import SpecError
+from sottovoce.experiment import Prepared
 from sottovoce.lab.selftest.bases import ALGORITHMS, BASES
 from sottovoce.lab.selftest.mutants import MUTANTS, Broken, Mutant
 from sottovoce.lab.selftest.trial import Alarms
 from sottovoce_client.lab import selftest
-from sottovoce_client.prepare import Prepared
 
 NOTHING_WRONG = Mutant("nothing", "all is well", lambda plan: Broken(), "conformance", 20, base="dola")
 """As if it were one of somebody's own."""

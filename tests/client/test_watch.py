@@ -25,6 +25,7 @@ import yaml
 from rich.console import Console
 
 from sottovoce.errors import CaptureError, SottovoceError, SpecError
+from sottovoce.experiment import Prepared, prepare
 from sottovoce.lab.watch.watch import Alarm, Watch
 from sottovoce.noise import Recorder, SeededNoise
 from sottovoce.running.simulator import simulate
@@ -34,7 +35,6 @@ from sottovoce_client.lab.watching.canaries import CommitmentError, load, placed
 from sottovoce_client.lab.watching.following import InFolder, Source, at_eavesdropper
 from sottovoce_client.lab.watching.view import Metrics, Sight, picture, power, view
 from sottovoce_client.lab.watching.watch import WatchRequest, watch, where
-from sottovoce_client.prepare import Prepared, prepare
 from sottovoce_eavesdropper.reading import Capture, open_capture
 from tests.examples import made_up, small_run
 

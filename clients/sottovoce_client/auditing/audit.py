@@ -20,10 +20,10 @@ from sottovoce.audit.plan import Plan, plan_audit
 from sottovoce.audit.verdict import Findings, Verdict
 from sottovoce.audit.worlds import Worlds, chosen
 from sottovoce.errors import SpecError
+from sottovoce.experiment import Prepared
 from sottovoce.privacy.guarantee import ThreatModel
 from sottovoce_client.auditing.document import audit_file
 from sottovoce_client.auditing.report import audit_page
-from sottovoce_client.prepare import Prepared
 from sottovoce_client.wording import NOTHING, number
 
 COLOURS = {"consistent": "green", "refuted": "bold red", "inconclusive": "yellow", "unpromised": "yellow"}

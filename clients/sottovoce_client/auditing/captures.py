@@ -13,6 +13,7 @@ from sottovoce.audit.plan import Plan
 from sottovoce.audit.simulated import Recording, at_a_time
 from sottovoce.audit.views import Layout
 from sottovoce.errors import CaptureError, DataError, EquivocationError, SpecError
+from sottovoce.experiment import Prepared
 from sottovoce.privacy.guarantee import ThreatModel
 from sottovoce.running.run import Run
 from sottovoce.running.transcript import Transcript
@@ -21,7 +22,6 @@ from sottovoce_client.auditing.audit import AuditRequest, Say, plan
 from sottovoce_client.auditing.channel import channel, lines_of
 from sottovoce_client.auditing.worlds import FILE, Document, as_audited, read_worlds, worlds_from
 from sottovoce_client.lab.watching.canaries import canaries_beside
-from sottovoce_client.prepare import Prepared
 from sottovoce_client.wording import plural
 from sottovoce_eavesdropper.reading import Capture, find_captures
 from sottovoce_eavesdropper.storage import Folder, open_folder

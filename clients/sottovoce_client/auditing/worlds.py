@@ -13,8 +13,8 @@ from sottovoce.audit.plan import Plan
 from sottovoce.audit.worlds import Worlds
 from sottovoce.data import LearnerData, PlacedData
 from sottovoce.errors import CaptureError, DataError, SottovoceError
+from sottovoce.experiment import Prepared
 from sottovoce.spec import RunSpec
-from sottovoce_client.prepare import Prepared
 from sottovoce_eavesdropper.storage import Folder
 
 FILE, FORMAT = "worlds.json", "sottovoce-worlds-1"

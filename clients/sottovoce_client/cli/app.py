@@ -33,6 +33,14 @@ SpecFile = Annotated[Path, typer.Argument(metavar="SPEC", help="The run spec, a 
 Out = Annotated[
     Path | None, typer.Option("--out", help="Folder for the results.", show_default="sottovoce-runs/NAME-TIME")
 ]
+Export = Annotated[
+    str,
+    typer.Option(
+        metavar="FORMATS",
+        help="Also as files for papers: tables as csv, latex; figures as svg, pdf, png; commas between.",
+        show_default="none",
+    ),
+]
 Listen = Annotated[str, typer.Option(envvar="SOTTOVOCE_LISTEN", help="host:port to listen on; port 0 picks one.")]
 AllowImports = Annotated[
     bool,
@@ -88,7 +96,7 @@ def prepared_from(spec: RunSpec) -> Any:
     Raises:
         SottovoceError: the spec cannot be run as it is, or its data cannot be used.
     """
-    from sottovoce_client.prepare import prepare
+    from sottovoce.experiment import prepare
 
     return prepare(spec, data_folder=os.environ.get("SOTTOVOCE_DATA"))
 

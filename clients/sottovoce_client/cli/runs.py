@@ -12,7 +12,7 @@ import yaml
 
 from sottovoce.errors import SpecError
 from sottovoce.spec import RunSpec, load_spec, parse_spec
-from sottovoce_client.cli.app import Canaries, Out, SpecFile, app, folder_for, prepared_from
+from sottovoce_client.cli.app import Canaries, Export, Out, SpecFile, app, folder_for, prepared_from
 
 
 @app.command(rich_help_panel="Runs")
@@ -88,13 +88,23 @@ def simulate(
     metrics: Annotated[
         bool, typer.Option("--metrics", help="Measure losses, regrets and accuracy: metrics.parquet, metrics.json.")
     ] = False,
+    export: Export = "",
 ) -> None:
     """Run a spec without a network, many replicas at once. Writes transcript.parquet and decisions.parquet."""
+    from sottovoce.experiment import load
+    from sottovoce_client.reports.export import formats
+    from sottovoce_client.running.plot import export_results
     from sottovoce_client.running.simulation import simulate_to
 
-    prepared = prepared_from(load_spec(spec))
-    folder = folder_for(prepared.run.spec.name, out)
-    simulate_to(folder, prepared, replicas=replicas, seed=seed, noise=noise, record_noise=record_noise, metrics=metrics)
+    experiment, asked = load(spec), formats(export)
+    _ = experiment.prepared  # before a folder is made: a spec that cannot be run leaves none
+    folder = folder_for(experiment.name, out)
+    measured = metrics or bool(asked)
+    done = simulate_to(
+        folder, experiment, replicas=replicas, seed=seed, noise=noise, record_noise=record_noise, metrics=measured
+    )
+    if asked:
+        export_results(folder, asked, {"metrics": done.metrics})
 
 
 @app.command(rich_help_panel="Runs")

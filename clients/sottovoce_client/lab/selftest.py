@@ -18,12 +18,12 @@ from rich.text import Text
 from sottovoce.audit.bounds import interval
 from sottovoce.data.files import import_extra
 from sottovoce.errors import SpecError
+from sottovoce.experiment import Prepared
 from sottovoce.lab.selftest.bases import ALGORITHMS, BASES
 from sottovoce.lab.selftest.mutants import MUTANTS, Family, Mutant
 from sottovoce.lab.selftest.trial import LEVEL, WATCH_LEVEL, Alarms, Outcome, added, attempt, false_alarms
 from sottovoce_client.auditing.audit import index_of
 from sottovoce_client.documents import Document
-from sottovoce_client.prepare import Prepared
 from sottovoce_client.wording import NOTHING, count
 
 LOT = 5

@@ -23,11 +23,11 @@ from sottovoce.budget.composition import (
     record_losses,
 )
 from sottovoce.errors import SpecError
+from sottovoce.experiment import Prepared
 from sottovoce.privacy.guarantee import Event, Guarantee
 from sottovoce.running.run import Run
 from sottovoce.spec import RunSpec
 from sottovoce_client.documents import Document
-from sottovoce_client.prepare import Prepared
 from sottovoce_client.reports.drawing import PINK, Figure, diamond
 from sottovoce_client.reports.page import Column, Page, Table
 from sottovoce_client.reports.plots import KINDS, spent_plot

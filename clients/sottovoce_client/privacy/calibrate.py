@@ -13,8 +13,8 @@ from rich.console import Console
 from sottovoce.algorithms.parameters import AlgorithmSpec
 from sottovoce.budget.calibration import Calibrated, Per, Target, calibrate
 from sottovoce.errors import SpecError
+from sottovoce.experiment import Prepared
 from sottovoce.spec import RunSpec
-from sottovoce_client.prepare import Prepared
 from sottovoce_client.privacy.budget import learner_index
 from sottovoce_client.wording import number
 

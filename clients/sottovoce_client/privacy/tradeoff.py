@@ -14,13 +14,13 @@ from sottovoce.arrays import FloatArray, as_floats
 from sottovoce.budget.calibration import Target, calibrate
 from sottovoce.budget.tradeoff import AccuracyCurve, Optimum, Utility, fit, solve
 from sottovoce.errors import SpecError
+from sottovoce.experiment import Prepared
 from sottovoce.noise import SeededNoise
 from sottovoce.running.metrics import Metrics
 from sottovoce.running.run import build_run
 from sottovoce.running.simulator import simulate
 from sottovoce.spec import RunSpec
 from sottovoce_client.documents import Document
-from sottovoce_client.prepare import Prepared
 from sottovoce_client.reports.drawing import (
     BLUE,
     FAINT,

@@ -1,87 +1,129 @@
-"""Figures and tables of a page as files of their own, for papers: SVG, PDF and PNG; CSV and LaTeX."""
+"""Results as files for papers: tables as CSV and LaTeX, figures as SVG, PDF and PNG.
+
+Exported figures are drawn by Matplotlib: plain files, fonts embedded, no browser needed. What is drawn is the same list of
+plotly's lines that pages show, so that a figure is described once.
+"""
 
 from __future__ import annotations
 
-import csv
-import io
-from collections.abc import Collection, Iterable
+import importlib
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from sottovoce.errors import SpecError
-from sottovoce_client.reports.drawing import Figure
-from sottovoce_client.reports.page import Table
+from sottovoce.table import Table
+from sottovoce_client.reports.drawing import Figure, Trace
 
-OF_FIGURES, OF_TABLES = ("svg", "pdf", "png"), ("csv", "tex")
-"""Formats."""
+FIGURES = ("svg", "pdf", "png")
+TABLES = {"csv": "csv", "tex": "tex", "latex": "tex"}
+"""Formats of tables, and their suffixes."""
+WIDTH, HEIGHT = 5.0, 3.2
+"""Of a figure, in inches: a column and a half of most papers."""
+DPI = 200
+DASHES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-."}
+LOOK = {
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#e6eaee",
+    "font.size": 9,
+    "pdf.fonttype": 42,  # TrueType: journals refuse Matplotlib's own Type 3
+    "svg.fonttype": "path",  # text as outlines looks alike where the font is missing
+    "svg.hashsalt": "sottovoce",  # ids by content: the same figure, the same file
+}
 
-LATEX = str.maketrans(
-    {
-        **{sign: f"\\{sign}" for sign in "&%$#_{}"},
-        **{"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"},
-        **{"<": r"\textless{}", ">": r"\textgreater{}"},
-        **{"ε": r"$\varepsilon$", "δ": r"$\delta$", "∞": r"$\infty$", "−": "$-$", "±": r"$\pm$", "–": "--"},
-    }
-)
 
-
-def export(exhibits: Iterable[Figure | Table], folder: Path, formats: Collection[str]) -> list[Path]:
-    """Write every figure and table of a page that shows anything, in those of the formats that suit it.
-
-    Args:
-        exhibits: of a page.
-        folder: where to: each is called `NAME.FORMAT`.
-        formats: of `OF_FIGURES` and `OF_TABLES`.
-
-    Returns:
-        The files, in order.
+def formats(text: str) -> tuple[str, ...]:
+    """`svg,csv` as formats.
 
     Raises:
-        SpecError: no such format, or plotly, or what it needs to write images, is not installed.
+        SpecError: one that there is not.
     """
-    for form in formats:
-        if form not in OF_FIGURES + OF_TABLES:
-            raise SpecError(f"--export must be of {', '.join(OF_FIGURES + OF_TABLES)}, got {form}")
+    found = tuple(part.strip().lower() for part in text.split(",") if part.strip())
+    known = (*FIGURES, *TABLES)
+    if unknown := [each for each in found if each not in known]:
+        raise SpecError(f"--export must be of {', '.join(known)}, got {', '.join(unknown)}")
+    return found
+
+
+def export(
+    folder: Path, asked: Iterable[str], tables: Mapping[str, Table], figures: Sequence[Figure]
+) -> tuple[Path, ...]:
+    """Write every table and figure in every format that fits it; returns the files.
+
+    Args:
+        folder: where to.
+        asked: as `formats` gives them.
+        tables: by the name of their files.
+        figures: the figures.
+
+    Raises:
+        SpecError: Matplotlib is not installed.
+    """
     written = []
-    for each in exhibits:
-        suited = OF_FIGURES if isinstance(each, Figure) else OF_TABLES
-        for form in [form for form in formats if each and form in suited]:
-            path = folder / f"{each.name}.{form}"
-            path.write_bytes(_bytes(each, form))
-            written.append(path)
-    return written
+    for each in asked:
+        if each in TABLES:
+            for name, table in tables.items():
+                written.append(folder / f"{name}.{TABLES[each]}")
+                table.to_csv(written[-1]) if each == "csv" else table.to_latex(written[-1])
+        else:
+            for figure in figures:
+                written.append(folder / f"{figure.name}.{each}")
+                write_figure(figure, written[-1])
+    return tuple(written)
 
 
-def _bytes(each: Figure | Table, form: str) -> bytes:
-    if isinstance(each, Table):
-        return (as_csv(each) if form == "csv" else as_latex(each)).encode()
+def write_figure(figure: Figure, path: Path) -> None:
+    """Write one figure; the suffix tells the format. The same figure gives the same bytes.
+
+    Raises:
+        SpecError: Matplotlib is not installed.
+    """
+    matplotlib = _library("matplotlib")
+    library = _library("matplotlib.figure")  # without pyplot: no window, no global state
+    with matplotlib.rc_context(LOOK):
+        canvas = library.Figure(figsize=(WIDTH, HEIGHT), layout="constrained")
+        axes = canvas.add_subplot()
+        edge: Trace = {}
+        for trace in figure.traces:
+            _draw(axes, trace, edge)
+            edge = trace
+        for which in ("x", "y"):
+            _set_axis(axes, which, figure.layout.get(f"{which}axis", {}))
+        if any(_named(trace) for trace in figure.traces):
+            axes.legend(frameon=False, fontsize=8)
+        undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
+        canvas.savefig(path, dpi=DPI, metadata=undated.get(path.suffix[1:]))
+
+
+def _draw(axes: Any, trace: Trace, before: Trace) -> None:
+    """One of plotly's lines; a filled one is the upper edge of a band, and the trace before it the lower."""
+    x, y = trace["x"], [float("nan") if value is None else value for value in trace["y"]]
+    line = trace.get("line", {})
+    if trace.get("fill") == "tonexty":
+        low = [float("nan") if value is None else value for value in before["y"]]
+        axes.fill_between(x, low, y, color=trace["fillcolor"], linewidth=0)
+    elif line.get("width", 2):
+        style = {"color": line.get("color"), "linestyle": DASHES[line.get("dash", "solid")], "linewidth": 1.4}
+        marker = "o" if "markers" in trace.get("mode", "lines") else None
+        axes.plot(x, y, label=trace["name"] if _named(trace) else None, marker=marker, markersize=3, **style)
+
+
+def _named(trace: Trace) -> bool:
+    return bool(trace.get("name")) and trace.get("showlegend", True)
+
+
+def _set_axis(axes: Any, which: str, said: Mapping[str, Any]) -> None:
+    title = said.get("title", "")
+    getattr(axes, f"set_{which}label")(title["text"] if isinstance(title, Mapping) else title)
+    if said.get("type") == "log":
+        getattr(axes, f"set_{which}scale")("log")
+
+
+def _library(name: str) -> Any:
     try:
-        image: bytes = each.drawn().to_image(format=form)
-    except (ValueError, RuntimeError) as error:  # plotly draws images with kaleido, and that with Chrome
-        raise SpecError(f"cannot write {each.name}.{form}: {' '.join(str(error).split())}") from None
-    return image
-
-
-def as_csv(table: Table) -> str:
-    """Numbers as they are, everything else as people read it; a heading holds its group's, too."""
-    text = io.StringIO()
-    rows = csv.writer(text, lineterminator="\n")
-    rows.writerow(f"{column.group} {column.head}".strip() for column in table.columns)
-    for row, texts in zip(table.rows, table.texts(), strict=True):
-        rows.writerow(_plain(value, shown) for value, shown in zip(row, texts, strict=True))
-    return text.getvalue()
-
-
-def _plain(value: Any, shown: str) -> Any:
-    return value if value is None or isinstance(value, int | float) else shown
-
-
-def as_latex(table: Table) -> str:
-    r"""A `tabular` with the rules of the package booktabs."""
-    sides = "".join("r" if column.kind == "number" and k else "l" for k, column in enumerate(table.columns))
-    above = [rf"\multicolumn{{{span}}}{{c}}{{{title.translate(LATEX)}}}" for title, span in table.groups]
-    heads = [column.head.translate(LATEX) for column in table.columns]
-    rows = [[text.translate(LATEX) for text in texts] for texts in table.texts()]
-    lines = [" & ".join(cells) + r" \\" for cells in ([above] if above else []) + [heads]]
-    lines += [r"\midrule", *(" & ".join(cells) + r" \\" for cells in rows)]
-    return "\n".join([rf"\begin{{tabular}}{{{sides}}}", r"\toprule", *lines, r"\bottomrule", r"\end{tabular}", ""])
+        return importlib.import_module(name)
+    except ModuleNotFoundError:
+        raise SpecError("figures as files need Matplotlib: pip install 'sottovoce[plot]'") from None

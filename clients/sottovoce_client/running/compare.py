@@ -19,6 +19,7 @@ from rich.table import Table as TerminalTable
 from sottovoce.budget.composition import dearest_record, record_losses
 from sottovoce.data.source import DataSpec
 from sottovoce.errors import SottovoceError, SpecError
+from sottovoce.experiment import Prepared
 from sottovoce.noise import SeededNoise
 from sottovoce.privacy.guarantee import Guarantee, ThreatModel
 from sottovoce.running.metrics import Curves, Metrics
@@ -26,7 +27,6 @@ from sottovoce.running.run import Run
 from sottovoce.running.simulator import SimulatedRound, simulate
 from sottovoce.spec import RunSpec, load_spec, parse_spec
 from sottovoce_client.documents import Document
-from sottovoce_client.prepare import Prepared
 from sottovoce_client.reports.drawing import PALETTE, Figure, Trace, axis, band, label, line
 from sottovoce_client.reports.page import Column, Page, Table
 from sottovoce_client.running.simulation import Mean, means, with_error

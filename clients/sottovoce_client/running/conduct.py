@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from sottovoce.algorithms.per_learner import spread
+from sottovoce.experiment import Prepared
 from sottovoce.spec import dump_spec
-from sottovoce_client.prepare import Prepared
 from sottovoce_client.reports.run_report import run_page
 from sottovoce_client.running.console import print_summary, run_console
 from sottovoce_client.running.evaluate import noticed_in, summarise

@@ -9,47 +9,46 @@ from pathlib import Path
 import numpy as np
 from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Table as TerminalTable
 
-from sottovoce.data.files import import_extra
-from sottovoce.errors import SpecError
-from sottovoce.noise import Noise, RecordedNoise, Recorder, SeededNoise
-from sottovoce.running.metrics import Curves, Metrics
-from sottovoce.running.simulator import simulate
-from sottovoce.running.transcript import TranscriptWriter, read_noise
+from sottovoce.door import Simulation, noise_of, simulate
+from sottovoce.experiment import Experiment
+from sottovoce.noise import Recorder
+from sottovoce.running.metrics import Curves
+from sottovoce.running.simulator import SimulatedRound
+from sottovoce.running.transcript import TranscriptWriter, parquet
 from sottovoce.spec import dump_spec
+from sottovoce.table import Table
 from sottovoce_client.documents import Document
-from sottovoce_client.prepare import Prepared
 from sottovoce_client.wording import number
 
 
 def simulate_to(
     folder: Path,
-    prepared: Prepared,
+    experiment: Experiment,
     *,
     replicas: int,
     seed: int,
     noise: Path | None,
     record_noise: bool,
     metrics: bool = False,
-) -> None:
+) -> Simulation:
     """Simulate a run and write `spec.yaml`, `transcript.parquet`, `decisions.parquet` and, if asked, `noise.parquet`.
 
     Decisions are those in use when a round's records arrive; the last rows, of round `rounds`, are the final ones.
     With `metrics`, `metrics.parquet` and `metrics.json` are written, too, and the final values printed.
     """
-    run = prepared.run
-    recorder = Recorder(_noise(noise, seed, run.spec.rounds))
-    measured = Metrics(run, prepared.data) if metrics else None
-    (folder / "spec.yaml").write_text(dump_spec(run.spec), encoding="utf-8")
+    spec = experiment.run.spec
+    recorder = Recorder(noise_of(noise, seed, spec.rounds))
+    (folder / "spec.yaml").write_text(dump_spec(spec), encoding="utf-8")
     with ExitStack() as files:
-        said = files.enter_context(TranscriptWriter(folder / "transcript.parquet", run.spec.name))
-        decided = files.enter_context(TranscriptWriter(folder / "decisions.parquet", run.spec.name))
-        drawn = None
-        if record_noise:
-            drawn = files.enter_context(TranscriptWriter(folder / "noise.parquet", run.spec.name))
-        after = None
-        for step in simulate(run, prepared.data, recorder, replicas):
+
+        def writer(name: str) -> TranscriptWriter:
+            return files.enter_context(TranscriptWriter(folder / f"{name}.parquet", spec.name))
+
+        said, decided, drawn = writer("transcript"), writer("decisions"), writer("noise") if record_noise else None
+
+        def write(step: SimulatedRound) -> None:
             for name, value in step.message.fields.items():
                 said.write(step.t, name, value)
             decided.write(step.t, "decision", step.before)
@@ -57,48 +56,24 @@ def simulate_to(
                 if drawn is not None:
                     drawn.write(step.t, name, np.broadcast_to(values[-1], step.message[name].shape))
                 values.clear()
-            if measured is not None:
-                measured.take(step)
-            after = step.after
-        if after is not None:
-            decided.write(run.spec.rounds, "decision", after)
-    print(f"{run.spec.rounds} rounds of {run.spec.n_learners} learners, {replicas} replicas: {folder}")
-    if measured is not None:
-        write_metrics(folder, measured.curves, run.spec.names)
-        print_metrics(measured.curves)
+
+        done = simulate(experiment, replicas, metrics=metrics, noise=recorder, progress=write)
+        decided.write(spec.rounds, "decision", done.decisions)
+    print(f"{spec.rounds} rounds of {spec.n_learners} learners, {replicas} replicas: {folder}")
+    if done.curves is not None:
+        write_table(done.metrics, folder / "metrics.parquet")
+        MetricsFile(rounds=done.curves.rounds.tolist(), metrics=means(done.curves)).write(folder / "metrics.json")
+        print_metrics(done.curves)
+    return done
 
 
-def _noise(path: Path | None, seed: int, rounds: int) -> Noise:
-    if path is None:
-        return SeededNoise(seed)
-    fields = read_noise(path)
-    if short := [name for name, values in fields.items() if len(values) < rounds]:
-        raise SpecError(f"{path}: noise must cover {rounds} rounds, and {short} does not")
-    return RecordedNoise(fields)
+def write_table(table: Table, path: Path) -> None:
+    """Write a Parquet file; what is missing is null.
 
-
-# ---- metrics ---------------------------------------------------------------------------------------------------------
-
-
-def write_metrics(folder: Path, curves: Curves, names: tuple[str, ...]) -> None:
-    """Write `metrics.parquet` (one row per number) and `metrics.json` (curves of the whole network).
-
-    Columns: `rounds` done, `metric`, `learner` (null: the whole network), `mean` and `standard_error` (of the network's
-    mean over the replicas; null for a learner, and where there is one replica).
+    Raises:
+        SpecError: pyarrow is not installed.
     """
-    arrow, parquet = (import_extra(f"pyarrow{part}", "pyarrow", "metrics.parquet") for part in ("", ".parquet"))
-    rows: list[tuple[int, str, str | None, float, float | None]] = []
-    for metric, curve in curves.curves.items():
-        for k, rounds in enumerate(curves.rounds.tolist()):
-            error = float(curve.error[k])
-            rows.append((rounds, metric, None, float(curve.mean[k]), error if math.isfinite(error) else None))
-            if curve.learners is not None:
-                rows += [(rounds, metric, name, float(curve.learners[k, i]), None) for i, name in enumerate(names)]
-    types = (arrow.int64(), arrow.string(), arrow.string(), arrow.float64(), arrow.float64())
-    columns = ("rounds", "metric", "learner", "mean", "standard_error")
-    arrays = [arrow.array(column, kind) for column, kind in zip(zip(*rows, strict=True), types, strict=True)]
-    parquet.write_table(arrow.table(dict(zip(columns, arrays, strict=True))), folder / "metrics.parquet")
-    MetricsFile(rounds=curves.rounds.tolist(), metrics=means(curves)).write(folder / "metrics.json")
+    parquet().write_table(table.to_arrow(), path)
 
 
 class Mean(Document):
@@ -130,7 +105,7 @@ def means(curves: Curves) -> dict[str, Mean]:
 def print_metrics(curves: Curves, console: Console | None = None) -> None:
     """The final values: a table on a terminal, else a line each."""
     console = console or Console()
-    table = Table("metric", box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim")
+    table = TerminalTable("metric", box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim")
     table.add_column(f"after {curves.rounds[-1]:,} rounds", justify="right")
     for name, curve in curves.curves.items():
         value = with_error(curve.final, curve.final_error)

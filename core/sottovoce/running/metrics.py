@@ -178,11 +178,13 @@ class Curve:
     Attributes:
         mean: `(checkpoints,)` mean over learners and replicas.
         error: `(checkpoints,)` standard error of that mean, by the spread over the replicas; not-a-number for one.
+        replicas: `(checkpoints, replicas)` means over the learners.
         learners: `(checkpoints, learners)` means over the replicas; None for a number of the network.
     """
 
     mean: FloatArray
     error: FloatArray
+    replicas: FloatArray
     learners: FloatArray | None
 
     @property
@@ -301,7 +303,7 @@ def _curve(values: list[FloatArray]) -> Curve:
     network = stack.mean(axis=1) if stack.ndim == 3 else stack
     replicas = network.shape[1]
     spread = np.full(len(network), math.nan) if replicas < 2 else network.std(axis=1, ddof=1) / math.sqrt(replicas)
-    return Curve(network.mean(axis=1), spread, stack.mean(axis=2) if stack.ndim == 3 else None)
+    return Curve(network.mean(axis=1), spread, network, stack.mean(axis=2) if stack.ndim == 3 else None)
 
 
 # ---- records ---------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import numpy as np
 
 from sottovoce.algorithms.dual_averaging.algorithm import DualAveraging
 from sottovoce.arrays import FloatArray
+from sottovoce.experiment import Prepared, prepare
 from sottovoce.lab.attacks import membership
 from sottovoce.lab.attacks.rebuild import Rebuilt, rebuild
 from sottovoce.noise import SeededNoise
@@ -18,7 +19,6 @@ from sottovoce.privacy.guarantee import joint
 from sottovoce.running.simulator import simulate
 from sottovoce.running.transcript import Transcript
 from sottovoce.spec import parse_spec
-from sottovoce_client.prepare import Prepared, prepare
 from sottovoce_client.wording import number
 
 LEARNERS, ROUNDS = 8, 9

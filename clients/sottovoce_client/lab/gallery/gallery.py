@@ -15,13 +15,13 @@ from rich.text import Text
 
 from sottovoce.algorithms.dual_averaging.algorithm import DualAveraging
 from sottovoce.errors import CaptureError, SpecError
+from sottovoce.experiment import prepare
 from sottovoce.lab.attacks.rebuild import Rebuilt, rebuild
 from sottovoce.spec import parse_spec
 from sottovoce_client.documents import Document
 from sottovoce_client.lab.gallery import cases as cases
 from sottovoce_client.lab.gallery import exhibits
 from sottovoce_client.lab.gallery.cases import Exhibit, Gallery, Membership, Strip
-from sottovoce_client.prepare import prepare
 from sottovoce_client.wording import NOTHING, number, share
 from sottovoce_eavesdropper.reading import find_captures
 from sottovoce_eavesdropper.storage import open_folder

@@ -15,8 +15,8 @@ import numpy as np
 from rich.console import Console
 
 from sottovoce.errors import CaptureError, SottovoceError
+from sottovoce.experiment import Prepared
 from sottovoce.lab.watch.canaries import Canaries, Place, draw
-from sottovoce_client.prepare import Prepared
 from sottovoce_client.wording import number
 
 SECRET, COMMITMENT = "canaries.json", "commitment.json"

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from sottovoce.algorithms.interface import Message
 from sottovoce.errors import CaptureError, SpecError
+from sottovoce.experiment import Prepared
 from sottovoce.lab.watch.canaries import CanaryTest
 from sottovoce.lab.watch.watch import Alarm, Watch
 from sottovoce.running.assembly import KEPT, Assembly
@@ -22,7 +23,6 @@ from sottovoce.spec import RunSpec, parse_spec
 from sottovoce_client.lab.watching.canaries import canaries_beside, load, placed
 from sottovoce_client.lab.watching.following import InFolder, Source, at_eavesdropper
 from sottovoce_client.lab.watching.view import Metrics, Sight, View, print_end, view
-from sottovoce_client.prepare import Prepared
 from sottovoce_client.running.launch import run_async
 from sottovoce_eavesdropper.reading import Capture
 from sottovoce_rpc.codec import RoundCodec

@@ -1,0 +1,107 @@
+"""Many runs of one spec, and figures of what runs wrote."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+import yaml
+
+from sottovoce.errors import SpecError
+from sottovoce_client.cli.app import Export, SpecFile, app, folder_for
+
+
+@app.command(rich_help_panel="Runs")
+def sweep(
+    spec: SpecFile,
+    changes: Annotated[
+        list[str],
+        typer.Option(
+            "--set", metavar="FIELD=V,V,...", help="Values of a field; repeat for every combination of several."
+        ),
+    ],
+    seeds: Annotated[int, typer.Option(min=1, help="Repetitions of each combination.")] = 20,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the noise, and of the bootstrap.")] = 0,
+    vary_data: Annotated[
+        bool, typer.Option("--vary-data", help="Deal the records anew for each seed, not the noise alone.")
+    ] = False,
+    backend: Annotated[
+        Literal["processes", "ray", "dask"], typer.Option(help="What works on simulated runs.")
+    ] = "processes",
+    jobs: Annotated[int | None, typer.Option(min=1, help="How many at a time.", show_default="one per core")] = None,
+    export: Export = "",
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Folder for the results.", show_default="sottovoce-runs/sweep-TIME")
+    ] = None,
+) -> None:
+    """Simulate a spec at every combination of some values, with many seeds: means, 95 % intervals and epsilon.
+
+    Writes sweep.parquet.
+    """
+    from sottovoce.experiment import load
+    from sottovoce_client.reports.export import formats
+    from sottovoce_client.running.plot import export_results
+    from sottovoce_client.running.simulation import write_table
+    from sottovoce_client.running.sweep import sweep as run_all
+
+    asked, wanted = formats(export), dict(map(values_of, changes))
+    table = run_all(load(spec), wanted, seeds, seed=seed, vary_data=vary_data, backend=backend, jobs=jobs)
+    folder = folder_for("sweep", out)
+    write_table(table, folder / "sweep.parquet")
+    print(table)
+    print(f"{folder}: sweep.parquet")
+    export_results(folder, asked, {"sweep": table})
+
+
+def values_of(text: str) -> tuple[str, list[Any]]:
+    """`algorithm.sigma=1,2,4` as a field and its values, which are read as YAML.
+
+    Raises:
+        SpecError: not so.
+    """
+    field, equals, values = text.partition("=")
+    try:
+        found = yaml.safe_load(f"[{values}]")
+    except yaml.YAMLError:
+        found = None
+    if not (field and equals and found):
+        raise SpecError(f"--set must be FIELD=V,V,... with values as in a spec file, got {text!r}")
+    return field, found
+
+
+@app.command(rich_help_panel="Runs")
+def plot(
+    files: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="FILE...", help="metrics.parquet or sweep.parquet, or the folders they are in.", show_default=False
+        ),
+    ],
+    export: Export = "",
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Folder for the results.", show_default="sottovoce-runs/plot-TIME")
+    ] = None,
+) -> None:
+    """Draw what simulate --metrics or sweep wrote: one figure for every metric, a line for every file.
+
+    Writes plot.html.
+    """
+    from sottovoce_client.reports.export import formats
+    from sottovoce_client.running.plot import export_results, figures, read_results, write_page
+
+    asked = formats(export)
+    tables = {_name(path): read_results(path) for path in files}
+    if len(tables) < len(files):
+        raise SpecError(f"plot names lines by their folders, which must differ, got {', '.join(map(str, files))}")
+    shown = figures(tables)
+    folder = folder_for("plot", out)
+    write_page(folder / "plot.html", shown)
+    print(f"{folder}: plot.html")
+    export_results(folder, asked, tables)
+
+
+def _name(path: Path) -> str:
+    """What a file's line is called: its folder, for all files have the same name."""
+    path = path.absolute()
+    return path.name if path.is_dir() or path.stem not in ("metrics", "sweep") else path.parent.name

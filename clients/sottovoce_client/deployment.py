@@ -1,0 +1,156 @@
+"""Services that are up somewhere, from Python: start an experiment on them, follow it, stop it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from sottovoce.errors import Unavailable
+from sottovoce.experiment import Experiment
+from sottovoce_client.running.operate import Outcome, run_on
+from sottovoce_client.running.summary import Progress
+from sottovoce_rpc.server import channel
+
+CONNECT_S = 10.0
+STOP_S = 20.0
+"""How long runs that are told to stop may take to end, when the block that they were started in is left."""
+
+
+class Started:
+    """An experiment under way on services, as `Deployment.start` gives it.
+
+    Attributes:
+        experiment: what runs.
+        state: `connecting`, `running`, `finished`, `stopped` or `failed`, as of the last look.
+    """
+
+    def __init__(self, coordinator: str, experiment: Experiment) -> None:
+        self.experiment, self.state = experiment, "connecting"
+        # A few looks a second; the outcome holds all of them anyway. None: there will be no more.
+        self._looks: asyncio.Queue[Progress | None] = asyncio.Queue()
+        self._begun, self._stop = asyncio.Event(), asyncio.Event()
+        self._task = asyncio.create_task(self._run(coordinator))
+
+    async def _run(self, coordinator: str) -> Outcome:
+        try:
+            outcome = await run_on(coordinator, self.experiment, self.experiment.records, self._look, self._stop)
+            self.state = outcome.state
+            return outcome
+        finally:
+            self._looks.put_nowait(None)
+            self._begun.set()
+
+    def _look(self, progress: Progress, state: str) -> None:
+        self.state = state
+        self._looks.put_nowait(progress)
+        self._begun.set()
+
+    async def begin(self) -> None:
+        """Wait until the learners have the run.
+
+        Raises:
+            SottovoceError: it was refused.
+        """
+        await self._begun.wait()
+        if self._task.done():
+            self._task.result()
+
+    async def watch(self) -> AsyncIterator[Progress]:
+        """A few looks a second until the run is over: rounds done, epsilon spent and messages sent, by learner."""
+        while (progress := await self._looks.get()) is not None:
+            yield progress
+        self._looks.put_nowait(None)  # for who watches after the end
+
+    async def outcome(self) -> Outcome:
+        """How the run went, when it is over.
+
+        Its state, final statuses, all looks, and predictions on the held-out records, `(test records,)` by learner, where the
+        experiment's telemetry allows them.
+
+        Raises:
+            SottovoceError: the coordinator could not be reached any more.
+        """
+        return await asyncio.shield(self._task)  # who is cancelled while waiting does not end the run
+
+    async def stop(self) -> Outcome:
+        """End the run before its last round; what there is comes back, as `outcome`."""
+        self._stop.set()
+        return await self.outcome()
+
+
+class Deployment:
+    """Services that are up, by their coordinator. `connect` makes it.
+
+    Attributes:
+        coordinator: its address, `host:port`.
+    """
+
+    def __init__(self, coordinator: str) -> None:
+        self.coordinator = coordinator
+        self._started: list[Started] = []
+
+    async def start(self, experiment: Experiment) -> Started:
+        """Start an experiment, and stream its records from this process into the learners.
+
+        Args:
+            experiment: what to run. Learners join by the names that it gives them, and wait for the coordinator to tell them.
+
+        Raises:
+            SpecError: it cannot be run as it is.
+            DataError: its data cannot be used.
+            SottovoceError: the services refused it.
+        """
+        await asyncio.to_thread(lambda: experiment.prepared)  # reading files would hold up whoever else uses the loop
+        started = Started(self.coordinator, experiment)
+        self._started.append(started)
+        await started.begin()
+        return started
+
+    async def run(self, experiment: Experiment) -> Outcome:
+        """Start an experiment and wait for its end; errors as `start` and `Started.outcome`."""
+        return await (await self.start(experiment)).outcome()
+
+    async def close(self) -> None:
+        """Stop what was started here and is not over: without this process nobody would bring its records."""
+        tasks = [each._task for each in self._started if not each._task.done()]
+        for each in self._started:
+            each._stop.set()
+        if tasks:
+            await asyncio.wait(tasks, timeout=STOP_S)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@asynccontextmanager
+async def connect(address: str) -> AsyncIterator[Deployment]:
+    """Services that are up, for an `async with` block. Runs that are started in it are stopped when it is left.
+
+    Args:
+        address: of the coordinator, `host:port`.
+
+    Raises:
+        Unavailable: nobody answers there within 10 s.
+
+    >>> import asyncio
+    >>> async def main() -> None:
+    ...     async with connect("host:7400") as deployment:
+    ...         started = await deployment.start(Experiment(rounds=500, algorithm="ldp-dol"))
+    ...         async for progress in started.watch():
+    ...             print(min(progress.rounds), max(progress.epsilon))
+    ...         print((await started.outcome()).state)
+    >>> asyncio.run(main())  # doctest: +SKIP
+    500 45.3
+    finished
+    """
+    async with channel(address) as to:
+        try:
+            await asyncio.wait_for(to.channel_ready(), CONNECT_S)
+        except TimeoutError:
+            raise Unavailable(f"no coordinator answers at {address} within {CONNECT_S:g} s") from None
+    deployment = Deployment(address)
+    try:
+        yield deployment
+    finally:
+        await deployment.close()

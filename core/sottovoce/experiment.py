@@ -1,0 +1,224 @@
+"""An experiment: a run spec made in Python or read from a file, with its records, its run and its promises.
+
+`prepare` is the step below it, which every command takes: from a spec to a run and its data, ready to start.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from pydantic import ModelWrapValidatorHandler, ValidationError, ValidationInfo, model_validator
+
+from sottovoce.budget.lattice_slack import check_lattice
+from sottovoce.data import LearnerData, PlacedData, load_dataset
+from sottovoce.errors import SpecError
+from sottovoce.privacy.guarantee import Guarantee
+from sottovoce.running.placement import place
+from sottovoce.running.run import Run, build_run
+from sottovoce.spec import RunSpec, dump_spec, explain, read_document
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prepared:
+    """A run that may start, and who learns what when."""
+
+    run: Run
+    data: PlacedData
+
+
+def prepare(spec: RunSpec, *, data_folder: str | None = None) -> Prepared:
+    """Load and place the data, and check the run.
+
+    Args:
+        spec: the run spec.
+        data_folder: where downloaded public data sets lie.
+
+    Raises:
+        SpecError: the spec cannot be run as it is.
+        DataError: its data cannot be used.
+    """
+    dataset = load_dataset(spec.data, spec.loss, folder=Path(data_folder) if data_folder else None)
+    data = place(spec, dataset)
+    run = build_run(spec, data.n_features)
+    if run.algorithm.accountant(0).shared and not all(_same(data.learners[0], other) for other in data.learners[1:]):
+        raise SpecError(
+            f"{spec.algorithm.name} needs the same records at every learner in every round: set data.partition to shared"
+        )
+    slack = check_lattice(run)
+    return Prepared(replace(run, warnings=run.warnings + slack), data)
+
+
+def _same(one: LearnerData, other: LearnerData) -> bool:
+    parts = ("features", "labels", "order", "offsets")
+    return one is other or all(np.array_equal(getattr(one, part), getattr(other, part)) for part in parts)
+
+
+class Experiment(RunSpec):
+    """A run spec to work with.
+
+    Every field of a spec file is a keyword here, and a section is what a file would say (a word, or a mapping of fields) or an
+    object of the section's class. It is a value: nothing changes it, and `replace` makes another. Records are loaded and placed
+    when they are first needed ($SOTTOVOCE_DATA: where public data sets lie that are not shipped).
+
+    Raises:
+        SpecError: one line per problem, each with the field, the value and what is allowed.
+
+    >>> from sottovoce.losses.logistic import Logistic
+    >>> experiment = Experiment(
+    ...     rounds=30,
+    ...     learners=["north", "east", "south"],
+    ...     algorithm={"name": "ldp-dol", "sigma": 2.0},
+    ...     loss=Logistic(ridge=0.01),
+    ...     topology={"graph": "complete"},
+    ...     data={"source": "breast_cancer", "scale": "standard"},
+    ... )
+    >>> experiment
+    Experiment 'run': ldp-dol, 3 learners, 30 rounds of breast_cancer
+    >>> round(experiment.guarantee("north").epsilon(), 3)
+    53.748
+    >>> Experiment(rounds=0, algorithm="ldp-dol")
+    Traceback (most recent call last):
+    sottovoce.errors.SpecError: experiment: rounds: input should be greater than 0, got 0
+    """
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _explained(cls, fields: Any, handler: ModelWrapValidatorHandler[Self], info: ValidationInfo) -> Self:
+        """The errors of a spec file, in the same words."""
+        try:
+            return handler(fields)
+        except ValidationError as error:
+            source = (info.context or {}).get("source", "experiment")
+            raise SpecError(explain(error, source, fields)) from None
+
+    def __repr__(self) -> str:
+        size = f"{self.n_learners} learners, {self.rounds:,} rounds of {self.data.source}"
+        return f"Experiment {self.name!r}: {self.algorithm.name}, {size}"
+
+    __str__ = __repr__
+
+    def to_yaml(self, path: Path | str | None = None) -> str:
+        """The spec file that says the same, complete with defaults; written to `path` if one is given."""
+        text = dump_spec(self)
+        if path is not None:
+            Path(path).write_text(text, encoding="utf-8")
+        return text
+
+    def replace(self, **changes: Any) -> Experiment:
+        """Another experiment with some fields changed, checked like any.
+
+        Args:
+            changes: field to value; a field of a section by its place, with dots.
+
+        Raises:
+            SpecError: there is no such section or field, or it may not have that value.
+
+        >>> experiment = Experiment(rounds=10, algorithm={"name": "ldp-dol", "sigma": 1.0})
+        >>> experiment.replace(rounds=20, **{"algorithm.sigma": 2.0}).algorithm.sigma
+        2.0
+        """
+        document = self.model_dump(mode="json")
+        for dotted, value in changes.items():
+            *sections, field = dotted.split(".")
+            inner: Any = document
+            for depth, section in enumerate(sections, 1):
+                inner = inner.get(section)
+                if not isinstance(inner, dict):
+                    where = ".".join(sections[:depth])
+                    raise SpecError(f"experiment: {dotted}: {where} must be a section with fields, got {inner!r}")
+            inner[field] = value
+        return Experiment.model_validate(document)
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """Pydantic's, without the records and the run of the original, which need not be those of the copy."""
+        copied = super().model_copy(update=update, deep=deep)
+        copied.__dict__.pop("prepared", None)
+        return copied
+
+    # ---- what it comes to ------------------------------------------------------------------------------------
+
+    @cached_property
+    def prepared(self) -> Prepared:
+        """The run and its records, ready to start; made once.
+
+        Raises:
+            SpecError: it cannot be run as it is; `CheckFailed`: by a condition of the algorithm, which the error names.
+            DataError: its data cannot be used.
+        """
+        return prepare(self, data_folder=os.environ.get("SOTTOVOCE_DATA"))
+
+    @property
+    def run(self) -> Run:
+        """The algorithm, the network and the warnings, as `prepared`."""
+        return self.prepared.run
+
+    @property
+    def records(self) -> PlacedData:
+        """Who learns which records when, and those held out, as `prepared`."""
+        return self.prepared.data
+
+    def index(self, learner: str | int) -> int:
+        """The index of a learner, by its name or index.
+
+        Raises:
+            SpecError: there is none.
+        """
+        if learner in self.names:
+            return self.names.index(str(learner))
+        if isinstance(learner, int) and 0 <= learner < self.n_learners:
+            return learner
+        raise SpecError(f"learner must be one of {', '.join(self.names)}, or an index below them, got {learner!r}")
+
+    def guarantee(self, learner: str | int) -> Guarantee:
+        """What is promised about one learner's messages, for the records that it will learn.
+
+        Args:
+            learner: its name or index.
+
+        Raises:
+            SpecError: there is none, or the experiment cannot be run as it is.
+            DataError: its data cannot be used.
+
+        >>> promise = Experiment(rounds=10, algorithm="ldp-dol").guarantee("learner-0")
+        >>> promise.per_round.shape, promise.threat_model.value
+        ((10,), 'wire')
+        >>> promise.epsilon(5) < promise.epsilon()
+        True
+        """
+        i = self.index(learner)
+        return self.run.guarantee(i, np.diff(self.records.learners[i].offsets))
+
+    def dearest(self) -> int:
+        """The index of the learner with the largest epsilon over the whole run."""
+        return int(np.argmax([self.guarantee(i).epsilon() for i in range(self.n_learners)]))
+
+    def epsilon(self) -> float:
+        """The largest epsilon of a learner over the whole run; the sum over all where they share their records."""
+        promises = [self.guarantee(i) for i in range(self.n_learners)]
+        return (math.fsum if promises[0].shared else max)(each.epsilon() for each in promises)
+
+
+def load(path: Path | str) -> Experiment:
+    """An experiment from a spec file (YAML), as the command line reads it.
+
+    Args:
+        path: the file. A relative `data.source` in it is looked for from the working directory.
+
+    Raises:
+        SpecError: unreadable, not YAML, or not a valid spec: one line per problem.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = Path(folder, "wards.yaml").write_text("{name: wards, rounds: 20, algorithm: ldp-dol}", encoding="utf-8")
+    ...     load(f"{folder}/wards.yaml")
+    Experiment 'wards': ldp-dol, 5 learners, 20 rounds of breast_cancer
+    """
+    document = read_document(Path(path))
+    return Experiment.model_validate(document, context={"source": str(path)})

@@ -1,0 +1,169 @@
+"""The front door: what `import sottovoce` offers, and what it leaves alone."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import sottovoce as sv
+from sottovoce.audit.plan import plan_audit
+from sottovoce.errors import SpecError
+from sottovoce.noise import SeededNoise, no_noise
+from sottovoce.running.metrics import Metrics
+from sottovoce.running.simulator import simulate as rounds_of
+from tests.core.test_experiment import small
+
+NAMES = [
+    "Audit",
+    "DataError",
+    "Experiment",
+    "Guarantee",
+    "Simulation",
+    "SottovoceError",
+    "SpecError",
+    "Table",
+    "__version__",
+    "audit",
+    "connect",
+    "load",
+    "simulate",
+    "sweep",
+]
+
+
+def told(code: str) -> object:
+    """What a fresh interpreter prints, as JSON."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+# ---- names -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_names_are_pinned() -> None:
+    """A name more or less is a decision: here it is made twice."""
+    assert list(sv.__all__) == NAMES
+    assert set(NAMES) <= set(dir(sv))
+
+
+def test_type_checkers_see_the_same_names() -> None:
+    assert sv.__file__ is not None
+    stub = ast.parse(Path(sv.__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
+    imported = {
+        alias.asname: f"{node.module}:{alias.name}"
+        for node in stub.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+
+    assert {*imported, "__version__"} == set(NAMES)
+    for name, place in imported.items():
+        module, attribute = place.split(":")
+        assert getattr(importlib.import_module(module), attribute) is getattr(sv, str(name))
+
+
+def test_importing_costs_nothing_and_changes_nothing() -> None:
+    code = """
+import json, os, sys
+before = dict(os.environ)
+import sottovoce
+heavy = sorted({"numpy", "pydantic", "grpc", "yaml", "pandas"} & set(sys.modules))
+for name in sottovoce.__all__:
+    getattr(sottovoce, name)
+print(json.dumps([heavy, dict(os.environ) == before]))
+"""
+    assert told(code) == [[], True]
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'simulat'"):
+        sv.simulat  # type: ignore[attr-defined]  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "sottovoce.door",
+        "sottovoce.experiment",
+        "sottovoce.table",
+        "sottovoce_client.deployment",
+        "sottovoce_client.running.sweep",
+    ],
+)
+def test_examples_in_docstrings_hold(module: str) -> None:
+    found = doctest.testmod(importlib.import_module(module))
+
+    assert found.attempted > 0
+    assert found.failed == 0
+
+
+# ---- simulate --------------------------------------------------------------------------------------------------------
+
+
+def test_a_simulation_is_that_of_the_simulator(tmp_path: Path) -> None:
+    experiment = small(tmp_path)
+    passed: list[int] = []
+    result = sv.simulate(experiment, replicas=4, seed=3, transcript=True, progress=lambda step: passed.append(step.t))
+    metrics = Metrics(experiment.run, experiment.records)
+    steps = list(rounds_of(experiment.run, experiment.records, SeededNoise(3), 4))
+    for step in steps:
+        metrics.take(step)
+
+    assert passed == list(range(6))
+    assert result.transcript is not None
+    assert result.curves is not None
+    np.testing.assert_array_equal(result.decisions, steps[-1].after)
+    np.testing.assert_array_equal(result.transcript.fields["y"], [step.message["y"] for step in steps])
+    for name, curve in metrics.curves.curves.items():
+        table = result.metrics.where(metric=name)
+        np.testing.assert_array_equal(table.where(learner=None)["mean"], curve.mean)
+        np.testing.assert_array_equal(table.where(learner=None)["standard_error"], curve.error)
+        np.testing.assert_array_equal(curve.replicas.mean(axis=1), curve.mean)
+        if curve.learners is not None:
+            np.testing.assert_array_equal(table.where(learner="ben")["mean"], curve.learners[:, 1])
+
+
+def test_nothing_is_kept_that_was_not_asked_for(tmp_path: Path) -> None:
+    result = sv.simulate(small(tmp_path), metrics=False)
+
+    assert (result.curves, result.transcript) == (None, None)
+    assert repr(result).endswith("1 replica")
+    with pytest.raises(SpecError, match="metrics=True"):
+        _ = result.metrics
+
+
+def test_noise_may_be_given_or_recorded(tmp_path: Path) -> None:
+    experiment = small(tmp_path)
+    silent = sv.simulate(experiment, metrics=False, noise=no_noise)
+    shape = (experiment.rounds, experiment.n_learners, 1, silent.decisions.shape[-1])
+    np.savez(tmp_path / "zeros.npz", y=np.zeros(shape))
+    np.savez(tmp_path / "short.npz", y=np.zeros((2, *shape[1:])))
+
+    recorded = sv.simulate(experiment, metrics=False, noise=tmp_path / "zeros.npz")
+    np.testing.assert_array_equal(recorded.decisions, silent.decisions)
+    with pytest.raises(SpecError, match=r"noise must cover 6 rounds, and \['y'\] does not"):
+        sv.simulate(experiment, noise=str(tmp_path / "short.npz"))
+    with pytest.raises(SpecError, match="replicas must be at least 1, got 0"):
+        sv.simulate(experiment, replicas=0)
+
+
+# ---- audit -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_audit_is_planned_as_asked(tmp_path: Path) -> None:
+    experiment = small(tmp_path, algorithm={"name": "ldp-dol", "varsigma": [0.1, 0.3, 0.2]})
+    done = sv.audit(experiment, runs=60, learner="cleo", seed=2)
+    planned = plan_audit(experiment.run, experiment.records, 2, runs=60, seed=2)
+
+    assert done.plan.worlds.what == planned.worlds.what
+    assert (done.plan.worlds.learner, done.plan.runs, done.verdict.kind) == (2, 60, "consistent")
+    with pytest.raises(SpecError, match="threat must be one of wire, neighbour, output, got 'air'"):
+        sv.audit(experiment, threat="air")
