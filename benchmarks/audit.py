@@ -20,8 +20,8 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before numpy: as the clien
 import numpy as np
 from rich.console import Console
 
-from sottovoce.audit.audit import audit_simulated
-from sottovoce.audit.plan import plan_audit
+from sottovoce.auditing.audit import audit_simulated
+from sottovoce.auditing.plan import plan_audit
 from sottovoce.data import LearnerData, PlacedData
 from sottovoce.running.run import build_run
 from sottovoce.spec import parse_spec

@@ -22,10 +22,10 @@ from rich.console import Console
 from rich.table import Table
 
 from sottovoce.arrays import FloatArray, IntArray
-from sottovoce.audit.audit import rehearsed
-from sottovoce.audit.blackbox import ROUNDS, attack, number_views
-from sottovoce.audit.bounds import epsilon_lower_bound, threshold
-from sottovoce.audit.levels import BLIND, Levels
+from sottovoce.auditing.audit import rehearsed
+from sottovoce.auditing.blackbox import ROUNDS, attack, number_views
+from sottovoce.auditing.bounds import epsilon_lower_bound, threshold
+from sottovoce.auditing.levels import BLIND, Levels
 from sottovoce.noise import Draw, SeededNoise, grid, on_grid
 
 ALPHA = 0.05

@@ -24,7 +24,7 @@ __all__ = (
 )
 
 _PLACES = {
-    "Audit": "sottovoce.audit.audit",
+    "Audit": "sottovoce.auditing.audit",
     "DataError": "sottovoce.errors",
     "Experiment": "sottovoce.experiment",
     "Guarantee": "sottovoce.privacy.guarantee",

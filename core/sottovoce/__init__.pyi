@@ -1,6 +1,6 @@
 # What type checkers and editors see of the door: a stub, for the names of the client may be imported here, and not by the core.
 
-from sottovoce.audit.audit import Audit as Audit
+from sottovoce.auditing.audit import Audit as Audit
 from sottovoce.door import Simulation as Simulation
 from sottovoce.door import audit as audit
 from sottovoce.door import simulate as simulate

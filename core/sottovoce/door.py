@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from sottovoce.arrays import FloatArray
-from sottovoce.audit.audit import Audit, audit_simulated
-from sottovoce.audit.plan import plan_audit
+from sottovoce.auditing.audit import Audit, audit_simulated
+from sottovoce.auditing.plan import plan_audit
 from sottovoce.errors import SpecError
 from sottovoce.experiment import Experiment
 from sottovoce.noise import Noise, RecordedNoise, SeededNoise

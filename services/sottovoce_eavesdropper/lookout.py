@@ -1,4 +1,4 @@
-"""The lookout: shows what is recorded, part by part, to `sottovoce.audit.noticing`, and keeps what that finds.
+"""The lookout: shows what is recorded, part by part, to `sottovoce.auditing.noticing`, and keeps what that finds.
 
 It runs where parts are written, never where bytes are passed on.
 """
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from sottovoce.algorithms.interface import Message, OnLattice
-from sottovoce.audit.noticing import Expected, Notice, Noticing, Said
+from sottovoce.auditing.noticing import Expected, Notice, Noticing, Said
 from sottovoce.errors import RemoteProtocolError, SottovoceError
 from sottovoce.network.network import Network
 from sottovoce.running.run import Run, build_run

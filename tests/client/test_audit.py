@@ -14,7 +14,7 @@ import yaml
 from rich.console import Console
 from typer.testing import CliRunner
 
-from sottovoce.audit.audit import audit_simulated
+from sottovoce.auditing.audit import audit_simulated
 from sottovoce.errors import DataError, SpecError
 from sottovoce.experiment import Prepared, prepare
 from sottovoce.noise import no_noise

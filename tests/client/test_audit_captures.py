@@ -14,10 +14,10 @@ import pyarrow as pa
 import pytest
 
 from sottovoce.algorithms.interface import Message
-from sottovoce.audit.audit import Audit
-from sottovoce.audit.plan import Plan, plan_audit
-from sottovoce.audit.views import tables
-from sottovoce.audit.worlds import chosen
+from sottovoce.auditing.audit import Audit
+from sottovoce.auditing.plan import Plan, plan_audit
+from sottovoce.auditing.views import tables
+from sottovoce.auditing.worlds import chosen
 from sottovoce.errors import CaptureError, DataError, EquivocationError, SottovoceError, SpecError
 from sottovoce.experiment import Prepared
 from sottovoce.noise import SeededNoise

@@ -11,7 +11,7 @@ from typing import Any, Self
 import numpy as np
 import pytest
 
-from sottovoce.audit.plan import Plan
+from sottovoce.auditing.plan import Plan
 from sottovoce.errors import SpecError
 from sottovoce.experiment import Prepared, prepare
 from sottovoce.privacy.guarantee import ThreatModel

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sottovoce.audit.audit import Audit, audit_simulated
-from sottovoce.audit.bounds import epsilon_lower_bound
-from sottovoce.audit.likelihood import Ratios
-from sottovoce.audit.plan import plan_audit
-from sottovoce.audit.verdict import Kind, Verdict
+from sottovoce.auditing.audit import Audit, audit_simulated
+from sottovoce.auditing.bounds import epsilon_lower_bound
+from sottovoce.auditing.likelihood import Ratios
+from sottovoce.auditing.plan import plan_audit
+from sottovoce.auditing.verdict import Kind, Verdict
 from sottovoce.noise import Noise, SeededNoise
 from sottovoce.privacy.guarantee import ThreatModel
 from sottovoce_client.auditing.pictures import close_rounds, most_different, quantiles

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from sottovoce.audit import audit as core
-from sottovoce.audit.plan import Plan, plan_audit
-from sottovoce.audit.verdict import Findings
+from sottovoce.auditing import audit as core
+from sottovoce.auditing.plan import Plan, plan_audit
+from sottovoce.auditing.verdict import Findings
 from sottovoce.errors import SpecError
 from sottovoce_client.auditing.backends import Backend, mapper_over
 from tests.examples import made_up, small_run

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sottovoce.audit.audit import audit_simulated
-from sottovoce.audit.plan import plan_audit
+from sottovoce.auditing.audit import audit_simulated
+from sottovoce.auditing.plan import plan_audit
 from sottovoce.experiment import Prepared
 from sottovoce.lab.attacks.membership import GuessingRate
 from sottovoce.lab.attacks.rebuild import Rebuilt

@@ -11,7 +11,7 @@ import pytest
 
 from sottovoce.algorithms.dual_averaging.algorithm import DualAveraging
 from sottovoce.arrays import FloatArray, as_floats
-from sottovoce.audit.bounds import interval
+from sottovoce.auditing.bounds import interval
 from sottovoce.data import PlacedData
 from sottovoce.errors import SpecError
 from sottovoce.lab.attacks import membership

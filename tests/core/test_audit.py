@@ -11,20 +11,20 @@ import numpy as np
 import pytest
 
 from sottovoce.arrays import FloatArray, IntArray
-from sottovoce.audit import simulated as simulated_module
-from sottovoce.audit import swaps as swaps_module
-from sottovoce.audit.audit import Audit, audit_simulated
-from sottovoce.audit.blackbox import ROUNDS, WIDTH, attack, number_views, varying
-from sottovoce.audit.bounds import Bound
-from sottovoce.audit.levels import BLIND, SHARES, Levels, Test
-from sottovoce.audit.likelihood import Ratios, ratios
-from sottovoce.audit.listening import listener
-from sottovoce.audit.plan import Plan, plan_audit
-from sottovoce.audit.simulated import Share, at_a_time, overhear, shares, stream
-from sottovoce.audit.swaps import worst
-from sottovoce.audit.twins import twins
-from sottovoce.audit.verdict import Findings, decide
-from sottovoce.audit.worlds import Worlds, chosen
+from sottovoce.auditing import simulated as simulated_module
+from sottovoce.auditing import swaps as swaps_module
+from sottovoce.auditing.audit import Audit, audit_simulated
+from sottovoce.auditing.blackbox import ROUNDS, WIDTH, attack, number_views, varying
+from sottovoce.auditing.bounds import Bound
+from sottovoce.auditing.levels import BLIND, SHARES, Levels, Test
+from sottovoce.auditing.likelihood import Ratios, ratios
+from sottovoce.auditing.listening import listener
+from sottovoce.auditing.plan import Plan, plan_audit
+from sottovoce.auditing.simulated import Share, at_a_time, overhear, shares, stream
+from sottovoce.auditing.swaps import worst
+from sottovoce.auditing.twins import twins
+from sottovoce.auditing.verdict import Findings, decide
+from sottovoce.auditing.worlds import Worlds, chosen
 from sottovoce.data import LearnerData
 from sottovoce.errors import DataError, SpecError
 from sottovoce.noise import Noise, SeededNoise, no_noise

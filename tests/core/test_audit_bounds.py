@@ -10,7 +10,7 @@ import pytest
 from scipy.stats import binom
 
 from sottovoce.arrays import FloatArray
-from sottovoce.audit.bounds import (
+from sottovoce.auditing.bounds import (
     Bound,
     ceiling,
     epsilon_lower_bound,
@@ -19,7 +19,7 @@ from sottovoce.audit.bounds import (
     tail,
     threshold,
 )
-from sottovoce.audit.likelihood import Ratios, guess, overconfidence
+from sottovoce.auditing.likelihood import Ratios, guess, overconfidence
 
 
 def laplace_runs(epsilon: float, runs: int, generator: np.random.Generator, scale: float = 1.0) -> Ratios:

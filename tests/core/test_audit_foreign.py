@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from sottovoce.arrays import FloatArray, as_floats
-from sottovoce.audit.blackbox import TESTED, level
-from sottovoce.audit.bounds import epsilon_lower_bound, runs_to_show
-from sottovoce.audit.conversation import Conversation, Decoded, Heard, digest, numbers
-from sottovoce.audit.levels import BLIND, Levels
-from sottovoce.audit.verdict import Findings, decide
-from sottovoce.audit.views import decoded, timing, views
+from sottovoce.auditing.blackbox import TESTED, level
+from sottovoce.auditing.bounds import epsilon_lower_bound, runs_to_show
+from sottovoce.auditing.conversation import Conversation, Decoded, Heard, digest, numbers
+from sottovoce.auditing.levels import BLIND, Levels
+from sottovoce.auditing.verdict import Findings, decide
+from sottovoce.auditing.views import decoded, timing, views
 from sottovoce.errors import CaptureError
 from sottovoce.lab.foreign.audit import ForeignAudit, audit_conversations
 from sottovoce.lab.foreign.repeats import signs

@@ -17,8 +17,8 @@ import yaml
 from scipy import stats
 
 from sottovoce.arrays import FloatArray
-from sottovoce.audit.conformance import Residuals, as_laplace, conformance, examine, rejected, residuals
-from sottovoce.audit.levels import Test
+from sottovoce.auditing.conformance import Residuals, as_laplace, conformance, examine, rejected, residuals
+from sottovoce.auditing.levels import Test
 from sottovoce.data import PlacedData
 from sottovoce.noise import Draw, KeyedNoise, Noise, Recorder, SeededNoise
 from sottovoce.running.run import Run, build_run

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import doctest
-import importlib
+import importlib.util
 import json
 import subprocess
 import sys
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import sottovoce as sv
-from sottovoce.audit.plan import plan_audit
+from sottovoce.auditing.plan import plan_audit
 from sottovoce.errors import SpecError
 from sottovoce.noise import SeededNoise, no_noise
 from sottovoce.running.metrics import Metrics
@@ -81,6 +81,11 @@ for name in sottovoce.__all__:
 print(json.dumps([heavy, dict(os.environ) == before]))
 """
     assert told(code) == [[], True]
+
+
+def test_no_module_hides_a_name() -> None:
+    """A submodule becomes an attribute of its package when it is imported, by whomever."""
+    assert [name for name in NAMES if importlib.util.find_spec(f"sottovoce.{name}") is not None] == []
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

@@ -9,8 +9,8 @@ import pytest
 
 from sottovoce import algorithms
 from sottovoce.arrays import FloatArray
-from sottovoce.audit.bounds import interval
-from sottovoce.audit.plan import Plan, plan_audit
+from sottovoce.auditing.bounds import interval
+from sottovoce.auditing.plan import Plan, plan_audit
 from sottovoce.errors import SpecError
 from sottovoce.lab.selftest import breaking
 from sottovoce.lab.selftest.bases import ALGORITHMS, BASES

@@ -11,7 +11,7 @@ import yaml
 
 from sottovoce.algorithms.interface import OnLattice
 from sottovoce.arrays import FloatArray
-from sottovoce.audit.noticing import Expected, Notice, Noticing, Said, off_lattice
+from sottovoce.auditing.noticing import Expected, Notice, Noticing, Said, off_lattice
 from sottovoce.noise import SeededNoise, grid
 from sottovoce.noise.mechanisms import lattice_of
 from sottovoce.running.run import Run, build_run

@@ -11,7 +11,7 @@ import pytest
 
 from sottovoce.algorithms.interface import Message
 from sottovoce.arrays import Batch, FloatArray, IntArray
-from sottovoce.audit.swaps import most_telling, swaps
+from sottovoce.auditing.swaps import most_telling, swaps
 from sottovoce.data import LearnerData, PlacedData
 from sottovoce.lab.selftest.bases import ALGORITHMS
 from sottovoce.noise import RecordedNoise, Recorder, SeededNoise, no_noise

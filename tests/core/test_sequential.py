@@ -10,7 +10,7 @@ import pytest
 from scipy import integrate, special, stats
 
 from sottovoce.arrays import FloatArray
-from sottovoce.audit.conformance import residuals
+from sottovoce.auditing.conformance import residuals
 from sottovoce.lab.watch.sequential import (
     Conformance,
     Detector,

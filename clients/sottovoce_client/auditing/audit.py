@@ -14,11 +14,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from sottovoce.audit.audit import Audit
-from sottovoce.audit.bounds import Bound, runs_needed
-from sottovoce.audit.plan import Plan, plan_audit
-from sottovoce.audit.verdict import Findings, Verdict
-from sottovoce.audit.worlds import Worlds, chosen
+from sottovoce.auditing.audit import Audit
+from sottovoce.auditing.bounds import Bound, runs_needed
+from sottovoce.auditing.plan import Plan, plan_audit
+from sottovoce.auditing.verdict import Findings, Verdict
+from sottovoce.auditing.worlds import Worlds, chosen
 from sottovoce.errors import SpecError
 from sottovoce.experiment import Prepared
 from sottovoce.privacy.guarantee import ThreatModel

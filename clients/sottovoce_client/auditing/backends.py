@@ -8,8 +8,8 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
-from sottovoce.audit.audit import Examined, Mapper, Work
-from sottovoce.audit.simulated import Share
+from sottovoce.auditing.audit import Examined, Mapper, Work
+from sottovoce.auditing.simulated import Share
 from sottovoce.data.files import import_extra
 from sottovoce.errors import SpecError
 

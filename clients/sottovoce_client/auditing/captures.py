@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from sottovoce.audit.audit import Audit, Examined, conclude, conforming, examine
-from sottovoce.audit.plan import Plan
-from sottovoce.audit.simulated import Recording, at_a_time
-from sottovoce.audit.views import Layout
+from sottovoce.auditing.audit import Audit, Examined, conclude, conforming, examine
+from sottovoce.auditing.plan import Plan
+from sottovoce.auditing.simulated import Recording, at_a_time
+from sottovoce.auditing.views import Layout
 from sottovoce.errors import CaptureError, DataError, EquivocationError, SpecError
 from sottovoce.experiment import Prepared
 from sottovoce.privacy.guarantee import ThreatModel

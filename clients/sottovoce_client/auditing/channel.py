@@ -8,9 +8,9 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from sottovoce.audit.conversation import HEAD, Conversation, Heard, digest
-from sottovoce.audit.plan import Plan
-from sottovoce.audit.views import CHANNEL, PACE, Features, features_of
+from sottovoce.auditing.conversation import HEAD, Conversation, Heard, digest
+from sottovoce.auditing.plan import Plan
+from sottovoce.auditing.views import CHANNEL, PACE, Features, features_of
 from sottovoce.errors import RemoteProtocolError
 from sottovoce_rpc.codec import read_hello
 

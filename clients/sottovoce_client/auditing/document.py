@@ -7,11 +7,11 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Any
 
-from sottovoce.audit.audit import Audit
-from sottovoce.audit.bounds import Bound
-from sottovoce.audit.levels import Test
-from sottovoce.audit.likelihood import Excess
-from sottovoce.audit.verdict import Verdict
+from sottovoce.auditing.audit import Audit
+from sottovoce.auditing.bounds import Bound
+from sottovoce.auditing.levels import Test
+from sottovoce.auditing.likelihood import Excess
+from sottovoce.auditing.verdict import Verdict
 from sottovoce_client.auditing.worlds import digest
 from sottovoce_client.documents import Document
 

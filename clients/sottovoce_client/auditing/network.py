@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from sottovoce.audit.audit import Audit
-from sottovoce.audit.plan import Plan
+from sottovoce.auditing.audit import Audit
+from sottovoce.auditing.plan import Plan
 from sottovoce.errors import SottovoceError, SpecError
 from sottovoce_client.auditing.audit import Auditor, Say
 from sottovoce_client.auditing.captures import audit_of, find, require_heard, whole

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from sottovoce.arrays import FloatArray, IntArray
-from sottovoce.audit.audit import Audit, LearnerLoss
-from sottovoce.audit.twins import Twins
+from sottovoce.auditing.audit import Audit, LearnerLoss
+from sottovoce.auditing.twins import Twins
 from sottovoce_client.auditing.plots import WORLDS
 from sottovoce_client.reports.drawing import (
     BLUE,

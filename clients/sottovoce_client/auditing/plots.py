@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from sottovoce.arrays import BoolArray, FloatArray, IntArray
-from sottovoce.audit.bounds import Bound, epsilon_lower_bound
-from sottovoce.audit.likelihood import Ratios
-from sottovoce.audit.rounds import RoundBounds
+from sottovoce.auditing.bounds import Bound, epsilon_lower_bound
+from sottovoce.auditing.likelihood import Ratios
+from sottovoce.auditing.rounds import RoundBounds
 from sottovoce.lab.watch.sequential import EpsilonBound
 from sottovoce_client.reports.drawing import (
     AREA,

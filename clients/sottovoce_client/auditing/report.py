@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from sottovoce.audit.audit import Audit
-from sottovoce.audit.bounds import ceiling
-from sottovoce.audit.twins import Twins
-from sottovoce.audit.verdict import Findings, decide
+from sottovoce.auditing.audit import Audit
+from sottovoce.auditing.bounds import ceiling
+from sottovoce.auditing.twins import Twins
+from sottovoce.auditing.verdict import Findings, decide
 from sottovoce.spec import dump_spec
 from sottovoce_client.auditing import pictures as pictures
 from sottovoce_client.auditing import plots as plots

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from sottovoce.audit.plan import Plan
-from sottovoce.audit.worlds import Worlds
+from sottovoce.auditing.plan import Plan
+from sottovoce.auditing.worlds import Worlds
 from sottovoce.data import LearnerData, PlacedData
 from sottovoce.errors import CaptureError, DataError, SottovoceError
 from sottovoce.experiment import Prepared

@@ -153,7 +153,7 @@ def _work(
 
         yield on_network(folder)
     else:
-        from sottovoce.audit.audit import audit_simulated
+        from sottovoce.auditing.audit import audit_simulated
         from sottovoce_client.auditing.backends import mapper_over
 
         with mapper_over(backend, jobs) as mapper:

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from sottovoce.audit.bounds import interval
+from sottovoce.auditing.bounds import interval
 from sottovoce.data.files import import_extra
 from sottovoce.errors import SpecError
 from sottovoce.experiment import Prepared

@@ -10,7 +10,7 @@ from importlib.metadata import version
 import numpy as np
 
 from sottovoce.arrays import FloatArray
-from sottovoce.audit.swaps import most_telling
+from sottovoce.auditing.swaps import most_telling
 from sottovoce.budget.composition import dearest_losses, record_losses
 from sottovoce.data import PlacedData
 from sottovoce.errors import CaptureError, EquivocationError

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from sottovoce.audit.verdict import Verdict
+from sottovoce.auditing.verdict import Verdict
 from sottovoce.lab.foreign.audit import ForeignAudit, audit_conversations
 from sottovoce.lab.foreign.repeats import Sign
 from sottovoce_client.auditing.audit import TableRow, guess_row, print_verdict

@@ -8,7 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from sottovoce.audit.conversation import HEAD, Conversation, Decoded, Heard, digest, numbers
+from sottovoce.auditing.conversation import HEAD, Conversation, Decoded, Heard, digest, numbers
 from sottovoce.errors import CaptureError, SpecError
 from sottovoce_client.auditing.channel import told
 from sottovoce_eavesdropper.reading import Capture, find_captures

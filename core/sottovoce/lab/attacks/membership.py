@@ -13,7 +13,7 @@ import numpy as np
 
 from sottovoce.algorithms.dual_averaging.algorithm import DualAveraging
 from sottovoce.arrays import FloatArray, IntArray
-from sottovoce.audit.bounds import epsilon_lower_bound, interval
+from sottovoce.auditing.bounds import epsilon_lower_bound, interval
 from sottovoce.data import LearnerData, PlacedData
 from sottovoce.noise import SeededNoise
 from sottovoce.running.replay import Replay, replay

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from sottovoce.arrays import IntArray
-from sottovoce.audit.blackbox import TESTED, attack, level, tested
-from sottovoce.audit.bounds import Bound, epsilon_lower_bound, runs_to_show
-from sottovoce.audit.conversation import Conversation
-from sottovoce.audit.levels import BLIND, Levels
-from sottovoce.audit.verdict import Findings, Verdict, decide
-from sottovoce.audit.views import timing, views
+from sottovoce.auditing.blackbox import TESTED, attack, level, tested
+from sottovoce.auditing.bounds import Bound, epsilon_lower_bound, runs_to_show
+from sottovoce.auditing.conversation import Conversation
+from sottovoce.auditing.levels import BLIND, Levels
+from sottovoce.auditing.verdict import Findings, Verdict, decide
+from sottovoce.auditing.views import timing, views
 from sottovoce.data.files import import_extra
 from sottovoce.errors import CaptureError
 from sottovoce.lab.foreign.repeats import Sign, signs

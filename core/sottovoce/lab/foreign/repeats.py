@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from sottovoce.arrays import FloatArray
-from sottovoce.audit.conversation import Conversation, Heard
-from sottovoce.audit.views import decoded
+from sottovoce.auditing.conversation import Conversation, Heard
+from sottovoce.auditing.views import decoded
 from sottovoce.data.files import import_extra
 from sottovoce.running.assembly import Versions
 

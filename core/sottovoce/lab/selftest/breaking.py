@@ -13,7 +13,7 @@ import numpy as np
 
 from sottovoce.algorithms.interface import Message
 from sottovoce.arrays import FloatArray
-from sottovoce.audit.plan import Plan
+from sottovoce.auditing.plan import Plan
 from sottovoce.errors import SpecError
 from sottovoce.noise import Draw, Law, Noise, no_noise
 from sottovoce.running.run import Run

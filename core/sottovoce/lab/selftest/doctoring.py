@@ -13,9 +13,9 @@ import numpy as np
 
 from sottovoce.algorithms.interface import OnLattice
 from sottovoce.algorithms.per_learner import spread
-from sottovoce.audit.noticing import Expected, Noticing, Said
-from sottovoce.audit.plan import Plan
-from sottovoce.audit.simulated import Share, overhear
+from sottovoce.auditing.noticing import Expected, Noticing, Said
+from sottovoce.auditing.plan import Plan
+from sottovoce.auditing.simulated import Share, overhear
 from sottovoce.errors import SpecError
 from sottovoce.noise import SeededNoise
 from sottovoce.running.run import Run

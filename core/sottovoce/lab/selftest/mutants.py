@@ -15,10 +15,10 @@ from typing import Any, Literal
 import numpy as np
 
 from sottovoce.arrays import FloatArray
-from sottovoce.audit.plan import Plan
-from sottovoce.audit.simulated import NoiseOf, Share, children, overhear
-from sottovoce.audit.swaps import PILOT
-from sottovoce.audit.worlds import Worlds
+from sottovoce.auditing.plan import Plan
+from sottovoce.auditing.simulated import NoiseOf, Share, children, overhear
+from sottovoce.auditing.swaps import PILOT
+from sottovoce.auditing.worlds import Worlds
 from sottovoce.data import PlacedData
 from sottovoce.errors import SpecError
 from sottovoce.lab.selftest import breaking, doctoring

@@ -12,15 +12,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from sottovoce.arrays import FloatArray
-from sottovoce.audit.audit import Audit, Examined, Work, audit_simulated
-from sottovoce.audit.blackbox import level, tested
-from sottovoce.audit.bounds import epsilon_lower_bound
-from sottovoce.audit.levels import SHARES
-from sottovoce.audit.plan import Plan, plan_audit
-from sottovoce.audit.simulated import Share, children, overhear
-from sottovoce.audit.swaps import worst
-from sottovoce.audit.verdict import Findings, decide
-from sottovoce.audit.views import features
+from sottovoce.auditing.audit import Audit, Examined, Work, audit_simulated
+from sottovoce.auditing.blackbox import level, tested
+from sottovoce.auditing.bounds import epsilon_lower_bound
+from sottovoce.auditing.levels import SHARES
+from sottovoce.auditing.plan import Plan, plan_audit
+from sottovoce.auditing.simulated import Share, children, overhear
+from sottovoce.auditing.swaps import worst
+from sottovoce.auditing.verdict import Findings, decide
+from sottovoce.auditing.views import features
 from sottovoce.data import PlacedData
 from sottovoce.data.files import import_extra
 from sottovoce.errors import SpecError

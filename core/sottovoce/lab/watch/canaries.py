@@ -24,7 +24,7 @@ import numpy as np
 
 from sottovoce.algorithms.interface import Message
 from sottovoce.arrays import Batch, FloatArray
-from sottovoce.audit.bounds import threshold
+from sottovoce.auditing.bounds import threshold
 from sottovoce.data import LearnerData, PlacedData
 from sottovoce.errors import SpecError
 from sottovoce.lab.watch.sequential import EpsilonBound, Guesses

@@ -18,7 +18,7 @@ import numpy as np
 from scipy import special
 
 from sottovoce.arrays import FloatArray, IntArray
-from sottovoce.audit.conformance import NEAR
+from sottovoce.auditing.conformance import NEAR
 
 
 class Process(Protocol):

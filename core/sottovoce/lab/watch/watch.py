@@ -24,7 +24,7 @@ import numpy as np
 
 from sottovoce.algorithms.interface import Message
 from sottovoce.arrays import FloatArray
-from sottovoce.audit.conformance import RESOLVED, noise_of
+from sottovoce.auditing.conformance import RESOLVED, noise_of
 from sottovoce.data import PlacedData
 from sottovoce.errors import CaptureError
 from sottovoce.lab.watch.sequential import Changes, Conformance, e_bh, mean

@@ -14,8 +14,8 @@ from hashlib import blake2b
 import numpy as np
 
 from sottovoce.arrays import FloatArray
-from sottovoce.audit.blackbox import number_views
-from sottovoce.audit.conversation import HEAD, WIDTH, Conversation
+from sottovoce.auditing.blackbox import number_views
+from sottovoce.auditing.conversation import HEAD, WIDTH, Conversation
 
 REPEATED, COLUMNS = 16, 1024
 """Of one kind of thing, the first so many in a run are looked at; of a view, at most so many columns."""

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from sottovoce.audit.bounds import Bound, ceiling, epsilon_lower_bound
-from sottovoce.audit.levels import Family, Levels, Test
-from sottovoce.audit.likelihood import Excess
-from sottovoce.audit.rounds import RoundBounds
+from sottovoce.auditing.bounds import Bound, ceiling, epsilon_lower_bound
+from sottovoce.auditing.levels import Family, Levels, Test
+from sottovoce.auditing.likelihood import Excess
+from sottovoce.auditing.rounds import RoundBounds
 
 Kind = Literal["consistent", "refuted", "inconclusive", "unpromised"]
 

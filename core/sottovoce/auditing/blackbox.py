@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from sottovoce.arrays import FloatArray, IntArray
-from sottovoce.audit.bounds import Bound, epsilon_lower_bound
-from sottovoce.audit.levels import Levels
+from sottovoce.auditing.bounds import Bound, epsilon_lower_bound
+from sottovoce.auditing.levels import Levels
 from sottovoce.data.files import import_extra
 
 ROUNDS, WIDTH = 16, 128

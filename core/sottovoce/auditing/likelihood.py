@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from sottovoce.arrays import BoolArray, FloatArray, IntArray
-from sottovoce.audit.bounds import Bound, tail, threshold
-from sottovoce.audit.levels import Test
-from sottovoce.audit.simulated import Recording
-from sottovoce.audit.worlds import Worlds
+from sottovoce.auditing.bounds import Bound, tail, threshold
+from sottovoce.auditing.levels import Test
+from sottovoce.auditing.simulated import Recording
+from sottovoce.auditing.worlds import Worlds
 from sottovoce.running.run import Run
 
 ROUNDING = 1e-9

@@ -9,8 +9,8 @@ from itertools import islice
 import numpy as np
 
 from sottovoce.arrays import FloatArray
-from sottovoce.audit.views import Features
-from sottovoce.audit.worlds import Worlds
+from sottovoce.auditing.views import Features
+from sottovoce.auditing.worlds import Worlds
 from sottovoce.data import PlacedData
 from sottovoce.noise import Noise
 from sottovoce.running.run import Run

@@ -20,7 +20,7 @@ from scipy import special, stats
 
 from sottovoce.algorithms.interface import Message
 from sottovoce.arrays import FloatArray, Scalars
-from sottovoce.audit.levels import Test
+from sottovoce.auditing.levels import Test
 from sottovoce.data import PlacedData
 from sottovoce.noise import GRID_BITS, Draw, Law, grid, no_noise
 from sottovoce.running.replay import Replay

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from sottovoce.arrays import FloatArray
-from sottovoce.audit.levels import Family
+from sottovoce.auditing.levels import Family
 from sottovoce.data.files import import_extra
 
 

@@ -14,9 +14,9 @@ import numpy as np
 
 from sottovoce.algorithms.interface import Message
 from sottovoce.arrays import BoolArray, FloatArray, IntArray
-from sottovoce.audit.bounds import Bound, threshold
-from sottovoce.audit.levels import Levels
-from sottovoce.audit.worlds import Worlds
+from sottovoce.auditing.bounds import Bound, threshold
+from sottovoce.auditing.levels import Levels
+from sottovoce.auditing.worlds import Worlds
 from sottovoce.noise import Noise
 from sottovoce.running.replay import Replay
 from sottovoce.running.run import Run

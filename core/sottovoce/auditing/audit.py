@@ -13,17 +13,17 @@ from functools import partial
 import numpy as np
 
 from sottovoce.arrays import FloatArray, IntArray
-from sottovoce.audit.blackbox import VIEWS, attack, number_views
-from sottovoce.audit.bounds import Bound
-from sottovoce.audit.levels import Test
-from sottovoce.audit.likelihood import Ratios, guess, overconfidence, ratios
-from sottovoce.audit.plan import Plan
-from sottovoce.audit.rounds import Apart, RoundBounds, apart, bound_rounds
-from sottovoce.audit.simulated import NoiseOf, Recording, Share, at_a_time, children, overhear, shares
-from sottovoce.audit.swaps import peak, search, swaps
-from sottovoce.audit.twins import Twins, twins
-from sottovoce.audit.verdict import Findings, Verdict, decide
-from sottovoce.audit.views import Features, tables
+from sottovoce.auditing.blackbox import VIEWS, attack, number_views
+from sottovoce.auditing.bounds import Bound
+from sottovoce.auditing.levels import Test
+from sottovoce.auditing.likelihood import Ratios, guess, overconfidence, ratios
+from sottovoce.auditing.plan import Plan
+from sottovoce.auditing.rounds import Apart, RoundBounds, apart, bound_rounds
+from sottovoce.auditing.simulated import NoiseOf, Recording, Share, at_a_time, children, overhear, shares
+from sottovoce.auditing.swaps import peak, search, swaps
+from sottovoce.auditing.twins import Twins, twins
+from sottovoce.auditing.verdict import Findings, Verdict, decide
+from sottovoce.auditing.views import Features, tables
 from sottovoce.data.files import import_extra
 from sottovoce.noise import SeededNoise
 from sottovoce.privacy.guarantee import ThreatModel
@@ -259,8 +259,8 @@ def conclude(
 
 def _conformance(plan: Plan, transcript: Transcript) -> tuple[tuple[Test, ...], FloatArray]:
     """Tests of the learner's noise, and its numbers; none to somebody who sees no message."""
-    from sottovoce.audit.conformance import examine as tests_of  # they need scipy from the start
-    from sottovoce.audit.conformance import residuals
+    from sottovoce.auditing.conformance import examine as tests_of  # they need scipy from the start
+    from sottovoce.auditing.conformance import residuals
 
     if plan.listener.threat is ThreatModel.OUTPUT:
         return (), np.empty(0)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from sottovoce.arrays import FloatArray
-from sottovoce.audit.simulated import Share, overhear
-from sottovoce.audit.worlds import Worlds
+from sottovoce.auditing.simulated import Share, overhear
+from sottovoce.auditing.worlds import Worlds
 from sottovoce.data import PlacedData
 from sottovoce.noise import SeededNoise, no_noise
 from sottovoce.running.run import Run

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from sottovoce.arrays import FloatArray, IntArray
-from sottovoce.audit.blackbox import ROUNDS, WIDTH
-from sottovoce.audit.simulated import Recording, concerned
-from sottovoce.audit.worlds import Worlds
+from sottovoce.auditing.blackbox import ROUNDS, WIDTH
+from sottovoce.auditing.simulated import Recording, concerned
+from sottovoce.auditing.worlds import Worlds
 from sottovoce.errors import SpecError
 from sottovoce.privacy.guarantee import Guarantee, ThreatModel
 from sottovoce.running.run import Run

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from sottovoce.arrays import FloatArray
-from sottovoce.audit.bounds import ceiling, runs_to_show
-from sottovoce.audit.levels import Levels
-from sottovoce.audit.listening import Listener, held, listener
-from sottovoce.audit.swaps import worst
-from sottovoce.audit.worlds import Worlds
+from sottovoce.auditing.bounds import ceiling, runs_to_show
+from sottovoce.auditing.levels import Levels
+from sottovoce.auditing.listening import Listener, held, listener
+from sottovoce.auditing.swaps import worst
+from sottovoce.auditing.worlds import Worlds
 from sottovoce.data import PlacedData
 from sottovoce.errors import SpecError
 from sottovoce.privacy.guarantee import Guarantee, ThreatModel

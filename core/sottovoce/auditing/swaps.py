@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from sottovoce.arrays import FloatArray
-from sottovoce.audit.simulated import BYTES, Share, children, overhear
-from sottovoce.audit.worlds import Worlds, told
+from sottovoce.auditing.simulated import BYTES, Share, children, overhear
+from sottovoce.auditing.worlds import Worlds, told
 from sottovoce.data import LearnerData, PlacedData
 from sottovoce.errors import DataError
 from sottovoce.noise import SeededNoise
