@@ -187,7 +187,7 @@ class Experiment(RunSpec):
             DataError: its data cannot be used.
 
         >>> promise = Experiment(rounds=10, algorithm="ldp-dol").guarantee("learner-0")
-        >>> promise.per_round.shape, promise.threat_model.value
+        >>> promise.per_round.shape, promise.grounds.threat_model.value
         ((10,), 'wire')
         >>> promise.epsilon(5) < promise.epsilon()
         True
