@@ -68,12 +68,6 @@ class DualSensitivity:
         return self.factor * (data + self.ridge * moved)
 
 
-def never_growing(carry: FloatArray) -> FloatArray:
-    """Each entry replaced by the largest from there on."""
-    envelope: FloatArray = np.maximum.accumulate(carry[::-1])[::-1]
-    return envelope
-
-
 class DualAveragingAccountant(FirstRecord):
     """Running meter of one learner: O(1) a round. Of a round's loss, one replaced record is as much as all of them.
 

@@ -51,13 +51,13 @@ class _DualAveragingSpec(AlgorithmSpec):
         return self.model_copy(update={"sigma": (1.0 if self.sigma is None else self.sigma) * factors[0]})
 
     def _build(
-        self, setting: Setting, name: str, owned: Mask, noisy: Mask, shared: bool, kind: Stochastic, allow_rows: bool
+        self, setting: Setting, owned: Mask, noisy: Mask, shared: bool, kind: Stochastic, allow_rows: bool
     ) -> tuple[DualAveraging, tuple[Caveat, ...]]:
         check_numbers(self.step, self.sigma, self.epsilon, self.clip)
         network, rounds, push = setting.network, setting.rounds, kind == "columns"
         findings = [*check_network(network, rounds, kind, rows_suffice=allow_rows)]
         unscaled = DualAveraging(
-            name=name,
+            name=self.name,
             dim=setting.dim,
             rounds=rounds,
             step=self.step,
@@ -69,7 +69,7 @@ class _DualAveragingSpec(AlgorithmSpec):
             shared=shared,
             owned=owned,
             noisy=noisy,
-            push_weights=push_weights(network, rounds) if push else np.ones((1, setting.n_learners)),
+            push_weights=_push_weights(network, rounds) if push else np.ones((1, setting.n_learners)),
             loss=setting.loss,
             decision_set=setting.decision_set,
         )
@@ -93,13 +93,13 @@ class _BlocksSpec(_DualAveragingSpec):
     """Other blocks of a message are sums of earlier messages: noise there protects nothing. `all`: the paper."""
 
     def _build_blocks(
-        self, setting: Setting, name: str, kind: Stochastic, allow_rows: bool
+        self, setting: Setting, kind: Stochastic, allow_rows: bool
     ) -> tuple[DualAveraging, tuple[Caveat, ...]]:
         n, dim = setting.n_learners, setting.dim
         require(dim >= n, "BLOCKS", f"every learner needs a coordinate of its own, got {dim} for {n} learners")
         owned = blocks(dim, n)
         noisy = owned if self.noise_on == "own_block" else np.ones_like(owned)
-        return self._build(setting, name, owned, noisy, True, kind, allow_rows)
+        return self._build(setting, owned, noisy, True, kind, allow_rows)
 
 
 class DpsdaCSpec(_BlocksSpec):
@@ -111,7 +111,7 @@ class DpsdaCSpec(_BlocksSpec):
 
     def build(self, setting: Setting) -> tuple[DualAveraging, tuple[Caveat, ...]]:
         allowed = self.allow_row_stochastic and isinstance(setting.decision_set, Box)
-        return self._build_blocks(setting, self.name, "doubly", allowed)
+        return self._build_blocks(setting, "doubly", allowed)
 
 
 class DpsdaPsSpec(_BlocksSpec):
@@ -120,7 +120,7 @@ class DpsdaPsSpec(_BlocksSpec):
     name: Literal["dpsda-ps"]
 
     def build(self, setting: Setting) -> tuple[DualAveraging, tuple[Caveat, ...]]:
-        return self._build_blocks(setting, self.name, "columns", False)
+        return self._build_blocks(setting, "columns", False)
 
 
 class DpcdaSpec(_DualAveragingSpec):
@@ -132,7 +132,7 @@ class DpcdaSpec(_DualAveragingSpec):
         n = setting.n_learners
         require(n == 1, "ONE_LEARNER", f"dpcda is for one learner, got {n}; dpsda-c is the same for several")
         everything = np.ones((1, setting.dim), dtype=bool)
-        return self._build(setting, self.name, everything, everything, True, "doubly", False)
+        return self._build(setting, everything, everything, True, "doubly", False)
 
 
 class DppsSpec(_DualAveragingSpec):
@@ -143,7 +143,7 @@ class DppsSpec(_DualAveragingSpec):
 
     def build(self, setting: Setting) -> tuple[DualAveraging, tuple[Caveat, ...]]:
         everything = np.ones((setting.n_learners, setting.dim), dtype=bool)
-        return self._build(setting, self.name, everything, everything, False, "columns", False)
+        return self._build(setting, everything, everything, False, "columns", False)
 
 
 def blocks(dim: int, n_learners: int) -> Mask:
@@ -154,7 +154,7 @@ def blocks(dim: int, n_learners: int) -> Mask:
     return mask
 
 
-def push_weights(network: Network, rounds: int) -> FloatArray:
+def _push_weights(network: Network, rounds: int) -> FloatArray:
     """`(rounds, learners)`: `w_t` of push-sum, which depends on the network alone."""
     weights = np.ones((rounds, network.n_learners))
     for t in range(rounds - 1):
