@@ -52,7 +52,7 @@ def check(known: Regularity = LOGISTIC, topology: Web | None = None, **changes: 
     return check_ldp_dol(schedules, spec.accounting, known=known, **arguments)
 
 
-_OF_CALL = {"sigma", "varsigma", "strong_convexity", "budget_requested"}
+_OF_CALL = {"sigma", "varsigma", "strong_convexity"}
 
 
 def refusal(known: Regularity = LOGISTIC, **changes: Any) -> CheckFailed:
@@ -129,7 +129,6 @@ def test_a_budget_needs_a_gradient_change(change: float) -> None:
         "a privacy budget needs a finite bound on the per-record gradient change: "
         f"bound the features, or set clip_norm, got {change}"
     )
-    assert check(constants, budget_requested=False) == ()
 
 
 def test_clipping_bounds_the_gradient_change() -> None:
@@ -142,7 +141,7 @@ def test_unknown_smoothness_is_refused_by_the_modes_that_need_it(mode: str) -> N
     if mode not in ("smooth", "convex"):
         assert codes(rough, accounting=mode) == ["LAMBDA0_LARGE"]
         return
-    failure = refusal(rough, accounting=mode, budget_requested=False)
+    failure = refusal(rough, accounting=mode)
     assert failure.code == "SMOOTHNESS"
     assert failure.text.startswith('this accounting mode needs a known smoothness constant; use mode "clip", got ')
 

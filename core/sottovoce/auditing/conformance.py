@@ -171,19 +171,6 @@ def as_laplace(law: Law, noise: FloatArray) -> FloatArray:
 # ---- tests -----------------------------------------------------------------------------------------------------------
 
 
-def conformance(run: Run, transcript: Transcript, data: PlacedData, learner: int) -> tuple[Test, ...]:
-    """All tests of one learner's noise; none if its messages carry none.
-
-    Args:
-        run: the run that was overheard.
-        transcript: what all learners said. Replicas are independent runs.
-        data: what they learned.
-        learner: whose noise is tested.
-    """
-    others = [residuals(run, transcript, data, j) for j in range(run.spec.n_learners) if j != learner]
-    return examine(residuals(run, transcript, data, learner), others)
-
-
 def examine(own: Iterable[Residuals], others: Sequence[Iterable[Residuals]]) -> tuple[Test, ...]:
     """All tests of one learner's noise, given that of the other learners."""
     tests: list[Test] = []
@@ -191,18 +178,6 @@ def examine(own: Iterable[Residuals], others: Sequence[Iterable[Residuals]]) -> 
         neighbours = [other for listed in others for other in listed if other.field == each.field]
         tests += [*_marginal(each), *_lattice(each), *_scales(each), *_independence(each), *_between(each, neighbours)]
     return tuple(tests)
-
-
-def rejected(tests: Iterable[Test], alpha: float) -> tuple[Test, ...]:
-    """The tests that fail together, smallest p-value first: Holm's procedure.
-
-    Whatever the tests' dependence, none of them fails for a correct learner but with probability `alpha`.
-    """
-    ordered = sorted(tests, key=lambda test: test.p_value)
-    for k, test in enumerate(ordered):
-        if test.p_value > alpha / (len(ordered) - k):
-            return tuple(ordered[:k])
-    return tuple(ordered)
 
 
 def _marginal(own: Residuals) -> list[Test]:

@@ -19,7 +19,7 @@ from sottovoce.running.run import Run
 
 
 @dataclass(frozen=True, slots=True)
-class Seeds:
+class _Seeds:
     """Independent randomness for every part of an audit."""
 
     rehearsal: np.random.SeedSequence
@@ -56,7 +56,7 @@ class Plan:
     made_for: ThreatModel
     runs: int
     levels: Levels
-    seeds: Seeds
+    seeds: _Seeds
     paired: bool = True
 
     @property
@@ -122,7 +122,7 @@ def plan_audit(
     guarantee = worlds.guarantee(run)
     claim, made_for = held(guarantee, threat)
     hears = listener(run, worlds, guarantee, threat, neighbour)
-    return Plan(run, data, worlds, guarantee, hears, claim, made_for, runs, levels, Seeds(*seeds), paired)
+    return Plan(run, data, worlds, guarantee, hears, claim, made_for, runs, levels, _Seeds(*seeds), paired)
 
 
 def _require_enough(runs: int, levels: Levels) -> None:

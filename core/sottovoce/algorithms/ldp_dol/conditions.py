@@ -24,14 +24,11 @@ def check_ldp_dol(
     topology: FixedNetwork,
     known: Regularity,
     strong_convexity: float,
-    *,
-    budget_requested: bool = True,
 ) -> tuple[Caveat, ...]:
     """Refuse parameters without a guarantee, and report those outside a convergence theorem.
 
     Args:
         strong_convexity: mu of every expected loss, ridge included; 0: convex only.
-        budget_requested: an epsilon is to be promised.
 
     Raises:
         CheckFailed: LAMBDA0, GAMMA0, EXPONENT_RANGE, SIGMA, VARSIGMA_RANGE, GRAD_CHANGE, SMOOTHNESS, NOT_CONVEX or
@@ -41,7 +38,7 @@ def check_ldp_dol(
     _require_noise(sigma, varsigma)
     text = "a privacy budget needs a finite bound on the per-record gradient change"
     text = f"{text}: bound the features, or set clip_norm, got {known.change}"
-    require(not budget_requested or 0 < known.change < math.inf, "GRAD_CHANGE", text)
+    require(0 < known.change < math.inf, "GRAD_CHANGE", text)
     require_mode(mode, known)
     findings = [*_network_findings(schedules, varsigma, topology)]
     if strong_convexity > 0:

@@ -97,12 +97,20 @@ def noisy(make: Callable[[np.random.Generator], Change]) -> Breaks:
 
 def altered(change: Callable[[Any], Any]) -> Breaks:
     """Another algorithm."""
-    return lambda plan: Broken(actual=breaking.with_algorithm(plan.run, change))
+    return lambda plan: Broken(actual=replace(plan.run, algorithm=change(plan.run.algorithm)))
 
 
 def with_loss(change: Callable[[Any], Any]) -> Breaks:
-    """An algorithm that follows another loss."""
-    return lambda plan: Broken(actual=breaking.with_loss(plan.run, change))
+    """An algorithm that follows another loss; it has gradients of a loss of its own."""
+
+    def changed_in(algorithm: Any) -> Any:
+        if hasattr(algorithm, "descent"):
+            return replace(algorithm, descent=changed_in(algorithm.descent))
+        if not hasattr(algorithm, "loss") or hasattr(algorithm, "calibration"):
+            raise SpecError(f"{algorithm.name} follows no gradient of its loss")
+        return replace(algorithm, loss=change(algorithm.loss))
+
+    return altered(changed_in)
 
 
 def leaking(leak: Callable[[Inside], FloatArray]) -> Breaks:
