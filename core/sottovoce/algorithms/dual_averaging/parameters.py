@@ -14,7 +14,6 @@ from sottovoce.algorithms.dual_averaging.conditions import (
     Stochastic,
     check_network,
     check_numbers,
-    check_sure_bound,
     method_findings,
 )
 from sottovoce.algorithms.parameters import AlgorithmSpec
@@ -73,7 +72,10 @@ class _DualAveragingSpec(AlgorithmSpec):
             loss=setting.loss,
             decision_set=setting.decision_set,
         )
-        check_sure_bound(unscaled.gradient_bound, noisy=unscaled.sigma > 0)
+        bound = unscaled.gradient_bound
+        text = "noise needs a sure bound on the gradient of a round: set clip"
+        got = f"got gradient_bound={bound}, a finite one with clip, or with batch: mean and a loss of bounded gradients"
+        require(unscaled.sigma == 0 or bound < math.inf, "CLIP", f"{text}, {got}")
         algorithm = unscaled
         if self.epsilon is not None:
             # Losses of all learners add up where they hold the same loss; elsewhere they are all alike up to w.
