@@ -141,8 +141,6 @@ _lattice_only = _where(
     lambda plan: "spherical" not in breaking.laws(plan), "its noise is on no lattice in the first place"
 )
 _together = _where(lambda plan: plan.run.spec.n_learners >= 2, "there is one learner only")
-_pvp_only = _where(lambda plan: plan.run.spec.algorithm.name == "pvp", "only pvp has a minimiser to hide")
-_dvp_only = _where(lambda plan: plan.run.spec.algorithm.name == "dvp", "only dvp has a rate of alpha_hat")
 
 
 def _without_a_round(plan: Plan) -> Broken:
@@ -172,8 +170,12 @@ def _understating(share: Callable[[Run], float]) -> Breaks:
     return breaks
 
 
-_says_f = altered(breaking.SaysMinimiser)
-_twice_zeta = altered(lambda dvp: replace(dvp, calibration=replace(dvp.calibration, scale="printed")))
+_says_f = _where(lambda plan: plan.run.spec.algorithm.name == "pvp", "only pvp has a minimiser to hide")(
+    altered(breaking.SaysMinimiser)
+)
+_twice_zeta = _where(lambda plan: plan.run.spec.algorithm.name == "dvp", "only dvp has a rate of alpha_hat")(
+    altered(lambda dvp: replace(dvp, calibration=replace(dvp.calibration, scale="printed")))
+)
 
 
 # ---- worlds ----------------------------------------------------------------------------------------------------------
@@ -237,17 +239,8 @@ MUTANTS: tuple[Mutant, ...] = (
         _SEEN,
         base="ldp-dol, 60,000 numbers",
     ),
-    Mutant(
-        "pvp says f",
-        "the minimiser is sent, not f + e",
-        _pvp_only(_says_f),
-        "conformance",
-        _SEEN,
-        base="pvp",
-    ),
-    Mutant(
-        "dvp, twice zeta", "zeta is alpha_hat: half the noise", _dvp_only(_twice_zeta), "likelihood", 4000, base="dvp"
-    ),
+    Mutant("pvp says f", "the minimiser is sent, not f + e", _says_f, "conformance", _SEEN, base="pvp"),
+    Mutant("dvp, twice zeta", "zeta is alpha_hat: half the noise", _twice_zeta, "likelihood", 4000, base="dvp"),
     Mutant("summed", "gradients summed, not averaged", _summed, "conformance", _SEEN, base="dola, batches of 4"),
     Mutant(
         "not clipped",
