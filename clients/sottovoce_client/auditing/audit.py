@@ -24,6 +24,7 @@ from sottovoce.experiment import Prepared
 from sottovoce.privacy.guarantee import ThreatModel
 from sottovoce_client.auditing.document import audit_file
 from sottovoce_client.auditing.report import audit_page
+from sottovoce_client.documents import write_json
 from sottovoce_client.wording import NOTHING, number
 
 COLOURS = {"consistent": "green", "refuted": "bold red", "inconclusive": "yellow", "unpromised": "yellow"}
@@ -128,7 +129,7 @@ def audit_to(
 def show(done: Audit, seed: int, folder: Path, console: Console) -> int:
     """Print an audit and write it down; returns the exit code."""
     name = done.plan.run.spec.names[done.plan.worlds.learner]
-    audit_file(done, name, seed).write(folder / "audit.json")
+    write_json(folder / "audit.json", audit_file(done, name, seed))
     audit_page(done, name, seed).write(folder / "audit.html")
     print_verdict(done.verdict, name, _rows(done), _notes(done), console)
     console.out(f"{folder}: audit.json, audit.html", highlight=False)

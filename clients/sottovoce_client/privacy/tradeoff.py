@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -20,7 +21,7 @@ from sottovoce.running.metrics import Metrics
 from sottovoce.running.run import build_run
 from sottovoce.running.simulator import simulate
 from sottovoce.spec import RunSpec
-from sottovoce_client.documents import Document
+from sottovoce_client.documents import write_json
 from sottovoce_client.reports.drawing import (
     BLUE,
     FAINT,
@@ -116,7 +117,7 @@ def tradeoff(prepared: Prepared, folder: Path, problem: Problem, console: Consol
     answer = answer_of(measured, problem)
     for text in _said(answer, problem):
         console.print(text, highlight=False, soft_wrap=True)
-    _file(prepared.run.spec, answer, problem).write(folder / "tradeoff.json")
+    write_json(folder / "tradeoff.json", _document(prepared.run.spec, answer, problem))
     tradeoff_page(prepared.run.spec, answer, problem).write(folder / "tradeoff.html")
     console.out(f"{folder}: tradeoff.json, tradeoff.html", highlight=False)
 
@@ -164,37 +165,20 @@ def _said(answer: Answer, problem: Problem) -> list[str]:
     ]
 
 
-class TradeoffFile(Document):
+def _document(spec: RunSpec, answer: Answer, problem: Problem) -> dict[str, Any]:
     """`tradeoff.json`."""
-
-    name: str
-    algorithm: str
-    metric: str
-    """That stands for the loss of accuracy."""
-    replicas: int
-    seed: int
-    measured: tuple[Measured, ...]
-    curve: AccuracyCurve
-    utility: Utility
-    threshold: float
-    """The largest acceptable loss of accuracy."""
-    optimum: Optimum
-
-
-def _file(spec: RunSpec, answer: Answer, problem: Problem) -> TradeoffFile:
-    """What was found, as a file."""
-    return TradeoffFile(
-        name=spec.name,
-        algorithm=spec.algorithm.name,
-        metric=problem.metric,
-        replicas=problem.replicas,
-        seed=problem.seed,
-        measured=answer.measured,
-        curve=answer.curve,
-        utility=problem.utility,
-        threshold=answer.threshold,
-        optimum=answer.optimum,
-    )
+    return {
+        "name": spec.name,
+        "algorithm": spec.algorithm.name,
+        "metric": problem.metric,  # that stands for the loss of accuracy
+        "replicas": problem.replicas,
+        "seed": problem.seed,
+        "measured": answer.measured,
+        "curve": answer.curve,
+        "utility": problem.utility,
+        "threshold": answer.threshold,  # the largest acceptable loss of accuracy
+        "optimum": answer.optimum,
+    }
 
 
 def tradeoff_page(spec: RunSpec, answer: Answer, problem: Problem) -> Page:

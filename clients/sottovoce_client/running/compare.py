@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import yaml
@@ -26,10 +27,10 @@ from sottovoce.running.metrics import Curves, Metrics
 from sottovoce.running.run import Run
 from sottovoce.running.simulator import SimulatedRound, simulate
 from sottovoce.spec import RunSpec, load_spec, parse_spec
-from sottovoce_client.documents import Document
+from sottovoce_client.documents import write_json
 from sottovoce_client.reports.drawing import PALETTE, Figure, Trace, axis, band, label, line
 from sottovoce_client.reports.page import Column, Page, Table
-from sottovoce_client.running.simulation import Mean, means, with_error
+from sottovoce_client.running.simulation import means, with_error
 from sottovoce_client.wording import NOTHING, count, number
 
 HEADS = (
@@ -252,44 +253,6 @@ def as_markdown(results: Sequence[Result]) -> str:
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
-class _Compared(Document):
-    """What one spec came to. An epsilon of null is infinite."""
-
-    spec: str
-    """Its file, or its name in the field."""
-    algorithm: str
-    threat_model: str
-    """Who may listen without the guarantee being void; a dash where it is void for everybody."""
-    epsilon_paper: float
-    """By the paper's own formula, of the learner with the largest."""
-    epsilon_event: float
-    """Tight, of one use of one record; the sum over the learners where they share their records."""
-    epsilon_record: float
-    """Tight, of the record that costs most in all its uses."""
-    floats_per_learner_and_round: int
-    replica_rounds_per_s: float
-    rounds: list[int]
-    """Done, where it was measured."""
-    metrics: dict[str, Mean]
-    """By name."""
-
-
-class _Failure(Document):
-    """A spec that could not be run, and why."""
-
-    spec: str
-    error: str
-
-
-class CompareFile(Document):
-    """`compare.json`."""
-
-    replicas: int
-    seed: int
-    results: list[_Compared]
-    failures: list[_Failure]
-
-
 def write_comparison(
     folder: Path, results: Sequence[Result], failures: Sequence[tuple[str, str]], replicas: int, seed: int
 ) -> None:
@@ -298,29 +261,30 @@ def write_comparison(
     Raises:
         SpecError: plotly or Jinja2 are not installed.
     """
-    CompareFile(
-        replicas=replicas,
-        seed=seed,
-        results=[_compared(result) for result in results],
-        failures=[_Failure(spec=source, error=error) for source, error in failures],
-    ).write(folder / "compare.json")
+    document = {
+        "replicas": replicas,
+        "seed": seed,
+        "results": [_document(result) for result in results],
+        "failures": [{"spec": source, "error": error} for source, error in failures],
+    }
+    write_json(folder / "compare.json", document)
     (folder / "compare.md").write_text(as_markdown(results) + "\n", encoding="utf-8")
     compare_page(results).write(folder / "compare.html")
 
 
-def _compared(result: Result) -> _Compared:
-    return _Compared(
-        spec=result.source,
-        algorithm=result.algorithm,
-        threat_model=result.threat_model,
-        epsilon_paper=result.paper,
-        epsilon_event=result.event,
-        epsilon_record=result.record,
-        floats_per_learner_and_round=result.floats,
-        replica_rounds_per_s=result.rounds_per_s,
-        rounds=result.curves.rounds.tolist(),
-        metrics=means(result.curves),
-    )
+def _document(result: Result) -> dict[str, Any]:
+    """What one spec came to; an epsilon of null is infinite."""
+    return {
+        "spec": result.source,
+        "algorithm": result.algorithm,
+        "threat_model": result.threat_model,
+        "epsilon_paper": result.paper,
+        "epsilon_event": result.event,
+        "epsilon_record": result.record,
+        "floats_per_learner_and_round": result.floats,
+        "replica_rounds_per_s": result.rounds_per_s,
+        **means(result.curves),
+    }
 
 
 def compare_page(results: Sequence[Result]) -> Page:
