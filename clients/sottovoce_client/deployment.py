@@ -11,6 +11,7 @@ from sottovoce.experiment import Experiment
 from sottovoce_client.running.operate import Outcome, run_on
 from sottovoce_client.running.summary import Progress
 from sottovoce_rpc.server import channel
+from sottovoce_rpc.tasks import Tasks
 
 CONNECT_S = 10.0
 STOP_S = 20.0
@@ -30,7 +31,7 @@ class Started:
         # A few looks a second; the outcome holds all of them anyway. None: there will be no more.
         self._looks: asyncio.Queue[Progress | None] = asyncio.Queue()
         self._begun, self._stop = asyncio.Event(), asyncio.Event()
-        self._task = asyncio.create_task(self._run(coordinator))
+        self._task = Tasks().start(self._run(coordinator))
 
     async def _run(self, coordinator: str) -> Outcome:
         try:

@@ -26,7 +26,7 @@ def run_to_wire(
         state=coordinator_pb2.RunState.Value(f"RUN_STATE_{book.state.name}"),
         detail=book.detail,
         learners=[
-            coordinator_pb2.Participant(address=address, status=status.to_wire())
+            coordinator_pb2.Participant(address=address, status=status)
             for address, status in zip(book.addresses, book.statuses, strict=True)
         ],
         started_at=_timestamp(started),
