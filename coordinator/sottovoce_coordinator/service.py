@@ -54,7 +54,7 @@ class CoordinatorConfig:
 
 
 @dataclass(slots=True)
-class Member:
+class _Member:
     """A learner that has joined, and the directives on their way to it."""
 
     name: str
@@ -64,7 +64,7 @@ class Member:
 
 
 @dataclass(slots=True)
-class Course:
+class _Course:
     """A run's book, and its times.
 
     Attributes:
@@ -90,9 +90,9 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
 
     def __init__(self, config: CoordinatorConfig) -> None:
         self.config = config
-        self._members: dict[str, Member] = {}
+        self._members: dict[str, _Member] = {}
         self._joined = asyncio.Condition()
-        self._runs: dict[str, Course] = {}  # oldest first; the last one may be under way
+        self._runs: dict[str, _Course] = {}  # oldest first; the last one may be under way
         self._starting = asyncio.Lock()
         self._tasks = Tasks()
         self.service: Service | None = None
@@ -122,7 +122,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
             first = await anext(aiter(events), None)
             if first is None or first.WhichOneof("event") != "introduction" or not first.introduction.learner:
                 raise RemoteProtocolError("a learner must introduce itself first, by its name")
-            member = Member(first.introduction.learner, first.introduction.address)
+            member = _Member(first.introduction.learner, first.introduction.address)
             await self._welcome(member)
             try:
                 async with beside(_tell(member, context), _displacement(member)):
@@ -133,7 +133,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
                     del self._members[member.name]
                     log.info("left", learner=member.name)
 
-    async def _welcome(self, member: Member) -> None:
+    async def _welcome(self, member: _Member) -> None:
         before = self._members.get(member.name)
         self._members[member.name] = member
         if before is not None:
@@ -145,7 +145,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         async with self._joined:
             self._joined.notify_all()
 
-    def _hear(self, member: Member, event: coordinator_pb2.Event) -> None:
+    def _hear(self, member: _Member, event: coordinator_pb2.Event) -> None:
         """A learner's progress. What a newer learner tells besides is passed over.
 
         Raises:
@@ -217,11 +217,11 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
             yield course.view()
 
     @property
-    def _current(self) -> Course | None:
+    def _current(self) -> _Course | None:
         """The newest run, under way or not."""
         return next(reversed(self._runs.values()), None)
 
-    def _the_run(self, run_id: str) -> Course:
+    def _the_run(self, run_id: str) -> _Course:
         if run_id not in self._runs:
             known = "there is none" if self._current is None else f"the last one is {self._current.book.run_id!r}"
             raise NotReady(f"no run {run_id!r}: {known}")
@@ -235,7 +235,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         if self._current is not None and not self._current.book.ended:
             raise NotReady(f"run {self._current.book.run_id} is under way: stop it first")
 
-    async def _start(self, spec: RunSpec, request: coordinator_pb2.StartRunRequest) -> Course:
+    async def _start(self, spec: RunSpec, request: coordinator_pb2.StartRunRequest) -> _Course:
         n_features = request.n_features
         if n_features < 1:
             raise SpecError(f"n_features must be at least 1, got {n_features}")
@@ -248,7 +248,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         if absent := missing(spec.names, self._members):  # gone in the meantime
             self._close_capture(book)
             raise NotReady(f"learners have left: {', '.join(absent)}")
-        course = self._runs[book.run_id] = Course(book, datetime.now(UTC))
+        course = self._runs[book.run_id] = _Course(book, datetime.now(UTC))
         while len(self._runs) > MOST_RUNS:
             del self._runs[next(iter(self._runs))]
         self._begin(book)
@@ -325,12 +325,12 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
                 for directive in own:
                     self._members[name].directives.put_nowait(directive)
 
-    def _end(self, course: Course | None, state: RunState, detail: str) -> None:
+    def _end(self, course: _Course | None, state: RunState, detail: str) -> None:
         if course is not None and not course.book.ended:
             course.book.end(state, detail)
             self._after_end(course)
 
-    def _after_end(self, course: Course) -> None:
+    def _after_end(self, course: _Course) -> None:
         """Let the learners go, who hold their channels open even when they have finished, and close the capture, once."""
         if course.ended is not None:
             return
@@ -346,13 +346,13 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         return self._tasks.start(_close_capture(address, capture_id), "a capture is not closed")
 
 
-async def _tell(member: Member, context: Context) -> None:
+async def _tell(member: _Member, context: Context) -> None:
     """Send a learner what it is to do, as it comes."""
     while True:
         await context.write(await member.directives.get())
 
 
-async def _displacement(member: Member) -> None:
+async def _displacement(member: _Member) -> None:
     """Another stream in the same name takes this one's place; if that was an impostor's, the true learner opens a third.
 
     Raises:

@@ -87,7 +87,7 @@ class Lookout:
             expected = Expected(self._codec.length)
         else:
             self._codec = RoundCodec(run.algorithm.field_shapes())  # the same, unless the coordinator errs
-            expected = expected_of(run)
+            expected = _expected_of(run)
         self._noticing = Noticing(expected)
         return self._noticing
 
@@ -130,7 +130,7 @@ class Lookout:
             log.error("more of it is counted, not logged", capture=self._capture_id)
 
 
-def expected_of(run: Run) -> Expected:
+def _expected_of(run: Run) -> Expected:
     """What is known of a run's messages before it begins."""
     algorithm, spec = run.algorithm, run.spec
     latticed = algorithm if isinstance(algorithm, OnLattice) else None

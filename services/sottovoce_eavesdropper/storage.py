@@ -68,7 +68,7 @@ class Folder(Protocol):
         ...
 
 
-class LocalFolder:
+class _LocalFolder:
     """A folder of this machine."""
 
     def __init__(self, path: Path) -> None:
@@ -78,8 +78,8 @@ class LocalFolder:
     def name(self) -> str:
         return str(self._path)
 
-    def below(self, name: str) -> LocalFolder:
-        return LocalFolder(self._path / name)
+    def below(self, name: str) -> _LocalFolder:
+        return _LocalFolder(self._path / name)
 
     def make(self) -> None:
         self._path.mkdir(parents=True, exist_ok=True)
@@ -172,7 +172,7 @@ def open_folder(place: str | Path) -> Folder:
     """
     text = str(place)
     if "://" not in text:
-        return LocalFolder(Path(text).absolute())
+        return _LocalFolder(Path(text).absolute())
     fsspec = import_extra("fsspec", "fsspec", f"keeping captures at {text}")
     try:
         files, path = fsspec.url_to_fs(text)

@@ -119,7 +119,7 @@ def announce(service: str, **facts: str) -> None:
     print(json.dumps({"service": service, **facts}), flush=True)
 
 
-async def until_told_to_stop(*, with_stdin: bool = False) -> str:
+async def _until_told_to_stop(*, with_stdin: bool = False) -> str:
     """Wait for SIGTERM, SIGINT or (`with_stdin`) the end of standard input; says which. A second signal kills."""
     loop = asyncio.get_running_loop()
     told: asyncio.Future[str] = loop.create_future()
@@ -159,7 +159,7 @@ async def serve_until_stopped(
     gc.freeze()  # what imports made stays for good: no later collection need look at it again
     tell_no_texts(asyncio.get_running_loop())
     async with Tasks() as signals:  # ended last: a second signal during the drain must still kill
-        told = signals.start(until_told_to_stop(with_stdin=with_stdin))
+        told = signals.start(_until_told_to_stop(with_stdin=with_stdin))
         try:
             async with Tasks() as works:
                 done, _ = await asyncio.wait(

@@ -155,11 +155,11 @@ def band(
     """The area between two curves; in the legend if it has a name."""
     look = {"mode": "lines", "hoverinfo": "skip", **more}
     edge = line(x, low, name, colour, width=width, **{**look, "showlegend": False})
-    fill = {"fill": "tonexty", "fillcolor": faded(colour), "showlegend": bool(name), **more}
+    fill = {"fill": "tonexty", "fillcolor": _faded(colour), "showlegend": bool(name), **more}
     return [edge, {**edge, **fill, "y": finite(high)}]
 
 
-def faded(colour: str, alpha: float = 0.14) -> str:
+def _faded(colour: str, alpha: float = 0.14) -> str:
     """The colour, of an area."""
     red, green, blue = (int(colour[k : k + 2], 16) for k in (1, 3, 5))
     return f"rgba({red},{green},{blue},{alpha})"

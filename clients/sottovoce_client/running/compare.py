@@ -137,7 +137,7 @@ def compare(
             failures.append((source, str(error)))
             console.out(f"{source}: {error}", highlight=False, style="red" if console.is_terminal else None)
     if results:
-        console.print(_table(results)) if console.is_terminal else console.out(as_markdown(results), highlight=False)
+        console.print(_table(results)) if console.is_terminal else console.out(_as_markdown(results), highlight=False)
         write_comparison(folder, results, failures, replicas, seed)
         console.out(f"{folder}: compare.json, compare.md, compare.html", highlight=False)
     return 1 if failures else 0
@@ -243,7 +243,7 @@ def _table(results: Sequence[Result]) -> TerminalTable:
     return table
 
 
-def as_markdown(results: Sequence[Result]) -> str:
+def _as_markdown(results: Sequence[Result]) -> str:
     """The table for a page of documentation."""
     rule = ["---"] * 3 + ["---:"] * (len(HEADS) - 3)
     rows = [HEADS, rule, *([cell.replace("|", "\\|") for cell in _row(result)] for result in results)]
@@ -268,7 +268,7 @@ def write_comparison(
         "failures": [{"spec": source, "error": error} for source, error in failures],
     }
     write_json(folder / "compare.json", document)
-    (folder / "compare.md").write_text(as_markdown(results) + "\n", encoding="utf-8")
+    (folder / "compare.md").write_text(_as_markdown(results) + "\n", encoding="utf-8")
     compare_page(results).write(folder / "compare.html")
 
 

@@ -31,7 +31,7 @@ STATES = {"finished": "bold green", "stopped": "bold yellow", "failed": "bold re
 Clock = Callable[[], float]
 
 
-class RunConsole(Protocol):
+class _RunConsole(Protocol):
     """Somebody to tell how the run is getting on; may be told as often as one likes."""
 
     def update(self, progress: Progress, state: str, overheard: int) -> None:
@@ -54,7 +54,7 @@ def run_console(
     budgets: Sequence[float | None] = (),
     console: Console | None = None,
     clock: Clock = time.monotonic,
-) -> Iterator[RunConsole]:
+) -> Iterator[_RunConsole]:
     """Show a run while the context lasts: live on a terminal, else (or if `plain`) as lines without escape codes.
 
     The live display disappears at the end, to make room for `print_summary`.
