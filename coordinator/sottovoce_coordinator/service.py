@@ -12,15 +12,14 @@ from typing import Any
 
 import grpc
 import structlog
+from google.protobuf.timestamp_pb2 import Timestamp
 
 from sottovoce.errors import NotReady, RemoteProtocolError, SpecError, StrangerError, Unavailable
 from sottovoce.running.run import build_run
 from sottovoce.spec import RunSpec
 from sottovoce_coordinator.runs import Overhearing, RunBook, RunState, missing
-from sottovoce_coordinator.wire import run_to_wire
 from sottovoce_rpc.codec import to_fields
-from sottovoce_rpc.pages import page
-from sottovoce_rpc.server import Service, announce, channel, serve_until_stopped, start_server
+from sottovoce_rpc.server import Service, announce, channel, page, serve_until_stopped, start_server
 from sottovoce_rpc.specs import check_size, spec_from_wire, spec_to_wire
 from sottovoce_rpc.status import answering, as_error
 from sottovoce_rpc.tasks import Tasks, beside
@@ -81,8 +80,30 @@ class _Course:
     closing: asyncio.Task[None] | None = None
 
     def view(self, *, whole: bool = False) -> coordinator_pb2.Run:
-        """The run as it stands."""
-        return run_to_wire(self.book, self.started, self.ended, whole=whole)
+        """The run as it stands; `whole`: with the spec, which may be long."""
+        book = self.book
+        run = coordinator_pb2.Run(
+            run_id=book.run_id,
+            state=coordinator_pb2.RunState.Value(f"RUN_STATE_{book.state.name}"),
+            detail=book.detail,
+            learners=[
+                coordinator_pb2.Participant(address=address, status=status)
+                for address, status in zip(book.addresses, book.statuses, strict=True)
+            ],
+            started_at=_timestamp(self.started),
+            ended_at=None if self.ended is None else _timestamp(self.ended),
+            capture_id=book.overhearing.capture_id,
+            capture_location=book.overhearing.location,
+        )
+        if whole:
+            run.spec, run.n_features = spec_to_wire(book.run.spec), book.n_features
+        return run
+
+
+def _timestamp(moment: datetime) -> Timestamp:
+    stamp = Timestamp()
+    stamp.FromDatetime(moment)
+    return stamp
 
 
 class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):

@@ -15,13 +15,12 @@ import grpc
 import structlog
 
 from sottovoce.errors import CaptureError, SpecError
+from sottovoce_eavesdropper.lookout import Row
 from sottovoce_eavesdropper.records import WRITE_S, CaptureFile, part_number
 from sottovoce_eavesdropper.relay import Relay
-from sottovoce_eavesdropper.rows import Row
 from sottovoce_eavesdropper.storage import Folder, open_folder
 from sottovoce_rpc.codec import from_fields
-from sottovoce_rpc.pages import page
-from sottovoce_rpc.server import Service, announce, serve_until_stopped, start_server
+from sottovoce_rpc.server import Service, announce, page, serve_until_stopped, start_server
 from sottovoce_rpc.specs import document_from_wire
 from sottovoce_rpc.status import answering
 from sottovoce_rpc.tasks import Tasks
@@ -243,24 +242,9 @@ def _keep(file: CaptureFile, request: eavesdropper_pb2.MirrorRequest) -> int:
     for message in request.messages:
         for receiver in message.receivers:
             caller, callee = sorted((request.sender, receiver))
-            direction = "out" if request.sender == caller else "back"
-            size = len(message.payload)
-            file.add(
-                Row(
-                    caller=caller,
-                    callee=callee,
-                    sender=request.sender,
-                    direction=direction,
-                    kind="message",
-                    stream=0,
-                    connection=0,
-                    method="",
-                    wall_ns=message.sent_at.ToNanoseconds(),
-                    mono_ns=now,
-                    size=size,
-                    payload=message.payload,
-                )
-            )
+            direction, wall = "out" if request.sender == caller else "back", message.sent_at.ToNanoseconds()
+            said = (wall, now, len(message.payload), message.payload)
+            file.add(Row(caller, callee, request.sender, direction, "message", 0, 0, "", *said))
     return len(request.messages)
 
 

@@ -111,14 +111,14 @@ def budget(
     console.out(f"{folder}: budget.json, budget.html", highlight=False)
 
 
-def learner_index(spec: RunSpec, name: str) -> int:
-    """Which learner that is.
+def learner_index(spec: RunSpec, name: str, option: str = "--learner") -> int:
+    """Which learner an option names.
 
     Raises:
         SpecError: none.
     """
     if name not in spec.names:
-        raise SpecError(f"--learner must be one of {', '.join(spec.names)}, got {name}")
+        raise SpecError(f"{option} must be one of {', '.join(spec.names)}, got {name}")
     return spec.names.index(name)
 
 

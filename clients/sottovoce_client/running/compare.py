@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.resources import files
@@ -24,8 +24,7 @@ from sottovoce.experiment import Prepared
 from sottovoce.noise import SeededNoise
 from sottovoce.privacy.guarantee import Guarantee, ThreatModel
 from sottovoce.running.metrics import Curves, Metrics
-from sottovoce.running.run import Run
-from sottovoce.running.simulator import SimulatedRound, simulate
+from sottovoce.running.simulator import simulate
 from sottovoce.spec import RunSpec, load_spec, parse_spec
 from sottovoce_client.documents import write_json
 from sottovoce_client.reports.drawing import PALETTE, Figure, Trace, axis, band, label, line
@@ -156,8 +155,13 @@ def _insist_on_same_records(data: DataSpec, first: DataSpec) -> None:
 def result_of(source: str, prepared: Prepared, replicas: int, seed: int) -> Result:
     """Simulate and measure one run."""
     run, data = prepared.run, prepared.data
-    metrics, clock = Metrics(run, data), _Clock(simulate(run, data, SeededNoise(seed), replicas))
-    for step in clock:
+    metrics, rounds, seconds = Metrics(run, data), simulate(run, data, SeededNoise(seed), replicas), 0.0
+    while True:
+        began = time.perf_counter()
+        step = next(rounds, None)
+        seconds += time.perf_counter() - began
+        if step is None:
+            break
         metrics.take(step)
     events, records = [], []
     for i, own in enumerate(data.learners):
@@ -172,9 +176,9 @@ def result_of(source: str, prepared: Prepared, replicas: int, seed: int) -> Resu
         paper=max(float(each.paper[-1]) for each in events),
         event=whole(each.epsilon() for each in events),
         record=whole(records),
-        floats=_floats(run),
+        floats=sum(math.prod(shape) for shape in run.algorithm.field_shapes().values()),
         rounds=run.spec.rounds,
-        rounds_per_s=replicas * run.spec.rounds / clock.seconds,
+        rounds_per_s=replicas * run.spec.rounds / seconds,
         curves=metrics.curves,
     )
 
@@ -183,27 +187,6 @@ def _safe_from(guarantee: Guarantee) -> str:
     if math.isfinite(guarantee.epsilon()):
         return guarantee.grounds.threat_model.value
     return NOTHING if guarantee.output is None else ThreatModel.OUTPUT.value
-
-
-class _Clock:
-    """Passes rounds on, and adds up the time that they took to come."""
-
-    def __init__(self, rounds: Iterator[SimulatedRound]) -> None:
-        self._rounds, self.seconds = rounds, 0.0
-
-    def __iter__(self) -> Iterator[SimulatedRound]:
-        return self
-
-    def __next__(self) -> SimulatedRound:
-        began = time.perf_counter()
-        try:
-            return next(self._rounds)
-        finally:
-            self.seconds += time.perf_counter() - began
-
-
-def _floats(run: Run) -> int:
-    return sum(math.prod(shape) for shape in run.algorithm.field_shapes().values())
 
 
 # ---- showing ---------------------------------------------------------------------------------------------------------

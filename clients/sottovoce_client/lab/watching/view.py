@@ -15,6 +15,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from sottovoce.data.files import import_extra
 from sottovoce.errors import SpecError, Unavailable
 from sottovoce.lab.watch.canaries import CanaryTest
 from sottovoce.lab.watch.watch import Alarm, Watch
@@ -235,10 +236,7 @@ class Metrics:
     """
 
     def __init__(self, address: str) -> None:
-        try:
-            import prometheus_client
-        except ImportError:
-            raise SpecError("--metrics needs prometheus_client: pip install 'sottovoce[metrics]'") from None
+        prometheus_client = import_extra("prometheus_client", "prometheus_client", "--metrics", "metrics")
         host, _, port = address.rpartition(":")
         if not host or not port.isdecimal() or int(port) > 65535:
             raise SpecError(f"--metrics must be HOST:PORT, got {address}")
