@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Union
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -68,16 +68,8 @@ class Sight:
         return f"{self.name(alarm)} in round {alarm.round}: {what} ({alarm.test}); e-value {e}, alarm from {line}"
 
 
-class View(Protocol):
-    """Somebody to show it to, as often as one likes."""
-
-    def update(self, sight: Sight) -> None:
-        """Show this, or leave it out if something was shown just now."""
-        ...
-
-    def aside(self) -> AbstractContextManager[None]:
-        """Others write to the terminal within this context."""
-        ...
+View = Union["_Lines", "_Panel"]
+"""Somebody to show it to, as often as one likes; within `aside`, others write to the terminal."""
 
 
 @contextmanager
