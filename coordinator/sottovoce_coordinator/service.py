@@ -19,6 +19,8 @@ from sottovoce.running.run import build_run
 from sottovoce.spec import RunSpec
 from sottovoce_coordinator.runs import Overhearing, RunBook, RunState, missing
 from sottovoce_rpc.codec import to_fields
+from sottovoce_rpc.directives import Directive, to_wire
+from sottovoce_rpc.learner_status import LearnerStatus
 from sottovoce_rpc.server import Service, announce, channel, page, serve_until_stopped, start_server
 from sottovoce_rpc.specs import check_size, spec_from_wire, spec_to_wire
 from sottovoce_rpc.status import answering, as_error
@@ -87,7 +89,7 @@ class _Course:
             state=coordinator_pb2.RunState.Value(f"RUN_STATE_{book.state.name}"),
             detail=book.detail,
             learners=[
-                coordinator_pb2.Participant(address=address, status=status)
+                coordinator_pb2.Participant(address=address, status=status.to_wire())
                 for address, status in zip(book.addresses, book.statuses, strict=True)
             ],
             started_at=_timestamp(self.started),
@@ -161,7 +163,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
             before.displaced.set()
         book = None if self._current is None else self._current.book
         if book is not None and not book.ended and member.name in book.run.spec.names:  # it was away
-            self._tell({member.name: book.briefing(book.run.spec.names.index(member.name))})
+            self._tell(book, {member.name: book.briefing(book.run.spec.names.index(member.name))})
         log.info("joined", learner=member.name, address=member.address)
         async with self._joined:
             self._joined.notify_all()
@@ -174,7 +176,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         """
         if event.WhichOneof("event") != "report":
             return
-        status = event.report.status
+        status = LearnerStatus.from_wire(event.report.status)
         if status.learner != member.name:
             raise StrangerError(f"a report on this stream must be of learner {member.name!r}, got {status.learner!r}")
         course = self._current
@@ -320,7 +322,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         names = book.run.spec.names
         briefings = [book.briefing(index) for index in range(len(names))]
         for directives in zip(*briefings, strict=True):
-            self._tell({name: [own] for name, own in zip(names, directives, strict=True)})
+            self._tell(book, {name: [own] for name, own in zip(names, directives, strict=True)})
         if book.run.spec.clock.period_s is not None:
             self._tasks.start(self._pace(book, book.run.spec.clock.period_s), "the clock stands still")
 
@@ -337,14 +339,14 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
 
     def _go_on(self, book: RunBook) -> None:
         """The grant has grown."""
-        self._tell(dict(zip(book.run.spec.names, book.go_on(), strict=True)))
+        self._tell(book, dict(zip(book.run.spec.names, book.go_on(), strict=True)))
 
-    def _tell(self, directives: Mapping[str, Sequence[coordinator_pb2.Directive]]) -> None:
+    def _tell(self, book: RunBook, directives: Mapping[str, Sequence[Directive]]) -> None:
         """Each learner its own; who is away is briefed when it joins again."""
         for name, own in directives.items():
             if name in self._members:
                 for directive in own:
-                    self._members[name].directives.put_nowait(directive)
+                    self._members[name].directives.put_nowait(to_wire(book.run_id, directive))
 
     def _end(self, course: _Course | None, state: RunState, detail: str) -> None:
         if course is not None and not course.book.ended:
@@ -356,7 +358,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         if course.ended is not None:
             return
         course.ended = datetime.now(UTC)
-        self._tell({name: [course.book.stop()] for name in course.book.run.spec.names})
+        self._tell(course.book, {name: [course.book.stop()] for name in course.book.run.spec.names})
         course.closing = self._close_capture(course.book)
         course.over.set()
 

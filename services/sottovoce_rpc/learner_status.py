@@ -1,0 +1,75 @@
+"""What a learner tells its operators, as a value of ours; on the wire it is `LearnerStatus`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from enum import Enum
+
+from sottovoce_wire.v1 import learner_pb2
+
+
+class LearnerState(Enum):
+    """Where a learner stands. What each means is said in `learner.proto`; one of a newer learner is `UNSPECIFIED`."""
+
+    UNSPECIFIED = learner_pb2.LEARNER_STATE_UNSPECIFIED
+    IDLE = learner_pb2.LEARNER_STATE_IDLE
+    CONNECTING = learner_pb2.LEARNER_STATE_CONNECTING
+    RUNNING = learner_pb2.LEARNER_STATE_RUNNING
+    FINISHED = learner_pb2.LEARNER_STATE_FINISHED
+    BUDGET_EXHAUSTED = learner_pb2.LEARNER_STATE_BUDGET_EXHAUSTED
+    FAILED = learner_pb2.LEARNER_STATE_FAILED
+    STOPPED = learner_pb2.LEARNER_STATE_STOPPED
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerStatus:
+    """How far a learner is. Independent of the data, but for the last field.
+
+    Attributes:
+        learner, run_id: whose it is; no run while idle.
+        state, detail: where it stands, and why it stopped.
+        rounds_done: said, heard and learned from.
+        rounds_said: messages journaled, and so charged: `rounds_done` or one more.
+        rounds_with_data: rounds for which records have arrived.
+        messages_sent, bytes_sent: one for every neighbour.
+        epsilon_spent, epsilon_budget: in this run; None: no limit.
+        epsilon_elsewhere, epsilon_own_budget: in other runs, and what the owner allows in all of them.
+        noise_is_not_private: it is not the operating system's.
+        prequential_accuracy: share of records that were predicted before they were learned; only where the run opted in.
+    """
+
+    learner: str = ""
+    run_id: str = ""
+    state: LearnerState = LearnerState.UNSPECIFIED
+    detail: str = ""
+    rounds_done: int = 0
+    rounds_said: int = 0
+    rounds_with_data: int = 0
+    messages_sent: int = 0
+    bytes_sent: int = 0
+    epsilon_spent: float = 0.0
+    epsilon_budget: float | None = None
+    epsilon_elsewhere: float = 0.0
+    epsilon_own_budget: float | None = None
+    noise_is_not_private: bool = False
+    prequential_accuracy: float | None = None
+
+    @property
+    def limit(self) -> float | None:
+        """Where the learner would have stopped in this run: by the run's budget, or by what its owner has left."""
+        limits = [] if self.epsilon_budget is None else [self.epsilon_budget]
+        if self.epsilon_own_budget is not None:
+            limits.append(max(self.epsilon_own_budget - self.epsilon_elsewhere, 0.0))
+        return min(limits, default=None)
+
+    def to_wire(self) -> learner_pb2.LearnerStatus:
+        """As a message."""
+        return learner_pb2.LearnerStatus(**{**asdict(self), "state": self.state.value})
+
+    @classmethod
+    def from_wire(cls, said: learner_pb2.LearnerStatus) -> LearnerStatus:
+        """Read a message."""
+        known = said.state if said.state in {state.value for state in LearnerState} else 0
+        given = {field.name for field, _ in said.ListFields()}  # what is absent or zero is what a status begins with
+        values = {field.name: getattr(said, field.name) for field in fields(cls) if field.name in given}
+        return cls(**{**values, "state": LearnerState(known)})
