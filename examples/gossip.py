@@ -1,7 +1,9 @@
 """Gossip descent: x <- Pro(b - step * gradient(b)), b the projected average of all noised models, own one included."""
 
 from dataclasses import dataclass, replace
+
 import numpy as np
+
 from sottovoce.algorithms.interface import Message
 from sottovoce.algorithms.parameters import AlgorithmSpec
 from sottovoce.algorithms.setting import Setting

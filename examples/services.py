@@ -1,7 +1,6 @@
-"""An experiment on services that are up: `python services.py [HOST:PORT]`, beside
+"""An experiment on services that are up: `python services.py [HOST:PORT]`.
 
-sottovoce coordinator
-sottovoce learner --name north      # and east, and south
+Start them in other terminals: `sottovoce coordinator`, `sottovoce learner --name north`, and likewise east and south.
 """
 
 import asyncio
