@@ -31,8 +31,9 @@ OTHERS = {"gossip", "services"}
 async def _output(folder: Path, name: str, *arguments: str) -> str:
     command = [sys.executable, str(EXAMPLES / f"{name}.py"), *arguments]
     environment = {**os.environ, "MPLBACKEND": "agg"}
-    pipes = {"stdout": asyncio.subprocess.PIPE, "stderr": asyncio.subprocess.STDOUT}
-    process = await asyncio.create_subprocess_exec(*command, cwd=folder, env=environment, **pipes)
+    process = await asyncio.create_subprocess_exec(
+        *command, cwd=folder, env=environment, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+    )
     said, _ = await process.communicate()
     assert process.returncode == 0, said.decode()
     return said.decode()

@@ -11,12 +11,16 @@ from pathlib import Path, PurePosixPath
 from posixpath import relpath
 
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
 INTO_DOCS = re.compile(r"(?<=\]\()docs/")
 OUT_OF_DOCS = re.compile(rf"(?<=\]\()\.\./({'|'.join(PAGES)}|examples/\w+\.\w+)(?=[)#])")
+
+ELSEWHERE = re.compile(r"""<(?:(?:script|img|iframe)[^>]*\ssrc|link[^>]*\shref)=["']?(?:https?:)?//[^>]*>""")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -31,9 +35,20 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, page: object, config: MkDocsConfig, files: Files) -> str:
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Links that lead out of `docs/` lead to the pages made above."""
     return OUT_OF_DOCS.sub(lambda link: str(PurePosixPath(link[1]).with_suffix(".md")), markdown)
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """A page is read without a network.
+
+    Raises:
+        PluginError: it would load something from elsewhere.
+    """
+    if found := ELSEWHERE.search(output):
+        raise PluginError(f"{page.file.src_uri} must load nothing from elsewhere, got {found[0]}")
+    return output
 
 
 def script(path: Path) -> str:
