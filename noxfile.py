@@ -16,7 +16,6 @@ QUICK = ["-m", "not slow and not long"]
 TORCH_TESTS = ["tests/core/test_torch_loss.py", "tests/core/test_inversion.py", "tests/client/test_gallery.py"]
 
 nox.options.default_venv_backend = "uv"
-nox.options.download_python = "never"
 nox.options.error_on_missing_interpreters = False
 nox.options.sessions = ["tests"]
 nox.needs_version = ">=2025.2"
@@ -24,6 +23,8 @@ nox.needs_version = ">=2025.2"
 # pyenv's shims stand on the PATH for every version there is, and fail for all but the chosen ones: look behind them.
 PYENV = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"), "versions")
 os.environ["PATH"] = os.pathsep.join([*map(str, PYENV.glob("3.*/bin")), os.environ["PATH"]])
+# Interpreters are those of this machine.
+os.environ["UV_PYTHON_DOWNLOADS"] = "never"
 # A checkout on the path would be tested in place of the wheel.
 os.environ.pop("PYTHONPATH", None)
 

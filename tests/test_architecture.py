@@ -36,7 +36,7 @@ def _series(version: Version) -> tuple[int, ...]:
 
 
 def test_imports_follow_the_arrows() -> None:
-    _run(str(Path(sysconfig.get_path("scripts"), "lint-imports")), "--no-cache", "--no-logo")
+    _run(str(Path(sysconfig.get_path("scripts"), "lint-imports")), "--no-cache")
 
 
 @pytest.mark.parametrize("proto", PROTOS)

@@ -11,6 +11,7 @@ from sottovoce.experiment import Experiment
 from sottovoce_client.running.operate import Outcome, run_on
 from sottovoce_client.running.summary import Progress
 from sottovoce_rpc.server import channel
+from sottovoce_rpc.tasks import Tasks
 
 CONNECT_S = 10.0
 STOP_S = 20.0
@@ -25,12 +26,12 @@ class Started:
         state: `connecting`, `running`, `finished`, `stopped` or `failed`, as of the last look.
     """
 
-    def __init__(self, coordinator: str, experiment: Experiment) -> None:
+    def __init__(self, coordinator: str, experiment: Experiment, tasks: Tasks) -> None:
         self.experiment, self.state = experiment, "connecting"
         # A few looks a second; the outcome holds all of them anyway. None: there will be no more.
         self._looks: asyncio.Queue[Progress | None] = asyncio.Queue()
         self._begun, self._stop = asyncio.Event(), asyncio.Event()
-        self._task = asyncio.create_task(self._run(coordinator))
+        self._task = tasks.start(self._run(coordinator))
 
     async def _run(self, coordinator: str) -> Outcome:
         try:
@@ -89,6 +90,7 @@ class Deployment:
     def __init__(self, coordinator: str) -> None:
         self.coordinator = coordinator
         self._started: list[Started] = []
+        self._tasks = Tasks()
 
     async def start(self, experiment: Experiment) -> Started:
         """Start an experiment, and stream its records from this process into the learners.
@@ -102,7 +104,7 @@ class Deployment:
             SottovoceError: the services refused it.
         """
         await asyncio.to_thread(lambda: experiment.prepared)  # reading files would hold up whoever else uses the loop
-        started = Started(self.coordinator, experiment)
+        started = Started(self.coordinator, experiment, self._tasks)
         self._started.append(started)
         await started.begin()
         return started
@@ -113,14 +115,11 @@ class Deployment:
 
     async def close(self) -> None:
         """Stop what was started here and is not over: without this process nobody would bring its records."""
-        tasks = [each._task for each in self._started if not each._task.done()]
         for each in self._started:
             each._stop.set()
-        if tasks:
-            await asyncio.wait(tasks, timeout=STOP_S)
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        if self._started:
+            await asyncio.wait([each._task for each in self._started], timeout=STOP_S)
+        await self._tasks.end()
 
 
 @asynccontextmanager

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-from pydantic import ModelWrapValidatorHandler, ValidationError, ValidationInfo, model_validator
+from pydantic import ValidationError, ValidationInfo, model_validator
+from pydantic.functional_validators import ModelWrapValidatorHandler
 
 from sottovoce.budget.lattice_slack import check_lattice
 from sottovoce.data import LearnerData, PlacedData, load_dataset

@@ -17,7 +17,7 @@ from sottovoce.errors import SpecError
 from sottovoce.lab.attacks import membership
 from sottovoce.lab.attacks.closed_form import read_stream
 from sottovoce.lab.attacks.gradients import added, fits_better
-from sottovoce.lab.attacks.likeness import as_pictures, recognised, similarity, squared_error
+from sottovoce.lab.attacks.likeness import as_pictures, recognised, similarity
 from sottovoce.lab.attacks.rebuild import Rebuilt, rebuild
 from sottovoce.noise import Noise, SeededNoise, no_noise
 from sottovoce.running.run import Run, build_run
@@ -173,8 +173,7 @@ def test_likeness() -> None:
     pictures = as_pictures(7.0 * pool)
     np.testing.assert_allclose(pictures.max(axis=-1), 1.0)
     assert similarity(pictures, pictures) == pytest.approx(np.ones(40))
-    assert squared_error(pictures, pictures).max() == 0.0
-    assert abs(similarity(pictures, pictures[::-1]).mean()) < 0.1 < squared_error(pictures, pictures[::-1]).mean()
+    assert abs(similarity(pictures, pictures[::-1]).mean()) < 0.1
     assert recognised(pictures, pictures, pictures).all()
     assert not recognised(pictures[::-1], pictures, pictures).any()
     assert (as_pictures(-pool) == 0.0).all() and as_pictures(-pool, nonnegative=False).min() == -1.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -20,18 +21,27 @@ from sottovoce.auditing.levels import BLIND, SHARES, Levels, Test
 from sottovoce.auditing.likelihood import Ratios, ratios
 from sottovoce.auditing.listening import listener
 from sottovoce.auditing.plan import Plan, plan_audit
-from sottovoce.auditing.simulated import Share, at_a_time, overhear, shares, stream
+from sottovoce.auditing.simulated import NoiseOf, Recording, Share, at_a_time, overhear, shares
 from sottovoce.auditing.swaps import worst
 from sottovoce.auditing.twins import twins
 from sottovoce.auditing.verdict import Findings, decide
 from sottovoce.auditing.worlds import Worlds, chosen
-from sottovoce.data import LearnerData
+from sottovoce.data import LearnerData, PlacedData
 from sottovoce.errors import DataError, SpecError
 from sottovoce.noise import Noise, SeededNoise, no_noise
 from sottovoce.privacy.guarantee import ThreatModel
 from sottovoce.running.replay import replay
+from sottovoce.running.run import Run
 from tests.claims import EXPOSED, SETUPS, Setup, Times
 from tests.examples import made_up, small_run
+
+
+def stream(
+    run: Run, data: PlacedData, worlds: Worlds, runs: int, seed: np.random.SeedSequence, noise: NoiseOf
+) -> Iterator[Recording]:
+    """All shares, one after the other."""
+    for share in shares(runs, at_a_time(run, worlds), seed):
+        yield overhear(run, data, worlds, share, noise)
 
 
 def planned(setup: Setup, **more: Any) -> Plan:

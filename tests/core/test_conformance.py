@@ -6,7 +6,7 @@ one is caught with probability below 1e-6.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from importlib import resources
 from typing import Any
@@ -17,7 +17,7 @@ import yaml
 from scipy import stats
 
 from sottovoce.arrays import FloatArray
-from sottovoce.auditing.conformance import Residuals, as_laplace, conformance, examine, rejected, residuals
+from sottovoce.auditing.conformance import Residuals, as_laplace, examine, residuals
 from sottovoce.auditing.levels import Test
 from sottovoce.data import PlacedData
 from sottovoce.noise import Draw, KeyedNoise, Noise, Recorder, SeededNoise
@@ -30,6 +30,31 @@ from tests.examples import made_up, small_run
 FIELD: dict[str, Any] = yaml.safe_load(
     resources.files("sottovoce_client.running").joinpath("field.yaml").read_text("utf-8")
 )
+
+
+def conformance(run: Run, transcript: Transcript, data: PlacedData, learner: int) -> tuple[Test, ...]:
+    """All tests of one learner's noise; none if its messages carry none.
+
+    Args:
+        run: the run that was overheard.
+        transcript: what all learners said. Replicas are independent runs.
+        data: what they learned.
+        learner: whose noise is tested.
+    """
+    others = [residuals(run, transcript, data, j) for j in range(run.spec.n_learners) if j != learner]
+    return examine(residuals(run, transcript, data, learner), others)
+
+
+def rejected(tests: Iterable[Test], alpha: float) -> tuple[Test, ...]:
+    """The tests that fail together, smallest p-value first: Holm's procedure.
+
+    Whatever the tests' dependence, none of them fails for a correct learner but with probability `alpha`.
+    """
+    ordered = sorted(tests, key=lambda test: test.p_value)
+    for k, test in enumerate(ordered):
+        if test.p_value > alpha / (len(ordered) - k):
+            return tuple(ordered[:k])
+    return tuple(ordered)
 
 
 def overheard(run: Run, data: PlacedData, noise: Noise, replicas: int = 1) -> Transcript:

@@ -18,7 +18,6 @@ from sklearn.linear_model import LogisticRegression
 from sottovoce.algorithms.gradient_descent import accounting as privacy
 from sottovoce.algorithms.gradient_descent.accounting import DescentAccountant, LearnerUpdate
 from sottovoce.algorithms.gradient_descent.algorithm import GossipDescent
-from sottovoce.algorithms.gradient_descent.schedules import Geometric, Power
 from sottovoce.algorithms.interface import HeardByAll, HeardFromNeighbours, Message, Who
 from sottovoce.arrays import Batch, FloatArray
 from sottovoce.data import LearnerData, PlacedData
@@ -107,7 +106,7 @@ def test_a_round_is_the_published_update(form: dict[str, Any], topology: dict[st
         np.testing.assert_allclose(step.message["y"][:, 0], said, rtol=0, atol=1e-11)
         nxt = np.empty_like(x)
         for i in range(4):
-            alpha = algorithm.step[i].at(t)
+            alpha = algorithm.step[i](t)
             if form["name"] == "dpsr":
                 np.testing.assert_allclose(step.message["e"][i, 0], e[i], rtol=0, atol=1e-14)
                 alpha = (t + 1) ** -0.5 / e[i, i]
@@ -290,7 +289,7 @@ def test_a_lie_about_shares_cannot_make_a_step_larger_than_what_is_charged() -> 
         pull = mixing.own[1] * before.descent.x
         moved = np.linalg.norm(run.algorithm.decision(state) - pull)
         slope = np.linalg.norm(gradient(run, own.batch(5), before.descent.x))
-        return np.array([moved / slope, descent(run).step[1].at(5)])
+        return np.array([moved / slope, descent(run).step[1](5)])
 
     taken, charged = last(-1.0)
     assert taken == pytest.approx(charged)
@@ -394,7 +393,9 @@ def test_the_meter_covers_every_record_and_no_more(
     step: float, fade: float, growth: float, own: float, at_mix: bool, smoothness: float, counts: list[int]
 ) -> None:
     known = constants(smoothness=smoothness)
-    update = LearnerUpdate(3, Power(step, -fade), Power(0.7, growth), lambda t: own, at_mix)
+    update = LearnerUpdate(
+        3, lambda t: step * (t + 1) ** -fade, lambda t: 0.7 * (t + 1) ** growth, lambda t: own, at_mix
+    )
     meter = DescentAccountant(known, update)
     charged = []
     for count in counts:
@@ -406,7 +407,7 @@ def test_the_meter_covers_every_record_and_no_more(
 
 
 def test_a_crowded_meter_charges_a_little_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    update = LearnerUpdate(3, Power(0.5, 0.0), Power(1.0, 0.0), lambda t: 0.5, at_mix=True)
+    update = LearnerUpdate(3, lambda t: 0.5, lambda t: 1.0, lambda t: 0.5, at_mix=True)
     exact = brute(constants(), update, [1] * 60).max(axis=0)
     monkeypatch.setattr(privacy, "FRONTIER", 12)
     losses = DescentAccountant(constants(), update).losses(np.ones(60, np.int64))
@@ -415,7 +416,7 @@ def test_a_crowded_meter_charges_a_little_more(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_replacing_several_records_never_costs_more_than_each_alone() -> None:
-    update = LearnerUpdate(3, Power(0.5, -0.5), Power(1.0, 0.0), lambda t: 0.4, at_mix=False)
+    update = LearnerUpdate(3, lambda t: 0.5 / math.sqrt(t + 1), lambda t: 1.0, lambda t: 0.4, at_mix=False)
     replaced = [2, 0, 1, 0, 3, 0, 0, 1, 0, 0]
     (together,) = DescentAccountant(constants(), update).losses_of(np.full(10, 3), np.array([replaced]))
     alone = brute(constants(), update, [3] * 10)
@@ -435,7 +436,7 @@ def test_the_learners_meter_adds_up_to_the_guarantee(form: dict[str, Any]) -> No
 
 
 def test_geometric_noise_gives_up_only_where_it_says_so() -> None:
-    assert Geometric(2.0, 0.5).at(3) == 0.25
+    assert descent(run_of({"name": "pdop"}, rounds=4)).noise[0](3) == pytest.approx(0.5 * 0.98**3)
     with pytest.raises(CheckFailed) as caught:
         run_of({"name": "pdop"}, rounds=40_000)
     assert caught.value.code == "NOISE_SCALE"

@@ -16,8 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import zeta
 
-from sottovoce.algorithms.ldp_dol.accounting import LdpDolAccountant
-from sottovoce.algorithms.ldp_dol.horizon import infinite_horizon
+from sottovoce.algorithms.ldp_dol.accounting import LdpDolAccountant, infinite_horizon
 from sottovoce.algorithms.ldp_dol.sensitivity import LearnerScales, Mode, Schedules
 from sottovoce.arrays import FloatArray
 from sottovoce.errors import CheckFailed, SpecError

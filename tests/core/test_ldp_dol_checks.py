@@ -10,6 +10,7 @@ import pytest
 
 from sottovoce.algorithms.ldp_dol.conditions import check_ldp_dol
 from sottovoce.algorithms.ldp_dol.parameters import LdpDolSpec
+from sottovoce.algorithms.ldp_dol.sensitivity import Schedules
 from sottovoce.algorithms.setting import Caveat
 from sottovoce.errors import CheckFailed
 from sottovoce.privacy.regularity import Regularity
@@ -43,23 +44,15 @@ def check(known: Regularity = LOGISTIC, topology: Web | None = None, **changes: 
         "sigma": (1.0, 2.0, 3.0),
         "varsigma": (0.1, 0.15, 0.1),
         "strong_convexity": 0.5,
-        "budget_requested": True,
-        "infinite_horizon_requested": False,
+        "topology": topology or Web(),
     }
     spec = QUIET.model_copy(update={key: value for key, value in changes.items() if key not in _OF_CALL})
     arguments |= {key: value for key, value in changes.items() if key in _OF_CALL}
-    return check_ldp_dol(spec, topology=topology or Web(), known=known, **arguments)
+    schedules = Schedules(spec.lam0, spec.v, spec.gam0, spec.u)
+    return check_ldp_dol(schedules, spec.accounting, known=known, **arguments)
 
 
-_OF_CALL = {
-    "sigma",
-    "varsigma",
-    "strong_convexity",
-    "kappa",
-    "gradient_bound",
-    "budget_requested",
-    "infinite_horizon_requested",
-}
+_OF_CALL = {"sigma", "varsigma", "strong_convexity"}
 
 
 def refusal(known: Regularity = LOGISTIC, **changes: Any) -> CheckFailed:
@@ -136,7 +129,6 @@ def test_a_budget_needs_a_gradient_change(change: float) -> None:
         "a privacy budget needs a finite bound on the per-record gradient change: "
         f"bound the features, or set clip_norm, got {change}"
     )
-    assert check(constants, budget_requested=False) == ()
 
 
 def test_clipping_bounds_the_gradient_change() -> None:
@@ -149,7 +141,7 @@ def test_unknown_smoothness_is_refused_by_the_modes_that_need_it(mode: str) -> N
     if mode not in ("smooth", "convex"):
         assert codes(rough, accounting=mode) == ["LAMBDA0_LARGE"]
         return
-    failure = refusal(rough, accounting=mode, budget_requested=False)
+    failure = refusal(rough, accounting=mode)
     assert failure.code == "SMOOTHNESS"
     assert failure.text.startswith('this accounting mode needs a known smoothness constant; use mode "clip", got ')
 
@@ -179,26 +171,6 @@ def test_convex_mode_needs_a_convex_loss() -> None:
     bent = replace(LOGISTIC, convex=False)
     assert refusal(bent, accounting="convex").code == "NOT_CONVEX"
     assert check(bent, accounting="best") == ()
-
-
-@pytest.mark.parametrize("mode", ["smooth", "convex", "clip", "best"])
-def test_infinite_horizon_needs_u_below_v(mode: str) -> None:
-    assert check(accounting=mode, infinite_horizon_requested=True) == ()
-    for u in (0.9, 0.95):
-        failure = refusal(accounting=mode, infinite_horizon_requested=True, u=u)
-        assert failure.code == "INFINITE_HORIZON"
-        assert failure.text.startswith("no finite infinite-horizon budget: needs u < v and a smooth loss, got ")
-        assert "U_NOT_BELOW_V" in codes(accounting=mode, infinite_horizon_requested=False, u=u)
-
-
-@pytest.mark.parametrize("mode", ["clip", "best"])
-def test_infinite_horizon_needs_smoothness(mode: str) -> None:
-    rough = replace(LOGISTIC, smoothness=math.inf)
-    assert refusal(rough, accounting=mode, infinite_horizon_requested=True).code == "INFINITE_HORIZON"
-
-
-def test_loose_accounting_has_no_infinite_horizon() -> None:
-    assert refusal(accounting="loose", infinite_horizon_requested=True).code == "INFINITE_HORIZON"
 
 
 # ---- reported --------------------------------------------------------------------------------------------------------
@@ -275,8 +247,8 @@ def test_v_too_small_of_convex_losses() -> None:
 
 def test_lambda0_large_convex() -> None:
     """L = 0.5, kappa = 0.5, D = 1: limit 0.4 * 0.25 / (2 * 1.5) = 1/30."""
-    constants = replace(LOGISTIC, smoothness=0.5)
-    known = {"strong_convexity": 0.0, "kappa": 0.5, "gradient_bound": 1.0}
+    constants = replace(LOGISTIC, smoothness=0.5, grad_change=math.sqrt(0.5))
+    known = {"strong_convexity": 0.0}
     assert codes(constants, lam0=0.999 / 30, **known) == []
     text = found("LAMBDA0_LARGE", constants, lam0=1.2 / 30, **known)  # 1.2^(2 / 0.3) - 1 = 2.37
     assert text == "lam0 above the Theorem 2 limit; guarantee starts after round t0 = 3"
@@ -312,5 +284,5 @@ def test_the_experiments_of_the_paper_break_what_the_errata_say() -> None:
     ring = Web(delta_2=-0.4146, delta_m=-1.0854, own_weights=(0.6,) * 5)
     varsigma = tuple(0.1 + 0.01 * i for i in range(1, 6))
     mushrooms = {"lam0": 1.0, "v": 0.77, "gam0": 1.0, "u": 0.65, "varsigma": varsigma, "strong_convexity": 0.01}
-    findings = codes(replace(LOGISTIC, ridge=0.01), topology=ring, infinite_horizon_requested=True, **mushrooms)
+    findings = codes(replace(LOGISTIC, ridge=0.01), topology=ring, **mushrooms)
     assert findings == ["NOISE_GROWTH", "GAMMA0_LARGE", "LAMBDA0_LARGE"]

@@ -15,7 +15,7 @@ from sottovoce.errors import SpecError
 from sottovoce.lab.selftest import breaking
 from sottovoce.lab.selftest.bases import ALGORITHMS, BASES
 from sottovoce.lab.selftest.breaking import Change, changed
-from sottovoce.lab.selftest.doctoring import forgetful, notices, overspent, spoken
+from sottovoce.lab.selftest.doctoring import Spoken, forgetful, notices, overspent
 from sottovoce.lab.selftest.mutants import MUTANTS, Broken, Mutant, noisy
 from sottovoce.lab.selftest.trial import Alarms, Outcome, added, attempt, false_alarms
 from sottovoce.noise import Draw, Law, SeededNoise, grid
@@ -122,7 +122,7 @@ def test_messages_that_must_never_be_are_noticed(name: str, telling: str) -> Non
 
 def test_correct_messages_are_not_noticed() -> None:
     plan = planned()
-    said = spoken(plan)
+    said = Spoken(plan)
     assert len(said.messages) == 16 * 3 * 2
     broken = forgetful(said)
     stopped = [each for each in said.messages if each.round < 3]
@@ -205,4 +205,4 @@ def test_a_budget_that_is_enough_cannot_be_forgotten() -> None:
     base = replace(BASES["ldp-dol, budget"], sections={"rounds": 4, "privacy": {"budget": 100.0}})
     plan = plan_audit(*base.build(), 0, runs=20)
     with pytest.raises(SpecError, match="whole run"):
-        forgetful(spoken(plan))
+        forgetful(Spoken(plan))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from typing import Protocol
 
 import numpy as np
 import pytest
@@ -18,7 +19,6 @@ from sottovoce.lab.watch.sequential import (
     Guesses,
     Histogram,
     Lag,
-    Process,
     Repeats,
     Scale,
     e_bh,
@@ -33,6 +33,14 @@ ALARM = math.log(1e3)
 """At alpha = 0.001."""
 
 Stream = Callable[[np.random.Generator, int], Iterator[FloatArray]]
+
+
+class Process(Protocol):
+    """A bet that goes on: the logarithm of its stake now, and what comes next."""
+
+    @property
+    def e(self) -> float: ...
+    def add(self, values: FloatArray) -> None: ...
 
 
 def rounds_to_alarm(process: Process, rounds: Iterator[FloatArray], most: int, alarm: float = ALARM) -> int:

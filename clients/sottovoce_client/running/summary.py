@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, ClassVar
 
-import numpy as np
 from pydantic import ConfigDict, PlainSerializer, SkipValidation, TypeAdapter
 
 from sottovoce.arrays import FloatArray
 
-Curve = Annotated[FloatArray, SkipValidation, PlainSerializer(np.ndarray.tolist, return_type=list[float])]
+Curve = Annotated[
+    FloatArray, SkipValidation, PlainSerializer(lambda numbers: numbers.tolist(), return_type=list[float])
+]
 """An array, which a file holds as a list."""
 
 
@@ -113,7 +114,9 @@ class CaptureSummary:
     messages: int
     bytes: int
     messages_of: str
-    heard: Annotated[FloatArray, SkipValidation, PlainSerializer(np.ndarray.tolist, return_type=list[list[float]])]
+    heard: Annotated[
+        FloatArray, SkipValidation, PlainSerializer(lambda numbers: numbers.tolist(), return_type=list[list[float]])
+    ]
     first_scale: float
     last_scale: float
 

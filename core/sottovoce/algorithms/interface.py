@@ -14,7 +14,7 @@ everything before it broadcast.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol, TypeVar, runtime_checkable
 
 import numpy as np
@@ -93,10 +93,10 @@ class HeardFromNeighbours:
     weights: Mapping[int, float]
     messages: Mapping[int, Message]
     own_weight: float
-    total_weight: float = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "total_weight", sum(self.weights.values()))
+    @property
+    def total_weight(self) -> float:
+        return sum(self.weights.values())
 
     def weighted_sum(self, name: str) -> FloatArray:
         total: FloatArray | None = None

@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from sottovoce.errors import SpecError
-
-if TYPE_CHECKING:
-    pass
-
 
 PerLearner = float | tuple[float, ...]
 """One number for all learners, or a list with one number each."""
@@ -20,10 +14,7 @@ def times(value: PerLearner, factors: tuple[float, ...]) -> PerLearner:
     Raises:
         SpecError: a list of another length than `factors`.
     """
-    values = value if isinstance(value, tuple) else (value,) * len(factors)
-    if len(values) != len(factors):
-        raise SpecError(f"a list must have one number per learner ({len(factors)}), got {len(values)}")
-    products = tuple(each * factor for each, factor in zip(values, factors, strict=True))
+    products = tuple(each * factor for each, factor in zip(spread(value, len(factors)), factors, strict=True))
     return products[0] if len(set(products)) == 1 else products
 
 
@@ -32,13 +23,14 @@ def divided(value: PerLearner, factors: tuple[float, ...]) -> PerLearner:
     return times(value, tuple(1.0 / factor for factor in factors))
 
 
-def spread(value: PerLearner, n_learners: int, field: str) -> tuple[float, ...]:
+def spread(value: PerLearner, n_learners: int, field: str = "") -> tuple[float, ...]:
     """One number for all learners, or one each, as a tuple.
 
     Raises:
-        SpecError: a list of another length than the number of learners.
+        SpecError: a list of another length than the number of learners; it names the field.
     """
     values = value if isinstance(value, tuple) else (value,) * n_learners
     if len(values) != n_learners:
-        raise SpecError(f"{field}: a list must have one number per learner ({n_learners}), got {len(values)}")
+        place = f"{field}: " if field else ""
+        raise SpecError(f"{place}a list must have one number per learner ({n_learners}), got {len(values)}")
     return values

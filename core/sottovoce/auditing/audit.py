@@ -129,7 +129,7 @@ def examine(plan: Plan, part: Recording, single: Apart | None = None) -> Examine
     return Examined(part.world, seen, part.channel, replayed, single)
 
 
-def simulated(plan: Plan, share: Share, noise: NoiseOf = SeededNoise, actual: Run | None = None) -> Examined:
+def _simulated(plan: Plan, share: Share, noise: NoiseOf = SeededNoise, actual: Run | None = None) -> Examined:
     """Simulate some runs and examine them.
 
     Args:
@@ -170,7 +170,7 @@ def audit_simulated(
         SpecError: scipy or scikit-learn are not installed.
     """
     parts, done = [], 0
-    work = partial(simulated, plan, noise=noise, actual=actual)
+    work = partial(_simulated, plan, noise=noise, actual=actual)
     for part in mapper(work, shares(plan.runs, _most(plan), plan.seeds.audited)):
         parts.append(part)
         done += len(part.seen)
@@ -278,7 +278,7 @@ def _likelihood(
     """Guesses by the exact loss, of whole runs and of single rounds; none to somebody who does not hear enough."""
     if shown is None or not plan.paired:
         return (), (), None
-    before = list(mapper(partial(simulated, plan), shares(rehearsed(plan.runs), _most(plan), plan.seeds.rehearsal)))
+    before = list(mapper(partial(_simulated, plan), shares(rehearsed(plan.runs), _most(plan), plan.seeds.rehearsal)))
     claimed = Ratios.joined([part.ratios for part in before if part.ratios is not None])
     bound = guess(shown, claimed, plan.epsilon, plan.levels.of("likelihood", "whole runs"))
     test = overconfidence(shown, plan.run.spec.names[plan.worlds.learner])

@@ -87,7 +87,8 @@ def runs_needed(epsilon: float, alpha: float = 0.05, share: float = 0.9) -> int:
 
     `271 (1 + e^eps) / eps^2` for 90 % at 95 % confidence.
     """
-    return math.ceil((_quantile(1.0 - alpha) / (1.0 - share)) ** 2 * (1.0 + math.exp(epsilon)) / epsilon**2)
+    quantile = float(import_extra("scipy.stats", "scipy", "an audit").norm.ppf(1.0 - alpha))
+    return math.ceil((quantile / (1.0 - share)) ** 2 * (1.0 + math.exp(epsilon)) / epsilon**2)
 
 
 def runs_to_show(epsilon: float, alpha: float, of: float = 1.0) -> int:
@@ -142,8 +143,3 @@ def tail(chances: FloatArray, at_least: int) -> float:
         grown[1:] += masses * chance
         masses = grown
     return min(1.0, float(masses[at_least:].sum()))
-
-
-def _quantile(share: float) -> float:
-    stats = import_extra("scipy.stats", "scipy", "an audit")
-    return float(stats.norm.ppf(share))

@@ -89,7 +89,9 @@ def noise_of(replay: Replay, said: Message) -> dict[str, Residuals]:
     found = {}
     for name in sorted(steps.keys() & centre.fields.keys()):
         law, step = steps[name]
-        scale = _one(step) if law == "spherical" else replay.run.algorithm.noise_scale(replay.learner, replay.t)
+        scale = replay.run.algorithm.noise_scale(replay.learner, replay.t)
+        if law == "spherical":
+            scale = float(np.asarray(step).flat[0])
         noisy = np.abs(moved[name] - centre[name] - step) <= 1e-6 * np.abs(step)
         if 0.0 < scale < math.inf and noisy.any():
             values, off_lattice = _taken_off(law, scale, noisy, said[name], centre[name])
@@ -120,11 +122,6 @@ def residuals(run: Run, transcript: Transcript, data: PlacedData, learner: int) 
         if not replay.known:
             break
     return tuple(each for each in found.values() if np.isfinite(each.values).any())
-
-
-def _one(step: Scalars) -> float:
-    """The scale of a single learner, whatever its shape."""
-    return float(np.asarray(step).flat[0])
 
 
 def _blank(learner: int, name: str, transcript: Transcript) -> Residuals:
@@ -171,38 +168,20 @@ def as_laplace(law: Law, noise: FloatArray) -> FloatArray:
 # ---- tests -----------------------------------------------------------------------------------------------------------
 
 
-def conformance(run: Run, transcript: Transcript, data: PlacedData, learner: int) -> tuple[Test, ...]:
-    """All tests of one learner's noise; none if its messages carry none.
-
-    Args:
-        run: the run that was overheard.
-        transcript: what all learners said. Replicas are independent runs.
-        data: what they learned.
-        learner: whose noise is tested.
-    """
-    others = [residuals(run, transcript, data, j) for j in range(run.spec.n_learners) if j != learner]
-    return examine(residuals(run, transcript, data, learner), others)
-
-
 def examine(own: Iterable[Residuals], others: Sequence[Iterable[Residuals]]) -> tuple[Test, ...]:
     """All tests of one learner's noise, given that of the other learners."""
     tests: list[Test] = []
     for each in own:
         neighbours = [other for listed in others for other in listed if other.field == each.field]
-        tests += [*_marginal(each), *_lattice(each), *_scales(each), *_independence(each), *_between(each, neighbours)]
+        tests += [
+            *_marginal(each),
+            *_lattice(each),
+            _worst(each, "round scale", "the noise of every round has its scale", (2,), "round"),
+            _worst(each, "coordinate scale", "the noise of every coordinate has its scale", (0, 1), "coordinate"),
+            *_independence(each),
+            *_between(each, neighbours),
+        ]
     return tuple(tests)
-
-
-def rejected(tests: Iterable[Test], alpha: float) -> tuple[Test, ...]:
-    """The tests that fail together, smallest p-value first: Holm's procedure.
-
-    Whatever the tests' dependence, none of them fails for a correct learner but with probability `alpha`.
-    """
-    ordered = sorted(tests, key=lambda test: test.p_value)
-    for k, test in enumerate(ordered):
-        if test.p_value > alpha / (len(ordered) - k):
-            return tuple(ordered[:k])
-    return tuple(ordered)
 
 
 def _marginal(own: Residuals) -> list[Test]:
@@ -243,15 +222,8 @@ def _chance(count: int, pairs: int) -> float:
     return float(stats.binom.sf(count - 1, pairs, NEAR))
 
 
-def _scales(own: Residuals) -> list[Test]:
-    """No round and no coordinate has another scale: the worst one, times their number."""
-    return [
-        _worst(own, "round scale", "the noise of every round has its scale", (2,), "round"),
-        _worst(own, "coordinate scale", "the noise of every coordinate has its scale", (0, 1), "coordinate"),
-    ]
-
-
 def _worst(own: Residuals, name: str, what: str, axes: tuple[int, ...], unit: str) -> Test:
+    """No round, or no coordinate, has another scale: the worst one, times their number."""
     known = np.isfinite(own.values)
     counts = known.sum(axis=axes)
     totals = np.abs(np.where(known, own.values, 0.0)).sum(axis=axes)
@@ -263,11 +235,8 @@ def _worst(own: Residuals, name: str, what: str, axes: tuple[int, ...], unit: st
 
 def _independence(own: Residuals) -> list[Test]:
     """Over rounds and coordinates of one learner."""
-    values = own.values
-    rounds = values[
-        np.isfinite(own.scale)
-    ]  # rounds without noise, such as those between trees' leaves, do not part them
-    scale = own.scale[np.isfinite(own.scale)]
+    values, noisy = own.values, np.isfinite(own.scale)
+    rounds, scale = values[noisy], own.scale[noisy]  # rounds without noise, as between trees' leaves, do not part them
     tests = []
     if len(rounds) > 1:
         tests.append(_correlation("rounds", "rounds are independent", rounds[1:], rounds[:-1], own.place))

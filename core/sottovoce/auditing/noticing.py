@@ -71,10 +71,6 @@ class Said:
     size: int
 
 
-def _no_lattice(learner: int, t: int) -> Mapping[str, float]:
-    return {}
-
-
 @dataclass(frozen=True, slots=True)
 class Expected:
     """What is known of a run before it begins; the defaults are for one of which nothing is.
@@ -88,7 +84,7 @@ class Expected:
 
     length: int | None = None
     due: Callable[[int, int, int], int | None] | None = None
-    lattice: Callable[[int, int], Mapping[str, float]] = _no_lattice
+    lattice: Callable[[int, int], Mapping[str, float]] = lambda learner, t: {}
 
 
 class Noticing:
@@ -117,11 +113,9 @@ class Noticing:
 
     def heard(self, said: Said) -> tuple[Notice, ...]:
         """A message came; what is wrong with it."""
-        found = [
-            *self._impostor(said),
-            *self._length(said),
-            *self._turn(said),
-        ]
+        found = [*self._length(said), *self._turn(said)]
+        if said.claimed != said.sender:
+            found.insert(0, _finding("impostor", said, f"speaks as learner {said.claimed}"))
         key = said.sender, said.round
         other = self._versions.first(key, said.digest) != said.digest
         receivers = self._receivers.get(key)
@@ -133,9 +127,6 @@ class Noticing:
             found += self._lattice(said)
         receivers.add(said.receiver)
         return tuple(found)
-
-    def _impostor(self, said: Said) -> list[Notice]:
-        return [_finding("impostor", said, f"speaks as learner {said.claimed}")] if said.claimed != said.sender else []
 
     def _length(self, said: Said) -> list[Notice]:
         usual = self._expected.length

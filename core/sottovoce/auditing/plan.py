@@ -19,7 +19,7 @@ from sottovoce.running.run import Run
 
 
 @dataclass(frozen=True, slots=True)
-class Seeds:
+class _Seeds:
     """Independent randomness for every part of an audit."""
 
     rehearsal: np.random.SeedSequence
@@ -56,7 +56,7 @@ class Plan:
     made_for: ThreatModel
     runs: int
     levels: Levels
-    seeds: Seeds
+    seeds: _Seeds
     paired: bool = True
 
     @property
@@ -115,22 +115,13 @@ def plan_audit(
         SpecError: too few runs for this confidence, or nobody who could listen.
     """
     levels = Levels(1.0 - confidence)
-    if paired:
-        _require_enough(runs, levels)
+    level = levels.of("likelihood", "whole runs")
+    if paired and ceiling(runs, level) == 0.0:  # even right guesses only would show nothing: say how many it takes
+        text = f"{runs} runs of each world show nothing at confidence {1.0 - levels.alpha:g}, however telling they are"
+        raise SpecError(f"{text}: at least {runs_to_show(0.0, level)}")
     choice, *seeds = np.random.SeedSequence(seed).spawn(6)
     worlds = worlds or worst(run, data, learner, choice, as_they_are=not paired)
     guarantee = worlds.guarantee(run)
     claim, made_for = held(guarantee, threat)
     hears = listener(run, worlds, guarantee, threat, neighbour)
-    return Plan(run, data, worlds, guarantee, hears, claim, made_for, runs, levels, Seeds(*seeds), paired)
-
-
-def _require_enough(runs: int, levels: Levels) -> None:
-    """So few that even right guesses only would show nothing: say how many it takes."""
-    level = levels.of("likelihood", "whole runs")
-    if ceiling(runs, level) > 0.0:
-        return
-    confidence, least = 1.0 - levels.alpha, runs_to_show(0.0, level)
-    raise SpecError(
-        f"{runs} runs of each world show nothing at confidence {confidence:g}, however telling they are: at least {least}"
-    )
+    return Plan(run, data, worlds, guarantee, hears, claim, made_for, runs, levels, _Seeds(*seeds), paired)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 
@@ -110,14 +110,6 @@ def overhear(
         if decided is not None:
             decided[step.t] = step.before
     return Recording(share.world, Transcript(said), decided)
-
-
-def stream(
-    run: Run, data: PlacedData, worlds: Worlds, runs: int, seed: np.random.SeedSequence, noise: NoiseOf
-) -> Iterator[Recording]:
-    """All shares, one after the other."""
-    for share in shares(runs, at_a_time(run, worlds), seed):
-        yield overhear(run, data, worlds, share, noise)
 
 
 def concerned(run: Run, worlds: Worlds) -> list[int]:

@@ -35,7 +35,7 @@ Measure = Callable[[Losses], FloatArray]
 
 
 @dataclass(frozen=True, slots=True)
-class Telling:
+class _Telling:
     """The swap, of those tried, that something heard tells apart best.
 
     Attributes:
@@ -130,7 +130,7 @@ def search(
     first: LearnerData,
     tried: Sequence[Swap],
     measure: Measure,
-) -> Telling:
+) -> _Telling:
     """The swap that a transcript tells apart best.
 
     Args:
@@ -142,7 +142,7 @@ def search(
         measure: by which they are compared.
     """
     together = max(1, BYTES // (8 * run.algorithm.dim * transcript.replicas))
-    best: Telling | None = None
+    best: _Telling | None = None
     for start in range(0, len(tried), together):
         some = tried[start : start + together]
         losses = told(run, transcript, holders, [first, *(second for second, _ in some)])
@@ -150,7 +150,7 @@ def search(
         k = int(scores.argmax())
         if best is None or scores[k] > best.score:
             alone = Losses(losses.realised[:, k : k + 1], losses.largest[:, k : k + 1])
-            best = Telling(some[k], float(scores[k]), alone)
+            best = _Telling(some[k], float(scores[k]), alone)
     assert best is not None  # noqa: S101 - at least one is tried
     return best
 
@@ -193,7 +193,7 @@ def worst(
 
 def most_telling(
     run: Run, transcript: Transcript, data: PlacedData, learner: int, *, every_use: bool = False
-) -> Telling | None:
+) -> _Telling | None:
     """The swap of a learner's first record, of `swaps`, whose loss could have been largest; None: there is none.
 
     Args:

@@ -60,7 +60,7 @@ def features(items: Iterable[Item]) -> Features:
     return Features(tuple(layout), np.array(numbers, dtype=np.float64))
 
 
-def table(runs: Sequence[Features]) -> FloatArray:
+def _table(runs: Sequence[Features]) -> FloatArray:
     """`(runs, features)`: things of the same kind below each other; -1 where a run had fewer.
 
     Kinds that most runs have come first; what does not fit into `COLUMNS` is left out.
@@ -85,7 +85,7 @@ def table(runs: Sequence[Features]) -> FloatArray:
 
 def tables(runs: Sequence[Mapping[str, Features]]) -> dict[str, FloatArray]:
     """Every view of all runs."""
-    return {name: table([run[name] for run in runs]) for name in runs[0]}
+    return {name: _table([run[name] for run in runs]) for name in runs[0]}
 
 
 def views(runs: Sequence[Conversation]) -> dict[str, FloatArray]:
@@ -116,7 +116,7 @@ def decoded(runs: Sequence[Conversation]) -> dict[str, FloatArray]:
     """
     found: dict[str, list[list[FloatArray]]] = {}
     for k, run in enumerate(runs):
-        for field, values in fields(run):
+        for field, values in _fields(run):
             mine = found.setdefault(field, [[] for _ in runs])[k]
             if len(mine) < REPEATED:
                 mine.append(values)
@@ -124,7 +124,7 @@ def decoded(runs: Sequence[Conversation]) -> dict[str, FloatArray]:
     return {names[field]: _dense(said) for field, said in found.items()}
 
 
-def fields(run: Conversation) -> Iterator[tuple[str, FloatArray]]:
+def _fields(run: Conversation) -> Iterator[tuple[str, FloatArray]]:
     """Everything that was decoded in a run: `FIELD in METHOD DIRECTION`, and the numbers."""
     for each in run.messages:
         if each.decoded is not None:
@@ -152,7 +152,7 @@ def _dense(said: Sequence[Sequence[FloatArray]]) -> FloatArray:
 # ---- the channel -----------------------------------------------------------------------------------------------------
 
 
-def bits(text: str) -> list[float]:
+def _bits(text: str) -> list[float]:
     """A text as eight numbers that tell it from most others."""
     bucket = blake2b(text.encode(errors="replace"), digest_size=1).digest()[0]
     return [float(bucket >> k & 1) for k in range(8)]
@@ -186,20 +186,20 @@ def _counts(run: Conversation) -> Iterator[Item]:
 
 def _order(run: Conversation) -> Iterator[Item]:
     """Of either direction by itself: which of two directions is first is a matter of time."""
-    return (((each.whose, each.direction), bits(f"{each.stream} {each.kind} {each.method}")) for each in run.near)
+    return (((each.whose, each.direction), _bits(f"{each.stream} {each.kind} {each.method}")) for each in run.near)
 
 
 def _metadata(run: Conversation) -> Iterator[Item]:
     for each in run.near:
         for key, value in each.entries:
-            yield (each.kind, each.place, key), (len(value), _parsed(value), *bits(value))
+            yield (each.kind, each.place, key), (len(value), _parsed(value), *_bits(value))
 
 
 def _status(run: Conversation) -> Iterator[Item]:
     for each in run.near:
         if each.kind == "trailers":
             code, text = each.status
-            yield each.method, (len(text), *bits(code), *bits(text))
+            yield each.method, (len(text), *_bits(code), *_bits(text))
 
 
 def _bytes(run: Conversation) -> Iterator[Item]:

@@ -58,27 +58,6 @@ EXACT = "nothing: without output noise the promise is that of an exact solver"
 HIDDEN = "the lattice of the noise"
 
 
-def step_loss(node: Node, step: Perturbation, count: float, replaced: int, shift: float) -> float:
-    """What the message of an iteration costs.
-
-    Args:
-        node: whose, with single numbers.
-        step: the iteration.
-        count: B, records so far.
-        replaced: how many of them differ.
-        shift: how far the clean minimiser moves (PVP).
-    """
-    if replaced == 0:
-        return 0.0
-    if step.perturbed == "nothing":
-        return math.inf
-    if step.perturbed == "minimiser":
-        return float(step.rate * shift)
-    stiffness = node.stiffness + step.extra_ridge
-    once = 2.0 * node.lipschitz * step.rate + np.log1p(node.curvature * node.weight(count) / stiffness)
-    return float(replaced * once + output_loss(node, float(stiffness)))
-
-
 def output_loss(node: Node, stiffness: float) -> float:
     """What the solver's error costs behind the output noise: `2 (sqrt(n) tau/m + n g)/s`; 0 without (an exact solver)."""
     if node.output_noise == 0.0:
@@ -105,9 +84,16 @@ class AdmmAccountant(FirstRecord):
 
     def next_loss(self) -> float:
         """Of the message of the current round: 0 before the first record that differs was learned."""
-        step = self.step
-        shift = self._moved(step)
-        return step_loss(self._node, step, float(self._seen), self._replaced, float(shift))
+        node, step = self._node, self.step
+        if self._replaced == 0:
+            return 0.0
+        if step.perturbed == "nothing":
+            return math.inf
+        if step.perturbed == "minimiser":
+            return float(step.rate * float(self._moved(step)))
+        stiffness = node.stiffness + step.extra_ridge
+        once = 2.0 * node.lipschitz * step.rate + np.log1p(node.curvature * node.weight(float(self._seen)) / stiffness)
+        return float(self._replaced * once + output_loss(node, float(stiffness)))
 
     @property
     def step(self) -> Perturbation:
@@ -117,9 +103,8 @@ class AdmmAccountant(FirstRecord):
 
     def advance(self, records: int, replaced: int | None = None) -> None:
         step = self.step
-        shift = self._moved(step)
+        self._shift, self._calibrated = self._moved(step), step.sensitivity
         self._replaced += self.differ(records, replaced)
-        self._shift, self._calibrated = shift, step.sensitivity
         self._round += 1
 
     def paper(self, rounds: int) -> FloatArray:

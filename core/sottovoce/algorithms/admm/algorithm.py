@@ -158,7 +158,7 @@ class Admm:
         linear = 2.0 * state.dual - node.penalty * (node.degree * own + state.around)
         stiffness = node.stiffness + step.extra_ridge
         if step.perturbed != "nothing":
-            linear = cut(linear, longest(node, stiffness))
+            linear = cut(linear, _longest(node, stiffness))
         problem = LocalProblem(
             loss=self.loss,
             records=state.history.records or Batch.empty(self.dim),
@@ -171,7 +171,7 @@ class Admm:
         return step, problem
 
 
-def longest(node: Node, stiffness: Scalars) -> Scalars:
+def _longest(node: Node, stiffness: Scalars) -> Scalars:
     """The norm of `linear` up to which float64 resolves the tolerance.
 
     A minimiser of norm F has `stiffness F <= linear + C ell`, and the terms of its gradient sum to at most

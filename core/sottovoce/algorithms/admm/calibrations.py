@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 
@@ -82,24 +82,7 @@ class Perturbation:
     sensitivity: Scalars = 0.0
 
 
-class Calibration(Protocol):
-    """From public numbers to the noise of an iteration."""
-
-    @property
-    def mode(self) -> str:
-        """Its name in a guarantee."""
-        ...
-
-    def step(self, node: Node, count: Scalars, carried_in: Scalars, last: bool) -> Perturbation:
-        """The next iteration.
-
-        Args:
-            node: whose.
-            count: B, records so far.
-            carried_in: `Perturbation.sensitivity` of the iteration before.
-            last: is it the last one of the run?
-        """
-        ...
+# ---- calibrations: from public numbers to the noise of an iteration --------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +90,17 @@ class Unperturbed:
     """ADMM as it is."""
 
     mode: str = "none"
+    """The name of a calibration in a guarantee."""
 
     def step(self, node: Node, count: Scalars, carried_in: Scalars, last: bool) -> Perturbation:
+        """The next iteration of a node, with so many records so far.
+
+        Args:
+            node: whose.
+            count: B.
+            carried_in: `Perturbation.sensitivity` of the iteration before.
+            last: is it the last one of the run?
+        """
         return Perturbation("nothing")
 
 
@@ -174,6 +166,9 @@ class Minimiser:
         printed = alpha * node.ridge / (2.0 * node.lipschitz * node.weight(count))
         rate = np.where(delta > 0.0, tight if self.scale == "tight" else printed, np.inf)[()]
         return Perturbation("minimiser", rate, carried=s, sensitivity=delta)
+
+
+Calibration = Unperturbed | Objective | Minimiser
 
 
 def moved(node: Node, count: Scalars, s: float, before: Scalars, replaced: Scalars) -> Scalars:

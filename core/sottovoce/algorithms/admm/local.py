@@ -72,7 +72,7 @@ class LocalProblem:
         """Where the gradient's norm is at most the tolerance: Newton steps from `start`, each row by itself.
 
         A step is accepted if it halves the shortest gradient so far, as all do when the end is near, or if it ends where the
-        objective still falls along it, but at most half as steeply as at its beginning: that brings the objective nearer to
+        objective still falls _along it, but at most half as steeply as at its beginning: that brings the objective nearer to
         its minimum by a constant factor. So the end is reached whatever the records are.
         """
         point, (gradient, enough) = start, self.gradient(start)
@@ -95,13 +95,13 @@ class LocalProblem:
         shortest: FloatArray,
     ) -> tuple[FloatArray, FloatArray, FloatArray]:
         """The next point, with its gradient and tolerance: a length by bisection, or a gradient step if there is none."""
-        steepness, length = along(gradient, newton), unfinished.astype(np.float64)
+        steepness, length = _along(gradient, newton), unfinished.astype(np.float64)
         low, high = np.zeros_like(length), np.full_like(length, np.inf)
         wrong = unfinished
         for _ in range(TRIALS):
             trial = point - length * newton
             after, enough = self.gradient(trial)
-            left = along(after, newton)
+            left = _along(after, newton)
             wrong = unfinished & (norm(after) > shortest / 2.0) & ((left < 0.0) | (left > steepness / 2.0))
             if not wrong.any():
                 return trial, after, enough
@@ -118,7 +118,7 @@ class LocalProblem:
 
 
 def norm(vectors: FloatArray) -> FloatArray:
-    """l2 norms `(..., 1)` along the last axis."""
+    """l2 norms `(..., 1)` _along the last axis."""
     norms: FloatArray = np.linalg.norm(vectors, axis=-1, keepdims=True)
     return norms
 
@@ -128,7 +128,7 @@ def cut(vectors: FloatArray, longest: Scalars) -> FloatArray:
     return vectors * (longest / np.maximum(norm(vectors), np.maximum(longest, np.finfo(float).tiny)))
 
 
-def along(vectors: FloatArray, others: FloatArray) -> FloatArray:
-    """Inner products `(..., 1)` along the last axis."""
+def _along(vectors: FloatArray, others: FloatArray) -> FloatArray:
+    """Inner products `(..., 1)` _along the last axis."""
     products: FloatArray = np.vecdot(vectors, others)[..., None]
     return products

@@ -54,11 +54,6 @@ class DualSensitivity:
     carry: FloatArray
     later: float
 
-    @property
-    def swing(self) -> float:
-        """`2 k B`: l2 change of the dual vector right after a replaced loss."""
-        return 2.0 * self.factor * self.gradient_bound
-
     def step(self, t: int, difference: float, replaced: bool) -> float:
         """`D_{t+1}` from `D_t`."""
         moved = min(self.diameter, float(self.carry[t]) * difference)
@@ -66,12 +61,6 @@ class DualSensitivity:
         if not replaced:
             data = min(data, self.smoothness * moved) if moved else 0.0
         return self.factor * (data + self.ridge * moved)
-
-
-def never_growing(carry: FloatArray) -> FloatArray:
-    """Each entry replaced by the largest from there on."""
-    envelope: FloatArray = np.maximum.accumulate(carry[::-1])[::-1]
-    return envelope
 
 
 class DualAveragingAccountant(FirstRecord):

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from sottovoce.algorithms.dual_averaging.accounting import DualAveragingAccountant, DualSensitivity, never_growing
+from sottovoce.algorithms.dual_averaging.accounting import DualAveragingAccountant, DualSensitivity
 from sottovoce.algorithms.interface import Heard, Message, Who
 from sottovoce.arrays import Batch, FloatArray
 from sottovoce.decision_sets import Box, DecisionSet
@@ -190,7 +190,9 @@ class DualAveraging:
         """What moves one learner's messages."""
         block = int(self.owned[learner].sum())
         alpha = np.array([self._step_size(t) for t in range(self.rounds)])
-        carry = np.zeros(self.rounds) if self.noised else never_growing(alpha / self.push_weights[:, learner])
+        # Each entry replaced by the largest from there on.
+        growing = np.maximum.accumulate((alpha / self.push_weights[:, learner])[::-1])[::-1]
+        carry = np.zeros(self.rounds) if self.noised else growing
         beyond = math.inf if self.push else self._step_size(self.rounds)  # w is not known beyond the planned rounds
         return DualSensitivity(
             block=block,

@@ -41,13 +41,6 @@ def check_numbers(step: float, sigma: float | None, epsilon: float | None, clip:
     require(clip is None or 0 < clip < math.inf, "CLIP", f"clip must be positive and finite, got {clip}")
 
 
-def check_sure_bound(bound: float, noisy: bool) -> None:
-    """CLIP: noise promises nothing about gradients that may be of any size."""
-    text = "noise needs a sure bound on the gradient of a round"
-    got = f"got gradient_bound={bound}, a finite one with clip, or with batch: mean and a loss of bounded gradients"
-    require(not noisy or bound < math.inf, "CLIP", f"{text}: set clip, {got}")
-
-
 def check_network(network: Network, rounds: int, kind: Stochastic, *, rows_suffice: bool) -> Iterator[Caveat]:
     """W_SHAPE, W_NEGATIVE, SELF_WEIGHT, DOUBLY_STOCHASTIC or COLUMN_STOCHASTIC; reports ROW_STOCHASTIC, CONNECTIVITY.
 

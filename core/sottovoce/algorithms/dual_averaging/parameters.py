@@ -14,7 +14,6 @@ from sottovoce.algorithms.dual_averaging.conditions import (
     Stochastic,
     check_network,
     check_numbers,
-    check_sure_bound,
     method_findings,
 )
 from sottovoce.algorithms.parameters import AlgorithmSpec
@@ -51,13 +50,13 @@ class _DualAveragingSpec(AlgorithmSpec):
         return self.model_copy(update={"sigma": (1.0 if self.sigma is None else self.sigma) * factors[0]})
 
     def _build(
-        self, setting: Setting, name: str, owned: Mask, noisy: Mask, shared: bool, kind: Stochastic, allow_rows: bool
+        self, setting: Setting, owned: Mask, noisy: Mask, shared: bool, kind: Stochastic, allow_rows: bool
     ) -> tuple[DualAveraging, tuple[Caveat, ...]]:
         check_numbers(self.step, self.sigma, self.epsilon, self.clip)
         network, rounds, push = setting.network, setting.rounds, kind == "columns"
         findings = [*check_network(network, rounds, kind, rows_suffice=allow_rows)]
         unscaled = DualAveraging(
-            name=name,
+            name=self.name,
             dim=setting.dim,
             rounds=rounds,
             step=self.step,
@@ -69,11 +68,14 @@ class _DualAveragingSpec(AlgorithmSpec):
             shared=shared,
             owned=owned,
             noisy=noisy,
-            push_weights=push_weights(network, rounds) if push else np.ones((1, setting.n_learners)),
+            push_weights=_push_weights(network, rounds) if push else np.ones((1, setting.n_learners)),
             loss=setting.loss,
             decision_set=setting.decision_set,
         )
-        check_sure_bound(unscaled.gradient_bound, noisy=unscaled.sigma > 0)
+        bound = unscaled.gradient_bound
+        text = "noise needs a sure bound on the gradient of a round: set clip"
+        got = f"got gradient_bound={bound}, a finite one with clip, or with batch: mean and a loss of bounded gradients"
+        require(unscaled.sigma == 0 or bound < math.inf, "CLIP", f"{text}, {got}")
         algorithm = unscaled
         if self.epsilon is not None:
             # Losses of all learners add up where they hold the same loss; elsewhere they are all alike up to w.
@@ -93,13 +95,13 @@ class _BlocksSpec(_DualAveragingSpec):
     """Other blocks of a message are sums of earlier messages: noise there protects nothing. `all`: the paper."""
 
     def _build_blocks(
-        self, setting: Setting, name: str, kind: Stochastic, allow_rows: bool
+        self, setting: Setting, kind: Stochastic, allow_rows: bool
     ) -> tuple[DualAveraging, tuple[Caveat, ...]]:
         n, dim = setting.n_learners, setting.dim
         require(dim >= n, "BLOCKS", f"every learner needs a coordinate of its own, got {dim} for {n} learners")
         owned = blocks(dim, n)
         noisy = owned if self.noise_on == "own_block" else np.ones_like(owned)
-        return self._build(setting, name, owned, noisy, True, kind, allow_rows)
+        return self._build(setting, owned, noisy, True, kind, allow_rows)
 
 
 class DpsdaCSpec(_BlocksSpec):
@@ -111,7 +113,7 @@ class DpsdaCSpec(_BlocksSpec):
 
     def build(self, setting: Setting) -> tuple[DualAveraging, tuple[Caveat, ...]]:
         allowed = self.allow_row_stochastic and isinstance(setting.decision_set, Box)
-        return self._build_blocks(setting, self.name, "doubly", allowed)
+        return self._build_blocks(setting, "doubly", allowed)
 
 
 class DpsdaPsSpec(_BlocksSpec):
@@ -120,7 +122,7 @@ class DpsdaPsSpec(_BlocksSpec):
     name: Literal["dpsda-ps"]
 
     def build(self, setting: Setting) -> tuple[DualAveraging, tuple[Caveat, ...]]:
-        return self._build_blocks(setting, self.name, "columns", False)
+        return self._build_blocks(setting, "columns", False)
 
 
 class DpcdaSpec(_DualAveragingSpec):
@@ -132,7 +134,7 @@ class DpcdaSpec(_DualAveragingSpec):
         n = setting.n_learners
         require(n == 1, "ONE_LEARNER", f"dpcda is for one learner, got {n}; dpsda-c is the same for several")
         everything = np.ones((1, setting.dim), dtype=bool)
-        return self._build(setting, self.name, everything, everything, True, "doubly", False)
+        return self._build(setting, everything, everything, True, "doubly", False)
 
 
 class DppsSpec(_DualAveragingSpec):
@@ -143,7 +145,7 @@ class DppsSpec(_DualAveragingSpec):
 
     def build(self, setting: Setting) -> tuple[DualAveraging, tuple[Caveat, ...]]:
         everything = np.ones((setting.n_learners, setting.dim), dtype=bool)
-        return self._build(setting, self.name, everything, everything, False, "columns", False)
+        return self._build(setting, everything, everything, False, "columns", False)
 
 
 def blocks(dim: int, n_learners: int) -> Mask:
@@ -154,7 +156,7 @@ def blocks(dim: int, n_learners: int) -> Mask:
     return mask
 
 
-def push_weights(network: Network, rounds: int) -> FloatArray:
+def _push_weights(network: Network, rounds: int) -> FloatArray:
     """`(rounds, learners)`: `w_t` of push-sum, which depends on the network alone."""
     weights = np.ones((rounds, network.n_learners))
     for t in range(rounds - 1):

@@ -111,23 +111,17 @@ def plan_blocks(rounds: int, length: int, steps: int, delay: int, advice: int) -
     Raises:
         CheckFailed: BLOCK_LENGTH or GOSSIP_STEPS.
     """
+    enough = f"rounds of at least {2 * length + 1}"
+    hint = f"set {enough}, or block_length to {advice}" if 2 * advice < rounds else f"set {enough}, or a shorter block"
     if not 1 <= length <= rounds:
-        text = f"block_length must be in 1..horizon={rounds}, got {length}"
-        raise CheckFailed("BLOCK_LENGTH", f"{text}; {_shorter(rounds, length, advice)}")
+        raise CheckFailed("BLOCK_LENGTH", f"block_length must be in 1..horizon={rounds}, got {length}; {hint}")
     if 2 * length >= rounds:
-        text = (
-            f"block_length must be below half the horizon ({rounds} rounds), else no decision ever moves, got {length}"
-        )
-        raise CheckFailed("BLOCK_LENGTH", f"{text}; {_shorter(rounds, length, advice)}")
+        text = f"block_length must be below half the horizon ({rounds} rounds), else no decision ever moves"
+        raise CheckFailed("BLOCK_LENGTH", f"{text}, got {length}; {hint}")
     if steps > length:
         text = f"gossip_steps must not exceed block_length={length}, got {steps}"
         raise CheckFailed("GOSSIP_STEPS", f"{text}; raise block_length or lower gossip_steps")
     return Blocks(rounds, length, steps, max(math.ceil(rounds / length) - delay, 0))
-
-
-def _shorter(rounds: int, length: int, advice: int) -> str:
-    enough = f"rounds of at least {2 * length + 1}"
-    return f"set {enough}, or block_length to {advice}" if 2 * advice < rounds else f"set {enough}, or a shorter block"
 
 
 def prefix_error(scale: float, dim: int, blocks: Blocks, gossip: Gossip, momentum: float, *, before: bool) -> float:

@@ -116,14 +116,3 @@ def gossip_of(network: FixedNetwork, lazy: Lazy) -> Gossip:
         text = "sigma_2 of the mixing matrix must be below 1, else learners never agree"
         raise CheckFailed("P_DISCONNECTED", f"{text}, got {sigma_2:g}; connect the graph, or set lazy to true")
     return Gossip(matrix, share, sigma_2, float(eigenvalues[0]))
-
-
-def require_semidefinite(gossip: Gossip) -> None:
-    """What accelerated gossip asks of P.
-
-    Raises:
-        CheckFailed: P_EIGENVALUE.
-    """
-    if gossip.smallest < -ROUNDING:
-        text = "mixing matrix has a negative eigenvalue: use (I+P)/2, that is, set lazy to true or auto"
-        raise CheckFailed("P_EIGENVALUE", f"{text}, got {gossip.smallest:g}")

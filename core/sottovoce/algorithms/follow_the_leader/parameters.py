@@ -18,7 +18,7 @@ from sottovoce.algorithms.follow_the_leader.conditions import (
     problem_of,
     require_bound,
 )
-from sottovoce.algorithms.follow_the_leader.gossip import Gossip, Lazy, gossip_of, require_semidefinite
+from sottovoce.algorithms.follow_the_leader.gossip import ROUNDING, Gossip, Lazy, gossip_of
 from sottovoce.algorithms.parameters import AlgorithmSpec
 from sottovoce.algorithms.per_learner import PerLearner, divided, times
 from sottovoce.algorithms.setting import Caveat, Setting
@@ -30,7 +30,7 @@ Placement = Literal["before_gossip", "after_gossip"]
 Rule = Literal["tight", "paper"]
 
 
-class BlockSpec(AlgorithmSpec):
+class _BlockSpec(AlgorithmSpec):
     """The parameters that PD-FTGL and PD-OCG share. What is left out follows the theory, see `conditions`."""
 
     delay: ClassVar[int] = 2
@@ -61,7 +61,9 @@ class BlockSpec(AlgorithmSpec):
 
     def build(self, setting: Setting) -> tuple[PdFtgl, tuple[Caveat, ...]]:
         gossip = gossip_of(setting.fixed_network, self.lazy)
-        require_semidefinite(gossip)
+        if gossip.smallest < -ROUNDING:  # accelerated gossip has no bound then
+            text = "mixing matrix has a negative eigenvalue: use (I+P)/2, that is, set lazy to true or auto"
+            raise CheckFailed("P_EIGENVALUE", f"{text}, got {gossip.smallest:g}")
         problem, sharp = problem_of(setting), gossip.sharp_steps(setting.rounds)
         length = self.block_length or self._default_length(problem, gossip)
         steps = self.gossip_steps or self._default_steps(length, sharp)
@@ -91,7 +93,7 @@ class BlockSpec(AlgorithmSpec):
         paper_scale = self.scale_rule == "paper" and self.epsilon is not None
         return algorithm, tuple(findings(blocks, gossip, sensitivity, exposed=not before, paper_scale=paper_scale))
 
-    def noisier(self, factors: tuple[float, ...]) -> BlockSpec:
+    def noisier(self, factors: tuple[float, ...]) -> _BlockSpec:
         if self.noise_scale == 0 or self.epsilon == math.inf:
             raise SpecError("algorithm.noise_scale must be above 0, or algorithm.epsilon finite, to be scaled")
         if self.epsilon is not None:
@@ -146,13 +148,13 @@ class BlockSpec(AlgorithmSpec):
         return tuple(sensitivity.scale(target, blocks.leaves, float(across), trees) for target in targets)
 
 
-class PdFtglSpec(BlockSpec):
+class PdFtglSpec(_BlockSpec):
     """PD-FTGL (Wang et al. 2025, Algorithm 1), by default with its noise where it protects the wire."""
 
     name: Literal["pd-ftgl"]
 
 
-class PdOcgSpec(BlockSpec):
+class PdOcgSpec(_BlockSpec):
     """PD-OCG (Wang et al. 2025, Algorithm 3): projection-free."""
 
     name: Literal["pd-ocg"]

@@ -2,7 +2,6 @@
 
 parameters  the published methods, as choices of parts; how a run is made of them
 choices     step sizes and noises that a spec may choose
-schedules   a number for every round, which those make
 conditions  what is refused, and what is only reported
 algorithm   the state machine of all of them
 dpsr        the one that rescales its steps

@@ -31,7 +31,6 @@ from typing import Literal
 
 import numpy as np
 
-from sottovoce.algorithms.gradient_descent.schedules import Schedule
 from sottovoce.arrays import FloatArray, IntArray
 from sottovoce.noise import grid
 from sottovoce.privacy.accountant import Accountant, require_part
@@ -40,6 +39,9 @@ from sottovoce.privacy.regularity import Regularity
 
 Adjacency = Literal["record", "learner"]
 """Worlds differ in one record of a learner, or in all of them (a whole fixed objective)."""
+
+Schedule = Callable[[int], float]
+"""A positive number for every round t, counted from 0: a step size or a noise scale. Public, fixed before the first round."""
 
 FRONTIER = 512
 """Records that the accountant follows at most; see `DescentAccountant`."""
@@ -133,14 +135,14 @@ class DescentAccountant(Accountant):
         # The record that is furthest apart stays so, because the recursion is increasing; beside it the newest.
         share = np.ones(2) if self.event is Event.LEARNER else np.array([0.0, 1.0])
         for t in range(rounds):
-            scale, sensitivity = update.noise.at(t), math.sqrt(update.dim) * float(parted[0])
+            scale, sensitivity = update.noise(t), math.sqrt(update.dim) * float(parted[0])
             messages[t] = sensitivity / scale if scale else math.inf if sensitivity else 0.0
             parted[0] = self._step(t, parted, share).max()
         return np.cumsum(messages)
 
     def _losses(self, t: int, parted: FloatArray) -> FloatArray:
         """What message t tells about records whose worlds are `parted` by D_t."""
-        dim, scale = self._update.dim, self._update.noise.at(t)
+        dim, scale = self._update.dim, self._update.noise(t)
         if scale == 0.0:
             return np.where(parted > 0.0, math.inf, 0.0)
         losses: FloatArray = parted * (math.sqrt(dim) / scale)
@@ -150,7 +152,7 @@ class DescentAccountant(Accountant):
     def _step(self, t: int, parted: FloatArray, share: float | FloatArray) -> FloatArray:
         """`D_{t+1}` from `D_t`, with the share `m_t/n_t` of the round's records replaced."""
         c, update = self._known, self._update
-        step, own = update.step.at(t), update.own_weight(t)
+        step, own = update.step(t), update.own_weight(t)
         base, s = (abs(own) * parted, 1.0) if update.at_mix else (parted, own)
         s -= step * c.ridge
         # C may be infinite, and so may L and G.

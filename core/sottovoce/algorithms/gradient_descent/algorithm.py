@@ -24,8 +24,7 @@ from typing import Literal
 
 import numpy as np
 
-from sottovoce.algorithms.gradient_descent.accounting import Adjacency, DescentAccountant, LearnerUpdate
-from sottovoce.algorithms.gradient_descent.schedules import Schedule
+from sottovoce.algorithms.gradient_descent.accounting import Adjacency, DescentAccountant, LearnerUpdate, Schedule
 from sottovoce.algorithms.interface import Heard, Message, Who
 from sottovoce.arrays import Batch, FloatArray, Scalars
 from sottovoce.decision_sets import DecisionSet
@@ -109,7 +108,7 @@ class GossipDescent:
         return lattice_of("y", self.noise_scale(learner, t))
 
     def noise_scale(self, learner: int, t: int) -> float:
-        return self.noise[learner].at(t)
+        return self.noise[learner](t)
 
     def accountant(self, learner: int) -> DescentAccountant:
         own_weight = self._clean_weight(learner)
@@ -140,7 +139,7 @@ class GossipDescent:
 def picked(who: Who, schedules: tuple[Schedule, ...], t: int) -> Scalars:
     """The numbers of round t that belong to a state, ready to broadcast."""
     if isinstance(who.learner, int):
-        return schedules[who.learner].at(t)
+        return schedules[who.learner](t)
     if schedules.count(schedules[0]) == len(schedules):
-        return schedules[0].at(t)
-    return who.pick(tuple([schedule.at(t) for schedule in schedules]))
+        return schedules[0](t)
+    return who.pick(tuple([schedule(t) for schedule in schedules]))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Annotated, Literal, Self
 
 from pydantic import Field
 
+from sottovoce.algorithms.gradient_descent.accounting import Schedule
 from sottovoce.algorithms.gradient_descent.conditions import require_change
-from sottovoce.algorithms.gradient_descent.schedules import Following, Geometric, Harmonic, Power, Schedule
 from sottovoce.algorithms.per_learner import PerLearner, divided, times
 from sottovoce.algorithms.setting import Setting
 from sottovoce.errors import SpecError, require
@@ -32,7 +33,7 @@ class PowerStep(Section):
         bound = known.clip_norm + known.ridge * radius
         text = "a step without a scale is R/G, which needs a finite bound G on gradients: set step.scale or clip_norm"
         require(self.scale is not None or 0 < bound < math.inf, "STEP_SCALE", f"{text}, got G={bound}")
-        return Power(self.scale or radius / bound, -self.exponent)
+        return partial(_power, self.scale or radius / bound, -self.exponent)
 
 
 class GeometricStep(Section):
@@ -43,7 +44,7 @@ class GeometricStep(Section):
     ratio: Annotated[float, Field(gt=0, lt=1)]
 
     def schedule(self, setting: Setting, known: Regularity) -> Schedule:
-        return Geometric(self.scale, self.ratio)
+        return partial(_geometric, self.scale, self.ratio)
 
 
 class HarmonicStep(Section):
@@ -58,7 +59,7 @@ class HarmonicStep(Section):
     def schedule(self, setting: Setting, known: Regularity) -> Schedule:
         mu = self.mu or known.ridge
         require(mu > 0, "STEP_MU", f"a harmonic step needs mu, or a loss with a positive ridge, got ridge={mu}")
-        return Harmonic(self.scale / mu, self.shift)
+        return partial(_harmonic, self.scale / mu, self.shift)
 
 
 StepSize = Annotated[PowerStep | GeometricStep | HarmonicStep, Field(discriminator="kind")]
@@ -73,7 +74,7 @@ class ZeroNoise(Section):
     kind: Literal["none"] = "none"
 
     def schedules(self, setting: Setting, known: Regularity, steps: tuple[Schedule, ...]) -> tuple[Schedule, ...]:
-        return (Power(0.0, 0.0),) * setting.n_learners
+        return (partial(_power, 0.0, 0.0),) * setting.n_learners
 
     def louder(self, factors: tuple[float, ...]) -> ZeroNoise:
         raise SpecError("algorithm.noise.kind must be power, geometric, harmonic or calibrated to be scaled, got none")
@@ -91,7 +92,7 @@ class PowerNoise(Section):
         for value in growth:
             require(-1 <= value <= 1, "VARSIGMA_RANGE", f"varsigma must lie in [-1, 1], got {value}")
         sizes = _sizes(setting, self.sigma, "sigma")
-        return tuple(Power(size / math.sqrt(2.0), value) for size, value in zip(sizes, growth, strict=True))
+        return tuple(partial(_power, size / math.sqrt(2.0), value) for size, value in zip(sizes, growth, strict=True))
 
     def louder(self, factors: tuple[float, ...]) -> PowerNoise:
         return self.model_copy(update={"sigma": times(self.sigma, factors)})
@@ -113,7 +114,7 @@ class GeometricNoise(_ScaledNoise):
     ratio: Annotated[float, Field(gt=0, lt=1)]
 
     def schedules(self, setting: Setting, known: Regularity, steps: tuple[Schedule, ...]) -> tuple[Schedule, ...]:
-        return tuple(Geometric(scale, self.ratio) for scale in _sizes(setting, self.scale, "scale"))
+        return tuple(partial(_geometric, scale, self.ratio) for scale in _sizes(setting, self.scale, "scale"))
 
 
 class HarmonicNoise(_ScaledNoise):
@@ -122,7 +123,7 @@ class HarmonicNoise(_ScaledNoise):
     kind: Literal["harmonic"] = "harmonic"
 
     def schedules(self, setting: Setting, known: Regularity, steps: tuple[Schedule, ...]) -> tuple[Schedule, ...]:
-        return tuple(Harmonic(scale, 1.0) for scale in _sizes(setting, self.scale, "scale"))
+        return tuple(partial(_harmonic, scale, 1.0) for scale in _sizes(setting, self.scale, "scale"))
 
 
 class CalibratedNoise(Section):
@@ -138,7 +139,7 @@ class CalibratedNoise(Section):
     def schedules(self, setting: Setting, known: Regularity, steps: tuple[Schedule, ...]) -> tuple[Schedule, ...]:
         require_change(known.change)
         factors = [self._factor(each, setting, known.change) for each in _sizes(setting, self.epsilon, "epsilon")]
-        return tuple(Following(step, factor) for step, factor in zip(steps, factors, strict=True))
+        return tuple(partial(_following, step, factor) for step, factor in zip(steps, factors, strict=True))
 
     def _factor(self, epsilon: float, setting: Setting, change: float) -> float:
         """`sqrt(n) C / epsilon`, less what the lattice costs."""
@@ -164,3 +165,23 @@ def _sizes(setting: Setting, value: PerLearner, field: str) -> tuple[float, ...]
     for size in sizes:
         require(0 <= size < math.inf, "SIGMA", f"noise.{field} must be finite and at least 0, got {size}")
     return sizes
+
+
+# ---- by round: module functions, so that a run can be pickled --------------------------------------------------------
+
+
+def _power(first: float, exponent: float, t: int) -> float:
+    return first * math.pow(t + 1.0, exponent)
+
+
+def _geometric(first: float, ratio: float, t: int) -> float:
+    return first * math.pow(ratio, t)
+
+
+def _harmonic(factor: float, shift: float, t: int) -> float:
+    return factor / (t + shift)
+
+
+def _following(step: Schedule, factor: float, t: int) -> float:
+    """In proportion to the step that made the message of the round; the first message, made by none, as the second."""
+    return factor * step(max(t - 1, 0))

@@ -46,11 +46,11 @@ def checked(algorithm: GossipDescent, setting: Setting, *, doubly_stochastic: bo
         CheckFailed: NOISE_SOME, NOISE_SCALE, GRAD_CHANGE or ROW_SUM.
     """
     last = algorithm.rounds - 1
-    smallest = [min(noise.at(0), noise.at(last)) for noise in algorithm.noise]
+    smallest = [min(noise(0), noise(last)) for noise in algorithm.noise]
     noisy = max(smallest) > 0
     text = "either every learner's noise scale is positive in every round, or all are 0"
     require(not noisy or min(smallest) > 0, "NOISE_SOME", f"{text}, got smallest scales {smallest}")
-    all_noise = [noise.at(0) for noise in algorithm.noise]
+    all_noise = [noise(0) for noise in algorithm.noise]
     text = f"the noise scale must stay above {SMALLEST_SCALE:.0e} in all rounds, got {min(smallest):.3g}"
     require(max(all_noise) == 0 or min(smallest) > SMALLEST_SCALE, "NOISE_SCALE", text)
     if noisy:
@@ -83,11 +83,9 @@ def _weight_findings(setting: Setting, doubly_stochastic: bool) -> Iterator[Cave
 def _noise_findings(algorithm: GossipDescent, smallest: float) -> Iterator[Caveat]:
     """NOISE_FADES, NOISE_RESOLUTION."""
     last, step, noise = algorithm.rounds - 1, algorithm.step[0], algorithm.noise[0]
-    if last > 1 and step.at(last - 1) / noise.at(last) > step.at(0) / noise.at(1) * (1 + ROUNDING):
+    if last > 1 and step(last - 1) / noise(last) > step(0) / noise(1) * (1 + ROUNDING):
         text = "the noise fades faster than the steps: later records cost more, without a bound for ever longer runs"
-        yield Caveat(
-            "NOISE_FADES", f"{text}, got step/noise {step.at(last - 1) / noise.at(last):.3g} in the last round"
-        )
+        yield Caveat("NOISE_FADES", f"{text}, got step/noise {step(last - 1) / noise(last):.3g} in the last round")
     radius = algorithm.decision_set.largest_norm(algorithm.dim)
     if smallest < RESOLUTION * radius:
         text = (

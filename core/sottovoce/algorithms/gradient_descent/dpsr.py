@@ -17,9 +17,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from sottovoce.algorithms.gradient_descent.accounting import DescentAccountant
+from sottovoce.algorithms.gradient_descent.accounting import DescentAccountant, Schedule
 from sottovoce.algorithms.gradient_descent.algorithm import GossipDescent, State, picked
-from sottovoce.algorithms.gradient_descent.schedules import Schedule
 from sottovoce.algorithms.interface import Heard, Message, Who
 from sottovoce.arrays import Batch, FloatArray
 from sottovoce.noise import Noise
@@ -27,7 +26,7 @@ from sottovoce.noise.mechanisms import certain_density
 
 
 @dataclass(frozen=True, slots=True)
-class DpsrState:
+class _State:
     """The state of the descent, the learner's own place as a unit vector, and e_t: both `(..., learners)`."""
 
     descent: State
@@ -54,28 +53,28 @@ class Dpsr:
     def field_shapes(self) -> dict[str, tuple[int, ...]]:
         return {**self.descent.field_shapes(), "e": (self.n_learners,)}
 
-    def start(self, who: Who) -> DpsrState:
+    def start(self, who: Who) -> _State:
         index = np.asarray(who.learner)
         unit = np.eye(self.n_learners)[index if index.ndim == 0 else index[:, None]]
         place = np.broadcast_to(unit, (*who.lead, self.n_learners))
-        return DpsrState(self.descent.start(who), place, place)
+        return _State(self.descent.start(who), place, place)
 
-    def speak(self, state: DpsrState, noise: Noise) -> tuple[DpsrState, Message]:
+    def speak(self, state: _State, noise: Noise) -> tuple[_State, Message]:
         descent, message = self.descent.speak(state.descent, noise)
         return replace(state, descent=descent), Message({**message.fields, "e": state.e})
 
-    def listen(self, state: DpsrState, heard: Heard, batch: Batch) -> DpsrState:
+    def listen(self, state: _State, heard: Heard, batch: Batch) -> _State:
         who, t = state.descent.who, state.descent.t
         share = (state.e * state.place).sum(axis=-1, keepdims=True)
         planned = picked(who, self.descent.step, t)
         step = np.minimum(picked(who, self.unscaled, t) / np.maximum(share, np.finfo(float).tiny), planned)
         e = heard.own_weight * state.e + heard.weighted_sum("e")
-        return DpsrState(self.descent.descend(state.descent, heard, batch, step), state.place, e)
+        return _State(self.descent.descend(state.descent, heard, batch, step), state.place, e)
 
-    def decision(self, state: DpsrState) -> FloatArray:
+    def decision(self, state: _State) -> FloatArray:
         return self.descent.decision(state.descent)
 
-    def overheard(self, state: DpsrState, message: Message) -> tuple[DpsrState, FloatArray]:
+    def overheard(self, state: _State, message: Message) -> tuple[_State, FloatArray]:
         descent, density = self.descent.overheard(state.descent, message)
         return replace(state, descent=descent), density + certain_density(message["e"], state.e)
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 import numpy as np
 
-from sottovoce.algorithms.gradient_descent.accounting import Adjacency
+from sottovoce.algorithms.gradient_descent.accounting import Adjacency, Schedule
 from sottovoce.algorithms.gradient_descent.algorithm import GossipDescent, OwnValue, Point
 from sottovoce.algorithms.gradient_descent.choices import (
     CalibratedNoise,
@@ -23,7 +24,6 @@ from sottovoce.algorithms.gradient_descent.choices import (
 )
 from sottovoce.algorithms.gradient_descent.conditions import checked
 from sottovoce.algorithms.gradient_descent.dpsr import Dpsr
-from sottovoce.algorithms.gradient_descent.schedules import Divided
 from sottovoce.algorithms.parameters import AlgorithmSpec
 from sottovoce.algorithms.setting import Caveat, Setting
 from sottovoce.arrays import FloatArray
@@ -45,14 +45,14 @@ class DsgdSpec(AlgorithmSpec):
     def build(self, setting: Setting) -> tuple[GossipDescent, tuple[Caveat, ...]]:
         point: Point = "own" if self.form == "consensus" else "mixed"
         play: Point = "mixed" if self.form == "adapt_then_combine" else "own"
-        algorithm = descent(setting, self.name, self.step, self.noise, "clean", point, play)
+        algorithm = _descent(setting, self.name, self.step, self.noise, "clean", point, play)
         return algorithm, checked(algorithm, setting)
 
     def noisier(self, factors: tuple[float, ...]) -> DsgdSpec:
         return self.model_copy(update={"noise": self.noise.louder(factors)})
 
 
-class NoisyDescentSpec(AlgorithmSpec):
+class _NoisyDescentSpec(AlgorithmSpec):
     """Gossip gradient descent that mixes its own value as it was said."""
 
     step: StepSize = PowerStep(scale=1.0)
@@ -62,30 +62,30 @@ class NoisyDescentSpec(AlgorithmSpec):
     adjacency: Adjacency = "record"
 
     def build(self, setting: Setting) -> tuple[GossipDescent, tuple[Caveat, ...]]:
-        algorithm = descent(
+        algorithm = _descent(
             setting, self.name, self.step, self.noise, "said", self.gradient_at, self.play, self.adjacency
         )
         return algorithm, checked(algorithm, setting)
 
-    def noisier(self, factors: tuple[float, ...]) -> NoisyDescentSpec:
+    def noisier(self, factors: tuple[float, ...]) -> _NoisyDescentSpec:
         return self.model_copy(update={"noise": self.noise.louder(factors)})
 
 
-class DolaSpec(NoisyDescentSpec):
+class DolaSpec(_NoisyDescentSpec):
     """DOLA (Li, Zhou, Xiong, Wang, Wang 2018), with the noise that Chen & Wang give it."""
 
     name: Literal["dola"]
     noise: NoiseScale = HarmonicNoise(scale=0.35)
 
 
-class DpdolaSpec(NoisyDescentSpec):
+class DpdolaSpec(_NoisyDescentSpec):
     """DOLA as Cheng, Liao, Li (2023) compare with it: noise of scale 1."""
 
     name: Literal["dpdola"]
     noise: NoiseScale = PowerNoise(sigma=math.sqrt(2.0), varsigma=0.0)
 
 
-class PdopSpec(NoisyDescentSpec):
+class PdopSpec(_NoisyDescentSpec):
     """PDOP (Huang, Mitra, Vaidya 2015): steps that fade faster than the noise protect a whole fixed objective."""
 
     name: Literal["pdop"]
@@ -94,7 +94,7 @@ class PdopSpec(NoisyDescentSpec):
     adjacency: Adjacency = "learner"
 
 
-class PdOgdSpec(NoisyDescentSpec):
+class PdOgdSpec(_NoisyDescentSpec):
     """DOLA as Wang et al. (2025) compare with it: `alpha_t = R/(G sqrt(t+1))`, noise by the budget, the public mix played."""
 
     name: Literal["pd-ogd"]
@@ -110,14 +110,14 @@ class DOgdSpec(AlgorithmSpec):
     step: StepSize = PowerStep()
 
     def build(self, setting: Setting) -> tuple[GossipDescent, tuple[Caveat, ...]]:
-        algorithm = descent(setting, self.name, self.step, ZeroNoise(), "clean", "own", "own")
+        algorithm = _descent(setting, self.name, self.step, ZeroNoise(), "clean", "own", "own")
         return algorithm, checked(algorithm, setting)
 
     def noisier(self, factors: tuple[float, ...]) -> DOgdSpec:
         raise SpecError("d-ogd has no noise; take pd-ogd")
 
 
-def descent(
+def _descent(
     setting: Setting,
     name: str,
     step: StepSize,
@@ -160,12 +160,14 @@ class DpsrSpec(AlgorithmSpec):
     noise: NoiseScale = PowerNoise(sigma=math.sqrt(2.0), varsigma=0.0)
 
     def build(self, setting: Setting) -> tuple[Dpsr, tuple[Caveat, ...]]:
-        plain = descent(setting, self.name, self.step, self.noise, "said", "own", "own")
-        shares = own_shares(setting)
+        plain = _descent(setting, self.name, self.step, self.noise, "said", "own", "own")
+        shares = _own_shares(setting)
         if (shares <= 0).any():
             text = "every learner needs a positive self weight, or its step is divided by 0"
             raise CheckFailed("SELF_WEIGHT", f"{text}, got a share of {shares.min()}")
-        steps = tuple(Divided(each, tuple(column)) for each, column in zip(plain.step, shares.T.tolist(), strict=True))
+        steps = tuple(
+            partial(_divided, each, tuple(column)) for each, column in zip(plain.step, shares.T.tolist(), strict=True)
+        )
         rescaled = replace(plain, step=steps, noise=self.noise.schedules(setting, plain.regularity(), steps))
         findings = checked(rescaled, setting, doubly_stochastic=False)
         if min(setting.rounds, setting.network.horizon) > 1:
@@ -177,7 +179,12 @@ class DpsrSpec(AlgorithmSpec):
         return self.model_copy(update={"noise": self.noise.louder(factors)})
 
 
-def own_shares(setting: Setting) -> FloatArray:
+def _divided(schedule: Schedule, divisors: tuple[float, ...], t: int) -> float:
+    """By a number of each round; after the last of them by the last."""
+    return schedule(t) / divisors[min(t, len(divisors) - 1)]
+
+
+def _own_shares(setting: Setting) -> FloatArray:
     """`[e_t]_i` of every round and learner, `(rounds, learners)`: the diagonal of `W_{t-1} … W_0`."""
     product, shares = np.eye(setting.n_learners), np.empty((setting.rounds, setting.n_learners))
     for t in range(setting.rounds):

@@ -5,5 +5,4 @@ conditions   what is refused, and what is only reported
 algorithm    the state machine
 accounting   what its messages cost: the meter
 sensitivity  how far a replaced record moves the state that is said
-horizon      what infinitely many messages cost
 """

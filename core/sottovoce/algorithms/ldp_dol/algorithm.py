@@ -67,7 +67,7 @@ class LdpDol:
         return State(who, 0, origin, start_history(self.loss), who.pick(self.sigma), who.pick(self.varsigma))
 
     def speak(self, state: State, noise: Noise) -> tuple[State, Message]:
-        return state, Message({"y": say_laplace(noise, "y", state.t, state.theta, laplace_scale(state))})
+        return state, Message({"y": say_laplace(noise, "y", state.t, state.theta, _laplace_scale(state))})
 
     def listen(self, state: State, heard: Heard, batch: Batch) -> State:
         t, theta, ridge = state.t, state.theta, self.loss.ridge
@@ -86,7 +86,7 @@ class LdpDol:
         return state.theta
 
     def overheard(self, state: State, message: Message) -> tuple[State, FloatArray]:
-        return state, laplace_density(message["y"], state.theta, laplace_scale(state))
+        return state, laplace_density(message["y"], state.theta, _laplace_scale(state))
 
     def accountant(self, learner: int) -> LdpDolAccountant:
         known = regularity_of(self.loss, self.decision_set, self.dim)
@@ -104,6 +104,6 @@ class LdpDol:
         return LearnerScales(self.own_weights[learner], self.dim, self.sigma[learner], self.varsigma[learner])
 
 
-def laplace_scale(state: State) -> Scalars:
+def _laplace_scale(state: State) -> Scalars:
     """`rho_t = sigma/sqrt(2) (t+1)^varsigma`."""
     return state.sigma / math.sqrt(2.0) * (state.t + 1.0) ** state.varsigma

@@ -39,14 +39,13 @@ class LdpDolSpec(AlgorithmSpec):
             accounting=self.accounting,
         )
         findings = check_ldp_dol(
-            self,
+            algorithm.schedules,
+            self.accounting,
             algorithm.sigma,
             algorithm.varsigma,
             topology,
             regularity_of(setting.loss, setting.decision_set, setting.dim),
             strong_convexity=setting.loss.ridge if setting.loss.convex else 0.0,
-            budget_requested=True,
-            infinite_horizon_requested=False,
         )
         return algorithm, findings
 

@@ -20,7 +20,6 @@ diameter.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -63,33 +62,6 @@ class LearnerScales:
         return self.sigma / _SQRT2 * math.pow(t + 1.0, self.varsigma)
 
 
-@dataclass(frozen=True, slots=True)
-class _Modes:
-    """The recursions of the module's head, one method each."""
-
-    change: float
-    smoothness: float
-    swing: float
-
-    def loose(self, phi: float, s: float, lam: float, share: float) -> float:
-        return abs(s) * phi + lam * (self._moved(phi) + self.change)
-
-    def smooth(self, phi: float, s: float, lam: float, share: float) -> float:
-        return abs(s) * phi + lam * (self.smoothness * phi + share * self.change)
-
-    def convex(self, phi: float, s: float, lam: float, share: float) -> float:
-        return max(abs(s), abs(s - lam * self.smoothness)) * phi + lam * share * self.change
-
-    def clip(self, phi: float, s: float, lam: float, share: float) -> float:
-        return abs(s) * phi + lam * min(self._moved(phi) + share * self.change, self.swing)
-
-    def best(self, phi: float, s: float, lam: float, share: float) -> float:  # `clip` is never above `smooth`
-        return min(self.clip(phi, s, lam, share), self.convex(phi, s, lam, share))
-
-    def _moved(self, phi: float) -> float:
-        return self.smoothness * phi if phi > 0.0 else 0.0  # L may be infinite
-
-
 def require_mode(mode: Mode, known: Regularity) -> None:
     """Refuse a mode whose proof does not cover this loss. `best` falls back to what applies, so it never fails.
 
@@ -106,15 +78,6 @@ def require_mode(mode: Mode, known: Regularity) -> None:
         raise CheckFailed("CONVEX_CLIPPED", f"{text}, got clip_norm={known.clip_norm}")
 
 
-def _step(mode: Mode, known: Regularity) -> Callable[[float, float, float, float], float]:
-    """`Phi_t`, `s_t`, `lambda_t`, `m_t/n_t` to `Phi_{t+1}`, before the cap at the diameter."""
-    require_mode(mode, known)
-    modes = _Modes(known.change, known.smoothness, 2 * known.clip_norm)
-    if mode == "best":
-        return modes.best if known.convex_step else modes.clip
-    return {"loose": modes.loose, "smooth": modes.smooth, "convex": modes.convex, "clip": modes.clip}[mode]
-
-
 class SensitivityRecursion:
     """`Phi_t`, round by round: O(1) a round.
 
@@ -123,8 +86,8 @@ class SensitivityRecursion:
     """
 
     def __init__(self, mode: Mode, known: Regularity, schedules: Schedules, own_weight: float) -> None:
-        self._step = _step(mode, known)
-        self._ridge, self._diameter = known.ridge, known.diameter
+        require_mode(mode, known)
+        self._mode, self._known = mode, known
         self._schedules, self._own_weight = schedules, own_weight
         self._seen = self._replaced = 0
         self.t, self.phi = 0, 0.0
@@ -135,11 +98,25 @@ class SensitivityRecursion:
         self._replaced += replaced
         if self._replaced:
             lam = self._schedules.step_size(self.t)
-            s = 1.0 - self._own_weight * self._schedules.coupling(self.t) - lam * self._ridge
+            s = 1.0 - self._own_weight * self._schedules.coupling(self.t) - lam * self._known.ridge
             phi = self._step(self.phi, s, lam, self._replaced / self._seen)
             # In this order, not-a-number (0 * inf) is the diameter.
-            self.phi = phi if phi < self._diameter else self._diameter
+            self.phi = phi if phi < self._known.diameter else self._known.diameter
         self.t += 1
+
+    def _step(self, phi: float, s: float, lam: float, share: float) -> float:
+        """`Phi_{t+1}`, before the cap at the diameter, by the recursions of the module's head."""
+        known, mode = self._known, self._mode
+        moved = known.smoothness * phi if phi > 0.0 else 0.0  # L may be infinite
+        if mode == "loose":
+            return abs(s) * phi + lam * (moved + known.change)
+        if mode == "smooth":
+            return abs(s) * phi + lam * (moved + share * known.change)
+        clip = abs(s) * phi + lam * min(moved + share * known.change, 2 * known.clip_norm)  # never above `smooth`
+        if mode == "clip" or (mode == "best" and not known.convex_step):
+            return clip
+        convex = max(abs(s), abs(s - lam * known.smoothness)) * phi + lam * share * known.change
+        return convex if mode == "convex" else min(clip, convex)
 
 
 def first_record(

@@ -73,7 +73,7 @@ def _descended(run: Run, algorithm: GossipDescent, said: FloatArray, learner: in
     ts, own = range(len(said) - 1), said[:-1, learner]
     mixed = np.stack([_heard(run, said, learner, t) + run.network.at(t).own[learner] * said[t, learner] for t in ts])
     at = mixed if algorithm.gradient_at == "mixed" else own
-    steps = np.array([algorithm.step[learner].at(t) for t in ts])
+    steps = np.array([algorithm.step[learner](t) for t in ts])
     gradients = (mixed - said[1:, learner]) / steps[:, None, None] - run.loss.ridge * at
     return Added(np.arange(len(at)), at, gradients)
 

@@ -41,7 +41,7 @@ class SmoothNet(nn.Module):  # type: ignore[misc]
 
 
 @dataclass(frozen=True, slots=True)
-class Inverted:
+class _Inverted:
     """What the search came to.
 
     Attributes:
@@ -57,7 +57,7 @@ class Inverted:
 
 def invert(
     loss: TorchLoss, at: FloatArray, gradient: FloatArray, seed: int, *, starts: int = 2, iterations: int = 100
-) -> Inverted:
+) -> _Inverted:
     """The record and label whose gradient fits best.
 
     Args:
@@ -70,7 +70,7 @@ def invert(
     """
     theta, target = (torch.tensor(each, dtype=torch.float64) for each in (at, gradient))
     mismatch = _mismatch(loss, theta, target)
-    generator, best = np.random.default_rng(seed), Inverted(np.zeros(0), 0, np.inf)
+    generator, best = np.random.default_rng(seed), _Inverted(np.zeros(0), 0, np.inf)
     with _one_thread():
         for _ in range(starts):
             found = _search(loss, mismatch, generator, iterations)
@@ -110,7 +110,7 @@ def _mismatch(loss: TorchLoss, theta: Tensor, target: Tensor) -> Callable[[Tenso
 
 def _search(
     loss: TorchLoss, mismatch: Callable[[Tensor, Tensor], Tensor], generator: np.random.Generator, iterations: int
-) -> Inverted:
+) -> _Inverted:
     """One search from a random dummy."""
     record = torch.tensor(generator.random(int(np.prod(loss.made.shape))), dtype=torch.float64, requires_grad=True)
     logits = torch.tensor(generator.standard_normal(loss.classes), dtype=torch.float64, requires_grad=True)
@@ -132,4 +132,4 @@ def _search(
     with torch.no_grad():
         value = float(mismatch(record, logits))
     found = record.detach().numpy()
-    return Inverted(found.copy(), int(logits.argmax()), value if np.isfinite(found).all() else np.inf)
+    return _Inverted(found.copy(), int(logits.argmax()), value if np.isfinite(found).all() else np.inf)

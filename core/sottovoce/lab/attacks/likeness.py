@@ -19,12 +19,6 @@ def as_pictures(rows: FloatArray, *, nonnegative: bool = True) -> FloatArray:
     return scaled
 
 
-def squared_error(pictures: FloatArray, originals: FloatArray) -> FloatArray:
-    """Mean squared error of each, `(...)`."""
-    errors: FloatArray = ((pictures - originals) ** 2).mean(axis=-1)
-    return errors
-
-
 def similarity(pictures: FloatArray, originals: FloatArray) -> FloatArray:
     """Structural similarity of each with one window over all of it, `(...)`: 1 for equal ones, about 0 for unrelated ones."""
     means = pictures.mean(axis=-1), originals.mean(axis=-1)

@@ -29,7 +29,7 @@ Pair = tuple[LearnerData, LearnerData]
 
 
 @dataclass(frozen=True, slots=True)
-class HeardRuns:
+class _HeardRuns:
     """Runs of one world.
 
     Attributes:
@@ -41,7 +41,7 @@ class HeardRuns:
     decisions: FloatArray
 
 
-def simulate_worlds(run: Run, data: PlacedData, pair: Pair, runs: int, seed: int) -> tuple[HeardRuns, HeardRuns]:
+def simulate_worlds(run: Run, data: PlacedData, pair: Pair, runs: int, seed: int) -> tuple[_HeardRuns, _HeardRuns]:
     """Simulate `runs` runs, each in a world that a fair coin chose."""
     coins, *sources = np.random.SeedSequence(seed).spawn(3)
     seconds = int(np.clip(np.random.default_rng(coins).binomial(runs, 0.5), 1, runs - 1))
@@ -52,10 +52,10 @@ def simulate_worlds(run: Run, data: PlacedData, pair: Pair, runs: int, seed: int
     return first, second
 
 
-def _world(run: Run, data: PlacedData, own: LearnerData, runs: int, seed: np.random.SeedSequence) -> HeardRuns:
+def _world(run: Run, data: PlacedData, own: LearnerData, runs: int, seed: np.random.SeedSequence) -> _HeardRuns:
     shared = PlacedData((own,) * run.spec.n_learners, data.test_features, data.test_labels)
     steps = list(simulate(run, shared, SeededNoise(seed), runs))
-    return HeardRuns(Transcript.of(step.message for step in steps), np.stack([step.before for step in steps]))
+    return _HeardRuns(Transcript.of(step.message for step in steps), np.stack([step.before for step in steps]))
 
 
 # ---- scores: above 0 speaks for world 0, below for world 1 -----------------------------------------------------------
@@ -80,7 +80,7 @@ def from_decisions(run: Run, algorithm: DualAveraging, decisions: FloatArray, pa
     return from_messages(run, Transcript({"h": duals, "w": weights} if algorithm.push else {"h": duals}), pair)
 
 
-def from_both(run: Run, heard: HeardRuns, pair: Pair) -> FloatArray:
+def from_both(run: Run, heard: _HeardRuns, pair: Pair) -> FloatArray:
     """From messages and decisions: infinite where a decision could only have been made in one of the worlds."""
     scores = from_messages(run, heard.transcript, pair)
     for learner in range(run.spec.n_learners):

@@ -12,7 +12,7 @@ from sottovoce.data import LearnerData, PlacedData
 from sottovoce.errors import SpecError
 from sottovoce.lab.attacks.closed_form import read_stream
 from sottovoce.lab.attacks.gradients import Added, added, fits_better
-from sottovoce.lab.attacks.likeness import as_pictures, recognised, similarity, squared_error
+from sottovoce.lab.attacks.likeness import as_pictures, recognised, similarity
 from sottovoce.losses import Loss
 from sottovoce.running.run import Run
 from sottovoce.running.transcript import Transcript
@@ -71,7 +71,7 @@ def rebuild(run: Run, data: PlacedData, transcript: Transcript, *, rounds: int =
     return Rebuilt(
         originals,
         pictures,
-        error=float(squared_error(pictures, originals).mean()),
+        error=float(((pictures - originals) ** 2).mean()),
         alike=float(similarity(pictures, originals).mean()),
         found=float(recognised(pictures, originals, pool).mean()),
         told=float(np.mean(told)) if told else np.nan,

@@ -6,7 +6,7 @@ Each does what the audited run claims, but for one thing. `mutants` gives them n
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,6 @@ from sottovoce.arrays import FloatArray
 from sottovoce.auditing.plan import Plan
 from sottovoce.errors import SpecError
 from sottovoce.noise import Draw, Law, Noise, no_noise
-from sottovoce.running.run import Run
 from sottovoce.running.simulator import simulate
 
 # ---- noise -----------------------------------------------------------------------------------------------------------
@@ -147,7 +146,7 @@ def biased(generator: np.random.Generator, extra: float = 0.015, near: float = 0
 
 
 @dataclass(frozen=True)
-class Altered:
+class _Altered:
     """An algorithm, or a loss, but for what a subclass overrides."""
 
     correct: Any
@@ -156,7 +155,7 @@ class Altered:
         return getattr(object.__getattribute__(self, "correct"), name)
 
 
-class SkipsZeros(Altered):
+class SkipsZeros(_Altered):
     """No noise on coordinates that are zero."""
 
     def speak(self, state: Any, noise: Noise) -> tuple[Any, Message]:
@@ -169,7 +168,7 @@ class SkipsZeros(Altered):
         return spoken
 
 
-class SaysMinimiser(Altered):
+class SaysMinimiser(_Altered):
     """PVP that sends f in place of f + e."""
 
     def speak(self, state: Any, noise: Noise) -> tuple[Any, Message]:
@@ -178,7 +177,7 @@ class SaysMinimiser(Altered):
 
 
 @dataclass(frozen=True)
-class Louder(Altered):
+class Louder(_Altered):
     """A loss whose gradients are a factor larger."""
 
     factor: float
@@ -188,34 +187,11 @@ class Louder(Altered):
         return total
 
 
-class Unclipped(Altered):
+class Unclipped(_Altered):
     """A loss that takes records as they come, and gradients as they are."""
 
     def enforce(self, features: FloatArray, labels: FloatArray) -> tuple[FloatArray, FloatArray]:
         return features, labels
-
-
-def with_algorithm(run: Run, change: Callable[[Any], Any]) -> Run:
-    """The run with another algorithm."""
-    return replace(run, algorithm=change(run.algorithm))
-
-
-def with_loss(run: Run, change: Callable[[Any], Any]) -> Run:
-    """The run whose algorithm follows another loss.
-
-    Raises:
-        SpecError: its algorithm follows no gradients of a loss of its own.
-    """
-    algorithm: Any = run.algorithm
-    if hasattr(algorithm, "descent"):
-        return replace(run, algorithm=replace(algorithm, descent=_with_loss(algorithm.descent, change)))
-    return replace(run, algorithm=_with_loss(algorithm, change))
-
-
-def _with_loss(algorithm: Any, change: Callable[[Any], Any]) -> Any:
-    if not hasattr(algorithm, "loss") or hasattr(algorithm, "calibration"):
-        raise SpecError(f"{algorithm.name} follows no gradient of its loss")
-    return replace(algorithm, loss=change(algorithm.loss))
 
 
 # ---- beside the numbers ----------------------------------------------------------------------------------------------

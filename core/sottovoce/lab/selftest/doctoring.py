@@ -30,15 +30,18 @@ class Spoken:
 
     Attributes:
         plan: the audit.
-        transcript: two runs in one world with other noise: until a learner's first noise, their states are equal.
+        transcript: two runs in one world with the noise that is claimed: until a learner's first noise, their states are equal.
         messages: of the first of the two.
     """
 
     plan: Plan
-    transcript: Transcript
+    transcript: Transcript = field(init=False)
     messages: tuple[Said, ...] = field(init=False)
 
     def __post_init__(self) -> None:
+        plan, share = self.plan, Share(0, 2, self.plan.seeds.conformance)
+        both = overhear(plan.run, plan.data, plan.worlds, share, SeededNoise, everybody=True).transcript
+        object.__setattr__(self, "transcript", both)
         rounds = range(self.transcript.rounds)
         heard = [self.said(t, i, j) for t in rounds for i, j in _channels(self.plan.run, t)]
         object.__setattr__(self, "messages", tuple(heard))
@@ -124,12 +127,6 @@ def _budgets(run: Run) -> tuple[float, ...]:
     if run.spec.privacy.budget is None:
         raise SpecError("the spec has no privacy.budget")
     return tuple(spread(run.spec.privacy.budget, run.spec.n_learners, "privacy.budget"))
-
-
-def spoken(plan: Plan) -> Spoken:
-    """All messages of a run, with the noise that is claimed."""
-    share = Share(0, 2, plan.seeds.conformance)
-    return Spoken(plan, overhear(plan.run, plan.data, plan.worlds, share, SeededNoise, everybody=True).transcript)
 
 
 # ---- what is noticed -------------------------------------------------------------------------------------------------

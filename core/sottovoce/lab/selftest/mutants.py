@@ -97,12 +97,20 @@ def noisy(make: Callable[[np.random.Generator], Change]) -> Breaks:
 
 def altered(change: Callable[[Any], Any]) -> Breaks:
     """Another algorithm."""
-    return lambda plan: Broken(actual=breaking.with_algorithm(plan.run, change))
+    return lambda plan: Broken(actual=replace(plan.run, algorithm=change(plan.run.algorithm)))
 
 
 def with_loss(change: Callable[[Any], Any]) -> Breaks:
-    """An algorithm that follows another loss."""
-    return lambda plan: Broken(actual=breaking.with_loss(plan.run, change))
+    """An algorithm that follows another loss; it has gradients of a loss of its own."""
+
+    def changed_in(algorithm: Any) -> Any:
+        if hasattr(algorithm, "descent"):
+            return replace(algorithm, descent=changed_in(algorithm.descent))
+        if not hasattr(algorithm, "loss") or hasattr(algorithm, "calibration"):
+            raise SpecError(f"{algorithm.name} follows no gradient of its loss")
+        return replace(algorithm, loss=change(algorithm.loss))
+
+    return altered(changed_in)
 
 
 def leaking(leak: Callable[[Inside], FloatArray]) -> Breaks:
@@ -115,22 +123,24 @@ def heard(doctored: Doctored) -> Breaks:
     return lambda plan: Broken(heard=doctored)
 
 
-def _lattice_only(breaks: Breaks) -> Breaks:
-    def checked(plan: Plan) -> Broken:
-        if "spherical" in breaking.laws(plan):
-            raise SpecError("its noise is on no lattice in the first place")
-        return breaks(plan)
+def _where(fits: Callable[[Plan], bool], why: str) -> Callable[[Breaks], Breaks]:
+    """Refuses the runs that it does not fit, and says why."""
 
-    return checked
+    def only(breaks: Breaks) -> Breaks:
+        def checked(plan: Plan) -> Broken:
+            if not fits(plan):
+                raise SpecError(why)
+            return breaks(plan)
+
+        return checked
+
+    return only
 
 
-def _together(breaks: Breaks) -> Breaks:
-    def checked(plan: Plan) -> Broken:
-        if plan.run.spec.n_learners < 2:
-            raise SpecError("there is one learner only")
-        return breaks(plan)
-
-    return checked
+_lattice_only = _where(
+    lambda plan: "spherical" not in breaking.laws(plan), "its noise is on no lattice in the first place"
+)
+_together = _where(lambda plan: plan.run.spec.n_learners >= 2, "there is one learner only")
 
 
 def _without_a_round(plan: Plan) -> Broken:
@@ -160,16 +170,12 @@ def _understating(share: Callable[[Run], float]) -> Breaks:
     return breaks
 
 
-def _pvp_only(plan: Plan) -> Broken:
-    if plan.run.spec.algorithm.name != "pvp":
-        raise SpecError("only pvp has a minimiser to hide")
-    return altered(breaking.SaysMinimiser)(plan)
-
-
-def _dvp_only(plan: Plan) -> Broken:
-    if plan.run.spec.algorithm.name != "dvp":
-        raise SpecError("only dvp has a rate of alpha_hat")
-    return altered(lambda dvp: replace(dvp, calibration=replace(dvp.calibration, scale="printed")))(plan)
+_says_f = _where(lambda plan: plan.run.spec.algorithm.name == "pvp", "only pvp has a minimiser to hide")(
+    altered(breaking.SaysMinimiser)
+)
+_twice_zeta = _where(lambda plan: plan.run.spec.algorithm.name == "dvp", "only dvp has a rate of alpha_hat")(
+    altered(lambda dvp: replace(dvp, calibration=replace(dvp.calibration, scale="printed")))
+)
 
 
 # ---- worlds ----------------------------------------------------------------------------------------------------------
@@ -233,8 +239,8 @@ MUTANTS: tuple[Mutant, ...] = (
         _SEEN,
         base="ldp-dol, 60,000 numbers",
     ),
-    Mutant("pvp says f", "the minimiser is sent, not f + e", _pvp_only, "conformance", _SEEN, base="pvp"),
-    Mutant("dvp, twice zeta", "zeta is alpha_hat: half the noise", _dvp_only, "likelihood", 4000, base="dvp"),
+    Mutant("pvp says f", "the minimiser is sent, not f + e", _says_f, "conformance", _SEEN, base="pvp"),
+    Mutant("dvp, twice zeta", "zeta is alpha_hat: half the noise", _twice_zeta, "likelihood", 4000, base="dvp"),
     Mutant("summed", "gradients summed, not averaged", _summed, "conformance", _SEEN, base="dola, batches of 4"),
     Mutant(
         "not clipped",

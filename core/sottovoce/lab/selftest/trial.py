@@ -25,7 +25,7 @@ from sottovoce.data import PlacedData
 from sottovoce.data.files import import_extra
 from sottovoce.errors import SpecError
 from sottovoce.lab.selftest.breaking import Inside
-from sottovoce.lab.selftest.doctoring import notices, spoken
+from sottovoce.lab.selftest.doctoring import Spoken, notices
 from sottovoce.lab.selftest.mutants import Broken, Family, Mutant
 from sottovoce.losses import mean_gradient
 from sottovoce.noise import SeededNoise
@@ -109,7 +109,7 @@ def attempt(
     except SpecError as error:
         return replace(blank, unfit=str(error))
     for runs in _rungs(blank.allowed):
-        done = audited(plan_audit(run, data, learner, runs=runs, seed=seed, worlds=plan.worlds), broken)
+        done = _audited(plan_audit(run, data, learner, runs=runs, seed=seed, worlds=plan.worlds), broken)
         blank = replace(blank, numbers=len(done.noise))
         if done.verdict.kind == "refuted":
             return replace(blank, needed=runs, families=_seen_by(done.found), evidence=done.verdict.evidence[0])
@@ -132,7 +132,7 @@ def _rungs(most: int) -> Iterator[int]:
     yield max(most, LADDER[0])
 
 
-def audited(plan: Plan, broken: Broken) -> Audit:
+def _audited(plan: Plan, broken: Broken) -> Audit:
     """An audit on the simulator of what a broken learner says and gives away."""
     if broken.understated != 1.0:
         plan = _understated(plan, broken.understated)
@@ -173,7 +173,7 @@ def _gradient(plan: Plan, world: int, t: int, point: FloatArray) -> FloatArray:
 def _noticed(blank: Outcome, plan: Plan, broken: Broken) -> Outcome:
     """Hold the messages of one run against what must never happen, and against the budget."""
     assert broken.heard is not None  # noqa: S101 - the caller looked
-    seen = notices(broken.heard(spoken(plan)), plan)
+    seen = notices(broken.heard(Spoken(plan)), plan)
     if not seen:
         return blank
     return replace(blank, needed=1, families=tuple(seen), evidence=next(iter(seen.values())))

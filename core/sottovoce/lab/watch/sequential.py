@@ -12,27 +12,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 from scipy import special
 
 from sottovoce.arrays import FloatArray, IntArray
 from sottovoce.auditing.conformance import NEAR
-
-
-class Process(Protocol):
-    """A bet that goes on."""
-
-    @property
-    def e(self) -> float:
-        """Logarithm of the stake now."""
-        ...
-
-    def add(self, values: FloatArray) -> None:
-        """Bet on what comes next."""
-        ...
-
 
 # ---- guesses of a world ----------------------------------------------------------------------------------------------
 
@@ -191,7 +176,7 @@ class Conformance:
     """The mean of all bets on noise: an e-process, whatever their dependence."""
 
     def __init__(self) -> None:
-        self.bets: tuple[Process, ...] = (Histogram(), Lag(), Repeats(), Scale())
+        self.bets: tuple[Histogram | Lag | Repeats | Scale, ...] = (Histogram(), Lag(), Repeats(), Scale())
 
     @property
     def e(self) -> float:

@@ -56,7 +56,7 @@ class Alarm:
     change: bool = False
 
 
-class Watched:
+class _Watched:
     """One learner under watch.
 
     Args:
@@ -139,7 +139,7 @@ class Watch:
 
     def __init__(self, run: Run, data: PlacedData, alpha: float, learners: Sequence[int]) -> None:
         self.round = 0
-        self.learners = tuple(Watched(run, i) for i in learners)
+        self.learners = tuple(_Watched(run, i) for i in learners)
         self.threshold = math.log(2.0 / alpha)
         self.change_threshold = math.log(2.0 * run.spec.rounds / alpha)
         self._data, self._level = data, alpha / 2.0
