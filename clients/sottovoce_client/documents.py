@@ -1,21 +1,21 @@
-"""Files for programs: what commands write as JSON, as models whose fields document the format."""
+"""Files for programs: JSON of plain values, dataclasses and arrays."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic_core import to_json
 
 
-class Document(BaseModel):
-    """A JSON file, or a part of one.
+def write_json(path: Path, document: Any, *, not_finite: Literal["null", "constants"] = "null") -> None:
+    """Write a document: a mapping or a dataclass, of such, of lists and of arrays.
 
-    A number that is not finite is written as null, for JSON knows no infinity. A field with a default is left out where it was
-    not asked for.
+    Args:
+        path: the file.
+        document: what it says.
+        not_finite: how numbers stand in it that are not finite: as null, for JSON knows no infinity, or as `Infinity` and `NaN`.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, ser_json_inf_nan="null")
-
-    def write(self, path: Path) -> None:
-        """Write the file."""
-        path.write_text(self.model_dump_json(indent=2, exclude_unset=True) + "\n", encoding="utf-8")
+    path.write_bytes(
+        to_json(document, indent=2, inf_nan_mode=not_finite, fallback=lambda array: array.tolist()) + b"\n"
+    )

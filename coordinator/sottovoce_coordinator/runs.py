@@ -9,9 +9,10 @@ from enum import Enum
 from sottovoce.network.mixing import Mixing
 from sottovoce.running.run import Run
 from sottovoce_coordinator.clock import RoundClock
-from sottovoce_rpc.directives import Assignment, Directive, Epoch, Grant, Neighbour, Stop
-from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 from sottovoce_rpc.specs import spec_to_wire
+from sottovoce_wire.v1 import coordinator_pb2 as pb
+from sottovoce_wire.v1 import learner_pb2
+from sottovoce_wire.v1.learner_pb2 import LearnerStatus
 
 
 class RunState(Enum):
@@ -70,7 +71,7 @@ class RunBook:
 
     def __post_init__(self) -> None:
         spec = self.run.spec
-        self.statuses = [LearnerStatus(name, self.run_id) for name in spec.names]
+        self.statuses = [LearnerStatus(learner=name, run_id=self.run_id) for name in spec.names]
         self.clock = RoundClock(spec.clock, spec.rounds, spec.n_learners)
 
     # ---- what learners are told ---------------------------------------------------------------------------
@@ -79,31 +80,37 @@ class RunBook:
         """Every pair that ever talks, in the direction in which its stream is opened, and where that leads."""
         return [(i, j, self.addresses[j]) for i, j in self.run.network.edges]
 
-    def briefing(self, index: int) -> list[Directive]:
+    def briefing(self, index: int) -> list[pb.Directive]:
         """All that a learner has to know, at the start or after its stream of directives broke."""
         done = self.statuses[index].rounds_done  # it holds the epochs of all rounds that it has done
         (epochs,) = self._epochs([index], done, max(self.clock.granted, 1))
         return [self.assignment(index), *epochs, self.grant()]
 
-    def go_on(self) -> list[list[Directive]]:
+    def go_on(self) -> list[list[pb.Directive]]:
         """What each learner, by index, is told when the grant has grown: new epochs, then the grant."""
         first, self._announced = self._announced, max(self._announced, self.clock.granted)
         grant = self.grant()
         return [[*epochs, grant] for epochs in self._epochs(range(len(self.addresses)), first, self._announced)]
 
-    def assignment(self, index: int) -> Assignment:
+    def assignment(self, index: int) -> pb.Directive:
         """The preparation of one learner."""
         spec = self.run.spec
         told = spec.model_copy(update={"topology": spec.topology.explicit(spec.n_learners)})
-        return Assignment(spec_to_wire(told), self.n_features, index, self.overhearing.mirror)
+        assignment = pb.Assignment(
+            spec=spec_to_wire(told),
+            n_features=self.n_features,
+            index=index,
+            mirror_address=self.overhearing.mirror,
+        )
+        return pb.Directive(run_id=self.run_id, assignment=assignment)
 
-    def _epochs(self, learners: Sequence[int], first: int, until: int) -> list[list[Epoch]]:
+    def _epochs(self, learners: Sequence[int], first: int, until: int) -> list[list[pb.Directive]]:
         """For each of these learners the epochs that it needs for the rounds from `first` on, below `until`.
 
         One for the first of these rounds, and one for every round that differs for it from the one before. A network that
         never changes has one epoch, that of round 0.
         """
-        told: list[list[Epoch]] = [[] for _ in learners]
+        told: list[list[pb.Directive]] = [[] for _ in learners]
         before: list[object] = [None] * len(learners)
         network = self.run.network
         for t in range(first, until if network.horizon > 1 else min(until, 1)):
@@ -114,25 +121,31 @@ class RunBook:
                     told[k].append(self._epoch(i, t, mixing))
         return told
 
-    def _epoch(self, index: int, t: int, mixing: Mixing) -> Epoch:
+    def _epoch(self, index: int, t: int, mixing: Mixing) -> pb.Directive:
         """The topology of a round as one learner needs it; the first one names all whom it ever talks to."""
         names, heard, told = self.run.spec.names, mixing.heard_by(index), mixing.told_by(index)
         pairs = self.run.network.edges if t == 0 else ()
         ever = {j for pair in pairs if index in pair for j in pair if j != index}
         relays = self.overhearing.relays
-        neighbours = (
-            Neighbour(j, names[j], relays.get((index, j), self.addresses[j]), heard.get(j, 0.0), j in told)
+        neighbours = [
+            pb.Neighbour(
+                index=j,
+                name=names[j],
+                address=relays.get((index, j), self.addresses[j]),
+                weight=heard.get(j, 0.0),
+                told=j in told,
+            )
             for j in sorted({*heard, *told, *ever})
-        )
-        return Epoch(t, tuple(neighbours))
+        ]
+        return pb.Directive(run_id=self.run_id, epoch=pb.TopologyEpoch(first_round=t, neighbours=neighbours))
 
-    def grant(self) -> Grant:
+    def grant(self) -> pb.Directive:
         """What is granted now."""
-        return Grant(self.clock.granted)
+        return pb.Directive(run_id=self.run_id, grant=pb.Grant(until_round=self.clock.granted))
 
-    def stop(self) -> Stop:
+    def stop(self) -> pb.Directive:
         """The end."""
-        return Stop(self.detail)
+        return pb.Directive(run_id=self.run_id, stop=pb.Stop(reason=self.detail))
 
     # ---- what learners tell -------------------------------------------------------------------------------
 
@@ -142,7 +155,9 @@ class RunBook:
         self.statuses[index] = status
         self._judge(status)
         before = self.clock.granted
-        if self.state is RunState.CONNECTING and all(s.state is LearnerState.RUNNING for s in self.statuses):
+        if self.state is RunState.CONNECTING and all(
+            s.state == learner_pb2.LEARNER_STATE_RUNNING for s in self.statuses
+        ):
             self.state = RunState.RUNNING
             self.clock.start()
             for i, each in enumerate(self.statuses):  # records may have come while others were still connecting
@@ -153,11 +168,11 @@ class RunBook:
 
     def _judge(self, status: LearnerStatus) -> None:
         """Does this report end the run?"""
-        if status.state is LearnerState.FAILED:
+        if status.state == learner_pb2.LEARNER_STATE_FAILED:
             self.end(RunState.FAILED, f"{status.learner} failed: {status.detail}")
-        elif status.state is LearnerState.BUDGET_EXHAUSTED:
+        elif status.state == learner_pb2.LEARNER_STATE_BUDGET_EXHAUSTED:
             self.end(RunState.STOPPED, f"{status.learner} stopped speaking: {status.detail}")
-        elif all(s.state is LearnerState.FINISHED for s in self.statuses):
+        elif all(s.state == learner_pb2.LEARNER_STATE_FINISHED for s in self.statuses):
             self.end(RunState.FINISHED, "")
 
     def end(self, state: RunState, detail: str) -> None:

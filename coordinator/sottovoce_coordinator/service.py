@@ -12,17 +12,14 @@ from typing import Any
 
 import grpc
 import structlog
+from google.protobuf.timestamp_pb2 import Timestamp
 
 from sottovoce.errors import NotReady, RemoteProtocolError, SpecError, StrangerError, Unavailable
 from sottovoce.running.run import build_run
 from sottovoce.spec import RunSpec
 from sottovoce_coordinator.runs import Overhearing, RunBook, RunState, missing
-from sottovoce_coordinator.wire import run_to_wire
 from sottovoce_rpc.codec import to_fields
-from sottovoce_rpc.directives import Directive, to_wire
-from sottovoce_rpc.learner_status import LearnerStatus
-from sottovoce_rpc.pages import page
-from sottovoce_rpc.server import Service, announce, channel, serve_until_stopped, start_server
+from sottovoce_rpc.server import Service, announce, channel, page, serve_until_stopped, start_server
 from sottovoce_rpc.specs import check_size, spec_from_wire, spec_to_wire
 from sottovoce_rpc.status import answering, as_error
 from sottovoce_rpc.tasks import Tasks, beside
@@ -56,7 +53,7 @@ class CoordinatorConfig:
 
 
 @dataclass(slots=True)
-class Member:
+class _Member:
     """A learner that has joined, and the directives on their way to it."""
 
     name: str
@@ -66,7 +63,7 @@ class Member:
 
 
 @dataclass(slots=True)
-class Course:
+class _Course:
     """A run's book, and its times.
 
     Attributes:
@@ -83,8 +80,30 @@ class Course:
     closing: asyncio.Task[None] | None = None
 
     def view(self, *, whole: bool = False) -> coordinator_pb2.Run:
-        """The run as it stands."""
-        return run_to_wire(self.book, self.started, self.ended, whole=whole)
+        """The run as it stands; `whole`: with the spec, which may be long."""
+        book = self.book
+        run = coordinator_pb2.Run(
+            run_id=book.run_id,
+            state=coordinator_pb2.RunState.Value(f"RUN_STATE_{book.state.name}"),
+            detail=book.detail,
+            learners=[
+                coordinator_pb2.Participant(address=address, status=status)
+                for address, status in zip(book.addresses, book.statuses, strict=True)
+            ],
+            started_at=_timestamp(self.started),
+            ended_at=None if self.ended is None else _timestamp(self.ended),
+            capture_id=book.overhearing.capture_id,
+            capture_location=book.overhearing.location,
+        )
+        if whole:
+            run.spec, run.n_features = spec_to_wire(book.run.spec), book.n_features
+        return run
+
+
+def _timestamp(moment: datetime) -> Timestamp:
+    stamp = Timestamp()
+    stamp.FromDatetime(moment)
+    return stamp
 
 
 class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
@@ -92,9 +111,9 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
 
     def __init__(self, config: CoordinatorConfig) -> None:
         self.config = config
-        self._members: dict[str, Member] = {}
+        self._members: dict[str, _Member] = {}
         self._joined = asyncio.Condition()
-        self._runs: dict[str, Course] = {}  # oldest first; the last one may be under way
+        self._runs: dict[str, _Course] = {}  # oldest first; the last one may be under way
         self._starting = asyncio.Lock()
         self._tasks = Tasks()
         self.service: Service | None = None
@@ -124,7 +143,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
             first = await anext(aiter(events), None)
             if first is None or first.WhichOneof("event") != "introduction" or not first.introduction.learner:
                 raise RemoteProtocolError("a learner must introduce itself first, by its name")
-            member = Member(first.introduction.learner, first.introduction.address)
+            member = _Member(first.introduction.learner, first.introduction.address)
             await self._welcome(member)
             try:
                 async with beside(_tell(member, context), _displacement(member)):
@@ -135,19 +154,19 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
                     del self._members[member.name]
                     log.info("left", learner=member.name)
 
-    async def _welcome(self, member: Member) -> None:
+    async def _welcome(self, member: _Member) -> None:
         before = self._members.get(member.name)
         self._members[member.name] = member
         if before is not None:
             before.displaced.set()
         book = None if self._current is None else self._current.book
         if book is not None and not book.ended and member.name in book.run.spec.names:  # it was away
-            self._tell(book, {member.name: book.briefing(book.run.spec.names.index(member.name))})
+            self._tell({member.name: book.briefing(book.run.spec.names.index(member.name))})
         log.info("joined", learner=member.name, address=member.address)
         async with self._joined:
             self._joined.notify_all()
 
-    def _hear(self, member: Member, event: coordinator_pb2.Event) -> None:
+    def _hear(self, member: _Member, event: coordinator_pb2.Event) -> None:
         """A learner's progress. What a newer learner tells besides is passed over.
 
         Raises:
@@ -155,7 +174,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         """
         if event.WhichOneof("event") != "report":
             return
-        status = LearnerStatus.from_wire(event.report.status)
+        status = event.report.status
         if status.learner != member.name:
             raise StrangerError(f"a report on this stream must be of learner {member.name!r}, got {status.learner!r}")
         course = self._current
@@ -219,11 +238,11 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
             yield course.view()
 
     @property
-    def _current(self) -> Course | None:
+    def _current(self) -> _Course | None:
         """The newest run, under way or not."""
         return next(reversed(self._runs.values()), None)
 
-    def _the_run(self, run_id: str) -> Course:
+    def _the_run(self, run_id: str) -> _Course:
         if run_id not in self._runs:
             known = "there is none" if self._current is None else f"the last one is {self._current.book.run_id!r}"
             raise NotReady(f"no run {run_id!r}: {known}")
@@ -237,7 +256,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         if self._current is not None and not self._current.book.ended:
             raise NotReady(f"run {self._current.book.run_id} is under way: stop it first")
 
-    async def _start(self, spec: RunSpec, request: coordinator_pb2.StartRunRequest) -> Course:
+    async def _start(self, spec: RunSpec, request: coordinator_pb2.StartRunRequest) -> _Course:
         n_features = request.n_features
         if n_features < 1:
             raise SpecError(f"n_features must be at least 1, got {n_features}")
@@ -250,7 +269,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         if absent := missing(spec.names, self._members):  # gone in the meantime
             self._close_capture(book)
             raise NotReady(f"learners have left: {', '.join(absent)}")
-        course = self._runs[book.run_id] = Course(book, datetime.now(UTC))
+        course = self._runs[book.run_id] = _Course(book, datetime.now(UTC))
         while len(self._runs) > MOST_RUNS:
             del self._runs[next(iter(self._runs))]
         self._begin(book)
@@ -301,7 +320,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         names = book.run.spec.names
         briefings = [book.briefing(index) for index in range(len(names))]
         for directives in zip(*briefings, strict=True):
-            self._tell(book, {name: [own] for name, own in zip(names, directives, strict=True)})
+            self._tell({name: [own] for name, own in zip(names, directives, strict=True)})
         if book.run.spec.clock.period_s is not None:
             self._tasks.start(self._pace(book, book.run.spec.clock.period_s), "the clock stands still")
 
@@ -318,26 +337,26 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
 
     def _go_on(self, book: RunBook) -> None:
         """The grant has grown."""
-        self._tell(book, dict(zip(book.run.spec.names, book.go_on(), strict=True)))
+        self._tell(dict(zip(book.run.spec.names, book.go_on(), strict=True)))
 
-    def _tell(self, book: RunBook, directives: Mapping[str, Sequence[Directive]]) -> None:
+    def _tell(self, directives: Mapping[str, Sequence[coordinator_pb2.Directive]]) -> None:
         """Each learner its own; who is away is briefed when it joins again."""
         for name, own in directives.items():
             if name in self._members:
                 for directive in own:
-                    self._members[name].directives.put_nowait(to_wire(book.run_id, directive))
+                    self._members[name].directives.put_nowait(directive)
 
-    def _end(self, course: Course | None, state: RunState, detail: str) -> None:
+    def _end(self, course: _Course | None, state: RunState, detail: str) -> None:
         if course is not None and not course.book.ended:
             course.book.end(state, detail)
             self._after_end(course)
 
-    def _after_end(self, course: Course) -> None:
+    def _after_end(self, course: _Course) -> None:
         """Let the learners go, who hold their channels open even when they have finished, and close the capture, once."""
         if course.ended is not None:
             return
         course.ended = datetime.now(UTC)
-        self._tell(course.book, {name: [course.book.stop()] for name in course.book.run.spec.names})
+        self._tell({name: [course.book.stop()] for name in course.book.run.spec.names})
         course.closing = self._close_capture(course.book)
         course.over.set()
 
@@ -348,13 +367,13 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         return self._tasks.start(_close_capture(address, capture_id), "a capture is not closed")
 
 
-async def _tell(member: Member, context: Context) -> None:
+async def _tell(member: _Member, context: Context) -> None:
     """Send a learner what it is to do, as it comes."""
     while True:
         await context.write(await member.directives.get())
 
 
-async def _displacement(member: Member) -> None:
+async def _displacement(member: _Member) -> None:
     """Another stream in the same name takes this one's place; if that was an impostor's, the true learner opens a third.
 
     Raises:

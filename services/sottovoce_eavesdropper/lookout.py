@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import structlog
 
@@ -20,9 +20,6 @@ from sottovoce.running.run import Run, build_run
 from sottovoce.spec import parse_spec
 from sottovoce_rpc.codec import RoundCodec, Shapes, from_fields, read_hello, to_fields
 
-if TYPE_CHECKING:
-    from sottovoce_eavesdropper.rows import Row
-
 log = structlog.get_logger()
 
 MOST_LOGGED, MOST_KEPT = 20, 100
@@ -31,6 +28,36 @@ MOST_TEXT = 300
 MOST_DECODED = 64
 EXCHANGE = frozenset({"/sottovoce_wire.v1.Learner/Exchange", ""})
 """The methods whose messages are rounds; mirrored messages have none."""
+
+
+class Row(NamedTuple):
+    """One record of a channel: a message, or a hello, metadata or trailers.
+
+    Attributes:
+        caller, callee: the edge, from the learner that opens the stream to the one that accepts it.
+        sender: whose bytes these are.
+        direction: `out`, from caller to callee, or `back`.
+        kind: `message`, `hello`, `metadata` or `trailers`.
+        stream: counts the streams of an edge from 1; 0 where a learner mirrored the message.
+        connection: counts the connections of an edge (its callers' addresses) from 1; 0 where mirrored.
+        method: the gRPC method; empty where mirrored.
+        wall_ns, mono_ns: Unix time and monotonic time, in nanoseconds.
+        size: of the payload, in bytes.
+        payload: the gRPC message as it crossed the channel, a hello too; metadata and trailers as JSON.
+    """
+
+    caller: int
+    callee: int
+    sender: int
+    direction: str
+    kind: str
+    stream: int
+    connection: int
+    method: str
+    wall_ns: int
+    mono_ns: int
+    size: int
+    payload: bytes
 
 
 class Lookout:
@@ -87,7 +114,7 @@ class Lookout:
             expected = Expected(self._codec.length)
         else:
             self._codec = RoundCodec(run.algorithm.field_shapes())  # the same, unless the coordinator errs
-            expected = expected_of(run)
+            expected = _expected_of(run)
         self._noticing = Noticing(expected)
         return self._noticing
 
@@ -130,7 +157,7 @@ class Lookout:
             log.error("more of it is counted, not logged", capture=self._capture_id)
 
 
-def expected_of(run: Run) -> Expected:
+def _expected_of(run: Run) -> Expected:
     """What is known of a run's messages before it begins."""
     algorithm, spec = run.algorithm, run.spec
     latticed = algorithm if isinstance(algorithm, OnLattice) else None

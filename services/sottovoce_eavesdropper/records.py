@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from sottovoce.running.transcript import parquet
-from sottovoce_eavesdropper.lookout import Lookout
-from sottovoce_eavesdropper.rows import Row
+from sottovoce_eavesdropper.lookout import Lookout, Row
 from sottovoce_eavesdropper.storage import Folder, open_folder
 from sottovoce_rpc.codec import Shapes
 

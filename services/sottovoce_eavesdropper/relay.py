@@ -17,9 +17,8 @@ from typing import Any
 import grpc
 import structlog
 
-from sottovoce_eavesdropper.lookout import EXCHANGE
+from sottovoce_eavesdropper.lookout import EXCHANGE, Row
 from sottovoce_eavesdropper.records import CaptureFile
-from sottovoce_eavesdropper.rows import Row
 from sottovoce_rpc.server import SERVER_OPTIONS, channel, listen_on
 from sottovoce_rpc.tasks import beside
 from sottovoce_wire.v1 import eavesdropper_pb2

@@ -15,13 +15,12 @@ import grpc
 import structlog
 
 from sottovoce.errors import CaptureError, SpecError
+from sottovoce_eavesdropper.lookout import Row
 from sottovoce_eavesdropper.records import WRITE_S, CaptureFile, part_number
 from sottovoce_eavesdropper.relay import Relay
-from sottovoce_eavesdropper.rows import Row
 from sottovoce_eavesdropper.storage import Folder, open_folder
 from sottovoce_rpc.codec import from_fields
-from sottovoce_rpc.pages import page
-from sottovoce_rpc.server import Service, announce, serve_until_stopped, start_server
+from sottovoce_rpc.server import Service, announce, page, serve_until_stopped, start_server
 from sottovoce_rpc.specs import document_from_wire
 from sottovoce_rpc.status import answering
 from sottovoce_rpc.tasks import Tasks
@@ -55,7 +54,7 @@ class EavesdropperConfig:
 
 
 @dataclass(slots=True)
-class Recording:
+class _Recording:
     """A capture, the relays that feed it, and its writer."""
 
     file: CaptureFile
@@ -69,7 +68,7 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
 
     def __init__(self, config: EavesdropperConfig) -> None:
         self.config = config
-        self._captures: dict[str, Recording] = {}
+        self._captures: dict[str, _Recording] = {}
         self.service: Service | None = None
         self.address = ""
 
@@ -101,7 +100,7 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
             file = await asyncio.to_thread(_begin, folder, capture_id, request, allow_imports=self.config.allow_imports)
             relays = [Relay(route, file) for route in request.routes]
             addresses = [await relay.start(self._host()) for relay in relays]
-            self._captures[capture_id] = recording = Recording(file, relays, Tasks())
+            self._captures[capture_id] = recording = _Recording(file, relays, Tasks())
             recording.writing.start(file.write_parts(), "a capture is no longer written")
             log.info("capture opened", capture=capture_id, relays=len(relays), folder=folder)
             return eavesdropper_pb2.OpenCaptureResponse(
@@ -165,18 +164,18 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
                     capture.mirrors -= 1
         return eavesdropper_pb2.MirrorResponse(messages=taken)
 
-    def _known(self, capture_id: str) -> Recording:
+    def _known(self, capture_id: str) -> _Recording:
         if capture_id not in self._captures:
             raise CaptureError(f"no capture {capture_id!r} here; there are {sorted(self._captures)}")
         return self._captures[capture_id]
 
-    def _of_run(self, run_id: str) -> Recording:
+    def _of_run(self, run_id: str) -> _Recording:
         for capture in self._captures.values():
             if capture.file.open and capture.file.run_id == run_id:
                 return capture
         raise CaptureError(f"no open capture of run {run_id!r}")
 
-    async def _close(self, capture: Recording, drain_s: float) -> None:
+    async def _close(self, capture: _Recording, drain_s: float) -> None:
         """Let mirrored copies on their way arrive, cut the relays, write the rest."""
         if not capture.file.open:
             return
@@ -243,24 +242,9 @@ def _keep(file: CaptureFile, request: eavesdropper_pb2.MirrorRequest) -> int:
     for message in request.messages:
         for receiver in message.receivers:
             caller, callee = sorted((request.sender, receiver))
-            direction = "out" if request.sender == caller else "back"
-            size = len(message.payload)
-            file.add(
-                Row(
-                    caller=caller,
-                    callee=callee,
-                    sender=request.sender,
-                    direction=direction,
-                    kind="message",
-                    stream=0,
-                    connection=0,
-                    method="",
-                    wall_ns=message.sent_at.ToNanoseconds(),
-                    mono_ns=now,
-                    size=size,
-                    payload=message.payload,
-                )
-            )
+            direction, wall = "out" if request.sender == caller else "back", message.sent_at.ToNanoseconds()
+            said = (wall, now, len(message.payload), message.payload)
+            file.add(Row(caller, callee, request.sender, direction, "message", 0, 0, "", *said))
     return len(request.messages)
 
 

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any
 
 from sottovoce.data.files import import_extra
 from sottovoce.errors import CaptureError
@@ -19,17 +19,20 @@ OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss
 """Protocols of fsspec that put an object in one piece. All others are taken for file systems."""
 
 
-class Folder(Protocol):
-    """Files side by side, and folders below."""
+class Folder:
+    """A folder of this machine: files side by side, and folders below."""
+
+    def __init__(self, path: Path) -> None:
+        self._local = path
 
     @property
     def name(self) -> str:
         """Path or URL."""
-        ...
+        return str(self._local)
 
     def below(self, name: str) -> Folder:
         """A folder in this one; it need not exist."""
-        ...
+        return Folder(self._local / name)
 
     def make(self) -> None:
         """Make the folder, where places need making.
@@ -37,7 +40,7 @@ class Folder(Protocol):
         Raises:
             OSError: it cannot be made.
         """
-        ...
+        self._local.mkdir(parents=True, exist_ok=True)
 
     def write(self, name: str, content: bytes) -> None:
         """Write, or replace, a file: whole or not at all.
@@ -45,11 +48,13 @@ class Folder(Protocol):
         Raises:
             OSError: it cannot be written.
         """
-        ...
+        partial = self._local / f"{name}.partial"
+        partial.write_bytes(content)
+        os.replace(partial, self._local / name)
 
     def names(self) -> list[str]:
         """Files and folders in here, sorted; empty where there is no such folder."""
-        ...
+        return sorted(path.name for path in self._local.iterdir()) if self._local.is_dir() else []
 
     def size(self, name: str) -> int:
         """Bytes in a file.
@@ -57,7 +62,7 @@ class Folder(Protocol):
         Raises:
             OSError: there is none.
         """
-        ...
+        return (self._local / name).stat().st_size
 
     def open(self, name: str) -> Any:
         """A context with the file, open for reading, seekable.
@@ -65,41 +70,10 @@ class Folder(Protocol):
         Raises:
             OSError: it cannot be read.
         """
-        ...
+        return (self._local / name).open("rb")
 
 
-class LocalFolder:
-    """A folder of this machine."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    @property
-    def name(self) -> str:
-        return str(self._path)
-
-    def below(self, name: str) -> LocalFolder:
-        return LocalFolder(self._path / name)
-
-    def make(self) -> None:
-        self._path.mkdir(parents=True, exist_ok=True)
-
-    def write(self, name: str, content: bytes) -> None:
-        partial = self._path / f"{name}.partial"
-        partial.write_bytes(content)
-        os.replace(partial, self._path / name)
-
-    def names(self) -> list[str]:
-        return sorted(path.name for path in self._path.iterdir()) if self._path.is_dir() else []
-
-    def size(self, name: str) -> int:
-        return (self._path / name).stat().st_size
-
-    def open(self, name: str) -> IO[bytes]:
-        return (self._path / name).open("rb")
-
-
-class RemoteFolder:
+class RemoteFolder(Folder):
     """A folder of any file system that fsspec knows.
 
     Args:
@@ -172,7 +146,7 @@ def open_folder(place: str | Path) -> Folder:
     """
     text = str(place)
     if "://" not in text:
-        return LocalFolder(Path(text).absolute())
+        return Folder(Path(text).absolute())
     fsspec = import_extra("fsspec", "fsspec", f"keeping captures at {text}")
     try:
         files, path = fsspec.url_to_fs(text)

@@ -16,7 +16,7 @@ import grpc
 from sottovoce_rpc.tasks import Tasks
 
 
-class Stream(Protocol):
+class _Stream(Protocol):
     """The writing half of a stream: a client call and a server context look alike here."""
 
     async def write(self, message: bytes) -> None:
@@ -34,7 +34,7 @@ class Link:
     def __init__(self, keep: int = 2) -> None:
         self._frames: deque[tuple[int, bytes]] = deque(maxlen=keep)
         self._due: deque[bytes] = deque(maxlen=keep)
-        self._stream: Stream | None = None
+        self._stream: _Stream | None = None
         self._displaced: Callable[[], object] = lambda: None
         self._tasks = Tasks()
         self._writing: asyncio.Task[None] | None = None
@@ -46,7 +46,7 @@ class Link:
         self._due.append(frame)
         self._kick()
 
-    def attach(self, stream: Stream, next_round: int, displaced: Callable[[], object] = lambda: None) -> None:
+    def attach(self, stream: _Stream, next_round: int, displaced: Callable[[], object] = lambda: None) -> None:
         """A stream is there, and its other end has heard everything below `next_round`.
 
         Args:
@@ -62,11 +62,11 @@ class Link:
         self.attached.set()
         self._kick()
 
-    def has(self, stream: Stream | None) -> bool:
+    def has(self, stream: _Stream | None) -> bool:
         """True when this is the stream that the link writes to."""
         return stream is not None and self._stream is stream
 
-    def detach(self, stream: Stream) -> None:
+    def detach(self, stream: _Stream) -> None:
         """A stream has ended."""
         if self.has(stream):
             self._stream = None
@@ -86,7 +86,7 @@ class Link:
         if self._stream is not None and (self._writing is None or self._writing.done()):
             self._writing = self._tasks.start(self._drain(self._stream), "a channel cannot be written")
 
-    async def _drain(self, stream: Stream) -> None:
+    async def _drain(self, stream: _Stream) -> None:
         """Write what is due, one message at a time: two writes in flight on one stream are an error."""
         try:
             while self._stream is stream and self._due:

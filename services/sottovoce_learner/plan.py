@@ -17,7 +17,7 @@ ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class _Part:
     """A learner's part in a round.
 
     Attributes:
@@ -45,14 +45,14 @@ class Plan:
         """Everybody whom the learner hears or tells in some round."""
         self.announced = 0
         """Rounds below this one are as the coordinator says."""
-        self._parts: dict[int, Part] = {}
+        self._parts: dict[int, _Part] = {}
         self._last = self._part(0)
         self._always = self._last if network.horizon == 1 else None
         fixed = self._always
         self.lockstep = fixed is not None and bool(fixed.told) and fixed.told == tuple(fixed.heard)
         """Everybody who is told is heard in every round: no neighbour can be more than one round ahead or behind."""
 
-    def part(self, t: int) -> Part:
+    def part(self, t: int) -> _Part:
         """The part in round t."""
         if self._always is not None:
             return self._always
@@ -108,6 +108,6 @@ class Plan:
         """Round t is over."""
         self._parts.pop(t, None)
 
-    def _part(self, t: int) -> Part:
+    def _part(self, t: int) -> _Part:
         mixing, i = self._network.at(t), self._index
-        return Part(mixing.heard_by(i), mixing.told_by(i), float(mixing.own[i]))
+        return _Part(mixing.heard_by(i), mixing.told_by(i), float(mixing.own[i]))

@@ -7,7 +7,7 @@ import contextlib
 import math
 import re
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
@@ -22,10 +22,7 @@ from sottovoce_learner import exchange
 from sottovoce_learner.ledger import Ledger, claim
 from sottovoce_learner.mirror import Mirror
 from sottovoce_learner.session import Assignment, Session
-from sottovoce_rpc import directives
 from sottovoce_rpc.codec import from_tensor, to_tensor
-from sottovoce_rpc.directives import Directive, Epoch, Grant, Stop, from_wire
-from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 from sottovoce_rpc.logs import failure
 from sottovoce_rpc.server import Service, announce, channel, is_loopback, serve_until_stopped, start_server
 from sottovoce_rpc.specs import spec_from_wire
@@ -157,7 +154,7 @@ class Learner:
         try:
             async with beside(self._report(call, address)):
                 async for said in call:
-                    await self._obey_or_tell(said.run_id, from_wire(said))
+                    await self._obey_or_tell(said)
         except grpc.aio.AioRpcError as error:
             refusal = as_error(error, f"the coordinator at {self.config.coordinator}")
             if not isinstance(refusal, Unavailable):
@@ -186,15 +183,16 @@ class Learner:
 
     # ---- the coordinator ----------------------------------------------------------------------------------
 
-    async def _obey_or_tell(self, run_id: str, told: Directive | None) -> None:
+    async def _obey_or_tell(self, told: coordinator_pb2.Directive) -> None:
         """A directive that cannot be followed fails the run, with the reason, and leaves the learner alive.
 
         Of that run only the end is obeyed from then on: what went wrong first is what its operator is told.
         """
-        if self._refused is not None and self._refused[0] == run_id and not isinstance(told, Stop):
+        run_id = told.run_id
+        if self._refused is not None and self._refused[0] == run_id and not told.HasField("stop"):
             return
         try:
-            await self._obey(run_id, told)
+            await self._obey(told)
         except SottovoceError as error:
             log.error("directive refused", run_id=run_id, reason=str(error), **failure(error))
             self._refuse(run_id, str(error))
@@ -209,37 +207,38 @@ class Learner:
         self._changed.set()
 
     @property
-    def status(self) -> LearnerStatus:
+    def status(self) -> learner_pb2.LearnerStatus:
         """How far it is in its run; a run that it refused is its run, too."""
-        idle = LearnerStatus(self.config.name, state=LearnerState.IDLE)
-        if self._refused is None:
-            return idle if self._session is None else self._session.status
-        run_id, detail = self._refused
-        session = self._of_run(run_id)  # what it has said and spent until then
-        return replace(
-            idle if session is None else session.status, run_id=run_id, state=LearnerState.FAILED, detail=detail
-        )
+        # Of a refused run: what it has said and spent until then.
+        session = self._session if self._refused is None else self._of_run(self._refused[0])
+        idle = learner_pb2.LearnerStatus(learner=self.config.name, state=learner_pb2.LEARNER_STATE_IDLE)
+        status = idle if session is None else session.status
+        if self._refused is not None:
+            status.run_id, status.detail = self._refused
+            status.state = learner_pb2.LEARNER_STATE_FAILED
+        return status
 
-    async def _obey(self, run_id: str, told: Directive | None) -> None:
-        session = self._of_run(run_id)
-        match told:
-            case directives.Assignment() if session is None:  # else it is said again after a reconnect
-                await self._prepare(run_id, told)
-            case Epoch() if session is not None:
-                self._meet(session, told)
-            case Grant(until_round) if session is not None:
-                session.grant(until_round)
-            case Stop() if session is not None:
+    async def _obey(self, told: coordinator_pb2.Directive) -> None:
+        """What a newer coordinator tells besides is passed over."""
+        session = self._of_run(told.run_id)
+        match told.WhichOneof("directive"):
+            case "assignment" if session is None:  # else it is said again after a reconnect
+                await self._prepare(told.run_id, told.assignment)
+            case "epoch" if session is not None:
+                self._meet(session, told.epoch)
+            case "grant" if session is not None:
+                session.grant(told.grant.until_round)
+            case "stop" if session is not None:
                 await self._end_run()
 
     def _of_run(self, run_id: str) -> Session | None:
         session = self._session
         return session if session is not None and session.assignment.run_id == run_id else None
 
-    async def _prepare(self, run_id: str, told: directives.Assignment) -> None:
+    async def _prepare(self, run_id: str, told: coordinator_pb2.Assignment) -> None:
         await self._end_run()
         assignment = _assignment(run_id, told, imports=self.config.allow_imports)
-        self._mirror = Mirror(run_id, told.index, told.mirror) if told.mirror else None
+        self._mirror = Mirror(run_id, told.index, told.mirror_address) if told.mirror_address else None
         self._session = Session(
             assignment,
             self._noise(assignment),
@@ -262,7 +261,7 @@ class Learner:
                 raise SpecError(f"recorded noise of field {name!r} must cover learner {index}, got {values.shape[1]}")
         return RecordedNoise({name: values[:, index, 0] for name, values in self._noise_fields.items()})
 
-    def _meet(self, session: Session, epoch: Epoch) -> None:
+    def _meet(self, session: Session, epoch: coordinator_pb2.TopologyEpoch) -> None:
         begun = session.introduced
         session.announce(
             epoch.first_round,
@@ -302,7 +301,7 @@ class Learner:
             await call.write(pb.Event(introduction=pb.Introduction(learner=self.config.name, address=address)))
             while True:
                 if (status := self.status) != last:
-                    await call.write(pb.Event(report=pb.Report(status=status.to_wire())))
+                    await call.write(pb.Event(report=pb.Report(status=status)))
                     last = status
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._changed.wait(), REPORT_S)
@@ -374,10 +373,10 @@ class Learner:
         raise AssertionError("answering() ends the call")
 
     async def _status(self, request: learner_pb2.StatusRequest, context: Context) -> learner_pb2.StatusResponse:
-        return learner_pb2.StatusResponse(status=self.status.to_wire())
+        return learner_pb2.StatusResponse(status=self.status)
 
 
-def _assignment(run_id: str, told: directives.Assignment, *, imports: bool) -> Assignment:
+def _assignment(run_id: str, told: coordinator_pb2.Assignment, *, imports: bool) -> Assignment:
     """What the coordinator said, checked: its run id becomes part of a file name.
 
     Raises:

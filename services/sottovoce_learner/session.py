@@ -30,7 +30,6 @@ from sottovoce_learner.ledger import Ledger, Line
 from sottovoce_learner.links import Link
 from sottovoce_learner.plan import Plan
 from sottovoce_rpc.codec import RoundCodec
-from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 from sottovoce_rpc.logs import failure, worded_by_us
 from sottovoce_rpc.specs import check_size
 from sottovoce_rpc.tasks import beside
@@ -123,16 +122,16 @@ class Session:
         self._waiting: tuple[str, float, asyncio.Future[None]] | None = None
         self._correct = self._seen = 0
         self._messages = self._bytes = self._said = self._done = 0
-        self._lifecycle = (LearnerState.CONNECTING, "")
+        self._lifecycle: tuple[learner_pb2.LearnerState.ValueType, str] = (learner_pb2.LEARNER_STATE_CONNECTING, "")
         self._private = private
         self._hungry = asyncio.Event()  # set once a round, so a feeder that waits looks again
         self._changed = changed or asyncio.Event()
 
     @property
-    def status(self) -> LearnerStatus:
+    def status(self) -> learner_pb2.LearnerStatus:
         """How far the learner is."""
         state, detail = self._lifecycle
-        return LearnerStatus(
+        return learner_pb2.LearnerStatus(
             learner=self._name,
             run_id=self.assignment.run_id,
             state=state,
@@ -224,12 +223,12 @@ class Session:
     @property
     def ended(self) -> bool:
         """True when nothing more will be said."""
-        return self._lifecycle[0] not in (LearnerState.CONNECTING, LearnerState.RUNNING)
+        return self._lifecycle[0] not in (learner_pb2.LEARNER_STATE_CONNECTING, learner_pb2.LEARNER_STATE_RUNNING)
 
     @property
     def silent(self) -> bool:
         """True when a neighbour has nothing to expect. After the last round it may still lack what was said in it."""
-        return self.ended and self._lifecycle[0] is not LearnerState.FINISHED
+        return self.ended and self._lifecycle[0] != learner_pb2.LEARNER_STATE_FINISHED
 
     # ---- the rounds ---------------------------------------------------------------------------------------
 
@@ -239,7 +238,7 @@ class Session:
             async with beside(self._watch()):
                 await self._all_rounds()
         except asyncio.CancelledError:
-            self._become(LearnerState.STOPPED)
+            self._become(learner_pb2.LEARNER_STATE_STOPPED)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - own code may raise anything, and quote a record with it
             self._fail(error)
         finally:
@@ -248,7 +247,7 @@ class Session:
 
     async def _all_rounds(self) -> None:
         await self._connected()
-        self._become(LearnerState.RUNNING)
+        self._become(learner_pb2.LEARNER_STATE_RUNNING)
         try:
             for t in range(self.assignment.spec.rounds):
                 await self._round(t)
@@ -256,17 +255,17 @@ class Session:
             if not worded_by_us(error):
                 raise
             await self.flush()
-            self._become(LearnerState.BUDGET_EXHAUSTED, str(error))
+            self._become(learner_pb2.LEARNER_STATE_BUDGET_EXHAUSTED, str(error))
         else:
             await self.flush()
-            self._become(LearnerState.FINISHED)
+            self._become(learner_pb2.LEARNER_STATE_FINISHED)
 
     def _fail(self, error: BaseException) -> None:
         """The run is over for this learner; the log has the error's kind and place, and nobody the text of one not ours."""
         own = {type(part).__module__.partition(".")[0] for part in (self.algorithm, self.loss)}
         log.error("failed", learner=self._name, round=self._done, **failure(error, own))
         detail = str(error) if worded_by_us(error) else "an internal error; the learner's log has it"
-        self._become(LearnerState.FAILED, detail)
+        self._become(learner_pb2.LEARNER_STATE_FAILED, detail)
 
     async def _connected(self) -> None:
         for j, link in self.links.items():
@@ -370,9 +369,10 @@ class Session:
                         Unavailable(f"waited {deadline:g} s for {what}{missing} in round {self.inbox.round}")
                     )
 
-    def _become(self, state: LearnerState, detail: str = "") -> None:
+    def _become(self, state: learner_pb2.LearnerState.ValueType, detail: str = "") -> None:
         self._lifecycle = (state, detail)
-        log.info("state", learner=self._name, state=state.name.lower(), round=self._done, detail=detail)
+        name = learner_pb2.LearnerState.Name(state).removeprefix("LEARNER_STATE_").lower()
+        log.info("state", learner=self._name, state=name, round=self._done, detail=detail)
         self._changed.set()
 
 

@@ -13,21 +13,24 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from sottovoce.errors import Unavailable
+from sottovoce.errors import SpecError, Unavailable
 from sottovoce_rpc.logs import tell_no_texts
 from sottovoce_rpc.tasks import Tasks, drained
 
 DRAIN_S = 3.0
 GRACE_S = 0.5
 MAX_MESSAGE = 256 * 1024 * 1024
+USUAL_PAGE, LONGEST_PAGE = 100, 1_000
+
+T = TypeVar("T")
 
 SERVER_OPTIONS = (
     ("grpc.so_reuseport", 0),  # else a second server on a port in use would start without an error
@@ -119,7 +122,7 @@ def announce(service: str, **facts: str) -> None:
     print(json.dumps({"service": service, **facts}), flush=True)
 
 
-async def until_told_to_stop(*, with_stdin: bool = False) -> str:
+async def _until_told_to_stop(*, with_stdin: bool = False) -> str:
     """Wait for SIGTERM, SIGINT or (`with_stdin`) the end of standard input; says which. A second signal kills."""
     loop = asyncio.get_running_loop()
     told: asyncio.Future[str] = loop.create_future()
@@ -159,7 +162,7 @@ async def serve_until_stopped(
     gc.freeze()  # what imports made stays for good: no later collection need look at it again
     tell_no_texts(asyncio.get_running_loop())
     async with Tasks() as signals:  # ended last: a second signal during the drain must still kill
-        told = signals.start(until_told_to_stop(with_stdin=with_stdin))
+        told = signals.start(_until_told_to_stop(with_stdin=with_stdin))
         try:
             async with Tasks() as works:
                 done, _ = await asyncio.wait(
@@ -169,3 +172,25 @@ async def serve_until_stopped(
             await drained(stop(), DRAIN_S)
     for task in done:
         task.result()
+
+
+def page(items: Mapping[str, T], size: int, token: str) -> tuple[list[T], str]:
+    """One page of items.
+
+    Args:
+        items: by id, in the order of the list.
+        size: items on a page; 0: the usual.
+        token: of the page, as the page before gave it: the id of its last item; empty: the first page.
+
+    Returns:
+        The items, and the token of the next page; empty: there is none.
+
+    Raises:
+        SpecError: a token that is none, or of an item that is no longer here.
+    """
+    ids = list(items)
+    if token and token not in items:
+        raise SpecError(f"the page token must be one that this service gave, got {token!r}: begin with the first page")
+    first = ids.index(token) + 1 if token else 0
+    last = first + min(size or USUAL_PAGE, LONGEST_PAGE)
+    return [items[each] for each in ids[first:last]], ids[last - 1] if last < len(ids) else ""

@@ -29,9 +29,9 @@ from sottovoce_client.auditing.audit import AuditRequest
 from sottovoce_client.auditing.captures import difference, from_captures
 from sottovoce_client.auditing.channel import channel, lines_of
 from sottovoce_client.auditing.worlds import FILE, worlds_from, write_worlds
+from sottovoce_eavesdropper.lookout import Row
 from sottovoce_eavesdropper.reading import open_capture
 from sottovoce_eavesdropper.records import CaptureFile
-from sottovoce_eavesdropper.rows import Row
 from tests.examples import made_up, small_spec
 from tests.services.capturing import METHOD, encode_round, hello, row
 

@@ -15,8 +15,8 @@ from sottovoce.experiment import prepare
 from sottovoce.losses import Loss, mean_gradient
 from sottovoce.running.run import build_run
 from sottovoce.spec import parse_spec
-from sottovoce_client.running.evaluate import central_accuracy, one_way
-from sottovoce_rpc.learner_status import LearnerStatus
+from sottovoce_client.running.evaluate import central_accuracy, limit, one_way
+from sottovoce_wire.v1.learner_pb2 import LearnerStatus
 from tests.examples import small_run, small_spec
 
 RECORDS, TEST = 300, 2000
@@ -81,9 +81,9 @@ def test_without_held_out_records_there_is_nothing_to_compare() -> None:
 
 def test_the_nearest_limit_counts() -> None:
     status = LearnerStatus(epsilon_budget=5.0, epsilon_own_budget=12.0, epsilon_elsewhere=9.0)
-    assert status.limit == 3.0
-    assert LearnerStatus(epsilon_budget=5.0).limit == 5.0
-    assert LearnerStatus().limit is None
+    assert limit(status) == 3.0
+    assert limit(LearnerStatus(epsilon_budget=5.0)) == 5.0
+    assert limit(LearnerStatus()) is None
 
 
 def test_a_global_objective_needs_shared_records() -> None:

@@ -23,7 +23,7 @@ from sottovoce_client.cli import app
 from sottovoce_client.transcripts import query as transcript
 from sottovoce_client.transcripts.query import cell_text, find, query
 from sottovoce_client.transcripts.show import show
-from sottovoce_eavesdropper.rows import Row
+from sottovoce_eavesdropper.lookout import Row
 from tests.examples import made_up, small_run
 from tests.services.capturing import captured, conversation, encode_round, frame, hello, row
 

@@ -9,14 +9,15 @@ import pytest
 from sottovoce.network.graphs import Edges
 from sottovoce.running.run import build_run
 from sottovoce_coordinator.runs import Overhearing, RunBook, RunState, missing
-from sottovoce_rpc.directives import Assignment, Directive, Epoch, Grant, Neighbour
-from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 from sottovoce_rpc.specs import spec_from_wire
+from sottovoce_wire.v1 import learner_pb2
+from sottovoce_wire.v1.coordinator_pb2 import Directive, Grant, Neighbour, TopologyEpoch
+from sottovoce_wire.v1.learner_pb2 import LearnerStatus
 from tests.examples import small_run
 from tests.gossip import gossip_spec
 
 ADDRESSES = ("a:1", "b:2", "c:3")
-RUNNING, FINISHED = LearnerState.RUNNING, LearnerState.FINISHED
+RUNNING, FINISHED = learner_pb2.LEARNER_STATE_RUNNING, learner_pb2.LEARNER_STATE_FINISHED
 
 
 def book(**more: Any) -> RunBook:
@@ -24,8 +25,12 @@ def book(**more: Any) -> RunBook:
     return RunBook("r-1", small_run(rounds=10, learners=["a", "b", "c"], **more), 3, ADDRESSES)
 
 
-def status(learner: str, state: LearnerState, done: int = 0, ready: int = 0, detail: str = "") -> LearnerStatus:
-    return LearnerStatus(learner, "r-1", state, detail, rounds_done=done, rounds_with_data=ready)
+def status(
+    learner: str, state: learner_pb2.LearnerState.ValueType, done: int = 0, ready: int = 0, detail: str = ""
+) -> LearnerStatus:
+    return LearnerStatus(
+        learner=learner, run_id="r-1", state=state, detail=detail, rounds_done=done, rounds_with_data=ready
+    )
 
 
 def running(held: RunBook, ready: int = 0) -> list[bool]:
@@ -39,17 +44,17 @@ def test_an_assignment_says_all_that_a_guarantee_rests_on() -> None:
     """The spec as it is, but for its graph: a list of edges."""
     held = book()
     held.overhearing = Overhearing(mirror="mirror:9")
-    told = held.assignment(1)
+    told = held.assignment(1).assignment
     spec = spec_from_wire(told.spec, imports=False)
 
-    assert (told.index, told.n_features, told.mirror) == (1, 3, "mirror:9")
+    assert (told.index, told.n_features, told.mirror_address) == (1, 3, "mirror:9")
     assert spec.topology.graph == Edges(kind="edges", edges=((0, 1), (1, 2)))
     assert spec.model_copy(update={"topology": held.run.spec.topology}) == held.run.spec
 
 
 def told_in(directives: list[Directive]) -> list[tuple[int, dict[int, float], list[int]]]:
     """The epochs: first round, weights by index, and who is told."""
-    epochs = [directive for directive in directives if isinstance(directive, Epoch)]
+    epochs = [directive.epoch for directive in directives if directive.HasField("epoch")]
     return [
         (
             epoch.first_round,
@@ -66,17 +71,20 @@ def test_an_epoch_names_the_neighbours_and_relays_in_their_place() -> None:
     weight = held.run.network.at(0).heard_by(1)
     assignment, epoch, grant = held.briefing(1)
 
-    assert isinstance(assignment, Assignment)
-    told = (Neighbour(0, "a", "a:1", weight[0], True), Neighbour(2, "c", "relay:7", weight[2], True))
-    assert epoch == Epoch(0, told)
-    assert grant == Grant(0)
+    assert assignment.HasField("assignment")
+    told = [
+        Neighbour(index=0, name="a", address="a:1", weight=weight[0], told=True),
+        Neighbour(index=2, name="c", address="relay:7", weight=weight[2], told=True),
+    ]
+    assert epoch == Directive(run_id="r-1", epoch=TopologyEpoch(first_round=0, neighbours=told))
+    assert grant == Directive(run_id="r-1", grant=Grant(until_round=0))
 
 
 def test_a_fixed_topology_has_one_epoch() -> None:
     held = book()
     running(held)
     assert [told_in(directives) for directives in held.go_on()] == [[]] * 3
-    assert [directives[-1] for directives in held.go_on()] == [Grant(4)] * 3
+    assert [directives[-1].grant for directives in held.go_on()] == [Grant(until_round=4)] * 3
 
 
 DIRECTED = {"kind": "edges", "edges": [(0, 1), (1, 2)], "directed": True}
@@ -99,7 +107,7 @@ def test_a_changing_topology_has_an_epoch_wherever_it_changes_ahead_of_the_grant
     ]
     running(held)
     first = held.go_on()
-    assert [directives[-1] for directives in first] == [Grant(4)] * 3
+    assert [directives[-1].grant for directives in first] == [Grant(until_round=4)] * 3
     assert [told_in(directives) for directives in first] == [
         [(1, {1: 0.0}, [1]), (2, {2: 0.5}, []), (3, {1: 0.0}, [1])],
         [(1, {0: 0.5, 2: 0.0}, [2]), (2, {}, []), (3, {0: 0.5, 2: 0.0}, [2])],
@@ -136,24 +144,24 @@ def test_a_route_leads_from_the_lower_index_to_the_higher() -> None:
 
 def test_nothing_is_granted_until_all_are_connected() -> None:
     held = book()
-    assert held.grant().until_round == 0
+    assert held.grant().grant.until_round == 0
     assert running(held) == [False, False, True]
     assert held.state is RunState.RUNNING
-    assert held.grant().until_round == 4
+    assert held.grant().grant.until_round == 4
 
 
 def test_progress_brings_the_next_grant() -> None:
     held = book()
     running(held)
     assert [held.report(status(name, RUNNING, 2)) for name in "abc"] == [False, False, True]
-    assert held.grant().until_round == 6
+    assert held.grant().grant.until_round == 6
 
 
 def test_records_that_came_before_all_were_connected_count() -> None:
     """A learner that has nothing new to tell does not report again: what it said while connecting must be enough."""
     held = book(clock={"mode": "data"})
     assert running(held, ready=7) == [False, False, True]
-    assert held.grant().until_round == 7
+    assert held.grant().grant.until_round == 7
 
 
 def test_a_run_is_finished_when_everybody_is() -> None:
@@ -171,28 +179,30 @@ def test_a_run_is_finished_when_everybody_is() -> None:
 @pytest.mark.parametrize(
     ("state", "final", "text"),
     [
-        (LearnerState.FAILED, RunState.FAILED, "b failed: no more disk"),
+        (learner_pb2.LEARNER_STATE_FAILED, RunState.FAILED, "b failed: no more disk"),
         (
-            LearnerState.BUDGET_EXHAUSTED,
+            learner_pb2.LEARNER_STATE_BUDGET_EXHAUSTED,
             RunState.STOPPED,
             "b stopped speaking: no more disk",
         ),
     ],
 )
-def test_one_learner_can_end_a_run_and_is_named(state: LearnerState, final: RunState, text: str) -> None:
+def test_one_learner_can_end_a_run_and_is_named(
+    state: learner_pb2.LearnerState.ValueType, final: RunState, text: str
+) -> None:
     held = book()
     running(held)
     held.report(status("b", state, 3, detail="no more disk"))
 
     assert (held.state, held.detail) == (final, text)
-    assert held.stop().reason == text
+    assert held.stop().stop.reason == text
 
 
 def test_a_run_ends_once() -> None:
     held = book()
     held.end(RunState.STOPPED, "first")
     held.end(RunState.FAILED, "second")
-    held.report(status("a", LearnerState.FAILED, detail="third"))
+    held.report(status("a", learner_pb2.LEARNER_STATE_FAILED, detail="third"))
     assert (held.state, held.detail) == (RunState.STOPPED, "first")
 
 
@@ -201,7 +211,7 @@ def test_an_ended_run_grants_nothing_more() -> None:
     running(held)
     held.end(RunState.STOPPED, "")
     assert [held.report(status(name, RUNNING, 4)) for name in "abc"] == [False] * 3
-    assert held.grant().until_round == 4
+    assert held.grant().grant.until_round == 4
 
 
 def test_who_is_missing_is_named_in_order() -> None:

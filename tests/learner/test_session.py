@@ -12,7 +12,7 @@ from sottovoce.noise import SystemNoise
 from sottovoce.spec import parse_spec
 from sottovoce_learner.journal import Entry
 from sottovoce_learner.session import Assignment, Session
-from sottovoce_rpc.learner_status import LearnerState
+from sottovoce_wire.v1 import learner_pb2
 
 
 def session(folder: Path, run_id: str = "run-1") -> Session:
@@ -50,7 +50,7 @@ async def test_the_status_counts_what_was_said_and_what_was_done(tmp_path: Path)
     one.announce(0, {1: 0.5}, [1])
     before = one.status
     await one._speak(0, 1)
-    assert (before.rounds_said, before.rounds_done, before.state) == (0, 0, LearnerState.CONNECTING)
+    assert (before.rounds_said, before.rounds_done, before.state) == (0, 0, learner_pb2.LEARNER_STATE_CONNECTING)
     assert (one.status.rounds_said, one.status.rounds_done, one.status.messages_sent) == (1, 0, 1)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from sottovoce.errors import SpecError
-from sottovoce_rpc import pages
-from sottovoce_rpc.pages import page
+from sottovoce_rpc import server
+from sottovoce_rpc.server import page
 
 ITEMS = {f"run-{k}": k for k in range(7)}
 
@@ -28,8 +28,8 @@ def test_an_empty_list_has_one_page() -> None:
 
 
 def test_no_page_is_longer_than_the_service_thinks_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pages, "USUAL", 2)
-    monkeypatch.setattr(pages, "MOST", 3)
+    monkeypatch.setattr(server, "USUAL_PAGE", 2)
+    monkeypatch.setattr(server, "LONGEST_PAGE", 3)
     assert page(ITEMS, 0, "") == ([0, 1], "run-1")
     assert page(ITEMS, 100, "run-1") == ([2, 3, 4], "run-4")
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from sottovoce.algorithms.interface import Message
+from sottovoce_eavesdropper.lookout import Row
 from sottovoce_eavesdropper.records import CaptureFile
-from sottovoce_eavesdropper.rows import Row
 from sottovoce_rpc.codec import RoundCodec, to_fields
 from sottovoce_wire.v1 import learner_pb2
 

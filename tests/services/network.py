@@ -18,7 +18,6 @@ from sottovoce_client.running.operate import Outcome, run_on
 from sottovoce_coordinator.service import Coordinator, CoordinatorConfig
 from sottovoce_eavesdropper.service import Eavesdropper, EavesdropperConfig
 from sottovoce_learner.service import Learner, LearnerConfig
-from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 from sottovoce_rpc.server import channel
 from sottovoce_rpc.specs import spec_to_wire
 from sottovoce_rpc.tasks import Tasks
@@ -108,19 +107,19 @@ class Network:
         assert last is not None
         return last
 
-    async def status(self, name: str) -> LearnerStatus:
+    async def status(self, name: str) -> learner_pb2.LearnerStatus:
         """What a learner says of itself."""
         async with channel(self.addresses[name]) as to:
             stub = learner_pb2_grpc.LearnerStub(to)
             answer = await stub.Status(learner_pb2.StatusRequest(), timeout=PATIENCE_S)
-            return LearnerStatus.from_wire(answer.status)
+            return answer.status
 
-    async def until(self, name: str, state: LearnerState, rounds: int = 0) -> None:
+    async def until(self, name: str, state: learner_pb2.LearnerState.ValueType, rounds: int = 0) -> None:
         """Wait until a learner is in a state, with so many rounds done."""
         async with asyncio.timeout(PATIENCE_S):
             while True:
                 status = await self.status(name)
-                if status.state is state and status.rounds_done >= rounds:
+                if status.state == state and status.rounds_done >= rounds:
                     return
                 await asyncio.sleep(0.01)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,7 @@ from sottovoce_client.running.feeder import feed
 from sottovoce_coordinator.runs import RunBook
 from sottovoce_eavesdropper import service as eavesdropper_service
 from sottovoce_eavesdropper.reading import open_capture
-from sottovoce_rpc.directives import Epoch, Grant
-from sottovoce_rpc.learner_status import LearnerState
-from sottovoce_wire.v1 import coordinator_pb2
+from sottovoce_wire.v1 import coordinator_pb2, learner_pb2
 from tests.examples import made_up
 from tests.gossip import gossip_spec
 from tests.services.network import PATIENCE_S, Network, network
@@ -163,7 +160,7 @@ async def test_a_learner_whose_directives_break_off_is_told_the_epochs_that_it_m
     async with network(tmp_path, NAMES, noise=noise) as up:
         running = asyncio.ensure_future(up.run(spec, data))
         for rounds in (20, 150):
-            await up.until("ben", LearnerState.RUNNING, rounds)
+            await up.until("ben", learner_pb2.LEARNER_STATE_RUNNING, rounds)
             up._following["ben"].cancel()
             await asyncio.sleep(0.1)
             up.follow("ben")
@@ -189,11 +186,10 @@ async def test_a_coordinator_with_another_network_is_found_out(
 ) -> None:
     true = RunBook._epoch
 
-    def altered(book: RunBook, index: int, t: int, mixing: Mixing) -> Epoch:
+    def altered(book: RunBook, index: int, t: int, mixing: Mixing) -> coordinator_pb2.Directive:
         epoch = true(book, index, t, mixing)
         if (index, t) == (1, wrong):
-            first, *others = epoch.neighbours
-            return replace(epoch, neighbours=(replace(first, weight=0.25), *others))
+            epoch.epoch.neighbours[0].weight = 0.25
         return epoch
 
     monkeypatch.setattr(RunBook, "_epoch", altered)
@@ -206,7 +202,7 @@ async def test_a_coordinator_with_another_network_is_found_out(
 
 
 async def test_rounds_whose_epochs_are_missing_are_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def forgetful(book: RunBook) -> list[list[Grant]]:
+    def forgetful(book: RunBook) -> list[list[coordinator_pb2.Directive]]:
         return [[book.grant()] for _ in book.addresses]
 
     monkeypatch.setattr(RunBook, "go_on", forgetful)

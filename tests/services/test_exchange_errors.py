@@ -32,8 +32,6 @@ from sottovoce_learner import exchange as exchanging
 from sottovoce_learner.exchange import plan_hash
 from sottovoce_learner.service import Learner, LearnerConfig
 from sottovoce_rpc.codec import to_fields, to_tensor
-from sottovoce_rpc.directives import Assignment, Directive
-from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 from sottovoce_rpc.server import channel
 from sottovoce_rpc.specs import spec_from_wire
 from sottovoce_rpc.status import as_error
@@ -74,7 +72,7 @@ async def run_that_ends_well(folder: Path, spec: RunSpec) -> AsyncIterator[tuple
     async with network(folder, NAMES, noise=noise) as up:
         run_id = (await up.start(spec, 3)).run_id
         await up.feed(run_id, spec, data, but=["cleo"])
-        await up.until("cleo", LearnerState.RUNNING)
+        await up.until("cleo", learner_pb2.LEARNER_STATE_RUNNING)
         yield up, run_id, data
 
         assert [(await up.status(name)).detail for name in NAMES] == [""] * 4
@@ -173,11 +171,11 @@ async def test_both_sides_refuse_another_plan(tmp_path: Path, monkeypatch: pytes
     """Ben was told another spec than his neighbours: none of them says a round to him, nor he to them."""
     true = RunBook.briefing
 
-    def altered(book: RunBook, index: int) -> list[Directive]:
+    def altered(book: RunBook, index: int) -> list[coordinator_pb2.Directive]:
         first, *others = true(book, index)
-        if index == 1 and isinstance(first, Assignment):
-            other = {**json.loads(first.spec), "algorithm": {"name": "ldp-dol", "sigma": 2.0}}
-            first = replace(first, spec=json.dumps(other))
+        if index == 1:
+            other = {**json.loads(first.assignment.spec), "algorithm": {"name": "ldp-dol", "sigma": 2.0}}
+            first.assignment.spec = json.dumps(other)
         return [first, *others]
 
     monkeypatch.setattr(RunBook, "briefing", altered)
@@ -245,7 +243,7 @@ async def test_a_learner_without_a_run_says_so(tmp_path: Path) -> None:
     for failure in failures:
         assert (failure.code(), reason(failure)) == (Code.FAILED_PRECONDITION, "NotReady")
         assert "not in a run" in (failure.details() or "")
-    assert (idle.learner, idle.state) == ("ann", LearnerState.IDLE)
+    assert (idle.learner, idle.state) == ("ann", learner_pb2.LEARNER_STATE_IDLE)
 
 
 # ---- from the owner --------------------------------------------------------------------------------------------------
@@ -352,7 +350,7 @@ async def test_predictions_need_rows_of_the_right_width(tmp_path: Path, shape: t
 
 async def test_the_accuracy_is_told_by_those_alone_who_opted_in(tmp_path: Path) -> None:
     async with run_that_ends_well(tmp_path, spec_of()) as (up, _, _):
-        assert (await up.status("ann")).prequential_accuracy is None
+        assert not (await up.status("ann")).HasField("prequential_accuracy")
 
 
 # ---- from operators --------------------------------------------------------------------------------------------------
@@ -467,8 +465,10 @@ def introducing(learner: str) -> coordinator_pb2.Event:
 
 def reporting(learner: str, run_id: str) -> coordinator_pb2.Event:
     """That a learner has failed."""
-    status = LearnerStatus(learner, run_id, LearnerState.FAILED, "mischief")
-    return coordinator_pb2.Event(report=coordinator_pb2.Report(status=status.to_wire()))
+    status = learner_pb2.LearnerStatus(
+        learner=learner, run_id=run_id, state=learner_pb2.LEARNER_STATE_FAILED, detail="mischief"
+    )
+    return coordinator_pb2.Event(report=coordinator_pb2.Report(status=status))
 
 
 async def test_reports_of_strangers_change_nothing(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from sottovoce.arrays import Batch
 from sottovoce.errors import BudgetExhausted, DataError
 from sottovoce.noise import Noise
 from sottovoce.spec import RunSpec, parse_spec
-from sottovoce_rpc.learner_status import LearnerState
+from sottovoce_wire.v1 import learner_pb2
 from tests.examples import made_up, small_spec
 from tests.gossip import Gossip, GossipSpec, State
 from tests.services.network import network
@@ -108,7 +108,7 @@ async def test_an_own_algorithm_that_raises_fails_the_run_and_the_log_says_where
 
     assert outcome.state == "failed"
     assert outcome.detail.endswith(" failed: an internal error; the learner's log has it")
-    assert LearnerState.FAILED in [status.state for status in statuses]
+    assert learner_pb2.LEARNER_STATE_FAILED in [status.state for status in statuses]
     assert failed and {(event["kind"], event["round"]) for event in failed} == {(kind, 3)}
     for event in failed:
         file, line = event["where"].rsplit(":", 1)
@@ -131,7 +131,7 @@ async def test_a_directive_that_this_machine_cannot_follow_fails_the_run_and_lea
 
     assert outcome.state == "failed"
     assert outcome.detail.endswith(" failed: an internal error, MemoryError; the learner's log says where")
-    assert [status.state for status in statuses] == [LearnerState.FAILED] * 2
+    assert [status.state for status in statuses] == [learner_pb2.LEARNER_STATE_FAILED] * 2
     assert {event["kind"] for event in refused} == {"MemoryError"}
     assert all("test_failures.py" in event["where"] for event in refused)
     assert again.state == "finished"

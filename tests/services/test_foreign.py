@@ -28,8 +28,8 @@ from sottovoce_client.lab.foreign.audit import audit_foreign
 from sottovoce_client.lab.foreign.runs import RunIs, load_decoder, read_runs
 from sottovoce_eavesdropper import records
 from sottovoce_eavesdropper.foreign import ForeignConfig, ForeignRelay
+from sottovoce_eavesdropper.lookout import Row
 from sottovoce_eavesdropper.reading import open_capture
-from sottovoce_eavesdropper.rows import Row
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "foreign.md"
 NAMES = ("service", "runs", "decode")

@@ -24,6 +24,8 @@ from sottovoce.experiment import Prepared
 from sottovoce.privacy.guarantee import ThreatModel
 from sottovoce_client.auditing.document import audit_file
 from sottovoce_client.auditing.report import audit_page
+from sottovoce_client.documents import write_json
+from sottovoce_client.privacy.budget import learner_index
 from sottovoce_client.wording import NOTHING, number
 
 COLOURS = {"consistent": "green", "refuted": "bold red", "inconclusive": "yellow", "unpromised": "yellow"}
@@ -81,7 +83,7 @@ def plan(prepared: Prepared, asked: AuditRequest, worlds: Worlds | None = None, 
     learner = index_of(prepared, asked.learner) if worlds is None else worlds.learner
     if worlds is None and asked.record is not None:
         worlds = _swap(prepared, learner, asked.record, asked.replacement)
-    neighbour = None if asked.neighbour is None else _named(prepared, asked.neighbour, "--neighbour")
+    neighbour = None if asked.neighbour is None else learner_index(prepared.run.spec, asked.neighbour, "--neighbour")
     return plan_audit(
         prepared.run,
         prepared.data,
@@ -128,7 +130,7 @@ def audit_to(
 def show(done: Audit, seed: int, folder: Path, console: Console) -> int:
     """Print an audit and write it down; returns the exit code."""
     name = done.plan.run.spec.names[done.plan.worlds.learner]
-    audit_file(done, name, seed).write(folder / "audit.json")
+    write_json(folder / "audit.json", audit_file(done, name, seed))
     audit_page(done, name, seed).write(folder / "audit.html")
     print_verdict(done.verdict, name, _rows(done), _notes(done), console)
     console.out(f"{folder}: audit.json, audit.html", highlight=False)
@@ -145,14 +147,7 @@ def index_of(prepared: Prepared, learner: str | None) -> int:
         sizes = [np.diff(own.offsets) for own in prepared.data.learners]
         claims = [prepared.run.guarantee(i, counts).epsilon() for i, counts in enumerate(sizes)]
         return int(np.argmax(claims))
-    return _named(prepared, learner, "--learner")
-
-
-def _named(prepared: Prepared, name: str, option: str) -> int:
-    names = prepared.run.spec.names
-    if name not in names:
-        raise SpecError(f"{option} must be one of {', '.join(names)}, got {name}")
-    return names.index(name)
+    return learner_index(prepared.run.spec, learner)
 
 
 def _swap(prepared: Prepared, learner: int, row: int, replacement: str) -> Worlds:
@@ -180,7 +175,7 @@ def _replacement(prepared: Prepared, learner: int, row: int, text: str) -> tuple
     name, _, number_ = text.rpartition(":")
     if not number_.isdigit():
         raise SpecError(f"--replacement must be mirror, label, LEARNER:ROW or a .json file, got {text}")
-    other = prepared.data.learners[_named(prepared, name, "--replacement")]
+    other = prepared.data.learners[learner_index(prepared.run.spec, name, "--replacement")]
     if int(number_) >= len(other.labels):
         raise SpecError(f"--replacement: {name} has {len(other.labels)} records, got {number_}")
     return other.features[int(number_)], float(other.labels[int(number_)])

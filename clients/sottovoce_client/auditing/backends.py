@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from sottovoce.auditing.audit import Examined, Mapper, Work
 from sottovoce.auditing.simulated import Share
 from sottovoce.data.files import import_extra
-from sottovoce.errors import SpecError
 
 Backend = Literal["processes", "ray", "dask"]
 
@@ -53,21 +51,14 @@ def _cluster(backend: Backend, jobs: int) -> Iterator[str]:
     elif backend == "dask":
         here = {"n_workers": jobs, "threads_per_worker": 1, "dashboard_address": None}
         address = os.environ.get("DASK_SCHEDULER_ADDRESS")
-        with _extra("distributed", "dask").Client(address, **({} if address else here)):
+        with import_extra("distributed", "dask", "--backend dask", "dask").Client(address, **({} if address else here)):
             yield "dask"
     else:
-        ray = _extra("ray", "ray")
+        ray = import_extra("ray", "ray", "--backend ray", "ray")
         here = {} if os.environ.get("RAY_ADDRESS") else {"num_cpus": jobs}
         ray.init(include_dashboard=False, log_to_driver=False, logging_level="error", **here)
         try:
-            _extra("ray.util.joblib", "ray").register_ray()
+            import_extra("ray.util.joblib", "ray", "--backend ray", "ray").register_ray()
             yield "ray"
         finally:
             ray.shutdown()
-
-
-def _extra(module: str, extra: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        raise SpecError(f"--backend {extra} needs {extra}: pip install 'sottovoce[{extra}]'") from None

@@ -114,14 +114,10 @@ def _recordings(audited: Plan, captures: Iterable[Capture]) -> Iterator[Recordin
     run, lines = audited.run, lines_of(audited)
     layouts: dict[Layout, Layout] = {}
     for capture in captures:
-        try:
-            transcript = capture.transcript(run.algorithm.field_shapes(), run.spec.n_learners, run.network)
-        except EquivocationError as error:
-            raise EquivocationError(f"{capture.name}: {error}") from None
         seen = channel(pa.Table.from_batches(capture.batches()), lines, str(capture.facts["run_id"]))
         for name, row in seen.items():  # most runs have the same one: it is kept once
             seen[name] = replace(row, layout=layouts.setdefault(row.layout, row.layout))
-        yield Recording(_label(capture) or 0, transcript, channel=(seen,))
+        yield Recording(_label(capture) or 0, _transcript(capture, run), channel=(seen,))
 
 
 def _together(parts: Sequence[Recording]) -> Recording:
@@ -160,7 +156,7 @@ def whole(captures: Sequence[Capture], run: Run) -> tuple[list[Capture], int]:
     """
     heard = [np.count_nonzero(run.network.at(t).neighbours) for t in range(run.spec.rounds)]
     kept = [capture for capture in captures if capture.totals()[0] >= sum(heard)]
-    kept = [capture for capture in kept if _rounds(capture, run) == run.spec.rounds]
+    kept = [capture for capture in kept if _transcript(capture, run).rounds == run.spec.rounds]
     if not kept:
         raise CaptureError(
             f"of {plural(len(captures), 'capture')} none has all {run.spec.rounds} rounds ({captures[0].name} is the first)"
@@ -168,9 +164,9 @@ def whole(captures: Sequence[Capture], run: Run) -> tuple[list[Capture], int]:
     return kept, len(captures) - len(kept)
 
 
-def _rounds(capture: Capture, run: Run) -> int:
+def _transcript(capture: Capture, run: Run) -> Transcript:
     try:
-        return capture.transcript(run.algorithm.field_shapes(), run.spec.n_learners, run.network).rounds
+        return capture.transcript(run.algorithm.field_shapes(), run.spec.n_learners, run.network)
     except EquivocationError as error:
         raise EquivocationError(f"{capture.name}: {error}") from None
 

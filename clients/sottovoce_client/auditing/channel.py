@@ -27,7 +27,7 @@ Whose = Literal["said", "told", "others"]
 
 
 @dataclass(frozen=True, slots=True)
-class Lines:
+class _Lines:
     """The directions of edges that a listener hears, and whose words pass on them.
 
     Attributes:
@@ -39,14 +39,14 @@ class Lines:
     opened: Line | None
 
 
-def lines_of(plan: Plan) -> Lines:
+def lines_of(plan: Plan) -> _Lines:
     """What the plan's listener hears."""
     learner, neighbour = plan.worlds.learner, plan.listener.neighbour
     edges = [edge for edge in plan.run.network.edges if neighbour is None or neighbour in edge]
     edges.sort(key=lambda edge: learner not in edge)
     every = [(*edge, direction) for edge in edges for direction in ("out", "back")][:MOST]
     whose = {line: _whose(line, learner) for line in every}
-    return Lines(whose, next((line for line in every if whose[line] == "said"), None))
+    return _Lines(whose, next((line for line in every if whose[line] == "said"), None))
 
 
 def _whose(line: Line, learner: int) -> Whose:
@@ -56,7 +56,7 @@ def _whose(line: Line, learner: int) -> Whose:
     return "said" if learner == (caller if direction == "out" else callee) else "told"
 
 
-def channel(table: pa.Table, lines: Lines, run_id: str) -> dict[str, Features]:
+def channel(table: pa.Table, lines: _Lines, run_id: str) -> dict[str, Features]:
     """All views of one run.
 
     Args:
@@ -68,7 +68,7 @@ def channel(table: pa.Table, lines: Lines, run_id: str) -> dict[str, Features]:
     return features_of(run, {**CHANNEL, **PACE})
 
 
-def _heard(table: pa.Table, lines: Lines, run_id: bytes) -> Iterator[Heard]:
+def _heard(table: pa.Table, lines: _Lines, run_id: bytes) -> Iterator[Heard]:
     """What passed on the lines; payloads of the others are not looked into."""
     names = ("caller", "callee", "direction", "kind", "method", "stream", "mono_ns", "size")
     payloads, streams, began = table.column("payload"), dict[object, int](), None

@@ -30,9 +30,14 @@ eavesdropper_app = typer.Typer(invoke_without_command=True)
 transcript_app = typer.Typer(no_args_is_help=True, help="Look into what was overheard, or simulated.")
 
 SpecFile = Annotated[Path, typer.Argument(metavar="SPEC", help="The run spec, a YAML file.", show_default=False)]
-Out = Annotated[
-    Path | None, typer.Option("--out", help="Folder for the results.", show_default="sottovoce-runs/NAME-TIME")
-]
+
+
+def results_of(name: str) -> Any:
+    """The option that says where results go; without it, to a folder of this name and the time."""
+    return typer.Option("--out", help="Folder for the results.", show_default=f"sottovoce-runs/{name}-TIME")
+
+
+Out = Annotated[Path | None, results_of("NAME")]
 Export = Annotated[
     str,
     typer.Option(

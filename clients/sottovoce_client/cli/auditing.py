@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from sottovoce.errors import SpecError
-from sottovoce.spec import load_spec
-from sottovoce_client.cli.app import AllowImports, LogLevel, app, folder_for, prepared_from
+from sottovoce.spec import RunSpec, load_spec
+from sottovoce_client.cli.app import AllowImports, LogLevel, app, folder_for, prepared_from, results_of
 
 if TYPE_CHECKING:
     from sottovoce_client.auditing.audit import Auditor, AuditRequest
@@ -41,9 +41,7 @@ def audit(
         float, typer.Option(min=0.5, max=0.999999, help="With which a correct learner is not refuted.")
     ] = 0.95,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the coins and the noise.")] = 0,
-    out: Annotated[
-        Path | None, typer.Option("--out", help="Folder for the results.", show_default="sottovoce-runs/audit-TIME")
-    ] = None,
+    out: Annotated[Path | None, results_of("audit")] = None,
     on: Annotated[
         Literal["simulator", "network"],
         typer.Option(help="network: real services and the relay, on this machine.", rich_help_panel=_WHERE),
@@ -99,48 +97,42 @@ def audit(
     Writes audit.json and audit.html. Exits with 1 if the promise is refuted.
     """
     if self_test:
-        raise typer.Exit(_self_test(spec, learner, mutant or [], alarms, runs, jobs, seed, out))
+        from sottovoce_client.lab import selftest
+
+        prepared = None if spec is None else prepared_from(load_spec(spec))
+        code = selftest.self_test(
+            prepared, learner=learner, mutants=mutant or [], alarms=alarms, runs=runs, jobs=jobs, seed=seed, out=out
+        )
+        raise typer.Exit(code)
     if spec is None and captures is None:
         raise SpecError("audit needs a SPEC, or --from CAPTURES, or --self-test")
-    from sottovoce.privacy.guarantee import ThreatModel
-    from sottovoce_client.auditing.audit import AuditRequest, audit_to
-
-    _require_fitting(runs, on, captures, record, replacement, threat, neighbour)
-    many = runs or (100 if on == "network" else 1000)
-    asked = AuditRequest(
-        learner, record, replacement or "mirror", ThreatModel(threat), neighbour, many, confidence, seed
-    )
-    if captures is not None:
-        raise typer.Exit(_from(captures, asked, spec, out))
-    prepared, folder = prepared_from(load_spec(_given(spec))), folder_for("audit", out)
-    if on == "simulator" and (folder / "captures").exists():
-        raise SpecError(f"{folder} holds captures of other runs, whose results would be replaced: choose another --out")
-    with _work(on, folder, backend, jobs) as work:
-        raise typer.Exit(_unless_interrupted(lambda: audit_to(folder, prepared, asked, work)))
-
-
-def _require_fitting(
-    runs: int | None,
-    on: str,
-    captures: str | None,
-    record: int | None,
-    replacement: str | None,
-    threat: str,
-    neighbour: str | None,
-) -> None:
-    """No option is passed over in silence."""
+    # No option is passed over in silence.
     if captures is not None and (runs is not None or on == "network"):
         raise SpecError("--from audits the runs that there are: it goes with neither --runs nor --on network")
     if replacement is not None and record is None:
         raise SpecError("--replacement needs --record: which record of the learner is to be replaced?")
     if neighbour is not None and threat != "neighbour":
         raise SpecError(f"--neighbour goes with --threat neighbour, got --threat {threat}")
+    from sottovoce.privacy.guarantee import ThreatModel
+    from sottovoce_client.auditing.audit import AuditRequest, audit_to
+    from sottovoce_client.running.operate import Interrupted
 
-
-def _given(spec: Path | None) -> Path:
-    if spec is None:
-        raise SpecError("this needs a SPEC")
-    return spec
+    many = runs or (100 if on == "network" else 1000)
+    asked = AuditRequest(
+        learner, record, replacement or "mirror", ThreatModel(threat), neighbour, many, confidence, seed
+    )
+    given = None if spec is None else load_spec(spec)
+    if captures is not None or given is None:
+        raise typer.Exit(_from(str(captures), asked, given, out))
+    prepared, folder = prepared_from(given), folder_for("audit", out)
+    if on == "simulator" and (folder / "captures").exists():
+        raise SpecError(f"{folder} holds captures of other runs, whose results would be replaced: choose another --out")
+    try:
+        with _work(on, folder, backend, jobs) as work:
+            raise typer.Exit(audit_to(folder, prepared, asked, work))
+    except Interrupted as stopped:  # which says in a line what there is
+        print(f"sottovoce: {stopped}", file=sys.stderr)
+        raise typer.Exit(130) from None
 
 
 @contextlib.contextmanager
@@ -160,7 +152,7 @@ def _work(
             yield partial(audit_simulated, mapper=mapper)
 
 
-def _from(captures: str, asked: AuditRequest, spec: Path | None, out: Path | None) -> int:
+def _from(captures: str, asked: AuditRequest, spec: RunSpec | None, out: Path | None) -> int:
     from rich.console import Console
 
     from sottovoce_client.auditing.audit import show
@@ -168,38 +160,8 @@ def _from(captures: str, asked: AuditRequest, spec: Path | None, out: Path | Non
 
     console = Console()
     with console.status("reading captures") as status:
-        given = None if spec is None else load_spec(spec)
-        done = from_captures(captures, asked, prepared_from, status.update, spec=given)
+        done = from_captures(captures, asked, prepared_from, status.update, spec=spec)
     return show(done, asked.seed, folder_for("audit", out), console)
-
-
-def _self_test(
-    spec: Path | None,
-    learner: str | None,
-    mutants: list[str],
-    alarms: int,
-    runs: int | None,
-    jobs: int | None,
-    seed: int,
-    out: Path | None,
-) -> int:
-    from sottovoce_client.lab.selftest import self_test
-
-    prepared = None if spec is None else prepared_from(load_spec(spec))
-    return self_test(
-        prepared, learner=learner, mutants=mutants, alarms=alarms, runs=runs, jobs=jobs, seed=seed, out=out
-    )
-
-
-def _unless_interrupted(work: Callable[[], int]) -> int:
-    """The exit code; 130 after Ctrl-C, which says in a line what there is."""
-    from sottovoce_client.running.operate import Interrupted
-
-    try:
-        return work()
-    except Interrupted as stopped:
-        print(f"sottovoce: {stopped}", file=sys.stderr)
-        return 130
 
 
 @app.command(rich_help_panel="Privacy")
@@ -214,9 +176,7 @@ def gallery(
     runs: Annotated[int, typer.Option(min=10, help="Simulated runs in which membership is guessed.")] = 4000,
     seed: Annotated[int, typer.Option(min=0, help="Seed of noise, coins and searches.")] = 0,
     allow_imports: AllowImports = False,
-    out: Annotated[
-        Path | None, typer.Option("--out", help="Folder for the results.", show_default="sottovoce-runs/gallery-TIME")
-    ] = None,
+    out: Annotated[Path | None, results_of("gallery")] = None,
 ) -> None:
     """Show what an eavesdropper can rebuild of the records, in pictures, with and without noise.
 

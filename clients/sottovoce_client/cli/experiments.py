@@ -9,7 +9,7 @@ import typer
 import yaml
 
 from sottovoce.errors import SpecError
-from sottovoce_client.cli.app import Export, SpecFile, app, folder_for
+from sottovoce_client.cli.app import Export, SpecFile, app, folder_for, results_of
 
 
 @app.command(rich_help_panel="Runs")
@@ -31,9 +31,7 @@ def sweep(
     ] = "processes",
     jobs: Annotated[int | None, typer.Option(min=1, help="How many at a time.", show_default="one per core")] = None,
     export: Export = "",
-    out: Annotated[
-        Path | None, typer.Option("--out", help="Folder for the results.", show_default="sottovoce-runs/sweep-TIME")
-    ] = None,
+    out: Annotated[Path | None, results_of("sweep")] = None,
 ) -> None:
     """Simulate a spec at every combination of some values, with many seeds: means, 95 % intervals and epsilon.
 
@@ -79,9 +77,7 @@ def plot(
         ),
     ],
     export: Export = "",
-    out: Annotated[
-        Path | None, typer.Option("--out", help="Folder for the results.", show_default="sottovoce-runs/plot-TIME")
-    ] = None,
+    out: Annotated[Path | None, results_of("plot")] = None,
 ) -> None:
     """Draw what simulate --metrics or sweep wrote: one figure for every metric, a line for every file.
 

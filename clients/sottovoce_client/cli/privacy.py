@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from sottovoce.spec import load_spec
-from sottovoce_client.cli.app import SpecFile, app, folder_for, prepared_from
+from sottovoce_client.cli.app import SpecFile, app, folder_for, prepared_from, results_of
 
 
 @app.command(rich_help_panel="Privacy")
@@ -33,9 +33,7 @@ def budget(
     ] = None,
     group: Annotated[int | None, typer.Option(min=1, help="Also for so many records of one learner.")] = None,
     uses: Annotated[bool, typer.Option("--uses", help="Also per record, in all of its uses.")] = False,
-    out: Annotated[
-        Path | None, typer.Option("--out", help="Folder for the results.", show_default="sottovoce-runs/budget-TIME")
-    ] = None,
+    out: Annotated[Path | None, results_of("budget")] = None,
 ) -> None:
     """Say what a run promises: epsilon of every learner, and what it rests on. Nothing is run.
 
@@ -91,9 +89,7 @@ def tradeoff(
     ] = None,
     replicas: Annotated[int, typer.Option(min=1, help="Independent repetitions at every level.")] = 20,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the noise.")] = 0,
-    out: Annotated[
-        Path | None, typer.Option("--out", help="Folder for the results.", show_default="sottovoce-runs/tradeoff-TIME")
-    ] = None,
+    out: Annotated[Path | None, results_of("tradeoff")] = None,
 ) -> None:
     """Find the privacy level at which accuracy lost and privacy gained balance best, by simulated runs.
 

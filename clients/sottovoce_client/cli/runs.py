@@ -12,7 +12,7 @@ import yaml
 
 from sottovoce.errors import SpecError
 from sottovoce.spec import RunSpec, load_spec, parse_spec
-from sottovoce_client.cli.app import Canaries, Export, Out, SpecFile, app, folder_for, prepared_from
+from sottovoce_client.cli.app import Canaries, Export, Out, SpecFile, app, folder_for, prepared_from, results_of
 
 
 @app.command(rich_help_panel="Runs")
@@ -113,9 +113,7 @@ def compare(
         list[Path] | None, typer.Argument(metavar="SPEC...", help="Run specs with the same data.", show_default=False)
     ] = None,
     field: Annotated[bool, typer.Option("--field", help="Every built-in algorithm on one problem.")] = False,
-    out: Annotated[
-        Path | None, typer.Option("--out", help="Folder for the results.", show_default="sottovoce-runs/compare-TIME")
-    ] = None,
+    out: Annotated[Path | None, results_of("compare")] = None,
     replicas: Annotated[int, typer.Option(min=1, help="Independent repetitions of each, side by side.")] = 10,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the noise.")] = 0,
 ) -> None:

@@ -20,6 +20,7 @@ from sottovoce_client.cli.app import (
     app,
     eavesdropper_app,
     folder_for,
+    results_of,
 )
 
 
@@ -184,9 +185,7 @@ def eavesdropper_audit(
         float, typer.Option(min=0.5, max=0.999999, help="With which a claim that holds is not refuted.")
     ] = 0.95,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the classifiers.")] = 0,
-    out: Annotated[
-        Path | None, typer.Option("--out", help="Folder for the results.", show_default="sottovoce-runs/audit-TIME")
-    ] = None,
+    out: Annotated[Path | None, results_of("audit")] = None,
 ) -> None:
     """Tell from captures alone what a service leaks about the world it is in, and hold it against a claim.
 

@@ -20,10 +20,10 @@ from sottovoce.data.files import import_extra
 from sottovoce.errors import SpecError
 from sottovoce.experiment import Prepared
 from sottovoce.lab.selftest.bases import ALGORITHMS, BASES
-from sottovoce.lab.selftest.mutants import MUTANTS, Family, Mutant
+from sottovoce.lab.selftest.mutants import MUTANTS, Mutant
 from sottovoce.lab.selftest.trial import LEVEL, WATCH_LEVEL, Alarms, Outcome, added, attempt, false_alarms
 from sottovoce_client.auditing.audit import index_of
-from sottovoce_client.documents import Document
+from sottovoce_client.documents import write_json
 from sottovoce_client.wording import NOTHING, count
 
 LOT = 5
@@ -79,7 +79,7 @@ def self_test(
     _print(outcomes, found, console)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        _file(outcomes, found, seed).write(out / "selftest.json")
+        write_json(out / "selftest.json", _document(outcomes, found, seed))
         console.out(f"{out}: selftest.json", highlight=False)
     return int(any(outcome.missed for outcome in outcomes) or _too_many(found))
 
@@ -221,75 +221,23 @@ def _summary(outcomes: Sequence[Outcome], found: Sequence[Alarms]) -> Text:
     return text
 
 
-class _Broken(Document):
-    """A broken learner, and what came of it."""
-
-    name: str
-    what: str
-    """What is wrong with it."""
-    expected: Family
-    """Of tests: the one that should see it."""
-    allowed: int
-    """Runs of each world, at most."""
-    base: str
-    """The run that it was tried on."""
-    needed: int | None
-    """Runs of each world with which it was caught first; null: it was not."""
-    numbers: int
-    """Of noise that conformance looked at, by then."""
-    families: tuple[Family, ...]
-    """That saw it by themselves."""
-    evidence: str
-    """The first piece of it."""
-    unfit: str
-    """Why it does not fit the run; empty: it does."""
-    missed: bool
-    """It fits, and was not caught."""
-
-
-class _Correct(Document):
-    """A correct learner, and false alarms about it. Without audits, there are no intervals."""
-
-    name: str
-    refuted: int
-    audits: int
-    """Of which so many refuted it."""
-    alarmed: int
-    watched: int
-    """Runs under watch, of which so many raised an alarm."""
-    families: tuple[Family, ...]
-    """That refuted it, in whichever audit."""
-    refuted_interval: tuple[float, float] | None = None
-    """95 % (Clopper and Pearson), of the share of audits."""
-    alarmed_interval: tuple[float, float] | None = None
-    too_many: bool = False
-    """Hardly any correct audit, or watch, would accuse it so often."""
-
-
-class SelfTestFile(Document):
-    """`selftest.json`."""
-
-    seed: int
-    broken: list[_Broken]
-    correct: list[_Correct]
-    levels: dict[str, float]
-    """Of false alarms: of an `audit`, and of a run under `watch`."""
-
-
-def _file(outcomes: Sequence[Outcome], found: Sequence[Alarms], seed: int) -> SelfTestFile:
-    return SelfTestFile(
-        seed=seed,
-        broken=[_Broken(**asdict(outcome), missed=outcome.missed) for outcome in outcomes],
-        correct=[_Correct(**asdict(each), **_intervals(each)) for each in found],
-        levels={"audit": LEVEL, "watch": WATCH_LEVEL},
-    )
+def _document(outcomes: Sequence[Outcome], found: Sequence[Alarms], seed: int) -> dict[str, Any]:
+    """`selftest.json`: broken learners and what came of them, correct ones and false alarms about them, as the classes say."""
+    return {
+        "seed": seed,
+        # `missed`: it fits, and was not caught.
+        "broken": [{**asdict(outcome), "missed": outcome.missed} for outcome in outcomes],
+        "correct": [{**asdict(each), **_intervals(each)} for each in found],
+        "levels": {"audit": LEVEL, "watch": WATCH_LEVEL},  # of false alarms: of an audit, and of a run under watch
+    }
 
 
 def _intervals(each: Alarms) -> dict[str, Any]:
+    """95 % (Clopper and Pearson), of the shares; nothing without audits."""
     if not each.audits:
         return {}
     return {
         "refuted_interval": interval(each.refuted, each.audits),
         "alarmed_interval": interval(each.alarmed, each.watched),
-        "too_many": each.too_many,
+        "too_many": each.too_many,  # hardly any correct audit, or watch, would accuse it so often
     }

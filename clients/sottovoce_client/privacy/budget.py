@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich import box
@@ -27,7 +28,7 @@ from sottovoce.experiment import Prepared
 from sottovoce.privacy.guarantee import Event, Guarantee
 from sottovoce.running.run import Run
 from sottovoce.spec import RunSpec
-from sottovoce_client.documents import Document
+from sottovoce_client.documents import write_json
 from sottovoce_client.reports.drawing import PINK, Figure, diamond
 from sottovoce_client.reports.page import Column, Page, Table
 from sottovoce_client.reports.plots import KINDS, spent_plot
@@ -105,19 +106,19 @@ def budget(
             console.out(_plain(line, question), highlight=False)
     for text in facts(run, lines):
         console.print(text, highlight=False, markup=False, soft_wrap=True)
-    _file(run, lines, question).write(folder / "budget.json")
+    write_json(folder / "budget.json", _document(run, lines, question))
     budget_page(run, lines, question).write(folder / "budget.html")
     console.out(f"{folder}: budget.json, budget.html", highlight=False)
 
 
-def learner_index(spec: RunSpec, name: str) -> int:
-    """Which learner that is.
+def learner_index(spec: RunSpec, name: str, option: str = "--learner") -> int:
+    """Which learner an option names.
 
     Raises:
         SpecError: none.
     """
     if name not in spec.names:
-        raise SpecError(f"--learner must be one of {', '.join(spec.names)}, got {name}")
+        raise SpecError(f"{option} must be one of {', '.join(spec.names)}, got {name}")
     return spec.names.index(name)
 
 
@@ -234,96 +235,47 @@ def _grounds(lines: Sequence[Line]) -> Iterator[tuple[str, str, str]]:
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
-class _Constant(Document):
-    """What the promise rests on."""
-
-    value: float
-    enforced_by: str
-
-
-class _LearnerBudget(Document):
-    """What one learner's messages may tell."""
-
-    name: str
-    threat_model: str
-    """Who may listen: `wire`, `neighbour` or `output`."""
-    adjacency: str
-    """Which two data sets must look alike."""
-    epsilon: dict[str, float | None]
-    """Of one `event`, of the dearest `record` in all of its uses or `group`, the first two with `_at_delta`, by the `paper`, of
-    an event for an `infinite_horizon`, and of published decisions only (`output`); those that were asked for, and exist."""
-    cumulative: list[float]
-    """Epsilon of one event, after every round."""
-    accounting: str
-    proof: str
-    constants: dict[str, _Constant]
-
-
-class _Warned(Document):
-    """A condition that does not hold."""
-
-    code: str
-    text: str
-
-
-class BudgetFile(Document):
+def _document(run: Run, lines: Sequence[Line], question: Question) -> dict[str, Any]:
     """`budget.json`; an epsilon of null is infinite."""
-
-    name: str
-    algorithm: str
-    rounds: int
-    delta: float | None
-    group: int | None
-    uses: bool
-    """Whether records were charged for all of their uses."""
-    together: float
-    """Epsilon of an event at every one of these learners."""
-    learners: list[_LearnerBudget]
-    warnings: list[_Warned]
-
-
-def _file(run: Run, lines: Sequence[Line], question: Question) -> BudgetFile:
-    """What a run promises, as a file."""
-    return BudgetFile(
-        name=run.spec.name,
-        algorithm=run.algorithm.name,
-        rounds=run.spec.rounds,
-        delta=question.delta,
-        group=question.group,
-        uses=question.uses,
-        together=learners_loss(line.event for line in lines),
-        learners=[_learner(line, question) for line in lines],
-        warnings=[_Warned(code=finding.code, text=finding.text) for finding in run.warnings],
-    )
+    return {
+        "name": run.spec.name,
+        "algorithm": run.algorithm.name,
+        "rounds": run.spec.rounds,
+        "delta": question.delta,
+        "group": question.group,
+        "uses": question.uses,  # whether records were charged for all of their uses
+        "together": learners_loss(line.event for line in lines),  # epsilon of an event at every one of these learners
+        "learners": [_learner(line, question) for line in lines],
+        "warnings": [{"code": finding.code, "text": finding.text} for finding in run.warnings],
+    }
 
 
-def _learner(line: Line, question: Question) -> _LearnerBudget:
+def _learner(line: Line, question: Question) -> dict[str, Any]:
+    """What one learner's messages may tell; of the epsilons those that were asked for, and exist."""
     promise = line.guarantee
-    epsilons: dict[str, float | None] = {"event": line.event}
-    if question.uses:
-        epsilons["record"] = line.record
-    if question.group is not None:
-        epsilons["group"] = line.group
-    if question.delta is not None:
-        epsilons["event_at_delta"] = line.at_delta
-        if question.uses:
-            epsilons["record_at_delta"] = line.record_at_delta
-    epsilons |= {"paper": float(promise.paper[-1]), "infinite_horizon": promise.infinite_horizon}
-    if line.output is not None:
-        epsilons["output"] = line.output
-    return _LearnerBudget(
-        name=line.name,
-        threat_model=promise.grounds.threat_model.value,
-        adjacency=promise.adjacency,
-        epsilon=epsilons,
-        cumulative=promise.cumulative.tolist(),
-        accounting=promise.grounds.mode,
-        proof=promise.grounds.proof,
-        constants={
-            name: _Constant(value=each.value, enforced_by=each.enforced_by)
+    asked = {
+        "event": (line.event, True),
+        "record": (line.record, question.uses),
+        "group": (line.group, question.group is not None),
+        "event_at_delta": (line.at_delta, question.delta is not None),
+        "record_at_delta": (line.record_at_delta, question.delta is not None and question.uses),
+        "paper": (float(promise.paper[-1]), True),
+        "infinite_horizon": (promise.infinite_horizon, True),
+        "output": (line.output, line.output is not None),
+    }
+    return {
+        "name": line.name,
+        "threat_model": promise.grounds.threat_model,  # who may listen
+        "adjacency": promise.adjacency,  # which two data sets must look alike
+        "epsilon": {kind: value for kind, (value, wanted) in asked.items() if wanted},
+        "cumulative": promise.cumulative,  # epsilon of one event, after every round
+        "accounting": promise.grounds.mode,
+        "proof": promise.grounds.proof,
+        "constants": {
+            name: {"value": each.value, "enforced_by": each.enforced_by}
             for name, each in promise.grounds.constants.items()
         },
-    )
+    }
 
 
 def budget_page(run: Run, lines: Sequence[Line], question: Question) -> Page:

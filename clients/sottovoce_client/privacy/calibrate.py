@@ -41,7 +41,7 @@ def calibrate_to(
         console.print(
             "learners share their records: these are epsilons of all their messages together", highlight=False
         )
-    text = yaml.safe_dump(with_algorithm(source, spec.algorithm, found), sort_keys=False)
+    text = yaml.safe_dump(_with_algorithm(source, spec.algorithm, found), sort_keys=False)
     if out is None:
         print(text, end="")
         return
@@ -52,7 +52,7 @@ def calibrate_to(
     console.print(str(out), highlight=False)
 
 
-def with_algorithm(source: Path, before: AlgorithmSpec, found: Calibrated) -> dict[str, Any]:
+def _with_algorithm(source: Path, before: AlgorithmSpec, found: Calibrated) -> dict[str, Any]:
     """The document of a file with those parameters of the algorithm that have changed."""
     document: dict[str, Any] = yaml.safe_load(source.read_text(encoding="utf-8"))
     old, new = (each.model_dump(mode="json") for each in (before, found.spec.algorithm))

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -20,7 +21,7 @@ from sottovoce.running.metrics import Metrics
 from sottovoce.running.run import build_run
 from sottovoce.running.simulator import simulate
 from sottovoce.spec import RunSpec
-from sottovoce_client.documents import Document
+from sottovoce_client.documents import write_json
 from sottovoce_client.reports.drawing import (
     BLUE,
     FAINT,
@@ -76,7 +77,7 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class _Answer:
     """What was measured, fitted and found."""
 
     measured: tuple[Measured, ...]
@@ -116,7 +117,7 @@ def tradeoff(prepared: Prepared, folder: Path, problem: Problem, console: Consol
     answer = answer_of(measured, problem)
     for text in _said(answer, problem):
         console.print(text, highlight=False, soft_wrap=True)
-    _file(prepared.run.spec, answer, problem).write(folder / "tradeoff.json")
+    write_json(folder / "tradeoff.json", _document(prepared.run.spec, answer, problem))
     tradeoff_page(prepared.run.spec, answer, problem).write(folder / "tradeoff.html")
     console.out(f"{folder}: tradeoff.json, tradeoff.html", highlight=False)
 
@@ -138,13 +139,13 @@ def measure(prepared: Prepared, epsilon: float, problem: Problem) -> Measured:
     return Measured(max(found.epsilons), loss, curve.final_error)
 
 
-def answer_of(measured: Sequence[Measured], problem: Problem) -> Answer:
+def answer_of(measured: Sequence[Measured], problem: Problem) -> _Answer:
     """Fit and solve."""
     epsilons = [each.epsilon for each in measured]
     curve = fit(epsilons, [each.loss for each in measured])
     threshold = float(curve.at(np.array(min(epsilons)))) if problem.threshold is None else problem.threshold
     ceiling = max(epsilons) if problem.ceiling is None else problem.ceiling
-    return Answer(tuple(measured), curve, threshold, solve(curve, problem.utility, threshold, ceiling))
+    return _Answer(tuple(measured), curve, threshold, solve(curve, problem.utility, threshold, ceiling))
 
 
 # ---- showing ---------------------------------------------------------------------------------------------------------
@@ -154,7 +155,7 @@ def _words(metric: str) -> str:
     return "share of wrong answers" if metric == ERROR else metric.replace("_", " ")
 
 
-def _said(answer: Answer, problem: Problem) -> list[str]:
+def _said(answer: _Answer, problem: Problem) -> list[str]:
     c, best = answer.curve, answer.optimum
     where = "a minimum inside" if best.interior else "an end of what is allowed, not a minimum"
     return [
@@ -164,40 +165,23 @@ def _said(answer: Answer, problem: Problem) -> list[str]:
     ]
 
 
-class TradeoffFile(Document):
+def _document(spec: RunSpec, answer: _Answer, problem: Problem) -> dict[str, Any]:
     """`tradeoff.json`."""
-
-    name: str
-    algorithm: str
-    metric: str
-    """That stands for the loss of accuracy."""
-    replicas: int
-    seed: int
-    measured: tuple[Measured, ...]
-    curve: AccuracyCurve
-    utility: Utility
-    threshold: float
-    """The largest acceptable loss of accuracy."""
-    optimum: Optimum
-
-
-def _file(spec: RunSpec, answer: Answer, problem: Problem) -> TradeoffFile:
-    """What was found, as a file."""
-    return TradeoffFile(
-        name=spec.name,
-        algorithm=spec.algorithm.name,
-        metric=problem.metric,
-        replicas=problem.replicas,
-        seed=problem.seed,
-        measured=answer.measured,
-        curve=answer.curve,
-        utility=problem.utility,
-        threshold=answer.threshold,
-        optimum=answer.optimum,
-    )
+    return {
+        "name": spec.name,
+        "algorithm": spec.algorithm.name,
+        "metric": problem.metric,  # that stands for the loss of accuracy
+        "replicas": problem.replicas,
+        "seed": problem.seed,
+        "measured": answer.measured,
+        "curve": answer.curve,
+        "utility": problem.utility,
+        "threshold": answer.threshold,  # the largest acceptable loss of accuracy
+        "optimum": answer.optimum,
+    }
 
 
-def tradeoff_page(spec: RunSpec, answer: Answer, problem: Problem) -> Page:
+def tradeoff_page(spec: RunSpec, answer: _Answer, problem: Problem) -> Page:
     """The best level, and the curve that it was found on."""
     loss = _words(problem.metric)
     rows = [(each.epsilon, (each.loss, each.error)) for each in answer.measured]
@@ -210,7 +194,7 @@ def tradeoff_page(spec: RunSpec, answer: Answer, problem: Problem) -> Page:
     return Page("tradeoff.html.j2", exhibits, {"spec": spec, "answer": answer, "problem": problem, "loss": loss})
 
 
-def _balance(answer: Answer, problem: Problem) -> Figure:
+def _balance(answer: _Answer, problem: Problem) -> Figure:
     """J with its two parts over the allowed levels, and the optimum."""
     best = answer.optimum
     x = as_floats(np.geomspace(best.lowest, best.highest, 300))
@@ -224,7 +208,7 @@ def _balance(answer: Answer, problem: Problem) -> Figure:
     return Figure("balance", "The best level", traces, {"xaxis": _across(x), "yaxis": axis("in units of the loss")})
 
 
-def _fitted(answer: Answer, loss: str) -> Figure:
+def _fitted(answer: _Answer, loss: str) -> Figure:
     """Measured losses with two standard errors, and the curve through them."""
     measured, errors = answer.measured, np.array([each.error for each in answer.measured])
     ends = [each.epsilon for each in measured] + [answer.optimum.lowest, answer.optimum.highest]

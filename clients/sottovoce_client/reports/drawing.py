@@ -6,7 +6,6 @@ Nothing infinite or missing reaches a figure: such values become gaps, and the p
 from __future__ import annotations
 
 import html
-import importlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from sottovoce.arrays import FloatArray, IntArray
-from sottovoce.errors import SpecError
+from sottovoce.data.files import import_extra
 
 # Okabe and Ito's colours, which all readers can tell apart, without the yellow, which is too pale on white.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#4B4B4B", "#8C6D31")
@@ -81,10 +80,7 @@ def extra(module: str) -> Any:
     Raises:
         SpecError: it is not installed.
     """
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        raise SpecError(f"a page needs {module.partition('.')[0]}: pip install 'sottovoce[audit]'") from None
+    return import_extra(module, module.partition(".")[0], "a page")
 
 
 # ---- numbers ---------------------------------------------------------------------------------------------------------
@@ -155,11 +151,11 @@ def band(
     """The area between two curves; in the legend if it has a name."""
     look = {"mode": "lines", "hoverinfo": "skip", **more}
     edge = line(x, low, name, colour, width=width, **{**look, "showlegend": False})
-    fill = {"fill": "tonexty", "fillcolor": faded(colour), "showlegend": bool(name), **more}
+    fill = {"fill": "tonexty", "fillcolor": _faded(colour), "showlegend": bool(name), **more}
     return [edge, {**edge, **fill, "y": finite(high)}]
 
 
-def faded(colour: str, alpha: float = 0.14) -> str:
+def _faded(colour: str, alpha: float = 0.14) -> str:
     """The colour, of an area."""
     red, green, blue = (int(colour[k : k + 2], 16) for k in (1, 3, 5))
     return f"rgba({red},{green},{blue},{alpha})"

@@ -71,11 +71,11 @@ def export(
         else:
             for figure in figures:
                 written.append(folder / f"{figure.name}.{each}")
-                write_figure(figure, written[-1])
+                _write_figure(figure, written[-1])
     return tuple(written)
 
 
-def write_figure(figure: Figure, path: Path) -> None:
+def _write_figure(figure: Figure, path: Path) -> None:
     """Write one figure; the suffix tells the format. The same figure gives the same bytes.
 
     Raises:

@@ -116,7 +116,7 @@ def _names(learners: Sequence[LearnerSummary], x: FloatArray, y: FloatArray) -> 
 # ---- one line a learner ----------------------------------------------------------------------------------------------
 
 
-def learner_lines(names: Sequence[str], points: Sequence[tuple[FloatArray, FloatArray]], value: str) -> list[Trace]:
+def _learner_lines(names: Sequence[str], points: Sequence[tuple[FloatArray, FloatArray]], value: str) -> list[Trace]:
     """A line for every learner: coloured and named when few; when many, thin, alike, and named under the pointer.
 
     Args:
@@ -145,7 +145,7 @@ def learning_plot(summary: RunSummary) -> Figure:
     rounds = np.array([look.rounds for look in summary.progress], dtype=float)
     kept = thinned(len(summary.progress))
     points = [(rounds[kept, i], known[kept, i]) for i in range(len(summary.learners))]
-    traces = learner_lines([each.name for each in summary.learners], points, ".1%")
+    traces = _learner_lines([each.name for each in summary.learners], points, ".1%")
     if summary.central_accuracy is not None:
         traces.append(_level(summary.central_accuracy, float(rounds.max()), "centralised, not private (test)"))
     layout = {"xaxis": axis("round", tickformat=",", rangemode="tozero")}
@@ -229,7 +229,7 @@ def loss_plot(summary: RunSummary, level: str, title: str) -> Figure:
             ("closer", {"yaxis.autorange": False, "yaxis.range": [-near, near]}),
         ),
     }
-    lines = learner_lines([each.name for each, _ in swapped], points, "+.4~g")
+    lines = _learner_lines([each.name for each, _ in swapped], points, "+.4~g")
     return Figure(f"loss-{level}", title, [*_claim(claims), *lines], layout)
 
 

@@ -27,7 +27,7 @@ def exceeds(loss: float, budget: float) -> bool:
     return loss > budget * (1 + 1e-9) + 1e-12
 
 
-def cases(summary: RunSummary) -> list[Case]:
+def _cases(summary: RunSummary) -> list[Case]:
     """Every swap that was weighed."""
     swaps = (
         (e, level, s) for e in summary.learners for level, s in (("event", e.swap_event), ("record", e.swap_record))
@@ -37,7 +37,7 @@ def cases(summary: RunSummary) -> list[Case]:
 
 def telling(summary: RunSummary) -> Case | None:
     """The swap whose loss uses up most of its claim; None without a capture."""
-    return max(cases(summary), key=lambda case: (_used(case[2]), case[2].loss), default=None)
+    return max(_cases(summary), key=lambda case: (_used(case[2]), case[2].loss), default=None)
 
 
 def _used(swap: Swap) -> float:
@@ -57,7 +57,7 @@ def verdict_of(summary: RunSummary) -> Verdict:
     if exceeds(swap.loss, swap.budget):
         text = f"The privacy loss of this capture is {number(swap.loss)}, above the claim of {number(swap.budget)} ({shown})."
         return Verdict("refuted", "Refuted: the capture gives away more than was promised", text)
-    loose = [case for case in cases(summary) if exceeds(case[2].supremum, case[2].budget)]
+    loose = [case for case in _cases(summary) if exceeds(case[2].supremum, case[2].budget)]
     if loose:
         learner, level, swap = loose[0]
         text = f"A capture could have shown {number(swap.supremum)}, above the claim of {number(swap.budget)} "
@@ -71,7 +71,7 @@ def verdict_of(summary: RunSummary) -> Verdict:
     if math.isinf(swap.budget):
         text = f"Every claimed ε is infinite. The largest privacy loss found in this capture is {number(swap.loss)}."
         return Verdict("open", "Nothing finite was promised", text)
-    examined, said = min(len(s.by_round) for _, _, s in cases(summary)), summary.rounds_done
+    examined, said = min(len(s.by_round) for _, _, s in _cases(summary)), summary.rounds_done
     if 2 * examined < said:
         text = f"What learners said could be replayed for {examined} of {said} rounds at least, because in later ones nobody "
         text += f"heard them. The largest privacy loss found is {number(swap.loss)}, within the claim of {number(swap.budget)}."

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import yaml
@@ -23,13 +24,12 @@ from sottovoce.experiment import Prepared
 from sottovoce.noise import SeededNoise
 from sottovoce.privacy.guarantee import Guarantee, ThreatModel
 from sottovoce.running.metrics import Curves, Metrics
-from sottovoce.running.run import Run
-from sottovoce.running.simulator import SimulatedRound, simulate
+from sottovoce.running.simulator import simulate
 from sottovoce.spec import RunSpec, load_spec, parse_spec
-from sottovoce_client.documents import Document
+from sottovoce_client.documents import write_json
 from sottovoce_client.reports.drawing import PALETTE, Figure, Trace, axis, band, label, line
 from sottovoce_client.reports.page import Column, Page, Table
-from sottovoce_client.running.simulation import Mean, means, with_error
+from sottovoce_client.running.simulation import means, with_error
 from sottovoce_client.wording import NOTHING, count, number
 
 HEADS = (
@@ -136,7 +136,7 @@ def compare(
             failures.append((source, str(error)))
             console.out(f"{source}: {error}", highlight=False, style="red" if console.is_terminal else None)
     if results:
-        console.print(_table(results)) if console.is_terminal else console.out(as_markdown(results), highlight=False)
+        console.print(_table(results)) if console.is_terminal else console.out(_as_markdown(results), highlight=False)
         write_comparison(folder, results, failures, replicas, seed)
         console.out(f"{folder}: compare.json, compare.md, compare.html", highlight=False)
     return 1 if failures else 0
@@ -155,8 +155,13 @@ def _insist_on_same_records(data: DataSpec, first: DataSpec) -> None:
 def result_of(source: str, prepared: Prepared, replicas: int, seed: int) -> Result:
     """Simulate and measure one run."""
     run, data = prepared.run, prepared.data
-    metrics, clock = Metrics(run, data), _Clock(simulate(run, data, SeededNoise(seed), replicas))
-    for step in clock:
+    metrics, rounds, seconds = Metrics(run, data), simulate(run, data, SeededNoise(seed), replicas), 0.0
+    while True:
+        began = time.perf_counter()
+        step = next(rounds, None)
+        seconds += time.perf_counter() - began
+        if step is None:
+            break
         metrics.take(step)
     events, records = [], []
     for i, own in enumerate(data.learners):
@@ -171,9 +176,9 @@ def result_of(source: str, prepared: Prepared, replicas: int, seed: int) -> Resu
         paper=max(float(each.paper[-1]) for each in events),
         event=whole(each.epsilon() for each in events),
         record=whole(records),
-        floats=_floats(run),
+        floats=sum(math.prod(shape) for shape in run.algorithm.field_shapes().values()),
         rounds=run.spec.rounds,
-        rounds_per_s=replicas * run.spec.rounds / clock.seconds,
+        rounds_per_s=replicas * run.spec.rounds / seconds,
         curves=metrics.curves,
     )
 
@@ -182,27 +187,6 @@ def _safe_from(guarantee: Guarantee) -> str:
     if math.isfinite(guarantee.epsilon()):
         return guarantee.grounds.threat_model.value
     return NOTHING if guarantee.output is None else ThreatModel.OUTPUT.value
-
-
-class _Clock:
-    """Passes rounds on, and adds up the time that they took to come."""
-
-    def __init__(self, rounds: Iterator[SimulatedRound]) -> None:
-        self._rounds, self.seconds = rounds, 0.0
-
-    def __iter__(self) -> Iterator[SimulatedRound]:
-        return self
-
-    def __next__(self) -> SimulatedRound:
-        began = time.perf_counter()
-        try:
-            return next(self._rounds)
-        finally:
-            self.seconds += time.perf_counter() - began
-
-
-def _floats(run: Run) -> int:
-    return sum(math.prod(shape) for shape in run.algorithm.field_shapes().values())
 
 
 # ---- showing ---------------------------------------------------------------------------------------------------------
@@ -242,7 +226,7 @@ def _table(results: Sequence[Result]) -> TerminalTable:
     return table
 
 
-def as_markdown(results: Sequence[Result]) -> str:
+def _as_markdown(results: Sequence[Result]) -> str:
     """The table for a page of documentation."""
     rule = ["---"] * 3 + ["---:"] * (len(HEADS) - 3)
     rows = [HEADS, rule, *([cell.replace("|", "\\|") for cell in _row(result)] for result in results)]
@@ -250,44 +234,6 @@ def as_markdown(results: Sequence[Result]) -> str:
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
-
-
-class _Compared(Document):
-    """What one spec came to. An epsilon of null is infinite."""
-
-    spec: str
-    """Its file, or its name in the field."""
-    algorithm: str
-    threat_model: str
-    """Who may listen without the guarantee being void; a dash where it is void for everybody."""
-    epsilon_paper: float
-    """By the paper's own formula, of the learner with the largest."""
-    epsilon_event: float
-    """Tight, of one use of one record; the sum over the learners where they share their records."""
-    epsilon_record: float
-    """Tight, of the record that costs most in all its uses."""
-    floats_per_learner_and_round: int
-    replica_rounds_per_s: float
-    rounds: list[int]
-    """Done, where it was measured."""
-    metrics: dict[str, Mean]
-    """By name."""
-
-
-class _Failure(Document):
-    """A spec that could not be run, and why."""
-
-    spec: str
-    error: str
-
-
-class CompareFile(Document):
-    """`compare.json`."""
-
-    replicas: int
-    seed: int
-    results: list[_Compared]
-    failures: list[_Failure]
 
 
 def write_comparison(
@@ -298,29 +244,30 @@ def write_comparison(
     Raises:
         SpecError: plotly or Jinja2 are not installed.
     """
-    CompareFile(
-        replicas=replicas,
-        seed=seed,
-        results=[_compared(result) for result in results],
-        failures=[_Failure(spec=source, error=error) for source, error in failures],
-    ).write(folder / "compare.json")
-    (folder / "compare.md").write_text(as_markdown(results) + "\n", encoding="utf-8")
+    document = {
+        "replicas": replicas,
+        "seed": seed,
+        "results": [_document(result) for result in results],
+        "failures": [{"spec": source, "error": error} for source, error in failures],
+    }
+    write_json(folder / "compare.json", document)
+    (folder / "compare.md").write_text(_as_markdown(results) + "\n", encoding="utf-8")
     compare_page(results).write(folder / "compare.html")
 
 
-def _compared(result: Result) -> _Compared:
-    return _Compared(
-        spec=result.source,
-        algorithm=result.algorithm,
-        threat_model=result.threat_model,
-        epsilon_paper=result.paper,
-        epsilon_event=result.event,
-        epsilon_record=result.record,
-        floats_per_learner_and_round=result.floats,
-        replica_rounds_per_s=result.rounds_per_s,
-        rounds=result.curves.rounds.tolist(),
-        metrics=means(result.curves),
-    )
+def _document(result: Result) -> dict[str, Any]:
+    """What one spec came to; an epsilon of null is infinite."""
+    return {
+        "spec": result.source,
+        "algorithm": result.algorithm,
+        "threat_model": result.threat_model,
+        "epsilon_paper": result.paper,
+        "epsilon_event": result.event,
+        "epsilon_record": result.record,
+        "floats_per_learner_and_round": result.floats,
+        "replica_rounds_per_s": result.rounds_per_s,
+        **means(result.curves),
+    }
 
 
 def compare_page(results: Sequence[Result]) -> Page:

@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -31,19 +30,6 @@ STATES = {"finished": "bold green", "stopped": "bold yellow", "failed": "bold re
 Clock = Callable[[], float]
 
 
-class RunConsole(Protocol):
-    """Somebody to tell how the run is getting on; may be told as often as one likes."""
-
-    def update(self, progress: Progress, state: str, overheard: int) -> None:
-        """Show this, or leave it out if something was shown just now.
-
-        Args:
-            state: of the run, in a word.
-            overheard: messages captured.
-        """
-        ...
-
-
 @contextmanager
 def run_console(
     title: str,
@@ -54,10 +40,11 @@ def run_console(
     budgets: Sequence[float | None] = (),
     console: Console | None = None,
     clock: Clock = time.monotonic,
-) -> Iterator[RunConsole]:
+) -> Iterator[_Lines | _Display]:
     """Show a run while the context lasts: live on a terminal, else (or if `plain`) as lines without escape codes.
 
-    The live display disappears at the end, to make room for `print_summary`.
+    The live display disappears at the end, to make room for `print_summary`. Either may be told as often as one likes, of
+    `progress`, the run's `state` in a word, and messages `overheard`; what comes too soon after the last it leaves out.
 
     Args:
         rounds: planned.

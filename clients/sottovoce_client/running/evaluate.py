@@ -23,9 +23,10 @@ from sottovoce.network.network import Network
 from sottovoce.running.run import Run
 from sottovoce.running.transcript import Transcript
 from sottovoce.spec import dump_spec
-from sottovoce_client.running.operate import Outcome
+from sottovoce_client.running.operate import Outcome, accuracy_of
 from sottovoce_client.running.summary import CaptureSummary, LearnerSummary, Noticed, Promise, RunSummary, Swap
 from sottovoce_eavesdropper.reading import open_capture
+from sottovoce_wire.v1.learner_pb2 import LearnerStatus
 
 
 def summarise(run: Run, data: PlacedData, outcome: Outcome) -> RunSummary:
@@ -175,11 +176,11 @@ def _learner(
         most_uses=int(own.uses().max(initial=0)),
         rounds=status.rounds_done,
         test_accuracy=accuracy,
-        prequential_accuracy=status.prequential_accuracy,
+        prequential_accuracy=accuracy_of(status),
         messages=status.messages_sent,
         bytes=status.bytes_sent,
         spent=status.epsilon_spent,
-        budget=status.limit,
+        budget=limit(status),
         paper=_last(event.paper, said),
         event=_last(event.cumulative, said),
         record=_last(record, said),
@@ -201,6 +202,14 @@ def _swap(
         return None
     by_round = np.cumsum(found.losses.realised[:, 0, 0])
     return Swap(abs(float(by_round[-1])), found.score, float(claimed[transcript.rounds - 1]), by_round)
+
+
+def limit(status: LearnerStatus) -> float | None:
+    """Where a learner would have stopped in this run: by the run's budget, or by what its owner has left; None: nowhere."""
+    limits = [status.epsilon_budget] if status.HasField("epsilon_budget") else []
+    if status.HasField("epsilon_own_budget"):
+        limits.append(max(status.epsilon_own_budget - status.epsilon_elsewhere, 0.0))
+    return min(limits, default=None)
 
 
 def _last(curve: FloatArray, rounds: int) -> float:

@@ -27,7 +27,7 @@ STOP_S = 3.5
 
 
 @dataclass(slots=True)
-class Process:
+class _Process:
     """A running service."""
 
     name: str
@@ -54,7 +54,7 @@ class LocalServices:
 
     def __init__(self, spec: RunSpec, folder: Path, *, per_process: int = 1, noise: Path | None = None) -> None:
         self._spec, self._folder, self._per_process, self._noise = spec, folder, per_process, noise
-        self._processes: list[Process] = []
+        self._processes: list[_Process] = []
         self.coordinator = ""
 
     async def __aenter__(self) -> Self:
@@ -122,7 +122,7 @@ class LocalServices:
             command += ["--name", name]
         return command + (["--recorded-noise", str(self._noise)] if self._noise else [])
 
-    async def _start(self, name: str, command: Sequence[str]) -> Process:
+    async def _start(self, name: str, command: Sequence[str]) -> _Process:
         logs = self._folder / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         path = logs / f"{name}.log"
@@ -140,11 +140,11 @@ class LocalServices:
                 stderr=log,
                 start_new_session=True,  # Ctrl-C is for the parent, which stops its children in order
             )
-        process = Process(name, child, path)
+        process = _Process(name, child, path)
         self._processes.append(process)
         return process
 
-    async def _announced(self, process: Process) -> str:
+    async def _announced(self, process: _Process) -> str:
         """Read where a process listens."""
         said = process.child.stdout
         try:

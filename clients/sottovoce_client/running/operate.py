@@ -16,7 +16,6 @@ from sottovoce.spec import RunSpec
 from sottovoce_client.running.feeder import feed
 from sottovoce_client.running.summary import Progress
 from sottovoce_rpc.codec import from_tensor, to_tensor
-from sottovoce_rpc.learner_status import LearnerStatus
 from sottovoce_rpc.server import channel
 from sottovoce_rpc.specs import spec_to_wire
 from sottovoce_rpc.status import as_error
@@ -46,7 +45,7 @@ class Outcome:
     state: str
     detail: str
     seconds: float
-    statuses: tuple[LearnerStatus, ...]
+    statuses: tuple[learner_pb2.LearnerStatus, ...]
     progress: tuple[Progress, ...]
     capture: str | None
     predictions: tuple[FloatArray | None, ...]
@@ -145,7 +144,7 @@ class _Running:
             state,
             detail,
             seconds,
-            tuple(_statuses(last)),
+            _statuses(last),
             tuple(self._progress),
             location or None,
             tuple(predictions),
@@ -184,7 +183,7 @@ class _Running:
         return Progress(
             seconds=time.monotonic() - self._began,
             rounds=tuple(s.rounds_done for s in statuses),
-            accuracy=tuple(s.prequential_accuracy for s in statuses),
+            accuracy=tuple(accuracy_of(s) for s in statuses),
             epsilon=tuple(s.epsilon_spent for s in statuses),
             messages=tuple(s.messages_sent for s in statuses),
         )
@@ -207,5 +206,10 @@ def _state(run: coordinator_pb2.Run) -> str:
     return coordinator_pb2.RunState.Name(run.state).removeprefix("RUN_STATE_").lower()
 
 
-def _statuses(run: coordinator_pb2.Run) -> list[LearnerStatus]:
-    return [LearnerStatus.from_wire(each.status) for each in run.learners]
+def _statuses(run: coordinator_pb2.Run) -> tuple[learner_pb2.LearnerStatus, ...]:
+    return tuple(each.status for each in run.learners)
+
+
+def accuracy_of(status: learner_pb2.LearnerStatus) -> float | None:
+    """Prequential accuracy, where the run opted in and something was predicted."""
+    return status.prequential_accuracy if status.HasField("prequential_accuracy") else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich import box
@@ -19,7 +20,7 @@ from sottovoce.running.simulator import SimulatedRound
 from sottovoce.running.transcript import TranscriptWriter, parquet
 from sottovoce.spec import dump_spec
 from sottovoce.table import Table
-from sottovoce_client.documents import Document
+from sottovoce_client.documents import write_json
 from sottovoce_client.wording import number
 
 
@@ -62,7 +63,7 @@ def simulate_to(
     print(f"{spec.rounds} rounds of {spec.n_learners} learners, {replicas} replicas: {folder}")
     if done.curves is not None:
         write_table(done.metrics, folder / "metrics.parquet")
-        MetricsFile(rounds=done.curves.rounds.tolist(), metrics=means(done.curves)).write(folder / "metrics.json")
+        write_json(folder / "metrics.json", means(done.curves))
         print_metrics(done.curves)
     return done
 
@@ -76,30 +77,13 @@ def write_table(table: Table, path: Path) -> None:
     parquet().write_table(table.to_arrow(), path)
 
 
-class Mean(Document):
-    """A number over the rounds."""
+def means(curves: Curves) -> dict[str, Any]:
+    """The whole network's curves for a file, by name: over learners and replicas.
 
-    mean: list[float]
-    """Over learners and replicas."""
-    standard_error: list[float]
-    """Of that mean, by the spread over the replicas; null where there is one replica."""
-
-
-class MetricsFile(Document):
-    """`metrics.json`: the whole network's curves."""
-
-    rounds: list[int]
-    """Done, where it was measured."""
-    metrics: dict[str, Mean]
-    """By name."""
-
-
-def means(curves: Curves) -> dict[str, Mean]:
-    """The whole network's curves, by name."""
-    return {
-        name: Mean(mean=curve.mean.tolist(), standard_error=curve.error.tolist())
-        for name, curve in curves.curves.items()
-    }
+    The standard error is by the spread over the replicas; null where there is one replica.
+    """
+    found = {name: {"mean": curve.mean, "standard_error": curve.error} for name, curve in curves.curves.items()}
+    return {"rounds": curves.rounds, "metrics": found}  # done, where it was measured
 
 
 def print_metrics(curves: Curves, console: Console | None = None) -> None:

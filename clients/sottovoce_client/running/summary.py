@@ -5,16 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, ClassVar
-
-from pydantic import ConfigDict, PlainSerializer, SkipValidation, TypeAdapter
 
 from sottovoce.arrays import FloatArray
-
-Curve = Annotated[
-    FloatArray, SkipValidation, PlainSerializer(lambda numbers: numbers.tolist(), return_type=list[float])
-]
-"""An array, which a file holds as a list."""
+from sottovoce_client.documents import write_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +43,7 @@ class Swap:
     loss: float
     supremum: float
     budget: float
-    by_round: Curve
+    by_round: FloatArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +82,9 @@ class LearnerSummary:
     event: float
     record: float
     infinite_horizon: float
-    paper_curve: Curve
-    event_curve: Curve
-    record_curve: Curve
+    paper_curve: FloatArray
+    event_curve: FloatArray
+    record_curve: FloatArray
     swap_event: Swap | None = None
     swap_record: Swap | None = None
 
@@ -114,9 +107,7 @@ class CaptureSummary:
     messages: int
     bytes: int
     messages_of: str
-    heard: Annotated[
-        FloatArray, SkipValidation, PlainSerializer(lambda numbers: numbers.tolist(), return_type=list[list[float]])
-    ]
+    heard: FloatArray
     first_scale: float
     last_scale: float
 
@@ -178,8 +169,6 @@ class RunSummary:
         noticed: by the eavesdropper; None without one, or where its capture cannot be read.
     """
 
-    __pydantic_config__: ClassVar = ConfigDict(arbitrary_types_allowed=True, ser_json_inf_nan="constants")
-
     name: str
     run_id: str
     data: str
@@ -222,7 +211,4 @@ class RunSummary:
 
     def save(self, path: Path) -> None:
         """Write as JSON, in which infinities and not-a-number stand as `Infinity` and `NaN`."""
-        path.write_bytes(_FILE.dump_json(self, indent=1))
-
-
-_FILE = TypeAdapter(RunSummary)
+        write_json(path, self, not_finite="constants")

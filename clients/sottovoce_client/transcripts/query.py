@@ -50,7 +50,7 @@ NOTHING = np.empty(0, np.int64), np.empty(0, np.int64), np.empty((0, 0))
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class _Found:
     """What lies below a folder.
 
     Attributes:
@@ -62,7 +62,7 @@ class Found:
     simulated: tuple[tuple[Folder, str], ...]
 
 
-def find(place: str) -> Found:
+def find(place: str) -> _Found:
     """All captures and transcripts of a folder, of folders below it, or one `.parquet` file.
 
     Raises:
@@ -70,7 +70,7 @@ def find(place: str) -> Found:
     """
     if place.endswith(".parquet"):
         folder, _, name = place.rpartition("/")
-        return Found((), ((open_folder(folder or "."), name),))
+        return _Found((), ((open_folder(folder or "."), name),))
     captures: list[Capture] = []
     simulated: list[tuple[Folder, str]] = []
     try:
@@ -79,7 +79,7 @@ def find(place: str) -> Found:
         raise CaptureError(f"cannot read {place}: {error}") from None
     if not captures and not simulated:
         raise CaptureError(f"{place} has neither captures nor a transcript.parquet")
-    return Found(tuple(captures), tuple(simulated))
+    return _Found(tuple(captures), tuple(simulated))
 
 
 def _gather(folder: Folder, depth: int, captures: list[Capture], simulated: list[tuple[Folder, str]]) -> None:
@@ -98,7 +98,7 @@ def _gather(folder: Folder, depth: int, captures: list[Capture], simulated: list
 
 
 @contextmanager
-def tables(found: Found, wanted: str) -> Iterator[Any]:
+def tables(found: _Found, wanted: str) -> Iterator[Any]:
     """A DuckDB connection with the tables that the text `wanted` names, and no way out of it.
 
     Raises:
@@ -149,7 +149,7 @@ def _gathered(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Table]:
         yield pa.Table.from_batches(held)
 
 
-def said(found: Found) -> Iterator[pa.RecordBatch]:
+def said(found: _Found) -> Iterator[pa.RecordBatch]:
     """All that was said, in batches; the first has the right columns even where there is nothing.
 
     Raises:

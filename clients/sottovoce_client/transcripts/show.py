@@ -29,7 +29,7 @@ MOST_EDGES, MOST_LEARNERS, MOST_NOTICED = 30, 30, 20
 
 
 @dataclass(slots=True)
-class Channel:
+class _Channel:
     """What one learner told another one.
 
     Attributes:
@@ -55,17 +55,17 @@ class Channel:
 
 
 @dataclass(slots=True)
-class Picture:
+class _Picture:
     """A capture, read once from end to end."""
 
-    channels: dict[tuple[int, int], Channel] = field(default_factory=dict)
+    channels: dict[tuple[int, int], _Channel] = field(default_factory=dict)
     times: dict[int, list[IntArray]] = field(default_factory=dict)
     kinds: dict[str, int] = field(default_factory=dict)
     first: list[tuple[int, str, FloatArray]] = field(default_factory=list)
     failed: int = 0
 
 
-def look(capture: Capture, sender: int, first: int) -> Picture:
+def look(capture: Capture, sender: int, first: int) -> _Picture:
     """Read a capture.
 
     Args:
@@ -76,7 +76,7 @@ def look(capture: Capture, sender: int, first: int) -> Picture:
     Raises:
         CaptureError: it cannot be read.
     """
-    picture, codec = Picture(), RoundCodec(capture.shapes)
+    picture, codec = _Picture(), RoundCodec(capture.shapes)
     for batch in capture.batches():
         _count(picture, batch)
         messages = rounds_only(batch)
@@ -91,7 +91,7 @@ def look(capture: Capture, sender: int, first: int) -> Picture:
     return picture
 
 
-def _count(picture: Picture, batch: pa.RecordBatch) -> None:
+def _count(picture: _Picture, batch: pa.RecordBatch) -> None:
     kinds = np.array(batch.column("kind").to_pylist(), dtype=object)
     for kind in set(kinds.tolist()):
         picture.kinds[kind] = picture.kinds.get(kind, 0) + int(np.count_nonzero(kinds == kind))
@@ -102,7 +102,7 @@ def _count(picture: Picture, batch: pa.RecordBatch) -> None:
     )
     for sender, receiver in np.unique(ends, axis=0).tolist():
         of = (ends == (sender, receiver)).all(axis=1)
-        channel = picture.channels.setdefault((sender, receiver), Channel())
+        channel = picture.channels.setdefault((sender, receiver), _Channel())
         channel.messages += int(np.count_nonzero(of))
         channel.bytes += int(sizes[of].sum())
         channel.sizes.update(sizes[of].tolist())
@@ -121,7 +121,7 @@ def _numbers(batch: pa.RecordBatch, name: str) -> IntArray:
     return found
 
 
-def _keep(picture: Picture, fields: Any, rounds: IntArray, own: Any, first: int) -> None:
+def _keep(picture: _Picture, fields: Any, rounds: IntArray, own: Any, first: int) -> None:
     """The first messages of one learner, each round once."""
     for row in np.flatnonzero(own).tolist():
         known = {t for t, _, _ in picture.first}
@@ -195,7 +195,7 @@ def _one(capture: Capture, sender: int, first: int, console: Console) -> None:
         console.print(_first(picture, sender))
 
 
-def _facts(capture: Capture, picture: Picture) -> Iterator[tuple[str, Text | str]]:
+def _facts(capture: Capture, picture: _Picture) -> Iterator[tuple[str, Text | str]]:
     facts, spec = capture.facts, capture.facts["spec"]
     yield "capture", Text(capture.name)
     labels = [f"{key} {facts[key]}" for key in ("world", "replica") if facts.get(key) is not None]
@@ -230,7 +230,7 @@ def _noticed(facts: Any) -> Iterator[tuple[str, Text | str]]:
         yield "not checked", Text(str(facts["not_checked"])[:300])
 
 
-def _channels(picture: Picture) -> Table:
+def _channels(picture: _Picture) -> Table:
     """Bytes, sizes and gaps of every channel."""
     table = _plain("from", "to", "messages", "bytes", "size", "streams", "rounds", "missing")
     for (sender, receiver), channel in sorted(picture.channels.items())[:MOST_EDGES]:
@@ -247,7 +247,7 @@ def _channels(picture: Picture) -> Table:
     return table
 
 
-def _who_when(picture: Picture) -> Table:
+def _who_when(picture: _Picture) -> Table:
     """Messages of each learner over time, a bar for each slice; the longest silence of each."""
     table = _plain("learner", "who spoke when", "longest silence")
     times = {i: np.sort(np.concatenate(own)) for i, own in sorted(picture.times.items())}
@@ -275,7 +275,7 @@ def _clock(ns: int) -> str:
         return f"{ns} ns"
 
 
-def _first(picture: Picture, sender: int) -> Table:
+def _first(picture: _Picture, sender: int) -> Table:
     table = _plain("round", "field", f"what learner {sender} said first", "largest")
     for t, name, values in picture.first:
         flat = values.reshape(-1)

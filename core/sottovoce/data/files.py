@@ -40,16 +40,16 @@ class Table:
     test: tuple[FloatArray, AnyArray] | None = None
 
 
-def import_extra(module: str, package: str, what: str) -> Any:
-    """A module that only the `audit` extra installs.
+def import_extra(module: str, package: str, what: str, extra: str = "audit") -> Any:
+    """A module that only an extra installs.
 
     Raises:
         SpecError: it is not installed.
     """
     try:
         return importlib.import_module(module)
-    except ModuleNotFoundError:
-        raise SpecError(f"{what} needs {package}: pip install 'sottovoce[audit]'") from None
+    except ImportError:
+        raise SpecError(f"{what} needs {package}: pip install 'sottovoce[{extra}]'") from None
 
 
 # ---- .npz ------------------------------------------------------------------------------------------------

@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
-from sottovoce.auditing.verdict import Verdict
 from sottovoce.lab.foreign.audit import ForeignAudit, audit_conversations
-from sottovoce.lab.foreign.repeats import Sign
 from sottovoce_client.auditing.audit import TableRow, guess_row, print_verdict
-from sottovoce_client.auditing.document import Attempt, attempts_of
-from sottovoce_client.documents import Document
+from sottovoce_client.auditing.document import attempts_of
+from sottovoce_client.documents import write_json
 from sottovoce_client.lab.foreign.runs import Reading, RunIs, load_decoder, read_runs
 from sottovoce_client.wording import NOTHING, count, number, plural
 
@@ -53,7 +52,7 @@ def audit_foreign(
     with console.status("reading the captures") as status:
         reading = read_runs(folder, reader, run_is)
         done = audit_conversations(reading.runs, claim=claim, confidence=confidence, seed=seed, say=status.update)
-    _file(done, reading, run_is, decoder, seed).write(out / "audit.json")
+    write_json(out / "audit.json", _document(done, reading, run_is, decoder, seed))
     print_verdict(
         done.verdict, Path(folder).name, _rows(done, reading, decoder), _notes(done, reading, run_is), console
     )
@@ -61,77 +60,36 @@ def audit_foreign(
     return 1 if done.verdict.kind == "refuted" else 0
 
 
-class _Epsilons(Document):
-    """Claimed, and shown."""
-
-    claimed: float | None
-    """By the owner, for a run; null: nothing."""
-    lower_bound: float
-    """Timing left aside."""
-    most_that_so_many_runs_show: float
-    """If every guess were right."""
-
-
-class _Decoded(Document):
-    """What the decoder made of the messages that were looked at."""
-
-    name: str | None
-    """`module:function`; null: only bytes were looked at."""
-    decoded: int
-    failed: int
-    first_failures: list[str]
-
-
-class ForeignAuditFile(Document):
+def _document(done: ForeignAudit, reading: Reading, run_is: RunIs, decoder: str | None, seed: int) -> dict[str, Any]:
     """`audit.json` of a service that is not ours."""
-
-    verdict: Verdict
-    run_is: RunIs
-    runs_of_each_world: tuple[int, int]
-    runs_left_out: int
-    """To make both worlds as frequent."""
-    worlds_in_turns: bool
-    """They follow each other as coins do."""
-    confidence: float
-    seed: int
-    """Of the split and the classifiers."""
-    epsilon: _Epsilons
-    black_box: tuple[Attempt, ...]
-    timing: tuple[Attempt, ...]
-    """Shown and not judged: two processes differ in it whatever they hold."""
-    findings: tuple[Sign, ...]
-    """What was said twice."""
-    messages: int
-    decoder: _Decoded
-    captures_not_closed: int
-    runs_cut_short: int
-    connections_left_out: int
-    streams_of_no_run: int
-
-
-def _file(done: ForeignAudit, reading: Reading, run_is: RunIs, decoder: str | None, seed: int) -> ForeignAuditFile:
-    """An audit as a file."""
-    epsilon = _Epsilons(claimed=done.found.claim, lower_bound=done.found.largest, most_that_so_many_runs_show=done.most)
-    failures = reading.failures
-    return ForeignAuditFile(
-        verdict=done.verdict,
-        run_is=run_is,
-        runs_of_each_world=done.runs,
-        runs_left_out=done.left_out,
-        worlds_in_turns=done.in_turns,
-        confidence=1.0 - done.found.levels.alpha,
-        seed=seed,
-        epsilon=epsilon,
-        black_box=attempts_of(done.found.bounds),
-        timing=attempts_of(done.timed),
-        findings=done.signs,
-        messages=reading.messages,
-        decoder=_Decoded(name=decoder, decoded=reading.decoded, failed=reading.failed, first_failures=failures),
-        captures_not_closed=reading.unfinished,
-        runs_cut_short=reading.cut,
-        connections_left_out=reading.paused,
-        streams_of_no_run=reading.unnamed,
-    )
+    return {
+        "verdict": done.verdict,
+        "run_is": run_is,
+        "runs_of_each_world": done.runs,
+        "runs_left_out": done.left_out,  # to make both worlds as frequent
+        "worlds_in_turns": done.in_turns,  # they follow each other as coins do
+        "confidence": 1.0 - done.found.levels.alpha,
+        "seed": seed,  # of the split and the classifiers
+        "epsilon": {
+            "claimed": done.found.claim,  # by the owner, for a run; null: nothing
+            "lower_bound": done.found.largest,  # timing left aside
+            "most_that_so_many_runs_show": done.most,  # if every guess were right
+        },
+        "black_box": attempts_of(done.found.bounds),
+        "timing": attempts_of(done.timed),  # shown and not judged: two processes differ in it whatever they hold
+        "findings": done.signs,  # what was said twice
+        "messages": reading.messages,
+        "decoder": {
+            "name": decoder,  # `module:function`; null: only bytes were looked at
+            "decoded": reading.decoded,
+            "failed": reading.failed,
+            "first_failures": reading.failures,
+        },
+        "captures_not_closed": reading.unfinished,
+        "runs_cut_short": reading.cut,
+        "connections_left_out": reading.paused,
+        "streams_of_no_run": reading.unnamed,
+    }
 
 
 def _rows(done: ForeignAudit, reading: Reading, decoder: str | None) -> Iterator[TableRow]:

@@ -31,7 +31,7 @@ TITLES = {
 """Of attacks."""
 
 
-class Image(NamedTuple):
+class _Image(NamedTuple):
     """A picture, its size in pixels of the page, and what it is of."""
 
     data: str
@@ -42,7 +42,7 @@ class Image(NamedTuple):
 
 def gallery_page(shown: Gallery) -> Page:
     """All attacks, and all guesses."""
-    attacked = [(each.name, each.strips, list(_rows(each.strips)), faded_at(each.strips)) for each in shown.exhibits]
+    attacked = [(each.name, each.strips, list(_rows(each.strips)), _faded_at(each.strips)) for each in shown.exhibits]
     first = [strips[0].rebuilt for _, strips, _, _ in attacked if strips]
     values = {
         "source": shown.source,
@@ -59,12 +59,12 @@ def gallery_page(shown: Gallery) -> Page:
 # ---- pictures --------------------------------------------------------------------------------------------------------
 
 
-def faded_at(strips: Sequence[Strip]) -> Strip | None:
+def _faded_at(strips: Sequence[Strip]) -> Strip | None:
     """The first strip whose pictures are gone."""
     return next((each for each in strips[1:] if each.rebuilt.found < 0.05), None)
 
 
-def _rows(strips: Sequence[Strip]) -> Iterator[tuple[str, list[Image], Sequence[str]]]:
+def _rows(strips: Sequence[Strip]) -> Iterator[tuple[str, list[_Image], Sequence[str]]]:
     """The true records, and what was made of them in each transcript: a label, pictures, figures."""
     if strips:
         yield "the true records", _images(strips[0].rebuilt.originals, "the true records"), ("",) * 4
@@ -78,12 +78,12 @@ def _rows(strips: Sequence[Strip]) -> Iterator[tuple[str, list[Image], Sequence[
         )
 
 
-def _images(pictures: FloatArray, label: str) -> list[Image]:
+def _images(pictures: FloatArray, label: str) -> list[_Image]:
     """Square where the number of features is a square, else one line."""
     side = math.isqrt(pictures.shape[1])
     square = side * side == pictures.shape[1]
     shape, size = ((side, side), (56, 56)) if square else ((1, pictures.shape[1]), (72, 28))
-    return [Image(base64.b64encode(png(each.reshape(shape))).decode(), *size, label) for each in pictures[:SHOWN]]
+    return [_Image(base64.b64encode(png(each.reshape(shape))).decode(), *size, label) for each in pictures[:SHOWN]]
 
 
 def png(values: FloatArray) -> bytes:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich import box
@@ -16,9 +17,9 @@ from rich.text import Text
 from sottovoce.algorithms.dual_averaging.algorithm import DualAveraging
 from sottovoce.errors import CaptureError, SpecError
 from sottovoce.experiment import prepare
-from sottovoce.lab.attacks.rebuild import Rebuilt, rebuild
+from sottovoce.lab.attacks.rebuild import rebuild
 from sottovoce.spec import parse_spec
-from sottovoce_client.documents import Document
+from sottovoce_client.documents import write_json
 from sottovoce_client.lab.gallery import cases as cases
 from sottovoce_client.lab.gallery import exhibits
 from sottovoce_client.lab.gallery.cases import Exhibit, Gallery, Membership, Strip
@@ -117,98 +118,49 @@ def gallery_of(
 
 
 def _publish(shown: Gallery, folder: Path, console: Console) -> None:
-    _file(shown).write(folder / "gallery.json")
+    write_json(folder / "gallery.json", _document(shown))
     exhibits.gallery_page(shown).write(folder / "gallery.html")
     _print(shown, console)
     console.out(f"{folder}: gallery.json, gallery.html", highlight=False)
 
 
-class _Attacked(Document):
-    """One transcript attacked."""
-
-    protection: str
-    """What protects it."""
-    records: int
-    """Rebuilt."""
-    mean_squared_error: float
-    similarity: float
-    """1 if equal, about 0 if unrelated."""
-    recognised: float
-    """The share that is nearest its own record."""
-    recognised_among: int
-    """So many records."""
-    told_from_one_other: float
-    """The share that is told from one other record; null: messages do not tell where a gradient was taken."""
-    originals: list[list[float]]
-    """The first true records, as pictures."""
-    pictures: list[list[float]]
-    """What was made of them."""
-
-
-class _Guesses(Document):
-    """Guesses whether a record was learned."""
-
-    algorithm: str
-    """Its name, and where its decisions come from."""
-    record: str
-    seen: str
-    """What the guesser sees."""
-    claim: float
-    """Epsilon of all learners together."""
-    covered: bool
-    """Whether all that is seen is part of the claim."""
-    runs: int
-    correct: int
-    interval: tuple[float, float]
-    """95 %, of the share of right guesses."""
-    epsilon_at_least: float
-
-
-class GalleryFile(Document):
+def _document(shown: Gallery) -> dict[str, Any]:
     """`gallery.json`."""
-
-    source: str
-    attacks: dict[str, list[_Attacked]]
-    """By attack; empty: what it needs is not installed."""
-    membership: list[_Guesses]
-
-
-def _file(shown: Gallery) -> GalleryFile:
-    """A gallery as a file."""
-    return GalleryFile(
-        source=shown.source or "simulated on scikit-learn's digits",
-        attacks={
-            each.name: [_attacked(strip.label, strip.rebuilt) for strip in each.strips] for each in shown.exhibits
-        },
-        membership=[
-            _Guesses(
-                algorithm=each.algorithm,
-                record=each.record,
-                seen=each.seen,
-                claim=each.claim,
-                covered=each.covered,
-                runs=each.guessed.runs,
-                correct=each.guessed.correct,
-                interval=(each.guessed.low, each.guessed.high),
-                epsilon_at_least=each.guessed.bound,
-            )
+    return {
+        "source": shown.source or "simulated on scikit-learn's digits",
+        # By attack; empty: what it needs is not installed.
+        "attacks": {each.name: [_attacked(strip) for strip in each.strips] for each in shown.exhibits},
+        "membership": [
+            {
+                "algorithm": each.algorithm,  # and where its decisions come from
+                "record": each.record,
+                "seen": each.seen,  # by the guesser
+                "claim": each.claim,  # epsilon of all learners together
+                "covered": each.covered,  # whether all that is seen is part of the claim
+                "runs": each.guessed.runs,
+                "correct": each.guessed.correct,
+                "interval": (each.guessed.low, each.guessed.high),  # 95 %, of the share of right guesses
+                "epsilon_at_least": each.guessed.bound,
+            }
             for each in shown.memberships
         ],
-    )
+    }
 
 
-def _attacked(protection: str, rebuilt: Rebuilt) -> _Attacked:
-    return _Attacked(
-        protection=protection,
-        records=len(rebuilt.pictures),
-        mean_squared_error=rebuilt.error,
-        similarity=rebuilt.alike,
-        recognised=rebuilt.found,
-        recognised_among=rebuilt.pool,
-        told_from_one_other=rebuilt.told,
-        originals=np.round(rebuilt.originals[: exhibits.SHOWN], 4).tolist(),
-        pictures=np.round(rebuilt.pictures[: exhibits.SHOWN], 4).tolist(),
-    )
+def _attacked(strip: Strip) -> dict[str, Any]:
+    """One transcript attacked."""
+    made = strip.rebuilt
+    return {
+        "protection": strip.label,
+        "records": len(made.pictures),  # rebuilt
+        "mean_squared_error": made.error,
+        "similarity": made.alike,  # 1 if equal, about 0 if unrelated
+        "recognised": made.found,  # the share that is nearest its own record
+        "recognised_among": made.pool,  # so many records
+        "told_from_one_other": made.told,  # the share; null: messages do not tell where a gradient was taken
+        "originals": np.round(made.originals[: exhibits.SHOWN], 4),  # the first true records, as pictures
+        "pictures": np.round(made.pictures[: exhibits.SHOWN], 4),  # what was made of them
+    }
 
 
 def _print(shown: Gallery, console: Console) -> None:

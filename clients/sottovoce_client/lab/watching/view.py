@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Union
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -15,6 +15,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from sottovoce.data.files import import_extra
 from sottovoce.errors import SpecError, Unavailable
 from sottovoce.lab.watch.canaries import CanaryTest
 from sottovoce.lab.watch.watch import Alarm, Watch
@@ -67,16 +68,8 @@ class Sight:
         return f"{self.name(alarm)} in round {alarm.round}: {what} ({alarm.test}); e-value {e}, alarm from {line}"
 
 
-class View(Protocol):
-    """Somebody to show it to, as often as one likes."""
-
-    def update(self, sight: Sight) -> None:
-        """Show this, or leave it out if something was shown just now."""
-        ...
-
-    def aside(self) -> AbstractContextManager[None]:
-        """Others write to the terminal within this context."""
-        ...
+View = Union["_Lines", "_Panel"]
+"""Somebody to show it to, as often as one likes; within `aside`, others write to the terminal."""
 
 
 @contextmanager
@@ -235,10 +228,7 @@ class Metrics:
     """
 
     def __init__(self, address: str) -> None:
-        try:
-            import prometheus_client
-        except ImportError:
-            raise SpecError("--metrics needs prometheus_client: pip install 'sottovoce[metrics]'") from None
+        prometheus_client = import_extra("prometheus_client", "prometheus_client", "--metrics", "metrics")
         host, _, port = address.rpartition(":")
         if not host or not port.isdecimal() or int(port) > 65535:
             raise SpecError(f"--metrics must be HOST:PORT, got {address}")

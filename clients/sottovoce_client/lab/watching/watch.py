@@ -23,6 +23,7 @@ from sottovoce.spec import RunSpec, parse_spec
 from sottovoce_client.lab.watching.canaries import canaries_beside, load, placed
 from sottovoce_client.lab.watching.following import InFolder, Source, at_eavesdropper
 from sottovoce_client.lab.watching.view import Metrics, Sight, View, print_end, view
+from sottovoce_client.privacy.budget import learner_index
 from sottovoce_client.running.launch import run_async
 from sottovoce_eavesdropper.reading import Capture
 from sottovoce_rpc.codec import RoundCodec
@@ -163,7 +164,8 @@ class _Watching:
         if question.canaries is not None:
             canaries = load(question.canaries, question.commitment)
             prepared, alpha = placed(prepared, canaries), alpha * 2.0 / 3.0  # a third for each of three questions
-        watched = Watch(prepared.run, prepared.data, alpha, _indices(question.learners, spec))
+        learners = sorted({learner_index(spec, name) for name in question.learners or spec.names})
+        watched = Watch(prepared.run, prepared.data, alpha, learners)
         test = None if canaries is None else CanaryTest(prepared.run, prepared.data, canaries, question.alpha / 3.0)
         return Sight(spec.name, spec.rounds, tuple(spec.names), question.alpha, watched, test), prepared.run
 
@@ -226,13 +228,6 @@ class _Watching:
         except TimeoutError:
             return False
         return True
-
-
-def _indices(names: tuple[str, ...], spec: RunSpec) -> list[int]:
-    unknown = [name for name in names if name not in spec.names]
-    if unknown:
-        raise SpecError(f"--learner must be one of {', '.join(spec.names)}, got {unknown[0]}")
-    return [i for i, name in enumerate(spec.names) if not names or name in names]
 
 
 def _unheard(rounds: Assembly[Message], sight: Sight) -> str:
