@@ -83,11 +83,17 @@ def coverage(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """The documentation, with strict links."""
-    if not Path("mkdocs.yml").is_file():
-        session.skip("there is no mkdocs.yml")
-    session.install(".[docs]")
-    session.run("mkdocs", "build", "--strict", *session.posargs)
+    """The documentation, with strict links; needs nothing of ours installed, for it reads the sources."""
+    project = nox.project.load_toml("pyproject.toml")["project"]
+    session.install(*project["optional-dependencies"]["docs"])
+    session.run("mkdocs", "build", "--strict", *session.posargs, env={"NO_MKDOCS_2_WARNING": "1"})
+
+
+@nox.session
+def notebooks(session: nox.Session) -> None:
+    """The notebooks of examples/, executed."""
+    session.install(f"{wheel(session)}[notebooks,test]")
+    session.run("pytest", "tests/test_examples.py", "-k", "notebook", *session.posargs)
 
 
 @nox.session

@@ -22,7 +22,8 @@ def say_laplace(noise: Noise, field: str, t: int, vector: FloatArray, scale: Sca
 
     Args:
         noise: where it comes from.
-        field, t: field and round of the message that the noise is for.
+        field: of the message that the noise is for.
+        t: its round.
         vector: the secret; any leading axes.
         scale: one number, or one per learner; all zero: no noise.
     """

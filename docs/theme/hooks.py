@@ -1,0 +1,63 @@
+"""What the site shows beside `docs/`: the pages at the root of the repository, and the examples as pages.
+
+Links are written as they hold in the repository; on the site they lead to the page that was made of the file.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path, PurePosixPath
+from posixpath import relpath
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[2]
+PAGES = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
+INTO_DOCS = re.compile(r"(?<=\]\()docs/")
+OUT_OF_DOCS = re.compile(rf"(?<=\]\()\.\./({'|'.join(PAGES)}|examples/\w+\.\w+)(?=[)#])")
+
+ELSEWHERE = re.compile(r"""<(?:(?:script|img|iframe)[^>]*\ssrc|link[^>]*\shref)=["']?(?:https?:)?//[^>]*>""")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages that lie elsewhere."""
+    for name in PAGES:
+        text = (ROOT / name).read_text(encoding="utf-8")
+        files.append(File.generated(config, name, content=INTO_DOCS.sub("", text)))
+    for path in sorted((ROOT / "examples").iterdir()):
+        if path.suffix in {".py", ".ipynb"}:
+            made = script(path) if path.suffix == ".py" else notebook(path)
+            files.append(File.generated(config, f"examples/{path.stem}.md", content=made))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Links that lead out of `docs/` lead to the pages made above."""
+    return OUT_OF_DOCS.sub(lambda link: str(PurePosixPath(link[1]).with_suffix(".md")), markdown)
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """A page is read without a network.
+
+    Raises:
+        PluginError: it would load something from elsewhere.
+    """
+    if found := ELSEWHERE.search(output):
+        raise PluginError(f"{page.file.src_uri} must load nothing from elsewhere, got {found[0]}")
+    return output
+
+
+def script(path: Path) -> str:
+    """A script as a page."""
+    return f"# `{relpath(path, ROOT)}`\n\n```python\n{path.read_text(encoding='utf-8')}```\n"
+
+
+def notebook(path: Path) -> str:
+    """A notebook as a page: its words, and its code without what it printed."""
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    texts = (("".join(cell["source"]), cell["cell_type"]) for cell in cells)
+    return "\n\n".join(f"```python\n{text}\n```" if kind == "code" else text for text, kind in texts) + "\n"

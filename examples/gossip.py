@@ -1,0 +1,74 @@
+"""Gossip descent: x <- Pro(b - step * gradient(b)), b the projected average of all noised models, own one included."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from sottovoce.algorithms.interface import Message
+from sottovoce.algorithms.parameters import AlgorithmSpec
+from sottovoce.algorithms.setting import Setting
+from sottovoce.arrays import Batch
+from sottovoce.losses import mean_gradient
+from sottovoce.noise.mechanisms import laplace_density, laplace_loss, say_laplace
+from sottovoce.privacy.accountant import ListedLosses
+from sottovoce.privacy.guarantee import Mechanism
+
+
+class GossipSpec(AlgorithmSpec):
+    step: float = 0.2
+    scale: float = 1.0
+    one_noise = True  # one scale for all learners
+
+    def build(self, setting):
+        return Gossip(self.name, setting.dim, setting, self.step, self.scale), ()
+
+    def noisier(self, factors):
+        return self.model_copy(update={"scale": self.scale * factors[0]})
+
+
+@dataclass(frozen=True)
+class State:
+    t: int
+    x: np.ndarray
+    said: np.ndarray  # the own noised model
+
+
+@dataclass(frozen=True)
+class Gossip:
+    name: str
+    dim: int
+    setting: Setting
+    step: float
+    scale: float
+
+    def field_shapes(self):
+        return {"y": (self.dim,)}
+
+    def start(self, who):
+        return State(0, np.zeros((*who.lead, self.dim)), np.zeros((*who.lead, self.dim)))
+
+    def speak(self, state, noise):
+        said = say_laplace(noise, "y", state.t, state.x, self.scale)
+        return replace(state, said=said), Message({"y": said})
+
+    def listen(self, state, heard, batch):
+        loss, project = self.setting.loss, self.setting.decision_set.project
+        b = project(heard.own_weight * state.said + heard.weighted_sum("y"))
+        records = Batch(*loss.enforce(batch.features, batch.labels), batch.present)
+        x = project(b - self.step * mean_gradient(loss, b, records))
+        return State(state.t + 1, x, state.said)
+
+    def decision(self, state):
+        return state.x
+
+    def overheard(self, state, message):
+        return replace(state, said=message["y"]), laplace_density(message["y"], state.x, self.scale)
+
+    def noise_scale(self, learner, t):
+        return self.scale
+
+    def accountant(self, learner):
+        change = self.step * self.setting.loss.gradient_change(self.setting.decision_set.largest_norm(self.dim))
+        losses = np.zeros(self.setting.rounds)  # x follows from messages and one round's records: one message tells
+        losses[1:2] = laplace_loss(np.sqrt(self.dim) * change, self.dim, self.scale)
+        return ListedLosses(losses, Mechanism.LAPLACE)

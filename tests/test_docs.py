@@ -1,0 +1,55 @@
+"""Pages lead where they say: paths exist, and so do the files and headings that links name."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+CHECKOUT = Path(__file__).resolve().parent.parent
+PAGES = [CHECKOUT / "README.md", CHECKOUT / "CONTRIBUTING.md", CHECKOUT / "SECURITY.md", *CHECKOUT.glob("docs/**/*.md")]
+FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+FOLDERS = "core|services|clients|coordinator|proto|tests|benchmarks|deploy|examples"
+CODE_PATH = re.compile(rf"`((?:{FOLDERS})/[^`\s]*)`")
+LINK = re.compile(r"\]\((?!\w+:)([^)#\s]*)(?:#([^)\s]+))?\)")
+HEADING = re.compile(r"^#+ +(.*?) *$", re.MULTILINE)
+
+
+def _prose(page: Path) -> str:
+    return FENCE.sub("", page.read_text(encoding="utf-8"))
+
+
+def _spread(path: str) -> list[str]:
+    """`a/{b,c}.py` names two files."""
+    choice = re.search(r"\{([^}]*)\}", path)
+    if choice is None:
+        return [path]
+    return [made for part in choice[1].split(",") for made in _spread(path.replace(choice[0], part.strip(), 1))]
+
+
+def _anchors(page: Path) -> set[str]:
+    """Of its headings, as GitHub and the site make them."""
+    plain = (re.sub(r"[^\w\s-]", "", heading.lower()) for heading in HEADING.findall(_prose(page)))
+    return {re.sub(r"\s+", "-", heading.strip()) for heading in plain}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(CHECKOUT).as_posix())
+def test_a_page_leads_where_it_says(page: Path) -> None:
+    text = _prose(page)
+    named = [path for found in CODE_PATH.findall(text) for path in _spread(found)]
+    missing = [path for path in named if not any(CHECKOUT.glob(path.rstrip("/")))]
+    for target, anchor in LINK.findall(text):
+        file = page.parent / target if target else page
+        if not file.exists() or (anchor and anchor not in _anchors(file)):
+            missing.append(f"{target}#{anchor}")
+
+    assert missing == []
+
+
+def test_links_and_paths_are_found() -> None:
+    """What the test above looks for is there to be found."""
+    assert LINK.findall("[a](b.md#c-d), ![e](f.png), [g](https://h.org)") == [("b.md", "c-d"), ("f.png", "")]
+    assert [_spread(path) for path in CODE_PATH.findall("`core/a/{b,c}.py` `other/d`")] == [
+        ["core/a/b.py", "core/a/c.py"]
+    ]
