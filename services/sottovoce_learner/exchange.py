@@ -41,7 +41,7 @@ def plan_hash(spec: RunSpec, n_features: int) -> bytes:
 
 def _hello(session: Session, neighbour: int) -> bytes:
     """What this side says of itself when a stream is opened."""
-    told = session.assignment
+    told = session.role
     said = learner_pb2.Hello(
         run_id=told.run_id,
         plan_hash=plan_hash(told.spec, told.n_features),
@@ -59,7 +59,7 @@ def _greeted(session: Session, payload: bytes) -> tuple[int, int]:
         StrangerError: of another run, or not a neighbour.
         RemoteProtocolError: no Hello, or of another plan or other fields: the same words would mean something else.
     """
-    said, told = read_hello(payload), session.assignment
+    said, told = read_hello(payload), session.role
     if said.run_id != told.run_id:
         raise StrangerError(f"this learner is in another run than {said.run_id!r}")
     session.inbox.next_round(said.learner)
@@ -84,7 +84,7 @@ async def accept(session: Session | None, context: grpc.aio.ServicerContext[Any,
     if session is None:
         raise NotReady("this learner is not in a run")
     neighbour, next_round = _greeted(session, await _first(context))
-    if neighbour > session.assignment.index:
+    if neighbour > session.role.index:
         raise RemoteProtocolError(f"the lower index opens the stream: learner {neighbour} must wait for us")
     await context.write(_hello(session, neighbour))  # before the link's first write: one operation at a time
     await _hold(session, neighbour, context, next_round)

@@ -23,7 +23,7 @@ from sottovoce_learner.journal import last_entry
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class LedgerLine:
     """One run of one learner.
 
     Attributes:
@@ -87,7 +87,7 @@ class Ledger:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def open_run(self, line: Line) -> Path:
+    def open_run(self, line: LedgerLine) -> Path:
         """Note what a run is about, before its first message; returns where its journal belongs."""
         path = self.folder / f"{line.run_id}-{line.learner}.journal"
         about = path.with_suffix(".ledger")
@@ -102,7 +102,7 @@ class Ledger:
             draft.replace(about)
         return path
 
-    def lines(self, learner: str | None = None) -> list[Line]:
+    def lines(self, learner: str | None = None) -> list[LedgerLine]:
         """Every run (of one learner), by run id.
 
         Raises:
@@ -118,11 +118,11 @@ class Ledger:
         """
         return math.fsum(line.spent for line in self.lines(learner) if line.run_id != but)
 
-    def _all(self, learner: str | None) -> Iterator[Line]:
+    def _all(self, learner: str | None) -> Iterator[LedgerLine]:
         for about in sorted(self.folder.glob("*.ledger")):
             try:
                 facts = json.loads(about.read_text(encoding="utf-8"))
-                line = Line(**facts)
+                line = LedgerLine(**facts)
             except (OSError, ValueError, TypeError) as error:
                 raise DataError(f"the ledger's line {about} cannot be read: {error}") from None
             if learner not in (None, line.learner):
@@ -131,4 +131,4 @@ class Ledger:
             if entry is None:
                 yield line
             else:
-                yield Line(**facts, said=entry.round + 1, spent=entry.spent)
+                yield LedgerLine(**facts, said=entry.round + 1, spent=entry.spent)

@@ -21,7 +21,7 @@ from sottovoce.spec import LEARNER_NAME
 from sottovoce_learner import exchange
 from sottovoce_learner.ledger import Ledger, claim
 from sottovoce_learner.mirror import Mirror
-from sottovoce_learner.session import Assignment, Session
+from sottovoce_learner.session import Role, Session
 from sottovoce_rpc import directives
 from sottovoce_rpc.codec import from_tensor, to_tensor
 from sottovoce_rpc.directives import Directive, Epoch, Grant, Stop, from_wire
@@ -234,15 +234,15 @@ class Learner:
 
     def _of_run(self, run_id: str) -> Session | None:
         session = self._session
-        return session if session is not None and session.assignment.run_id == run_id else None
+        return session if session is not None and session.role.run_id == run_id else None
 
     async def _prepare(self, run_id: str, told: directives.Assignment) -> None:
         await self._end_run()
-        assignment = _assignment(run_id, told, imports=self.config.allow_imports)
+        role = _role(run_id, told, imports=self.config.allow_imports)
         self._mirror = Mirror(run_id, told.index, told.mirror) if told.mirror else None
         self._session = Session(
-            assignment,
-            self._noise(assignment),
+            role,
+            self._noise(role),
             self.config.state_folder,
             self._mirror.copy if self._mirror else None,
             private=self.config.private,
@@ -251,10 +251,10 @@ class Learner:
         )
         self._refused = None
 
-    def _noise(self, assignment: Assignment) -> Noise:
-        index = assignment.index
+    def _noise(self, role: Role) -> Noise:
+        index = role.index
         if self.config.noise_seed is not None:  # the name: a run's id is another each time
-            return KeyedNoise(self.config.noise_seed, assignment.spec.name, index)
+            return KeyedNoise(self.config.noise_seed, role.spec.name, index)
         if self._noise_fields is None:
             return self._sampler
         for name, values in self._noise_fields.items():
@@ -272,7 +272,7 @@ class Learner:
         if begun:
             return
         for neighbour in epoch.neighbours:
-            if neighbour.index > session.assignment.index:
+            if neighbour.index > session.role.index:
                 opening = exchange.keep_open(session, neighbour.index, neighbour.address)
                 self._channels.start(opening, "a channel is given up")
         if self._mirror is not None:
@@ -358,7 +358,7 @@ class Learner:
     async def _predict(self, request: learner_pb2.PredictRequest, context: Context) -> learner_pb2.PredictResponse:
         async with answering(context):
             session = self._in_run()
-            if not session.assignment.spec.telemetry.predict:
+            if not session.role.spec.telemetry.predict:
                 raise NotReady("predictions depend on private data; this run did not opt in (telemetry.predict)")
             scores, labels, rounds = session.predict(from_tensor(request.features))
             return learner_pb2.PredictResponse(scores=to_tensor(scores), labels=to_tensor(labels), rounds_done=rounds)
@@ -377,7 +377,7 @@ class Learner:
         return learner_pb2.StatusResponse(status=self.status.to_wire())
 
 
-def _assignment(run_id: str, told: directives.Assignment, *, imports: bool) -> Assignment:
+def _role(run_id: str, told: directives.Assignment, *, imports: bool) -> Role:
     """What the coordinator said, checked: its run id becomes part of a file name.
 
     Raises:
@@ -389,7 +389,7 @@ def _assignment(run_id: str, told: directives.Assignment, *, imports: bool) -> A
     spec = spec_from_wire(told.spec, imports=imports)
     if not told.index < spec.n_learners:
         raise RemoteProtocolError(f"an assignment needs an index below {spec.n_learners}, got {told.index}")
-    return Assignment(run_id, spec, told.n_features, told.index)
+    return Role(run_id, spec, told.n_features, told.index)
 
 
 async def serve(configs: Sequence[LearnerConfig], *, with_stdin: bool = False) -> None:

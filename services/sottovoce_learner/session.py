@@ -26,7 +26,7 @@ from sottovoce_learner.books import Books
 from sottovoce_learner.inbox import Inbox
 from sottovoce_learner.intake import Intake
 from sottovoce_learner.journal import Entry, Journal
-from sottovoce_learner.ledger import Ledger, Line
+from sottovoce_learner.ledger import Ledger, LedgerLine
 from sottovoce_learner.links import Link
 from sottovoce_learner.plan import Plan
 from sottovoce_rpc.codec import RoundCodec
@@ -45,7 +45,7 @@ AHEAD = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Assignment:
+class Role:
     """What a learner is told before a run.
 
     Attributes:
@@ -65,7 +65,7 @@ class Session:
     """A learner in a run.
 
     Args:
-        assignment: what to do.
+        role: what to do.
         noise: where noise comes from.
         journal_folder: where journals and the ledger stand.
         mirror: is given every frame that was sent and who heard it, where the run is mirrored.
@@ -81,7 +81,7 @@ class Session:
 
     def __init__(
         self,
-        assignment: Assignment,
+        role: Role,
         noise: Noise,
         journal_folder: Path,
         mirror: Callable[[bytes, list[int]], None] | None = None,
@@ -90,9 +90,9 @@ class Session:
         own_budget: float | None = None,
         changed: asyncio.Event | None = None,
     ) -> None:
-        self.assignment, self._noise, self._mirror = assignment, noise, mirror
-        spec, index = assignment.spec, assignment.index
-        run = build_run(spec, assignment.n_features)
+        self.role, self._noise, self._mirror = role, noise, mirror
+        spec, index = role.spec, role.index
+        run = build_run(spec, role.n_features)
         self.algorithm, self.loss = run.algorithm, run.loss
         shapes = self.algorithm.field_shapes()
         check_size(shapes)
@@ -104,16 +104,16 @@ class Session:
             self.algorithm.accountant(index),
             _budget(spec, index),
             own_budget=own_budget,
-            elsewhere=ledger.spent(name, but=assignment.run_id),
+            elsewhere=ledger.spent(name, but=role.run_id),
         )
         self._journal = Journal(
-            ledger.open_run(Line(name, assignment.run_id, index, assignment.n_features, spec.model_dump_json())),
-            assignment.run_id,
+            ledger.open_run(LedgerLine(name, role.run_id, index, role.n_features, spec.model_dump_json())),
+            role.run_id,
             self.codec.length,
             spec.durability,
         )
         self._refuse_to_repeat()
-        self.intake = Intake(assignment.n_features, spec.loss, spec.rounds)
+        self.intake = Intake(role.n_features, spec.loss, spec.rounds)
         self._plan = Plan(run.network, index)
         # Elsewhere a neighbour goes as far as the clock lets it: at most a window beyond the slowest learner.
         ahead = 2 if self._plan.lockstep else min(spec.clock.window, spec.rounds)
@@ -134,7 +134,7 @@ class Session:
         state, detail = self._lifecycle
         return LearnerStatus(
             learner=self._name,
-            run_id=self.assignment.run_id,
+            run_id=self.role.run_id,
             state=state,
             detail=detail,
             rounds_done=self._done,
@@ -216,8 +216,8 @@ class Session:
         Raises:
             DataError: rows of another width.
         """
-        if features.ndim != 2 or features.shape[1] != self.assignment.n_features:
-            raise DataError(f"features must be shaped (records, {self.assignment.n_features}), got {features.shape}")
+        if features.ndim != 2 or features.shape[1] != self.role.n_features:
+            raise DataError(f"features must be shaped (records, {self.role.n_features}), got {features.shape}")
         scores = self.loss.predict(self.algorithm.decision(self._state), features)
         return scores, self.loss.classify(scores), self._done
 
@@ -250,7 +250,7 @@ class Session:
         await self._connected()
         self._become(LearnerState.RUNNING)
         try:
-            for t in range(self.assignment.spec.rounds):
+            for t in range(self.role.spec.rounds):
                 await self._round(t)
         except BudgetExhausted as error:
             if not worded_by_us(error):
@@ -271,7 +271,7 @@ class Session:
     async def _connected(self) -> None:
         for j, link in self.links.items():
             try:
-                await asyncio.wait_for(link.attached.wait(), self.assignment.spec.clock.deadline_s)
+                await asyncio.wait_for(link.attached.wait(), self.role.spec.clock.deadline_s)
             except TimeoutError:
                 raise Unavailable(f"no connection with learner {j} within the deadline") from None
 
@@ -296,7 +296,7 @@ class Session:
         self._books.round_over(batch.size)
         self._done = t + 1
         self._hungry.set()
-        if self._told != self._granted and 2 * (self._granted - t - 1) <= self.assignment.spec.clock.window:
+        if self._told != self._granted and 2 * (self._granted - t - 1) <= self.role.spec.clock.window:
             self._told = self._granted  # once per grant: time for the next one
             self._changed.set()
         if not self._plan.lockstep:
@@ -311,7 +311,7 @@ class Session:
         """
         after = self._books.price(t)
         self._state, message = await self._computed(lambda: self.algorithm.speak(self._state, self._noise))
-        frame = self.codec.encode(t, self.assignment.index, message)
+        frame = self.codec.encode(t, self.role.index, message)
         try:
             self._journal.write(Entry(t, after, frame))
         except OSError as error:
@@ -328,7 +328,7 @@ class Session:
 
     def _predict_first(self, batch: Batch) -> None:
         """Prequential accuracy: predict the records before learning them. Opt-in, because it depends on the data."""
-        if not self.assignment.spec.telemetry.accuracy or batch.size == 0:
+        if not self.role.spec.telemetry.accuracy or batch.size == 0:
             return
         scores = self.loss.predict(self.algorithm.decision(self._state), batch.features)
         self._correct += int((self.loss.classify(scores) == batch.labels).sum())
@@ -359,7 +359,7 @@ class Session:
 
     async def _watch(self) -> None:
         """One watchdog instead of a timer per wait: rounds are too short for those."""
-        deadline = self.assignment.spec.clock.deadline_s
+        deadline = self.role.spec.clock.deadline_s
         while True:
             await asyncio.sleep(min(1.0, deadline / 4))
             if self._waiting is not None and time.monotonic() - self._waiting[1] > deadline:

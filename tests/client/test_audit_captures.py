@@ -15,7 +15,7 @@ import pytest
 
 from sottovoce.algorithms.interface import Message
 from sottovoce.auditing.audit import Audit
-from sottovoce.auditing.plan import Plan, plan_audit
+from sottovoce.auditing.plan import AuditPlan, plan_audit
 from sottovoce.auditing.views import tables
 from sottovoce.auditing.worlds import chosen
 from sottovoce.errors import CaptureError, DataError, EquivocationError, SottovoceError, SpecError
@@ -43,13 +43,13 @@ def spec_of(**more: Any) -> RunSpec:
     return small_spec(ROUNDS, 3, **{"algorithm": {"sigma": 30.0}, "capture": "relay", **more})
 
 
-def planned(spec: RunSpec | None = None, runs: int = RUNS, **more: Any) -> Plan:
+def planned(spec: RunSpec | None = None, runs: int = RUNS, **more: Any) -> AuditPlan:
     spec = spec or spec_of()
     data = made_up(spec, batch=2)
     return plan_audit(build_run(spec, 3), data, 1, runs=runs, **more)
 
 
-def rows_of(run: Run, plan: Plan, world: int, seed: int, rounds: int) -> list[Row]:
+def rows_of(run: Run, plan: AuditPlan, world: int, seed: int, rounds: int) -> list[Row]:
     """What a relay keeps of one run."""
     edges = run.network.edges
     rows = [
@@ -71,7 +71,7 @@ def rows_of(run: Run, plan: Plan, world: int, seed: int, rounds: int) -> list[Ro
 
 def keep(
     folder: Path,
-    plan: Plan,
+    plan: AuditPlan,
     world: int | None,
     replica: int,
     *,
@@ -94,7 +94,7 @@ def keep(
     return place
 
 
-def two_worlds(folder: Path, plan: Plan, **more: Any) -> Path:
+def two_worlds(folder: Path, plan: AuditPlan, **more: Any) -> Path:
     """Runs of both, taking turns."""
     folder.mkdir(exist_ok=True)
     write_worlds(folder, plan)
@@ -103,7 +103,7 @@ def two_worlds(folder: Path, plan: Plan, **more: Any) -> Path:
     return folder
 
 
-def audited(folder: Path, plan: Plan, spec: RunSpec | None = None, **asked: Any) -> Audit:
+def audited(folder: Path, plan: AuditPlan, spec: RunSpec | None = None, **asked: Any) -> Audit:
     def prepare(told: RunSpec) -> Prepared:
         return Prepared(build_run(told, 3), plan.data)
 
@@ -361,7 +361,7 @@ def test_messages_of_others_are_not_looked_into() -> None:
     assert all((before == after).all() for before, after in views.values())
 
 
-def changed(plan: Plan, change: Callable[[Row], Row]) -> set[str]:
+def changed(plan: AuditPlan, change: Callable[[Row], Row]) -> set[str]:
     """The views in which a change of the learner's rows shows."""
     lines = lines_of(plan)
     rows = rows_of(plan.run, plan, 0, 1, ROUNDS)

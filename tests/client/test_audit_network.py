@@ -11,7 +11,7 @@ from typing import Any, Self
 import numpy as np
 import pytest
 
-from sottovoce.auditing.plan import Plan
+from sottovoce.auditing.plan import AuditPlan
 from sottovoce.errors import SpecError
 from sottovoce.experiment import Prepared, prepare
 from sottovoce.privacy.guarantee import ThreatModel
@@ -137,7 +137,7 @@ def test_captures_of_other_runs_are_not_mixed_in(prepared: Prepared, tmp_path: P
 
 
 def test_decisions_cross_no_channel(prepared: Prepared, tmp_path: Path) -> None:
-    audited: Plan = plan(prepared, AuditRequest(runs=RUNS, threat=ThreatModel.OUTPUT))
+    audited: AuditPlan = plan(prepared, AuditRequest(runs=RUNS, threat=ThreatModel.OUTPUT))
     with pytest.raises(SpecError, match="--threat output"):
         on_network(tmp_path)(audited, say=lambda text: None)
     assert not (tmp_path / "captures").exists()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sottovoce.auditing import audit as core
-from sottovoce.auditing.plan import Plan, plan_audit
+from sottovoce.auditing.plan import AuditPlan, plan_audit
 from sottovoce.auditing.verdict import Findings
 from sottovoce.errors import SpecError
 from sottovoce_client.auditing.backends import Backend, mapper_over
@@ -16,19 +16,19 @@ from tests.examples import made_up, small_run
 
 
 @pytest.fixture
-def plan(monkeypatch: pytest.MonkeyPatch) -> Plan:
+def plan(monkeypatch: pytest.MonkeyPatch) -> AuditPlan:
     monkeypatch.setattr(core, "SHARE_RUNS", 25)  # several shares of each world
     run = small_run(6)
     return plan_audit(run, made_up(run.spec), 0, runs=60)
 
 
-def found(plan: Plan, backend: Backend, jobs: int) -> Findings:
+def found(plan: AuditPlan, backend: Backend, jobs: int) -> Findings:
     with mapper_over(backend, jobs) as mapper:
         return core.audit_simulated(plan, mapper=mapper).found
 
 
 @pytest.mark.parametrize("backend", ["processes", "dask", "ray"])
-def test_what_is_found_does_not_depend_on_who_works(plan: Plan, backend: Backend) -> None:
+def test_what_is_found_does_not_depend_on_who_works(plan: AuditPlan, backend: Backend) -> None:
     if backend != "processes":
         pytest.importorskip(
             {"dask": "distributed", "ray": "ray"}[backend], reason=f"the extra `{backend}` is not installed"

@@ -21,9 +21,9 @@ from sottovoce.errors import SpecError
 from sottovoce.experiment import Prepared, prepare
 from sottovoce.spec import load_spec
 from sottovoce_client.cli import app
-from sottovoce_client.privacy.budget import Line, Question, budget, line_of
+from sottovoce_client.privacy.budget import BudgetLine, Question, budget, line_of
 from sottovoce_client.privacy.calibrate import target_of
-from sottovoce_client.privacy.tradeoff import Measured, Problem, answer_of, levels, measure
+from sottovoce_client.privacy.tradeoff import Measured, Trade, answer_of, levels, measure
 
 SMALL: dict[str, Any] = {"rounds": 15, "learners": ["a", "b", "c"], "algorithm": {"name": "ldp-dol", "sigma": 2.0}}
 
@@ -155,7 +155,7 @@ def test_the_page_is_one_file(records: Path, tmp_path: Path) -> None:
 
 def test_curves_end_where_the_numbers_do(records: Path) -> None:
     line = line_of(prepared_of(records), 0, Question(uses=True))
-    assert isinstance(line, Line)
+    assert isinstance(line, BudgetLine)
     event, record = line.curve("event"), line.curve("record")
     assert event is not None and record is not None
     assert (event[-1], record[-1]) == pytest.approx((line.event, line.record))
@@ -212,27 +212,25 @@ def test_levels() -> None:
 
 
 def test_a_level_is_simulated_with_its_noise(records: Path) -> None:
-    prepared, problem = prepared_of(records, rounds=60), Problem((0.1, 5.0, 500.0), "tracking_error", replicas=8)
-    found = [measure(prepared, epsilon, problem) for epsilon in problem.epsilons]
-    for each, target in zip(found, problem.epsilons, strict=True):
+    prepared, trade = prepared_of(records, rounds=60), Trade((0.1, 5.0, 500.0), "tracking_error", replicas=8)
+    found = [measure(prepared, epsilon, trade) for epsilon in trade.epsilons]
+    for each, target in zip(found, trade.epsilons, strict=True):
         assert 0.999 * target <= each.epsilon <= target
     assert found[0].loss > found[1].loss > found[2].loss
     assert all(each.error > 0 for each in found)
-    wrong = Problem((1.0,), "error", replicas=2)
+    wrong = Trade((1.0,), "error", replicas=2)
     assert 0 <= measure(prepared, 1.0, wrong).loss <= 1
     with pytest.raises(SpecError, match=r"--metric must be one of .*error.*, got luck"):
-        measure(prepared, 1.0, Problem((1.0,), "luck"))
+        measure(prepared, 1.0, Trade((1.0,), "luck"))
 
 
 def test_by_default_only_simulated_levels_are_allowed() -> None:
     measured = [Measured(a, 0.2 * math.exp(-25 * a) + 0.1, math.nan) for a in (0.02, 0.1, 0.5, 1.0)]
-    best = answer_of(measured, Problem(())).optimum
+    best = answer_of(measured, Trade(())).optimum
     assert best.lowest == pytest.approx(0.02, rel=1e-3)
     assert best.highest == 1.0
     assert best.alpha == pytest.approx(0.1422, abs=1e-3)
-    assert answer_of(measured, Problem((), threshold=0.11, ceiling=0.3)).optimum.lowest == pytest.approx(
-        0.1198, rel=1e-2
-    )
+    assert answer_of(measured, Trade((), threshold=0.11, ceiling=0.3)).optimum.lowest == pytest.approx(0.1198, rel=1e-2)
 
 
 def test_tradeoff_writes_what_it_promises(records: Path, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from sottovoce_client.auditing.report import audit_page
 from sottovoce_client.lab.gallery.cases import Exhibit, Gallery, Membership, Strip
 from sottovoce_client.lab.gallery.exhibits import gallery_page
 from sottovoce_client.privacy.budget import Question, budget_page, line_of
-from sottovoce_client.privacy.tradeoff import Measured, Problem, answer_of, tradeoff_page
+from sottovoce_client.privacy.tradeoff import Measured, Trade, answer_of, tradeoff_page
 from sottovoce_client.reports.drawing import Figure
 from sottovoce_client.reports.page import Page
 from sottovoce_client.reports.run_report import run_page
@@ -80,7 +80,7 @@ def of_a_budget(name: str) -> Page:
 
 def of_a_tradeoff(name: str) -> Page:
     measured = [Measured(a, 0.2 * math.exp(-25 * a) + 0.1, 0.01) for a in (0.02, 0.1, 0.5, 1.0)]
-    return tradeoff_page(named(SETUPS["ldp-dol"].build(), name).spec, answer_of(measured, Problem(())), Problem(()))
+    return tradeoff_page(named(SETUPS["ldp-dol"].build(), name).spec, answer_of(measured, Trade(())), Trade(()))
 
 
 PAGES = (of_a_run, of_an_audit, of_a_gallery, of_a_comparison, of_a_budget, of_a_tradeoff)

@@ -33,7 +33,7 @@ from sottovoce.spec import load_spec
 from sottovoce_client.lab.watching import watch as watching
 from sottovoce_client.lab.watching.canaries import CommitmentError, load, placed, save
 from sottovoce_client.lab.watching.following import InFolder, Source, at_eavesdropper
-from sottovoce_client.lab.watching.view import Metrics, Sight, picture, power, view
+from sottovoce_client.lab.watching.view import Gauges, Sight, picture, power, view
 from sottovoce_client.lab.watching.watch import WatchRequest, watch, where
 from sottovoce_eavesdropper.reading import Capture, open_capture
 from tests.examples import made_up, small_run
@@ -318,7 +318,7 @@ def test_the_panel_fits_a_terminal_and_logs_go_beside_it() -> None:
 
 
 def test_numbers_for_prometheus() -> None:
-    with Metrics("127.0.0.1:0") as metrics:
+    with Gauges("127.0.0.1:0") as metrics:
         metrics.update(a_sight(Alarm(1, 3, "scale", 30.0, 9.0)))
         with urllib.request.urlopen(f"http://{metrics.address}/metrics", timeout=GUARD_S) as answer:
             lines = answer.read().decode().splitlines()
@@ -327,4 +327,4 @@ def test_numbers_for_prometheus() -> None:
     assert 'sottovoce_watch_alarms{learner="ann",run="a run"} 0.0' in lines
     assert 'sottovoce_watch_round{learner="eve",run="a run"} 0.0' in lines
     with pytest.raises(SpecError, match="must be HOST:PORT, got 9400"):
-        Metrics("9400")
+        Gauges("9400")

@@ -14,7 +14,7 @@ from sklearn.linear_model import LogisticRegression
 
 from sottovoce.algorithms.admm.accounting import output_loss
 from sottovoce.algorithms.admm.algorithm import Admm, State
-from sottovoce.algorithms.admm.calibrations import Minimiser, Node, Objective, Variant, moved
+from sottovoce.algorithms.admm.calibrations import DualCalibration, Node, PrimalCalibration, Variant, moved
 from sottovoce.algorithms.admm.local import LocalProblem, norm
 from sottovoce.algorithms.interface import HeardByAll, HeardFromNeighbours, Message, Who
 from sottovoce.arrays import Batch, FloatArray, Scalars
@@ -98,8 +98,8 @@ def a_node(alpha: float, n: float, weight: float, ridge: float, penalty: float, 
 )
 def test_parameters_of_dvp(numbers: tuple[float, ...], k: Any, phi: float, alpha_hat: float) -> None:
     node, count = a_node(*numbers)
-    step = Objective(jacobian=k).step(node, count, 0.0, last=False)
-    printed = Objective("printed", k, "printed").step(node, count, 0.0, last=False)
+    step = DualCalibration(jacobian=k).step(node, count, 0.0, last=False)
+    printed = DualCalibration("printed", k, "printed").step(node, count, 0.0, last=False)
     assert step.extra_ridge == pytest.approx(phi, rel=1e-9)
     assert step.rate == pytest.approx(alpha_hat / 2, rel=1e-9)
     assert printed.rate == pytest.approx(alpha_hat, rel=1e-9)
@@ -114,20 +114,22 @@ def test_sensitivities_of_pvp() -> None:
     }
     limits = {"literal": 2.0, "own_clean": 0.1818181818, "public": 0.0952380952}
     for variant in VARIANTS:
-        calibration, delta, deltas = Minimiser(variant), 0.0, []
+        calibration, delta, deltas = PrimalCalibration(variant), 0.0, []
         for _ in range(600):
             step = calibration.step(node, count, delta, last=False)
             assert step.rate == pytest.approx(1.0 / step.sensitivity)
             deltas.append(delta := float(step.sensitivity))
         assert deltas[:4] == pytest.approx(expected[variant], rel=1e-8)
         assert deltas[-1] == pytest.approx(limits[variant], rel=1e-9)
-        assert Minimiser(variant, "printed").step(node, count, 0.0, last=False).rate == pytest.approx(0.5)
+        assert PrimalCalibration(variant, "printed").step(node, count, 0.0, last=False).rate == pytest.approx(0.5)
 
 
 def test_the_balanced_rule_spares_the_noise_of_the_printed_one() -> None:
     """Just above the switch of the printed rule next to nothing is left for the noise; with an extra ridge, half of alpha."""
     node, count = a_node(2 * math.log1p(0.25 * 0.5 / 0.05) * (1 + 1e-4), 100, 50, 0.01, 0.01)
-    balanced, printed = (Objective(rule, 2).step(node, count, 0.0, last=False) for rule in ("balanced", "printed"))
+    balanced, printed = (
+        DualCalibration(rule, 2).step(node, count, 0.0, last=False) for rule in ("balanced", "printed")
+    )
     assert balanced.rate / printed.rate == pytest.approx(5000, rel=1e-3)
     assert balanced.extra_ridge > printed.extra_ridge == 0.0
 
@@ -509,7 +511,7 @@ def test_the_printed_noise_rate_of_dvp_costs_more_than_alpha() -> None:
             counts = np.array([100, *[0] * 7])
             losses[scale] = run.guarantee(0, counts)
         node, count = a_node(*numbers)
-        alpha_hat = 2 * float(Objective().step(node, count, 0.0, last=False).rate)
+        alpha_hat = 2 * float(DualCalibration().step(node, count, 0.0, last=False).rate)
         np.testing.assert_allclose(losses["tight"].per_round, [0.0, *[numbers[0]] * 7])
         np.testing.assert_allclose(losses["printed"].per_round[1:], 2 * alpha_hat + (numbers[0] - alpha_hat))
         np.testing.assert_allclose(losses["printed"].paper, numbers[0] * np.arange(8))
@@ -540,7 +542,7 @@ def test_output_noise_costs_what_the_solver_leaves_open() -> None:
         assert (state.said == state.primal).all()
     plan = np.array([8, *[0] * 7])
     node = admm(run).nodes[0]
-    phi = float(Objective().step(node, 8.0, 0.0, last=False).extra_ridge)
+    phi = float(DualCalibration().step(node, 8.0, 0.0, last=False).extra_ridge)
     extra = 2 * (math.sqrt(3) * 1e-8 / (0.1 + 2.0 + phi) + 3 * spacing) / 1e-3
     assert output_loss(node, 2.1 + phi) == pytest.approx(extra)
     assert run.guarantee(0, plan).per_round == pytest.approx([0.0, *[0.8 + extra] * 7], rel=1e-12)
@@ -585,7 +587,7 @@ def test_a_message_that_could_not_have_been_said() -> None:
 
 def test_noise_scales_are_one_over_zeta() -> None:
     algo = admm(a_run(PVP))
-    step = Minimiser().step(algo.nodes[0], 5.0, 0.0, last=False)
+    step = PrimalCalibration().step(algo.nodes[0], 5.0, 0.0, last=False)
     assert [algo.noise_scale(0, t) for t in (0, 5)] == [0.0, pytest.approx(1 / float(step.rate))]
     assert a_run(PLAIN).algorithm.noise_scale(0, 3) == 0.0
 
@@ -645,5 +647,5 @@ def test_extra_ridge_names_the_number_of_records_that_avoids_it() -> None:
     (text,) = [finding.text for finding in run.warnings if finding.code == "EXTRA_RIDGE"]
     least = int(text.split("fewer than ")[1].split()[0])
     node = admm(run).nodes[0]
-    assert Objective().step(node, least - 1.0, 0.0, last=False).extra_ridge > 0
-    assert Objective().step(node, float(least), 0.0, last=False).extra_ridge == 0
+    assert DualCalibration().step(node, least - 1.0, 0.0, last=False).extra_ridge > 0
+    assert DualCalibration().step(node, float(least), 0.0, last=False).extra_ridge == 0

@@ -20,7 +20,7 @@ from sottovoce.auditing.bounds import Bound
 from sottovoce.auditing.levels import BLIND, SHARES, Levels, Test
 from sottovoce.auditing.likelihood import Ratios, ratios
 from sottovoce.auditing.listening import listener
-from sottovoce.auditing.plan import Plan, plan_audit
+from sottovoce.auditing.plan import AuditPlan, plan_audit
 from sottovoce.auditing.simulated import NoiseOf, Recording, Share, at_a_time, overhear, shares
 from sottovoce.auditing.swaps import worst
 from sottovoce.auditing.twins import twins
@@ -44,7 +44,7 @@ def stream(
         yield overhear(run, data, worlds, share, noise)
 
 
-def planned(setup: Setup, **more: Any) -> Plan:
+def planned(setup: Setup, **more: Any) -> AuditPlan:
     run = setup.build()
     data = made_up(run.spec, setup.n_features)
     if run.algorithm.accountant(0).shared:

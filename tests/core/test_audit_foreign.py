@@ -13,7 +13,7 @@ import pytest
 from sottovoce.arrays import FloatArray, as_floats
 from sottovoce.auditing.blackbox import TESTED, level
 from sottovoce.auditing.bounds import epsilon_lower_bound, runs_to_show
-from sottovoce.auditing.conversation import Conversation, Decoded, Heard, digest, numbers
+from sottovoce.auditing.conversation import Conversation, Decoded, Overheard, digest, numbers
 from sottovoce.auditing.levels import BLIND, Levels
 from sottovoce.auditing.verdict import Findings, decide
 from sottovoce.auditing.views import decoded, timing, views
@@ -27,10 +27,10 @@ Speaker = Callable[[int, int, np.random.Generator], Sequence[FloatArray]]
 """What is said in a run: from the world, the run's number and noise."""
 
 
-def said(values: FloatArray, t: int, *, sender: str = "clinic", read: bool = True) -> Heard:
+def said(values: FloatArray, t: int, *, sender: str = "clinic", read: bool = True) -> Overheard:
     payload = struct.pack("<I", t) + values.tobytes()
     known = Decoded({"total": numbers(values)}, t, sender) if read else None
-    return Heard("message", "/a/B", "back", 0, 0.1 * t, len(payload), payload[:64], digest(payload), decoded=known)
+    return Overheard("message", "/a/B", "back", 0, 0.1 * t, len(payload), payload[:64], digest(payload), decoded=known)
 
 
 def conversations(
@@ -134,7 +134,7 @@ def test_timing_is_shown_and_not_judged() -> None:
 
 
 def test_views_are_finite_whatever_passes() -> None:
-    odd = Heard("message", "/a/B", "out", 3, 0.0, 10**12, b"", b"", (("k", "nan"), ("k", "1e999"), ("", "\ud800")))
+    odd = Overheard("message", "/a/B", "out", 3, 0.0, 10**12, b"", b"", (("k", "nan"), ("k", "1e999"), ("", "\ud800")))
     wide = replace(
         odd, direction="back", decoded=Decoded({"x": numbers([np.inf, np.nan, 1e300, 0.0]), "y": numbers([])})
     )

@@ -10,26 +10,26 @@ import pytest
 from sottovoce import algorithms
 from sottovoce.arrays import FloatArray
 from sottovoce.auditing.bounds import interval
-from sottovoce.auditing.plan import Plan, plan_audit
+from sottovoce.auditing.plan import AuditPlan, plan_audit
 from sottovoce.errors import SpecError
 from sottovoce.lab.selftest import breaking
 from sottovoce.lab.selftest.bases import ALGORITHMS, BASES
 from sottovoce.lab.selftest.breaking import Change, changed
 from sottovoce.lab.selftest.doctoring import Spoken, forgetful, notices, overspent
 from sottovoce.lab.selftest.mutants import MUTANTS, Broken, Mutant, noisy
-from sottovoce.lab.selftest.trial import Alarms, Outcome, added, attempt, false_alarms
+from sottovoce.lab.selftest.trial import Alarms, MutantOutcome, added, attempt, false_alarms
 from sottovoce.noise import Draw, Law, SeededNoise, grid
 
 BY_NAME = {mutant.name: mutant for mutant in MUTANTS}
 GENERATOR = np.random.default_rng
 
 
-def planned(base: str = "ldp-dol, budget") -> Plan:
+def planned(base: str = "ldp-dol, budget") -> AuditPlan:
     run, data = BASES[base].build()
     return plan_audit(run, data, 0, runs=20)
 
 
-def tried(name: str, base: str | None = None) -> Outcome:
+def tried(name: str, base: str | None = None) -> MutantOutcome:
     mutant = BY_NAME[name]
     base = base or mutant.base
     return attempt(mutant, *(BASES.get(base) or ALGORITHMS[base]).build(), base=base)

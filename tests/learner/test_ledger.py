@@ -20,12 +20,12 @@ from sottovoce.spec import parse_spec
 from sottovoce_client.privacy.ledger import show_ledger
 from sottovoce_learner.books import Books
 from sottovoce_learner.ledger import Ledger, claim
-from sottovoce_learner.session import Assignment, Session
+from sottovoce_learner.session import Role, Session
 
 
 def session(folder: Path, run_id: str, *, own_budget: float | None = None) -> Session:
     spec = parse_spec({"rounds": 9, "learners": 2, "algorithm": {"name": "ldp-dol"}, "durability": "process"})
-    made = Session(Assignment(run_id, spec, 3, 0), SystemNoise(), folder, own_budget=own_budget)
+    made = Session(Role(run_id, spec, 3, 0), SystemNoise(), folder, own_budget=own_budget)
     made.announce(0, {1: 0.5}, [1])
     return made
 

@@ -11,7 +11,7 @@ import pytest
 from sottovoce.errors import SpecError
 from sottovoce.noise import Draw, KeyedNoise, OpenDpNoise, SystemNoise, grid
 from sottovoce_learner.service import Learner, LearnerConfig
-from sottovoce_learner.session import Assignment
+from sottovoce_learner.session import Role
 from tests.examples import small_spec
 
 
@@ -21,7 +21,7 @@ def config(**options: Any) -> LearnerConfig:
 
 def noise_of(index: int = 0, run_id: str = "r", **options: Any) -> Any:
     """What a learner draws from in a run."""
-    return Learner(config(**options))._noise(Assignment(run_id, small_spec(name="demo"), 3, index))
+    return Learner(config(**options))._noise(Role(run_id, small_spec(name="demo"), 3, index))
 
 
 def test_by_default_the_bitwise_sampler_draws() -> None:

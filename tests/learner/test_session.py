@@ -11,13 +11,13 @@ from sottovoce.errors import NotReady, SpecError
 from sottovoce.noise import SystemNoise
 from sottovoce.spec import parse_spec
 from sottovoce_learner.journal import Entry
-from sottovoce_learner.session import Assignment, Session
+from sottovoce_learner.session import Role, Session
 from sottovoce_rpc.learner_status import LearnerState
 
 
 def session(folder: Path, run_id: str = "run-1") -> Session:
     spec = parse_spec({"rounds": 5, "learners": 2, "algorithm": {"name": "ldp-dol"}, "durability": "process"})
-    return Session(Assignment(run_id, spec, 3, 0), SystemNoise(), folder)
+    return Session(Role(run_id, spec, 3, 0), SystemNoise(), folder)
 
 
 async def test_a_restarted_learner_says_no_round_of_its_run_again(tmp_path: Path) -> None:
@@ -42,7 +42,7 @@ def test_another_run_begins_afresh(tmp_path: Path) -> None:
 def test_a_message_that_no_channel_carries_is_refused_before_it_is_made(tmp_path: Path) -> None:
     spec = parse_spec({"rounds": 5, "learners": 2, "algorithm": {"name": "ldp-dol"}})
     with pytest.raises(SpecError, match="n_features is too large"):
-        Session(Assignment("run-1", spec, 2**40, 0), SystemNoise(), tmp_path)
+        Session(Role("run-1", spec, 2**40, 0), SystemNoise(), tmp_path)
 
 
 async def test_the_status_counts_what_was_said_and_what_was_done(tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def reason(failure: grpc.aio.AioRpcError) -> str:
 
 def introduced(up: Network, **more: Any) -> bytes:
     """Ben's hello to cleo, changed in part."""
-    told = up.learners["cleo"]._in_run().assignment
+    told = up.learners["cleo"]._in_run().role
     usual = {"learner": 1, "next_round": 0, "run_id": told.run_id, "plan_hash": plan_hash(told.spec, 3)}
     return hello(**{**usual, **more})
 

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from sottovoce.auditing.audit import Audit
 from sottovoce.auditing.bounds import Bound, runs_needed
-from sottovoce.auditing.plan import Plan, plan_audit
+from sottovoce.auditing.plan import AuditPlan, plan_audit
 from sottovoce.auditing.verdict import Findings, Verdict
 from sottovoce.auditing.worlds import Worlds, chosen
 from sottovoce.errors import SpecError
@@ -39,7 +39,7 @@ Say = Callable[[str], None]
 class Auditor(Protocol):
     """Makes the runs of an audit, and examines them; `say` is told what is being done."""
 
-    def __call__(self, plan: Plan, *, say: Say) -> Audit: ...
+    def __call__(self, plan: AuditPlan, *, say: Say) -> Audit: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class AuditRequest:
     seed: int = 0
 
 
-def plan(prepared: Prepared, asked: AuditRequest, worlds: Worlds | None = None, *, paired: bool = True) -> Plan:
+def plan(prepared: Prepared, asked: AuditRequest, worlds: Worlds | None = None, *, paired: bool = True) -> AuditPlan:
     """The audit that was asked for.
 
     Args:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from sottovoce.auditing.audit import Audit, Examined, conclude, conforming, examine
-from sottovoce.auditing.plan import Plan
+from sottovoce.auditing.plan import AuditPlan
 from sottovoce.auditing.simulated import Recording, at_a_time
 from sottovoce.auditing.views import Layout
 from sottovoce.errors import CaptureError, DataError, EquivocationError, SpecError
@@ -74,7 +74,7 @@ def from_captures(
     return audit_of(plan(prepared, asked, worlds, paired=paired), kept, source, say)
 
 
-def audit_of(audited: Plan, captures: Sequence[Capture], source: str, say: Say) -> Audit:
+def audit_of(audited: AuditPlan, captures: Sequence[Capture], source: str, say: Say) -> Audit:
     """Audit what was overheard.
 
     Args:
@@ -107,7 +107,7 @@ def audit_of(audited: Plan, captures: Sequence[Capture], source: str, say: Say) 
     return conclude(audited, parts, _side_by_side(first), source, say=say)
 
 
-def _recordings(audited: Plan, captures: Iterable[Capture]) -> Iterator[Recording]:
+def _recordings(audited: AuditPlan, captures: Iterable[Capture]) -> Iterator[Recording]:
     """What was heard of every run."""
     import pyarrow as pa
 

@@ -8,8 +8,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from sottovoce.auditing.conversation import HEAD, Conversation, Heard, digest
-from sottovoce.auditing.plan import Plan
+from sottovoce.auditing.conversation import HEAD, Conversation, Overheard, digest
+from sottovoce.auditing.plan import AuditPlan
 from sottovoce.auditing.views import CHANNEL, PACE, Features, features_of
 from sottovoce.errors import RemoteProtocolError
 from sottovoce_rpc.codec import read_hello
@@ -39,7 +39,7 @@ class _Lines:
     opened: Line | None
 
 
-def lines_of(plan: Plan) -> _Lines:
+def lines_of(plan: AuditPlan) -> _Lines:
     """What the plan's listener hears."""
     learner, neighbour = plan.worlds.learner, plan.listener.neighbour
     edges = [edge for edge in plan.run.network.edges if neighbour is None or neighbour in edge]
@@ -68,7 +68,7 @@ def channel(table: pa.Table, lines: _Lines, run_id: str) -> dict[str, Features]:
     return features_of(run, {**CHANNEL, **PACE})
 
 
-def _heard(table: pa.Table, lines: _Lines, run_id: bytes) -> Iterator[Heard]:
+def _heard(table: pa.Table, lines: _Lines, run_id: bytes) -> Iterator[Overheard]:
     """What passed on the lines; payloads of the others are not looked into."""
     names = ("caller", "callee", "direction", "kind", "method", "stream", "mono_ns", "size")
     payloads, streams, began = table.column("payload"), dict[object, int](), None
@@ -79,7 +79,9 @@ def _heard(table: pa.Table, lines: _Lines, run_id: bytes) -> Iterator[Heard]:
             continue
         began = at if began is None else began
         stream = streams.setdefault((caller, callee, stream), len(streams))
-        heard = Heard(kind, f"{caller} to {callee} {method}", direction, stream, (at - began) / 1e9, size, whose=whose)
+        heard = Overheard(
+            kind, f"{caller} to {callee} {method}", direction, stream, (at - began) / 1e9, size, whose=whose
+        )
         if whose != "others" and kind == "hello":
             heard = replace(heard, entries=tuple(_greeting(payloads[k].as_py(), run_id)))
         elif whose != "others" and kind != "message":
@@ -97,7 +99,7 @@ def _greeting(payload: bytes, run_id: bytes) -> Iterator[tuple[str, str]]:
     yield "bytes", payload.replace(run_id, b"").hex()
 
 
-def told(heard: Heard, payload: bytes) -> Heard:
+def told(heard: Overheard, payload: bytes) -> Overheard:
     """Metadata or trailers with what they say, recorded in JSON; of what is none, nothing."""
     try:
         document = json.loads(payload)

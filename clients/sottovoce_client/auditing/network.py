@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from sottovoce.auditing.audit import Audit
-from sottovoce.auditing.plan import Plan
+from sottovoce.auditing.plan import AuditPlan
 from sottovoce.errors import SottovoceError, SpecError
 from sottovoce_client.auditing.audit import Auditor, Say
 from sottovoce_client.auditing.captures import audit_of, find, require_heard, whole
@@ -42,7 +42,7 @@ def on_network(folder: Path, *, per_process: int = 1) -> Auditor:
         What makes the runs and examines them. It raises `Interrupted` when it was told to stop, and says how to go on.
     """
 
-    def work(plan: Plan, *, say: Say) -> Audit:
+    def work(plan: AuditPlan, *, say: Say) -> Audit:
         require_heard(plan.listener.threat)
         captures = _fresh(folder)
         write_worlds(captures, plan)
@@ -63,7 +63,7 @@ def _fresh(folder: Path) -> Path:
     return captures
 
 
-def _make(audited: Plan, folder: Path, per_process: int, say: Say) -> None:
+def _make(audited: AuditPlan, folder: Path, per_process: int, say: Say) -> None:
     """All runs; whatever ends them early, says so and how to go on."""
     done = 0
 
@@ -81,7 +81,7 @@ def _make(audited: Plan, folder: Path, per_process: int, say: Say) -> None:
 
 
 async def _all_runs(
-    audited: Plan, folder: Path, per_process: int, tell: Callable[[int], None], stop: asyncio.Event
+    audited: AuditPlan, folder: Path, per_process: int, tell: Callable[[int], None], stop: asyncio.Event
 ) -> None:
     spec = as_audited(audited.run.spec)
     data = [audited.worlds.data(audited.data, world) for world in (0, 1)]
@@ -97,7 +97,7 @@ async def _all_runs(
             tell(k + 1)
 
 
-def coins(audited: Plan) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+def coins(audited: AuditPlan) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
     """`(2 runs,)` the world of every run, by a fair coin each: what drifts on the machine is no hint of the world."""
     return np.random.default_rng(audited.seeds.audited).integers(0, 2, 2 * audited.runs)
 
@@ -108,7 +108,7 @@ def _forget(journals: Path, run_id: str) -> None:
         path.unlink(missing_ok=True)
 
 
-def _telling(audited: Plan, say: Say, count: Callable[[int], None]) -> Callable[[int], None]:
+def _telling(audited: AuditPlan, say: Say, count: Callable[[int], None]) -> Callable[[int], None]:
     """Tells how many runs are done, at what pace, and how long it will take."""
     began, runs = time.monotonic(), 2 * audited.runs
     say("starting services")

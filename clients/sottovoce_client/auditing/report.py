@@ -18,7 +18,7 @@ from sottovoce.spec import dump_spec
 from sottovoce_client.auditing import pictures as pictures
 from sottovoce_client.auditing import plots as plots
 from sottovoce_client.reports.drawing import Figure, thinned
-from sottovoce_client.reports.page import Column, Page, Table
+from sottovoce_client.reports.page import Column, Page, PageTable
 from sottovoce_client.wording import NOTHING, number
 
 MOST_ROUNDS = 1000
@@ -102,7 +102,7 @@ def _figures(done: Audit, heard: tuple[int, int] | None) -> Iterator[Figure]:
 # ---- tables ----------------------------------------------------------------------------------------------------------
 
 
-def _tables(done: Audit) -> Iterator[Table]:
+def _tables(done: Audit) -> Iterator[PageTable]:
     found = done.found
     tests = [(t.name, t.what, t.where, t.statistic, t.p_value, t.level) for t in found.tests]
     heads = (
@@ -123,16 +123,16 @@ def _tables(done: Audit) -> Iterator[Table]:
 
 def _marked(
     name: str, title: str, columns: Sequence[Column], rows: Sequence[Sequence[Any]], over: Sequence[int]
-) -> Table:
+) -> PageTable:
     """A table in some rows of which the claim fails."""
-    return Table(name, title, columns, rows, frozenset((row, k) for row in over for k in range(len(columns))))
+    return PageTable(name, title, columns, rows, frozenset((row, k) for row in over for k in range(len(columns))))
 
 
-def _single(found: Findings) -> Table:
+def _single(found: Findings) -> PageTable:
     """Guesses of every round; where there are too many, of those that show most."""
     name, title, rounds = "rounds", "Guesses of single rounds", found.rounds
     if rounds is None:
-        return Table(name, title, (), ())
+        return PageTable(name, title, (), ())
     most = sorted(sorted(range(len(rounds.bounds)), key=lambda t: -rounds.bounds[t].value)[:MOST_ROUNDS])
     told = [(t, rounds.bounds[t]) for t in most]
     rows = [
@@ -147,7 +147,7 @@ def _single(found: Findings) -> Table:
 _GUESSES = Column("right guesses", lambda made: f"{made[0]:,} of {made[1]:,}")
 
 
-def _moved(pair: Twins) -> Table:
+def _moved(pair: Twins) -> PageTable:
     """The first messages that the swap moves, against their noise."""
     rows = [
         (
@@ -162,7 +162,7 @@ def _moved(pair: Twins) -> Table:
     heads = ("difference, same noise", "without noise", "noise scale")
     ratio = Column("difference / scale", lambda value: "no noise" if value is None else three(value))
     columns = (Column("message"), *(Column(head, three) for head in heads), ratio)
-    return Table("moved", "The first messages that differ", columns, rows)
+    return PageTable("moved", "The first messages that differ", columns, rows)
 
 
 # ---- how to repeat it ------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from sottovoce.auditing.plan import Plan
+from sottovoce.auditing.plan import AuditPlan
 from sottovoce.auditing.worlds import Worlds
 from sottovoce.data import LearnerData, PlacedData
 from sottovoce.errors import CaptureError, DataError, SottovoceError
@@ -35,7 +35,7 @@ def as_audited(spec: RunSpec) -> RunSpec:
     )
 
 
-def write_worlds(folder: Path, plan: Plan) -> None:
+def write_worlds(folder: Path, plan: AuditPlan) -> None:
     """Write down what the worlds are."""
     worlds = plan.worlds
     swapped = np.flatnonzero(worlds.swapped())

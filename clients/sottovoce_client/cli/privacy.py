@@ -96,8 +96,8 @@ def tradeoff(
     Writes tradeoff.json and tradeoff.html.
     """
     from sottovoce.budget.tradeoff import Utility
-    from sottovoce_client.privacy.tradeoff import Problem, levels
-    from sottovoce_client.privacy.tradeoff import tradeoff as trade
+    from sottovoce_client.privacy.tradeoff import Trade, levels
+    from sottovoce_client.privacy.tradeoff import tradeoff as run_tradeoff
 
-    problem = Problem(levels(epsilons), metric, Utility(*weights), threshold, ceiling, replicas, seed)
-    trade(prepared_from(load_spec(spec)), folder_for("tradeoff", out), problem)
+    trade = Trade(levels(epsilons), metric, Utility(*weights), threshold, ceiling, replicas, seed)
+    run_tradeoff(prepared_from(load_spec(spec)), folder_for("tradeoff", out), trade)

@@ -21,7 +21,7 @@ from sottovoce.errors import SpecError
 from sottovoce.experiment import Prepared
 from sottovoce.lab.selftest.bases import ALGORITHMS, BASES
 from sottovoce.lab.selftest.mutants import MUTANTS, Mutant
-from sottovoce.lab.selftest.trial import LEVEL, WATCH_LEVEL, Alarms, Outcome, added, attempt, false_alarms
+from sottovoce.lab.selftest.trial import LEVEL, WATCH_LEVEL, Alarms, MutantOutcome, added, attempt, false_alarms
 from sottovoce_client.auditing.audit import index_of
 from sottovoce_client.documents import write_json
 from sottovoce_client.wording import NOTHING, count
@@ -29,7 +29,7 @@ from sottovoce_client.wording import NOTHING, count
 LOT = 5
 """Audits of correct learners in one piece of work."""
 
-Task = Callable[[], Outcome | Alarms]
+Task = Callable[[], MutantOutcome | Alarms]
 
 
 def self_test(
@@ -66,12 +66,12 @@ def self_test(
     console = console or Console()
     chosen = [*MUTANTS, *map(mutant_named, mutants)]
     work = [*_breaking(chosen, prepared, learner, runs, seed), *_correct(prepared, learner, alarms, seed)]
-    outcomes: list[Outcome] = []
+    outcomes: list[MutantOutcome] = []
     lots: list[Alarms] = []
     with console.status("") as status:
         for k, result in enumerate(_side_by_side(work, jobs or os.cpu_count() or 1)):
             status.update(f"{k + 1} of {len(work)}")
-            if isinstance(result, Outcome):
+            if isinstance(result, MutantOutcome):
                 outcomes.append(result)
             else:
                 lots.append(result)
@@ -115,7 +115,7 @@ def _breaking(
             yield partial(attempt, mutant, prepared.run, prepared.data, learner=own, base=name, most=runs, seed=seed)
 
 
-def _attempt_on_base(mutant: Mutant, runs: int | None, seed: int) -> Outcome:
+def _attempt_on_base(mutant: Mutant, runs: int | None, seed: int) -> MutantOutcome:
     if mutant.base not in BASES:
         raise SpecError(f"{mutant.name}: base must be one of {', '.join(BASES)}, got {mutant.base}")
     return attempt(mutant, *BASES[mutant.base].build(), base=mutant.base, most=runs, seed=seed)
@@ -136,7 +136,7 @@ def _alarms_of(name: str, seeds: Sequence[int]) -> Alarms:
     return false_alarms(*ALGORITHMS[name].build(), seeds, name=name)
 
 
-def _side_by_side(work: Sequence[Task], jobs: int) -> Iterator[Outcome | Alarms]:
+def _side_by_side(work: Sequence[Task], jobs: int) -> Iterator[MutantOutcome | Alarms]:
     """Results in order, as they come."""
     if jobs == 1:
         yield from (each() for each in work)
@@ -156,7 +156,7 @@ def _table(*heads: str) -> Table:
     return Table(*heads, box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim")
 
 
-def _print(outcomes: Sequence[Outcome], found: Sequence[Alarms], console: Console) -> None:
+def _print(outcomes: Sequence[MutantOutcome], found: Sequence[Alarms], console: Console) -> None:
     broken = _table("broken learner", "what is wrong", "seen by")
     broken.add_column("runs", justify="right")
     broken.add_column("of", justify="right", header_style="dim")
@@ -173,7 +173,7 @@ def _print(outcomes: Sequence[Outcome], found: Sequence[Alarms], console: Consol
     console.print(_summary(outcomes, found))
 
 
-def _outcome_row(outcome: Outcome) -> tuple[Text, ...]:
+def _outcome_row(outcome: MutantOutcome) -> tuple[Text, ...]:
     allowed = Text(count(outcome.allowed), style="dim")
     if outcome.unfit:
         return (
@@ -205,7 +205,7 @@ def _interval(alarms: int, trials: int) -> str:
     return f"{100 * low:.1f}{NOTHING}{100 * high:.1f} %"
 
 
-def _summary(outcomes: Sequence[Outcome], found: Sequence[Alarms]) -> Text:
+def _summary(outcomes: Sequence[MutantOutcome], found: Sequence[Alarms]) -> Text:
     fitting = [outcome for outcome in outcomes if not outcome.unfit]
     missed = sum(outcome.missed for outcome in fitting)
     text = Text(
@@ -221,7 +221,7 @@ def _summary(outcomes: Sequence[Outcome], found: Sequence[Alarms]) -> Text:
     return text
 
 
-def _document(outcomes: Sequence[Outcome], found: Sequence[Alarms], seed: int) -> dict[str, Any]:
+def _document(outcomes: Sequence[MutantOutcome], found: Sequence[Alarms], seed: int) -> dict[str, Any]:
     """`selftest.json`: broken learners and what came of them, correct ones and false alarms about them, as the classes say."""
     return {
         "seed": seed,

@@ -30,14 +30,14 @@ from sottovoce.running.run import Run
 from sottovoce.spec import RunSpec
 from sottovoce_client.documents import write_json
 from sottovoce_client.reports.drawing import PINK, Figure, diamond
-from sottovoce_client.reports.page import Column, Page, Table
+from sottovoce_client.reports.page import Column, Page, PageTable
 from sottovoce_client.reports.plots import KINDS, spent_plot
 from sottovoce_client.reports.run_report import grounds
 from sottovoce_client.wording import number
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Line:
+class BudgetLine:
     """What one learner's messages may tell.
 
     Attributes:
@@ -122,7 +122,7 @@ def learner_index(spec: RunSpec, name: str, option: str = "--learner") -> int:
     return spec.names.index(name)
 
 
-def line_of(prepared: Prepared, learner: int, question: Question) -> Line:
+def line_of(prepared: Prepared, learner: int, question: Question) -> BudgetLine:
     """What one learner's messages may tell."""
     run, own = prepared.run, prepared.data.learners[learner]
     counts, accountant = np.diff(own.offsets), run.algorithm.accountant(learner)
@@ -143,7 +143,7 @@ def line_of(prepared: Prepared, learner: int, question: Question) -> Line:
             if record_at_delta is not None:
                 worst = envelope([each.messages(single) for each in records])
                 record_at_delta = min(record_at_delta, epsilon_at(question.delta, worst, mechanism))
-    return Line(
+    return BudgetLine(
         name=run.spec.names[learner],
         guarantee=guarantee,
         event=guarantee.epsilon(),
@@ -158,7 +158,7 @@ def line_of(prepared: Prepared, learner: int, question: Question) -> Line:
 # ---- showing ---------------------------------------------------------------------------------------------------------
 
 
-def _columns(lines: Sequence[Line], question: Question) -> list[tuple[str, list[float | None]]]:
+def _columns(lines: Sequence[BudgetLine], question: Question) -> list[tuple[str, list[float | None]]]:
     """What is shown of every learner: a heading, and an epsilon each."""
     columns: list[tuple[str, list[float | None]]] = [("per event", [line.event for line in lines])]
     if question.uses:
@@ -181,13 +181,13 @@ def _what(question: Question) -> str:
     return noun if question.group == 1 else f"{noun}s"
 
 
-def _rows(lines: Sequence[Line], question: Question) -> Iterator[tuple[str, ...]]:
+def _rows(lines: Sequence[BudgetLine], question: Question) -> Iterator[tuple[str, ...]]:
     columns = _columns(lines, question)
     for k, line in enumerate(lines):
         yield line.name, line.guarantee.grounds.threat_model.value, *(number(values[k]) for _, values in columns)
 
 
-def _table(lines: Sequence[Line], question: Question) -> TerminalTable:
+def _table(lines: Sequence[BudgetLine], question: Question) -> TerminalTable:
     table = TerminalTable(
         title="epsilon", box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim", title_justify="left"
     )
@@ -198,12 +198,12 @@ def _table(lines: Sequence[Line], question: Question) -> TerminalTable:
     return table
 
 
-def _plain(line: Line, question: Question) -> str:
+def _plain(line: BudgetLine, question: Question) -> str:
     values = ", ".join(f"{head} {number(value)}" for head, (value,) in _columns([line], question))
     return f"{line.name}: epsilon {values}; listening: {line.guarantee.grounds.threat_model.value}"
 
 
-def facts(run: Run, lines: Sequence[Line]) -> Iterator[str]:
+def facts(run: Run, lines: Sequence[BudgetLine]) -> Iterator[str]:
     """Sentences under the table: the sum over learners, what the numbers rest on, the proof, and warnings."""
     if len(lines) > 1:
         yield f"{_together(run, lines)}: epsilon {number(learners_loss(line.event for line in lines))}"
@@ -216,13 +216,13 @@ def facts(run: Run, lines: Sequence[Line]) -> Iterator[str]:
         yield f"warning: {finding.text} [{finding.code}]"
 
 
-def _together(run: Run, lines: Sequence[Line]) -> str:
+def _together(run: Run, lines: Sequence[BudgetLine]) -> str:
     if run.spec.data.partition.shared:
         return f"an event shows in the messages of every learner, for they share their records; of these {len(lines)} together"
     return f"an event at each of these {len(lines)} learners, together"
 
 
-def _grounds(lines: Sequence[Line]) -> Iterator[tuple[str, str, str]]:
+def _grounds(lines: Sequence[BudgetLine]) -> Iterator[tuple[str, str, str]]:
     """Constants: name, value or range of values over the learners, and what makes it true."""
     for name, ground in lines[0].guarantee.grounds.constants.items():
         values = [
@@ -235,7 +235,7 @@ def _grounds(lines: Sequence[Line]) -> Iterator[tuple[str, str, str]]:
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
-def _document(run: Run, lines: Sequence[Line], question: Question) -> dict[str, Any]:
+def _document(run: Run, lines: Sequence[BudgetLine], question: Question) -> dict[str, Any]:
     """`budget.json`; an epsilon of null is infinite."""
     return {
         "name": run.spec.name,
@@ -250,7 +250,7 @@ def _document(run: Run, lines: Sequence[Line], question: Question) -> dict[str, 
     }
 
 
-def _learner(line: Line, question: Question) -> dict[str, Any]:
+def _learner(line: BudgetLine, question: Question) -> dict[str, Any]:
     """What one learner's messages may tell; of the epsilons those that were asked for, and exist."""
     promise = line.guarantee
     asked = {
@@ -278,7 +278,7 @@ def _learner(line: Line, question: Question) -> dict[str, Any]:
     }
 
 
-def budget_page(run: Run, lines: Sequence[Line], question: Question) -> Page:
+def budget_page(run: Run, lines: Sequence[BudgetLine], question: Question) -> Page:
     """What a run promises, and what that rests on."""
     heads = (Column("learner"), Column("listening", kind="text"))
     epsilons = (Column(f"ε {head}") for head, _ in _columns(lines, question))
@@ -290,11 +290,11 @@ def budget_page(run: Run, lines: Sequence[Line], question: Question) -> Page:
         "together": _together(run, lines) if len(lines) > 1 else "",
         "epsilon": learners_loss(line.event for line in lines),
     }
-    table = Table("learners", title, (*heads, *epsilons), list(_rows(lines, question)))
+    table = PageTable("learners", title, (*heads, *epsilons), list(_rows(lines, question)))
     return Page("budget.html.j2", [table, grounds(list(_grounds(lines))), _plot(lines, question)], values)
 
 
-def _plot(lines: Sequence[Line], question: Question) -> Figure:
+def _plot(lines: Sequence[BudgetLine], question: Question) -> Figure:
     """Cumulative epsilons over rounds; nothing where none is finite and above zero."""
     curves = {}
     for kind in KINDS:

@@ -11,10 +11,10 @@ from rich.table import Table
 
 from sottovoce.errors import SpecError
 from sottovoce_client.wording import NOTHING, count, number
-from sottovoce_learner.ledger import Ledger, Line
+from sottovoce_learner.ledger import Ledger, LedgerLine
 
 
-def _promise(line: Line) -> tuple[str, str]:
+def _promise(line: LedgerLine) -> tuple[str, str]:
     try:
         guarantee = line.guarantee()
     except SpecError:  # of an algorithm that is not installed here

@@ -36,7 +36,7 @@ from sottovoce_client.reports.drawing import (
     finite,
     line,
 )
-from sottovoce_client.reports.page import Column, Page, Table
+from sottovoce_client.reports.page import Column, Page, PageTable
 from sottovoce_client.running.simulation import with_error
 from sottovoce_client.wording import number
 
@@ -45,7 +45,7 @@ ERROR = "error"
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class Trade:
     """What to trade.
 
     Attributes:
@@ -101,7 +101,7 @@ def levels(text: str) -> tuple[float, ...]:
     return tuple(found)
 
 
-def tradeoff(prepared: Prepared, folder: Path, problem: Problem, console: Console | None = None) -> None:
+def tradeoff(prepared: Prepared, folder: Path, trade: Trade, console: Console | None = None) -> None:
     """Print the best level, and write `tradeoff.json` and `tradeoff.html`.
 
     Raises:
@@ -109,43 +109,43 @@ def tradeoff(prepared: Prepared, folder: Path, problem: Problem, console: Consol
     """
     console = console or Console()
     measured = []
-    for epsilon in problem.epsilons:
+    for epsilon in trade.epsilons:
         with console.status(f"simulating at epsilon {number(epsilon)}"):
-            measured.append(measure(prepared, epsilon, problem))
+            measured.append(measure(prepared, epsilon, trade))
         loss = with_error(measured[-1].loss, measured[-1].error)
-        console.print(f"epsilon {number(epsilon)}: {_words(problem.metric)} {loss}", highlight=False)
-    answer = answer_of(measured, problem)
-    for text in _said(answer, problem):
+        console.print(f"epsilon {number(epsilon)}: {_words(trade.metric)} {loss}", highlight=False)
+    answer = answer_of(measured, trade)
+    for text in _said(answer, trade):
         console.print(text, highlight=False, soft_wrap=True)
-    write_json(folder / "tradeoff.json", _document(prepared.run.spec, answer, problem))
-    tradeoff_page(prepared.run.spec, answer, problem).write(folder / "tradeoff.html")
+    write_json(folder / "tradeoff.json", _document(prepared.run.spec, answer, trade))
+    tradeoff_page(prepared.run.spec, answer, trade).write(folder / "tradeoff.html")
     console.out(f"{folder}: tradeoff.json, tradeoff.html", highlight=False)
 
 
-def measure(prepared: Prepared, epsilon: float, problem: Problem) -> Measured:
+def measure(prepared: Prepared, epsilon: float, trade: Trade) -> Measured:
     """Simulate with the noise of one level."""
     spec, data = prepared.run.spec, prepared.data
     found = calibrate(spec, data, Target((epsilon,) * spec.n_learners))
     run = build_run(found.spec, data.n_features)
     metrics = Metrics(run, data, at=(spec.rounds,))
-    for step in simulate(run, data, SeededNoise(problem.seed), problem.replicas):
+    for step in simulate(run, data, SeededNoise(trade.seed), trade.replicas):
         metrics.take(step)
-    name = "accuracy" if problem.metric == ERROR else problem.metric
+    name = "accuracy" if trade.metric == ERROR else trade.metric
     if name not in metrics.curves:
         known = [ERROR if each == "accuracy" else each for each in metrics.curves.curves]
-        raise SpecError(f"--metric must be one of {', '.join(known)}, got {problem.metric}")
+        raise SpecError(f"--metric must be one of {', '.join(known)}, got {trade.metric}")
     curve = metrics.curves[name]
-    loss = 1.0 - curve.final if problem.metric == ERROR else curve.final
+    loss = 1.0 - curve.final if trade.metric == ERROR else curve.final
     return Measured(max(found.epsilons), loss, curve.final_error)
 
 
-def answer_of(measured: Sequence[Measured], problem: Problem) -> _Answer:
+def answer_of(measured: Sequence[Measured], trade: Trade) -> _Answer:
     """Fit and solve."""
     epsilons = [each.epsilon for each in measured]
     curve = fit(epsilons, [each.loss for each in measured])
-    threshold = float(curve.at(np.array(min(epsilons)))) if problem.threshold is None else problem.threshold
-    ceiling = max(epsilons) if problem.ceiling is None else problem.ceiling
-    return _Answer(tuple(measured), curve, threshold, solve(curve, problem.utility, threshold, ceiling))
+    threshold = float(curve.at(np.array(min(epsilons)))) if trade.threshold is None else trade.threshold
+    ceiling = max(epsilons) if trade.ceiling is None else trade.ceiling
+    return _Answer(tuple(measured), curve, threshold, solve(curve, trade.utility, threshold, ceiling))
 
 
 # ---- showing ---------------------------------------------------------------------------------------------------------
@@ -155,50 +155,50 @@ def _words(metric: str) -> str:
     return "share of wrong answers" if metric == ERROR else metric.replace("_", " ")
 
 
-def _said(answer: _Answer, problem: Problem) -> list[str]:
+def _said(answer: _Answer, trade: Trade) -> list[str]:
     c, best = answer.curve, answer.optimum
     where = "a minimum inside" if best.interior else "an end of what is allowed, not a minimum"
     return [
-        f"fitted: {_words(problem.metric)} = {number(c.c4)} exp(−{number(c.c5)} ε) + {number(c.c6)}",
+        f"fitted: {_words(trade.metric)} = {number(c.c4)} exp(−{number(c.c5)} ε) + {number(c.c6)}",
         f"allowed: ε from {number(best.lowest)} to {number(best.highest)}, loss at most {number(answer.threshold)}",
         f"best: ε = {number(best.alpha)}, {where}",
     ]
 
 
-def _document(spec: RunSpec, answer: _Answer, problem: Problem) -> dict[str, Any]:
+def _document(spec: RunSpec, answer: _Answer, trade: Trade) -> dict[str, Any]:
     """`tradeoff.json`."""
     return {
         "name": spec.name,
         "algorithm": spec.algorithm.name,
-        "metric": problem.metric,  # that stands for the loss of accuracy
-        "replicas": problem.replicas,
-        "seed": problem.seed,
+        "metric": trade.metric,  # that stands for the loss of accuracy
+        "replicas": trade.replicas,
+        "seed": trade.seed,
         "measured": answer.measured,
         "curve": answer.curve,
-        "utility": problem.utility,
+        "utility": trade.utility,
         "threshold": answer.threshold,  # the largest acceptable loss of accuracy
         "optimum": answer.optimum,
     }
 
 
-def tradeoff_page(spec: RunSpec, answer: _Answer, problem: Problem) -> Page:
+def tradeoff_page(spec: RunSpec, answer: _Answer, trade: Trade) -> Page:
     """The best level, and the curve that it was found on."""
-    loss = _words(problem.metric)
+    loss = _words(trade.metric)
     rows = [(each.epsilon, (each.loss, each.error)) for each in answer.measured]
     columns = (Column("ε", number), Column(loss, lambda measured: with_error(*measured)))
     exhibits = (
-        _balance(answer, problem),
+        _balance(answer, trade),
         _fitted(answer, loss),
-        Table("levels", "Numbers", columns, rows, narrow=True),
+        PageTable("levels", "Numbers", columns, rows, narrow=True),
     )
-    return Page("tradeoff.html.j2", exhibits, {"spec": spec, "answer": answer, "problem": problem, "loss": loss})
+    return Page("tradeoff.html.j2", exhibits, {"spec": spec, "answer": answer, "trade": trade, "loss": loss})
 
 
-def _balance(answer: _Answer, problem: Problem) -> Figure:
+def _balance(answer: _Answer, trade: Trade) -> Figure:
     """J with its two parts over the allowed levels, and the optimum."""
     best = answer.optimum
     x = as_floats(np.geomspace(best.lowest, best.highest, 300))
-    loss, worth = answer.curve.at(x), problem.utility.at(x)
+    loss, worth = answer.curve.at(x), trade.utility.at(x)
     traces = [
         line(x, as_floats(loss - worth), "J = L − U", RED, **HOVER),
         line(x, loss, "L: accuracy lost", BLUE, dash="dot", **HOVER),

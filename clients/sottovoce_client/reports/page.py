@@ -40,7 +40,7 @@ class Column:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class PageTable:
     """A table on a page; false, and not shown, without rows.
 
     Attributes:
@@ -88,7 +88,7 @@ class Page:
     """
 
     template: str
-    exhibits: Sequence[Figure | Table]
+    exhibits: Sequence[Figure | PageTable]
     values: Mapping[str, Any]
 
     def html(self) -> str:

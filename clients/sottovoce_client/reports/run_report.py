@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from sottovoce_client.reports import plots as plots
-from sottovoce_client.reports.page import Column, Page, Table
+from sottovoce_client.reports.page import Column, Page, PageTable
 from sottovoce_client.reports.verdict import exceeds, telling, verdict_of
 from sottovoce_client.running.summary import LearnerSummary, RunSummary
 from sottovoce_client.wording import count, noticed_line, number, share, size
@@ -57,13 +57,13 @@ def run_page(summary: RunSummary) -> Page:
     return Page("run.html.j2", [*exhibits, _learners(summary), grounds(summary.promise.constants)], values)
 
 
-def grounds(constants: Sequence[tuple[str, Any, str]]) -> Table:
+def grounds(constants: Sequence[tuple[str, Any, str]]) -> PageTable:
     """What a promise rests on: constants, their values, and what enforces them."""
     columns = (Column("constant"), Column("value", lambda value: value if isinstance(value, str) else number(value)))
-    return Table("grounds", "Constants", (*columns, Column("enforced by", kind="long")), constants, narrow=True)
+    return PageTable("grounds", "Constants", (*columns, Column("enforced by", kind="long")), constants, narrow=True)
 
 
-def _learners(summary: RunSummary) -> Table:
+def _learners(summary: RunSummary) -> PageTable:
     columns = [Column(head, show, group=group) for group, head, show, _ in FIGURES]
     for level in LEVELS:
         columns += [Column(head, number, group=f"loss, per {level}") for head in ("this", "largest", "claim")]
@@ -76,7 +76,7 @@ def _learners(summary: RunSummary) -> Table:
         for part, value in enumerate((swap.loss, swap.supremum))
         if exceeds(value, swap.budget)
     }
-    return Table("learners", "Learner by learner", (Column("learner"), *columns), rows, frozenset(above))
+    return PageTable("learners", "Learner by learner", (Column("learner"), *columns), rows, frozenset(above))
 
 
 def _figures(learner: LearnerSummary) -> Iterator[Any]:

@@ -14,7 +14,7 @@ Case = tuple[LearnerSummary, str, Swap]
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Headline:
     """A headline, and the sentence that gives its reason."""
 
     kind: Literal["consistent", "refuted", "open"]
@@ -46,36 +46,36 @@ def _used(swap: Swap) -> float:
     return math.inf if exceeds(swap.loss, swap.budget) else 0.0
 
 
-def verdict_of(summary: RunSummary) -> Verdict:
+def verdict_of(summary: RunSummary) -> Headline:
     """Hold the capture's exact losses against the claims."""
     worst = telling(summary)
     if worst is None:
         text = "Without a capture the promise below was not put to the test."
-        return Verdict("open", "Nobody listened", text)
+        return Headline("open", "Nobody listened", text)
     learner, level, swap = worst
     shown = f"{learner.name}, one record swapped, per {level}"
     if exceeds(swap.loss, swap.budget):
         text = f"The privacy loss of this capture is {number(swap.loss)}, above the claim of {number(swap.budget)} ({shown})."
-        return Verdict("refuted", "Refuted: the capture gives away more than was promised", text)
+        return Headline("refuted", "Refuted: the capture gives away more than was promised", text)
     loose = [case for case in _cases(summary) if exceeds(case[2].supremum, case[2].budget)]
     if loose:
         learner, level, swap = loose[0]
         text = f"A capture could have shown {number(swap.supremum)}, above the claim of {number(swap.budget)} "
-        return Verdict("refuted", "Refuted: the claim does not hold", f"{text}({learner.name}, per {level}).")
+        return Headline("refuted", "Refuted: the claim does not hold", f"{text}({learner.name}, per {level}).")
     if not summary.private_noise:
         text = "Its noise came from a recording or a seed, so that it can be repeated: whoever has them can take it away again. "
         text += (
             f"The largest privacy loss found in this capture is {number(swap.loss)}, as far as the noise is unknown."
         )
-        return Verdict("open", "This run protected nobody", text)
+        return Headline("open", "This run protected nobody", text)
     if math.isinf(swap.budget):
         text = f"Every claimed ε is infinite. The largest privacy loss found in this capture is {number(swap.loss)}."
-        return Verdict("open", "Nothing finite was promised", text)
+        return Headline("open", "Nothing finite was promised", text)
     examined, said = min(len(s.by_round) for _, _, s in _cases(summary)), summary.rounds_done
     if 2 * examined < said:
         text = f"What learners said could be replayed for {examined} of {said} rounds at least, because in later ones nobody "
         text += f"heard them. The largest privacy loss found is {number(swap.loss)}, within the claim of {number(swap.budget)}."
-        return Verdict("open", "Too little was overheard to tell", text)
+        return Headline("open", "Too little was overheard to tell", text)
     text = f"The most telling record swap found has a privacy loss of {number(swap.loss)} in this capture, "
     text += f"within the claim of {number(swap.budget)} ({shown}). One capture can refute a promise, not prove it."
-    return Verdict("consistent", "Consistent with the promise", text)
+    return Headline("consistent", "Consistent with the promise", text)

@@ -28,7 +28,7 @@ from sottovoce.running.simulator import simulate
 from sottovoce.spec import RunSpec, load_spec, parse_spec
 from sottovoce_client.documents import write_json
 from sottovoce_client.reports.drawing import PALETTE, Figure, Trace, axis, band, label, line
-from sottovoce_client.reports.page import Column, Page, Table
+from sottovoce_client.reports.page import Column, Page, PageTable
 from sottovoce_client.running.simulation import means, with_error
 from sottovoce_client.wording import NOTHING, count, number
 
@@ -274,7 +274,7 @@ def compare_page(results: Sequence[Result]) -> Page:
     """The table, and one figure per metric, a line per spec."""
     figures = [_plot(results, *what) for what in PLOTS]
     columns = [Column(head, kind="text" if k < 3 else "number") for k, head in enumerate(HEADS)]
-    table = Table("results", "Algorithms side by side", columns, [_row(result) for result in results])
+    table = PageTable("results", "Algorithms side by side", columns, [_row(result) for result in results])
     return Page("compare.html.j2", [table, *figures], {"figures": figures, "banded": len(results) <= len(PALETTE)})
 
 

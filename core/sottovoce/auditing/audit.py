@@ -17,7 +17,7 @@ from sottovoce.auditing.blackbox import VIEWS, attack, number_views
 from sottovoce.auditing.bounds import Bound
 from sottovoce.auditing.levels import Test
 from sottovoce.auditing.likelihood import Ratios, guess, overconfidence, ratios
-from sottovoce.auditing.plan import Plan
+from sottovoce.auditing.plan import AuditPlan
 from sottovoce.auditing.rounds import Apart, RoundBounds, apart, bound_rounds
 from sottovoce.auditing.simulated import NoiseOf, Recording, Share, at_a_time, children, overhear, shares
 from sottovoce.auditing.swaps import peak, search, swaps
@@ -96,7 +96,7 @@ class Audit:
         verdict: what may be said.
     """
 
-    plan: Plan
+    plan: AuditPlan
     source: str
     shown: Ratios | None
     worlds: IntArray
@@ -122,14 +122,14 @@ class Audit:
 # ---- runs ------------------------------------------------------------------------------------------------------------
 
 
-def examine(plan: Plan, part: Recording, single: Apart | None = None) -> Examined:
+def examine(plan: AuditPlan, part: Recording, single: Apart | None = None) -> Examined:
     """Keep what the tests need of some runs."""
     replayed = ratios(plan.run, plan.worlds, part, plan.claim) if plan.listener.replayable else None
     seen = np.nan_to_num(plan.listener.seen(part, plan.worlds, plan.run), nan=0.0)  # what nobody heard
     return Examined(part.world, seen, part.channel, replayed, single)
 
 
-def _simulated(plan: Plan, share: Share, noise: NoiseOf = SeededNoise, actual: Run | None = None) -> Examined:
+def _simulated(plan: AuditPlan, share: Share, noise: NoiseOf = SeededNoise, actual: Run | None = None) -> Examined:
     """Simulate some runs and examine them.
 
     Args:
@@ -150,7 +150,7 @@ def _simulated(plan: Plan, share: Share, noise: NoiseOf = SeededNoise, actual: R
 
 
 def audit_simulated(
-    plan: Plan,
+    plan: AuditPlan,
     *,
     noise: NoiseOf = SeededNoise,
     actual: Run | None = None,
@@ -178,13 +178,13 @@ def audit_simulated(
     return conclude(plan, parts, _conforming(plan, noise, actual), "the simulator", mapper=mapper, say=say)
 
 
-def _most(plan: Plan) -> int:
+def _most(plan: AuditPlan) -> int:
     """Of how many runs a share is, at most."""
     decisions = plan.listener.threat is ThreatModel.OUTPUT
     return min(SHARE_RUNS, at_a_time(plan.run, plan.worlds, decisions=decisions))
 
 
-def _conforming(plan: Plan, noise: NoiseOf, actual: Run | None) -> Transcript:
+def _conforming(plan: AuditPlan, noise: NoiseOf, actual: Run | None) -> Transcript:
     """All that is said in a few runs of the first world."""
     run = actual or plan.run
     share = Share(0, conforming(run), plan.seeds.conformance)
@@ -207,7 +207,7 @@ def rehearsed(runs: int) -> int:
 
 
 def conclude(
-    plan: Plan,
+    plan: AuditPlan,
     parts: Sequence[Examined],
     transcript: Transcript,
     source: str,
@@ -257,7 +257,7 @@ def conclude(
     return Audit(plan, source, shown, worlds, seen, offered, noise, swept, drawn, found, decide(found))
 
 
-def _conformance(plan: Plan, transcript: Transcript) -> tuple[tuple[Test, ...], FloatArray]:
+def _conformance(plan: AuditPlan, transcript: Transcript) -> tuple[tuple[Test, ...], FloatArray]:
     """Tests of the learner's noise, and its numbers; none to somebody who sees no message."""
     from sottovoce.auditing.conformance import examine as tests_of  # they need scipy from the start
     from sottovoce.auditing.conformance import residuals
@@ -273,7 +273,7 @@ def _conformance(plan: Plan, transcript: Transcript) -> tuple[tuple[Test, ...], 
 
 
 def _likelihood(
-    plan: Plan, parts: Sequence[Examined], shown: Ratios | None, mapper: Mapper
+    plan: AuditPlan, parts: Sequence[Examined], shown: Ratios | None, mapper: Mapper
 ) -> tuple[tuple[Test, ...], tuple[Bound, ...], RoundBounds | None]:
     """Guesses by the exact loss, of whole runs and of single rounds; none to somebody who does not hear enough."""
     if shown is None or not plan.paired:
@@ -286,21 +286,21 @@ def _likelihood(
     return tests, (bound,), _rounds(plan, parts, before)
 
 
-def _rounds(plan: Plan, parts: Sequence[Examined], before: Sequence[Examined]) -> RoundBounds | None:
+def _rounds(plan: AuditPlan, parts: Sequence[Examined], before: Sequence[Examined]) -> RoundBounds | None:
     audited, claimed = ([p.apart for p in each if p.apart is not None] for each in (parts, before))
     if len(audited) < len(parts):
         return None
     return bound_rounds(Apart.joined(audited), Apart.joined(claimed), plan.per_round, plan.levels)
 
 
-def _black_box(plan: Plan, views: Mapping[str, FloatArray], worlds: IntArray) -> tuple[Bound, ...]:
+def _black_box(plan: AuditPlan, views: Mapping[str, FloatArray], worlds: IntArray) -> tuple[Bound, ...]:
     """Guesses of classifiers, where there are two worlds."""
     if not plan.paired:
         return ()
     return attack(views, worlds, plan.levels, _claim_seen(plan, views), plan.seeds.black_box)
 
 
-def _claim_seen(plan: Plan, views: Iterable[str]) -> float:
+def _claim_seen(plan: AuditPlan, views: Iterable[str]) -> float:
     """Numbers are those of some rounds; what a channel gives away is of all of them."""
     return plan.epsilon_seen if VIEWS.keys() >= set(views) else plan.epsilon
 
@@ -313,7 +313,7 @@ def _channel(parts: Sequence[Examined]) -> dict[str, FloatArray]:
 # ---- all learners ----------------------------------------------------------------------------------------------------
 
 
-def _sweep(plan: Plan, transcript: Transcript) -> tuple[LearnerLoss, ...]:
+def _sweep(plan: AuditPlan, transcript: Transcript) -> tuple[LearnerLoss, ...]:
     """Exact losses of every learner, for the most telling swap of its first record."""
     data = plan.worlds.data(plan.data, 0)
     if not plan.listener.replayable or plan.worlds.shared or len(data.learners) > SWEPT:

@@ -31,7 +31,7 @@ class Decoded:
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class Overheard:
     """One thing that passed.
 
     Attributes:
@@ -82,15 +82,15 @@ class Conversation:
     world: int
     name: str
     began: float
-    heard: tuple[Heard, ...]
+    heard: tuple[Overheard, ...]
 
     @property
-    def messages(self) -> tuple[Heard, ...]:
+    def messages(self) -> tuple[Overheard, ...]:
         """Only the messages of the one who is audited."""
         return tuple(each for each in self.heard if each.kind == "message" and each.whose == "said")
 
     @property
-    def near(self) -> tuple[Heard, ...]:
+    def near(self) -> tuple[Overheard, ...]:
         """What the one who is audited said and was told."""
         return tuple(each for each in self.heard if each.whose != "others")
 

@@ -30,7 +30,7 @@ class _Seeds:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class AuditPlan:
     """An audit that may start.
 
     Attributes:
@@ -95,7 +95,7 @@ def plan_audit(
     threat: ThreatModel = ThreatModel.WIRE,
     neighbour: int | None = None,
     paired: bool = True,
-) -> Plan:
+) -> AuditPlan:
     """Choose the worlds, the listener and the claim.
 
     Args:
@@ -124,4 +124,4 @@ def plan_audit(
     guarantee = worlds.guarantee(run)
     claim, made_for = held(guarantee, threat)
     hears = listener(run, worlds, guarantee, threat, neighbour)
-    return Plan(run, data, worlds, guarantee, hears, claim, made_for, runs, levels, _Seeds(*seeds), paired)
+    return AuditPlan(run, data, worlds, guarantee, hears, claim, made_for, runs, levels, _Seeds(*seeds), paired)

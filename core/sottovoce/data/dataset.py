@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from sottovoce.arrays import FloatArray, IntArray, as_floats
-from sottovoce.data.files import AnyArray, Table, import_extra, read_columns, read_npz
+from sottovoce.data.files import AnyArray, RawTable, import_extra, read_columns, read_npz
 from sottovoce.data.labels import map_labels
 from sottovoce.data.source import DataSpec
 from sottovoce.errors import DataError, SpecError
@@ -90,12 +90,12 @@ def load_dataset(data: DataSpec, loss: Loss, *, folder: Path | None = None) -> D
     return Dataset(data.source, table.features, mapped[:n], classes[:n], learner, names, rounds, test)
 
 
-def _read(data: DataSpec, folder: Path | None) -> Table:
+def _read(data: DataSpec, folder: Path | None) -> RawTable:
     """The source as a table whose labels are float64 or text."""
     if data.source in SKLEARN:
         loaders = import_extra("sklearn.datasets", "scikit-learn", f"data.source {data.source}")
         features, labels = getattr(loaders, f"load_{data.source}")(return_X_y=True)
-        return Table(as_floats(features), as_floats(labels))
+        return RawTable(as_floats(features), as_floats(labels))
     if data.source in FILES:
         return _plain(read_npz(_public_file(data.source, folder)), data.source)
     path = Path(data.source)
@@ -118,7 +118,7 @@ def _public_file(source: str, folder: Path | None) -> Path:
     raise SpecError(f"data.source {source} is not shipped: download {FILES[source]}, {place}")
 
 
-def _plain(table: Table, source: str) -> Table:
+def _plain(table: RawTable, source: str) -> RawTable:
     """The table with labels as float64 or text."""
 
     def plain(labels: AnyArray) -> AnyArray:
@@ -127,13 +127,13 @@ def _plain(table: Table, source: str) -> Table:
         return labels.astype(np.str_) if labels.dtype.kind in "US" else as_floats(labels)
 
     test = None if table.test is None else (table.test[0], plain(table.test[1]))
-    return Table(table.features, plain(table.labels), table.columns, table.learner, table.round, test)
+    return RawTable(table.features, plain(table.labels), table.columns, table.learner, table.round, test)
 
 
 # ---- checks ----------------------------------------------------------------------------------------------
 
 
-def _check(table: Table, source: str) -> None:
+def _check(table: RawTable, source: str) -> None:
     """Shapes agree, and every number is finite."""
     if not table.features.size:
         raise DataError(f"{source} must hold at least one record and one feature, got {table.features.shape}")

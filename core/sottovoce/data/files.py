@@ -1,4 +1,4 @@
-"""Reads a file into a `Table`: features as numbers, everything else as it stands there."""
+"""Reads a file into a `RawTable`: features as numbers, everything else as it stands there."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PLACEMENT_COLUMNS = ("learner", "round")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Table:
+class RawTable:
     """What a source holds, before labels and placement are given a meaning.
 
     Attributes:
@@ -55,7 +55,7 @@ def import_extra(module: str, package: str, what: str, extra: str = "audit") -> 
 # ---- .npz ------------------------------------------------------------------------------------------------
 
 
-def read_npz(path: Path) -> Table:
+def read_npz(path: Path) -> RawTable:
     """Read a NumPy archive; more than one axis after the first is flattened.
 
     Layouts: `X` (or `X_train`) and `y` (or `y_train`), optionally `X_test`/`X_test_part` and `y_test`/`y_test_part`,
@@ -82,7 +82,7 @@ def read_npz(path: Path) -> Table:
     if (test_features is None) != (test_labels is None):
         raise DataError(f"{path} must hold both of X_test and y_test, or neither, got one of them")
     test = None if test_features is None or test_labels is None else (test_features, test_labels)
-    return Table(features, labels, columns, arrays.get("learner"), arrays.get("round"), test)
+    return RawTable(features, labels, columns, arrays.get("learner"), arrays.get("round"), test)
 
 
 def _load_arrays(path: Path) -> dict[str, AnyArray]:
@@ -135,7 +135,7 @@ def _mixed_table(arrays: Mapping[str, AnyArray], part: str, path: Path) -> tuple
 # ---- .csv and .parquet -----------------------------------------------------------------------------------
 
 
-def read_columns(path: Path, label: str | None) -> Table:
+def read_columns(path: Path, label: str | None) -> RawTable:
     """Read a `.csv` (with a header line) or `.parquet` file.
 
     Args:
@@ -161,7 +161,7 @@ def read_columns(path: Path, label: str | None) -> Table:
             kind = table.schema.field(name).type
             raise DataError(f"{path}: column {name!r} must be numeric, got type {kind}; encode or drop it")
     matrix = np.column_stack([columns[name] for name in features])
-    return Table(as_floats(matrix), columns[label], tuple(features), columns.get("learner"), columns.get("round"))
+    return RawTable(as_floats(matrix), columns[label], tuple(features), columns.get("learner"), columns.get("round"))
 
 
 def _arrow_table(path: Path) -> Any:

@@ -8,7 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from sottovoce.auditing.conversation import HEAD, Conversation, Decoded, Heard, digest, numbers
+from sottovoce.auditing.conversation import HEAD, Conversation, Decoded, Overheard, digest, numbers
 from sottovoce.errors import CaptureError, SpecError
 from sottovoce_client.auditing.channel import told
 from sottovoce_eavesdropper.reading import Capture, find_captures
@@ -136,7 +136,7 @@ class _Run:
 
     wall_ns: int
     mono_ns: int
-    heard: list[Heard] = field(default_factory=list)
+    heard: list[Overheard] = field(default_factory=list)
     streams: dict[int, int] = field(default_factory=dict)
     paused: bool = False
     _open: set[int] = field(default_factory=set)
@@ -175,9 +175,9 @@ def _rows(capture: Capture) -> Iterator[dict[str, Any]]:
             yield from batch.slice(k, 64).to_pylist()
 
 
-def _heard(row: Mapping[str, Any], stream: int, seconds: float, decoded: Decoded | None) -> Heard:
+def _heard(row: Mapping[str, Any], stream: int, seconds: float, decoded: Decoded | None) -> Overheard:
     payload = row["payload"]
-    heard = Heard(row["kind"], row["method"], row["direction"], stream, seconds, row["size"])
+    heard = Overheard(row["kind"], row["method"], row["direction"], stream, seconds, row["size"])
     if heard.kind == "message":
         return replace(heard, head=payload[:HEAD], digest=digest(payload), decoded=decoded)
     return told(heard, payload)

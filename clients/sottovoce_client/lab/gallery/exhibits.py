@@ -14,7 +14,7 @@ import numpy as np
 from sottovoce.arrays import FloatArray
 from sottovoce_client.lab.gallery.cases import Gallery, Membership, Strip
 from sottovoce_client.reports.drawing import FAINT, PALETTE, RULE, Figure, axis, label, line, rule, thinned
-from sottovoce_client.reports.page import Column, Page, Table
+from sottovoce_client.reports.page import Column, Page, PageTable
 from sottovoce_client.wording import NOTHING, number, share
 
 SHOWN = 8
@@ -103,7 +103,7 @@ def _chunk(kind: bytes, data: bytes) -> bytes:
 # ---- membership ------------------------------------------------------------------------------------------------------
 
 
-def _guesses(rows: Sequence[Membership]) -> Table:
+def _guesses(rows: Sequence[Membership]) -> PageTable:
     texts = ("algorithm, decisions", "records", "seen")
     columns = [Column(head, kind="text") for head in texts]
     columns += [Column(head) for head in ("right guesses", "95 % interval", "ε at least", "ε claimed", "allows")]
@@ -120,7 +120,7 @@ def _guesses(rows: Sequence[Membership]) -> Table:
         )
         for each in rows
     ]
-    return Table("guesses", "Was this record learned?", columns, cells)
+    return PageTable("guesses", "Was this record learned?", columns, cells)
 
 
 def _roc(rows: Sequence[Membership]) -> Figure:

@@ -216,7 +216,7 @@ def print_end(sight: Sight, console: Console) -> None:
 # ---- numbers ---------------------------------------------------------------------------------------------------------
 
 
-class Metrics:
+class Gauges:
     """Gauges for Prometheus, served on an address. Use it in a `with` block.
 
     Args:
@@ -248,7 +248,7 @@ class Metrics:
             raise Unavailable(f"--metrics cannot listen on {address}: {error.strerror or error}") from None
         self.address = f"{host}:{self._server.server_port}"
 
-    def __enter__(self) -> Metrics:
+    def __enter__(self) -> Gauges:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -22,7 +22,7 @@ from sottovoce.running.run import Run
 from sottovoce.spec import RunSpec, parse_spec
 from sottovoce_client.lab.watching.canaries import canaries_beside, load, placed
 from sottovoce_client.lab.watching.following import InFolder, Source, at_eavesdropper
-from sottovoce_client.lab.watching.view import Metrics, Sight, View, print_end, view
+from sottovoce_client.lab.watching.view import Gauges, Sight, View, print_end, view
 from sottovoce_client.privacy.budget import learner_index
 from sottovoce_client.running.launch import run_async
 from sottovoce_eavesdropper.reading import Capture
@@ -95,7 +95,7 @@ def watch(
         raise SpecError(f"--alpha must be in (0, 1), got {question.alpha}")
     console = console or Console()
     with ExitStack() as stack:
-        served = stack.enter_context(Metrics(metrics)) if metrics else None
+        served = stack.enter_context(Gauges(metrics)) if metrics else None
         if served is not None:
             console.out(f"metrics: http://{served.address}/metrics", highlight=False)
 
@@ -119,7 +119,7 @@ class _Watching:
         source: Source,
         question: WatchRequest,
         prepare: Callable[[RunSpec], Prepared],
-        metrics: Metrics | None,
+        metrics: Gauges | None,
         stop: asyncio.Event,
     ) -> None:
         self._source, self._question, self._prepare = source, question, prepare

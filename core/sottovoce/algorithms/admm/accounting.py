@@ -34,10 +34,10 @@ import numpy as np
 
 from sottovoce.algorithms.admm.calibrations import (
     Calibration,
-    Minimiser,
+    DualCalibration,
     Node,
-    Objective,
     Perturbation,
+    PrimalCalibration,
     Unperturbed,
     moved,
 )
@@ -127,7 +127,7 @@ def paper_epsilon(node: Node, rounds: int) -> FloatArray:
 def _proof(calibration: Calibration) -> str:
     if isinstance(calibration, Unperturbed):
         return "none: messages carry no noise"
-    theorem = "Theorem 5 (DVP)" if isinstance(calibration, Objective) else "Theorem 6 (PVP)"
+    theorem = "Theorem 5 (DVP)" if isinstance(calibration, DualCalibration) else "Theorem 6 (PVP)"
     return f"Zhang & Zhu 2017, {theorem}, corrected and summed over the iterations; sottovoce.algorithms.admm"
 
 
@@ -136,7 +136,7 @@ def _constants(calibration: Calibration, node: Node) -> dict[str, Constant]:
     if isinstance(calibration, Unperturbed):
         return {}
     enforced_by = dict(ENFORCED_BY)
-    if isinstance(calibration, Minimiser) and calibration.last is None:
+    if isinstance(calibration, PrimalCalibration) and calibration.last is None:
         del enforced_by["curvature"]
     else:
         enforced_by["output_noise"] = HIDDEN if node.output_noise else EXACT

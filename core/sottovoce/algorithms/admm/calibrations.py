@@ -105,7 +105,7 @@ class Unperturbed:
 
 
 @dataclass(frozen=True, slots=True)
-class Objective:
+class DualCalibration:
     """DVP. Of alpha, `alpha_bar = k ln(1 + c/kappa)` goes to the Jacobian, and `alpha_hat`, the rest, to the noise.
 
     Attributes:
@@ -137,7 +137,7 @@ class Objective:
 
 
 @dataclass(frozen=True, slots=True)
-class Minimiser:
+class PrimalCalibration:
     """PVP.
 
     Attributes:
@@ -149,7 +149,7 @@ class Minimiser:
 
     variant: Variant = "public"
     scale: Scale = "tight"
-    last: Objective | None = None
+    last: DualCalibration | None = None
 
     @property
     def mode(self) -> str:
@@ -168,7 +168,7 @@ class Minimiser:
         return Perturbation("minimiser", rate, carried=s, sensitivity=delta)
 
 
-Calibration = Unperturbed | Objective | Minimiser
+Calibration = Unperturbed | DualCalibration | PrimalCalibration
 
 
 def moved(node: Node, count: Scalars, s: float, before: Scalars, replaced: Scalars) -> Scalars:

@@ -13,7 +13,7 @@ from typing import cast
 import numpy as np
 
 from sottovoce.algorithms.admm.accounting import paper_epsilon
-from sottovoce.algorithms.admm.calibrations import Calibration, Minimiser, Node, Objective, Unperturbed
+from sottovoce.algorithms.admm.calibrations import Calibration, DualCalibration, Node, PrimalCalibration, Unperturbed
 from sottovoce.algorithms.admm.local import ROUNDING
 from sottovoce.algorithms.setting import Caveat
 from sottovoce.errors import require
@@ -54,10 +54,12 @@ def _require_loss(calibration: Calibration, node: Node, loss: Loss) -> None:
     require(loss.clip_norm is None, "CLIPPED", f"{text}, got {loss.clip_norm}")
     first, second, convex = node.lipschitz < math.inf, node.curvature < math.inf, loss.convex
     got = f"got slope bound {node.lipschitz}, curvature bound {node.curvature}, convex {convex} ({type(loss).__name__})"
-    if isinstance(calibration, Objective) or (isinstance(calibration, Minimiser) and calibration.last is not None):
+    if isinstance(calibration, DualCalibration) or (
+        isinstance(calibration, PrimalCalibration) and calibration.last is not None
+    ):
         text = "DVP needs a twice differentiable loss with bounded first and second derivative"
         require(convex and first and second, "LOSS_CONSTANTS", f"{text}, {got}")
-    if isinstance(calibration, Minimiser):
+    if isinstance(calibration, PrimalCalibration):
         require(convex and first, "LOSS_FIRST_ORDER", f"PVP needs a convex loss with bounded derivative, {got}")
     text = "the local solver needs a convex loss of the score with bounded second derivative"
     require(convex and second and hasattr(loss, "bend"), "SOLVER", f"{text}, {got}")
@@ -81,7 +83,7 @@ def admm_findings(calibration: Calibration, nodes: Sequence[Node], rounds: int) 
     if node.loss_weight > 1:
         text = f"C_R > B_p while a learner has fewer than {math.ceil(node.loss_weight)} records"
         yield Caveat("LOSS_WEIGHT_RANGE", f"{text}: outside the paper's range (privacy unaffected)")
-    objective = calibration if isinstance(calibration, Objective) else getattr(calibration, "last", None)
+    objective = calibration if isinstance(calibration, DualCalibration) else getattr(calibration, "last", None)
     if objective is not None:
         yield from _objective_findings(objective, nodes)
     largest = max(float(paper_epsilon(each, rounds)[-1]) for each in nodes)
@@ -90,7 +92,7 @@ def admm_findings(calibration: Calibration, nodes: Sequence[Node], rounds: int) 
         yield Caveat("BUDGET", f"{text}: what protects is the sum, not the alpha of one; lower alpha or rounds")
 
 
-def _objective_findings(objective: Objective, nodes: Sequence[Node]) -> Iterator[Caveat]:
+def _objective_findings(objective: DualCalibration, nodes: Sequence[Node]) -> Iterator[Caveat]:
     """EXTRA_RIDGE, SOLVER."""
     for i, node in enumerate(nodes):
         if (phi := float(objective.step(node, 1.0, 0.0, last=True).extra_ridge)) > 0:
@@ -104,7 +106,7 @@ def _objective_findings(objective: Objective, nodes: Sequence[Node]) -> Iterator
         yield Caveat("SOLVER", f"{text}, got a solver with tolerance {nodes[0].tolerance:g}")
 
 
-def _records_without_extra_ridge(objective: Objective, node: Node) -> int:
+def _records_without_extra_ridge(objective: DualCalibration, node: Node) -> int:
     """The least B with Phi = 0: where `k ln(1 + c C/(B (rho + 2 eta N)))` is at most alpha or half of it."""
     share = 1.0 if objective.rule == "printed" else 0.5
     room = np.expm1(share * node.final_alpha / objective.jacobian)

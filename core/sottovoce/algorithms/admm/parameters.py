@@ -9,9 +9,9 @@ import numpy as np
 from sottovoce.algorithms.admm.algorithm import Admm
 from sottovoce.algorithms.admm.calibrations import (
     Calibration,
-    Minimiser,
+    DualCalibration,
     Node,
-    Objective,
+    PrimalCalibration,
     Rule,
     Scale,
     Unperturbed,
@@ -56,7 +56,7 @@ class DvpSpec(AdmmSpec):
     """Laplace scale; 0: the minimiser is said as it is, and must be exact."""
 
     def build(self, setting: Setting) -> tuple[Admm, tuple[Caveat, ...]]:
-        objective = Objective(self.rule, self.jacobian, self.scale)
+        objective = DualCalibration(self.rule, self.jacobian, self.scale)
         return _build(self, setting, objective, self.alpha, self.alpha, self.output_noise)
 
     def noisier(self, factors: tuple[float, ...]) -> DvpSpec:
@@ -79,7 +79,7 @@ class PvpSpec(AdmmSpec):
     """Of the last iteration, if that is one of DVP."""
 
     def build(self, setting: Setting) -> tuple[Admm, tuple[Caveat, ...]]:
-        calibration = Minimiser(self.variant, self.scale, Objective() if self.final == "dvp" else None)
+        calibration = PrimalCalibration(self.variant, self.scale, DualCalibration() if self.final == "dvp" else None)
         final = self.alpha if self.final_alpha is None else self.final_alpha
         output_noise = self.output_noise if self.final == "dvp" else 0.0
         return _build(self, setting, calibration, self.alpha, final, output_noise)

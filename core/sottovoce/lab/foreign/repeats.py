@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sottovoce.arrays import FloatArray
-from sottovoce.auditing.conversation import Conversation, Heard
+from sottovoce.auditing.conversation import Conversation, Overheard
 from sottovoce.auditing.views import decoded
 from sottovoce.data.files import import_extra
 from sottovoce.running.assembly import Versions
@@ -111,7 +111,7 @@ def _position(runs: Sequence[Conversation], place: tuple[int, ...]) -> str:
 
 def _bytes_again(runs: Sequence[Conversation]) -> list[Sign]:
     """Whole messages, where nobody decoded them and most differ."""
-    places: dict[str, list[tuple[Conversation, int, Heard]]] = defaultdict(list)
+    places: dict[str, list[tuple[Conversation, int, Overheard]]] = defaultdict(list)
     for run in runs:
         count = Counter[str]()
         for each in run.messages:
@@ -135,7 +135,9 @@ def _bytes_again(runs: Sequence[Conversation]) -> list[Sign]:
     return found
 
 
-def _varied(said: Sequence[tuple[Conversation, int, Heard]], runs: int) -> list[tuple[Conversation, int, Heard]]:
+def _varied(
+    said: Sequence[tuple[Conversation, int, Overheard]], runs: int
+) -> list[tuple[Conversation, int, Overheard]]:
     """Messages long enough to be no coincidence, without those that are the same in all runs."""
     counts = Counter((k, each.digest) for _, k, each in said)
     return [(run, k, each) for run, k, each in said if each.size >= LEAST and counts[k, each.digest] < runs]

@@ -13,7 +13,7 @@ import numpy as np
 
 from sottovoce.algorithms.interface import Message
 from sottovoce.arrays import FloatArray
-from sottovoce.auditing.plan import Plan
+from sottovoce.auditing.plan import AuditPlan
 from sottovoce.errors import SpecError
 from sottovoce.noise import Draw, Law, Noise, no_noise
 from sottovoce.running.simulator import simulate
@@ -30,7 +30,7 @@ def changed(source: Noise, change: Change) -> Noise:
     return lambda draw: change(source(draw), draw)
 
 
-def laws(plan: Plan) -> set[Law]:
+def laws(plan: AuditPlan) -> set[Law]:
     """Which noise the algorithm asks for.
 
     Raises:
@@ -208,7 +208,7 @@ class Inside:
         generator: of anything random.
     """
 
-    plan: Plan
+    plan: AuditPlan
     world: int
     gradients: FloatArray
     generator: np.random.Generator

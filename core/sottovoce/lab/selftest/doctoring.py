@@ -14,7 +14,7 @@ import numpy as np
 from sottovoce.algorithms.interface import OnLattice
 from sottovoce.algorithms.per_learner import spread
 from sottovoce.auditing.noticing import Expected, Noticing, Said
-from sottovoce.auditing.plan import Plan
+from sottovoce.auditing.plan import AuditPlan
 from sottovoce.auditing.simulated import Share, overhear
 from sottovoce.errors import SpecError
 from sottovoce.noise import SeededNoise
@@ -34,7 +34,7 @@ class Spoken:
         messages: of the first of the two.
     """
 
-    plan: Plan
+    plan: AuditPlan
     transcript: Transcript = field(init=False)
     messages: tuple[Said, ...] = field(init=False)
 
@@ -132,7 +132,7 @@ def _budgets(run: Run) -> tuple[float, ...]:
 # ---- what is noticed -------------------------------------------------------------------------------------------------
 
 
-def notices(messages: Iterable[Said], plan: Plan) -> dict[Literal["notices", "ledger"], str]:
+def notices(messages: Iterable[Said], plan: AuditPlan) -> dict[Literal["notices", "ledger"], str]:
     """What is wrong with messages whatever their numbers: family to a sentence."""
     heard, noticing = list(messages), Noticing(_expected(plan.run))
     found: dict[Literal["notices", "ledger"], str] = {}
@@ -145,7 +145,7 @@ def notices(messages: Iterable[Said], plan: Plan) -> dict[Literal["notices", "le
     return found
 
 
-def overspent(messages: Iterable[Said], plan: Plan) -> list[str]:
+def overspent(messages: Iterable[Said], plan: AuditPlan) -> list[str]:
     """Learners whose messages claim more epsilon than their budget, whatever they remember of it; none without a budget.
 
     A message costs what the claim says of its round; other bytes in the same round are another message.

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from sottovoce.arrays import FloatArray
-from sottovoce.auditing.plan import Plan
+from sottovoce.auditing.plan import AuditPlan
 from sottovoce.auditing.simulated import NoiseOf, Share, children, overhear
 from sottovoce.auditing.swaps import PILOT
 from sottovoce.auditing.worlds import Worlds
@@ -51,7 +51,7 @@ class Broken:
     heard: Doctored | None = None
 
 
-Breaks = Callable[[Plan], Broken]
+Breaks = Callable[[AuditPlan], Broken]
 Swap = Callable[[Run, PlacedData, int], Worlds]
 
 
@@ -88,7 +88,7 @@ def noisy(make: Callable[[np.random.Generator], Change]) -> Breaks:
         correct, other = children(seed, 2)
         return changed(SeededNoise(correct), make(np.random.default_rng(other)))
 
-    def breaks(plan: Plan) -> Broken:
+    def breaks(plan: AuditPlan) -> Broken:
         breaking.laws(plan)
         return Broken(noise=source)
 
@@ -123,11 +123,11 @@ def heard(doctored: Doctored) -> Breaks:
     return lambda plan: Broken(heard=doctored)
 
 
-def _where(fits: Callable[[Plan], bool], why: str) -> Callable[[Breaks], Breaks]:
+def _where(fits: Callable[[AuditPlan], bool], why: str) -> Callable[[Breaks], Breaks]:
     """Refuses the runs that it does not fit, and says why."""
 
     def only(breaks: Breaks) -> Breaks:
-        def checked(plan: Plan) -> Broken:
+        def checked(plan: AuditPlan) -> Broken:
             if not fits(plan):
                 raise SpecError(why)
             return breaks(plan)
@@ -143,12 +143,12 @@ _lattice_only = _where(
 _together = _where(lambda plan: plan.run.spec.n_learners >= 2, "there is one learner only")
 
 
-def _without_a_round(plan: Plan) -> Broken:
+def _without_a_round(plan: AuditPlan) -> Broken:
     """No noise in the last of the rounds that a black box would look at."""
     return noisy(lambda _: breaking.but_one(int(plan.listener.rounds[-1])))(plan)
 
 
-def _summed(plan: Plan) -> Broken:
+def _summed(plan: AuditPlan) -> Broken:
     sizes = np.diff(plan.data.learners[plan.worlds.learner].offsets)
     if sizes.max() < 2:
         raise SpecError("no round brings more than one record")
@@ -158,7 +158,7 @@ def _summed(plan: Plan) -> Broken:
 def _understating(share: Callable[[Run], float]) -> Breaks:
     """The claim is too small. One that is far above what anybody can hear may be made smaller, and still hold."""
 
-    def breaks(plan: Plan) -> Broken:
+    def breaks(plan: AuditPlan) -> Broken:
         run, worlds = plan.run, plan.worlds
         said = overhear(run, plan.data, worlds, Share(0, PILOT, plan.seeds.rehearsal), SeededNoise).transcript
         each = [replay(run, said, i, [worlds.first, worlds.second]).supremum.max() for i in worlds.holders(run)]

@@ -16,7 +16,7 @@ from sottovoce.auditing.audit import Audit, Examined, Work, audit_simulated
 from sottovoce.auditing.blackbox import level, tested
 from sottovoce.auditing.bounds import epsilon_lower_bound
 from sottovoce.auditing.levels import SHARES
-from sottovoce.auditing.plan import Plan, plan_audit
+from sottovoce.auditing.plan import AuditPlan, plan_audit
 from sottovoce.auditing.simulated import Share, children, overhear
 from sottovoce.auditing.swaps import worst
 from sottovoce.auditing.verdict import Findings, decide
@@ -46,7 +46,7 @@ RARE = 0.001
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class MutantOutcome:
     """What came of a mutant.
 
     Attributes:
@@ -85,7 +85,7 @@ def attempt(
     base: str = "",
     most: int | None = None,
     seed: int = 0,
-) -> Outcome:
+) -> MutantOutcome:
     """Break a run, and look for who notices.
 
     Args:
@@ -97,7 +97,7 @@ def attempt(
         most: runs of each world (default: the mutant's own limit).
         seed: of coins and noise.
     """
-    blank = Outcome(mutant.name, mutant.what, mutant.family, most or mutant.runs, base)
+    blank = MutantOutcome(mutant.name, mutant.what, mutant.family, most or mutant.runs, base)
     try:
         worlds = None if mutant.swap is None else mutant.swap(run, data, learner)
         plan = plan_audit(run, data, learner, runs=LADDER[0], seed=seed, worlds=worlds)
@@ -116,7 +116,7 @@ def attempt(
     return blank
 
 
-def _require_enough(plan: Plan, runs: int) -> None:
+def _require_enough(plan: AuditPlan, runs: int) -> None:
     """A leak beside the numbers shows at most what the black box can show at all."""
     guesses = tested(2 * runs)
     most = epsilon_lower_bound(guesses, guesses, level(plan.levels))
@@ -132,7 +132,7 @@ def _rungs(most: int) -> Iterator[int]:
     yield max(most, LADDER[0])
 
 
-def _audited(plan: Plan, broken: Broken) -> Audit:
+def _audited(plan: AuditPlan, broken: Broken) -> Audit:
     """An audit on the simulator of what a broken learner says and gives away."""
     if broken.understated != 1.0:
         plan = _understated(plan, broken.understated)
@@ -146,14 +146,14 @@ def _audited(plan: Plan, broken: Broken) -> Audit:
     return audit_simulated(plan, noise=broken.noise, actual=broken.actual, mapper=over)
 
 
-def _understated(plan: Plan, factor: float) -> Plan:
+def _understated(plan: AuditPlan, factor: float) -> AuditPlan:
     guarantee = plan.guarantee
     output = None if guarantee.output is None else factor * guarantee.output
     smaller = replace(guarantee, per_round=factor * guarantee.per_round, output=output)
     return replace(plan, claim=factor * plan.claim, guarantee=smaller)
 
 
-def _inside(plan: Plan, share: Share) -> Inside:
+def _inside(plan: AuditPlan, share: Share) -> Inside:
     """The same runs once more, as they look from inside."""
     runs, _, other = children(share.seed, 3)
     same, learner = Share(share.world, share.runs, runs), plan.worlds.learner
@@ -163,14 +163,14 @@ def _inside(plan: Plan, share: Share) -> Inside:
     return Inside(plan, share.world, np.stack(gradients), np.random.default_rng(other))
 
 
-def _gradient(plan: Plan, world: int, t: int, point: FloatArray) -> FloatArray:
+def _gradient(plan: AuditPlan, world: int, t: int, point: FloatArray) -> FloatArray:
     """Of a round's records, as the learner computes it, at `point (runs, dim)`."""
     batch, loss = plan.worlds.of(world).batch(t), plan.run.loss
     features, labels = loss.enforce(batch.features, batch.labels)
     return mean_gradient(loss, point, replace(batch, features=features, labels=labels))
 
 
-def _noticed(blank: Outcome, plan: Plan, broken: Broken) -> Outcome:
+def _noticed(blank: MutantOutcome, plan: AuditPlan, broken: Broken) -> MutantOutcome:
     """Hold the messages of one run against what must never happen, and against the budget."""
     assert broken.heard is not None  # noqa: S101 - the caller looked
     seen = notices(broken.heard(Spoken(plan)), plan)
