@@ -49,7 +49,7 @@ def _cluster(backend: Backend, jobs: int) -> Iterator[str]:
     if backend == "processes":
         yield "loky"
     elif backend == "dask":
-        here = {"n_workers": jobs, "threads_per_worker": 1, "dashboard_address": None}
+        here = {"n_workers": jobs, "threads_per_worker": 1, "dashboard_address": "127.0.0.1:0"}
         address = os.environ.get("DASK_SCHEDULER_ADDRESS")
         with import_extra("distributed", "dask", "--backend dask", "dask").Client(address, **({} if address else here)):
             yield "dask"
