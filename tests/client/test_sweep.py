@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -191,6 +193,41 @@ def test_sweep_and_plot_on_the_command_line(tmp_path: Path) -> None:
     assert (tmp_path / "s" / "sweep.csv").is_file()
     assert (tmp_path / "p" / "accuracy.pdf").is_file()
     assert 'id="plot-accuracy"' in (tmp_path / "p" / "plot.html").read_text(encoding="utf-8")
+
+
+def test_what_figures_need_is_asked_for_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = importlib.import_module
+
+    def without(name: str) -> Any:
+        if name.startswith("matplotlib"):
+            raise ModuleNotFoundError(name)
+        return real(name)
+
+    monkeypatch.setattr(importlib, "import_module", without)
+    small(tmp_path).to_yaml(tmp_path / "spec.yaml")
+    for command in (["sweep", "--set", "algorithm.sigma=1"], ["simulate"]):
+        asked = [
+            command[0],
+            str(tmp_path / "spec.yaml"),
+            *command[1:],
+            "--export",
+            "csv,svg",
+            "--out",
+            str(tmp_path / "o"),
+        ]
+        with pytest.raises(SpecError, match=r"pip install 'sottovoce\[plot\]'"):
+            CliRunner().invoke(app, asked, catch_exceptions=False)
+
+    assert formats("csv,latex") == ("csv", "latex")  # tables need nothing
+    assert not (tmp_path / "o").exists()
+
+
+def test_a_metric_that_is_not_is_said_by_the_first_job(tmp_path: Path) -> None:
+    told: list[int] = []
+    with pytest.raises(SpecError, match=r"metrics must be of average_loss, .*, got luck"):
+        sweep(small(tmp_path), SIGMAS, 1, metrics=["luck"], jobs=1, progress=lambda done, _: told.append(done))
+
+    assert told == []
 
 
 def test_simulate_exports_what_it_measured(tmp_path: Path) -> None:

@@ -6,11 +6,11 @@ plotly's lines that pages show, so that a figure is described once.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sottovoce.data.files import import_extra
 from sottovoce.errors import SpecError
 from sottovoce.table import Table
 from sottovoce_client.reports.drawing import Figure, Trace
@@ -36,15 +36,17 @@ LOOK = {
 
 
 def formats(text: str) -> tuple[str, ...]:
-    """`svg,csv` as formats.
+    """`svg,csv` as formats, before there is anything to write.
 
     Raises:
-        SpecError: one that there is not.
+        SpecError: one that there is not, or Matplotlib, which draws figures, is not installed.
     """
     found = tuple(part.strip().lower() for part in text.split(",") if part.strip())
     known = (*FIGURES, *TABLES)
     if unknown := [each for each in found if each not in known]:
         raise SpecError(f"--export must be of {', '.join(known)}, got {', '.join(unknown)}")
+    if set(found) & set(FIGURES):
+        _matplotlib()
     return found
 
 
@@ -81,10 +83,10 @@ def _write_figure(figure: Figure, path: Path) -> None:
     Raises:
         SpecError: Matplotlib is not installed.
     """
-    matplotlib = _library("matplotlib")
-    library = _library("matplotlib.figure")  # without pyplot: no window, no global state
-    with matplotlib.rc_context(LOOK):
-        canvas = library.Figure(figsize=(WIDTH, HEIGHT), layout="constrained")
+    with _matplotlib().rc_context(LOOK):
+        canvas = _matplotlib(".figure").Figure(  # without pyplot: no window, no global state
+            figsize=(WIDTH, HEIGHT), layout="constrained"
+        )
         axes = canvas.add_subplot()
         edge: Trace = {}
         for trace in figure.traces:
@@ -122,8 +124,5 @@ def _set_axis(axes: Any, which: str, said: Mapping[str, Any]) -> None:
         getattr(axes, f"set_{which}scale")("log")
 
 
-def _library(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError:
-        raise SpecError("figures as files need Matplotlib: pip install 'sottovoce[plot]'") from None
+def _matplotlib(part: str = "") -> Any:
+    return import_extra(f"matplotlib{part}", "Matplotlib", "a figure as a file", "plot")

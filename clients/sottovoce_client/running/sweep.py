@@ -23,9 +23,6 @@ LEVEL = 0.95
 RESULTS = ("metric", "mean", "low", "high", "epsilon", "seeds")
 """Columns after those of the changed fields."""
 
-Setting = tuple[Any, ...]
-"""One value of every changed field."""
-
 
 @dataclass(frozen=True, slots=True)
 class _Job:
@@ -34,11 +31,12 @@ class _Job:
     experiment: Experiment
     replicas: int
     seed: np.random.SeedSequence
+    metrics: Sequence[str] | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Done:
-    """`(replicas,)` final values of every metric, and the largest epsilon of a learner."""
+    """`(replicas,)` final values of every metric that is wanted, and the largest epsilon of a learner."""
 
     finals: Mapping[str, FloatArray]
     epsilon: float
@@ -98,23 +96,25 @@ def sweep(
         raise SpecError("data.seed is what vary_data varies, so it cannot be among the changes")
     settings = list(itertools.product(*changes.values()))
     each = [experiment.replace(**dict(zip(changes, setting, strict=True))) for setting in settings]
-    jobs_of = [_jobs(one, seeds, seed, vary_data=vary_data) for one in each]
+    jobs_of = [_jobs(one, seeds, seed, metrics, vary_data=vary_data) for one in each]
     done = iter(_worked(list(itertools.chain(*jobs_of)), backend, jobs, progress))
     rows = [
         (*map(_shown, setting), *row)
         for setting, mine in zip(settings, jobs_of, strict=True)
-        for row in _rows(list(itertools.islice(done, len(mine))), seeds, seed, metrics)
+        for row in _rows(list(itertools.islice(done, len(mine))), seeds, seed)
     ]
     return Table.of((*changes, *RESULTS), rows)
 
 
-def _jobs(experiment: Experiment, seeds: int, seed: int, *, vary_data: bool) -> list[_Job]:
+def _jobs(
+    experiment: Experiment, seeds: int, seed: int, metrics: Sequence[str] | None, *, vary_data: bool
+) -> list[_Job]:
     """All seeds at once where they learn from the same records."""
     if not vary_data:
-        return [_Job(experiment, seeds, np.random.SeedSequence(seed))]
+        return [_Job(experiment, seeds, np.random.SeedSequence(seed), metrics)]
     first = experiment.data.seed
     own = np.random.SeedSequence(seed).spawn(seeds)
-    return [_Job(experiment.replace(**{"data.seed": first + k}), 1, own[k]) for k in range(seeds)]
+    return [_Job(experiment.replace(**{"data.seed": first + k}), 1, own[k], metrics) for k in range(seeds)]
 
 
 def _worked(
@@ -133,20 +133,17 @@ def _worked(
 def _measured(job: _Job) -> _Done:
     curves = simulate(job.experiment, job.replicas, job.seed, metrics=(job.experiment.rounds,)).curves
     finals = {} if curves is None else {name: curve.replicas[-1] for name, curve in curves.curves.items()}
-    return _Done(finals, job.experiment.epsilon())
-
-
-def _rows(
-    done: Sequence[_Done], seeds: int, seed: int, metrics: Sequence[str] | None
-) -> list[tuple[str, float, float, float, float, int]]:
-    finals = {name: np.concatenate([each.finals[name] for each in done]) for name in done[0].finals}
-    if unknown := sorted(set(metrics or ()) - finals.keys()):
+    # Here, for the first job that ends should say so, not the last.
+    if unknown := sorted(set(job.metrics or ()) - finals.keys()):
         raise SpecError(f"metrics must be of {', '.join(finals)}, got {', '.join(unknown)}")
+    wanted = finals if job.metrics is None else job.metrics
+    return _Done({name: finals[name] for name in wanted}, job.experiment.epsilon())
+
+
+def _rows(done: Sequence[_Done], seeds: int, seed: int) -> list[tuple[str, float, float, float, float, int]]:
+    finals = {name: np.concatenate([each.finals[name] for each in done]) for name in done[0].finals}
     epsilon = max(each.epsilon for each in done)
-    return [
-        (name, float(finals[name].mean()), *interval(finals[name], seed), epsilon, seeds)
-        for name in (finals if metrics is None else metrics)
-    ]
+    return [(name, float(finals[name].mean()), *interval(finals[name], seed), epsilon, seeds) for name in finals]
 
 
 def interval(values: FloatArray, seed: int) -> tuple[float, float]:
