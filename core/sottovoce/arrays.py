@@ -12,6 +12,9 @@ FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
+MOST_NUMBERS = 2**27
+"""In an array that a plan asks for (1 GiB): beyond it is refused in words, before memory is."""
+
 Scalars = float | FloatArray
 """One number, or one per learner shaped `(learners, 1, 1)` to broadcast against `(learners, replicas, dim)`."""
 

@@ -69,12 +69,12 @@ class DecisionSet(Section, ABC):
 DECISION_SETS: Registry[DecisionSet] = Registry(
     DecisionSet,  # type: ignore[type-abstract]  # of its subclasses
     {
-        "l2_ball": f"{__name__}:L2Ball",
-        "box": f"{__name__}:Box",
-        "l1_ball": f"{__name__}:L1Ball",
-        "simplex": f"{__name__}:Simplex",
-        "trace_norm": f"{__name__}:TraceNorm",
-        "product": f"{__name__}:Product",
+        "l2_ball": "L2Ball",
+        "box": "Box",
+        "l1_ball": "L1Ball",
+        "simplex": "Simplex",
+        "trace_norm": "TraceNorm",
+        "product": "Product",
     },
     group="decision_sets",
 )
@@ -159,7 +159,7 @@ class Simplex(DecisionSet):
         return False
 
     def project(self, theta: FloatArray) -> FloatArray:
-        return project_on_simplex(theta, self.radius)
+        return _on_simplex(theta, self.radius)
 
     def minimise(self, direction: FloatArray) -> FloatArray:
         point = np.zeros_like(direction)
@@ -183,7 +183,7 @@ class L1Ball(_Ball):
         inside = lengths.sum(axis=-1, keepdims=True) <= self.radius
         if inside.all():
             return theta
-        return np.where(inside, theta, np.copysign(project_on_simplex(lengths, self.radius), theta))
+        return np.where(inside, theta, np.copysign(_on_simplex(lengths, self.radius), theta))
 
     def minimise(self, direction: FloatArray) -> FloatArray:
         steepest = np.abs(direction).argmax(axis=-1, keepdims=True)
@@ -210,7 +210,7 @@ class TraceNorm(_Ball):
         inside = values.sum(axis=-1, keepdims=True) <= self.radius
         if inside.all():
             return theta
-        nearest = np.matmul(left * project_on_simplex(values, self.radius)[..., None, :], right)
+        nearest = np.matmul(left * _on_simplex(values, self.radius)[..., None, :], right)
         return np.where(inside, theta, nearest.reshape(theta.shape))
 
     def minimise(self, direction: FloatArray) -> FloatArray:
@@ -276,7 +276,7 @@ class Product(DecisionSet):
         return zip([block.set for block in self.blocks], parts, strict=True)
 
 
-def project_on_simplex(theta: FloatArray, radius: float) -> FloatArray:
+def _on_simplex(theta: FloatArray, radius: float) -> FloatArray:
     """Nearest point without negative coordinates whose sum is `radius`, by sorting; for each vector of `theta (..., dim)`.
 
     It is `max(theta - tau, 0)`. Among the k largest coordinates tau would be `(their sum - radius)/k`, and it is that of the

@@ -54,14 +54,14 @@ class Simulation:
         """
         if self.curves is None:
             raise SpecError("nothing was measured: simulate with metrics=True")
-        return metrics_table(self.curves, self.experiment.names)
+        return _metrics_table(self.curves, self.experiment.names)
 
     def __repr__(self) -> str:
         replicas = self.decisions.shape[1]
         return f"Simulation of {self.experiment}, {replicas} replica{'s' * (replicas != 1)}"
 
 
-def metrics_table(curves: Curves, names: tuple[str, ...]) -> Table:
+def _metrics_table(curves: Curves, names: tuple[str, ...]) -> Table:
     """Curves as a table with the columns `METRICS`; `names` are the learners'."""
     rows: list[tuple[int, str, str | None, float, float]] = []
     for metric, curve in curves.curves.items():

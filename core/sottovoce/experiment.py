@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ from pydantic.functional_validators import ModelWrapValidatorHandler
 from sottovoce.budget.lattice_slack import check_lattice
 from sottovoce.data import LearnerData, PlacedData, load_dataset
 from sottovoce.errors import SpecError
-from sottovoce.privacy.guarantee import Guarantee
+from sottovoce.privacy.guarantee import Guarantee, overall
 from sottovoce.running.placement import place
 from sottovoce.running.run import Run, build_run
 from sottovoce.spec import RunSpec, dump_spec, explain, read_document
@@ -203,7 +202,7 @@ class Experiment(RunSpec):
     def epsilon(self) -> float:
         """The largest epsilon of a learner over the whole run; the sum over all where they share their records."""
         promises = [self.guarantee(i) for i in range(self.n_learners)]
-        return (math.fsum if promises[0].shared else max)(each.epsilon() for each in promises)
+        return overall((each.epsilon() for each in promises), shared=promises[0].shared)
 
 
 def load(path: Path | str) -> Experiment:

@@ -14,14 +14,38 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Annotated, Any, Generic, TypeVar, cast
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationInfo
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    ValidationInfo,
+)
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from sottovoce.errors import SpecError
 
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Finite = Annotated[float, Field(allow_inf_nan=False)]
+SMALLEST, LARGEST = 1e-100, 1e100
+"""Of a number in a spec: squares of what is within stay in float64's range, so that norms are seen, and bounds hold."""
+
+
+def _in_range(value: float) -> float:
+    if not SMALLEST <= value <= LARGEST:
+        raise ValueError(f"a size must lie within [{SMALLEST:g}, {LARGEST:g}]")
+    return value
+
+
+def _not_beyond(value: float) -> float:
+    if not abs(value) <= LARGEST:
+        raise ValueError(f"a number must lie within [-{LARGEST:g}, {LARGEST:g}]")
+    return value
+
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False), AfterValidator(_in_range)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False), AfterValidator(_not_beyond)]
+Finite = Annotated[float, Field(allow_inf_nan=False), AfterValidator(_not_beyond)]
 
 
 class Section(BaseModel):
@@ -37,6 +61,9 @@ class Section(BaseModel):
 
 SectionT = TypeVar("SectionT", bound=Section)
 
+Count = Annotated[int, Field(gt=0, le=2**53)]
+"""A number of things: whole in a float64, and within the integers of the wire and of NumPy."""
+
 
 @dataclass(frozen=True, eq=False)
 class Registry(Generic[SectionT]):
@@ -44,7 +71,7 @@ class Registry(Generic[SectionT]):
 
     Attributes:
         base: what all of them derive from.
-        built_in: name to `module:Class`: imported when asked for.
+        built_in: name to `module:Class`, imported when asked for, or to a class of the module that `base` stands in.
         group: of the entry points by which packages offer more, and the family's name in errors.
         key: the field that names the kind.
         default: the kind where a section does not say; None: it must.
@@ -68,7 +95,7 @@ class Registry(Generic[SectionT]):
             SpecError: there is none, or it cannot be imported.
         """
         offered = {} if name in self.built_in or ":" in name else self._offered
-        where = self.built_in.get(name) or offered.get(name)
+        where = self._place(name) or offered.get(name)
         if where is None and ":" not in name:
             known = {*self.built_in, *offered}
             near = difflib.get_close_matches(name, known, 1)
@@ -94,6 +121,11 @@ class Registry(Generic[SectionT]):
         if not isinstance(name, str):
             return None
         return cast("type[SectionT]", self.find(name, imports=imports).class_for(fields or {}))
+
+    def _place(self, name: str) -> str | None:
+        """Where the built-in class of this name is defined, as `module:Class`."""
+        where = self.built_in.get(name)
+        return where if where is None or ":" in where else f"{self.base.__module__}:{where}"
 
     def _fields(self, section: object) -> Mapping[str, Any] | None:
         """A section in full: `ring` stands for `{kind: ring}`."""
@@ -166,7 +198,7 @@ def load(where: str, field: str) -> Any:
     module, _, attribute = where.partition(":")
     try:
         return getattr(import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError, ValueError, SyntaxError) as error:
         raise SpecError(
             f"{field}: cannot import {where!r}: {error}; is it installed, or its folder in PYTHONPATH?"
         ) from None

@@ -7,12 +7,13 @@ A spec is checked once, here, and is a frozen value afterwards. What a section m
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import Field, PositiveInt, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from sottovoce.algorithms import AnyAlgorithm
 from sottovoce.data.source import DataSpec
@@ -21,11 +22,15 @@ from sottovoce.errors import SpecError
 from sottovoce.losses import AnyLoss
 from sottovoce.losses.logistic import Logistic
 from sottovoce.network.topology import Topology
-from sottovoce.registry import Positive, Registry, Section
+from sottovoce.registry import Count, Positive, Registry, Section
 
 LEARNER_NAME = r"^\w[\w .-]{0,62}$"
 """It is part of file names: no slashes."""
 LearnerName = Annotated[str, Field(pattern=LEARNER_NAME)]
+SHORTEST_PERIOD_S = 0.002
+"""Of a paced clock: a shorter one keeps a coordinator busy with nothing else."""
+MOST_LEARNERS = 4096
+"""The weights of a network are a matrix of learners by learners, and there are several of them."""
 
 
 class PrivacySpec(Section):
@@ -40,9 +45,9 @@ class ClockSpec(Section):
 
     mode: Literal["free", "paced", "data"] = "free"
     """free: as fast as data and neighbours allow. paced: one round a period. data: when every learner has its batch."""
-    window: PositiveInt = 100
+    window: Count = 100
     """Rounds granted at a time (free mode)."""
-    period_s: Positive | None = None
+    period_s: Annotated[float, Field(ge=SHORTEST_PERIOD_S, allow_inf_nan=False)] | None = None
     """Seconds per round (paced mode)."""
     deadline_s: Positive = 60.0
     """How long a learner waits for a neighbour, a grant or its data before the run fails."""
@@ -67,8 +72,11 @@ class RunSpec(Section):
     """A whole run."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")] = "run"
-    rounds: PositiveInt
-    learners: PositiveInt | Annotated[tuple[LearnerName, ...], Field(min_length=1)] = 5
+    rounds: Count
+    learners: (
+        Annotated[int, Field(gt=0, le=MOST_LEARNERS)]
+        | Annotated[tuple[LearnerName, ...], Field(min_length=1, max_length=MOST_LEARNERS)]
+    ) = 5
     """How many, or their names."""
     algorithm: AnyAlgorithm
     loss: AnyLoss = Logistic()
@@ -105,13 +113,14 @@ class RunSpec(Section):
 # ---- reading and writing ---------------------------------------------------------------------------------
 
 
-def parse_spec(document: object, *, source: str = "spec", imports: bool = True) -> RunSpec:
+def parse_spec(document: object, *, imports: bool, source: str = "spec") -> RunSpec:
     """Check a parsed document.
 
     Args:
         document: as YAML or JSON gives it.
+        imports: whether a spec may name code to import (`module:Class`). Not where it comes from somebody else: from the wire,
+            a capture, a ledger. So there is no default.
         source: what errors call it.
-        imports: whether a spec may name code to import (`module:Class`). Not where it comes from somebody else.
 
     Raises:
         SpecError: one line per problem, each with the field, the value and what is allowed.
@@ -151,7 +160,7 @@ def load_spec(path: Path) -> RunSpec:
     Raises:
         SpecError: unreadable, not YAML, or not a valid spec.
     """
-    return parse_spec(read_document(path), source=str(path))
+    return parse_spec(read_document(path), source=str(path), imports=True)
 
 
 def read_document(path: Path) -> Mapping[Any, Any]:
@@ -161,11 +170,15 @@ def read_document(path: Path) -> Mapping[Any, Any]:
         SpecError: unreadable, not YAML, or no mapping of fields.
     """
     try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError(f"cannot read the run spec {path}: {error}") from None
-    except yaml.YAMLError as error:
+    try:
+        document = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError) as error:  # the latter: a date that there is not, a number without end
         raise SpecError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise SpecError(f"{path} must be a mapping of fields and sections, got one nested too deep") from None
     return _fields_of(document, str(path))
 
 
@@ -204,7 +217,15 @@ def _explain(problem: Any, source: str, document: Mapping[Any, Any]) -> str:
             return f"{source}: {field}{where}{dot}{text}"
         case _:
             text = problem["msg"].removeprefix("Value error, ")
-            return f"{source}: {where}: {text[0].lower() + text[1:]}, got {problem.get('input')!r}"
+            return f"{source}: {where}: {text[0].lower() + text[1:]}, got {_short(problem.get('input'))}"
+
+
+def _short(value: object) -> str:
+    """A value as far as a line holds it: aliases of YAML make one of a few lines endless."""
+    short = reprlib.Repr()  # its limits are arguments from Python 3.12 on
+    short.maxlevel, short.maxlist, short.maxtuple, short.maxdict = 2, 10, 10, 10
+    short.maxstring, short.maxlong, short.maxother = 200, 60, 200
+    return short.repr(value)
 
 
 def _fields_at(place: tuple[int | str, ...], document: Any) -> tuple[str, ...]:

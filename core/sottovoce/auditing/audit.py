@@ -6,20 +6,26 @@ and are made and examined side by side.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from sottovoce.arrays import FloatArray, IntArray
 from sottovoce.auditing.blackbox import VIEWS, attack, number_views
 from sottovoce.auditing.bounds import Bound
+from sottovoce.auditing.calibration import calibration
+from sottovoce.auditing.channel_tests import Heard, channel_tests
 from sottovoce.auditing.levels import Test
-from sottovoce.auditing.likelihood import Ratios, guess, overconfidence, ratios
+from sottovoce.auditing.likelihood import Ratios, guess, ratios
+from sottovoce.auditing.outcomes import Starts
 from sottovoce.auditing.plan import AuditPlan
 from sottovoce.auditing.rounds import Apart, RoundBounds, apart, bound_rounds
-from sottovoce.auditing.simulated import NoiseOf, Recording, Share, at_a_time, children, overhear, shares
+from sottovoce.auditing.simulated import NoiseOf, Recording, Share, at_a_time, children, numbers_of, overhear, shares
 from sottovoce.auditing.swaps import peak, search, swaps
 from sottovoce.auditing.twins import Twins, twins
 from sottovoce.auditing.verdict import Findings, Verdict, decide
@@ -30,8 +36,11 @@ from sottovoce.privacy.guarantee import ThreatModel
 from sottovoce.running.run import Run
 from sottovoce.running.transcript import Transcript
 
-CONFORMING_NUMBERS, CONFORMING_RUNS = 2**21, 20
-"""Of the transcript that conformance sees: numbers, and runs, at most, but at least one run."""
+if TYPE_CHECKING:
+    from sottovoce.auditing.conformance.battery import Battery
+
+SWEPT_NUMBERS, SWEPT_RUNS = 2**21, 20
+"""Of the runs in which the exact losses of all learners are looked at: numbers, and runs, at most, but at least one run."""
 
 SWEPT = 32
 """Learners, at most, whose exact losses are looked at beside the audited one's."""
@@ -54,6 +63,8 @@ class Examined:
         channel: what else crossed the wire, of every run, by view; empty where nothing else did.
         ratios: exact losses; None where the listener does not hear enough.
         apart: single rounds' losses; None where rounds cannot be drawn anew.
+        noise: what conformance keeps of the noise of all learners; None where the listener hears no message.
+        pair: of worlds, by its place in `AuditPlan.pairs`.
     """
 
     world: int
@@ -61,11 +72,13 @@ class Examined:
     channel: tuple[Mapping[str, Features], ...]
     ratios: Ratios | None
     apart: Apart | None
+    noise: Battery | None = None
+    pair: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class LearnerLoss:
-    """Exact losses of one learner in the runs that conformance sees, for the worst swap among those tried.
+    """Exact losses of one learner in a few runs, for the worst swap among those tried.
 
     Attributes:
         learner: its index.
@@ -89,11 +102,13 @@ class Audit:
         worlds: `(runs,)` of each run, in order.
         seen: `(runs, rounds seen, numbers)` by the black box.
         views: what the classifiers could look at, and how many of its numbers are not the same in all runs.
-        noise: standardised noise of the learner's messages, independent standard Laplace numbers if all is well.
+        noise: some of the learner's noise, standardised: independent standard Laplace numbers if all is well.
+        numbers: of noise, of all learners, that conformance looked at.
         learners: exact losses of all learners in a few runs.
         twins: two runs that differ in the record alone.
         found: what the tests found.
         verdict: what may be said.
+        captures: SHA-256 of every capture that was read, by name; none where runs were simulated.
     """
 
     plan: AuditPlan
@@ -103,10 +118,12 @@ class Audit:
     seen: FloatArray
     views: Mapping[str, int]
     noise: FloatArray
+    numbers: int
     learners: tuple[LearnerLoss, ...]
     twins: Twins
     found: Findings
     verdict: Verdict
+    captures: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def claim_seen(self) -> float:
@@ -124,29 +141,48 @@ class Audit:
 
 def examine(plan: AuditPlan, part: Recording, single: Apart | None = None) -> Examined:
     """Keep what the tests need of some runs."""
+    from sottovoce.auditing.conformance.battery import examine_noise  # it needs scipy from the start
+
+    noise = None
+    if plan.listener.threat is not ThreatModel.OUTPUT:
+        close = math.ceil(plan.close * part.transcript.replicas)
+        noise = examine_noise(plan.run, plan.data, plan.worlds, part.world, part.transcript, close)
+    return replace(_losses(plan, part, single), noise=noise)
+
+
+def _losses(plan: AuditPlan, part: Recording, single: Apart | None) -> Examined:
+    """Of some runs, all but their noise."""
     replayed = ratios(plan.run, plan.worlds, part, plan.claim) if plan.listener.replayable else None
     seen = np.nan_to_num(plan.listener.seen(part, plan.worlds, plan.run), nan=0.0)  # what nobody heard
     return Examined(part.world, seen, part.channel, replayed, single)
 
 
-def _simulated(plan: AuditPlan, share: Share, noise: NoiseOf = SeededNoise, actual: Run | None = None) -> Examined:
+def _simulated(
+    plan: AuditPlan,
+    share: Share,
+    look: Callable[[AuditPlan, Recording, Apart | None], Examined] = examine,
+    noise: NoiseOf = SeededNoise,
+    actual: Run | None = None,
+) -> Examined:
     """Simulate some runs and examine them.
 
     Args:
-        plan: the audit.
+        plan: the audit, of all pairs of worlds.
         share: which runs.
+        look: what is kept of them.
         noise: where their noise comes from.
         actual: what really runs (default: what is claimed).
     """
+    plan = plan.pairs[share.pair]
     runs, coins, drawn = children(share.seed, 3)
     of_share = Share(share.world, share.runs, runs)
     decisions = plan.listener.threat is ThreatModel.OUTPUT
-    part = overhear(actual or plan.run, plan.data, plan.worlds, of_share, noise, decisions=decisions)
+    part = overhear(actual or plan.run, plan.data, plan.worlds, of_share, noise, everybody=True, decisions=decisions)
     single = None
     if plan.listener.replayable:
         generator = np.random.default_rng(coins)
         single = apart(plan.run, plan.worlds, part.transcript, noise(drawn), generator, actual)
-    return examine(plan, part, single)
+    return replace(look(plan, part, single), pair=share.pair)
 
 
 def audit_simulated(
@@ -169,33 +205,51 @@ def audit_simulated(
     Raises:
         SpecError: scipy or scikit-learn are not installed.
     """
-    parts, done = [], 0
-    work = partial(_simulated, plan, noise=noise, actual=actual)
-    for part in mapper(work, shares(plan.runs, _most(plan), plan.seeds.audited)):
-        parts.append(part)
-        done += len(part.seen)
-        say(f"{done:,} of {2 * plan.runs:,} runs")
-    return conclude(plan, parts, _conforming(plan, noise, actual), "the simulator", mapper=mapper, say=say)
+    done = 0
+    lots = [
+        share for k, pair in enumerate(plan.pairs) for share in shares(pair.runs, _most(plan), pair.seeds.audited, k)
+    ]
+
+    def heard() -> Iterator[Examined]:
+        nonlocal done
+        for part in mapper(partial(_simulated, plan, noise=noise, actual=actual), lots):
+            yield part
+            done += len(part.seen)
+            say(f"{done:,} of {2 * plan.all_runs:,} runs")
+
+    return conclude(plan, gathered(heard()), _few(plan, noise, actual), "the simulator", mapper=mapper, say=say)
+
+
+def gathered(parts: Iterable[Examined]) -> list[Examined]:
+    """All parts, the noise of all of them in the first one, for what is kept of it is large."""
+    kept: list[Examined] = []
+    for part in parts:
+        noise = deepcopy(part.noise)  # what comes from another process may be read-only (Ray)
+        whole = kept[0].noise if kept else None
+        if whole is not None and noise is not None:
+            whole.merge(noise)
+            noise = None
+        kept.append(replace(part, noise=noise))
+    return kept
 
 
 def _most(plan: AuditPlan) -> int:
     """Of how many runs a share is, at most."""
     decisions = plan.listener.threat is ThreatModel.OUTPUT
-    return min(SHARE_RUNS, at_a_time(plan.run, plan.worlds, decisions=decisions))
+    return min(SHARE_RUNS, at_a_time(plan.run, decisions=decisions))
 
 
-def _conforming(plan: AuditPlan, noise: NoiseOf, actual: Run | None) -> Transcript:
+def _few(plan: AuditPlan, noise: NoiseOf, actual: Run | None) -> Transcript:
     """All that is said in a few runs of the first world."""
     run = actual or plan.run
-    share = Share(0, conforming(run), plan.seeds.conformance)
+    share = Share(0, few(run), plan.seeds.swept)
     return overhear(run, plan.data, plan.worlds, share, noise, everybody=True).transcript
 
 
-def conforming(run: Run) -> int:
-    """Runs that conformance sees, at most."""
-    numbers = sum(int(np.prod(shape)) for shape in run.algorithm.field_shapes().values())
-    fitting = CONFORMING_NUMBERS // (run.spec.rounds * run.spec.n_learners * numbers)
-    return max(1, min(CONFORMING_RUNS, fitting))
+def few(run: Run) -> int:
+    """Runs in which the losses of all learners are looked at, at most."""
+    fitting = SWEPT_NUMBERS * run.spec.n_learners // numbers_of(run)
+    return max(1, min(SWEPT_RUNS, fitting))
 
 
 def rehearsed(runs: int) -> int:
@@ -208,10 +262,11 @@ def rehearsed(runs: int) -> int:
 
 def conclude(
     plan: AuditPlan,
-    parts: Sequence[Examined],
+    heard: Sequence[Examined],
     transcript: Transcript,
     source: str,
     *,
+    starts: Starts | None = None,
     mapper: Mapper = map,
     say: Callable[[str], None] = lambda what: None,
 ) -> Audit:
@@ -219,9 +274,10 @@ def conclude(
 
     Args:
         plan: the audit.
-        parts: what was heard, in order.
-        transcript: all that was said in a few runs of the first world.
+        heard: what was heard, in order, in all pairs of worlds (`gathered`).
+        transcript: all that was said in a few runs of the first world (`few`).
         source: where the runs came from, in words.
+        starts: all runs that were started, and how they ended; None: all were simulated to their end.
         mapper: how shares of the runs that thresholds are fixed on are worked on.
         say: told what is being done.
 
@@ -230,60 +286,97 @@ def conclude(
     """
     for extra, package in (("scipy", "scipy"), ("sklearn", "scikit-learn")):
         import_extra(extra, package, "an audit")
+    by_pair = [[part for part in heard if part.pair == k] for k in range(len(plan.pairs))]
+    parts = by_pair[0]
+    from sottovoce.auditing.reach import blind, most, reaches  # it needs scipy from the start
+
     worlds = np.concatenate([np.full(len(part.seen), part.world) for part in parts])
-    seen = np.concatenate([part.seen for part in parts])
     say("conformance")
-    tests, noise = _conformance(plan, transcript)
+    noise = heard[0].noise
+    tests = () if noise is None else noise.tests(plan.levels)
+    numbers, own = (0, np.empty(0)) if noise is None else (noise.numbers, noise.shown)
     say("single rounds")
-    shown = (
-        Ratios.joined([part.ratios for part in parts if part.ratios is not None]) if plan.listener.replayable else None
-    )
-    right, likeliest, rounds = _likelihood(plan, parts, shown, mapper)
+    losses = [Ratios.joined(known) for each in by_pair if (known := [p.ratios for p in each if p.ratios is not None])]
+    calibrated = _with_lost(losses, starts)
+    shown = calibrated[0] if calibrated else None
+    likeliest, rounds = _likelihood(plan, parts, shown, mapper)
     say("black box")
-    views = {**number_views(seen), **_channel(parts)}
+    every = [{**number_views(_seen(each)), **_channel(each)} for each in by_pair if each]
+    views = every[0]
+    excesses = (each.excess(pair.claim) for each, pair in zip(calibrated, plan.pairs, strict=False))
     found = Findings(
-        runs=plan.runs,
+        runs=plan.all_runs,
         levels=plan.levels,
         claim=plan.epsilon,
-        tests=(*tests, *right),
+        tests=(*tests, *_calibration(plan, calibrated), *_side_channels(plan, losses, every, starts)),
         bounds=(*likeliest, *_black_box(plan, views, worlds)),
-        excess=None if shown is None else shown.excess(plan.claim),
+        excess=next((excess for excess in excesses if excess is not None), None),
         rounds=rounds,
         paired=plan.paired,
+        void=_void(plan, starts),
+        most=most(plan),
+        reaches=reaches(plan, numbers),
+        blind=blind(plan, numbers, np.concatenate([np.empty(0), *(each.total for each in losses)])),
     )
+    if found.void:
+        found = found.without_coins
     swept = _sweep(plan, transcript)
     drawn = twins(plan.run, plan.data, plan.worlds, plan.seeds.twins)
     offered = {name: int((view != view[:1]).any(axis=0).sum()) for name, view in views.items()}
-    return Audit(plan, source, shown, worlds, seen, offered, noise, swept, drawn, found, decide(found))
+    return Audit(plan, source, shown, worlds, _seen(parts), offered, own, numbers, swept, drawn, found, decide(found))
 
 
-def _conformance(plan: AuditPlan, transcript: Transcript) -> tuple[tuple[Test, ...], FloatArray]:
-    """Tests of the learner's noise, and its numbers; none to somebody who sees no message."""
-    from sottovoce.auditing.conformance import examine as tests_of  # they need scipy from the start
-    from sottovoce.auditing.conformance import residuals
+def _calibration(plan: AuditPlan, losses: Sequence[Ratios]) -> tuple[Test, ...]:
+    """Whether exact losses say how often they are right, over all pairs of worlds."""
+    if not losses or not plan.paired:
+        return ()
+    return plan.levels.judged("calibration", calibration(losses, plan.run.spec.names[plan.worlds.learner]))
 
-    if plan.listener.threat is ThreatModel.OUTPUT:
-        return (), np.empty(0)
-    learner, data = plan.worlds.learner, plan.worlds.data(plan.data, 0)
-    each = [residuals(plan.run, transcript, data, i) for i in range(plan.run.spec.n_learners)]
-    own = each[learner]
-    numbers = np.concatenate([np.empty(0), *(part.values[np.isfinite(part.values)] for part in own)])
-    tests = tests_of(own, [other for i, other in enumerate(each) if i != learner])
-    return plan.levels.judged("conformance", "noise", tests), numbers
+
+def _side_channels(
+    plan: AuditPlan, losses: Sequence[Ratios], views: Sequence[Mapping[str, FloatArray]], starts: Starts | None
+) -> tuple[Test, ...]:
+    """Whether anything depends on the world but as the messages' densities say, in any pair; where these are known."""
+    if not plan.paired:
+        return ()
+    where = plan.run.spec.names[plan.worlds.learner]
+    ends = () if starts is None else (starts.test(where),)
+    pairs = [Heard(each.total, 1 - each.worlds, seen) for each, seen in zip(losses, views, strict=False)]
+    return plan.levels.judged("worlds", (*ends, *channel_tests(pairs, where)))
+
+
+def _with_lost(losses: Sequence[Ratios], starts: Starts | None) -> list[Ratios]:
+    """Losses of all pairs, those of runs that are not whole among them: no run is left out for its end."""
+    lost = {} if starts is None else starts.lost
+    return [Ratios.joined([each, lost[k]]) if k in lost else each for k, each in enumerate(losses)]
+
+
+def _void(plan: AuditPlan, starts: Starts | None) -> str:
+    """Why the coins are none; empty where they may be fair ones."""
+    if starts is None or not plan.paired or starts.balance >= plan.levels.of("black box", "worlds"):
+        return ""
+    first, second = starts.counts
+    return (
+        f"{first:,} runs of the first world and {second:,} of the second are not what fair coins give "
+        f"(p = {starts.balance:.2g}): the coin or the ledger is at fault"
+    )
+
+
+def _seen(parts: Sequence[Examined]) -> FloatArray:
+    return np.concatenate([part.seen for part in parts])
 
 
 def _likelihood(
     plan: AuditPlan, parts: Sequence[Examined], shown: Ratios | None, mapper: Mapper
-) -> tuple[tuple[Test, ...], tuple[Bound, ...], RoundBounds | None]:
+) -> tuple[tuple[Bound, ...], RoundBounds | None]:
     """Guesses by the exact loss, of whole runs and of single rounds; none to somebody who does not hear enough."""
     if shown is None or not plan.paired:
-        return (), (), None
-    before = list(mapper(partial(_simulated, plan), shares(rehearsed(plan.runs), _most(plan), plan.seeds.rehearsal)))
+        return (), None
+    lots = shares(rehearsed(plan.runs), _most(plan), plan.seeds.rehearsal)
+    before = list(mapper(partial(_simulated, plan, look=_losses), lots))
     claimed = Ratios.joined([part.ratios for part in before if part.ratios is not None])
     bound = guess(shown, claimed, plan.epsilon, plan.levels.of("likelihood", "whole runs"))
-    test = overconfidence(shown, plan.run.spec.names[plan.worlds.learner])
-    tests = plan.levels.judged("likelihood", "right guesses", (test,))
-    return tests, (bound,), _rounds(plan, parts, before)
+    return (bound,), _rounds(plan, parts, before)
 
 
 def _rounds(plan: AuditPlan, parts: Sequence[Examined], before: Sequence[Examined]) -> RoundBounds | None:

@@ -63,6 +63,12 @@ def tested(runs: int) -> int:
     return runs - 3 * runs // 5
 
 
+def split(runs: int, seed: np.random.SeedSequence) -> tuple[IntArray, IntArray]:
+    """Of so many runs those that are learnt from, and those that are guessed, as `attack` with this seed has them."""
+    order = np.random.default_rng(seed).permutation(runs)
+    return order[: runs - tested(runs)], order[runs - tested(runs) :]
+
+
 def level(levels: Levels) -> float:
     """Of every classifier's bound."""
     return levels.of("black box", "classifiers", len(CLASSIFIERS))
@@ -83,8 +89,7 @@ def attack(
     Raises:
         SpecError: scikit-learn is not installed.
     """
-    order = np.random.default_rng(seed).permutation(len(worlds))
-    learnt, guessed = np.split(order, [3 * len(worlds) // 5])
+    learnt, guessed = split(len(worlds), seed)
     runs = _Runs(varying(views), worlds, learnt, guessed)
     models = _models(int(seed.generate_state(1)[0]))
     blank = Bound("black box", "", "", 0, 0, claim, level(levels))

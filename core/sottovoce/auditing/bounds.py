@@ -132,14 +132,3 @@ def interval(count: int, trials: int, confidence: float = 0.95) -> tuple[float, 
     low = float(beta.ppf(alpha / 2, count, trials - count + 1)) if count else 0.0
     high = float(beta.ppf(1.0 - alpha / 2, count + 1, trials - count)) if count < trials else 1.0
     return low, high
-
-
-def tail(chances: FloatArray, at_least: int) -> float:
-    """The probability of so many successes, or more, in independent trials `(n,)` of unequal chances."""
-    masses = np.ones(1)
-    for chance in chances.tolist():
-        grown = np.zeros(len(masses) + 1)
-        grown[:-1] = masses * (1.0 - chance)
-        grown[1:] += masses * chance
-        masses = grown
-    return min(1.0, float(masses[at_least:].sum()))

@@ -7,22 +7,44 @@ the level from the value that they show. To add a test or a family, change `SHAR
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Literal
 
 Family = Literal["conformance", "likelihood", "black box"]
-Part = Literal["noise", "whole runs", "right guesses", "single rounds", "classifiers"]
+Part = Literal[
+    "marginal",
+    "lattice",
+    "dependence",
+    "freshness",
+    "calibration",
+    "whole runs",
+    "single rounds",
+    "classifiers",
+    "worlds",
+]
 
 SHARES: Mapping[Family, Mapping[Part, Fraction]] = {
-    "conformance": {"noise": Fraction(1, 3)},
-    "likelihood": dict.fromkeys(("whole runs", "right guesses", "single rounds"), Fraction(1, 9)),
-    "black box": {"classifiers": Fraction(1, 3)},
+    "conformance": {
+        "marginal": Fraction(2, 15),
+        "lattice": Fraction(1, 10),
+        "dependence": Fraction(1, 6),
+        "freshness": Fraction(1, 10),
+    },
+    "likelihood": {
+        "whole runs": Fraction(1, 9),
+        "single rounds": Fraction(1, 9),
+        "calibration": Fraction(1, 15),
+    },
+    "black box": {"classifiers": Fraction(1, 9), "worlds": Fraction(1, 10)},
 }
-"""Of alpha, by family and part of it. They add up to one."""
+"""Of alpha, by family and part of it. They add up to one: a third for bounds on epsilon, the rest for tests."""
 
-BLIND: Mapping[Family, Mapping[Part, Fraction]] = {"black box": {"classifiers": Fraction(1)}}
+BLIND: Mapping[Family, Mapping[Part, Fraction]] = {
+    "black box": {"classifiers": Fraction(1)},
+}
 """Where nothing is known of the algorithm, there is one family."""
 
 
@@ -38,7 +60,11 @@ class Test:
     """How likely a statistic this extreme is where the claim holds."""
     where: str
     """The learner, round and field that the statistic was largest at; empty if it belongs to no one place."""
+    primary: bool = True
+    """Whether it is of those that share the first half of their part's level; the others share the second half."""
     family: Family = "conformance"
+    part: Part | None = None
+    """Of the budget; None until the test has its part of one."""
     level: float = 0.0
     """A smaller p-value refutes the claim; 0 until the test has its part of a budget (`Levels.judged`)."""
 
@@ -70,10 +96,12 @@ class Levels:
         """Of each of so many tests or bounds that share a part evenly."""
         return self._of(self.shares[family][part]) / among
 
-    def judged(self, family: Family, part: Part, tests: Sequence[Test]) -> tuple[Test, ...]:
-        """Tests that share a part evenly, each with its level."""
-        level = self.of(family, part, max(len(tests), 1))
-        return tuple(replace(test, family=family, level=level) for test in tests)
+    def judged(self, part: Part, tests: Sequence[Test]) -> tuple[Test, ...]:
+        """Tests of a part, each with its level: half of it for the primary ones, half for the others, evenly."""
+        family = next(family for family, parts in self.shares.items() if part in parts)
+        counts = Counter(test.primary for test in tests)
+        level = {primary: self.of(family, part, len(counts) * count) for primary, count in counts.items()}
+        return tuple(replace(test, family=family, part=part, level=level[test.primary]) for test in tests)
 
     def _of(self, share: Fraction) -> float:
         return self.alpha * share.numerator / share.denominator

@@ -12,14 +12,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from sottovoce.arrays import BoolArray, FloatArray, IntArray
-from sottovoce.auditing.bounds import Bound, tail, threshold
-from sottovoce.auditing.levels import Test
+from sottovoce.auditing.bounds import Bound, threshold
 from sottovoce.auditing.simulated import Recording
 from sottovoce.auditing.worlds import Worlds
 from sottovoce.running.run import Run
 
 ROUNDING = 1e-9
 """Of the claim, and of one: a loss above it by less is not above it."""
+
+STRETCHES = 64
+"""Parts of a run, each of as many rounds, whose losses are kept of every run; where there are fewer rounds, single rounds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,7 @@ class Ratios:
         above: the round after which the loss is above the claim first; -1: never.
         shown: the absolute loss by that round.
         peak, typical: `(rounds,)` the largest absolute loss of any run by that round, and the mean of all.
+        stretches: `(runs, at most STRETCHES)` losses of parts of the run, one after the other; zero where they are not finite.
     """
 
     worlds: IntArray
@@ -62,13 +65,14 @@ class Ratios:
     shown: FloatArray
     peak: FloatArray
     typical: FloatArray
+    stretches: FloatArray
 
     @classmethod
     def joined(cls, parts: Sequence[Ratios]) -> Ratios:
         """All runs of the parts, in order."""
         by_run = {
             name: np.concatenate([getattr(part, name) for part in parts])
-            for name in ("worlds", "total", "largest", "above", "shown")
+            for name in ("worlds", "total", "largest", "above", "shown", "stretches")
         }
         weights = [len(part.total) for part in parts]
         return cls(
@@ -76,6 +80,13 @@ class Ratios:
             peak=np.max([part.peak for part in parts], axis=0),
             typical=np.average([part.typical for part in parts], axis=0, weights=weights),
         )
+
+    @classmethod
+    def silent(cls, worlds: IntArray, rounds: int) -> Ratios:
+        """Of runs of which nothing was heard."""
+        nothing, blank = np.zeros(len(worlds)), np.zeros(rounds)
+        parts = _stretches(np.zeros((rounds, len(worlds))))
+        return cls(worlds, nothing, nothing, np.full(len(worlds), -1), nothing, blank, blank, parts)
 
     @property
     def right(self) -> BoolArray:
@@ -95,7 +106,8 @@ class Ratios:
 def ratios(run: Run, worlds: Worlds, part: Recording, claim: FloatArray) -> Ratios:
     """Replay some runs of one world, and hold them against `claim (rounds,)`, the cumulative epsilon after every round."""
     with np.errstate(invalid="ignore"):  # neither world could have said it: not-a-number, and reported as such
-        losses = np.cumsum(worlds.losses(run, part.transcript), axis=0)
+        single = _whole(worlds.losses(run, part.transcript), run.spec.rounds)
+        losses = np.cumsum(single, axis=0)
     shown = np.nan_to_num(np.abs(losses), nan=np.inf, posinf=np.inf)
     most = (claim * (1.0 + ROUNDING) + ROUNDING)[: len(shown), None]
     exceeds = shown > most
@@ -108,7 +120,21 @@ def ratios(run: Run, worlds: Worlds, part: Recording, claim: FloatArray) -> Rati
         shown=shown[above, np.arange(len(above))],
         peak=shown.max(axis=1),
         typical=shown.mean(axis=1),
+        stretches=_stretches(single),
     )
+
+
+def _whole(losses: FloatArray, rounds: int) -> FloatArray:
+    """Losses of single rounds `(rounds heard, runs)`: rounds that were not heard tell nothing."""
+    return np.concatenate([losses, np.zeros((rounds - len(losses), losses.shape[1]))])
+
+
+def _stretches(losses: FloatArray) -> FloatArray:
+    """Losses `(rounds, runs)` of single rounds, as those of parts of the run, `(runs, parts)`."""
+    finite = np.nan_to_num(losses, nan=0.0, posinf=0.0, neginf=0.0)
+    starts = np.unique(np.linspace(0, len(losses), STRETCHES, endpoint=False).astype(int))
+    parts: FloatArray = np.add.reduceat(finite, starts, axis=0).T
+    return parts
 
 
 def guess(audited: Ratios, rehearsed: Ratios, claim: float, level: float) -> Bound:
@@ -125,25 +151,3 @@ def guess(audited: Ratios, rehearsed: Ratios, claim: float, level: float) -> Bou
     made = (strengths > 0) & (strengths >= least)
     guesses, correct = int(made.sum()), int(audited.right[made].sum())
     return Bound("likelihood", "the likelihood ratio", "", correct, guesses, claim, level, least)
-
-
-def overconfidence(audited: Ratios, where: str = "") -> Test:
-    """Are more guesses right than the claimed densities allow?
-
-    Of a run with loss L the sign is right with chance `1 / (1 + e^-|L|)`, given |L|, if densities are as claimed. Less noise than
-    claimed gives more right guesses. It is exact, and needs no loss near epsilon.
-
-    Args:
-        audited: the runs in question.
-        where: the place that the test names.
-    """
-    hinted = audited.total != 0
-    chances = 1.0 / (1.0 + np.exp(-np.abs(audited.total[hinted])))
-    found = int(audited.right[hinted].sum())
-    return Test(
-        name="too many right guesses",
-        what="the sign of the loss is right no more often than the claimed densities allow",
-        statistic=float(found - chances.sum()),
-        p_value=tail(chances, found),
-        where=where,
-    )

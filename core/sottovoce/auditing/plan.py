@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -10,12 +11,23 @@ from sottovoce.arrays import FloatArray
 from sottovoce.auditing.bounds import ceiling, runs_to_show
 from sottovoce.auditing.levels import Levels
 from sottovoce.auditing.listening import Listener, held, listener
-from sottovoce.auditing.swaps import worst
+from sottovoce.auditing.simulated import numbers_of
+from sottovoce.auditing.swaps import others, worst
 from sottovoce.auditing.worlds import Worlds
 from sottovoce.data import PlacedData
 from sottovoce.errors import SpecError
 from sottovoce.privacy.guarantee import Guarantee, ThreatModel
 from sottovoce.running.run import Run
+
+MOST_PAIRS = 3
+"""Of worlds, beside the most telling one."""
+
+FEWEST = 24
+"""Runs of each world of a pair: the fewest with which what gives the world away completely is surely seen."""
+
+
+CLOSE = 2**25
+"""Numbers of an audit that are looked at for dependence, about."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +36,7 @@ class _Seeds:
 
     rehearsal: np.random.SeedSequence
     audited: np.random.SeedSequence
-    conformance: np.random.SeedSequence
+    swept: np.random.SeedSequence
     black_box: np.random.SeedSequence
     twins: np.random.SeedSequence
 
@@ -45,6 +57,8 @@ class AuditPlan:
         levels: the chance of a false alarm, divided among all that is looked at.
         seeds: of everything random.
         paired: there are runs of both worlds. If not, all are of the first one, and nothing can be guessed.
+        close: the share of the runs that is looked at for dependence, which costs most.
+        beside: other pairs of worlds, each an audit with runs of its own, for what this pair may hide.
     """
 
     run: Run
@@ -58,6 +72,18 @@ class AuditPlan:
     levels: Levels
     seeds: _Seeds
     paired: bool = True
+    close: float = 1.0
+    beside: tuple[AuditPlan, ...] = ()
+
+    @property
+    def pairs(self) -> tuple[AuditPlan, ...]:
+        """This pair of worlds, and the others."""
+        return (self, *self.beside)
+
+    @property
+    def all_runs(self) -> int:
+        """Runs of each world, of all pairs."""
+        return sum(pair.runs for pair in self.pairs)
 
     @property
     def epsilon(self) -> float:
@@ -91,7 +117,8 @@ def plan_audit(
     runs: int = 1000,
     confidence: float = 0.95,
     seed: int = 0,
-    worlds: Worlds | None = None,
+    worlds: Worlds | Sequence[Worlds] | None = None,
+    counts: Sequence[int] = (),
     threat: ThreatModel = ThreatModel.WIRE,
     neighbour: int | None = None,
     paired: bool = True,
@@ -102,16 +129,18 @@ def plan_audit(
         run: what to run.
         data: of all learners.
         learner: its index.
-        runs: of each world, on average.
+        runs: of each world, on average, of all pairs of worlds together.
         confidence: with which a correct learner is not refuted, by all tests together.
         seed: of coins and noise.
-        worlds: the two worlds (default: the swap that shows most, of those tried).
+        worlds: the two worlds, or several pairs, and no others (default: the swap that shows most, of those tried, and some
+            others beside it).
+        counts: runs of each world of every pair, where they are made already (default: `divided`).
         threat: who listens.
         neighbour: index of the neighbour that listens, at a neighbour.
         paired: there are to be runs of both worlds; False: so many of the first one.
 
     Raises:
-        DataError: there is no record to swap.
+        DataError: there is no record to swap, or the loss is not defined for one of the worlds'.
         SpecError: too few runs for this confidence, or nobody who could listen.
     """
     levels = Levels(1.0 - confidence)
@@ -119,9 +148,52 @@ def plan_audit(
     if paired and ceiling(runs, level) == 0.0:  # even right guesses only would show nothing: say how many it takes
         text = f"{runs} runs of each world show nothing at confidence {1.0 - levels.alpha:g}, however telling they are"
         raise SpecError(f"{text}: at least {runs_to_show(0.0, level)}")
-    choice, *seeds = np.random.SeedSequence(seed).spawn(6)
-    worlds = worlds or worst(run, data, learner, choice, as_they_are=not paired)
-    guarantee = worlds.guarantee(run)
-    claim, made_for = held(guarantee, threat)
-    hears = listener(run, worlds, guarantee, threat, neighbour)
-    return AuditPlan(run, data, worlds, guarantee, hears, claim, made_for, runs, levels, _Seeds(*seeds), paired)
+    close = min(1.0, CLOSE / (2 * runs * numbers_of(run)))
+    choice, *seeds = np.random.SeedSequence(seed).spawn(6 + 5 * MOST_PAIRS)
+    chosen, *more = _pairs(run, data, learner, worlds, choice, paired=paired)
+
+    def planned(each: Worlds, count: int, own: Sequence[np.random.SeedSequence]) -> AuditPlan:
+        guarantee = each.guarantee(run)
+        claim, made_for = held(guarantee, threat)
+        hears = listener(run, each, guarantee, threat, neighbour)
+        return AuditPlan(run, data, each, guarantee, hears, claim, made_for, count, levels, _Seeds(*own), paired, close)
+
+    first, *rest = counts or divided(runs, len(more))
+    beside = [
+        planned(each, count, seeds[5 * k : 5 * k + 5])
+        for k, (each, count) in enumerate(zip(more, rest, strict=False), 1)
+    ]
+    return replace(planned(chosen, first, seeds[:5]), beside=tuple(beside))
+
+
+def _pairs(
+    run: Run,
+    data: PlacedData,
+    learner: int,
+    given: Worlds | Sequence[Worlds] | None,
+    seed: np.random.SeedSequence,
+    *,
+    paired: bool,
+) -> list[Worlds]:
+    """Pairs of worlds: those given, or the most telling one and others beside it."""
+    if given is None:
+        chosen = worst(run, data, learner, seed, as_they_are=not paired)
+        return [chosen, *(others(run, data, learner, chosen) if paired else [])]
+    pairs = [given] if isinstance(given, Worlds) else list(given)
+    for each in pairs:
+        each.require_learnable(run.loss)
+    return pairs
+
+
+def divided(runs: int, others: int) -> list[int]:
+    """Runs of each world for the most telling pair, and for as many of so many others as have enough to show a channel.
+
+    A quarter, an eighth and an eighth are for the others, but no fewer than `FEWEST`. The first of them, the loud record against the
+    silent one, must be there wherever the most telling pair keeps as many; the rest, where that keeps half of the runs.
+    """
+    counts: list[int] = []
+    for share, kept in ((4, FEWEST), (8, runs / 2), (8, runs / 2))[:others]:
+        count = max(runs // share, FEWEST)
+        if runs - sum(counts) - count >= kept:
+            counts.append(count)
+    return [runs - sum(counts), *counts]

@@ -1,8 +1,9 @@
-"""Round by round: whether a single message tells the worlds apart, given all that was said before; composed on paper.
+"""Round by round: whether a single message tells the worlds apart, given all that was said before.
 
 A loss that is spread evenly over many rounds cannot be shown end to end by any feasible number of runs. So every round of every
 run has a coin of its own: its message is drawn in the world of that coin, from a state that follows one and the same past, and
-guessed. The bounds of all rounds add up to a bound on the whole.
+guessed. The bounds of all rounds hold together, each for its message. Their sum bounds nothing: two messages may both tell, and
+never in one run. It estimates the epsilon of a run where every round tells whatever was said before.
 """
 
 from __future__ import annotations
@@ -119,8 +120,8 @@ class RoundBounds:
     largest: FloatArray
 
     @property
-    def composed(self) -> float:
-        """Lower bound on epsilon of the whole run, on paper: the sum."""
+    def estimate(self) -> float:
+        """Single rounds, added up: an estimate of the epsilon of a whole run, and no bound on it."""
         return float(np.sum([bound.value for bound in self.bounds]))
 
 

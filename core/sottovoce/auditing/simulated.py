@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -49,11 +50,13 @@ class Share:
         world: of all of them.
         runs: how many.
         seed: of their noise.
+        pair: of worlds, by its place in `AuditPlan.pairs`.
     """
 
     world: int
     runs: int
     seed: np.random.SeedSequence
+    pair: int = 0
 
 
 def children(seed: np.random.SeedSequence, count: int) -> list[np.random.SeedSequence]:
@@ -61,7 +64,7 @@ def children(seed: np.random.SeedSequence, count: int) -> list[np.random.SeedSeq
     return np.random.SeedSequence(seed.entropy, spawn_key=seed.spawn_key, pool_size=seed.pool_size).spawn(count)
 
 
-def shares(runs: int, most: int, seed: np.random.SeedSequence) -> list[Share]:
+def shares(runs: int, most: int, seed: np.random.SeedSequence, pair: int = 0) -> list[Share]:
     """`2 runs` runs, each in a world that a fair coin chose, at most so many in a share; worlds take turns."""
     coins, *sources = children(seed, 3)
     seconds = int(np.random.default_rng(coins).binomial(2 * runs, 0.5))
@@ -69,7 +72,7 @@ def shares(runs: int, most: int, seed: np.random.SeedSequence) -> list[Share]:
     for world, (count, source) in enumerate(zip((2 * runs - seconds, seconds), sources, strict=True)):
         sizes = [min(most, count - done) for done in range(0, count, most)]
         seeds = children(source, len(sizes))
-        by_world.append([Share(world, size, own) for size, own in zip(sizes, seeds, strict=True)])
+        by_world.append([Share(world, size, own, pair) for size, own in zip(sizes, seeds, strict=True)])
     longest = max(map(len, by_world))
     return [own[k] for k in range(longest) for own in by_world if k < len(own)]
 
@@ -120,9 +123,13 @@ def concerned(run: Run, worlds: Worlds) -> list[int]:
     return sorted(heard.union(holders))
 
 
-def at_a_time(run: Run, worlds: Worlds, *, decisions: bool = False) -> int:
+def numbers_of(run: Run) -> int:
+    """Numbers that all learners say in a run."""
+    said = sum(math.prod(shape) for shape in run.algorithm.field_shapes().values())
+    return run.spec.rounds * run.spec.n_learners * said
+
+
+def at_a_time(run: Run, *, decisions: bool = False) -> int:
     """Of how many runs the messages fit into `BYTES`."""
-    numbers = sum(int(np.prod(shape)) for shape in run.algorithm.field_shapes().values()) * len(concerned(run, worlds))
-    if decisions:
-        numbers += run.algorithm.dim * run.spec.n_learners
-    return max(1, BYTES // (8 * run.spec.rounds * numbers))
+    decided = run.spec.rounds * run.spec.n_learners * run.algorithm.dim if decisions else 0
+    return max(1, BYTES // (8 * (numbers_of(run) + decided)))

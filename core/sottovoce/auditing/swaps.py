@@ -111,13 +111,18 @@ def _extremes(run: Run, data: PlacedData, learner: int) -> list[tuple[LearnerDat
     """First records on the loss's bound against their mirror image: all weight in one feature, or the same in all."""
     own, n = data.learners[learner], data.n_features
     label = max(own.labels.tolist(), key=abs)
-    bound = run.loss.feature_bound
-    size = bound if np.isfinite(bound) else float(np.linalg.norm(own.features, axis=1).max())
+    size = _bound(run, own)
     made = (
         (size * np.eye(n)[0], "a first record with all weight in one feature, against its mirror image"),
         (np.full(n, size / np.sqrt(n)), "a first record with equal weight in all features, against its mirror image"),
     )
     return [(own.with_use(0, record, label), (own.with_use(0, -record, label), what)) for record, what in made]
+
+
+def _bound(run: Run, own: LearnerData) -> float:
+    """The largest norm of a record; where the loss sets none, of those that there are."""
+    bound = run.loss.feature_bound
+    return bound if np.isfinite(bound) else float(np.linalg.norm(own.features, axis=1).max())
 
 
 # ---- the search ------------------------------------------------------------------------------------------------------
@@ -189,6 +194,44 @@ def worst(
         best = search(run, heard, worlds.holders(run), first, tried, _realised)
         found.append((best.score, Worlds(learner, first, *best.swap, shared)))
     return max(found, key=lambda each: each[0])[1]
+
+
+def others(run: Run, data: PlacedData, learner: int, known: Worlds) -> list[Worlds]:
+    """Pairs of worlds that show what the most telling one may hide: it is often a mirror pair, whose norms are equal.
+
+    In this order: a loud record against a silent one, for whatever depends on a norm; the first record with the other label; a
+    record of a middle round.
+
+    Args:
+        run: the run.
+        data: of all learners.
+        learner: its index.
+        known: the most telling pair, which is not told again.
+    """
+    own, labels = data.learners[learner], np.unique(np.concatenate([each.labels for each in data.learners]))
+    label, middle = float(own.labels[own.order[0]]), len(own.order) // 2
+    features, later = own.features[own.order[0]], own.features[own.order[middle]]
+    loud = _bound(run, own) * np.eye(data.n_features)[0]
+    silent = own.with_use(0, np.zeros(data.n_features), label)
+    different = labels[labels != label]
+    tried = [(own.with_use(0, loud, label), silent, "a first record on the bound, against one without features")]
+    if len(different):
+        other = own.with_use(0, features, float(different[0]))
+        tried.append((own, other, "the first record against itself with the other label"))
+    if middle:
+        mirrored = own.with_use(middle, -later, float(own.labels[own.order[middle]]))
+        tried.append((own, mirrored, "a record of a middle round against its mirror image"))
+    return [
+        Worlds(learner, first, second, what, known.shared)
+        for first, second, what in tried
+        if what != known.what and _differ(first, second)
+    ]
+
+
+def _differ(first: LearnerData, second: LearnerData) -> bool:
+    """A record without features is its own mirror image."""
+    same = (first.features[first.order] == second.features[second.order]).all()
+    return not (same and (first.labels[first.order] == second.labels[second.order]).all())
 
 
 def most_telling(

@@ -7,12 +7,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from sottovoce.auditing.bounds import Bound, ceiling, epsilon_lower_bound
-from sottovoce.auditing.levels import Family, Levels, Test
+from sottovoce.auditing.bounds import Bound, epsilon_lower_bound
+from sottovoce.auditing.levels import Family, Levels, Part, Test
 from sottovoce.auditing.likelihood import Excess
 from sottovoce.auditing.rounds import RoundBounds
 
 Kind = Literal["consistent", "refuted", "inconclusive", "unpromised"]
+
+RESTS_ON_COINS: frozenset[Family] = frozenset({"likelihood", "black box"})
+"""Families whose tests and bounds suppose that a fair coin chose the world of every run. Exact losses do not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +35,26 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
+class Reach:
+    """The smallest violation of one kind that would have been found.
+
+    Attributes:
+        part: of the audit that finds it.
+        least: how large it is.
+        text: the same in words.
+    """
+
+    part: Part
+    least: float
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class Findings:
     """What all families found.
 
     Attributes:
-        runs: of each world, on average.
+        runs: of each world, on average, of all pairs of worlds.
         levels: the chance of a false alarm, divided among all that was looked at.
         claim: epsilon that is promised over the whole run; infinite: nothing is.
         tests: every test, with its level.
@@ -47,6 +65,10 @@ class Findings:
         paired: there were two worlds to tell apart.
         needed: runs of each world with which the claim could be refuted at all.
         proviso: what the verdict supposes, to be read after the number of runs.
+        void: why the coins that chose the worlds are none; empty: they may be fair. What rests on them is no evidence then.
+        most: the largest lower bound on epsilon that so many runs could give; 0 where nothing is guessed.
+        reaches: what would have been found, had it been there.
+        blind: the plainest violation that would not have been found; empty: the audit could have found these.
     """
 
     runs: int
@@ -60,6 +82,10 @@ class Findings:
     paired: bool = True
     needed: int = 0
     proviso: str = ""
+    void: str = ""
+    most: float = 0.0
+    reaches: tuple[Reach, ...] = ()
+    blind: str = ""
 
     def of(self, family: Family) -> Findings:
         """What one family found."""
@@ -73,7 +99,14 @@ class Findings:
             excess=self.excess if likely else None,
             rounds=self.rounds if likely else None,
             signs=(),
+            void=self.void if family in RESTS_ON_COINS else "",
         )
+
+    @property
+    def without_coins(self) -> Findings:
+        """What no coin is needed for: noise that is not what is claimed, and losses above the claim."""
+        tests = tuple(test for test in self.tests if test.family not in RESTS_ON_COINS)
+        return replace(self, tests=tests, bounds=(), rounds=None)
 
     @property
     def guessed(self) -> Bound | None:
@@ -82,25 +115,24 @@ class Findings:
 
     @property
     def best(self) -> tuple[str, float]:
-        """The largest lower bound on epsilon, and who gave it."""
+        """The largest lower bound on epsilon of the whole run, and who gave it: by guesses of whole runs alone.
+
+        A bound on one round is none on the run: given what was said before, a message may tell up to twice the run's epsilon,
+        where that took as much back.
+        """
         known = [(bound.name, bound.value) for bound in self.bounds]
-        if self.rounds is not None:
-            known.append(("single rounds, added up", self.rounds.composed))
         return max(known, key=lambda each: each[1], default=("", 0.0))
 
     @property
     def largest(self) -> float:
-        """The largest lower bound on epsilon."""
+        """The largest lower bound on epsilon of the whole run."""
         return self.best[1]
-
-    @property
-    def most(self) -> float:
-        """The lower bound if every guess of a whole run were right; 0 where nothing is guessed."""
-        return ceiling(self.runs, self.levels.of("likelihood", "whole runs")) if self.paired else 0.0
 
 
 def decide(found: Findings) -> Verdict:
     """The verdict on what was found."""
+    if found.void:
+        return _decide_without_coins(found)
     evidence = tuple(_evidence(found))
     if evidence:
         return Verdict("refuted", f"The claim does not hold: {evidence[0]}{found.proviso}.", evidence + found.signs)
@@ -115,6 +147,14 @@ def decide(found: Findings) -> Verdict:
     if not found.paired:
         text += " Nothing was guessed, so this bounds no epsilon from below: that takes runs of two worlds."
     return Verdict("consistent", text)
+
+
+def _decide_without_coins(found: Findings) -> Verdict:
+    """The audit refutes by what needs no coin, or is void."""
+    kept = decide(replace(found.without_coins, void=""))
+    if kept.kind == "refuted":
+        return replace(kept, evidence=(*kept.evidence, found.void))
+    return Verdict("inconclusive", f"The audit is void with {_runs(found)}: {found.void}.", (found.void,))
 
 
 def _unpromised(found: Findings, runs: str) -> str:
@@ -162,6 +202,8 @@ def _hints(found: Findings) -> Iterator[str]:
     if found.runs < found.needed:
         few = f"so few could not refute an epsilon of {found.claim:.4g}, whatever they show"
         yield f"{few}: {found.needed:,} of each world are needed"
+    if found.blind:
+        yield f"this audit could not have found even {found.blind}: it takes more runs, or somebody who hears more"
     yield from found.signs
     # What would be evidence if it were all that was looked at.
     for test in found.tests:

@@ -9,7 +9,9 @@ import numpy as np
 
 from sottovoce.arrays import FloatArray, IntArray
 from sottovoce.data import LearnerData, PlacedData
+from sottovoce.data.check import check_batch
 from sottovoce.errors import DataError
+from sottovoce.losses import Loss
 from sottovoce.privacy.guarantee import Guarantee, joint
 from sottovoce.running.replay import Losses, replay
 from sottovoce.running.run import Run
@@ -70,6 +72,20 @@ class Worlds:
     def holders(self, run: Run) -> tuple[int, ...]:
         """The learners whose messages depend on the record."""
         return tuple(range(run.spec.n_learners)) if self.shared else (self.learner,)
+
+    def require_learnable(self, loss: Loss) -> None:
+        """Refuse records that the loss is not defined for: what is promised is about others.
+
+        Raises:
+            DataError: a label outside the loss's domain, or numbers that are not finite.
+        """
+        use = int(np.flatnonzero(self.swapped())[0])
+        for data in (self.first, self.second):
+            row = data.order[use : use + 1]
+            try:
+                check_batch(data.features[row], data.labels[row], data.features.shape[1], loss)
+            except DataError as error:
+                raise DataError(f"a record of the two worlds ({self.what}) does not fit: {error}") from None
 
     def guarantee(self, run: Run) -> Guarantee:
         """What is promised for this very swap to somebody who hears every holder: their losses added up."""

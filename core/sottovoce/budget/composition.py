@@ -24,7 +24,6 @@ running maximum over records promises less (`Accountant.dominates` is false): `m
 from __future__ import annotations
 
 import heapq
-import importlib
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -35,6 +34,7 @@ import numpy as np
 
 from sottovoce.arrays import FloatArray, IntArray, as_floats
 from sottovoce.data import LearnerData
+from sottovoce.data.files import import_extra
 from sottovoce.errors import SpecError
 from sottovoce.noise import GRID_BITS
 from sottovoce.privacy.accountant import Accountant
@@ -225,7 +225,4 @@ def _composed(losses: FloatArray, mechanism: Mechanism, interval: float) -> Any:
 
 
 def _library(module: str) -> Any:
-    try:
-        return importlib.import_module(f"dp_accounting.pld.{module}")
-    except ImportError:
-        raise SpecError("epsilon at a delta needs dp-accounting: pip install 'sottovoce[accounting]'") from None
+    return import_extra(f"dp_accounting.pld.{module}", "dp-accounting", "epsilon at a delta", "accounting")

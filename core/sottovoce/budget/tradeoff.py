@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from sottovoce.arrays import FloatArray
+from sottovoce.data.files import import_extra
 from sottovoce.errors import SpecError
 
 GRID = 2_000
@@ -124,7 +125,7 @@ def solve(curve: AccuracyCurve, utility: Utility, threshold: float, ceiling: flo
 
 def _refined(objective: Callable[[Any], Any], low: float, high: float) -> float:
     options = {"xatol": 1e-12 * high}
-    return float(_scipy("optimize").minimize_scalar(objective, bounds=(low, high), method="bounded", options=options).x)
+    return float(_optimize().minimize_scalar(objective, bounds=(low, high), method="bounded", options=options).x)
 
 
 def fit(epsilons: Sequence[float], losses: Sequence[float]) -> AccuracyCurve:
@@ -144,7 +145,7 @@ def fit(epsilons: Sequence[float], losses: Sequence[float]) -> AccuracyCurve:
         raise SpecError(f"a curve of three numbers needs at least 3 different epsilons, got {len(np.unique(x))}")
     if not (np.isfinite(x).all() and np.isfinite(y).all()):
         raise SpecError(f"epsilons and losses must be finite, got losses {y.tolist()} at {x.tolist()}")
-    nnls = _scipy("optimize").nnls
+    nnls = _optimize().nnls
 
     def residual(log_rate: float) -> float:
         return float(nnls(_basis(x, math.exp(log_rate)), y)[1])
@@ -153,7 +154,7 @@ def fit(epsilons: Sequence[float], losses: Sequence[float]) -> AccuracyCurve:
     rates = np.linspace(math.log(0.1 / float(np.ptp(x))), math.log(50.0 / float(np.diff(np.unique(x)).min())), 400)
     errors = [residual(rate) for rate in rates]
     k = int(np.argmin(errors))
-    found = _scipy("optimize").minimize_scalar(
+    found = _optimize().minimize_scalar(
         residual, bounds=(rates[max(k - 1, 0)], rates[min(k + 1, len(rates) - 1)]), method="bounded"
     )
     rate = math.exp(found.x if found.fun <= errors[k] else rates[k])
@@ -169,10 +170,5 @@ def _basis(x: FloatArray, rate: float) -> FloatArray:
     return columns
 
 
-def _scipy(module: str) -> Any:
-    from importlib import import_module
-
-    try:
-        return import_module(f"scipy.{module}")
-    except ImportError:
-        raise SpecError("a trade-off needs SciPy: pip install 'sottovoce[audit]'") from None
+def _optimize() -> Any:
+    return import_extra("scipy.optimize", "SciPy", "a trade-off")

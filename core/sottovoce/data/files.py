@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -118,15 +119,30 @@ def _column_names(arrays: Mapping[str, AnyArray], width: int) -> tuple[str, ...]
     return tuple(map(str, names)) if names is not None and names.shape == (width,) else None
 
 
+def _listed(arrays: Mapping[str, AnyArray], name: str, path: Path) -> AnyArray:
+    """An array that is a list.
+
+    Raises:
+        KeyError: there is none of this name.
+        DataError: it has another number of axes.
+    """
+    if (found := arrays[name]).ndim != 1:
+        raise DataError(f"{path}: {name} must be a list, got an array of {found.ndim} axes")
+    return found
+
+
 def _mixed_table(arrays: Mapping[str, AnyArray], part: str, path: Path) -> tuple[FloatArray, tuple[str, ...]]:
     """Numeric columns as they are, then one column for each value of each categorical column."""
     try:
         numbers, codes = arrays[f"num_{part}"], arrays[f"cat_{part}"]
-        attributes = [str(name) for name in arrays["cat_columns"]]
-        values = [arrays[f"values_{attribute}"] for attribute in attributes]
-        names = [str(name) for name in arrays["num_columns"]]
+        attributes = [str(name) for name in _listed(arrays, "cat_columns", path)]
+        values = [_listed(arrays, f"values_{attribute}", path) for attribute in attributes]
+        names = [str(name) for name in _listed(arrays, "num_columns", path)]
     except KeyError as error:
         raise DataError(f"{path} has num_{part}, so it must hold the array {error.args[0].split()[0]} too") from None
+    if numbers.ndim != 2 or numbers.dtype.kind not in "biuf" or codes.shape != (len(numbers), len(attributes)):
+        text = f"num_{part} must be numbers (records, features), and cat_{part} codes (records, {len(attributes)})"
+        raise DataError(f"{path}: {text}, got {numbers.dtype} {numbers.shape} and {codes.shape}")
     one_hot = [codes[:, j, None] == np.arange(len(values[j])) for j in range(len(attributes))]
     names += [f"{attribute}={value}" for attribute, of in zip(attributes, values, strict=True) for value in of]
     return as_floats(np.hstack([numbers, *one_hot])), tuple(names)
@@ -172,8 +188,16 @@ def _arrow_table(path: Path) -> Any:
             return import_extra("pyarrow.csv", "pyarrow", "reading .csv files").read_csv(path)
         # One file, not a data set: a folder named a=b on the way to it must not become a column.
         return import_extra("pyarrow.parquet", "pyarrow", "reading .parquet files").ParquetFile(path).read()
-    except (OSError, arrow.ArrowException) as error:
-        raise DataError(f"{path} must be a readable {path.suffix} file: {error}") from None
+    except OSError as error:
+        raise DataError(f"{path} must be a readable {path.suffix} file: {error.strerror or 'it is broken'}") from None
+    except arrow.ArrowException as error:  # its text may quote a row: what comes after the last colon
+        raise DataError(f"{path} must be a readable {path.suffix} file: {_unquoted(str(error))}") from None
+
+
+def _unquoted(text: str) -> str:
+    """What Arrow says of a broken file, as far as it quotes nothing of it."""
+    known = re.match(r"Empty CSV file|CSV parse error: (Row #\d+: )?Expected \d+ columns, got \d+", text)
+    return known[0] if known else "it is broken"
 
 
 def _label_column(names: list[str], label: str | None, path: Path) -> str:

@@ -42,11 +42,11 @@ class Partition(Section, ABC):
 PARTITIONS: Registry[Partition] = Registry(
     Partition,  # type: ignore[type-abstract]  # of its subclasses
     {
-        "iid": f"{__name__}:Iid",
-        "by_label": f"{__name__}:ByLabel",
-        "dirichlet": f"{__name__}:Dirichlet",
-        "paper_40_60": f"{__name__}:Paper4060",
-        "shared": f"{__name__}:Shared",
+        "iid": "Iid",
+        "by_label": "ByLabel",
+        "dirichlet": "Dirichlet",
+        "paper_40_60": "Paper4060",
+        "shared": "Shared",
     },
     group="partitions",
 )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt
 
 from sottovoce.data.partition import AnyPartition, Iid
-from sottovoce.registry import Section
+from sottovoce.registry import Count, Section
 
 
 class DataSpec(Section):
@@ -22,7 +22,7 @@ class DataSpec(Section):
     partition: AnyPartition = Iid()
     """Ignored where the file carries a `learner` column."""
     order: Literal["given", "shuffled"] = "shuffled"
-    batch_size: PositiveInt | Literal["all"] = 1
+    batch_size: Count | Literal["all"] = 1
     """Records per learner and round; `all`: all in round 0 (with `reuse`, in every round).
 
     Ignored where the file carries a `round` column.

@@ -21,7 +21,7 @@ from sottovoce.errors import SpecError
 from sottovoce.registry import load
 
 SHAPES = {"mnist-cnn": (1, 28, 28), "cifar-cnn": (3, 32, 32)}
-"""Shape of a record for `small_cnn`, by the name that a spec gives."""
+"""Shape of a record for the small CNN, by the name that a spec gives."""
 
 LARGEST_PART = 256
 """Records that the network takes at once, at most."""
@@ -204,7 +204,7 @@ def _factory(name: str, options: Mapping[str, Any], shape: tuple[int, ...], clas
         SpecError: not a built-in name, and not a class of modules that can be imported.
     """
     if name in SHAPES:
-        return lambda: small_cnn(shape, classes, **options)
+        return lambda: _small_cnn(shape, classes, **options)
     if ":" not in name:
         raise SpecError(f"loss.module must be one of {', '.join(SHAPES)}, or package.module:Class, got {name!r}")
     found = load(name, "loss.module")
@@ -214,7 +214,7 @@ def _factory(name: str, options: Mapping[str, Any], shape: tuple[int, ...], clas
     return lambda: found(**options)
 
 
-def small_cnn(shape: tuple[int, ...], classes: int, channels: tuple[int, int] = (8, 16)) -> nn.Module:
+def _small_cnn(shape: tuple[int, ...], classes: int, channels: tuple[int, int] = (8, 16)) -> nn.Module:
     """A small LeNet for images `(channels, height, width)`: two 5x5 convolutions, each with ReLU and 2x2 pooling, one layer.
 
     Chen & Wang (2025) use one unspecified CNN for MNIST and CIFAR-10. This one has few parameters, because the noise of a

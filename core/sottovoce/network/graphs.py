@@ -77,15 +77,15 @@ class Graph(Section, ABC):
 GRAPHS: Registry[Graph] = Registry(
     Graph,  # type: ignore[type-abstract]  # of its subclasses
     {
-        "ring": f"{__name__}:Ring",
-        "path": f"{__name__}:PathGraph",
-        "star": f"{__name__}:Star",
-        "complete": f"{__name__}:Complete",
-        "grid": f"{__name__}:Grid",
-        "erdos_renyi": f"{__name__}:ErdosRenyi",
-        "watts_strogatz": f"{__name__}:WattsStrogatz",
-        "edges": f"{__name__}:Edges",
-        "file": f"{__name__}:GraphFile",
+        "ring": "Ring",
+        "path": "PathGraph",
+        "star": "Star",
+        "complete": "Complete",
+        "grid": "Grid",
+        "erdos_renyi": "ErdosRenyi",
+        "watts_strogatz": "WattsStrogatz",
+        "edges": "Edges",
+        "file": "GraphFile",
     },
     group="graphs",
 )
@@ -349,7 +349,7 @@ class GraphSequence(Section, ABC):
 
 SEQUENCES: Registry[GraphSequence] = Registry(
     GraphSequence,  # type: ignore[type-abstract]  # of its subclasses
-    {"periodic": f"{__name__}:PeriodicGraphs", "random": f"{__name__}:RandomGraphs"},
+    {"periodic": "PeriodicGraphs", "random": "RandomGraphs"},
     group="graph_sequences",
 )
 

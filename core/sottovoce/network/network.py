@@ -61,7 +61,7 @@ class Network(ABC):
         """
         longest = 1
         for start in range(self.horizon):
-            within = rounds_to_connect(self, start, limit)
+            within = _rounds_to_connect(self, start, limit)
             if within is None:
                 return None
             longest = max(longest, within)
@@ -143,7 +143,7 @@ class ChangingNetwork(Network):
 # ---- connectivity ----------------------------------------------------------------------------------------
 
 
-def rounds_to_connect(network: Network, start: int, limit: int) -> int | None:
+def _rounds_to_connect(network: Network, start: int, limit: int) -> int | None:
     """How many rounds from `start` on, taken together, connect everybody with everybody; None if more than `limit`."""
     union = np.zeros((network.n_learners, network.n_learners), dtype=bool)
     for t in range(start, start + limit):

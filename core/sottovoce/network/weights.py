@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from typing import Annotated, ClassVar, Literal
 
 import numpy as np
-from pydantic import SerializeAsAny
+from pydantic import Field, SerializeAsAny
 
 from sottovoce.arrays import FloatArray
 from sottovoce.errors import CheckFailed
@@ -80,12 +80,12 @@ class WeightRule(Section, ABC):
 WEIGHTS: Registry[WeightRule] = Registry(
     WeightRule,  # type: ignore[type-abstract]  # of its subclasses
     {
-        "constant": f"{__name__}:ConstantWeights",
-        "metropolis": f"{__name__}:MetropolisWeights",
-        "max_degree": f"{__name__}:MaxDegreeWeights",
-        "laplacian": f"{__name__}:LaplacianWeights",
-        "out_degree": f"{__name__}:OutDegreeWeights",
-        "in_degree": f"{__name__}:InDegreeWeights",
+        "constant": "ConstantWeights",
+        "metropolis": "MetropolisWeights",
+        "max_degree": "MaxDegreeWeights",
+        "laplacian": "LaplacianWeights",
+        "out_degree": "OutDegreeWeights",
+        "in_degree": "InDegreeWeights",
     },
     group="weights",
 )
@@ -98,7 +98,7 @@ class ConstantWeights(WeightRule):
     """`w_ij = value` for every edge."""
 
     kind: Literal["constant"] = "constant"
-    value: Positive
+    value: Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
     directed: ClassVar[bool] = False
     free: ClassVar[bool] = True

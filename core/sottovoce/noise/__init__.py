@@ -10,13 +10,15 @@ and replay; `mechanisms` puts noise on a vector.
 
 from sottovoce.noise.bitwise import KeyedNoise, SystemNoise
 from sottovoce.noise.draw import Draw, Law, Noise
-from sottovoce.noise.lattice import GRID_BITS, grid, on_grid
+from sottovoce.noise.lattice import GRID_BITS, LARGEST_SCALE, SMALLEST_SCALE, grid, on_grid
 from sottovoce.noise.opendp import OpenDpNoise
 from sottovoce.noise.simulated import AHEAD, RecordedNoise, Recorder, SeededNoise, no_noise
 
 __all__ = [
     "AHEAD",
     "GRID_BITS",
+    "LARGEST_SCALE",
+    "SMALLEST_SCALE",
     "Draw",
     "KeyedNoise",
     "Law",

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sottovoce.arrays import FloatArray, IntArray
+from sottovoce.errors import SpecError
 from sottovoce.noise.draw import Draw
 
 _AT_ONCE = 2**14
@@ -79,10 +80,10 @@ class SystemNoise:
         So it protects a learner against those who look at values, not against those who look at their last bits: which
         floats can come out depends on the state that they are added to (Mironov 2012). No bound on that is known.
         """
-        count, pairs = math.prod(draw.shape), -(-math.prod(draw.shape) // 2)
+        rate, count, pairs = draw.rate_of_one(), math.prod(draw.shape), -(-math.prod(draw.shape) // 2)
         bits = np.frombuffer(self._entropy(8 * (count + 2 * pairs)), np.uint64) >> np.uint64(11)
         uniform = np.ldexp(bits + 0.5, -53)
-        radius = -np.log(uniform[:count]).reshape(draw.shape).sum(axis=-1, keepdims=True) / draw.scale
+        radius = -np.log(uniform[:count]).reshape(draw.shape).sum(axis=-1, keepdims=True) / rate
         length, angle = np.sqrt(-2.0 * np.log(uniform[count : count + pairs])), 2.0 * np.pi * uniform[count + pairs :]
         normal = np.concatenate([length * np.cos(angle), length * np.sin(angle)])[:count].reshape(draw.shape)
         normal *= radius / np.linalg.norm(normal, axis=-1, keepdims=True)
@@ -99,8 +100,8 @@ class SystemNoise:
     def _attempt(self, count: int, rate: float) -> tuple[FloatArray, IntArray]:
         """Signed whole numbers, and the places of those that do not count."""
         low_bits = max(0, -11 - math.frexp(rate)[1])
-        if low_bits > 32:
-            raise ValueError(f"scale must be at most 2^43 times grid, got {1 / rate:g} times")
+        if not rate > 0.0 or low_bits > 32:  # a rate of 0 has no low bits, and would draw next to nothing
+            raise SpecError(f"scale must be at most 2^43 times grid, got grid/scale of {rate:g}")
         words = np.frombuffer(self._entropy((8 + 2 * _LEVELS) * count), np.uint16)
         coin, sign = words[:count], words[count : 2 * count].view(np.int16)
         low = words[2 * count : 4 * count].view(np.uint32) >> np.uint32(32 - low_bits) if low_bits else np.zeros(count)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 from sottovoce.arrays import FloatArray, Scalars
+from sottovoce.errors import SpecError
 from sottovoce.noise.lattice import on_grid
 
 Law = Literal["laplace", "gaussian", "spherical"]
@@ -47,10 +49,28 @@ class Draw:
 
         Raises:
             TypeError: there is one per learner, or no lattice.
+            SpecError: not `0 < grid <= scale < inf`: what would come out is no noise.
         """
         if not (isinstance(self.scale, float) and isinstance(self.grid, float)):
             raise TypeError("a deployed learner draws for itself alone: scale must be one number, and grid another one")
+        if not 0.0 < self.grid <= self.scale < math.inf:  # in this form not-a-number is refused, too
+            text = f"noise in field {self.field!r} must have 0 < grid <= scale < inf"
+            raise SpecError(f"{text}, got scale {self.scale} on a grid of {self.grid} in round {self.round}")
         return self.scale, self.grid
+
+    def rate_of_one(self) -> float:
+        """The rate of spherical noise, for a source that serves a single learner.
+
+        Raises:
+            TypeError: there is one per learner.
+            SpecError: it is 0, infinite or not a number: what would come out is no noise, or nothing but noise.
+        """
+        if not isinstance(self.scale, float):
+            raise TypeError("a deployed learner draws for itself alone: the rate must be one number")
+        if not (0.0 < self.scale < math.inf and 0.0 < 1.0 / self.scale < math.inf):
+            text = f"spherical noise in field {self.field!r} must have a rate that is positive and finite, as 1/rate"
+            raise SpecError(f"{text}, got {self.scale} in round {self.round}")
+        return self.scale
 
 
 Noise = Callable[[Draw], FloatArray]

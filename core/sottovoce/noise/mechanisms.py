@@ -14,7 +14,7 @@ import math
 import numpy as np
 
 from sottovoce.arrays import FloatArray, Scalars
-from sottovoce.noise import Draw, Law, Noise, grid, on_grid
+from sottovoce.noise import SMALLEST_SCALE, Draw, Law, Noise, grid, on_grid
 
 
 def say_laplace(noise: Noise, field: str, t: int, vector: FloatArray, scale: Scalars) -> FloatArray:
@@ -49,8 +49,7 @@ def lattice_of(field: str, scale: float) -> dict[str, float]:
 
     A scale within rounding of a power of two has the finer of the two lattices.
     """
-    spacing = float(grid(scale * (1.0 - 1e-9))) if 0.0 < scale < math.inf else 0.0
-    return {field: spacing} if spacing > 0.0 else {}
+    return {field: float(grid(scale * (1.0 - 1e-9)))} if SMALLEST_SCALE <= scale < math.inf else {}
 
 
 def laplace_density(said: FloatArray, vector: FloatArray, scale: Scalars) -> FloatArray:

@@ -20,12 +20,14 @@ AHEAD = 2**14
 class SeededNoise:
     """Noise for simulation: reproducible, fast, and no protection at all.
 
-    Continuous numbers rounded to the lattice: at 2^-40 scales the difference to the discrete law is beyond any test.
+    Continuous numbers rounded to the lattice: at 2^-40 scales the difference to the discrete law is beyond any test. Halves are
+    rounded up, not to even: nine to twelve binary places are left of a number of 2^41 to 2^44 spacings, so that halves are
+    frequent, and an even number of spacings would be said too often by 10^-4.
     """
 
     def __init__(self, seed: int | np.random.SeedSequence) -> None:
         self._generator = np.random.Generator(np.random.SFC64(seed))
-        self._ahead = np.empty(0)
+        self._ahead, self._used = np.empty(0), 0
 
     def __call__(self, draw: Draw) -> FloatArray:
         match draw.law:
@@ -40,7 +42,8 @@ class SeededNoise:
         if draw.grid is None:
             return drawn * draw.scale
         drawn = drawn * (draw.scale / draw.grid)
-        np.rint(drawn, out=drawn)
+        drawn += 0.5
+        np.floor(drawn, out=drawn)
         drawn *= draw.grid
         return drawn
 
@@ -48,15 +51,16 @@ class SeededNoise:
         """Laplace numbers of scale 1: small draws are cut from a large one, for numpy's calls cost more than they."""
         if 4 * count > AHEAD:
             return self._signed(count)
-        if self._ahead.size < count:
-            self._ahead = self._signed(AHEAD)
-        drawn, self._ahead = self._ahead[:count], self._ahead[count:]
-        return drawn
+        if self._used + count > self._ahead.size:
+            self._ahead, self._used = self._signed(AHEAD), 0
+        self._used += count
+        return self._ahead[self._used - count : self._used]
 
     def _signed(self, count: int) -> FloatArray:
         drawn = self._generator.standard_exponential(count)
         bits = np.unpackbits(np.frombuffer(self._generator.bytes((count + 7) // 8), np.uint8), count=count)
-        drawn *= 1 - 2 * bits.view(np.int8)
+        whole = drawn.view(np.uint64)
+        whole |= bits.astype(np.uint64) << np.uint64(63)  # the sign's bit
         return drawn
 
     def _spherical(self, draw: Draw) -> FloatArray:

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 
 import numpy as np
 
-from sottovoce.arrays import FloatArray, IntArray, as_floats
+from sottovoce.arrays import MOST_NUMBERS, FloatArray, IntArray, as_floats
 from sottovoce.errors import SpecError
 from sottovoce.privacy.guarantee import Event, Grounds, Guarantee, Mechanism
 
@@ -75,7 +75,7 @@ class Accountant(ABC):
     def losses_of(self, counts: IntArray, changes: IntArray) -> FloatArray:
         """`(changes, rounds)` losses for each of many changes, which replace `changes (changes, rounds)` of the records."""
         if not self.follows:
-            many = [events(self.event, change) for change in changes]
+            many = [_events(self.event, change) for change in changes]
             dearest = self.losses(counts)
             # Nothing replaced costs nothing, where 0 times infinity would be no number.
             return np.array([k * dearest if k else 0.0 * counts for k in many]).reshape(changes.shape)
@@ -93,7 +93,7 @@ def metered(accountant: Accountant, counts: IntArray, replaced: IntArray | None)
     return losses
 
 
-def events(event: Event, replaced: IntArray) -> int:
+def _events(event: Event, replaced: IntArray) -> int:
     """How many events a change makes that replaces `replaced (rounds,)` records."""
     if event is Event.RECORD:
         return int(replaced.sum())
@@ -169,8 +169,10 @@ def guarantee(
         replaced: `(rounds,)` of them that differ between the two worlds (default: the dearest event).
 
     Raises:
-        SpecError: numbers of another shape, below 0 or not whole, or more replaced than there are.
+        SpecError: too many rounds, numbers of another shape, below 0 or not whole, or more replaced than there are.
     """
+    if rounds > MOST_NUMBERS:
+        raise SpecError(f"a guarantee is computed round by round, for at most {MOST_NUMBERS} rounds, got {rounds}")
     counts = np.ones(rounds, np.int64) if counts is None else _planned("counts", counts, rounds)
     if replaced is not None:
         replaced = _planned("replaced", replaced, rounds)

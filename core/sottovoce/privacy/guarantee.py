@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -119,6 +119,11 @@ class Guarantee:
     def epsilon(self, rounds: int | None = None) -> float:
         """Cumulative epsilon of the first `rounds` messages (all planned ones by default), summed exactly."""
         return math.fsum(self.per_round[:rounds])
+
+
+def overall(epsilons: Iterable[float], *, shared: bool) -> float:
+    """Epsilon of one event for who hears all learners: the largest of theirs, or the sum where an event is everybody's."""
+    return math.fsum(epsilons) if shared else max(epsilons)
 
 
 def joint(each: Sequence[Guarantee]) -> Guarantee:

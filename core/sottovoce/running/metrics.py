@@ -23,6 +23,7 @@ import numpy as np
 
 from sottovoce.arrays import Batch, FloatArray, IntArray
 from sottovoce.data import PlacedData
+from sottovoce.data.files import import_extra
 from sottovoce.decision_sets import Box, DecisionSet
 from sottovoce.errors import SpecError
 from sottovoce.losses import Loss
@@ -88,7 +89,7 @@ class Objective:
         """
         if not self.loss.convex:
             raise SpecError("the minimiser of a loss that is not convex cannot be computed")
-        minimize = _scipy_minimize()
+        minimize = import_extra("scipy.optimize", "SciPy", "regret or tracking error").minimize
         mean = _Mean(self)
         bounds = [(decision_set.low, decision_set.high)] * len(start) if isinstance(decision_set, Box) else None
         options = {"maxiter": MOST_STEPS, "maxfun": 2 * MOST_STEPS, "ftol": 1e-15, "gtol": TOLERANCE, "maxcor": 20}
@@ -152,14 +153,6 @@ def _descend(mean: _Mean, decision_set: DecisionSet, start: FloatArray) -> Float
         ahead = there + (momentum - 1.0) / following * (there - here)
         here, momentum = there, following
     return here
-
-
-def _scipy_minimize() -> Any:
-    try:
-        from scipy.optimize import minimize
-    except ImportError:
-        raise SpecError("regret and tracking error need SciPy: pip install 'sottovoce[audit]'") from None
-    return minimize
 
 
 def _parts(vectors: int, records: int) -> Iterator[slice]:

@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from sottovoce.arrays import FloatArray, IntArray
+from sottovoce.arrays import MOST_NUMBERS, FloatArray, IntArray
 from sottovoce.data.dataset import Dataset, Labelled
 from sottovoce.data.schedule import LearnerData, PlacedData
 from sottovoce.data.source import DataSpec
@@ -32,6 +32,7 @@ def place(spec: RunSpec, dataset: Dataset) -> PlacedData:
         DataError: a record is placed with a learner or in a round that the run has not (the message names its row).
     """
     data = spec.data
+    _require_room(spec, dataset)
     split_rng, deal_rng, order_rng = np.random.default_rng(data.seed).spawn(3)
     rows, test = _hold_out(dataset, data.test_fraction, split_rng)
     rounds = _rounds(spec, dataset)
@@ -165,9 +166,27 @@ def _rounds(spec: RunSpec, dataset: Dataset) -> IntArray | None:
     return dataset.round
 
 
+def _require_room(spec: RunSpec, dataset: Dataset) -> None:
+    """Refuse a timetable that has no room in memory; with `reuse` it names a record for every place of every round.
+
+    Raises:
+        SpecError: it has too many places.
+    """
+    data, each = spec.data, spec.n_learners
+    if data.reuse and dataset.round is None:
+        each = len(dataset.labels) if data.batch_size == "all" else spec.n_learners * data.batch_size
+    if (places := spec.rounds * each) > MOST_NUMBERS:
+        what = f"{spec.rounds} rounds of {spec.n_learners} learners have {places} places for records"
+        raise SpecError(
+            f"there must be at most {MOST_NUMBERS} places for records, and {what}: lower rounds or batch_size"
+        )
+
+
 def _fill(shuffled: IntArray, data: DataSpec, rounds: int) -> tuple[IntArray, IntArray]:
     """`batch_size` records a round until they run out, or for ever with `reuse`: order and offsets."""
     size = len(shuffled) if data.batch_size == "all" else data.batch_size
+    if not data.reuse:
+        size = min(size, len(shuffled))  # else the ends of late rounds pass the largest int64
     slots = rounds * size
     order = np.resize(shuffled, slots) if data.reuse else shuffled[:slots]
     return order, np.minimum(np.arange(rounds + 1) * size, len(order))

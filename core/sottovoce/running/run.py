@@ -9,6 +9,7 @@ from sottovoce.algorithms.interface import Algorithm
 from sottovoce.algorithms.per_learner import spread
 from sottovoce.algorithms.setting import Caveat, Setting
 from sottovoce.arrays import IntArray
+from sottovoce.errors import SpecError
 from sottovoce.losses import Loss
 from sottovoce.network.network import Network
 from sottovoce.privacy.accountant import guarantee
@@ -51,12 +52,24 @@ def build_run(spec: RunSpec, n_features: int) -> Run:
     """Everything that a run needs but its data.
 
     Raises:
-        SpecError: the spec contradicts itself, or a condition of the algorithm does not hold (`CheckFailed`).
+        SpecError: the spec contradicts itself, asks for more memory than there is, or a condition of the algorithm does
+            not hold (`CheckFailed`).
     """
+    try:
+        return _built(spec, n_features)
+    except MemoryError:
+        text = f"{spec.rounds} rounds of {spec.n_learners} learners with {n_features} features"
+        raise SpecError(f"{text} need more memory than there is: lower rounds, learners or features") from None
+
+
+def _built(spec: RunSpec, n_features: int) -> Run:
     network = spec.topology.network(spec.n_learners, spec.rounds)
     setting = Setting(spec.rounds, n_features, spec.loss, spec.decision_set, network)
     spec.decision_set.require_dim(setting.dim)
     if spec.privacy.budget is not None:
         spread(spec.privacy.budget, spec.n_learners, "privacy.budget")
-    algorithm, warnings = spec.algorithm.build(setting)
+    try:
+        algorithm, warnings = spec.algorithm.build(setting)
+    except ArithmeticError as error:  # of Python's numbers; NumPy's become infinite, and the conditions refuse that
+        raise SpecError(f"the numbers of this spec leave the range of float64: {error}") from None
     return Run(spec, network, algorithm, warnings)

@@ -18,7 +18,8 @@ import numpy as np
 
 from sottovoce.algorithms.interface import Message
 from sottovoce.arrays import FloatArray
-from sottovoce.errors import CaptureError, SpecError
+from sottovoce.data.files import import_extra
+from sottovoce.errors import CaptureError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -73,11 +74,7 @@ def parquet() -> Any:
     Raises:
         SpecError: pyarrow is not installed.
     """
-    try:
-        import pyarrow.parquet
-    except ImportError:
-        raise SpecError("reading and writing Parquet needs pyarrow: pip install 'sottovoce[audit]'") from None
-    return pyarrow.parquet
+    return import_extra("pyarrow.parquet", "pyarrow", "reading and writing Parquet")
 
 
 class TranscriptWriter:
@@ -143,8 +140,16 @@ def read_transcript(path: Path, run: str | None = None, world: int = 0) -> Trans
     """Read one run and world of a transcript file; every field must be there for all rounds, learners and replicas.
 
     Raises:
-        CaptureError: unreadable, not a transcript, or incomplete.
+        CaptureError: unreadable, not a transcript, empty, or incomplete.
     """
+    fields = _read(path, run, world)
+    if not fields:
+        raise CaptureError(f"{path} has no rows of run {run!r} and world {world}")
+    return Transcript(fields)
+
+
+def _read(path: Path, run: str | None = None, world: int = 0) -> dict[str, FloatArray]:
+    """The fields of one run and world of a transcript file; none where it has no rows of them."""
     try:
         table = parquet().read_table(path)
     except (OSError, ValueError) as error:
@@ -162,9 +167,7 @@ def read_transcript(path: Path, run: str | None = None, world: int = 0) -> Trans
         keys = tuple(columns[key][rows].astype(np.int64) for key in ("round", "sender", "replica"))
         values = table.column("value").take(rows).combine_chunks()
         fields[str(name)] = _dense(path, str(name), keys, values)
-    if not fields:
-        raise CaptureError(f"{path} has no rows of run {run!r} and world {world}")
-    return Transcript(fields)
+    return fields
 
 
 def _require_kinds(path: Path, table: pa.Table) -> None:
@@ -198,12 +201,12 @@ def read_noise(path: Path) -> dict[str, FloatArray]:
     """Recorded noise: field name to `(rounds, learners, replicas, dim)`, replicas 1 where the file has none.
 
     A `.npz` file holds one array per field, `(rounds, learners, dim)` or `(rounds, learners, replicas, dim)`; a `.parquet`
-    file is a transcript with the noise as value.
+    file is a transcript with the noise as value, without rows where nothing was drawn.
 
     Raises:
         CaptureError: unreadable, or of another shape.
     """
-    arrays = _arrays(path) if path.suffix == ".npz" else dict(read_transcript(path).fields)
+    arrays = _arrays(path) if path.suffix == ".npz" else _read(path)
     for name, array in arrays.items():
         if array.ndim not in (3, 4) or not np.isfinite(array).all():
             raise CaptureError(

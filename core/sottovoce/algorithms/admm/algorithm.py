@@ -92,7 +92,7 @@ class Admm:
         if step.perturbed == "nothing":
             primal = said = problem.minimise(state.primal)
         else:
-            drawn = noise(Draw("spherical", "y", state.t, step.rate, None, state.primal.shape))
+            drawn = _drawn(noise, state, step.rate)
             in_objective = step.perturbed == "objective"
             exact = (problem.tilted(problem.weight * drawn) if in_objective else problem).minimise(state.primal)
             # In every round, if only the last one needs it: so a recording has one for each.
@@ -169,6 +169,16 @@ class Admm:
             tolerance=node.tolerance,
         )
         return step, problem
+
+
+def _drawn(noise: Noise, state: State, rate: Scalars) -> FloatArray:
+    """The round's e. Where many are stacked, the silent ones among them (rate infinite) are asked for, too, and get zero.
+
+    A learner alone asks nobody then: no source of real noise serves a rate that is not finite.
+    """
+    if state.primal.ndim == 1 and np.isinf(rate):
+        return np.zeros_like(state.primal)
+    return noise(Draw("spherical", "y", state.t, rate, None, state.primal.shape))
 
 
 def _longest(node: Node, stiffness: Scalars) -> Scalars:

@@ -15,20 +15,27 @@ import numpy as np
 from sottovoce.algorithms.admm.accounting import paper_epsilon
 from sottovoce.algorithms.admm.calibrations import Calibration, DualCalibration, Node, PrimalCalibration, Unperturbed
 from sottovoce.algorithms.admm.local import ROUNDING
+from sottovoce.algorithms.noise_range import require_scales
 from sottovoce.algorithms.setting import Caveat
 from sottovoce.errors import require
 from sottovoce.losses import Loss, MarginLoss
+from sottovoce.registry import LARGEST, SMALLEST
+
+FLATTEST = 2.0**-40
+"""Of the curvature of all records: the local problem must have as much of its own."""
 
 LARGE_LOSS = 10.0
 """Cumulative epsilon from which a user is told."""
 
 
-def check_admm(calibration: Calibration, nodes: Sequence[Node], loss: Loss) -> MarginLoss:
-    """Refuse what has no guarantee or no solution; the loss, known to be one of the score.
+def checked(
+    calibration: Calibration, nodes: Sequence[Node], loss: Loss, rounds: int
+) -> tuple[MarginLoss, tuple[Caveat, ...]]:
+    """The loss, known to be one of the score, and what the user is told; what has no guarantee or no solution is refused.
 
     Raises:
-        CheckFailed: GRAPH, PENALTY, RIDGE, LOSS_WEIGHT, CLIPPED, LOSS_CONSTANTS, LOSS_FIRST_ORDER, ALPHA or SOLVER,
-            whichever fails first.
+        CheckFailed: GRAPH, PENALTY, RIDGE, LOSS_WEIGHT, CLIPPED, LOSS_CONSTANTS, LOSS_FIRST_ORDER, ALPHA, NOISE_SCALE or
+            SOLVER, whichever fails first.
     """
     node = nodes[0]
     lonely = [i for i, each in enumerate(nodes) if each.degree == 0]
@@ -38,14 +45,18 @@ def check_admm(calibration: Calibration, nodes: Sequence[Node], loss: Loss) -> M
         ("RIDGE", "loss.ridge", node.ridge),
         ("LOSS_WEIGHT", "loss_weight", node.loss_weight),
     ):
-        require(0 < value < math.inf, code, f"eta, rho and C_R must be positive, got {name}={value}")
+        text = f"eta, rho and C_R must be positive, and within [{SMALLEST:g}, {LARGEST:g}]"
+        require(SMALLEST <= value <= LARGEST, code, f"{text}, got {name}={value}")
     _require_loss(calibration, node, loss)
     if not isinstance(calibration, Unperturbed):
         for each in nodes:
             for alpha in (each.alpha, each.final_alpha):
                 require(bool(0 < alpha < math.inf), "ALPHA", f"alpha must be positive, got {alpha}")
+        _require_noise(calibration, nodes)
     _require_solver(node)
-    return cast(MarginLoss, loss)
+    for each in nodes:
+        _require_solvable(each)
+    return cast(MarginLoss, loss), tuple(_findings(calibration, nodes, rounds))
 
 
 def _require_loss(calibration: Calibration, node: Node, loss: Loss) -> None:
@@ -65,17 +76,39 @@ def _require_loss(calibration: Calibration, node: Node, loss: Loss) -> None:
     require(convex and second and hasattr(loss, "bend"), "SOLVER", f"{text}, {got}")
 
 
+def _require_noise(calibration: Calibration, nodes: Sequence[Node]) -> None:
+    """NOISE_SCALE: `1/zeta` lies between these two, however many records come.
+
+    Of alpha, DVP's noise gets all, half, or with rule `printed` whatever float64 tells from 0. PVP's Delta lies between
+    `2 tau/m` and `(2 ell C + 2 tau)/rho`, of the most records and of the fewest.
+    """
+    for each in nodes:
+        ends = [each.lipschitz, each.lipschitz * 2.0**55]
+        if isinstance(calibration, PrimalCalibration):
+            most = 2.0 * (each.lipschitz * each.loss_weight + each.tolerance) / each.ridge
+            ends += [2.0 * each.tolerance / float(each.stiffness), most]
+        require_scales(end / float(alpha) for end in ends for alpha in (each.alpha, each.final_alpha))
+
+
 def _require_solver(node: Node) -> None:
     """SOLVER: a tolerance that float64 can reach; no negative output noise."""
     known = node.lipschitz if node.lipschitz < math.inf else 0.0
     least = 2 * ROUNDING * node.loss_weight * known
     text = f"tolerance must be positive, and at least {least:.3g} for this loss_weight: float64 resolves no less"
     require(max(least, 1e-300) <= node.tolerance < math.inf, "SOLVER", f"{text}, got {node.tolerance}")
-    text = f"output_noise must be at least 0 and finite, got {node.output_noise}"
-    require(0 <= node.output_noise < math.inf, "SOLVER", text)
+    require_scales([node.output_noise], "SOLVER")
 
 
-def admm_findings(calibration: Calibration, nodes: Sequence[Node], rounds: int) -> Iterator[Caveat]:
+def _require_solvable(node: Node) -> None:
+    """SOLVER: what keeps the local problem curved is not lost beside the records' own curvature, in float64."""
+    stiffness, most = float(node.stiffness), node.curvature * node.loss_weight
+    text = (
+        f"ridge and penalty must give the local problem a curvature (rho + 2 eta N) of at least {FLATTEST * most:.3g}"
+    )
+    require(stiffness >= FLATTEST * most, "SOLVER", f"{text}: float64 solves nothing flatter, got {stiffness:.3g}")
+
+
+def _findings(calibration: Calibration, nodes: Sequence[Node], rounds: int) -> Iterator[Caveat]:
     """LOSS_WEIGHT_RANGE, EXTRA_RIDGE, SOLVER, BUDGET."""
     node = nodes[0]
     if isinstance(calibration, Unperturbed):

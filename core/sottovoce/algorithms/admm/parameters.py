@@ -17,7 +17,7 @@ from sottovoce.algorithms.admm.calibrations import (
     Unperturbed,
     Variant,
 )
-from sottovoce.algorithms.admm.conditions import admm_findings, check_admm
+from sottovoce.algorithms.admm.conditions import checked
 from sottovoce.algorithms.parameters import AlgorithmSpec
 from sottovoce.algorithms.per_learner import PerLearner, divided
 from sottovoce.algorithms.setting import Caveat, Setting
@@ -119,6 +119,6 @@ def _build(
         )
         for i in range(setting.n_learners)
     )
-    margin_loss = check_admm(calibration, nodes, loss)
+    margin_loss, findings = checked(calibration, nodes, loss, setting.rounds)
     algorithm = Admm(spec.name, setting.dim, setting.rounds, margin_loss, calibration, nodes)
-    return algorithm, tuple(admm_findings(calibration, nodes, setting.rounds))
+    return algorithm, findings

@@ -6,7 +6,6 @@ voids a theorem is a finding.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Literal
 
@@ -27,18 +26,6 @@ LONGEST_LOOK = 4096
 
 ROUNDING = 1e-9
 """How far sums of weights may be from one."""
-
-
-def check_numbers(step: float, sigma: float | None, epsilon: float | None, clip: float | None) -> None:
-    """STEP, SIGMA, EPSILON, CLIP: numbers that cannot be what they stand for."""
-    require(0 < step < math.inf, "STEP", f"step must be positive and finite, got {step}")
-    require(
-        sigma is None or epsilon is None, "SIGMA", f"give sigma or epsilon, got sigma={sigma} and epsilon={epsilon}"
-    )
-    require(sigma is None or 0 <= sigma < math.inf, "SIGMA", f"sigma must be positive, or 0 for no noise, got {sigma}")
-    positive = epsilon is None or 0 < epsilon < math.inf
-    require(positive, "EPSILON", f"epsilon must be positive and finite, got {epsilon}")
-    require(clip is None or 0 < clip < math.inf, "CLIP", f"clip must be positive and finite, got {clip}")
 
 
 def check_network(network: Network, rounds: int, kind: Stochastic, *, rows_suffice: bool) -> Iterator[Caveat]:

@@ -13,15 +13,16 @@ from sottovoce.algorithms.dual_averaging.algorithm import DualAveraging, Mask
 from sottovoce.algorithms.dual_averaging.conditions import (
     Stochastic,
     check_network,
-    check_numbers,
     method_findings,
 )
+from sottovoce.algorithms.noise_range import require_scales
 from sottovoce.algorithms.parameters import AlgorithmSpec
 from sottovoce.algorithms.setting import Caveat, Setting
 from sottovoce.arrays import FloatArray
 from sottovoce.decision_sets import Box
 from sottovoce.errors import SpecError, require
 from sottovoce.network.network import Network
+from sottovoce.registry import LARGEST, SMALLEST
 
 
 class _DualAveragingSpec(AlgorithmSpec):
@@ -49,10 +50,23 @@ class _DualAveragingSpec(AlgorithmSpec):
             return self.model_copy(update={"epsilon": self.epsilon / factors[0]})
         return self.model_copy(update={"sigma": (1.0 if self.sigma is None else self.sigma) * factors[0]})
 
+    def _require_numbers(self) -> None:
+        """STEP, SIGMA, EPSILON, CLIP: numbers that cannot be what they stand for."""
+        step, sigma, epsilon, clip = self.step, self.sigma, self.epsilon, self.clip
+        require(0 < step < math.inf, "STEP", f"step must be positive and finite, got {step}")
+        one = sigma is None or epsilon is None
+        require(one, "SIGMA", f"give sigma or epsilon, got sigma={sigma} and epsilon={epsilon}")
+        finite = sigma is None or 0 <= sigma < math.inf
+        require(finite, "SIGMA", f"sigma must be positive, or 0 for no noise, got {sigma}")
+        positive = epsilon is None or 0 < epsilon < math.inf
+        require(positive, "EPSILON", f"epsilon must be positive and finite, got {epsilon}")
+        text = f"clip must be positive, and within [{SMALLEST:g}, {LARGEST:g}]"
+        require(clip is None or SMALLEST <= clip <= LARGEST, "CLIP", f"{text}, got {clip}")
+
     def _build(
         self, setting: Setting, owned: Mask, noisy: Mask, shared: bool, kind: Stochastic, allow_rows: bool
     ) -> tuple[DualAveraging, tuple[Caveat, ...]]:
-        check_numbers(self.step, self.sigma, self.epsilon, self.clip)
+        self._require_numbers()
         network, rounds, push = setting.network, setting.rounds, kind == "columns"
         findings = [*check_network(network, rounds, kind, rows_suffice=allow_rows)]
         unscaled = DualAveraging(
@@ -82,6 +96,7 @@ class _DualAveragingSpec(AlgorithmSpec):
             parts = [unscaled.sensitivity(i) for i in range(setting.n_learners)]
             groups = [parts] if shared else [[part] for part in parts]
             algorithm = replace(unscaled, sigma=max(sigma_for(group, rounds, self.epsilon) for group in groups))
+        require_scales([algorithm.sigma], "SIGMA")
         split = shared and setting.n_learners > 1
         noised, sigma = algorithm.noised, algorithm.sigma
         findings += method_findings(setting.loss, setting.decision_set, split=split, noised=noised, sigma=sigma)

@@ -16,7 +16,13 @@ from sottovoce.algorithms.follow_the_leader.accounting import Blocks, LeafSensit
 from sottovoce.algorithms.follow_the_leader.gossip import Gossip
 from sottovoce.algorithms.follow_the_leader.tree import levels
 from sottovoce.algorithms.setting import Caveat, Setting
+from sottovoce.arrays import MOST_NUMBERS
 from sottovoce.errors import CheckFailed
+
+BISECTIONS = 64
+"""Between any two numbers of float64 forty suffice: the ratio's logarithm, at most 1500, is halved down to 1e-9."""
+MOST_STEPS = 2**20
+"""Of gossip in a block: each is a product of two matrices before the run begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +58,21 @@ class Problem:
             error: E, expected l2 distance of the learner's prefix sum from the exact mean.
 
         Raises:
-            CheckFailed: GRADIENT_BOUND.
+            CheckFailed: GRADIENT_BOUND or REGULARIZATION.
         """
         G, R, L, alpha = require_bound(self.lipschitz, "the default regularization"), self.radius, length, self.alpha
         lagging, noisy = lag * G * L * (G + 2.0 * alpha * R), 3.0 * G * error
         low, high = alpha * L, math.sqrt(self.rounds * (lagging + noisy) / 2.0) / R
+        if not math.isfinite(high):
+            text = "the default regularization must be a finite number, got one beyond float64"
+            raise CheckFailed("REGULARIZATION", f"{text}; take less noise or a smaller loss, or set regularization")
         if not low:
             return high
-        grown = alpha * L * np.arange(math.ceil(self.rounds / L) + 1)
+        blocks = math.ceil(self.rounds / L)
+        if blocks >= MOST_NUMBERS:
+            text = f"the default regularization is found for fewer than {MOST_NUMBERS} blocks, got {blocks}"
+            raise CheckFailed("REGULARIZATION", f"{text}; set regularization, or a longer block")
+        grown = alpha * L * np.arange(blocks + 1)
 
         def falling(h: float) -> bool:
             """Would a larger h make the bound less?"""
@@ -68,8 +81,10 @@ class Problem:
 
         if not falling(low):
             return low
-        while high / low > 1.0 + 1e-9:
-            middle = math.sqrt(low * high)
+        for _ in range(BISECTIONS):
+            if high / low <= 1.0 + 1e-9:
+                break
+            middle = math.sqrt(low) * math.sqrt(high)
             low, high = (middle, high) if falling(middle) else (low, middle)
         return high
 
@@ -121,6 +136,8 @@ def plan_blocks(rounds: int, length: int, steps: int, delay: int, advice: int) -
     if steps > length:
         text = f"gossip_steps must not exceed block_length={length}, got {steps}"
         raise CheckFailed("GOSSIP_STEPS", f"{text}; raise block_length or lower gossip_steps")
+    if steps > MOST_STEPS:
+        raise CheckFailed("GOSSIP_STEPS", f"gossip_steps must be at most {MOST_STEPS}, got {steps}; set it")
     return Blocks(rounds, length, steps, max(math.ceil(rounds / length) - delay, 0))
 
 

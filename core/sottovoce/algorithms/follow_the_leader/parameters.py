@@ -19,6 +19,7 @@ from sottovoce.algorithms.follow_the_leader.conditions import (
     require_bound,
 )
 from sottovoce.algorithms.follow_the_leader.gossip import ROUNDING, Gossip, Lazy, gossip_of
+from sottovoce.algorithms.noise_range import require_scales
 from sottovoce.algorithms.parameters import AlgorithmSpec
 from sottovoce.algorithms.per_learner import PerLearner, divided, times
 from sottovoce.algorithms.setting import Caveat, Setting
@@ -123,6 +124,7 @@ class _BlockSpec(AlgorithmSpec):
             raise CheckFailed("NOISE", f"{text}, got {given}; for no noise at all set noise_scale to 0")
         if any(scales):
             require_bound(problem.lipschitz, "noise")
+        require_scales(scales)
         return scales
 
     def _calibrated(

@@ -7,6 +7,7 @@ from typing import Literal
 from sottovoce.algorithms.ldp_dol.algorithm import LdpDol
 from sottovoce.algorithms.ldp_dol.conditions import check_ldp_dol
 from sottovoce.algorithms.ldp_dol.sensitivity import Mode, Schedules
+from sottovoce.algorithms.noise_range import require_scales
 from sottovoce.algorithms.parameters import AlgorithmSpec
 from sottovoce.algorithms.per_learner import PerLearner, times
 from sottovoce.algorithms.setting import Caveat, Setting
@@ -47,6 +48,8 @@ class LdpDolSpec(AlgorithmSpec):
             regularity_of(setting.loss, setting.decision_set, setting.dim),
             strong_convexity=setting.loss.ridge if setting.loss.convex else 0.0,
         )
+        ends = (0, setting.rounds - 1)  # the noise grows with the rounds
+        require_scales(algorithm.noise_scale(i, t) for i in range(setting.n_learners) for t in ends)
         return algorithm, findings
 
     def noisier(self, factors: tuple[float, ...]) -> LdpDolSpec:

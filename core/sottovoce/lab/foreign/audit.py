@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sottovoce.arrays import IntArray
-from sottovoce.auditing.blackbox import TESTED, attack, level, tested
+from sottovoce.auditing.blackbox import TESTED, attack, level, split, tested
 from sottovoce.auditing.bounds import Bound, epsilon_lower_bound, runs_to_show
 from sottovoce.auditing.conversation import Conversation
 from sottovoce.auditing.levels import BLIND, Levels
@@ -22,6 +22,7 @@ from sottovoce.auditing.verdict import Findings, Verdict, decide
 from sottovoce.auditing.views import timing, views
 from sottovoce.data.files import import_extra
 from sottovoce.errors import CaptureError
+from sottovoce.lab.foreign.answers import answer_views
 from sottovoce.lab.foreign.repeats import Sign, signs
 
 UNFAIR = 1e-3
@@ -88,11 +89,12 @@ def audit_conversations(
     say("looking for what is said twice")
     seen = signs(kept)
     say("black box")
+    learnt, _ = split(len(kept), boxed)
     found = Findings(
         runs=len(kept) // 2,
         levels=levels,
         claim=claim,
-        bounds=attack(views(kept), worlds, levels, claim, boxed),
+        bounds=attack(views(kept) | answer_views(kept, learnt), worlds, levels, claim, boxed),
         signs=tuple(map(str, seen)),
         needed=runs_to_show(claim, level(levels), TESTED) if math.isfinite(claim) else 0,
         proviso="" if in_turns else ", if nothing but the world changed between them",

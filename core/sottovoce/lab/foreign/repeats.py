@@ -1,7 +1,7 @@
 """What is said twice, and what is said differently to different ears: both void noise, whatever a classifier makes of it.
 
 A number counts as said again only where chance cannot explain it: from how densely the numbers of a field lie, and from the
-spacing of the floats (or of the grid) they lie on, follows how many should coincide.
+resolution that they were rounded to, follows how many should coincide.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from sottovoce.arrays import FloatArray
 from sottovoce.auditing.conversation import Conversation, Overheard
 from sottovoce.auditing.views import decoded
 from sottovoce.data.files import import_extra
+from sottovoce.lab.foreign.resolution import resolution
 from sottovoce.running.assembly import Versions
 
 CHANCE = 1e-6
@@ -74,24 +75,7 @@ def _by_chance(said: FloatArray) -> float:
     below = np.maximum(np.arange(len(ordered)) - reach, 0)
     with np.errstate(divide="ignore"):  # many equal numbers: then coincidence is the rule
         density = (above - below) / (ordered[above] - ordered[below])
-    return float(0.5 * np.sum(density * np.maximum(_spacing(ordered), _grid(ordered))))
-
-
-def _spacing(values: FloatArray) -> FloatArray:
-    """To the next float32 where all are float32 numbers, else to the next float64."""
-    with np.errstate(over="ignore", under="ignore"):
-        single = values.astype(np.float32)
-        if (single == values).all():
-            return np.spacing(np.abs(single)).astype(np.float64)
-    return np.spacing(np.abs(values))
-
-
-def _grid(values: FloatArray) -> float:
-    """The largest power of two of which all are multiples."""
-    mantissas, exponents = np.frexp(values)
-    whole = np.abs(mantissas * 2.0**53).astype(np.int64)
-    zeros = np.bitwise_count((whole & -whole) - 1).astype(np.int64)
-    return float(np.ldexp(1.0, int((exponents - 53 + zeros).min())))
+    return float(0.5 * np.sum(density * resolution(ordered)))
 
 
 def _pair(said: FloatArray) -> tuple[int, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from sottovoce.spec import parse_spec
 
 
 @dataclass(frozen=True, slots=True)
-class _Base:
+class Base:
     """A small run with made-up records.
 
     Attributes:
@@ -31,9 +31,13 @@ class _Base:
     batch: int = 1
     epsilon: float | None = None
 
+    def lasting(self, rounds: int) -> Base:
+        """The same for more rounds, or for fewer."""
+        return replace(self, sections={**self.sections, "rounds": rounds})
+
     def build(self) -> tuple[Run, PlacedData]:
         """The run and its data."""
-        spec = parse_spec({**COMMON, "algorithm": dict(self.algorithm), **self.sections})
+        spec = parse_spec({**COMMON, "algorithm": dict(self.algorithm), **self.sections}, imports=True)
         run = build_run(spec, self.n_features)
         if self.epsilon is not None:
             factor = run.guarantee(0).epsilon() / self.epsilon
@@ -55,12 +59,12 @@ _CYCLE = {"graph": {"kind": "edges", "edges": [[0, 1], [1, 2], [2, 0]], "directe
 _HINGE = {"loss": {"kind": "hinge", "ridge": 0.02}}
 
 
-def _private(name: str, sections: Mapping[str, Any] = {}, **parameters: Any) -> _Base:
+def _private(name: str, sections: Mapping[str, Any] = {}, **parameters: Any) -> Base:
     """At so small an epsilon that few runs would be enough for a false alarm."""
-    return _Base({"name": name, **parameters}, sections, epsilon=0.3)
+    return Base({"name": name, **parameters}, sections, epsilon=0.3)
 
 
-ALGORITHMS: dict[str, _Base] = {
+ALGORITHMS: dict[str, Base] = {
     "ldp-dol": _private("ldp-dol"),
     "dsgd": _private("dsgd"),
     "dola": _private("dola"),
@@ -76,24 +80,24 @@ ALGORITHMS: dict[str, _Base] = {
     "pd-ocg": _private("pd-ocg", _HINGE, epsilon=3.0, block_length=1),
     "dvp": _private("dvp", {"rounds": 5}),
     "pvp": _private("pvp", {"rounds": 5}),
-    "admm": _Base({"name": "admm"}, {"rounds": 5}),
-    "d-ogd": _Base({"name": "d-ogd"}),
-    "d-ftgl": _Base({"name": "d-ftgl"}),
+    "admm": Base({"name": "admm"}, {"rounds": 5}),
+    "d-ogd": Base({"name": "d-ogd"}),
+    "d-ftgl": Base({"name": "d-ftgl"}),
 }
 """A run of every algorithm, for false alarms. The last three promise nothing, so nothing can be refuted."""
 
 _LONG = {"rounds": 16}
-BASES: dict[str, _Base] = {
-    "ldp-dol": _Base({"name": "ldp-dol"}, _LONG, n_features=16, epsilon=10.0),
-    "ldp-dol, 60,000 numbers": _Base({"name": "ldp-dol"}, {"rounds": 50}, n_features=60, epsilon=10.0),
-    "ldp-dol, epsilon 1": _Base({"name": "ldp-dol"}, epsilon=1.0),
-    "ldp-dol, budget": _Base({"name": "ldp-dol"}, {**_LONG, "privacy": {"budget": 4.0}}, epsilon=10.0),
-    "dola": _Base({"name": "dola"}),
-    "dola, batches of 4": _Base({"name": "dola"}, batch=4),
-    "dola, 9 features": _Base({"name": "dola"}, n_features=9),
-    "dola, 1 feature": _Base({"name": "dola"}, _HINGE, n_features=1, epsilon=3.0),
-    "dvp": _Base({"name": "dvp", "alpha": 1.0}, {"rounds": 3}),
-    "pvp": _Base({"name": "pvp", "alpha": 1.0}),
+BASES: dict[str, Base] = {
+    "ldp-dol": Base({"name": "ldp-dol"}, _LONG, n_features=16, epsilon=10.0),
+    "ldp-dol, 60,000 numbers": Base({"name": "ldp-dol"}, {"rounds": 50}, n_features=60, epsilon=10.0),
+    "ldp-dol, epsilon 1": Base({"name": "ldp-dol"}, epsilon=1.0),
+    "ldp-dol, budget": Base({"name": "ldp-dol"}, {**_LONG, "privacy": {"budget": 4.0}}, epsilon=10.0),
+    "dola": Base({"name": "dola"}),
+    "dola, batches of 4": Base({"name": "dola"}, batch=4),
+    "dola, 9 features": Base({"name": "dola"}, n_features=9),
+    "dola, 1 feature": Base({"name": "dola"}, _HINGE, n_features=1, epsilon=3.0),
+    "dvp": Base({"name": "dvp", "alpha": 1.0}, {"rounds": 3}),
+    "pvp": Base({"name": "pvp", "alpha": 1.0}),
 }
 """The runs that mutants are tried on."""
 

@@ -39,7 +39,7 @@ class Spoken:
     messages: tuple[Said, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        plan, share = self.plan, Share(0, 2, self.plan.seeds.conformance)
+        plan, share = self.plan, Share(0, 2, self.plan.seeds.swept)
         both = overhear(plan.run, plan.data, plan.worlds, share, SeededNoise, everybody=True).transcript
         object.__setattr__(self, "transcript", both)
         rounds = range(self.transcript.rounds)

@@ -13,8 +13,6 @@ import numpy as np
 
 from sottovoce.arrays import FloatArray
 from sottovoce.auditing.audit import Audit, Examined, Work, audit_simulated
-from sottovoce.auditing.blackbox import level, tested
-from sottovoce.auditing.bounds import epsilon_lower_bound
 from sottovoce.auditing.levels import SHARES
 from sottovoce.auditing.plan import AuditPlan, plan_audit
 from sottovoce.auditing.simulated import Share, children, overhear
@@ -24,6 +22,7 @@ from sottovoce.auditing.views import features
 from sottovoce.data import PlacedData
 from sottovoce.data.files import import_extra
 from sottovoce.errors import SpecError
+from sottovoce.lab.selftest.bases import BASES, Base
 from sottovoce.lab.selftest.breaking import Inside
 from sottovoce.lab.selftest.doctoring import Spoken, notices
 from sottovoce.lab.selftest.mutants import Broken, Family, Mutant
@@ -76,6 +75,17 @@ class MutantOutcome:
         return self.needed is None and not self.unfit
 
 
+def base_of(mutant: Mutant) -> Base:
+    """The run that it is tried on, unless one is given.
+
+    Raises:
+        SpecError: there is none of that name.
+    """
+    if mutant.base not in BASES:
+        raise SpecError(f"{mutant.name}: base must be one of {', '.join(BASES)}, got {mutant.base}")
+    return BASES[mutant.base]
+
+
 def attempt(
     mutant: Mutant,
     run: Run,
@@ -104,27 +114,16 @@ def attempt(
         broken = mutant.breaks(plan)
         if broken.heard is not None:
             return _noticed(blank, plan, broken)
-        if broken.leak is not None:
-            _require_enough(plan, blank.allowed)
     except SpecError as error:
         return replace(blank, unfit=str(error))
+    if broken.leak is None:  # else the pairs of worlds that an audit chooses are part of what is tested
+        worlds = plan.worlds
     for runs in _rungs(blank.allowed):
-        done = _audited(plan_audit(run, data, learner, runs=runs, seed=seed, worlds=plan.worlds), broken)
-        blank = replace(blank, numbers=len(done.noise))
+        done = audited(plan_audit(run, data, learner, runs=runs, seed=seed, worlds=worlds), broken)
+        blank = replace(blank, numbers=done.numbers)
         if done.verdict.kind == "refuted":
-            return replace(blank, needed=runs, families=_seen_by(done.found), evidence=done.verdict.evidence[0])
+            return replace(blank, needed=runs, families=seen_by(done.found), evidence=done.verdict.evidence[0])
     return blank
-
-
-def _require_enough(plan: AuditPlan, runs: int) -> None:
-    """A leak beside the numbers shows at most what the black box can show at all."""
-    guesses = tested(2 * runs)
-    most = epsilon_lower_bound(guesses, guesses, level(plan.levels))
-    if most <= plan.epsilon_seen:
-        text = (
-            f"{runs:,} runs of each world show an epsilon of {most:.3g} at most, and {plan.epsilon_seen:.4g} is claimed"
-        )
-        raise SpecError(text)
 
 
 def _rungs(most: int) -> Iterator[int]:
@@ -132,7 +131,7 @@ def _rungs(most: int) -> Iterator[int]:
     yield max(most, LADDER[0])
 
 
-def _audited(plan: AuditPlan, broken: Broken) -> Audit:
+def audited(plan: AuditPlan, broken: Broken) -> Audit:
     """An audit on the simulator of what a broken learner says and gives away."""
     if broken.understated != 1.0:
         plan = _understated(plan, broken.understated)
@@ -155,6 +154,7 @@ def _understated(plan: AuditPlan, factor: float) -> AuditPlan:
 
 def _inside(plan: AuditPlan, share: Share) -> Inside:
     """The same runs once more, as they look from inside."""
+    plan = plan.pairs[share.pair]
     runs, _, other = children(share.seed, 3)
     same, learner = Share(share.world, share.runs, runs), plan.worlds.learner
     decisions = overhear(plan.run, plan.data, plan.worlds, same, SeededNoise, decisions=True).decisions
@@ -179,7 +179,7 @@ def _noticed(blank: MutantOutcome, plan: AuditPlan, broken: Broken) -> MutantOut
     return replace(blank, needed=1, families=tuple(seen), evidence=next(iter(seen.values())))
 
 
-def _seen_by(found: Findings) -> tuple[Family, ...]:
+def seen_by(found: Findings) -> tuple[Family, ...]:
     """The families whose findings refute the claim by themselves."""
     return tuple(family for family in SHARES if decide(found.of(family)).kind == "refuted")
 
@@ -243,7 +243,7 @@ def false_alarms(
         return Alarms(name, 0, 0, 0, 0)
     worlds = worst(run, data, learner, np.random.SeedSequence(0))
     plans = [plan_audit(run, data, learner, runs=runs, seed=seed, worlds=worlds) for seed in seeds]
-    refuted = [families for plan in plans if (families := _seen_by(audit_simulated(plan).found))]
+    refuted = [families for plan in plans if (families := seen_by(audit_simulated(plan).found))]
     families = tuple(dict.fromkeys(family for each in refuted for family in each))
     lots = [(seed, k) for seed in seeds for k in range(watched)]
     alarmed = sum(_alarm_under_watch(run, data, np.random.SeedSequence(lot)) for lot in lots)

@@ -2,10 +2,7 @@
 
 An e-process is a bet against a claim that starts with 1. While the claim holds, whoever bets gains nothing on average, so the
 stake ever reaches `1/alpha` with probability at most alpha, however often one looks (Ville). All e-values here are
-logarithms: alarm at `e >= log(1/alpha)`.
-
-The conformance processes take, round by round, standard Laplace numbers (`conformance.Residuals.values`); what is
-not a number is left out. That the numbers are on a lattice of 2^-40 scales is beyond what they see.
+logarithms: alarm at `e >= log(1/alpha)`. Bets on noise: `bet`.
 """
 
 from __future__ import annotations
@@ -16,8 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 from scipy import special
 
-from sottovoce.arrays import FloatArray, IntArray
-from sottovoce.auditing.conformance import NEAR
+from sottovoce.arrays import FloatArray
 
 # ---- guesses of a world ----------------------------------------------------------------------------------------------
 
@@ -79,177 +75,51 @@ class EpsilonBound:
         return float(self.epsilons[refuted[-1]]) if refuted.size else 0.0
 
 
-# ---- noise -----------------------------------------------------------------------------------------------------------
-
-
-def _krichevsky_trofimov(counts: IntArray) -> float:
-    """Log e-value of a mixture over all laws on cells against equal ones, `counts (..., cells)`, summed over rows."""
-    cells, n = counts.shape[-1], counts.sum(axis=-1)
-    no_bet = math.lgamma(cells / 2) - cells * math.lgamma(0.5)
-    each = special.gammaln(counts + 0.5).sum(axis=-1)
-    return float(np.sum(n * math.log(cells) + no_bet - special.gammaln(n + cells / 2) + each))
-
-
-def _cell(values: FloatArray, cells: int) -> IntArray:
-    """In which of so many equally likely cells Laplace numbers are."""
-    half = 0.5 * np.exp(-np.abs(values))
-    probability = np.where(values > 0, 1.0 - half, half)
-    return np.minimum((probability * cells).astype(np.int64), cells - 1)
-
-
-class Histogram:
-    """Bets that the numbers have another law: `F(r)` in 16 equally likely cells (Krichevsky and Trofimov 1981)."""
-
-    def __init__(self, cells: int = 16) -> None:
-        self._counts = np.zeros(cells, dtype=np.int64)
-
-    @property
-    def e(self) -> float:
-        return _krichevsky_trofimov(self._counts)
-
-    def add(self, values: FloatArray) -> None:
-        cells = len(self._counts)
-        self._counts += np.bincount(_cell(values[np.isfinite(values)], cells), minlength=cells)
-
-
-class Lag:
-    """Bets that a number depends on the one before it in the same coordinate: a histogram of quarters for each quarter."""
-
-    def __init__(self) -> None:
-        self._counts = np.zeros((4, 4), dtype=np.int64)
-        self._before: FloatArray | None = None
-
-    @property
-    def e(self) -> float:
-        return _krichevsky_trofimov(self._counts)
-
-    def add(self, values: FloatArray) -> None:
-        if self._before is not None:
-            both = np.isfinite(values) & np.isfinite(self._before)
-            np.add.at(self._counts, (_cell(self._before[both], 4), _cell(values[both], 4)), 1)
-        self._before = values.copy()
-
-
-class Repeats:
-    """Bets that one number in a hundred is zero, or equal to the one before it in the same coordinate."""
-
-    share = 0.01
-
-    def __init__(self) -> None:
-        self._repeated, self._count = 0, 0
-        self._before: FloatArray | None = None
-
-    @property
-    def e(self) -> float:
-        gain, loss = math.log(self.share / (2 * NEAR)), math.log((1 - self.share) / (1 - 2 * NEAR))
-        return self._repeated * gain + (self._count - self._repeated) * loss
-
-    def add(self, values: FloatArray) -> None:
-        repeated = np.abs(values) < NEAR
-        if self._before is not None:
-            repeated |= np.abs(values - self._before) < NEAR
-        self._repeated += int(np.count_nonzero(repeated))
-        self._count += int(np.count_nonzero(np.isfinite(values)))
-        self._before = values.copy()
-
-
-class Scale:
-    """Bets that the scale is another one: a mixture over rates of law Gamma, of mean 1, with `shape` in place of a sample."""
-
-    shape = 20.0
-
-    def __init__(self) -> None:
-        self._total, self._count = 0.0, 0
-
-    @property
-    def e(self) -> float:
-        a, n, total = self.shape, self._count, self._total
-        return math.lgamma(a + n) - math.lgamma(a) + a * math.log(a) - (a + n) * math.log(a + total) + total
-
-    def add(self, values: FloatArray) -> None:
-        sizes = np.abs(values[np.isfinite(values)])
-        self._total += float(sizes.sum())
-        self._count += sizes.size
-
-
-class Conformance:
-    """The mean of all bets on noise: an e-process, whatever their dependence."""
-
-    def __init__(self) -> None:
-        self.bets: tuple[Histogram | Lag | Repeats | Scale, ...] = (Histogram(), Lag(), Repeats(), Scale())
-
-    @property
-    def e(self) -> float:
-        return mean([bet.e for bet in self.bets])
-
-    @property
-    def strongest(self) -> str:
-        """Name of the bet that has gained most, in lower case."""
-        return type(max(self.bets, key=lambda bet: bet.e)).__name__.lower()
-
-    def add(self, values: FloatArray) -> None:
-        """`values (dim,)` of one round; the same coordinates in every round."""
-        for bet in self.bets:
-            bet.add(values)
-
-
 # ---- many e-values ---------------------------------------------------------------------------------------------------
 
 
-def mean(e_values: Sequence[float]) -> float:
-    """The mean of e-values, both as logarithms: an e-value again, whatever their dependence."""
-    largest = max(e_values)
-    if math.isinf(largest):
-        return largest
-    return largest + math.log(math.fsum(math.exp(e - largest) for e in e_values) / len(e_values))
+def mixture(e_values: FloatArray, weights: FloatArray | None = None) -> FloatArray:
+    """Logarithm of the weighted mean of e-values: an e-value again, whatever their dependence.
+
+    Args:
+        e_values: `(..., bets)` logarithms.
+        weights: `(bets,)` that add up to one; None: all alike.
+    """
+    largest: FloatArray = e_values.max(axis=-1)
+    shift = np.where(np.isfinite(largest), largest, 0.0)
+    stakes = np.exp(e_values - shift[..., None])
+    total = stakes.mean(axis=-1) if weights is None else stakes @ weights
+    with np.errstate(divide="ignore"):  # nothing is left
+        mixed: FloatArray = np.where(np.isposinf(largest), np.inf, shift + np.log(total))
+    return mixed
 
 
 class Detector:
-    """For what breaks in the middle of a run: `R_t = (R_{t-1} + 1) e_t`, for one e-value a round, given the rounds before.
+    """For what breaks in the middle of a run: `R_t = (R_{t-1} + 1) e_t`, for one e-value a step, given the steps before.
 
-    Alarm at `e >= log c`: while the claim holds, the mean number of rounds to an alarm is at least c.
-    """
-
-    def __init__(self) -> None:
-        self._log = -math.inf
-
-    @property
-    def e(self) -> float:
-        """`log R_t`; minus infinity before the first round."""
-        return self._log
-
-    def add(self, values: FloatArray) -> None:
-        """`values (rounds,)`: log e-values, such as those of `Conformance` processes of one round each."""
-        for value in values:
-            self._log = float(np.logaddexp(self._log, 0.0) + value)
-
-
-class Changes:
-    """A `Detector` of blocks of rounds, which may be asked within a block, too: `(R_{b-1} + 1) e`, e of the block so far.
-
-    A block begins its bets anew, so what was right for long does not hide what has broken since. While the claim holds it is
-    at most the number of blocks begun, on average, at whatever time one asks: the mean number of rounds to an alarm at
-    `e >= log c` is at least c.
+    Alarm at `e >= log c`: while the claim holds, the mean number of steps to an alarm is at least c.
 
     Args:
-        length: rounds in a block.
+        shape: of several that run side by side.
+
+    Attributes:
+        e: `log R_t`; minus infinity before the first step.
     """
 
-    def __init__(self, length: int) -> None:
-        self._length, self._rounds = length, 0
-        self._before, self.block = Detector(), Conformance()
+    def __init__(self, *shape: int) -> None:
+        self.e: FloatArray = np.full(shape, -np.inf)
 
-    @property
-    def e(self) -> float:
-        return float(np.logaddexp(self._before.e, 0.0)) + self.block.e
+    def with_next(self, e_values: FloatArray) -> FloatArray:
+        """`log R_t` if the next e-value were this, logarithms; the step may be asked for before it is over.
 
-    def add(self, values: FloatArray) -> None:
-        """`values (dim,)` of one round, as in `Conformance`."""
-        if self._rounds == self._length:
-            self._before.add(np.array([self.block.e]))
-            self.block, self._rounds = Conformance(), 0
-        self.block.add(values)
-        self._rounds += 1
+        At whatever time one asks it is at most the number of steps begun, on average.
+        """
+        following: FloatArray = np.logaddexp(self.e, 0.0) + e_values
+        return following
+
+    def add(self, e_values: FloatArray) -> None:
+        """The step is over."""
+        self.e = self.with_next(e_values)
 
 
 def e_bh(e_values: Sequence[float], alpha: float) -> tuple[int, ...]:

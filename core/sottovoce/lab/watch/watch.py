@@ -1,12 +1,13 @@
 """Watching a run while it goes on: is every learner's noise, round after round, what is claimed?
 
-Every round of every learner is replayed, its noise taken off (`conformance.noise_of`), and bet on. May be looked at after every
-round. Of `alpha`, half is for either question; while all claims hold,
+Every round of every learner is replayed, its noise taken off (`residuals.noise_of`), and bet on (`stakes`). May be looked at
+after every round. Of `alpha`, half is for either question; while all claims hold,
 
-1. *Was the noise ever wrong?* Every learner has the e-process `sequential.Conformance`, and their mean is one again. It reaches
-   `2/alpha` with probability at most `alpha/2`, in however many rounds (Ville). Who is to blame is named by e-BH at `alpha/2`,
-   which names nobody before the mean is there: k e-values above `n/(k alpha/2)` have a mean above `1/(alpha/2)`.
-2. *Did it break on the way?* Every learner has detectors of blocks of rounds (`sequential.Changes`); the mean of all of them
+1. *Was the noise ever wrong?* Every learner has an e-process, and all of them together have another one (`stakes`). Half the
+   learners' mean plus half that of all is one again, so neither half reaches `2/alpha` but with probability at most `alpha/2`,
+   in however many rounds (Ville). Who is to blame is named by e-BH at that level, which names nobody before the mean is there:
+   k e-values above `4n/(k alpha)`, of n learners, have a mean above `4/alpha`.
+2. *Did it break on the way?* Detectors of blocks of rounds bet the same, with the same shares, and their mean
    reaches `c = 2 rounds/alpha` after c rounds or more, on average. So within the `rounds` that are planned it does with
    probability at most `alpha/2`; a run that went on for ever would raise a false alarm some time.
 
@@ -19,20 +20,21 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 
 from sottovoce.algorithms.interface import Message
 from sottovoce.arrays import FloatArray
-from sottovoce.auditing.conformance import RESOLVED, noise_of
+from sottovoce.auditing.conformance.residuals import learned, noise_of
 from sottovoce.data import PlacedData
 from sottovoce.errors import CaptureError
-from sottovoce.lab.watch.sequential import Changes, Conformance, e_bh, mean
+from sottovoce.lab.watch.keys import Keys
+from sottovoce.lab.watch.seen import Memory, Said
+from sottovoce.lab.watch.sequential import e_bh, mixture
+from sottovoce.lab.watch.stakes import Gain, Stakes
 from sottovoce.running.replay import Replay
 from sottovoce.running.run import Run
-
-BLOCKS = (16, 256)
-"""Rounds of the detectors' blocks: short ones see what is gross soon, long ones what is slight at all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,7 @@ class Alarm:
     Attributes:
         learner: its index; None: of all that are watched together, and none stands out.
         round: after whose messages.
-        test: which bet has gained most, `lattice`, `equivocation` or `canaries`.
+        test: which bet has gained most (`bets`, `dependence`), `lattice`, `equivocation` or `canaries`.
         e: logarithm of the e-value that reached the threshold.
         threshold: its logarithm.
         change: it is a detector's: the noise broke on the way.
@@ -56,31 +58,40 @@ class Alarm:
     change: bool = False
 
 
-class _Watched:
+class _Stake:
+    """How the bets on one learner stand, or those on all together.
+
+    Attributes:
+        e: logarithm of the e-value since round 0.
+        change: logarithm of the mean of the detectors.
+        test: what has gained most since round 0.
+        changed: what has gained most of late.
+    """
+
+    def __init__(self) -> None:
+        self.e = self.change = 0.0
+        self.test = self.changed = "scale"
+
+    def update(self, gain: Gain, k: int) -> None:
+        """After another round."""
+        self.e, self.change = float(gain.e[k]), float(gain.change[k])
+        self.test, self.changed = gain.tests[k], gain.changed[k]
+
+
+class _Watched(_Stake):
     """One learner under watch.
 
     Args:
         run: the run.
         learner: its index.
-
-    Attributes:
-        changes: its detectors.
-        e: logarithm of the e-value of its noise since round 0.
-        change: logarithm of the mean of its detectors.
     """
 
     def __init__(self, run: Run, learner: int) -> None:
+        super().__init__()
         self.learner = learner
-        self.e = self.change = 0.0
         self._replay = Replay(run, learner)
-        self._whole, self.changes = Conformance(), tuple(Changes(length) for length in BLOCKS)
-        self._shapes = run.algorithm.field_shapes()
+        self._learned: Mapping[str, FloatArray] = {}
         self._impossible: str | None = None
-
-    @property
-    def test(self) -> str:
-        """What has gained most since round 0."""
-        return self._impossible or self._whole.strongest
 
     @property
     def heard(self) -> bool:
@@ -92,39 +103,32 @@ class _Watched:
         """Rounds replayed."""
         return self._replay.t
 
-    @property
-    def changed(self) -> str:
-        """What has gained most of late."""
-        return max(self.changes, key=lambda each: each.e).block.strongest
-
     def refute(self, test: str) -> None:
         """Something was seen that cannot be."""
         self._impossible = self._impossible or test
-        self.e = math.inf
+        self.e, self.test = math.inf, self._impossible
 
-    def take(self, messages: Mapping[int, Message], data: PlacedData) -> None:
-        """Bet on the next round."""
+    def update(self, gain: Gain, k: int) -> None:
+        super().update(gain, k)
+        if self._impossible:
+            self.refute(self._impossible)
+
+    def take(
+        self, messages: Mapping[int, Message], data: PlacedData, into: Said, row: int, starts: Mapping[str, int]
+    ) -> None:
+        """Take the noise of the next round off, and put it into its row."""
         if not self.heard:
             return
         if self.learner in messages:
-            self._bet(messages[self.learner])
-        self._replay.step(messages, data.learners[self.learner].batch(self._replay.t))
-
-    def _bet(self, said: Message) -> None:
-        found = noise_of(self._replay, said)
-        if any((noise.off_lattice > RESOLVED).any() for noise in found.values()):
-            self.refute("lattice")
-        values = [
-            found[name].values.ravel() if name in found else np.full(math.prod(shape), np.nan)
-            for name, shape in self._shapes.items()
-        ]
-        row: FloatArray = np.concatenate(values)
-        if np.isfinite(row).any():  # rounds without noise do not part those with noise
-            self._whole.add(row)
-            for each in self.changes:
-                each.add(row)
-            self.e = math.inf if self._impossible else self._whole.e
-            self.change = mean([each.e for each in self.changes])
+            said = messages[self.learner]
+            for name, noise in noise_of(self._replay, said).items():
+                into.put(row, starts[name], noise, said[name], self._learned)
+                if noise.off.any():
+                    self.refute("lattice")
+        batch = data.learners[self.learner].batch(self._replay.t)
+        self._replay.step(messages, batch)
+        if self.heard:
+            self._learned = learned(self._replay, batch)
 
 
 class Watch:
@@ -135,25 +139,48 @@ class Watch:
         data: what its learners learn.
         alpha: the chance of a false alarm, in all planned rounds together.
         learners: indices of those to watch; the records of the others are not looked at.
+        keys: of noise in the runs before, of the same deployment; it is kept up. None: there was none.
+
+    Attributes:
+        learners: those under watch.
+        together: how bets on all of them together stand.
+        keys: of all noise so far, for the next run.
     """
 
-    def __init__(self, run: Run, data: PlacedData, alpha: float, learners: Sequence[int]) -> None:
+    def __init__(
+        self, run: Run, data: PlacedData, alpha: float, learners: Sequence[int], keys: Keys | None = None
+    ) -> None:
         self.round = 0
+        self.together = _Stake()
+        self.keys = keys or Keys()
         self.learners = tuple(_Watched(run, i) for i in learners)
         self.threshold = math.log(2.0 / alpha)
         self.change_threshold = math.log(2.0 * run.spec.rounds / alpha)
         self._data, self._level = data, alpha / 2.0
         self._alarmed: set[tuple[int | None, bool]] = set()
+        widths = {name: math.prod(shape) for name, shape in run.algorithm.field_shapes().items()}
+        self._starts = dict(zip(widths, accumulate(widths.values(), initial=0), strict=False))
+        self._numbers = sum(widths.values())
+        self._memory = Memory(len(self.learners), self._numbers, self.keys)
+        self._stakes = Stakes(len(self.learners))
 
     @property
     def e(self) -> float:
-        """Logarithm of the mean e-value of all learners since round 0."""
-        return mean([watched.e for watched in self.learners])
+        """Logarithm of the e-value since round 0: half that of all together, or half the learners' mean, if that is more."""
+        return max(self.together.e, self._mean("e")) - math.log(2.0)
 
     @property
     def change(self) -> float:
-        """Logarithm of the mean of all detectors."""
-        return mean([watched.change for watched in self.learners])
+        """The same of all detectors."""
+        return max(self.together.change, self._mean("change")) - math.log(2.0)
+
+    @property
+    def alone(self) -> float:
+        """How far above a threshold, in logarithms, a learner's own e-value lifts the whole over it."""
+        return math.log(2.0 * len(self.learners))
+
+    def _mean(self, what: str) -> float:
+        return float(mixture(np.array([getattr(each, what) for each in self.learners])))
 
     def take(self, t: int, messages: Mapping[int, Message]) -> list[Alarm]:
         """Take the messages of the next round.
@@ -170,8 +197,12 @@ class Watch:
         """
         if t != self.round:
             raise CaptureError(f"the next round to watch must be {self.round}, got {t}")
-        for watched in self.learners:
-            watched.take(messages, self._data)
+        said = Said(len(self.learners), self._numbers)
+        for row, watched in enumerate(self.learners):
+            watched.take(messages, self._data, said, row, self._starts)
+        gain = self._stakes.add(self._memory.see(said))
+        for k, stake in enumerate((self.together, *self.learners)):
+            stake.update(gain, k)
         self.round += 1
         return self._new_alarms(t)
 
@@ -183,27 +214,41 @@ class Watch:
         return self._new_alarms(t)
 
     def _new_alarms(self, t: int) -> list[Alarm]:
-        alarms = [*self._since_the_start(t), *self._of_late(t)]
-        new = [alarm for alarm in alarms if (alarm.learner, alarm.change) not in self._alarmed]
-        self._alarmed |= {(alarm.learner, alarm.change) for alarm in new}
+        new = []
+        for alarm in (*self._since_the_start(t), *self._of_late(t)):
+            named = {learner for learner, change in self._alarmed if change is alarm.change}
+            if alarm.learner not in named and not (alarm.learner is None and named):
+                new.append(alarm)
+                self._alarmed.add((alarm.learner, alarm.change))
         return new
 
     def _since_the_start(self, t: int) -> list[Alarm]:
         if self.e < self.threshold:
             return []
-        named = e_bh([watched.e for watched in self.learners], self._level)
+        named = e_bh([watched.e - math.log(2.0) for watched in self.learners], self._level)
         if not named:
-            return [Alarm(None, t, max(self.learners, key=lambda w: w.e).test, self.e, self.threshold)]
-        line = self.threshold + math.log(len(self.learners) / len(named))
+            return [Alarm(self._all, t, self._strongest("e").test, self.e, self.threshold)]
+        line = self.threshold + self.alone - math.log(len(named))
         return [Alarm(w.learner, t, w.test, w.e, line) for w in (self.learners[k] for k in named)]
 
     def _of_late(self, t: int) -> list[Alarm]:
-        """Who is to blame: those whose share of the mean is enough; a correct one of n is, with probability alpha/(2 n)."""
+        """Who is to blame: those whose share of the mean is enough; a correct one of n is, with probability alpha/(4 n)."""
         if self.change < self.change_threshold:
             return []
-        line = self.change_threshold
-        alone = line + math.log(len(self.learners))
+        alone = self.change_threshold + self.alone
         guilty = [watched for watched in self.learners if watched.change >= alone]
         if not guilty:
-            return [Alarm(None, t, max(self.learners, key=lambda w: w.change).changed, self.change, line, True)]
+            return [Alarm(self._all, t, self._strongest("change").changed, self.change, self.change_threshold, True)]
         return [Alarm(watched.learner, t, watched.changed, watched.change, alone, True) for watched in guilty]
+
+    @property
+    def _all(self) -> int | None:
+        """All that are watched together, if they are several."""
+        return None if len(self.learners) > 1 else self.learners[0].learner
+
+    def _strongest(self, what: str) -> _Stake:
+        """Who has lifted the whole over its line."""
+        if getattr(self.together, what) >= self._mean(what):
+            return self.together
+        worst: _Stake = max(self.learners, key=lambda watched: getattr(watched, what))
+        return worst

@@ -1,0 +1,97 @@
+"""What else tells the world: every feature of what was heard, by its rank among the runs, against the coins.
+
+Given all messages, the coin of a run has the chance that its exact loss says, and nothing else depends on it: neither lengths,
+times and metadata, nor how numbers lie beside what their densities say. So the centred rank of any feature, and its square,
+is an instrument of calibration (`tilted`), whatever epsilon is claimed. It finds one feature that tells, where a classifier
+must learn it and guess above the claim; it bounds no epsilon, and does not replace the classifiers.
+
+Where the exact loss is not known, a feature may depend on the world through messages as much as epsilon allows: not judged.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from sottovoce.arrays import FloatArray, IntArray
+from sottovoce.auditing.blackbox import VIEWS
+from sottovoce.auditing.calibration import tilted
+from sottovoce.auditing.levels import Test
+from sottovoce.data.files import import_extra
+
+COLUMNS = 32
+"""Features that are ranked at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """Runs of one pair of worlds.
+
+    Attributes:
+        losses: `(runs,)` exact, of what was heard.
+        coins: `(runs,)` 1 in the first world, 0 in the second.
+        views: of them, by name: finite numbers `(runs, features)`.
+    """
+
+    losses: FloatArray
+    coins: IntArray
+    views: Mapping[str, FloatArray]
+
+
+def channel_tests(pairs: Iterable[Heard], where: str = "") -> tuple[Test, ...]:
+    """One test of every view in which anything varies: the feature that fits the coins least, times their number.
+
+    Args:
+        pairs: the runs of every pair of worlds.
+        where: the place that the tests name.
+
+    Raises:
+        SpecError: scipy is not installed.
+    """
+    found = defaultdict[str, list[tuple[float, float, int]]](list)
+    for heard in pairs:
+        for name, view in heard.views.items():
+            if (worst := _worst(heard, view)) is not None:
+                found[name].append(worst)
+    return tuple(_test(name, each, where) for name, each in found.items())
+
+
+def _test(name: str, found: list[tuple[float, float, int]], where: str) -> Test:
+    statistic, p, _ = min(found, key=lambda each: each[1])
+    tried = sum(count for _, _, count in found)
+    what = "given the messages, the rank of no feature depends on the world"
+    return Test(name, what, statistic, min(1.0, p * tried), where, primary=name not in VIEWS, family="black box")
+
+
+def _worst(heard: Heard, view: FloatArray) -> tuple[float, float, int] | None:
+    """Statistic and p-value of the feature that fits the coins least, and how many instruments were tried; None: none."""
+    rank = import_extra("scipy.stats", "scipy", "an audit").rankdata
+    varying = np.flatnonzero((view != view[:1]).any(axis=0))
+    if not len(varying):
+        return None
+    least, most = np.inf, np.zeros(len(view))
+    for start in range(0, len(varying), COLUMNS):
+        # Ranks in [-1, 1]; equal numbers share one.
+        ranks = 2.0 * (rank(view[:, varying[start : start + COLUMNS]], axis=0) - 0.5) / len(view) - 1.0
+        squares = ranks**2
+        instruments = np.concatenate([ranks, squares - squares.mean(axis=0)], axis=1)
+        bounds = _roughly(heard, instruments)
+        k = int(np.argmin(bounds))
+        if bounds[k] < least:
+            least, most = float(bounds[k]), instruments[:, k]
+    return *tilted(heard.losses, heard.coins, most), 2 * len(varying)
+
+
+def _roughly(heard: Heard, instruments: FloatArray) -> FloatArray:
+    """Logarithms of Chernoff's bounds for instruments `(runs, many)`, each at the theta that a normal law would have."""
+    finite = np.isfinite(heard.losses)
+    losses, coins, y = heard.losses[finite], heard.coins[finite, None], instruments[finite]
+    chances = np.exp(-np.logaddexp(0.0, -losses))[:, None]
+    theta = (y * (coins - chances)).sum(axis=0) / np.maximum((y * y * chances * (1.0 - chances)).sum(axis=0), 1e-300)
+    theta = np.clip(theta, -20.0, 20.0)
+    grown = np.logaddexp(0.0, losses[:, None] + theta * y) - np.logaddexp(0.0, losses)[:, None]
+    bounds: FloatArray = grown.sum(axis=0) - theta * (y * coins).sum(axis=0)
+    return bounds

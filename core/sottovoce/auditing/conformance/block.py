@@ -1,0 +1,172 @@
+"""All noise of some runs, side by side: what every test of conformance looks at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+from scipy import special
+
+from sottovoce.arrays import BoolArray, FloatArray, IntArray
+from sottovoce.auditing.conformance.residuals import ALL, PARTS, Residuals
+
+ByteArray = npt.NDArray[np.int8]
+
+FARTHEST = 38.0
+"""Of a normal score: what lies farther has a probability that no double holds."""
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """The noise of all learners in some whole runs; fields stand side by side along the last axis.
+
+    Arrays are `(learners, rounds, runs, numbers)`.
+
+    Attributes:
+        learners: indices of the learners, in order.
+        fields: names and widths of the fields, in order.
+        values: independent standard Laplace numbers under the claim; NaN where no noise is known.
+        steps: noise in lattice spacings, K'; a whole number within one of what was drawn. 0 where nothing is judged.
+        said: the message in lattice spacings, a. 0 where nothing is judged.
+        lost: low bits of `steps` and `said` that float64 does not resolve, so that nothing can be said of them; `ALL`: every one.
+        off: whether the message is off its lattice.
+        scale: `(learners, rounds, numbers)` of the noise; NaN where there is none.
+        grid: the same of the spacing.
+        past: what every learner had before it drew the noise, by name; 0 where nothing is known. Empty: nobody asked.
+    """
+
+    learners: tuple[int, ...]
+    fields: tuple[tuple[str, int], ...]
+    values: FloatArray
+    steps: IntArray
+    said: IntArray
+    lost: ByteArray
+    off: BoolArray
+    scale: FloatArray
+    grid: FloatArray
+    past: Mapping[str, FloatArray]
+
+    @property
+    def close(self) -> bool:
+        """Whether to look at what costs most: dependence, of numbers on each other and on what was before."""
+        return bool(self.past)
+
+    @classmethod
+    def blank(cls, learners: int, fields: Mapping[str, int], rounds: int, runs: int) -> Block:
+        """Room for all noise of some runs, none of it known yet.
+
+        Args:
+            learners: how many.
+            fields: their widths, by name.
+            rounds, runs: how many.
+        """
+        shape = (learners, rounds, runs, sum(fields.values()))
+        return cls(
+            tuple(range(learners)),
+            tuple(fields.items()),
+            values=np.full(shape, np.nan),
+            steps=np.zeros(shape, np.int64),
+            said=np.zeros(shape, np.int64),
+            lost=np.full(shape, ALL, np.int8),
+            off=np.zeros(shape, np.bool_),
+            scale=np.full((learners, rounds, shape[-1]), np.nan),
+            grid=np.full((learners, rounds, shape[-1]), np.nan),
+            past={},
+        )
+
+    def of(self, learner: int) -> dict[str, Residuals]:
+        """The room of one learner, by field: views."""
+        found = {}
+        for name, where in self.parts():
+            rows = {part: getattr(self, part)[learner, ..., where] for part in PARTS}
+            found[name] = Residuals(learner, name, **rows)
+        return found
+
+    def cleared(self) -> Block:
+        """The same room, to be filled anew: what was known of other runs is no longer."""
+        for part, nothing in zip(PARTS, (np.nan, 0, 0, ALL, False, np.nan, np.nan), strict=True):
+            getattr(self, part).fill(nothing)
+        return Block(self.learners, self.fields, **{part: getattr(self, part) for part in PARTS}, past={})
+
+    def with_past(self, found: Sequence[Sequence[Residuals]]) -> Block:
+        """The same noise, and what the learners had before they drew it."""
+        before = {what: np.zeros(self.values.shape) for own in found for each in own for what in each.past}
+        places = dict(self.parts())
+        for own in found:
+            for each in own:
+                for what, values in each.past.items():
+                    before[what][each.learner, :, :, places[each.field]] = values
+        return replace(self, past=before)
+
+    @property
+    def runs(self) -> int:
+        """How many."""
+        runs: int = self.values.shape[2]
+        return runs
+
+    @cached_property
+    def known(self) -> BoolArray:
+        """Where noise is known."""
+        known: BoolArray = np.isfinite(self.values)
+        return known
+
+    @cached_property
+    def count(self) -> int:
+        """Numbers of known noise."""
+        return int(np.count_nonzero(self.known))
+
+    @cached_property
+    def sizes(self) -> FloatArray:
+        """|values|: independent standard exponential numbers; NaN where unknown."""
+        sizes: FloatArray = np.abs(self.values)
+        return sizes
+
+    @cached_property
+    def tail(self) -> FloatArray:
+        """`exp(-|r|)`: how likely a size is to be larger, uniform in (0, 1]; NaN where unknown."""
+        tail: FloatArray = np.exp(-self.sizes)
+        return tail
+
+    @cached_property
+    def normal(self) -> FloatArray:
+        """Normal scores of the values, z: independent standard normal numbers; 0 where unknown.
+
+        Of the small probability, never of one minus it: far out that rounds to one.
+        """
+        return self._scores(0.5 * self.tail, self.values)
+
+    @cached_property
+    def normal_sizes(self) -> FloatArray:
+        """Normal scores of the sizes, m: standard normal, and independent of the signs; 0 where unknown."""
+        return self._scores(self.tail, 1.0)
+
+    def _scores(self, above: FloatArray, signs: FloatArray | float) -> FloatArray:
+        """The normal number that is exceeded as often as this; no infinity for what is exceeded never, or always."""
+        scores: FloatArray = np.clip(-special.ndtri(above), -FARTHEST, FARTHEST)
+        scores *= np.sign(signs)
+        scores[~self.known] = 0.0
+        return scores
+
+    @cached_property
+    def signs(self) -> ByteArray:
+        """-1, 0 or 1; 0 where unknown."""
+        signs: ByteArray = np.sign(np.where(self.known, self.values, 0.0)).astype(np.int8)
+        return signs
+
+    def place(self, number: int) -> str:
+        """The field and the coordinate of a number along the last axis, in words."""
+        for name, width in self.fields:
+            if number < width:
+                return f"field {name!r}, coordinate {number}"
+            number -= width
+        raise IndexError(number)
+
+    def parts(self) -> Iterator[tuple[str, slice]]:
+        """Fields, and where they stand along the last axis."""
+        start = 0
+        for name, width in self.fields:
+            yield name, slice(start, start + width)
+            start += width

@@ -1,0 +1,175 @@
+"""P-values of counts and sums, two-sided and exact but for chi-square; and tests that look at many places, times their number."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+import numpy as np
+from scipy import special, stats
+
+from sottovoce.arrays import FloatArray, IntArray
+from sottovoce.auditing.conformance.block import FARTHEST
+from sottovoce.auditing.levels import Test
+
+LEAST = 8
+"""Numbers that chi-square wants in every cell."""
+
+Judged = tuple[FloatArray, FloatArray]
+"""Statistics and their p-values, `(groups, tests)`; NaN where there are too few numbers."""
+
+
+def gamma(total: float, count: float) -> float:
+    """Two-sided p-value of a sum of `count` exponential numbers: exact."""
+    below, above = float(special.gammainc(count, total)), float(special.gammaincc(count, total))
+    return min(1.0, 2.0 * min(below, above))
+
+
+def maximum(size: float, count: int) -> float:
+    """Two-sided p-value of the largest of `count` exponential numbers: `P(max <= x) = (1 - exp(-x))^N`."""
+    exponent = count * math.log1p(-math.exp(-size)) if size > 0.0 else -math.inf
+    return min(1.0, 2.0 * min(math.exp(exponent), -math.expm1(exponent)))
+
+
+def binomial(count: IntArray, tries: IntArray, chance: FloatArray | float) -> FloatArray:
+    """Of so many, both sides."""
+    below, above = stats.binom.cdf(count, tries, chance), stats.binom.sf(count - 1, tries, chance)
+    return np.asarray(np.minimum(1.0, 2.0 * np.minimum(below, above)))
+
+
+def halves(counts: IntArray) -> Judged:
+    """The first of `counts`, `(groups, 2)`, is half of the second."""
+    share = counts[:, :1] / np.maximum(counts[:, 1:], 1)
+    return share, np.where(counts[:, 1:] > 0, binomial(counts[:, :1], counts[:, 1:], 0.5), np.nan)
+
+
+def dyadic(counts: IntArray, first: int = 1, most: int | None = None) -> Judged:
+    """The j-th of `counts`, `(groups, levels)`, is `2^-j` of the first, which is that of all numbers.
+
+    Args:
+        counts: of numbers, all of them at 0.
+        first: least j that is tested.
+        most: largest one; None: as far as `log2 N + 11`, beyond which nothing is expected.
+    """
+    tries, level = counts[:, :1], np.arange(first, counts.shape[1])[None]
+    furthest = np.log2(np.maximum(tries, 1)) + 11 if most is None else most
+    p_values = binomial(counts[:, first:], tries, np.ldexp(1.0, -level))
+    share = counts[:, first:] / np.maximum(tries, 1)
+    return share, np.where((level <= furthest) & (tries > 0), p_values, np.nan)
+
+
+def even(counts: IntArray) -> Judged:
+    """All cells of `counts`, `(groups, tests, cells)`, are as likely: chi-square, both sides; NaN below `LEAST` to a cell."""
+    cells = counts.shape[-1]
+    tries = counts.sum(axis=-1)
+    expected = np.maximum(tries, 1) / cells
+    statistic = ((counts - expected[..., None]) ** 2).sum(axis=-1) / expected
+    below, above = special.chdtr(cells - 1, statistic), special.chdtrc(cells - 1, statistic)
+    return statistic, np.where(tries >= LEAST * cells, np.minimum(1.0, 2.0 * np.minimum(below, above)), np.nan)
+
+
+def worst(
+    name: str, what: str, judged: Judged, where: Callable[[tuple[int, ...]], str], *, primary: bool = False
+) -> list[Test]:
+    """The test of the least p-value, times how many there are; none if none has enough numbers."""
+    statistics, p_values = judged
+    among = int(np.count_nonzero(np.isfinite(p_values)))
+    if not among:
+        return []
+    index = tuple(int(k) for k in np.unravel_index(int(np.nanargmin(p_values)), p_values.shape))
+    p_value = min(1.0, among * float(p_values[index]))
+    return [Test(name, what, float(statistics[index]), p_value, where(index), primary)]
+
+
+def pooled(
+    name: str,
+    what: str,
+    judge: Callable[[IntArray], Judged],
+    counts: IntArray,
+    detail: Callable[[int], str] = lambda _: "",
+    *,
+    primary: bool = False,
+) -> list[Test]:
+    """Of `counts`, `(places, ...)`, that of all places together; `detail` says in words which of its tests it is."""
+    found = judge(counts.sum(axis=0, keepdims=True))
+    return worst(name, what, found, lambda index: detail(index[1]), primary=primary)
+
+
+def by_place(
+    name: str,
+    what: str,
+    judge: Callable[[IntArray], Judged],
+    counts: IntArray,
+    places: Sequence[str],
+    detail: Callable[[int], str] = lambda _: "",
+) -> list[Test]:
+    """The same of the worst place; none if there is only one."""
+    if len(places) < 2:
+        return []
+    return worst(name, what, judge(counts), lambda index: ", ".join(filter(None, (places[index[0]], detail(index[1])))))
+
+
+@dataclass(frozen=True, slots=True)
+class Scales:
+    """Sums of exponential numbers in groups, each of law Gamma: has every group the same scale?
+
+    Attributes:
+        groups: how many.
+        squares: sum of the squared normal scores of their sums.
+        p_value: of the worst group, two-sided, for itself.
+        mean: of its numbers.
+        worst: its index.
+    """
+
+    groups: int = 0
+    squares: float = 0.0
+    p_value: float = np.inf
+    mean: float = np.nan
+    worst: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, sums: FloatArray, counts: IntArray) -> Self:
+        """Groups of any shape; those without numbers are left out."""
+        index = np.nonzero(counts)
+        if not index[0].size:
+            return cls()
+        total, count = sums[index], counts[index]
+        tail = np.empty_like(total)
+        low = total < count
+        tail[low] = special.gammainc(count[low], total[low])
+        tail[~low] = special.gammaincc(count[~low], total[~low])
+        scores = np.clip(special.ndtri(tail), -FARTHEST, FARTHEST)  # Of the small probability, never of one minus it.
+        k = int(tail.argmin())
+        return cls(
+            len(total),
+            float(scores @ scores),
+            min(1.0, 2.0 * float(tail[k])),
+            float(total[k] / count[k]),
+            tuple(int(axis[k]) for axis in index),
+        )
+
+    def joined(self, other: Self, shift: tuple[int, ...] = ()) -> Self:
+        """With other groups, whose indices go on from `shift`."""
+        groups, squares = self.groups + other.groups, self.squares + other.squares
+        if self.p_value <= other.p_value:
+            return replace(self, groups=groups, squares=squares)
+        moved = tuple(k + s for k, s in zip(other.worst, shift, strict=True)) if shift else other.worst
+        return replace(other, groups=groups, squares=squares, worst=moved)
+
+    def scale(self, unit: str, where: Callable[[tuple[int, ...]], str]) -> list[Test]:
+        """The worst group, times their number; none if there is only one."""
+        if self.groups < 2:
+            return []
+        p_value = min(1.0, self.groups * self.p_value)
+        what = f"the noise of every {unit} has its scale"
+        return [Test(f"{unit} scale", what, self.mean, p_value, where(self.worst), primary=False)]
+
+    def dispersion(self, unit: str) -> list[Test]:
+        """The scores of all groups are as spread as chance has it: neither wider nor closer."""
+        if self.groups < 2:
+            return []
+        p_value = gamma(self.squares / 2.0, self.groups / 2.0)
+        what = f"scales differ from {unit} to {unit} as much as by chance"
+        return [Test(f"{unit} dispersion", what, self.squares / self.groups, p_value, "", primary=False)]

@@ -1,0 +1,253 @@
+"""Every draw is fresh: nothing is said twice, in a run or across runs, by anybody.
+
+Noise is rounded to keys, and equal keys are counted over all messages, learners, rounds and runs: of single numbers, which are
+equal by chance now and then, and of pairs, which never are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from sottovoce.arrays import BoolArray, FloatArray, IntArray
+from sottovoce.auditing.conformance.block import Block
+from sottovoce.auditing.conformance.instrument import Instrument
+from sottovoce.auditing.conformance.keys import Keys, Ties, Words, mixed
+from sottovoce.auditing.conformance.layout import Layout
+from sottovoce.auditing.levels import Part, Test
+
+SOME, SINGLE, PAIR = 2**17, 2**19, 2**20
+"""Keys that are kept, at most, of some numbers of the first runs, of numbers and of pairs; 12 bytes each."""
+
+OF_A_RUN = 256
+"""Numbers of a run that are among the former, at most."""
+
+CELL = 2.0**34
+"""Cells per scale, 64 spacings wide: a replay that rounds by one spacing loses a tie with probability 1/32."""
+
+EQUAL = 1.0 / (2.0 * CELL)
+"""Two sizes are in one cell with this probability; with equal signs half as often."""
+
+LEADING = 33
+"""Bits of a mantissa that are compared where scales differ: a cell around x is at most `2^-33 x` wide.
+
+Two exponential sizes of scales s and s' share one with probability at most `2^-33 s s' / (s + s')^2`: at most 2^-35.
+"""
+
+RAW = 2.0 ** -(LEADING + 2)
+
+LARGEST = 2.0**-70
+"""The two largest sizes of two messages are in the same cells: the joint density of their difference (exponential) and of the
+lesser one is squared and summed to a quarter at most."""
+
+_SINGLES = ("numbers", "numbers as they are", "low words")
+_PAIR_CHANCES = {"pairs": EQUAL**2, "pairs as they are": RAW**2}
+_PAIRS = (*_PAIR_CHANCES, "largest", "messages")
+_LOW = np.int64(2**32 - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Streams:
+    """How many distinct streams of noise there might be, at most, if no two messages that were seen have the same one.
+
+    A larger number cannot be told from endless ones.
+
+    Attributes:
+        messages: seen.
+        in_a_run: if a generator gives one of so many messages each time, and starts anew with every run.
+        over_runs: if a generator of a learner's whole run starts in one of so many states.
+    """
+
+    messages: int
+    in_a_run: float
+    over_runs: float
+
+
+class Freshness(Instrument):
+    """Every draw is fresh: nothing is said twice, in a run or across runs."""
+
+    part: ClassVar[Part] = "freshness"
+
+    def __init__(self) -> None:
+        self._layout: Layout | None = None
+        self._some = Keys(SOME, first=True)
+        self._keys = {kind: Keys(SINGLE if kind in _SINGLES else PAIR) for kind in (*_SINGLES, *_PAIRS)}
+        self._said, self._pairs_in_a_run, self._starts = 0, 0, 0
+
+    def add(self, block: Block) -> None:
+        self._layout = self._layout or Layout.of(block)
+        resolved = block.known & (block.lost == 0)
+        shape = block.values.shape
+        places = np.arange(shape[0] * shape[1] * shape[3], dtype=np.uint32).reshape(*shape[:2], 1, shape[3])
+        seen = _Seen(block, resolved, np.broadcast_to(places, shape))
+        sizes = np.where(resolved, block.values, 0.0)
+        negative = sizes < 0.0
+        np.abs(sizes, out=sizes)
+        cells = (sizes * CELL).astype(np.uint64)
+        self._keys["numbers"].add(mixed(cells), seen.places, resolved, negative)
+        self._add_some(cells, seen)
+        self._add_pairs("pairs", cells, seen)
+        self._add_largest(cells, seen)
+        if np.nanmax(block.scale, initial=0.0) > np.nanmin(block.scale, initial=np.inf):
+            raw = _leading_bits(sizes * np.nan_to_num(block.scale)[:, :, None])
+            self._keys["numbers as they are"].add(mixed(raw), seen.places, resolved)
+            self._add_pairs("pairs as they are", raw, seen)
+        self._add_words(seen)
+        self._add_messages(seen)
+
+    def merge(self, other: Self) -> None:
+        self._layout = self._layout or other._layout
+        self._some.merge(other._some)
+        for kind, keys in other._keys.items():
+            self._keys[kind].merge(keys)
+        self._said += other._said
+        self._pairs_in_a_run += other._pairs_in_a_run
+        self._starts += other._starts
+
+    def _add_some(self, cells: Words, seen: _Seen) -> None:
+        """Numbers at a few places of every run: one size that is said often is seen here, whatever its hash."""
+        learners, rounds, _, numbers = cells.shape
+        places = learners * rounds * numbers
+        some = np.arange(0, places, -(-places // OF_A_RUN))
+        i, t, k = np.unravel_index(some, (learners, rounds, numbers))
+        self._some.add(mixed(cells[i, t, :, k]), seen.places[i, t, :, k], seen.resolved[i, t, :, k])
+
+    def _add_pairs(self, kind: str, cells: Words, seen: _Seen) -> None:
+        for one, other in seen.neighbours():
+            keys = mixed(cells[one], cells[other])
+            self._keys[kind].add(keys, seen.places[one], seen.resolved[one] & seen.resolved[other])
+
+    def _add_largest(self, cells: Words, seen: _Seen) -> None:
+        """The two largest sizes of every message of three numbers or more, wherever they stand in it."""
+        for _, part in seen.block.parts():
+            if part.stop - part.start > 2:
+                known = seen.resolved[..., part].sum(axis=-1) > 2
+                largest = np.partition(cells[..., part], -2, axis=-1)
+                keys = mixed(largest[..., -1].copy(), largest[..., -2])
+                self._keys["largest"].add(keys, seen.places[..., part.start], known)
+
+    def _add_words(self, seen: _Seen) -> None:
+        """The 32 low bits of K', and of -K': the lesser of the two, and which it is."""
+        word, negative = seen.block.steps & _LOW, -seen.block.steps & _LOW
+        keys = np.minimum(word, negative).astype(np.uint64)
+        self._keys["low words"].add(mixed(keys), seen.places, seen.resolved, negative < word)
+
+    def _add_messages(self, seen: _Seen) -> None:
+        """What was said, whatever the centre; and how many messages there were."""
+        said = seen.block.said.astype(np.uint64)
+        for one, other in seen.first_two():
+            keys = mixed(said[one], said[other])
+            self._keys["messages"].add(keys, seen.places[one], seen.resolved[one] & seen.resolved[other])
+        heard = np.asarray(seen.resolved.any(axis=3))
+        in_a_run: IntArray = np.count_nonzero(heard, axis=(0, 1))
+        self._said += int(in_a_run.sum())
+        self._pairs_in_a_run += int((in_a_run * (in_a_run - 1) // 2).sum())
+        speakers = np.asarray(heard.any(axis=1))
+        self._starts += int(np.count_nonzero(speakers))
+
+    # ---- what they come to -------------------------------------------------------------------------------------------
+
+    def streams(self, confidence: float = 0.9) -> Streams:
+        """What number of streams is excluded by messages that never come twice."""
+        log = -math.log(1.0 - confidence)
+        share = self._keys["pairs"].share
+        return Streams(
+            self._said,
+            share * self._pairs_in_a_run / log,
+            share * self._starts * (self._starts - 1) / 2.0 / log,
+        )
+
+    def tests(self) -> list[Test]:
+        if self._layout is None or not self._said:
+            return []
+        return [test for test in self._every() if test is not None]
+
+    def _every(self) -> Iterator[Test | None]:
+        numbers, raw, words = (self._keys[kind] for kind in _SINGLES)
+        either = [
+            ("numbers", numbers.ties(EQUAL / 2.0, with_bit=True)),
+            ("sizes", numbers.ties(EQUAL)),
+            ("sizes as they are", raw.ties(RAW)),
+            ("sizes at some places", self._some.ties(EQUAL)),
+        ]
+        yield self._fewest("ties", "no noise is said again", either, primary=True)
+        pairs = [(kind, self._keys[kind].ties(chance)) for kind, chance in _PAIR_CHANCES.items()]
+        yield self._fewest("pair ties", "no two neighbouring numbers are said again", pairs, primary=True)
+        largest = [("two largest sizes", self._keys["largest"].ties(LARGEST))]
+        yield self._fewest("permuted messages", "no message has the largest noise of another one", largest)
+        messages = [("first two numbers", self._keys["messages"].ties(0.0))]
+        yield self._fewest("repeated messages", "no message is said again", messages)
+        low = [
+            ("32 low bits", words.ties(2.0**-32, with_bit=True, given_kept=True)),
+            ("32 low bits, or their negative", words.ties(2.0**-31, given_kept=True)),
+        ]
+        what = "low bits are said again as often as chance has it"
+        yield self._fewest("low words", what, low, two_sided=True)
+
+    def _fewest(
+        self,
+        name: str,
+        what: str,
+        ties: Sequence[tuple[str, Ties]],
+        *,
+        primary: bool = False,
+        two_sided: bool = False,
+    ) -> Test | None:
+        """The least likely of these, times their number; None: there are no keys."""
+        there = [
+            (kind, each, each.two_sided if two_sided else each.p_value) for kind, each in ties if each.expected > 0.0
+        ]
+        if not there:
+            return None
+        kind, least, p_value = min(there, key=lambda one: one[2])
+        where = f"{kind}; {least.expected:.3g} expected{self._places(least)}"
+        return Test(name, what, least.count, min(1.0, p_value * len(there)), where, primary)
+
+    def _places(self, ties: Ties) -> str:
+        if ties.places is None or self._layout is None:
+            return ""
+        one, other = (self._layout.place(place) for place in ties.places)
+        return f"; {one}, in two runs" if one == other else f"; {one}, and {other}"
+
+
+_Index = tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """A block, and which of its numbers have keys: those that float64 resolves to the last bit; and the place of each."""
+
+    block: Block
+    resolved: BoolArray
+    places: npt.NDArray[np.uint32]
+
+    def neighbours(self) -> Iterator[tuple[_Index, _Index]]:
+        """All neighbours along a field; of a field of one number, of its rounds."""
+        for _, part in self.block.parts():
+            if part.stop - part.start > 1:
+                yield (..., slice(part.start, part.stop - 1)), (..., slice(part.start + 1, part.stop))
+            else:
+                yield from self._rounds(part)
+
+    def first_two(self) -> Iterator[tuple[_Index, _Index]]:
+        """The first neighbours along every field."""
+        for _, part in self.block.parts():
+            if part.stop - part.start > 1:
+                yield (..., slice(part.start, part.start + 1)), (..., slice(part.start + 1, part.start + 2))
+            else:
+                yield from self._rounds(part)
+
+    def _rounds(self, part: slice) -> Iterator[tuple[_Index, _Index]]:
+        noisy = np.flatnonzero(self.resolved[..., part].any(axis=(0, 2, 3)))
+        if len(noisy) > 1:
+            yield (slice(None), noisy[:-1], slice(None), part), (slice(None), noisy[1:], slice(None), part)
+
+
+def _leading_bits(sizes: FloatArray) -> Words:
+    """Exponent and `LEADING` bits of the mantissa."""
+    return sizes.view(np.uint64) >> np.uint64(52 - LEADING)

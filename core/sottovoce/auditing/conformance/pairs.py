@@ -1,0 +1,214 @@
+"""Dependence between places: correlations of all pairs, and spectra.
+
+A lag adds up what is equally far apart; here every pair stands for itself, so that one pair among a million is seen, and noise
+that sums to zero over all learners.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from sottovoce.auditing.conformance.block import Block
+from sottovoce.auditing.conformance.gram import Gram, all_pairs_p
+from sottovoce.auditing.conformance.layout import Layout
+from sottovoce.auditing.levels import Test
+
+COLUMNS = 1500
+"""Most columns of a matrix: it takes 2 x 4 bytes of the square of this."""
+
+PAIRS = 30
+"""So many pairs or fewer have no gamma law."""
+
+SCORES = ("values", "sizes")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a test of one matrix comes to: a p-value, what it was computed from, and where."""
+
+    p_value: float
+    statistic: float = 0.0
+    where: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """One way to lay numbers out: the axes of `(learners, rounds, runs, numbers)` that are samples; the others are columns."""
+
+    what: str
+    samples: tuple[int, ...]
+    name: Callable[[Layout, int], str]
+    by_voice: bool = False
+
+    def of(self, layout: Layout, numbers: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """`(samples, columns)`."""
+        laid = layout.by_voice(numbers) if self.by_voice else numbers
+        others = tuple(axis for axis in range(4) if axis not in self.samples)
+        length = math.prod(laid.shape[axis] for axis in self.samples)
+        return laid.transpose(*self.samples, *others).reshape(length, -1)
+
+    def gram(self, layout: Layout, block: Block) -> Gram:
+        """Of the runs of a block."""
+        scores = np.stack([self.of(layout, each).astype(np.float32) for each in (block.normal, block.normal_sizes)])
+        return Gram(scores, self.of(layout, block.known).astype(np.bool_))
+
+
+def _learner_coordinate(layout: Layout, at: int) -> str:
+    i, k = divmod(at, layout.numbers)
+    return f"{layout.learner(i)}, {layout.number(k)}"
+
+
+def _learner_round(layout: Layout, at: int) -> str:
+    i, t = divmod(at, layout.rounds)
+    return f"{layout.learner(i)}, round {t}"
+
+
+LEARNERS = Columns("learners", (1, 2, 3), lambda layout, at: layout.voice(at), by_voice=True)
+COORDINATES = Columns("coordinates of learners", (1, 2), _learner_coordinate)
+ROUNDS = Columns("rounds of learners", (2, 3), _learner_round)
+PLACES = Columns("places", (2,), lambda layout, at: layout.place(at))
+RUNS = Columns("runs", (0, 1, 3), lambda layout, at: f"run {at} of a block")
+
+
+class Pairs:
+    """Matrices of scores of values and of sizes.
+
+    Sums over runs are kept for learners, coordinates, rounds and places. Runs themselves are columns within a block only;
+    across blocks, what is said again is found by its keys (`freshness`).
+    """
+
+    def __init__(self) -> None:
+        self._layout: Layout | None = None
+        self._grams: dict[str, Gram] = {}
+        self._runs = _Runs()
+
+    def add(self, block: Block) -> None:
+        """Look at some more runs."""
+        layout = self._layout = self._layout or Layout.of(block)
+        for what, columns in _kept(layout).items():
+            self._gather(what, columns.gram(layout, block))
+        if 1 < block.runs <= COLUMNS:
+            self._runs.add(RUNS.gram(layout, block))
+
+    def merge(self, other: Self) -> None:
+        """Take in what another one keeps."""
+        self._layout = self._layout or other._layout
+        for what, gram in other._grams.items():
+            self._gather(what, gram)
+        self._runs.merge(other._runs)
+
+    def _gather(self, what: str, gram: Gram) -> None:
+        if what in self._grams:
+            self._grams[what].add(gram)
+        else:
+            self._grams[what] = gram
+
+    def tests(self) -> Iterator[Test]:
+        """Worst pair, all pairs, and spectrum, of every matrix."""
+        if self._layout is None:
+            return
+        for what, columns in _kept(self._layout).items():
+            if what in self._grams:
+                yield from _judged(what, _of(self._grams[what], columns, self._layout), primary=columns is COORDINATES)
+        yield from _judged("runs", self._runs.found(), primary=False)
+
+
+def _kept(layout: Layout) -> Mapping[str, Columns]:
+    """The matrices that are small enough, and have two columns."""
+    learners = len(layout.learners)
+    counts = {
+        LEARNERS: layout.voices,
+        COORDINATES: learners * layout.numbers,
+        ROUNDS: learners * layout.rounds,
+        PLACES: learners * layout.rounds * layout.numbers,
+    }
+    return {columns.what: columns for columns, count in counts.items() if 1 < count <= COLUMNS}
+
+
+_WORST, _ALL, _SIZES, _SPECTRUM = "pairs of", "all pairs of", "all pairs of sizes of", "spectrum of"
+
+_SAYS = {
+    _WORST: "no two {} are correlated",
+    _ALL: "all pairs of {} together are not correlated",
+    _SIZES: "sizes of all pairs of {} together are not correlated",
+    _SPECTRUM: "no sum over {} is larger or smaller than of independent noise",
+}
+
+
+def _judged(what: str, found: Mapping[str, list[Found]], *, primary: bool) -> Iterator[Test]:
+    """A test for each statistic: the least likely, times what was looked at."""
+    for statistic, each in found.items():
+        if each:
+            least = min(each, key=lambda one: one.p_value)
+            p_value = min(1.0, least.p_value * len(each))
+            says = _SAYS[statistic].format(what)
+            yield Test(
+                f"{statistic} {what}", says, least.statistic, p_value, least.where, primary and statistic == _SIZES
+            )
+
+
+def _of(gram: Gram, columns: Columns, layout: Layout) -> dict[str, list[Found]]:
+    """What a matrix comes to, by statistic."""
+    found: dict[str, list[Found]] = {statistic: [] for statistic in _SAYS}
+    for p_value, _, rho, score, first, second in gram.worst_pair():
+        where = f"{SCORES[score]} of {columns.name(layout, first)}, and of {columns.name(layout, second)}"
+        found[_WORST].append(Found(p_value, rho, where))
+    for score, statistic in enumerate((_ALL, _SIZES)):
+        total, mean, variance, pairs = gram.all_pairs(score)
+        if pairs > PAIRS:
+            found[statistic].append(Found(all_pairs_p(total, mean, variance), total / mean, f"{pairs} pairs"))
+    for score, of in enumerate(SCORES):
+        found[_SPECTRUM] += [Found(p, each, f"{of}, {which}") for p, each, which in gram.spectrum(score)]
+    return found
+
+
+class _Runs:
+    """Runs beside each other, a block at a time: what its matrix came to is kept, not the matrix."""
+
+    def __init__(self) -> None:
+        self._worst = Found(np.inf)
+        self._pairs = 0
+        self._all = np.zeros((len(SCORES), 3))
+        self._together = 0
+        self._spectrum = Found(np.inf)
+        self._spectra = 0
+
+    def add(self, gram: Gram) -> None:
+        for p_value, pairs, rho, score, first, second in gram.worst_pair():
+            where = f"{SCORES[score]} of runs {first} and {second} of a block"
+            self._worst = min(self._worst, Found(p_value / pairs, rho, where), key=lambda each: each.p_value)
+            self._pairs += pairs
+        for score, of in enumerate(SCORES):
+            *sums, pairs = gram.all_pairs(score)
+            self._all[score] += sums
+            self._together += pairs
+            for p_value, each, which in gram.spectrum(score):
+                found = Found(p_value, each, f"{of} of a block of runs, {which}")
+                self._spectrum = min(self._spectrum, found, key=lambda each: each.p_value)
+                self._spectra += 1
+
+    def merge(self, other: Self) -> None:
+        self._worst = min(self._worst, other._worst, key=lambda each: each.p_value)
+        self._spectrum = min(self._spectrum, other._spectrum, key=lambda each: each.p_value)
+        self._pairs += other._pairs
+        self._all += other._all
+        self._together += other._together
+        self._spectra += other._spectra
+
+    def found(self) -> dict[str, list[Found]]:
+        found: dict[str, list[Found]] = {}
+        if self._pairs:
+            found[_WORST] = [Found(self._worst.p_value * self._pairs, self._worst.statistic, self._worst.where)]
+        if self._together > len(SCORES) * PAIRS:
+            for statistic, (total, mean, variance) in zip((_ALL, _SIZES), self._all, strict=True):
+                found[statistic] = [Found(all_pairs_p(total, mean, variance), total / mean, "runs of one block")]
+        if self._spectra:
+            least = self._spectrum
+            found[_SPECTRUM] = [Found(least.p_value * self._spectra, least.statistic, least.where)]
+        return found

@@ -1,0 +1,201 @@
+"""Dependence on what was before: signs and sizes of the noise against every function of the past that is at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+
+from sottovoce.arrays import BoolArray, FloatArray
+from sottovoce.auditing.conformance.block import Block
+from sottovoce.auditing.conformance.chances import log_signs, log_sizes
+from sottovoce.auditing.conformance.layout import Layout
+from sottovoce.auditing.conformance.residuals import ALL
+from sottovoce.auditing.levels import Test
+
+TYPICAL = 5.0
+"""Regressors are clipped at so many times their usual size until then: else their largest number rules the p-value."""
+
+OTHERS = 8
+"""Learners, at most, where each one's last noise and message are regressors for all others; with more, only their mean is."""
+
+_OWN = -1
+"""Whose past a regressor is of: the learner's own, or that of the learner at this place."""
+
+
+@dataclass
+class Sums:
+    """Of one regressor X: X sign(r) and X^2 by learner and coordinate, and in all X (|r| - 1), and the largest |X|."""
+
+    signed: FloatArray
+    square: FloatArray
+    sized: float
+    largest: float
+
+    def add(self, other: Sums) -> None:
+        """Those of other runs."""
+        self.signed = self.signed + other.signed
+        self.square = self.square + other.square
+        self.sized += other.sized
+        self.largest = max(self.largest, other.largest)
+
+
+class Regressors:
+    """Signs are fair whatever was before, and sizes are one scale on average: so no sum of them times X is far from zero."""
+
+    def __init__(self) -> None:
+        self._layout: Layout | None = None
+        self._sums: dict[tuple[str, int], Sums] = {}
+
+    def add(self, block: Block) -> None:
+        """Look at some more runs."""
+        self._layout = self._layout or Layout.of(block)
+        noise = _Noise(block)
+        last = _last(block)
+        for name, values in {**_own(block, last), **block.past}.items():
+            self._gather((name, _OWN), noise.against(values))
+        learners = len(block.learners)
+        for name, values in last.items():
+            for j in range(learners if 1 < learners <= OTHERS else 0):
+                self._gather((name, j), noise.against(values[j : j + 1]))
+
+    def merge(self, other: Self) -> None:
+        """Take in what another one keeps."""
+        self._layout = self._layout or other._layout
+        for key, sums in other._sums.items():
+            self._gather(key, sums)
+
+    def _gather(self, key: tuple[str, int], sums: Sums) -> None:
+        if key in self._sums:
+            self._sums[key].add(sums)
+        else:
+            self._sums[key] = sums
+
+    def tests(self) -> Iterator[Test]:
+        """Signs against every regressor; the worst learner or coordinate; the worst of sizes."""
+        if self._layout is not None:
+            own = {name: sums for (name, j), sums in self._sums.items() if j == _OWN and sums.square.any()}
+            for name, sums in own.items():
+                yield _signs(name, sums)
+            for name in dict.fromkeys(name for name, j in self._sums if j != _OWN):
+                each = {j: sums for (of, j), sums in self._sums.items() if of == name and j != _OWN}
+                yield from _others(name, each, self._layout)
+            if own:
+                yield _by_place(own, self._layout)
+                yield _sizes(own)
+
+
+# ---- tests -----------------------------------------------------------------------------------------------------------
+
+
+def _signs(name: str, sums: Sums) -> Test:
+    total, square = float(sums.signed.sum()), float(sums.square.sum())
+    what = f"signs of the noise do not follow what was before: {name}"
+    return Test(f"signs on {name}", what, total / square**0.5, float(np.exp(log_signs(total, square))), name)
+
+
+def _others(name: str, each: Mapping[int, Sums], layout: Layout) -> Iterator[Test]:
+    """The worst pair of one learner's signs and another one's past, times their number."""
+    signed = np.array([sums.signed.sum(axis=1) for sums in each.values()])
+    square = np.array([sums.square.sum(axis=1) for sums in each.values()])
+    square[np.arange(len(each)), list(each)] = 0.0  # its own is a regressor of its own
+    if square.any():
+        logs = np.where(square > 0.0, log_signs(signed, square), np.inf)
+        j, i = (int(at) for at in np.unravel_index(int(logs.argmin()), logs.shape))
+        p_value = min(1.0, float(np.exp(logs[j, i])) * int(np.count_nonzero(square)))
+        where = f"signs of {layout.learner(i)} on {name} of {layout.learner(list(each)[j])}"
+        what = f"signs of the noise do not follow what another learner had before: {name}"
+        yield Test(f"signs on another's {name}", what, float(signed[j, i] / square[j, i] ** 0.5), p_value, where)
+
+
+def _by_place(own: Mapping[str, Sums], layout: Layout) -> Test:
+    """The worst learner or coordinate, of every regressor."""
+    found, count = [], 0
+    for name, sums in own.items():
+        for axis, place in ((1, layout.learner), (0, layout.number)):
+            signed, square = sums.signed.sum(axis=axis), sums.square.sum(axis=axis)
+            logs = np.where(square > 0.0, log_signs(signed, square), 0.0)
+            at = int(logs.argmin())
+            count += int(np.count_nonzero(square))
+            found.append((float(logs[at]), float(signed[at] / max(square[at], 1e-300) ** 0.5), f"{name}, {place(at)}"))
+    least, deviations, where = min(found)
+    what = "signs of the noise follow nothing that was before, in no learner and no coordinate"
+    return Test("signs by place", what, deviations, min(1.0, float(np.exp(least)) * count), where, primary=False)
+
+
+def _sizes(own: Mapping[str, Sums]) -> Test:
+    found = []
+    for name, sums in own.items():
+        square = float(sums.square.sum())
+        found.append((log_sizes(sums.sized, square, sums.largest), sums.sized / square**0.5, name))
+    least, deviations, where = min(found)
+    what = "sizes of the noise follow nothing that was before"
+    return Test("sizes", what, deviations, min(1.0, float(np.exp(least)) * len(found)), where, primary=False)
+
+
+# ---- sums ------------------------------------------------------------------------------------------------------------
+
+
+class _Noise:
+    """Signs and sizes minus one of a block's noise, 0 where it is unknown."""
+
+    def __init__(self, block: Block) -> None:
+        self.signs = block.signs.astype(np.float64)
+        self.excess = np.where(block.known, block.sizes - 1.0, 0.0)
+        self.known: BoolArray | None = None if block.known.all() else block.known
+
+    def against(self, values: FloatArray) -> Sums:
+        """Sums of a regressor that broadcasts to the block's values."""
+        x = np.broadcast_to(clipped(np.where(np.isfinite(values), values, 0.0)), self.signs.shape)
+        if self.known is not None:
+            x = x * self.known
+        return Sums(
+            signed=np.einsum("itrk,itrk->ik", x, self.signs),
+            square=np.einsum("itrk,itrk->ik", x, x),
+            sized=float(np.einsum("itrk,itrk->", x, self.excess)),
+            largest=max(float(x.max()), -float(x.min())),
+        )
+
+
+def clipped(values: FloatArray) -> FloatArray:
+    """A regressor clipped at `TYPICAL` times its usual size, `(learners, rounds, runs, numbers)` or 1 along any axis.
+
+    The usual size is the geometric mean, over the rounds so far, of `mean(|X|^(1/2))^2` over what is not zero in a round: few
+    large numbers move it little. It follows from the past and from nothing else, and from a run's own alone.
+    """
+    sizes = np.abs(values)
+    some = np.count_nonzero(sizes, axis=(0, 3))
+    usual = np.sqrt(sizes).sum(axis=(0, 3)) / np.maximum(some, 1)
+    logs = np.where(usual > 0.0, 2.0 * np.log(np.maximum(usual, 1e-150)), 0.0)
+    so_far = np.maximum(np.cumsum(usual > 0.0, axis=0), 1)
+    limit = TYPICAL * np.exp(np.cumsum(logs, axis=0) / so_far)[None, :, :, None]
+    found: FloatArray = np.clip(values, -limit, limit)
+    return found
+
+
+def _last(block: Block) -> dict[str, FloatArray]:
+    """What every learner drew and said in the last round that had noise, as it was known before every round; 0: nothing."""
+    noisy = np.asarray(block.known.any(axis=(0, 2, 3)))
+    rounds = np.arange(len(noisy))
+    latest = np.maximum.accumulate(np.where(noisy, rounds, -1))
+    before = np.concatenate([[-1], latest[:-1]])
+    with_lattice = (block.grid / block.scale)[:, :, None]
+    message = np.where(block.lost < ALL, block.said * with_lattice, 0.0)
+    return {
+        "last noise": np.where((before >= 0)[:, None, None], block.normal[:, before], 0.0),
+        "last message": np.where((before >= 0)[:, None, None], message[:, before], 0.0),
+    }
+
+
+def _own(block: Block, last: Mapping[str, FloatArray]) -> dict[str, FloatArray]:
+    """Regressors that follow from the block."""
+    learners, rounds = block.values.shape[:2]
+    found = dict(last)
+    if rounds > 1:
+        found["round number"] = (np.arange(rounds) - (rounds - 1) / 2.0)[None, :, None, None]
+    if learners > 1:
+        message = last["last message"]
+        found["others' last messages"] = (message.sum(axis=0) - message) / (learners - 1)
+    return found

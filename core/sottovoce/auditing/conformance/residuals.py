@@ -1,0 +1,276 @@
+"""Noise taken off messages: what a learner said beside what it would have said without noise.
+
+A learner's state is replayed from what was overheard, so the noise of every message is known: what was said minus the centre.
+Divided by its scale it must be independent standard Laplace numbers, on the lattice. A guarantee rests on nothing else, and
+what breaks it here (half the scale, reused or omitted noise, Gaussian tails) needs thousands of runs, or cannot be seen at
+all, where two worlds are told apart.
+
+Objective perturbation is not seen: its noise is in the problem that a learner solves, not on its message.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from dataclasses import field as dataclass_field
+
+import numpy as np
+import numpy.typing as npt
+from scipy import special
+
+from sottovoce.algorithms.interface import Message, OnLattice
+from sottovoce.arrays import Batch, BoolArray, FloatArray, IntArray, Scalars
+from sottovoce.data import LearnerData, PlacedData
+from sottovoce.losses import mean_gradient
+from sottovoce.noise import GRID_BITS, Draw, Law, grid, no_noise
+from sottovoce.running.replay import Replay
+from sottovoce.running.run import Run
+from sottovoce.running.transcript import Transcript
+
+ByteArray = npt.NDArray[np.int8]
+
+ALL = 64
+"""Low bits lost: all of them."""
+
+EXACT = 2.0**53
+"""Whole numbers below this are exact in float64."""
+
+TIE = 1e-9
+"""A scale so close to a power of two, relatively, may have either spacing: platforms round the schedule's powers differently."""
+_TINY = float(np.finfo(float).tiny)
+
+
+@dataclass(frozen=True, slots=True)
+class Residuals:
+    """The noise that a replay finds in one field of one learner's messages.
+
+    Attributes:
+        learner: its index.
+        field: of the message.
+        values: `(rounds, replicas, dim)`; independent standard Laplace numbers if the learner does what it says. NaN
+            where there should be no noise, and after the first round in which nobody heard the learner, or somebody
+            whom it heard. Laplace noise is divided by its scale; other noise is mapped to Laplace numbers of the same
+            probability (`as_laplace`).
+        steps: `(rounds, replicas, dim)` the noise in lattice spacings, K'. A replay rounds elsewhere than the learner did,
+            so it may be one off; to which side follows from the past alone, so low bits stay as evenly spread as they
+            were. 0 where `lost` is `ALL`.
+        said: the same of the message, which needs no replay.
+        lost: the same: how many low bits of either are unresolved by float64; `ALL` where nothing is known, or on no lattice.
+        off: the same: whether the message is off its lattice.
+        scale: `(rounds,)` of the noise, or the same for each of `dim`; NaN where there is none.
+        grid: the same of the spacing of the lattice; NaN where there is none.
+        past: by name, `(rounds, replicas, dim)` each: what the learner had before it drew the noise, and must not let it
+            depend on. Empty unless it was asked for.
+    """
+
+    learner: int
+    field: str
+    values: FloatArray
+    steps: IntArray
+    said: IntArray
+    lost: ByteArray
+    off: BoolArray
+    scale: FloatArray
+    grid: FloatArray
+    past: dict[str, FloatArray] = dataclass_field(default_factory=dict)
+
+    @property
+    def place(self) -> str:
+        """Learner and field, in words."""
+        return f"learner {self.learner}, field {self.field!r}"
+
+    def at(self, t: int) -> Residuals:
+        """A single round of it, as views."""
+        rows = {part: getattr(self, part)[t : t + 1] for part in PARTS}
+        return Residuals(self.learner, self.field, **rows)
+
+
+PARTS = ("values", "steps", "said", "lost", "off", "scale", "grid")
+"""The arrays of `Residuals`."""
+
+
+def blank(learner: int, field: str, shape: tuple[int, ...]) -> Residuals:
+    """No noise known anywhere; `shape` is that of `values`."""
+    return Residuals(
+        learner,
+        field,
+        values=np.full(shape, np.nan),
+        steps=np.zeros(shape, np.int64),
+        said=np.zeros(shape, np.int64),
+        lost=np.full(shape, ALL, np.int8),
+        off=np.zeros(shape, np.bool_),
+        scale=np.full(shape[:1], np.nan),
+        grid=np.full(shape[:1], np.nan),
+    )
+
+
+# ---- from messages to noise ------------------------------------------------------------------------------------------
+
+
+def noise_of(replay: Replay, said: Message, room: Mapping[str, Residuals] | None = None) -> dict[str, Residuals]:
+    """The noise of this round's message, by field that carries any.
+
+    The learner speaks once without noise, and once with the same number in place of every noise: where a message moves by
+    as much, it carries noise. The claimed scale is `Algorithm.noise_scale`; that of spherical noise depends on the number
+    of records, and is the one that the algorithm asks its source for. In a replay of two worlds the learner lived in the first.
+
+    Args:
+        replay: of the learner, before the round.
+        said: its message, fields `(1, replicas, dim)`.
+        room: residuals of one round, by field, still blank, to be filled (default: new ones).
+    """
+    steps: dict[str, tuple[Law, Scalars]] = {}
+
+    def probe(draw: Draw) -> FloatArray:
+        # On the lattice, so that no sum is rounded; about one scale.
+        step = 1.0 / draw.scale if draw.grid is None else draw.grid * 2.0**GRID_BITS
+        steps[draw.field] = draw.law, step
+        return np.zeros(draw.shape) + step
+
+    centre, moved = replay.says(no_noise), replay.says(probe)
+    found = {}
+    for name in sorted(steps.keys() & centre.fields.keys()):
+        law, step = steps[name]
+        scale = replay.run.algorithm.noise_scale(replay.learner, replay.t)
+        if law == "spherical":
+            scale = float(np.asarray(step).flat[0])
+        own = centre[name][:1]
+        # By schedule alone, so that one replica says it for all.
+        noisy = np.abs(moved[name][:1, :1] - own[:, :1] - step) <= 1e-6 * np.abs(step)
+        if 0.0 < scale < math.inf and noisy.any():
+            filled = found[name] = blank(replay.learner, name, said[name].shape) if room is None else room[name]
+            algorithm = replay.run.algorithm
+            lattice = isinstance(algorithm, OnLattice) and name in algorithm.lattice(replay.learner, replay.t)
+            _take_off(filled, law, scale, noisy, said[name], own, lattice)
+            filled.past["centre"] = own
+            if len(centre[name]) > 1:
+                filled.past["swap"] = (own - centre[name][1:2]) / scale
+    return found
+
+
+def residuals(
+    run: Run,
+    transcript: Transcript,
+    data: PlacedData,
+    learner: int,
+    *,
+    close: bool = False,
+    other: LearnerData | None = None,
+    room: Mapping[str, Residuals] | None = None,
+) -> tuple[Residuals, ...]:
+    """Replay one learner, and take its noise off its messages.
+
+    Args:
+        run: the run that was overheard.
+        transcript: what all learners said.
+        data: what they learned.
+        learner: whose noise.
+        close: keep what the learner had before every draw, too.
+        other: its records in the other world: how far they move the centre is part of what it had (`swap`, in scales), and
+            the most telling part if it handles a record otherwise than it promised.
+        room: for every field blank residuals to be filled (default: new ones).
+
+    Returns:
+        One entry for each field that carries noise in some round.
+    """
+    own = data.learners[learner]
+    sides = (own,) if other is None else (own, other)
+    replay = Replay(run, learner, transcript.replicas, len(sides))
+    every = room or {name: blank(learner, name, _shape(values)) for name, values in transcript.fields.items()}
+    noisy: set[str] = set()
+    before: Mapping[str, FloatArray] = {}
+    for t in range(transcript.rounds):
+        messages = transcript.messages(t, replay.concerned)
+        round_of = {name: each.at(t) for name, each in every.items()}
+        for name, noise in noise_of(replay, messages[learner], round_of).items():
+            noisy.add(name)
+            for what, values in {**noise.past, **before}.items() if close else ():
+                if values.shape[-1] == noise.values.shape[-1]:
+                    every[name].past.setdefault(what, np.zeros(every[name].values.shape))[t] = values[0]
+        replay.step(messages, *(side.batch(t) for side in sides))
+        if not replay.known:
+            break
+        if close:
+            before = learned(replay, own.batch(t))
+    return tuple(every[name] for name in sorted(noisy) if np.isfinite(every[name].values).any())
+
+
+def _shape(said: FloatArray) -> tuple[int, ...]:
+    rounds, _, *shape = said.shape
+    return (rounds, *shape)
+
+
+def learned(replay: Replay, batch: Batch) -> dict[str, FloatArray]:
+    """What the learner took from the round that is over, `(1, replicas, dim)` or `(1, 1, dim)` each, by name."""
+    decision = replay.decision[:1]
+    if not batch.size:
+        return {"decision": decision}
+    loss = replay.run.loss
+    features, labels = loss.enforce(batch.features, batch.labels)
+    enforced = replace(batch, features=features, labels=labels)
+    return {
+        "decision": decision,
+        "gradient": mean_gradient(loss, decision, enforced),
+        "label": np.full((1, 1, decision.shape[-1]), labels.sum()),
+        "record": features.sum(axis=0)[None, None],
+        "record with its label": (features * labels[:, None]).sum(axis=0)[None, None],
+    }
+
+
+def _take_off(
+    into: Residuals, law: Law, scale: float, noisy: BoolArray, said: FloatArray, centre: FloatArray, lattice: bool
+) -> None:
+    """Fill the residuals of a round: what was said without its centre, where there is noise."""
+    into.scale[:] = scale
+    if law == "spherical":
+        into.values[:] = np.where(noisy, as_laplace(law, (said - centre) / scale), np.nan)
+        return
+    spacing = float(grid(scale * (1.0 - TIE)))  # the finer one where it may be either
+    into.grid[:] = spacing
+    message, whole = said / spacing, centre / spacing
+    # The learner rounds its centre, too, and never the sum: each is a whole number of its own.
+    np.rint(whole, out=whole)
+    steps = message - whole
+    if not lattice:
+        # What was public before stands beside the noise, on no lattice (dual averaging): the noise alone is on it.
+        noise = (said - centre) / spacing
+        rounding = 64 * np.finfo(float).eps * np.maximum(np.abs(message), np.abs(whole))
+        steps = np.where(np.abs(noise - np.rint(noise)) <= 0.125 + rounding, np.rint(noise), noise)
+        message = steps + whole
+    # Not-a-number where nobody heard the message: then no comparison holds.
+    exact = bool(max(message.max(), -message.min(), whole.max(), -whole.min()) < EXACT)
+    judged = noisy if exact else noisy & (np.abs(message) < EXACT) & (np.abs(whole) < EXACT)
+    everywhere = bool(judged.all())
+    on = np.rint(message) == message
+    if not (everywhere and on.all()):
+        into.off[:] = noisy & ~on & ~np.isnan(message)
+        judged = judged & on
+        everywhere = False
+    into.values[:] = as_laplace(law, steps * (spacing / scale))
+    if not noisy.all():
+        into.values[:] = np.where(noisy, into.values, np.nan)
+    into.steps[:] = steps if everywhere else np.where(judged, steps, 0.0)
+    into.said[:] = message if everywhere else np.where(judged, message, 0.0)
+    either = float(grid(scale * (1.0 + TIE))) != spacing
+    into.lost[:] = np.where(judged, np.int8(either), np.int8(ALL))
+
+
+def as_laplace(law: Law, noise: FloatArray) -> FloatArray:
+    """Noise `(..., dim)` of scale 1 as independent standard Laplace numbers, with the signs of the noise.
+
+    Gaussian noise coordinate by coordinate. A spherical vector e is taken apart into what is independent (Rosenblatt
+    1952): the norm, of law Gamma(dim), becomes the last number; the k-th one before is the share of `e_k^2` in
+    `e_k^2 + ... + e_dim^2`, of law Beta(1/2, (dim - k)/2).
+    """
+    if law == "laplace":
+        return noise
+    if law == "gaussian":
+        return np.copysign(-special.log_ndtr(-np.abs(noise)) - math.log(2.0), noise)
+    dim, squares = noise.shape[-1], noise**2
+    rest = np.cumsum(squares[..., ::-1], axis=-1)[..., ::-1]
+    share = squares[..., :-1] / np.maximum(rest[..., :-1], _TINY)
+    larger = np.empty_like(noise)
+    larger[..., :-1] = special.betaincc(0.5, np.arange(dim - 1, 0, -1) / 2.0, share)
+    larger[..., -1] = special.gammaincc(dim, np.sqrt(rest[..., 0]))
+    return np.copysign(-np.log(np.maximum(larger, _TINY)), noise)

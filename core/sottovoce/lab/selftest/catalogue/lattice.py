@@ -1,0 +1,125 @@
+"""Noise whose low bits are not those of a fair draw: on no lattice, on a coarser one, or with too few random bits."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import numpy as np
+
+from sottovoce.arrays import FloatArray
+from sottovoce.auditing.simulated import numbers_of
+from sottovoce.lab.selftest.breaking import Change, in_scales, sometimes
+from sottovoce.lab.selftest.evidence import each_message, each_number, event, repeated
+from sottovoce.lab.selftest.mutants import MOST, SEEN, Mutant, laplace_only, lattice_only, noisy, unaided
+from sottovoce.noise import Draw, on_grid
+
+Generator = np.random.Generator
+
+
+def _raw(generator: Generator) -> Change:
+    """Raw doubles: their low bits are those of a continuous draw, on no lattice."""
+
+    def change(noise: FloatArray, draw: Draw) -> FloatArray:
+        return noise if draw.grid is None else noise + (generator.random(noise.shape) - 0.5) * draw.grid
+
+    return change
+
+
+def _coarser(bits: int) -> Change:
+    """On a lattice whose spacing is 2^bits times what it should be."""
+    return lambda noise, draw: noise if draw.grid is None else on_grid(noise, 2.0**bits * draw.grid)
+
+
+def _mantissas(bits: int) -> Change:
+    """Numbers with so many significant bits; float32 has 24, float16 has 11."""
+
+    def change(noise: FloatArray, draw: Draw) -> FloatArray:
+        mantissa, exponent = np.frexp(noise)
+        return draw.rounded(np.ldexp(np.rint(np.ldexp(mantissa, bits)), exponent - bits))
+
+    return change
+
+
+def _one_bit(generator: Generator, bit: int, ones: float) -> Change:
+    """One bit of the noise, counted in lattice spacings, is not fair."""
+
+    def change(noise: FloatArray, draw: Draw) -> FloatArray:
+        if draw.grid is None:
+            return noise
+        steps = np.rint(noise / draw.grid).astype(np.int64)
+        raised = (steps >> bit & 1 == 0) & (generator.random(noise.shape) < 2.0 * ones - 1.0)
+        changed: FloatArray = (steps + (raised.astype(np.int64) << bit)) * draw.grid
+        return changed
+
+    return change
+
+
+def _few_bits(generator: Generator, bits: int) -> Change:
+    """A uniform number of so many random bits through a logarithm: the law is right, and it has few values."""
+
+    def sizes(noise: FloatArray) -> FloatArray:
+        drawn: FloatArray = -np.log((generator.integers(0, 2**bits, noise.shape) + 0.5) * 2.0**-bits)
+        return drawn
+
+    return in_scales(lambda noise: np.copysign(sizes(noise), noise))
+
+
+_lattice = partial(Mutant, family="conformance", kind="lattice and low bits", runs=MOST, quick=False)
+
+
+def _of_coarser(bits: int, share: float) -> Mutant:
+    """In every number, or in a share of the messages."""
+    name, what = f"lattice 2^{bits} coarser", "low bits of the noise are zero"
+    if share == 1.0:
+        return _lattice(
+            name, what, lattice_only(unaided(partial(_coarser, bits))), limit=each_number(bits * math.log(2.0))
+        )
+    breaks = noisy(lambda generator: sometimes(_coarser(bits), share, generator, messages=True))
+    rare = event(share, 2.0 ** (-16 * bits))  # of 16 numbers
+    return _lattice(f"{name} in {100 * share:g} %", what, lattice_only(breaks), limit=each_message(rare, share))
+
+
+def _of_mantissas(name: str, bits: int, share: float) -> Mutant:
+    """A number of about 40 bits has so few with probability `2^(bits - 40)`."""
+    breaks = noisy(lambda generator: sometimes(_mantissas(bits), share, generator))
+    name = name if share == 1.0 else f"{name} in {100 * share:g} %"
+    limit = each_number(event(share if share < 1.0 else 1.0 - 2.0**-20, 2.0 ** (bits - 40)), share)
+    return _lattice(name, f"noise of {bits} significant bits", lattice_only(breaks), limit=limit)
+
+
+LATTICE = (
+    Mutant(
+        "raw doubles",
+        "noise on no lattice",
+        lattice_only(noisy(_raw)),
+        "conformance",
+        SEEN,
+        kind="lattice and low bits",
+        limit=each_number(1e3),
+    ),
+    *(_of_coarser(bits, share) for bits, share in ((16, 1.0), (1, 1.0), (8, 0.005), (1, 0.01), (1, 0.001))),
+    _of_mantissas("float32", 24, 1.0),
+    *(_of_mantissas("float32", 24, share) for share in (0.01, 0.0002)),
+    _of_mantissas("float16", 11, 0.001),
+    _of_mantissas("30 bits", 30, 0.03),
+    *(
+        _lattice(
+            f"bit {bit} is one in {100 * ones:g} %",
+            "a low bit that is not fair",
+            lattice_only(noisy(partial(_one_bit, bit=bit, ones=ones))),
+            limit=each_number(event(ones, 0.5)),
+        )
+        for bit, ones in ((5, 0.6), (12, 0.51))
+    ),
+    *(
+        _lattice(
+            f"{bits} random bits",
+            "a uniform number of few bits, through a logarithm",
+            laplace_only(noisy(partial(_few_bits, bits=bits))),
+            limit=repeated(2.0**bits, numbers_of),
+        )
+        for bits in (16, 24, 32)
+    ),
+)
+"""Noise on another lattice, or with other low bits."""

@@ -1,0 +1,168 @@
+"""The power of an audit: with how many runs it finds a broken learner nine times in ten, beside the information limit.
+
+A break of the noise is looked for by conformance, which is where it must be seen; anything else by the whole audit. What a single
+run may show is also watched.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from sottovoce.auditing.plan import AuditPlan, plan_audit
+from sottovoce.auditing.simulated import at_a_time, overhear, shares
+from sottovoce.errors import SpecError
+from sottovoce.lab.selftest.doctoring import Spoken, notices
+from sottovoce.lab.selftest.evidence import FOUND
+from sottovoce.lab.selftest.mutants import Broken, Kind, Mutant, mirrored
+from sottovoce.lab.selftest.trial import WATCH_LEVEL, audited, base_of, seen_by
+from sottovoce.noise import SeededNoise
+from sottovoce.running.simulator import simulate
+
+LADDER = (5, 10, 20, 50, 100, 200, 500, 1000, 2000)
+"""Runs of each world that are tried, one after the other."""
+
+CONFIDENCE = 0.99
+"""With which none of these audits would refute a correct learner."""
+
+ENOUGH = 4.0
+"""Times the evidence that the best of all tests needs: an audit looks at much else, and is to find it nine times in ten."""
+
+WATCHED = 200
+"""Rounds under watch, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Power:
+    """With how much a broken learner is found.
+
+    Attributes:
+        name, what, kind: of the mutant.
+        base: the run that it is tried on.
+        audits: how often it is tried with as many runs.
+        needed: runs of each world with which enough audits find it; None: not with those that were tried.
+        found_by: the part of the audit that found it most often, there.
+        limit: runs of each world that carry the evidence it takes; None: that is not known.
+        rounds: within which enough runs under watch raise an alarm; None: not within those that were watched.
+        watched: runs under watch; 0: there is nothing to watch.
+    """
+
+    name: str
+    what: str
+    kind: Kind | None
+    base: str
+    audits: int
+    needed: int | None = None
+    found_by: str = ""
+    limit: float | None = None
+    rounds: int | None = None
+    watched: int = 0
+
+    def missed(self, most: int) -> bool:
+        """It was not found, though so many runs carry enough evidence, or nobody knows how many do."""
+        return self.needed is None and (self.limit is None or ENOUGH * self.limit <= most)
+
+
+def measure(mutant: Mutant, *, audits: int = 10, seed: int = 0, most: int = LADDER[-1]) -> Power:
+    """Audit a broken learner with more and more runs, each number of runs with several seeds, and watch it.
+
+    Args:
+        mutant: how it is broken; tried on its own base.
+        audits: seeds of each number of runs.
+        seed: of the first audit.
+        most: runs of each world.
+
+    Raises:
+        SpecError: it does not fit its base, or there is no such base.
+    """
+    run, data = base_of(mutant).build()
+    worlds = None if mutant.swap is None else mutant.swap(run, data, 0)
+    plan = plan_audit(run, data, 0, runs=LADDER[0], confidence=CONFIDENCE, worlds=worlds)
+    if mutant.breaks(plan).leak is None:  # else the pairs of worlds that an audit chooses are part of what is tested
+        worlds = plan.worlds
+    limit = None if mutant.limit is None else mutant.limit(run, 1.0 - CONFIDENCE)
+    blank = Power(mutant.name, mutant.what, mutant.kind, mutant.base, audits, limit=limit)
+
+    def plans(runs: int) -> Iterator[AuditPlan]:
+        for k in range(audits):
+            yield plan_audit(run, data, 0, runs=runs, confidence=CONFIDENCE, seed=seed + k, worlds=worlds)
+
+    certain = mutant.family in ("notices", "ledger")  # what must never be is seen in one run
+    # With less than half of the evidence that the best test needs, no audit finds it nine times in ten.
+    worth = [rung for rung in LADDER if rung <= most and 2.0 * rung >= (limit or 0.0)]
+    for runs in worth:
+        found = _found_in(mutant, plans(runs), math.floor((1.0 - FOUND) * audits + 1e-9))
+        if found:
+            found_by = found.most_common(1)[0][0]
+            return replace(_under_watch(blank, mutant, audits, seed), needed=1 if certain else runs, found_by=found_by)
+    return _under_watch(blank, mutant, audits, seed)
+
+
+def _found_in(mutant: Mutant, plans: Iterator[AuditPlan], spare: int) -> Counter[str]:
+    """What found it in how many audits; nothing once it was missed more often than may be."""
+    found: Counter[str] = Counter()
+    for plan in plans:
+        who = _found_by(mutant, plan)
+        if who:
+            found[who] += 1
+        elif not spare:
+            return Counter()
+        else:
+            spare -= 1
+    return found
+
+
+def _found_by(mutant: Mutant, plan: AuditPlan) -> str:
+    """The part of the audit that refutes the claim first; empty: none."""
+    broken = mutant.breaks(plan)
+    if broken.heard is not None:
+        return next(iter(notices(broken.heard(Spoken(plan)), plan)), "")
+    if mutant.family == "conformance":
+        return _nonconforming(plan, broken)
+    found = audited(plan, broken).found
+    return next(iter(seen_by(found)), "")
+
+
+def _nonconforming(plan: AuditPlan, broken: Broken) -> str:
+    """The part of conformance whose p-value is furthest below its level."""
+    from sottovoce.auditing.conformance.battery import Battery, examine_noise  # they need scipy from the start
+
+    run, battery = broken.actual or plan.run, Battery()
+    for share in shares(plan.runs, at_a_time(plan.run), plan.seeds.audited):
+        said = overhear(run, plan.data, plan.worlds, share, broken.noise, everybody=True).transcript
+        close = math.ceil(plan.close * said.replicas)
+        battery.merge(examine_noise(plan.run, plan.data, plan.worlds, share.world, said, close))
+    rejecting = [test for test in battery.tests(plan.levels) if test.rejects]
+    strongest = min(rejecting, key=lambda test: test.p_value / test.level, default=None)
+    return "" if strongest is None else str(strongest.part)
+
+
+def _under_watch(blank: Power, mutant: Mutant, runs: int, seed: int) -> Power:
+    """Watch some runs, longer than those that are audited."""
+    run, data = base_of(mutant).lasting(WATCHED).build()
+    plan = plan_audit(run, data, 0, worlds=(mutant.swap or mirrored(1.0, -1.0))(run, data, 0))
+    try:
+        broken = mutant.breaks(plan)
+    except SpecError:
+        return blank
+    if mutant.kind == "across runs" or (broken.noise is SeededNoise and broken.actual is None):
+        return blank
+    alarms = sorted(_alarmed(plan, broken, np.random.SeedSequence((seed, k))) for k in range(runs))
+    last = alarms[math.ceil(FOUND * runs) - 1]
+    return replace(blank, rounds=None if math.isinf(last) else int(last), watched=runs)
+
+
+def _alarmed(plan: AuditPlan, broken: Broken, seed: np.random.SeedSequence) -> float:
+    """Rounds of a run under watch until the first alarm; infinite: there is none."""
+    from sottovoce.lab.watch.watch import Watch  # it needs scipy from the start
+
+    data = plan.worlds.data(plan.data, 0)
+    watch = Watch(plan.run, data, WATCH_LEVEL, range(plan.run.spec.n_learners))
+    for step in simulate(broken.actual or plan.run, data, broken.noise(seed)):
+        if watch.take(step.t, step.by_sender()):
+            return step.t + 1.0
+    return math.inf
