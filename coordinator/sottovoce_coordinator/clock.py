@@ -34,6 +34,7 @@ class RoundClock:
         """A learner has told how far it is; returns what is granted now."""
         self._done[learner] = max(self._done[learner], rounds_done)
         self._ready[learner] = max(self._ready[learner], rounds_with_data)
+        # At half a window already: the next grant has to arrive before the last one is used up.
         if self._mode == "free" and 2 * (self.granted - min(self._done)) <= self._window:
             return self._grant(min(self._done) + self._window)
         if self._mode == "data":

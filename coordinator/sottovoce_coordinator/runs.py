@@ -67,9 +67,17 @@ class RunBook:
     statuses: list[LearnerStatus] = field(init=False)
     clock: RoundClock = field(init=False)
     _announced: int = 1
+    _told: str = field(init=False)
+    _ever: list[set[int]] = field(init=False)
 
     def __post_init__(self) -> None:
         spec = self.run.spec
+        told = spec.model_copy(update={"topology": spec.topology.explicit(spec.n_learners)})
+        self._told = spec_to_wire(told)  # once: it may list many edges
+        self._ever = [set() for _ in spec.names]
+        for i, j in self.run.network.edges:
+            self._ever[i].add(j)
+            self._ever[j].add(i)
         self.statuses = [LearnerStatus(name, self.run_id) for name in spec.names]
         self.clock = RoundClock(spec.clock, spec.rounds, spec.n_learners)
 
@@ -85,6 +93,12 @@ class RunBook:
         (epochs,) = self._epochs([index], done, max(self.clock.granted, 1))
         return [self.assignment(index), *epochs, self.grant()]
 
+    def briefings(self) -> list[list[Directive]]:
+        """Of all learners, by index, at the start."""
+        learners = range(len(self.addresses))
+        told = self._epochs(learners, 0, max(self.clock.granted, 1))
+        return [[self.assignment(i), *epochs, self.grant()] for i, epochs in zip(learners, told, strict=True)]
+
     def go_on(self) -> list[list[Directive]]:
         """What each learner, by index, is told when the grant has grown: new epochs, then the grant."""
         first, self._announced = self._announced, max(self._announced, self.clock.granted)
@@ -93,9 +107,7 @@ class RunBook:
 
     def assignment(self, index: int) -> Assignment:
         """The preparation of one learner."""
-        spec = self.run.spec
-        told = spec.model_copy(update={"topology": spec.topology.explicit(spec.n_learners)})
-        return Assignment(spec_to_wire(told), self.n_features, index, self.overhearing.mirror)
+        return Assignment(self._told, self.n_features, index, self.overhearing.mirror)
 
     def _epochs(self, learners: Sequence[int], first: int, until: int) -> list[list[Epoch]]:
         """For each of these learners the epochs that it needs for the rounds from `first` on, below `until`.
@@ -117,8 +129,7 @@ class RunBook:
     def _epoch(self, index: int, t: int, mixing: Mixing) -> Epoch:
         """The topology of a round as one learner needs it; the first one names all whom it ever talks to."""
         names, heard, told = self.run.spec.names, mixing.heard_by(index), mixing.told_by(index)
-        pairs = self.run.network.edges if t == 0 else ()
-        ever = {j for pair in pairs if index in pair for j in pair if j != index}
+        ever = self._ever[index] if t == 0 else ()
         relays = self.overhearing.relays
         neighbours = (
             Neighbour(j, names[j], relays.get((index, j), self.addresses[j]), heard.get(j, 0.0), j in told)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,13 +16,13 @@ import structlog
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from sottovoce.errors import NotReady, RemoteProtocolError, SpecError, StrangerError, Unavailable
-from sottovoce.running.run import build_run
-from sottovoce.spec import RunSpec
+from sottovoce.running.run import Run, build_run
+from sottovoce.spec import LEARNER_NAME, RunSpec
 from sottovoce_coordinator.runs import Overhearing, RunBook, RunState, missing
 from sottovoce_rpc.codec import to_fields
 from sottovoce_rpc.directives import Directive, to_wire
 from sottovoce_rpc.learner_status import LearnerStatus
-from sottovoce_rpc.server import Service, announce, channel, page, serve_until_stopped, start_server
+from sottovoce_rpc.server import HELLO_S, Service, announce, channel, page, serve_until_stopped, start_server
 from sottovoce_rpc.specs import check_size, spec_from_wire, spec_to_wire
 from sottovoce_rpc.status import answering, as_error
 from sottovoce_rpc.tasks import Tasks, beside
@@ -35,6 +36,14 @@ JOINING_S = 20.0
 CAPTURE_S = 10.0
 MOST_RUNS = 32
 """Runs that are remembered."""
+MOST_LEARNERS, MOST_EDGES = 1_024, 65_536
+"""In a run: every learner is told all edges."""
+MOST_EPOCHS = 65_536
+"""That may be announced at a time, where the network changes: one for each learner and round of a window."""
+NAMED = 10
+"""Learners that an error names."""
+LONGEST_ADDRESS = 300
+"""Characters of a learner's: a name of a host has at most 253."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -132,7 +141,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
     async def stop(self) -> None:
         """End the run and the service."""
         self._end(self._current, RunState.STOPPED, "the coordinator was told to stop")
-        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # the streams take up the stop that was queued for them
         await self._tasks.end()
         if self.service is not None:
             await self.service.stop()
@@ -142,10 +151,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
     async def Join(self, events: AsyncIterator[coordinator_pb2.Event], context: Context) -> None:  # type: ignore[override] # reads and writes, so it is no generator
         """Hold the stream of one learner: its reports come in, its directives go out."""
         async with answering(context):
-            first = await anext(aiter(events), None)
-            if first is None or first.WhichOneof("event") != "introduction" or not first.introduction.learner:
-                raise RemoteProtocolError("a learner must introduce itself first, by its name")
-            member = _Member(first.introduction.learner, first.introduction.address)
+            member = await _introduced(events)
             await self._welcome(member)
             try:
                 async with beside(_tell(member, context), _displacement(member)):
@@ -194,11 +200,11 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         async with answering(context):
             self._require_idle()
             async with self._starting:
-                course = await self._start(_spec(request.spec, imports=self.config.allow_imports), request)
+                spec = await asyncio.to_thread(_spec, request.spec, imports=self.config.allow_imports)
+                course = await self._start(spec, request)
             book = course.book
             log.info("run", run_id=book.run_id, learners=len(book.addresses), capture=book.run.spec.capture)
             return course.view()
-        raise AssertionError("answering() ends the call")
 
     async def StopRun(self, request: coordinator_pb2.StopRunRequest, context: Context) -> coordinator_pb2.Run:
         """Stop the run; one that has ended is as it was."""
@@ -206,13 +212,11 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
             course = self._the_run(request.run_id)
             self._end(course, RunState.STOPPED, request.reason or "stopped by an operator")
             return course.view()
-        raise AssertionError("answering() ends the call")
 
     async def GetRun(self, request: coordinator_pb2.GetRunRequest, context: Context) -> coordinator_pb2.Run:
         """A run as it stands, with its spec."""
         async with answering(context):
             return self._the_run(request.run_id).view(whole=True)
-        raise AssertionError("answering() ends the call")
 
     async def ListRuns(
         self, request: coordinator_pb2.ListRunsRequest, context: Context
@@ -223,7 +227,6 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
             courses, following = page(newest, request.page_size, request.page_token)
             runs = [course.view() for course in courses]
             return coordinator_pb2.ListRunsResponse(runs=runs, next_page_token=following)
-        raise AssertionError("answering() ends the call")
 
     async def WatchRun(
         self, request: coordinator_pb2.WatchRunRequest, context: Context
@@ -262,20 +265,29 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         n_features = request.n_features
         if n_features < 1:
             raise SpecError(f"n_features must be at least 1, got {n_features}")
-        run = build_run(spec, n_features)
-        check_size(run.algorithm.field_shapes())
-        await self._all_joined(spec)
+        _require_size(spec)
+        await self._all_joined(spec)  # before anything as large as a network of them is made
+        run = await asyncio.to_thread(_built, spec, n_features)
+        self._require_joined(spec)  # gone in the meantime
         addresses = tuple(self._members[name].address for name in spec.names)
-        book = RunBook(f"{spec.name}-{uuid.uuid4().hex[:12]}", run, n_features, addresses)
+        run_id = f"{spec.name}-{uuid.uuid4().hex[:12]}"
+        book = await asyncio.to_thread(RunBook, run_id, run, n_features, addresses)
         book.overhearing = await self._open_capture(book, request)
-        if absent := missing(spec.names, self._members):  # gone in the meantime
+        try:
+            briefings = await asyncio.to_thread(book.briefings)
+            self._require_joined(spec)
+        except BaseException:
             self._close_capture(book)
-            raise NotReady(f"learners have left: {', '.join(absent)}")
+            raise
         course = self._runs[book.run_id] = _Course(book, datetime.now(UTC))
         while len(self._runs) > MOST_RUNS:
             del self._runs[next(iter(self._runs))]
-        self._begin(book)
+        self._begin(book, briefings)
         return course
+
+    def _require_joined(self, spec: RunSpec) -> None:
+        if absent := missing(spec.names, self._members):
+            raise NotReady(f"learners have left: {_named(absent)}")
 
     async def _all_joined(self, spec: RunSpec) -> None:
         async with self._joined:
@@ -287,7 +299,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
             except TimeoutError:
                 absent = missing(spec.names, self._members)
                 raise NotReady(
-                    f"{len(absent)} of {spec.n_learners} learners have not joined: {', '.join(absent)}"
+                    f"{len(absent)} of {spec.n_learners} learners have not joined: {_named(absent)}"
                 ) from None
 
     async def _open_capture(self, book: RunBook, request: coordinator_pb2.StartRunRequest) -> Overhearing:
@@ -317,10 +329,9 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         relays = {(i, j): relay for (i, j, _), relay in zip(edges, opened.relay_addresses, strict=True)}
         return Overhearing(opened.capture_id, opened.location, relays, "" if relays else opened.mirror_address)
 
-    def _begin(self, book: RunBook) -> None:
+    def _begin(self, book: RunBook, briefings: Sequence[Sequence[Directive]]) -> None:
         """Brief every learner, all assignments before the first epoch, so that nobody meets a neighbour that knows nothing."""
         names = book.run.spec.names
-        briefings = [book.briefing(index) for index in range(len(names))]
         for directives in zip(*briefings, strict=True):
             self._tell(book, {name: [own] for name, own in zip(names, directives, strict=True)})
         if book.run.spec.clock.period_s is not None:
@@ -334,8 +345,9 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
             due += period_s
             await asyncio.sleep(max(0.0, due - loop.time()))
             if book.state is RunState.RUNNING:
-                book.clock.tick()
-                self._go_on(book)
+                before = book.clock.granted
+                if book.clock.tick() > before:  # else directives heap up for as long as a learner is behind
+                    self._go_on(book)
 
     def _go_on(self, book: RunBook) -> None:
         """The grant has grown."""
@@ -367,6 +379,59 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         if not capture_id or address is None:
             return None
         return self._tasks.start(_close_capture(address, capture_id), "a capture is not closed")
+
+
+def _require_size(spec: RunSpec) -> None:
+    """Refuse a run of more learners, or of longer windows, than a coordinator serves.
+
+    Raises:
+        SpecError: it has more.
+    """
+    n, window = spec.n_learners, min(spec.clock.window, spec.rounds)
+    if n > MOST_LEARNERS:
+        raise SpecError(f"a coordinator serves at most {MOST_LEARNERS} learners, got {n}: simulate them")
+    if spec.topology.sequence is not None and window * n > MOST_EPOCHS:
+        text = f"clock.window times learners must be at most {MOST_EPOCHS} where the network changes"
+        raise SpecError(f"{text}, got {window} * {n} = {window * n}")
+
+
+def _built(spec: RunSpec, n_features: int) -> Run:
+    """In a thread: a run whose messages and edges can be told.
+
+    Raises:
+        SpecError: they cannot, or as `build_run`.
+    """
+    run = build_run(spec, n_features)
+    check_size(run.algorithm.field_shapes())
+    if (edges := len(run.network.edges)) > MOST_EDGES:
+        raise SpecError(f"a coordinator serves at most {MOST_EDGES} edges, got {edges}: take fewer, or simulate them")
+    return run
+
+
+def _named(learners: Sequence[str]) -> str:
+    """Some of them, where there are many: an error has to fit into a status."""
+    more = f" and {len(learners) - NAMED} more" if len(learners) > NAMED else ""
+    return f"{', '.join(learners[:NAMED])}{more}"
+
+
+async def _introduced(events: AsyncIterator[coordinator_pb2.Event]) -> _Member:
+    """Who opened a stream.
+
+    Raises:
+        RemoteProtocolError: it does not say, or by a name or an address that is none.
+    """
+    try:
+        first = await asyncio.wait_for(anext(aiter(events), None), HELLO_S)
+    except TimeoutError:
+        raise RemoteProtocolError(f"expected an introduction within {HELLO_S:g} s, got nothing") from None
+    if first is None or first.WhichOneof("event") != "introduction" or not first.introduction.learner:
+        raise RemoteProtocolError("a learner must introduce itself first, by its name")
+    name, address = first.introduction.learner, first.introduction.address
+    if re.fullmatch(LEARNER_NAME, name) is None:
+        raise RemoteProtocolError(f"a learner's name must match {LEARNER_NAME}, got {name[:80]!r}")
+    if len(address) > LONGEST_ADDRESS:
+        raise RemoteProtocolError(f"an address has at most {LONGEST_ADDRESS} characters, got {len(address)}")
+    return _Member(name, address)
 
 
 async def _tell(member: _Member, context: Context) -> None:

@@ -119,7 +119,7 @@ class ForeignRelay:
         return address
 
     async def stop(self) -> None:
-        """Cut what still passes, write the rest, close the capture."""
+        """Let the last calls end, write the rest, close the capture."""
         await self._relay.stop()
         await self._writing.end(WRITE_S)
         await self.file.close()

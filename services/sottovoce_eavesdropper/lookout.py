@@ -5,7 +5,6 @@ It runs where parts are written, never where bytes are passed on.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ from typing import Any, NamedTuple
 import structlog
 
 from sottovoce.algorithms.interface import Message, OnLattice
+from sottovoce.auditing.conversation import digest
 from sottovoce.auditing.noticing import Expected, Notice, Noticing, Said
 from sottovoce.errors import RemoteProtocolError, SottovoceError
 from sottovoce.network.network import Network
@@ -122,15 +122,15 @@ class Lookout:
         if row.method not in EXCHANGE or row.kind not in ("hello", "message"):
             return ()
         other = row.callee if row.sender == row.caller else row.caller
-        digest = hashlib.sha256(row.payload).digest()
+        seen = digest(row.payload)
         try:
             if row.kind == "hello":
                 noticing.promised(sender=other, receiver=row.sender, stream=row.stream, t=self._lacks(row))
                 return ()
-            t, claimed, message = self._decoded.get(digest) or self._decode(row.payload, digest)
+            t, claimed, message = self._decoded.get(seen) or self._decode(row.payload, seen)
         except RemoteProtocolError as error:
             return noticing.garbled(row.sender, other, row.stream, str(error)[:MOST_TEXT])
-        return noticing.heard(Said(row.sender, other, row.stream, claimed, t, message.fields, digest, row.size))
+        return noticing.heard(Said(row.sender, other, row.stream, claimed, t, message.fields, seen, row.size))
 
     def _lacks(self, row: Row) -> int:
         """The first round that who says this hello has not heard."""
@@ -139,12 +139,12 @@ class Lookout:
             raise RemoteProtocolError(f"greets as learner {said.learner}, with fields {from_fields(said.fields)}")
         return said.next_round
 
-    def _decode(self, payload: bytes, digest: bytes) -> tuple[int, int, Message]:
+    def _decode(self, payload: bytes, seen: bytes) -> tuple[int, int, Message]:
         """Decode, and keep for the other neighbours, who hear the same a moment later."""
         found = self._codec.decode(payload)
         if len(self._decoded) >= MOST_DECODED:
             self._decoded.clear()
-        self._decoded[digest] = found
+        self._decoded[seen] = found
         return found
 
     def _note(self, finding: Notice) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sottovoce.algorithms.interface import Message
+from sottovoce.auditing.conversation import digest
 from sottovoce.errors import CaptureError, EquivocationError, RemoteProtocolError
 from sottovoce.network.network import Network
 from sottovoce.running.assembly import Assembly
@@ -125,6 +126,25 @@ class Capture:
             messages, size = messages + len(sizes), size + (pc.sum(sizes).as_py() or 0)
         return messages, size
 
+    def digests(self) -> tuple[str, str]:
+        """SHA-256 of the whole capture, and of its parts alone, by which copies are known whatever they are called.
+
+        Raises:
+            CaptureError: a part cannot be read or is missing.
+        """
+        parts = hashlib.sha256()
+        for name in self._parts():
+            parts.update(self._file_digest(name))
+        whole = hashlib.sha256(self._file_digest("capture.json") + parts.digest())
+        return whole.hexdigest(), parts.hexdigest()
+
+    def _file_digest(self, name: str) -> bytes:
+        try:
+            with self.place.open(name) as file:
+                return hashlib.file_digest(file, "sha256").digest()
+        except OSError as error:
+            raise CaptureError(f"cannot read {self.name}/{name}: {error}") from None
+
     def transcript(
         self, shapes: Mapping[str, tuple[int, ...]], learners: int, network: Network | None = None
     ) -> Transcript:
@@ -143,8 +163,9 @@ class Capture:
         """
         codec, rounds = RoundCodec(shapes), list[Message]()
         assembly = Assembly[Message](learners, MOST_ROUNDS, network)
-        for batch in self.batches(("sender", "kind", "method", "payload")):
-            self.assemble(batch, codec, assembly)
+        listening = _Listening(network)
+        for batch in self.batches(("caller", "callee", "sender", "kind", "method", "payload")):
+            self.assemble(batch, codec, assembly, listening)
             if assembly.equivocations:
                 t, sender = assembly.equivocations[0]
                 raise EquivocationError(f"learner {sender} said two different things in round {t}")
@@ -153,13 +174,20 @@ class Capture:
             raise CaptureError(f"the capture {self.name} has no round in which all {learners} learners were overheard")
         return Transcript({name: np.stack([each[name] for each in rounds])[:, :, None] for name in shapes})
 
-    def assemble(self, batch: pa.RecordBatch, codec: RoundCodec, into: Assembly[Message]) -> None:
+    def assemble(
+        self,
+        batch: pa.RecordBatch,
+        codec: RoundCodec,
+        into: Assembly[Message],
+        listening: _Listening | None = None,
+    ) -> None:
         """Put the rounds of a batch together with what was overheard before; fields are shaped `(1, 1, *shape)`, as in replay.
 
         Args:
-            batch: of this capture, with the columns `sender, kind, method, payload`.
+            batch: of this capture, with the columns `sender, kind, method, payload`, and `caller, callee` for `listening`.
             codec: of the run's rounds.
             into: what was overheard before.
+            listening: who may hear whom; None: anybody.
 
         Raises:
             CaptureError: a message is none of this run.
@@ -173,11 +201,13 @@ class Capture:
             except RemoteProtocolError as error:
                 where = f"a message of learner {senders[min(wrong)]} in {self.name}"
                 raise CaptureError(f"{where} cannot be decoded: {error}") from None
+        if listening is not None:
+            ends = [said.column(name).to_pylist() for name in ("caller", "callee")]
+            for sender, caller, callee, t in zip(senders, *ends, rounds.tolist(), strict=True):
+                listening.require(sender, caller, callee, t, self.name)
         for k, (t, speaker) in enumerate(zip(rounds.tolist(), claimed.tolist(), strict=True)):
-            digest = hashlib.blake2b(payloads[k], digest_size=16).digest()
-            into.take(
-                senders[k], speaker, t, digest, Message({name: each[k : k + 1, None] for name, each in fields.items()})
-            )
+            content = Message({name: each[k : k + 1, None] for name, each in fields.items()})
+            into.take(senders[k], speaker, t, digest(payloads[k]), content)
 
     def parts_since(self, part: int) -> Iterator[tuple[int, pa.RecordBatch]]:
         """The records in the parts after this one (0: in all), each batch with the number of its part.
@@ -207,6 +237,34 @@ class Capture:
             if part_number(name) != expected:
                 raise CaptureError(f"the capture {self.name} must have {part_name(expected)}, the next one is {name}")
         return parts
+
+
+class _Listening:
+    """Who hears whom: a message on an edge that is none was put there by somebody else."""
+
+    def __init__(self, network: Network | None) -> None:
+        self._network = network
+        self._round, self._heard = -1, np.empty((0, 0), dtype=bool)
+
+    def require(self, sender: int, caller: int, callee: int, t: int, where: str) -> None:
+        """Refuse a message that nobody could have heard.
+
+        Raises:
+            CaptureError: its sender is at neither end, or the other end does not hear it in this round.
+        """
+        if sender not in (caller, callee) or caller == callee:
+            raise CaptureError(f"{where}: learner {sender} cannot speak on the edge of {caller} and {callee}")
+        if self._network is None:
+            return
+        if t != self._round:
+            self._round, self._heard = t, self._network.at(t).neighbours != 0.0
+        receiver = callee if sender == caller else caller
+        if not (min(sender, receiver) >= 0 and max(sender, receiver) < len(self._heard)):
+            raise CaptureError(
+                f"{where}: there are {len(self._heard)} learners, got one on the edge {caller}, {callee}"
+            )
+        if not self._heard[receiver, sender]:
+            raise CaptureError(f"{where}: learner {receiver} does not hear learner {sender} in round {t}")
 
 
 def _side_by_side(said: Mapping[int, Message], shapes: Mapping[str, tuple[int, ...]], learners: int) -> Message:

@@ -23,6 +23,7 @@ from sottovoce.running.transcript import parquet
 from sottovoce_eavesdropper.lookout import Lookout, Row
 from sottovoce_eavesdropper.storage import Folder, open_folder
 from sottovoce_rpc.codec import Shapes
+from sottovoce_rpc.logs import failure
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -103,6 +104,8 @@ class CaptureFile:
     _rows: list[Row] = field(default_factory=list)
     _held: int = 0
     _parts: int = 0
+    _broken: bool = False
+    _complete: bool = False
     _full: asyncio.Event = field(default_factory=asyncio.Event)
     _writing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -132,38 +135,39 @@ class CaptureFile:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._full.wait(), PART_S)
             self._full.clear()
-            await self._flush_or_end()
+            await self.flush()
 
     async def room(self) -> None:
         """Wait while two parts or more are in memory: the wire is faster than the disk."""
         if self.open and self._held >= 2 * PART_BYTES:
-            await self._flush_or_end()
-
-    async def _flush_or_end(self) -> None:
-        try:
             await self.flush()
-        except OSError as error:  # a full disk must not fill the memory as well
-            log.error("capture cannot be written: nothing more is recorded", capture=self.capture_id, reason=str(error))
-            self.open = False
 
     async def flush(self) -> None:
-        """Write what is in memory."""
+        """Write what is in memory. Where that fails the capture ends, and what stands of it says that it is not complete."""
         async with self._writing:
             rows, self._rows, self._held = self._rows, [], 0
-            if rows:
+            if not rows:
+                return
+            try:
                 await _to_its_end(self._write, rows)
+            except Exception as error:  # noqa: BLE001 - a full disk must not fill the memory as well, nor any bug
+                self.open, self._broken = False, True
+                reason = {"reason": str(error)} if isinstance(error, OSError) else failure(error)
+                log.error("capture cannot be written: nothing more is recorded", capture=self.capture_id, **reason)
 
     async def close(self) -> None:
-        """Write the rest; the capture is complete."""
+        """Write the rest; if all could be written, the capture is complete."""
         self.open = False
         await self.flush()
-        await asyncio.to_thread(self._describe)
+        if not self._broken:
+            self._complete = True
+            await asyncio.to_thread(self._describe)
 
     def _write(self, rows: Sequence[Row]) -> None:
         """In a thread: write parts, then look at what is in them."""
         for own in _in_parts(rows):
+            self.place.write(part_name(self._parts + 1), _part(own, self.run_id, self.world, self.replica))
             self._parts += 1
-            self.place.write(part_name(self._parts), _part(own, self.run_id, self.world, self.replica))
         if self.lookout.look(rows):
             self._describe()
 
@@ -176,7 +180,7 @@ class CaptureFile:
             "replica": self.replica,
             "n_features": self.n_features,
             "fields": {name: list(shape) for name, shape in self.fields.items()},
-            "complete": not self.open,
+            "complete": self._complete,
             "messages": self.messages,
             "bytes": self.bytes,
             **self.lookout.facts(),
@@ -192,6 +196,8 @@ async def _to_its_end(work: Callable[[Sequence[Row]], None], rows: Sequence[Row]
         await asyncio.shield(writing)
     except asyncio.CancelledError:
         await asyncio.wait([writing])
+        if (error := writing.exception()) is not None:  # of more weight: rows are lost
+            raise error from None
         raise
 
 

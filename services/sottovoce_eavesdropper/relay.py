@@ -15,7 +15,6 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
-import structlog
 
 from sottovoce_eavesdropper.lookout import EXCHANGE, Row
 from sottovoce_eavesdropper.records import CaptureFile
@@ -23,13 +22,14 @@ from sottovoce_rpc.server import SERVER_OPTIONS, channel, listen_on
 from sottovoce_rpc.tasks import beside
 from sottovoce_wire.v1 import eavesdropper_pb2
 
-log = structlog.get_logger()
-
 Context = grpc.aio.ServicerContext[Any, Any]
 Metadata = tuple[tuple[str, str | bytes], ...]
 
 MOST_METHOD, MOST_PAYLOAD = 1_024, 128 * 1024 * 1024
 """Characters of a method, and bytes of a message, that are kept: longer ones pass, but would make a capture unreadable."""
+
+FINISH_S = 1.0
+"""How long calls under way may take to end when a capture closes: the trailers of the last one are still on their way."""
 
 Note = Callable[[str, bytes], None]
 Room = Callable[[], Awaitable[None]]
@@ -89,8 +89,8 @@ class Relay(grpc.GenericRpcHandler):
         return address
 
     async def stop(self) -> None:
-        """Cut what still passes."""
-        await self._server.stop(0)
+        """Take no new call, let those under way end within `FINISH_S`, and cut what still passes then."""
+        await self._server.stop(FINISH_S)
         await self._to.close()
 
     def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any]:

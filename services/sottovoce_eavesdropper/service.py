@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-import time
 import uuid
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import grpc
 import structlog
 
 from sottovoce.errors import CaptureError, SpecError
-from sottovoce_eavesdropper.lookout import Row
+from sottovoce_eavesdropper.mirrored import Participants
 from sottovoce_eavesdropper.records import WRITE_S, CaptureFile, part_number
 from sottovoce_eavesdropper.relay import Relay
 from sottovoce_eavesdropper.storage import Folder, open_folder
@@ -55,12 +55,15 @@ class EavesdropperConfig:
 
 @dataclass(slots=True)
 class _Recording:
-    """A capture, the relays that feed it, and its writer."""
+    """A capture, the relays that feed it, and its writer; how many learners mirror into it, and whether the last has ended."""
 
     file: CaptureFile
     relays: list[Relay]
     writing: Tasks
+    who: Participants
     mirrors: int = 0
+    mirrored: asyncio.Event = field(default_factory=asyncio.Event)
+    closed: bool = False
 
 
 class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
@@ -96,11 +99,16 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
         """Begin a capture, with one relay per route."""
         async with answering(context):
             capture_id = f"{request.run_id}-{uuid.uuid4().hex[:6]}"
+            spec = json.dumps(document_from_wire(request.spec or "{}"))
+            who = Participants.of(spec)
+            who.require(*(index for route in request.routes for index in (route.caller, route.callee)))
             folder = open_folder(self.config.folder).below(Path(capture_id).name).name
-            file = await asyncio.to_thread(_begin, folder, capture_id, request, allow_imports=self.config.allow_imports)
+            file = await asyncio.to_thread(
+                _begin, folder, capture_id, request, spec, allow_imports=self.config.allow_imports
+            )
             relays = [Relay(route, file) for route in request.routes]
             addresses = [await relay.start(self._host()) for relay in relays]
-            self._captures[capture_id] = recording = _Recording(file, relays, Tasks())
+            self._captures[capture_id] = recording = _Recording(file, relays, Tasks(), who)
             recording.writing.start(file.write_parts(), "a capture is no longer written")
             log.info("capture opened", capture=capture_id, relays=len(relays), folder=folder)
             return eavesdropper_pb2.OpenCaptureResponse(
@@ -109,7 +117,6 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
                 mirror_address=self.address,
                 location=folder,
             )
-        raise AssertionError("answering() ends the call")
 
     async def CloseCapture(
         self, request: eavesdropper_pb2.CloseCaptureRequest, context: Context
@@ -119,7 +126,6 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
             capture = self._known(request.capture_id)
             await self._close(capture, drain_s=MIRROR_DRAIN_S)
             return eavesdropper_pb2.CloseCaptureResponse(capture=_info(capture.file))
-        raise AssertionError("answering() ends the call")
 
     async def ListCaptures(
         self, request: eavesdropper_pb2.ListCapturesRequest, context: Context
@@ -130,7 +136,6 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
             wanted = {key: c.file for key, c in newest if request.run_id in ("", c.file.run_id)}
             files, following = page(wanted, request.page_size, request.page_token)
             return eavesdropper_pb2.ListCapturesResponse(captures=map(_info, files), next_page_token=following)
-        raise AssertionError("answering() ends the call")
 
     async def StreamCapture(
         self, request: eavesdropper_pb2.StreamCaptureRequest, context: Context
@@ -150,7 +155,7 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
     async def Mirror(
         self, requests: AsyncIterator[eavesdropper_pb2.MirrorRequest], context: Context
     ) -> eavesdropper_pb2.MirrorResponse:
-        """Copies from a learner: one row per receiver, as the relay would have it, but without metadata or its own times."""
+        """Copies from a learner: one row per receiver."""
         taken, capture = 0, None
         async with answering(context):
             try:
@@ -158,10 +163,16 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
                     if capture is None:
                         capture = self._of_run(request.run_id)
                         capture.mirrors += 1
-                    taken += _keep(capture.file, request)
+                        capture.mirrored.clear()
+                    for row in capture.who.rows(request):
+                        capture.file.add(row)
+                    taken += len(request.messages)
+                    await capture.file.room()
             finally:
                 if capture is not None:
                     capture.mirrors -= 1
+                    if not capture.mirrors:
+                        capture.mirrored.set()
         return eavesdropper_pb2.MirrorResponse(messages=taken)
 
     def _known(self, capture_id: str) -> _Recording:
@@ -176,16 +187,16 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
         raise CaptureError(f"no open capture of run {run_id!r}")
 
     async def _close(self, capture: _Recording, drain_s: float) -> None:
-        """Let mirrored copies on their way arrive, cut the relays, write the rest."""
-        if not capture.file.open:
+        """Let mirrored copies on their way arrive and the last calls end, write the rest."""
+        if capture.closed:
             return
-        for _ in range(int(drain_s / 0.05)):
-            if capture.mirrors == 0:
-                break
-            await asyncio.sleep(0.05)
+        if capture.mirrors and drain_s:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(capture.mirrored.wait(), drain_s)
         await asyncio.gather(*(relay.stop() for relay in capture.relays))
         await capture.writing.end(WRITE_S)
         await capture.file.close()
+        capture.closed = True
         log.info(
             "capture closed", capture=capture.file.capture_id, messages=capture.file.messages, bytes=capture.file.bytes
         )
@@ -204,7 +215,7 @@ def _read(place: Folder, name: str) -> bytes:
 
 
 def _begin(
-    folder: str, capture_id: str, request: eavesdropper_pb2.OpenCaptureRequest, *, allow_imports: bool
+    folder: str, capture_id: str, request: eavesdropper_pb2.OpenCaptureRequest, spec: str, *, allow_imports: bool
 ) -> CaptureFile:
     if request.world > MOST_WORLD or request.replica > MOST_REPLICA:
         raise SpecError(
@@ -215,7 +226,7 @@ def _begin(
             folder,
             capture_id,
             request.run_id,
-            json.dumps(document_from_wire(request.spec or "{}")),
+            spec,
             request.n_features,
             request.world if request.HasField("world") else None,
             request.replica if request.HasField("replica") else None,
@@ -235,17 +246,6 @@ def _info(file: CaptureFile) -> eavesdropper_pb2.CaptureInfo:
         bytes=file.bytes,
         open=file.open,
     )
-
-
-def _keep(file: CaptureFile, request: eavesdropper_pb2.MirrorRequest) -> int:
-    now = time.monotonic_ns()
-    for message in request.messages:
-        for receiver in message.receivers:
-            caller, callee = sorted((request.sender, receiver))
-            direction, wall = "out" if request.sender == caller else "back", message.sent_at.ToNanoseconds()
-            said = (wall, now, len(message.payload), message.payload)
-            file.add(Row(caller, callee, request.sender, direction, "message", 0, 0, "", *said))
-    return len(request.messages)
 
 
 async def serve(config: EavesdropperConfig, *, with_stdin: bool = False) -> None:

@@ -6,7 +6,9 @@ object only when all of it has arrived. A plain path needs no fsspec.
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -68,9 +70,16 @@ class Folder:
         """A context with the file, open for reading, seekable.
 
         Raises:
-            OSError: it cannot be read.
+            OSError: it cannot be read, or is no regular file: a named pipe would be waited on for ever.
         """
-        return (self._local / name).open("rb")
+        descriptor = os.open(self._local / name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise OSError(errno.EINVAL, "not a regular file", str(self._local / name))
+            return os.fdopen(descriptor, "rb")
+        except BaseException:
+            os.close(descriptor)
+            raise
 
 
 class RemoteFolder(Folder):

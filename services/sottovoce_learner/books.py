@@ -32,15 +32,18 @@ class Books:
         """Epsilon spent once the message of round t is out.
 
         Raises:
-            BudgetExhausted: that would be more than the budget.
+            BudgetExhausted: that would be more than the budget, or what it would be cannot be told.
         """
-        after = self.spent + self._accountant.next_loss()
-        if self.budget is not None and after > self.budget:
+        loss = self._accountant.next_loss()
+        if not loss >= 0.0:  # in this form, as below, not-a-number is refused, too
+            raise BudgetExhausted(f"the price of round {t} must be at least 0, got {loss}: nothing is said without one")
+        after = self.spent + loss
+        if self.budget is not None and not after <= self.budget:
             raise BudgetExhausted(
                 f"saying round {t} would bring the spent epsilon from {self.spent:.6g} to {after:.6g}, "
                 f"above the budget of {self.budget:.6g}"
             )
-        if self.own_budget is not None and self.elsewhere + after > self.own_budget:
+        if self.own_budget is not None and not self.elsewhere + after <= self.own_budget:
             raise BudgetExhausted(
                 f"saying round {t} would bring the epsilon spent in all runs from {self.elsewhere + self.spent:.6g} to "
                 f"{self.elsewhere + after:.6g}, above what this learner's owner allows, {self.own_budget:.6g}"

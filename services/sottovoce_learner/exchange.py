@@ -19,14 +19,12 @@ from sottovoce.errors import NotReady, RemoteProtocolError, SottovoceError, Stra
 from sottovoce.spec import RunSpec
 from sottovoce_learner.session import Session
 from sottovoce_rpc.codec import from_fields, read_hello, to_fields
-from sottovoce_rpc.server import channel
+from sottovoce_rpc.server import HELLO_S, channel
 from sottovoce_wire.v1 import learner_pb2
 
 log = structlog.get_logger()
 
 METHOD = "/sottovoce_wire.v1.Learner/Exchange"
-HELLO_S = 10.0
-"""For the other side's Hello: a stream on which nobody speaks is not kept."""
 BACKOFF_S = (0.05, 0.1, 0.2, 0.5, 1.0)
 
 
@@ -159,4 +157,4 @@ async def _hold(session: Session, neighbour: int, stream: Any, next_round: int) 
 async def _listen(session: Session, neighbour: int, stream: Any) -> None:
     """Take in what comes until the stream ends."""
     while (payload := await stream.read()) is not grpc.aio.EOF:
-        session.hear(neighbour, *session.codec.decode(payload))
+        session.hear(neighbour, payload)

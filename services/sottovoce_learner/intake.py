@@ -15,6 +15,11 @@ from sottovoce.losses.loss import Loss
 from sottovoce_rpc.codec import from_tensor
 from sottovoce_wire.v1 import learner_pb2
 
+MOST_COUNTS = 65_536
+"""Rounds of one batch."""
+MOST_SOURCES, LONGEST_NAME = 1_024, 128
+"""Sources that are remembered for as long as the run lasts, and characters of what one calls itself."""
+
 
 class Intake:
     """Batches by round.
@@ -32,6 +37,8 @@ class Intake:
         self._nothing = Batch.empty(n_features)
         self.filled = 0
         """Rounds below this one have their records."""
+        self.held = 0
+        """Bytes of records that wait for their round."""
 
     def next_sequence(self, source: str) -> int:
         """The batch that is due from a source."""
@@ -43,8 +50,10 @@ class Intake:
         Raises:
             NotReady: an earlier batch of the source is missing.
             DataError: the records do not fit the run. The message quotes no record value.
-            RemoteProtocolError: a malformed tensor, or rounds that have their records already.
+            RemoteProtocolError: a malformed tensor, rounds that have their records already, or more sources or rounds than
+                are kept.
         """
+        self._require_bounds(batch)
         due = self.next_sequence(batch.source)
         if batch.sequence < due:
             return
@@ -58,7 +67,17 @@ class Intake:
 
     def take(self, t: int) -> Batch:
         """The records of a round below `filled`, once."""
-        return self._batches.pop(t, self._nothing)
+        taken = self._batches.pop(t, self._nothing)
+        self.held -= _bytes(taken)
+        return taken
+
+    def _require_bounds(self, batch: learner_pb2.SampleBatch) -> None:
+        if len(batch.source) > LONGEST_NAME:
+            raise RemoteProtocolError(f"a source has at most {LONGEST_NAME} characters, got {len(batch.source)}")
+        if batch.source not in self._next and len(self._next) >= MOST_SOURCES:
+            raise RemoteProtocolError(f"records must come from at most {MOST_SOURCES} sources, got one more")
+        if len(batch.counts) > MOST_COUNTS:
+            raise RemoteProtocolError(f"a batch must be of at most {MOST_COUNTS} rounds, got {len(batch.counts)}")
 
     def _rounds_of(self, batch: learner_pb2.SampleBatch, records: int) -> tuple[int, list[int]]:
         counts = list(batch.counts) or [records]
@@ -77,5 +96,10 @@ class Intake:
         ends = list(accumulate(counts))
         for t, (count, end) in enumerate(zip(counts, ends, strict=True), start=first):
             if count:
-                self._batches[t] = Batch(features[end - count : end], labels[end - count : end])
+                self._batches[t] = filed = Batch(features[end - count : end], labels[end - count : end])
+                self.held += _bytes(filed)
         self.filled = first + len(counts)
+
+
+def _bytes(batch: Batch) -> int:
+    return batch.features.nbytes + batch.labels.nbytes

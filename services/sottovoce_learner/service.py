@@ -160,7 +160,8 @@ class Learner:
                     await self._obey_or_tell(said.run_id, from_wire(said))
         except grpc.aio.AioRpcError as error:
             refusal = as_error(error, f"the coordinator at {self.config.coordinator}")
-            if not isinstance(refusal, Unavailable):
+            # A bug over there is no reason to end here: runs of other operators may come.
+            if not isinstance(refusal, Unavailable) and error.code() is not grpc.StatusCode.INTERNAL:
                 raise refusal from None
             log.warning("coordinator away", reason=str(refusal))
         finally:
@@ -238,7 +239,7 @@ class Learner:
 
     async def _prepare(self, run_id: str, told: directives.Assignment) -> None:
         await self._end_run()
-        role = _role(run_id, told, imports=self.config.allow_imports)
+        role = _role(run_id, told, self.config.name, imports=self.config.allow_imports)
         self._mirror = Mirror(run_id, told.index, told.mirror) if told.mirror else None
         self._session = Session(
             role,
@@ -362,7 +363,6 @@ class Learner:
                 raise NotReady("predictions depend on private data; this run did not opt in (telemetry.predict)")
             scores, labels, rounds = session.predict(from_tensor(request.features))
             return learner_pb2.PredictResponse(scores=to_tensor(scores), labels=to_tensor(labels), rounds_done=rounds)
-        raise AssertionError("answering() ends the call")
 
     async def _ledger(self, request: learner_pb2.LedgerRequest, context: Context) -> learner_pb2.LedgerResponse:
         async with answering(context):
@@ -371,25 +371,22 @@ class Learner:
                 lines=[learner_pb2.LedgerLine(algorithm=line.algorithm, **asdict(line)) for line in lines],
                 own_budget=self.config.budget,
             )
-        raise AssertionError("answering() ends the call")
 
     async def _status(self, request: learner_pb2.StatusRequest, context: Context) -> learner_pb2.StatusResponse:
         return learner_pb2.StatusResponse(status=self.status.to_wire())
 
 
-def _role(run_id: str, told: directives.Assignment, *, imports: bool) -> Role:
+def _role(run_id: str, told: directives.Assignment, name: str, *, imports: bool) -> Role:
     """What the coordinator said, checked: its run id becomes part of a file name.
 
     Raises:
-        RemoteProtocolError: it contradicts itself.
+        RemoteProtocolError: it contradicts itself, or is another learner's.
         SpecError: the run spec is not valid.
     """
     if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", run_id) is None:
         raise RemoteProtocolError(f"a run id must be letters, digits, dots, dashes and underscores, got {run_id!r}")
     spec = spec_from_wire(told.spec, imports=imports)
-    if not told.index < spec.n_learners:
-        raise RemoteProtocolError(f"an assignment needs an index below {spec.n_learners}, got {told.index}")
-    return Role(run_id, spec, told.n_features, told.index)
+    return Role(run_id, spec, told.n_features, told.index, name)
 
 
 async def serve(configs: Sequence[LearnerConfig], *, with_stdin: bool = False) -> None:

@@ -7,6 +7,7 @@ update. What is decided is decided by the pure parts (algorithm, books, inbox, i
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -15,17 +16,25 @@ from typing import TypeVar
 
 import structlog
 
-from sottovoce.algorithms.interface import HeardFromNeighbours, Message, Who
+from sottovoce.algorithms.interface import HeardFromNeighbours, Who
 from sottovoce.algorithms.per_learner import spread
 from sottovoce.arrays import Batch, FloatArray
-from sottovoce.errors import BudgetExhausted, DataError, NotReady, Unavailable
+from sottovoce.errors import (
+    BudgetExhausted,
+    DataError,
+    EquivocationError,
+    NotReady,
+    RemoteProtocolError,
+    Unavailable,
+)
 from sottovoce.noise import Noise
+from sottovoce.running.assembly import KEPT, Recent
 from sottovoce.running.run import build_run
 from sottovoce.spec import RunSpec
 from sottovoce_learner.books import Books
 from sottovoce_learner.inbox import Inbox
 from sottovoce_learner.intake import Intake
-from sottovoce_learner.journal import Entry, Journal
+from sottovoce_learner.journal import Entry
 from sottovoce_learner.ledger import Ledger, LedgerLine
 from sottovoce_learner.links import Link
 from sottovoce_learner.plan import Plan
@@ -40,8 +49,8 @@ log = structlog.get_logger()
 
 T = TypeVar("T")
 
-AHEAD = 4096
-"""Rounds of records that a learner takes in before it lets the feeder wait."""
+AHEAD, MOST_HELD = 4096, 64 * 1024 * 1024
+"""Rounds of records, and their bytes, that a learner takes in before it lets the feeder wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +62,23 @@ class Role:
         spec: the run spec.
         n_features: features of a record.
         index: this learner's index.
+        name: the learner's own, by which its ledger counts.
+
+    Raises:
+        RemoteProtocolError: the spec has no such learner, or calls it by another name: under that its budget would begin anew.
     """
 
     run_id: str
     spec: RunSpec
     n_features: int
     index: int
+    name: str
+
+    def __post_init__(self) -> None:
+        if not self.index < self.spec.n_learners:
+            raise RemoteProtocolError(f"an assignment needs an index below {self.spec.n_learners}, got {self.index}")
+        if (told := self.spec.names[self.index]) != self.name:
+            raise RemoteProtocolError(f"learner {self.name!r} must be assigned under its own name, got {told!r}")
 
 
 class Session:
@@ -74,7 +94,7 @@ class Session:
         changed: set when there is something to report.
 
     Raises:
-        DataError: the ledger cannot be read.
+        DataError: the ledger or a journal cannot be read, so that what was spent is not known.
         NotReady: the journal says that this learner has spoken in this run before.
         SpecError: the spec cannot be run, or its messages are too long.
     """
@@ -98,7 +118,7 @@ class Session:
         check_size(shapes)
         self.codec = RoundCodec(shapes)
         self._state = self.algorithm.start(Who(index))
-        self._name = name = spec.names[index]
+        self._name = name = role.name
         ledger = Ledger(journal_folder)
         self._books = Books(
             self.algorithm.accountant(index),
@@ -106,18 +126,15 @@ class Session:
             own_budget=own_budget,
             elsewhere=ledger.spent(name, but=role.run_id),
         )
-        self._journal = Journal(
-            ledger.open_run(LedgerLine(name, role.run_id, index, role.n_features, spec.model_dump_json())),
-            role.run_id,
-            self.codec.length,
-            spec.durability,
-        )
+        line = LedgerLine(name, role.run_id, index, role.n_features, spec.model_dump_json())
+        self._journal = ledger.open_run(line, self.codec.length, spec.durability)
         self._refuse_to_repeat()
         self.intake = Intake(role.n_features, spec.loss, spec.rounds)
         self._plan = Plan(run.network, index)
         # Elsewhere a neighbour goes as far as the clock lets it: at most a window beyond the slowest learner.
         ahead = 2 if self._plan.lockstep else min(spec.clock.window, spec.rounds)
         self.inbox = Inbox(self._plan.neighbours, self._plan.heard, ahead)
+        self._heard: Recent[tuple[int, int], bytes] = Recent(KEPT)
         self.links = {j: Link(max(ahead, 2)) for j in sorted(self._plan.neighbours)}
         self._granted = self._told = 0
         self._waiting: tuple[str, float, asyncio.Future[None]] | None = None
@@ -184,13 +201,23 @@ class Session:
         self._granted = max(self._granted, until_round)
         self._wake()
 
-    def hear(self, neighbour: int, t: int, sender: int, message: Message) -> None:
-        """A neighbour's message.
+    def hear(self, neighbour: int, payload: bytes) -> None:
+        """A neighbour's message, as it came.
 
         Raises:
+            EquivocationError: the neighbour has said something else in this round: two noisy copies of one state.
             RemoteProtocolError: it is not what is due from this neighbour.
         """
-        if self.inbox.put(neighbour, t, sender, message):
+        t, sender, message = self.codec.decode(payload)
+        digest = hashlib.blake2b(payload, digest_size=16).digest()
+        try:
+            complete = self.inbox.put(neighbour, t, sender, message)
+        except RemoteProtocolError:
+            if sender == neighbour and self._heard.get((neighbour, t), digest) != digest:
+                raise EquivocationError(f"learner {neighbour} said two different things in round {t}") from None
+            raise
+        self._heard[neighbour, t] = digest
+        if complete:
             self._wake()
 
     async def feed(self, batch: learner_pb2.SampleBatch) -> None:
@@ -199,12 +226,15 @@ class Session:
         Raises:
             DataError: they do not fit the run.
         """
-        while self.intake.filled > self.inbox.round + AHEAD and not self.ended:
+        while self._has_enough() and not self.ended:
             self._hungry.clear()
             await self._hungry.wait()
         self.intake.put(batch)
         self._changed.set()
         self._wake()
+
+    def _has_enough(self) -> bool:
+        return self.intake.filled > self.inbox.round + AHEAD or self.intake.held > MOST_HELD
 
     def predict(self, features: FloatArray) -> tuple[FloatArray, FloatArray, int]:
         """What the model in use says.
@@ -307,10 +337,12 @@ class Session:
 
         Raises:
             BudgetExhausted: it is too dear.
+            LocalProtocolError: it has a number that no neighbour would take; nothing was charged for it, and nothing said.
             NotReady: the journal cannot be written.
         """
         after = self._books.price(t)
         self._state, message = await self._computed(lambda: self.algorithm.speak(self._state, self._noise))
+        self.codec.require_sayable(message)
         frame = self.codec.encode(t, self.role.index, message)
         try:
             self._journal.write(Entry(t, after, frame))

@@ -92,6 +92,16 @@ class RoundCodec:
         self._head = struct.Struct(f"<{len(before_round)}sQ{len(_SENDER)}sI{len(before_values)}s")
         self.length = self._head.size + 8 * self._count
 
+    def require_sayable(self, message: Message) -> None:
+        """What no neighbour would take is not said: the noise on a number that overflowed protects nobody.
+
+        Raises:
+            LocalProtocolError: a number beyond `LARGEST`, or none.
+        """
+        for name, value in message.fields.items():
+            if not _within(value):
+                raise LocalProtocolError(f"field {name!r} of a message must be finite and within {LARGEST:g}")
+
     def encode(self, t: int, sender: int, message: Message) -> bytes:
         """A round's message as the bytes that every neighbour gets.
 
@@ -117,8 +127,7 @@ class RoundCodec:
         if (first, second, third) != self._constants:
             self._refuse(payload)
         flat = np.frombuffer(payload, _LITTLE, self._count, self._head.size)
-        # False for NaN, too.
-        if flat.size and not (np.minimum.reduce(flat) >= -LARGEST and np.maximum.reduce(flat) <= LARGEST):
+        if not _within(flat):
             raise self._out_of_bounds(flat)
         return t, sender, Message({name: flat[a:b].reshape(shape) for name, shape, a, b in self._fields})
 
@@ -156,6 +165,11 @@ class RoundCodec:
         wrong = int(np.flatnonzero(~((flat >= -LARGEST) & (flat <= LARGEST)))[0])
         name = next(name for name, _, a, b in self._fields if a <= wrong < b)
         return RemoteProtocolError(f"field {name!r} must be finite and within {LARGEST:g}, got a number that is not")
+
+
+def _within(values: FloatArray) -> bool:
+    """Are all numbers at most `LARGEST`? Not-a-number is not."""
+    return not values.size or bool(values.min() >= -LARGEST and values.max() <= LARGEST)
 
 
 def _read(payload: bytes, kind: str, wanted: str) -> learner_pb2.ExchangeMessage:

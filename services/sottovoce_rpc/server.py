@@ -27,6 +27,8 @@ from sottovoce_rpc.tasks import Tasks, drained
 
 DRAIN_S = 3.0
 GRACE_S = 0.5
+HELLO_S = 10.0
+"""For whoever opens a stream to say who it is: one on which nobody speaks is not kept."""
 MAX_MESSAGE = 256 * 1024 * 1024
 USUAL_PAGE, LONGEST_PAGE = 100, 1_000
 

@@ -29,7 +29,7 @@ def document_from_wire(text: str) -> object:
     """
     try:
         document, left_out = tolerated(json.loads(text), RunSpec)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # a number of too many digits, or nested too deep
         raise SpecError(f"the run spec must be JSON: {error}") from None
     if left_out:
         log.warning("the run spec is of a newer version: fields are left out", fields=left_out)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from types import TracebackType
 from typing import Any
 
 import grpc
@@ -34,26 +33,34 @@ _PREFIX = "ERROR_REASON_"
 _KINDS = {errors_pb2.ErrorReason.Name(reason).removeprefix(_PREFIX): kind for kind, (reason, _) in _TABLE.items()}
 DOMAIN = "sottovoce"
 DETAILS = "grpc-status-details-bin"
+NO_MESSAGE = "a message must be one of this method, got bytes that are none"
 
 log = structlog.get_logger()
 
 
-@asynccontextmanager
-async def answering(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[None]:
-    """End the call with the status that an error of ours stands for, details attached (`google.rpc.Status`).
+class answering:  # noqa: N801 - it reads as a function; a class, for its type says that it swallows nothing
+    """In `async with`: end the call with the status that an error of ours stands for, details attached (`google.rpc.Status`).
 
     Of any other error, which is a bug, neither the peer nor the log gets the text.
     """
-    try:
-        yield
-    except errors.SottovoceError as error:
-        reason, code = next(_TABLE[kind] for kind in type(error).__mro__ if kind in _TABLE)
-        await context.abort(code, str(error), ((DETAILS, _details(reason, code, error)),))
-    except grpc.aio.BaseError:  # an abort, or the end of the connection
-        raise
-    except Exception as error:  # noqa: BLE001 - gRPC would send its text, and that may quote a record
-        log.error("bug", **failure(error))
-        await context.abort(grpc.StatusCode.INTERNAL, "an internal error; the log of the service says where")
+
+    def __init__(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        self._context = context
+
+    async def __aenter__(self) -> None:
+        pass
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, DecodeError):  # of a message on a stream, which gRPC reads only when it is asked for
+            error = errors.RemoteProtocolError(NO_MESSAGE)
+        if isinstance(error, errors.SottovoceError):
+            reason, code = next(_TABLE[each] for each in type(error).__mro__ if each in _TABLE)
+            await self._context.abort(code, str(error), ((DETAILS, _details(reason, code, error)),))
+        elif isinstance(error, Exception) and not isinstance(error, grpc.aio.BaseError):  # an abort, a lost connection
+            log.error("bug", **failure(error))  # gRPC would send its text, and that may quote a record
+            await self._context.abort(grpc.StatusCode.INTERNAL, "an internal error; the log of the service says where")
 
 
 def _details(reason: errors_pb2.ErrorReason.ValueType, code: grpc.StatusCode, error: errors.SottovoceError) -> bytes:

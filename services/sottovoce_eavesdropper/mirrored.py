@@ -1,0 +1,73 @@
+"""What learners copy to an eavesdropper, checked: anybody may call, and one row that fits no column would end a capture."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+
+from sottovoce.errors import RemoteProtocolError
+from sottovoce_eavesdropper.lookout import Row
+from sottovoce_eavesdropper.relay import MOST_PAYLOAD
+from sottovoce_wire.v1 import eavesdropper_pb2
+
+MOST_INDEX, MOST_NS = 2**31 - 1, 2**63 - 1
+"""Within the columns of a capture."""
+
+
+@dataclass(frozen=True, slots=True)
+class Participants:
+    """Who may be in a capture.
+
+    Attributes:
+        learners: how many; as many as a column holds where nobody said.
+        mirrored: whether learners send copies. Else a relay hears them, and a copy is somebody else's forgery.
+    """
+
+    learners: int
+    mirrored: bool
+
+    @classmethod
+    def of(cls, spec: str) -> Participants:
+        """Read off a run spec as a document, JSON; it need not be valid."""
+        document = json.loads(spec)
+        fields = document if isinstance(document, dict) else {}
+        told = fields.get("learners")
+        n = told if isinstance(told, int) else len(told) if isinstance(told, list) else 0
+        return cls(n if 0 < n <= MOST_INDEX else MOST_INDEX, fields.get("capture") == "mirror")
+
+    def require(self, *indices: int) -> None:
+        """Refuse whoever is not one of them.
+
+        Raises:
+            RemoteProtocolError: there is no such learner.
+        """
+        if wrong := [index for index in indices if index >= self.learners]:
+            raise RemoteProtocolError(f"the capture is of {self.learners} learners, got learner {wrong[0]}")
+
+    def rows(self, request: eavesdropper_pb2.MirrorRequest) -> list[Row]:
+        """One for each receiver of each message, as a relay would have it, but without metadata or its own times.
+
+        Raises:
+            RemoteProtocolError: the capture takes no copies, or one that is none of this run's. Nothing of it is kept.
+        """
+        if not self.mirrored:
+            raise RemoteProtocolError("copies are taken where the run's capture is `mirror`, got a run of another one")
+        self.require(request.sender)
+        now = time.monotonic_ns()
+        return [row for message in request.messages for row in self._rows(request.sender, message, now)]
+
+    def _rows(self, sender: int, message: eavesdropper_pb2.MirroredMessage, now: int) -> list[Row]:
+        self.require(*message.receivers)
+        wall, size = 10**9 * message.sent_at.seconds + message.sent_at.nanos, len(message.payload)
+        if size > MOST_PAYLOAD or abs(wall) > MOST_NS:
+            text = f"a copy must have at most {MOST_PAYLOAD} bytes and a time of 64 bits in nanoseconds"
+            raise RemoteProtocolError(f"{text}, got {size} and {wall}")
+        if sender in message.receivers or len(set(message.receivers)) < len(message.receivers):
+            raise RemoteProtocolError(f"a message of learner {sender} must go to others, once to each")
+        rows = []
+        for receiver in message.receivers:
+            caller, callee = sorted((sender, receiver))
+            direction = "out" if sender == caller else "back"
+            rows.append(Row(caller, callee, sender, direction, "message", 0, 0, "", wall, now, size, message.payload))
+        return rows
