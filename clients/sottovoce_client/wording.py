@@ -23,6 +23,13 @@ def number(value: float | None, digits: int = 4) -> str:
     return text.replace("-", "−")
 
 
+def with_error(value: float, error: float, digits: int = 4) -> str:
+    """`0.1234 ± 0.0012`; the error only where there is one, beyond rounding."""
+    if math.isnan(error) or error <= 1e-9 * abs(value):
+        return number(value, digits)
+    return f"{number(value, digits)} ± {number(error, 2)}"
+
+
 def count(value: int) -> str:
     """`5,000`."""
     return f"{value:,}"

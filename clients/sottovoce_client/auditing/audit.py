@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,19 +16,21 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from sottovoce.arrays import FloatArray
 from sottovoce.auditing.audit import Audit
 from sottovoce.auditing.bounds import Bound, runs_needed
+from sottovoce.auditing.levels import Family
 from sottovoce.auditing.plan import AuditPlan, plan_audit
 from sottovoce.auditing.verdict import Findings, Verdict
 from sottovoce.auditing.worlds import Worlds, chosen
-from sottovoce.errors import SpecError
+from sottovoce.errors import DataError, SpecError
 from sottovoce.experiment import Prepared
 from sottovoce.privacy.guarantee import ThreatModel
 from sottovoce_client.auditing.document import audit_file
 from sottovoce_client.auditing.report import audit_page
 from sottovoce_client.documents import write_json
 from sottovoce_client.privacy.budget import learner_index
-from sottovoce_client.wording import NOTHING, number
+from sottovoce_client.wording import NOTHING, duration, number
 
 COLOURS = {"consistent": "green", "refuted": "bold red", "inconclusive": "yellow", "unpromised": "yellow"}
 
@@ -67,22 +71,30 @@ class AuditRequest:
     seed: int = 0
 
 
-def plan(prepared: Prepared, asked: AuditRequest, worlds: Worlds | None = None, *, paired: bool = True) -> AuditPlan:
+def plan(
+    prepared: Prepared,
+    asked: AuditRequest,
+    worlds: Sequence[Worlds] | None = None,
+    counts: Sequence[int] = (),
+    *,
+    paired: bool = True,
+) -> AuditPlan:
     """The audit that was asked for.
 
     Args:
         prepared: the run and its data.
         asked: what is asked.
-        worlds: the two worlds, where they are known beforehand.
+        worlds: pairs of worlds, where they are known beforehand.
+        counts: runs of each world of every pair, likewise.
         paired: there are to be runs of both worlds; False: so many of the first one.
 
     Raises:
         SpecError: no learner of that name, or too few runs.
-        DataError: there is no such record.
+        DataError: there is no such record, or the replacement is none that the loss is defined for.
     """
-    learner = index_of(prepared, asked.learner) if worlds is None else worlds.learner
+    learner = index_of(prepared, asked.learner) if worlds is None else worlds[0].learner
     if worlds is None and asked.record is not None:
-        worlds = _swap(prepared, learner, asked.record, asked.replacement)
+        worlds = [_swap(prepared, learner, asked.record, asked.replacement)]
     neighbour = None if asked.neighbour is None else learner_index(prepared.run.spec, asked.neighbour, "--neighbour")
     return plan_audit(
         prepared.run,
@@ -92,6 +104,7 @@ def plan(prepared: Prepared, asked: AuditRequest, worlds: Worlds | None = None, 
         confidence=asked.confidence,
         seed=asked.seed,
         worlds=worlds,
+        counts=counts,
         threat=asked.threat,
         neighbour=neighbour,
         paired=paired,
@@ -122,17 +135,26 @@ def audit_to(
         DataError: there is no record to swap.
     """
     console = console or Console()
+    began = time.monotonic()
     with console.status("choosing the swap") as status:
         done = work(plan(prepared, asked), say=status.update)
-    return show(done, asked.seed, folder, console)
+    return show(done, asked.seed, folder, console, _pace(done, time.monotonic() - began))
 
 
-def show(done: Audit, seed: int, folder: Path, console: Console) -> int:
+def _pace(done: Audit, seconds: float) -> str:
+    """What was weighed, and how fast."""
+    runs = 2 * done.plan.all_runs
+    weighed = f"{runs:,} runs and {done.numbers:,} numbers of noise in {duration(seconds)}"
+    return f"{weighed}: {number(runs / seconds, 3)} runs, {done.numbers / seconds:,.0f} numbers a second."
+
+
+def show(done: Audit, seed: int, folder: Path, console: Console, *notes: str) -> int:
     """Print an audit and write it down; returns the exit code."""
     name = done.plan.run.spec.names[done.plan.worlds.learner]
     write_json(folder / "audit.json", audit_file(done, name, seed))
-    audit_page(done, name, seed).write(folder / "audit.html")
-    print_verdict(done.verdict, name, _rows(done), _notes(done), console)
+    digest = hashlib.sha256((folder / "audit.json").read_bytes()).hexdigest()
+    audit_page(done, name, seed, digest).write(folder / "audit.html")
+    print_verdict(done.verdict, name, _rows(done), [*_notes(done), *notes], console)
     console.out(f"{folder}: audit.json, audit.html", highlight=False)
     return 1 if done.verdict.kind == "refuted" else 0
 
@@ -171,7 +193,9 @@ def _replacement(prepared: Prepared, learner: int, row: int, text: str) -> tuple
             raise SpecError("--replacement label needs a second label among the learner's records, and there is none")
         return own.features[row], others[0]
     if text.endswith(".json"):
-        return _from_file(Path(text))
+        features, label = _from_file(Path(text))
+        _require_bounded(prepared, features, label, text)
+        return features, label
     name, _, number_ = text.rpartition(":")
     if not number_.isdigit():
         raise SpecError(f"--replacement must be mirror, label, LEARNER:ROW or a .json file, got {text}")
@@ -181,7 +205,24 @@ def _replacement(prepared: Prepared, learner: int, row: int, text: str) -> tuple
     return other.features[int(number_)], float(other.labels[int(number_)])
 
 
-def _from_file(path: Path) -> tuple[Any, float]:
+def _require_bounded(prepared: Prepared, features: FloatArray, label: float, where: str) -> None:
+    """Refuse a made-up record that the loss would make another one of: it would not be the swap that was asked for.
+
+    Raises:
+        DataError: it is beyond the bounds of the loss.
+    """
+    loss = prepared.run.loss
+    if not (np.isfinite(features).all() and np.isfinite(label)) or features.ndim != 1:
+        return  # the worlds say what is wrong with it
+    rows, labels = loss.enforce(features[None], np.array([label]))
+    if not (np.allclose(rows[0], features, rtol=1e-9, atol=0.0) and labels[0] == label):
+        raise DataError(
+            f"--replacement {where} is beyond the bounds of the {loss.kind} loss: its features have norm "
+            f"{np.linalg.norm(features):.6g}, where at most {loss.feature_bound:g} is learned, and its label is {label:g}"
+        )
+
+
+def _from_file(path: Path) -> tuple[FloatArray, float]:
     try:
         told = json.loads(path.read_text(encoding="utf-8"))
         return np.asarray(told["features"], dtype=np.float64), float(told["label"])
@@ -232,22 +273,29 @@ def print_rows(rows: Iterable[TableRow], console: Console) -> None:
 
 def _rows(done: Audit) -> Iterator[TableRow]:
     found = done.found
-    yield _conformance_row(found)
+    yield _tests_row(found, "conformance", "the noise is what the algorithm says", "no noise to test")
     if done.shown is None:
         yield "likelihood", "the loss of every transcript", "not known to this listener", NOTHING, number(found.claim)
     else:
         above = "none above" if found.excess is None else f"{found.excess.transcripts:,} above"
         result = f"largest {number(done.largest)}, {above} the claim"
         yield "likelihood", "the loss of every transcript", result, NOTHING, number(found.claim)
-    for test in found.of("likelihood").tests:
-        yield "likelihood", "right guesses, given the losses", f"p-value {number(test.p_value, 2)}", NOTHING, NOTHING
+    if found.of("likelihood").tests:
+        yield _tests_row(found, "likelihood", "coins, given the losses", "nothing to test")
     yield from map(guess_row, found.of("likelihood").bounds)
     if found.rounds is not None:
         values = [bound.value for bound in found.rounds.bounds]
         result = f"{int(np.count_nonzero(values))} of {len(values)} show something"
-        composed = number(found.rounds.composed, 3)
-        yield "likelihood", "single rounds, composed", result, composed, number(found.claim)
+        yield (
+            "likelihood",
+            "single rounds",
+            f"{result}; added up: about {number(found.rounds.estimate, 3)}",
+            NOTHING,
+            NOTHING,
+        )
     yield from map(guess_row, found.of("black box").bounds)
+    if found.of("black box").tests:
+        yield _tests_row(found, "black box", "the rest, given the messages", "nothing to test")
 
 
 def guess_row(bound: Bound) -> TableRow:
@@ -258,14 +306,14 @@ def guess_row(bound: Bound) -> TableRow:
     return bound.family, seen, result, number(bound.value, 3), number(bound.claim)
 
 
-def _conformance_row(found: Findings) -> TableRow:
-    tests = [test for test in found.of("conformance").tests if test.p_value == test.p_value]
+def _tests_row(found: Findings, family: Family, what: str, none: str) -> TableRow:
+    """The tests of a family, by the one that says most against the claim."""
+    tests = [test for test in found.of(family).tests if test.p_value == test.p_value]
     if not tests:
-        return "conformance", "the noise is what the algorithm says", "no noise to test", NOTHING, NOTHING
-    worst = min(tests, key=lambda test: test.p_value)
-    smallest = f"smallest of {len(tests)} p-values {number(worst.p_value, 2)} ({worst.name})"
-    result = f"{smallest}; below {number(worst.level, 2)} rejects"
-    return "conformance", "the noise is what the algorithm says", result, NOTHING, NOTHING
+        return family, what, none, NOTHING, NOTHING
+    worst = min(tests, key=lambda test: test.p_value / test.level)
+    smallest = f"worst of {len(tests)} p-values {number(worst.p_value, 2)} ({worst.name})"
+    return family, what, f"{smallest}; below {number(worst.level, 2)} rejects", NOTHING, NOTHING
 
 
 def _notes(done: Audit) -> Iterator[str]:
@@ -274,12 +322,15 @@ def _notes(done: Audit) -> Iterator[str]:
     heard = plan.listener.threat.value
     if plan.listener.neighbour is not None:
         heard = f"{heard} {plan.run.spec.names[plan.listener.neighbour]}"
-    yield f"Runs: {done.source}. Worlds: {plan.worlds.what}. Adjacent: {plan.guarantee.adjacency}. Heard: {heard}."
+    swaps = "; ".join(each.worlds.what for each in plan.pairs)
+    yield f"Runs: {done.source}. Worlds: {swaps}. Adjacent: {plan.guarantee.adjacency}. Heard: {heard}."
     if plan.made_for is ThreatModel.OUTPUT and plan.listener.threat is not ThreatModel.OUTPUT:
         yield "The claim is about published decisions; nothing finite is promised about messages, which were heard here."
     yield f"Paper's ε {number(paper)}, promised ε {number(found.claim)}."
     if done.largest > paper * (1.0 + 1e-9) + 1e-9:
         yield "A transcript shows more than the paper's ε: see what the algorithm's page says of the paper's claim."
+    if found.reaches and done.verdict.kind in ("consistent", "inconclusive"):
+        yield f"Would have been found, nine times in ten: {'; '.join(each.text for each in found.reaches)}."
     if not found.paired:
         yield "All runs are of one world, so nothing was guessed."
         return
@@ -288,6 +339,6 @@ def _notes(done: Audit) -> Iterator[str]:
     if 0.0 < found.claim <= 20.0:
         full = runs_needed(found.claim, found.levels.of("likelihood", "whole runs"))
         needed = f" If the worlds show all of the claim, {full:,} runs of each show 90 % of it."
-    yield f"At best {found.runs:,} runs of each world show ε {number(most, 3)}.{needed}"
+    yield f"At best {plan.runs:,} runs of each world show ε {number(most, 3)}.{needed}"
     if most < found.claim < np.inf:
         yield "So guesses of whole runs cannot refute this claim; exact losses, single rounds and conformance can."

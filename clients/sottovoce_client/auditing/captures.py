@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from sottovoce.auditing.audit import Audit, Examined, conclude, conforming, examine
+from sottovoce.auditing.audit import Audit, Examined, conclude, examine, few, gathered
 from sottovoce.auditing.plan import AuditPlan
 from sottovoce.auditing.simulated import Recording, at_a_time
 from sottovoce.auditing.views import Layout
-from sottovoce.errors import CaptureError, DataError, EquivocationError, SpecError
+from sottovoce.errors import CaptureError, DataError, SpecError
 from sottovoce.experiment import Prepared
 from sottovoce.privacy.guarantee import ThreatModel
-from sottovoce.running.run import Run
 from sottovoce.running.transcript import Transcript
 from sottovoce.spec import RunSpec, code_to_import, parse_spec
 from sottovoce_client.auditing.audit import AuditRequest, Say, plan
 from sottovoce_client.auditing.channel import channel, lines_of
-from sottovoce_client.auditing.worlds import FILE, Document, as_audited, read_worlds, worlds_from
+from sottovoce_client.auditing.ledger import Entry, read_ledger
+from sottovoce_client.auditing.started import Started, only_pair, require_room, said_in, started
+from sottovoce_client.auditing.worlds import FILE, Document, as_audited, pairs_of, read_worlds, worlds_from
 from sottovoce_client.lab.watching.canaries import canaries_beside
 from sottovoce_client.wording import plural
 from sottovoce_eavesdropper.reading import Capture, find_captures
 from sottovoce_eavesdropper.storage import Folder, open_folder
+
+Ledger = Mapping[int, Entry] | None
 
 
 def from_captures(
@@ -58,28 +61,31 @@ def from_captures(
             f"{captures[0].name} is of no run of ours: sottovoce eavesdropper audit is for captures of other services"
         )
     _require_no_canaries(place)
-    prepared = prepare(_spec(document, captures[0].name, spec))
+    given = _spec(document, captures[0].name, spec)
+    require_room(given, captures)
+    prepared = prepare(given)
     _require_features(captures, prepared)
-    kept, dropped = whole(captures, prepared.run)
-    labels = {_label(capture) for capture in kept}
-    told, where = (None, "") if labels == {None} else _told(root, labels)
+    labels = {_label(capture) for capture in captures}
+    told, where, ledger = (None, "", None) if labels == {None} else _told(root, labels)
+    pair_of = only_pair if told is None else pairs_of(told, where)
+    runs = started(captures, prepared.run, ledger, pair_of)
     worlds = None if told is None else worlds_from(told, prepared, where)
     if told is not None:
         _require_same(told.get("spec"), document, where, captures[0].name)
         _require_asked(asked, str(told["learner"]), where)
-    paired = labels == {0, 1}
-    asked = replace(asked, runs=len(kept) // 2 if paired else len(kept))
-    lost = f"; {plural(dropped, 'other')} left out, of which rounds are missing" if dropped else ""
-    source = f"{plural(len(kept), 'capture')} in {root.name}{lost}"
-    return audit_of(plan(prepared, asked, worlds, paired=paired), kept, source, say)
+    paired = {*labels, *(world for _, world in runs.gone)} == {0, 1}
+    asked = replace(asked, runs=len(runs.outcomes) // 2 if paired else len(runs.kept))
+    source = "; ".join((f"{plural(len(runs.kept), 'capture')} in {root.name}", *runs.notes))
+    counts = () if worlds is None or not paired else runs.counts(len(worlds))
+    return audit_of(plan(prepared, asked, worlds, counts, paired=paired), runs, source, say)
 
 
-def audit_of(audited: AuditPlan, captures: Sequence[Capture], source: str, say: Say) -> Audit:
+def audit_of(audited: AuditPlan, runs: Started, source: str, say: Say) -> Audit:
     """Audit what was overheard.
 
     Args:
         audited: the audit.
-        captures: of whole runs.
+        runs: that were started.
         source: where they came from, in words.
         say: told what is being done.
 
@@ -89,35 +95,43 @@ def audit_of(audited: AuditPlan, captures: Sequence[Capture], source: str, say: 
         SpecError: the listener hears what no channel carries, or an extra is not installed.
     """
     require_heard(audited.listener.threat)
-    most = at_a_time(audited.run, audited.worlds)
+    most, captures = at_a_time(audited.run), runs.kept
     first: list[Transcript] = []
     parts: list[Examined] = []
-    pending: tuple[list[Recording], list[Recording]] = ([], [])
-    for k, part in enumerate(_recordings(audited, captures)):
-        if part.world == 0 and len(first) < conforming(audited.run):
+    pending = dict[tuple[int, int], list[Recording]]()
+    for k, (pair, part) in enumerate(_recordings(audited, runs)):
+        if (pair, part.world) == (0, 0) and len(first) < few(audited.run):
             first.append(part.transcript)
-        pending[part.world].append(part)
-        if len(pending[part.world]) == most:
-            parts.append(examine(audited, _together(pending[part.world])))
-            pending[part.world].clear()
+        together = pending.setdefault((pair, part.world), [])
+        together.append(part)
+        if len(together) == most:
+            parts.append(_examined(audited, pair, together))
+            together.clear()
         say(f"reading captures: {k + 1:,} of {len(captures):,}")
-    parts += [examine(audited, _together(rest)) for rest in pending if rest]
+    parts += [_examined(audited, pair, rest) for (pair, _), rest in pending.items() if rest]
     if not first:
         raise CaptureError(f"of {plural(len(captures), 'capture')} none is of the first world")
-    return conclude(audited, parts, _side_by_side(first), source, say=say)
+    starts = runs.starts(audited)
+    done = conclude(audited, gathered(parts), _side_by_side(first), source, starts=starts, say=say)
+    return replace(done, captures={each.name: each.digests()[0] for each in (*runs.kept, *runs.short)})
 
 
-def _recordings(audited: AuditPlan, captures: Iterable[Capture]) -> Iterator[Recording]:
-    """What was heard of every run."""
+def _examined(audited: AuditPlan, pair: int, runs: Sequence[Recording]) -> Examined:
+    """Runs of one world of a pair."""
+    return replace(examine(audited.pairs[pair], _together(runs)), pair=pair)
+
+
+def _recordings(audited: AuditPlan, runs: Started) -> Iterator[tuple[int, Recording]]:
+    """What was heard of every run, and its pair of worlds."""
     import pyarrow as pa
 
     run, lines = audited.run, lines_of(audited)
     layouts: dict[Layout, Layout] = {}
-    for capture in captures:
+    for capture in runs.kept:
         seen = channel(pa.Table.from_batches(capture.batches()), lines, str(capture.facts["run_id"]))
         for name, row in seen.items():  # most runs have the same one: it is kept once
             seen[name] = replace(row, layout=layouts.setdefault(row.layout, row.layout))
-        yield Recording(_label(capture) or 0, _transcript(capture, run), channel=(seen,))
+        yield runs.pair(capture), Recording(_label(capture) or 0, said_in(capture, run), channel=(seen,))
 
 
 def _together(parts: Sequence[Recording]) -> Recording:
@@ -146,29 +160,6 @@ def find(place: Folder) -> list[Capture]:
 def _replica(capture: Capture) -> int:
     replica = capture.facts.get("replica")
     return replica if type(replica) is int else -1
-
-
-def whole(captures: Sequence[Capture], run: Run) -> tuple[list[Capture], int]:
-    """Those that have all rounds, and how many have not.
-
-    Raises:
-        CaptureError: none has, or one cannot be read.
-    """
-    heard = [np.count_nonzero(run.network.at(t).neighbours) for t in range(run.spec.rounds)]
-    kept = [capture for capture in captures if capture.totals()[0] >= sum(heard)]
-    kept = [capture for capture in kept if _transcript(capture, run).rounds == run.spec.rounds]
-    if not kept:
-        raise CaptureError(
-            f"of {plural(len(captures), 'capture')} none has all {run.spec.rounds} rounds ({captures[0].name} is the first)"
-        )
-    return kept, len(captures) - len(kept)
-
-
-def _transcript(capture: Capture, run: Run) -> Transcript:
-    try:
-        return capture.transcript(run.algorithm.field_shapes(), run.spec.n_learners, run.network)
-    except EquivocationError as error:
-        raise EquivocationError(f"{capture.name}: {error}") from None
 
 
 def _same_spec(captures: Sequence[Capture]) -> Document:
@@ -211,7 +202,7 @@ def _spec(document: Document, where: str, given: RunSpec | None) -> RunSpec:
             raise SpecError(
                 f"{where} names code to import, {named!r}: give the SPEC beside --from, if you trust that code"
             )
-        return parse_spec(document, source=where)
+        return parse_spec(document, source=where, imports=False)
     heard = parse_spec(document, source=where, imports=code_to_import(given.model_dump(mode="json")) is not None)
     one, other = (as_audited(spec).model_dump(mode="json") for spec in (given, heard))
     if (place := difference(one, other)) is not None:
@@ -238,14 +229,19 @@ def _label(capture: Capture) -> int | None:
     return label
 
 
-def _told(root: Folder, labels: set[int | None]) -> tuple[Document, str]:
-    """What the worlds of labelled captures are, and where that stands."""
+def _told(root: Folder, labels: set[int | None]) -> tuple[Document, str, Ledger]:
+    """What the worlds of labelled captures are, where that stands, and which runs were started.
+
+    Of one capture in the folder of others nobody asks where these are.
+    """
     named = " and ".join(sorted("none" if label is None else str(label) for label in labels))
     if None in labels or 0 not in labels:
         raise CaptureError(f"captures in {root.name} must be of the worlds 0 and 1, or 0 alone, got {named}")
     for place in (root, root.below("captures"), root.below("..")):
         if FILE in place.names():
-            return read_worlds(place), f"{place.name}/{FILE}"
+            told = read_worlds(place)
+            ledger = read_ledger(place, told)
+            return told, f"{place.name}/{FILE}", None if FILE in root.below("..").names() else ledger
     raise CaptureError(
         f"captures in {root.name} are of world {named}: there must be a {FILE} beside them that says what the worlds are"
     )

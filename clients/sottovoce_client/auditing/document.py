@@ -29,7 +29,13 @@ def audit_file(done: Audit, name: str, seed: int) -> dict[str, Any]:
         "learner": name,
         "verdict": done.verdict,
         "source": done.source,  # where the runs came from, in words
+        "captures_sha256": done.captures,  # of capture.json and the parts of every capture that was read
         "worlds": plan.worlds.what,  # what was swapped, in words
+        "pairs": [
+            {"worlds": each.worlds.what, "runs_of_each_world": each.runs, "epsilon": each.epsilon}
+            for each in plan.pairs
+        ],  # of worlds: the first is the one whose runs are guessed
+        "would_have_found": found.reaches,  # the smallest violations that would have been found, nine times in ten
         "threat_model": plan.listener.threat,  # who listened
         "claim_made_for": plan.made_for,  # the listener whom the claim was made for
         "adjacency": plan.guarantee.adjacency,  # which two data sets must look alike
@@ -40,7 +46,7 @@ def audit_file(done: Audit, name: str, seed: int) -> dict[str, Any]:
             "promised": found.claim,  # by the algorithm, for this swap
             "paper": float(plan.guarantee.paper[-1]),  # by the paper's formula
             "largest_realised": done.largest,  # exact loss of any transcript; null: not known to this listener
-            "lower_bound": found.largest,  # the largest that any family shows
+            "lower_bound": found.largest,  # the largest that guesses of whole runs show
             "most_that_so_many_runs_show": found.most,  # if every guess of a whole run were right; 0: nothing was guessed
         },
         "conformance": found.of("conformance").tests,  # whether the noise is what the algorithm says
@@ -54,6 +60,9 @@ def audit_file(done: Audit, name: str, seed: int) -> dict[str, Any]:
             "epsilon_promised_in_the_rounds_seen": done.claim_seen,
             "numbers_that_vary_by_view": dict(done.views),  # of each view, how many are not the same in all runs
             "attempts": attempts_of(found.of("black box").bounds),
+            "channel": found.of(
+                "black box"
+            ).tests,  # whether anything but the messages depends on the world, given these
         },
     }
 
@@ -73,12 +82,11 @@ def _likelihood(done: Audit) -> dict[str, Any] | None:
     found, bound = done.found, done.found.guessed
     if bound is None:
         return None
-    (test,) = found.of("likelihood").tests
     return {
         "runs": len(done.worlds),  # of both worlds
         "threshold": bound.threshold,  # fixed beforehand: a smaller loss is no guess
         **_guessed(bound),
-        "overconfident": test,  # whether more guesses are right than the claimed densities allow
+        "calibration": found.of("likelihood").tests,  # whether coins are what the losses say of them
         "excess": found.excess,  # the first transcript above the claim; null: none is
     }
 
@@ -89,8 +97,10 @@ def _single_rounds(done: Audit) -> dict[str, Any] | None:
     if rounds is None:
         return None
     return {
-        "composed": rounds.composed,  # lower bound on epsilon of the whole run: the sum
+        "estimate": rounds.estimate,  # single rounds, added up: an estimate of the run's epsilon, and no bound on it
         "claim": [bound.claim for bound in rounds.bounds],  # by round, as all below
-        "bound": [bound.value for bound in rounds.bounds],  # lower bounds on epsilon, which hold together
+        "bound": [
+            bound.value for bound in rounds.bounds
+        ],  # lower bounds on epsilon of each message, which hold together
         "largest": rounds.largest,  # exact loss of any message
     }

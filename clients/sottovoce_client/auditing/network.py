@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from sottovoce.arrays import IntArray
 from sottovoce.auditing.audit import Audit
 from sottovoce.auditing.plan import AuditPlan
 from sottovoce.errors import SottovoceError, SpecError
 from sottovoce_client.auditing.audit import Auditor, Say
-from sottovoce_client.auditing.captures import audit_of, find, require_heard, whole
-from sottovoce_client.auditing.worlds import as_audited, write_worlds
+from sottovoce_client.auditing.captures import audit_of, find, require_heard
+from sottovoce_client.auditing.ledger import LedgerWriter, read_ledger, tossed
+from sottovoce_client.auditing.started import started
+from sottovoce_client.auditing.worlds import as_audited, pairs_of, read_worlds, write_worlds
 from sottovoce_client.running.launch import ServiceDied, run_async, while_alive
 from sottovoce_client.running.local import LocalServices
 from sottovoce_client.running.operate import BY_OPERATOR, Interrupted, run_on
@@ -22,21 +25,30 @@ from sottovoce_client.wording import duration, plural
 from sottovoce_eavesdropper.storage import open_folder
 
 BAR = 24
+MOST_FAILED = 5
+"""Runs that fail one after the other until no more are started."""
+
+
+Lives = Sequence[tuple[int, int]]
+"""Of every run its pair of worlds, and the world."""
 
 
 class RunFailed(SottovoceError):
     """A run of an audit did not reach its end."""
 
 
-def on_network(folder: Path, *, per_process: int = 1) -> Auditor:
+def on_network(folder: Path, *, per_process: int = 1, seeded: bool = False) -> Auditor:
     """The work of an audit on real services of this machine, every edge overheard by a relay.
 
-    Captures and `worlds.json` stay in `captures` below the folder, so that the audit can be repeated from them. Journals and
-    ledgers are of these runs alone, and nobody's budget is touched.
+    Captures, `worlds.json` and the ledger of the runs stay in `captures` below the folder, so that the audit can be repeated
+    from them. The coins are committed to before the first run, and revealed after the last one. Journals and budgets are of
+    these runs alone: nobody's budget is touched.
 
     Args:
         folder: for the results.
         per_process: learners in one process.
+        seeded: the coins come from the plan's seed, for a test that must be repeated: whoever knows the seed knows them.
+            Else from the operating system's entropy.
 
     Returns:
         What makes the runs and examines them. It raises `Interrupted` when it was told to stop, and says how to go on.
@@ -45,11 +57,17 @@ def on_network(folder: Path, *, per_process: int = 1) -> Auditor:
     def work(plan: AuditPlan, *, say: Say) -> Audit:
         require_heard(plan.listener.threat)
         captures = _fresh(folder)
-        write_worlds(captures, plan)
-        _make(plan, folder, per_process, say)
-        kept, _ = whole(find(open_folder(captures)), plan.run)
-        source = f"{plural(len(kept), 'run')} of real services on this machine, overheard by relays"
-        return audit_of(plan, kept, source, say)
+        worlds, pairs = coins(plan) if seeded else tossed(2 * plan.all_runs), in_turn(plan)
+        ledger = LedgerWriter(captures, worlds)
+        write_worlds(captures, plan, ledger.commitment, pairs)
+        ledger.bind()
+        _make(plan, list(zip(pairs, worlds.tolist(), strict=True)), ledger, folder, per_process, say)
+        place = open_folder(captures)
+        told = read_worlds(place)
+        pair_of = pairs_of(told, place.name)
+        runs = started(find(place), plan.run, read_ledger(place, told), pair_of)
+        source = f"{plural(len(runs.kept), 'run')} of real services on this machine, overheard by relays"
+        return audit_of(plan, runs, "; ".join((source, *runs.notes)), say)
 
     return work
 
@@ -63,7 +81,7 @@ def _fresh(folder: Path) -> Path:
     return captures
 
 
-def _make(audited: AuditPlan, folder: Path, per_process: int, say: Say) -> None:
+def _make(audited: AuditPlan, lives: Lives, ledger: LedgerWriter, folder: Path, per_process: int, say: Say) -> None:
     """All runs; whatever ends them early, says so and how to go on."""
     done = 0
 
@@ -72,45 +90,70 @@ def _make(audited: AuditPlan, folder: Path, per_process: int, say: Say) -> None:
         done = runs
 
     try:
-        run_async(lambda stop: _all_runs(audited, folder, per_process, _telling(audited, say, count), stop))
+        tell = _telling(audited, say, count)
+        run_async(lambda stop: _all_runs(audited, lives, ledger, folder, per_process, tell, stop))
     except (Interrupted, ServiceDied, RunFailed) as error:
         kind = Interrupted if isinstance(error, Interrupted) else RunFailed
         why = "told to stop" if kind is Interrupted else str(error)
         more = f"; what they said is kept: sottovoce audit --from {folder / 'captures'}" if done else ""
-        raise kind(f"{done:,} of {2 * audited.runs:,} runs were made: {why}{more}") from None
+        raise kind(f"{done:,} of {2 * audited.all_runs:,} runs were made: {why}{more}") from None
+    finally:
+        ledger.reveal(find(open_folder(folder / "captures")))
 
 
 async def _all_runs(
-    audited: AuditPlan, folder: Path, per_process: int, tell: Callable[[int], None], stop: asyncio.Event
+    audited: AuditPlan,
+    lives: Lives,
+    ledger: LedgerWriter,
+    folder: Path,
+    per_process: int,
+    tell: Callable[[int], None],
+    stop: asyncio.Event,
 ) -> None:
-    spec = as_audited(audited.run.spec)
-    data = [audited.worlds.data(audited.data, world) for world in (0, 1)]
+    """A run that fails is one more outcome; only many in a row end the audit, for then nothing works any more."""
+    spec, done, failed = as_audited(audited.run.spec), 0, 0
+    data = [[pair.worlds.data(audited.data, world) for world in (0, 1)] for pair in audited.pairs]
     async with LocalServices(spec, folder, per_process=per_process) as services:
-        for k, world in enumerate(coins(audited).tolist()):
+        for k, (pair, world) in enumerate(lives):
             if stop.is_set():
                 raise Interrupted(BY_OPERATOR)
-            running = run_on(services.coordinator, spec, data[world], lambda *seen: None, stop, world=world, replica=k)
+            ledger.started(k)
+            records = data[pair][world]
+            running = run_on(services.coordinator, spec, records, lambda *seen: None, stop, world=world, replica=k)
             outcome = await while_alive(services, running, stop)
-            if outcome.state != "finished":
-                raise (Interrupted if outcome.detail == BY_OPERATOR else RunFailed)(outcome.detail)
+            ledger.ended(k, outcome.run_id, outcome.state)
+            if outcome.detail == BY_OPERATOR:
+                raise Interrupted(BY_OPERATOR)
+            finished = outcome.state == "finished"
+            done, failed = done + finished, 0 if finished else failed + 1
+            if failed == MOST_FAILED:
+                raise RunFailed(outcome.detail)
             _forget(folder / "journals", outcome.run_id)
-            tell(k + 1)
+            tell(done)
 
 
-def coins(audited: AuditPlan) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
-    """`(2 runs,)` the world of every run, by a fair coin each: what drifts on the machine is no hint of the world."""
-    return np.random.default_rng(audited.seeds.audited).integers(0, 2, 2 * audited.runs)
+def coins(audited: AuditPlan) -> IntArray:
+    """`(2 runs,)` the world of every run, by a fair coin each from the plan's seed."""
+    return np.random.default_rng(audited.seeds.audited).integers(0, 2, 2 * audited.all_runs)
+
+
+def in_turn(audited: AuditPlan) -> list[int]:
+    """Of every run the pair of worlds: pairs take turns, each as often as it has runs, so that all meet the same machine."""
+    places = [
+        ((k + 0.5) / each.runs, number) for number, each in enumerate(audited.pairs) for k in range(2 * each.runs)
+    ]
+    return [number for _, number in sorted(places)]
 
 
 def _forget(journals: Path, run_id: str) -> None:
     """Drop what a run that is over left for the next one: nobody's budget, and more to read for every run to come."""
-    for path in journals.glob(f"{run_id}-*"):
+    for path in journals.glob(f"{run_id}@*"):
         path.unlink(missing_ok=True)
 
 
 def _telling(audited: AuditPlan, say: Say, count: Callable[[int], None]) -> Callable[[int], None]:
     """Tells how many runs are done, at what pace, and how long it will take."""
-    began, runs = time.monotonic(), 2 * audited.runs
+    began, runs = time.monotonic(), 2 * audited.all_runs
     say("starting services")
 
     def tell(done: int) -> None:

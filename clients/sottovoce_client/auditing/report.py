@@ -12,6 +12,7 @@ import numpy as np
 
 from sottovoce.auditing.audit import Audit
 from sottovoce.auditing.bounds import ceiling
+from sottovoce.auditing.levels import Test
 from sottovoce.auditing.twins import Twins
 from sottovoce.auditing.verdict import Findings, decide
 from sottovoce.spec import dump_spec
@@ -28,13 +29,14 @@ MOST_EVIDENCE = 8
 two, three = partial(number, digits=2), partial(number, digits=3)
 
 
-def audit_page(done: Audit, name: str, seed: int) -> Page:
+def audit_page(done: Audit, name: str, seed: int, digest: str = "") -> Page:
     """The page of an audit.
 
     Args:
         done: the audit.
         name: of the learner.
         seed: of the audit.
+        digest: SHA-256 of its `audit.json`; empty: it is not written.
     """
     found, plan = done.found, done.plan
     heard = pictures.most_different(done)
@@ -42,13 +44,17 @@ def audit_page(done: Audit, name: str, seed: int) -> Page:
         "done": done,
         "name": name,
         "seed": seed,
+        "digest": digest,
         "names": plan.run.spec.names,
         **_families(found),
         "added_up": None
         if found.rounds is None
-        else sum(ceiling(found.runs, each.level) for each in found.rounds.bounds),
+        else sum(ceiling(plan.runs, each.level) for each in found.rounds.bounds),
         "paper": float(plan.guarantee.paper[-1]),
         "tight": plan.guarantee.epsilon(),
+        "shares": [
+            (part, found.levels.of(family, part)) for family, parts in found.levels.shares.items() for part in parts
+        ],
         "most_evidence": MOST_EVIDENCE,
         "most_rounds": MOST_ROUNDS,
         "shown_claim": plots.SHOWN_CLAIM,
@@ -72,12 +78,25 @@ def _families(found: Findings) -> dict[str, Any]:
             "likelihood": decide(likelihood).kind,
             "black_box": decide(black_box).kind,
         },
-        "tests": conformance.tests,
-        "confident": likelihood.tests,
-        "worst": min(conformance.tests, key=lambda t: math.inf if math.isnan(t.p_value) else t.p_value, default=None),
-        "rejecting": sum(test.rejects for test in conformance.tests),
+        "classes": {
+            "conformance": _worst_by_class(conformance.tests),
+            "likelihood": _worst_by_class(likelihood.tests),
+            "black_box": _worst_by_class(black_box.tests),
+        },
         "attempt": max(tried, key=lambda each: (each.value, each.correct / max(1, each.guesses)), default=None),
     }
+
+
+def _worst_by_class(tests: Sequence[Test]) -> list[tuple[str, int, Test]]:
+    """Every class of tests, how many there are, and the one that comes nearest to refuting the claim."""
+    classes: dict[str, list[Test]] = {}
+    for test in tests:
+        classes.setdefault(str(test.part), []).append(test)
+    return [(name, len(each), min(each, key=_nearness)) for name, each in classes.items()]
+
+
+def _nearness(test: Test) -> float:
+    return math.inf if math.isnan(test.p_value) else test.p_value / test.level if test.level else math.inf
 
 
 def _figures(done: Audit, heard: tuple[int, int] | None) -> Iterator[Figure]:
@@ -170,7 +189,7 @@ def _moved(pair: Twins) -> PageTable:
 
 def _command(done: Audit, name: str, seed: int) -> str:
     plan = done.plan
-    options = [f"--learner {name}", f"--runs {plan.runs}", f"--threat {plan.listener.threat.value}"]
+    options = [f"--learner {name}", f"--runs {plan.all_runs}", f"--threat {plan.listener.threat.value}"]
     if plan.listener.neighbour is not None:
         options.append(f"--neighbour {plan.run.spec.names[plan.listener.neighbour]}")
     options += [f"--confidence {1 - plan.levels.alpha:.6g}", f"--seed {seed}"]

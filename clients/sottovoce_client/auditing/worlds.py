@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,10 @@ from sottovoce.experiment import Prepared
 from sottovoce.spec import RunSpec
 from sottovoce_eavesdropper.storage import Folder
 
-FILE, FORMAT = "worlds.json", "sottovoce-worlds-1"
+FILE, FORMAT = "worlds.json", "sottovoce-worlds-2"
+OF_ONE_PAIR = "sottovoce-worlds-1"
+"""The format of before: one pair of worlds, its facts among the others."""
+
 MOST_BYTES = 64 * 2**20
 
 Document = dict[str, Any]
@@ -35,25 +39,39 @@ def as_audited(spec: RunSpec) -> RunSpec:
     )
 
 
-def write_worlds(folder: Path, plan: AuditPlan) -> None:
-    """Write down what the worlds are."""
-    worlds = plan.worlds
-    swapped = np.flatnonzero(worlds.swapped())
-    use = int(swapped[0])
+def write_worlds(folder: Path, plan: AuditPlan, ledger: str | None = None, pair_of_run: Sequence[int] = ()) -> None:
+    """Write down what the worlds are.
+
+    Args:
+        folder: of the captures.
+        plan: the audit.
+        ledger: SHA-256 of the first line of the ledger of its runs; None: none is kept.
+        pair_of_run: of every planned run, the pair of worlds that it lives in one of; empty where there is one pair.
+    """
     document = {
         "format": FORMAT,
-        "learner": plan.run.spec.names[worlds.learner],
-        "what": worlds.what,
-        "shared": worlds.shared,
-        **({"use": use} if len(swapped) == 1 else {"row": int(worlds.first.order[use])}),
-        "first": _record(worlds.first, use),
-        "second": _record(worlds.second, use),
-        "runs": plan.runs,
+        "learner": plan.run.spec.names[plan.worlds.learner],
+        "shared": plan.worlds.shared,
+        "pairs": [_pair(each.worlds) for each in plan.pairs],
+        **({"pair_of_run": list(pair_of_run)} if plan.beside else {}),
+        "runs": plan.all_runs,
         "seed": plan.seeds.audited.entropy,
         "data": digest(plan.data),
         "spec": as_audited(plan.run.spec).model_dump(mode="json"),
+        **({} if ledger is None else {"ledger": ledger}),
     }
     (folder / FILE).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+
+
+def _pair(worlds: Worlds) -> Document:
+    swapped = np.flatnonzero(worlds.swapped())
+    use = int(swapped[0])
+    return {
+        "what": worlds.what,
+        **({"use": use} if len(swapped) == 1 else {"row": int(worlds.first.order[use])}),
+        "first": _record(worlds.first, use),
+        "second": _record(worlds.second, use),
+    }
 
 
 def _record(data: LearnerData, use: int) -> Document:
@@ -84,13 +102,13 @@ def read_worlds(place: Folder) -> Document:
             document = json.loads(file.read(MOST_BYTES))
     except (OSError, ValueError, RecursionError) as error:
         raise CaptureError(f"cannot read {where}: {str(error) or type(error).__name__}") from None
-    if not isinstance(document, dict) or document.get("format") != FORMAT:
+    if not isinstance(document, dict) or document.get("format") not in (FORMAT, OF_ONE_PAIR):
         raise CaptureError(f"{where} must say what two worlds are, in the format {FORMAT}")
     return document
 
 
-def worlds_from(document: Document, prepared: Prepared, where: str) -> Worlds:
-    """The two worlds.
+def worlds_from(document: Document, prepared: Prepared, where: str) -> list[Worlds]:
+    """All pairs of worlds.
 
     Args:
         document: the file.
@@ -99,7 +117,7 @@ def worlds_from(document: Document, prepared: Prepared, where: str) -> Worlds:
 
     Raises:
         CaptureError: it lacks something, or something is of another kind.
-        DataError: made with other data, or the worlds are not adjacent.
+        DataError: made with other data, the worlds are not adjacent, or the loss is not defined for them.
     """
     try:
         names = prepared.run.spec.names
@@ -111,18 +129,51 @@ def worlds_from(document: Document, prepared: Prepared, where: str) -> Worlds:
             )
         learner = names.index(document["learner"])
         own = prepared.data.learners[learner]
-        kind = "use" if "use" in document else "row"
-        swap, index = (own.with_use if kind == "use" else own.with_record), document[kind]
-        if type(index) is not int:
-            raise TypeError(f"{kind} must be a number")
-        first, second = (
-            swap(index, np.asarray(record["features"], dtype=np.float64), float(record["label"]))
-            for record in (document["first"], document["second"])
-        )
-        return Worlds(learner, first, second, str(document["what"]), document["shared"] is True)
+        pairs = document["pairs"] if document["format"] == FORMAT else [document]
+        found = [_worlds(pair, learner, own, shared=document["shared"] is True) for pair in pairs]
+        for worlds in found:
+            worlds.require_learnable(prepared.run.loss)
+        return found
     except DataError as error:
         raise DataError(str(error) if where in str(error) else f"{where}: {error}") from None
     except SottovoceError:
         raise
     except (KeyError, TypeError, ValueError) as error:
         raise CaptureError(f"{where} does not say what two worlds are: {error!r}") from None
+
+
+def _worlds(pair: Document, learner: int, own: LearnerData, *, shared: bool) -> Worlds:
+    kind = "use" if "use" in pair else "row"
+    swap, index = (own.with_use if kind == "use" else own.with_record), pair[kind]
+    if type(index) is not int:
+        raise TypeError(f"{kind} must be a number")
+    first, second = (
+        swap(index, np.asarray(record["features"], dtype=np.float64), float(record["label"]))
+        for record in (pair["first"], pair["second"])
+    )
+    return Worlds(learner, first, second, str(pair["what"]), shared)
+
+
+def pairs_of(document: Document, where: str) -> Callable[[object], int]:
+    """Which pair of worlds a run is of, by its replica.
+
+    Args:
+        document: the file.
+        where: what errors call the file.
+
+    Raises:
+        CaptureError: the file does not say it.
+    """
+    pairs = len(document.get("pairs", [document]))
+    if pairs == 1:
+        return lambda replica: 0
+    told = document.get("pair_of_run")
+    if not isinstance(told, list) or not all(type(k) is int and 0 <= k < pairs for k in told):
+        raise CaptureError(f"{where}: pair_of_run must say of every run which of the {pairs} pairs of worlds it is of")
+
+    def pair(replica: object) -> int:
+        if type(replica) is not int or not 0 <= replica < len(told):
+            raise CaptureError(f"{where} must say of which pair of worlds run {replica} is")
+        return int(told[replica])
+
+    return pair

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import math
 import os
 from pathlib import Path
 from typing import Annotated, Any
@@ -93,6 +94,23 @@ ConfigFile = Annotated[
         help="YAML file with values for these options; flags and environment win.",
     ),
 ]
+
+
+def levels(text: str, least: int = 1) -> tuple[float, ...]:
+    """What `--epsilons 1,2,5` says: ascending, each once.
+
+    Raises:
+        SpecError: not numbers above 0, or fewer than `least`.
+    """
+    try:
+        found = sorted({float(part) for part in text.split(",")})
+    except ValueError:
+        raise SpecError(f"--epsilons must be numbers with commas between them, got {text!r}") from None
+    if not all(0 < level < math.inf for level in found):
+        raise SpecError(f"--epsilons must be above 0 and finite, got {text!r}")
+    if len(found) < least:
+        raise SpecError(f"--epsilons must be at least {least} different levels, got {len(found)}: {text!r}")
+    return tuple(found)
 
 
 def prepared_from(spec: RunSpec) -> Any:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -14,9 +15,10 @@ import typer
 
 from sottovoce.errors import SpecError
 from sottovoce.spec import RunSpec, load_spec
-from sottovoce_client.cli.app import AllowImports, LogLevel, app, folder_for, prepared_from, results_of
+from sottovoce_client.cli.app import AllowImports, LogLevel, app, folder_for, levels, prepared_from, results_of
 
 if TYPE_CHECKING:
+    from sottovoce.experiment import Prepared
     from sottovoce_client.auditing.audit import Auditor, AuditRequest
 
 
@@ -40,7 +42,14 @@ def audit(
     confidence: Annotated[
         float, typer.Option(min=0.5, max=0.999999, help="With which a correct learner is not refuted.")
     ] = 0.95,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the coins and the noise.")] = 0,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Seed of the coins and the noise. On the network for tests only: whoever knows it knows the coins.",
+            show_default="0; coins on the network: entropy",
+        ),
+    ] = None,
     out: Annotated[Path | None, results_of("audit")] = None,
     on: Annotated[
         Literal["simulator", "network"],
@@ -90,18 +99,37 @@ def audit(
         list[str] | None,
         typer.Option(metavar="MODULE:NAME", help="A broken learner of your own; repeatable.", rich_help_panel=_TEST),
     ] = None,
+    power: Annotated[
+        bool,
+        typer.Option(
+            "--power", help="How many runs find every break of the catalogue? Half an hour.", rich_help_panel=_TEST
+        ),
+    ] = False,
     alarms: Annotated[int, typer.Option(min=0, help="Audits of every correct algorithm.", rich_help_panel=_TEST)] = 5,
 ) -> None:
     """Try to refute what a run promises about one learner: many runs in two worlds that differ in one record.
 
     Writes audit.json and audit.html. Exits with 1 if the promise is refuted.
     """
+    if power:
+        if not self_test or spec is not None:
+            raise SpecError("--power goes with --self-test, and with no SPEC: it breaks runs of its own")
+        from sottovoce_client.lab.power import measure_power
+
+        raise typer.Exit(measure_power(mutants=mutant or [], runs=runs, jobs=jobs, seed=seed or 0, out=out))
     if self_test:
         from sottovoce_client.lab import selftest
 
         prepared = None if spec is None else prepared_from(load_spec(spec))
         code = selftest.self_test(
-            prepared, learner=learner, mutants=mutant or [], alarms=alarms, runs=runs, jobs=jobs, seed=seed, out=out
+            prepared,
+            learner=learner,
+            mutants=mutant or [],
+            alarms=alarms,
+            runs=runs,
+            jobs=jobs,
+            seed=seed or 0,
+            out=out,
         )
         raise typer.Exit(code)
     if spec is None and captures is None:
@@ -114,12 +142,11 @@ def audit(
     if neighbour is not None and threat != "neighbour":
         raise SpecError(f"--neighbour goes with --threat neighbour, got --threat {threat}")
     from sottovoce.privacy.guarantee import ThreatModel
-    from sottovoce_client.auditing.audit import AuditRequest, audit_to
-    from sottovoce_client.running.operate import Interrupted
+    from sottovoce_client.auditing.audit import AuditRequest
 
     many = runs or (100 if on == "network" else 1000)
     asked = AuditRequest(
-        learner, record, replacement or "mirror", ThreatModel(threat), neighbour, many, confidence, seed
+        learner, record, replacement or "mirror", ThreatModel(threat), neighbour, many, confidence, seed or 0
     )
     given = None if spec is None else load_spec(spec)
     if captures is not None or given is None:
@@ -127,23 +154,36 @@ def audit(
     prepared, folder = prepared_from(given), folder_for("audit", out)
     if on == "simulator" and (folder / "captures").exists():
         raise SpecError(f"{folder} holds captures of other runs, whose results would be replaced: choose another --out")
+    raise typer.Exit(_made(prepared, asked, folder, _work(on, folder, backend, jobs, seeded=seed is not None)))
+
+
+def _made(prepared: Prepared, asked: AuditRequest, folder: Path, making: AbstractContextManager[Auditor]) -> int:
+    """An audit of runs that are made for it; returns the exit code."""
+    from sottovoce_client.auditing.audit import audit_to
+    from sottovoce_client.running.operate import Interrupted
+
     try:
-        with _work(on, folder, backend, jobs) as work:
-            raise typer.Exit(audit_to(folder, prepared, asked, work))
+        with making as work:
+            return audit_to(folder, prepared, asked, work)
     except Interrupted as stopped:  # which says in a line what there is
         print(f"sottovoce: {stopped}", file=sys.stderr)
-        raise typer.Exit(130) from None
+        return 130
 
 
 @contextlib.contextmanager
 def _work(
-    on: Literal["simulator", "network"], folder: Path, backend: Literal["processes", "ray", "dask"], jobs: int | None
+    on: Literal["simulator", "network"],
+    folder: Path,
+    backend: Literal["processes", "ray", "dask"],
+    jobs: int | None,
+    *,
+    seeded: bool,
 ) -> Iterator[Auditor]:
     """Who makes the runs."""
     if on == "network":
         from sottovoce_client.auditing.network import on_network
 
-        yield on_network(folder)
+        yield on_network(folder, seeded=seeded)
     else:
         from sottovoce.auditing.audit import audit_simulated
         from sottovoce_client.auditing.backends import mapper_over
@@ -183,11 +223,11 @@ def gallery(
     Writes gallery.json and gallery.html. Searching in a network's gradients needs the extra torch.
     """
     from sottovoce_client.lab.gallery.gallery import gallery as show
-    from sottovoce_client.lab.gallery.gallery import gallery_of, levels
+    from sottovoce_client.lab.gallery.gallery import gallery_of
 
     folder = folder_for("gallery", out)
     if capture is None:
-        show(folder, levels(epsilons), runs, seed)
+        show(folder, levels(epsilons)[::-1], runs, seed)  # from little noise to much
     else:
         gallery_of(capture, folder, seed, os.environ.get("SOTTOVOCE_DATA"), allow_imports=allow_imports)
 
@@ -215,9 +255,14 @@ def watch(
     ] = None,
     keep_going: Annotated[bool, typer.Option("--keep-going", help="Watch on after an alarm.")] = False,
     once: Annotated[bool, typer.Option("--once", help="Do not wait for more than is there.")] = False,
+    keys: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Noise of this deployment's runs before, kept here: none may be said again."),
+    ] = None,
     metrics: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="Serve e-values and alarms to Prometheus.")
     ] = None,
+    allow_imports: AllowImports = False,
     log_level: LogLevel = "info",
 ) -> None:
     """Watch a run while it goes on: is every learner's noise what is claimed? May be looked at in every round.
@@ -229,5 +274,5 @@ def watch(
     from sottovoce_rpc.logs import configure_logs
 
     configure_logs(log_level)
-    question = WatchRequest(alpha, tuple(learner or ()), canaries, commitment, keep_going, once)
+    question = WatchRequest(alpha, tuple(learner or ()), canaries, commitment, keep_going, once, keys, allow_imports)
     raise typer.Exit(follow(where(capture, eavesdropper, run), question, prepared_from, metrics=metrics))

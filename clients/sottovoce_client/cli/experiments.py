@@ -37,6 +37,8 @@ def sweep(
 
     Writes sweep.parquet.
     """
+    from rich.console import Console
+
     from sottovoce.experiment import load
     from sottovoce_client.reports.export import formats
     from sottovoce_client.running.plot import export_results
@@ -44,7 +46,15 @@ def sweep(
     from sottovoce_client.running.sweep import sweep as run_all
 
     asked, wanted = formats(export), dict(map(values_of, changes))
-    table = run_all(load(spec), wanted, seeds, seed=seed, vary_data=vary_data, backend=backend, jobs=jobs)
+    options: dict[str, Any] = {"seed": seed, "vary_data": vary_data, "backend": backend, "jobs": jobs}
+    with Console().status("simulating") as status:
+        table = run_all(
+            load(spec),
+            wanted,
+            seeds,
+            **options,
+            progress=lambda done, of: status.update(f"{done:,} of {of:,} simulated"),
+        )
     folder = folder_for("sweep", out)
     write_table(table, folder / "sweep.parquet")
     print(table)

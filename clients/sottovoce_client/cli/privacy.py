@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from sottovoce.spec import load_spec
-from sottovoce_client.cli.app import SpecFile, app, folder_for, prepared_from, results_of
+from sottovoce_client.cli.app import AllowImports, SpecFile, app, folder_for, levels, prepared_from, results_of
 
 
 @app.command(rich_help_panel="Privacy")
@@ -17,11 +17,12 @@ def ledger(
         Path, typer.Option(envvar="SOTTOVOCE_STATE", help="Folder where the learner keeps its journals.")
     ] = Path("sottovoce-state"),
     learner: Annotated[str | None, typer.Option(help="Only this one.")] = None,
+    allow_imports: AllowImports = False,
 ) -> None:
     """What learners have spent in all their runs, on what, and by which guarantee. Reads the state folder; no service needed."""
     from sottovoce_client.privacy.ledger import show_ledger
 
-    show_ledger(state, learner)
+    show_ledger(state, learner, allow_imports=allow_imports)
 
 
 @app.command(rich_help_panel="Privacy")
@@ -96,8 +97,8 @@ def tradeoff(
     Writes tradeoff.json and tradeoff.html.
     """
     from sottovoce.budget.tradeoff import Utility
-    from sottovoce_client.privacy.tradeoff import Trade, levels
+    from sottovoce_client.privacy.tradeoff import Trade
     from sottovoce_client.privacy.tradeoff import tradeoff as run_tradeoff
 
-    trade = Trade(levels(epsilons), metric, Utility(*weights), threshold, ceiling, replicas, seed)
+    trade = Trade(levels(epsilons, 3), metric, Utility(*weights), threshold, ceiling, replicas, seed)
     run_tradeoff(prepared_from(load_spec(spec)), folder_for("tradeoff", out), trade)

@@ -38,7 +38,7 @@ def demo(
         document["data"]["source"] = data
     if rounds is not None:
         document["rounds"] = rounds
-    _up(parse_spec(document, source="demo"), out, per_process=1)
+    _up(parse_spec(document, source="demo", imports=True), out, per_process=1)
 
 
 @app.command(rich_help_panel="Runs")

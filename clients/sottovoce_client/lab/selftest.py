@@ -6,22 +6,31 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
-from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from sottovoce.auditing.bounds import interval
 from sottovoce.data.files import import_extra
 from sottovoce.errors import SpecError
 from sottovoce.experiment import Prepared
-from sottovoce.lab.selftest.bases import ALGORITHMS, BASES
-from sottovoce.lab.selftest.mutants import MUTANTS, Mutant
-from sottovoce.lab.selftest.trial import LEVEL, WATCH_LEVEL, Alarms, MutantOutcome, added, attempt, false_alarms
+from sottovoce.lab.selftest.bases import ALGORITHMS
+from sottovoce.lab.selftest.catalogue import MUTANTS
+from sottovoce.lab.selftest.mutants import Mutant
+from sottovoce.lab.selftest.trial import (
+    LEVEL,
+    WATCH_LEVEL,
+    Alarms,
+    MutantOutcome,
+    added,
+    attempt,
+    base_of,
+    false_alarms,
+)
+from sottovoce.registry import load
+from sottovoce_client import terminal
 from sottovoce_client.auditing.audit import index_of
 from sottovoce_client.documents import write_json
 from sottovoce_client.wording import NOTHING, count
@@ -29,6 +38,7 @@ from sottovoce_client.wording import NOTHING, count
 LOT = 5
 """Audits of correct learners in one piece of work."""
 
+Result = TypeVar("Result")
 Task = Callable[[], MutantOutcome | Alarms]
 
 
@@ -69,7 +79,7 @@ def self_test(
     outcomes: list[MutantOutcome] = []
     lots: list[Alarms] = []
     with console.status("") as status:
-        for k, result in enumerate(_side_by_side(work, jobs or os.cpu_count() or 1)):
+        for k, result in enumerate(side_by_side(work, jobs or os.cpu_count() or 1)):
             status.update(f"{k + 1} of {len(work)}")
             if isinstance(result, MutantOutcome):
                 outcomes.append(result)
@@ -90,12 +100,7 @@ def mutant_named(name: str) -> Mutant:
     Raises:
         SpecError: there is none.
     """
-    module, _, attribute = name.partition(":")
-    try:
-        found = getattr(import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        text = f"--mutant: cannot import {name!r}: {error}; is it installed, or its folder in PYTHONPATH?"
-        raise SpecError(text) from None
+    found = load(name, "--mutant")
     if not isinstance(found, Mutant):
         raise SpecError(f"--mutant: {name} must be a sottovoce.lab.selftest.mutants.Mutant, got {type(found).__name__}")
     return found
@@ -116,9 +121,7 @@ def _breaking(
 
 
 def _attempt_on_base(mutant: Mutant, runs: int | None, seed: int) -> MutantOutcome:
-    if mutant.base not in BASES:
-        raise SpecError(f"{mutant.name}: base must be one of {', '.join(BASES)}, got {mutant.base}")
-    return attempt(mutant, *BASES[mutant.base].build(), base=mutant.base, most=runs, seed=seed)
+    return attempt(mutant, *base_of(mutant).build(), base=mutant.base, most=runs, seed=seed)
 
 
 def _correct(prepared: Prepared | None, learner: str | None, alarms: int, seed: int) -> Iterator[Task]:
@@ -136,7 +139,7 @@ def _alarms_of(name: str, seeds: Sequence[int]) -> Alarms:
     return false_alarms(*ALGORITHMS[name].build(), seeds, name=name)
 
 
-def _side_by_side(work: Sequence[Task], jobs: int) -> Iterator[MutantOutcome | Alarms]:
+def side_by_side(work: Sequence[Callable[[], Result]], jobs: int) -> Iterator[Result]:
     """Results in order, as they come."""
     if jobs == 1:
         yield from (each() for each in work)
@@ -152,19 +155,15 @@ def _too_many(found: Sequence[Alarms]) -> bool:
 # ---- what is shown ---------------------------------------------------------------------------------------------------
 
 
-def _table(*heads: str) -> Table:
-    return Table(*heads, box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim")
-
-
 def _print(outcomes: Sequence[MutantOutcome], found: Sequence[Alarms], console: Console) -> None:
-    broken = _table("broken learner", "what is wrong", "seen by")
+    broken = terminal.table("broken learner", "what is wrong", "seen by")
     broken.add_column("runs", justify="right")
     broken.add_column("of", justify="right", header_style="dim")
     for outcome in outcomes:
         broken.add_row(*_outcome_row(outcome))
     console.print(broken)
     if found:
-        correct = _table("correct learner")
+        correct = terminal.table("correct learner")
         for head in ("audits", "refuted", "95 % interval", "watched", "alarms", "95 % interval"):
             correct.add_column(head, justify="right")
         for each in (*found, added(found)) if len(found) > 1 else found:

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich import box
 from rich.console import Console
-from rich.table import Table as TerminalTable
+from rich.table import Table
 
 from sottovoce.arrays import FloatArray, as_floats
 from sottovoce.budget.composition import (
@@ -28,6 +27,7 @@ from sottovoce.experiment import Prepared
 from sottovoce.privacy.guarantee import Event, Guarantee
 from sottovoce.running.run import Run
 from sottovoce.spec import RunSpec
+from sottovoce_client import terminal
 from sottovoce_client.documents import write_json
 from sottovoce_client.reports.drawing import PINK, Figure, diamond
 from sottovoce_client.reports.page import Column, Page, PageTable
@@ -104,7 +104,7 @@ def budget(
     else:
         for line in lines:
             console.out(_plain(line, question), highlight=False)
-    for text in facts(run, lines):
+    for text in _facts(run, lines):
         console.print(text, highlight=False, markup=False, soft_wrap=True)
     write_json(folder / "budget.json", _document(run, lines, question))
     budget_page(run, lines, question).write(folder / "budget.html")
@@ -187,10 +187,8 @@ def _rows(lines: Sequence[BudgetLine], question: Question) -> Iterator[tuple[str
         yield line.name, line.guarantee.grounds.threat_model.value, *(number(values[k]) for _, values in columns)
 
 
-def _table(lines: Sequence[BudgetLine], question: Question) -> TerminalTable:
-    table = TerminalTable(
-        title="epsilon", box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim", title_justify="left"
-    )
+def _table(lines: Sequence[BudgetLine], question: Question) -> Table:
+    table = terminal.table(title="epsilon", title_justify="left")
     for k, head in enumerate(("learner", "listening", *(head for head, _ in _columns(lines, question)))):
         table.add_column(head, justify="left" if k < 2 else "right", overflow="fold")
     for row in _rows(lines, question):
@@ -203,7 +201,7 @@ def _plain(line: BudgetLine, question: Question) -> str:
     return f"{line.name}: epsilon {values}; listening: {line.guarantee.grounds.threat_model.value}"
 
 
-def facts(run: Run, lines: Sequence[BudgetLine]) -> Iterator[str]:
+def _facts(run: Run, lines: Sequence[BudgetLine]) -> Iterator[str]:
     """Sentences under the table: the sum over learners, what the numbers rest on, the proof, and warnings."""
     if len(lines) > 1:
         yield f"{_together(run, lines)}: epsilon {number(learners_loss(line.event for line in lines))}"

@@ -5,27 +5,34 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from sottovoce.errors import SpecError
+from sottovoce_client import terminal
 from sottovoce_client.wording import NOTHING, count, number
 from sottovoce_learner.ledger import Ledger, LedgerLine
 
 
-def _promise(line: LedgerLine) -> tuple[str, str]:
+def _promise(line: LedgerLine, imports: bool) -> tuple[str, str]:
     try:
-        guarantee = line.guarantee()
-    except SpecError:  # of an algorithm that is not installed here
+        guarantee = line.guarantee(imports=imports)
+    except SpecError:  # of an algorithm that is not installed here, or may not be imported
         return NOTHING, NOTHING
     return guarantee.grounds.threat_model.value if math.isfinite(
         guarantee.epsilon()
     ) else NOTHING, guarantee.grounds.mode
 
 
-def show_ledger(folder: Path, learner: str | None, console: Console | None = None) -> None:
+def show_ledger(
+    folder: Path, learner: str | None, console: Console | None = None, *, allow_imports: bool = False
+) -> None:
     """Print one line per run, and the sum of each learner.
+
+    Args:
+        folder: the state folder.
+        learner: only this one's runs.
+        console: where to print (default: standard output).
+        allow_imports: import code that a run's spec names, to say what was promised; without, that is left open.
 
     Raises:
         SpecError: there is no such folder, or no run of this learner in it.
@@ -36,7 +43,7 @@ def show_ledger(folder: Path, learner: str | None, console: Console | None = Non
         there = ", ".join(sorted({line.learner for line in Ledger(folder).lines()})) or "of nobody"
         whose = "" if learner is None else f" of {learner!r}"
         raise SpecError(f"no runs{whose} in the state folder {folder}; there are runs of: {there}")
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
+    table = terminal.table()
     for head in ("learner", "run", "algorithm", "threat model", "accounting"):
         table.add_column(head, overflow="fold")
     for head in ("messages", "ε"):
@@ -45,7 +52,12 @@ def show_ledger(folder: Path, learner: str | None, console: Console | None = Non
         own = [line for line in lines if line.learner == name]
         for line in own:
             table.add_row(
-                line.learner, line.run_id, line.algorithm, *_promise(line), count(line.said), number(line.spent)
+                line.learner,
+                line.run_id,
+                line.algorithm,
+                *_promise(line, allow_imports),
+                count(line.said),
+                number(line.spent),
             )
         if len(own) > 1:
             total = number(math.fsum(line.spent for line in own))

@@ -37,8 +37,7 @@ from sottovoce_client.reports.drawing import (
     line,
 )
 from sottovoce_client.reports.page import Column, Page, PageTable
-from sottovoce_client.running.simulation import with_error
-from sottovoce_client.wording import number
+from sottovoce_client.wording import number, with_error
 
 ERROR = "error"
 """The metric `accuracy`, turned into the share of held-out records that are classified wrongly."""
@@ -84,21 +83,6 @@ class _Answer:
     curve: AccuracyCurve
     threshold: float
     optimum: Optimum
-
-
-def levels(text: str) -> tuple[float, ...]:
-    """`1,2,5` as numbers, ascending, each once.
-
-    Raises:
-        SpecError: not so, or fewer than three.
-    """
-    try:
-        found = sorted({float(part) for part in text.split(",")})
-    except ValueError:
-        raise SpecError(f"--epsilons must be numbers with commas between them, got {text!r}") from None
-    if len(found) < 3:
-        raise SpecError(f"--epsilons must be at least 3 different levels, got {len(found)}: {text!r}")
-    return tuple(found)
 
 
 def tradeoff(prepared: Prepared, folder: Path, trade: Trade, console: Console | None = None) -> None:

@@ -30,7 +30,7 @@ from sottovoce_client.reports.drawing import (
     switched,
     thinned,
 )
-from sottovoce_client.running.summary import LearnerSummary, RunSummary, Swap
+from sottovoce_client.running.summary import LearnerSummary, RunSummary
 from sottovoce_client.wording import share
 
 KINDS = {
@@ -40,16 +40,24 @@ KINDS = {
     "output": ("published decisions only", GREEN),
 }
 """Epsilons of a learner, as pages call and colour them."""
+LEVELS = {"event": "One use of the record swapped", "record": "All uses of the record swapped"}
 MOST_HEARD = (500, 200)
 """Rounds and coordinates that a heatmap shows at most."""
 UNKNOWN = "#cfd6dd"
 MANY_EDGES = 60
 
 
+def run_figures(summary: RunSummary) -> list[Figure]:
+    """All figures of a report, in its order; one that has nothing to show is empty."""
+    losses = [_losses(summary, level, title) for level, title in LEVELS.items()]
+    heard = [] if summary.capture is None or not summary.capture.heard.size else [_heard(summary.capture.heard)]
+    return [_graph(summary), _learning(summary), _budget(summary), *losses, *heard]
+
+
 # ---- the graph -------------------------------------------------------------------------------------------------------
 
 
-def graph_plot(summary: RunSummary) -> Figure:
+def _graph(summary: RunSummary) -> Figure:
     """Learners on a circle, coloured by test accuracy; an arrow leads from who speaks to who only listens."""
     angles = math.pi / 2 - 2 * math.pi * np.arange(len(summary.learners)) / len(summary.learners)
     reach = 1.0 if len(summary.learners) > 1 else 0.0  # a single one sits in the middle
@@ -136,7 +144,7 @@ def _learner_lines(names: Sequence[str], points: Sequence[tuple[FloatArray, Floa
     return lines if few else [line([math.nan] * 2, [math.nan] * 2, many, BLUE, mode="lines"), *lines]
 
 
-def learning_plot(summary: RunSummary) -> Figure:
+def _learning(summary: RunSummary) -> Figure:
     """Prequential accuracy over rounds, and the non-private model's accuracy beside it; nothing where none is known."""
     title = "How they learned"
     known = np.array([[math.nan if a is None else a for a in look.accuracy] for look in summary.progress])
@@ -169,7 +177,7 @@ def stacked(curves: Sequence[FloatArray], rounds: Sequence[int]) -> FloatArray:
     return rows
 
 
-def budget_plot(summary: RunSummary) -> Figure:
+def _budget(summary: RunSummary) -> Figure:
     """Cumulative epsilons over rounds, and where the first learner stops."""
     rounds = [learner.rounds for learner in summary.learners]
     curves = {
@@ -203,7 +211,7 @@ def spent_plot(title: str, curves: dict[str, FloatArray], marks: Sequence[Trace]
 # ---- the capture -----------------------------------------------------------------------------------------------------
 
 
-def loss_plot(summary: RunSummary, level: str, title: str) -> Figure:
+def _losses(summary: RunSummary, level: str, title: str) -> Figure:
     """Signed privacy loss of the capture for every learner's worst swap, between plus and minus the claim.
 
     Args:
@@ -211,7 +219,7 @@ def loss_plot(summary: RunSummary, level: str, title: str) -> Figure:
         title: of the figure.
     """
     swapped = [
-        (each, swap) for each in summary.learners if (swap := swap_of(each, level)) is not None and swap.by_round.size
+        (each, swap) for each in summary.learners if (swap := each.swap(level)) is not None and swap.by_round.size
     ]
     if not swapped:
         return Figure(f"loss-{level}", title, ())
@@ -233,11 +241,6 @@ def loss_plot(summary: RunSummary, level: str, title: str) -> Figure:
     return Figure(f"loss-{level}", title, [*_claim(claims), *lines], layout)
 
 
-def swap_of(learner: LearnerSummary, level: str) -> Swap | None:
-    """The learner's swap at this level: `event` or `record`."""
-    return learner.swap_event if level == "event" else learner.swap_record
-
-
 def _claim(claims: FloatArray) -> list[Trace]:
     """The area that the claim allows, as far as it is finite."""
     known = claims[np.isfinite(claims)]  # a prefix: what has become infinite stays so
@@ -247,7 +250,7 @@ def _claim(claims: FloatArray) -> list[Trace]:
     return band(kept + 1, -known[kept], known[kept], AREA, "± claimed ε", 1.2)
 
 
-def heard_plot(heard: FloatArray) -> Figure:
+def _heard(heard: FloatArray) -> Figure:
     """What one learner said: rounds across, coordinates down, extreme values clipped."""
     rounds, coordinates = (thinned(n, most) for n, most in zip(heard.shape, MOST_HEARD, strict=True))
     shown = heard[np.ix_(rounds, coordinates)].T

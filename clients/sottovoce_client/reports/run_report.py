@@ -6,16 +6,15 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from sottovoce_client.reports import plots as plots
 from sottovoce_client.reports.page import Column, Page, PageTable
+from sottovoce_client.reports.plots import KINDS, LEVELS, MOST_HEARD, run_figures
 from sottovoce_client.reports.verdict import exceeds, telling, verdict_of
 from sottovoce_client.running.summary import LearnerSummary, RunSummary
 from sottovoce_client.wording import count, noticed_line, number, share, size
 
 MOST_NOTICED = 20
-LEVELS = {"event": "One use of the record swapped", "record": "All uses of the record swapped"}
 
-FIGURES: tuple[tuple[str, str, Callable[[Any], str], str], ...] = (
+COLUMNS: tuple[tuple[str, str, Callable[[Any], str], str], ...] = (
     ("records", "held", count, "records"),
     ("records", "most uses", count, "most_uses"),
     ("accuracy", "test", share, "test_accuracy"),
@@ -35,11 +34,6 @@ FIGURES: tuple[tuple[str, str, Callable[[Any], str], str], ...] = (
 
 def run_page(summary: RunSummary) -> Page:
     """The report of a run."""
-    capture = summary.capture
-    losses = [plots.loss_plot(summary, level, title) for level, title in LEVELS.items()]
-    exhibits = [plots.graph_plot(summary), plots.learning_plot(summary), plots.budget_plot(summary), *losses]
-    if capture is not None and capture.heard.size:
-        exhibits.append(plots.heard_plot(capture.heard))
     learners, noticed = summary.learners, summary.noticed
     unpromised = [
         kind for kind in ("paper", "record", "event") if any(math.isinf(getattr(each, kind)) for each in learners)
@@ -48,13 +42,13 @@ def run_page(summary: RunSummary) -> Page:
         "run": summary,
         "noticed": "" if noticed is None else noticed_line(noticed.count, noticed.first),
         "promised": any(math.isfinite(each.event) for each in learners),
-        "unpromised": [plots.KINDS[kind][0] for kind in unpromised],
+        "unpromised": [KINDS[kind][0] for kind in unpromised],
         "verdict": verdict_of(summary),
         "worst": telling(summary),
         "most_noticed": MOST_NOTICED,
-        "most_heard": plots.MOST_HEARD,
+        "most_heard": MOST_HEARD,
     }
-    return Page("run.html.j2", [*exhibits, _learners(summary), grounds(summary.promise.constants)], values)
+    return Page("run.html.j2", [*run_figures(summary), _learners(summary), grounds(summary.promise.constants)], values)
 
 
 def grounds(constants: Sequence[tuple[str, Any, str]]) -> PageTable:
@@ -64,15 +58,15 @@ def grounds(constants: Sequence[tuple[str, Any, str]]) -> PageTable:
 
 
 def _learners(summary: RunSummary) -> PageTable:
-    columns = [Column(head, show, group=group) for group, head, show, _ in FIGURES]
+    columns = [Column(head, show, group=group) for group, head, show, _ in COLUMNS]
     for level in LEVELS:
         columns += [Column(head, number, group=f"loss, per {level}") for head in ("this", "largest", "claim")]
     rows = [(each.name, *_figures(each)) for each in summary.learners]
     above = {
-        (row, 1 + len(FIGURES) + 3 * k + part)
+        (row, 1 + len(COLUMNS) + 3 * k + part)
         for row, each in enumerate(summary.learners)
         for k, level in enumerate(LEVELS)
-        if (swap := plots.swap_of(each, level)) is not None
+        if (swap := each.swap(level)) is not None
         for part, value in enumerate((swap.loss, swap.supremum))
         if exceeds(value, swap.budget)
     }
@@ -80,7 +74,7 @@ def _learners(summary: RunSummary) -> PageTable:
 
 
 def _figures(learner: LearnerSummary) -> Iterator[Any]:
-    yield from (getattr(learner, attribute) for *_, attribute in FIGURES)
+    yield from (getattr(learner, attribute) for *_, attribute in COLUMNS)
     for level in LEVELS:
-        swap = plots.swap_of(learner, level)
+        swap = learner.swap(level)
         yield from (None,) * 3 if swap is None else (swap.loss, swap.supremum, swap.budget)

@@ -14,7 +14,7 @@ Case = tuple[LearnerSummary, str, Swap]
 
 
 @dataclass(frozen=True, slots=True)
-class Headline:
+class _Headline:
     """A headline, and the sentence that gives its reason."""
 
     kind: Literal["consistent", "refuted", "open"]
@@ -29,10 +29,12 @@ def exceeds(loss: float, budget: float) -> bool:
 
 def _cases(summary: RunSummary) -> list[Case]:
     """Every swap that was weighed."""
-    swaps = (
-        (e, level, s) for e in summary.learners for level, s in (("event", e.swap_event), ("record", e.swap_record))
-    )
-    return [(learner, level, swap) for learner, level, swap in swaps if swap is not None]
+    return [
+        (learner, level, swap)
+        for learner in summary.learners
+        for level in ("event", "record")
+        if (swap := learner.swap(level)) is not None
+    ]
 
 
 def telling(summary: RunSummary) -> Case | None:
@@ -46,36 +48,36 @@ def _used(swap: Swap) -> float:
     return math.inf if exceeds(swap.loss, swap.budget) else 0.0
 
 
-def verdict_of(summary: RunSummary) -> Headline:
+def verdict_of(summary: RunSummary) -> _Headline:
     """Hold the capture's exact losses against the claims."""
     worst = telling(summary)
     if worst is None:
         text = "Without a capture the promise below was not put to the test."
-        return Headline("open", "Nobody listened", text)
+        return _Headline("open", "Nobody listened", text)
     learner, level, swap = worst
     shown = f"{learner.name}, one record swapped, per {level}"
     if exceeds(swap.loss, swap.budget):
         text = f"The privacy loss of this capture is {number(swap.loss)}, above the claim of {number(swap.budget)} ({shown})."
-        return Headline("refuted", "Refuted: the capture gives away more than was promised", text)
+        return _Headline("refuted", "Refuted: the capture gives away more than was promised", text)
     loose = [case for case in _cases(summary) if exceeds(case[2].supremum, case[2].budget)]
     if loose:
         learner, level, swap = loose[0]
         text = f"A capture could have shown {number(swap.supremum)}, above the claim of {number(swap.budget)} "
-        return Headline("refuted", "Refuted: the claim does not hold", f"{text}({learner.name}, per {level}).")
+        return _Headline("refuted", "Refuted: the claim does not hold", f"{text}({learner.name}, per {level}).")
     if not summary.private_noise:
         text = "Its noise came from a recording or a seed, so that it can be repeated: whoever has them can take it away again. "
         text += (
             f"The largest privacy loss found in this capture is {number(swap.loss)}, as far as the noise is unknown."
         )
-        return Headline("open", "This run protected nobody", text)
+        return _Headline("open", "This run protected nobody", text)
     if math.isinf(swap.budget):
         text = f"Every claimed ε is infinite. The largest privacy loss found in this capture is {number(swap.loss)}."
-        return Headline("open", "Nothing finite was promised", text)
+        return _Headline("open", "Nothing finite was promised", text)
     examined, said = min(len(s.by_round) for _, _, s in _cases(summary)), summary.rounds_done
     if 2 * examined < said:
         text = f"What learners said could be replayed for {examined} of {said} rounds at least, because in later ones nobody "
         text += f"heard them. The largest privacy loss found is {number(swap.loss)}, within the claim of {number(swap.budget)}."
-        return Headline("open", "Too little was overheard to tell", text)
+        return _Headline("open", "Too little was overheard to tell", text)
     text = f"The most telling record swap found has a privacy loss of {number(swap.loss)} in this capture, "
     text += f"within the claim of {number(swap.budget)} ({shown}). One capture can refute a promise, not prove it."
-    return Headline("consistent", "Consistent with the promise", text)
+    return _Headline("consistent", "Consistent with the promise", text)

@@ -13,24 +13,24 @@ from typing import Any
 
 import numpy as np
 import yaml
-from rich import box
 from rich.console import Console
-from rich.table import Table as TerminalTable
+from rich.table import Table
 
 from sottovoce.budget.composition import dearest_record, record_losses
 from sottovoce.data.source import DataSpec
 from sottovoce.errors import SottovoceError, SpecError
 from sottovoce.experiment import Prepared
 from sottovoce.noise import SeededNoise
-from sottovoce.privacy.guarantee import Guarantee, ThreatModel
+from sottovoce.privacy.guarantee import Guarantee, ThreatModel, overall
 from sottovoce.running.metrics import Curves, Metrics
 from sottovoce.running.simulator import simulate
 from sottovoce.spec import RunSpec, load_spec, parse_spec
+from sottovoce_client import terminal
 from sottovoce_client.documents import write_json
 from sottovoce_client.reports.drawing import PALETTE, Figure, Trace, axis, band, label, line
 from sottovoce_client.reports.page import Column, Page, PageTable
-from sottovoce_client.running.simulation import means, with_error
-from sottovoce_client.wording import NOTHING, count, number
+from sottovoce_client.running.simulation import means
+from sottovoce_client.wording import NOTHING, count, number, with_error
 
 HEADS = (
     "spec",
@@ -99,7 +99,7 @@ def the_field() -> list[Source]:
     """The specs of `field.yaml`: every algorithm on one problem."""
     document = yaml.safe_load(files("sottovoce_client.running").joinpath("field.yaml").read_text(encoding="utf-8"))
     specs = [{**document["common"], **each} for each in document["runs"]]
-    return [(each["name"], partial(parse_spec, each, source=each["name"])) for each in specs]
+    return [(each["name"], partial(parse_spec, each, imports=True, source=each["name"])) for each in specs]
 
 
 def compare(
@@ -168,14 +168,14 @@ def result_of(source: str, prepared: Prepared, replicas: int, seed: int) -> Resu
         counts = np.diff(own.offsets)
         events.append(run.guarantee(i, counts))
         records.append(dearest_record(record_losses(run.algorithm.accountant(i), own), events[-1].per_round))
-    whole = math.fsum if events[0].shared else max
+    shared = events[0].shared
     return Result(
         source=source,
         algorithm=run.algorithm.name,
         threat_model=_safe_from(events[0]),
         paper=max(float(each.paper[-1]) for each in events),
-        event=whole(each.epsilon() for each in events),
-        record=whole(records),
+        event=overall((each.epsilon() for each in events), shared=shared),
+        record=overall(records, shared=shared),
         floats=sum(math.prod(shape) for shape in run.algorithm.field_shapes().values()),
         rounds=run.spec.rounds,
         rounds_per_s=replicas * run.spec.rounds / seconds,
@@ -217,8 +217,8 @@ def _final(result: Result, name: str, factor: float = 1.0) -> str:
     return with_error(factor * curve.final, factor * curve.final_error)
 
 
-def _table(results: Sequence[Result]) -> TerminalTable:
-    table = TerminalTable(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
+def _table(results: Sequence[Result]) -> Table:
+    table = terminal.table()
     for k, head in enumerate(HEADS):
         table.add_column(head, justify="left" if k < 3 else "right", overflow="fold")
     for result in results:

@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from sottovoce_client import terminal
 from sottovoce_client.reports.verdict import exceeds, verdict_of
 from sottovoce_client.running.summary import LearnerSummary, Progress, RunSummary, Swap
 from sottovoce_client.wording import count, duration, noticed_line, number, plural, share, share_range, size
@@ -186,7 +186,7 @@ class _Display:
 
 
 def _table(first: str, *others: str, name_width: int = 24) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
+    table = terminal.table()
     table.add_column(first, no_wrap=True, overflow="ellipsis", max_width=min(24, name_width), vertical="bottom")
     for title in others:
         table.add_column(title, justify="right", no_wrap=True)
@@ -205,9 +205,7 @@ def print_summary(summary: RunSummary, console: Console | None = None, report: P
     console = console or Console()
     console.print(_state_line(summary))
     console.print(_learner_table(summary, console.width))
-    facts = Table.grid(padding=(0, 2))
-    facts.add_column(style="dim", no_wrap=True)
-    facts.add_column(overflow="fold")
+    facts = terminal.facts()
     for name, value in _facts(summary, report):
         facts.add_row(name, value)
     console.print(facts)

@@ -16,7 +16,7 @@ from sottovoce_rpc.status import as_error
 from sottovoce_wire.v1 import learner_pb2, learner_pb2_grpc
 
 ROUNDS_PER_BATCH = 64
-PATIENCE_S = 60.0
+PATIENCE_S, RETRY_S = 60.0, 0.5
 
 
 def batches(data: LearnerData, source: str) -> list[learner_pb2.SampleBatch]:
@@ -58,9 +58,9 @@ async def feed(address: str, run_id: str, data: LearnerData, source: str = "feed
             except grpc.aio.AioRpcError as error:
                 failure = as_error(error, f"the learner at {address}")
                 failures += 1
-                if not isinstance(failure, Unavailable) or failures > PATIENCE_S / 0.5:
+                if not isinstance(failure, Unavailable) or failures > PATIENCE_S / RETRY_S:
                     raise failure from None
-                await asyncio.sleep(0.5)
+                await asyncio.sleep(RETRY_S)
 
 
 async def _from(batches: list[learner_pb2.SampleBatch], first: int) -> AsyncIterator[learner_pb2.SampleBatch]:

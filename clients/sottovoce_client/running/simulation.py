@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich import box
 from rich.console import Console
-from rich.table import Table as TerminalTable
 
 from sottovoce.door import Simulation, noise_of, simulate
 from sottovoce.experiment import Experiment
@@ -20,8 +18,9 @@ from sottovoce.running.simulator import SimulatedRound
 from sottovoce.running.transcript import TranscriptWriter, parquet
 from sottovoce.spec import dump_spec
 from sottovoce.table import Table
+from sottovoce_client import terminal
 from sottovoce_client.documents import write_json
-from sottovoce_client.wording import number
+from sottovoce_client.wording import with_error
 
 
 def simulate_to(
@@ -40,25 +39,25 @@ def simulate_to(
     With `metrics`, `metrics.parquet` and `metrics.json` are written, too, and the final values printed.
     """
     spec = experiment.run.spec
-    recorder = Recorder(noise_of(noise, seed, spec.rounds))
+    source = noise_of(noise, seed, spec.rounds)
+    recorder = Recorder(source) if record_noise else None
     (folder / "spec.yaml").write_text(dump_spec(spec), encoding="utf-8")
     with ExitStack() as files:
 
         def writer(name: str) -> TranscriptWriter:
             return files.enter_context(TranscriptWriter(folder / f"{name}.parquet", spec.name))
 
-        said, decided, drawn = writer("transcript"), writer("decisions"), writer("noise") if record_noise else None
+        said, decided = writer("transcript"), writer("decisions")
+        drawn = None if recorder is None else NoiseWriter(writer("noise"), recorder)
 
         def write(step: SimulatedRound) -> None:
             for name, value in step.message.fields.items():
                 said.write(step.t, name, value)
             decided.write(step.t, "decision", step.before)
-            for name, values in recorder.drawn.items():
-                if drawn is not None:
-                    drawn.write(step.t, name, np.broadcast_to(values[-1], step.message[name].shape))
-                values.clear()
+            if drawn is not None:
+                drawn.write(step)
 
-        done = simulate(experiment, replicas, metrics=metrics, noise=recorder, progress=write)
+        done = simulate(experiment, replicas, metrics=metrics, noise=recorder or source, progress=write)
         decided.write(spec.rounds, "decision", done.decisions)
     print(f"{spec.rounds} rounds of {spec.n_learners} learners, {replicas} replicas: {folder}")
     if done.curves is not None:
@@ -66,6 +65,31 @@ def simulate_to(
         write_json(folder / "metrics.json", means(done.curves))
         print_metrics(done.curves)
     return done
+
+
+@dataclass(frozen=True, slots=True)
+class NoiseWriter:
+    """Writes what a recorder holds, round after round, and lets go of it.
+
+    A field is a field of a draw, which need not be one of a message. It has zeros in the rounds without a draw, also in those
+    before its first one: so the file has every round, and can be read back.
+    """
+
+    file: TranscriptWriter
+    recorder: Recorder
+    numbers: dict[str, int] = field(default_factory=dict)
+    """Of a draw, by field: `dim`."""
+
+    def write(self, step: SimulatedRound) -> None:
+        """Write the noise of a round that has passed."""
+        lead = step.before.shape[:2]
+        for name, rounds in self.recorder.rounds.items():
+            if name not in self.numbers:
+                self.numbers[name] = rounds[step.t].shape[-1]
+                for t in range(step.t):
+                    self.file.write(t, name, np.zeros((*lead, self.numbers[name])))
+            drawn = rounds.pop(step.t, np.zeros(1))
+            self.file.write(step.t, name, np.broadcast_to(drawn, (*lead, self.numbers[name])))
 
 
 def write_table(table: Table, path: Path) -> None:
@@ -89,7 +113,7 @@ def means(curves: Curves) -> dict[str, Any]:
 def print_metrics(curves: Curves, console: Console | None = None) -> None:
     """The final values: a table on a terminal, else a line each."""
     console = console or Console()
-    table = TerminalTable("metric", box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim")
+    table = terminal.table("metric")
     table.add_column(f"after {curves.rounds[-1]:,} rounds", justify="right")
     for name, curve in curves.curves.items():
         value = with_error(curve.final, curve.final_error)
@@ -98,10 +122,3 @@ def print_metrics(curves: Curves, console: Console | None = None) -> None:
             console.out(f"{name}: {value}", highlight=False)
     if console.is_terminal:
         console.print(table)
-
-
-def with_error(value: float, error: float, digits: int = 4) -> str:
-    """`0.1234 ± 0.0012`; the error only where there is one, beyond rounding."""
-    if math.isnan(error) or error <= 1e-9 * abs(value):
-        return number(value, digits)
-    return f"{number(value, digits)} ± {number(error, 2)}"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from sottovoce.arrays import FloatArray
+from sottovoce.privacy.guarantee import overall
 from sottovoce_client.documents import write_json
 
 
@@ -87,6 +87,10 @@ class LearnerSummary:
     record_curve: FloatArray
     swap_event: Swap | None = None
     swap_record: Swap | None = None
+
+    def swap(self, level: str) -> Swap | None:
+        """Its swap at this level: `event` or `record`."""
+        return self.swap_event if level == "event" else self.swap_record
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,8 +205,7 @@ class RunSummary:
     @property
     def event(self) -> float:
         """Epsilon of one event to somebody who hears everything: the largest of all learners, or their sum if shared."""
-        each = [learner.event for learner in self.learners]
-        return math.fsum(each) if self.promise.shared else max(each)
+        return overall((learner.event for learner in self.learners), shared=self.promise.shared)
 
     @property
     def rounds_per_second(self) -> float:

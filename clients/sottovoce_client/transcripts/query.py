@@ -10,7 +10,6 @@ A query sees these tables and nothing else: no file, no network, and it changes 
 from __future__ import annotations
 
 import csv
-import hashlib
 import re
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -20,16 +19,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
-from rich import box
 from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
 from sottovoce.arrays import FloatArray, IntArray
+from sottovoce.auditing.conversation import digest
 from sottovoce.data.files import import_extra
 from sottovoce.errors import CaptureError, SpecError
 from sottovoce.running.transcript import COLUMNS, parquet
+from sottovoce_client import terminal
 from sottovoce_eavesdropper.reading import Capture, open_capture, rounds_only
 from sottovoce_eavesdropper.storage import Folder, open_folder
 from sottovoce_rpc.codec import RoundCodec
@@ -115,7 +115,7 @@ def tables(found: _Found, wanted: str) -> Iterator[Any]:
             if "messages" in named:
                 _fill(connection, "messages", (batch for each in found.captures for batch in each.batches()))
             if "said" in named:
-                _fill(connection, "said", said(found))
+                _fill(connection, "said", _said(found))
             connection.execute("SET enable_external_access = false")
             connection.execute("SET lock_configuration = true")
             yield connection
@@ -149,7 +149,7 @@ def _gathered(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Table]:
         yield pa.Table.from_batches(held)
 
 
-def said(found: _Found) -> Iterator[pa.RecordBatch]:
+def _said(found: _Found) -> Iterator[pa.RecordBatch]:
     """All that was said, in batches; the first has the right columns even where there is nothing.
 
     Raises:
@@ -193,11 +193,9 @@ def decoded(batch: pa.RecordBatch, codec: RoundCodec) -> tuple[IntArray, IntArra
 
 
 def _is_new(payload: bytes, seen: set[bytes]) -> bool:
-    digest = hashlib.blake2b(payload, digest_size=12).digest()
-    if digest in seen:
-        return False
-    seen.add(digest)
-    return True
+    before = len(seen)
+    seen.add(digest(payload))
+    return len(seen) > before
 
 
 def _rows(run: str, world: int, replica: int, field: str, rounds: Any, senders: Any, values: Any) -> pa.RecordBatch:
@@ -282,7 +280,7 @@ def _write_parquet(answer: Any, path: Path) -> None:
 
 def _show(answer: Any, console: Console) -> None:
     rows = answer.fetchmany(MOST_SHOWN + 1)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
+    table = terminal.table()
     for k, column in enumerate(answer.description):
         right = bool(rows) and isinstance(rows[0][k], int | float)
         table.add_column(column[0], justify="right" if right else "left", overflow="fold")

@@ -8,12 +8,12 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from sottovoce.arrays import FloatArray, IntArray
+from sottovoce_client import terminal
 from sottovoce_client.transcripts.query import cell_text, decoded, find, numbers_text, tables
 from sottovoce_client.wording import count, duration, noticed_line, number, plural, size
 from sottovoce_eavesdropper.reading import Capture, rounds_only
@@ -65,7 +65,7 @@ class _Picture:
     failed: int = 0
 
 
-def look(capture: Capture, sender: int, first: int) -> _Picture:
+def _look(capture: Capture, sender: int, first: int) -> _Picture:
     """Read a capture.
 
     Args:
@@ -182,10 +182,8 @@ def _many(captures: tuple[Capture, ...], console: Console) -> None:
 
 
 def _one(capture: Capture, sender: int, first: int, console: Console) -> None:
-    picture = look(capture, sender, first)
-    facts = Table.grid(padding=(0, 2))
-    facts.add_column(style="dim", no_wrap=True)
-    facts.add_column(overflow="fold")
+    picture = _look(capture, sender, first)
+    facts = terminal.facts()
     for name, value in _facts(capture, picture):
         facts.add_row(name, value)
     console.print(facts)
@@ -285,7 +283,7 @@ def _first(picture: _Picture, sender: int) -> Table:
 
 
 def _plain(*heads: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim", caption_justify="left")
+    table = terminal.table(caption_justify="left")
     texts = {"field", "capture", "run", "who spoke when", "state"}
     for head in heads:
         left = head in texts or head.startswith("what")

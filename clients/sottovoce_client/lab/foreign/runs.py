@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from sottovoce.auditing.conversation import HEAD, Conversation, Decoded, Overheard, digest, numbers
 from sottovoce.errors import CaptureError, SpecError
+from sottovoce.registry import load
 from sottovoce_client.auditing.channel import told
 from sottovoce_eavesdropper.reading import Capture, find_captures
 from sottovoce_eavesdropper.storage import open_folder
@@ -66,12 +66,7 @@ def load_decoder(name: str) -> Decoder:
     module, _, attribute = name.partition(":")
     if not (module and attribute):
         raise SpecError(f"--decoder must be module:function, got {name!r}")
-    try:
-        found = getattr(import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError, SyntaxError) as error:
-        raise SpecError(
-            f"--decoder: cannot import {name!r}: {error}; is it module:function, and its folder in PYTHONPATH?"
-        ) from None
+    found = load(name, "--decoder")
     if not callable(found):
         raise SpecError(f"--decoder: {name!r} must be a function, got {type(found).__name__}")
     decoder: Decoder = found

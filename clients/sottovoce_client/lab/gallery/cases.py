@@ -157,7 +157,7 @@ def _label(epsilon: float) -> str:
 
 def _prepared(document: Mapping[str, Any]) -> Prepared:
     data = {"source": "digits", **document.get("data", {})}
-    return prepare(parse_spec({**COMMON, **document, "data": data}, source="gallery"))
+    return prepare(parse_spec({**COMMON, **document, "data": data}, source="gallery", imports=True))
 
 
 def _attacked(prepared: Prepared, seed: int, rounds: int) -> Rebuilt:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -19,6 +18,7 @@ from sottovoce.errors import CaptureError, SpecError
 from sottovoce.experiment import prepare
 from sottovoce.lab.attacks.rebuild import rebuild
 from sottovoce.spec import parse_spec
+from sottovoce_client import terminal
 from sottovoce_client.documents import write_json
 from sottovoce_client.lab.gallery import cases as cases
 from sottovoce_client.lab.gallery import exhibits
@@ -26,21 +26,6 @@ from sottovoce_client.lab.gallery.cases import Exhibit, Gallery, Membership, Str
 from sottovoce_client.wording import NOTHING, number, share
 from sottovoce_eavesdropper.reading import find_captures
 from sottovoce_eavesdropper.storage import open_folder
-
-
-def levels(text: str) -> tuple[float, ...]:
-    """`1000,10,1` as numbers, descending, each once.
-
-    Raises:
-        SpecError: not so, or not above 0 and finite.
-    """
-    try:
-        found = sorted({float(part) for part in text.split(",")}, reverse=True)
-    except ValueError:
-        raise SpecError(f"--epsilons must be numbers with commas between them, got {text!r}") from None
-    if not all(0 < level < math.inf for level in found):
-        raise SpecError(f"--epsilons must be above 0 and finite, got {text!r}")
-    return tuple(found)
 
 
 def gallery(folder: Path, epsilons: Sequence[float], runs: int, seed: int, console: Console | None = None) -> None:
@@ -164,7 +149,7 @@ def _attacked(strip: Strip) -> dict[str, Any]:
 
 
 def _print(shown: Gallery, console: Console) -> None:
-    table = Table("attack", "protection", box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim")
+    table = terminal.table("attack", "protection")
     for head in ("similarity", "recognised", "told from\nanother"):
         table.add_column(head, justify="right")
     for each in shown.exhibits:
@@ -182,7 +167,7 @@ def _print(shown: Gallery, console: Console) -> None:
 
 
 def _guesses(rows: Sequence[Membership]) -> Table:
-    table = Table("was it learned?", "records", "seen", box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim")
+    table = terminal.table("was it learned?", "records", "seen")
     for head in ("right guesses", "ε at\nleast", "ε\nclaimed"):
         table.add_column(head, justify="right")
     for each in rows:

@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Union
 
-from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
@@ -19,6 +18,7 @@ from sottovoce.data.files import import_extra
 from sottovoce.errors import SpecError, Unavailable
 from sottovoce.lab.watch.canaries import CanaryTest
 from sottovoce.lab.watch.watch import Alarm, Watch
+from sottovoce_client import terminal
 from sottovoce_client.running.console import LIVE_SECONDS, PLAIN_SECONDS
 from sottovoce_client.wording import count, number, plural
 
@@ -144,8 +144,7 @@ def picture(sight: Sight, most: int = 40) -> RenderableType:
 
 def _table(sight: Sight, most: int) -> Table:
     watch = sight.watch
-    alone = math.log(len(watch.learners))
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
+    table = terminal.table()
     table.add_column("learner", no_wrap=True, overflow="ellipsis", max_width=16)
     for title in ("since round 0", "of late"):
         table.add_column(title, no_wrap=True)
@@ -155,7 +154,7 @@ def _table(sight: Sight, most: int) -> Table:
     if len(shown) > most:
         shown = sorted(shown, key=lambda each: -max(each.e, each.change))[:most]
     for each in shown:
-        lines = (watch.threshold + alone, watch.change_threshold + alone)
+        lines = (watch.threshold + watch.alone, watch.change_threshold + watch.alone)
         cells = _cells((each.e, each.change), lines)
         test = each.test if each.heard else "not heard"
         table.add_row(Text(sight.names[each.learner]), *cells, Text(test, style="" if each.heard else "yellow"))

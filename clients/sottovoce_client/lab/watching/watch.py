@@ -20,6 +20,7 @@ from sottovoce.lab.watch.watch import Alarm, Watch
 from sottovoce.running.assembly import KEPT, Assembly
 from sottovoce.running.run import Run
 from sottovoce.spec import RunSpec, parse_spec
+from sottovoce_client.lab.watching import keys
 from sottovoce_client.lab.watching.canaries import canaries_beside, load, placed
 from sottovoce_client.lab.watching.following import InFolder, Source, at_eavesdropper
 from sottovoce_client.lab.watching.view import Gauges, Sight, View, print_end, view
@@ -44,6 +45,8 @@ class WatchRequest:
         commitment: its SHA-256; None: what stands beside it.
         keep_going: watch on after an alarm.
         once: do not wait for more than is there.
+        keys: file of the noise that was heard in the runs before; this run's is added when it has been watched to its end.
+        allow_imports: import code that the capture's spec names.
     """
 
     alpha: float = 1e-3
@@ -52,6 +55,8 @@ class WatchRequest:
     commitment: str | None = None
     keep_going: bool = False
     once: bool = False
+    keys: Path | None = None
+    allow_imports: bool = False
 
 
 def where(place: str | None, eavesdropper: str | None, run_id: str | None) -> AbstractAsyncContextManager[Source]:
@@ -141,6 +146,8 @@ class _Watching:
                     break
                 capture = await self._source.latest() or capture
         sight.state = self._state(sight)
+        if self._question.keys is not None and sight.watch.round == sight.rounds:
+            keys.save(self._question.keys, sight.watch.keys, capture.facts["run_id"])
         if capture.complete and rounds.next < sight.rounds and not self._over_early(sight):
             console.out(_unheard(rounds, sight), highlight=False)
         return sight
@@ -157,7 +164,8 @@ class _Watching:
         return capture
 
     def _begin(self, capture: Capture) -> tuple[Sight, Run]:
-        prepared, question = self._prepare(parse_spec(capture.facts["spec"], source=capture.name)), self._question
+        question = self._question
+        prepared = self._prepare(parse_spec(capture.facts["spec"], source=capture.name, imports=question.allow_imports))
         spec, canaries, alpha = prepared.run.spec, None, question.alpha
         if question.canaries is None and (found := canaries_beside(capture.name)) is not None:
             raise SpecError(f"this run has canaries in its records ({found}): give --canaries canaries.json")
@@ -165,7 +173,8 @@ class _Watching:
             canaries = load(question.canaries, question.commitment)
             prepared, alpha = placed(prepared, canaries), alpha * 2.0 / 3.0  # a third for each of three questions
         learners = sorted({learner_index(spec, name) for name in question.learners or spec.names})
-        watched = Watch(prepared.run, prepared.data, alpha, learners)
+        before = keys.load(question.keys, capture.facts["run_id"])
+        watched = Watch(prepared.run, prepared.data, alpha, learners, before)
         test = None if canaries is None else CanaryTest(prepared.run, prepared.data, canaries, question.alpha / 3.0)
         return Sight(spec.name, spec.rounds, tuple(spec.names), question.alpha, watched, test), prepared.run
 

@@ -1,0 +1,256 @@
+"""Which runs of an audit were started, and what became of each: copies, runs made twice, ended early, or gone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from sottovoce.auditing.likelihood import Ratios, ratios
+from sottovoce.auditing.outcomes import WHOLE, Starts
+from sottovoce.auditing.plan import AuditPlan
+from sottovoce.auditing.simulated import Recording
+from sottovoce.errors import CaptureError, EquivocationError
+from sottovoce.running.run import Run
+from sottovoce.running.transcript import Transcript
+from sottovoce.spec import RunSpec
+from sottovoce_client.auditing.ledger import Entry
+from sottovoce_client.wording import plural
+from sottovoce_eavesdropper.reading import Capture
+
+PairOf = Callable[[object], int]
+"""The pair of worlds that a run is of, by its replica."""
+
+
+def only_pair(replica: object) -> int:
+    """All runs are of one pair of worlds."""
+    return 0
+
+
+EARLY, MISSING, REPEATED = "ended early", "missing", "repeated"
+NAMED = 3
+"""Copies that are named; more are counted."""
+
+ROOM = 64
+"""Rounds, and learners, of a spec for each message of its fullest capture, at most, and 1,024 besides: a round may be silent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The runs of an audit, each once.
+
+    Attributes:
+        kept: captures that have all rounds.
+        short: captures that have not.
+        outcomes: how each of `kept`, of `short`, and then of those without a capture ended.
+        gone: pair and world of every started run without a capture.
+        notes: what else must be said of them, in words.
+    """
+
+    kept: Sequence[Capture]
+    short: Sequence[Capture]
+    outcomes: tuple[str, ...]
+    gone: tuple[tuple[int, int], ...] = ()
+    notes: tuple[str, ...] = ()
+    pair_of: PairOf = only_pair
+
+    def starts(self, plan: AuditPlan) -> Starts | None:
+        """For the tests of the audit; None: there is one world only.
+
+        Raises:
+            CaptureError: a capture cannot be read.
+        """
+        if not plan.paired:
+            return None
+        worlds = [int(capture.facts["world"]) for capture in (*self.kept, *self.short)]
+        worlds += [world for _, world in self.gone]
+        return Starts(np.array(worlds, dtype=np.int64), self.outcomes, self._lost(plan))
+
+    def pair(self, capture: Capture) -> int:
+        """The pair of worlds that a run is of."""
+        return self.pair_of(capture.facts.get("replica"))
+
+    def counts(self, pairs: int) -> list[int]:
+        """Runs of each world, of every pair of worlds."""
+        every = [self.pair(capture) for capture in (*self.kept, *self.short)] + [pair for pair, _ in self.gone]
+        return [max(1, every.count(k) // 2) for k in range(pairs)]
+
+    def _lost(self, plan: AuditPlan) -> dict[int, Ratios]:
+        """Losses of what was heard of runs that are not whole, by pair of worlds."""
+        if not plan.listener.replayable:
+            return {}
+        found = dict[int, list[Ratios]]()
+        for capture in self.short:
+            k = self.pair(capture)
+            found.setdefault(k, []).append(_heard_of(capture, plan.pairs[k]))
+        for k, world in self.gone:
+            found.setdefault(k, []).append(Ratios.silent(np.array([world]), plan.run.spec.rounds))
+        return {k: Ratios.joined(parts) for k, parts in found.items()}
+
+
+def _heard_of(capture: Capture, plan: AuditPlan) -> Ratios:
+    world = int(capture.facts["world"])
+    try:
+        said = said_in(capture, plan.run)
+        return ratios(plan.run, plan.worlds, Recording(world, said.until(plan.run.spec.rounds)), plan.claim)
+    except EquivocationError:
+        raise
+    except CaptureError:  # not one round was heard
+        return Ratios.silent(np.array([world]), plan.run.spec.rounds)
+
+
+def said_in(capture: Capture, run: Run) -> Transcript:
+    """What was said in a run.
+
+    Raises:
+        CaptureError: it cannot be read, or has no round.
+        EquivocationError: a learner said different things to different neighbours.
+    """
+    try:
+        return capture.transcript(run.algorithm.field_shapes(), run.spec.n_learners, run.network)
+    except EquivocationError as error:
+        raise EquivocationError(f"{capture.name}: {error}") from None
+
+
+# ---- bounds ----------------------------------------------------------------------------------------------------------
+
+
+def require_room(spec: RunSpec, captures: Sequence[Capture]) -> None:
+    """Refuse a spec that is far larger than what its captures hold, before anything is made as large as it says.
+
+    Raises:
+        CaptureError: it is, or a capture cannot be read.
+    """
+    most = max(capture.totals()[0] for capture in captures)
+    for what, count in (("rounds", spec.rounds), ("learners", spec.n_learners)):
+        if count > ROOM * most + 1024:
+            raise CaptureError(
+                f"{captures[0].name} says that its run has {count:,} {what}, and no capture has more than "
+                f"{plural(most, 'message')}: none can have been overheard to its end"
+            )
+
+
+# ---- copies ----------------------------------------------------------------------------------------------------------
+
+
+def distinct(captures: Sequence[Capture]) -> tuple[list[Capture], list[Capture]]:
+    """Captures without their copies, and the copies: the same messages, byte by byte, wherever they lie.
+
+    Raises:
+        CaptureError: one cannot be read, or two of one id have different messages.
+    """
+    found, copies, ids = dict[str, Capture](), list[Capture](), dict[str, str]()
+    for capture in captures:
+        whole, parts = capture.digests()
+        key = parts if capture.totals()[0] else whole  # where nothing was said, all captures look alike
+        ident = str(capture.facts["capture_id"])
+        if key in found:
+            copies.append(capture)
+            continue
+        if ident in ids:
+            raise CaptureError(f"{found[ids[ident]].name} and {capture.name} are both capture {ident}, and differ")
+        found[key], ids[ident] = capture, key
+    return list(found.values()), copies
+
+
+def _copied(copies: Sequence[Capture]) -> str:
+    names = ", ".join(capture.name for capture in copies[:NAMED])
+    more = f" and {len(copies) - NAMED:,} more" if len(copies) > NAMED else ""
+    return f"{'copies' if len(copies) > 1 else 'a copy'} counted once: {names}{more}"
+
+
+# ---- outcomes --------------------------------------------------------------------------------------------------------
+
+
+def started(
+    captures: Sequence[Capture],
+    run: Run,
+    ledger: Mapping[int, Entry] | None = None,
+    pair_of: PairOf = only_pair,
+) -> Started:
+    """What became of every run that was started.
+
+    Args:
+        captures: all that there are.
+        run: what was run.
+        ledger: of all runs that were started; None: none is known but those that were captured.
+        pair_of: the pair of worlds of a run, by its replica.
+
+    Raises:
+        CaptureError: there is none, none has all rounds, one cannot be read, or they are not those of the ledger.
+        EquivocationError: a learner said different things to different neighbours.
+    """
+    if not captures:
+        raise CaptureError("no run was overheard: there is no capture")
+    single, copies = distinct(captures)
+    single, again = _first_of_each(single)
+    if ledger is not None:
+        for capture in (*single, *again):
+            _require_entered(capture, ledger)
+    kept = _whole(single, run)
+    if not kept:
+        raise CaptureError(
+            f"of {plural(len(captures), 'capture')} none has all {run.spec.rounds} rounds ({captures[0].name} is the first)"
+        )
+    names = {capture.name for capture in kept}
+    short = [capture for capture in single if capture.name not in names]
+    repeated = {capture.facts.get("replica") for capture in again}
+    outcomes = [_outcome(capture, capture.name in names, repeated, ledger) for capture in (*kept, *short)]
+    heard = {capture.facts.get("replica") for capture in single}
+    lost = {k: entry for k, entry in (ledger or {}).items() if k not in heard and entry.world is not None}
+    outcomes += [entry.outcome if entry.outcome not in ("", "finished") else MISSING for entry in lost.values()]
+    notes = [_copied(copies)] if copies else []
+    if short:  # where there are no coins, nothing can be said of them
+        coined = short[0].facts.get("world") is not None
+        what = plural(len(short), "run") if coined else f"{plural(len(short), 'other')} left out,"
+        notes.append(f"{what} of which rounds are missing")
+    notes += [f"{plural(len(lost), 'started run')} without a capture"] if lost else []
+    gone = tuple((pair_of(k), int(entry.world or 0)) for k, entry in lost.items())
+    return Started(kept, short, tuple(outcomes), gone, tuple(notes), pair_of)
+
+
+def _first_of_each(captures: Sequence[Capture]) -> tuple[list[Capture], list[Capture]]:
+    """One capture of every numbered run, and those that are of a run that has one already."""
+    first, again = dict[object, Capture](), list[Capture]()
+    for capture in captures:
+        replica = capture.facts.get("replica")
+        key = capture.name if replica is None else replica
+        if key in first:
+            again.append(capture)
+        else:
+            first[key] = capture
+    return list(first.values()), again
+
+
+def _whole(captures: Sequence[Capture], run: Run) -> list[Capture]:
+    """Those that have all rounds."""
+    least = sum(np.count_nonzero(run.network.at(t).neighbours) for t in range(run.spec.rounds))
+    kept = [capture for capture in captures if capture.totals()[0] >= least]
+    return [capture for capture in kept if said_in(capture, run).rounds == run.spec.rounds]
+
+
+def _outcome(capture: Capture, whole: bool, repeated: set[object], ledger: Mapping[int, Entry] | None) -> str:
+    if (replica := capture.facts.get("replica")) in repeated:
+        return REPEATED
+    entry = (ledger or {}).get(replica) if type(replica) is int else None
+    if entry is not None and entry.outcome not in ("", "finished"):
+        return entry.outcome
+    return WHOLE if whole else EARLY
+
+
+def _require_entered(capture: Capture, ledger: Mapping[int, Entry]) -> None:
+    """A capture must be the one that the ledger knows.
+
+    Raises:
+        CaptureError: it is of no run there, of another world, or not the same any more.
+    """
+    entry = ledger.get(capture.facts.get("replica", -1))
+    if entry is None:
+        raise CaptureError(f"{capture.name} is of no run that the ledger of this audit has")
+    if entry.world is not None and capture.facts.get("world") != entry.world:
+        raise CaptureError(f"{capture.name} must be of world {entry.world}, as its coin in the ledger says")
+    if entry.run_id and capture.facts["run_id"] != entry.run_id:
+        raise CaptureError(f"{capture.name} must be of run {entry.run_id}, as the ledger says")
+    if entry.capture and capture.digests()[0] != entry.capture:
+        raise CaptureError(f"{capture.name} is not the capture that was made: its SHA-256 is another one")
