@@ -45,7 +45,7 @@ class Setup:
     def build(self) -> Run:
         common = {"learners": 3, "loss": LOGISTIC, "decision_set": BALL, "topology": RING, "durability": "process"}
         document = {**common, "rounds": self.rounds, "algorithm": self.algorithm, **self.sections}
-        return build_run(parse_spec(document), self.n_features)
+        return build_run(parse_spec(document, imports=True), self.n_features)
 
 
 LOGISTIC = {"kind": "logistic", "ridge": 0.05}

@@ -17,7 +17,7 @@ def small_spec(
     """A spec that needs no file; `algorithm` changes single parameters, `sections` whole sections."""
     chosen = {"name": "ldp-dol", "sigma": 1.0, "varsigma": 0.1, **(algorithm or {})}
     document = {"rounds": rounds, "learners": learners, "algorithm": chosen, "durability": "process", **sections}
-    return parse_spec(document)
+    return parse_spec(document, imports=True)
 
 
 def small_run(rounds: int = 20, learners: Any = 3, n_features: int = 3, **more: Any) -> Run:

@@ -78,4 +78,4 @@ class Gossip:
 def gossip_spec(topology: dict[str, Any], rounds: int, learners: Any, **sections: Any) -> RunSpec:
     """A run of it."""
     document = {"rounds": rounds, "learners": learners, "topology": topology, "durability": "process", **sections}
-    return parse_spec({**document, "algorithm": {"name": GOSSIP}})
+    return parse_spec({**document, "algorithm": {"name": GOSSIP}}, imports=True)

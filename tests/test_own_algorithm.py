@@ -47,7 +47,7 @@ def test_the_example_is_short() -> None:
 def test_the_example_keeps_its_guarantee(folder: Path) -> None:
     """500 adjacent data sets, many records far out: no loss above the claim, and some near it."""
     document = {**yaml.safe_load(SPEC), "rounds": 6, "learners": 3}
-    run = build_run(parse_spec({**document, "loss": {"kind": "logistic", "ridge": 0.0}}), 2)
+    run = build_run(parse_spec({**document, "loss": {"kind": "logistic", "ridge": 0.0}}, imports=True), 2)
     data = made_up(run.spec, 2)
     transcript = Transcript.of(step.message for step in simulate(run, data, SeededNoise(1), 200))
     own, claim = data.learners[0], run.guarantee(0).per_round
@@ -61,7 +61,7 @@ def test_the_example_keeps_its_guarantee(folder: Path) -> None:
 
 def test_the_example_composes_as_laplace_noise(folder: Path) -> None:
     """What its author says about its messages reaches every place that adds losses up."""
-    run = build_run(parse_spec({**yaml.safe_load(SPEC), "rounds": 6, "learners": 3}), 2)
+    run = build_run(parse_spec({**yaml.safe_load(SPEC), "rounds": 6, "learners": 3}, imports=True), 2)
     promise = run.guarantee(0)
     three = np.array([1, 0, 2, 0, 0, 0])
 
@@ -108,7 +108,7 @@ def test_an_installed_package_offers_its_own_under_a_short_name(folder: Path) ->
     metadata.joinpath("METADATA").write_text("Metadata-Version: 2.1\nName: gossip\nVersion: 1.0\n", encoding="utf-8")
     point = re.findall(r"^gossip = \"(.+)\"$", ENTRY_POINT, re.MULTILINE)[0]
     metadata.joinpath("entry_points.txt").write_text(f"[sottovoce.algorithms]\ngossip = {point}\n", encoding="utf-8")
-    spec = parse_spec({"rounds": 3, "algorithm": {"name": "gossip", "step": 0.1}})
+    spec = parse_spec({"rounds": 3, "algorithm": {"name": "gossip", "step": 0.1}}, imports=True)
 
     assert type(spec.algorithm).__name__ == "GossipSpec"
     assert spec.model_dump()["algorithm"]["step"] == 0.1

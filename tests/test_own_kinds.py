@@ -37,8 +37,8 @@ def document(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
 
 
 def test_sections_of_ones_own_run(document: dict[str, object]) -> None:
-    spec = parse_spec(document)
-    assert parse_spec(spec.model_dump(mode="json")) == spec
+    spec = parse_spec(document, imports=True)
+    assert parse_spec(spec.model_dump(mode="json"), imports=True) == spec
     data = place(spec, load_dataset(spec.data, spec.loss))
     run = build_run(spec, data.n_features)
     assert run.guarantee(0).epsilon() < np.inf
@@ -49,7 +49,7 @@ def test_sections_of_ones_own_run(document: dict[str, object]) -> None:
 
 
 def test_a_loss_of_ones_own_says_the_truth_about_itself(document: dict[str, object]) -> None:
-    loss = parse_spec(document).loss
+    loss = parse_spec(document, imports=True).loss
     generator = np.random.default_rng(3)
     features, labels = loss.enforce(generator.normal(size=(40, 3)), generator.integers(0, 2, 40).astype(float))
     theta, step = generator.normal(size=3), 1e-6
@@ -62,7 +62,7 @@ def test_a_loss_of_ones_own_says_the_truth_about_itself(document: dict[str, obje
 
 
 def test_what_is_told_to_learners_needs_no_code_for_the_graph(document: dict[str, object]) -> None:
-    spec = parse_spec(document)
+    spec = parse_spec(document, imports=True)
     told = spec.model_copy(update={"topology": spec.topology.explicit(5)}).model_dump(mode="json")
     assert told["topology"]["graph"]["kind"] == "edges"
     assert code_to_import(told["topology"]["graph"]) is None

@@ -62,7 +62,7 @@ def test_what_holds_exits_with_zero(spec: Path, tmp_path: Path) -> None:
         "b",
         "c",
     ]
-    assert 0.0 <= document["single_rounds"]["composed"] <= document["epsilon"]["promised"]
+    assert 0.0 <= document["single_rounds"]["estimate"] <= document["epsilon"]["promised"]
     assert (tmp_path / "out" / "audit.html").read_text(encoding="utf-8").startswith("<!doctype html>")
     assert document["epsilon"]["lower_bound"] <= document["epsilon"]["largest_realised"]
     assert document["epsilon"]["largest_realised"] <= document["epsilon"]["promised"]
@@ -112,8 +112,8 @@ def test_a_record_and_its_replacement_can_be_chosen(spec: Path, tmp_path: Path) 
     assert np.array_equal(flipped.features[row], own.features[row]) and flipped.labels[row] != own.labels[row]
     assert np.array_equal(swap(replacement="c:2").features[row], prepared.data.learners[2].features[2])
     other = tmp_path / "other.json"
-    other.write_text(json.dumps({"features": [1.0] * prepared.data.n_features, "label": 1}), encoding="utf-8")
-    assert swap(replacement=str(other)).features[row].tolist() == [1.0] * prepared.data.n_features
+    other.write_text(json.dumps({"features": [0.5] * prepared.data.n_features, "label": 1}), encoding="utf-8")
+    assert swap(replacement=str(other)).features[row].tolist() == [0.5] * prepared.data.n_features
     for wrong, text in (("d:1", "one of a, b, c"), ("c:999", "records, got 999"), ("other", "must be mirror, label")):
         with pytest.raises(SpecError, match=text):
             swap(replacement=wrong)
@@ -128,6 +128,30 @@ def test_a_record_and_its_replacement_can_be_chosen(spec: Path, tmp_path: Path) 
     other.write_text(json.dumps({"features": [1.0], "label": 1}), encoding="utf-8")
     with pytest.raises(DataError, match="must have the shape"):
         swap(replacement=str(other))
+
+
+@pytest.mark.parametrize(
+    ("record", "text"),
+    [
+        ({"features": [0.1] * 4, "label": 7}, "labels of the logistic loss must be 0 or 1"),
+        ({"features": [0.1] * 4, "label": 0.5}, "labels of the logistic loss must be 0 or 1"),
+        ({"features": [30.0, 0.0, 0.0, 0.0], "label": 1}, "have norm 30, where at most 1 is learned"),
+        ({"features": [1e999, 0.0, 0.0, 0.0], "label": 1}, "must be finite"),
+    ],
+)
+def test_a_replacement_that_no_loss_is_defined_for_is_refused(
+    spec: Path, tmp_path: Path, record: dict[str, Any], text: str
+) -> None:
+    """What is promised is about records of the loss: a correct learner would be accused of another one's gradient."""
+    prepared = prepare(load_spec(spec))
+    assert prepared.data.n_features == 4
+    path = tmp_path / "other.json"
+    path.write_text(json.dumps(record), encoding="utf-8")
+    row = int(prepared.data.learners[0].order[0])
+    asked = command.AuditRequest(learner="a", runs=20, record=row, replacement=str(path))
+    with pytest.raises(DataError, match=text) as raised:
+        command.plan(prepared, asked)
+    assert "\n" not in str(raised.value)
 
 
 def test_whoever_sees_decisions_only_replays_nothing(spec: Path, tmp_path: Path) -> None:

@@ -28,7 +28,8 @@ from sottovoce.spec import RunSpec
 from sottovoce_client.auditing.audit import AuditRequest
 from sottovoce_client.auditing.captures import difference, from_captures
 from sottovoce_client.auditing.channel import channel, lines_of
-from sottovoce_client.auditing.worlds import FILE, worlds_from, write_worlds
+from sottovoce_client.auditing.network import in_turn
+from sottovoce_client.auditing.worlds import FILE, pairs_of, worlds_from, write_worlds
 from sottovoce_eavesdropper.lookout import Row
 from sottovoce_eavesdropper.reading import open_capture
 from sottovoce_eavesdropper.records import CaptureFile
@@ -158,8 +159,8 @@ def test_worlds_come_back_as_they_were(tmp_path: Path, kind: str) -> None:
         plan = plan_audit(plan.run, data, 1, runs=RUNS, worlds=worlds)
     write_worlds(tmp_path, plan)
     document = json.loads((tmp_path / FILE).read_text())
-    assert kind in document
-    back = worlds_from(document, Prepared(plan.run, plan.data), "there")
+    assert kind in document["pairs"][0]
+    (back, *_) = worlds_from(document, Prepared(plan.run, plan.data), "there")
     for one, other in ((back.first, plan.worlds.first), (back.second, plan.worlds.second)):
         for t in range(ROUNDS):
             np.testing.assert_array_equal(one.batch(t).features, other.batch(t).features)
@@ -167,19 +168,50 @@ def test_worlds_come_back_as_they_were(tmp_path: Path, kind: str) -> None:
     np.testing.assert_array_equal(back.replaced, plan.worlds.replaced)
 
 
+def test_worlds_of_one_pair_are_read_as_they_were_written_before(tmp_path: Path) -> None:
+    plan = planned()
+    write_worlds(tmp_path, plan)
+    document = json.loads((tmp_path / FILE).read_text())
+    (pair,) = document.pop("pairs")
+    old = {**document, **pair, "format": "sottovoce-worlds-1"}
+    (back,) = worlds_from(old, Prepared(plan.run, plan.data), "there")
+    assert back.what == plan.worlds.what and pairs_of(old, "there")(7) == 0
+
+
+def test_all_pairs_of_worlds_come_back_and_every_run_knows_its_own(tmp_path: Path) -> None:
+    plan = planned(runs=400)
+    assert len(plan.pairs) > 1
+    pairs = in_turn(plan)
+    write_worlds(tmp_path, plan, pair_of_run=pairs)
+    document = json.loads((tmp_path / FILE).read_text())
+    back = worlds_from(document, Prepared(plan.run, plan.data), "there")
+    assert [each.what for each in back] == [each.worlds.what for each in plan.pairs]
+    assert [pairs.count(k) for k in range(len(back))] == [2 * each.runs for each in plan.pairs]
+    of_run = pairs_of(document, "there")
+    assert [of_run(replica) for replica in range(len(pairs))] == pairs
+    for wrong in (-1, len(pairs), "0", None):
+        with pytest.raises(CaptureError, match="pair of worlds"):
+            of_run(wrong)
+    with pytest.raises(CaptureError, match="pair_of_run"):
+        pairs_of({**document, "pair_of_run": [9]}, "there")
+
+
 # ---- of one world ----------------------------------------------------------------------------------------------------
 
 
 def test_one_world_is_tested_and_never_said_to_be_guessed(tmp_path: Path) -> None:
     plan = planned()
-    place = keep(tmp_path, plan, None, 0)
-    done = audited(place, plan, learner="learner-2", spec=plan.run.spec)
+    for k in range(4):
+        keep(tmp_path, plan, None, k)
+    done = audited(tmp_path, plan, learner="learner-2", spec=plan.run.spec)
     assert done.plan.worlds.learner == 2
     assert done.plan.worlds.first is plan.data.learners[2]  # the records as they were, not made-up ones
     assert (done.found.bounds, done.found.paired) == ((), False)
     assert done.shown is not None and 0.0 < done.largest <= done.found.claim
-    assert done.verdict.kind == "consistent" and "1 run of one world" in done.verdict.text
+    assert done.verdict.kind == "consistent" and "4 runs of one world" in done.verdict.text
     assert "Nothing was guessed" in done.verdict.text and "above" not in done.verdict.text
+    few = audited(tmp_path / "run-0", plan)
+    assert few.verdict.kind == "inconclusive" and "even a learner with half of its noise" in few.verdict.text
 
 
 def test_half_the_noise_shows_in_one_world(tmp_path: Path) -> None:
@@ -233,18 +265,30 @@ def test_code_that_captures_name_is_not_imported_unasked(tmp_path: Path) -> None
 
 
 def broken(document: dict[str, Any], **more: Any) -> str:
-    return json.dumps({**document, **more})
+    (pair,) = document["pairs"]
+    of_pair = {key: more.pop(key) for key in ("first", "second", "use") if key in more}
+    return json.dumps({**document, **more, "pairs": [{**pair, **of_pair}]})
+
+
+def second(document: dict[str, Any], **more: Any) -> dict[str, Any]:
+    record: dict[str, Any] = document["pairs"][0]["second"]
+    return {**record, **more}
 
 
 WORLDS: dict[str, tuple[Callable[[dict[str, Any]], str], type[SottovoceError], str]] = {
     "not JSON": (lambda d: "{", CaptureError, "cannot read"),
     "foreign": (lambda d: "[]", CaptureError, "in the format"),
     "not adjacent": (
-        lambda d: broken(d, second=d["first"]),
+        lambda d: broken(d, second=d["pairs"][0]["first"]),
         DataError,
         r"worlds\.json: adjacent .* exactly one record",
     ),
     "other data": (lambda d: broken(d, data="0"), DataError, "other records"),
+    "label of no class": (
+        lambda d: broken(d, second=second(d, label=5.0)),
+        DataError,
+        "labels of the logistic loss must be 0 or 1",
+    ),
     "other learner": (lambda d: broken(d, learner="ann"), CaptureError, "learner-0, learner-1"),
     "other spec": (lambda d: broken(d, spec={**d["spec"], "rounds": 9}), CaptureError, "differ in rounds: 9 and 4"),
     "no record": (lambda d: broken(d, first={}), CaptureError, "does not say"),

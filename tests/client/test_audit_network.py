@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from sottovoce.auditing.plan import AuditPlan
-from sottovoce.errors import SpecError
+from sottovoce.errors import CaptureError, SpecError
 from sottovoce.experiment import Prepared, prepare
 from sottovoce.privacy.guarantee import ThreatModel
 from sottovoce.spec import RunSpec, parse_spec
@@ -45,13 +45,13 @@ def prepared(tmp_path: Path) -> Prepared:
         "privacy": {"budget": 1e-6},
         "telemetry": {"accuracy": True, "predict": True},
     }
-    return prepare(parse_spec(document))
+    return prepare(parse_spec(document, imports=True))
 
 
 def test_runs_on_real_services_are_labelled_and_can_be_audited_again(prepared: Prepared, tmp_path: Path) -> None:
     folder, said = tmp_path / "out", list[str]()
     audited = plan(prepared, ASKED)
-    done = on_network(folder, per_process=2)(audited, say=said.append)
+    done = on_network(folder, per_process=2, seeded=True)(audited, say=said.append)
     captures = find(open_folder(folder / "captures"))
     assert [capture.facts["replica"] for capture in captures] == list(range(2 * RUNS))
     assert [capture.facts["world"] for capture in captures] == coins(audited).tolist()
@@ -128,6 +128,43 @@ def test_an_early_end_says_what_is_kept_and_how_to_go_on(
     ending(monkeypatch, state, detail, whole=0)
     with pytest.raises(error, match=rf"^0 of 10 runs were made: {why}$"):
         on_network(tmp_path / "other")(audited, say=lambda text: None)
+
+
+def revealed(folder: Path) -> list[int]:
+    lines = [json.loads(line) for line in (folder / "captures" / "runs.jsonl").read_text().splitlines()]
+    return [line["world"] for line in lines if "nonce" in line]
+
+
+def test_coins_come_from_entropy_unless_a_test_gives_a_seed(
+    prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever knows the seed does not know them: 80 coins are equal to the seed's with probability below 1e-24."""
+    audited = plan(prepared, AuditRequest(runs=40, seed=3))
+    runs = 2 * audited.runs
+    for name, more in (("drawn", {}), ("seeded", {"seeded": True})):
+        ending(monkeypatch, "finished", "", whole=runs)
+        with pytest.raises(CaptureError, match="no run was overheard"):
+            on_network(tmp_path / name, **more)(audited, say=lambda text: None)
+    assert revealed(tmp_path / "seeded") == coins(audited).tolist()
+    drawn = revealed(tmp_path / "drawn")
+    assert len(drawn) == runs >= 80 and drawn != coins(audited).tolist() and {*drawn} == {0, 1}
+
+
+def test_a_run_that_fails_is_an_outcome_and_the_others_follow(
+    prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(audit_network, "LocalServices", Services)
+
+    async def run_on(*args: Any, replica: int, **more: Any) -> Outcome:
+        state = "failed" if replica % 4 == 1 else "finished"
+        return Outcome(f"run-{replica}", state, "why", 1.0, (), (), None, ())
+
+    monkeypatch.setattr(audit_network, "run_on", run_on)
+    with pytest.raises(CaptureError, match="no run was overheard"):
+        on_network(tmp_path)(plan(prepared, ASKED), say=lambda text: None)
+    lines = [json.loads(line) for line in (tmp_path / "captures" / "runs.jsonl").read_text().splitlines()]
+    ends = [line["outcome"] for line in lines if "outcome" in line]
+    assert ends == ["finished", "failed", "finished", "finished"] * 2 + ["finished", "failed"]
 
 
 def test_captures_of_other_runs_are_not_mixed_in(prepared: Prepared, tmp_path: Path) -> None:

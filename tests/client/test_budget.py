@@ -21,9 +21,10 @@ from sottovoce.errors import SpecError
 from sottovoce.experiment import Prepared, prepare
 from sottovoce.spec import load_spec
 from sottovoce_client.cli import app
+from sottovoce_client.cli.app import levels
 from sottovoce_client.privacy.budget import BudgetLine, Question, budget, line_of
 from sottovoce_client.privacy.calibrate import target_of
-from sottovoce_client.privacy.tradeoff import Measured, Trade, answer_of, levels, measure
+from sottovoce_client.privacy.tradeoff import Measured, Trade, answer_of, measure
 
 SMALL: dict[str, Any] = {"rounds": 15, "learners": ["a", "b", "c"], "algorithm": {"name": "ldp-dol", "sigma": 2.0}}
 
@@ -206,9 +207,11 @@ def test_options_of_calibrate(records: Path) -> None:
 
 def test_levels() -> None:
     assert levels("5, 1,2,1") == (1.0, 2.0, 5.0)
-    for text, reason in (("1,2", "at least 3 different levels, got 2"), ("1,two,3", "numbers with commas")):
+    wrong = {"1,2": "at least 3 different levels, got 2", "1,two,3": "numbers with commas", "": "numbers with commas"}
+    wrong |= {"0,1,2": "above 0 and finite", "1,2,inf": "above 0 and finite"}
+    for text, reason in wrong.items():
         with pytest.raises(SpecError, match=reason):
-            levels(text)
+            levels(text, 3)
 
 
 def test_a_level_is_simulated_with_its_noise(records: Path) -> None:

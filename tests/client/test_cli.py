@@ -334,6 +334,6 @@ def test_when_the_parent_is_killed_nothing_outlives_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "leave"), [("ldp-dol", []), ("tests.gossip:GossipSpec", ["--allow-imports"])])
 def test_local_services_import_code_only_for_a_spec_that_names_it(tmp_path: Path, name: str, leave: list[str]) -> None:
     """Whoever else is on this machine could start a run on them."""
-    services = LocalServices(parse_spec({"rounds": 3, "algorithm": {"name": name}}), tmp_path)
+    services = LocalServices(parse_spec({"rounds": 3, "algorithm": {"name": name}}, imports=True), tmp_path)
     assert services._imports == leave
     assert [word for word in services._learner_command(["ann"]) if word.startswith("--allow")] == leave

@@ -89,8 +89,8 @@ def test_the_nearest_limit_counts() -> None:
 def test_a_global_objective_needs_shared_records() -> None:
     document = {"rounds": 5, "learners": 3, "algorithm": {"name": "dpsda-c", "epsilon": 1.0, "clip": 1.0}}
     with pytest.raises(SpecError, match=r"set data.partition to shared"):
-        prepare(parse_spec(document))
-    assert prepare(parse_spec({**document, "data": {"partition": "shared"}})).run.guarantee(0).shared
+        prepare(parse_spec(document, imports=True))
+    assert prepare(parse_spec({**document, "data": {"partition": "shared"}}, imports=True)).run.guarantee(0).shared
 
 
 def test_who_speaks_and_never_hears_the_other() -> None:
@@ -102,5 +102,5 @@ def test_who_speaks_and_never_hears_the_other() -> None:
         "topology": {"graph": {"kind": "edges", "directed": True, "edges": edges}, "weights": "out_degree"},
         "data": {"partition": "shared"},
     }
-    assert one_way(build_run(parse_spec(document), 3).network) == ((0, 1), (2, 0))
+    assert one_way(build_run(parse_spec(document, imports=True), 3).network) == ((0, 1), (2, 0))
     assert one_way(build_run(small_spec(3, 2), 3).network) == ()

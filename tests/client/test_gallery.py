@@ -67,13 +67,6 @@ def test_a_picture_is_a_grey_png() -> None:
     assert zlib.decompress(signed[signed.index(b"IDAT") + 4 : signed.index(b"IEND") - 8]) == bytes([0, 128, 0, 255])
 
 
-@pytest.mark.parametrize("text", ["1,x", "0,1", "inf", ""])
-def test_levels_are_numbers_above_zero(text: str) -> None:
-    with pytest.raises(SpecError, match="--epsilons must be"):
-        command.levels(text)
-    assert command.levels("1,10,1") == (10.0, 1.0)
-
-
 async def captured(folder: Path, algorithm: dict[str, Any], **sections: Any) -> Path:
     """The capture of a run over the network."""
     document = {
@@ -87,7 +80,7 @@ async def captured(folder: Path, algorithm: dict[str, Any], **sections: Any) -> 
         "durability": "process",
         **sections,
     }
-    prepared = prepare(parse_spec(document))
+    prepared = prepare(parse_spec(document, imports=True))
     async with network(folder, prepared.run.spec.names) as up:
         outcome = await up.run(prepared.run.spec, prepared.data)
     assert outcome.state == "finished" and outcome.capture is not None

@@ -12,7 +12,8 @@ from rich.console import Console
 from sottovoce.errors import SpecError
 from sottovoce.experiment import Prepared
 from sottovoce.lab.selftest.bases import ALGORITHMS, BASES
-from sottovoce.lab.selftest.mutants import MUTANTS, Broken, Mutant
+from sottovoce.lab.selftest.catalogue import MUTANTS
+from sottovoce.lab.selftest.mutants import Broken, Mutant
 from sottovoce.lab.selftest.trial import Alarms
 from sottovoce_client.lab import selftest
 
@@ -40,7 +41,8 @@ def test_broken_and_correct_learners_are_told_apart(tmp_path: Path) -> None:
     *tables, last = text.splitlines()
     assert code == 0 and max(map(len, tables)) <= 100 and last.endswith("selftest.json")
     rows = {line.split()[0]: line.split() for line in text.splitlines() if line.split()}
-    assert rows["summed"][-3:] == ["conformance", "20", "20"] and rows["retry"][-3:] == ["notices", "1", "1"]
+    assert rows["summed"][-5:] == ["conformance,", "black", "box", "20", "20"]
+    assert rows["retry"][-3:] == ["notices", "1", "1"]
     assert rows["dola"][1:3] == ["1", "0"] and rows["admm"] == ["admm", "no", "claim"]
     assert rows["all"][1:3] == ["2", "0"] and "8" in rows["all"]
     assert "2 of 2 broken learners caught. 0 of 2 audits of correct learners refuted them" in " ".join(text.split())

@@ -16,6 +16,7 @@ import urllib.request
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,7 @@ from sottovoce_client.lab.watching import watch as watching
 from sottovoce_client.lab.watching.canaries import CommitmentError, load, placed, save
 from sottovoce_client.lab.watching.following import InFolder, Source, at_eavesdropper
 from sottovoce_client.lab.watching.view import Gauges, Sight, picture, power, view
-from sottovoce_client.lab.watching.watch import WatchRequest, watch, where
+from sottovoce_client.lab.watching.watch import WatchRequest, _Watching, watch, where
 from sottovoce_eavesdropper.reading import Capture, open_capture
 from tests.examples import made_up, small_run
 
@@ -116,6 +117,23 @@ def test_the_command_names_the_broken_learner_in_its_round(folder: Path) -> None
     assert f"round {BROKEN_ROUND + 1}/{ROUNDS}" in out
 
 
+def test_code_that_a_capture_names_is_imported_only_where_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "named_by_a_capture.py").write_text("Spec = None", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    capture: Any = SimpleNamespace(
+        name="capture", facts={"spec": {"rounds": 3, "algorithm": {"name": "named_by_a_capture:Spec"}}}
+    )
+    source: Any = SimpleNamespace()
+    with pytest.raises(SpecError, match="--allow-imports"):
+        _Watching(source, WatchRequest(), prepare, None, asyncio.Event())._begin(capture)
+    assert "named_by_a_capture" not in sys.modules
+    with pytest.raises(SpecError, match="must be a subclass"):
+        _Watching(source, WatchRequest(allow_imports=True), prepare, None, asyncio.Event())._begin(capture)
+    assert sys.modules.pop("named_by_a_capture").Spec is None
+
+
 def test_watching_on_after_an_alarm(folder: Path) -> None:
     with structlog.testing.capture_logs() as logs:
         code, out = watched(capture_in(folder), keep_going=True, canaries=folder / "canaries.json")
@@ -146,6 +164,34 @@ def test_what_cannot_be_watched_is_refused(folder: Path, tmp_path: Path) -> None
             where(*arguments)
     with pytest.raises(SpecError, match=r"has canaries in its records .*: give --canaries"):
         watched(capture_in(folder), once=True)
+
+
+def test_noise_of_the_runs_before_is_kept_and_known_again(folder: Path, tmp_path: Path) -> None:
+    """The same noise in another run is an alarm in its first rounds. A false one has probability below 0.001."""
+    kept = tmp_path / "keys.npz"
+    question = {"learners": ("ann", "eve"), "canaries": folder / "canaries.json", "keys": kept}
+    assert watched(folder, **question)[0] == 0
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o600
+    with pytest.raises(CaptureError, match="must be of the runs before this one"):
+        watched(folder, **question)
+    with np.load(kept) as stored:
+        table = stored["table"]
+    np.savez(kept, runs=np.array(["another run"]), table=table)
+    with structlog.testing.capture_logs() as logs:
+        assert watched(folder, **question)[0] == 1
+    assert {entry["test"] for entry in logs} == {"repeats"} and {entry["round"] for entry in logs} <= {0, 1, 2}
+    assert table.shape[1] > 100
+
+
+def test_files_that_have_no_keys_are_refused(folder: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "keys.npz"
+    kept.write_bytes(b"nothing")
+    with pytest.raises(CaptureError, match="cannot read the keys"):
+        watched(folder, canaries=folder / "canaries.json", keys=kept)
+    for table in (np.zeros((3, 4), dtype=np.int64), np.zeros((2, 4)), np.full((2, 1), -1)):
+        np.savez(kept, runs=np.array(["a run"]), table=table)
+        with pytest.raises(CaptureError, match="has no keys"):
+            watched(folder, canaries=folder / "canaries.json", keys=kept)
 
 
 # ---- canaries --------------------------------------------------------------------------------------------------------

@@ -92,6 +92,12 @@ def test_no_single_event_costs_more_than_the_dearest_by_any_round(name: str) -> 
     assert (singles <= np.cumsum(meter.losses(counts)) * (1 + 1e-12) + 1e-12).all()
 
 
+def test_more_rounds_than_memory_are_refused() -> None:
+    meter, _ = meter_of(next(iter(SETUPS)))
+    with pytest.raises(SpecError, match="for at most 134217728 rounds, got 1000000000000"):
+        guarantee(meter, 10**12)
+
+
 @EVERY
 def test_a_meter_stays_fresh_and_refuses_more_than_came(name: str) -> None:
     meter, rounds = meter_of(name)

@@ -44,7 +44,7 @@ names = [f"{each['name']}-{each.get('variant', '')}-{each.get('final', '')}" for
 def a_run(algorithm: dict[str, Any], rounds: int = 8, learners: int = 4, n_features: int = 3, **sections: Any) -> Run:
     loss = {"kind": "logistic", "ridge": 0.1}
     document = {"rounds": rounds, "learners": learners, "algorithm": algorithm, "loss": loss, **sections}
-    return build_run(parse_spec(document), n_features)
+    return build_run(parse_spec(document, imports=True), n_features)
 
 
 def admm(run: Run) -> Admm:

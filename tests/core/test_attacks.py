@@ -38,7 +38,7 @@ PUBLISHED = {"name": "pd-ftgl", "epsilon": 1.0, "block_length": 1, "noise_placem
 def problem(algorithm: dict[str, Any], *, rounds: int = 9, batch: int = 1, **sections: Any) -> tuple[Run, PlacedData]:
     """Four learners with records that cannot be negative; the last feature is a constant 1."""
     fixed = {"loss": SOFTMAX, "decision_set": {"kind": "l2_ball", "radius": 1000.0}, "durability": "process"}
-    spec = parse_spec({**fixed, "rounds": rounds, "learners": 4, "algorithm": algorithm, **sections})
+    spec = parse_spec({**fixed, "rounds": rounds, "learners": 4, "algorithm": algorithm, **sections}, imports=True)
     data, generator, learners = made_up(spec, FEATURES + 1, batch=batch), np.random.default_rng(1), []
     for own in data.learners:
         features = np.abs(own.features)

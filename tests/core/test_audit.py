@@ -21,6 +21,7 @@ from sottovoce.auditing.levels import BLIND, SHARES, Levels, Test
 from sottovoce.auditing.likelihood import Ratios, ratios
 from sottovoce.auditing.listening import listener
 from sottovoce.auditing.plan import AuditPlan, plan_audit
+from sottovoce.auditing.rounds import Apart, bound_rounds
 from sottovoce.auditing.simulated import NoiseOf, Recording, Share, at_a_time, overhear, shares
 from sottovoce.auditing.swaps import worst
 from sottovoce.auditing.twins import twins
@@ -40,7 +41,7 @@ def stream(
     run: Run, data: PlacedData, worlds: Worlds, runs: int, seed: np.random.SeedSequence, noise: NoiseOf
 ) -> Iterator[Recording]:
     """All shares, one after the other."""
-    for share in shares(runs, at_a_time(run, worlds), seed):
+    for share in shares(runs, at_a_time(run), seed):
         yield overhear(run, data, worlds, share, noise)
 
 
@@ -70,7 +71,7 @@ def test_what_does_as_it_claims_is_consistent(name: str) -> None:
     found = audited(SETUPS[name])
     assert found.verdict.kind == "consistent" and not found.verdict.evidence
     assert 0.0 < found.found.largest <= found.largest <= found.found.claim * (1 + 1e-9)
-    assert found.found.guessed is not None and len(found.worlds) == 400
+    assert found.found.guessed is not None and len(found.worlds) == 2 * found.plan.runs
     assert "No violation above" in found.verdict.text and "200 runs" in found.verdict.text
 
 
@@ -102,7 +103,7 @@ def test_half_the_noise_is_refuted() -> None:
     assert found.verdict.kind == "refuted"
     assert min(test.p_value for test in found.found.of("conformance").tests) < 1e-9
     alone = decide(replace(found.found, tests=found.found.of("likelihood").tests))
-    assert alone.kind == "refuted" and "too many right guesses" in alone.evidence[0]
+    assert alone.kind == "refuted" and alone.evidence[0].startswith("slope")
 
 
 def test_half_the_noise_shows_in_single_rounds() -> None:
@@ -111,9 +112,26 @@ def test_half_the_noise_shows_in_single_rounds() -> None:
         audited(SETUPS["pd-ftgl"], noise=noise, runs=3000).found.rounds for noise in (halved, SeededNoise)
     )
     assert broken is not None and any(bound.rejects for bound in broken.bounds)
-    assert correct is not None and not any(bound.rejects for bound in correct.bounds) and correct.composed > 0.0
+    assert correct is not None and not any(bound.rejects for bound in correct.bounds) and correct.estimate > 0.0
     evidence = decide(replace(consistent(), rounds=broken)).evidence
     assert "the message of round" in evidence[0] and "alone is guessed right" in evidence[0]
+
+
+def test_single_rounds_added_up_are_no_bound() -> None:
+    """One of two rounds tells with an epsilon of 1, the other one says nothing: the run's epsilon is 1, and the sum 1.8.
+
+    By construction, a bound of guesses is above 1 with probability at most 0.05.
+    """
+    generator, runs = np.random.default_rng(5), 10_000
+    tells = np.arange(2)[:, None] == generator.integers(0, 2, runs)
+    coins = generator.integers(0, 2, (2, runs))
+    lies = generator.random((2, runs)) < 1.0 / (1.0 + math.e)
+    each = Apart(coins, np.where(tells, np.where((coins == 1) ^ lies, -1.0, 1.0), 0.0))
+    rounds = bound_rounds(each, each, np.ones(2), Levels(0.05))
+    found = Findings(runs=runs, levels=Levels(0.05), claim=1.0, rounds=rounds)
+    assert rounds.estimate > 1.5 and all(0.8 < bound.value <= 1.0 for bound in rounds.bounds)
+    assert found.best == ("", 0.0) and decide(found).kind == "consistent"
+    assert "above 0 found" in decide(found).text
 
 
 def test_no_noise_is_refuted() -> None:
@@ -268,8 +286,8 @@ def test_runs_are_split_by_a_fair_coin_and_held_some_at_a_time(monkeypatch: pyte
     run = small_run(rounds=4, learners=4, topology={"graph": "path"})
     data = made_up(run.spec)
     two = worst(run, data, 0, np.random.SeedSequence(0))
-    monkeypatch.setattr(simulated_module, "BYTES", 8 * 4 * 2 * 3 * 7)  # seven runs of learners 0 and 1
-    assert at_a_time(run, two) == 7
+    monkeypatch.setattr(simulated_module, "BYTES", 8 * 4 * 4 * 3 * 7)  # seven runs
+    assert at_a_time(run) == 7
     parts = list(stream(run, data, two, 50, np.random.SeedSequence(3), SeededNoise))
     sizes = [(part.world, part.transcript.replicas) for part in parts]
     assert sum(size for _, size in sizes) == 100 and max(size for _, size in sizes) == 7
@@ -352,11 +370,11 @@ def guesses(correct: int) -> Bound:
 
 
 def noise_tests(*p_values: float) -> tuple[Test, ...]:
-    return LEVELS.judged("conformance", "noise", [outcome(p) for p in p_values])
+    return LEVELS.judged("marginal", [outcome(p) for p in p_values])
 
 
 def consistent() -> Findings:
-    right = LEVELS.judged("likelihood", "right guesses", [outcome(0.5)])
+    right = LEVELS.judged("calibration", [outcome(0.5)])
     return Findings(1000, LEVELS, 1.0, (*noise_tests(0.4, 0.4, 0.4, 0.4), *right), (guesses(500),))
 
 
@@ -365,10 +383,13 @@ def test_no_more_than_alpha_is_given_away() -> None:
         levels = Levels(0.06, budget)
         assert sum(sum(parts.values()) for parts in budget.values()) == 1
         assert sum(levels.family(family) for family in budget) == pytest.approx(0.06)
-    tests = LEVELS.judged("conformance", "noise", [outcome(0.5)] * 4)
-    assert sum(test.level for test in tests) == pytest.approx(LEVELS.family("conformance"))
+    tests = LEVELS.judged("lattice", [outcome(0.5)] * 4)
+    assert {test.level for test in tests} == {LEVELS.of("conformance", "lattice") / 4}
+    others = LEVELS.judged("lattice", [*tests, replace(outcome(0.5), primary=False)])
+    assert sum(test.level for test in others) == pytest.approx(LEVELS.of("conformance", "lattice"))
+    assert others[0].level == others[-1].level / 4
     assert not outcome(0.0).rejects  # it has no level yet
-    assert LEVELS.judged("likelihood", "right guesses", ()) == ()
+    assert LEVELS.judged("calibration", ()) == ()
 
 
 def test_a_family_keeps_its_levels_where_it_stands_alone() -> None:
@@ -394,7 +415,7 @@ def test_verdicts_say_what_the_numbers_allow() -> None:
     found = consistent()
     assert decide(found).kind == "consistent"
     assert decide(replace(found, claim=math.inf)).kind == "unpromised"
-    level = 0.06 / 3 / 4
+    level = LEVELS.of("conformance", "marginal") / 4
     rejected = replace(found, tests=noise_tests(0.9 * level, 0.4, 0.4, 0.4))
     assert decide(rejected).kind == "refuted" and "round 3" in decide(rejected).text
     hinted = decide(replace(found, tests=noise_tests(1.1 * level, 0.4, 0.4, 0.4)))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from sottovoce.auditing.levels import BLIND, Levels
 from sottovoce.auditing.verdict import Findings, decide
 from sottovoce.auditing.views import decoded, timing, views
 from sottovoce.errors import CaptureError
+from sottovoce.lab.foreign.answers import answer_views
 from sottovoce.lab.foreign.audit import ForeignAudit, audit_conversations
 from sottovoce.lab.foreign.repeats import signs
 
@@ -153,6 +155,81 @@ def test_a_field_in_two_kinds_of_messages_is_two_fields() -> None:
     assert set(decoded([twice])) == {"total in /a/B response", "total in /a/B request"}
 
 
+# ---- answers to requests ---------------------------------------------------------------------------------
+
+
+def asked_for_gradients(runs: int, *, loss_noise: float, calls: int = 8) -> list[Conversation]:
+    """A loss and a noised gradient at parameters that a client draws, on 50 records of which one has another label."""
+    generator = np.random.default_rng(3)
+    features = generator.normal(size=(50, 5))
+    labels = np.sign(generator.normal(size=50))
+    return [
+        Conversation(world, f"run {k}", float(k), tuple(_calls(features, labels, world, loss_noise, calls, generator)))
+        for k, world in enumerate(generator.integers(2, size=runs).tolist())
+    ]
+
+
+def _calls(
+    features: FloatArray, labels: FloatArray, world: int, loss_noise: float, calls: int, generator: np.random.Generator
+) -> Iterator[Overheard]:
+    own = labels * np.where(np.arange(50) == 0, 1.0 - 2.0 * world, 1.0)
+    for call in range(calls):
+        weights = generator.normal(size=5)
+        margin = own * (features @ weights)
+        gradient = -(features * (own / (1.0 + np.exp(margin)))[:, None]).mean(axis=0) + generator.laplace(size=5)
+        loss = np.logaddexp(0.0, -margin).mean(keepdims=True) + generator.laplace(scale=loss_noise, size=1)
+        said: tuple[tuple[Literal["out", "back"], dict[str, FloatArray]], ...] = (
+            ("out", {"weights": weights}),
+            ("back", {"gradient": gradient, "loss": loss}),
+        )
+        for direction, fields in said:
+            payload = b"".join(values.tobytes() for values in fields.values())
+            yield Overheard(
+                "message",
+                "/a/Gradient",
+                direction,
+                call,
+                0.1 * call,
+                len(payload),
+                payload[:64],
+                digest(payload),
+                decoded=Decoded({name: numbers(values) for name, values in fields.items()}),
+            )
+
+
+def test_a_loss_without_noise_is_found_by_who_knows_what_was_asked() -> None:
+    """300 runs in all. The loss varies by 0.5 with the parameters, and by 0.02 with the record."""
+    done = audited(asked_for_gradients(300, loss_noise=0.0), confidence=0.95)
+
+    assert done.verdict.kind == "refuted" and done.found.largest > 2.0
+    assert "answers of /a/Gradient beside their requests" in done.verdict.text
+
+
+def test_noised_answers_to_requests_are_consistent() -> None:
+    """A record moves the loss by 0.1 at the most, and the noise has scale 1.
+
+    By construction refuted with probability at most 0.001.
+    """
+    done = audited(asked_for_gradients(300, loss_noise=1.0), claim=2.0)
+
+    assert done.verdict.kind != "refuted" and done.found.largest < 1.0
+
+
+def test_answers_are_not_learnt_from_runs_that_are_guessed() -> None:
+    """Whatever the other runs say, those that may be learnt from look the same."""
+    runs, learnt = asked_for_gradients(60, loss_noise=0.0), np.arange(40)
+    changed_later = [*runs[:40], *asked_for_gradients(80, loss_noise=5.0)[60:]]
+    (name,) = answer_views(runs, learnt)
+
+    assert name == "answers of /a/Gradient beside their requests"
+    one, other = (answer_views(each, learnt)[name] for each in (runs, changed_later))
+    assert np.isfinite(one).all() and np.array_equal(one[:40], other[:40]) and (one[40:] != other[40:]).any()
+
+
+def test_requests_that_are_always_the_same_explain_nothing() -> None:
+    assert answer_views(conversations(noised, 40), np.arange(30)) == {}
+
+
 # ---- said twice ------------------------------------------------------------------------------------------
 
 
@@ -179,23 +256,48 @@ def test_a_claim_is_not_consistent_with_noise_said_again() -> None:
     assert "repeated" in verdict.text
 
 
-@pytest.mark.parametrize("kind", ["float64", "float32", "grid", "counts", "constant"])
+ROUNDED: dict[str, Callable[[FloatArray], FloatArray]] = {
+    "float64": lambda value: value,
+    "float32": lambda value: as_floats(value.astype(np.float32)),
+    "multiples of 1/1024": lambda value: as_floats(np.round(value * 1024) / 1024),
+    "six decimals": lambda value: as_floats(np.round(value, 6)),
+    "six decimals by a product": lambda value: as_floats(np.floor(value * 1e6 + 0.5) * 1e-6),
+    "six decimals, large": lambda value: as_floats(np.round(100.0 + value, 6)),
+    "four decimals in float32": lambda value: as_floats(np.round(value, 4).astype(np.float32)),
+    "four digits": lambda value: as_floats([float(f"{each:.3e}") for each in value]),
+    "tens": lambda value: as_floats(np.round(1e4 * value, -1)),
+    "levels of a quantiser": lambda value: 0.00137 * as_floats(np.round(value / 0.00137)),
+    "its levels in float32": lambda value: as_floats((0.0137 * np.round(value / 0.0137)).astype(np.float32)),
+    "counts": lambda value: as_floats(np.round(np.abs(value)) + 1.0),
+    "constant": lambda value: np.arange(8.0),
+}
+
+
+@pytest.mark.parametrize("kind", ROUNDED)
 def test_coincidences_that_chance_explains_are_not_reported(kind: str) -> None:
     """False alarms have a chance of about 1e-6 each: what is tested is a Poisson number at that level."""
 
     def honest(world: int, run: int, noise: np.random.Generator) -> list[FloatArray]:
-        value = noise.laplace(scale=2.0, size=8)
-        return [
-            {
-                "float64": value,
-                "float32": as_floats(value.astype(np.float32)),
-                "grid": as_floats(np.round(value * 1024) / 1024),
-                "counts": as_floats(np.round(np.abs(value)) + 1.0),
-                "constant": np.arange(8.0),
-            }[kind]
-        ]
+        return [ROUNDED[kind](noise.laplace(scale=2.0, size=8))]
 
     assert signs(conversations(honest, 1000)) == ()
+
+
+@pytest.mark.parametrize("kind", ["float64", "float32", "six decimals", "six decimals, large", "levels of a quantiser"])
+def test_noise_said_again_is_noticed_beyond_its_resolution(kind: str) -> None:
+    """One run in ten repeats the run before: 100 runs of eight numbers. By chance, about four numbers of six decimals are equal.
+
+    Quantised to 4,000 levels, two of 8,000 numbers are equal all the time: nothing is found, and nothing should be.
+    """
+    before = np.zeros(8)
+
+    def reused(world: int, run: int, noise: np.random.Generator) -> list[FloatArray]:
+        nonlocal before
+        before = before if run % 10 == 9 else noise.laplace(scale=2.0, size=8)
+        return [ROUNDED[kind](before)]
+
+    found = signs(conversations(reused, 1000))
+    assert [each.test for each in found] == ([] if kind == "levels of a quantiser" else ["said again"])
 
 
 def test_messages_that_nobody_decodes_are_compared_whole() -> None:

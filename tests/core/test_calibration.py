@@ -1,205 +1,188 @@
-"""The noise that meets a budget: targets met from below, and what cannot be met refused with the reason."""
+"""Calibration: coins against what the losses say of them. Both sides, whatever the losses, at any number of runs."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from dataclasses import replace
+from itertools import product
 
+import numpy as np
 import pytest
+from scipy.stats import binom
 
-from sottovoce.algorithms import ALGORITHMS
-from sottovoce.algorithms.parameters import AlgorithmSpec
-from sottovoce.algorithms.per_learner import divided, times
-from sottovoce.budget.calibration import TOLERANCE, Calibrated, Target, calibrate, epsilons
-from sottovoce.data import PlacedData
-from sottovoce.errors import CheckFailed, SpecError
-from sottovoce.running.run import build_run
-from sottovoce.spec import RunSpec, parse_spec
+from sottovoce.arrays import FloatArray, IntArray
+from sottovoce.auditing.audit import audit_simulated
+from sottovoce.auditing.calibration import calibration, tilted
+from sottovoce.auditing.likelihood import Ratios, ratios
+from sottovoce.auditing.plan import plan_audit
+from sottovoce.auditing.simulated import overhear, shares
+from sottovoce.auditing.verdict import decide
+from sottovoce.noise import Noise, SeededNoise
+from tests.claims import SETUPS, Times
 from tests.examples import made_up
 
-ROUNDS, LEARNERS, FEATURES = 16, 3, 3
-NOISY: dict[str, dict[str, Any]] = {
-    "ldp-dol": {"sigma": [1.0, 2.0, 3.0]},
-    "dsgd": {},
-    "dola": {},
-    "dpdola": {},
-    "pdop": {},
-    "pd-ogd": {},
-    "dpsr": {},
-    "dpsda-c": {"sigma": 1.0, "clip": 1.0},
-    "dpsda-ps": {"epsilon": 10.0, "clip": 1.0},
-    "dpps": {"clip": 1.0},
-    "dpcda": {"sigma": 1.0, "clip": 1.0},
-    "pd-ftgl": {"noise_scale": 1.0, "block_length": 4},
-    "pd-ocg": {"epsilon": 5.0, "block_length": 4},
-    "dvp": {"alpha": 0.5},
-    "pvp": {"alpha": [0.5, 0.6, 0.7], "final_alpha": 0.2},
-}
-SILENT = ("admm", "d-ogd", "d-ftgl")
+
+def ratios_of(losses: FloatArray, coins: IntArray, stretches: FloatArray | None = None) -> Ratios:
+    size, none, blank = np.abs(losses), np.full(len(losses), -1), np.zeros(1)
+    parts = np.nan_to_num(losses[:, None], posinf=0.0, neginf=0.0) if stretches is None else stretches
+    return Ratios(1 - coins, losses, size, none, size, blank, blank, parts)
 
 
-def spec_of(name: str, /, **parameters: Any) -> RunSpec:
-    sections: dict[str, Any] = {key: parameters.pop(key) for key in ("loss", "data") if key in parameters}
-    weights = {"dpsr": "in_degree", "dpps": "out_degree", "dpsda-ps": "out_degree"}.get(name, "metropolis")
-    return parse_spec(
-        {
-            "rounds": ROUNDS,
-            "learners": 1 if name == "dpcda" else LEARNERS,
-            "algorithm": {"name": name, **NOISY.get(name, {}), **parameters},
-            "topology": {"graph": "ring", "weights": weights},
-            **sections,
-        }
+def drawn(losses: FloatArray, generator: np.random.Generator, truth: float = 1.0) -> IntArray:
+    """Coins for which the true loss is `truth` times the one that is told."""
+    return (generator.random(len(losses)) < 1.0 / (1.0 + np.exp(np.clip(-truth * losses, -700.0, 700.0)))).astype(
+        np.int64
     )
 
 
-def records(spec: RunSpec, **more: Any) -> PlacedData:
-    return made_up(spec, FEATURES, **more)
+def p_values(losses: FloatArray, coins: IntArray, stretches: FloatArray | None = None) -> dict[str, float]:
+    return {test.name: test.p_value for test in calibration([ratios_of(losses, coins, stretches)])}
 
 
-def calibrated(spec: RunSpec, *targets: float, **more: Any) -> Calibrated:
-    epsilon = targets if len(targets) == spec.n_learners else targets * spec.n_learners
-    return calibrate(spec, records(spec), Target(epsilon, **more))
+# ---- anchors ---------------------------------------------------------------------------------------------------------
 
 
-def test_every_built_in_algorithm_is_either_noisy_or_silent() -> None:
-    assert {*NOISY, *SILENT} == set(ALGORITHMS.built_in)
+@pytest.mark.parametrize("right", [0, 3, 550, 1240, 1999, 2000])
+def test_the_bound_is_chernoffs_and_above_the_binomial_tail(right: int) -> None:
+    """Of 2,000 coins with chance 0.62: `2 exp(-n KL(right/n || 0.62))`, on both sides."""
+    n, q = 2000, 0.62
+    losses = np.full(n, math.log(q / (1 - q)))
+    statistic, p = tilted(losses, (np.arange(n) < right).astype(np.int64), np.ones(n))
+    share = right / n
+    rate = sum(a * math.log(a / b) for a, b in ((share, q), (1 - share, 1 - q)) if a > 0)
+    assert statistic == pytest.approx(right - n * q)
+    assert p == pytest.approx(min(1.0, 2 * math.exp(-n * rate)), rel=1e-4, abs=1e-300)
+    assert p >= min(binom.cdf(right, n, q), binom.sf(right - 1, n, q))
 
 
-# ---- targets ---------------------------------------------------------------------------------------------------------
+def test_550_right_where_1239_were_expected_is_no_chance() -> None:
+    """The one-sided test of before saw nothing here."""
+    n = 2000
+    losses = np.full(n, math.log(1239.8 / (n - 1239.8)))
+    assert p_values(losses, (np.arange(n) < 550).astype(np.int64))["right guesses"] < 1e-100
 
 
-@pytest.mark.parametrize("name", NOISY)
-@pytest.mark.parametrize("target", [0.4, 30.0])
-def test_the_target_is_met_from_below(name: str, target: float) -> None:
-    spec = spec_of(name)
-    found = calibrated(spec, target)
-    spent = epsilons(build_run(found.spec, FEATURES), records(spec))
-    assert spent == pytest.approx(found.epsilons)
-    assert max(spent) <= target
-    nearest = max if spec.algorithm.one_noise else min
-    assert nearest(spent) >= target * (1 - TOLERANCE)
-    kept = found.spec.model_copy(update={"algorithm": spec.algorithm})
-    assert kept == spec
-    assert parse_spec(found.spec.model_dump(mode="json")) == found.spec
+def test_small_cases_hold_exactly() -> None:
+    """All coins of six runs with unequal losses: P(p <= level) <= level for every level, by enumeration."""
+    losses = np.array([-2.0, -0.7, 0.0, 0.3, 1.1, 4.0])
+    chances = 1.0 / (1.0 + np.exp(-losses))
+    for y in (np.sign(losses), losses, np.array([1.0, -3.0, 2.0, 0.0, 5.0, 0.1])):
+        outcomes = []
+        for coins in product((0, 1), repeat=6):
+            coin = np.array(coins)
+            mass = float(np.prod(np.where(coin == 1, chances, 1 - chances)))
+            outcomes.append((tilted(losses, coin, y)[1], mass))
+        outcomes.sort()
+        below = np.cumsum([mass for _, mass in outcomes])
+        assert all(p >= mass - 1e-12 for (p, _), mass in zip(outcomes, below, strict=True) if p < 1.0)
 
 
-def test_learners_may_have_targets_of_their_own() -> None:
-    targets = (0.5, 2.0, 7.0)
-    for name in ("ldp-dol", "dsgd", "pvp"):
-        found = calibrated(spec_of(name), *targets)
-        for spent, target in zip(found.epsilons, targets, strict=True):
-            assert target * (1 - TOLERANCE) <= spent <= target
+def test_nothing_said_is_nothing_wrong() -> None:
+    assert set(p_values(np.zeros(50), np.arange(50) % 2).values()) <= {1.0}
+    assert tilted(np.ones(0), np.ones(0, dtype=np.int64), np.ones(0)) == (0.0, 1.0)
 
 
-def test_with_one_noise_for_all_nobody_exceeds_its_target() -> None:
-    found = calibrated(spec_of("dpps"), 5.0, 1.0, 5.0)
-    assert len(set(found.factors)) == 1
-    ratios = [spent / target for spent, target in zip(found.epsilons, (5.0, 1.0, 5.0), strict=True)]
-    assert 1 - TOLERANCE <= max(ratios) <= 1
+# ---- losses that are infinite ----------------------------------------------------------------------------------------
 
 
-def test_a_record_in_all_of_its_uses_needs_more_noise() -> None:
-    spec = spec_of("ldp-dol")
-    data = records(spec, records=4)
-    event, record = (calibrate(spec, data, Target((1.0,) * LEARNERS, per=per)) for per in ("event", "record"))
-    assert all(more > less for more, less in zip(record.factors, event.factors, strict=True))
-    spent = epsilons(build_run(record.spec, FEATURES), data, per="record")
-    assert max(spent) <= 1.0
-    assert min(spent) >= 1 - TOLERANCE
+def test_what_one_world_alone_could_say_is_certain() -> None:
+    losses = np.array([np.inf, -np.inf, 0.5, -0.5])
+    right, wrong = np.array([1, 0, 1, 1]), np.array([1, 1, 1, 1])
+    assert min(p_values(losses, right).values()) > 0.05
+    found = p_values(losses, wrong)
+    assert found["surest wrong guess"] == 0.0
+    assert all(math.isfinite(p) for p in found.values())
+    (test,) = (each for each in calibration([ratios_of(losses, wrong)]) if each.name == "surest wrong guess")
+    assert test.statistic == math.inf
 
 
-@pytest.mark.parametrize("per", ["event", "record"])
-def test_horizons(per: Any) -> None:
-    spec = spec_of("ldp-dol")
-    data = records(spec, records=4)
-    found = calibrate(spec, data, Target((1.0,) * LEARNERS, horizon=5, per=per))
-    run = build_run(found.spec, FEATURES)
-    assert max(epsilons(run, data, 5, per)) <= 1.0 < min(epsilons(run, data, None, per))
+def test_huge_losses_do_no_harm() -> None:
+    losses = np.array([1e6, -1e6, 1e-300, 800.0, -0.1])
+    assert min(p_values(losses, np.array([1, 0, 1, 1, 0])).values()) > 0.05
+    assert p_values(losses, np.array([0, 0, 1, 1, 0]))["surest wrong guess"] < 1e-100
 
 
-def test_for_ever() -> None:
-    found = calibrated(spec_of("ldp-dol"), 3.0, horizon=math.inf)
-    for i in range(LEARNERS):
-        bound = build_run(found.spec, FEATURES).guarantee(i).infinite_horizon
-        assert 3.0 * (1 - TOLERANCE) <= bound <= 3.0
+# ---- validity --------------------------------------------------------------------------------------------------------
 
 
-def test_learners_that_share_records_share_the_budget() -> None:
-    spec = spec_of("dpsda-c", data={"partition": "shared"})
-    found = calibrated(spec, 2.0)
-    alone = epsilons(build_run(found.spec, FEATURES), records(spec))
-    assert 2.0 * (1 - TOLERANCE) <= math.fsum(alone) <= 2.0
-    with pytest.raises(SpecError, match="give one epsilon"):
-        calibrated(spec, 1.0, 2.0, 3.0)
+def test_correct_losses_raise_no_more_alarms_than_their_levels() -> None:
+    """1,000 audits of 60 runs, with losses of heavy tails: no test rejects more often than at its level of 5 %.
+
+    Failure probability below 1e-6 each (five standard errors), and Chernoff's bound is well below its level.
+    """
+    generator, below = np.random.default_rng(1), dict[str, int]()
+    for _ in range(1000):
+        losses = generator.standard_cauchy((60, 3))
+        total = losses.sum(axis=1)
+        for name, p in p_values(total, drawn(total, generator), losses).items():
+            below[name] = below.get(name, 0) + (p < 0.05)
+    assert len(below) == 7 and max(below.values()) <= 50 + 5 * math.sqrt(1000 * 0.05 * 0.95)
 
 
-# ---- refusals --------------------------------------------------------------------------------------------------------
+# ---- power -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", SILENT)
-def test_without_noise_there_is_nothing_to_scale(name: str) -> None:
-    with pytest.raises(SpecError, match="has no noise; take"):
-        calibrated(spec_of(name), 1.0)
+@pytest.mark.parametrize(("truth", "runs"), [(2.2, 400), (0.1, 600), (0.0, 600), (-1.0, 100)])
+def test_a_loss_that_is_not_the_loss_is_found(truth: float, runs: int) -> None:
+    """Told twice too small, ten times too large, nothing at all, or the other way round. Epsilon is one.
+
+    Failure probability below 1e-3 each (200 other seeds: p below 1e-3 in all).
+    """
+    generator = np.random.default_rng(2)
+    losses = generator.uniform(-1.0, 1.0, 2 * runs)
+    assert p_values(losses, drawn(losses, generator, truth))["slope"] < 1e-3
 
 
-def test_an_algorithm_that_does_not_say_how_cannot_be_calibrated() -> None:
-    with pytest.raises(SpecError, match="this algorithm's noise cannot be calibrated"):
-        AlgorithmSpec(name="mine").noisier((2.0,))
+def test_a_round_that_lies_is_found_though_the_whole_does_not() -> None:
+    """Two rounds whose losses cancel in the total. Failure probability below 1e-6."""
+    generator = np.random.default_rng(3)
+    first = generator.uniform(-1.0, 1.0, 2000)
+    coins = drawn(first, generator)
+    found = p_values(np.zeros(2000), coins, np.stack([first, -first], axis=1))
+    assert found["losses of rounds"] < 1e-6 and found["right guesses"] == 1.0
 
 
-@pytest.mark.parametrize(
-    ("spec", "budget", "reason"),
-    [
-        (spec_of("dsgd", noise={"kind": "none"}), {}, "noise.kind must be power"),
-        (spec_of("dola", noise={"kind": "power", "sigma": 0.0}), {}, "message of round 1 carries no noise"),
-        (spec_of("dpps", sigma=0.0), {}, "sigma must be above 0"),
-        (spec_of("pd-ftgl", noise_scale=0.0), {}, "noise_scale must be above 0"),
-        (spec_of("pd-ftgl", noise_placement="after_gossip"), {}, "only published decisions are protected"),
-        (spec_of("dsgd"), {"horizon": math.inf}, "no finite bound over infinitely many rounds"),
-        (spec_of("ldp-dol", u=0.77, v=0.77), {"horizon": math.inf}, "no finite bound over infinitely many rounds"),
-        (
-            spec_of("ldp-dol"),
-            {"horizon": 17},
-            "at most the run's 16 rounds, or inf, got 17; for a longer one raise rounds",
-        ),
-        (spec_of("ldp-dol"), {"horizon": 0}, "at least 1"),
-        (spec_of("ldp-dol"), {"horizon": 1}, "is 0 whatever its noise"),
-        (spec_of("ldp-dol"), {"epsilons": (0.0,) * 3}, "above 0 and finite, got 0"),
-        (spec_of("ldp-dol"), {"epsilons": (math.inf,) * 3}, "above 0 and finite, got inf"),
-        (spec_of("ldp-dol"), {"epsilons": (1e-12,) * 3}, r"epsilon of learner-0 must be above .*lattice.*; got 1e-12"),
-        (spec_of("dvp"), {"epsilons": (1e-11,) * 3}, "must be above .* a solver's tolerance"),
-    ],
-)
-def test_what_cannot_be_met_says_why(spec: RunSpec, budget: dict[str, Any], reason: str) -> None:
-    with pytest.raises(SpecError, match=reason):
-        calibrate(spec, records(spec), Target(**{"epsilons": (1.0,) * LEARNERS, **budget}))
+def test_wrong_at_one_strength_only_is_found() -> None:
+    """Strong hints are right too often, middling ones too seldom: the sum is right. Failure probability below 1e-6."""
+    generator = np.random.default_rng(4)
+    losses = generator.uniform(0.0, 3.0, 4000)
+    chances = 1.0 / (1.0 + np.exp(-losses))
+    strong, middling = losses > 2.4, (losses > 1.2) & (losses < 1.8)
+    chances[strong], chances[middling] = 1.0, chances[middling] - (1.0 - chances[strong]).sum() / middling.sum()
+    found = p_values(losses, (generator.random(4000) < chances).astype(np.int64))
+    assert found["guesses by strength"] < 1e-3 < found["right guesses"]
 
 
-def test_missing_clipping_is_named() -> None:
-    with pytest.raises(CheckFailed, match="clip"):
-        calibrated(spec_of("dola", loss={"kind": "least_squares"}), 1.0)
+# ---- in an audit -----------------------------------------------------------------------------------------------------
 
 
-# ---- factors ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", sorted(SETUPS))
+def test_the_losses_of_every_algorithm_are_calibrated(name: str) -> None:
+    """400 runs of two worlds: no test below 1e-4. Failure probability below 1e-3 each (seven tests)."""
+    setup = SETUPS[name]
+    run = setup.build()
+    data = made_up(run.spec, setup.n_features)
+    if run.algorithm.accountant(0).shared:
+        data = replace(data, learners=data.learners[:1] * run.spec.n_learners)
+    plan = plan_audit(run, data, 0, runs=200, seed=5)
+    parts = (overhear(run, data, plan.worlds, share, SeededNoise) for share in shares(200, 200, plan.seeds.audited))
+    losses = Ratios.joined([ratios(run, plan.worlds, part, plan.claim) for part in parts])
+    found = calibration([losses])
+    assert all(test.p_value > 1e-4 for test in found), [(test.name, test.p_value) for test in found]
 
 
-@pytest.mark.parametrize("name", NOISY)
-def test_twice_the_noise_is_twice_the_scale(name: str) -> None:
-    """For what is calibrated by epsilon, up to what the lattice costs; DVP's own noise is not proportional."""
-    spec = spec_of(name)
-    louder = spec.model_copy(update={"algorithm": spec.algorithm.noisier((2.0,) * spec.n_learners)})
-    before, after = (build_run(each, FEATURES) for each in (spec, louder))
-    t = 12
-    if name != "dvp":
-        assert after.algorithm.noise_scale(0, t) == pytest.approx(2 * before.algorithm.noise_scale(0, t), rel=1e-9)
-    assert after.guarantee(0).epsilon() == pytest.approx(before.guarantee(0).epsilon() / 2, rel=1e-2)
-    assert ALGORITHMS.find(name).model_validate(louder.algorithm.model_dump()) == louder.algorithm
+def test_an_audit_judges_them_at_their_level() -> None:
+    """Half the noise, told as the whole: found by calibration alone. Failure probability below 1e-6."""
+    setup = SETUPS["ldp-dol"]
+    run = setup.build()
+    plan = plan_audit(run, made_up(run.spec, setup.n_features), 1, runs=200, seed=1)
+    correct, broken = (audit_simulated(plan, noise=noise).found for noise in (SeededNoise, halved))
+    for found in (correct, broken):
+        tests = [test for test in found.tests if test.part == "calibration"]
+        assert sum(test.level for test in tests) == pytest.approx(plan.levels.of("likelihood", "calibration"))
+    alone = replace(broken, tests=tuple(test for test in broken.tests if test.part == "calibration"), bounds=())
+    assert decide(replace(alone, excess=None, rounds=None)).kind == "refuted"
 
 
-def test_times() -> None:
-    assert times(3.0, (2.0, 2.0)) == 6.0
-    assert times(3.0, (1.0, 2.0)) == (3.0, 6.0)
-    assert times((1.0, 2.0), (2.0, 1.0)) == 2.0
-    assert divided(3.0, (2.0, 4.0)) == (1.5, 0.75)
-    with pytest.raises(SpecError, match=r"one number per learner \(2\), got 3"):
-        times((1.0, 2.0, 3.0), (1.0, 1.0))
+def halved(seed: np.random.SeedSequence) -> Noise:
+    return Times(SeededNoise(seed), 0.5)

@@ -50,7 +50,7 @@ def a_run(algorithm: dict[str, Any], rounds: int, batch: int = 2, **more: Any) -
         "topology": {"graph": "ring", "weights": "metropolis"},
         "durability": "process",
     }
-    run = build_run(parse_spec(document), DIM)
+    run = build_run(parse_spec(document, imports=True), DIM)
     return run, made_up(run.spec, DIM, batch=batch, **more)
 
 

@@ -47,7 +47,7 @@ def build(name: str) -> Run:
     """A small run of an algorithm, with the parameters of `RUNS`."""
     topology = {"topology": {"graph": "ring", "weights": "out_degree"}} if name == "dpps" else {}
     document = {"rounds": 12, "learners": 3, "algorithm": {"name": name, **RUNS.get(name, {})}, **topology}
-    return build_run(parse_spec(document), 3)
+    return build_run(parse_spec(document, imports=True), 3)
 
 
 # ---- uses, groups, learners ------------------------------------------------------------------------------------------

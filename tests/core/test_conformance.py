@@ -6,8 +6,9 @@ one is caught with probability below 1e-6.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any
 
@@ -17,10 +18,13 @@ import yaml
 from scipy import stats
 
 from sottovoce.arrays import FloatArray
-from sottovoce.auditing.conformance import Residuals, as_laplace, examine, residuals
-from sottovoce.auditing.levels import Test
+from sottovoce.auditing.conformance.battery import examine_noise
+from sottovoce.auditing.conformance.residuals import as_laplace, residuals
+from sottovoce.auditing.levels import Levels, Test
+from sottovoce.auditing.swaps import swaps
+from sottovoce.auditing.worlds import Worlds
 from sottovoce.data import PlacedData
-from sottovoce.noise import Draw, KeyedNoise, Noise, Recorder, SeededNoise
+from sottovoce.noise import Draw, Noise, Recorder, SeededNoise
 from sottovoce.running.run import Run, build_run
 from sottovoce.running.simulator import simulate
 from sottovoce.running.transcript import Transcript
@@ -32,29 +36,18 @@ FIELD: dict[str, Any] = yaml.safe_load(
 )
 
 
-def conformance(run: Run, transcript: Transcript, data: PlacedData, learner: int) -> tuple[Test, ...]:
-    """All tests of one learner's noise; none if its messages carry none.
-
-    Args:
-        run: the run that was overheard.
-        transcript: what all learners said. Replicas are independent runs.
-        data: what they learned.
-        learner: whose noise is tested.
-    """
-    others = [residuals(run, transcript, data, j) for j in range(run.spec.n_learners) if j != learner]
-    return examine(residuals(run, transcript, data, learner), others)
+LEVELS = Levels(0.01)
 
 
-def rejected(tests: Iterable[Test], alpha: float) -> tuple[Test, ...]:
-    """The tests that fail together, smallest p-value first: Holm's procedure.
+def conformance(run: Run, transcript: Transcript, data: PlacedData) -> tuple[Test, ...]:
+    """All tests of all learners' noise, each with its level; none if no message carries any."""
+    worlds = Worlds(0, data.learners[0], swaps(data, 0)[0][0], "")
+    return examine_noise(run, data, worlds, 0, transcript, transcript.replicas).tests(LEVELS)
 
-    Whatever the tests' dependence, none of them fails for a correct learner but with probability `alpha`.
-    """
-    ordered = sorted(tests, key=lambda test: test.p_value)
-    for k, test in enumerate(ordered):
-        if test.p_value > alpha / (len(ordered) - k):
-            return tuple(ordered[:k])
-    return tuple(ordered)
+
+def rejected(tests: Iterable[Test]) -> tuple[Test, ...]:
+    """The tests that fail: any at all for correct learners with probability at most 0.01."""
+    return tuple(test for test in tests if test.rejects)
 
 
 def overheard(run: Run, data: PlacedData, noise: Noise, replicas: int = 1) -> Transcript:
@@ -66,7 +59,7 @@ def of_the_field(name: str) -> tuple[Run, PlacedData]:
     changes = next(run for run in FIELD["runs"] if run["name"] == name)
     if "block_length" in changes["algorithm"]:
         changes = {**changes, "algorithm": {**changes["algorithm"], "block_length": 8}}
-    spec = parse_spec({**FIELD["common"], **changes, "rounds": min(50, changes.get("rounds", 50))})
+    spec = parse_spec({**FIELD["common"], **changes, "rounds": min(50, changes.get("rounds", 50))}, imports=True)
     return build_run(spec, 6), made_up(spec, 6, batch=2)
 
 
@@ -84,12 +77,13 @@ def test_residuals_are_the_noise_that_was_drawn() -> None:
     for learner in range(3):
         (found,) = residuals(run, transcript, data, learner)
         scale = np.array([run.algorithm.noise_scale(learner, t) for t in range(12)])
-        drawn = np.stack(recorder.drawn["y"])[:, learner] / scale[:, None, None]
+        drawn = np.stack(recorder.drawn["y"])[:, learner]
 
         assert (found.learner, found.field) == (learner, "y")
-        np.testing.assert_allclose(found.values, drawn, atol=2.0**-38)
+        np.testing.assert_allclose(found.values, drawn / scale[:, None, None], atol=2.0**-38)
         np.testing.assert_array_equal(found.scale, scale)
-        assert np.nanmax(found.off_lattice) < 1e-3
+        assert not found.off.any() and not found.lost.any()
+        assert np.abs(found.steps - drawn / found.grid[:, None, None]).max() <= 1
 
 
 def test_only_perturbed_coordinates_have_residuals() -> None:
@@ -107,7 +101,7 @@ def test_messages_without_noise_of_their_own_are_not_tested(name: str) -> None:
     run, data = of_the_field(name)
     transcript = overheard(run, data, SeededNoise(0))
     assert residuals(run, transcript, data, 0) == ()
-    assert conformance(run, transcript, data, 0) == ()
+    assert conformance(run, transcript, data) == ()
 
 
 def test_what_follows_from_a_message_that_nobody_heard_is_left_out() -> None:
@@ -119,10 +113,10 @@ def test_what_follows_from_a_message_that_nobody_heard_is_left_out() -> None:
     known = [np.isfinite(residuals(run, transcript, data, i)[0].values[:, 0, 0]) for i in range(4)]
 
     assert [int(each.sum()) for each in known] == [10, 11, 30, 30]
-    assert rejected(conformance(run, transcript, data, 0), 0.01) == ()
+    assert rejected(conformance(run, transcript, data)) == ()
     said[0] = np.nan
     assert residuals(run, Transcript({"y": said}), data, 0) == ()
-    assert conformance(run, Transcript({"y": said}), data, 0) == ()
+    assert conformance(run, Transcript({"y": said}), data) == ()
 
 
 @pytest.mark.parametrize("law", ["laplace", "gaussian", "spherical"])
@@ -148,51 +142,27 @@ def test_noise_of_every_law_becomes_independent_laplace_numbers(law: Any) -> Non
 
 @pytest.mark.parametrize("name", ["ldp-dol", "dsgd", "dola", "dpsr", "dpsda-c", "dpsda-ps", "pd-ftgl", "pd-ocg", "pvp"])
 def test_correct_algorithms_pass_and_half_their_noise_does_not(name: str) -> None:
-    """At alpha = 0.01 for five learners together."""
     run, data = of_the_field(name)
-    transcript = overheard(run, data, SeededNoise(1), replicas=20)
-    broken = overheard(run, data, Broken(SeededNoise(1), half), replicas=20)
-    found = [residuals(run, transcript, data, i) for i in range(5)]
-    for learner in range(5):
-        others = found[:learner] + found[learner + 1 :]
-        assert rejected(examine(found[learner], others), 0.01 / 5) == ()
-        assert "coordinate scale" in names(rejected(examine(residuals(run, broken, data, learner), []), 1e-6))
+    assert rejected(conformance(run, overheard(run, data, SeededNoise(1), replicas=20), data)) == ()
+    broken = rejected(conformance(run, overheard(run, data, Broken(SeededNoise(1), half), replicas=20), data))
+    assert "scale" in names(broken)
 
 
 def test_false_alarms_are_as_rare_as_stated() -> None:
     """300 runs. More than 9 alarms at alpha = 0.01 have probability 1e-3; no test's p-values lean to the small ones."""
     run = small_run(rounds=20, learners=2, n_features=5)
     data = made_up(run.spec, 5)
-    transcript = overheard(run, data, SeededNoise(7), replicas=300)
-    own, other = (residuals(run, transcript, data, i) for i in range(2))
-    audits = [examine(one(own, k), [one(other, k)]) for k in range(300)]
+    said = overheard(run, data, SeededNoise(7), replicas=300).fields["y"]
+    audits = [conformance(run, Transcript({"y": said[:, :, k : k + 1]}), data) for k in range(300)]
 
-    assert sum(bool(rejected(tests, 0.01)) for tests in audits) <= 9
-    for tests in zip(*audits, strict=True):
-        p_values = np.array([test.p_value for test in tests])
+    assert sum(bool(rejected(tests)) for tests in audits) <= 9
+    found: dict[str, list[float]] = {}
+    for test in itertools.chain(*audits):
+        found.setdefault(test.name, []).append(test.p_value)
+    for name, p_values in found.items():
         for level in (0.01, 0.05, 0.2):
-            count = int(np.count_nonzero(p_values <= level))
-            assert stats.binom.sf(count - 1, 300, level) > 1e-4, tests[0].name
-        if tests[0].name in {"tails", "law", "scale"}:
-            assert stats.kstest(p_values, "uniform").pvalue > 1e-4
-
-
-def test_the_sampler_of_deployed_learners_passes() -> None:
-    """Its bytes come from a key, so that the numbers are the same in every test; alpha = 0.01."""
-    found = []
-    for learner in range(3):
-        source = KeyedNoise("a secret", "a run", learner)
-        values = np.stack([source(Draw("laplace", "y", t, 1.0, 2.0**-40, (4, 25))) for t in range(50)])
-        off_lattice = np.abs(values * 2.0**40 - np.rint(values * 2.0**40))
-        found.append((Residuals(learner, "y", values, np.ones(50), off_lattice),))
-    for learner in range(3):
-        assert rejected(examine(found[learner], found[:learner] + found[learner + 1 :]), 0.01 / 3) == ()
-
-
-def one(found: tuple[Residuals, ...], replica: int) -> tuple[Residuals, ...]:
-    """The residuals of a single replica."""
-    only = slice(replica, replica + 1)
-    return tuple(replace(each, values=each.values[:, only], off_lattice=each.off_lattice[:, only]) for each in found)
+            count = int(np.count_nonzero(np.array(p_values) <= level))
+            assert stats.binom.sf(count - 1, len(p_values), level) > 1e-4, name
 
 
 # ---- broken learners -------------------------------------------------------------------------------------------------
@@ -222,6 +192,10 @@ def half(self: Broken, draw: Draw, drawn: FloatArray) -> FloatArray:
 
 def nine_tenths(self: Broken, draw: Draw, drawn: FloatArray) -> FloatArray:
     return draw.rounded(0.9 * drawn)
+
+
+def a_little_less(self: Broken, draw: Draw, drawn: FloatArray) -> FloatArray:
+    return draw.rounded(0.97 * drawn)
 
 
 def from_the_round_before(self: Broken, draw: Draw, drawn: FloatArray) -> FloatArray:
@@ -298,24 +272,24 @@ def mostly_positive(self: Broken, draw: Draw, drawn: FloatArray) -> FloatArray:
 @pytest.mark.parametrize(
     ("change", "replicas", "caught"),
     [
-        (half, 1, {"scale", "tails", "law"}),
-        (nine_tenths, 20, {"scale"}),
-        (from_the_round_before, 1, {"round ties", "rounds"}),
-        (from_long_ago, 1, {"round ties"}),
-        (in_other_scales, 1, {"round ties", "rounds"}),
-        (half_of_it_stays, 1, {"rounds"}),
-        (not_in_one_round, 1, {"zeros", "round scale"}),
-        (little_in_one_round, 1, {"round scale"}),
-        (in_the_first_round_only, 1, {"zeros", "round scale", "scale"}),
-        (not_on_one_coordinate, 1, {"zeros", "coordinate scale"}),
-        (little_on_one_coordinate, 1, {"coordinate scale"}),
-        (normal, 30, {"tails"}),
+        (half, 1, {"marginal"}),
+        (nine_tenths, 20, {"marginal"}),
+        (from_the_round_before, 1, {"dependence", "freshness"}),
+        (from_long_ago, 1, {"freshness"}),
+        (in_other_scales, 1, {"dependence", "freshness"}),
+        (half_of_it_stays, 1, {"dependence"}),
+        (not_in_one_round, 1, {"marginal"}),
+        (little_in_one_round, 1, {"marginal"}),
+        (in_the_first_round_only, 1, {"marginal"}),
+        (not_on_one_coordinate, 1, {"marginal"}),
+        (little_on_one_coordinate, 1, {"marginal"}),
+        (normal, 30, {"marginal"}),
         (raw_doubles, 1, {"lattice"}),
-        (the_same_for_all_learners, 1, {"learner ties", "learners"}),
-        (alike_for_all_learners, 1, {"learners"}),
-        (one_number, 1, {"coordinate ties", "coordinates"}),
-        (running_sums, 1, {"coordinates"}),
-        (mostly_positive, 1, {"signs"}),
+        (the_same_for_all_learners, 1, {"dependence", "freshness"}),
+        (alike_for_all_learners, 1, {"dependence"}),
+        (one_number, 1, {"dependence"}),
+        (running_sums, 1, {"dependence"}),
+        (mostly_positive, 1, {"marginal"}),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -325,22 +299,19 @@ def test_broken_noise_is_caught(change: Change, replicas: int, caught: set[str],
     run = small_run(rounds=50, n_features=dim)
     data = made_up(run.spec, dim)
     transcript = overheard(run, data, Broken(SeededNoise(2), change), replicas)
-    tests = conformance(run, transcript, data, 0)
 
-    assert caught <= names(rejected(tests, 1e-3))
+    assert caught <= {str(test.part) for test in rejected(conformance(run, transcript, data))}
 
 
 def test_a_test_says_where_it_failed() -> None:
     run = small_run(rounds=50, n_features=10)
     data = made_up(run.spec, 10)
-    where: dict[tuple[str, str], str] = {}
-    for change in (not_in_one_round, not_on_one_coordinate, the_same_for_all_learners):
-        tests = conformance(run, overheard(run, data, Broken(SeededNoise(2), change)), data, 1)
-        where |= {(change.__name__, test.name): test.where for test in rejected(tests, 1e-6)}
-
-    assert where["not_in_one_round", "round scale"] == "learner 1, field 'y', round 17"
-    assert where["not_on_one_coordinate", "coordinate scale"] == "learner 1, field 'y', coordinate 3"
-    assert where["the_same_for_all_learners", "learner ties"].startswith("learner 1, field 'y', with learner ")
+    said = overheard(run, data, SeededNoise(2)).fields["y"].copy()
+    said[17, 1] += 50.0 * run.algorithm.noise_scale(1, 17)  # nobody hears the noise alone: the message says it
+    (worst, *_) = sorted(conformance(run, Transcript({"y": said}), data), key=lambda test: test.p_value)
+    assert "learner 1" in worst.where and "round 17" in " ".join(
+        test.where for test in rejected(conformance(run, Transcript({"y": said}), data))
+    )
 
 
 def test_the_least_bug_is_not_seen_and_the_same_bug_is_in_more_runs() -> None:
@@ -348,16 +319,8 @@ def test_the_least_bug_is_not_seen_and_the_same_bug_is_in_more_runs() -> None:
     run = small_run(rounds=50, n_features=10)
     data = made_up(run.spec, 10)
     found = [
-        names(rejected(conformance(run, overheard(run, data, Broken(SeededNoise(2), nine_tenths), n), data, 0), 1e-3))
+        names(rejected(conformance(run, overheard(run, data, Broken(SeededNoise(2), a_little_less), n), data)))
         for n in (1, 30)
     ]
     assert found[0] == set()
     assert "scale" in found[1]
-
-
-def test_holm_rejects_in_order_until_the_first_that_holds() -> None:
-    tests = [Test(str(p), "", 0.0, p, "") for p in (0.02, 0.5, 0.004, 0.0126, 0.01)]
-    assert [test.p_value for test in rejected(tests, 0.05)] == [0.004, 0.01, 0.0126, 0.02]
-    assert [test.p_value for test in rejected(tests, 0.04)] == [0.004, 0.01, 0.0126, 0.02]
-    assert [test.p_value for test in rejected(tests, 0.03)] == [0.004]
-    assert rejected(tests, 0.01) == ()

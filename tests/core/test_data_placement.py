@@ -254,6 +254,26 @@ def test_without_reuse_later_rounds_are_empty() -> None:
     assert placed.learners[0].batch(3).features.shape == (0, 2)
 
 
+@pytest.mark.parametrize(
+    ("rounds", "data"),
+    [
+        (10**9, {}),
+        (2**53, {}),
+        (5, {"batch_size": 10**15, "reuse": True}),
+        (2**27, {"batch_size": "all", "reuse": True}),
+    ],
+)
+def test_more_places_than_memory_are_refused(rounds: int, data: dict[str, Any]) -> None:
+    with pytest.raises(SpecError, match="at most 134217728 places for records"):
+        place(run_spec(rounds, **data), numbered(6, test=NO_TEST))
+
+
+def test_a_batch_may_be_larger_than_all_records() -> None:
+    """Its end in a late round is beyond int64."""
+    placed = place(run_spec(3000, 1, batch_size=2**53, intercept=False), numbered(6, test=NO_TEST))
+    assert [len(each) for each in learned(placed)[0]] == [6, *[0] * 2999]
+
+
 @pytest.mark.parametrize("reuse", [True, False])
 def test_shuffled_order_is_shuffled_per_learner(reuse: bool) -> None:
     placed = place(run_spec(100, reuse=reuse), numbered(80, test=NO_TEST))

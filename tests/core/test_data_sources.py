@@ -170,6 +170,16 @@ def test_npz_test_labels_are_mapped_together_with_the_others(npz: Save) -> None:
     assert dataset.test.labels.tolist() == [0, 0]
 
 
+MIXED = {
+    "num_train": np.ones((2, 1)),
+    "num_columns": ["age"],
+    "cat_train": [[0], [1]],
+    "cat_columns": ["sex"],
+    "values_sex": ["f", "m"],
+    "y_train": [0, 1],
+}
+
+
 @pytest.mark.parametrize(
     ("arrays", "message"),
     [
@@ -191,6 +201,12 @@ def test_npz_test_labels_are_mapped_together_with_the_others(npz: Save) -> None:
         ),
         ({"X": np.ones((2, 1)), "y": [0, 1], "round": ["a", "b"]}, "'round' must hold integers"),
         ({"num_train": np.ones((2, 1)), "y_train": [0, 1]}, "must hold the array cat_train too"),
+        ({**MIXED, "num_train": np.ones(2)}, r"num_train must be numbers .* got float64 \(2,\) and \(2, 1\)"),
+        ({**MIXED, "num_train": [["a"], ["b"]]}, r"num_train must be numbers .* got <U1 \(2, 1\)"),
+        ({**MIXED, "cat_train": [0, 1]}, r"cat_train codes \(records, 1\), got float64 \(2, 1\) and \(2,\)"),
+        ({**MIXED, "cat_train": [[0], [1], [0]]}, r"and \(3, 1\)"),
+        ({**MIXED, "cat_columns": "sex"}, "cat_columns must be a list, got an array of 0 axes"),
+        ({**MIXED, "values_sex": [["f", "m"]]}, "values_sex must be a list, got an array of 2 axes"),
         ({"X": np.ones((2, 1)), "y": np.array([0, None])}, "without pickled objects"),
     ],
 )
@@ -280,6 +296,16 @@ def test_csv_refused(csv: Callable[[str], Path], text: str, error: type[Exceptio
     pytest.importorskip("pyarrow")
     with pytest.raises(error, match=message):
         load(csv(text))
+
+
+@pytest.mark.parametrize(
+    "text", ["a,y\n1,0\n31337,1,5\n3,1\n", 'a,y\n1,0\n"31337\n', "a,y\n31337\n", "a,y\n1,0\n\x00,31337,\xff\n"]
+)
+def test_a_broken_csv_is_not_quoted(csv: Callable[[str], Path], text: str) -> None:
+    pytest.importorskip("pyarrow")
+    with pytest.raises(DataError) as refusal:
+        load(csv(text))
+    assert "31337" not in str(refusal.value)
 
 
 @pytest.mark.parametrize("label", ["b", "round"])

@@ -55,7 +55,7 @@ def digraphs(n: int, period: int = 3, seed: int = 0) -> PeriodicNetwork:
 
 
 def metropolis(n: int, graph: str = "path") -> Network:
-    spec = parse_spec({"rounds": 1, "algorithm": {"name": "ldp-dol"}, "topology": {"graph": graph}})
+    spec = parse_spec({"rounds": 1, "algorithm": {"name": "ldp-dol"}, "topology": {"graph": graph}}, imports=True)
     return spec.topology.network(n, rounds=1)
 
 
@@ -91,7 +91,7 @@ def assemble(
     network = network or (digraphs(3) if name in ("dpsda-ps", "dpps") else metropolis(3))
     document = {"rounds": rounds, "learners": network.n_learners, "algorithm": {"name": name, **parameters}}
     sections = {"loss": loss if isinstance(loss, dict) else {}, "decision_set": decision_set}
-    spec = parse_spec({**document, **sections})
+    spec = parse_spec({**document, **sections}, imports=True)
     made: Loss = spec.loss if isinstance(loss, dict) else loss
     setting = Setting(rounds, dim, made, spec.decision_set, network)
     algorithm, findings = spec.algorithm.build(setting)
@@ -631,7 +631,7 @@ def test_what_is_reported(codes: list[str], name: str, changes: dict[str, Any]) 
 )
 def test_a_spec_names_them(name: str, learners: int, topology: dict[str, Any]) -> None:
     document = {"rounds": 3, "learners": learners, "algorithm": {"name": name}, "topology": topology}
-    run = build_run(parse_spec({**document, "decision_set": BOX}), 5)
+    run = build_run(parse_spec({**document, "decision_set": BOX}, imports=True), 5)
     messages = [step.message for step in simulate(run, shared(run), SeededNoise(17))]
     assert run.algorithm.name == name and method(run).sigma == 1.0
     assert {field: values.shape[2:] for field, values in messages[2].fields.items()} == run.algorithm.field_shapes()

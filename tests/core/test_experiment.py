@@ -53,7 +53,7 @@ def test_words_mappings_and_objects_say_the_same() -> None:
 )
 def test_errors_are_those_of_a_spec_file(fields: dict[str, Any]) -> None:
     with pytest.raises(SpecError) as parsed:
-        parse_spec(fields, source="experiment")
+        parse_spec(fields, source="experiment", imports=True)
     with pytest.raises(SpecError) as made:
         Experiment(**fields)
 

@@ -14,6 +14,7 @@ from scipy.optimize import minimize
 
 from sottovoce.algorithms.follow_the_leader.accounting import Blocks, LeafSensitivity, TreeAccountant
 from sottovoce.algorithms.follow_the_leader.algorithm import PdFtgl
+from sottovoce.algorithms.follow_the_leader.conditions import Problem
 from sottovoce.algorithms.follow_the_leader.d_ftgl import DFtgl
 from sottovoce.algorithms.follow_the_leader.gossip import gossip_of
 from sottovoce.algorithms.follow_the_leader.parameters import PdFtglSpec
@@ -48,7 +49,7 @@ def ran(name: str, rounds: int = 83, learners: int = 5, *, n_features: int = 3, 
     chosen = {key: value for key, value in given.items() if value is not None}
     sections = {"loss": LOSS, "decision_set": BALL, **more}
     document = {"rounds": rounds, "learners": learners, "durability": "process", **sections}
-    return build_run(parse_spec({**document, "algorithm": {"name": name, **chosen}}), n_features)
+    return build_run(parse_spec({**document, "algorithm": {"name": name, **chosen}}, imports=True), n_features)
 
 
 def letter(name: str, graph: str = "complete", **algorithm: Any) -> Run:
@@ -677,6 +678,12 @@ def test_default_regularization_of_strongly_convex_losses(alpha: float) -> None:
         ("NOISE", "got both", {"algorithm": {"noise_scale": 1.0}}),
         ("NOISE_SCALE", "above 0 for all", {"algorithm": {"epsilon": None, "noise_scale": [0, 1, 1, 1, 1]}}),
         ("NOISE_SCALE", "finite", {"algorithm": {"epsilon": None, "noise_scale": -1.0}}),
+        ("REGULARIZATION", "a longer block", {"rounds": 2**53}),
+        (
+            "GOSSIP_STEPS",
+            "at most 1048576, got 4503599627370495",
+            {"rounds": 2**53, "algorithm": {"block_length": 2**52 - 1, "gossip_steps": 2**52 - 1}},
+        ),
         ("EPSILON", "above 0", {"algorithm": {"epsilon": 0.0}}),
         ("EPSILON_ONE", "infinite for all", {"algorithm": {"epsilon": [math.inf, 1, 1, 1, 1]}}),
         (
@@ -698,6 +705,14 @@ def test_what_is_refused(code: str, text: str, changes: dict[str, Any]) -> None:
     with pytest.raises(CheckFailed, match=text) as failed:
         ran("pd-ftgl", **changes)
     assert failed.value.code == code
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.1])
+def test_a_default_regularization_beyond_float64_is_refused(alpha: float) -> None:
+    """The bisection would never end."""
+    with pytest.raises(CheckFailed, match="set regularization") as failed:
+        Problem(rounds=83, radius=2.0, lipschitz=1.0, alpha=alpha).regularization(10, 12.0, math.inf)
+    assert failed.value.code == "REGULARIZATION"
 
 
 @pytest.mark.parametrize("private", [{"epsilon": 1.0}, {"noise_scale": 1.0}, {"noise_scale": 0.0}], ids=str)

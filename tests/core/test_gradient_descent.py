@@ -58,7 +58,8 @@ STAR = {"graph": "star", "weights": "in_degree"}
 def run_of(form: dict[str, Any], rounds: int = 20, learners: int = 4, n_features: int = 3, **sections: Any) -> Run:
     base = {"decision_set": {"kind": "l2_ball", "radius": 2.0}, "loss": LOGISTIC, "durability": "process"}
     return build_run(
-        parse_spec({"rounds": rounds, "learners": learners, "algorithm": form, **base, **sections}), n_features
+        parse_spec({"rounds": rounds, "learners": learners, "algorithm": form, **base, **sections}, imports=True),
+        n_features,
     )
 
 
@@ -567,5 +568,5 @@ def test_a_list_must_have_one_number_per_learner() -> None:
 @pytest.mark.parametrize("name", ["dsgd", "dola", "pdop", "dpdola", "pd-ogd", "d-ogd", "dpsr"])
 def test_a_method_needs_its_name_alone_and_survives_being_written(name: str) -> None:
     spec = run_of({"name": name}).spec
-    assert parse_spec(yaml.safe_load(dump_spec(spec))) == spec
+    assert parse_spec(yaml.safe_load(dump_spec(spec)), imports=True) == spec
     assert f'"const": "{name}"' in spec_schema()

@@ -39,7 +39,7 @@ def document(noise: dict[str, Any]) -> dict[str, Any]:
 
 
 def attacked(noise: dict[str, Any]) -> Rebuilt:
-    spec = parse_spec(document(noise))
+    spec = parse_spec(document(noise), imports=True)
     drawn = made_up(spec, 64)
     learners = tuple(type(own)(np.abs(own.features), own.labels, own.order, own.offsets) for own in drawn.learners)
     data = PlacedData(learners, np.abs(drawn.test_features), drawn.test_labels)
@@ -48,7 +48,7 @@ def attacked(noise: dict[str, Any]) -> Rebuilt:
 
 
 def test_the_record_and_its_label_are_found() -> None:
-    loss = parse_spec(document({"kind": "none"})).loss
+    loss = parse_spec(document({"kind": "none"}), imports=True).loss
     assert isinstance(loss, TorchLoss)
     features, labels = loss.enforce(np.abs(np.random.default_rng(3).normal(size=(1, 64))), np.array([7.0]))
     theta = loss.initial(loss.dim(64))

@@ -48,6 +48,6 @@ def test_slack_is_what_the_loss_charges_at_most(dim: int) -> None:
 
 
 def test_without_a_promise_there_is_nothing_to_tell() -> None:
-    run = build_run(parse_spec({"rounds": 2_000, "learners": 3, "algorithm": {"name": "d-ogd"}}), 10**6)
+    run = build_run(parse_spec({"rounds": 2_000, "learners": 3, "algorithm": {"name": "d-ogd"}}, imports=True), 10**6)
     assert run.guarantee(0).epsilon() == math.inf
     assert check_lattice(run) == ()

@@ -514,9 +514,9 @@ class Absolute(MarginLoss):
 
 def test_a_loss_of_ones_own_is_named_by_module_and_class() -> None:
     document = {"rounds": 3, "algorithm": "ldp-dol", "loss": {"kind": "tests.core.test_losses:Absolute", "ridge": 0.5}}
-    spec = parse_spec(document)
+    spec = parse_spec(document, imports=True)
     assert isinstance(spec.loss, Absolute)
     assert (spec.loss.ridge, spec.loss.gradient_change(9.0), spec.loss.n_classes) == (0.5, 2.0, None)
-    assert parse_spec(spec.model_dump(mode="json")) == spec
+    assert parse_spec(spec.model_dump(mode="json"), imports=True) == spec
     with pytest.raises(SpecError, match="imports no code that a spec from elsewhere names"):
         parse_spec(document, imports=False)

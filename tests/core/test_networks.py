@@ -252,7 +252,7 @@ def test_a_sequence_must_connect_everybody_within_the_rounds_of_the_run() -> Non
     assert network(3, 2, sequence=sequence).n_learners == 3
     document = {"rounds": 1, "learners": 3, "topology": {"sequence": sequence}, "algorithm": {"name": "ldp-dol"}}
     with pytest.raises(CheckFailed, match="W_DISCONNECTED"):
-        build_run(parse_spec(document), 3)
+        build_run(parse_spec(document, imports=True), 3)
 
 
 @pytest.mark.parametrize(
@@ -356,14 +356,17 @@ def test_an_explicit_topology_is_the_same_and_needs_no_graph_library(topology: d
 
 def test_a_graph_and_a_sequence_exclude_each_other() -> None:
     with pytest.raises(SpecError, match="graph and sequence exclude each other"):
-        parse_spec({"rounds": 3, "algorithm": {"name": "ldp-dol"}, "topology": {"graph": "ring", "sequence": random()}})
+        parse_spec(
+            {"rounds": 3, "algorithm": {"name": "ldp-dol"}, "topology": {"graph": "ring", "sequence": random()}},
+            imports=True,
+        )
 
 
 def test_an_algorithm_for_one_undirected_graph_refuses_others() -> None:
     for topology in ({"graph": CYCLE, "weights": "in_degree"}, {"sequence": random(0.9)}):
         document = {"rounds": 9, "learners": 3, "topology": topology, "algorithm": {"name": "ldp-dol"}}
         with pytest.raises(CheckFailed, match="TOPOLOGY_FIXED"):
-            build_run(parse_spec(document), 3)
+            build_run(parse_spec(document, imports=True), 3)
 
 
 # ---- what was not overheard ------------------------------------------------------------------------------------------

@@ -370,8 +370,50 @@ def test_system_noise_of_a_lattice_law_needs_a_lattice() -> None:
 
 
 def test_system_noise_refuses_a_lattice_that_it_is_too_fine_for() -> None:
-    with pytest.raises(ValueError, match=r"scale must be at most 2\^43 times grid, got 1.1259e\+15 times"):
+    with pytest.raises(SpecError, match=r"scale must be at most 2\^43 times grid, got grid/scale of 8.88178e-16"):
         SystemNoise(Entropy(0))(Draw("laplace", "y", 0, 1.0, 2.0**-50, (1,)))
+
+
+@pytest.mark.parametrize("sampler", ["bitwise", "keyed", pytest.param("opendp", marks=needs_opendp)])
+@pytest.mark.parametrize("law", ["laplace", "gaussian"])
+@pytest.mark.parametrize(
+    ("scale", "spacing"),
+    [
+        (math.inf, 2.0**-41),
+        (math.nan, 2.0**-41),
+        (0.0, 2.0**-41),
+        (-1.0, 2.0**-41),
+        (1.0, 0.0),
+        (1.0, 2.0),
+        (1.0, math.nan),
+        (1e-320, 0.0),
+    ],
+)
+def test_no_source_of_real_noise_serves_a_scale_without_noise(
+    sampler: str, law: Law, scale: float, spacing: float
+) -> None:
+    with pytest.raises(SpecError, match="must have 0 < grid <= scale < inf"):
+        source_of(sampler)(Draw(law, "y", 3, scale, spacing, (3,)))
+
+
+@pytest.mark.parametrize("sampler", ["bitwise", "keyed", pytest.param("opendp", marks=needs_opendp)])
+@pytest.mark.parametrize("rate", [0.0, math.inf, math.nan, -1.0, 5e-324])
+def test_no_source_of_real_noise_serves_a_rate_without_noise(sampler: str, rate: float) -> None:
+    with pytest.raises(SpecError, match="must have a rate that is positive and finite"):
+        source_of(sampler)(Draw("spherical", "y", 3, rate, None, (3,)))
+
+
+def test_a_ratio_that_underflows_is_refused() -> None:
+    """Else 18 bits of so fine a lattice would be drawn: next to nothing."""
+    with pytest.raises(SpecError, match="got grid/scale of 0"):
+        SystemNoise(Entropy(0))(Draw("laplace", "y", 0, 1e308, 2.0**-1000, (1,)))
+
+
+@pytest.mark.parametrize("scale", [0.0, math.inf, math.nan, 1e-320, -1.0])
+def test_a_scale_without_a_lattice_has_no_grid(scale: float) -> None:
+    for value in (scale, np.array([1.0, scale])):
+        with pytest.raises(SpecError, match="must be positive, finite and have a lattice in float64"):
+            grid(value)
 
 
 # ---- the keyed source ------------------------------------------------------------------------------------------------
@@ -449,6 +491,14 @@ def test_seeded_noise_is_rounded_only_where_there_is_a_lattice() -> None:
     draw = Draw("laplace", "y", 0, 1.5, 0.5, (50,))
     rounded, raw = SeededNoise(9)(draw), SeededNoise(9)(replace(draw, grid=None))
     assert (draw.rounded(raw) == rounded).all() and (rounded != raw).any()
+
+
+@pytest.mark.parametrize("law", ["laplace", "gaussian"])
+def test_seeded_noise_has_no_more_even_numbers_than_odd_ones(law: Law) -> None:
+    """On a lattice so fine that few binary places are left, halves are frequent. Fails with probability 1e-6 (4.9 deviations)."""
+    drawn = SeededNoise(11)(Draw(law, "y", 0, 2.0**49, 1.0, (40_000,)))
+    odd = int((drawn.astype(np.int64) & 1).sum())
+    assert abs(odd - 20_000) < 4.9 * 100
 
 
 def test_no_noise_is_zero() -> None:

@@ -155,7 +155,10 @@ def setups() -> dict[str, tuple[Run, int]]:
     field = {}
     for each in FIELD["runs"]:
         rounds = min(ROUNDS, each.get("rounds", ROUNDS))
-        field[str(each["name"])] = build_run(parse_spec({**FIELD["common"], **each, "rounds": rounds}), 6), 6
+        field[str(each["name"])] = (
+            build_run(parse_spec({**FIELD["common"], **each, "rounds": rounds}, imports=True), 6),
+            6,
+        )
     return field | {f"claim {name}": (setup.build(), setup.n_features) for name, setup in SETUPS.items()}
 
 

@@ -24,7 +24,7 @@ def document(**changes: Any) -> dict[str, Any]:
 
 def refusal(**changes: Any) -> str:
     with pytest.raises(SpecError) as failure:
-        parse_spec(document(**changes), source="s.yaml")
+        parse_spec(document(**changes), source="s.yaml", imports=True)
     return str(failure.value)
 
 
@@ -67,9 +67,18 @@ def refusal(**changes: Any) -> str:
         ),
         ({"data": {"batch_size": 0}}, ["data.batch_size", "greater than 0", "got 0"]),
         ({"clock": {"mode": "paced"}}, ["clock", "period_s must be given in paced mode", "'paced'"]),
+        (
+            {"clock": {"mode": "paced", "period_s": 1e-9}},
+            ["clock.period_s", "greater than or equal to 0.002", "got 1e-09"],
+        ),
         ({"clock": {"period_s": 1.0}}, ["clock", "period_s must be given in paced mode, and only there"]),
         ({"learners": ["a", "b", "a"]}, ["learner names must differ", "['a', 'b', 'a']"]),
         ({"learners": 0}, ["learners", "greater than 0", "got 0"]),
+        ({"learners": 4097}, ["learners", "less than or equal to 4096", "got 4097"]),
+        ({"learners": [f"a{i}" for i in range(4097)]}, ["learners", "at most 4096 items", "'a0'"]),
+        ({"rounds": 10**30}, ["rounds", "less than or equal to 9007199254740992", f"got {10**30}"]),
+        ({"clock": {"window": 10**30}}, ["clock.window", "less than or equal to 9007199254740992"]),
+        ({"data": {"batch_size": 10**18}}, ["data.batch_size", "less than or equal to 9007199254740992"]),
         ({"learners": []}, ["learners", "at least 1", "got []"]),
         ({"learners": ["a", "../b"]}, ["learners", "pattern", "got '../b'"]),
         ({"capture": "all"}, ["capture", "'relay', 'mirror' or 'none'", "got 'all'"]),
@@ -92,7 +101,7 @@ def test_every_problem_gets_a_line() -> None:
 
 @pytest.mark.parametrize("value", [0, 0.0, -2.5, float("nan"), float("inf")])
 def test_a_noise_scale_must_be_positive(value: float) -> None:
-    spec = parse_spec(document(algorithm={"name": "ldp-dol", "sigma": value}))
+    spec = parse_spec(document(algorithm={"name": "ldp-dol", "sigma": value}), imports=True)
     with pytest.raises(CheckFailed, match=rf"sigma must be positive, got {float(value)} \[SIGMA\]"):
         build_run(spec, 3)
 
@@ -110,13 +119,13 @@ def test_a_noise_scale_must_be_positive(value: float) -> None:
 )
 def test_a_list_needs_one_number_per_learner(changes: dict[str, Any], text: str) -> None:
     with pytest.raises(SpecError, match=text):
-        build_run(parse_spec(document(**changes)), 3)
+        build_run(parse_spec(document(**changes), imports=True), 3)
 
 
 @pytest.mark.parametrize("content", [None, 3, "text", ["rounds"]])
 def test_a_spec_is_a_mapping(content: object) -> None:
     with pytest.raises(SpecError, match=f"must be a mapping of fields, got {type(content).__name__}"):
-        parse_spec(content)
+        parse_spec(content, imports=True)
 
 
 @pytest.mark.parametrize("content", ["rounds: [1, 2", "a: b: c", "\t- x", "!!python/object/apply:os.getcwd []"])
@@ -126,6 +135,32 @@ def test_a_file_must_be_yaml(tmp_path: Path, content: str) -> None:
     with pytest.raises(SpecError, match=r"s\.yaml is not YAML: ") as failure:
         load_spec(path)
     assert "\n" not in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    "content", ["rounds: " + "[" * 5000, "rounds: 5\nalgorithm: " + "{name: " * 500 + "1" + "}" * 500], ids=len
+)
+def test_a_file_nested_too_deep_is_refused(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "s.yaml"
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(SpecError, match="nested too deep"):
+        load_spec(path)
+
+
+@pytest.mark.parametrize("value", ["2026-13-45", "9" * 5000])
+def test_a_value_that_yaml_cannot_hold_is_refused(tmp_path: Path, value: str) -> None:
+    path = tmp_path / "s.yaml"
+    path.write_text(f"rounds: {value}", encoding="utf-8")
+    with pytest.raises(SpecError, match=r"s\.yaml is not YAML: "):
+        load_spec(path)
+
+
+def test_aliases_do_not_make_a_refusal_long() -> None:
+    """Nine lists of nine times the one before: a thousand million words, if all were quoted."""
+    bomb: object = "x"
+    for _ in range(9):
+        bomb = [bomb] * 9
+    assert len(refusal(rounds=bomb, learners=bomb, clock={"window": bomb}, capture=bomb)) < 50_000
 
 
 @pytest.mark.parametrize("content", [None, b"\xff\xfe\x00"])
@@ -143,19 +178,19 @@ def test_a_file_must_be_readable(tmp_path: Path, content: bytes | None) -> None:
 @pytest.mark.parametrize("rule", ["metropolis", "max_degree"])
 @pytest.mark.parametrize("graph", ["ring", "path", "star", "complete"])
 def test_a_word_stands_for_its_kind(graph: str, rule: str) -> None:
-    topology = parse_spec(document(topology={"graph": graph, "weights": rule})).topology
+    topology = parse_spec(document(topology={"graph": graph, "weights": rule}), imports=True).topology
     assert topology.graph is not None
     assert (topology.graph.kind, topology.weights.kind) == (graph, rule)
 
 
 def test_learners_are_a_number_or_names() -> None:
-    assert parse_spec(document(learners=2)).names == ("learner-0", "learner-1")
-    assert parse_spec(document(learners=["a", "b"])).names == ("a", "b")
+    assert parse_spec(document(learners=2), imports=True).names == ("learner-0", "learner-1")
+    assert parse_spec(document(learners=["a", "b"]), imports=True).names == ("a", "b")
 
 
 def test_a_spec_does_not_change() -> None:
     with pytest.raises(ValueError, match="frozen"):
-        parse_spec(LEAST).rounds = 3  # type: ignore[misc] # that it cannot is the point
+        parse_spec(LEAST, imports=True).rounds = 3  # type: ignore[misc] # that it cannot is the point
 
 
 budgets = st.floats(0.01, 9)
@@ -198,13 +233,13 @@ specs = st.fixed_dictionaries(
 
 @given(specs)
 def test_a_dumped_spec_reads_back_equal(fields: dict[str, Any]) -> None:
-    spec = parse_spec(fields)
-    assert parse_spec(yaml.safe_load(dump_spec(spec))) == spec
-    assert parse_spec(json.loads(json.dumps(spec.model_dump(mode="json")))) == spec
+    spec = parse_spec(fields, imports=True)
+    assert parse_spec(yaml.safe_load(dump_spec(spec)), imports=True) == spec
+    assert parse_spec(json.loads(json.dumps(spec.model_dump(mode="json"))), imports=True) == spec
 
 
 def test_a_dumped_spec_shows_the_defaults() -> None:
-    shown = yaml.safe_load(dump_spec(parse_spec(LEAST)))
+    shown = yaml.safe_load(dump_spec(parse_spec(LEAST, imports=True)))
     assert shown["durability"] == "power"
     assert shown["clock"] == {"mode": "free", "window": 100, "period_s": None, "deadline_s": 60.0}
 
@@ -239,17 +274,17 @@ def test_code_that_a_spec_from_elsewhere_names_is_not_imported(changes: dict[str
 
 
 def test_an_algorithm_without_parameters_is_its_name() -> None:
-    assert parse_spec({"rounds": 3, "algorithm": "dsgd"}).algorithm.name == "dsgd"
+    assert parse_spec({"rounds": 3, "algorithm": "dsgd"}, imports=True).algorithm.name == "dsgd"
 
 
 def test_near_misses_are_named() -> None:
     with pytest.raises(SpecError, match=r"did you mean pd-ftgl\?"):
-        parse_spec({"rounds": 3, "algorithm": {"name": "pdftgl"}})
+        parse_spec({"rounds": 3, "algorithm": {"name": "pdftgl"}}, imports=True)
     with pytest.raises(SpecError, match=r"unknown field algorithm.alfa; the fields are name, .*alpha"):
-        parse_spec({"rounds": 3, "algorithm": {"name": "dvp", "alfa": 1.0}})
+        parse_spec({"rounds": 3, "algorithm": {"name": "dvp", "alfa": 1.0}}, imports=True)
 
 
 def test_a_spec_without_an_algorithm_says_so() -> None:
     for document in ({"rounds": 5}, {}):
         with pytest.raises(SpecError, match="field algorithm is required"):
-            parse_spec(document)
+            parse_spec(document, imports=True)

@@ -29,7 +29,7 @@ def test_a_newer_document_loses_what_is_unknown() -> None:
     document, left_out = tolerated(newer, RunSpec)
     assert document == DOCUMENT
     assert set(left_out) == {"clock.patience_s", "participation"}
-    assert parse_spec(document) == parse_spec(DOCUMENT)
+    assert parse_spec(document, imports=True) == parse_spec(DOCUMENT, imports=True)
     assert newer["participation"] == 0.5  # what came is not touched
 
 
@@ -41,7 +41,7 @@ def test_any_other_document_is_held_to_the_letter(written: int | None) -> None:
     kept, left_out = tolerated(document, RunSpec)
     assert left_out == ()
     with pytest.raises(SpecError, match="unknown field colour"):
-        parse_spec(kept)
+        parse_spec(kept, imports=True)
 
 
 @pytest.mark.parametrize("section", sorted(STRICT))
@@ -52,13 +52,13 @@ def test_nothing_is_left_out_that_a_guarantee_may_rest_on(section: str) -> None:
     document, left_out = tolerated(changed, RunSpec)
     assert left_out == ()
     with pytest.raises(SpecError, match="colour"):
-        parse_spec(document)
+        parse_spec(document, imports=True)
 
 
 def test_a_file_says_no_format() -> None:
     """The command line reads files of its own version."""
     with pytest.raises(SpecError, match="unknown field format"):
-        parse_spec(stamped(DOCUMENT))
+        parse_spec(stamped(DOCUMENT), imports=True)
 
 
 @pytest.mark.parametrize("written", [0, -1, "2", 1.5, True, None])

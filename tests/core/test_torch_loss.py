@@ -317,7 +317,7 @@ def test_modes_that_need_what_no_network_has_are_refused(mode: str) -> None:
 
 def test_a_spec_survives_writing_and_its_schema_knows_it() -> None:
     spec = small_spec(loss=section(options={"channels": 2}))
-    assert parse_spec(yaml.safe_load(dump_spec(spec))) == spec
+    assert parse_spec(yaml.safe_load(dump_spec(spec)), imports=True) == spec
     assert "TorchLoss" in spec_schema()
 
 

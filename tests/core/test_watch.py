@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,12 +17,14 @@ from sottovoce.algorithms.interface import Message
 from sottovoce.arrays import FloatArray, Scalars
 from sottovoce.data import PlacedData
 from sottovoce.errors import CaptureError
-from sottovoce.lab.watch.sequential import Changes, Conformance, Detector
-from sottovoce.lab.watch.watch import BLOCKS, Alarm, Watch
+from sottovoce.lab.watch.keys import Keys
+from sottovoce.lab.watch.stakes import BLOCKS
+from sottovoce.lab.watch.watch import Alarm, Watch
 from sottovoce.noise import Draw, Noise, SeededNoise
 from sottovoce.running.run import Run
 from sottovoce.running.simulator import simulate
 from tests.examples import made_up, small_run
+from tests.watched import Changed, alarms
 
 Change = Callable[[int, FloatArray, FloatArray, Scalars], FloatArray]
 """From round, this learner's noise, that of the round before, and the lattice, to what is said instead."""
@@ -122,30 +125,19 @@ def test_a_long_correct_run_raises_no_alarm() -> None:
     assert watch.e < 0.0
 
 
-def test_blocks_are_those_of_the_detector() -> None:
-    """`(R_{b-1} + 1) e_b`, where `R_b` is Shiryaev and Roberts's sum over blocks."""
-    values = np.random.default_rng(0).laplace(size=(7, 20))
-    changes, detector = Changes(3), Detector()
-    for row in values:
-        changes.add(row)
-    for block in (values[:3], values[3:6], values[6:]):
-        bet = Conformance()
-        for row in block:
-            bet.add(row)
-        detector.add(np.array([bet.e]))
-    assert changes.e == pytest.approx(detector.e)
-    assert Changes(3).e == pytest.approx(0.0, abs=1e-12)
+@pytest.mark.slow
+def test_no_correct_run_of_sixty_raises_an_alarm() -> None:
+    """60 runs of 60 rounds, five learners, 17 numbers, at alpha 0.001: one alarm has probability below 0.06.
+
+    That all bets together are fair is tested beside them.
+    """
+    assert [alarm for seed in range(60) for alarm in alarms(60, Changed(seed))] == []
 
 
-def test_changes_are_at_most_the_blocks_begun_on_average() -> None:
-    """That gives the run length. 600 streams of four blocks, five standard errors: failure probability below 1e-5."""
-    generator, found = np.random.default_rng(4), []
-    for _ in range(600):
-        changes = Changes(2)
-        for _ in range(8):
-            changes.add(generator.laplace(size=2))
-        found.append(math.exp(changes.e))
-    assert np.mean(found) <= 4.0 + 5.0 * np.std(found) / math.sqrt(len(found))
+@pytest.mark.parametrize(("learners", "numbers"), [(1, 1), (1, 40), (2, 2), (20, 3), (50, 1), (3, 500)])
+def test_correct_runs_of_all_shapes_raise_none(learners: int, numbers: int) -> None:
+    """With probability at least 0.999 each, however many learners and numbers there are."""
+    assert list(alarms(20, Changed(0), learners=learners, numbers=numbers)) == []
 
 
 # ---- broken ones -----------------------------------------------------------------------------------------------------
@@ -207,8 +199,9 @@ def test_only_the_records_of_those_who_are_watched_are_needed() -> None:
     rounds = list(overheard(run, data, SeededNoise(0)))
     blank = data.with_learner(0, data.learners[1]).with_learner(2, data.learners[1])
     some, all_of_them = Watch(run, blank, 1e-3, (1,)), Watch(run, data, 1e-3, (0, 1, 2))
-    assert alarms_of(some, iter(rounds)) == alarms_of(all_of_them, iter(rounds)) == []
-    assert some.learners[0].e == all_of_them.learners[1].e
+    alone = Watch(run, data, 1e-3, (1,))
+    assert alarms_of(some, iter(rounds)) == alarms_of(alone, iter(rounds)) == alarms_of(all_of_them, iter(rounds)) == []
+    assert some.learners[0].e == alone.learners[0].e
 
 
 def test_who_was_not_overheard_is_not_watched_from_there_on() -> None:
@@ -227,15 +220,40 @@ def test_rounds_come_in_order() -> None:
         Watch(run, data, 1e-3, (0,)).take(1, {})
 
 
+def bytes_of(thing: Any) -> int:
+    """In all arrays of a value and its parts."""
+    if isinstance(thing, np.ndarray):
+        return int(thing.nbytes)
+    if isinstance(thing, dict):
+        return sum(map(bytes_of, thing.values()))
+    if isinstance(thing, (tuple, list)):
+        return sum(map(bytes_of, thing))
+    if not type(thing).__module__.startswith("sottovoce.lab.watch"):
+        return 0  # the run, its data, what an algorithm remembers
+    names = [*getattr(thing, "__dict__", ()), *getattr(type(thing), "__slots__", ())]
+    return sum(bytes_of(getattr(thing, name)) for name in names)
+
+
 def test_state_is_as_large_after_many_rounds_as_after_few() -> None:
-    """Numbers in the bets of a learner; what the algorithm remembers is its own."""
-
-    def numbers(changes: Changes) -> int:
-        return sum(np.size(v) for bet in changes.block.bets for v in vars(bet).values())
-
     run, data = a_run(2, 3 * BLOCKS[0])
     watch, sizes = Watch(run, data, 1e-3, (0,)), []
     for t, (messages,) in enumerate(overheard(run, data, SeededNoise(0))):
         watch.take(t, messages)
-        sizes.append(sum(numbers(each) for each in watch.learners[0].changes))
+        sizes.append(bytes_of(watch))
+    assert sizes[0] > 10_000
     assert sizes[3] == sizes[-1]
+
+
+# ---- from run to run -------------------------------------------------------------------------------------------------
+
+
+def test_noise_of_the_run_before_is_known_again() -> None:
+    """At once, and every learner is named; without the keys of that run there is no alarm, but with probability 0.001."""
+    keys = Keys()
+    assert list(alarms(20, Changed(1), keys=keys)) == []
+    again = list(alarms(3, Changed(1), keys=keys))
+    assert {(alarm.learner, alarm.round, alarm.test) for alarm in again if not alarm.change} == {
+        (i, 0, "repeats") for i in range(5)
+    }
+    assert list(alarms(20, Changed(2), keys=keys)) == []
+    assert list(alarms(20, Changed(1))) == []

@@ -13,6 +13,7 @@ from sottovoce.arrays import FloatArray
 from sottovoce.errors import DataError, NotReady, RemoteProtocolError, SottovoceError
 from sottovoce.losses.logistic import Logistic
 from sottovoce.losses.quadratic import Ridge
+from sottovoce_learner import intake as intaking
 from sottovoce_learner.intake import Intake
 from sottovoce_rpc.codec import to_tensor
 from sottovoce_wire.v1 import learner_pb2, tensor_pb2
@@ -171,6 +172,29 @@ def test_what_does_not_fit_is_refused_whole(
 
     assert (held.filled, held.next_sequence("s"), held.next_sequence("new")) == (1, 1, 0)
     assert contents(held) == [[5], *[[]] * 9]
+
+
+def test_what_a_feeder_may_say_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = intake(rounds=100_000)
+    monkeypatch.setattr(intaking, "MOST_SOURCES", 2)
+    for source in ("a", "b"):
+        held.put(batch(0, [1], source=source))
+    for wrong, text in (
+        (batch(0, [1], source="c"), "at most 2 sources"),
+        (batch(0, [1], source="x" * 129), "at most 128 characters, got 129"),
+        (batch(1, [], source="a", counts=[0] * 65_537), "at most 65536 rounds, got 65537"),
+    ):
+        with pytest.raises(RemoteProtocolError, match=text):
+            held.put(wrong)
+    held.put(batch(1, [7], source="a"))
+    assert contents(held, 4) == [[1], [1], [7], []]
+
+
+def test_bytes_that_wait_are_counted() -> None:
+    held = intake()
+    held.put(batch(0, range(5), counts=[2, 0, 3], first_round=1))
+    assert held.held == 5 * 3 * 8
+    assert [(held.take(t).size, held.held) for t in range(4)] == [(0, 120), (2, 72), (0, 72), (3, 0)]
 
 
 def test_labels_of_the_squared_loss_are_any_number() -> None:

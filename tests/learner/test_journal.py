@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sottovoce.errors import LocalProtocolError
-from sottovoce_learner.journal import Entry, Journal
+from sottovoce.errors import DataError, LocalProtocolError
+from sottovoce_learner.journal import Entry, Journal, last_entry
 
 SIZE = 100
 HEADER = 8 + 16 + 8 + 8 + 4 + 4
@@ -82,14 +82,20 @@ def test_the_file_does_not_grow(path: Path) -> None:
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(1, 9), st.integers(0, HEADER + SIZE - 1), st.integers(1, 255))
 def test_a_torn_write_spoils_the_newest_slot_alone(path: Path, last: int, position: int, flip: int) -> None:
-    """Any byte of the newest entry changed: it does not count, and the one before it is whole."""
+    """Any byte of the newest entry changed: it does not count, and the one before it is whole.
+
+    Where its header no longer names a round or a length that could stand there, that is damage.
+    """
     written(path, range(last + 1))
     with path.open("r+b") as file:
         file.seek((last % 2) * PAGE + position)
         byte = file.read(1)[0]
         file.seek(-1, os.SEEK_CUR)
         file.write(bytes([byte ^ flip]))
-    assert read(path) == [entry(last - 1)]
+    try:
+        assert read(path) == [entry(last - 1)]
+    except DataError:
+        assert 24 <= position < 32 or 40 <= position < 44
 
 
 @pytest.mark.parametrize("kept", [0, 10, HEADER, HEADER + SIZE - 1])
@@ -105,22 +111,97 @@ def test_a_write_that_stopped_in_the_middle_does_not_count(path: Path, kept: int
     assert read(path) == ([entry(2), entry(3)] if unchanged else [entry(3)])
 
 
-def test_a_file_cut_off_holds_what_is_whole(path: Path) -> None:
+def spoilt(path: Path, *slots: int) -> None:
+    """One bit of the message in these slots is another one."""
+    raw = bytearray(path.read_bytes())
+    for slot in slots:
+        raw[slot * PAGE + 60] ^= 1
+    path.write_bytes(raw)
+
+
+def wiped(path: Path, slot: int) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[slot * PAGE : (slot + 1) * PAGE] = bytes(PAGE)
+    path.write_bytes(raw)
+
+
+def short(path: Path, size: int) -> None:
+    path.write_bytes(path.read_bytes()[:size])
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        lambda path: spoilt(path, 0, 1),
+        lambda path: short(path, PAGE),
+        lambda path: short(path, PAGE + 20),
+        lambda path: short(path, 0),
+        lambda path: wiped(path, 0),
+        lambda path: wiped(path, 1),
+        lambda path: path.unlink(),
+    ],
+    ids=["both slots", "half", "cut", "empty", "even slot", "odd slot", "gone"],
+)
+def test_what_no_torn_write_leaves_is_damage_and_never_nothing_spent(path: Path, harm: Callable[[Path], None]) -> None:
+    written(path, range(4))
+    assert last_entry(path, "run") == entry(3)
+    harm(path)
+    with pytest.raises(DataError, match=r"run-0\.journal .*; put the file back as it was"):
+        last_entry(path, "run")
+
+
+def test_long_messages_cut_in_half_are_damage(path: Path) -> None:
+    """Half of the file is one slot, whose message stands in what looks like two."""
+    written(path, range(1), 5000)
+    short(path, 2 * PAGE)
+    with pytest.raises(DataError, match="damaged or wiped"):
+        last_entry(path, "run")
+
+
+def test_a_first_write_that_was_torn_was_not_sent(path: Path) -> None:
+    written(path, range(1))
+    spoilt(path, 0)
+    assert last_entry(path, "run") is None and read(path) == []
+
+
+def test_a_second_write_that_was_torn_was_not_sent(path: Path) -> None:
+    for beginning in range(0, HEADER + SIZE, 7):
+        written(path, range(2))
+        raw = path.read_bytes()
+        path.write_bytes(raw[: PAGE + beginning] + bytes(PAGE - beginning))
+        assert last_entry(path, "run") == entry(0)
+        path.unlink()
+
+
+def test_entries_of_another_run_are_neither_counted_nor_written_over(path: Path) -> None:
     written(path, range(2))
-    with path.open("r+b") as file:
-        file.truncate(PAGE + 20)
-    assert read(path) == [entry(0)]
+    for look in (lambda: read(path, run="other"), lambda: last_entry(path, "other")):
+        with pytest.raises(DataError, match="holds entries of another run than 'other'"):
+            look()
+    with pytest.raises(DataError, match="has 8192 bytes in place of 16384"):
+        Journal(path, "run", PAGE, "process")
+    assert read(path) == [entry(0), entry(1)]
 
 
-def test_entries_of_another_run_do_not_count(path: Path) -> None:
-    written(path, range(2))
-    assert read(path, run="other") == []
-
-    journal = Journal(path, "other", SIZE, "process")
-    journal.write(entry(7))
-    assert journal.entries() == [entry(7)]
+def test_a_write_that_is_not_whole_is_an_error(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = Journal(path, "run", SIZE, "process")
+    whole = os.pwritev
+    monkeypatch.setattr(os, "pwritev", lambda file, parts, at: whole(file, [parts[0], parts[1][:-1]], at))
+    with pytest.raises(OSError, match=f"{HEADER + SIZE - 1} of {HEADER + SIZE} bytes were written"):
+        journal.write(entry(0))
+    assert journal.entries() == []
     journal.close()
-    assert read(path) == [entry(0)]
+
+
+def test_a_reader_beside_a_writer_sees_no_damage(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it reads may be of two moments: one slot of round 0, the other of round 3."""
+    written(path, range(2))
+    early = path.read_bytes()
+    written(path, range(2, 4))
+    late = path.read_bytes()
+    looks = iter([early[:PAGE] + late[PAGE:], late])
+    monkeypatch.setattr(Path, "read_bytes", lambda self: next(looks))
+    assert last_entry(path, "run") == entry(3)
 
 
 @pytest.mark.parametrize("size", [0, SIZE - 1, SIZE + 1])

@@ -21,7 +21,8 @@ def config(**options: Any) -> LearnerConfig:
 
 def noise_of(index: int = 0, run_id: str = "r", **options: Any) -> Any:
     """What a learner draws from in a run."""
-    return Learner(config(**options))._noise(Role(run_id, small_spec(name="demo"), 3, index))
+    spec = small_spec(name="demo")
+    return Learner(config(**options))._noise(Role(run_id, spec, 3, index, spec.names[index]))
 
 
 def test_by_default_the_bitwise_sampler_draws() -> None:

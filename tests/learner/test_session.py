@@ -1,23 +1,31 @@
 """One run of one learner, without a network."""
 
+import asyncio
+import math
 import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from sottovoce.errors import NotReady, SpecError
+from sottovoce.errors import LocalProtocolError, NotReady, RemoteProtocolError, SpecError
 from sottovoce.noise import SystemNoise
 from sottovoce.spec import parse_spec
+from sottovoce_learner import session as sessions
 from sottovoce_learner.journal import Entry
 from sottovoce_learner.session import Role, Session
+from sottovoce_rpc.codec import to_tensor
 from sottovoce_rpc.learner_status import LearnerState
+from sottovoce_wire.v1 import learner_pb2
 
 
 def session(folder: Path, run_id: str = "run-1") -> Session:
-    spec = parse_spec({"rounds": 5, "learners": 2, "algorithm": {"name": "ldp-dol"}, "durability": "process"})
-    return Session(Role(run_id, spec, 3, 0), SystemNoise(), folder)
+    spec = parse_spec(
+        {"rounds": 5, "learners": 2, "algorithm": {"name": "ldp-dol"}, "durability": "process"}, imports=True
+    )
+    return Session(Role(run_id, spec, 3, 0, "learner-0"), SystemNoise(), folder)
 
 
 async def test_a_restarted_learner_says_no_round_of_its_run_again(tmp_path: Path) -> None:
@@ -33,16 +41,26 @@ def test_a_learner_that_was_assigned_but_never_spoke_may_be_assigned_again(tmp_p
     assert session(tmp_path)._journal.entries() == []
 
 
+def test_a_learner_is_assigned_under_its_own_name(tmp_path: Path) -> None:
+    """Under another one it would find nothing spent: a coordinator must not choose what a budget is counted by."""
+    spec = parse_spec({"rounds": 5, "learners": ["m0", "m1"], "algorithm": {"name": "ldp-dol"}}, imports=True)
+    assert Role("run-1", spec, 3, 1, "m1").name == "m1"
+    with pytest.raises(RemoteProtocolError, match="learner 'north' must be assigned under its own name, got 'm0'"):
+        Role("run-1", spec, 3, 0, "north")
+    with pytest.raises(RemoteProtocolError, match="needs an index below 2, got 2"):
+        Role("run-1", spec, 3, 2, "m0")
+
+
 def test_another_run_begins_afresh(tmp_path: Path) -> None:
     before = session(tmp_path)
-    before._journal.write(Entry(3, 1.0, bytes(before._journal._message_size)))
+    before._journal.write(Entry(0, 1.0, bytes(before._journal._message_size)))
     assert session(tmp_path, "run-2")._journal.entries() == []
 
 
 def test_a_message_that_no_channel_carries_is_refused_before_it_is_made(tmp_path: Path) -> None:
-    spec = parse_spec({"rounds": 5, "learners": 2, "algorithm": {"name": "ldp-dol"}})
+    spec = parse_spec({"rounds": 5, "learners": 2, "algorithm": {"name": "ldp-dol"}}, imports=True)
     with pytest.raises(SpecError, match="n_features is too large"):
-        Session(Role("run-1", spec, 2**40, 0), SystemNoise(), tmp_path)
+        Session(Role("run-1", spec, 2**40, 0, "learner-0"), SystemNoise(), tmp_path)
 
 
 async def test_the_status_counts_what_was_said_and_what_was_done(tmp_path: Path) -> None:
@@ -52,6 +70,36 @@ async def test_the_status_counts_what_was_said_and_what_was_done(tmp_path: Path)
     await one._speak(0, 1)
     assert (before.rounds_said, before.rounds_done, before.state) == (0, 0, LearnerState.CONNECTING)
     assert (one.status.rounds_said, one.status.rounds_done, one.status.messages_sent) == (1, 0, 1)
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -1e101])
+async def test_what_no_neighbour_would_take_is_neither_said_nor_charged(tmp_path: Path, number: float) -> None:
+    one: Any = session(tmp_path)
+    one.announce(0, {1: 0.5}, [1])
+    one._noise = lambda draw: np.array([0.0, number, 0.0])
+    with pytest.raises(LocalProtocolError, match="field 'y' of a message must be finite and within 1e\\+100"):
+        await one._speak(0, 1)
+    assert one._journal.entries() == [] and one.status.rounds_said == 0
+
+
+async def test_a_feeder_waits_while_more_bytes_wait_than_a_learner_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions, "MOST_HELD", 100)
+    one = session(tmp_path)
+
+    def batch(sequence: int) -> learner_pb2.SampleBatch:
+        rows, labels = to_tensor(np.ones((4, 3))), to_tensor(np.ones(4))
+        return learner_pb2.SampleBatch(source="s", sequence=sequence, features=rows, labels=labels)
+
+    await one.feed(batch(0))
+    waiting = asyncio.ensure_future(one.feed(batch(1)))
+    done, _ = await asyncio.wait([waiting], timeout=0.05)
+    assert not done and one.intake.next_sequence("s") == 1
+    one.intake.take(0)
+    one._hungry.set()
+    await asyncio.wait_for(waiting, 60.0)
+    assert one.intake.next_sequence("s") == 2
 
 
 async def test_what_takes_long_is_computed_beside_the_loop(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def test_the_place_of_an_error_is_in_code_that_its_author_can_change() -> None:
     inside = failure(caught(lambda: np.linalg.inv(np.zeros((2, 2)))))
     assert inside["kind"] == "LinAlgError"
     assert inside["where"].startswith(f"{__file__}:")
-    ours = failure(caught(lambda: parse_spec({"rounds": -1})))
+    ours = failure(caught(lambda: parse_spec({"rounds": -1}, imports=True)))
     assert "sottovoce/spec" in ours["where"]
 
 
@@ -76,7 +76,7 @@ def test_the_words_of_an_error_are_ours_where_we_raised_it() -> None:
     def required() -> None:
         require(False, "CODE", "diagnosis: positive")
 
-    assert worded_by_us(caught(lambda: parse_spec([])))
+    assert worded_by_us(caught(lambda: parse_spec([], imports=True)))
     assert not worded_by_us(caught(borrowed))
     assert isinstance(caught(required), CheckFailed) and not worded_by_us(caught(required))
     assert not worded_by_us(caught(foreign))

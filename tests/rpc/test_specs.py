@@ -29,9 +29,10 @@ def test_the_log_names_the_fields_that_were_left_out_and_not_their_values() -> N
     assert "ward 7" not in str(logs)
 
 
-def test_what_is_not_json_is_refused() -> None:
+@pytest.mark.parametrize("text", ["{", "[" * 200_000, '{"rounds": ' + "9" * 5000 + "}"], ids=len)
+def test_what_is_not_json_is_refused(text: str) -> None:
     with pytest.raises(SpecError, match="the run spec must be JSON"):
-        spec_from_wire("{", imports=False)
+        spec_from_wire(text, imports=False)
 
 
 def test_messages_have_room_in_a_channel_or_are_refused() -> None:

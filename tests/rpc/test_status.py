@@ -52,7 +52,6 @@ class Failing(grpc.GenericRpcHandler):
                 await context.abort(self.code, "odd", self.trailers)
             async with answering(context):
                 raise self.error
-            raise AssertionError("answering() ends the call")
 
         return grpc.unary_unary_rpc_method_handler(handle)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -142,11 +142,6 @@ async def network(folder: Path, names: Sequence[str], *, noise: Path | None = No
         await coordinator.stop()
         await eavesdropper.stop()
         await up._tasks.end()
-
-
-def without_eavesdropper(config: CoordinatorConfig) -> CoordinatorConfig:
-    """The same, deployed without one."""
-    return replace(config, eavesdropper=None)
 
 
 async def refused(call: Any) -> grpc.aio.AioRpcError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import time
@@ -234,6 +235,15 @@ MUTILATED: dict[str, tuple[Callable[[Path], object], str]] = {
     "no part": (lambda folder: (folder / PART).unlink(), "must have 10 messages, got 0: parts are missing"),
     "fewer rows": (lambda folder: rewritten(folder, lambda t: t.slice(3)), "must have 10 messages, got 7"),
 }
+
+
+@pytest.mark.parametrize("name", [PART, "capture.json"])
+async def test_what_is_no_regular_file_is_refused_and_not_waited_for(tmp_path: Path, name: str) -> None:
+    await captured(tmp_path, conversation(5))
+    (tmp_path / name).unlink()
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(CaptureError, match="not a regular file"):
+        open_capture(tmp_path).totals()
 
 
 @pytest.mark.parametrize("what", MUTILATED)

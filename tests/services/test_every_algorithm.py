@@ -34,7 +34,9 @@ def test_the_field_has_every_algorithm() -> None:
 async def test_the_network_equals_the_simulator(tmp_path: Path, changes: dict[str, Any]) -> None:
     """Equal noise, equal data: what crosses the wire, what is decided and what is charged, to 1e-9."""
     more = {"capture": "mirror", "clock": {"window": 7, "deadline_s": 20.0}}
-    spec = parse_spec({**FIELD["common"], **changes, **more, "rounds": min(ROUNDS, changes.get("rounds", ROUNDS))})
+    spec = parse_spec(
+        {**FIELD["common"], **changes, **more, "rounds": min(ROUNDS, changes.get("rounds", ROUNDS))}, imports=True
+    )
     data = made_up(spec, 6, batch=2)
     run, recorder = build_run(spec, data.n_features), Recorder(SeededNoise(1))
     steps = list(simulate(run, data, recorder))

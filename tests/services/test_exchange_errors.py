@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -21,6 +22,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 from sottovoce.algorithms.interface import Message
 from sottovoce.data import LearnerData, PlacedData
 from sottovoce.errors import SpecError, Unavailable
+from sottovoce.running.run import Run, build_run
 from sottovoce.spec import RunSpec
 from sottovoce.spec_versions import FIELD, FORMAT
 from sottovoce_client.running.feeder import batches, feed
@@ -32,7 +34,7 @@ from sottovoce_learner import exchange as exchanging
 from sottovoce_learner.exchange import plan_hash
 from sottovoce_learner.service import Learner, LearnerConfig
 from sottovoce_rpc.codec import to_fields, to_tensor
-from sottovoce_rpc.directives import Assignment, Directive
+from sottovoce_rpc.directives import Assignment
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 from sottovoce_rpc.server import channel
 from sottovoce_rpc.specs import spec_from_wire
@@ -171,16 +173,14 @@ async def test_whoever_does_not_greet_is_turned_away(tmp_path: Path, monkeypatch
 
 async def test_both_sides_refuse_another_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ben was told another spec than his neighbours: none of them says a round to him, nor he to them."""
-    true = RunBook.briefing
+    true = RunBook.assignment
 
-    def altered(book: RunBook, index: int) -> list[Directive]:
-        first, *others = true(book, index)
-        if index == 1 and isinstance(first, Assignment):
-            other = {**json.loads(first.spec), "algorithm": {"name": "ldp-dol", "sigma": 2.0}}
-            first = replace(first, spec=json.dumps(other))
-        return [first, *others]
+    def altered(book: RunBook, index: int) -> Assignment:
+        told = true(book, index)
+        other = {**json.loads(told.spec), "algorithm": {"name": "ldp-dol", "sigma": 2.0}}
+        return replace(told, spec=json.dumps(other)) if index == 1 else told
 
-    monkeypatch.setattr(RunBook, "briefing", altered)
+    monkeypatch.setattr(RunBook, "assignment", altered)
     spec = spec_of().model_copy(update={"clock": spec_of().clock.model_copy(update={"deadline_s": 1.0})})
     with structlog.testing.capture_logs() as logs:
         async with network(tmp_path, NAMES) as up:
@@ -218,6 +218,24 @@ async def test_wrong_messages_end_their_stream_and_nobody_is_harmed(tmp_path: Pa
             failure = await exchange(up.addresses["cleo"], introduced(up), payload)
 
             assert (failure.code(), reason(failure)) == (Code.INVALID_ARGUMENT, "RemoteProtocolError"), text
+            assert text in (failure.details() or "")
+
+
+async def test_another_version_of_a_round_is_called_what_it_is(tmp_path: Path) -> None:
+    async with run_that_ends_well(tmp_path, spec_of()) as (up, _, _):
+        cleo, ben = (up.learners[name]._in_run() for name in ("cleo", "ben"))
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                if cleo.inbox.next_round(1) > 0:
+                    break
+                await asyncio.sleep(0.01)
+        again = next(entry.payload for entry in ben._journal.entries() if entry.round == 0)
+        for payload, kind, text in (
+            (said(0, 1, np.zeros(3)), "EquivocationError", "learner 1 said two different things in round 0"),
+            (again, "RemoteProtocolError", "learner 1 must say round "),
+        ):
+            failure = await exchange(up.addresses["cleo"], introduced(up), payload)
+            assert (failure.code(), reason(failure)) == (Code.INVALID_ARGUMENT, kind)
             assert text in (failure.details() or "")
 
 
@@ -315,6 +333,21 @@ async def test_wrong_records_are_refused_to_the_feeder_alone(tmp_path: Path) -> 
             assert {event["event"] for event in logs[before:]} <= {"state"}  # who is running, in which round
 
 
+async def test_bytes_that_are_no_message_are_the_callers_error_and_no_bug(tmp_path: Path) -> None:
+    with structlog.testing.capture_logs() as logs:
+        async with run_that_ends_well(tmp_path, spec_of()) as (up, _, _):
+            for address, method in (
+                (up.addresses["cleo"], "/sottovoce_wire.v1.Learner/Ingest"),
+                (up.coordinator, "/sottovoce_wire.v1.Coordinator/Join"),
+                (up.eavesdropper, "/sottovoce_wire.v1.Eavesdropper/Mirror"),
+            ):
+                async with channel(address) as to:
+                    call: Any = to.stream_stream(method)
+                    failure = await refused(call(several(b"\xff\xff\xffgarbage"), timeout=10))
+                assert (failure.code(), reason(failure)) == (Code.INVALID_ARGUMENT, "RemoteProtocolError"), method
+    assert "bug" not in [event["event"] for event in logs]
+
+
 async def test_records_that_cannot_be_delivered_fail_the_run_and_only_their_owner_knows_why(tmp_path: Path) -> None:
     spec = spec_of()
     data = made_up(spec)
@@ -370,6 +403,8 @@ def document(**changes: Any) -> dict[str, Any]:
 
 
 EDGES = {"graph": {"kind": "edges", "edges": [[0, 1], [2, 3]]}}
+RANDOM = {"sequence": {"kind": "random", "probability": 0.5}}
+LIPSCHITZ = {"kind": "logistic", "feature_bound": 1.0}
 UNFIT = [
     ("{", 3, "SpecError", "the run spec must be JSON: "),
     ("[1]", 3, "SpecError", "a run spec must be a mapping of fields, got list"),
@@ -379,6 +414,9 @@ UNFIT = [
     (document(algorithm={"name": "ldp-dol", "sigma": 0}), 3, "CheckFailed", "sigma must be positive, got 0.0"),
     (document(algorithm={"name": "ldp-dol", "sigma": [1.0]}), 3, "SpecError", "one number per learner (4), got 1"),
     (document(), 0, "SpecError", "n_features must be at least 1, got 0"),
+    (document(learners=1025), 3, "SpecError", "at most 1024 learners, got 1025"),
+    (document(rounds=2**53, clock={"window": 2**53}, topology=RANDOM), 3, "SpecError", "clock.window times learners"),
+    (document(rounds=2**53, algorithm="dpsr", loss=LIPSCHITZ), 3, "SpecError", "more memory than there is"),
 ]
 
 
@@ -390,6 +428,43 @@ async def test_a_run_that_cannot_be_is_refused(tmp_path: Path) -> None:
             assert text in (failure.details() or "")
         outcome = await up.run(spec_of(), made_up(spec_of()))
     assert outcome.state == "finished"
+
+
+async def test_a_run_of_too_many_edges_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coordinator_service, "MOST_EDGES", 5)
+    async with network(tmp_path, NAMES) as up:
+        failure = await start(up.coordinator, document(topology={"graph": "complete"}))
+        outcome = await up.run(spec_of(), made_up(spec_of()))
+    assert (failure.code(), reason(failure)) == (Code.INVALID_ARGUMENT, "SpecError")
+    assert "at most 5 edges, got 6" in (failure.details() or "")
+    assert outcome.state == "finished"
+
+
+async def test_nothing_is_built_before_all_have_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def built(*_: object) -> None:
+        raise AssertionError("a network of learners that are not there was built")
+
+    monkeypatch.setattr(coordinator_service, "build_run", built)
+    async with network(tmp_path, ["ann"]) as up:
+        failure = await start(up.coordinator, document(clock={"deadline_s": 0.1}))
+    assert (failure.code(), reason(failure)) == (Code.FAILED_PRECONDITION, "NotReady")
+
+
+async def test_others_are_served_while_a_run_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    building, served = threading.Event(), threading.Event()
+
+    def slowly(*told: Any) -> Run:
+        building.set()
+        assert served.wait(20), "nobody was served meanwhile"
+        return build_run(*told)
+
+    monkeypatch.setattr(coordinator_service, "build_run", slowly)
+    async with network(tmp_path, NAMES) as up, channel(up.coordinator) as to:
+        starting = asyncio.ensure_future(up.start(spec_of(), 3))
+        await asyncio.to_thread(building.wait, PATIENCE_S)
+        await coordinator_pb2_grpc.CoordinatorStub(to).ListRuns(coordinator_pb2.ListRunsRequest(), timeout=PATIENCE_S)
+        served.set()
+        assert (await starting).state == coordinator_pb2.RUN_STATE_CONNECTING
 
 
 async def test_a_spec_of_a_newer_operator_is_run_without_what_is_unknown(tmp_path: Path) -> None:
@@ -487,6 +562,34 @@ async def test_reports_of_strangers_change_nothing(tmp_path: Path) -> None:
             assert "must introduce itself first" in (failure.details() or "")
 
 
+@pytest.mark.parametrize("name", ["../a", "\x1b[31mred", "y" * 64, " a", "a\n"])
+async def test_a_learner_joins_by_a_name_that_a_spec_may_give(tmp_path: Path, name: str) -> None:
+    async with network(tmp_path, []) as up, channel(up.coordinator) as to:
+        with structlog.testing.capture_logs() as logs:
+            join = coordinator_pb2_grpc.CoordinatorStub(to).Join
+            failure = await refused(join(several(introducing(name)), timeout=10))
+            far = introducing("ann")
+            far.introduction.address = "a" * 301
+            away = await refused(join(several(far), timeout=10))
+    assert (failure.code(), reason(failure)) == (Code.INVALID_ARGUMENT, "RemoteProtocolError")
+    assert "a learner's name must match" in (failure.details() or "")
+    assert (away.code(), reason(away)) == (Code.INVALID_ARGUMENT, "RemoteProtocolError")
+    assert "joined" not in [event["event"] for event in logs]
+
+
+async def test_a_stream_on_which_nobody_joins_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coordinator_service, "HELLO_S", 0.05)
+
+    async def silent() -> AsyncIterator[coordinator_pb2.Event]:
+        await asyncio.Event().wait()
+        yield coordinator_pb2.Event()
+
+    async with network(tmp_path, []) as up, channel(up.coordinator) as to:
+        failure = await refused(coordinator_pb2_grpc.CoordinatorStub(to).Join(silent(), timeout=20))
+    assert (failure.code(), reason(failure)) == (Code.INVALID_ARGUMENT, "RemoteProtocolError")
+    assert failure.details() == "expected an introduction within 0.05 s, got nothing"
+
+
 async def test_a_learner_that_is_displaced_takes_its_place_again(tmp_path: Path) -> None:
     """Somebody else joins as ann: her stream ends with the reason, she joins again, and the run goes on."""
     async with run_that_ends_well(tmp_path, spec_of()) as (up, run_id, _), channel(up.coordinator) as to:
@@ -499,6 +602,22 @@ async def test_a_learner_that_is_displaced_takes_its_place_again(tmp_path: Path)
         assert failure.code() is Code.UNAVAILABLE
         assert failure.details() == "another stream of learner ann took the place of this one"
         assert (await up.status("ann")).run_id == run_id
+
+
+async def test_a_learner_outlives_a_bug_of_its_coordinator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    welcomed, true = [0], Coordinator._welcome
+
+    async def welcome(own: Coordinator, member: Any) -> None:
+        welcomed[0] += 1
+        if welcomed[0] <= 2:
+            raise ZeroDivisionError
+        await true(own, member)
+
+    monkeypatch.setattr(Coordinator, "_welcome", welcome)
+    spec = spec_of()
+    async with network(tmp_path, NAMES) as up:
+        outcome = await up.run(spec, made_up(spec))
+    assert outcome.state == "finished" and welcomed[0] == 6
 
 
 async def test_runs_are_remembered_newest_first_and_in_bounded_number(

@@ -75,7 +75,9 @@ class Failing(Gossip):
 
 def spec_of(fails: str) -> RunSpec:
     document = small_spec(10, NAMES, clock={"deadline_s": 20.0}).model_dump(mode="json")
-    return parse_spec({**document, "algorithm": {"name": "tests.services.test_failures:FailingSpec", "fails": fails}})
+    return parse_spec(
+        {**document, "algorithm": {"name": "tests.services.test_failures:FailingSpec", "fails": fails}}, imports=True
+    )
 
 
 @pytest.mark.parametrize(

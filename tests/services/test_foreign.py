@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import json
 import re
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
@@ -27,6 +29,7 @@ from sottovoce_client.cli import app
 from sottovoce_client.lab.foreign.audit import audit_foreign
 from sottovoce_client.lab.foreign.runs import RunIs, load_decoder, read_runs
 from sottovoce_eavesdropper import records
+from sottovoce_eavesdropper import relay as forwarding
 from sottovoce_eavesdropper.foreign import ForeignConfig, ForeignRelay
 from sottovoce_eavesdropper.lookout import Row
 from sottovoce_eavesdropper.reading import open_capture
@@ -103,8 +106,11 @@ async def test_the_example_is_judged_as_the_page_says(
     assert told["verdict"]["kind"] == kind
     assert view in told["verdict"]["text"]
     assert code == (kind == "refuted")
-    assert sum(told["runs_of_each_world"]) + told["runs_left_out"] == 200
-    assert told["decoder"] == {"name": "decode:decode", "decoded": 800, "failed": 0, "first_failures": []}
+    again = told["connections_left_out"]  # a busy system uses a port again, now and then: that is no run of its own
+    assert again <= 3 and 200 - 3 * again <= sum(told["runs_of_each_world"]) + told["runs_left_out"] <= 200 - 2 * again
+    decoded = told["decoder"].pop("decoded")
+    assert told["decoder"] == {"name": "decode:decode", "failed": 0, "first_failures": []}
+    assert 800 - 12 * again <= decoded <= 800
     assert told["findings"] == []
 
 
@@ -197,13 +203,14 @@ class Service(grpc.GenericRpcHandler):
     """Every kind of method, on bytes."""
 
     def __init__(self) -> None:
-        self.cancelled = asyncio.Event()
+        self.waiting, self.cancelled, self.last = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.seen: dict[str, Any] = {}
 
     def service(self, details: grpc.HandlerCallDetails) -> Any:
         return {
             "/x/Unary": grpc.unary_unary_rpc_method_handler(self._unary),
             "/x/Echo": grpc.stream_stream_rpc_method_handler(self._echo),
+            "/x/Late": grpc.stream_stream_rpc_method_handler(self._late),
             "/x/Wait": grpc.unary_unary_rpc_method_handler(self._wait),
         }.get(str(details.method))
 
@@ -220,7 +227,14 @@ class Service(grpc.GenericRpcHandler):
         async for request in requests:
             yield request
 
+    async def _late(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+        """An answer, and long after it the end."""
+        yield b"answer"
+        await self.last.wait()
+        context.set_trailing_metadata((("x-last", "2"),))
+
     async def _wait(self, request: bytes, context: Any) -> bytes:
+        self.waiting.set()
         try:
             await asyncio.sleep(PATIENCE_S)
         except asyncio.CancelledError:
@@ -260,7 +274,7 @@ async def test_a_unary_call_passes_unchanged(tmp_path: Path) -> None:
     assert first == {"x-first": "1", "x-first-bin": b"\0\xff"}
     assert last == {"x-last": "2", "grpc-status-details-bin": b"\x08\x0a"}
     assert dict(sent).items() <= service.seen.items()
-    assert 0 < service.seen["remaining"] <= PATIENCE_S
+    assert 0 < service.seen["remaining"] <= PATIENCE_S + 2  # gRPC rounds a long deadline up to a second, on either way
     rows = open_capture(relay.folder).messages().to_pylist()
     assert [(row["direction"], row["payload"]) for row in rows] == [("out", b"abc"), ("back", b"cba")]
 
@@ -311,6 +325,41 @@ async def test_deadlines_and_cancellation_reach_the_server(tmp_path: Path) -> No
         await asyncio.sleep(0.2)
         call.cancel()
         await asyncio.wait_for(service.cancelled.wait(), PATIENCE_S)
+
+
+def trailers(folder: str) -> list[dict[str, Any]]:
+    """What ended the calls of a capture."""
+    parts = [pq.read_table(path).to_pylist() for path in sorted(Path(folder).glob("*.parquet"))]
+    return [json.loads(row["payload"]) for rows in parts for row in rows if row["kind"] == "trailers"]
+
+
+async def test_the_last_call_ends_before_the_capture_closes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forwarding, "FINISH_S", PATIENCE_S)
+    async with served(tmp_path) as (address, service, relay), grpc.aio.insecure_channel(address) as channel:
+        call = stream(channel, "/x/Late")()
+        assert await call.read() == b"answer"
+        closing = asyncio.create_task(relay.stop())
+        with contextlib.suppress(grpc.aio.AioRpcError):  # no new call is taken: it closes
+            while True:
+                await unary(channel, "/x/Unary")(b"abc", timeout=PATIENCE_S)
+        service.last.set()
+        assert await call.read() is grpc.aio.EOF
+        assert dict(await call.trailing_metadata())["x-last"] == "2"
+        await closing
+
+    assert {"code": "OK", "details": "", "metadata": [["x-last", "2"]]} in trailers(relay.folder)
+
+
+async def test_a_call_without_end_does_not_hold_a_capture_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forwarding, "FINISH_S", 0.1)
+    async with served(tmp_path) as (address, service, relay), grpc.aio.insecure_channel(address) as channel:
+        call = stream(channel, "/x/Wait")()
+        await call.write(b"")
+        await asyncio.wait_for(service.waiting.wait(), PATIENCE_S)
+        await relay.stop()
+        await asyncio.wait_for(service.cancelled.wait(), PATIENCE_S)
+
+    assert open_capture(relay.folder).complete
 
 
 async def test_peers_that_reset_or_talk_nonsense_end_nothing_but_themselves(tmp_path: Path) -> None:

@@ -19,6 +19,8 @@ from sottovoce.running.simulator import simulate
 from sottovoce.running.transcript import Transcript
 from sottovoce.spec import RunSpec
 from sottovoce_client.running.operate import BY_OPERATOR, Interrupted, Outcome
+from sottovoce_coordinator.clock import RoundClock
+from sottovoce_coordinator.runs import RunBook
 from sottovoce_eavesdropper import service as eavesdropper_service
 from sottovoce_eavesdropper.reading import Capture, open_capture
 from sottovoce_eavesdropper.relay import Relay
@@ -165,7 +167,7 @@ async def test_every_neighbour_hears_the_bytes_of_the_journal(tmp_path: Path) ->
     assert all(len(payloads) == 1 for payloads in heard.values())
     for i, name in enumerate(NAMES):
         journal = Journal(
-            tmp_path / "journals" / f"{outcome.run_id}-{name}.journal",
+            tmp_path / "journals" / f"{outcome.run_id}@{name}.journal",
             outcome.run_id,
             len(next(iter(heard[i, 0]))),
             "process",
@@ -203,6 +205,31 @@ async def test_other_clocks_bring_a_run_to_its_end(tmp_path: Path, clock: dict[s
     async with network(tmp_path, NAMES) as up:
         outcome = await up.run(spec, made_up(spec))
     assert outcome.state == "finished"
+
+
+async def test_a_paced_clock_says_nothing_while_a_learner_is_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody is fed, so no round is ever done: after the first grant of a window of one nothing grows."""
+    ticks, said, enough, true = 0, list[int](), asyncio.Event(), (RoundClock.tick, RunBook.go_on)
+
+    def tick(own: RoundClock) -> int:
+        nonlocal ticks
+        ticks += 1
+        if ticks == 20:
+            enough.set()
+        return true[0](own)
+
+    def go_on(own: RunBook) -> Any:
+        said.append(own.clock.granted)
+        return true[1](own)
+
+    monkeypatch.setattr(RoundClock, "tick", tick)
+    monkeypatch.setattr(RunBook, "go_on", go_on)
+    async with network(tmp_path, NAMES) as up:
+        await up.start(spec_of(clock={"mode": "paced", "period_s": 0.002, "window": 1, "deadline_s": 20.0}), 3)
+        await asyncio.wait_for(enough.wait(), PATIENCE_S)
+    assert said == [1]
 
 
 async def test_a_learner_alone_can_run(tmp_path: Path) -> None:
@@ -249,7 +276,7 @@ async def test_a_learner_whose_budget_would_be_exceeded_stops_speaking(tmp_path:
     }
     assert said == set(range(12))
     size = len(table["payload"].to_pylist()[0])
-    journal = Journal(tmp_path / "journals" / f"{outcome.run_id}-ben.journal", outcome.run_id, size, "process")
+    journal = Journal(tmp_path / "journals" / f"{outcome.run_id}@ben.journal", outcome.run_id, size, "process")
     assert [entry.round for entry in journal.entries()] == [10, 11]
     journal.close()
 
@@ -296,7 +323,7 @@ async def test_a_learner_that_is_told_to_end_finishes_the_message_on_its_way(tmp
         outcome = await running
         table = closed(outcome).messages()
     size = len(table["payload"].to_pylist()[0])
-    journal = Journal(tmp_path / "journals" / f"{outcome.run_id}-ben.journal", outcome.run_id, size, "process")
+    journal = Journal(tmp_path / "journals" / f"{outcome.run_id}@ben.journal", outcome.run_id, size, "process")
     entries = journal.entries()
     journal.close()
     payloads = set(table["payload"].to_pylist())

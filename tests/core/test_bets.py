@@ -1,0 +1,302 @@
+"""Bets on noise: their e-values are those of the formulas, fair under the claim, and what is unknown counts for nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import pytest
+from scipy import integrate, stats
+
+from sottovoce.arrays import FloatArray
+from sottovoce.lab.watch.bet import Bet, krichevsky_trofimov, too_many
+from sottovoce.lab.watch.bets import Histogram, LowBits, Repeats, Scale
+from sottovoce.lab.watch.dependence import on_signs, on_sizes
+from sottovoce.lab.watch.keys import CHANCE, Keys, keys_of
+from sottovoce.lab.watch.seen import Memory, Said, Seen
+from sottovoce.lab.watch.stakes import BLOCKS, OWN, POOLED, SHARED, Stakes
+
+ALARM = math.log(1e3)
+"""At alpha = 0.001."""
+
+Stream = Callable[[np.random.Generator, int], Iterator[FloatArray]]
+
+
+def said(values: FloatArray, generator: np.random.Generator) -> Said:
+    """A round in which this noise was said, `(learners, numbers)`, not-a-number where none is known; centres at random."""
+    round_ = Said(*values.shape)
+    known = np.isfinite(values)
+    round_.values[:] = values
+    round_.steps[known] = np.rint(values[known] * 2.0**40).astype(np.int64)
+    round_.said[known] = round_.steps[known] + generator.integers(-(2**40), 2**40, size=known.sum())
+    round_.lost[known] = 0
+    round_.past[:, 0] = 1.0
+    round_.past[:, 1] = generator.normal(size=values.shape)
+    return round_
+
+
+class Watched:
+    """Rounds as bets see them."""
+
+    def __init__(self, learners: int, numbers: int, seed: int = 0) -> None:
+        self._memory = Memory(learners, numbers, Keys())
+        self._generator = np.random.default_rng(seed)
+
+    def see(self, values: FloatArray) -> Seen:
+        """The next round, until the one after it."""
+        return self._memory.see(said(values, self._generator))
+
+
+def totals(bets: Sequence[Bet], watched: Watched, rounds: FloatArray) -> list[FloatArray]:
+    """`(learners, width)` sums of every bet over all rounds, `(rounds, learners, numbers)`."""
+    each: list[list[FloatArray]] = []
+    for values in rounds:
+        seen = watched.see(values)
+        each.append([bet.sums(seen) for bet in bets])
+    return [np.sum(sums, axis=0) for sums in zip(*each, strict=True)]
+
+
+# ---- the values ------------------------------------------------------------------------------------------------------
+
+
+def test_e_values_are_those_of_the_formulas() -> None:
+    """Against the products and integrals that the closed forms stand for."""
+    values = np.random.default_rng(0).laplace(size=(2, 1, 20))
+    histogram, scale = totals((Histogram(), Scale()), Watched(1, 20), values)
+    products = []
+    for cells, probabilities in ((16, stats.laplace.cdf(values)), (8, stats.expon.cdf(np.abs(values)))):
+        counts, product = np.zeros(cells), 1.0
+        for cell in (probabilities.ravel() * cells).astype(int):
+            product *= cells * (counts[cell] + 0.5) / (counts.sum() + cells / 2)
+            counts[cell] += 1
+        products.append(product)
+    sizes = np.abs(values).sum()
+    mixed, _ = integrate.quad(
+        lambda rate: stats.gamma.pdf(rate, 20, scale=1 / 20) * rate**40 * math.exp((1 - rate) * sizes), 0, 10
+    )
+    assert Histogram().e(histogram)[0] == pytest.approx(math.log(np.mean(products)))
+    assert Scale().e(scale)[0] == pytest.approx(math.log(mixed))
+
+
+def test_e_values_of_worked_examples() -> None:
+    """Computed by hand, from the formulas."""
+    fair = np.array([0.5, 0.5])
+    assert on_signs(np.array(50.0), np.array(400.0), 0.01) == pytest.approx(1.695, abs=1e-3)
+    assert Scale().e(np.array([900.0, 1000.0])) == pytest.approx(3.278, abs=1e-3)
+    assert krichevsky_trofimov(np.array([60.0, 0.0]), fair) == pytest.approx(38.967, abs=1e-3)
+    assert krichevsky_trofimov(np.array([30.0, 30.0]), fair) == pytest.approx(-2.277, abs=1e-3)
+    assert krichevsky_trofimov(85.0 * np.eye(16)[3], np.full(16, 1 / 16)) == pytest.approx(209.98, abs=5e-3)
+
+
+def test_what_is_rarer_than_expected_is_no_evidence() -> None:
+    """How often a number is heard again is only bounded: fewer than that, for long, gains nothing; far more does."""
+    expected = np.array([1e-6, 1.0, 60.0, 3000.0])
+    for share in (0.0, 0.5, 1.0):
+        assert np.all(too_many(np.floor(share * expected), expected) <= 0.0)
+    assert np.all(too_many(np.ceil(3.0 * expected) + 6.0, expected) > 0.0)
+    counted = np.arange(400.0)
+    stakes = np.exp(too_many(counted, np.full(400, 60.0)))
+    assert stats.poisson.pmf(counted, 60.0) @ stakes <= 1.0
+
+
+@pytest.mark.parametrize("variance", [0.01, 0.1])
+def test_signs_are_bet_on_as_a_normal_mixture(variance: float) -> None:
+    for s, v in ((3.0, 10.0), (-8.0, 40.0), (0.0, 5.0)):
+        mixed, _ = integrate.quad(
+            lambda rate, s=s, v=v: stats.norm.pdf(rate, scale=variance**0.5) * math.exp(rate * s - rate**2 * v / 2),
+            *(-5.0, 5.0),
+            epsabs=1e-12,
+        )
+        assert on_signs(np.array(s), np.array(v), variance) == pytest.approx(math.log(mixed))
+
+
+def test_bets_on_sizes_are_never_better_than_fair() -> None:
+    """`E exp(u (|r| - 1)) = exp(-u)/(1 - u)` for u = rate X, whatever X in [-1, 1] is."""
+    x = np.linspace(-1.0, 1.0, 201)
+    for rate in (-0.3, -0.1, 0.1, 0.3):
+        exact = -rate * x - np.log1p(-rate * x)
+        assert np.all(exact + on_sizes(np.zeros(201), x**2, rate) <= 1e-15)
+
+
+def test_shares_add_up_to_one() -> None:
+    for shares in (OWN, (*POOLED, *SHARED)):
+        assert sum(share for _, share in shares) == pytest.approx(1.0)
+    assert LowBits.law.sum() == pytest.approx(1.0)
+
+
+# ---- under the claim -------------------------------------------------------------------------------------------------
+
+
+def test_e_values_are_at_most_one_on_average() -> None:
+    """Of every bet and of the mixtures. Over 400 runs, five standard errors: failure probability below 1e-4."""
+    generator, found = np.random.default_rng(2), []
+    bets = [bet for bet, _ in (*OWN, *POOLED, *SHARED)]
+    for _ in range(400):
+        rounds, seed = generator.laplace(size=(3, 2, 4)), int(generator.integers(2**32))
+        stakes, watched = Stakes(2), Watched(2, 4, seed)
+        gains = [stakes.add(watched.see(values)) for values in rounds]
+        each = [bet.e(sums) for bet, sums in zip(bets, totals(bets, Watched(2, 4, seed), rounds), strict=True)]
+        found.append(np.concatenate([*each, gains[-1].e]))
+    e_values = np.exp(found)
+    assert np.all(e_values.mean(axis=0) <= 1.0 + 5.0 * e_values.std(axis=0) / math.sqrt(len(e_values)))
+
+
+def test_changes_are_at_most_the_blocks_begun_on_average() -> None:
+    """That gives the run length. 120 streams of two short blocks, five standard errors: failure probability below 1e-4.
+
+    Of two kinds of blocks the long one has begun once, the short one twice: 1.5 on average.
+    """
+    generator, found = np.random.default_rng(4), []
+    for _ in range(120):
+        watched, stakes = Watched(1, 2), Stakes(1)
+        gains = [stakes.add(watched.see(generator.laplace(size=(1, 2)))) for _ in range(BLOCKS[0] + 2)]
+        found.append(np.exp(gains[-1].change))
+    most = (2.0 + 1.0) / 2.0
+    assert np.all(np.mean(found, axis=0) <= most + 5.0 * np.std(found, axis=0) / math.sqrt(len(found)))
+
+
+def test_what_is_not_a_number_counts_for_nothing() -> None:
+    """A number that never carries noise, a learner that is not heard, and a round without noise."""
+    values = np.random.default_rng(3).laplace(size=(6, 2, 5))
+    padded = np.full((7, 3, 6), np.nan)
+    padded[:6, :2, :5] = values
+    bets = (Scale(), Histogram(), Repeats())  # the others know of centres, which are random, or of shifts
+    sparse, dense = totals(bets, Watched(3, 6), padded), totals(bets, Watched(2, 5), values)
+    for bet, some, all_of_them in zip(bets, sparse, dense, strict=True):
+        assert bet.e(some)[:2] == pytest.approx(bet.e(all_of_them), abs=1e-9)
+    every, watched = [bet for bet, _ in (*OWN, *POOLED, *SHARED)], Watched(3, 6)
+    watched.see(padded[0])
+    for bet, sums in zip(every, totals(every, watched, padded[6:]), strict=True):
+        assert bet.e(sums) == pytest.approx(0.0, abs=1e-9)
+
+
+# ---- what is new -----------------------------------------------------------------------------------------------------
+
+
+def test_keys_are_as_unlikely_as_stated() -> None:
+    """At any place: a key's numbers of the lattice, each with its probability."""
+    h = 2.0**-41 * 1.0000001  # the finest spacing, in scales
+    around: FloatArray = np.arange(-400.0, 401.0)
+    keys = keys_of(around * h)
+    chance = [np.sum(np.tanh(h / 2) * np.exp(-h * np.abs(around[keys == key]))) for key in np.unique(keys)[1:-1]]
+    assert max(chance) <= CHANCE
+    assert max(chance) > 0.9 * CHANCE
+
+
+def test_numbers_heard_before_are_known_up_to_their_sign() -> None:
+    """Of six numbers five have one that follows. Chance repeats have probability below 1e-8."""
+    generator, keys = np.random.default_rng(0), Keys()
+    first, everywhere = generator.laplace(size=(2, 6)), np.ones((2, 6), dtype=bool)
+    assert keys.hear(first, everywhere).known.tolist() == [0, 0]
+    heard = keys.hear(np.stack([-first[1], generator.laplace(size=6)]), everywhere)
+    assert (heard.known.tolist(), heard.again.tolist()) == ([5, 0], [5, 0])
+    moved = np.stack([generator.laplace(size=6), np.round(first[0] * 2.0**40 + 1.0) / 2.0**40])
+    assert keys.hear(moved, everywhere).again.sum() >= 3  # one lattice point hardly ever moves a key
+    assert (heard.known_now.tolist(), heard.again_now.tolist()) == ([0, 0], [0, 0])
+
+
+def test_who_copies_in_the_same_round_is_told_from_who_repeats() -> None:
+    generator, keys = np.random.default_rng(1), Keys()
+    row, everywhere = generator.laplace(size=4), np.ones((3, 4), dtype=bool)
+    heard = keys.hear(np.stack([row, row, np.full(4, 0.7)]), everywhere)
+    assert (heard.known_now.tolist(), heard.again_now.tolist()) == ([0, 3, 0], [0, 3, 0])
+    assert (heard.known.tolist(), heard.again.tolist()) == ([0, 0, 2], [0, 0, 2])
+
+
+def test_zero_after_zero_is_known_from_the_start() -> None:
+    heard = Keys().hear(np.zeros((1, 5)), np.ones((1, 5), dtype=bool))
+    assert (heard.known.tolist(), heard.again.tolist()) == ([4], [4])
+
+
+def test_a_number_a_message_is_a_stream_of_its_own() -> None:
+    """Of one number a round, what followed it is known, too."""
+    keys, numbers = Keys(), np.random.default_rng(2).laplace(size=5)
+    found = [keys.hear(np.array([[x]]), np.ones((1, 1), dtype=bool)) for x in (*numbers, *numbers)]
+    assert [int(heard.again[0]) for heard in found] == [0] * 6 + [1] * 4
+
+
+def test_numbers_that_float64_blurs_are_not_compared() -> None:
+    watched, blurred = Memory(1, 3, Keys()), said(np.zeros((1, 3)), np.random.default_rng(0))
+    blurred.resolution[:] = 2.0**-30
+    seen = watched.see(blurred)
+    assert (seen.exact.sum(), seen.twice.sum(), seen.heard.known.sum()) == (0, 0, 0)
+
+
+# ---- streams that are not what is claimed ----------------------------------------------------------------------------
+
+
+def correct(generator: np.random.Generator, numbers: int) -> Iterator[FloatArray]:
+    while True:
+        yield generator.laplace(size=numbers)
+
+
+def half(generator: np.random.Generator, numbers: int) -> Iterator[FloatArray]:
+    return (values / 2 for values in correct(generator, numbers))
+
+
+def nine_tenths(generator: np.random.Generator, numbers: int) -> Iterator[FloatArray]:
+    return (0.9 * values for values in correct(generator, numbers))
+
+
+def normal(generator: np.random.Generator, numbers: int) -> Iterator[FloatArray]:
+    while True:
+        yield generator.normal(size=numbers) * math.sqrt(2.0)
+
+
+def reused(generator: np.random.Generator, numbers: int) -> Iterator[FloatArray]:
+    for values in correct(generator, numbers):
+        yield values
+        yield values
+
+
+def omitted_in_round_20(generator: np.random.Generator, numbers: int) -> Iterator[FloatArray]:
+    for t, values in enumerate(correct(generator, numbers), 1):
+        yield np.zeros(numbers) if t == 20 else values
+
+
+def correlated(generator: np.random.Generator, numbers: int) -> Iterator[FloatArray]:
+    """Laplace numbers with normal scores that are autocorrelated by 0.5."""
+    score = generator.normal(size=numbers)
+    while True:
+        yield stats.laplace.ppf(stats.norm.cdf(score))
+        score = 0.5 * score + math.sqrt(0.75) * generator.normal(size=numbers)
+
+
+def rounds_to_alarm(stream: Iterator[FloatArray], numbers: int, most: int, alarm: float = ALARM) -> int:
+    """The round, from 1, after which one learner's e-value is there; one more than `most` if it was not."""
+    watched, stakes = Watched(1, numbers), Stakes(1)
+    for t, values in zip(range(1, most + 1), stream, strict=False):
+        if stakes.add(watched.see(values[None])).e[1] >= alarm:
+            return t
+    return most + 1
+
+
+@pytest.mark.parametrize(
+    ("stream", "numbers", "least", "most"),
+    [
+        (half, 100, 1, 3),
+        (nine_tenths, 100, 8, 36),
+        (normal, 100, 5, 20),
+        (reused, 100, 2, 2),
+        (omitted_in_round_20, 100, 20, 20),
+        (correlated, 100, 2, 6),
+        (half, 1, 30, 130),
+        (reused, 1, 2, 2),
+        (omitted_in_round_20, 1, 20, 20),
+    ],
+)
+def test_median_rounds_to_alarm(stream: Stream, numbers: int, least: int, most: int) -> None:
+    """Of nine streams, within a factor of two of what is known: a median outside has probability below 1e-4."""
+    alarms = [rounds_to_alarm(stream(np.random.default_rng(k), numbers), numbers, 2 * most) for k in range(9)]
+    assert least <= np.median(alarms) <= most
+
+
+@pytest.mark.parametrize(("numbers", "streams", "rounds"), [(1, 40, 80), (100, 15, 100)])
+def test_false_alarms_are_as_rare_as_stated_however_often_one_looks(numbers: int, streams: int, rounds: int) -> None:
+    """At alpha = 0.05 two or one of the streams are expected to raise an alarm, at most."""
+    alarms = [
+        rounds_to_alarm(correct(np.random.default_rng(k), numbers), numbers, rounds, math.log(20)) <= rounds
+        for k in range(streams)
+    ]
+    assert stats.binom.sf(sum(alarms) - 1, streams, 0.05) > 1e-3

@@ -1,0 +1,89 @@
+"""Ranks of features against coins: what tells the world beside the messages is found, and what follows from these is not."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from sottovoce.arrays import FloatArray
+from sottovoce.auditing.channel_tests import Heard, channel_tests
+
+Generator = np.random.Generator
+
+
+def runs(generator: Generator, count: int, epsilon: float = 0.5) -> Heard:
+    """Messages that tell the world with losses up to epsilon, and a view of nothing else than the losses."""
+    losses = generator.choice([-epsilon, epsilon], count)
+    coins = (generator.random(count) < 1.0 / (1.0 + np.exp(-losses))).astype(np.int64)
+    return Heard(losses, coins, {"values": losses[:, None]})
+
+
+def p_value(heard: Heard, view: FloatArray, name: str = "sizes") -> float:
+    (test,) = channel_tests([Heard(heard.losses, heard.coins, {name: view})])
+    return test.p_value
+
+
+def test_what_the_messages_say_is_no_side_channel() -> None:
+    """A feature that is the loss itself tells the world as far as it should. Failure probability below 1e-4."""
+    heard = runs(np.random.default_rng(0), 20_000)
+    assert p_value(heard, heard.losses[:, None]) > 1e-4
+    unknown = Heard(np.zeros(20_000), heard.coins, heard.views)
+    assert p_value(unknown, heard.losses[:, None]) < 1e-100  # it does, beyond a loss of zero
+
+
+def test_a_length_that_is_the_world_is_found_among_a_thousand_features() -> None:
+    """24 runs of each world, whatever epsilon is claimed: at most `2^(1-n)` times the instruments, before losses."""
+    generator = np.random.default_rng(1)
+    heard = runs(generator, 48)
+    view = np.column_stack([generator.normal(size=(48, 1000)), 100.0 + heard.coins])
+    assert p_value(heard, view) < 2e-6
+
+
+def test_a_spread_that_follows_the_world_is_found_by_the_squared_rank() -> None:
+    """Equal medians, twice the spread. Failure probability below 1e-4."""
+    generator = np.random.default_rng(2)
+    heard = runs(generator, 2000)
+    delays = generator.normal(size=2000) * np.where(heard.coins == 1, 2.0, 1.0)
+    assert p_value(heard, delays[:, None]) < 1e-4
+
+
+def test_what_is_the_same_in_all_runs_counts_for_nothing() -> None:
+    heard = runs(np.random.default_rng(3), 100)
+    blank = np.ones((100, 50))
+    assert channel_tests([Heard(heard.losses, heard.coins, {"sizes": blank})]) == ()
+    leak = heard.coins[:, None].astype(float)
+    assert p_value(heard, np.hstack([blank, leak])) == p_value(heard, leak)
+
+
+def test_features_of_every_pair_of_worlds_are_paid_for() -> None:
+    generator = np.random.default_rng(4)
+    loud, mirror = runs(generator, 60), runs(generator, 60)
+    loud = Heard(loud.losses, loud.coins, {"sizes": loud.coins[:, None].astype(float)})
+    mirror = Heard(mirror.losses, mirror.coins, {"sizes": generator.normal(size=(60, 3))})
+    (alone,), (both,) = channel_tests([loud]), channel_tests([mirror, loud])
+    assert both.p_value == pytest.approx(4 * alone.p_value) and both.p_value < 1e-6
+    assert both.family == "black box" and both.primary
+    assert not channel_tests([runs(generator, 60)])[0].primary  # numbers are for the second half of the level
+
+
+@pytest.mark.parametrize("epsilon", [0.0, 1.0, 6.0])
+def test_correct_runs_raise_no_more_alarms_than_the_level(epsilon: float) -> None:
+    """1,000 audits of 60 runs, features skewed, tied and dependent on the loss: at most 5 % below .05.
+
+    Failure probability below 1e-6 each (five standard errors).
+    """
+    generator, below = np.random.default_rng(5), 0
+    for _ in range(1000):
+        heard = runs(generator, 60, epsilon)
+        rough = generator.standard_cauchy((60, 3))
+        view = np.column_stack([rough, heard.losses + rough[:, 0], np.round(rough[:, 1])])
+        below += p_value(heard, view) < 0.05
+    assert below <= 50 + 5 * math.sqrt(1000 * 0.05 * 0.95)
+
+
+def test_infinite_losses_leave_nothing_to_tell() -> None:
+    losses = np.array([np.inf, -np.inf, np.inf, -np.inf])
+    heard = Heard(losses, np.array([1, 0, 1, 0]), {})
+    assert p_value(heard, np.array([[1.0], [0.0], [1.0], [0.0]])) == 1.0

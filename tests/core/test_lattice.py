@@ -1,0 +1,224 @@
+"""The lattice of noise and messages: what covers it badly is refuted, and correct noise is not.
+
+Seeds are fixed. Reference noise is drawn by `tests.blocks`, which the simulator's arithmetic has no part in.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from sottovoce.arrays import IntArray
+from sottovoce.auditing.conformance.block import Block
+from sottovoce.auditing.conformance.lattice import Lattice
+from sottovoce.auditing.levels import Levels, Test
+from tests.blocks import block_of, discrete_laplace, gaussian, likely, noise_block, odd_block
+
+MID = (5, 16, 20, 17)
+"""27,200 numbers in 1,600 messages."""
+
+Drawn = Callable[[np.random.Generator, IntArray], IntArray]
+
+
+def judged(*blocks: Block) -> dict[str, Test]:
+    """By name, each with its level at 99 %."""
+    instrument = Lattice()
+    for block in blocks:
+        instrument.add(block)
+    return {test.name: test for test in Levels(0.01).judged("lattice", instrument.tests())}
+
+
+def refuted(*blocks: Block) -> set[str]:
+    return {name for name, test in judged(*blocks).items() if test.rejects}
+
+
+def rounded(noise: IntArray, bits: int) -> IntArray:
+    """To mantissas of so many bits."""
+    coarse = np.exp2(np.maximum(np.frexp(noise.astype(float))[1] - bits, 0))
+    kept: IntArray = (np.rint(noise / coarse) * coarse).astype(np.int64)
+    return kept
+
+
+# ---- breaks ----------------------------------------------------------------------------------------------------------
+
+
+def coarser(bits: int, share: float) -> Drawn:
+    """So many messages have noise on a lattice 2^bits coarser."""
+
+    def drawn(rng: np.random.Generator, noise: IntArray) -> IntArray:
+        broken = np.zeros(noise[..., 0].size, np.bool_)
+        broken[rng.permutation(broken.size)[: round(share * broken.size)]] = True
+        return np.where(broken.reshape(noise.shape[:-1])[..., None], noise >> bits << bits, noise)
+
+    return drawn
+
+
+def short(bits: int, share: float) -> Drawn:
+    """So many numbers have mantissas of so many bits."""
+    return lambda rng, noise: np.where(rng.random(noise.shape) < share, rounded(noise, bits), noise)
+
+
+def by_one_learner(rng: np.random.Generator, noise: IntArray) -> IntArray:
+    noise[3] |= (rng.random(noise[3].shape) < 0.2).astype(np.int64)
+    return noise
+
+
+def without_noise(rng: np.random.Generator, noise: IntArray) -> IntArray:
+    return np.zeros_like(noise)
+
+
+@pytest.mark.parametrize(
+    ("broken", "by"),
+    [
+        (coarser(8, 0.005), "coarse messages"),
+        (coarser(1, 0.01), "coarse messages"),
+        (coarser(16, 1.0), "trailing zeros"),
+        (coarser(16, 1.0), "bits"),
+        (coarser(1, 1.0), "bits"),
+        (short(30, 0.03), "low bytes"),
+        (short(24, 1.0), "mantissas"),
+        (short(24, 1.0), "trailing zeros"),
+        (short(24, 0.001), "mantissas"),
+        (by_one_learner, "learner bits"),
+        (without_noise, "bits"),
+    ],
+)
+def test_a_break_is_found(broken: Drawn, by: str) -> None:
+    """In each of four audits of 27,200 numbers. A fresh seed fails with probability below .01."""
+    rng = np.random.default_rng(1)
+    for _ in range(4):
+        centre = rng.integers(-(2**43), 2**43, (5, 16, 1, 17))
+        assert by in refuted(block_of(broken(rng, discrete_laplace(rng, MID)), centre=centre))
+
+
+def test_coarse_messages_show_without_their_centre() -> None:
+    """Messages sent as float32: the noise that a replay finds has low bits of the centre's, which are even."""
+    rng = np.random.default_rng(2)
+    centre = rng.integers(-(2**43), 2**43, (5, 16, 1, 17))
+    noise = discrete_laplace(rng, MID)
+    sent = rounded(centre + noise, 24)
+    found = refuted(block_of(sent - centre, centre=centre))
+    assert {"said bits", "said trailing zeros", "said low bytes"} <= found
+    assert "said bits" not in refuted(block_of(noise >> 8 << 8, centre=centre))
+
+
+def test_off_the_lattice_is_certain() -> None:
+    block = noise_block(np.random.default_rng(3))
+    off = np.zeros(MID, np.bool_)
+    off[4, 2, 1, 6] = True
+    test = judged(replace(block, off=off, fields=(("x", 3), ("y", 14))))["lattice"]
+    assert (test.p_value, test.statistic, test.where) == (0.0, 1.0, "learner 4, field 'y'")
+    assert test.rejects
+    assert judged(block)["lattice"].p_value == 1.0
+    nothing_else = replace(block, off=np.ones(MID, np.bool_), lost=np.full(MID, 64, np.int8))
+    assert refuted(nothing_else) == {"lattice"}
+
+
+def test_places_are_named() -> None:
+    rng = np.random.default_rng(4)
+    noise = discrete_laplace(rng, MID)
+    noise[1, 7, 11, 5:] &= -(2**20)
+    noise[3, ..., 5:] |= 2**13
+    tests = judged(block_of(noise, fields=(("x", 5), ("y", 12)), learners=(0, 2, 3, 5, 8)))
+    assert tests["coarse messages"].where == "learner 2, field 'y', round 7"
+    assert tests["bits"].where == "bit 13"
+    assert tests["learner bits"].where == "learner 5, field 'y', bit 13"
+
+
+# ---- correct noise ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale", [1.0, 1.5, 1.99999, 0.3e-9])
+def test_correct_noise_passes(scale: float) -> None:
+    """Of whatever scale, and Gaussian, too. Fails with probability 2e-3 under a fresh seed."""
+    rng = np.random.default_rng(5)
+    for noise in (discrete_laplace(rng, MID), gaussian(rng, MID)):
+        centre = rng.integers(-(2**45), 2**45, (5, 16, 1, 17))
+        assert refuted(block_of(noise, scale=scale, centre=centre)) == set()
+
+
+def test_a_lost_bit_is_not_held_against_anyone() -> None:
+    """The spacing may be twice the assumed one. Fails with probability 2e-3 under a fresh seed."""
+    rng = np.random.default_rng(6)
+    noise, centre = 2 * discrete_laplace(rng, MID), 2 * rng.integers(-(2**43), 2**43, (5, 16, 1, 17))
+    assert refuted(block_of(noise, centre=centre, lost=1)) == set()
+    assert refuted(block_of(noise + rng.integers(0, 2, MID), centre=centre, lost=1)) == set()
+    assert {"bits", "trailing zeros", "said bits"} <= refuted(block_of(2 * noise, centre=2 * centre, lost=1))
+
+
+def test_a_replay_that_is_one_off_alarms_nothing() -> None:
+    """In every twentieth number, to the side of the centre, over 100 audits. Fails with probability 1e-4 under a fresh seed."""
+    rng, found = np.random.default_rng(7), 0
+    for _ in range(100):
+        noise, centre = discrete_laplace(rng, (2, 8, 20, 9)), rng.integers(-(2**43), 2**43, (2, 8, 1, 9))
+        slip = np.where(rng.random(noise.shape) < 0.05, np.sign(centre), 0)
+        found += bool(refuted(block_of(noise - slip, centre=centre + slip)))
+    assert likely(found, 100, 0.001) > 1e-4
+
+
+def test_correct_noise_is_rarely_refuted_by_any_test() -> None:
+    """P-values of 400 audits of odd shapes: as few are below .01 and .001 as chance has it.
+
+    Each of about 40 counts is allowed what a correct test exceeds with probability 1e-6: 4e-5 in all.
+    """
+    rng, found = np.random.default_rng(8), defaultdict(list)
+    for _ in range(400):
+        for name, test in judged(odd_block(rng)).items():
+            found[name].append(test.p_value)
+    for name, p_values in found.items():
+        assert np.isfinite(p_values).all(), name
+        for chance in (0.01, 0.001):
+            count = int(np.count_nonzero(np.array(p_values) < chance))
+            assert likely(count, len(p_values), chance) > 1e-6, (name, chance, count)
+
+
+def test_blocks_add_up() -> None:
+    rng = np.random.default_rng(9)
+    noise, heard = discrete_laplace(rng, (3, 4, 60, 5)), rng.random((3, 4, 60, 1)) < 0.9
+    parts = [block_of(noise[:, :, k : k + 20], known=heard[:, :, k : k + 20]) for k in (0, 20, 40)]
+    first, others = Lattice(), Lattice()
+    first.add(parts[0])
+    others.add(parts[1])
+    others.add(parts[2])
+    first.merge(others)
+    whole = judged(block_of(noise, known=heard))
+    assert [test.name for test in first.tests()] == list(whole)
+    for test in first.tests():
+        assert test.p_value == pytest.approx(whole[test.name].p_value, rel=1e-12), test.name
+
+
+def test_nothing_judged_comes_to_nothing() -> None:
+    noise = discrete_laplace(np.random.default_rng(10), (2, 3, 4, 5))
+    empty, full = Lattice(), Lattice()
+    empty.add(block_of(noise, judged=np.array(False)))
+    assert empty.tests() == []
+    full.add(block_of(noise))
+    expected = full.tests()
+    full.merge(empty)
+    assert full.tests() == expected
+    empty.merge(full)
+    assert empty.tests() == expected
+
+
+def test_a_field_without_a_lattice_is_left_out() -> None:
+    """Of two fields, one is on no lattice."""
+    noise = discrete_laplace(np.random.default_rng(11), (3, 4, 60, 6))
+    noise[..., 2:] = 0
+    on_lattice = np.arange(6) < 2
+    assert refuted(block_of(noise, fields=(("x", 2), ("y", 4)), judged=on_lattice)) == set()
+    assert "bits" in refuted(block_of(noise, fields=(("x", 2), ("y", 4))))
+
+
+def test_primary_tests_are_of_all_numbers() -> None:
+    """They share the first half of the level."""
+    tests = judged(noise_block(np.random.default_rng(12), MID))
+    assert {name for name, test in tests.items() if test.primary} == {
+        "bits",
+        "said bits",
+        "trailing zeros",
+        "mantissas",
+    }

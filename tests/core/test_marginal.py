@@ -1,0 +1,243 @@
+"""Single numbers of noise: what is refuted, and that correct noise is not.
+
+Seeds are fixed. Reference noise is drawn by `tests.blocks`, which the simulator's arithmetic has no part in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from sottovoce.arrays import IntArray
+from sottovoce.auditing.conformance.block import Block
+from sottovoce.auditing.conformance.counts import gamma, maximum
+from sottovoce.auditing.conformance.marginal import Marginal
+from sottovoce.auditing.levels import Levels, Test
+from sottovoce.noise import grid
+from tests.blocks import SCALE, block_of, discrete_laplace, gaussian, likely, noise_block, odd_block
+
+RATE = float(grid(SCALE)) / SCALE
+MID = (5, 16, 20, 17)
+"""27,200 numbers in 1,600 messages."""
+
+
+def judged(*blocks: Block) -> dict[str, Test]:
+    """By name, each with its level at 99 %."""
+    instrument = Marginal()
+    for block in blocks:
+        instrument.add(block)
+    return {test.name: test for test in Levels(0.01).judged("marginal", instrument.tests())}
+
+
+def refuted(*blocks: Block) -> set[str]:
+    return {name for name, test in judged(*blocks).items() if test.rejects}
+
+
+# ---- laws ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rate", "bit", "share"), [(1.0, 0, 0.3932239), (0.5, 2, 0.4067357), (RATE, 0, 0.5), (RATE, 39, 0.5)]
+)
+def test_reference_noise_has_its_law(rate: float, bit: int, share: float) -> None:
+    """Shares of ones by formula. Fails with probability 1e-6 under a fresh seed."""
+    noise = discrete_laplace(np.random.default_rng(1), (200_000,), rate)
+    assert (noise >> bit & 1).mean() == pytest.approx(share, abs=4.9 * math.sqrt(0.25 / noise.size))
+
+
+@pytest.mark.parametrize(
+    ("mean", "count", "p_value"), [(0.97, 64_000, 1.783e-14), (0.97, 27_200, 5.851e-7), (0.99, 5_120, 0.476)]
+)
+def test_a_scale_is_judged_by_its_exact_law(mean: float, count: int, p_value: float) -> None:
+    assert gamma(mean * count, count) == pytest.approx(p_value, rel=1e-3)
+
+
+@pytest.mark.parametrize(("size", "count", "p_value"), [(6.5, 20_000, 1.71e-13), (7.0, 5_000, 0.0209)])
+def test_the_largest_number_is_judged_by_its_exact_law(size: float, count: int, p_value: float) -> None:
+    assert maximum(size, count) == pytest.approx(p_value, rel=3e-3)
+
+
+def test_the_largest_number_may_be_too_large_or_zero() -> None:
+    assert maximum(40.0, 100) == pytest.approx(200 * math.exp(-40.0))
+    assert maximum(0.0, 5) == 0.0
+
+
+def test_counts_are_those_of_the_numbers() -> None:
+    """Every count that the tests show, against one made number by number."""
+    block = noise_block(np.random.default_rng(2), (2, 3, 40, 5))
+    tests, sizes = judged(block), block.sizes.reshape(-1)
+    assert tests["scale"].statistic == pytest.approx(sizes.mean())
+    assert tests["largest"].statistic == sizes.max()
+    assert tests["signs"].statistic == pytest.approx((block.values > 0).mean())
+    uniform = np.sort(np.where(block.values > 0, 1 - block.tail / 2, block.tail / 2).reshape(-1))
+    steps = np.arange(len(uniform) + 1) / len(uniform)
+    distance = max((steps[1:] - uniform).max(), (uniform - steps[:-1]).max())
+    assert distance - 1 / 128 <= tests["law"].statistic <= distance  # seen at the edges of bins
+    j = round(float(tests["tails"].where.split()[-1]) / math.log(2.0))
+    assert tests["tails"].statistic == pytest.approx((sizes > j * math.log(2.0)).mean())
+    j = int(tests["near zero"].where[3:])
+    assert tests["near zero"].statistic == pytest.approx((-np.expm1(-sizes) <= 2.0**-j).mean())
+
+
+# ---- breaks ----------------------------------------------------------------------------------------------------------
+
+
+def scaled(rng: np.random.Generator) -> IntArray:
+    return discrete_laplace(rng, MID, RATE / 0.97)
+
+
+def scaled_by_run(rng: np.random.Generator) -> IntArray:
+    factors = 1.0 + 0.08 * rng.standard_normal((1, 1, MID[2], 1))
+    return np.rint(discrete_laplace(rng, MID) * factors).astype(np.int64)
+
+
+def gaussian_in_part(rng: np.random.Generator) -> IntArray:
+    return np.where(rng.random(MID) < 0.2, gaussian(rng, MID), discrete_laplace(rng, MID))
+
+
+def bounded(rng: np.random.Generator) -> IntArray:
+    noise = discrete_laplace(rng, MID)
+    return np.where(np.abs(noise) * RATE > 7.5, noise // 4, noise)
+
+
+def heavy(rng: np.random.Generator) -> IntArray:
+    noise = discrete_laplace(rng, MID)
+    return np.where(rng.random(MID) < 1e-3, noise * 64, noise)
+
+
+def without_noise(rng: np.random.Generator) -> IntArray:
+    return np.where(rng.random(MID) < 2e-4, 1, discrete_laplace(rng, MID))
+
+
+def one_sided(rng: np.random.Generator) -> IntArray:
+    noise = discrete_laplace(rng, MID)
+    noise[2, ..., 3] = np.abs(noise[2, ..., 3])
+    return noise
+
+
+def quiet_message(rng: np.random.Generator) -> IntArray:
+    noise = discrete_laplace(rng, MID)
+    noise[1, 7, 11] >>= 4
+    return noise
+
+
+def quiet_round(rng: np.random.Generator) -> IntArray:
+    noise = discrete_laplace(rng, MID)
+    noise[1, 7] >>= 1
+    return noise
+
+
+def copied_in_a_message(rng: np.random.Generator) -> IntArray:
+    return np.repeat(discrete_laplace(rng, (*MID[:3], 1)), MID[3], axis=3)
+
+
+def too_regular(rng: np.random.Generator) -> IntArray:
+    """The two halves of each message have complementary sizes."""
+    noise = discrete_laplace(rng, MID)
+    sizes = np.maximum(np.abs(noise[..., :8]) * RATE, 1e-12)
+    noise[..., 8:16] = np.rint(-np.log(-np.expm1(-sizes)) / RATE)
+    return np.where(rng.random(MID) < 0.5, -noise, noise)
+
+
+@pytest.mark.parametrize(
+    ("drawn", "least", "by"),
+    [
+        (scaled, 2, "scale"),
+        (scaled_by_run, 5, "run dispersion"),
+        (gaussian_in_part, 4, "tails"),
+        (bounded, 5, "largest"),
+        (heavy, 5, "tails"),
+        (without_noise, 4, "zeros"),
+        (one_sided, 5, "coordinate signs"),
+        (quiet_message, 5, "message scale"),
+        (quiet_round, 5, "learner's round scale"),
+        (copied_in_a_message, 5, "message dispersion"),
+        (too_regular, 5, "message dispersion"),
+    ],
+)
+def test_a_break_is_found(drawn: Callable[[np.random.Generator], IntArray], least: int, by: str) -> None:
+    """In so many of five audits of 27,200 numbers.
+
+    A fresh seed fails with probability below .001: `scaled` is found in .89 of audits, the others in .99 and more.
+    """
+    rng = np.random.default_rng(3)
+    found = [refuted(block_of(drawn(rng))) for _ in range(5)]
+    assert sum(by in names for names in found) >= least
+
+
+def test_places_are_named() -> None:
+    noise = discrete_laplace(np.random.default_rng(4), MID)
+    noise[1, 7, 11, 3] = 2**46
+    noise[3, ..., 9] >>= 1
+    tests = judged(block_of(noise, fields=(("x", 5), ("y", 12)), learners=(0, 2, 3, 5, 8)))
+    assert tests["largest"].where == "learner 2, field 'x'"
+    assert tests["message scale"].where == "learner 2, round 7, run 11"
+    assert tests["learner's coordinate scale"].where == "learner 5, field 'y', coordinate 4"
+    assert tests["learner scale"].where == "learner 5, field 'y'"
+
+
+def test_the_run_is_named_in_whatever_block_it_came() -> None:
+    rng = np.random.default_rng(5)
+    noise = discrete_laplace(rng, MID)
+    noise[:, :, 2] >>= 1
+    tests = judged(noise_block(rng), block_of(noise))
+    assert tests["run scale"].where == "run 22"
+    assert tests["run scale"].rejects
+
+
+# ---- correct noise ---------------------------------------------------------------------------------------------------
+
+
+def test_correct_noise_is_rarely_refuted_by_any_test() -> None:
+    """P-values of 400 audits of odd shapes: as few are below .01 and .001 as chance has it.
+
+    Each of about 80 counts is allowed what a correct test exceeds with probability 1e-6: 1e-4 in all.
+    """
+    rng, found = np.random.default_rng(6), defaultdict(list)
+    for _ in range(400):
+        for name, test in judged(odd_block(rng)).items():
+            found[name].append(test.p_value)
+    for name, p_values in found.items():
+        assert np.isfinite(p_values).all(), name
+        for chance in (0.01, 0.001):
+            count = int(np.count_nonzero(np.array(p_values) < chance))
+            assert likely(count, len(p_values), chance) > 1e-6, (name, chance, count)
+
+
+def test_blocks_add_up() -> None:
+    rng = np.random.default_rng(7)
+    noise, heard = discrete_laplace(rng, (3, 4, 60, 5)), rng.random((3, 4, 60, 1)) < 0.9
+    parts = [block_of(noise[:, :, k : k + 20], known=heard[:, :, k : k + 20]) for k in (0, 20, 40)]
+    first, others = Marginal(), Marginal()
+    first.add(parts[0])
+    others.add(parts[1])
+    others.add(parts[2])
+    first.merge(others)
+    whole = judged(block_of(noise, known=heard))
+    for test in first.tests():
+        assert test.p_value == pytest.approx(whole[test.name].p_value, rel=1e-9), test.name
+        assert test.where == whole[test.name].where
+    assert len(whole) == len(first.tests())
+
+
+def test_nothing_known_comes_to_nothing() -> None:
+    noise = discrete_laplace(np.random.default_rng(8), (2, 3, 4, 5))
+    empty, full = Marginal(), Marginal()
+    empty.add(block_of(noise, known=np.array(False)))
+    assert empty.tests() == []
+    full.add(block_of(noise))
+    expected = full.tests()
+    full.merge(empty)
+    assert full.tests() == expected
+    empty.merge(full)
+    assert empty.tests() == expected
+
+
+def test_a_single_number_has_the_primary_tests() -> None:
+    """The primary tests are those that share the first half of the level."""
+    tests = judged(noise_block(np.random.default_rng(9), (1, 1, 1, 1)))
+    assert {name for name, test in tests.items() if test.primary} == {"scale", "signs", "tails", "largest"}

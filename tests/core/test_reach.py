@@ -1,0 +1,88 @@
+"""What an audit would have found: formulas that shrink with the runs, and audits that could have found nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sottovoce.auditing.audit import audit_simulated
+from sottovoce.auditing.plan import AuditPlan, divided, plan_audit
+from sottovoce.auditing.reach import blind, most, reaches
+from sottovoce.privacy.guarantee import ThreatModel
+from tests.claims import SETUPS
+from tests.examples import made_up
+
+NOTHING = np.empty(0)
+
+
+def planned(name: str = "ldp-dol", **more: Any) -> AuditPlan:
+    run = SETUPS[name].build()
+    return plan_audit(run, made_up(run.spec, SETUPS[name].n_features), 1, **{"runs": 400, **more})
+
+
+def least(plan: AuditPlan, numbers: int) -> dict[str, float]:
+    return {each.text.split(" by ")[0].split(" up ")[0]: each.least for each in reaches(plan, numbers)}
+
+
+def test_more_numbers_show_smaller_errors() -> None:
+    """At alpha = 0.05; an error of the scale is found at (z + 1.28)/sqrt(N), audit-wide level 0.05 * 2/15 / 8 two-sided."""
+    few, many = (least(planned(), numbers) for numbers in (10_000, 40_000))
+    error = "noise whose scale is wrong"
+    assert few[error] == pytest.approx(2 * many[error])
+    assert few[error] == pytest.approx((3.3401 + 1.2816) / 100, rel=0.01)
+    together = "noise of two learners that is correlated"
+    assert few[together] == pytest.approx(2 * many[together])
+
+
+def test_an_error_of_the_scale_of_that_size_is_found() -> None:
+    """By the formula, in 9 of 10 audits; in fewer than 6 of 12 with probability 1e-4."""
+    run = SETUPS["ldp-dol"].build()
+    data, found = made_up(run.spec, SETUPS["ldp-dol"].n_features), 0
+    numbers = 2 * 60 * run.spec.rounds * run.spec.n_learners * SETUPS["ldp-dol"].n_features
+    for seed in range(12):
+        plan = plan_audit(run, data, 1, runs=60, seed=seed)
+        error = least(plan, numbers)["noise whose scale is wrong"]
+
+        def wrong(own: np.random.SeedSequence, factor: float = 1.0 + error) -> Any:
+            from sottovoce.noise import SeededNoise
+
+            source = SeededNoise(own)
+            return lambda draw: draw.rounded(factor * source(draw))
+
+        done = audit_simulated(plan, noise=wrong)
+        assert done.numbers == numbers
+        found += done.verdict.kind == "refuted"
+    assert found >= 6
+
+
+def test_runs_are_divided_among_pairs_that_have_enough_of_them() -> None:
+    assert divided(1000, 3) == [500, 250, 125, 125]
+    assert divided(1000, 1) == [750, 250]
+    assert divided(100, 3) == [51, 25, 24]
+    assert divided(60, 3) == [36, 24]
+    assert divided(48, 3) == [24, 24]
+    assert divided(47, 3) == [47] and divided(20, 3) == [20]
+    assert planned().all_runs == 400 and len(planned().pairs) == 4
+    swaps = [pair.worlds.what for pair in planned().pairs]
+    assert len(set(swaps)) == len(swaps)
+
+
+def test_an_audit_that_could_find_nothing_is_inconclusive() -> None:
+    """Somebody who sees decisions only, and so few runs that even right guesses alone stay below the claim."""
+    plan = planned(runs=40, threat=ThreatModel.OUTPUT)
+    assert most(plan) < plan.epsilon
+    done = audit_simulated(plan)
+    assert done.verdict.kind == "inconclusive" and "without noise" in done.verdict.text
+
+
+def test_what_an_audit_could_have_found_is_what_it_had() -> None:
+    plan = planned()
+    assert plan.epsilon > most(plan)
+    assert blind(plan, 0, NOTHING) == "a learner without noise"
+    assert blind(plan, 5, NOTHING) == "a learner with half of its noise"
+    assert blind(plan, 1000, NOTHING) == ""
+    # Losses that are as large as these would all be right guesses, and so many are too many.
+    assert blind(plan, 0, np.full(400, 1.5)) == ""
+    assert blind(plan, 0, np.full(3, 0.01)) == "a learner without noise"

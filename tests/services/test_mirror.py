@@ -1,0 +1,115 @@
+"""Copies that anybody may send to an eavesdropper: what is none of the run's is refused, and spoils no capture."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from sottovoce.errors import RemoteProtocolError
+from sottovoce.spec import RunSpec
+from sottovoce_eavesdropper import mirrored
+from sottovoce_eavesdropper.reading import open_capture
+from sottovoce_rpc.server import channel
+from sottovoce_rpc.specs import spec_to_wire
+from sottovoce_rpc.status import as_error
+from sottovoce_wire.v1 import coordinator_pb2, eavesdropper_pb2, eavesdropper_pb2_grpc
+from tests.examples import made_up, small_spec
+from tests.services.capturing import captured, conversation, frame, row
+from tests.services.network import Network, network, refused
+
+ROUNDS = 6
+NAMES = ["ann", "ben", "cleo", "dan"]
+
+
+def spec_of(capture: str) -> RunSpec:
+    return small_spec(ROUNDS, NAMES, capture=capture, clock={"deadline_s": 20.0})
+
+
+def copy(payload: bytes = b"x", receivers: tuple[int, ...] = (1,), **at: int) -> eavesdropper_pb2.MirroredMessage:
+    return eavesdropper_pb2.MirroredMessage(payload=payload, receivers=receivers, sent_at=Timestamp(**at))
+
+
+WRONG: dict[str, tuple[int, eavesdropper_pb2.MirroredMessage]] = {
+    "a receiver that no column holds": (0, copy(receivers=(2**32 - 1,))),
+    "a receiver that there is not": (0, copy(receivers=(1, 4))),
+    "a sender that there is not": (4, copy()),
+    "to itself": (1, copy()),
+    "twice to one": (0, copy(receivers=(1, 1))),
+    "after all time": (0, copy(seconds=2**62)),
+    "before all time": (0, copy(seconds=-(2**62), nanos=-1)),
+    "too long": (0, copy(bytes(101))),
+}
+
+
+async def mirror(up: Network, run_id: str, sender: int, message: Any) -> Exception:
+    async def said() -> Any:
+        yield eavesdropper_pb2.MirrorRequest(run_id=run_id, sender=sender, messages=[copy(b"ok"), message])
+
+    async with channel(up.eavesdropper) as to:
+        failure = await refused(eavesdropper_pb2_grpc.EavesdropperStub(to).Mirror(said(), timeout=20))
+        return as_error(failure, "the eavesdropper")
+
+
+async def test_copies_that_are_none_of_the_runs_spoil_no_capture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mirrored, "MOST_PAYLOAD", 100)
+    spec = spec_of("mirror")
+    data = made_up(spec)
+    async with network(tmp_path, NAMES) as up:
+        run = await up.start(spec, 3)
+        for what, (sender, message) in WRONG.items():
+            assert isinstance(await mirror(up, run.run_id, sender, message), RemoteProtocolError), what
+        await up.feed(run.run_id, spec, data)
+        end = await up.end(run.run_id)
+    capture = open_capture(end.capture_location)
+
+    assert end.state == coordinator_pb2.RUN_STATE_FINISHED
+    assert capture.complete and capture.totals()[0] == ROUNDS * 2 * len(NAMES)
+    assert capture.facts["noticed_count"] == 0
+
+
+async def test_a_relay_hears_for_itself_and_takes_no_copies(tmp_path: Path) -> None:
+    """A round in ann's name would be a second version of what the relay hears of her."""
+    spec = spec_of("relay")
+    async with network(tmp_path, NAMES) as up:
+        run = await up.start(spec, 3)
+        refusal = await mirror(up, run.run_id, 0, copy(frame(0, 0, 1.0)))
+        await up.feed(run.run_id, spec, made_up(spec))
+        end = await up.end(run.run_id)
+    assert isinstance(refusal, RemoteProtocolError) and "`mirror`" in str(refusal)
+    assert open_capture(end.capture_location).facts["noticed_count"] == 0
+
+
+@pytest.mark.parametrize("index", [4, 2**32 - 1])
+async def test_a_route_of_nobody_is_refused(tmp_path: Path, index: int) -> None:
+    route = eavesdropper_pb2.Route(caller=0, callee=index, target="127.0.0.1:1")
+    async with network(tmp_path, []) as up, channel(up.eavesdropper) as to:
+        for spec in (spec_to_wire(spec_of("relay")), ""):
+            if not spec and index == 4:  # who does not say how many there are may have a fifth
+                continue
+            opening = eavesdropper_pb2.OpenCaptureRequest(run_id="r", spec=spec, routes=[route])
+            failure = await refused(eavesdropper_pb2_grpc.EavesdropperStub(to).OpenCapture(opening, timeout=20))
+            assert failure.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert f"got learner {index}" in (failure.details() or "")
+    assert not (tmp_path / "captures").exists()
+
+
+async def test_a_part_that_cannot_be_made_ends_a_capture_which_says_so(tmp_path: Path) -> None:
+    """Whatever the reason: what stands is there to be read, and is not called complete."""
+    file = await captured(tmp_path, conversation(3), close=False)
+    file.add(row(frame(3, 0), 0, 2**32 - 1))
+    await file.flush()
+    assert not file.open
+    file.add(row(frame(4, 0)))
+    await file.close()
+    capture = open_capture(tmp_path)
+
+    assert not capture.complete
+    assert capture.totals()[0] == 6
+    assert json.loads((tmp_path / "capture.json").read_text())["complete"] is False
