@@ -77,7 +77,7 @@ def main() -> int:
     runs = 200 if options.quick else options.runs
     console = Console(highlight=False)
     began = time.perf_counter()
-    run = build_run(parse_spec(SPEC), DIM)
+    run = build_run(parse_spec(SPEC, imports=True), DIM)
     stages: list[tuple[float, str]] = []
     with tempfile.TemporaryDirectory() as folder, console.status("auditing") as status:
 

@@ -47,7 +47,8 @@ def spec_of(algorithm: str, rounds: int) -> RunSpec:
             "decision_set": {"kind": "trace_norm", "rows": classes, "columns": features, "radius": 10.0},
             "topology": {"graph": "complete"},
             "data": {"source": name, "scale": "range", "intercept": False, "reuse": True},
-        }
+        },
+        imports=True,
     )
 
 

@@ -274,7 +274,8 @@ def spec_of(case: Case, rounds: int) -> RunSpec:
             "clock": {"mode": "free", "window": WINDOW, "deadline_s": DEADLINE_S},
             "capture": case.capture,
             "durability": case.durability,
-        }
+        },
+        imports=True,
     )
 
 

@@ -94,7 +94,7 @@ def work(case: Case, rounds: int) -> dict[str, float]:
     data = data_of(rounds)
     sections = {"algorithm": case.algorithm, "loss": case.loss, "decision_set": {"kind": "l2_ball", "radius": 1e5}}
     topology = {"graph": "ring", "weights": {"kind": "constant", "value": 0.3}}
-    spec = parse_spec({"rounds": rounds, "learners": LEARNERS, "topology": topology, **sections})
+    spec = parse_spec({"rounds": rounds, "learners": LEARNERS, "topology": topology, **sections}, imports=True)
     run = build_run(spec, DIM)
     wall, cpu = time.perf_counter(), time.process_time()
     done = sum(1 for _ in simulate(run, data, SeededNoise(1), case.replicas))
