@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -34,7 +35,14 @@ def test_what_is_found_does_not_depend_on_who_works(plan: AuditPlan, backend: Ba
             {"dask": "distributed", "ray": "ray"}[backend], reason=f"the extra `{backend}` is not installed"
         )
     here, there = found(plan, "processes", 1), found(plan, backend, 2)
-    assert (here.tests, here.bounds) == (there.tests, there.bounds)
+    assert here.tests == there.tests
+    # Learned from equal numbers, a threshold still differs in its last digit with the place of an array in memory.
+    assert [bound.threshold for bound in here.bounds] == pytest.approx(
+        [bound.threshold for bound in there.bounds], rel=1e-9
+    )
+    assert [replace(bound, threshold=0.0) for bound in here.bounds] == [
+        replace(bound, threshold=0.0) for bound in there.bounds
+    ]
 
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
