@@ -70,6 +70,18 @@ class Capture:
         return bool(self.facts["complete"])
 
     @property
+    def world(self) -> int | None:
+        """Which world the run lived in, where there are several; None: nobody said."""
+        world: int | None = self.facts.get("world")
+        return world
+
+    @property
+    def replica(self) -> int | None:
+        """The number of the run, where one spec is run again and again; None: it has none."""
+        replica: int | None = self.facts.get("replica")
+        return replica
+
+    @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The fields of a round, in their order, and their shapes; none: the capture is of no run of ours."""
         return {name: tuple(shape) for name, shape in self.facts["fields"].items()}

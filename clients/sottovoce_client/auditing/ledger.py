@@ -86,7 +86,7 @@ class LedgerWriter:
 
     def reveal(self, captures: Iterable[Capture]) -> None:
         """All runs are over: say how the coins of those that were started had fallen, and which captures there are."""
-        digests = {capture.facts.get("replica"): capture.digests()[0] for capture in captures}
+        digests = {capture.replica: capture.digests()[0] for capture in captures}
         for replica in self._started:
             world, nonce = self._coins[replica]
             found = {"capture": digests[replica]} if replica in digests else {}

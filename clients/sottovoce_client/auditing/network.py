@@ -81,7 +81,7 @@ def _fresh(folder: Path) -> Path:
     return captures
 
 
-def _make(audited: AuditPlan, lives: Lives, ledger: LedgerWriter, folder: Path, per_process: int, say: Say) -> None:
+def _make(plan: AuditPlan, lives: Lives, ledger: LedgerWriter, folder: Path, per_process: int, say: Say) -> None:
     """All runs; whatever ends them early, says so and how to go on."""
     done = 0
 
@@ -90,19 +90,19 @@ def _make(audited: AuditPlan, lives: Lives, ledger: LedgerWriter, folder: Path, 
         done = runs
 
     try:
-        tell = _telling(audited, say, count)
-        run_async(lambda stop: _all_runs(audited, lives, ledger, folder, per_process, tell, stop))
+        tell = _telling(plan, say, count)
+        run_async(lambda stop: _all_runs(plan, lives, ledger, folder, per_process, tell, stop))
     except (Interrupted, ServiceDied, RunFailed) as error:
         kind = Interrupted if isinstance(error, Interrupted) else RunFailed
         why = "told to stop" if kind is Interrupted else str(error)
         more = f"; what they said is kept: sottovoce audit --from {folder / 'captures'}" if done else ""
-        raise kind(f"{done:,} of {2 * audited.all_runs:,} runs were made: {why}{more}") from None
+        raise kind(f"{done:,} of {2 * plan.all_runs:,} runs were made: {why}{more}") from None
     finally:
         ledger.reveal(find(open_folder(folder / "captures")))
 
 
 async def _all_runs(
-    audited: AuditPlan,
+    plan: AuditPlan,
     lives: Lives,
     ledger: LedgerWriter,
     folder: Path,
@@ -111,8 +111,8 @@ async def _all_runs(
     stop: asyncio.Event,
 ) -> None:
     """A run that fails is one more outcome; only many in a row end the audit, for then nothing works any more."""
-    spec, done, failed = as_audited(audited.run.spec), 0, 0
-    data = [[pair.worlds.data(audited.data, world) for world in (0, 1)] for pair in audited.pairs]
+    spec, done, failed = as_audited(plan.run.spec), 0, 0
+    data = [[pair.worlds.data(plan.data, world) for world in (0, 1)] for pair in plan.pairs]
     async with LocalServices(spec, folder, per_process=per_process) as services:
         for k, (pair, world) in enumerate(lives):
             if stop.is_set():
@@ -132,16 +132,14 @@ async def _all_runs(
             tell(done)
 
 
-def coins(audited: AuditPlan) -> IntArray:
+def coins(plan: AuditPlan) -> IntArray:
     """`(2 runs,)` the world of every run, by a fair coin each from the plan's seed."""
-    return np.random.default_rng(audited.seeds.audited).integers(0, 2, 2 * audited.all_runs)
+    return np.random.default_rng(plan.seeds.audited).integers(0, 2, 2 * plan.all_runs)
 
 
-def in_turn(audited: AuditPlan) -> list[int]:
+def in_turn(plan: AuditPlan) -> list[int]:
     """Of every run the pair of worlds: pairs take turns, each as often as it has runs, so that all meet the same machine."""
-    places = [
-        ((k + 0.5) / each.runs, number) for number, each in enumerate(audited.pairs) for k in range(2 * each.runs)
-    ]
+    places = [((k + 0.5) / each.runs, number) for number, each in enumerate(plan.pairs) for k in range(2 * each.runs)]
     return [number for _, number in sorted(places)]
 
 
@@ -151,9 +149,9 @@ def _forget(journals: Path, run_id: str) -> None:
         path.unlink(missing_ok=True)
 
 
-def _telling(audited: AuditPlan, say: Say, count: Callable[[int], None]) -> Callable[[int], None]:
+def _telling(plan: AuditPlan, say: Say, count: Callable[[int], None]) -> Callable[[int], None]:
     """Tells how many runs are done, at what pace, and how long it will take."""
-    began, runs = time.monotonic(), 2 * audited.all_runs
+    began, runs = time.monotonic(), 2 * plan.all_runs
     say("starting services")
 
     def tell(done: int) -> None:

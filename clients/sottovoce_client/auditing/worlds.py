@@ -154,7 +154,7 @@ def _worlds(pair: Document, learner: int, own: LearnerData, *, shared: bool) -> 
     return Worlds(learner, first, second, str(pair["what"]), shared)
 
 
-def pairs_of(document: Document, where: str) -> Callable[[object], int]:
+def pairs_of(document: Document, where: str) -> Callable[[int | None], int]:
     """Which pair of worlds a run is of, by its replica.
 
     Args:
@@ -171,8 +171,8 @@ def pairs_of(document: Document, where: str) -> Callable[[object], int]:
     if not isinstance(told, list) or not all(type(k) is int and 0 <= k < pairs for k in told):
         raise CaptureError(f"{where}: pair_of_run must say of every run which of the {pairs} pairs of worlds it is of")
 
-    def pair(replica: object) -> int:
-        if type(replica) is not int or not 0 <= replica < len(told):
+    def pair(replica: int | None) -> int:
+        if replica is None or not 0 <= replica < len(told):
             raise CaptureError(f"{where} must say of which pair of worlds run {replica} is")
         return int(told[replica])
 

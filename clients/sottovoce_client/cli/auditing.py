@@ -186,7 +186,7 @@ def _work(
         yield on_network(folder, seeded=seeded)
     else:
         from sottovoce.auditing.audit import audit_simulated
-        from sottovoce_client.auditing.backends import mapper_over
+        from sottovoce_client.backends import mapper_over
 
         with mapper_over(backend, jobs) as mapper:
             yield partial(audit_simulated, mapper=mapper)

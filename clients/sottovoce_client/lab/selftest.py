@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
@@ -13,7 +14,6 @@ from rich.console import Console
 from rich.text import Text
 
 from sottovoce.auditing.bounds import interval
-from sottovoce.data.files import import_extra
 from sottovoce.errors import SpecError
 from sottovoce.experiment import Prepared
 from sottovoce.lab.selftest.bases import ALGORITHMS
@@ -32,6 +32,7 @@ from sottovoce.lab.selftest.trial import (
 from sottovoce.registry import load
 from sottovoce_client import terminal
 from sottovoce_client.auditing.audit import index_of
+from sottovoce_client.backends import mapper_over
 from sottovoce_client.documents import write_json
 from sottovoce_client.wording import NOTHING, count
 
@@ -141,11 +142,8 @@ def _alarms_of(name: str, seeds: Sequence[int]) -> Alarms:
 
 def side_by_side(work: Sequence[Callable[[], Result]], jobs: int) -> Iterator[Result]:
     """Results in order, as they come."""
-    if jobs == 1:
-        yield from (each() for each in work)
-        return
-    joblib = import_extra("joblib", "joblib", "a self-test with several jobs")
-    yield from joblib.Parallel(n_jobs=jobs, return_as="generator")(joblib.delayed(each)() for each in work)
+    with mapper_over("processes", jobs) as over:
+        yield from over(operator.call, work)
 
 
 def _too_many(found: Sequence[Alarms]) -> bool:

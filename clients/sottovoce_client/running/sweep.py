@@ -15,7 +15,7 @@ from sottovoce.door import simulate
 from sottovoce.errors import SpecError
 from sottovoce.experiment import Experiment
 from sottovoce.table import Table
-from sottovoce_client.auditing.backends import Backend, mapper_over
+from sottovoce_client.backends import Backend, mapper_over
 
 RESAMPLES = 10_000
 """Of the bootstrap: then the ends of an interval hardly move with its seed."""
@@ -121,8 +121,7 @@ def _worked(
     work: Sequence[_Job], backend: Backend, jobs: int | None, progress: Callable[[int, int], None] | None
 ) -> Iterable[_Done]:
     found = []
-    with mapper_over(backend, jobs) as spread:
-        over: Any = spread  # an audit's own types; any function and values will do
+    with mapper_over(backend, jobs) as over:
         for each in over(_measured, work):
             found.append(each)
             if progress is not None:

@@ -87,10 +87,9 @@ def read_runs(folder: str | Path, decoder: Decoder | None, run_is: RunIs) -> Rea
         raise CaptureError(f"{folder} has no captures: record some with sottovoce eavesdropper relay")
     reading = Reading(unfinished=sum(not capture.complete for capture in captures))
     for capture in captures:
-        world = capture.facts.get("world")
-        if world not in (0, 1):
-            raise CaptureError(f"the capture {capture.name} must be of world 0 or 1 (--world), got {world}")
-        _read(capture, int(world), decoder, run_is, reading)
+        if capture.world not in (0, 1):
+            raise CaptureError(f"the capture {capture.name} must be of world 0 or 1 (--world), got {capture.world}")
+        _read(capture, capture.world, decoder, run_is, reading)
     if reading.failed and not reading.decoded:
         raise CaptureError(
             f"the decoder read none of {reading.failed:,} messages, so nothing would be tested; first: {reading.failures[0]}"
