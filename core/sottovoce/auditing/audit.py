@@ -19,7 +19,7 @@ from sottovoce.arrays import FloatArray, IntArray
 from sottovoce.auditing.blackbox import VIEWS, attack, number_views
 from sottovoce.auditing.bounds import Bound
 from sottovoce.auditing.calibration import calibration
-from sottovoce.auditing.channel_tests import Heard, channel_tests
+from sottovoce.auditing.channel_tests import PairRuns, channel_tests
 from sottovoce.auditing.levels import Test
 from sottovoce.auditing.likelihood import Ratios, guess, ratios
 from sottovoce.auditing.outcomes import Starts
@@ -414,7 +414,7 @@ def _side_channels(plan: AuditPlan, runs: _Runs) -> tuple[Test, ...]:
         return ()
     where = plan.run.spec.names[plan.worlds.learner]
     ends = () if runs.starts is None else (runs.starts.test(where),)
-    pairs = [Heard(each.total, 1 - each.worlds, seen) for each, seen in zip(runs.losses, runs.views, strict=False)]
+    pairs = [PairRuns(each.total, 1 - each.worlds, seen) for each, seen in zip(runs.losses, runs.views, strict=False)]
     return plan.levels.judged("worlds", (*ends, *channel_tests(pairs, where)))
 
 

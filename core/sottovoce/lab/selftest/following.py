@@ -11,10 +11,7 @@ import numpy as np
 from sottovoce.algorithms.interface import Heard, Message
 from sottovoce.arrays import Batch, FloatArray
 from sottovoce.lab.selftest.breaking import Altered, changed
-from sottovoce.lab.selftest.mutants import (
-    Breaks,
-    altered,
-)
+from sottovoce.lab.selftest.mutants import Breaks, altered
 from sottovoce.noise import Draw, Noise, no_noise
 
 

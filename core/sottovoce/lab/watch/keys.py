@@ -33,7 +33,7 @@ def keys_of(values: FloatArray) -> IntArray:
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class Novelty:
     """How new the numbers of a round are, `(learners,)` each.
 
     Attributes:
@@ -83,7 +83,7 @@ class Keys:
         """The table is kept; the streams of learners begin anew."""
         self._last = {}
 
-    def hear(self, values: FloatArray, exact: BoolArray) -> Heard:
+    def hear(self, values: FloatArray, exact: BoolArray) -> Novelty:
         """Take the numbers of a round.
 
         Args:
@@ -96,7 +96,7 @@ class Keys:
         known = self._keys[slots] == before
         again = known & (self._next[slots] == after)
         chance = 2.0 * CHANCE * (self.kept + len(slots))  # those of this round may be said twice, too
-        found = Heard(
+        found = Novelty(
             known=np.bincount(owner[known], minlength=n),
             expected=np.bincount(owner, minlength=n).astype(np.float64) * chance,
             again=np.bincount(owner[again], minlength=n),

@@ -10,13 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 from scipy import special
 
 from sottovoce.arrays import BoolArray, FloatArray, IntArray
 from sottovoce.auditing.conformance.block import FARTHEST
-from sottovoce.auditing.conformance.residuals import ALL, Residuals
-from sottovoce.lab.watch.keys import Heard, Keys
+from sottovoce.auditing.conformance.residuals import ALL, ByteArray, Residuals
+from sottovoce.lab.watch.keys import Keys, Novelty
 
 LAGS = 8
 """Rounds before that noise is compared with."""
@@ -42,7 +41,7 @@ OUTLIER = 5.0
 """No value of the past counts for more than so many times its root mean square."""
 
 
-class Said:
+class RoundNoise:
     """The noise that all watched learners said in a round, fields side by side.
 
     Args:
@@ -62,7 +61,7 @@ class Said:
         self.values: FloatArray = np.full(shape, np.nan)
         self.steps: IntArray = np.zeros(shape, np.int64)
         self.said: IntArray = np.zeros(shape, np.int64)
-        self.lost: npt.NDArray[np.int8] = np.full(shape, ALL, np.int8)
+        self.lost: ByteArray = np.full(shape, ALL, np.int8)
         self.scale: FloatArray = np.ones(shape)
         self.resolution: FloatArray = np.zeros(shape)
         self.past: FloatArray = np.zeros((learners, len(PAST), numbers))
@@ -132,13 +131,13 @@ class Seen:
     even: FloatArray
     steps: IntArray
     said: IntArray
-    lost: npt.NDArray[np.int8]
+    lost: ByteArray
     past: FloatArray
     before: Before
     twice: IntArray
     cancelled: IntArray
     exact: IntArray
-    heard: Heard
+    heard: Novelty
 
 
 def shifted(values: FloatArray) -> FloatArray:
@@ -174,7 +173,7 @@ class Memory:
         self._squares = np.zeros((self.learners, len(PAST), 1))
         self.keys.begin_run()
 
-    def see(self, said: Said) -> Seen:
+    def see(self, said: RoundNoise) -> Seen:
         """What there is to see of the next round, until the one after it (`before` is the memory itself)."""
         self._keep_last()
         known = np.isfinite(said.values)
@@ -229,7 +228,7 @@ class Memory:
         return np.clip(np.divide(past, size, out=np.zeros_like(past), where=size > 0.0), -OUTLIER, OUTLIER)
 
 
-def _cancelled(said: Said, exact: BoolArray) -> BoolArray:
+def _cancelled(said: RoundNoise, exact: BoolArray) -> BoolArray:
     """Where the noise of a learner and of all before it adds up to nothing; scales may differ."""
     total = np.cumsum(np.where(exact, said.values * said.scale, 0.0), axis=0)
     cancelled: BoolArray = np.abs(total) < NEAR * said.scale
