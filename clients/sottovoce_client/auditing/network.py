@@ -24,12 +24,12 @@ from sottovoce_client.running.operate import BY_OPERATOR, Interrupted, run_on
 from sottovoce_client.wording import duration, plural
 from sottovoce_eavesdropper.storage import open_folder
 
-BAR = 24
-MOST_FAILED = 5
+_BAR = 24
+_MOST_FAILED = 5
 """Runs that fail one after the other until no more are started."""
 
 
-Lives = Sequence[tuple[int, int]]
+_Lives = Sequence[tuple[int, int]]
 """Of every run its pair of worlds, and the world."""
 
 
@@ -81,7 +81,7 @@ def _fresh(folder: Path) -> Path:
     return captures
 
 
-def _make(plan: AuditPlan, lives: Lives, ledger: LedgerWriter, folder: Path, per_process: int, say: Say) -> None:
+def _make(plan: AuditPlan, lives: _Lives, ledger: LedgerWriter, folder: Path, per_process: int, say: Say) -> None:
     """All runs; whatever ends them early, says so and how to go on."""
     done = 0
 
@@ -103,7 +103,7 @@ def _make(plan: AuditPlan, lives: Lives, ledger: LedgerWriter, folder: Path, per
 
 async def _all_runs(
     plan: AuditPlan,
-    lives: Lives,
+    lives: _Lives,
     ledger: LedgerWriter,
     folder: Path,
     per_process: int,
@@ -126,7 +126,7 @@ async def _all_runs(
                 raise Interrupted(BY_OPERATOR)
             finished = outcome.state == "finished"
             done, failed = done + finished, 0 if finished else failed + 1
-            if failed == MOST_FAILED:
+            if failed == _MOST_FAILED:
                 raise RunFailed(outcome.detail)
             _forget(folder / "journals", outcome.run_id)
             tell(done)
@@ -161,8 +161,8 @@ def _telling(plan: AuditPlan, say: Say, count: Callable[[int], None]) -> Callabl
         if done == 1:  # the services were still waking up
             began = now
         pace = (done - 1) / (now - began) if done > 1 else 0.0
-        filled = BAR * done // runs
+        filled = _BAR * done // runs
         left = f"{pace:.2g} runs/s, {duration(round((runs - done) / pace))} left" if pace else "the first one"
-        say(f"{'━' * filled}{'─' * (BAR - filled)} run {done:,} of {runs:,}, {left}")
+        say(f"{'━' * filled}{'─' * (_BAR - filled)} run {done:,} of {runs:,}, {left}")
 
     return tell

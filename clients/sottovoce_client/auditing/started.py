@@ -19,7 +19,7 @@ from sottovoce_client.auditing.ledger import Entry
 from sottovoce_client.wording import plural
 from sottovoce_eavesdropper.reading import Capture
 
-PairOf = Callable[[int | None], int]
+_PairOf = Callable[[int | None], int]
 """The pair of worlds that a run is of, by its replica."""
 
 
@@ -28,11 +28,11 @@ def only_pair(replica: int | None) -> int:
     return 0
 
 
-EARLY, MISSING, REPEATED = "ended early", "missing", "repeated"
-NAMED = 3
+_EARLY, _MISSING, _REPEATED = "ended early", "missing", "repeated"
+_NAMED = 3
 """Copies that are named; more are counted."""
 
-ROOM = 64
+_ROOM = 64
 """Rounds, and learners, of a spec for each message of its fullest capture, at most, and 1,024 besides: a round may be silent."""
 
 
@@ -53,7 +53,7 @@ class Started:
     outcomes: tuple[str, ...]
     gone: tuple[tuple[int, int], ...] = ()
     notes: tuple[str, ...] = ()
-    pair_of: PairOf = only_pair
+    pair_of: _PairOf = only_pair
 
     def starts(self, plan: AuditPlan) -> Starts | None:
         """For the tests of the audit; None: there is one world only.
@@ -124,7 +124,7 @@ def require_room(spec: RunSpec, captures: Sequence[Capture]) -> None:
     """
     most = max(capture.totals()[0] for capture in captures)
     for what, count in (("rounds", spec.rounds), ("learners", spec.n_learners)):
-        if count > ROOM * most + 1024:
+        if count > _ROOM * most + 1024:
             raise CaptureError(
                 f"{captures[0].name} says that its run has {count:,} {what}, and no capture has more than "
                 f"{plural(most, 'message')}: none can have been overheard to its end"
@@ -155,8 +155,8 @@ def distinct(captures: Sequence[Capture]) -> tuple[list[Capture], list[Capture]]
 
 
 def _copied(copies: Sequence[Capture]) -> str:
-    names = ", ".join(capture.name for capture in copies[:NAMED])
-    more = f" and {len(copies) - NAMED:,} more" if len(copies) > NAMED else ""
+    names = ", ".join(capture.name for capture in copies[:_NAMED])
+    more = f" and {len(copies) - _NAMED:,} more" if len(copies) > _NAMED else ""
     return f"{'copies' if len(copies) > 1 else 'a copy'} counted once: {names}{more}"
 
 
@@ -167,7 +167,7 @@ def started(
     captures: Sequence[Capture],
     run: Run,
     ledger: Mapping[int, Entry] | None = None,
-    pair_of: PairOf = only_pair,
+    pair_of: _PairOf = only_pair,
 ) -> Started:
     """What became of every run that was started.
 
@@ -199,7 +199,7 @@ def started(
     outcomes = [_outcome(capture, capture.name in names, repeated, ledger) for capture in (*kept, *short)]
     heard = {capture.replica for capture in single}
     lost = {k: entry for k, entry in (ledger or {}).items() if k not in heard and entry.world is not None}
-    outcomes += [entry.outcome if entry.outcome not in ("", "finished") else MISSING for entry in lost.values()]
+    outcomes += [entry.outcome if entry.outcome not in ("", "finished") else _MISSING for entry in lost.values()]
     notes = [_copied(copies)] if copies else []
     if short:  # where there are no coins, nothing can be said of them
         coined = short[0].world is not None
@@ -231,11 +231,11 @@ def _whole(captures: Sequence[Capture], run: Run) -> list[Capture]:
 
 def _outcome(capture: Capture, whole: bool, repeated: set[int | None], ledger: Mapping[int, Entry] | None) -> str:
     if capture.replica in repeated:
-        return REPEATED
+        return _REPEATED
     entry = _entry(capture, ledger or {})
     if entry is not None and entry.outcome not in ("", "finished"):
         return entry.outcome
-    return WHOLE if whole else EARLY
+    return WHOLE if whole else _EARLY
 
 
 def _entry(capture: Capture, ledger: Mapping[int, Entry]) -> Entry | None:

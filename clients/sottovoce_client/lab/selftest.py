@@ -36,11 +36,11 @@ from sottovoce_client.backends import mapper_over
 from sottovoce_client.documents import write_json
 from sottovoce_client.wording import NOTHING, count
 
-LOT = 5
+_LOT = 5
 """Audits of correct learners in one piece of work."""
 
 Result = TypeVar("Result")
-Task = Callable[[], MutantOutcome | Alarms]
+_Task = Callable[[], MutantOutcome | Alarms]
 
 
 def self_test(
@@ -48,7 +48,7 @@ def self_test(
     *,
     learner: str | None = None,
     mutants: Sequence[str] = (),
-    alarms: int = LOT,
+    alarms: int = _LOT,
     runs: int | None = None,
     jobs: int | None = None,
     seed: int = 0,
@@ -112,7 +112,7 @@ def mutant_named(name: str) -> Mutant:
 
 def _breaking(
     mutants: Sequence[Mutant], prepared: Prepared | None, learner: str | None, runs: int | None, seed: int
-) -> Iterator[Task]:
+) -> Iterator[_Task]:
     for mutant in mutants:
         if prepared is None:
             yield partial(_attempt_on_base, mutant, runs, seed)
@@ -125,9 +125,9 @@ def _attempt_on_base(mutant: Mutant, runs: int | None, seed: int) -> MutantOutco
     return attempt(mutant, *base_of(mutant).build(), base=mutant.base, most=runs, seed=seed)
 
 
-def _correct(prepared: Prepared | None, learner: str | None, alarms: int, seed: int) -> Iterator[Task]:
-    for start in range(0, alarms, LOT):
-        seeds = [seed + 1 + k for k in range(start, min(start + LOT, alarms))]
+def _correct(prepared: Prepared | None, learner: str | None, alarms: int, seed: int) -> Iterator[_Task]:
+    for start in range(0, alarms, _LOT):
+        seeds = [seed + 1 + k for k in range(start, min(start + _LOT, alarms))]
         if prepared is None:
             for k, name in enumerate(ALGORITHMS):  # with the same coins, one false alarm would be several
                 yield partial(_alarms_of, name, [100_000 * k + each for each in seeds])

@@ -17,9 +17,9 @@ from sottovoce.experiment import Experiment
 from sottovoce.table import Table
 from sottovoce_client.backends import Backend, mapper_over
 
-RESAMPLES = 10_000
+_RESAMPLES = 10_000
 """Of the bootstrap: then the ends of an interval hardly move with its seed."""
-LEVEL = 0.95
+_LEVEL = 0.95
 RESULTS = ("metric", "mean", "low", "high", "epsilon", "seeds")
 """Columns after those of the changed fields."""
 
@@ -154,8 +154,8 @@ def interval(values: FloatArray, seed: int) -> tuple[float, float]:
     n = len(values)
     if n < 2:
         return math.nan, math.nan
-    drawn = np.random.default_rng(seed).integers(n, size=(RESAMPLES, n))
-    low, high = np.quantile(values[drawn].mean(axis=1), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    drawn = np.random.default_rng(seed).integers(n, size=(_RESAMPLES, n))
+    low, high = np.quantile(values[drawn].mean(axis=1), [(1 - _LEVEL) / 2, (1 + _LEVEL) / 2])
     return float(low), float(high)
 
 

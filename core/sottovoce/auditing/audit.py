@@ -39,10 +39,10 @@ from sottovoce.running.transcript import Transcript
 if TYPE_CHECKING:
     from sottovoce.auditing.conformance.battery import Battery
 
-SWEPT_NUMBERS, SWEPT_RUNS = 2**21, 20
+_SWEPT_NUMBERS, _SWEPT_RUNS = 2**21, 20
 """Of the runs in which the exact losses of all learners are looked at: numbers, and runs, at most, but at least one run."""
 
-SWEPT = 32
+_SWEPT = 32
 """Learners, at most, whose exact losses are looked at beside the audited one's."""
 
 SHARE_RUNS = 2500
@@ -248,8 +248,8 @@ def _few(plan: AuditPlan, noise: NoiseOf, actual: Run | None) -> Transcript:
 
 def few(run: Run) -> int:
     """Runs in which the losses of all learners are looked at, at most."""
-    fitting = SWEPT_NUMBERS * run.spec.n_learners // numbers_of(run)
-    return max(1, min(SWEPT_RUNS, fitting))
+    fitting = _SWEPT_NUMBERS * run.spec.n_learners // numbers_of(run)
+    return max(1, min(_SWEPT_RUNS, fitting))
 
 
 def rehearsed(runs: int) -> int:
@@ -448,7 +448,7 @@ def _void(plan: AuditPlan, starts: Starts | None) -> str:
 def _sweep(plan: AuditPlan, transcript: Transcript) -> tuple[LearnerLoss, ...]:
     """Exact losses of every learner, for the most telling swap of its first record."""
     data = plan.worlds.data(plan.data, 0)
-    if not plan.listener.replayable or plan.worlds.shared or len(data.learners) > SWEPT:
+    if not plan.listener.replayable or plan.worlds.shared or len(data.learners) > _SWEPT:
         return ()
     found = []
     for i, own in enumerate(data.learners):

@@ -21,32 +21,32 @@ from sottovoce.auditing.conformance.keys import Keys, Ties, Words, mixed
 from sottovoce.auditing.conformance.layout import Layout
 from sottovoce.auditing.levels import Part, Test
 
-SOME, SINGLE, PAIR = 2**17, 2**19, 2**20
+_SOME, _SINGLE, _PAIR = 2**17, 2**19, 2**20
 """Keys that are kept, at most, of some numbers of the first runs, of numbers and of pairs; 12 bytes each."""
 
-OF_A_RUN = 256
+_OF_A_RUN = 256
 """Numbers of a run that are among the former, at most."""
 
-CELL = 2.0**34
+_CELL = 2.0**34
 """Cells per scale, 64 spacings wide: a replay that rounds by one spacing loses a tie with probability 1/32."""
 
-EQUAL = 1.0 / (2.0 * CELL)
+EQUAL = 1.0 / (2.0 * _CELL)
 """Two sizes are in one cell with this probability; with equal signs half as often."""
 
-LEADING = 33
+_LEADING = 33
 """Bits of a mantissa that are compared where scales differ: a cell around x is at most `2^-33 x` wide.
 
 Two exponential sizes of scales s and s' share one with probability at most `2^-33 s s' / (s + s')^2`: at most 2^-35.
 """
 
-RAW = 2.0 ** -(LEADING + 2)
+_RAW = 2.0 ** -(_LEADING + 2)
 
 LARGEST = 2.0**-70
 """The two largest sizes of two messages are in the same cells: the joint density of their difference (exponential) and of the
 lesser one is squared and summed to a quarter at most."""
 
 _SINGLES = ("numbers", "numbers as they are", "low words")
-_PAIR_CHANCES = {"pairs": EQUAL**2, "pairs as they are": RAW**2}
+_PAIR_CHANCES = {"pairs": EQUAL**2, "pairs as they are": _RAW**2}
 _PAIRS = (*_PAIR_CHANCES, "largest", "messages")
 _LOW = np.int64(2**32 - 1)
 
@@ -75,8 +75,8 @@ class Freshness(Instrument):
 
     def __init__(self) -> None:
         self._layout: Layout | None = None
-        self._some = Keys(SOME, first=True)
-        self._keys = {kind: Keys(SINGLE if kind in _SINGLES else PAIR) for kind in (*_SINGLES, *_PAIRS)}
+        self._some = Keys(_SOME, first=True)
+        self._keys = {kind: Keys(_SINGLE if kind in _SINGLES else _PAIR) for kind in (*_SINGLES, *_PAIRS)}
         self._said, self._pairs_in_a_run, self._starts = 0, 0, 0
 
     def add(self, block: Block) -> None:
@@ -88,7 +88,7 @@ class Freshness(Instrument):
         sizes = np.where(resolved, block.values, 0.0)
         negative = sizes < 0.0
         np.abs(sizes, out=sizes)
-        cells = (sizes * CELL).astype(np.uint64)
+        cells = (sizes * _CELL).astype(np.uint64)
         self._keys["numbers"].add(mixed(cells), seen.places, resolved, negative)
         self._add_some(cells, seen)
         self._add_pairs("pairs", cells, seen)
@@ -113,7 +113,7 @@ class Freshness(Instrument):
         """Numbers at a few places of every run: one size that is said often is seen here, whatever its hash."""
         learners, rounds, _, numbers = cells.shape
         places = learners * rounds * numbers
-        some = np.arange(0, places, -(-places // OF_A_RUN))
+        some = np.arange(0, places, -(-places // _OF_A_RUN))
         i, t, k = np.unravel_index(some, (learners, rounds, numbers))
         self._some.add(mixed(cells[i, t, :, k]), seen.places[i, t, :, k], seen.resolved[i, t, :, k])
 
@@ -172,7 +172,7 @@ class Freshness(Instrument):
         either = [
             ("numbers", numbers.ties(EQUAL / 2.0, with_bit=True)),
             ("sizes", numbers.ties(EQUAL)),
-            ("sizes as they are", raw.ties(RAW)),
+            ("sizes as they are", raw.ties(_RAW)),
             ("sizes at some places", self._some.ties(EQUAL)),
         ]
         yield self._fewest("ties", "no noise is said again", either, primary=True)
@@ -249,5 +249,5 @@ class _Seen:
 
 
 def _leading_bits(sizes: FloatArray) -> Words:
-    """Exponent and `LEADING` bits of the mantissa."""
-    return sizes.view(np.uint64) >> np.uint64(52 - LEADING)
+    """Exponent and `_LEADING` bits of the mantissa."""
+    return sizes.view(np.uint64) >> np.uint64(52 - _LEADING)

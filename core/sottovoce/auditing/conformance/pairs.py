@@ -22,10 +22,10 @@ from sottovoce.auditing.levels import Test
 COLUMNS = 1500
 """Most columns of a matrix: it takes 2 x 4 bytes of the square of this."""
 
-PAIRS = 30
+_PAIRS = 30
 """So many pairs or fewer have no gamma law."""
 
-SCORES = ("values", "sizes")
+_SCORES = ("values", "sizes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +69,11 @@ def _learner_round(layout: Layout, at: int) -> str:
     return f"{layout.learner(i)}, round {t}"
 
 
-LEARNERS = Columns("learners", (1, 2, 3), lambda layout, at: layout.voice(at), by_voice=True)
-COORDINATES = Columns("coordinates of learners", (1, 2), _learner_coordinate)
-ROUNDS = Columns("rounds of learners", (2, 3), _learner_round)
-PLACES = Columns("places", (2,), lambda layout, at: layout.place(at))
-RUNS = Columns("runs", (0, 1, 3), lambda layout, at: f"run {at} of a block")
+_LEARNERS = Columns("learners", (1, 2, 3), lambda layout, at: layout.voice(at), by_voice=True)
+_COORDINATES = Columns("coordinates of learners", (1, 2), _learner_coordinate)
+_ROUNDS = Columns("rounds of learners", (2, 3), _learner_round)
+_PLACES = Columns("places", (2,), lambda layout, at: layout.place(at))
+_RUNS = Columns("runs", (0, 1, 3), lambda layout, at: f"run {at} of a block")
 
 
 class Pairs:
@@ -94,7 +94,7 @@ class Pairs:
         for what, columns in _kept(layout).items():
             self._gather(what, columns.gram(layout, block))
         if 1 < block.runs <= COLUMNS:
-            self._runs.add(RUNS.gram(layout, block))
+            self._runs.add(_RUNS.gram(layout, block))
 
     def merge(self, other: Self) -> None:
         """Take in what another one keeps."""
@@ -115,7 +115,7 @@ class Pairs:
             return
         for what, columns in _kept(self._layout).items():
             if what in self._grams:
-                yield from _judged(what, _of(self._grams[what], columns, self._layout), primary=columns is COORDINATES)
+                yield from _judged(what, _of(self._grams[what], columns, self._layout), primary=columns is _COORDINATES)
         yield from _judged("runs", self._runs.found(), primary=False)
 
 
@@ -123,10 +123,10 @@ def _kept(layout: Layout) -> Mapping[str, Columns]:
     """The matrices that are small enough, and have two columns."""
     learners = len(layout.learners)
     counts = {
-        LEARNERS: layout.voices,
-        COORDINATES: learners * layout.numbers,
-        ROUNDS: learners * layout.rounds,
-        PLACES: learners * layout.rounds * layout.numbers,
+        _LEARNERS: layout.voices,
+        _COORDINATES: learners * layout.numbers,
+        _ROUNDS: learners * layout.rounds,
+        _PLACES: learners * layout.rounds * layout.numbers,
     }
     return {columns.what: columns for columns, count in counts.items() if 1 < count <= COLUMNS}
 
@@ -157,13 +157,13 @@ def _of(gram: Gram, columns: Columns, layout: Layout) -> dict[str, list[Found]]:
     """What a matrix comes to, by statistic."""
     found: dict[str, list[Found]] = {statistic: [] for statistic in _SAYS}
     for p_value, _, rho, score, first, second in gram.worst_pair():
-        where = f"{SCORES[score]} of {columns.name(layout, first)}, and of {columns.name(layout, second)}"
+        where = f"{_SCORES[score]} of {columns.name(layout, first)}, and of {columns.name(layout, second)}"
         found[_WORST].append(Found(p_value, rho, where))
     for score, statistic in enumerate((_ALL, _SIZES)):
         total, mean, variance, pairs = gram.all_pairs(score)
-        if pairs > PAIRS:
+        if pairs > _PAIRS:
             found[statistic].append(Found(all_pairs_p(total, mean, variance), total / mean, f"{pairs} pairs"))
-    for score, of in enumerate(SCORES):
+    for score, of in enumerate(_SCORES):
         found[_SPECTRUM] += [Found(p, each, f"{of}, {which}") for p, each, which in gram.spectrum(score)]
     return found
 
@@ -174,17 +174,17 @@ class _Runs:
     def __init__(self) -> None:
         self._worst = Found(np.inf)
         self._pairs = 0
-        self._all = np.zeros((len(SCORES), 3))
+        self._all = np.zeros((len(_SCORES), 3))
         self._together = 0
         self._spectrum = Found(np.inf)
         self._spectra = 0
 
     def add(self, gram: Gram) -> None:
         for p_value, pairs, rho, score, first, second in gram.worst_pair():
-            where = f"{SCORES[score]} of runs {first} and {second} of a block"
+            where = f"{_SCORES[score]} of runs {first} and {second} of a block"
             self._worst = min(self._worst, Found(p_value / pairs, rho, where), key=lambda each: each.p_value)
             self._pairs += pairs
-        for score, of in enumerate(SCORES):
+        for score, of in enumerate(_SCORES):
             *sums, pairs = gram.all_pairs(score)
             self._all[score] += sums
             self._together += pairs
@@ -205,7 +205,7 @@ class _Runs:
         found: dict[str, list[Found]] = {}
         if self._pairs:
             found[_WORST] = [Found(self._worst.p_value * self._pairs, self._worst.statistic, self._worst.where)]
-        if self._together > len(SCORES) * PAIRS:
+        if self._together > len(_SCORES) * _PAIRS:
             for statistic, (total, mean, variance) in zip((_ALL, _SIZES), self._all, strict=True):
                 found[statistic] = [Found(all_pairs_p(total, mean, variance), total / mean, "runs of one block")]
         if self._spectra:

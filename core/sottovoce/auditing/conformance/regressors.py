@@ -18,7 +18,7 @@ from sottovoce.auditing.levels import Test
 TYPICAL = 5.0
 """Regressors are clipped at so many times their usual size until then: else their largest number rules the p-value."""
 
-OTHERS = 8
+_OTHERS = 8
 """Learners, at most, where each one's last noise and message are regressors for all others; with more, only their mean is."""
 
 _OWN = -1
@@ -58,7 +58,7 @@ class Regressors:
             self._gather((name, _OWN), noise.against(values))
         learners = len(block.learners)
         for name, values in last.items():
-            for j in range(learners if 1 < learners <= OTHERS else 0):
+            for j in range(learners if 1 < learners <= _OTHERS else 0):
                 self._gather((name, j), noise.against(values[j : j + 1]))
 
     def merge(self, other: Self) -> None:

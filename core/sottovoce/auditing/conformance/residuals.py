@@ -34,10 +34,10 @@ ByteArray = npt.NDArray[np.int8]
 ALL = 64
 """Low bits lost: all of them."""
 
-EXACT = 2.0**53
+_EXACT = 2.0**53
 """Whole numbers below this are exact in float64."""
 
-TIE = 1e-9
+_TIE = 1e-9
 """A scale so close to a power of two, relatively, may have either spacing: platforms round the schedule's powers differently."""
 _TINY = float(np.finfo(float).tiny)
 
@@ -231,7 +231,7 @@ def _take_off(
     if law == "spherical":
         into.values[:] = np.where(noisy, as_laplace(law, (said - centre) / scale), np.nan)
         return
-    spacing = float(grid(scale * (1.0 - TIE)))  # the finer one where it may be either
+    spacing = float(grid(scale * (1.0 - _TIE)))  # the finer one where it may be either
     into.grid[:] = spacing
     message, whole = said / spacing, centre / spacing
     # The learner rounds its centre, too, and never the sum: each is a whole number of its own.
@@ -244,8 +244,8 @@ def _take_off(
         steps = np.where(np.abs(noise - np.rint(noise)) <= 0.125 + rounding, np.rint(noise), noise)
         message = steps + whole
     # Not-a-number where nobody heard the message: then no comparison holds.
-    exact = bool(max(message.max(), -message.min(), whole.max(), -whole.min()) < EXACT)
-    judged = noisy if exact else noisy & (np.abs(message) < EXACT) & (np.abs(whole) < EXACT)
+    exact = bool(max(message.max(), -message.min(), whole.max(), -whole.min()) < _EXACT)
+    judged = noisy if exact else noisy & (np.abs(message) < _EXACT) & (np.abs(whole) < _EXACT)
     everywhere = bool(judged.all())
     on = np.rint(message) == message
     if not (everywhere and on.all()):
@@ -257,7 +257,7 @@ def _take_off(
         into.values[:] = np.where(noisy, into.values, np.nan)
     into.steps[:] = steps if everywhere else np.where(judged, steps, 0.0)
     into.said[:] = message if everywhere else np.where(judged, message, 0.0)
-    either = float(grid(scale * (1.0 + TIE))) != spacing
+    either = float(grid(scale * (1.0 + _TIE))) != spacing
     into.lost[:] = np.where(judged, np.int8(either), np.int8(ALL))
 
 
