@@ -134,7 +134,7 @@ def require_room(spec: RunSpec, captures: Sequence[Capture]) -> None:
 # ---- copies ----------------------------------------------------------------------------------------------------------
 
 
-def distinct(captures: Sequence[Capture]) -> tuple[list[Capture], list[Capture]]:
+def _distinct(captures: Sequence[Capture]) -> tuple[list[Capture], list[Capture]]:
     """Captures without their copies, and the copies: the same messages, byte by byte, wherever they lie.
 
     Raises:
@@ -183,7 +183,7 @@ def started(
     """
     if not captures:
         raise CaptureError("no run was overheard: there is no capture")
-    single, copies = distinct(captures)
+    single, copies = _distinct(captures)
     single, again = _first_of_each(single)
     if ledger is not None:
         for capture in (*single, *again):

@@ -1,7 +1,8 @@
 """How likely correct noise is to depend on itself so much by chance: p-values of sums of products, of correlations, of spectra.
 
-All are logarithms of two-sided p-values, and most are bounds that hold for every number of terms: a plain normal law accuses
-correct noise, for 20 products exceed five deviations with probability 1.2e-5, not 6e-7.
+Those of sums are logarithms of two-sided p-values (`log_...`), so that no small one is lost. Most are bounds that hold for every
+number of terms: a plain normal law accuses correct noise, for 20 products exceed five deviations with probability 1.2e-5, not
+6e-7.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ equal by chance now and then, and of pairs, which never are.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
@@ -14,7 +13,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import numpy.typing as npt
 
-from sottovoce.arrays import BoolArray, FloatArray, IntArray
+from sottovoce.arrays import BoolArray, FloatArray
 from sottovoce.auditing.conformance.block import Block
 from sottovoce.auditing.conformance.instrument import Instrument
 from sottovoce.auditing.conformance.keys import Keys, Ties, Words, mixed
@@ -51,23 +50,6 @@ _PAIRS = (*_PAIR_CHANCES, "largest", "messages")
 _LOW = np.int64(2**32 - 1)
 
 
-@dataclass(frozen=True, slots=True)
-class Streams:
-    """How many distinct streams of noise there might be, at most, if no two messages that were seen have the same one.
-
-    A larger number cannot be told from endless ones.
-
-    Attributes:
-        messages: seen.
-        in_a_run: if a generator gives one of so many messages each time, and starts anew with every run.
-        over_runs: if a generator of a learner's whole run starts in one of so many states.
-    """
-
-    messages: int
-    in_a_run: float
-    over_runs: float
-
-
 class Freshness(Instrument):
     """Every draw is fresh: nothing is said twice, in a run or across runs."""
 
@@ -77,7 +59,7 @@ class Freshness(Instrument):
         self._layout: Layout | None = None
         self._some = Keys(_SOME, first=True)
         self._keys = {kind: Keys(_SINGLE if kind in _SINGLES else _PAIR) for kind in (*_SINGLES, *_PAIRS)}
-        self._said, self._pairs_in_a_run, self._starts = 0, 0, 0
+        self._said = 0
 
     def add(self, block: Block) -> None:
         self._layout = self._layout or Layout.of(block)
@@ -106,8 +88,6 @@ class Freshness(Instrument):
         for kind, keys in other._keys.items():
             self._keys[kind].merge(keys)
         self._said += other._said
-        self._pairs_in_a_run += other._pairs_in_a_run
-        self._starts += other._starts
 
     def _add_some(self, cells: Words, seen: _Seen) -> None:
         """Numbers at a few places of every run: one size that is said often is seen here, whatever its hash."""
@@ -143,24 +123,9 @@ class Freshness(Instrument):
         for one, other in seen.first_two():
             keys = mixed(said[one], said[other])
             self._keys["messages"].add(keys, seen.places[one], seen.resolved[one] & seen.resolved[other])
-        heard = np.asarray(seen.resolved.any(axis=3))
-        in_a_run: IntArray = np.count_nonzero(heard, axis=(0, 1))
-        self._said += int(in_a_run.sum())
-        self._pairs_in_a_run += int((in_a_run * (in_a_run - 1) // 2).sum())
-        speakers = np.asarray(heard.any(axis=1))
-        self._starts += int(np.count_nonzero(speakers))
+        self._said += int(np.count_nonzero(seen.resolved.any(axis=3)))
 
     # ---- what they come to -------------------------------------------------------------------------------------------
-
-    def streams(self, confidence: float = 0.9) -> Streams:
-        """What number of streams is excluded by messages that never come twice."""
-        log = -math.log(1.0 - confidence)
-        share = self._keys["pairs"].share
-        return Streams(
-            self._said,
-            share * self._pairs_in_a_run / log,
-            share * self._starts * (self._starts - 1) / 2.0 / log,
-        )
 
     def tests(self) -> list[Test]:
         if self._layout is None or not self._said:

@@ -34,7 +34,7 @@ RIDGE, _FOLDS, _LEAST = 1e-8, 4, 16
 
 
 @dataclass(frozen=True, slots=True)
-class Answers:
+class _Answers:
     """All answers of one method.
 
     Attributes:
@@ -61,12 +61,12 @@ def answer_views(runs: Sequence[Conversation], learnt: IntArray) -> dict[str, Fl
             continue
         asked, answered = (_varying(part, own) for part in (answers.asked, answers.answered))
         if asked.shape[1] and answered.shape[1]:
-            varying = Answers(answers.run, asked[:, :_ASKED], answered[:, :_ANSWERED])
+            varying = _Answers(answers.run, asked[:, :_ASKED], answered[:, :_ANSWERED])
             found[f"answers of {method} beside their requests"] = _view(varying, learnt, len(runs))
     return found
 
 
-def _pairs(runs: Sequence[Conversation]) -> dict[str, Answers]:
+def _pairs(runs: Sequence[Conversation]) -> dict[str, _Answers]:
     """Answers by method, each beside the last request of its stream; of a method those of the commonest lengths."""
     rows: dict[str, list[tuple[int, FloatArray, FloatArray]]] = defaultdict(list)
     for k, run in enumerate(runs):
@@ -80,7 +80,7 @@ def _pairs(runs: Sequence[Conversation]) -> dict[str, Answers]:
         [(widths, _)] = Counter((len(asked), len(answer)) for _, asked, answer in all_rows).most_common(1)
         kept = [row for row in all_rows if (len(row[1]), len(row[2])) == widths]
         numbers = np.array([k for k, _, _ in kept])
-        found[method] = Answers(numbers, np.stack([row[1] for row in kept]), np.stack([row[2] for row in kept]))
+        found[method] = _Answers(numbers, np.stack([row[1] for row in kept]), np.stack([row[2] for row in kept]))
     return found
 
 
@@ -109,7 +109,7 @@ def _varying(values: FloatArray, own: BoolArray) -> FloatArray:
     return varying
 
 
-def _view(answers: Answers, learnt: IntArray, runs: int) -> FloatArray:
+def _view(answers: _Answers, learnt: IntArray, runs: int) -> FloatArray:
     """Sums over a run's answers of what is left of them, of its square, and of its products with the request."""
     alone = _left(answers, learnt)
     own = np.isin(answers.run, learnt)
@@ -124,7 +124,7 @@ def _view(answers: Answers, learnt: IntArray, runs: int) -> FloatArray:
     return view.reshape(runs, -1)
 
 
-def _left(answers: Answers, learnt: IntArray) -> FloatArray:
+def _left(answers: _Answers, learnt: IntArray) -> FloatArray:
     """`(rows, numbers)`: answers without what polynomials of the request explain, fitted to other runs of those learnt from."""
     own = np.isin(answers.run, learnt)
     terms = _terms(answers.asked, int(own.sum()))
