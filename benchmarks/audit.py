@@ -25,8 +25,8 @@ from sottovoce.auditing.plan import plan_audit
 from sottovoce.data import LearnerData, PlacedData
 from sottovoce.running.run import build_run
 from sottovoce.spec import parse_spec
-from sottovoce_client.auditing.backends import mapper_over
 from sottovoce_client.auditing.report import audit_page
+from sottovoce_client.backends import mapper_over
 
 FLOOR = Path(__file__).resolve().with_name("bare_simulation.py")
 LEARNERS, DIM, ROUNDS = 5, 117, 50

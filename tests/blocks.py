@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+import pytest
 from scipy import special
 
 from sottovoce.arrays import BoolArray, FloatArray, IntArray
 from sottovoce.auditing.conformance.block import Block
+from sottovoce.auditing.conformance.instrument import Instrument
 from sottovoce.auditing.conformance.residuals import ALL
+from sottovoce.auditing.levels import Levels, Test
 from sottovoce.noise import grid
 
 SCALE = 1.5
 """Of the noise, where a test does not say another one; spacings are `1.5 * 2^40` of a scale apart."""
+
+MID = (5, 16, 20, 17)
+"""Learners, rounds, runs and numbers: 27,200 numbers in 1,600 messages."""
 
 
 def discrete_laplace(
@@ -90,9 +97,9 @@ def block_of(
 
 
 def noise_block(
-    rng: np.random.Generator, shape: tuple[int, int, int, int] = (5, 16, 20, 17), *, known: BoolArray | None = None
+    rng: np.random.Generator, shape: tuple[int, int, int, int] = MID, *, known: BoolArray | None = None
 ) -> Block:
-    """Correct noise around centres that are anywhere; by default of 27,200 numbers in 1,600 messages."""
+    """Correct noise around centres that are anywhere."""
     centre = rng.integers(-(2**43), 2**43, (shape[0], shape[1], 1, shape[3]))
     return block_of(discrete_laplace(rng, shape), centre=centre, known=known)
 
@@ -125,3 +132,51 @@ def odd_block(rng: np.random.Generator) -> Block:
     return block_of(
         steps - slip, centre=centre + slip, fields=tuple(widths), known=heard, judged=heard & judged, lost=lost
     )
+
+
+# ---- what every instrument must do -----------------------------------------------------------------------------------
+
+
+def judged(kind: type[Instrument], *blocks: Block) -> dict[str, Test]:
+    """What an instrument comes to, by name, each test with its level at 99 %."""
+    instrument = kind()
+    for block in blocks:
+        instrument.add(block)
+    return {test.name: test for test in Levels(0.01).judged(kind.part, instrument.tests())}
+
+
+def refuted(kind: type[Instrument], *blocks: Block) -> set[str]:
+    """The tests of an instrument that correct noise would hardly ever fail, and these blocks do."""
+    return {name for name, test in judged(kind, *blocks).items() if test.rejects}
+
+
+def require_right_p_values(kind: type[Instrument], rng: np.random.Generator) -> None:
+    """P-values of 400 audits of odd shapes: as few are below .01 and .001 as chance has it.
+
+    Two counts for every test; each is allowed what a correct one exceeds with probability 1e-6.
+    """
+    found = defaultdict(list)
+    for _ in range(400):
+        for name, test in judged(kind, odd_block(rng)).items():
+            found[name].append(test.p_value)
+    for name, p_values in found.items():
+        assert np.isfinite(p_values).all(), name
+        for chance in (0.01, 0.001):
+            count = int(np.count_nonzero(np.array(p_values) < chance))
+            assert likely(count, len(p_values), chance) > 1e-6, (name, chance, count)
+
+
+def require_adds_up(kind: type[Instrument], rng: np.random.Generator, rel: float) -> None:
+    """One block, and three of which two are in another instrument: p-values are equal but for so much of them."""
+    noise, heard = discrete_laplace(rng, (3, 4, 60, 5)), rng.random((3, 4, 60, 1)) < 0.9
+    parts = [block_of(noise[:, :, k : k + 20], known=heard[:, :, k : k + 20]) for k in (0, 20, 40)]
+    first, others = kind(), kind()
+    first.add(parts[0])
+    others.add(parts[1])
+    others.add(parts[2])
+    first.merge(others)
+    whole = judged(kind, block_of(noise, known=heard))
+    assert [test.name for test in first.tests()] == list(whole)
+    for test in first.tests():
+        assert test.p_value == pytest.approx(whole[test.name].p_value, rel=rel), test.name
+        assert test.where == whole[test.name].where

@@ -14,7 +14,7 @@ from sottovoce_rpc.server import channel
 from sottovoce_rpc.tasks import Tasks
 
 CONNECT_S = 10.0
-STOP_S = 20.0
+_STOP_S = 20.0
 """How long runs that are told to stop may take to end, when the block that they were started in is left."""
 
 
@@ -118,7 +118,7 @@ class Deployment:
         for each in self._started:
             each._stop.set()
         if self._started:
-            await asyncio.wait([each._task for each in self._started], timeout=STOP_S)
+            await asyncio.wait([each._task for each in self._started], timeout=_STOP_S)
         await self._tasks.end()
 
 

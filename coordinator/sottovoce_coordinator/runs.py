@@ -24,7 +24,7 @@ class RunState(Enum):
     FAILED = "failed"
 
 
-FINAL = frozenset({RunState.FINISHED, RunState.STOPPED, RunState.FAILED})
+_FINAL = frozenset({RunState.FINISHED, RunState.STOPPED, RunState.FAILED})
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,13 +173,13 @@ class RunBook:
 
     def end(self, state: RunState, detail: str) -> None:
         """End the run, once."""
-        if self.state not in FINAL:
+        if self.state not in _FINAL:
             self.state, self.detail = state, detail
 
     @property
     def ended(self) -> bool:
         """True when the state is final."""
-        return self.state in FINAL
+        return self.state in _FINAL
 
 
 def missing(names: Sequence[str], joined: Mapping[str, object]) -> list[str]:

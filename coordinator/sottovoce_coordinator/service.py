@@ -32,17 +32,17 @@ log = structlog.get_logger()
 
 NAME = "sottovoce_wire.v1.Coordinator"
 WATCH_S = 0.2
-JOINING_S = 20.0
-CAPTURE_S = 10.0
+_JOINING_S = 20.0
+_CAPTURE_S = 10.0
 MOST_RUNS = 32
 """Runs that are remembered."""
 MOST_LEARNERS, MOST_EDGES = 1_024, 65_536
 """In a run: every learner is told all edges."""
-MOST_EPOCHS = 65_536
+_MOST_EPOCHS = 65_536
 """That may be announced at a time, where the network changes: one for each learner and round of a window."""
-NAMED = 10
+_NAMED = 10
 """Learners that an error names."""
-LONGEST_ADDRESS = 300
+_LONGEST_ADDRESS = 300
 """Characters of a learner's: a name of a host has at most 253."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -294,7 +294,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
             try:
                 await asyncio.wait_for(
                     self._joined.wait_for(lambda: not missing(spec.names, self._members)),
-                    min(JOINING_S, spec.clock.deadline_s),
+                    min(_JOINING_S, spec.clock.deadline_s),
                 )
             except TimeoutError:
                 absent = missing(spec.names, self._members)
@@ -323,7 +323,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         )
         async with channel(address) as to:
             try:
-                opened = await eavesdropper_pb2_grpc.EavesdropperStub(to).OpenCapture(opening, timeout=CAPTURE_S)
+                opened = await eavesdropper_pb2_grpc.EavesdropperStub(to).OpenCapture(opening, timeout=_CAPTURE_S)
             except grpc.aio.AioRpcError as error:
                 raise as_error(error, f"the eavesdropper at {address}") from None
         relays = {(i, j): relay for (i, j, _), relay in zip(edges, opened.relay_addresses, strict=True)}
@@ -390,8 +390,8 @@ def _require_size(spec: RunSpec) -> None:
     n, window = spec.n_learners, min(spec.clock.window, spec.rounds)
     if n > MOST_LEARNERS:
         raise SpecError(f"a coordinator serves at most {MOST_LEARNERS} learners, got {n}: simulate them")
-    if spec.topology.sequence is not None and window * n > MOST_EPOCHS:
-        text = f"clock.window times learners must be at most {MOST_EPOCHS} where the network changes"
+    if spec.topology.sequence is not None and window * n > _MOST_EPOCHS:
+        text = f"clock.window times learners must be at most {_MOST_EPOCHS} where the network changes"
         raise SpecError(f"{text}, got {window} * {n} = {window * n}")
 
 
@@ -410,8 +410,8 @@ def _built(spec: RunSpec, n_features: int) -> Run:
 
 def _named(learners: Sequence[str]) -> str:
     """Some of them, where there are many: an error has to fit into a status."""
-    more = f" and {len(learners) - NAMED} more" if len(learners) > NAMED else ""
-    return f"{', '.join(learners[:NAMED])}{more}"
+    more = f" and {len(learners) - _NAMED} more" if len(learners) > _NAMED else ""
+    return f"{', '.join(learners[:_NAMED])}{more}"
 
 
 async def _introduced(events: AsyncIterator[coordinator_pb2.Event]) -> _Member:
@@ -429,8 +429,8 @@ async def _introduced(events: AsyncIterator[coordinator_pb2.Event]) -> _Member:
     name, address = first.introduction.learner, first.introduction.address
     if re.fullmatch(LEARNER_NAME, name) is None:
         raise RemoteProtocolError(f"a learner's name must match {LEARNER_NAME}, got {name[:80]!r}")
-    if len(address) > LONGEST_ADDRESS:
-        raise RemoteProtocolError(f"an address has at most {LONGEST_ADDRESS} characters, got {len(address)}")
+    if len(address) > _LONGEST_ADDRESS:
+        raise RemoteProtocolError(f"an address has at most {_LONGEST_ADDRESS} characters, got {len(address)}")
     return _Member(name, address)
 
 
@@ -454,7 +454,7 @@ async def _close_capture(address: str, capture_id: str) -> None:
     async with channel(address) as to:
         try:
             request = eavesdropper_pb2.CloseCaptureRequest(capture_id=capture_id)
-            await eavesdropper_pb2_grpc.EavesdropperStub(to).CloseCapture(request, timeout=CAPTURE_S)
+            await eavesdropper_pb2_grpc.EavesdropperStub(to).CloseCapture(request, timeout=_CAPTURE_S)
         except grpc.aio.AioRpcError as error:
             log.warning("capture not closed", reason=error.details())
 

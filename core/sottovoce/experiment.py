@@ -32,6 +32,11 @@ class Prepared:
     run: Run
     data: PlacedData
 
+    def dearest(self) -> int:
+        """The index of the learner with the largest epsilon over the whole run."""
+        counts = [np.diff(own.offsets) for own in self.data.learners]
+        return int(np.argmax([self.run.guarantee(i, each).epsilon() for i, each in enumerate(counts)]))
+
 
 def prepare(spec: RunSpec, *, data_folder: str | None = None) -> Prepared:
     """Load and place the data, and check the run.
@@ -197,7 +202,7 @@ class Experiment(RunSpec):
 
     def dearest(self) -> int:
         """The index of the learner with the largest epsilon over the whole run."""
-        return int(np.argmax([self.guarantee(i).epsilon() for i in range(self.n_learners)]))
+        return self.prepared.dearest()
 
     def epsilon(self) -> float:
         """The largest epsilon of a learner over the whole run; the sum over all where they share their records."""

@@ -26,8 +26,8 @@ from sottovoce.registry import Count, Positive, Registry, Section
 
 LEARNER_NAME = r"^\w[\w .-]{0,62}$"
 """It is part of file names: no slashes."""
-LearnerName = Annotated[str, Field(pattern=LEARNER_NAME)]
-SHORTEST_PERIOD_S = 0.002
+_LearnerName = Annotated[str, Field(pattern=LEARNER_NAME)]
+_SHORTEST_PERIOD_S = 0.002
 """Of a paced clock: a shorter one keeps a coordinator busy with nothing else."""
 MOST_LEARNERS = 4096
 """The weights of a network are a matrix of learners by learners, and there are several of them."""
@@ -47,7 +47,7 @@ class ClockSpec(Section):
     """free: as fast as data and neighbours allow. paced: one round a period. data: when every learner has its batch."""
     window: Count = 100
     """Rounds granted at a time (free mode)."""
-    period_s: Annotated[float, Field(ge=SHORTEST_PERIOD_S, allow_inf_nan=False)] | None = None
+    period_s: Annotated[float, Field(ge=_SHORTEST_PERIOD_S, allow_inf_nan=False)] | None = None
     """Seconds per round (paced mode)."""
     deadline_s: Positive = 60.0
     """How long a learner waits for a neighbour, a grant or its data before the run fails."""
@@ -75,7 +75,7 @@ class RunSpec(Section):
     rounds: Count
     learners: (
         Annotated[int, Field(gt=0, le=MOST_LEARNERS)]
-        | Annotated[tuple[LearnerName, ...], Field(min_length=1, max_length=MOST_LEARNERS)]
+        | Annotated[tuple[_LearnerName, ...], Field(min_length=1, max_length=MOST_LEARNERS)]
     ) = 5
     """How many, or their names."""
     algorithm: AnyAlgorithm

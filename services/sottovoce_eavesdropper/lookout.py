@@ -22,10 +22,10 @@ from sottovoce_rpc.codec import RoundCodec, Shapes, from_fields, read_hello, to_
 
 log = structlog.get_logger()
 
-MOST_LOGGED, MOST_KEPT = 20, 100
-MOST_TEXT = 300
+_MOST_LOGGED, _MOST_KEPT = 20, 100
+_MOST_TEXT = 300
 """Characters of what a stranger's message is quoted with."""
-MOST_DECODED = 64
+_MOST_DECODED = 64
 EXCHANGE = frozenset({"/sottovoce_wire.v1.Learner/Exchange", ""})
 """The methods whose messages are rounds; mirrored messages have none."""
 
@@ -72,7 +72,7 @@ class Lookout:
 
     Attributes:
         count: of findings.
-        first: the first `MOST_KEPT` of them.
+        first: the first `_MOST_KEPT` of them.
         not_checked: what could not be looked for, and why; None: all was.
     """
 
@@ -129,7 +129,7 @@ class Lookout:
                 return ()
             t, claimed, message = self._decoded.get(seen) or self._decode(row.payload, seen)
         except RemoteProtocolError as error:
-            return noticing.garbled(row.sender, other, row.stream, str(error)[:MOST_TEXT])
+            return noticing.garbled(row.sender, other, row.stream, str(error)[:_MOST_TEXT])
         return noticing.heard(Said(row.sender, other, row.stream, claimed, t, message.fields, seen, row.size))
 
     def _lacks(self, row: Row) -> int:
@@ -142,18 +142,18 @@ class Lookout:
     def _decode(self, payload: bytes, seen: bytes) -> tuple[int, int, Message]:
         """Decode, and keep for the other neighbours, who hear the same a moment later."""
         found = self._codec.decode(payload)
-        if len(self._decoded) >= MOST_DECODED:
+        if len(self._decoded) >= _MOST_DECODED:
             self._decoded.clear()
         self._decoded[seen] = found
         return found
 
     def _note(self, finding: Notice) -> None:
         self.count += 1
-        if self.count <= MOST_KEPT:
+        if self.count <= _MOST_KEPT:
             self.first.append(finding)
-        if self.count <= MOST_LOGGED:
+        if self.count <= _MOST_LOGGED:
             log.error("must never happen", capture=self._capture_id, rule=finding.kind, what=finding.text)
-        if self.count == MOST_LOGGED:
+        if self.count == _MOST_LOGGED:
             log.error("more of it is counted, not logged", capture=self._capture_id)
 
 

@@ -11,7 +11,7 @@ from sottovoce_eavesdropper.lookout import Row
 from sottovoce_eavesdropper.relay import MOST_PAYLOAD
 from sottovoce_wire.v1 import eavesdropper_pb2
 
-MOST_INDEX, MOST_NS = 2**31 - 1, 2**63 - 1
+_MOST_INDEX, _MOST_NS = 2**31 - 1, 2**63 - 1
 """Within the columns of a capture."""
 
 
@@ -34,7 +34,7 @@ class Participants:
         fields = document if isinstance(document, dict) else {}
         told = fields.get("learners")
         n = told if isinstance(told, int) else len(told) if isinstance(told, list) else 0
-        return cls(n if 0 < n <= MOST_INDEX else MOST_INDEX, fields.get("capture") == "mirror")
+        return cls(n if 0 < n <= _MOST_INDEX else _MOST_INDEX, fields.get("capture") == "mirror")
 
     def require(self, *indices: int) -> None:
         """Refuse whoever is not one of them.
@@ -60,7 +60,7 @@ class Participants:
     def _rows(self, sender: int, message: eavesdropper_pb2.MirroredMessage, now: int) -> list[Row]:
         self.require(*message.receivers)
         wall, size = 10**9 * message.sent_at.seconds + message.sent_at.nanos, len(message.payload)
-        if size > MOST_PAYLOAD or abs(wall) > MOST_NS:
+        if size > MOST_PAYLOAD or abs(wall) > _MOST_NS:
             text = f"a copy must have at most {MOST_PAYLOAD} bytes and a time of 64 bits in nanoseconds"
             raise RemoteProtocolError(f"{text}, got {size} and {wall}")
         if sender in message.receivers or len(set(message.receivers)) < len(message.receivers):

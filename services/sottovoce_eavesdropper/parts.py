@@ -23,13 +23,13 @@ MOST_FILE = 256 * MIB
 """Bytes of a part on disk."""
 MOST_BYTES = 256 * MIB
 """Bytes of a part, unpacked. One that we wrote has a quarter of that, or one message."""
-MOST_ROWS, MOST_GROUPS = 65_536, 1_024
-MOST_TEXT = 4_096
+MOST_ROWS, _MOST_GROUPS = 65_536, 1_024
+_MOST_TEXT = 4_096
 """Bytes of a text such as a method's name."""
 BATCH = 1_024
 """Rows that are unpacked at a time."""
 
-FOOTER = {"thrift_string_size_limit": 16 * MIB, "thrift_container_size_limit": 65_536}
+_FOOTER = {"thrift_string_size_limit": 16 * MIB, "thrift_container_size_limit": 65_536}
 
 
 def read_part(place: Folder, name: str, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
@@ -48,11 +48,11 @@ def read_part(place: Folder, name: str, columns: Sequence[str]) -> Iterator[pa.R
         if (size := place.size(name)) > MOST_FILE:
             raise CaptureError(f"{where} must have at most {MOST_FILE} bytes, got {size}")
         with place.open(name) as raw:
-            footer = parquet().ParquetFile(raw, **FOOTER)
+            footer = parquet().ParquetFile(raw, **_FOOTER)
             _require_limits(where, footer.metadata)
             _require_columns(where, footer.schema_arrow)
             texts = [kind.name for kind in schema() if not _is_number(kind.type)]
-            file = parquet().ParquetFile(raw, metadata=footer.metadata, read_dictionary=texts, **FOOTER)
+            file = parquet().ParquetFile(raw, metadata=footer.metadata, read_dictionary=texts, **_FOOTER)
             unpacked = 0
             for batch in file.iter_batches(BATCH, columns=list(columns), use_threads=False):
                 unpacked += _text_bytes(where, batch)
@@ -74,9 +74,9 @@ def _named(where: str) -> Iterator[None]:
 
 def _require_limits(where: str, footer: Any) -> None:
     groups = footer.num_row_groups
-    if groups > MOST_GROUPS or not 0 <= footer.num_rows <= MOST_ROWS:
+    if groups > _MOST_GROUPS or not 0 <= footer.num_rows <= MOST_ROWS:
         raise CaptureError(
-            f"{where} must have at most {MOST_ROWS} rows in {MOST_GROUPS} groups, got {footer.num_rows} in {groups}"
+            f"{where} must have at most {MOST_ROWS} rows in {_MOST_GROUPS} groups, got {footer.num_rows} in {groups}"
         )
     sizes = [footer.row_group(k).total_byte_size for k in range(groups)]
     if min(sizes, default=0) < 0 or sum(sizes) > MOST_BYTES:
@@ -107,8 +107,8 @@ def _text_bytes(where: str, batch: pa.RecordBatch) -> int:
         lengths = pc.binary_length(column.dictionary)
         if name == "payload":
             total = pc.sum(lengths.take(column.indices)).as_py() or 0
-        elif (longest := pc.max(lengths).as_py() or 0) > MOST_TEXT:
-            raise CaptureError(f"{where}: column {name!r} must hold text of at most {MOST_TEXT} bytes, got {longest}")
+        elif (longest := pc.max(lengths).as_py() or 0) > _MOST_TEXT:
+            raise CaptureError(f"{where}: column {name!r} must hold text of at most {_MOST_TEXT} bytes, got {longest}")
     return total
 
 

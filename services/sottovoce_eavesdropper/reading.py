@@ -27,14 +27,14 @@ from sottovoce_rpc.codec import RoundCodec
 if TYPE_CHECKING:
     import pyarrow as pa
 
-MOST_FACTS = 16 * MIB
+_MOST_FACTS = 16 * MIB
 """Bytes of `capture.json`."""
 MOST_ROUNDS = 2**24
 """Beyond any run that is replayed: a message of a later round is made up."""
-MOST_NUMBERS, MOST_FIELDS = 2**24, 256
+_MOST_NUMBERS, _MOST_FIELDS = 2**24, 256
 """In a message."""
 
-FACTS = {
+_FACTS = {
     "capture_id": str,
     "run_id": str,
     "complete": bool,
@@ -44,7 +44,7 @@ FACTS = {
     "fields": dict,
 }
 """What `capture.json` must say."""
-OFFERED = {"noticed": list, "noticed_count": int}
+_OFFERED = {"noticed": list, "noticed_count": int}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +68,18 @@ class Capture:
     def complete(self) -> bool:
         """False when the eavesdropper ended before it closed the capture; its parts are readable all the same."""
         return bool(self.facts["complete"])
+
+    @property
+    def world(self) -> int | None:
+        """Which world the run lived in, where there are several; None: nobody said."""
+        world: int | None = self.facts.get("world")
+        return world
+
+    @property
+    def replica(self) -> int | None:
+        """The number of the run, where one spec is run again and again; None: it has none."""
+        replica: int | None = self.facts.get("replica")
+        return replica
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -303,16 +315,16 @@ def open_capture(place: str | Path | Folder) -> Capture:
     """
     folder = open_folder(place) if isinstance(place, str | Path) else place
     try:
-        if (size := folder.size("capture.json")) > MOST_FACTS:
-            raise CaptureError(f"{folder.name}/capture.json must have at most {MOST_FACTS} bytes, got {size}")
+        if (size := folder.size("capture.json")) > _MOST_FACTS:
+            raise CaptureError(f"{folder.name}/capture.json must have at most {_MOST_FACTS} bytes, got {size}")
         with folder.open("capture.json") as file:
-            facts = json.loads(file.read(MOST_FACTS))
+            facts = json.loads(file.read(_MOST_FACTS))
     except (OSError, ValueError, RecursionError) as error:
         raise CaptureError(f"{folder.name} is not a capture: {str(error) or type(error).__name__}") from None
     if not isinstance(facts, dict) or facts.get("format") != FORMAT:
         raise CaptureError(f"{folder.name} is not a capture of a known format ({FORMAT})")
-    wrong = [name for name, kind in FACTS.items() if type(facts.get(name)) is not kind]
-    wrong += [name for name, kind in OFFERED.items() if name in facts and type(facts[name]) is not kind]
+    wrong = [name for name, kind in _FACTS.items() if type(facts.get(name)) is not kind]
+    wrong += [name for name, kind in _OFFERED.items() if name in facts and type(facts[name]) is not kind]
     wrong += [] if "fields" in wrong or _are_fields(facts["fields"]) else ["fields"]
     wrong += [name for name in ("world", "replica") if type(facts.get(name, None)) not in (int, type(None))]
     if wrong:
@@ -327,14 +339,14 @@ def _are_fields(fields: Mapping[str, Any]) -> bool:
         if not isinstance(shape, list) or len(shape) > 8 or not all(type(n) is int and n >= 0 for n in shape):
             return False
         numbers += math.prod(max(n, 1) for n in shape)
-    return numbers <= MOST_NUMBERS and len(fields) <= MOST_FIELDS
+    return numbers <= _MOST_NUMBERS and len(fields) <= _MOST_FIELDS
 
 
-DEPTH = 3
+_DEPTH = 3
 """Folders below each other in which captures are looked for: results, captures, one capture."""
 
 
-def find_captures(place: Folder, depth: int = DEPTH) -> Iterator[Capture]:
+def find_captures(place: Folder, depth: int = _DEPTH) -> Iterator[Capture]:
     """All captures in a folder and below.
 
     Raises:

@@ -1,7 +1,7 @@
 """Writing captures: a folder with `capture.json` and numbered Parquet parts, each complete in itself.
 
 A part is there whole or not at all (`storage`), so that whatever stands there can be read, however the process ended. At
-most what was in memory is lost: about `PART_ROWS` messages or `PART_S` seconds.
+most what was in memory is lost: about `PART_ROWS` messages or `_PART_S` seconds.
 
 Columns: those of a `Row`, and `run, world, replica`, the same in all rows of a capture.
 """
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 FORMAT = "sottovoce-capture-3"
-PART_ROWS, PART_BYTES, PART_S = 8_192, 64 * 1024 * 1024, 1.0
+PART_ROWS, PART_BYTES, _PART_S = 8_192, 64 * 1024 * 1024, 1.0
 WRITE_S = 30.0
 """How long a part under way may take to be written when a capture ends."""
 
@@ -133,7 +133,7 @@ class CaptureFile:
         """Write parts as they fill up, until cancelled."""
         while self.open:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._full.wait(), PART_S)
+                await asyncio.wait_for(self._full.wait(), _PART_S)
             self._full.clear()
             await self.flush()
 

@@ -23,17 +23,17 @@ from sottovoce_rpc.tasks import beside
 from sottovoce_wire.v1 import eavesdropper_pb2
 
 Context = grpc.aio.ServicerContext[Any, Any]
-Metadata = tuple[tuple[str, str | bytes], ...]
+_Metadata = tuple[tuple[str, str | bytes], ...]
 
-MOST_METHOD, MOST_PAYLOAD = 1_024, 128 * 1024 * 1024
+_MOST_METHOD, MOST_PAYLOAD = 1_024, 128 * 1024 * 1024
 """Characters of a method, and bytes of a message, that are kept: longer ones pass, but would make a capture unreadable."""
 
 FINISH_S = 1.0
 """How long calls under way may take to end when a capture closes: the trailers of the last one are still on their way."""
 
-Note = Callable[[str, bytes], None]
-Room = Callable[[], Awaitable[None]]
-Options = tuple[tuple[str, int], ...]
+_Note = Callable[[str, bytes], None]
+_Room = Callable[[], Awaitable[None]]
+_Options = tuple[tuple[str, int], ...]
 
 _TRANSPORT_KEYS = frozenset(
     {
@@ -65,7 +65,7 @@ class Relay(grpc.GenericRpcHandler):
         capture: CaptureFile,
         *,
         to: grpc.aio.Channel | None = None,
-        options: Options = SERVER_OPTIONS,
+        options: _Options = SERVER_OPTIONS,
     ) -> None:
         self._route, self._capture = route, capture
         self._streams = 0
@@ -128,9 +128,9 @@ class Relay(grpc.GenericRpcHandler):
         context.set_code(code)
         context.set_details(text)
 
-    def _noter(self, direction: str, stream: int, connection: int, method: str) -> Note:
+    def _noter(self, direction: str, stream: int, connection: int, method: str) -> _Note:
         caller, callee, add = self._route.caller, self._route.callee, self._capture.add
-        sender, method = (caller if direction == "out" else callee), method[:MOST_METHOD]
+        sender, method = (caller if direction == "out" else callee), method[:_MOST_METHOD]
         # The first thing that is said, and no other: a hello in the middle is looked at as what it is, a wrong message.
         greeting = method in EXCHANGE and bool(self._capture.fields)
 
@@ -145,7 +145,7 @@ class Relay(grpc.GenericRpcHandler):
         return note
 
 
-async def _pump(read: Any, write: Any, note: Note, room: Room) -> None:
+async def _pump(read: Any, write: Any, note: _Note, room: _Room) -> None:
     """Pass messages on, in order, until the source ends; not faster than copies are written."""
     while (payload := await read()) is not grpc.aio.EOF:
         note("message", payload)
@@ -153,14 +153,14 @@ async def _pump(read: Any, write: Any, note: Note, room: Room) -> None:
         await write(payload)
 
 
-async def _pump_out(context: Context, call: grpc.aio.StreamStreamCall[Any, Any], note: Note, room: Room) -> None:
+async def _pump_out(context: Context, call: grpc.aio.StreamStreamCall[Any, Any], note: _Note, room: _Room) -> None:
     """Pass the caller's messages on, then its end. A broken call shows at its reading end, so here it just ends."""
     with contextlib.suppress(grpc.RpcError, grpc.aio.BaseError, grpc.aio.UsageError, asyncio.InvalidStateError):
         await _pump(context.read, call.write, note, room)
         await call.done_writing()
 
 
-def _passable(metadata: Any) -> Metadata:
+def _passable(metadata: Any) -> _Metadata:
     """Metadata without what the transport adds by itself."""
     return tuple(
         (key, value)

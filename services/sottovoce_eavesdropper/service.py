@@ -29,9 +29,9 @@ from sottovoce_wire.v1 import eavesdropper_pb2, eavesdropper_pb2_grpc
 log = structlog.get_logger()
 
 NAME = "sottovoce_wire.v1.Eavesdropper"
-CHUNK = 1024 * 1024
-MIRROR_DRAIN_S = 3.0
-MOST_WORLD, MOST_REPLICA = 2**7 - 1, 2**31 - 1
+_CHUNK = 1024 * 1024
+_MIRROR_DRAIN_S = 3.0
+_MOST_WORLD, _MOST_REPLICA = 2**7 - 1, 2**31 - 1
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -124,7 +124,7 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
         """End a capture; once closed, closing it again says what was captured."""
         async with answering(context):
             capture = self._known(request.capture_id)
-            await self._close(capture, drain_s=MIRROR_DRAIN_S)
+            await self._close(capture, drain_s=_MIRROR_DRAIN_S)
             return eavesdropper_pb2.CloseCaptureResponse(capture=_info(capture.file))
 
     async def ListCaptures(
@@ -149,8 +149,8 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
                 if name.endswith(".partial") or 0 < part_number(name) < request.first_part:
                     continue
                 content = await asyncio.to_thread(_read, place, name)
-                for start in range(0, max(len(content), 1), CHUNK):
-                    yield eavesdropper_pb2.StreamCaptureResponse(file=name, data=content[start : start + CHUNK])
+                for start in range(0, max(len(content), 1), _CHUNK):
+                    yield eavesdropper_pb2.StreamCaptureResponse(file=name, data=content[start : start + _CHUNK])
 
     async def Mirror(
         self, requests: AsyncIterator[eavesdropper_pb2.MirrorRequest], context: Context
@@ -217,9 +217,9 @@ def _read(place: Folder, name: str) -> bytes:
 def _begin(
     folder: str, capture_id: str, request: eavesdropper_pb2.OpenCaptureRequest, spec: str, *, allow_imports: bool
 ) -> CaptureFile:
-    if request.world > MOST_WORLD or request.replica > MOST_REPLICA:
+    if request.world > _MOST_WORLD or request.replica > _MOST_REPLICA:
         raise SpecError(
-            f"world must be at most {MOST_WORLD} and replica at most {MOST_REPLICA}, got {request.world}, {request.replica}"
+            f"world must be at most {_MOST_WORLD} and replica at most {_MOST_REPLICA}, got {request.world}, {request.replica}"
         )
     try:
         return CaptureFile(

@@ -17,7 +17,7 @@ from typing import Any
 from sottovoce.data.files import import_extra
 from sottovoce.errors import CaptureError
 
-OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "oci", "memory"})
+_OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "oci", "memory"})
 """Protocols of fsspec that put an object in one piece. All others are taken for file systems."""
 
 
@@ -108,7 +108,7 @@ class RemoteFolder(Folder):
     def write(self, name: str, content: bytes) -> None:
         final = f"{self._path}/{name}"
         with _as_os_error():
-            if self._scheme in OBJECT_STORES:
+            if self._scheme in _OBJECT_STORES:
                 self._files.pipe_file(final, content)
                 return
             self._files.pipe_file(f"{final}.partial", content)

@@ -24,8 +24,8 @@ from sottovoce_wire.v1 import learner_pb2
 
 log = structlog.get_logger()
 
-METHOD = "/sottovoce_wire.v1.Learner/Exchange"
-BACKOFF_S = (0.05, 0.1, 0.2, 0.5, 1.0)
+_METHOD = "/sottovoce_wire.v1.Learner/Exchange"
+_BACKOFF_S = (0.05, 0.1, 0.2, 0.5, 1.0)
 
 
 def plan_hash(spec: RunSpec, n_features: int) -> bytes:
@@ -93,7 +93,7 @@ async def keep_open(session: Session, neighbour: int, address: str) -> None:
     attempt = 0
     async with channel(address) as to:
         # No serialisers: bytes as they were journaled.
-        method: grpc.aio.StreamStreamMultiCallable[Any, Any] = to.stream_stream(METHOD)
+        method: grpc.aio.StreamStreamMultiCallable[Any, Any] = to.stream_stream(_METHOD)
         while not session.silent:
             call = method()
             try:
@@ -105,7 +105,7 @@ async def keep_open(session: Session, neighbour: int, address: str) -> None:
                 log.warning("stream ended", neighbour=neighbour, attempt=attempt, reason=text)
             finally:
                 call.cancel()
-            await asyncio.sleep(BACKOFF_S[min(attempt, len(BACKOFF_S) - 1)])
+            await asyncio.sleep(_BACKOFF_S[min(attempt, len(_BACKOFF_S) - 1)])
 
 
 async def _converse(session: Session, neighbour: int, call: grpc.aio.StreamStreamCall[Any, Any]) -> None:

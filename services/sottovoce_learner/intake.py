@@ -15,9 +15,9 @@ from sottovoce.losses.loss import Loss
 from sottovoce_rpc.codec import from_tensor
 from sottovoce_wire.v1 import learner_pb2
 
-MOST_COUNTS = 65_536
+_MOST_COUNTS = 65_536
 """Rounds of one batch."""
-MOST_SOURCES, LONGEST_NAME = 1_024, 128
+MOST_SOURCES, _LONGEST_NAME = 1_024, 128
 """Sources that are remembered for as long as the run lasts, and characters of what one calls itself."""
 
 
@@ -72,12 +72,12 @@ class Intake:
         return taken
 
     def _require_bounds(self, batch: learner_pb2.SampleBatch) -> None:
-        if len(batch.source) > LONGEST_NAME:
-            raise RemoteProtocolError(f"a source has at most {LONGEST_NAME} characters, got {len(batch.source)}")
+        if len(batch.source) > _LONGEST_NAME:
+            raise RemoteProtocolError(f"a source has at most {_LONGEST_NAME} characters, got {len(batch.source)}")
         if batch.source not in self._next and len(self._next) >= MOST_SOURCES:
             raise RemoteProtocolError(f"records must come from at most {MOST_SOURCES} sources, got one more")
-        if len(batch.counts) > MOST_COUNTS:
-            raise RemoteProtocolError(f"a batch must be of at most {MOST_COUNTS} rounds, got {len(batch.counts)}")
+        if len(batch.counts) > _MOST_COUNTS:
+            raise RemoteProtocolError(f"a batch must be of at most {_MOST_COUNTS} rounds, got {len(batch.counts)}")
 
     def _rounds_of(self, batch: learner_pb2.SampleBatch, records: int) -> tuple[int, list[int]]:
         counts = list(batch.counts) or [records]

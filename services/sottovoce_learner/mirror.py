@@ -14,7 +14,7 @@ from sottovoce_wire.v1 import eavesdropper_pb2, eavesdropper_pb2_grpc
 
 log = structlog.get_logger()
 
-BATCH, FLUSH_S, MOST_WAITING = 64, 0.2, 20_000
+_BATCH, FLUSH_S, _MOST_WAITING = 64, 0.2, 20_000
 
 
 class Mirror:
@@ -33,15 +33,15 @@ class Mirror:
 
     def copy(self, frame: bytes, receivers: list[int]) -> None:
         """Keep a copy for the next batch. When the eavesdropper is away for too long, copies are dropped, never rounds."""
-        if len(self._waiting) >= MOST_WAITING:
+        if len(self._waiting) >= _MOST_WAITING:
             if not self._dropped:
-                log.warning("eavesdropper away: copies are dropped from here on", waiting=MOST_WAITING)
+                log.warning("eavesdropper away: copies are dropped from here on", waiting=_MOST_WAITING)
             self._dropped += 1
             return
         message = eavesdropper_pb2.MirroredMessage(payload=frame, receivers=receivers)
         message.sent_at.FromNanoseconds(time.time_ns())
         self._waiting.append(message)
-        if len(self._waiting) >= BATCH:
+        if len(self._waiting) >= _BATCH:
             self._full.set()
 
     def end(self) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from sottovoce.errors import RemoteProtocolError
 from sottovoce.network.network import Network
 
-ROUNDING = 1e-9
+_ROUNDING = 1e-9
 """How far an announced weight may be from ours."""
 
 
@@ -79,7 +79,7 @@ class Plan:
             return
         self.require(first_round)
         part, heard = self.part(first_round), {j: weight for j, weight in weights.items() if weight != 0}
-        same = heard.keys() == part.heard.keys() and all(abs(heard[j] - part.heard[j]) <= ROUNDING for j in heard)
+        same = heard.keys() == part.heard.keys() and all(abs(heard[j] - part.heard[j]) <= _ROUNDING for j in heard)
         if not same or set(told) != set(part.told):  # not-a-number is refused, too
             raise RemoteProtocolError(
                 f"in round {first_round} neighbours and their weights must be {dict(part.heard)}, and those who are told "

@@ -36,13 +36,13 @@ from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc, learner_pb2
 log = structlog.get_logger()
 
 NAME = "sottovoce_wire.v1.Learner"
-REPORT_S, REJOIN_S = 0.25, 0.5
-RECEIPT_EVERY = 16
+REPORT_S, _REJOIN_S = 0.25, 0.5
+_RECEIPT_EVERY = 16
 FLUSH_S = 1.0
 
 Context = grpc.aio.ServicerContext[Any, Any]
-JoinCall = grpc.aio.StreamStreamCall[coordinator_pb2.Event, coordinator_pb2.Directive]
-Sampler = Literal["bitwise", "opendp"]
+_JoinCall = grpc.aio.StreamStreamCall[coordinator_pb2.Event, coordinator_pb2.Directive]
+_Sampler = Literal["bitwise", "opendp"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class LearnerConfig:
     recorded_noise: Path | None = None
     allow_imports: bool = False
     budget: float | None = None
-    noise: Sampler = "bitwise"
+    noise: _Sampler = "bitwise"
     noise_seed: str | None = None
 
     @property
@@ -149,7 +149,7 @@ class Learner:
             await self._reachable(to)
             while True:
                 await self._follow_once(stub, address)
-                await asyncio.sleep(REJOIN_S)
+                await asyncio.sleep(_REJOIN_S)
 
     async def _follow_once(self, stub: coordinator_pb2_grpc.CoordinatorAsyncStub, address: str) -> None:
         """Join, and obey until the stream of directives ends."""
@@ -293,7 +293,7 @@ class Learner:
             await self._session.close()
         await self._channels.end()
 
-    async def _report(self, call: JoinCall, address: str) -> None:
+    async def _report(self, call: _JoinCall, address: str) -> None:
         """Say who we are, then how far, when it matters for the clock and a few times a second.
 
         A stream that breaks is noticed by whoever reads it, so here it just ends.
@@ -352,7 +352,7 @@ class Learner:
             async for batch in batches:
                 await session.feed(batch)
                 taken, source = taken + 1, batch.source
-                if taken % RECEIPT_EVERY == 0:
+                if taken % _RECEIPT_EVERY == 0:
                     yield learner_pb2.IngestReceipt(next_sequence=session.intake.next_sequence(source))
             yield learner_pb2.IngestReceipt(next_sequence=session.intake.next_sequence(source))
 

@@ -20,7 +20,7 @@ from sottovoce import errors
 
 log = structlog.get_logger()
 
-OURS = frozenset(
+_OURS = frozenset(
     {f"sottovoce{house}" for house in ("", "_rpc", "_learner", "_eavesdropper", "_coordinator", "_client", "_wire")}
 )
 """Packages of this project; somebody else's may begin with the same word."""
@@ -76,7 +76,7 @@ def worded_by_us(error: BaseException) -> bool:
     """
     names = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
     words = [name for name in names if name != errors.__name__]  # where `require` only raises what it was given
-    return isinstance(error, errors.SottovoceError) and bool(words) and words[-1].partition(".")[0] in OURS
+    return isinstance(error, errors.SottovoceError) and bool(words) and words[-1].partition(".")[0] in _OURS
 
 
 def tell_no_texts(loop: asyncio.AbstractEventLoop) -> None:
@@ -92,7 +92,7 @@ def tell_no_texts(loop: asyncio.AbstractEventLoop) -> None:
 def _of_a_library(frame: FrameType, own: Collection[str]) -> bool:
     """True in the standard library and in installed packages, but for ours and `own`."""
     package = frame.f_globals.get("__name__", "").partition(".")[0]
-    if package in OURS or package in own:
+    if package in _OURS or package in own:
         return False
     file = frame.f_globals.get("__file__") or ""
     return package in sys.stdlib_module_names or "site-packages" in file or "dist-packages" in file

@@ -1,7 +1,7 @@
 """A gRPC server with health checking and reflection, and the one ladder by which every service ends.
 
-The ladder: a signal (or the end of standard input) asks it to stop; the service drains within `DRAIN_S`; calls still open
-get `GRACE_S` more; a second signal ends the process at once.
+The ladder: a signal (or the end of standard input) asks it to stop; the service drains within `_DRAIN_S`; calls still open
+get `_GRACE_S` more; a second signal ends the process at once.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from sottovoce.errors import SpecError, Unavailable
 from sottovoce_rpc.logs import tell_no_texts
 from sottovoce_rpc.tasks import Tasks, drained
 
-DRAIN_S = 3.0
-GRACE_S = 0.5
+_DRAIN_S = 3.0
+_GRACE_S = 0.5
 HELLO_S = 10.0
 """For whoever opens a stream to say who it is: one on which nobody speaks is not kept."""
 MAX_MESSAGE = 256 * 1024 * 1024
@@ -77,7 +77,7 @@ class Service:
     async def stop(self) -> None:
         """Tell health checkers, let open calls end, then cut them."""
         await self.health.enter_graceful_shutdown()
-        await self.server.stop(GRACE_S)
+        await self.server.stop(_GRACE_S)
 
 
 async def start_server(listen: str, add: Callable[[grpc.aio.Server], None], names: Iterable[str]) -> Service:
@@ -171,7 +171,7 @@ async def serve_until_stopped(
                     [told, *(works.start(each) for each in work)], return_when=asyncio.FIRST_COMPLETED
                 )
         finally:
-            await drained(stop(), DRAIN_S)
+            await drained(stop(), _DRAIN_S)
     for task in done:
         task.result()
 

@@ -31,9 +31,9 @@ _TABLE: dict[type[errors.SottovoceError], tuple[errors_pb2.ErrorReason.ValueType
 }
 _PREFIX = "ERROR_REASON_"
 _KINDS = {errors_pb2.ErrorReason.Name(reason).removeprefix(_PREFIX): kind for kind, (reason, _) in _TABLE.items()}
-DOMAIN = "sottovoce"
-DETAILS = "grpc-status-details-bin"
-NO_MESSAGE = "a message must be one of this method, got bytes that are none"
+_DOMAIN = "sottovoce"
+_DETAILS = "grpc-status-details-bin"
+_NO_MESSAGE = "a message must be one of this method, got bytes that are none"
 
 log = structlog.get_logger()
 
@@ -54,10 +54,10 @@ class answering:  # noqa: N801 - it reads as a function; a class, for its type s
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if isinstance(error, DecodeError):  # of a message on a stream, which gRPC reads only when it is asked for
-            error = errors.RemoteProtocolError(NO_MESSAGE)
+            error = errors.RemoteProtocolError(_NO_MESSAGE)
         if isinstance(error, errors.SottovoceError):
             reason, code = next(_TABLE[each] for each in type(error).__mro__ if each in _TABLE)
-            await self._context.abort(code, str(error), ((DETAILS, _details(reason, code, error)),))
+            await self._context.abort(code, str(error), ((_DETAILS, _details(reason, code, error)),))
         elif isinstance(error, Exception) and not isinstance(error, grpc.aio.BaseError):  # an abort, a lost connection
             log.error("bug", **failure(error))  # gRPC would send its text, and that may quote a record
             await self._context.abort(grpc.StatusCode.INTERNAL, "an internal error; the log of the service says where")
@@ -65,7 +65,7 @@ class answering:  # noqa: N801 - it reads as a function; a class, for its type s
 
 def _details(reason: errors_pb2.ErrorReason.ValueType, code: grpc.StatusCode, error: errors.SottovoceError) -> bytes:
     name = errors_pb2.ErrorReason.Name(reason).removeprefix(_PREFIX)
-    info = error_details_pb2.ErrorInfo(reason=name, domain=DOMAIN)
+    info = error_details_pb2.ErrorInfo(reason=name, domain=_DOMAIN)
     if isinstance(error, errors.CheckFailed):
         info.metadata["code"] = error.code
     packed = any_pb2.Any()
@@ -97,11 +97,11 @@ def _info(refusal: grpc.aio.AioRpcError) -> error_details_pb2.ErrorInfo | None:
     """What our services say of an error; None where the details are somebody else's or no details at all."""
     info = error_details_pb2.ErrorInfo()
     for key, packed in refusal.trailing_metadata() or ():
-        if key != DETAILS or not isinstance(packed, bytes):
+        if key != _DETAILS or not isinstance(packed, bytes):
             continue
         try:
             for detail in status_pb2.Status.FromString(packed).details:
-                if detail.Unpack(info) and info.domain == DOMAIN:
+                if detail.Unpack(info) and info.domain == _DOMAIN:
                     return info
         except DecodeError:
             pass

@@ -16,7 +16,7 @@ log = structlog.get_logger()
 
 T = TypeVar("T")
 
-END_S = 2.0
+_END_S = 2.0
 """How long tasks that were cancelled may take to clean up."""
 
 
@@ -56,7 +56,7 @@ class Tasks:
         task.add_done_callback(done)
         return task
 
-    async def end(self, seconds: float = END_S) -> None:
+    async def end(self, seconds: float = _END_S) -> None:
         """Cancel what still runs, and give it so long to clean up."""
         tasks = tuple(self._tasks)
         for task in tasks:

@@ -103,9 +103,7 @@ def test_a_record_and_its_replacement_can_be_chosen(spec: Path, tmp_path: Path) 
     row = int(own.order[2])
 
     def swap(**asked: Any) -> Any:
-        return command.plan(
-            prepared, command.AuditRequest(learner="a", runs=20, **{"record": row, **asked})
-        ).worlds.second
+        return command.AuditRequest(learner="a", runs=20, **{"record": row, **asked}).plan(prepared).worlds.second
 
     assert np.array_equal(swap().features[row], -own.features[row])
     flipped = swap(replacement="label")
@@ -150,7 +148,7 @@ def test_a_replacement_that_no_loss_is_defined_for_is_refused(
     row = int(prepared.data.learners[0].order[0])
     asked = command.AuditRequest(learner="a", runs=20, record=row, replacement=str(path))
     with pytest.raises(DataError, match=text) as raised:
-        command.plan(prepared, asked)
+        asked.plan(prepared)
     assert "\n" not in str(raised.value)
 
 

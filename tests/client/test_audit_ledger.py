@@ -91,28 +91,21 @@ def _exchange(path: Path, *changes: tuple[str, str]) -> None:
     path.write_text(text)
 
 
+def _relabelled(old: str, new: str) -> Callable[[Path], None]:
+    """Something else in what the first capture says of itself."""
+    return lambda folder: _exchange(folder / "run-0" / "capture.json", (old, new))
+
+
 FORGED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "another ledger": (lambda f: _exchange(f / FILE, ('"commitments": ["', '"commitments": ["0')), "is not the ledger"),
     "no ledger": (lambda f: (f / FILE).unlink(), "cannot read .*runs.jsonl"),
     "other worlds": (lambda f: _exchange(f / WORLDS, ('"what": "', '"what": "not ')), "of another worlds.json"),
     "worlds without their ledger": (lambda f: _exchange(f / WORLDS, ('"ledger"', '"leger"')), "is not the ledger"),
     "another coin": (lambda f: _exchange(f / FILE, ('"world": 0', '"world": 1')), "coin of run 0 is not the one"),
-    "another label": (
-        lambda f: _exchange(f / "run-0" / "capture.json", ('"world": 0', '"world": 1')),
-        "must be of world 0",
-    ),
-    "another capture": (
-        lambda f: _exchange(f / "run-0" / "capture.json", ('"n_features": 3', '"n_features": 3 ')),
-        "SHA-256",
-    ),
-    "another run": (
-        lambda f: _exchange(f / "run-0" / "capture.json", ('"run_id": "run-0"', '"run_id": "run-x"')),
-        "run run-0",
-    ),
-    "a run too many": (
-        lambda f: _exchange(f / "run-0" / "capture.json", ('"replica": 0', '"replica": 99')),
-        "of no run that the ledger",
-    ),
+    "another label": (_relabelled('"world": 0', '"world": 1'), "must be of world 0"),
+    "another capture": (_relabelled('"n_features": 3', '"n_features": 3 '), "SHA-256"),
+    "another run": (_relabelled('"run_id": "run-0"', '"run_id": "run-x"'), "run run-0"),
+    "a run too many": (_relabelled('"replica": 0', '"replica": 99'), "of no run that the ledger"),
     "twice": (lambda f: (f / FILE).write_text((f / FILE).read_text() * 2), "does not say which runs"),
     "no line": (lambda f: (f / FILE).write_text("{\n"), "is not the ledger"),
 }

@@ -17,7 +17,7 @@ from sottovoce.experiment import Prepared, prepare
 from sottovoce.privacy.guarantee import ThreatModel
 from sottovoce.spec import RunSpec, parse_spec
 from sottovoce_client.auditing import network as audit_network
-from sottovoce_client.auditing.audit import AuditRequest, plan
+from sottovoce_client.auditing.audit import AuditRequest
 from sottovoce_client.auditing.captures import find, from_captures
 from sottovoce_client.auditing.network import RunFailed, coins, on_network
 from sottovoce_client.running.operate import BY_OPERATOR, Interrupted, Outcome
@@ -50,7 +50,7 @@ def prepared(tmp_path: Path) -> Prepared:
 
 def test_runs_on_real_services_are_labelled_and_can_be_audited_again(prepared: Prepared, tmp_path: Path) -> None:
     folder, said = tmp_path / "out", list[str]()
-    audited = plan(prepared, ASKED)
+    audited = ASKED.plan(prepared)
     done = on_network(folder, per_process=2, seeded=True)(audited, say=said.append)
     captures = find(open_folder(folder / "captures"))
     assert [capture.facts["replica"] for capture in captures] == list(range(2 * RUNS))
@@ -71,11 +71,11 @@ def test_runs_on_real_services_are_labelled_and_can_be_audited_again(prepared: P
 
 def test_coins_are_fair_and_follow_the_seed(prepared: Prepared) -> None:
     """A fair coin is outside 4.9 standard deviations with probability 1e-6."""
-    audited = plan(prepared, AuditRequest(runs=5000, seed=1))
+    audited = AuditRequest(runs=5000, seed=1).plan(prepared)
     tossed = coins(audited)
     assert abs(tossed.mean() - 0.5) < 4.9 * 0.5 / np.sqrt(len(tossed))
     np.testing.assert_array_equal(tossed, coins(audited))
-    assert (tossed != coins(plan(prepared, AuditRequest(runs=5000, seed=2)))).any()
+    assert (tossed != coins(AuditRequest(runs=5000, seed=2).plan(prepared))).any()
 
 
 class Services:
@@ -120,7 +120,7 @@ def test_an_early_end_says_what_is_kept_and_how_to_go_on(
     prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, detail: str, error: Any, why: str
 ) -> None:
     ending(monkeypatch, state, detail)
-    audited = plan(prepared, ASKED)
+    audited = ASKED.plan(prepared)
     kept = rf"2 of 10 runs were made: {why}; what they said is kept: sottovoce audit --from {tmp_path}/out/captures"
     with pytest.raises(error, match=kept):
         on_network(tmp_path / "out")(audited, say=lambda text: None)
@@ -139,7 +139,7 @@ def test_coins_come_from_entropy_unless_a_test_gives_a_seed(
     prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever knows the seed does not know them: 80 coins are equal to the seed's with probability below 1e-24."""
-    audited = plan(prepared, AuditRequest(runs=40, seed=3))
+    audited = AuditRequest(runs=40, seed=3).plan(prepared)
     runs = 2 * audited.runs
     for name, more in (("drawn", {}), ("seeded", {"seeded": True})):
         ending(monkeypatch, "finished", "", whole=runs)
@@ -161,7 +161,7 @@ def test_a_run_that_fails_is_an_outcome_and_the_others_follow(
 
     monkeypatch.setattr(audit_network, "run_on", run_on)
     with pytest.raises(CaptureError, match="no run was overheard"):
-        on_network(tmp_path)(plan(prepared, ASKED), say=lambda text: None)
+        on_network(tmp_path)(ASKED.plan(prepared), say=lambda text: None)
     lines = [json.loads(line) for line in (tmp_path / "captures" / "runs.jsonl").read_text().splitlines()]
     ends = [line["outcome"] for line in lines if "outcome" in line]
     assert ends == ["finished", "failed", "finished", "finished"] * 2 + ["finished", "failed"]
@@ -170,11 +170,11 @@ def test_a_run_that_fails_is_an_outcome_and_the_others_follow(
 def test_captures_of_other_runs_are_not_mixed_in(prepared: Prepared, tmp_path: Path) -> None:
     (tmp_path / "captures" / "old").mkdir(parents=True)
     with pytest.raises(SpecError, match="captures must be empty or missing"):
-        on_network(tmp_path)(plan(prepared, ASKED), say=lambda text: None)
+        on_network(tmp_path)(ASKED.plan(prepared), say=lambda text: None)
 
 
 def test_decisions_cross_no_channel(prepared: Prepared, tmp_path: Path) -> None:
-    audited: AuditPlan = plan(prepared, AuditRequest(runs=RUNS, threat=ThreatModel.OUTPUT))
+    audited: AuditPlan = AuditRequest(runs=RUNS, threat=ThreatModel.OUTPUT).plan(prepared)
     with pytest.raises(SpecError, match="--threat output"):
         on_network(tmp_path)(audited, say=lambda text: None)
     assert not (tmp_path / "captures").exists()

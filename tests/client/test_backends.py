@@ -12,7 +12,7 @@ from sottovoce.auditing import audit as core
 from sottovoce.auditing.plan import AuditPlan, plan_audit
 from sottovoce.auditing.verdict import Findings
 from sottovoce.errors import SpecError
-from sottovoce_client.auditing.backends import Backend, mapper_over
+from sottovoce_client.backends import Backend, mapper_over
 from tests.examples import made_up, small_run
 
 

@@ -14,7 +14,7 @@ from sottovoce.lab.watch.bet import Bet, krichevsky_trofimov, too_many
 from sottovoce.lab.watch.bets import Histogram, LowBits, Repeats, Scale
 from sottovoce.lab.watch.dependence import on_signs, on_sizes
 from sottovoce.lab.watch.keys import CHANCE, Keys, keys_of
-from sottovoce.lab.watch.seen import Memory, Said, Seen
+from sottovoce.lab.watch.seen import Memory, RoundNoise, Seen
 from sottovoce.lab.watch.stakes import BLOCKS, OWN, POOLED, SHARED, Stakes
 
 ALARM = math.log(1e3)
@@ -23,9 +23,9 @@ ALARM = math.log(1e3)
 Stream = Callable[[np.random.Generator, int], Iterator[FloatArray]]
 
 
-def said(values: FloatArray, generator: np.random.Generator) -> Said:
+def said(values: FloatArray, generator: np.random.Generator) -> RoundNoise:
     """A round in which this noise was said, `(learners, numbers)`, not-a-number where none is known; centres at random."""
-    round_ = Said(*values.shape)
+    round_ = RoundNoise(*values.shape)
     known = np.isfinite(values)
     round_.values[:] = values
     round_.steps[known] = np.rint(values[known] * 2.0**40).astype(np.int64)

@@ -8,20 +8,20 @@ import numpy as np
 import pytest
 
 from sottovoce.arrays import FloatArray
-from sottovoce.auditing.channel_tests import Heard, channel_tests
+from sottovoce.auditing.channel_tests import PairRuns, channel_tests
 
 Generator = np.random.Generator
 
 
-def runs(generator: Generator, count: int, epsilon: float = 0.5) -> Heard:
+def runs(generator: Generator, count: int, epsilon: float = 0.5) -> PairRuns:
     """Messages that tell the world with losses up to epsilon, and a view of nothing else than the losses."""
     losses = generator.choice([-epsilon, epsilon], count)
     coins = (generator.random(count) < 1.0 / (1.0 + np.exp(-losses))).astype(np.int64)
-    return Heard(losses, coins, {"values": losses[:, None]})
+    return PairRuns(losses, coins, {"values": losses[:, None]})
 
 
-def p_value(heard: Heard, view: FloatArray, name: str = "sizes") -> float:
-    (test,) = channel_tests([Heard(heard.losses, heard.coins, {name: view})])
+def p_value(heard: PairRuns, view: FloatArray, name: str = "sizes") -> float:
+    (test,) = channel_tests([PairRuns(heard.losses, heard.coins, {name: view})])
     return test.p_value
 
 
@@ -29,7 +29,7 @@ def test_what_the_messages_say_is_no_side_channel() -> None:
     """A feature that is the loss itself tells the world as far as it should. Failure probability below 1e-4."""
     heard = runs(np.random.default_rng(0), 20_000)
     assert p_value(heard, heard.losses[:, None]) > 1e-4
-    unknown = Heard(np.zeros(20_000), heard.coins, heard.views)
+    unknown = PairRuns(np.zeros(20_000), heard.coins, heard.views)
     assert p_value(unknown, heard.losses[:, None]) < 1e-100  # it does, beyond a loss of zero
 
 
@@ -52,7 +52,7 @@ def test_a_spread_that_follows_the_world_is_found_by_the_squared_rank() -> None:
 def test_what_is_the_same_in_all_runs_counts_for_nothing() -> None:
     heard = runs(np.random.default_rng(3), 100)
     blank = np.ones((100, 50))
-    assert channel_tests([Heard(heard.losses, heard.coins, {"sizes": blank})]) == ()
+    assert channel_tests([PairRuns(heard.losses, heard.coins, {"sizes": blank})]) == ()
     leak = heard.coins[:, None].astype(float)
     assert p_value(heard, np.hstack([blank, leak])) == p_value(heard, leak)
 
@@ -60,8 +60,8 @@ def test_what_is_the_same_in_all_runs_counts_for_nothing() -> None:
 def test_features_of_every_pair_of_worlds_are_paid_for() -> None:
     generator = np.random.default_rng(4)
     loud, mirror = runs(generator, 60), runs(generator, 60)
-    loud = Heard(loud.losses, loud.coins, {"sizes": loud.coins[:, None].astype(float)})
-    mirror = Heard(mirror.losses, mirror.coins, {"sizes": generator.normal(size=(60, 3))})
+    loud = PairRuns(loud.losses, loud.coins, {"sizes": loud.coins[:, None].astype(float)})
+    mirror = PairRuns(mirror.losses, mirror.coins, {"sizes": generator.normal(size=(60, 3))})
     (alone,), (both,) = channel_tests([loud]), channel_tests([mirror, loud])
     assert both.p_value == pytest.approx(4 * alone.p_value) and both.p_value < 1e-6
     assert both.family == "black box" and both.primary
@@ -85,5 +85,5 @@ def test_correct_runs_raise_no_more_alarms_than_the_level(epsilon: float) -> Non
 
 def test_infinite_losses_leave_nothing_to_tell() -> None:
     losses = np.array([np.inf, -np.inf, np.inf, -np.inf])
-    heard = Heard(losses, np.array([1, 0, 1, 0]), {})
+    heard = PairRuns(losses, np.array([1, 0, 1, 0]), {})
     assert p_value(heard, np.array([[1.0], [0.0], [1.0], [0.0]])) == 1.0

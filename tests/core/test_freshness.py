@@ -131,17 +131,6 @@ def test_ties_are_judged_on_one_side_or_on_both() -> None:
     assert Ties(30, 30.0, (0, 1)).two_sided > 0.9
 
 
-def test_streams_that_are_excluded() -> None:
-    """By no tie among m of them, at 90 %: `m (m - 1) / 4.6`; within runs the sum over runs."""
-    rng = np.random.default_rng(3)
-    found = Freshness()
-    found.add(block_of(discrete_laplace(rng, MID)))
-    streams = found.streams()
-    assert streams.messages == 1600
-    assert streams.in_a_run == pytest.approx(20 * 80 * 79 / 4.605, rel=1e-3)
-    assert streams.over_runs == pytest.approx(100 * 99 / 4.605, rel=1e-3)
-
-
 # ---- runs add up -----------------------------------------------------------------------------------------------------
 
 
@@ -162,7 +151,6 @@ def test_runs_add_up() -> None:
     for other in (examined(*halves), *({t.name: t for t in each.tests()} for each in (first, empty))):
         for test in at_once.tests():
             assert (other[test.name].statistic, other[test.name].p_value) == (test.statistic, test.p_value)
-    assert at_once.streams() == first.streams() == empty.streams()
 
 
 def test_no_noise_is_no_test() -> None:

@@ -5,35 +5,29 @@ Seeds are fixed. Reference noise is drawn by `tests.blocks`, which the simulator
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 
 from sottovoce.arrays import IntArray
-from sottovoce.auditing.conformance.block import Block
 from sottovoce.auditing.conformance.lattice import Lattice
-from sottovoce.auditing.levels import Levels, Test
-from tests.blocks import block_of, discrete_laplace, gaussian, likely, noise_block, odd_block
-
-MID = (5, 16, 20, 17)
-"""27,200 numbers in 1,600 messages."""
+from tests import blocks
+from tests.blocks import (
+    MID,
+    block_of,
+    discrete_laplace,
+    gaussian,
+    likely,
+    noise_block,
+    require_adds_up,
+    require_right_p_values,
+)
 
 Drawn = Callable[[np.random.Generator, IntArray], IntArray]
-
-
-def judged(*blocks: Block) -> dict[str, Test]:
-    """By name, each with its level at 99 %."""
-    instrument = Lattice()
-    for block in blocks:
-        instrument.add(block)
-    return {test.name: test for test in Levels(0.01).judged("lattice", instrument.tests())}
-
-
-def refuted(*blocks: Block) -> set[str]:
-    return {name for name, test in judged(*blocks).items() if test.rejects}
+judged, refuted = partial(blocks.judged, Lattice), partial(blocks.refuted, Lattice)
 
 
 def rounded(noise: IntArray, bits: int) -> IntArray:
@@ -161,34 +155,12 @@ def test_a_replay_that_is_one_off_alarms_nothing() -> None:
 
 
 def test_correct_noise_is_rarely_refuted_by_any_test() -> None:
-    """P-values of 400 audits of odd shapes: as few are below .01 and .001 as chance has it.
-
-    Each of about 40 counts is allowed what a correct test exceeds with probability 1e-6: 4e-5 in all.
-    """
-    rng, found = np.random.default_rng(8), defaultdict(list)
-    for _ in range(400):
-        for name, test in judged(odd_block(rng)).items():
-            found[name].append(test.p_value)
-    for name, p_values in found.items():
-        assert np.isfinite(p_values).all(), name
-        for chance in (0.01, 0.001):
-            count = int(np.count_nonzero(np.array(p_values) < chance))
-            assert likely(count, len(p_values), chance) > 1e-6, (name, chance, count)
+    """About 40 counts, so it fails with probability 4e-5 under a fresh seed."""
+    require_right_p_values(Lattice, np.random.default_rng(8))
 
 
 def test_blocks_add_up() -> None:
-    rng = np.random.default_rng(9)
-    noise, heard = discrete_laplace(rng, (3, 4, 60, 5)), rng.random((3, 4, 60, 1)) < 0.9
-    parts = [block_of(noise[:, :, k : k + 20], known=heard[:, :, k : k + 20]) for k in (0, 20, 40)]
-    first, others = Lattice(), Lattice()
-    first.add(parts[0])
-    others.add(parts[1])
-    others.add(parts[2])
-    first.merge(others)
-    whole = judged(block_of(noise, known=heard))
-    assert [test.name for test in first.tests()] == list(whole)
-    for test in first.tests():
-        assert test.p_value == pytest.approx(whole[test.name].p_value, rel=1e-12), test.name
+    require_adds_up(Lattice, np.random.default_rng(9), rel=1e-12)
 
 
 def test_nothing_judged_comes_to_nothing() -> None:

@@ -6,35 +6,30 @@ Seeds are fixed. Reference noise is drawn by `tests.blocks`, which the simulator
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
 
 from sottovoce.arrays import IntArray
-from sottovoce.auditing.conformance.block import Block
 from sottovoce.auditing.conformance.counts import gamma, maximum
 from sottovoce.auditing.conformance.marginal import Marginal
-from sottovoce.auditing.levels import Levels, Test
 from sottovoce.noise import grid
-from tests.blocks import SCALE, block_of, discrete_laplace, gaussian, likely, noise_block, odd_block
+from tests import blocks
+from tests.blocks import (
+    MID,
+    SCALE,
+    block_of,
+    discrete_laplace,
+    gaussian,
+    noise_block,
+    require_adds_up,
+    require_right_p_values,
+)
 
 RATE = float(grid(SCALE)) / SCALE
-MID = (5, 16, 20, 17)
-"""27,200 numbers in 1,600 messages."""
-
-
-def judged(*blocks: Block) -> dict[str, Test]:
-    """By name, each with its level at 99 %."""
-    instrument = Marginal()
-    for block in blocks:
-        instrument.add(block)
-    return {test.name: test for test in Levels(0.01).judged("marginal", instrument.tests())}
-
-
-def refuted(*blocks: Block) -> set[str]:
-    return {name for name, test in judged(*blocks).items() if test.rejects}
+judged, refuted = partial(blocks.judged, Marginal), partial(blocks.refuted, Marginal)
 
 
 # ---- laws ------------------------------------------------------------------------------------------------------------
@@ -193,35 +188,12 @@ def test_the_run_is_named_in_whatever_block_it_came() -> None:
 
 
 def test_correct_noise_is_rarely_refuted_by_any_test() -> None:
-    """P-values of 400 audits of odd shapes: as few are below .01 and .001 as chance has it.
-
-    Each of about 80 counts is allowed what a correct test exceeds with probability 1e-6: 1e-4 in all.
-    """
-    rng, found = np.random.default_rng(6), defaultdict(list)
-    for _ in range(400):
-        for name, test in judged(odd_block(rng)).items():
-            found[name].append(test.p_value)
-    for name, p_values in found.items():
-        assert np.isfinite(p_values).all(), name
-        for chance in (0.01, 0.001):
-            count = int(np.count_nonzero(np.array(p_values) < chance))
-            assert likely(count, len(p_values), chance) > 1e-6, (name, chance, count)
+    """About 80 counts, so it fails with probability 1e-4 under a fresh seed."""
+    require_right_p_values(Marginal, np.random.default_rng(6))
 
 
 def test_blocks_add_up() -> None:
-    rng = np.random.default_rng(7)
-    noise, heard = discrete_laplace(rng, (3, 4, 60, 5)), rng.random((3, 4, 60, 1)) < 0.9
-    parts = [block_of(noise[:, :, k : k + 20], known=heard[:, :, k : k + 20]) for k in (0, 20, 40)]
-    first, others = Marginal(), Marginal()
-    first.add(parts[0])
-    others.add(parts[1])
-    others.add(parts[2])
-    first.merge(others)
-    whole = judged(block_of(noise, known=heard))
-    for test in first.tests():
-        assert test.p_value == pytest.approx(whole[test.name].p_value, rel=1e-9), test.name
-        assert test.where == whole[test.name].where
-    assert len(whole) == len(first.tests())
+    require_adds_up(Marginal, np.random.default_rng(7), rel=1e-9)
 
 
 def test_nothing_known_comes_to_nothing() -> None:

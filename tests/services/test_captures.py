@@ -266,6 +266,7 @@ DESCRIPTIONS: dict[str, Any] = {
     "no keys": {"format": records.FORMAT},
     "other types": {"run_id": 3},
     "a world in words": {"world": "one"},
+    "a replica in words": {"replica": "0"},
     "findings in words": {"noticed": "none"},
     "fields in words": {"fields": {"y": "three numbers"}},
     "fields of less than nothing": {"fields": {"y": [-1]}},

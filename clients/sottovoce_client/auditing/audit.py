@@ -32,16 +32,20 @@ from sottovoce_client.documents import write_json
 from sottovoce_client.privacy.budget import learner_index
 from sottovoce_client.wording import NOTHING, duration, number
 
-COLOURS = {"consistent": "green", "refuted": "bold red", "inconclusive": "yellow", "unpromised": "yellow"}
+_COLOURS = {"consistent": "green", "refuted": "bold red", "inconclusive": "yellow", "unpromised": "yellow"}
+_NARROW = 80
+"""Columns of a terminal that the table of an audit needs."""
+_TOLD = 6
+"""Pieces of evidence that are told; more are counted."""
 
 TableRow = tuple[str, str, str, str, str]
-NARROW = 80
-"""Columns of a terminal that the table of an audit needs."""
+"""Family, what was tested, result, epsilon at least, epsilon claimed."""
 Say = Callable[[str], None]
+"""Is told what is being done."""
 
 
 class Auditor(Protocol):
-    """Makes the runs of an audit, and examines them; `say` is told what is being done."""
+    """Makes the runs of an audit, and examines them."""
 
     def __call__(self, plan: AuditPlan, *, say: Say) -> Audit: ...
 
@@ -70,45 +74,43 @@ class AuditRequest:
     confidence: float = 0.95
     seed: int = 0
 
+    def plan(
+        self,
+        prepared: Prepared,
+        worlds: Sequence[Worlds] | None = None,
+        counts: Sequence[int] = (),
+        *,
+        paired: bool = True,
+    ) -> AuditPlan:
+        """The audit that was asked for.
 
-def plan(
-    prepared: Prepared,
-    asked: AuditRequest,
-    worlds: Sequence[Worlds] | None = None,
-    counts: Sequence[int] = (),
-    *,
-    paired: bool = True,
-) -> AuditPlan:
-    """The audit that was asked for.
+        Args:
+            prepared: the run and its data.
+            worlds: pairs of worlds, where they are known beforehand.
+            counts: runs of each world of every pair, likewise.
+            paired: there are to be runs of both worlds; False: so many of the first one.
 
-    Args:
-        prepared: the run and its data.
-        asked: what is asked.
-        worlds: pairs of worlds, where they are known beforehand.
-        counts: runs of each world of every pair, likewise.
-        paired: there are to be runs of both worlds; False: so many of the first one.
-
-    Raises:
-        SpecError: no learner of that name, or too few runs.
-        DataError: there is no such record, or the replacement is none that the loss is defined for.
-    """
-    learner = index_of(prepared, asked.learner) if worlds is None else worlds[0].learner
-    if worlds is None and asked.record is not None:
-        worlds = [_swap(prepared, learner, asked.record, asked.replacement)]
-    neighbour = None if asked.neighbour is None else learner_index(prepared.run.spec, asked.neighbour, "--neighbour")
-    return plan_audit(
-        prepared.run,
-        prepared.data,
-        learner,
-        runs=asked.runs,
-        confidence=asked.confidence,
-        seed=asked.seed,
-        worlds=worlds,
-        counts=counts,
-        threat=asked.threat,
-        neighbour=neighbour,
-        paired=paired,
-    )
+        Raises:
+            SpecError: no learner of that name, or too few runs.
+            DataError: there is no such record, or the replacement is none that the loss is defined for.
+        """
+        spec = prepared.run.spec
+        learner = index_of(prepared, self.learner) if worlds is None else worlds[0].learner
+        if worlds is None and self.record is not None:
+            worlds = [_swap(prepared, learner, self.record, self.replacement)]
+        return plan_audit(
+            prepared.run,
+            prepared.data,
+            learner,
+            runs=self.runs,
+            confidence=self.confidence,
+            seed=self.seed,
+            worlds=worlds,
+            counts=counts,
+            threat=self.threat,
+            neighbour=None if self.neighbour is None else learner_index(spec, self.neighbour, "--neighbour"),
+            paired=paired,
+        )
 
 
 def audit_to(
@@ -137,7 +139,7 @@ def audit_to(
     console = console or Console()
     began = time.monotonic()
     with console.status("choosing the swap") as status:
-        done = work(plan(prepared, asked), say=status.update)
+        done = work(asked.plan(prepared), say=status.update)
     return show(done, asked.seed, folder, console, _pace(done, time.monotonic() - began))
 
 
@@ -165,11 +167,7 @@ def index_of(prepared: Prepared, learner: str | None) -> int:
     Raises:
         SpecError: there is none.
     """
-    if learner is None:
-        sizes = [np.diff(own.offsets) for own in prepared.data.learners]
-        claims = [prepared.run.guarantee(i, counts).epsilon() for i, counts in enumerate(sizes)]
-        return int(np.argmax(claims))
-    return learner_index(prepared.run.spec, learner)
+    return prepared.dearest() if learner is None else learner_index(prepared.run.spec, learner)
 
 
 def _swap(prepared: Prepared, learner: int, row: int, replacement: str) -> Worlds:
@@ -233,24 +231,23 @@ def _from_file(path: Path) -> tuple[FloatArray, float]:
 
 
 def print_verdict(
-    verdict: Verdict, name: str, rows: Iterable[TableRow], notes: Iterable[str], console: Console, most: int = 6
+    verdict: Verdict, name: str, rows: Iterable[TableRow], notes: Iterable[str], console: Console
 ) -> None:
     """The verdict, what was tested side by side, and what else there is to know.
 
     Args:
         verdict: what may be said.
         name: of whom.
-        rows: family, what was tested, result, epsilon at least, epsilon claimed.
+        rows: what was tested.
         notes: a line each.
         console: where to.
-        most: pieces of evidence that are told.
     """
-    console.print(Text.assemble((name, "bold"), " ", (verdict.kind.upper(), COLOURS[verdict.kind])))
+    console.print(Text.assemble((name, "bold"), " ", (verdict.kind.upper(), _COLOURS[verdict.kind])))
     console.print(Text(verdict.text))
-    for more in verdict.evidence[1:most]:
+    for more in verdict.evidence[1:_TOLD]:
         console.print(Text(f"also: {more}"))
-    if len(verdict.evidence) > most:
-        console.print(Text(f"and {len(verdict.evidence) - most} more: audit.json"))
+    if len(verdict.evidence) > _TOLD:
+        console.print(Text(f"and {len(verdict.evidence) - _TOLD} more: audit.json"))
     print_rows(rows, console)
     for text in notes:
         console.print(Text(text, style="dim"))
@@ -258,7 +255,7 @@ def print_verdict(
 
 def print_rows(rows: Iterable[TableRow], console: Console) -> None:
     """What families tested and found: a table, or, where that would be cramped, a paragraph each."""
-    if console.width < NARROW:
+    if console.width < _NARROW:
         for family, what, result, bound, claim in rows:
             epsilons = "" if bound == claim == NOTHING else f"; ε at least {bound}, claimed {claim}"
             console.print(Text.assemble((family, "bold"), f", {what}: {result}{epsilons}"))

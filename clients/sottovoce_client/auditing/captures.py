@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from sottovoce.auditing.audit import Audit, Examined, conclude, examine, few, gathered
 from sottovoce.auditing.plan import AuditPlan
 from sottovoce.auditing.simulated import Recording, at_a_time
@@ -17,7 +15,7 @@ from sottovoce.experiment import Prepared
 from sottovoce.privacy.guarantee import ThreatModel
 from sottovoce.running.transcript import Transcript
 from sottovoce.spec import RunSpec, code_to_import, parse_spec
-from sottovoce_client.auditing.audit import AuditRequest, Say, plan
+from sottovoce_client.auditing.audit import AuditRequest, Say
 from sottovoce_client.auditing.channel import channel, lines_of
 from sottovoce_client.auditing.ledger import Entry, read_ledger
 from sottovoce_client.auditing.started import Started, only_pair, require_room, said_in, started
@@ -65,7 +63,7 @@ def from_captures(
     require_room(given, captures)
     prepared = prepare(given)
     _require_features(captures, prepared)
-    labels = {_label(capture) for capture in captures}
+    labels = _labels(captures)
     told, where, ledger = (None, "", None) if labels == {None} else _told(root, labels)
     pair_of = only_pair if told is None else pairs_of(told, where)
     runs = started(captures, prepared.run, ledger, pair_of)
@@ -77,14 +75,14 @@ def from_captures(
     asked = replace(asked, runs=len(runs.outcomes) // 2 if paired else len(runs.kept))
     source = "; ".join((f"{plural(len(runs.kept), 'capture')} in {root.name}", *runs.notes))
     counts = () if worlds is None or not paired else runs.counts(len(worlds))
-    return audit_of(plan(prepared, asked, worlds, counts, paired=paired), runs, source, say)
+    return audit_of(asked.plan(prepared, worlds, counts, paired=paired), runs, source, say)
 
 
-def audit_of(audited: AuditPlan, runs: Started, source: str, say: Say) -> Audit:
+def audit_of(plan: AuditPlan, runs: Started, source: str, say: Say) -> Audit:
     """Audit what was overheard.
 
     Args:
-        audited: the audit.
+        plan: the audit.
         runs: that were started.
         source: where they came from, in words.
         say: told what is being done.
@@ -94,55 +92,46 @@ def audit_of(audited: AuditPlan, runs: Started, source: str, say: Say) -> Audit:
         EquivocationError: a learner said different things to different neighbours.
         SpecError: the listener hears what no channel carries, or an extra is not installed.
     """
-    require_heard(audited.listener.threat)
-    most, captures = at_a_time(audited.run), runs.kept
+    require_heard(plan.listener.threat)
+    most, captures = at_a_time(plan.run), runs.kept
     first: list[Transcript] = []
     parts: list[Examined] = []
     pending = dict[tuple[int, int], list[Recording]]()
-    for k, (pair, part) in enumerate(_recordings(audited, runs)):
-        if (pair, part.world) == (0, 0) and len(first) < few(audited.run):
+    for k, (pair, part) in enumerate(_recordings(plan, runs)):
+        if (pair, part.world) == (0, 0) and len(first) < few(plan.run):
             first.append(part.transcript)
         together = pending.setdefault((pair, part.world), [])
         together.append(part)
         if len(together) == most:
-            parts.append(_examined(audited, pair, together))
+            parts.append(_examined(plan, pair, together))
             together.clear()
         say(f"reading captures: {k + 1:,} of {len(captures):,}")
-    parts += [_examined(audited, pair, rest) for (pair, _), rest in pending.items() if rest]
+    parts += [_examined(plan, pair, rest) for (pair, _), rest in pending.items() if rest]
     if not first:
         raise CaptureError(f"of {plural(len(captures), 'capture')} none is of the first world")
-    starts = runs.starts(audited)
-    done = conclude(audited, gathered(parts), _side_by_side(first), source, starts=starts, say=say)
+    starts = runs.starts(plan)
+    done = conclude(plan, gathered(parts), Transcript.joined(first), source, starts=starts, say=say)
     return replace(done, captures={each.name: each.digests()[0] for each in (*runs.kept, *runs.short)})
 
 
-def _examined(audited: AuditPlan, pair: int, runs: Sequence[Recording]) -> Examined:
-    """Runs of one world of a pair."""
-    return replace(examine(audited.pairs[pair], _together(runs)), pair=pair)
+def _examined(plan: AuditPlan, pair: int, runs: Sequence[Recording]) -> Examined:
+    """Runs of one world of a pair, together."""
+    transcript = Transcript.joined([run.transcript for run in runs])
+    together = Recording(runs[0].world, transcript, channel=tuple(seen for run in runs for seen in run.channel))
+    return replace(examine(plan.pairs[pair], together), pair=pair)
 
 
-def _recordings(audited: AuditPlan, runs: Started) -> Iterator[tuple[int, Recording]]:
+def _recordings(plan: AuditPlan, runs: Started) -> Iterator[tuple[int, Recording]]:
     """What was heard of every run, and its pair of worlds."""
     import pyarrow as pa
 
-    run, lines = audited.run, lines_of(audited)
+    run, lines = plan.run, lines_of(plan)
     layouts: dict[Layout, Layout] = {}
     for capture in runs.kept:
         seen = channel(pa.Table.from_batches(capture.batches()), lines, str(capture.facts["run_id"]))
         for name, row in seen.items():  # most runs have the same one: it is kept once
             seen[name] = replace(row, layout=layouts.setdefault(row.layout, row.layout))
-        yield runs.pair(capture), Recording(_label(capture) or 0, said_in(capture, run), channel=(seen,))
-
-
-def _together(parts: Sequence[Recording]) -> Recording:
-    """Runs of one world as one."""
-    seen = tuple(run for part in parts for run in part.channel)
-    return Recording(parts[0].world, _side_by_side([part.transcript for part in parts]), channel=seen)
-
-
-def _side_by_side(transcripts: Sequence[Transcript]) -> Transcript:
-    names = transcripts[0].fields
-    return Transcript({name: np.concatenate([each.fields[name] for each in transcripts], axis=2) for name in names})
+        yield runs.pair(capture), Recording(capture.world or 0, said_in(capture, run), channel=(seen,))
 
 
 # ---- which captures --------------------------------------------------------------------------------------------------
@@ -154,12 +143,11 @@ def find(place: Folder) -> list[Capture]:
     Raises:
         CaptureError: one is not what it says it is, or the folder cannot be read.
     """
-    return sorted(find_captures(place), key=lambda capture: (_replica(capture), capture.name))
 
+    def place_of(capture: Capture) -> tuple[int, str]:
+        return -1 if capture.replica is None else capture.replica, capture.name
 
-def _replica(capture: Capture) -> int:
-    replica = capture.facts.get("replica")
-    return replica if type(replica) is int else -1
+    return sorted(find_captures(place), key=place_of)
 
 
 def _same_spec(captures: Sequence[Capture]) -> Document:
@@ -222,11 +210,16 @@ def _require_features(captures: Sequence[Capture], prepared: Prepared) -> None:
 # ---- which worlds ----------------------------------------------------------------------------------------------------
 
 
-def _label(capture: Capture) -> int | None:
-    label = capture.facts.get("world")
-    if label is not None and (type(label) is not int or label not in (0, 1)):
-        raise CaptureError(f"{capture.name} must be of world 0 or 1, or say nothing of it, got {str(label)[:60]}")
-    return label
+def _labels(captures: Sequence[Capture]) -> set[int | None]:
+    """The worlds that captures say they are of; None among them: some say nothing.
+
+    Raises:
+        CaptureError: one is of a world that there is not.
+    """
+    for capture in captures:
+        if capture.world not in (None, 0, 1):
+            raise CaptureError(f"{capture.name} must be of world 0 or 1, or say nothing of it, got {capture.world}")
+    return {capture.world for capture in captures}
 
 
 def _told(root: Folder, labels: set[int | None]) -> tuple[Document, str, Ledger]:

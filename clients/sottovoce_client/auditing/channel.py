@@ -17,13 +17,13 @@ from sottovoce_rpc.codec import read_hello
 if TYPE_CHECKING:
     import pyarrow as pa
 
-MOST = 64
+_MOST = 64
 """Directions of edges that are looked at, the learner's own ones first."""
 
-Line = tuple[int, int, str]
+_Line = tuple[int, int, str]
 """A direction of an edge: caller, callee, `out` or `back`."""
 
-Whose = Literal["said", "told", "others"]
+_Whose = Literal["said", "told", "others"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,8 @@ class _Lines:
         opened: the one whose messages are looked into; None: the learner speaks on none. Its others carry the same bytes.
     """
 
-    whose: Mapping[Line, Whose]
-    opened: Line | None
+    whose: Mapping[_Line, _Whose]
+    opened: _Line | None
 
 
 def lines_of(plan: AuditPlan) -> _Lines:
@@ -44,12 +44,12 @@ def lines_of(plan: AuditPlan) -> _Lines:
     learner, neighbour = plan.worlds.learner, plan.listener.neighbour
     edges = [edge for edge in plan.run.network.edges if neighbour is None or neighbour in edge]
     edges.sort(key=lambda edge: learner not in edge)
-    every = [(*edge, direction) for edge in edges for direction in ("out", "back")][:MOST]
+    every = [(*edge, direction) for edge in edges for direction in ("out", "back")][:_MOST]
     whose = {line: _whose(line, learner) for line in every}
     return _Lines(whose, next((line for line in every if whose[line] == "said"), None))
 
 
-def _whose(line: Line, learner: int) -> Whose:
+def _whose(line: _Line, learner: int) -> _Whose:
     caller, callee, direction = line
     if learner not in (caller, callee):
         return "others"

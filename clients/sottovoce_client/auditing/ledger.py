@@ -30,7 +30,7 @@ from sottovoce_client.auditing.worlds import FILE as WORLDS
 from sottovoce_eavesdropper.reading import Capture
 from sottovoce_eavesdropper.storage import Folder
 
-FILE, FORMAT = "runs.jsonl", "sottovoce-runs-1"
+FILE, _FORMAT = "runs.jsonl", "sottovoce-runs-1"
 MOST_BYTES = 64 * 2**20
 
 _KINDS: Mapping[str, type] = {
@@ -67,7 +67,7 @@ class LedgerWriter:
         self._folder = folder
         self._coins = [(world, secrets.token_hex(32)) for world in worlds.tolist()]
         self._started: list[int] = []
-        first = {"format": FORMAT, "commitments": [_commitment(*coin) for coin in self._coins]}
+        first = {"format": _FORMAT, "commitments": [_commitment(*coin) for coin in self._coins]}
         self.commitment = hashlib.sha256(json.dumps(first).encode()).hexdigest()
         self._write(first)
 
@@ -86,7 +86,7 @@ class LedgerWriter:
 
     def reveal(self, captures: Iterable[Capture]) -> None:
         """All runs are over: say how the coins of those that were started had fallen, and which captures there are."""
-        digests = {capture.facts.get("replica"): capture.digests()[0] for capture in captures}
+        digests = {capture.replica: capture.digests()[0] for capture in captures}
         for replica in self._started:
             world, nonce = self._coins[replica]
             found = {"capture": digests[replica]} if replica in digests else {}

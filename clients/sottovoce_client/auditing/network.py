@@ -24,12 +24,12 @@ from sottovoce_client.running.operate import BY_OPERATOR, Interrupted, run_on
 from sottovoce_client.wording import duration, plural
 from sottovoce_eavesdropper.storage import open_folder
 
-BAR = 24
-MOST_FAILED = 5
+_BAR = 24
+_MOST_FAILED = 5
 """Runs that fail one after the other until no more are started."""
 
 
-Lives = Sequence[tuple[int, int]]
+_Lives = Sequence[tuple[int, int]]
 """Of every run its pair of worlds, and the world."""
 
 
@@ -81,7 +81,7 @@ def _fresh(folder: Path) -> Path:
     return captures
 
 
-def _make(audited: AuditPlan, lives: Lives, ledger: LedgerWriter, folder: Path, per_process: int, say: Say) -> None:
+def _make(plan: AuditPlan, lives: _Lives, ledger: LedgerWriter, folder: Path, per_process: int, say: Say) -> None:
     """All runs; whatever ends them early, says so and how to go on."""
     done = 0
 
@@ -90,20 +90,20 @@ def _make(audited: AuditPlan, lives: Lives, ledger: LedgerWriter, folder: Path, 
         done = runs
 
     try:
-        tell = _telling(audited, say, count)
-        run_async(lambda stop: _all_runs(audited, lives, ledger, folder, per_process, tell, stop))
+        tell = _telling(plan, say, count)
+        run_async(lambda stop: _all_runs(plan, lives, ledger, folder, per_process, tell, stop))
     except (Interrupted, ServiceDied, RunFailed) as error:
         kind = Interrupted if isinstance(error, Interrupted) else RunFailed
         why = "told to stop" if kind is Interrupted else str(error)
         more = f"; what they said is kept: sottovoce audit --from {folder / 'captures'}" if done else ""
-        raise kind(f"{done:,} of {2 * audited.all_runs:,} runs were made: {why}{more}") from None
+        raise kind(f"{done:,} of {2 * plan.all_runs:,} runs were made: {why}{more}") from None
     finally:
         ledger.reveal(find(open_folder(folder / "captures")))
 
 
 async def _all_runs(
-    audited: AuditPlan,
-    lives: Lives,
+    plan: AuditPlan,
+    lives: _Lives,
     ledger: LedgerWriter,
     folder: Path,
     per_process: int,
@@ -111,8 +111,8 @@ async def _all_runs(
     stop: asyncio.Event,
 ) -> None:
     """A run that fails is one more outcome; only many in a row end the audit, for then nothing works any more."""
-    spec, done, failed = as_audited(audited.run.spec), 0, 0
-    data = [[pair.worlds.data(audited.data, world) for world in (0, 1)] for pair in audited.pairs]
+    spec, done, failed = as_audited(plan.run.spec), 0, 0
+    data = [[pair.worlds.data(plan.data, world) for world in (0, 1)] for pair in plan.pairs]
     async with LocalServices(spec, folder, per_process=per_process) as services:
         for k, (pair, world) in enumerate(lives):
             if stop.is_set():
@@ -126,22 +126,20 @@ async def _all_runs(
                 raise Interrupted(BY_OPERATOR)
             finished = outcome.state == "finished"
             done, failed = done + finished, 0 if finished else failed + 1
-            if failed == MOST_FAILED:
+            if failed == _MOST_FAILED:
                 raise RunFailed(outcome.detail)
             _forget(folder / "journals", outcome.run_id)
             tell(done)
 
 
-def coins(audited: AuditPlan) -> IntArray:
+def coins(plan: AuditPlan) -> IntArray:
     """`(2 runs,)` the world of every run, by a fair coin each from the plan's seed."""
-    return np.random.default_rng(audited.seeds.audited).integers(0, 2, 2 * audited.all_runs)
+    return np.random.default_rng(plan.seeds.audited).integers(0, 2, 2 * plan.all_runs)
 
 
-def in_turn(audited: AuditPlan) -> list[int]:
+def in_turn(plan: AuditPlan) -> list[int]:
     """Of every run the pair of worlds: pairs take turns, each as often as it has runs, so that all meet the same machine."""
-    places = [
-        ((k + 0.5) / each.runs, number) for number, each in enumerate(audited.pairs) for k in range(2 * each.runs)
-    ]
+    places = [((k + 0.5) / each.runs, number) for number, each in enumerate(plan.pairs) for k in range(2 * each.runs)]
     return [number for _, number in sorted(places)]
 
 
@@ -151,9 +149,9 @@ def _forget(journals: Path, run_id: str) -> None:
         path.unlink(missing_ok=True)
 
 
-def _telling(audited: AuditPlan, say: Say, count: Callable[[int], None]) -> Callable[[int], None]:
+def _telling(plan: AuditPlan, say: Say, count: Callable[[int], None]) -> Callable[[int], None]:
     """Tells how many runs are done, at what pace, and how long it will take."""
-    began, runs = time.monotonic(), 2 * audited.all_runs
+    began, runs = time.monotonic(), 2 * plan.all_runs
     say("starting services")
 
     def tell(done: int) -> None:
@@ -163,8 +161,8 @@ def _telling(audited: AuditPlan, say: Say, count: Callable[[int], None]) -> Call
         if done == 1:  # the services were still waking up
             began = now
         pace = (done - 1) / (now - began) if done > 1 else 0.0
-        filled = BAR * done // runs
+        filled = _BAR * done // runs
         left = f"{pace:.2g} runs/s, {duration(round((runs - done) / pace))} left" if pace else "the first one"
-        say(f"{'━' * filled}{'─' * (BAR - filled)} run {done:,} of {runs:,}, {left}")
+        say(f"{'━' * filled}{'─' * (_BAR - filled)} run {done:,} of {runs:,}, {left}")
 
     return tell

@@ -32,7 +32,7 @@ from sottovoce_client.reports.drawing import (
 )
 from sottovoce_client.wording import number
 
-ZOOMED = 8
+_ZOOMED = 8
 """Rounds after the swap that the close view shows."""
 
 
@@ -124,7 +124,7 @@ def close_rounds(pair: Twins) -> IntArray:
     length = len(pair.first)
     moved = moving(pair)
     start = min(pair.swapped, int(moved[0]) if len(moved) else pair.swapped)
-    end = max(start, int(moved[0]) if len(moved) else start) + ZOOMED
+    end = max(start, int(moved[0]) if len(moved) else start) + _ZOOMED
     return np.arange(max(0, start - 2), min(length, end + 1))
 
 

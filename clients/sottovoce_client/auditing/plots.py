@@ -216,14 +216,14 @@ def _by_round(name: str, title: str, what: str, curves: Sequence[tuple[str, Floa
     return Figure(name, title, traces, layout | switched(what, logarithmic=bool(drawn.max() > 30 * drawn.min())))
 
 
-CLAIMED: Trace = {"mode": "lines", "line": {"color": INK, "width": 1.8, "dash": "dash"}}
+_CLAIMED: Trace = {"mode": "lines", "line": {"color": INK, "width": 1.8, "dash": "dash"}}
 
 
 def cumulative_plot(shown: Ratios, claim: FloatArray) -> Figure:
     """What the rounds so far are claimed to show at most, and what they did show."""
     looks: list[Trace] = [{"mode": "lines", "line": {"color": colour, "width": 2.2}} for colour in (RED, BLUE)]
     curves = (
-        ("claimed at most", claim, CLAIMED),
+        ("claimed at most", claim, _CLAIMED),
         ("largest loss of any run", shown.peak, looks[0]),
         ("mean loss of all runs", shown.typical, looks[1]),
     )
@@ -242,7 +242,7 @@ def single_plot(rounds: RoundBounds | None) -> Figure:
         for size, symbol, colour in ((7, "circle", GREEN), (9, "x", RED))
     )
     curves = (
-        ("claimed at most", claim, CLAIMED),
+        ("claimed at most", claim, _CLAIMED),
         ("largest loss of any message", rounds.largest, {"mode": "lines", "line": {"color": BLUE, "width": 1.2}}),
         ("lower bound", np.where(above, math.nan, bound), within),
         ("lower bound above the claim", np.where(above, bound, math.nan), over),

@@ -22,9 +22,9 @@ from sottovoce_client.reports.drawing import Figure, thinned
 from sottovoce_client.reports.page import Column, Page, PageTable
 from sottovoce_client.wording import NOTHING, number
 
-MOST_ROUNDS = 1000
+_MOST_ROUNDS = 1000
 """Rows of the table of single rounds."""
-MOST_EVIDENCE = 8
+_MOST_EVIDENCE = 8
 
 two, three = partial(number, digits=2), partial(number, digits=3)
 
@@ -55,8 +55,8 @@ def audit_page(done: Audit, name: str, seed: int, digest: str = "") -> Page:
         "shares": [
             (part, found.levels.of(family, part)) for family, parts in found.levels.shares.items() for part in parts
         ],
-        "most_evidence": MOST_EVIDENCE,
-        "most_rounds": MOST_ROUNDS,
+        "most_evidence": _MOST_EVIDENCE,
+        "most_rounds": _MOST_ROUNDS,
         "shown_claim": plots.SHOWN_CLAIM,
         "impossible": 0 if done.shown is None else int((~plots.possible(done.shown)).sum()),
         "endless": [] if done.shown is None else np.flatnonzero(np.isinf(done.shown.peak)).tolist(),
@@ -152,7 +152,7 @@ def _single(found: Findings) -> PageTable:
     name, title, rounds = "rounds", "Guesses of single rounds", found.rounds
     if rounds is None:
         return PageTable(name, title, (), ())
-    most = sorted(sorted(range(len(rounds.bounds)), key=lambda t: -rounds.bounds[t].value)[:MOST_ROUNDS])
+    most = sorted(sorted(range(len(rounds.bounds)), key=lambda t: -rounds.bounds[t].value)[:_MOST_ROUNDS])
     told = [(t, rounds.bounds[t]) for t in most]
     rows = [
         (f"round {t}", (bound.correct, bound.guesses), bound.value, bound.claim, float(rounds.largest[t]))

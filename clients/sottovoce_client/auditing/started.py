@@ -19,20 +19,20 @@ from sottovoce_client.auditing.ledger import Entry
 from sottovoce_client.wording import plural
 from sottovoce_eavesdropper.reading import Capture
 
-PairOf = Callable[[object], int]
+_PairOf = Callable[[int | None], int]
 """The pair of worlds that a run is of, by its replica."""
 
 
-def only_pair(replica: object) -> int:
+def only_pair(replica: int | None) -> int:
     """All runs are of one pair of worlds."""
     return 0
 
 
-EARLY, MISSING, REPEATED = "ended early", "missing", "repeated"
-NAMED = 3
+_EARLY, _MISSING, _REPEATED = "ended early", "missing", "repeated"
+_NAMED = 3
 """Copies that are named; more are counted."""
 
-ROOM = 64
+_ROOM = 64
 """Rounds, and learners, of a spec for each message of its fullest capture, at most, and 1,024 besides: a round may be silent."""
 
 
@@ -53,7 +53,7 @@ class Started:
     outcomes: tuple[str, ...]
     gone: tuple[tuple[int, int], ...] = ()
     notes: tuple[str, ...] = ()
-    pair_of: PairOf = only_pair
+    pair_of: _PairOf = only_pair
 
     def starts(self, plan: AuditPlan) -> Starts | None:
         """For the tests of the audit; None: there is one world only.
@@ -63,13 +63,13 @@ class Started:
         """
         if not plan.paired:
             return None
-        worlds = [int(capture.facts["world"]) for capture in (*self.kept, *self.short)]
+        worlds = [capture.world or 0 for capture in (*self.kept, *self.short)]
         worlds += [world for _, world in self.gone]
         return Starts(np.array(worlds, dtype=np.int64), self.outcomes, self._lost(plan))
 
     def pair(self, capture: Capture) -> int:
         """The pair of worlds that a run is of."""
-        return self.pair_of(capture.facts.get("replica"))
+        return self.pair_of(capture.replica)
 
     def counts(self, pairs: int) -> list[int]:
         """Runs of each world, of every pair of worlds."""
@@ -90,7 +90,7 @@ class Started:
 
 
 def _heard_of(capture: Capture, plan: AuditPlan) -> Ratios:
-    world = int(capture.facts["world"])
+    world = capture.world or 0
     try:
         said = said_in(capture, plan.run)
         return ratios(plan.run, plan.worlds, Recording(world, said.until(plan.run.spec.rounds)), plan.claim)
@@ -124,7 +124,7 @@ def require_room(spec: RunSpec, captures: Sequence[Capture]) -> None:
     """
     most = max(capture.totals()[0] for capture in captures)
     for what, count in (("rounds", spec.rounds), ("learners", spec.n_learners)):
-        if count > ROOM * most + 1024:
+        if count > _ROOM * most + 1024:
             raise CaptureError(
                 f"{captures[0].name} says that its run has {count:,} {what}, and no capture has more than "
                 f"{plural(most, 'message')}: none can have been overheard to its end"
@@ -134,7 +134,7 @@ def require_room(spec: RunSpec, captures: Sequence[Capture]) -> None:
 # ---- copies ----------------------------------------------------------------------------------------------------------
 
 
-def distinct(captures: Sequence[Capture]) -> tuple[list[Capture], list[Capture]]:
+def _distinct(captures: Sequence[Capture]) -> tuple[list[Capture], list[Capture]]:
     """Captures without their copies, and the copies: the same messages, byte by byte, wherever they lie.
 
     Raises:
@@ -155,8 +155,8 @@ def distinct(captures: Sequence[Capture]) -> tuple[list[Capture], list[Capture]]
 
 
 def _copied(copies: Sequence[Capture]) -> str:
-    names = ", ".join(capture.name for capture in copies[:NAMED])
-    more = f" and {len(copies) - NAMED:,} more" if len(copies) > NAMED else ""
+    names = ", ".join(capture.name for capture in copies[:_NAMED])
+    more = f" and {len(copies) - _NAMED:,} more" if len(copies) > _NAMED else ""
     return f"{'copies' if len(copies) > 1 else 'a copy'} counted once: {names}{more}"
 
 
@@ -167,7 +167,7 @@ def started(
     captures: Sequence[Capture],
     run: Run,
     ledger: Mapping[int, Entry] | None = None,
-    pair_of: PairOf = only_pair,
+    pair_of: _PairOf = only_pair,
 ) -> Started:
     """What became of every run that was started.
 
@@ -183,7 +183,7 @@ def started(
     """
     if not captures:
         raise CaptureError("no run was overheard: there is no capture")
-    single, copies = distinct(captures)
+    single, copies = _distinct(captures)
     single, again = _first_of_each(single)
     if ledger is not None:
         for capture in (*single, *again):
@@ -195,14 +195,14 @@ def started(
         )
     names = {capture.name for capture in kept}
     short = [capture for capture in single if capture.name not in names]
-    repeated = {capture.facts.get("replica") for capture in again}
+    repeated = {capture.replica for capture in again}
     outcomes = [_outcome(capture, capture.name in names, repeated, ledger) for capture in (*kept, *short)]
-    heard = {capture.facts.get("replica") for capture in single}
+    heard = {capture.replica for capture in single}
     lost = {k: entry for k, entry in (ledger or {}).items() if k not in heard and entry.world is not None}
-    outcomes += [entry.outcome if entry.outcome not in ("", "finished") else MISSING for entry in lost.values()]
+    outcomes += [entry.outcome if entry.outcome not in ("", "finished") else _MISSING for entry in lost.values()]
     notes = [_copied(copies)] if copies else []
     if short:  # where there are no coins, nothing can be said of them
-        coined = short[0].facts.get("world") is not None
+        coined = short[0].world is not None
         what = plural(len(short), "run") if coined else f"{plural(len(short), 'other')} left out,"
         notes.append(f"{what} of which rounds are missing")
     notes += [f"{plural(len(lost), 'started run')} without a capture"] if lost else []
@@ -214,8 +214,7 @@ def _first_of_each(captures: Sequence[Capture]) -> tuple[list[Capture], list[Cap
     """One capture of every numbered run, and those that are of a run that has one already."""
     first, again = dict[object, Capture](), list[Capture]()
     for capture in captures:
-        replica = capture.facts.get("replica")
-        key = capture.name if replica is None else replica
+        key = capture.name if capture.replica is None else capture.replica
         if key in first:
             again.append(capture)
         else:
@@ -230,13 +229,17 @@ def _whole(captures: Sequence[Capture], run: Run) -> list[Capture]:
     return [capture for capture in kept if said_in(capture, run).rounds == run.spec.rounds]
 
 
-def _outcome(capture: Capture, whole: bool, repeated: set[object], ledger: Mapping[int, Entry] | None) -> str:
-    if (replica := capture.facts.get("replica")) in repeated:
-        return REPEATED
-    entry = (ledger or {}).get(replica) if type(replica) is int else None
+def _outcome(capture: Capture, whole: bool, repeated: set[int | None], ledger: Mapping[int, Entry] | None) -> str:
+    if capture.replica in repeated:
+        return _REPEATED
+    entry = _entry(capture, ledger or {})
     if entry is not None and entry.outcome not in ("", "finished"):
         return entry.outcome
-    return WHOLE if whole else EARLY
+    return WHOLE if whole else _EARLY
+
+
+def _entry(capture: Capture, ledger: Mapping[int, Entry]) -> Entry | None:
+    return None if capture.replica is None else ledger.get(capture.replica)
 
 
 def _require_entered(capture: Capture, ledger: Mapping[int, Entry]) -> None:
@@ -245,10 +248,10 @@ def _require_entered(capture: Capture, ledger: Mapping[int, Entry]) -> None:
     Raises:
         CaptureError: it is of no run there, of another world, or not the same any more.
     """
-    entry = ledger.get(capture.facts.get("replica", -1))
+    entry = _entry(capture, ledger)
     if entry is None:
         raise CaptureError(f"{capture.name} is of no run that the ledger of this audit has")
-    if entry.world is not None and capture.facts.get("world") != entry.world:
+    if entry.world is not None and capture.world != entry.world:
         raise CaptureError(f"{capture.name} must be of world {entry.world}, as its coin in the ledger says")
     if entry.run_id and capture.facts["run_id"] != entry.run_id:
         raise CaptureError(f"{capture.name} must be of run {entry.run_id}, as the ledger says")

@@ -18,8 +18,8 @@ from sottovoce.experiment import Prepared
 from sottovoce.spec import RunSpec
 from sottovoce_eavesdropper.storage import Folder
 
-FILE, FORMAT = "worlds.json", "sottovoce-worlds-2"
-OF_ONE_PAIR = "sottovoce-worlds-1"
+FILE, _FORMAT = "worlds.json", "sottovoce-worlds-2"
+_OF_ONE_PAIR = "sottovoce-worlds-1"
 """The format of before: one pair of worlds, its facts among the others."""
 
 MOST_BYTES = 64 * 2**20
@@ -49,7 +49,7 @@ def write_worlds(folder: Path, plan: AuditPlan, ledger: str | None = None, pair_
         pair_of_run: of every planned run, the pair of worlds that it lives in one of; empty where there is one pair.
     """
     document = {
-        "format": FORMAT,
+        "format": _FORMAT,
         "learner": plan.run.spec.names[plan.worlds.learner],
         "shared": plan.worlds.shared,
         "pairs": [_pair(each.worlds) for each in plan.pairs],
@@ -102,8 +102,8 @@ def read_worlds(place: Folder) -> Document:
             document = json.loads(file.read(MOST_BYTES))
     except (OSError, ValueError, RecursionError) as error:
         raise CaptureError(f"cannot read {where}: {str(error) or type(error).__name__}") from None
-    if not isinstance(document, dict) or document.get("format") not in (FORMAT, OF_ONE_PAIR):
-        raise CaptureError(f"{where} must say what two worlds are, in the format {FORMAT}")
+    if not isinstance(document, dict) or document.get("format") not in (_FORMAT, _OF_ONE_PAIR):
+        raise CaptureError(f"{where} must say what two worlds are, in the format {_FORMAT}")
     return document
 
 
@@ -129,7 +129,7 @@ def worlds_from(document: Document, prepared: Prepared, where: str) -> list[Worl
             )
         learner = names.index(document["learner"])
         own = prepared.data.learners[learner]
-        pairs = document["pairs"] if document["format"] == FORMAT else [document]
+        pairs = document["pairs"] if document["format"] == _FORMAT else [document]
         found = [_worlds(pair, learner, own, shared=document["shared"] is True) for pair in pairs]
         for worlds in found:
             worlds.require_learnable(prepared.run.loss)
@@ -154,7 +154,7 @@ def _worlds(pair: Document, learner: int, own: LearnerData, *, shared: bool) -> 
     return Worlds(learner, first, second, str(pair["what"]), shared)
 
 
-def pairs_of(document: Document, where: str) -> Callable[[object], int]:
+def pairs_of(document: Document, where: str) -> Callable[[int | None], int]:
     """Which pair of worlds a run is of, by its replica.
 
     Args:
@@ -171,8 +171,8 @@ def pairs_of(document: Document, where: str) -> Callable[[object], int]:
     if not isinstance(told, list) or not all(type(k) is int and 0 <= k < pairs for k in told):
         raise CaptureError(f"{where}: pair_of_run must say of every run which of the {pairs} pairs of worlds it is of")
 
-    def pair(replica: object) -> int:
-        if type(replica) is not int or not 0 <= replica < len(told):
+    def pair(replica: int | None) -> int:
+        if replica is None or not 0 <= replica < len(told):
             raise CaptureError(f"{where} must say of which pair of worlds run {replica} is")
         return int(told[replica])
 

@@ -120,41 +120,54 @@ def audit(
     if self_test:
         from sottovoce_client.lab import selftest
 
-        prepared = None if spec is None else prepared_from(load_spec(spec))
-        code = selftest.self_test(
-            prepared,
-            learner=learner,
-            mutants=mutant or [],
-            alarms=alarms,
-            runs=runs,
-            jobs=jobs,
-            seed=seed or 0,
-            out=out,
-        )
-        raise typer.Exit(code)
-    if spec is None and captures is None:
+        broken = None if spec is None else prepared_from(load_spec(spec))
+        tested = partial(selftest.self_test, learner=learner, mutants=mutant or [], alarms=alarms)
+        raise typer.Exit(tested(broken, runs=runs, jobs=jobs, seed=seed or 0, out=out))
+    _require_heeded(captures, runs, on, record, replacement, threat, neighbour)
+    from sottovoce.privacy.guarantee import ThreatModel
+    from sottovoce_client.auditing.audit import AuditRequest
+
+    asked = AuditRequest(
+        learner=learner,
+        record=record,
+        replacement=replacement or "mirror",
+        threat=ThreatModel(threat),
+        neighbour=neighbour,
+        runs=runs or (100 if on == "network" else 1000),
+        confidence=confidence,
+        seed=seed or 0,
+    )
+    given = None if spec is None else load_spec(spec)
+    if captures is not None:
+        raise typer.Exit(_from(captures, asked, given, out))
+    if given is None:
         raise SpecError("audit needs a SPEC, or --from CAPTURES, or --self-test")
-    # No option is passed over in silence.
+    prepared, folder = prepared_from(given), folder_for("audit", out)
+    if on == "simulator" and (folder / "captures").exists():
+        raise SpecError(f"{folder} holds captures of other runs, whose results would be replaced: choose another --out")
+    raise typer.Exit(_made(prepared, asked, folder, _work(on, folder, backend, jobs, seeded=seed is not None)))
+
+
+def _require_heeded(
+    captures: str | None,
+    runs: int | None,
+    on: str,
+    record: int | None,
+    replacement: str | None,
+    threat: str,
+    neighbour: str | None,
+) -> None:
+    """No option is passed over in silence.
+
+    Raises:
+        SpecError: one would be.
+    """
     if captures is not None and (runs is not None or on == "network"):
         raise SpecError("--from audits the runs that there are: it goes with neither --runs nor --on network")
     if replacement is not None and record is None:
         raise SpecError("--replacement needs --record: which record of the learner is to be replaced?")
     if neighbour is not None and threat != "neighbour":
         raise SpecError(f"--neighbour goes with --threat neighbour, got --threat {threat}")
-    from sottovoce.privacy.guarantee import ThreatModel
-    from sottovoce_client.auditing.audit import AuditRequest
-
-    many = runs or (100 if on == "network" else 1000)
-    asked = AuditRequest(
-        learner, record, replacement or "mirror", ThreatModel(threat), neighbour, many, confidence, seed or 0
-    )
-    given = None if spec is None else load_spec(spec)
-    if captures is not None or given is None:
-        raise typer.Exit(_from(str(captures), asked, given, out))
-    prepared, folder = prepared_from(given), folder_for("audit", out)
-    if on == "simulator" and (folder / "captures").exists():
-        raise SpecError(f"{folder} holds captures of other runs, whose results would be replaced: choose another --out")
-    raise typer.Exit(_made(prepared, asked, folder, _work(on, folder, backend, jobs, seeded=seed is not None)))
 
 
 def _made(prepared: Prepared, asked: AuditRequest, folder: Path, making: AbstractContextManager[Auditor]) -> int:
@@ -186,7 +199,7 @@ def _work(
         yield on_network(folder, seeded=seeded)
     else:
         from sottovoce.auditing.audit import audit_simulated
-        from sottovoce_client.auditing.backends import mapper_over
+        from sottovoce_client.backends import mapper_over
 
         with mapper_over(backend, jobs) as mapper:
             yield partial(audit_simulated, mapper=mapper)

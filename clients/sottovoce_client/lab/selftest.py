@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
@@ -13,7 +14,6 @@ from rich.console import Console
 from rich.text import Text
 
 from sottovoce.auditing.bounds import interval
-from sottovoce.data.files import import_extra
 from sottovoce.errors import SpecError
 from sottovoce.experiment import Prepared
 from sottovoce.lab.selftest.bases import ALGORITHMS
@@ -32,14 +32,15 @@ from sottovoce.lab.selftest.trial import (
 from sottovoce.registry import load
 from sottovoce_client import terminal
 from sottovoce_client.auditing.audit import index_of
+from sottovoce_client.backends import mapper_over
 from sottovoce_client.documents import write_json
 from sottovoce_client.wording import NOTHING, count
 
-LOT = 5
+_LOT = 5
 """Audits of correct learners in one piece of work."""
 
 Result = TypeVar("Result")
-Task = Callable[[], MutantOutcome | Alarms]
+_Task = Callable[[], MutantOutcome | Alarms]
 
 
 def self_test(
@@ -47,7 +48,7 @@ def self_test(
     *,
     learner: str | None = None,
     mutants: Sequence[str] = (),
-    alarms: int = LOT,
+    alarms: int = _LOT,
     runs: int | None = None,
     jobs: int | None = None,
     seed: int = 0,
@@ -111,7 +112,7 @@ def mutant_named(name: str) -> Mutant:
 
 def _breaking(
     mutants: Sequence[Mutant], prepared: Prepared | None, learner: str | None, runs: int | None, seed: int
-) -> Iterator[Task]:
+) -> Iterator[_Task]:
     for mutant in mutants:
         if prepared is None:
             yield partial(_attempt_on_base, mutant, runs, seed)
@@ -124,9 +125,9 @@ def _attempt_on_base(mutant: Mutant, runs: int | None, seed: int) -> MutantOutco
     return attempt(mutant, *base_of(mutant).build(), base=mutant.base, most=runs, seed=seed)
 
 
-def _correct(prepared: Prepared | None, learner: str | None, alarms: int, seed: int) -> Iterator[Task]:
-    for start in range(0, alarms, LOT):
-        seeds = [seed + 1 + k for k in range(start, min(start + LOT, alarms))]
+def _correct(prepared: Prepared | None, learner: str | None, alarms: int, seed: int) -> Iterator[_Task]:
+    for start in range(0, alarms, _LOT):
+        seeds = [seed + 1 + k for k in range(start, min(start + _LOT, alarms))]
         if prepared is None:
             for k, name in enumerate(ALGORITHMS):  # with the same coins, one false alarm would be several
                 yield partial(_alarms_of, name, [100_000 * k + each for each in seeds])
@@ -141,11 +142,8 @@ def _alarms_of(name: str, seeds: Sequence[int]) -> Alarms:
 
 def side_by_side(work: Sequence[Callable[[], Result]], jobs: int) -> Iterator[Result]:
     """Results in order, as they come."""
-    if jobs == 1:
-        yield from (each() for each in work)
-        return
-    joblib = import_extra("joblib", "joblib", "a self-test with several jobs")
-    yield from joblib.Parallel(n_jobs=jobs, return_as="generator")(joblib.delayed(each)() for each in work)
+    with mapper_over("processes", jobs) as over:
+        yield from over(operator.call, work)
 
 
 def _too_many(found: Sequence[Alarms]) -> bool:

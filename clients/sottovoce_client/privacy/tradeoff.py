@@ -39,7 +39,7 @@ from sottovoce_client.reports.drawing import (
 from sottovoce_client.reports.page import Column, Page, PageTable
 from sottovoce_client.wording import number, with_error
 
-ERROR = "error"
+_ERROR = "error"
 """The metric `accuracy`, turned into the share of held-out records that are classified wrongly."""
 
 
@@ -114,12 +114,12 @@ def measure(prepared: Prepared, epsilon: float, trade: Trade) -> Measured:
     metrics = Metrics(run, data, at=(spec.rounds,))
     for step in simulate(run, data, SeededNoise(trade.seed), trade.replicas):
         metrics.take(step)
-    name = "accuracy" if trade.metric == ERROR else trade.metric
+    name = "accuracy" if trade.metric == _ERROR else trade.metric
     if name not in metrics.curves:
-        known = [ERROR if each == "accuracy" else each for each in metrics.curves.curves]
+        known = [_ERROR if each == "accuracy" else each for each in metrics.curves.curves]
         raise SpecError(f"--metric must be one of {', '.join(known)}, got {trade.metric}")
     curve = metrics.curves[name]
-    loss = 1.0 - curve.final if trade.metric == ERROR else curve.final
+    loss = 1.0 - curve.final if trade.metric == _ERROR else curve.final
     return Measured(max(found.epsilons), loss, curve.final_error)
 
 
@@ -136,7 +136,7 @@ def answer_of(measured: Sequence[Measured], trade: Trade) -> _Answer:
 
 
 def _words(metric: str) -> str:
-    return "share of wrong answers" if metric == ERROR else metric.replace("_", " ")
+    return "share of wrong answers" if metric == _ERROR else metric.replace("_", " ")
 
 
 def _said(answer: _Answer, trade: Trade) -> list[str]:
@@ -184,9 +184,9 @@ def _balance(answer: _Answer, trade: Trade) -> Figure:
     x = as_floats(np.geomspace(best.lowest, best.highest, 300))
     loss, worth = answer.curve.at(x), trade.utility.at(x)
     traces = [
-        line(x, as_floats(loss - worth), "J = L − U", RED, **HOVER),
-        line(x, loss, "L: accuracy lost", BLUE, dash="dot", **HOVER),
-        line(x, worth, "U: worth of privacy", GREEN, dash="dot", **HOVER),
+        line(x, as_floats(loss - worth), "J = L − U", RED, **_HOVER),
+        line(x, loss, "L: accuracy lost", BLUE, dash="dot", **_HOVER),
+        line(x, worth, "U: worth of privacy", GREEN, dash="dot", **_HOVER),
         diamond(best.alpha, best.objective, f"best: ε = {number(best.alpha)}", PINK),
     ]
     return Figure("balance", "The best level", traces, {"xaxis": _across(x), "yaxis": axis("in units of the loss")})
@@ -202,12 +202,12 @@ def _fitted(answer: _Answer, loss: str) -> Figure:
         bars = {"error_y": {"type": "data", "array": finite(2 * errors), "color": BLUE, "thickness": 1.2, "width": 4}}
     name = "simulated" + (" ± 2 standard errors" if bars else "")
     epsilons, losses = [each.epsilon for each in measured], [each.loss for each in measured]
-    points = dots(epsilons, losses, name, BLUE, marker={"size": 9, "color": BLUE}, **bars, **HOVER)
-    traces = [line(x, answer.curve.at(x), "fitted", FAINT, **HOVER), points]
+    points = dots(epsilons, losses, name, BLUE, marker={"size": 9, "color": BLUE}, **bars, **_HOVER)
+    traces = [line(x, answer.curve.at(x), "fitted", FAINT, **_HOVER), points]
     return Figure("accuracy", "What accuracy costs", traces, {"xaxis": _across(x), "yaxis": axis(loss)})
 
 
-HOVER: Trace = {"hovertemplate": "ε %{x:.4~g}: %{y:.4~g}"}
+_HOVER: Trace = {"hovertemplate": "ε %{x:.4~g}: %{y:.4~g}"}
 
 
 def _across(x: FloatArray) -> Trace:

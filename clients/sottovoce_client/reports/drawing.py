@@ -19,23 +19,23 @@ from sottovoce.data.files import import_extra
 # Okabe and Ito's colours, which all readers can tell apart, without the yellow, which is too pale on white.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#4B4B4B", "#8C6D31")
 BLUE, RED, GREEN, PINK = PALETTE[:4]
-INK, FAINT, GRID, RULE, AREA, CLEAR = "#1f2933", "#6b7785", "#e6eaee", "#b8c2cc", "#9aa5b1", "rgba(0,0,0,0)"
-MOST_POINTS = 400
-FEW_POINTS = 25
+INK, FAINT, GRID, RULE, AREA, _CLEAR = "#1f2933", "#6b7785", "#e6eaee", "#b8c2cc", "#9aa5b1", "rgba(0,0,0,0)"
+_MOST_POINTS = 400
+_FEW_POINTS = 25
 """A curve of so many points, or fewer, shows them."""
 
 Trace = dict[str, Any]
-Values = Sequence[float] | FloatArray | IntArray
+_Values = Sequence[float] | FloatArray | IntArray
 
-STYLE: Trace = {
+_STYLE: Trace = {
     "template": None,
     "height": 390,
     "margin": {"l": 60, "r": 28, "t": 46, "b": 48},
-    "paper_bgcolor": CLEAR,
-    "plot_bgcolor": CLEAR,
+    "paper_bgcolor": _CLEAR,
+    "plot_bgcolor": _CLEAR,
     "font": {"family": "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif", "size": 13, "color": INK},
     "legend": {"orientation": "h", "y": -0.2, "yanchor": "top", "x": 0, "font": {"size": 12}, "traceorder": "normal"},
-    "modebar": {"bgcolor": CLEAR, "color": RULE, "activecolor": INK},
+    "modebar": {"bgcolor": _CLEAR, "color": RULE, "activecolor": INK},
     "hoverlabel": {"bgcolor": "white", "bordercolor": GRID, "font": {"color": INK}, "namelength": -1},
 }
 
@@ -48,7 +48,7 @@ class Figure:
         name: no other figure or table of the page has it; `plot-NAME` is its id there.
         title: what it shows.
         traces: plotly's.
-        layout: plotly's, where it differs from `STYLE`.
+        layout: plotly's, where it differs from `_STYLE`.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Figure:
 
     def drawn(self) -> Any:
         """The same as plotly's own `Figure`, which writes itself as HTML, JSON or an image."""
-        return extra("plotly.graph_objects").Figure(list(self.traces), {**STYLE, **self.layout})
+        return extra("plotly.graph_objects").Figure(list(self.traces), {**_STYLE, **self.layout})
 
     def __html__(self) -> str:
         """A piece of a page that draws itself with plotly.js."""
@@ -86,12 +86,12 @@ def extra(module: str) -> Any:
 # ---- numbers ---------------------------------------------------------------------------------------------------------
 
 
-def finite(values: Values) -> list[float | None]:
+def finite(values: _Values) -> list[float | None]:
     """Values for plotly, to five digits: None, which it draws as a gap, for what is not finite."""
     return [float(f"{value:.5g}") if math.isfinite(value) else None for value in values]
 
 
-def thinned(length: int, most: int = MOST_POINTS) -> IntArray:
+def thinned(length: int, most: int = _MOST_POINTS) -> IntArray:
     """Positions of at most `most` of `length` values, the first and the last among them."""
     return np.unique(np.linspace(0, length - 1, min(length, most)).astype(int)) if length else np.zeros(0, dtype=int)
 
@@ -110,10 +110,10 @@ def label(name: str, most: int = 18) -> str:
 
 
 def line(
-    x: Values, y: Values, name: str, colour: str, *, width: float = 2.0, dash: str = "solid", **more: Any
+    x: _Values, y: _Values, name: str, colour: str, *, width: float = 2.0, dash: str = "solid", **more: Any
 ) -> Trace:
     """A curve; its points are marked where they are few."""
-    mode = "markers" if len(x) == 1 else "lines+markers" if len(x) <= FEW_POINTS else "lines"
+    mode = "markers" if len(x) == 1 else "lines+markers" if len(x) <= _FEW_POINTS else "lines"
     look = {
         "mode": mode,
         "line": {"color": colour, "width": width, "dash": dash},
@@ -123,12 +123,12 @@ def line(
     return {"type": "scatter", **places, **look, "hovertemplate": "%{y:.4~g}", **more}
 
 
-def rule(x: Values, y: Values, name: str, colour: str = INK, dash: str = "dash", **more: Any) -> Trace:
+def rule(x: _Values, y: _Values, name: str, colour: str = INK, dash: str = "dash", **more: Any) -> Trace:
     """A curve to compare others with, whose points mean nothing."""
     return line(x, y, name, colour, width=1.5, dash=dash, **{"mode": "lines", **more})
 
 
-def dots(x: Values, y: Values, name: str, colour: str, **more: Any) -> Trace:
+def dots(x: _Values, y: _Values, name: str, colour: str, **more: Any) -> Trace:
     """Points that no line connects."""
     return line(x, y, name, colour, **{"mode": "markers", "marker": {"size": 5.5, "color": colour}, **more})
 
@@ -139,14 +139,14 @@ def diamond(x: float, y: float, name: str, colour: str) -> Trace:
     return dots([x], [y], name, colour, marker=marker, cliponaxis=False)
 
 
-def bars(edges: FloatArray, heights: Values, name: str, colour: str, **more: Any) -> Trace:
+def bars(edges: FloatArray, heights: _Values, name: str, colour: str, **more: Any) -> Trace:
     """A histogram through which another one is seen."""
     places = {"x": finite((edges[1:] + edges[:-1]) / 2), "y": finite(heights), "width": float(edges[1] - edges[0])}
     return {"type": "bar", **places, "name": name, "marker": {"color": colour, "opacity": 0.45}, **more}
 
 
 def band(
-    x: Values, low: Values, high: Values, colour: str, name: str = "", width: float = 0.0, **more: Any
+    x: _Values, low: _Values, high: _Values, colour: str, name: str = "", width: float = 0.0, **more: Any
 ) -> list[Trace]:
     """The area between two curves; in the legend if it has a name."""
     look = {"mode": "lines", "hoverinfo": "skip", **more}

@@ -16,13 +16,13 @@ from sottovoce.table import Table
 from sottovoce_client.reports.drawing import Figure, Trace
 
 FIGURES = ("svg", "pdf", "png")
-TABLES = {"csv": "csv", "tex": "tex", "latex": "tex"}
+_TABLES = {"csv": "csv", "tex": "tex", "latex": "tex"}
 """Formats of tables, and their suffixes."""
-WIDTH, HEIGHT = 5.0, 3.2
+_WIDTH, _HEIGHT = 5.0, 3.2
 """Of a figure, in inches: a column and a half of most papers."""
-DPI = 200
-DASHES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-."}
-LOOK = {
+_DPI = 200
+_DASHES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-."}
+_LOOK = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
@@ -42,7 +42,7 @@ def formats(text: str) -> tuple[str, ...]:
         SpecError: one that there is not, or Matplotlib, which draws figures, is not installed.
     """
     found = tuple(part.strip().lower() for part in text.split(",") if part.strip())
-    known = (*FIGURES, *TABLES)
+    known = (*FIGURES, *_TABLES)
     if unknown := [each for each in found if each not in known]:
         raise SpecError(f"--export must be of {', '.join(known)}, got {', '.join(unknown)}")
     if set(found) & set(FIGURES):
@@ -66,9 +66,9 @@ def export(
     """
     written = []
     for each in asked:
-        if each in TABLES:
+        if each in _TABLES:
             for name, table in tables.items():
-                written.append(folder / f"{name}.{TABLES[each]}")
+                written.append(folder / f"{name}.{_TABLES[each]}")
                 table.to_csv(written[-1]) if each == "csv" else table.to_latex(written[-1])
         else:
             for figure in figures:
@@ -83,9 +83,9 @@ def _write_figure(figure: Figure, path: Path) -> None:
     Raises:
         SpecError: Matplotlib is not installed.
     """
-    with _matplotlib().rc_context(LOOK):
+    with _matplotlib().rc_context(_LOOK):
         canvas = _matplotlib(".figure").Figure(  # without pyplot: no window, no global state
-            figsize=(WIDTH, HEIGHT), layout="constrained"
+            figsize=(_WIDTH, _HEIGHT), layout="constrained"
         )
         axes = canvas.add_subplot()
         edge: Trace = {}
@@ -97,7 +97,7 @@ def _write_figure(figure: Figure, path: Path) -> None:
         if any(_named(trace) for trace in figure.traces):
             axes.legend(frameon=False, fontsize=8)
         undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
-        canvas.savefig(path, dpi=DPI, metadata=undated.get(path.suffix[1:]))
+        canvas.savefig(path, dpi=_DPI, metadata=undated.get(path.suffix[1:]))
 
 
 def _draw(axes: Any, trace: Trace, before: Trace) -> None:
@@ -108,7 +108,7 @@ def _draw(axes: Any, trace: Trace, before: Trace) -> None:
         low = [float("nan") if value is None else value for value in before["y"]]
         axes.fill_between(x, low, y, color=trace["fillcolor"], linewidth=0)
     elif line.get("width", 2):
-        style = {"color": line.get("color"), "linestyle": DASHES[line.get("dash", "solid")], "linewidth": 1.4}
+        style = {"color": line.get("color"), "linestyle": _DASHES[line.get("dash", "solid")], "linewidth": 1.4}
         marker = "o" if "markers" in trace.get("mode", "lines") else None
         axes.plot(x, y, label=trace["name"] if _named(trace) else None, marker=marker, markersize=3, **style)
 

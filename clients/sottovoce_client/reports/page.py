@@ -18,7 +18,7 @@ from typing import Any, Literal
 from sottovoce_client import wording
 from sottovoce_client.reports.drawing import Figure, extra
 
-FILTERS = ("number", "count", "plural", "share", "share_range", "size", "duration")
+_FILTERS = ("number", "count", "plural", "share", "share_range", "size", "duration")
 """Functions of `wording` that templates may use."""
 
 
@@ -125,6 +125,6 @@ def _templates() -> Any:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters |= {name: getattr(wording, name) for name in FILTERS}
+    made.filters |= {name: getattr(wording, name) for name in _FILTERS}
     made.tests["infinite"] = math.isinf
     return made

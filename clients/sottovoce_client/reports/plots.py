@@ -43,8 +43,8 @@ KINDS = {
 LEVELS = {"event": "One use of the record swapped", "record": "All uses of the record swapped"}
 MOST_HEARD = (500, 200)
 """Rounds and coordinates that a heatmap shows at most."""
-UNKNOWN = "#cfd6dd"
-MANY_EDGES = 60
+_UNKNOWN = "#cfd6dd"
+_MANY_EDGES = 60
 
 
 def run_figures(summary: RunSummary) -> list[Figure]:
@@ -75,7 +75,7 @@ def _graph(summary: RunSummary) -> Figure:
 
 def _edges(summary: RunSummary, x: FloatArray, y: FloatArray) -> Trace:
     across, up = (np.array([[z[i], z[j], math.nan] for i, j in summary.edges]).ravel() for z in (x, y))
-    width = 1.5 if len(summary.edges) < MANY_EDGES else 0.5
+    width = 1.5 if len(summary.edges) < _MANY_EDGES else 0.5
     return line(across, up, "", RULE, width=width, mode="lines", hoverinfo="skip")
 
 
@@ -83,7 +83,7 @@ def _arrows(summary: RunSummary, x: FloatArray, y: FloatArray) -> list[Trace]:
     """Heads of arrows, clear of the nodes: plotly draws them as annotations without a text."""
     clear = 17 if len(summary.learners) <= 16 else 9
     look = {"text": "", "showarrow": True, "arrowhead": 2, "arrowsize": 1.4, "arrowcolor": FAINT, "standoff": clear}
-    look |= {"arrowwidth": 1.5 if len(summary.edges) < MANY_EDGES else 0.5, "startstandoff": clear}
+    look |= {"arrowwidth": 1.5 if len(summary.edges) < _MANY_EDGES else 0.5, "startstandoff": clear}
     place = {"xref": "x", "yref": "y", "axref": "x", "ayref": "y"}
     return [{**look, **place, "ax": x[i], "ay": y[i], "x": x[j], "y": y[j]} for i, j in summary.one_way]
 
@@ -102,7 +102,7 @@ def _shades(learners: Sequence[LearnerSummary]) -> Trace:
     found = [each.test_accuracy for each in learners]
     known = [each for each in found if each is not None]
     if len(known) < len(found):
-        return {"color": [UNKNOWN if each is None else BLUE for each in found]}
+        return {"color": [_UNKNOWN if each is None else BLUE for each in found]}
     low, high = min(known), max(known)
     if high - low < 0.01:  # else the colours would make mountains of rounding
         low, high = low - 0.005, high + 0.005

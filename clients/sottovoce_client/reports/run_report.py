@@ -12,7 +12,7 @@ from sottovoce_client.reports.verdict import exceeds, telling, verdict_of
 from sottovoce_client.running.summary import LearnerSummary, RunSummary
 from sottovoce_client.wording import count, noticed_line, number, share, size
 
-MOST_NOTICED = 20
+_MOST_NOTICED = 20
 
 COLUMNS: tuple[tuple[str, str, Callable[[Any], str], str], ...] = (
     ("records", "held", count, "records"),
@@ -45,7 +45,7 @@ def run_page(summary: RunSummary) -> Page:
         "unpromised": [KINDS[kind][0] for kind in unpromised],
         "verdict": verdict_of(summary),
         "worst": telling(summary),
-        "most_noticed": MOST_NOTICED,
+        "most_noticed": _MOST_NOTICED,
         "most_heard": MOST_HEARD,
     }
     return Page("run.html.j2", [*run_figures(summary), _learners(summary), grounds(summary.promise.constants)], values)

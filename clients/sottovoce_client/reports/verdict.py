@@ -9,7 +9,7 @@ from typing import Literal
 from sottovoce_client.running.summary import LearnerSummary, RunSummary, Swap
 from sottovoce_client.wording import number
 
-Case = tuple[LearnerSummary, str, Swap]
+_Case = tuple[LearnerSummary, str, Swap]
 """Whose record, at which level (`event` or `record`), and what its swap shows."""
 
 
@@ -27,7 +27,7 @@ def exceeds(loss: float, budget: float) -> bool:
     return loss > budget * (1 + 1e-9) + 1e-12
 
 
-def _cases(summary: RunSummary) -> list[Case]:
+def _cases(summary: RunSummary) -> list[_Case]:
     """Every swap that was weighed."""
     return [
         (learner, level, swap)
@@ -37,7 +37,7 @@ def _cases(summary: RunSummary) -> list[Case]:
     ]
 
 
-def telling(summary: RunSummary) -> Case | None:
+def telling(summary: RunSummary) -> _Case | None:
     """The swap whose loss uses up most of its claim; None without a capture."""
     return max(_cases(summary), key=lambda case: (_used(case[2]), case[2].loss), default=None)
 

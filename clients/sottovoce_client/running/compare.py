@@ -46,14 +46,14 @@ HEADS = (
     "floats sent",
     "rounds/s",
 )
-PLOTS = (
+_PLOTS = (
     ("average_loss", "average network loss", ".4~g"),
     ("accuracy", "accuracy on held-out records", ".1%"),
     ("tracking_error", "tracking error", ".4~g"),
     ("consensus_error", "consensus error", ".4~g"),
 )
 """Metrics that are drawn: their names, what the page calls them, and d3 formats of their values."""
-DASHES = ("solid", "dash", "dot", "dashdot")
+_DASHES = ("solid", "dash", "dot", "dashdot")
 """For more lines than there are colours."""
 
 
@@ -86,16 +86,16 @@ class Result:
     curves: Curves
 
 
-Source = tuple[str, Callable[[], RunSpec]]
+_Source = tuple[str, Callable[[], RunSpec]]
 """What a spec is called, and how to load it."""
 
 
-def from_files(paths: Sequence[Path]) -> list[Source]:
+def from_files(paths: Sequence[Path]) -> list[_Source]:
     """Specs that lie in files."""
     return [(str(path), partial(load_spec, path)) for path in paths]
 
 
-def the_field() -> list[Source]:
+def the_field() -> list[_Source]:
     """The specs of `field.yaml`: every algorithm on one problem."""
     document = yaml.safe_load(files("sottovoce_client.running").joinpath("field.yaml").read_text(encoding="utf-8"))
     specs = [{**document["common"], **each} for each in document["runs"]]
@@ -103,7 +103,7 @@ def the_field() -> list[Source]:
 
 
 def compare(
-    sources: Sequence[Source],
+    sources: Sequence[_Source],
     prepare: Callable[[RunSpec], Prepared],
     folder: Path,
     *,
@@ -142,12 +142,12 @@ def compare(
     return 1 if failures else 0
 
 
-SAME = ("source", "label", "positive", "test_fraction", "scale", "intercept", "seed")
+_SAME = ("source", "label", "positive", "test_fraction", "scale", "intercept", "seed")
 """Fields of `data` that choose the records and hold some of them out; who gets which, and when, may differ."""
 
 
 def _insist_on_same_records(data: DataSpec, first: DataSpec) -> None:
-    for field in SAME:
+    for field in _SAME:
         if (came := getattr(data, field)) != (wanted := getattr(first, field)):
             raise SpecError(f"data.{field} must be that of the first spec, {wanted!r}, got {came!r}")
 
@@ -272,7 +272,7 @@ def _document(result: Result) -> dict[str, Any]:
 
 def compare_page(results: Sequence[Result]) -> Page:
     """The table, and one figure per metric, a line per spec."""
-    figures = [_plot(results, *what) for what in PLOTS]
+    figures = [_plot(results, *what) for what in _PLOTS]
     columns = [Column(head, kind="text" if k < 3 else "number") for k, head in enumerate(HEADS)]
     table = PageTable("results", "Algorithms side by side", columns, [_row(result) for result in results])
     return Page("compare.html.j2", [table, *figures], {"figures": figures, "banded": len(results) <= len(PALETTE)})
@@ -293,7 +293,7 @@ def _plot(results: Sequence[Result], metric: str, title: str, form: str) -> Figu
 def _lines(result: Result, metric: str, form: str, k: int, *, banded: bool) -> list[Trace]:
     """The mean, and a band of two standard errors around it where there are replicas, and few enough bands to tell apart."""
     rounds, curve, colour = result.curves.rounds, result.curves[metric], PALETTE[k % len(PALETTE)]
-    look: Trace = {"dash": DASHES[k // len(PALETTE) % len(DASHES)], "legendgroup": result.source, "mode": "lines"}
+    look: Trace = {"dash": _DASHES[k // len(PALETTE) % len(_DASHES)], "legendgroup": result.source, "mode": "lines"}
     hover = f"round %{{x:,}}: %{{y:{form}}}"
     mean = line(rounds, curve.mean, label(Path(result.source).stem, 40), colour, hovertemplate=hover, **look)
     if not (banded and np.isfinite(curve.error).all()):

@@ -18,10 +18,10 @@ from sottovoce_client.running.operate import BY_OPERATOR, Interrupted, Outcome, 
 from sottovoce_client.running.summary import Progress
 from sottovoce_client.wording import noticed_line
 
-Start = Callable[[Prepared, Watcher, asyncio.Event], Coroutine[Any, Any, Outcome]]
+_Start = Callable[[Prepared, Watcher, asyncio.Event], Coroutine[Any, Any, Outcome]]
 
 
-def conduct(prepared: Prepared, folder: Path, start: Start) -> int:
+def conduct(prepared: Prepared, folder: Path, start: _Start) -> int:
     """Run, show, summarise; returns the exit code.
 
     0: finished. 1: failed, or stopped by a learner whose budget was used up. 130: stopped by the operator.

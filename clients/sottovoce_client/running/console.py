@@ -24,10 +24,10 @@ LIVE_SECONDS = 0.125
 PLAIN_SECONDS = 2.0
 MOST_ROWS = 16
 """Learners that the final table shows at most."""
-KINDS = {"consistent": "green", "refuted": "bold red", "open": "yellow"}
-STATES = {"finished": "bold green", "stopped": "bold yellow", "failed": "bold red"}
+_KINDS = {"consistent": "green", "refuted": "bold red", "open": "yellow"}
+_STATES = {"finished": "bold green", "stopped": "bold yellow", "failed": "bold red"}
 
-Clock = Callable[[], float]
+_Clock = Callable[[], float]
 
 
 @contextmanager
@@ -39,7 +39,7 @@ def run_console(
     *,
     budgets: Sequence[float | None] = (),
     console: Console | None = None,
-    clock: Clock = time.monotonic,
+    clock: _Clock = time.monotonic,
 ) -> Iterator[_Lines | _Display]:
     """Show a run while the context lasts: live on a terminal, else (or if `plain`) as lines without escape codes.
 
@@ -98,7 +98,7 @@ class _Pace:
 class _Lines:
     """A line about every two seconds, at every tenth of the rounds, and when the state changes."""
 
-    def __init__(self, console: Console, rounds: int, clock: Clock) -> None:
+    def __init__(self, console: Console, rounds: int, clock: _Clock) -> None:
         self._console, self._rounds, self._clock = console, rounds, clock
         self._pace = _Pace(rounds)
         self._said_at, self._said_tenth, self._said_state = clock(), 0, ""
@@ -138,7 +138,7 @@ class _Display:
         rounds: int,
         names: Sequence[str],
         budgets: Sequence[float | None],
-        clock: Clock,
+        clock: _Clock,
     ) -> None:
         self._live, self._title, self._rounds, self._names, self._budgets = live, title, rounds, names, budgets
         self._clock, self._pace, self._shown = clock, _Pace(rounds), (-math.inf, "")
@@ -153,7 +153,7 @@ class _Display:
         self._live.update(self._picture(progress, state, overheard), refresh=True)
 
     def _picture(self, progress: Progress, state: str, overheard: int) -> RenderableType:
-        head = Text.assemble((self._title, "bold"), ("  ", ""), (state, STATES.get(state, "cyan")))
+        head = Text.assemble((self._title, "bold"), ("  ", ""), (state, _STATES.get(state, "cyan")))
         said = plural(overheard, "message")
         return Group(head, self._bar(), self._table(progress), Text(f"{said} overheard", style="magenta"))
 
@@ -213,10 +213,10 @@ def print_summary(summary: RunSummary, console: Console | None = None, report: P
 
 def _state_line(summary: RunSummary) -> Text:
     reached = f"{count(summary.rounds_done)} of {plural(summary.rounds, 'round')} in {duration(summary.seconds)}"
-    line = Text.assemble((summary.name, "bold"), " ", (summary.state, STATES.get(summary.state, "cyan")))
+    line = Text.assemble((summary.name, "bold"), " ", (summary.state, _STATES.get(summary.state, "cyan")))
     line.append(f": {reached}, {number(summary.rounds_per_second)} rounds/s")
     if summary.detail and summary.state != "finished":
-        line.append(f"\n{summary.detail}", style=STATES.get(summary.state, ""))
+        line.append(f"\n{summary.detail}", style=_STATES.get(summary.state, ""))
     return line
 
 
@@ -252,7 +252,7 @@ def _facts(summary: RunSummary, report: Path | None) -> Iterator[tuple[str, Text
     if summary.noticed is not None and summary.noticed.count:
         yield "noticed", Text(noticed_line(summary.noticed.count, summary.noticed.first), style="bold red")
     verdict = verdict_of(summary)
-    yield "verdict", Text.assemble((verdict.headline, KINDS[verdict.kind]), f". {verdict.text}")
+    yield "verdict", Text.assemble((verdict.headline, _KINDS[verdict.kind]), f". {verdict.text}")
     if summary.promise.shared:
         text = f"ε = {number(summary.event)} per event: every learner holds every record, so their epsilons add up"
         yield "together", Text(text)

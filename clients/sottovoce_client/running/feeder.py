@@ -15,15 +15,15 @@ from sottovoce_rpc.server import channel
 from sottovoce_rpc.status import as_error
 from sottovoce_wire.v1 import learner_pb2, learner_pb2_grpc
 
-ROUNDS_PER_BATCH = 64
-PATIENCE_S, RETRY_S = 60.0, 0.5
+_ROUNDS_PER_BATCH = 64
+_PATIENCE_S, _RETRY_S = 60.0, 0.5
 
 
 def batches(data: LearnerData, source: str) -> list[learner_pb2.SampleBatch]:
     """A learner's records as numbered batches of consecutive rounds."""
     made: list[learner_pb2.SampleBatch] = []
-    for first in range(0, data.rounds, ROUNDS_PER_BATCH):
-        last = min(first + ROUNDS_PER_BATCH, data.rounds)
+    for first in range(0, data.rounds, _ROUNDS_PER_BATCH):
+        last = min(first + _ROUNDS_PER_BATCH, data.rounds)
         rows = data.order[data.offsets[first] : data.offsets[last]]
         made.append(
             learner_pb2.SampleBatch(
@@ -43,7 +43,7 @@ async def feed(address: str, run_id: str, data: LearnerData, source: str = "feed
 
     Raises:
         DataError: the learner refused the records.
-        Unavailable: it could not be reached for `PATIENCE_S`.
+        Unavailable: it could not be reached for `_PATIENCE_S`.
     """
     to_send = batches(data, source)
     sent, failures = 0, 0
@@ -58,9 +58,9 @@ async def feed(address: str, run_id: str, data: LearnerData, source: str = "feed
             except grpc.aio.AioRpcError as error:
                 failure = as_error(error, f"the learner at {address}")
                 failures += 1
-                if not isinstance(failure, Unavailable) or failures > PATIENCE_S / RETRY_S:
+                if not isinstance(failure, Unavailable) or failures > _PATIENCE_S / _RETRY_S:
                     raise failure from None
-                await asyncio.sleep(RETRY_S)
+                await asyncio.sleep(_RETRY_S)
 
 
 async def _from(batches: list[learner_pb2.SampleBatch], first: int) -> AsyncIterator[learner_pb2.SampleBatch]:
@@ -71,13 +71,13 @@ async def _from(batches: list[learner_pb2.SampleBatch], first: int) -> AsyncIter
 async def _ready(stub: learner_pb2_grpc.LearnerAsyncStub, run_id: str, address: str) -> None:
     """Wait until the learner knows the run: the coordinator tells it at the same time as it tells us."""
     loop = asyncio.get_running_loop()
-    until = loop.time() + PATIENCE_S
+    until = loop.time() + _PATIENCE_S
     while loop.time() < until:
         try:
-            status = (await stub.Status(learner_pb2.StatusRequest(), wait_for_ready=True, timeout=PATIENCE_S)).status
+            status = (await stub.Status(learner_pb2.StatusRequest(), wait_for_ready=True, timeout=_PATIENCE_S)).status
         except grpc.aio.AioRpcError as error:
             raise as_error(error, f"the learner at {address}") from None
         if status.run_id == run_id:
             return
         await asyncio.sleep(0.02)
-    raise Unavailable(f"the learner at {address} has not heard of run {run_id} within {PATIENCE_S:g} s")
+    raise Unavailable(f"the learner at {address} has not heard of run {run_id} within {_PATIENCE_S:g} s")

@@ -16,7 +16,7 @@ from sottovoce_client.running.local import LocalServices
 from sottovoce_client.running.operate import Interrupted, Outcome, Watcher, run_on
 from sottovoce_rpc.tasks import Tasks
 
-AFTER_DEATH_S = 1.0
+_AFTER_DEATH_S = 1.0
 
 
 class ServiceDied(SottovoceError):
@@ -66,7 +66,7 @@ async def while_alive(services: LocalServices, run: Coroutine[Any, Any, Outcome]
         running, death = tasks.start(run), tasks.start(services.death())
         await asyncio.wait([running, death], return_when=asyncio.FIRST_COMPLETED)
         if running.done() and isinstance(running.exception(), Unavailable):
-            await asyncio.wait([death], timeout=AFTER_DEATH_S)  # the reason, where a service has died
+            await asyncio.wait([death], timeout=_AFTER_DEATH_S)  # the reason, where a service has died
         if not death.done():
             return running.result()
         return await _after_death(death.result(), running, stop)
@@ -75,7 +75,7 @@ async def while_alive(services: LocalServices, run: Coroutine[Any, Any, Outcome]
 async def _after_death(what: str, running: asyncio.Task[Outcome], stop: asyncio.Event) -> Outcome:
     """A service has died: the run is over; take what the others still tell."""
     stop.set()
-    await asyncio.wait([running], timeout=AFTER_DEATH_S)
+    await asyncio.wait([running], timeout=_AFTER_DEATH_S)
     if running.done() and not running.cancelled() and running.exception() is None:
         return replace(running.result(), state="failed", detail=what)
     raise ServiceDied(what)

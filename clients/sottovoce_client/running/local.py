@@ -21,9 +21,9 @@ from sottovoce.errors import Unavailable
 from sottovoce.spec import RunSpec, code_to_import
 from sottovoce_rpc.tasks import Tasks
 
-START_S = 300.0
+_START_S = 300.0
 """A guard against a service that hangs, not a promise: one that dies is noticed at once, whatever the machine has to do."""
-STOP_S = 3.5
+_STOP_S = 3.5
 
 
 @dataclass(slots=True)
@@ -79,12 +79,12 @@ class LocalServices:
         return f"{process.name} (process {process.child.pid}) died, {_how(process.child.returncode)}; its log is {process.log}"
 
     async def stop(self) -> None:
-        """Tell all to stop; who has not after `STOP_S` is killed."""
+        """Tell all to stop; who has not after `_STOP_S` is killed."""
         for process in self._processes:
             if process.child.returncode is None:
                 process.child.send_signal(signal.SIGTERM)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(STOP_S):
+            async with asyncio.timeout(_STOP_S):
                 for process in self._processes:
                     await process.child.wait()
         for process in self._processes:
@@ -148,9 +148,9 @@ class LocalServices:
         """Read where a process listens."""
         said = process.child.stdout
         try:
-            line = await asyncio.wait_for(said.readline(), START_S) if said else b""
+            line = await asyncio.wait_for(said.readline(), _START_S) if said else b""
         except TimeoutError:
-            raise Unavailable(f"{process.name} did not start within {START_S:g} s; see {process.log}") from None
+            raise Unavailable(f"{process.name} did not start within {_START_S:g} s; see {process.log}") from None
         if not line:
             await process.child.wait()
             raise Unavailable(f"{process.name} did not start: {process.last_words()}")

@@ -23,7 +23,7 @@ from sottovoce_rpc.status import as_error
 from sottovoce_rpc.tasks import Tasks, first_of
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc, learner_pb2, learner_pb2_grpc
 
-CALL_S, PREDICT_S = 40.0, 30.0
+_CALL_S, _PREDICT_S = 40.0, 30.0
 BY_OPERATOR = "stopped by the operator"
 
 Watcher = Callable[[Progress, str], None]
@@ -99,7 +99,7 @@ async def _unless_told(
     """Wait for a run to start, unless told to stop: learners that never join would keep us waiting."""
 
     async def started() -> coordinator_pb2.Run:
-        return await stub.StartRun(request, timeout=CALL_S)
+        return await stub.StartRun(request, timeout=_CALL_S)
 
     async with Tasks() as tasks:
         start = tasks.start(started())
@@ -165,7 +165,7 @@ class _Running:
     async def _stop_when_told(self) -> None:
         await self._stop.wait()
         request = coordinator_pb2.StopRunRequest(run_id=self._started.run_id, reason=self._reason)
-        await self._stub.StopRun(request, timeout=CALL_S)
+        await self._stub.StopRun(request, timeout=_CALL_S)
 
     async def _watch_it(self) -> coordinator_pb2.Run:
         last = None
@@ -196,7 +196,7 @@ class _Running:
         async with channel(address) as to:
             request = learner_pb2.PredictRequest(features=to_tensor(self._data.test_features))
             try:
-                answer = await learner_pb2_grpc.LearnerStub(to).Predict(request, timeout=PREDICT_S)
+                answer = await learner_pb2_grpc.LearnerStub(to).Predict(request, timeout=_PREDICT_S)
             except grpc.aio.AioRpcError:
                 return None
         return from_tensor(answer.labels)

@@ -18,10 +18,10 @@ from sottovoce_client.reports.export import FIGURES, export
 from sottovoce_client.reports.page import Page
 from sottovoce_client.running.sweep import RESULTS
 
-BAND = 2.0
+_BAND = 2.0
 """Standard errors on either side of the mean of a simulation."""
 
-Line = tuple[str, Sequence[Any], FloatArray, FloatArray, FloatArray]
+_Line = tuple[str, Sequence[Any], FloatArray, FloatArray, FloatArray]
 """Name, places on the axis, and mean, low and high there."""
 
 
@@ -76,19 +76,19 @@ def figures(tables: Mapping[str, Table]) -> list[Figure]:
     ]
 
 
-def _of_simulation(table: Table) -> dict[str, list[Line]]:
-    found: dict[str, list[Line]] = {}
+def _of_simulation(table: Table) -> dict[str, list[_Line]]:
+    found: dict[str, list[_Line]] = {}
     for metric in dict.fromkeys(table["metric"]):
         whole = table.where(metric=metric, learner=None)
-        mean, error = as_floats(whole["mean"]), BAND * as_floats(whole["standard_error"])
+        mean, error = as_floats(whole["mean"]), _BAND * as_floats(whole["standard_error"])
         found[metric] = [("", whole["rounds"].tolist(), mean, mean - error, mean + error)]
     return found
 
 
-def _of_sweep(table: Table) -> dict[str, list[Line]]:
+def _of_sweep(table: Table) -> dict[str, list[_Line]]:
     """The first changed field is the axis; every combination of the others is a line."""
     first, *others = _changed(table)
-    found: dict[str, list[Line]] = {}
+    found: dict[str, list[_Line]] = {}
     for metric in dict.fromkeys(table["metric"]):
         mine = table.where(metric=metric)
         for setting in dict.fromkeys(zip(*(mine[name].tolist() for name in others), strict=True)) if others else [()]:
@@ -106,7 +106,7 @@ def _changed(table: Table) -> list[str]:
     return list(table.columns)[: -len(RESULTS)] or ["seeds"]
 
 
-def _figure(metric: str, curves: Sequence[tuple[str, list[Line]]], table: Table) -> Figure:
+def _figure(metric: str, curves: Sequence[tuple[str, list[_Line]]], table: Table) -> Figure:
     traces, words = [], metric.replace("_", " ")
     several = sum(len(lines) for _, lines in curves) > 1
     flat = [
@@ -120,7 +120,7 @@ def _figure(metric: str, curves: Sequence[tuple[str, list[Line]]], table: Table)
     return Figure(metric, words, traces, {"xaxis": x, "yaxis": axis(words)})
 
 
-def _traces(name: str, curve: Line, colour: str) -> Iterator[Trace]:
+def _traces(name: str, curve: _Line, colour: str) -> Iterator[Trace]:
     """The band, where there is one, and the line over it."""
     _, x, mean, low, high = curve
     line = {"type": "scatter", "x": list(x), "legendgroup": name}

@@ -15,11 +15,11 @@ from sottovoce.door import simulate
 from sottovoce.errors import SpecError
 from sottovoce.experiment import Experiment
 from sottovoce.table import Table
-from sottovoce_client.auditing.backends import Backend, mapper_over
+from sottovoce_client.backends import Backend, mapper_over
 
-RESAMPLES = 10_000
+_RESAMPLES = 10_000
 """Of the bootstrap: then the ends of an interval hardly move with its seed."""
-LEVEL = 0.95
+_LEVEL = 0.95
 RESULTS = ("metric", "mean", "low", "high", "epsilon", "seeds")
 """Columns after those of the changed fields."""
 
@@ -121,8 +121,7 @@ def _worked(
     work: Sequence[_Job], backend: Backend, jobs: int | None, progress: Callable[[int, int], None] | None
 ) -> Iterable[_Done]:
     found = []
-    with mapper_over(backend, jobs) as spread:
-        over: Any = spread  # an audit's own types; any function and values will do
+    with mapper_over(backend, jobs) as over:
         for each in over(_measured, work):
             found.append(each)
             if progress is not None:
@@ -155,8 +154,8 @@ def interval(values: FloatArray, seed: int) -> tuple[float, float]:
     n = len(values)
     if n < 2:
         return math.nan, math.nan
-    drawn = np.random.default_rng(seed).integers(n, size=(RESAMPLES, n))
-    low, high = np.quantile(values[drawn].mean(axis=1), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    drawn = np.random.default_rng(seed).integers(n, size=(_RESAMPLES, n))
+    low, high = np.quantile(values[drawn].mean(axis=1), [(1 - _LEVEL) / 2, (1 + _LEVEL) / 2])
     return float(low), float(high)
 
 

@@ -37,16 +37,16 @@ from sottovoce_rpc.codec import RoundCodec
 if TYPE_CHECKING:
     import pyarrow as pa
 
-DEPTH = 4
+_DEPTH = 4
 """Folders between the one that is named and a capture."""
-FILES = (".parquet", ".json", ".yaml", ".html", ".log", ".npz", ".partial", ".md", ".csv", ".journal")
-MOST_SHOWN, MOST_UPRIGHT, MOST_LETTERS = 200, 20, 60
-MEMORY = "2GB"
-FETCHED = 10_000
-LAST_ROUND = 2**62
+_FILES = (".parquet", ".json", ".yaml", ".html", ".log", ".npz", ".partial", ".md", ".csv", ".journal")
+MOST_SHOWN, _MOST_UPRIGHT, _MOST_LETTERS = 200, 20, 60
+_MEMORY = "2GB"
+_FETCHED = 10_000
+_LAST_ROUND = 2**62
 """What is beyond it is no round that anybody counted up to."""
-AT_ONCE, AT_ONCE_BYTES = 32, 64 * 1024 * 1024
-NOTHING = np.empty(0, np.int64), np.empty(0, np.int64), np.empty((0, 0))
+AT_ONCE, _AT_ONCE_BYTES = 32, 64 * 1024 * 1024
+_NOTHING = np.empty(0, np.int64), np.empty(0, np.int64), np.empty((0, 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ def find(place: str) -> _Found:
     captures: list[Capture] = []
     simulated: list[tuple[Folder, str]] = []
     try:
-        _gather(open_folder(place), DEPTH, captures, simulated)
+        _gather(open_folder(place), _DEPTH, captures, simulated)
     except OSError as error:
         raise CaptureError(f"cannot read {place}: {error}") from None
     if not captures and not simulated:
@@ -90,7 +90,7 @@ def _gather(folder: Folder, depth: int, captures: list[Capture], simulated: list
     if "transcript.parquet" in names:
         simulated.append((folder, "transcript.parquet"))
     for name in names if depth else ():
-        if not name.endswith(FILES):
+        if not name.endswith(_FILES):
             _gather(folder.below(name), depth - 1, captures, simulated)
 
 
@@ -107,7 +107,7 @@ def tables(found: _Found, wanted: str) -> Iterator[Any]:
     """
     duckdb = import_extra("duckdb", "duckdb", "querying transcripts")
     with tempfile.TemporaryDirectory(prefix="sottovoce-") as folder:
-        connection = duckdb.connect(str(Path(folder) / "query.duckdb"), config={"memory_limit": MEMORY})
+        connection = duckdb.connect(str(Path(folder) / "query.duckdb"), config={"memory_limit": _MEMORY})
         try:
             named = set(re.findall(r"\w+", wanted.lower()))
             if "messages" in named and not found.captures:
@@ -142,7 +142,7 @@ def _gathered(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Table]:
     held: list[pa.RecordBatch] = []
     for batch in batches:
         held.append(batch)
-        if len(held) == AT_ONCE or sum(each.nbytes for each in held) > AT_ONCE_BYTES:
+        if len(held) == AT_ONCE or sum(each.nbytes for each in held) > _AT_ONCE_BYTES:
             yield pa.Table.from_batches(held)
             held = []
     if held:
@@ -155,7 +155,7 @@ def _said(found: _Found) -> Iterator[pa.RecordBatch]:
     Raises:
         CaptureError: something cannot be read.
     """
-    yield _rows("", -1, -1, "", *NOTHING)
+    yield _rows("", -1, -1, "", *_NOTHING)
     for capture in found.captures:
         yield from _said_in(capture)
     for folder, name in found.simulated:
@@ -187,7 +187,7 @@ def decoded(batch: pa.RecordBatch, codec: RoundCodec) -> tuple[IntArray, IntArra
         Which rows these are; rounds and senders that they claim, and fields `(messages, *shape)`.
     """
     rows, rounds, senders, fields = codec.decode_many(batch.column("payload").to_pylist())
-    kept = rounds < LAST_ROUND
+    kept = rounds < _LAST_ROUND
     fields = {name: values[kept] for name, values in fields.items()}
     return rows[kept], rounds[kept].astype(np.int64), senders[kept].astype(np.int64), fields
 
@@ -221,13 +221,13 @@ def _simulated(folder: Folder, name: str) -> Iterator[pa.RecordBatch]:
     import pyarrow as pa
 
     where = f"{folder.name}/{name}"
-    kinds = _rows("", 0, 0, "", *NOTHING).schema
+    kinds = _rows("", 0, 0, "", *_NOTHING).schema
     try:
         with folder.open(name) as raw:
             file = parquet().ParquetFile(raw)
             if missing := [column for column in COLUMNS if column not in file.schema_arrow.names]:
                 raise CaptureError(f"{where} is not a transcript: it lacks the columns {missing}")
-            for batch in file.iter_batches(FETCHED, columns=list(COLUMNS)):
+            for batch in file.iter_batches(_FETCHED, columns=list(COLUMNS)):
                 yield pa.RecordBatch.from_arrays(
                     [batch.column(kind.name).cast(kind.type) for kind in kinds], schema=kinds
                 )
@@ -264,12 +264,12 @@ def query(place: str, sql: str, *, out: Path | None = None, as_csv: TextIO | Non
 def _write_csv(answer: Any, to: TextIO) -> None:
     writer = csv.writer(to, lineterminator="\n")
     writer.writerow([column[0] for column in answer.description])
-    while rows := answer.fetchmany(FETCHED):
+    while rows := answer.fetchmany(_FETCHED):
         writer.writerows([cell.hex() if isinstance(cell, bytes) else cell for cell in row] for row in rows)
 
 
 def _write_parquet(answer: Any, path: Path) -> None:
-    reader = answer.to_arrow_reader(FETCHED)
+    reader = answer.to_arrow_reader(_FETCHED)
     try:
         with parquet().ParquetWriter(path, reader.schema, compression="zstd") as writer:
             for batch in reader:
@@ -290,7 +290,7 @@ def _show(answer: Any, console: Console) -> None:
     if Measurement.get(console, console.options.update(max_width=10_000), table).maximum <= console.width:
         console.print(table)
     else:
-        shown = MOST_UPRIGHT
+        shown = _MOST_UPRIGHT
         for row in rows[:shown]:
             console.print(_upright([column[0] for column in answer.description], row))
     if len(rows) > shown:
@@ -311,15 +311,15 @@ def _upright(names: Sequence[str], row: Sequence[object]) -> Table:
 def cell_text(cell: object) -> str:
     """A cell of a table on a terminal: long ones are cut."""
     if isinstance(cell, bytes):
-        text = cell[:MOST_LETTERS].hex(" ", 4)
+        text = cell[:_MOST_LETTERS].hex(" ", 4)
     elif isinstance(cell, float):
         text = f"{cell:.6g}"
     elif isinstance(cell, Sequence) and not isinstance(cell, str):
         return numbers_text(cell)
     else:
         text = str(cell)
-    text = "".join(letter if letter.isprintable() else "�" for letter in text[: MOST_LETTERS + 1])
-    return text if len(text) <= MOST_LETTERS else f"{text[: MOST_LETTERS - 1]}…"
+    text = "".join(letter if letter.isprintable() else "�" for letter in text[: _MOST_LETTERS + 1])
+    return text if len(text) <= _MOST_LETTERS else f"{text[: _MOST_LETTERS - 1]}…"
 
 
 def numbers_text(values: Sequence[Any], most: int = 4) -> str:

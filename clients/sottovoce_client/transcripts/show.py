@@ -22,10 +22,10 @@ from sottovoce_rpc.codec import RoundCodec
 if TYPE_CHECKING:
     import pyarrow as pa
 
-BARS = " ▁▂▃▄▅▆▇█"
-WIDE = 40
+_BARS = " ▁▂▃▄▅▆▇█"
+_WIDE = 40
 """Slices of time in the picture of who spoke when."""
-MOST_EDGES, MOST_LEARNERS, MOST_NOTICED = 30, 30, 20
+MOST_EDGES, MOST_LEARNERS, _MOST_NOTICED = 30, 30, 20
 
 
 @dataclass(slots=True)
@@ -220,7 +220,7 @@ def _noticed(facts: Any) -> Iterator[tuple[str, Text | str]]:
     texts = ["".join(c for c in str(each.get("text")) if c.isprintable()) for each in found]
     if line := noticed_line(facts.get("noticed_count", 0), texts):
         yield "noticed", Text(line, style="bold red")
-        for text in texts[1:MOST_NOTICED]:
+        for text in texts[1:_MOST_NOTICED]:
             yield "", Text(text, style="red")
     elif "noticed_count" in facts:
         yield "noticed", "nothing that must never happen"
@@ -253,11 +253,11 @@ def _who_when(picture: _Picture) -> Table:
     if not known:
         return table
     begin, end = min(int(own[0]) for own in known), max(int(own[-1]) for own in known)
-    edges = np.linspace(begin, max(end, begin + 1), WIDE + 1)
+    edges = np.linspace(begin, max(end, begin + 1), _WIDE + 1)
     counts = {i: np.histogram(own, edges)[0] for i, own in times.items()}
     highest = max(int(each.max()) for each in counts.values())
     for i, own in list(times.items())[:MOST_LEARNERS]:
-        bars = "".join(BARS[-(-int(n) * (len(BARS) - 1) // highest)] for n in counts[i])
+        bars = "".join(_BARS[-(-int(n) * (len(_BARS) - 1) // highest)] for n in counts[i])
         silence = duration(float(np.diff(own).max(initial=0)) / 1e9)
         table.add_row(str(i), Text(bars, style="cyan"), silence)
     table.caption = (

@@ -19,7 +19,7 @@ from sottovoce.arrays import FloatArray, IntArray
 from sottovoce.auditing.blackbox import VIEWS, attack, number_views
 from sottovoce.auditing.bounds import Bound
 from sottovoce.auditing.calibration import calibration
-from sottovoce.auditing.channel_tests import Heard, channel_tests
+from sottovoce.auditing.channel_tests import PairRuns, channel_tests
 from sottovoce.auditing.levels import Test
 from sottovoce.auditing.likelihood import Ratios, guess, ratios
 from sottovoce.auditing.outcomes import Starts
@@ -39,10 +39,10 @@ from sottovoce.running.transcript import Transcript
 if TYPE_CHECKING:
     from sottovoce.auditing.conformance.battery import Battery
 
-SWEPT_NUMBERS, SWEPT_RUNS = 2**21, 20
+_SWEPT_NUMBERS, _SWEPT_RUNS = 2**21, 20
 """Of the runs in which the exact losses of all learners are looked at: numbers, and runs, at most, but at least one run."""
 
-SWEPT = 32
+_SWEPT = 32
 """Learners, at most, whose exact losses are looked at beside the audited one's."""
 
 SHARE_RUNS = 2500
@@ -248,8 +248,8 @@ def _few(plan: AuditPlan, noise: NoiseOf, actual: Run | None) -> Transcript:
 
 def few(run: Run) -> int:
     """Runs in which the losses of all learners are looked at, at most."""
-    fitting = SWEPT_NUMBERS * run.spec.n_learners // numbers_of(run)
-    return max(1, min(SWEPT_RUNS, fitting))
+    fitting = _SWEPT_NUMBERS * run.spec.n_learners // numbers_of(run)
+    return max(1, min(_SWEPT_RUNS, fitting))
 
 
 def rehearsed(runs: int) -> int:
@@ -286,69 +286,149 @@ def conclude(
     """
     for extra, package in (("scipy", "scipy"), ("sklearn", "scikit-learn")):
         import_extra(extra, package, "an audit")
-    by_pair = [[part for part in heard if part.pair == k] for k in range(len(plan.pairs))]
-    parts = by_pair[0]
+    runs, noise = _Runs.of(plan, heard, starts), heard[0].noise
+    found = _findings(plan, runs, noise, mapper, say)
+    return Audit(
+        plan=plan,
+        source=source,
+        shown=runs.shown,
+        worlds=runs.worlds,
+        seen=_seen(runs.parts),
+        views={name: int((view != view[:1]).any(axis=0).sum()) for name, view in runs.views[0].items()},
+        noise=np.empty(0) if noise is None else noise.shown,
+        numbers=0 if noise is None else noise.numbers,
+        learners=_sweep(plan, transcript),
+        twins=twins(plan.run, plan.data, plan.worlds, plan.seeds.twins),
+        found=found,
+        verdict=decide(found),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Runs:
+    """All runs, as tests look at them.
+
+    Attributes:
+        parts: those of the first pair of worlds, which are guessed.
+        losses: exact losses of whole runs, by pair of worlds; none where the listener does not hear enough.
+        started: the same of all started runs: none is left out for its end.
+        views: what classifiers may look at, by pair of worlds.
+        starts: how the runs ended; None: all were simulated to their end.
+    """
+
+    parts: Sequence[Examined]
+    losses: Sequence[Ratios]
+    started: Sequence[Ratios]
+    views: Sequence[Mapping[str, FloatArray]]
+    starts: Starts | None
+
+    @classmethod
+    def of(cls, plan: AuditPlan, heard: Sequence[Examined], starts: Starts | None) -> _Runs:
+        """All that was heard, in all pairs of worlds."""
+        by_pair = [[part for part in heard if part.pair == k] for k in range(len(plan.pairs))]
+        known = ([part.ratios for part in each if part.ratios is not None] for each in by_pair)
+        losses = [Ratios.joined(each) for each in known if each]
+        lost = {} if starts is None else starts.lost
+        started = [Ratios.joined([each, lost[k]]) if k in lost else each for k, each in enumerate(losses)]
+        views = [{**number_views(_seen(each)), **_channel(each)} for each in by_pair if each]
+        return cls(by_pair[0], losses, started, views, starts)
+
+    @property
+    def worlds(self) -> IntArray:
+        """`(runs,)` of those that are guessed."""
+        return np.concatenate([np.full(len(part.seen), part.world) for part in self.parts])
+
+    @property
+    def shown(self) -> Ratios | None:
+        """Exact losses of those that are guessed, and of the others that were started in the same pair of worlds."""
+        return self.started[0] if self.started else None
+
+
+def _seen(parts: Sequence[Examined]) -> FloatArray:
+    return np.concatenate([part.seen for part in parts])
+
+
+def _channel(parts: Sequence[Examined]) -> dict[str, FloatArray]:
+    heard = [run for part in parts for run in part.channel]
+    return tables(heard) if heard else {}
+
+
+def _findings(
+    plan: AuditPlan, runs: _Runs, noise: Battery | None, mapper: Mapper, say: Callable[[str], None]
+) -> Findings:
+    """What all families find; where the coins are none, only what needs no coin."""
     from sottovoce.auditing.reach import blind, most, reaches  # it needs scipy from the start
 
-    worlds = np.concatenate([np.full(len(part.seen), part.world) for part in parts])
+    numbers = 0 if noise is None else noise.numbers
     say("conformance")
-    noise = heard[0].noise
-    tests = () if noise is None else noise.tests(plan.levels)
-    numbers, own = (0, np.empty(0)) if noise is None else (noise.numbers, noise.shown)
+    conformance = () if noise is None else noise.tests(plan.levels)
     say("single rounds")
-    losses = [Ratios.joined(known) for each in by_pair if (known := [p.ratios for p in each if p.ratios is not None])]
-    calibrated = _with_lost(losses, starts)
-    shown = calibrated[0] if calibrated else None
-    likeliest, rounds = _likelihood(plan, parts, shown, mapper)
+    guessed, rounds = _likelihood(plan, runs, mapper)
     say("black box")
-    every = [{**number_views(_seen(each)), **_channel(each)} for each in by_pair if each]
-    views = every[0]
-    excesses = (each.excess(pair.claim) for each, pair in zip(calibrated, plan.pairs, strict=False))
+    excesses = (each.excess(pair.claim) for each, pair in zip(runs.started, plan.pairs, strict=False))
     found = Findings(
         runs=plan.all_runs,
         levels=plan.levels,
         claim=plan.epsilon,
-        tests=(*tests, *_calibration(plan, calibrated), *_side_channels(plan, losses, every, starts)),
-        bounds=(*likeliest, *_black_box(plan, views, worlds)),
+        tests=(*conformance, *_calibration(plan, runs), *_side_channels(plan, runs)),
+        bounds=(*guessed, *_black_box(plan, runs)),
         excess=next((excess for excess in excesses if excess is not None), None),
         rounds=rounds,
         paired=plan.paired,
-        void=_void(plan, starts),
+        void=_void(plan, runs.starts),
         most=most(plan),
         reaches=reaches(plan, numbers),
-        blind=blind(plan, numbers, np.concatenate([np.empty(0), *(each.total for each in losses)])),
+        blind=blind(plan, numbers, np.concatenate([np.empty(0), *(each.total for each in runs.losses)])),
     )
-    if found.void:
-        found = found.without_coins
-    swept = _sweep(plan, transcript)
-    drawn = twins(plan.run, plan.data, plan.worlds, plan.seeds.twins)
-    offered = {name: int((view != view[:1]).any(axis=0).sum()) for name, view in views.items()}
-    return Audit(plan, source, shown, worlds, _seen(parts), offered, own, numbers, swept, drawn, found, decide(found))
+    return found.without_coins if found.void else found
 
 
-def _calibration(plan: AuditPlan, losses: Sequence[Ratios]) -> tuple[Test, ...]:
+def _likelihood(plan: AuditPlan, runs: _Runs, mapper: Mapper) -> tuple[tuple[Bound, ...], RoundBounds | None]:
+    """Guesses by the exact loss, of whole runs and of single rounds; none to somebody who does not hear enough."""
+    if runs.shown is None or not plan.paired:
+        return (), None
+    lots = shares(rehearsed(plan.runs), _most(plan), plan.seeds.rehearsal)
+    before = list(mapper(partial(_simulated, plan, look=_losses), lots))
+    claimed = Ratios.joined([part.ratios for part in before if part.ratios is not None])
+    bound = guess(runs.shown, claimed, plan.epsilon, plan.levels.of("likelihood", "whole runs"))
+    return (bound,), _rounds(plan, runs.parts, before)
+
+
+def _rounds(plan: AuditPlan, parts: Sequence[Examined], before: Sequence[Examined]) -> RoundBounds | None:
+    audited, claimed = ([p.apart for p in each if p.apart is not None] for each in (parts, before))
+    if len(audited) < len(parts):
+        return None
+    return bound_rounds(Apart.joined(audited), Apart.joined(claimed), plan.per_round, plan.levels)
+
+
+def _calibration(plan: AuditPlan, runs: _Runs) -> tuple[Test, ...]:
     """Whether exact losses say how often they are right, over all pairs of worlds."""
-    if not losses or not plan.paired:
+    if not runs.started or not plan.paired:
         return ()
-    return plan.levels.judged("calibration", calibration(losses, plan.run.spec.names[plan.worlds.learner]))
+    return plan.levels.judged("calibration", calibration(runs.started, plan.run.spec.names[plan.worlds.learner]))
 
 
-def _side_channels(
-    plan: AuditPlan, losses: Sequence[Ratios], views: Sequence[Mapping[str, FloatArray]], starts: Starts | None
-) -> tuple[Test, ...]:
+def _side_channels(plan: AuditPlan, runs: _Runs) -> tuple[Test, ...]:
     """Whether anything depends on the world but as the messages' densities say, in any pair; where these are known."""
     if not plan.paired:
         return ()
     where = plan.run.spec.names[plan.worlds.learner]
-    ends = () if starts is None else (starts.test(where),)
-    pairs = [Heard(each.total, 1 - each.worlds, seen) for each, seen in zip(losses, views, strict=False)]
+    ends = () if runs.starts is None else (runs.starts.test(where),)
+    pairs = [PairRuns(each.total, 1 - each.worlds, seen) for each, seen in zip(runs.losses, runs.views, strict=False)]
     return plan.levels.judged("worlds", (*ends, *channel_tests(pairs, where)))
 
 
-def _with_lost(losses: Sequence[Ratios], starts: Starts | None) -> list[Ratios]:
-    """Losses of all pairs, those of runs that are not whole among them: no run is left out for its end."""
-    lost = {} if starts is None else starts.lost
-    return [Ratios.joined([each, lost[k]]) if k in lost else each for k, each in enumerate(losses)]
+def _black_box(plan: AuditPlan, runs: _Runs) -> tuple[Bound, ...]:
+    """Guesses of classifiers, where there are two worlds."""
+    if not plan.paired:
+        return ()
+    views = runs.views[0]
+    return attack(views, runs.worlds, plan.levels, _claim_seen(plan, views), plan.seeds.black_box)
+
+
+def _claim_seen(plan: AuditPlan, views: Iterable[str]) -> float:
+    """Numbers are those of some rounds; what a channel gives away is of all of them."""
+    return plan.epsilon_seen if VIEWS.keys() >= set(views) else plan.epsilon
 
 
 def _void(plan: AuditPlan, starts: Starts | None) -> str:
@@ -362,54 +442,13 @@ def _void(plan: AuditPlan, starts: Starts | None) -> str:
     )
 
 
-def _seen(parts: Sequence[Examined]) -> FloatArray:
-    return np.concatenate([part.seen for part in parts])
-
-
-def _likelihood(
-    plan: AuditPlan, parts: Sequence[Examined], shown: Ratios | None, mapper: Mapper
-) -> tuple[tuple[Bound, ...], RoundBounds | None]:
-    """Guesses by the exact loss, of whole runs and of single rounds; none to somebody who does not hear enough."""
-    if shown is None or not plan.paired:
-        return (), None
-    lots = shares(rehearsed(plan.runs), _most(plan), plan.seeds.rehearsal)
-    before = list(mapper(partial(_simulated, plan, look=_losses), lots))
-    claimed = Ratios.joined([part.ratios for part in before if part.ratios is not None])
-    bound = guess(shown, claimed, plan.epsilon, plan.levels.of("likelihood", "whole runs"))
-    return (bound,), _rounds(plan, parts, before)
-
-
-def _rounds(plan: AuditPlan, parts: Sequence[Examined], before: Sequence[Examined]) -> RoundBounds | None:
-    audited, claimed = ([p.apart for p in each if p.apart is not None] for each in (parts, before))
-    if len(audited) < len(parts):
-        return None
-    return bound_rounds(Apart.joined(audited), Apart.joined(claimed), plan.per_round, plan.levels)
-
-
-def _black_box(plan: AuditPlan, views: Mapping[str, FloatArray], worlds: IntArray) -> tuple[Bound, ...]:
-    """Guesses of classifiers, where there are two worlds."""
-    if not plan.paired:
-        return ()
-    return attack(views, worlds, plan.levels, _claim_seen(plan, views), plan.seeds.black_box)
-
-
-def _claim_seen(plan: AuditPlan, views: Iterable[str]) -> float:
-    """Numbers are those of some rounds; what a channel gives away is of all of them."""
-    return plan.epsilon_seen if VIEWS.keys() >= set(views) else plan.epsilon
-
-
-def _channel(parts: Sequence[Examined]) -> dict[str, FloatArray]:
-    heard = [run for part in parts for run in part.channel]
-    return tables(heard) if heard else {}
-
-
 # ---- all learners ----------------------------------------------------------------------------------------------------
 
 
 def _sweep(plan: AuditPlan, transcript: Transcript) -> tuple[LearnerLoss, ...]:
     """Exact losses of every learner, for the most telling swap of its first record."""
     data = plan.worlds.data(plan.data, 0)
-    if not plan.listener.replayable or plan.worlds.shared or len(data.learners) > SWEPT:
+    if not plan.listener.replayable or plan.worlds.shared or len(data.learners) > _SWEPT:
         return ()
     found = []
     for i, own in enumerate(data.learners):

@@ -19,7 +19,7 @@ from sottovoce.data.files import import_extra
 ROUNDS, WIDTH = 16, 128
 """The first rounds, and the first numbers of them, that are looked at: of one run."""
 
-FOLDS = 3
+_FOLDS = 3
 """Of the cross-validation."""
 
 VIEWS = {
@@ -53,7 +53,7 @@ def varying(views: Mapping[str, FloatArray]) -> dict[str, FloatArray]:
     return {name: view for name, view in kept.items() if view.shape[1]}
 
 
-CLASSIFIERS = ("logistic regression", "gradient boosting")
+_CLASSIFIERS = ("logistic regression", "gradient boosting")
 TESTED = 0.4
 """The share of the runs that classifiers guess: they learn from the others."""
 
@@ -71,7 +71,7 @@ def split(runs: int, seed: np.random.SeedSequence) -> tuple[IntArray, IntArray]:
 
 def level(levels: Levels) -> float:
     """Of every classifier's bound."""
-    return levels.of("black box", "classifiers", len(CLASSIFIERS))
+    return levels.of("black box", "classifiers", len(_CLASSIFIERS))
 
 
 def attack(
@@ -94,7 +94,7 @@ def attack(
     models = _models(int(seed.generate_state(1)[0]))
     blank = Bound("black box", "", "", 0, 0, claim, level(levels))
     return tuple(
-        _attempt(model, runs, replace(blank, guesser=name)) for name, model in zip(CLASSIFIERS, models, strict=True)
+        _attempt(model, runs, replace(blank, guesser=name)) for name, model in zip(_CLASSIFIERS, models, strict=True)
     )
 
 
@@ -109,7 +109,7 @@ class _Runs:
 
 
 def _models(seed: int) -> list[Any]:
-    """In the order of `CLASSIFIERS`."""
+    """In the order of `_CLASSIFIERS`."""
     ensemble, linear, pipeline, scaling = (
         import_extra(f"sklearn.{name}", "scikit-learn", "an audit")
         for name in ("ensemble", "linear_model", "pipeline", "preprocessing")
@@ -126,7 +126,7 @@ def _models(seed: int) -> list[Any]:
 def _attempt(model: Any, runs: _Runs, blank: Bound) -> Bound:
     """Choose the view and the threshold that promise most, learn from all runs that are for it, and guess the others."""
     worlds, learnt, guessed = runs.worlds, runs.learnt, runs.guessed
-    folds = np.array_split(learnt, FOLDS)
+    folds = np.array_split(learnt, _FOLDS)
     if not runs.views or any(len(np.unique(worlds[fold])) < 2 for fold in folds):
         return blank  # nothing to look at, or too few runs to learn from
     promises = {

@@ -21,10 +21,10 @@ from sottovoce.arrays import FloatArray, IntArray
 from sottovoce.auditing.levels import Test
 from sottovoce.auditing.likelihood import Ratios
 
-BINS = 5
+_BINS = 5
 """Of right guesses by the strength of the hint."""
 
-STEPS = 30
+_STEPS = 30
 """Of Newton's method at most: any theta gives a valid bound, the best one the smallest."""
 
 
@@ -107,7 +107,7 @@ def _lowest(losses: FloatArray, y: FloatArray, reached: float) -> float:
         return float((np.logaddexp(0.0, losses + theta * y) - quiet).sum() - theta * reached)
 
     theta, least = 0.0, 0.0
-    for _ in range(STEPS):
+    for _ in range(_STEPS):
         chances = _chance(losses + theta * y)
         slope = float((y * chances).sum()) - reached
         bend = float((y * y * chances * (1.0 - chances)).sum())
@@ -135,9 +135,9 @@ def _worst(losses: FloatArray, coins: IntArray, instruments: FloatArray) -> tupl
 
 
 def _by_strength(losses: FloatArray) -> FloatArray:
-    """`(runs, BINS)`: the sign of the losses of one fifth of the runs each, from the weakest to the strongest."""
+    """`(runs, _BINS)`: the sign of the losses of one fifth of the runs each, from the weakest to the strongest."""
     strengths = np.abs(losses)
-    edges = np.quantile(strengths, np.arange(1, BINS) / BINS, method="inverted_cdf")
+    edges = np.quantile(strengths, np.arange(1, _BINS) / _BINS, method="inverted_cdf")
     place = np.searchsorted(edges, strengths, side="left")
-    signs: FloatArray = np.sign(losses)[:, None] * (place[:, None] == np.arange(BINS))
+    signs: FloatArray = np.sign(losses)[:, None] * (place[:, None] == np.arange(_BINS))
     return signs

@@ -27,7 +27,7 @@ COLUMNS = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class PairRuns:
     """Runs of one pair of worlds.
 
     Attributes:
@@ -41,7 +41,7 @@ class Heard:
     views: Mapping[str, FloatArray]
 
 
-def channel_tests(pairs: Iterable[Heard], where: str = "") -> tuple[Test, ...]:
+def channel_tests(pairs: Iterable[PairRuns], where: str = "") -> tuple[Test, ...]:
     """One test of every view in which anything varies: the feature that fits the coins least, times their number.
 
     Args:
@@ -66,7 +66,7 @@ def _test(name: str, found: list[tuple[float, float, int]], where: str) -> Test:
     return Test(name, what, statistic, min(1.0, p * tried), where, primary=name not in VIEWS, family="black box")
 
 
-def _worst(heard: Heard, view: FloatArray) -> tuple[float, float, int] | None:
+def _worst(heard: PairRuns, view: FloatArray) -> tuple[float, float, int] | None:
     """Statistic and p-value of the feature that fits the coins least, and how many instruments were tried; None: none."""
     rank = import_extra("scipy.stats", "scipy", "an audit").rankdata
     varying = np.flatnonzero((view != view[:1]).any(axis=0))
@@ -85,7 +85,7 @@ def _worst(heard: Heard, view: FloatArray) -> tuple[float, float, int] | None:
     return *tilted(heard.losses, heard.coins, most), 2 * len(varying)
 
 
-def _roughly(heard: Heard, instruments: FloatArray) -> FloatArray:
+def _roughly(heard: PairRuns, instruments: FloatArray) -> FloatArray:
     """Logarithms of Chernoff's bounds for instruments `(runs, many)`, each at the theta that a normal law would have."""
     finite = np.isfinite(heard.losses)
     losses, coins, y = heard.losses[finite], heard.coins[finite, None], instruments[finite]

@@ -17,10 +17,10 @@ from sottovoce.auditing.simulated import Recording
 from sottovoce.auditing.worlds import Worlds
 from sottovoce.running.run import Run
 
-ROUNDING = 1e-9
+_ROUNDING = 1e-9
 """Of the claim, and of one: a loss above it by less is not above it."""
 
-STRETCHES = 64
+_STRETCHES = 64
 """Parts of a run, each of as many rounds, whose losses are kept of every run; where there are fewer rounds, single rounds."""
 
 
@@ -55,7 +55,7 @@ class Ratios:
         above: the round after which the loss is above the claim first; -1: never.
         shown: the absolute loss by that round.
         peak, typical: `(rounds,)` the largest absolute loss of any run by that round, and the mean of all.
-        stretches: `(runs, at most STRETCHES)` losses of parts of the run, one after the other; zero where they are not finite.
+        stretches: `(runs, at most _STRETCHES)` losses of parts of the run, one after the other; zero where they are not finite.
     """
 
     worlds: IntArray
@@ -109,7 +109,7 @@ def ratios(run: Run, worlds: Worlds, part: Recording, claim: FloatArray) -> Rati
         single = _whole(worlds.losses(run, part.transcript), run.spec.rounds)
         losses = np.cumsum(single, axis=0)
     shown = np.nan_to_num(np.abs(losses), nan=np.inf, posinf=np.inf)
-    most = (claim * (1.0 + ROUNDING) + ROUNDING)[: len(shown), None]
+    most = (claim * (1.0 + _ROUNDING) + _ROUNDING)[: len(shown), None]
     exceeds = shown > most
     above = np.where(exceeds.any(axis=0), exceeds.argmax(axis=0), -1)
     return Ratios(
@@ -132,7 +132,7 @@ def _whole(losses: FloatArray, rounds: int) -> FloatArray:
 def _stretches(losses: FloatArray) -> FloatArray:
     """Losses `(rounds, runs)` of single rounds, as those of parts of the run, `(runs, parts)`."""
     finite = np.nan_to_num(losses, nan=0.0, posinf=0.0, neginf=0.0)
-    starts = np.unique(np.linspace(0, len(losses), STRETCHES, endpoint=False).astype(int))
+    starts = np.unique(np.linspace(0, len(losses), _STRETCHES, endpoint=False).astype(int))
     parts: FloatArray = np.add.reduceat(finite, starts, axis=0).T
     return parts
 

@@ -26,7 +26,7 @@ import numpy as np
 from sottovoce.arrays import FloatArray
 from sottovoce.running.assembly import KEPT, Recent, Versions
 
-Kind = Literal["decoding", "impostor", "length", "turn", "again", "equivocation", "lattice"]
+_Kind = Literal["decoding", "impostor", "length", "turn", "again", "equivocation", "lattice"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Notice:
         text: one line, for people.
     """
 
-    kind: Kind
+    kind: _Kind
     sender: int
     receiver: int
     round: int | None
@@ -185,6 +185,6 @@ def _way(sender: int, receiver: int) -> str:
     return f"learner {sender} to learner {receiver}"
 
 
-def _finding(kind: Kind, said: Said, what: str) -> Notice:
+def _finding(kind: _Kind, said: Said, what: str) -> Notice:
     text = f"{_way(said.sender, said.receiver)}, round {said.round}: {what}"
     return Notice(kind, said.sender, said.receiver, said.round, text)

@@ -19,14 +19,14 @@ from sottovoce.errors import SpecError
 from sottovoce.privacy.guarantee import Guarantee, ThreatModel
 from sottovoce.running.run import Run
 
-MOST_PAIRS = 3
+_MOST_PAIRS = 3
 """Of worlds, beside the most telling one."""
 
-FEWEST = 24
+_FEWEST = 24
 """Runs of each world of a pair: the fewest with which what gives the world away completely is surely seen."""
 
 
-CLOSE = 2**25
+_CLOSE = 2**25
 """Numbers of an audit that are looked at for dependence, about."""
 
 
@@ -148,8 +148,8 @@ def plan_audit(
     if paired and ceiling(runs, level) == 0.0:  # even right guesses only would show nothing: say how many it takes
         text = f"{runs} runs of each world show nothing at confidence {1.0 - levels.alpha:g}, however telling they are"
         raise SpecError(f"{text}: at least {runs_to_show(0.0, level)}")
-    close = min(1.0, CLOSE / (2 * runs * numbers_of(run)))
-    choice, *seeds = np.random.SeedSequence(seed).spawn(6 + 5 * MOST_PAIRS)
+    close = min(1.0, _CLOSE / (2 * runs * numbers_of(run)))
+    choice, *seeds = np.random.SeedSequence(seed).spawn(6 + 5 * _MOST_PAIRS)
     chosen, *more = _pairs(run, data, learner, worlds, choice, paired=paired)
 
     def planned(each: Worlds, count: int, own: Sequence[np.random.SeedSequence]) -> AuditPlan:
@@ -188,12 +188,12 @@ def _pairs(
 def divided(runs: int, others: int) -> list[int]:
     """Runs of each world for the most telling pair, and for as many of so many others as have enough to show a channel.
 
-    A quarter, an eighth and an eighth are for the others, but no fewer than `FEWEST`. The first of them, the loud record against the
-    silent one, must be there wherever the most telling pair keeps as many; the rest, where that keeps half of the runs.
+    A quarter, an eighth and an eighth are for the others, but no fewer than `_FEWEST`. The first of them, the loud record against
+    the silent one, must be there wherever the most telling pair keeps as many; the rest, where that keeps half of the runs.
     """
     counts: list[int] = []
-    for share, kept in ((4, FEWEST), (8, runs / 2), (8, runs / 2))[:others]:
-        count = max(runs // share, FEWEST)
+    for share, kept in ((4, _FEWEST), (8, runs / 2), (8, runs / 2))[:others]:
+        count = max(runs // share, _FEWEST)
         if runs - sum(counts) - count >= kept:
             counts.append(count)
     return [runs - sum(counts), *counts]

@@ -18,10 +18,10 @@ from sottovoce.auditing.bounds import ceiling, epsilon_lower_bound
 from sottovoce.auditing.plan import AuditPlan
 from sottovoce.auditing.verdict import Reach
 
-POWER = 0.9
+_POWER = 0.9
 """The probability with which what is named would have been found."""
 
-NEAR_LAGS = 9
+_NEAR_LAGS = 9
 """Of two learners' noise, about: the same or the next round and coordinate, and rounds two apart."""
 
 
@@ -48,19 +48,19 @@ def reaches(plan: AuditPlan, numbers: int) -> tuple[Reach, ...]:
 def _of_noise(plan: AuditPlan, numbers: int) -> Iterator[Reach]:
     if not numbers:
         return
-    error = (_normal(plan.levels.of("conformance", "marginal", 8) / 2) + _normal(1 - POWER)) / math.sqrt(numbers)
+    error = (_normal(plan.levels.of("conformance", "marginal", 8) / 2) + _normal(1 - _POWER)) / math.sqrt(numbers)
     yield Reach("marginal", error, f"noise whose scale is wrong by {_percent(error)}")
     learners = plan.run.spec.n_learners
     messages = 2 * plan.all_runs * plan.run.spec.rounds * learners
     if learners > 1:
         products = max(1.0, plan.close * numbers / learners)
-        among = NEAR_LAGS * learners * (learners - 1) / 2
+        among = _NEAR_LAGS * learners * (learners - 1) / 2
         share = plan.levels.of("conformance", "dependence", 8) / among
         together = min(1.0, (_normal(share / 2) + 1.6) / math.sqrt(products))
         yield Reach("dependence", together, f"noise of two learners that is correlated by {together:.2g}")
     centre = math.sqrt(35.0 / messages)
     yield Reach("dependence", centre, f"centres that are wrong by {centre:.2g} scales in every message")
-    streams = messages * (messages - 1) / (2 * math.log(1 / (1 - POWER)))
+    streams = messages * (messages - 1) / (2 * math.log(1 / (1 - _POWER)))
     if streams >= 1.0:
         yield Reach("freshness", streams, f"noise from a generator of up to {streams:,.0f} different streams")
 
@@ -84,7 +84,7 @@ def _epsilon_found(plan: AuditPlan) -> float:
     if ceiling(plan.runs, share) <= plan.epsilon:
         return math.inf
     for epsilon in np.geomspace(max(plan.epsilon, 1e-3), max(plan.epsilon, 1e-3) + 40.0, 200).tolist():
-        usual = int(stats.binom.ppf(1 - POWER, guesses, special.expit(epsilon)))
+        usual = int(stats.binom.ppf(1 - _POWER, guesses, special.expit(epsilon)))
         if epsilon_lower_bound(usual, guesses, share) > plan.epsilon:
             return float(epsilon)
     return math.inf
@@ -105,7 +105,7 @@ def blind(plan: AuditPlan, numbers: int, losses: FloatArray) -> str:
     if not (numbers or exceeds or certain):
         return "a learner without noise"
     least = special.gammaincinv(max(numbers, 1), plan.levels.of("conformance", "marginal", 8) / 2)
-    halved = numbers > 0 and float(special.gammainc(numbers, 2.0 * least)) >= POWER
+    halved = numbers > 0 and float(special.gammainc(numbers, 2.0 * least)) >= _POWER
     slope = float(np.sum(losses[np.isfinite(losses)] ** 2 * chances * (1.0 - chances))) > 4.9**2
     if not (halved or exceeds or slope):
         return "a learner with half of its noise"

@@ -20,17 +20,17 @@ from sottovoce.running.transcript import Transcript
 PILOT = 32
 """Runs by which swaps are compared."""
 
-SCREENED_ROUNDS = 40
+_SCREENED_ROUNDS = 40
 """Rounds with a loss by which swaps are compared: a record weighs most in the first ones."""
 
-OTHERS = 24
+_OTHERS = 24
 """Records of other learners that are tried, at most."""
 
 
-Swap = tuple[LearnerData, str]
+_Swap = tuple[LearnerData, str]
 """A learner's other records, and what is swapped in words."""
 
-Measure = Callable[[Losses], FloatArray]
+_Measure = Callable[[Losses], FloatArray]
 """How well each of some swaps is told apart, `(swaps,)`."""
 
 
@@ -44,7 +44,7 @@ class _Telling:
         losses: of that swap alone, `(rounds, 1, replicas)`.
     """
 
-    swap: Swap
+    swap: _Swap
     score: float
     losses: Losses
 
@@ -71,7 +71,7 @@ def peak(losses: Losses) -> FloatArray:
 # ---- what is tried ---------------------------------------------------------------------------------------------------
 
 
-def swaps(data: PlacedData, learner: int, *, every_use: bool = False) -> list[Swap]:
+def swaps(data: PlacedData, learner: int, *, every_use: bool = False) -> list[_Swap]:
     """Replacements of a learner's first record: itself with the other label, its mirror image, other learners' records.
 
     Args:
@@ -97,7 +97,7 @@ def swaps(data: PlacedData, learner: int, *, every_use: bool = False) -> list[Sw
     others = [each for i, each in enumerate(data.learners) if i != learner]
     pool = np.concatenate([each.features for each in others]) if others else own.features
     pool_labels = np.concatenate([each.labels for each in others]) if others else own.labels
-    picked = np.unique(np.linspace(0, len(pool) - 1, OTHERS).astype(int))
+    picked = np.unique(np.linspace(0, len(pool) - 1, _OTHERS).astype(int))
     tried += [(pool[k], float(pool_labels[k]), "a record of another learner") for k in picked]
     swap, index = (own.with_record, row) if every_use else (own.with_use, 0)
     return [
@@ -107,7 +107,7 @@ def swaps(data: PlacedData, learner: int, *, every_use: bool = False) -> list[Sw
     ]
 
 
-def _extremes(run: Run, data: PlacedData, learner: int) -> list[tuple[LearnerData, Swap]]:
+def _extremes(run: Run, data: PlacedData, learner: int) -> list[tuple[LearnerData, _Swap]]:
     """First records on the loss's bound against their mirror image: all weight in one feature, or the same in all."""
     own, n = data.learners[learner], data.n_features
     label = max(own.labels.tolist(), key=abs)
@@ -133,8 +133,8 @@ def search(
     transcript: Transcript,
     holders: Sequence[int],
     first: LearnerData,
-    tried: Sequence[Swap],
-    measure: Measure,
+    tried: Sequence[_Swap],
+    measure: _Measure,
 ) -> _Telling:
     """The swap that a transcript tells apart best.
 
@@ -162,7 +162,7 @@ def search(
 
 def _screened(run: Run, learner: int) -> int:
     """Rounds by which swaps are compared."""
-    costly = np.flatnonzero(run.guarantee(learner).per_round)[:SCREENED_ROUNDS]
+    costly = np.flatnonzero(run.guarantee(learner).per_round)[:_SCREENED_ROUNDS]
     return min(int(costly[-1]) + 1 if len(costly) else run.spec.rounds, run.spec.rounds)
 
 

@@ -14,7 +14,7 @@ from sottovoce.auditing.rounds import RoundBounds
 
 Kind = Literal["consistent", "refuted", "inconclusive", "unpromised"]
 
-RESTS_ON_COINS: frozenset[Family] = frozenset({"likelihood", "black box"})
+_RESTS_ON_COINS: frozenset[Family] = frozenset({"likelihood", "black box"})
 """Families whose tests and bounds suppose that a fair coin chose the world of every run. Exact losses do not."""
 
 
@@ -99,13 +99,13 @@ class Findings:
             excess=self.excess if likely else None,
             rounds=self.rounds if likely else None,
             signs=(),
-            void=self.void if family in RESTS_ON_COINS else "",
+            void=self.void if family in _RESTS_ON_COINS else "",
         )
 
     @property
     def without_coins(self) -> Findings:
         """What no coin is needed for: noise that is not what is claimed, and losses above the claim."""
-        tests = tuple(test for test in self.tests if test.family not in RESTS_ON_COINS)
+        tests = tuple(test for test in self.tests if test.family not in _RESTS_ON_COINS)
         return replace(self, tests=tests, bounds=(), rounds=None)
 
     @property

@@ -20,13 +20,13 @@ from sottovoce.auditing.conversation import HEAD, WIDTH, Conversation
 REPEATED, COLUMNS = 16, 1024
 """Of one kind of thing, the first so many in a run are looked at; of a view, at most so many columns."""
 
-Item = tuple[Hashable, Sequence[float]]
+_Item = tuple[Hashable, Sequence[float]]
 """What kind of thing, and its numbers: always as many for one kind."""
 
 Layout = tuple[tuple[Hashable, int], ...]
 """What the numbers of a run are: the kind of thing, counted within the run, and how many numbers it has."""
 
-View = Callable[[Conversation], Iterable[Item]]
+_View = Callable[[Conversation], Iterable[_Item]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +42,12 @@ class Features:
     numbers: FloatArray
 
 
-def features_of(run: Conversation, kinds: Mapping[str, View]) -> dict[str, Features]:
+def features_of(run: Conversation, kinds: Mapping[str, _View]) -> dict[str, Features]:
     """A run in several views."""
     return {name: features(items(run)) for name, items in kinds.items()}
 
 
-def features(items: Iterable[Item]) -> Features:
+def features(items: Iterable[_Item]) -> Features:
     """The first `REPEATED` things of every kind."""
     seen: Counter[Hashable] = Counter()
     layout: list[tuple[Hashable, int]] = []
@@ -167,11 +167,11 @@ def _parsed(text: str) -> float:
     return min(max(value, -1e100), 1e100) if math.isfinite(value) else 0.0
 
 
-def _sizes(run: Conversation) -> Iterator[Item]:
+def _sizes(run: Conversation) -> Iterator[_Item]:
     return (((each.kind, each.place), (each.size,)) for each in run.heard)
 
 
-def _counts(run: Conversation) -> Iterator[Item]:
+def _counts(run: Conversation) -> Iterator[_Item]:
     """Streams; things and bytes of every kind; entries of metadata."""
     yield "streams", (len({each.stream for each in run.heard}),)
     things = Counter((each.kind, each.place) for each in run.heard)
@@ -184,31 +184,31 @@ def _counts(run: Conversation) -> Iterator[Item]:
         yield kind, (count, volume[kind], entries[kind])
 
 
-def _order(run: Conversation) -> Iterator[Item]:
+def _order(run: Conversation) -> Iterator[_Item]:
     """Of either direction by itself: which of two directions is first is a matter of time."""
     return (((each.whose, each.direction), _bits(f"{each.stream} {each.kind} {each.method}")) for each in run.near)
 
 
-def _metadata(run: Conversation) -> Iterator[Item]:
+def _metadata(run: Conversation) -> Iterator[_Item]:
     for each in run.near:
         for key, value in each.entries:
             yield (each.kind, each.place, key), (len(value), _parsed(value), *_bits(value))
 
 
-def _status(run: Conversation) -> Iterator[Item]:
+def _status(run: Conversation) -> Iterator[_Item]:
     for each in run.near:
         if each.kind == "trailers":
             code, text = each.status
             yield each.method, (len(text), *_bits(code), *_bits(text))
 
 
-def _bytes(run: Conversation) -> Iterator[Item]:
+def _bytes(run: Conversation) -> Iterator[_Item]:
     """Of what was looked into."""
     said = (each for each in run.messages if each.head or not each.size)
     return ((each.place, list(each.head.ljust(HEAD, b"\0"))) for each in said)
 
 
-def _said_again(run: Conversation) -> Iterator[Item]:
+def _said_again(run: Conversation) -> Iterator[_Item]:
     """Whether a message has been said before in this run."""
     known: set[bytes] = set()
     for each in run.messages:
@@ -216,7 +216,7 @@ def _said_again(run: Conversation) -> Iterator[Item]:
         known.add(each.digest)
 
 
-CHANNEL: Mapping[str, View] = {
+CHANNEL: Mapping[str, _View] = {
     "sizes": _sizes,
     "counts": _counts,
     "order": _order,
@@ -231,7 +231,7 @@ CHANNEL: Mapping[str, View] = {
 # ---- times -----------------------------------------------------------------------------------------------------------
 
 
-def _gaps(run: Conversation) -> Iterator[Item]:
+def _gaps(run: Conversation) -> Iterator[_Item]:
     """Time since whatever passed before, by its logarithm."""
     before = run.heard[0].seconds if run.heard else 0.0
     for each in run.heard:
@@ -239,13 +239,13 @@ def _gaps(run: Conversation) -> Iterator[Item]:
         before = each.seconds
 
 
-def _paces(run: Conversation) -> Iterator[Item]:
+def _paces(run: Conversation) -> Iterator[_Item]:
     """Times between the messages that are said in one place: the first ones, and how all of them lie."""
     for place, said in _by_place(run).items():
         yield place, _logs(np.diff(said))
 
 
-def _replies(run: Conversation) -> Iterator[Item]:
+def _replies(run: Conversation) -> Iterator[_Item]:
     """Times from whatever was told last to what is said then, in every place."""
     told = np.sort([each.seconds for each in run.heard if each.kind == "message" and each.whose == "told"])
     for place, said in _by_place(run).items():
@@ -267,5 +267,5 @@ def _logs(spans: FloatArray) -> list[float]:
     return [*first.tolist(), *map(float, lie)]
 
 
-PACE: Mapping[str, View] = {"gaps": _paces, "replies": _replies}
+PACE: Mapping[str, _View] = {"gaps": _paces, "replies": _replies}
 """When somebody speaks whose clock, machine and neighbours are the same in both worlds."""

@@ -21,7 +21,7 @@ from sottovoce.spec import RunSpec
 
 Per = Literal["event", "record"]
 
-TOLERANCE = 1e-3
+_TOLERANCE = 1e-3
 """Part of a target that may be left unspent."""
 MOST_STEPS = 100
 
@@ -52,7 +52,7 @@ class Calibrated:
 
 
 def calibrate(spec: RunSpec, data: PlacedData, target: Target) -> Calibrated:
-    """The same spec with as little noise as meets the budget from below, within `TOLERANCE` of it.
+    """The same spec with as little noise as meets the budget from below, within `_TOLERANCE` of it.
 
     Args:
         spec: with noise to start from.
@@ -75,7 +75,7 @@ def calibrate(spec: RunSpec, data: PlacedData, target: Target) -> Calibrated:
         if one:
             ratio = np.full_like(ratio, ratio.max())
         met = ratio <= 1.0
-        if (met & (ratio >= 1.0 - TOLERANCE)).all():
+        if (met & (ratio >= 1.0 - _TOLERANCE)).all():
             return Calibrated(found, tuple(factors.tolist()), tuple(spent.tolist()))
         if before is not None:
             _insist_on_progress(run, factors / before[0], ratio, before[1], target)
@@ -118,8 +118,8 @@ def _louder(spec: RunSpec, data: PlacedData, factors: FloatArray) -> tuple[RunSp
 
 def _next(factors: FloatArray, ratio: FloatArray, low: FloatArray, high: FloatArray) -> FloatArray:
     """In proportion, to the middle of what is allowed; else bisect, on a logarithmic scale."""
-    done = (ratio <= 1.0) & (ratio >= 1.0 - TOLERANCE)
-    guess = factors * ratio * (1.0 + TOLERANCE / 2.0)
+    done = (ratio <= 1.0) & (ratio >= 1.0 - _TOLERANCE)
+    guess = factors * ratio * (1.0 + _TOLERANCE / 2.0)
     between = np.sqrt(low * high)  # infinite or 0 while one side is open
     open_ended = np.where(high == math.inf, factors * 8.0, factors / 8.0)
     middle = np.where((low > 0.0) & (high < math.inf), between, open_ended)

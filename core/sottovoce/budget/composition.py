@@ -42,12 +42,12 @@ from sottovoce.privacy.guarantee import Event, Mechanism
 
 MOST_STEPS = 2_000_000
 """Rounds that are metered one by one for the sake of single records; beyond, cheaper upper bounds are used."""
-INTERVAL, MOST_POINTS = 1e-4, 50_000
+_INTERVAL, _MOST_POINTS = 1e-4, 50_000
 """Spacing of a discretised privacy loss, and how many points it may take: above a total loss of 5 it is wider.
 
 The discretisation is pessimistic, and its error falls with the square of the spacing: below 1e-4 at a total of 50.
 """
-TRUNCATED = 1e-15
+_TRUNCATED = 1e-15
 """Tail mass that a convolution may move to an infinite loss, which is pessimistic."""
 
 
@@ -199,7 +199,7 @@ def epsilon_at(delta: float, losses: FloatArray, mechanism: Mechanism) -> float:
     pure = math.fsum(losses)
     if not len(charged) or not math.isfinite(pure):
         return pure
-    composed = _composed(charged, mechanism, max(INTERVAL, pure / MOST_POINTS))
+    composed = _composed(charged, mechanism, max(_INTERVAL, pure / _MOST_POINTS))
     return min(pure, float(composed.get_epsilon_for_delta(delta)))
 
 
@@ -214,13 +214,13 @@ def _composed(losses: FloatArray, mechanism: Mechanism, interval: float) -> Any:
             one = library.from_laplace_mechanism(scale, value_discretization_interval=interval)
         else:
             one = library.from_privacy_parameters(parameters(loss, 0.0), value_discretization_interval=interval)
-        several = one if times == 1 else one.self_compose(int(times), tail_mass_truncation=TRUNCATED)
+        several = one if times == 1 else one.self_compose(int(times), tail_mass_truncation=_TRUNCATED)
         heap.append((float(loss * times), k, several))
     heapq.heapify(heap)
     while len(heap) > 1:
         small, _, one = heapq.heappop(heap)
         large, k, other = heapq.heappop(heap)
-        heapq.heappush(heap, (small + large, k, one.compose(other, tail_mass_truncation=TRUNCATED)))
+        heapq.heappush(heap, (small + large, k, one.compose(other, tail_mass_truncation=_TRUNCATED)))
     return heap[0][2]
 
 

@@ -24,7 +24,7 @@ from sottovoce.arrays import FloatArray
 from sottovoce.data.files import import_extra
 from sottovoce.errors import SpecError
 
-GRID = 2_000
+_GRID = 2_000
 """Points of the logarithmic grid."""
 
 
@@ -115,7 +115,7 @@ def solve(curve: AccuracyCurve, utility: Utility, threshold: float, ceiling: flo
     def objective(alpha: Any) -> Any:
         return curve.at(alpha) - utility.at(alpha)
 
-    grid = np.geomspace(lowest, ceiling, GRID)
+    grid = np.geomspace(lowest, ceiling, _GRID)
     values = objective(grid)
     dips = np.flatnonzero((values[1:-1] < values[:-2]) & (values[1:-1] <= values[2:])) + 1
     minima = tuple(_refined(objective, grid[k - 1], grid[k + 1]) for k in dips.tolist())

@@ -50,10 +50,10 @@ class Dataset:
     test: Labelled | None = None
 
 
-SKLEARN = ("breast_cancer", "digits")
+_SKLEARN = ("breast_cancer", "digits")
 """Shipped with scikit-learn."""
 
-FILES = {
+_FILES = {
     "mushrooms": "UCI 'Mushroom' (https://archive.ics.uci.edu/dataset/73) as X_onehot (8124, 112) and y",
     "adult": "UCI 'Adult' (https://archive.ics.uci.edu/dataset/2) as num_*, cat_* and y_* of train and test, "
     "num_columns, cat_columns and values_<column>",
@@ -64,7 +64,7 @@ FILES = {
 }
 """Public data sets that we do not ship: what to download, and the arrays to save."""
 
-READABLE = (".npz", ".csv", ".parquet")
+_READABLE = (".npz", ".csv", ".parquet")
 
 
 def load_dataset(data: DataSpec, loss: Loss, *, folder: Path | None = None) -> Dataset:
@@ -92,16 +92,16 @@ def load_dataset(data: DataSpec, loss: Loss, *, folder: Path | None = None) -> D
 
 def _read(data: DataSpec, folder: Path | None) -> RawTable:
     """The source as a table whose labels are float64 or text."""
-    if data.source in SKLEARN:
+    if data.source in _SKLEARN:
         loaders = import_extra("sklearn.datasets", "scikit-learn", f"data.source {data.source}")
         features, labels = getattr(loaders, f"load_{data.source}")(return_X_y=True)
         return RawTable(as_floats(features), as_floats(labels))
-    if data.source in FILES:
+    if data.source in _FILES:
         return _plain(read_npz(_public_file(data.source, folder)), data.source)
     path = Path(data.source)
-    if path.suffix.lower() not in READABLE:
-        known = ", ".join((*SKLEARN, *FILES))
-        raise SpecError(f"data.source must be one of {known}, or a path to a {', '.join(READABLE)} file, got {path}")
+    if path.suffix.lower() not in _READABLE:
+        known = ", ".join((*_SKLEARN, *_FILES))
+        raise SpecError(f"data.source must be one of {known}, or a path to a {', '.join(_READABLE)} file, got {path}")
     if not path.is_file():
         raise SpecError(f"data.source must be a file that exists, got {path} (looked for at {path.absolute()})")
     return _plain(read_npz(path) if path.suffix.lower() == ".npz" else read_columns(path, data.label), data.source)
@@ -115,7 +115,7 @@ def _public_file(source: str, folder: Path | None) -> Path:
         place = f"save it as {folder / source}.npz"
     else:
         return folder / f"{source}.npz"
-    raise SpecError(f"data.source {source} is not shipped: download {FILES[source]}, {place}")
+    raise SpecError(f"data.source {source} is not shipped: download {_FILES[source]}, {place}")
 
 
 def _plain(table: RawTable, source: str) -> RawTable:

@@ -17,7 +17,7 @@ from sottovoce.arrays import FloatArray, as_floats
 from sottovoce.errors import DataError, SpecError
 
 AnyArray = npt.NDArray[Any]
-PLACEMENT_COLUMNS = ("learner", "round")
+_PLACEMENT_COLUMNS = ("learner", "round")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -168,7 +168,7 @@ def read_columns(path: Path, label: str | None) -> RawTable:
     if len(set(names)) != len(names):
         raise DataError(f"{path}: column names must differ, got {names}")
     label = _label_column(names, label, path)
-    features = [name for name in names if name != label and name not in PLACEMENT_COLUMNS]
+    features = [name for name in names if name != label and name not in _PLACEMENT_COLUMNS]
     if not features:
         raise DataError(f"{path} must have a feature column beside {label!r}, got the columns {names}")
     columns = {name: _values(table, name, path) for name in names}
@@ -202,7 +202,7 @@ def _unquoted(text: str) -> str:
 
 def _label_column(names: list[str], label: str | None, path: Path) -> str:
     """The label column that was asked for, or the default one."""
-    candidates = [name for name in names if name not in PLACEMENT_COLUMNS]
+    candidates = [name for name in names if name not in _PLACEMENT_COLUMNS]
     if label is None and candidates:
         return next((name for name in ("label", "y") if name in candidates), candidates[-1])
     if label not in candidates:

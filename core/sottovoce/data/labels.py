@@ -9,7 +9,7 @@ from sottovoce.data.files import AnyArray
 from sottovoce.errors import DataError, SpecError
 from sottovoce.losses import Loss
 
-SHOWN = 12
+_SHOWN = 12
 """How many labels an error message lists."""
 
 
@@ -72,4 +72,4 @@ def _texts(distinct: AnyArray) -> list[str]:
 
 def _listed(texts: list[str]) -> str:
     """The first few, for a message."""
-    return ", ".join(texts[:SHOWN]) + (", ..." if len(texts) > SHOWN else "")
+    return ", ".join(texts[:_SHOWN]) + (", ..." if len(texts) > _SHOWN else "")

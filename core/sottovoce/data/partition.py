@@ -105,7 +105,7 @@ class Dirichlet(Partition):
         return [np.concatenate(part) for part in parts]
 
 
-OWN_SHARE = 0.4
+_OWN_SHARE = 0.4
 """Share of a class that goes to the learner of that class (Chen & Wang 2025, experiments B and C)."""
 
 
@@ -120,7 +120,7 @@ class Paper4060(Partition):
         for c, rows in enumerate(_shuffled_classes(classes, rng)):
             owner = c % n_learners
             others = rng.permutation(np.delete(np.arange(n_learners), owner)) if n_learners > 1 else np.array([owner])
-            own, rest = np.split(rows, [round(OWN_SHARE * len(rows))])
+            own, rest = np.split(rows, [round(_OWN_SHARE * len(rows))])
             parts[owner].append(own)
             for other, piece in zip(others, np.array_split(rest, len(others)), strict=True):
                 parts[other].append(piece)

@@ -20,12 +20,12 @@ from sottovoce.arrays import Batch, FloatArray
 from sottovoce.errors import SpecError
 from sottovoce.registry import load
 
-SHAPES = {"mnist-cnn": (1, 28, 28), "cifar-cnn": (3, 32, 32)}
+_SHAPES = {"mnist-cnn": (1, 28, 28), "cifar-cnn": (3, 32, 32)}
 """Shape of a record for the small CNN, by the name that a spec gives."""
 
 LARGEST_PART = 256
 """Records that the network takes at once, at most."""
-PART_NUMBERS = 2**24
+_PART_NUMBERS = 2**24
 """Numbers in the gradients of those, at most, or one record: 128 MiB in float64."""
 
 
@@ -94,7 +94,7 @@ class TorchModule:
         vectorised = vmap(function, in_dims=(None, 0) if labels is None else (None, 0, 0))
         rows = _beside(features, theta, 2)
         classes = None if labels is None else _beside(labels, theta, 1)
-        size = min(max(1, PART_NUMBERS // theta.shape[-1]), LARGEST_PART)
+        size = min(max(1, _PART_NUMBERS // theta.shape[-1]), LARGEST_PART)
         for at in np.ndindex(theta.shape[:-1]):
             vector = torch.tensor(theta[at], dtype=self.dtype)
             for first in range(0, features.shape[-2], size):
@@ -168,7 +168,7 @@ def make_module(
     Raises:
         SpecError: no such module, or one that cannot be made, run on one record, or differentiated record by record.
     """
-    shape = shape or SHAPES.get(name)
+    shape = shape or _SHAPES.get(name)
     if shape is None:
         raise SpecError(f"loss.shape is required where loss.module is your own, {name!r}, got none")
     make = _factory(name, options, shape, classes)
@@ -203,10 +203,10 @@ def _factory(name: str, options: Mapping[str, Any], shape: tuple[int, ...], clas
     Raises:
         SpecError: not a built-in name, and not a class of modules that can be imported.
     """
-    if name in SHAPES:
+    if name in _SHAPES:
         return lambda: _small_cnn(shape, classes, **options)
     if ":" not in name:
-        raise SpecError(f"loss.module must be one of {', '.join(SHAPES)}, or package.module:Class, got {name!r}")
+        raise SpecError(f"loss.module must be one of {', '.join(_SHAPES)}, or package.module:Class, got {name!r}")
     found = load(name, "loss.module")
     # Only classes of modules: a spec comes from elsewhere, and must not call whatever is installed.
     if not (isinstance(found, type) and issubclass(found, nn.Module)):

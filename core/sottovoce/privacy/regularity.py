@@ -10,7 +10,7 @@ from sottovoce.errors import SpecError
 from sottovoce.losses import Loss
 from sottovoce.privacy.guarantee import Constant
 
-ENFORCED_BY = {
+_ENFORCED_BY = {
     "grad_change": "the loss, on rows scaled to feature_bound (and labels clipped to label_bound), clipped to clip_norm",
     "smoothness": "the loss, on rows scaled to feature_bound",
     "clip_norm": "the loss, on rows scaled to feature_bound, and clipping where clip_norm is set",
@@ -80,4 +80,4 @@ class Regularity:
         values = {name: float(getattr(self, name)) for name in _NUMBERS}
         if own_weight is not None:
             values["own_weight"] = own_weight
-        return {name: Constant(value, ENFORCED_BY[name]) for name, value in values.items() if value < math.inf}
+        return {name: Constant(value, _ENFORCED_BY[name]) for name, value in values.items() if value < math.inf}

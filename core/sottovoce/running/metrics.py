@@ -37,7 +37,7 @@ PART = 2**21
 """Numbers (decisions times records) that are computed at a time, at most: 16 MiB."""
 
 MOST_STEPS = 5_000
-TOLERANCE = 1e-9
+_TOLERANCE = 1e-9
 """Where the search for a minimiser stops: the length of the projected gradient of a mean loss."""
 
 
@@ -92,11 +92,11 @@ class Objective:
         minimize = import_extra("scipy.optimize", "SciPy", "regret or tracking error").minimize
         mean = _Mean(self)
         bounds = [(decision_set.low, decision_set.high)] * len(start) if isinstance(decision_set, Box) else None
-        options = {"maxiter": MOST_STEPS, "maxfun": 2 * MOST_STEPS, "ftol": 1e-15, "gtol": TOLERANCE, "maxcor": 20}
+        options = {"maxiter": MOST_STEPS, "maxfun": 2 * MOST_STEPS, "ftol": 1e-15, "gtol": _TOLERANCE, "maxcor": 20}
         found = minimize(mean.value_and_gradient, start, jac=True, method="L-BFGS-B", bounds=bounds, options=options)
         free: FloatArray = np.asarray(found.x, dtype=np.float64)
         inside = decision_set.project(free)
-        if np.linalg.norm(inside - free) <= TOLERANCE * (1.0 + np.linalg.norm(free)):
+        if np.linalg.norm(inside - free) <= _TOLERANCE * (1.0 + np.linalg.norm(free)):
             return inside
         return _descend(mean, decision_set, inside)
 
@@ -145,7 +145,7 @@ def _descend(mean: _Mean, decision_set: DecisionSet, start: FloatArray) -> Float
             if mean.value(there) <= model + 1e-14 * (1.0 + abs(value)) or step < 1e-12:
                 break
             step /= 2.0
-        if np.linalg.norm(move) <= TOLERANCE * step or step < 1e-12:
+        if np.linalg.norm(move) <= _TOLERANCE * step or step < 1e-12:
             return there
         if float(move @ (there - here)) < 0.0:
             momentum = 1.0

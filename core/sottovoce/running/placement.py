@@ -14,7 +14,7 @@ from sottovoce.data.source import DataSpec
 from sottovoce.errors import DataError, SpecError
 from sottovoce.spec import RunSpec
 
-Prepare = Callable[[FloatArray], FloatArray]
+_Prepare = Callable[[FloatArray], FloatArray]
 """Feature rows of the source `(records, m)` to rows of the run `(records, n)`."""
 
 
@@ -69,7 +69,7 @@ def _hold_out(dataset: Dataset, fraction: float, rng: np.random.Generator) -> tu
     return np.sort(rows[held:]), Labelled(dataset.features[test], dataset.labels[test])
 
 
-def _preparation(data: DataSpec, public: FloatArray) -> Prepare:
+def _preparation(data: DataSpec, public: FloatArray) -> _Prepare:
     """Scaling by constants of the held-out part, then the intercept."""
     if data.scale == "none":
         return _with_intercept if data.intercept else np.asarray

@@ -7,7 +7,7 @@ The same table holds decisions (field `decision`) and recorded noise (the noise 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -38,6 +38,11 @@ class Transcript:
         """Of what all learners said, round after round, `(learners, replicas, dim)`."""
         said = list(messages)
         return cls({name: np.stack([message[name] for message in said]) for name in said[0].fields})
+
+    @classmethod
+    def joined(cls, parts: Sequence[Transcript]) -> Transcript:
+        """All replicas of the parts, in order."""
+        return cls({name: np.concatenate([part.fields[name] for part in parts], axis=2) for name in parts[0].fields})
 
     @property
     def rounds(self) -> int:

@@ -16,15 +16,15 @@ from sottovoce_eavesdropper.storage import open_folder
 
 RunIs = str
 """What a run is: `connection`, `stream`, or `metadata:KEY`: the streams with one value of an entry that the client sends."""
-Decoder = Callable[[str, str, bytes], Mapping[str, Any] | Decoded | None]
+_Decoder = Callable[[str, str, bytes], Mapping[str, Any] | Decoded | None]
 
-PAUSE_NS = 1_000_000_000
+_PAUSE_NS = 1_000_000_000
 """After so long without a stream, an address may be that of another connection: systems use ports again."""
 
-MOST_IN_A_RUN = 512
+_MOST_IN_A_RUN = 512
 """What a run says beyond so many messages, metadata and trailers is not looked at."""
 
-PLACES = 5
+_PLACES = 5
 """Of messages that a decoder fails on, so many are named."""
 
 _COLUMNS = ("connection", "stream", "method", "direction", "kind", "wall_ns", "mono_ns", "size", "payload")
@@ -57,7 +57,7 @@ class Reading:
     unnamed: int = 0
 
 
-def load_decoder(name: str) -> Decoder:
+def load_decoder(name: str) -> _Decoder:
     """The function that `module:function` names.
 
     Raises:
@@ -69,11 +69,11 @@ def load_decoder(name: str) -> Decoder:
     found = load(name, "--decoder")
     if not callable(found):
         raise SpecError(f"--decoder: {name!r} must be a function, got {type(found).__name__}")
-    decoder: Decoder = found
+    decoder: _Decoder = found
     return decoder
 
 
-def read_runs(folder: str | Path, decoder: Decoder | None, run_is: RunIs) -> Reading:
+def read_runs(folder: str | Path, decoder: _Decoder | None, run_is: RunIs) -> Reading:
     """All runs of all captures below a folder.
 
     Raises:
@@ -87,10 +87,9 @@ def read_runs(folder: str | Path, decoder: Decoder | None, run_is: RunIs) -> Rea
         raise CaptureError(f"{folder} has no captures: record some with sottovoce eavesdropper relay")
     reading = Reading(unfinished=sum(not capture.complete for capture in captures))
     for capture in captures:
-        world = capture.facts.get("world")
-        if world not in (0, 1):
-            raise CaptureError(f"the capture {capture.name} must be of world 0 or 1 (--world), got {world}")
-        _read(capture, int(world), decoder, run_is, reading)
+        if capture.world not in (0, 1):
+            raise CaptureError(f"the capture {capture.name} must be of world 0 or 1 (--world), got {capture.world}")
+        _read(capture, capture.world, decoder, run_is, reading)
     if reading.failed and not reading.decoded:
         raise CaptureError(
             f"the decoder read none of {reading.failed:,} messages, so nothing would be tested; first: {reading.failures[0]}"
@@ -98,7 +97,7 @@ def read_runs(folder: str | Path, decoder: Decoder | None, run_is: RunIs) -> Rea
     return reading
 
 
-def _read(capture: Capture, world: int, decoder: Decoder | None, run_is: RunIs, reading: Reading) -> None:
+def _read(capture: Capture, world: int, decoder: _Decoder | None, run_is: RunIs, reading: Reading) -> None:
     """Add the runs of one capture, a part at a time."""
     runs: dict[object, _Run] = {}
     run_of = _Names(run_is, reading)
@@ -109,8 +108,8 @@ def _read(capture: Capture, world: int, decoder: Decoder | None, run_is: RunIs, 
             continue
         run = runs.setdefault(key, _Run(row["wall_ns"], row["mono_ns"]))
         run.see(row)
-        reading.cut += len(run.heard) == MOST_IN_A_RUN
-        if len(run.heard) > MOST_IN_A_RUN:
+        reading.cut += len(run.heard) == _MOST_IN_A_RUN
+        if len(run.heard) > _MOST_IN_A_RUN:
             continue
         decoded = None
         if row["kind"] == "message" and decoder is not None:
@@ -122,7 +121,7 @@ def _read(capture: Capture, world: int, decoder: Decoder | None, run_is: RunIs, 
             reading.paused += 1
             continue
         name = f"{capture.facts['capture_id']}, {run_is} {key}"
-        reading.runs.append(Conversation(world, name, run.wall_ns / 1e9, tuple(run.heard[:MOST_IN_A_RUN])))
+        reading.runs.append(Conversation(world, name, run.wall_ns / 1e9, tuple(run.heard[:_MOST_IN_A_RUN])))
 
 
 @dataclass(slots=True)
@@ -138,7 +137,7 @@ class _Run:
     _last_ns: int = 0
 
     def see(self, row: Mapping[str, Any]) -> None:
-        if self.streams and not self._open and row["mono_ns"] - self._last_ns >= PAUSE_NS:
+        if self.streams and not self._open and row["mono_ns"] - self._last_ns >= _PAUSE_NS:
             self.paused = True
         self._last_ns = row["mono_ns"]
         (self._open.discard if row["kind"] == "trailers" else self._open.add)(row["stream"])
@@ -178,7 +177,7 @@ def _heard(row: Mapping[str, Any], stream: int, seconds: float, decoded: Decoded
     return told(heard, payload)
 
 
-def _decoded(decoder: Decoder, row: Mapping[str, Any], run: str, reading: Reading) -> Decoded | None:
+def _decoded(decoder: _Decoder, row: Mapping[str, Any], run: str, reading: Reading) -> Decoded | None:
     """What the user's decoder makes of a message; what it raises is noted, whatever it is."""
     try:
         found = decoder(row["method"], row["direction"], row["payload"])
@@ -190,7 +189,7 @@ def _decoded(decoder: Decoder, row: Mapping[str, Any], run: str, reading: Readin
         hash(known.sender)
     except Exception as error:  # noqa: BLE001 - foreign code, fed with foreign bytes: it may raise anything
         reading.failed += 1
-        if len(reading.failures) < PLACES:
+        if len(reading.failures) < _PLACES:
             side = "request" if row["direction"] == "out" else "response"
             text = f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
             reading.failures.append(f"{run}, {row['method']} {side} of {row['size']:,} bytes: {text}")

@@ -21,14 +21,14 @@ from sottovoce.running.transcript import Transcript
 from sottovoce.spec import parse_spec
 from sottovoce_client.wording import number
 
-LEARNERS, ROUNDS = 8, 9
-COMMON: Mapping[str, Any] = {
-    "learners": LEARNERS,
+_LEARNERS, _ROUNDS = 8, 9
+_COMMON: Mapping[str, Any] = {
+    "learners": _LEARNERS,
     "durability": "process",
     "decision_set": {"kind": "l2_ball", "radius": 1000.0},
 }
 STEP = {"kind": "power", "scale": 1.0, "exponent": 0.5}
-NETWORK = {
+_NETWORK = {
     "kind": "torch",
     "module": "sottovoce.lab.attacks.inversion:SmoothNet",
     "shape": [1, 8, 8],
@@ -100,12 +100,12 @@ class Gallery:
 
 def linear(epsilon: float) -> dict[str, Any]:
     """A linear model of ten classes."""
-    return {"rounds": ROUNDS, "algorithm": _descent(epsilon), "loss": {"kind": "softmax", "classes": 10}}
+    return {"rounds": _ROUNDS, "algorithm": _descent(epsilon), "loss": {"kind": "softmax", "classes": 10}}
 
 
 def network(epsilon: float) -> dict[str, Any]:
     """A small network, in the one round whose parameters are not trained."""
-    return {"rounds": 2, "algorithm": _descent(epsilon), "loss": NETWORK, "data": {"intercept": False}}
+    return {"rounds": 2, "algorithm": _descent(epsilon), "loss": _NETWORK, "data": {"intercept": False}}
 
 
 def _descent(epsilon: float) -> dict[str, Any]:
@@ -139,7 +139,7 @@ def gossip(epsilons: Sequence[float], seed: int) -> Exhibit:
         # A strong pull towards the start: a record that is fitted exactly would have no gradient.
         tree = {"epsilon": epsilon, "noise_placement": placement, "block_length": 1, "regularization": 1000.0}
         return {
-            "rounds": ROUNDS + 2,
+            "rounds": _ROUNDS + 2,
             "algorithm": {"name": "pd-ftgl", **tree},
             "loss": {"kind": "softmax", "classes": 10},
         }
@@ -157,7 +157,7 @@ def _label(epsilon: float) -> str:
 
 def _prepared(document: Mapping[str, Any]) -> Prepared:
     data = {"source": "digits", **document.get("data", {})}
-    return prepare(parse_spec({**COMMON, **document, "data": data}, source="gallery", imports=True))
+    return prepare(parse_spec({**_COMMON, **document, "data": data}, source="gallery", imports=True))
 
 
 def _attacked(prepared: Prepared, seed: int, rounds: int) -> Rebuilt:
@@ -168,23 +168,23 @@ def _attacked(prepared: Prepared, seed: int, rounds: int) -> Rebuilt:
 
 # ---- membership ------------------------------------------------------------------------------------------------------
 
-DIGIT, WORST = "two digits", "worst pair"
-MEMBERSHIPS = (
-    ("dpsda-c", "noised", 1.0, DIGIT, "messages"),
-    ("dpsda-c", "noised", 1.0, WORST, "messages"),
-    ("dpsda-c", "noised", 10.0, DIGIT, "messages"),
-    ("dpsda-c", "noised", 10.0, WORST, "messages"),
-    ("dpsda-c", "noised", 10.0, WORST, "decisions"),
-    ("dpsda-ps", "noised", 10.0, WORST, "messages"),
-    ("dpsda-c", "clean", 1.0, DIGIT, "messages"),
-    ("dpsda-c", "clean", 1.0, DIGIT, "messages and decisions"),
+_DIGIT, _WORST = "two digits", "worst pair"
+_MEMBERSHIPS = (
+    ("dpsda-c", "noised", 1.0, _DIGIT, "messages"),
+    ("dpsda-c", "noised", 1.0, _WORST, "messages"),
+    ("dpsda-c", "noised", 10.0, _DIGIT, "messages"),
+    ("dpsda-c", "noised", 10.0, _WORST, "messages"),
+    ("dpsda-c", "noised", 10.0, _WORST, "decisions"),
+    ("dpsda-ps", "noised", 10.0, _WORST, "messages"),
+    ("dpsda-c", "clean", 1.0, _DIGIT, "messages"),
+    ("dpsda-c", "clean", 1.0, _DIGIT, "messages and decisions"),
 )
 """Algorithm, where decisions come from, epsilon of all learners together, the pair of records, what is seen."""
 
 
 def memberships(runs: int, seed: int) -> tuple[Membership, ...]:
     """Guess, in every setting, whether all learners held a record or another one."""
-    return tuple(_guessed(*setting, runs, seed + k) for k, setting in enumerate(MEMBERSHIPS))
+    return tuple(_guessed(*setting, runs, seed + k) for k, setting in enumerate(_MEMBERSHIPS))
 
 
 def _guessed(name: str, primal: str, epsilon: float, record: str, seen: str, runs: int, seed: int) -> Membership:
@@ -198,7 +198,7 @@ def _guessed(name: str, primal: str, epsilon: float, record: str, seen: str, run
     }
     prepared = _prepared(document)
     run, algorithm, pair = prepared.run, prepared.run.algorithm, _pair(prepared, record)
-    assert isinstance(algorithm, DualAveraging)  # noqa: S101 - MEMBERSHIPS names no other
+    assert isinstance(algorithm, DualAveraging)  # noqa: S101 - _MEMBERSHIPS names no other
     worlds = membership.simulate_worlds(run, prepared.data, pair, runs, seed)
     if seen == "messages":
         scores = [membership.from_messages(run, world.transcript, pair) for world in worlds]
@@ -214,7 +214,7 @@ def _guessed(name: str, primal: str, epsilon: float, record: str, seen: str, run
 def _pair(prepared: Prepared, record: str) -> membership.Pair:
     """The first record as it is, or another one; or a record that weighs equally in all features, against its mirror image."""
     own = prepared.data.learners[0]
-    if record == DIGIT:
+    if record == _DIGIT:
         first = int(own.order[0])
         other = int(np.flatnonzero(own.labels != own.labels[first])[0])
         return own, own.with_use(0, own.features[other], float(own.labels[other]))

@@ -19,7 +19,7 @@ from sottovoce_client.wording import NOTHING, number, share
 
 SHOWN = 8
 """Pictures in a row."""
-LEAST_ERROR = 1e-9
+_LEAST_ERROR = 1e-9
 """A mean squared error below it is rounding."""
 GET_TORCH = "pip install 'sottovoce[torch]'"
 TITLES = {
@@ -70,7 +70,7 @@ def _rows(strips: Sequence[Strip]) -> Iterator[tuple[str, list[_Image], Sequence
         yield "the true records", _images(strips[0].rebuilt.originals, "the true records"), ("",) * 4
     for each in strips:
         made = each.rebuilt
-        error = number(made.error, 2) if made.error >= LEAST_ERROR else "< 1e−9"
+        error = number(made.error, 2) if made.error >= _LEAST_ERROR else "< 1e−9"
         yield (
             each.label,
             _images(made.pictures, each.label),

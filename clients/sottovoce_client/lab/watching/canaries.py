@@ -19,7 +19,7 @@ from sottovoce.experiment import Prepared
 from sottovoce.lab.watch.canaries import Canaries, Place, draw
 from sottovoce_client.wording import number
 
-SECRET, COMMITMENT = "canaries.json", "commitment.json"
+_SECRET, _COMMITMENT = "canaries.json", "commitment.json"
 
 
 class CommitmentError(SottovoceError):
@@ -53,11 +53,11 @@ def save(canaries: Canaries, folder: Path) -> str:
     document = {"format": "sottovoce-canaries-1", "nonce": secrets.token_hex(32), **asdict(canaries)}
     content = (json.dumps(document, indent=1) + "\n").encode()
     digest = hashlib.sha256(content).hexdigest()
-    with os.fdopen(os.open(folder / SECRET, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+    with os.fdopen(os.open(folder / _SECRET, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
         os.fchmod(file.fileno(), 0o600)  # a file that was there keeps its mode
         file.write(content)
     public = {"sha256": digest, "canaries": len(canaries.places), "window": canaries.window, "claim": canaries.claim}
-    (folder / COMMITMENT).write_text(json.dumps(public, indent=2) + "\n", encoding="utf-8")
+    (folder / _COMMITMENT).write_text(json.dumps(public, indent=2) + "\n", encoding="utf-8")
     return digest
 
 
@@ -74,7 +74,7 @@ def load(path: Path, commitment: str | None = None) -> Canaries:
     """
     try:
         content = path.read_bytes()
-        beside = path.with_name(COMMITMENT)
+        beside = path.with_name(_COMMITMENT)
         promised = commitment or json.loads(beside.read_text(encoding="utf-8"))["sha256"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CaptureError(f"cannot read the canaries {path} and their commitment: {error}") from None
@@ -117,4 +117,4 @@ def canaries_beside(place: str) -> Path | None:
     if "://" in place:
         return None
     folder = Path(place).absolute()
-    return next((each / COMMITMENT for each in (folder, *folder.parents[:2]) if (each / COMMITMENT).is_file()), None)
+    return next((each / _COMMITMENT for each in (folder, *folder.parents[:2]) if (each / _COMMITMENT).is_file()), None)

@@ -18,7 +18,7 @@ from sottovoce_rpc.server import channel
 from sottovoce_rpc.status import as_error
 from sottovoce_wire.v1 import eavesdropper_pb2, eavesdropper_pb2_grpc
 
-CALL_S = 20.0
+_CALL_S = 20.0
 
 
 class Source(Protocol):
@@ -98,7 +98,7 @@ class _Fetched:
 
     async def _latest(self) -> Capture | None:
         request = eavesdropper_pb2.ListCapturesRequest(run_id=self._run_id, page_size=1)
-        known = (await self._stub.ListCaptures(request, timeout=CALL_S)).captures  # the newest
+        known = (await self._stub.ListCaptures(request, timeout=_CALL_S)).captures  # the newest
         if not known:
             return None
         now = (known[0].capture_id, known[0].messages, known[0].open)
@@ -112,7 +112,7 @@ class _Fetched:
         here = max((part_number(path.name) for path in self._folder.iterdir()), default=0)
         files: dict[str, bytearray] = {}
         request = eavesdropper_pb2.StreamCaptureRequest(capture_id=capture_id, first_part=here + 1)
-        async for piece in self._stub.StreamCapture(request, timeout=CALL_S):
+        async for piece in self._stub.StreamCapture(request, timeout=_CALL_S):
             if part_number(piece.file) > here or piece.file == "capture.json":
                 files.setdefault(piece.file, bytearray()).extend(piece.data)
         for name, content in files.items():

@@ -22,9 +22,9 @@ from sottovoce_client import terminal
 from sottovoce_client.running.console import LIVE_SECONDS, PLAIN_SECONDS
 from sottovoce_client.wording import count, number, plural
 
-BAR = 12
+_BAR = 12
 """Characters from an e-value of one to the line of alarm."""
-COLOURS = {
+_COLOURS = {
     "watching": "cyan",
     "ALARM": "bold red",
     "no alarm": "bold green",
@@ -134,7 +134,7 @@ class _Panel:
 
 def picture(sight: Sight, most: int = 40) -> RenderableType:
     """Everything: of `most` learners at most, those with the largest e-values first if there are more."""
-    head = Text.assemble((sight.title, "bold"), "  ", (sight.state, COLOURS.get(sight.state, "")))
+    head = Text.assemble((sight.title, "bold"), "  ", (sight.state, _COLOURS.get(sight.state, "")))
     head.append(f"  round {count(sight.watch.round)}/{count(sight.rounds)}")
     parts: list[RenderableType] = [head, _table(sight, max(3, most))]
     if sight.canaries is not None:
@@ -175,9 +175,9 @@ def _cells(e_values: tuple[float, float], lines: tuple[float, float]) -> Iterato
 
 def _bar(full: float) -> Text:
     """A logarithmic bar: empty up to an e-value of one, full at the line of alarm."""
-    filled = round(BAR * min(max(full, 0.0), 1.0))
+    filled = round(_BAR * min(max(full, 0.0), 1.0))
     colour = "bold red" if full >= 1.0 else "yellow" if full >= 0.5 else "green"
-    return Text.assemble(("━" * filled, colour), ("─" * (BAR - filled), "bright_black"), ("▏", "red"))
+    return Text.assemble(("━" * filled, colour), ("─" * (_BAR - filled), "bright_black"), ("▏", "red"))
 
 
 def _canary_words(canaries: CanaryTest) -> str:

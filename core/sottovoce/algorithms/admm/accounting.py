@@ -46,7 +46,7 @@ from sottovoce.noise import grid
 from sottovoce.privacy.accountant import FirstRecord
 from sottovoce.privacy.guarantee import Constant, Grounds
 
-ENFORCED_BY = {
+_ENFORCED_BY = {
     "lipschitz": "the loss, on rows scaled to feature_bound",
     "curvature": "the loss, on rows scaled to feature_bound",
     "ridge": "the loss, exactly",
@@ -54,8 +54,8 @@ ENFORCED_BY = {
     "degree": "the learner, which subtracts what each of its neighbours said once",
     "tolerance": "the solver, which goes on until the gradient is as short, as float64 computes it",
 }
-EXACT = "nothing: without output noise the promise is that of an exact solver"
-HIDDEN = "the lattice of the noise"
+_EXACT = "nothing: without output noise the promise is that of an exact solver"
+_HIDDEN = "the lattice of the noise"
 
 
 def output_loss(node: Node, stiffness: float) -> float:
@@ -135,9 +135,9 @@ def _constants(calibration: Calibration, node: Node) -> dict[str, Constant]:
     """What enforces the numbers that the calibration uses."""
     if isinstance(calibration, Unperturbed):
         return {}
-    enforced_by = dict(ENFORCED_BY)
+    enforced_by = dict(_ENFORCED_BY)
     if isinstance(calibration, PrimalCalibration) and calibration.last is None:
         del enforced_by["curvature"]
     else:
-        enforced_by["output_noise"] = HIDDEN if node.output_noise else EXACT
+        enforced_by["output_noise"] = _HIDDEN if node.output_noise else _EXACT
     return {name: Constant(float(getattr(node, name)), text) for name, text in enforced_by.items()}

@@ -16,9 +16,9 @@ from sottovoce.arrays import Scalars
 Rule = Literal["balanced", "printed"]
 Scale = Literal["tight", "printed"]
 Variant = Literal["public", "own_clean", "literal"]
-Perturbed = Literal["nothing", "objective", "minimiser"]
+_Perturbed = Literal["nothing", "objective", "minimiser"]
 
-CARRIED: dict[Variant, float] = {"public": 0.0, "own_clean": 1.0, "literal": 2.0}
+_CARRIED: dict[Variant, float] = {"public": 0.0, "own_clean": 1.0, "literal": 2.0}
 """s: how often the clean minimiser stands in a node's own part of the centre, in place of what it said."""
 
 
@@ -75,7 +75,7 @@ class Perturbation:
         sensitivity: Delta, by which the clean minimiser moves if one record is replaced; 0 where nobody needs it.
     """
 
-    perturbed: Perturbed
+    perturbed: _Perturbed
     rate: Scalars = math.inf
     extra_ridge: Scalars = 0.0
     carried: float = 0.0
@@ -159,7 +159,7 @@ class PrimalCalibration:
     def step(self, node: Node, count: Scalars, carried_in: Scalars, last: bool) -> Perturbation:
         if last and self.last is not None:
             return self.last.step(node, count, 0.0, last)
-        s = CARRIED[self.variant]
+        s = _CARRIED[self.variant]
         delta = moved(node, count, s, carried_in, (np.asarray(count) > 0).astype(np.float64))
         alpha = node.final_alpha if last else node.alpha
         tight = alpha / np.where(delta > 0.0, delta, 1.0)

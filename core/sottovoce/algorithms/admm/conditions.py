@@ -21,10 +21,10 @@ from sottovoce.errors import require
 from sottovoce.losses import Loss, MarginLoss
 from sottovoce.registry import LARGEST, SMALLEST
 
-FLATTEST = 2.0**-40
+_FLATTEST = 2.0**-40
 """Of the curvature of all records: the local problem must have as much of its own."""
 
-LARGE_LOSS = 10.0
+_LARGE_LOSS = 10.0
 """Cumulative epsilon from which a user is told."""
 
 
@@ -103,9 +103,9 @@ def _require_solvable(node: Node) -> None:
     """SOLVER: what keeps the local problem curved is not lost beside the records' own curvature, in float64."""
     stiffness, most = float(node.stiffness), node.curvature * node.loss_weight
     text = (
-        f"ridge and penalty must give the local problem a curvature (rho + 2 eta N) of at least {FLATTEST * most:.3g}"
+        f"ridge and penalty must give the local problem a curvature (rho + 2 eta N) of at least {_FLATTEST * most:.3g}"
     )
-    require(stiffness >= FLATTEST * most, "SOLVER", f"{text}: float64 solves nothing flatter, got {stiffness:.3g}")
+    require(stiffness >= _FLATTEST * most, "SOLVER", f"{text}: float64 solves nothing flatter, got {stiffness:.3g}")
 
 
 def _findings(calibration: Calibration, nodes: Sequence[Node], rounds: int) -> Iterator[Caveat]:
@@ -120,7 +120,7 @@ def _findings(calibration: Calibration, nodes: Sequence[Node], rounds: int) -> I
     if objective is not None:
         yield from _objective_findings(objective, nodes)
     largest = max(float(paper_epsilon(each, rounds)[-1]) for each in nodes)
-    if largest > LARGE_LOSS:
+    if largest > _LARGE_LOSS:
         text = f"cumulative loss {largest:.6g} over {rounds - 1} iterations"
         yield Caveat("BUDGET", f"{text}: what protects is the sum, not the alpha of one; lower alpha or rounds")
 

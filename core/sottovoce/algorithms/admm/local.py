@@ -11,7 +11,7 @@ from sottovoce.arrays import Batch, FloatArray, Scalars, as_floats
 from sottovoce.losses import MarginLoss, beside
 from sottovoce.losses.margin import scores_of
 
-TRIALS = 60
+_TRIALS = 60
 """Lengths tried for a Newton step before a gradient step is taken instead."""
 
 MOST_STEPS = 10_000
@@ -98,7 +98,7 @@ class LocalProblem:
         steepness, length = _along(gradient, newton), unfinished.astype(np.float64)
         low, high = np.zeros_like(length), np.full_like(length, np.inf)
         wrong = unfinished
-        for _ in range(TRIALS):
+        for _ in range(_TRIALS):
             trial = point - length * newton
             after, enough = self.gradient(trial)
             left = _along(after, newton)

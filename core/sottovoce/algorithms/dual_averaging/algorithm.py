@@ -35,7 +35,7 @@ from sottovoce.noise.mechanisms import laplace_density, say_laplace
 
 Mask = npt.NDArray[np.bool_]
 
-SAME = 1e-9
+_SAME = 1e-9
 """Two ways of summing messages agree to this, relative to the largest number said."""
 
 
@@ -133,10 +133,10 @@ class DualAveraging:
         said, dual = message["h"], state.dual
         alone = laplace_density((said - state.known)[..., None], state.fresh[..., None], self.sigma)
         largest = np.abs(dual).max(axis=-1, keepdims=True)
-        same = np.abs(said - dual) <= SAME * (largest + self.sigma)
+        same = np.abs(said - dual) <= _SAME * (largest + self.sigma)
         density: FloatArray = np.where(_perturbed(state), alone, np.where(same, 0.0, -np.inf)).sum(axis=-1)
         if self.push:
-            same = np.abs(message["w"] - state.push_weight) <= SAME * state.push_weight
+            same = np.abs(message["w"] - state.push_weight) <= _SAME * state.push_weight
             density = density + np.where(same[..., 0], 0.0, -np.inf)
         return self._decide(state, np.broadcast_to(said, dual.shape)), density
 

@@ -21,10 +21,10 @@ from sottovoce.network.network import Network, cut_off
 Stochastic = Literal["doubly", "columns"]
 """What the weights of every round must sum to one along: rows and columns, or columns only."""
 
-LONGEST_LOOK = 4096
+_LONGEST_LOOK = 4096
 """Rounds whose weights are checked: a period of a changing network is shorter, and drawn graphs follow a rule."""
 
-ROUNDING = 1e-9
+_ROUNDING = 1e-9
 """How far sums of weights may be from one."""
 
 
@@ -32,13 +32,13 @@ def check_network(network: Network, rounds: int, kind: Stochastic, *, rows_suffi
     """W_SHAPE, W_NEGATIVE, SELF_WEIGHT, DOUBLY_STOCHASTIC or COLUMN_STOCHASTIC; reports ROW_STOCHASTIC, CONNECTIVITY.
 
     Args:
-        network: whose weights are checked, up to `LONGEST_LOOK` rounds.
+        network: whose weights are checked, up to `_LONGEST_LOOK` rounds.
         rounds: planned.
         kind: what the weights must be.
         rows_suffice: report weights of which only the rows sum to one, instead of refusing them.
     """
     hears, only_rows = np.zeros((network.n_learners, network.n_learners), dtype=bool), None
-    for t in range(min(rounds, network.horizon, LONGEST_LOOK)):
+    for t in range(min(rounds, network.horizon, _LONGEST_LOOK)):
         mixing = network.at(t)
         _check_entries(mixing, network.n_learners, t)
         if not _check_sums(mixing, t, kind, rows_suffice) and only_rows is None:
@@ -69,12 +69,12 @@ def _check_sums(mixing: Mixing, t: int, kind: Stochastic, rows_suffice: bool) ->
     got = f"got rows off one by {rows:.3g} and columns by {columns:.3g} in round {t}"
     if kind == "columns":
         text = "DPSDA-PS and DPPS need column-stochastic weights, 1/outdegree of the sender, itself counted"
-        require(columns <= ROUNDING, "COLUMN_STOCHASTIC", f"{text} (out_degree weights), {got}")
+        require(columns <= _ROUNDING, "COLUMN_STOCHASTIC", f"{text} (out_degree weights), {got}")
         return True
-    if rows <= ROUNDING < columns and rows_suffice:
+    if rows <= _ROUNDING < columns and rows_suffice:
         return False
     text = "DPSDA-C needs doubly stochastic weights, for example Metropolis (dpsda-ps takes directed graphs)"
-    require(max(rows, columns) <= ROUNDING, "DOUBLY_STOCHASTIC", f"{text}, {got}")
+    require(max(rows, columns) <= _ROUNDING, "DOUBLY_STOCHASTIC", f"{text}, {got}")
     return True
 
 

@@ -29,7 +29,7 @@ from sottovoce.privacy.guarantee import Grounds, Mechanism
 NodeCost = Callable[[float], float]
 """Loss of one node above a leaf in which records of weight `share` are replaced: a record alone in its round has weight 1."""
 
-MARGIN = 1e-9
+_MARGIN = 1e-9
 """Part of a target that is left unspent, so that rounding never carries a total over a budget of the same size."""
 
 
@@ -89,7 +89,7 @@ class LeafSensitivity:
         if epsilon == math.inf or not leaves:
             return 0.0
         slack = levels(leaves) * trees * self.dim * 2.0**-GRID_BITS
-        spendable = epsilon * (1.0 - MARGIN) - slack
+        spendable = epsilon * (1.0 - _MARGIN) - slack
         if spendable <= 0.0:
             raise SpecError(
                 f"algorithm.epsilon must be above {slack:g}, the slack of the noise's lattice, got {epsilon:g}"

@@ -19,7 +19,7 @@ from sottovoce.algorithms.setting import Caveat, Setting
 from sottovoce.arrays import MOST_NUMBERS
 from sottovoce.errors import CheckFailed
 
-BISECTIONS = 64
+_BISECTIONS = 64
 """Between any two numbers of float64 forty suffice: the ratio's logarithm, at most 1500, is halved down to 1e-9."""
 MOST_STEPS = 2**20
 """Of gossip in a block: each is a product of two matrices before the run begins."""
@@ -81,7 +81,7 @@ class Problem:
 
         if not falling(low):
             return low
-        for _ in range(BISECTIONS):
+        for _ in range(_BISECTIONS):
             if high / low <= 1.0 + 1e-9:
                 break
             middle = math.sqrt(low) * math.sqrt(high)

@@ -27,8 +27,8 @@ from sottovoce.arrays import FloatArray
 from sottovoce.errors import CheckFailed, SpecError
 from sottovoce.registry import Positive
 
-Placement = Literal["before_gossip", "after_gossip"]
-Rule = Literal["tight", "paper"]
+_Placement = Literal["before_gossip", "after_gossip"]
+_Rule = Literal["tight", "paper"]
 
 
 class _BlockSpec(AlgorithmSpec):
@@ -43,9 +43,9 @@ class _BlockSpec(AlgorithmSpec):
     """Target for a whole run: noise is made to fit. Infinite: no noise."""
     noise_scale: PerLearner | None = None
     """Laplace scale of a coordinate of a tree node, in place of `epsilon`. 0: no noise."""
-    noise_placement: Placement = "before_gossip"
+    noise_placement: _Placement = "before_gossip"
     """after_gossip, as published, protects published decisions only: what is said is not protected at all."""
-    scale_rule: Rule = "tight"
+    scale_rule: _Rule = "tight"
     """How `epsilon` becomes a scale: tight, or the paper's formula (more noise than needed)."""
     block_length: PositiveInt | None = None
     """L, rounds that a decision is held for."""

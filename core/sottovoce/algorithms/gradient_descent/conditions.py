@@ -16,11 +16,11 @@ from sottovoce.algorithms.noise_range import require_scales
 from sottovoce.algorithms.setting import Caveat, Setting
 from sottovoce.errors import require
 
-RESOLUTION = 2.0**-32
+_RESOLUTION = 2.0**-32
 """A noise scale below so many radii of the decision set: float64 rounds messages by what a replay can notice."""
 
 
-ROUNDING = 1e-9
+_ROUNDING = 1e-9
 """How far sums of mixing weights may be from 1."""
 
 
@@ -68,10 +68,10 @@ def _weight_findings(setting: Setting, doubly_stochastic: bool) -> Iterator[Cave
         rows = mixing.matrix.sum(axis=1)
         worst = int(np.argmax(np.abs(rows - 1.0)))
         text = "every learner's mixing weights, its own included, must sum to 1"
-        require(abs(rows[worst] - 1.0) <= ROUNDING, "ROW_SUM", f"{text}, got {rows[worst]} for {worst} in round {t}")
+        require(abs(rows[worst] - 1.0) <= _ROUNDING, "ROW_SUM", f"{text}, got {rows[worst]} for {worst} in round {t}")
         columns = max(columns, float(np.abs(mixing.matrix.sum(axis=0) - 1.0).max()))
         own = min(own, float(mixing.own.min()))
-    if doubly_stochastic and columns > ROUNDING:
+    if doubly_stochastic and columns > _ROUNDING:
         text = "mixing weights are not doubly stochastic: learners agree on an optimum that weighs them unequally"
         yield Caveat("NOT_DOUBLY_STOCHASTIC", f"{text}, got column sums up to {columns:.3g} away from 1")
     if own < 0:
@@ -82,11 +82,11 @@ def _weight_findings(setting: Setting, doubly_stochastic: bool) -> Iterator[Cave
 def _noise_findings(algorithm: GossipDescent, smallest: float) -> Iterator[Caveat]:
     """NOISE_FADES, NOISE_RESOLUTION."""
     last, step, noise = algorithm.rounds - 1, algorithm.step[0], algorithm.noise[0]
-    if last > 1 and step(last - 1) / noise(last) > step(0) / noise(1) * (1 + ROUNDING):
+    if last > 1 and step(last - 1) / noise(last) > step(0) / noise(1) * (1 + _ROUNDING):
         text = "the noise fades faster than the steps: later records cost more, without a bound for ever longer runs"
         yield Caveat("NOISE_FADES", f"{text}, got step/noise {step(last - 1) / noise(last):.3g} in the last round")
     radius = algorithm.decision_set.largest_norm(algorithm.dim)
-    if smallest < RESOLUTION * radius:
+    if smallest < _RESOLUTION * radius:
         text = (
             "the noise falls near float64's resolution of messages, where the exact loss of a transcript is unreliable"
         )

@@ -29,7 +29,7 @@ from sottovoce.privacy.accountant import FirstRecord
 from sottovoce.privacy.guarantee import Grounds, Mechanism
 from sottovoce.privacy.regularity import Regularity
 
-LONGEST_HEAD = 2**20
+_LONGEST_HEAD = 2**20
 """Rounds after which `infinite_horizon` gives up looking for the start of its tail."""
 
 
@@ -108,7 +108,7 @@ def infinite_horizon(
     """Bound on epsilon over infinitely many rounds, each bringing at least `batch_size` records, one of all replaced.
 
     Infinite where there is no such bound or it is out of reach: `u >= v`, mode `loose`, an unknown L, or T1 above
-    `LONGEST_HEAD`. It leaves out the lattice term of a loss, about `n 2^-40` a round at most, whose sum diverges.
+    `_LONGEST_HEAD`. It leaves out the lattice term of a loss, about `n 2^-40` a round at most, whose sum diverges.
 
     Raises:
         CheckFailed: the mode does not apply to the loss.
@@ -141,7 +141,7 @@ def _head_and_tail(
 
 
 def _tail_start(known: Regularity, schedules: Schedules, a: float, convex: bool) -> tuple[int, float] | None:
-    """First power of two T1 with `c' >= a gamma_0 / 2`, and `c'`; None if there is none up to `LONGEST_HEAD`.
+    """First power of two T1 with `c' >= a gamma_0 / 2`, and `c'`; None if there is none up to `_LONGEST_HEAD`.
 
     From T1 on, a step must shrink Phi by `1 - c (t+1)^-u`. That needs `|s_t| <= 1 - a gamma_t` (for `convex`, of
     `s_t - lambda_t L` too), so coupling and ridge must have become small enough not to overshoot.
@@ -149,7 +149,7 @@ def _tail_start(known: Regularity, schedules: Schedules, a: float, convex: bool)
     growth = 0.0 if convex else known.smoothness * schedules.lam0
     push = 2 * known.ridge + known.smoothness if convex else known.ridge
     t1 = 1
-    while t1 <= LONGEST_HEAD:
+    while t1 <= _LONGEST_HEAD:
         c = a * schedules.gam0 - growth * (t1 + 1.0) ** (schedules.u - schedules.v)
         margin = c - (1.0 + schedules.v - schedules.u) * (t1 + 1.0) ** (schedules.u - 1.0)
         steady = schedules.step_size(t1) * push <= 2.0 * (1.0 - a * schedules.coupling(t1))

@@ -27,10 +27,10 @@ from sottovoce.running.transcript import Transcript
 
 INSTRUMENTS: tuple[type[Instrument], ...] = (Marginal, Lattice, Dependence, Freshness)
 
-NUMBERS = 2**21
+_NUMBERS = 2**21
 """In a block: some 100 bytes each."""
 
-SHOWN = 2**20
+_SHOWN = 2**20
 """Numbers of the audited learner that are kept for pictures, at most."""
 
 
@@ -57,8 +57,8 @@ class Battery:
             each.add(block)
 
     def _show(self, values: FloatArray) -> None:
-        if len(self.shown) < SHOWN:
-            self.shown = np.concatenate([self.shown, values[: SHOWN - len(self.shown)]])
+        if len(self.shown) < _SHOWN:
+            self.shown = np.concatenate([self.shown, values[: _SHOWN - len(self.shown)]])
 
     def merge(self, other: Battery) -> None:
         """Take in what another one keeps of other runs."""
@@ -88,7 +88,7 @@ def examine_noise(
     found, room = Battery(), None
     fields = {name: values.shape[-1] for name, values in transcript.fields.items()}
     lived, holders = worlds.data(data, world), worlds.holders(run)
-    for part, near in _slices(transcript, max(1, NUMBERS // numbers_of(run)), close):
+    for part, near in _slices(transcript, max(1, _NUMBERS // numbers_of(run)), close):
         # Memory that is new to a process costs more than what is done with it.
         if room is None or room.runs != part.replicas:
             room = Block.blank(run.spec.n_learners, fields, part.rounds, part.replicas)

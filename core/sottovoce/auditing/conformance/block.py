@@ -7,13 +7,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 from scipy import special
 
 from sottovoce.arrays import BoolArray, FloatArray, IntArray
-from sottovoce.auditing.conformance.residuals import ALL, PARTS, Residuals
-
-ByteArray = npt.NDArray[np.int8]
+from sottovoce.auditing.conformance.residuals import UNKNOWN, ByteArray, Residuals, unknown
 
 FARTHEST = 38.0
 """Of a normal score: what lies farther has a probability that no double holds."""
@@ -67,13 +64,7 @@ class Block:
         return cls(
             tuple(range(learners)),
             tuple(fields.items()),
-            values=np.full(shape, np.nan),
-            steps=np.zeros(shape, np.int64),
-            said=np.zeros(shape, np.int64),
-            lost=np.full(shape, ALL, np.int8),
-            off=np.zeros(shape, np.bool_),
-            scale=np.full((learners, rounds, shape[-1]), np.nan),
-            grid=np.full((learners, rounds, shape[-1]), np.nan),
+            **unknown(shape, (learners, rounds, shape[-1])),
             past={},
         )
 
@@ -81,15 +72,16 @@ class Block:
         """The room of one learner, by field: views."""
         found = {}
         for name, where in self.parts():
-            rows = {part: getattr(self, part)[learner, ..., where] for part in PARTS}
+            rows = {part: getattr(self, part)[learner, ..., where] for part in UNKNOWN}
             found[name] = Residuals(learner, name, **rows)
         return found
 
     def cleared(self) -> Block:
         """The same room, to be filled anew: what was known of other runs is no longer."""
-        for part, nothing in zip(PARTS, (np.nan, 0, 0, ALL, False, np.nan, np.nan), strict=True):
-            getattr(self, part).fill(nothing)
-        return Block(self.learners, self.fields, **{part: getattr(self, part) for part in PARTS}, past={})
+        rows = {part: getattr(self, part) for part in UNKNOWN}
+        for part, nothing in UNKNOWN.items():
+            rows[part].fill(nothing)
+        return Block(self.learners, self.fields, **rows, past={})
 
     def with_past(self, found: Sequence[Sequence[Residuals]]) -> Block:
         """The same noise, and what the learners had before they drew it."""

@@ -1,7 +1,8 @@
 """How likely correct noise is to depend on itself so much by chance: p-values of sums of products, of correlations, of spectra.
 
-All are logarithms of two-sided p-values, and most are bounds that hold for every number of terms: a plain normal law accuses
-correct noise, for 20 products exceed five deviations with probability 1.2e-5, not 6e-7.
+Those of sums are logarithms of two-sided p-values (`log_...`), so that no small one is lost. Most are bounds that hold for every
+number of terms: a plain normal law accuses correct noise, for 20 products exceed five deviations with probability 1.2e-5, not
+6e-7.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from scipy import special
 
 from sottovoce.arrays import FloatArray, IntArray
 
-LOG_2 = math.log(2.0)
+_LOG_2 = math.log(2.0)
 FEW = 8
 """Samples below which no pair is judged: rounding shows in a correlation close to one."""
 
@@ -34,13 +35,13 @@ def log_products(total: FloatArray, count: FloatArray, *, shared: bool = False) 
     else:
         theta = 2.0 * rho / (1.0 + root)
         rate = theta * rho + np.log1p(-(theta**2)) / 2.0
-    found: FloatArray = np.minimum(0.0, LOG_2 - count * rate)
+    found: FloatArray = np.minimum(0.0, _LOG_2 - count * rate)
     return found
 
 
 def log_signs(total: FloatArray | float, square: FloatArray | float) -> FloatArray:
     """Of a sum of fair signs times known numbers whose squares add up to `square` (Hoeffding's bound)."""
-    found: FloatArray = np.minimum(0.0, LOG_2 - np.square(total) / (2.0 * np.maximum(square, 1e-300)))
+    found: FloatArray = np.minimum(0.0, _LOG_2 - np.square(total) / (2.0 * np.maximum(square, 1e-300)))
     return found
 
 
@@ -55,13 +56,13 @@ def log_sizes(total: float, square: float, largest: float) -> float:
     if square <= 0.0:
         return 0.0
     u = abs(total) * largest / square
-    return min(0.0, LOG_2 - square / largest**2 * (1.0 + u - math.sqrt(1.0 + 2.0 * u)))
+    return min(0.0, _LOG_2 - square / largest**2 * (1.0 + u - math.sqrt(1.0 + 2.0 * u)))
 
 
 def log_normal(total: FloatArray, variance: FloatArray) -> FloatArray:
     """Of normal numbers of this variance; exact."""
     deviations = np.abs(total) / np.sqrt(np.maximum(variance, 1e-300))
-    found: FloatArray = np.minimum(0.0, LOG_2 + special.log_ndtr(-deviations))
+    found: FloatArray = np.minimum(0.0, _LOG_2 + special.log_ndtr(-deviations))
     return found
 
 

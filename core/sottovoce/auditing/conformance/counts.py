@@ -14,7 +14,7 @@ from sottovoce.arrays import FloatArray, IntArray
 from sottovoce.auditing.conformance.block import FARTHEST
 from sottovoce.auditing.levels import Test
 
-LEAST = 8
+_LEAST = 8
 """Numbers that chi-square wants in every cell."""
 
 Judged = tuple[FloatArray, FloatArray]
@@ -61,13 +61,13 @@ def dyadic(counts: IntArray, first: int = 1, most: int | None = None) -> Judged:
 
 
 def even(counts: IntArray) -> Judged:
-    """All cells of `counts`, `(groups, tests, cells)`, are as likely: chi-square, both sides; NaN below `LEAST` to a cell."""
+    """All cells of `counts`, `(groups, tests, cells)`, are as likely: chi-square, both sides; NaN below `_LEAST` to a cell."""
     cells = counts.shape[-1]
     tries = counts.sum(axis=-1)
     expected = np.maximum(tries, 1) / cells
     statistic = ((counts - expected[..., None]) ** 2).sum(axis=-1) / expected
     below, above = special.chdtr(cells - 1, statistic), special.chdtrc(cells - 1, statistic)
-    return statistic, np.where(tries >= LEAST * cells, np.minimum(1.0, 2.0 * np.minimum(below, above)), np.nan)
+    return statistic, np.where(tries >= _LEAST * cells, np.minimum(1.0, 2.0 * np.minimum(below, above)), np.nan)
 
 
 def worst(

@@ -6,7 +6,6 @@ equal by chance now and then, and of pairs, which never are.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
@@ -14,58 +13,41 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import numpy.typing as npt
 
-from sottovoce.arrays import BoolArray, FloatArray, IntArray
+from sottovoce.arrays import BoolArray, FloatArray
 from sottovoce.auditing.conformance.block import Block
 from sottovoce.auditing.conformance.instrument import Instrument
 from sottovoce.auditing.conformance.keys import Keys, Ties, Words, mixed
 from sottovoce.auditing.conformance.layout import Layout
 from sottovoce.auditing.levels import Part, Test
 
-SOME, SINGLE, PAIR = 2**17, 2**19, 2**20
+_SOME, _SINGLE, _PAIR = 2**17, 2**19, 2**20
 """Keys that are kept, at most, of some numbers of the first runs, of numbers and of pairs; 12 bytes each."""
 
-OF_A_RUN = 256
+_OF_A_RUN = 256
 """Numbers of a run that are among the former, at most."""
 
-CELL = 2.0**34
+_CELL = 2.0**34
 """Cells per scale, 64 spacings wide: a replay that rounds by one spacing loses a tie with probability 1/32."""
 
-EQUAL = 1.0 / (2.0 * CELL)
+EQUAL = 1.0 / (2.0 * _CELL)
 """Two sizes are in one cell with this probability; with equal signs half as often."""
 
-LEADING = 33
+_LEADING = 33
 """Bits of a mantissa that are compared where scales differ: a cell around x is at most `2^-33 x` wide.
 
 Two exponential sizes of scales s and s' share one with probability at most `2^-33 s s' / (s + s')^2`: at most 2^-35.
 """
 
-RAW = 2.0 ** -(LEADING + 2)
+_RAW = 2.0 ** -(_LEADING + 2)
 
 LARGEST = 2.0**-70
 """The two largest sizes of two messages are in the same cells: the joint density of their difference (exponential) and of the
 lesser one is squared and summed to a quarter at most."""
 
 _SINGLES = ("numbers", "numbers as they are", "low words")
-_PAIR_CHANCES = {"pairs": EQUAL**2, "pairs as they are": RAW**2}
+_PAIR_CHANCES = {"pairs": EQUAL**2, "pairs as they are": _RAW**2}
 _PAIRS = (*_PAIR_CHANCES, "largest", "messages")
 _LOW = np.int64(2**32 - 1)
-
-
-@dataclass(frozen=True, slots=True)
-class Streams:
-    """How many distinct streams of noise there might be, at most, if no two messages that were seen have the same one.
-
-    A larger number cannot be told from endless ones.
-
-    Attributes:
-        messages: seen.
-        in_a_run: if a generator gives one of so many messages each time, and starts anew with every run.
-        over_runs: if a generator of a learner's whole run starts in one of so many states.
-    """
-
-    messages: int
-    in_a_run: float
-    over_runs: float
 
 
 class Freshness(Instrument):
@@ -75,9 +57,9 @@ class Freshness(Instrument):
 
     def __init__(self) -> None:
         self._layout: Layout | None = None
-        self._some = Keys(SOME, first=True)
-        self._keys = {kind: Keys(SINGLE if kind in _SINGLES else PAIR) for kind in (*_SINGLES, *_PAIRS)}
-        self._said, self._pairs_in_a_run, self._starts = 0, 0, 0
+        self._some = Keys(_SOME, first=True)
+        self._keys = {kind: Keys(_SINGLE if kind in _SINGLES else _PAIR) for kind in (*_SINGLES, *_PAIRS)}
+        self._said = 0
 
     def add(self, block: Block) -> None:
         self._layout = self._layout or Layout.of(block)
@@ -88,7 +70,7 @@ class Freshness(Instrument):
         sizes = np.where(resolved, block.values, 0.0)
         negative = sizes < 0.0
         np.abs(sizes, out=sizes)
-        cells = (sizes * CELL).astype(np.uint64)
+        cells = (sizes * _CELL).astype(np.uint64)
         self._keys["numbers"].add(mixed(cells), seen.places, resolved, negative)
         self._add_some(cells, seen)
         self._add_pairs("pairs", cells, seen)
@@ -106,14 +88,12 @@ class Freshness(Instrument):
         for kind, keys in other._keys.items():
             self._keys[kind].merge(keys)
         self._said += other._said
-        self._pairs_in_a_run += other._pairs_in_a_run
-        self._starts += other._starts
 
     def _add_some(self, cells: Words, seen: _Seen) -> None:
         """Numbers at a few places of every run: one size that is said often is seen here, whatever its hash."""
         learners, rounds, _, numbers = cells.shape
         places = learners * rounds * numbers
-        some = np.arange(0, places, -(-places // OF_A_RUN))
+        some = np.arange(0, places, -(-places // _OF_A_RUN))
         i, t, k = np.unravel_index(some, (learners, rounds, numbers))
         self._some.add(mixed(cells[i, t, :, k]), seen.places[i, t, :, k], seen.resolved[i, t, :, k])
 
@@ -143,24 +123,9 @@ class Freshness(Instrument):
         for one, other in seen.first_two():
             keys = mixed(said[one], said[other])
             self._keys["messages"].add(keys, seen.places[one], seen.resolved[one] & seen.resolved[other])
-        heard = np.asarray(seen.resolved.any(axis=3))
-        in_a_run: IntArray = np.count_nonzero(heard, axis=(0, 1))
-        self._said += int(in_a_run.sum())
-        self._pairs_in_a_run += int((in_a_run * (in_a_run - 1) // 2).sum())
-        speakers = np.asarray(heard.any(axis=1))
-        self._starts += int(np.count_nonzero(speakers))
+        self._said += int(np.count_nonzero(seen.resolved.any(axis=3)))
 
     # ---- what they come to -------------------------------------------------------------------------------------------
-
-    def streams(self, confidence: float = 0.9) -> Streams:
-        """What number of streams is excluded by messages that never come twice."""
-        log = -math.log(1.0 - confidence)
-        share = self._keys["pairs"].share
-        return Streams(
-            self._said,
-            share * self._pairs_in_a_run / log,
-            share * self._starts * (self._starts - 1) / 2.0 / log,
-        )
 
     def tests(self) -> list[Test]:
         if self._layout is None or not self._said:
@@ -172,7 +137,7 @@ class Freshness(Instrument):
         either = [
             ("numbers", numbers.ties(EQUAL / 2.0, with_bit=True)),
             ("sizes", numbers.ties(EQUAL)),
-            ("sizes as they are", raw.ties(RAW)),
+            ("sizes as they are", raw.ties(_RAW)),
             ("sizes at some places", self._some.ties(EQUAL)),
         ]
         yield self._fewest("ties", "no noise is said again", either, primary=True)
@@ -249,5 +214,5 @@ class _Seen:
 
 
 def _leading_bits(sizes: FloatArray) -> Words:
-    """Exponent and `LEADING` bits of the mantissa."""
-    return sizes.view(np.uint64) >> np.uint64(52 - LEADING)
+    """Exponent and `_LEADING` bits of the mantissa."""
+    return sizes.view(np.uint64) >> np.uint64(52 - _LEADING)

@@ -11,10 +11,10 @@ from scipy import special
 from sottovoce.arrays import BoolArray, FloatArray
 from sottovoce.auditing.conformance.chances import FEW, correlation_p, largest_p, smallest_p
 
-SAMPLES = 16
+_SAMPLES = 16
 """Below so many, correlations of all pairs together have no gamma law."""
 
-Singles = npt.NDArray[np.float32]
+_Singles = npt.NDArray[np.float32]
 
 
 class Gram:
@@ -26,14 +26,14 @@ class Gram:
         counts: `(columns, columns)` samples in which both are known.
     """
 
-    def __init__(self, scores: Singles, known: BoolArray) -> None:
+    def __init__(self, scores: _Singles, known: BoolArray) -> None:
         """From `scores (scores, samples, columns)`, 0 where unknown."""
-        self.sums: Singles = scores.swapaxes(-1, -2) @ scores
+        self.sums: _Singles = scores.swapaxes(-1, -2) @ scores
         alive, some = (np.asarray(known.any(axis=axis)) for axis in (0, 1))
         if known[some][:, alive].all():  # as almost always: every sample has all columns
             both = (alive[:, None] & alive).astype(np.float32)
-            self.counts: Singles = np.count_nonzero(some) * both
-            self.squares: Singles = np.diagonal(self.sums, axis1=1, axis2=2)[:, :, None] * both
+            self.counts: _Singles = np.count_nonzero(some) * both
+            self.squares: _Singles = np.diagonal(self.sums, axis1=1, axis2=2)[:, :, None] * both
         else:
             there = known.astype(np.float32)
             self.counts = there.T @ there
@@ -63,7 +63,7 @@ class Gram:
 
     def all_pairs(self, score: int) -> tuple[float, float, float, int]:
         """Sum of squared correlations, what it is on average and its variance under the claim (exact), and pairs."""
-        above = np.triu(self.counts >= SAMPLES, 1)
+        above = np.triu(self.counts >= _SAMPLES, 1)
         n = self.counts[above].astype(np.float64)
         squares = self._rho(score)[above] ** 2
         return float(squares.sum()), float((1.0 / n).sum()), float((2.0 * (n - 1.0) / (n**2 * (n + 2.0))).sum()), n.size

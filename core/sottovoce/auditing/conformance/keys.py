@@ -18,8 +18,8 @@ from sottovoce.arrays import BoolArray
 Words = npt.NDArray[np.uint64]
 _Places = npt.NDArray[np.uint32]
 
-WHOLE = 2**64
-COLLISION = 2.0**-63
+_WHOLE = 2**64
+_COLLISION = 2.0**-63
 """Two different keys have equal hashes, but for the last bit, with about this probability."""
 
 COPIES = 32
@@ -75,14 +75,14 @@ class Keys:
         self.offered = 0
         self._most = most
         self._first = first
-        self._limit = WHOLE
+        self._limit = _WHOLE
         self._kept: list[Words] = []
         self._places: list[_Places] = []
 
     @property
     def share(self) -> float:
         """Of all keys, that is kept."""
-        return self._limit / WHOLE
+        return self._limit / _WHOLE
 
     @property
     def kept(self) -> int:
@@ -126,13 +126,13 @@ class Keys:
         self._thin()
 
     def _inside(self, keys: Words) -> BoolArray:
-        inside: BoolArray = np.ones(keys.shape, np.bool_) if self._limit == WHOLE else keys < np.uint64(self._limit)
+        inside: BoolArray = np.ones(keys.shape, np.bool_) if self._limit == _WHOLE else keys < np.uint64(self._limit)
         return inside
 
     def _thin(self) -> None:
         """Halve the limit until few enough keys are left; where that hardly helps, drop copies beyond `COPIES` first."""
         words, places = np.concatenate([*self._kept, _NONE]), np.concatenate([*self._places, _NOWHERE])
-        if self._limit < WHOLE:
+        if self._limit < _WHOLE:
             words, places = _below(self._limit, words, places)
         if self._first:
             words, places = words[: self._most], places[: self._most]
@@ -164,7 +164,7 @@ class Keys:
         starts = np.flatnonzero(np.diff(np.concatenate([[False], equal, [False]]).astype(np.int8)))
         sizes = starts[1::2] - starts[::2] + 1
         count = int((sizes * (sizes - 1) // 2).sum())
-        chance += COLLISION
+        chance += _COLLISION
         numbers = len(words) if given_kept else self.offered
         expected = numbers * (numbers - 1) / 2.0 * (chance / self.share if given_kept else chance * self.share)
         first = int(starts[0]) if count else None

@@ -24,19 +24,19 @@ from sottovoce.auditing.conformance.counts import Judged, binomial, by_place, dy
 from sottovoce.auditing.conformance.instrument import Instrument
 from sottovoce.auditing.levels import Part, Test
 
-MOST_LOST = 4
+_MOST_LOST = 4
 """Numbers with more unresolved bits than this are left out: the 32 bits above those are not uniform any more."""
 
-STARTS = (0, 4, 8, 12, 16, 20, 24, 32)
+_STARTS = (0, 4, 8, 12, 16, 20, 24, 32)
 """First bits of the bytes that are counted; the last one is there for its bits alone, which are fair, but not independent."""
 
-UNIFORM = 7
+_UNIFORM = 7
 """Bytes that are uniform, also in the message: those below 2^32."""
 
-ZEROS = 32
+_ZEROS = 32
 """Most trailing zeros that are tested."""
 
-PRECISIONS = range(6, 38)
+_PRECISIONS = range(6, 38)
 """Lengths of mantissas that are tested, in bits."""
 
 _SHORT = 4
@@ -54,7 +54,7 @@ class _Words:
     """What K', or a, comes to in some runs; places are learners, each field by itself.
 
     Attributes:
-        bytes: `(places, 8, 256)` numbers by each byte at `STARTS`.
+        bytes: `(places, 8, 256)` numbers by each byte at `_STARTS`.
         zeros: `(places, 33)` numbers with at least so many trailing zeros.
         messages: `(numbers + 1, 65)` messages by the numbers judged, and by the fewest trailing zeros among these.
         coarsest: the most bits that are zero in all of one message, and where.
@@ -88,7 +88,7 @@ def _places(block: Block) -> list[tuple[int, str, slice]]:
 def _resolved(block: Block, words: IntArray, learner: int, part: slice) -> tuple[IntArray, BoolArray]:
     """One place's words without the bits that are lost, and which are judged; the others are 0."""
     own, lost = words[learner, ..., part], block.lost[learner, ..., part]
-    judged = lost <= MOST_LOST
+    judged = lost <= _MOST_LOST
     if lost.any():
         own = np.where(judged, own >> np.where(judged, lost, 0).astype(np.int64), 0)
     return own, judged
@@ -99,13 +99,13 @@ def _looked_at(block: Block, words: IntArray, learner: int, name: str, part: sli
     own, judged = _resolved(block, words, learner, part)
     each = own.reshape(-1) if judged.all() else own[judged]
     counted, ending = _counted(each), _trailing(each[each & _LOW == 0])
-    zeros = np.bincount(np.minimum(ending, ZEROS), minlength=ZEROS + 1)[::-1].cumsum()[::-1]
+    zeros = np.bincount(np.minimum(ending, _ZEROS), minlength=_ZEROS + 1)[::-1].cumsum()[::-1]
     zeros[:_SHORT] = [counted[0, :: 2**j].sum() for j in range(_SHORT)]
     # Zeros that all numbers of a message share are those of their union; what is not judged is 0 and adds no bit.
     fewest, numbers = _trailing(np.bitwise_or.reduce(own, axis=-1)), judged.sum(axis=-1)
     shape = block.values.shape[-1] + 1, _WORD + 1
     messages = np.bincount((numbers * shape[1] + fewest).reshape(-1), minlength=math.prod(shape)).reshape(shape)
-    bits = numbers * np.minimum(fewest, ZEROS)
+    bits = numbers * np.minimum(fewest, _ZEROS)
     t = int(np.unravel_index(int(bits.argmax()), bits.shape)[0])
     where = f"learner {block.learners[learner]}, field {name!r}, round {t}"
     return _Words(counted, zeros, messages, (int(bits.max()), where))
@@ -126,9 +126,9 @@ def _mantissas(block: Block) -> IntArray:
 
 def _counted(words: IntArray) -> IntArray:
     """`_Words.bytes`: two bytes from every count of 12 bits, which is what memory holds close by."""
-    found = [np.bincount(words >> start & 4095, minlength=4096) for start in STARTS[:6:2]]
+    found = [np.bincount(words >> start & 4095, minlength=4096) for start in _STARTS[:6:2]]
     pairs = [byte for each in found for byte in (each.reshape(16, 256).sum(axis=0), each.reshape(256, 16).sum(axis=1))]
-    return np.stack(pairs + [np.bincount(words >> start & 255, minlength=256) for start in STARTS[6:]])
+    return np.stack(pairs + [np.bincount(words >> start & 255, minlength=256) for start in _STARTS[6:]])
 
 
 def _length(words: IntArray) -> IntArray:
@@ -157,7 +157,7 @@ class Lattice(Instrument):
 
     def add(self, block: Block) -> None:
         off = np.array([np.count_nonzero(each[..., part]) for each in block.off for _, part in block.parts()])
-        if not off.any() and (block.lost > MOST_LOST).all():
+        if not off.any() and (block.lost > _MOST_LOST).all():
             return
         self._places = tuple(f"learner {i}, field {name!r}" for i in block.learners for name, _ in block.parts())
         self._take(off, (_Words.of(block, block.steps), _Words.of(block, block.said)), _mantissas(block))
@@ -214,20 +214,20 @@ def _uniform_bits(counts: IntArray) -> Judged:
 
 def _bytes(counts: IntArray) -> Judged:
     """Of numbers below 2^32: every four bits, and every eight."""
-    low = counts[:, :UNIFORM].reshape(len(counts), UNIFORM, 16, 16)
+    low = counts[:, :_UNIFORM].reshape(len(counts), _UNIFORM, 16, 16)
     nibbles = np.concatenate([low.sum(axis=2), low[:, -1:].sum(axis=3)], axis=1)
-    found = even(nibbles), even(counts[:, :UNIFORM])
+    found = even(nibbles), even(counts[:, :_UNIFORM])
     return np.hstack([each[0] for each in found]), np.hstack([each[1] for each in found])
 
 
 def _digits(k: int) -> str:
-    first, width = (4 * k, 4) if k <= UNIFORM else (STARTS[k - UNIFORM - 1], 8)
+    first, width = (4 * k, 4) if k <= _UNIFORM else (_STARTS[k - _UNIFORM - 1], 8)
     return f"bits {first} to {first + width - 1}"
 
 
 def _ending(counts: IntArray) -> Judged:
     """Of `zeros`."""
-    return dyadic(counts, most=ZEROS)
+    return dyadic(counts, most=_ZEROS)
 
 
 def _at_least(k: int) -> str:
@@ -238,7 +238,7 @@ def _coarse(name: str, what: str, words: _Words) -> list[Test]:
     """Messages all of whose numbers end in zeros, of n numbers with probability `2^-jn`: too many, for the worst j."""
     if not words.messages[2:].any():
         return []  # a message of one number is that number
-    numbers, levels = np.arange(1, len(words.messages)), np.arange(1, ZEROS + 1)
+    numbers, levels = np.arange(1, len(words.messages)), np.arange(1, _ZEROS + 1)
     expected = words.messages[1:].sum(axis=1) @ np.exp2(-np.outer(numbers, levels))
     found = words.messages[1:].sum(axis=0)[::-1].cumsum()[::-1][levels]
     where = words.coarsest[1]
@@ -247,14 +247,14 @@ def _coarse(name: str, what: str, words: _Words) -> list[Test]:
 
 def _precise(mantissas: IntArray) -> list[Test]:
     """Numbers with mantissas of few bits: of those of length B, `2^-(B - p)` have at most p before the zeros; for the worst p."""
-    lengths, precisions = np.array(_LONG), np.array(PRECISIONS)
+    lengths, precisions = np.array(_LONG), np.array(_PRECISIONS)
     if not mantissas[lengths, -1].any():
         return []
     expected = mantissas[lengths, -1] @ np.exp2(-np.maximum(lengths[:, None] - precisions, _SHORT))
     found = mantissas[lengths, :-1].sum(axis=0).cumsum()[precisions]
     what = "no number was rounded to a short mantissa"
     judged = found[None], _too_many(found, expected)[None]
-    return worst("mantissas", what, judged, lambda k: f"{PRECISIONS[k[1]]} bits or fewer", primary=True)
+    return worst("mantissas", what, judged, lambda k: f"{_PRECISIONS[k[1]]} bits or fewer", primary=True)
 
 
 def _too_many(found: IntArray, expected: FloatArray) -> FloatArray:

@@ -20,13 +20,13 @@ from sottovoce.auditing.conformance.counts import Scales, by_place, dyadic, even
 from sottovoce.auditing.conformance.instrument import Instrument
 from sottovoce.auditing.levels import Part, Test
 
-NEAR = 2.0**-34
+_NEAR = 2.0**-34
 """Numbers closer to zero than this, in scales, count as zero: 64 lattice points, beyond what a replay rounds off.
 
 Standard Laplace numbers are so close to any given number with a probability below this.
 """
 
-CLOSE = 2.0**-5
+_CLOSE = 2.0**-5
 """Sizes below this are looked at one by one for how close to zero they are."""
 _CLOSEST = 34
 _FURTHEST = 64
@@ -50,7 +50,7 @@ class _Kept:
         near: `(places, 35)` numbers with `1 - exp(-size)` below `2^-j`; of all at 0.
         cells: `(places, 128)` numbers in equal cells of `F(r)`.
         signs: `(learners, numbers, 2)` positive numbers, and those that are not zero.
-        zeros: `(places,)` numbers closer to zero than `NEAR`.
+        zeros: `(places,)` numbers closer to zero than `_NEAR`.
         largest: `(places,)` size.
         sums: `(learners, numbers)` of sizes.
         counts: the same of numbers.
@@ -128,10 +128,10 @@ def _looked_at(block: Block, learner: int, part: slice) -> tuple[IntArray, IntAr
     signed = np.copysign(uniform, block.values[learner, ..., part][chosen].astype(np.float32))
     bins = np.ascontiguousarray(signed).reshape(-1).view(np.uint32) >> 18
     sizes = block.sizes[learner, ..., part][chosen]
-    close = sizes[sizes < CLOSE]
-    level = np.clip(-np.frexp(np.maximum(-np.expm1(-close), NEAR / 2.0))[1], 0, _CLOSEST)
+    close = sizes[sizes < _CLOSE]
+    level = np.clip(-np.frexp(np.maximum(-np.expm1(-close), _NEAR / 2.0))[1], 0, _CLOSEST)
     near = np.bincount(level, minlength=_CLOSEST + 1)[::-1].cumsum()[::-1]
-    zeros = int(np.count_nonzero(close < NEAR))
+    zeros = int(np.count_nonzero(close < _NEAR))
     return np.bincount(bins, minlength=_BINS), near, zeros, float(sizes.max(initial=0.0))
 
 
@@ -234,7 +234,7 @@ class Marginal(Instrument):
             "near zero", what, lambda counts: dyadic(counts, _NEAREST), kept.near, lambda k: f"2^-{k + _NEAREST}"
         )
         zeros, place = int(kept.zeros.sum()), places[int(kept.zeros.argmax())]
-        chance = float(stats.binom.sf(zeros - 1, count, NEAR))
+        chance = float(stats.binom.sf(zeros - 1, count, _NEAR))
         yield Test("zeros", "no number is without noise", zeros, chance, place if zeros else "", primary=False)
         what = "all parts of the law are as full as they should be"
         yield from pooled("shape", what, _shape, kept.cells)
@@ -245,7 +245,7 @@ class Marginal(Instrument):
         yield Test("law", "the noise has its law", distance, p_value, "", primary=False)
 
 
-_NEAREST = 1 - int(math.log2(CLOSE))
+_NEAREST = 1 - int(math.log2(_CLOSE))
 """Wider intervals about zero are left to `shape`."""
 
 

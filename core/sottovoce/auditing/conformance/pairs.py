@@ -22,14 +22,14 @@ from sottovoce.auditing.levels import Test
 COLUMNS = 1500
 """Most columns of a matrix: it takes 2 x 4 bytes of the square of this."""
 
-PAIRS = 30
+_PAIRS = 30
 """So many pairs or fewer have no gamma law."""
 
-SCORES = ("values", "sizes")
+_SCORES = ("values", "sizes")
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class _Found:
     """What a test of one matrix comes to: a p-value, what it was computed from, and where."""
 
     p_value: float
@@ -38,7 +38,7 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
-class Columns:
+class _Columns:
     """One way to lay numbers out: the axes of `(learners, rounds, runs, numbers)` that are samples; the others are columns."""
 
     what: str
@@ -69,11 +69,11 @@ def _learner_round(layout: Layout, at: int) -> str:
     return f"{layout.learner(i)}, round {t}"
 
 
-LEARNERS = Columns("learners", (1, 2, 3), lambda layout, at: layout.voice(at), by_voice=True)
-COORDINATES = Columns("coordinates of learners", (1, 2), _learner_coordinate)
-ROUNDS = Columns("rounds of learners", (2, 3), _learner_round)
-PLACES = Columns("places", (2,), lambda layout, at: layout.place(at))
-RUNS = Columns("runs", (0, 1, 3), lambda layout, at: f"run {at} of a block")
+_LEARNERS = _Columns("learners", (1, 2, 3), lambda layout, at: layout.voice(at), by_voice=True)
+_COORDINATES = _Columns("coordinates of learners", (1, 2), _learner_coordinate)
+_ROUNDS = _Columns("rounds of learners", (2, 3), _learner_round)
+_PLACES = _Columns("places", (2,), lambda layout, at: layout.place(at))
+_RUNS = _Columns("runs", (0, 1, 3), lambda layout, at: f"run {at} of a block")
 
 
 class Pairs:
@@ -94,7 +94,7 @@ class Pairs:
         for what, columns in _kept(layout).items():
             self._gather(what, columns.gram(layout, block))
         if 1 < block.runs <= COLUMNS:
-            self._runs.add(RUNS.gram(layout, block))
+            self._runs.add(_RUNS.gram(layout, block))
 
     def merge(self, other: Self) -> None:
         """Take in what another one keeps."""
@@ -115,18 +115,18 @@ class Pairs:
             return
         for what, columns in _kept(self._layout).items():
             if what in self._grams:
-                yield from _judged(what, _of(self._grams[what], columns, self._layout), primary=columns is COORDINATES)
+                yield from _judged(what, _of(self._grams[what], columns, self._layout), primary=columns is _COORDINATES)
         yield from _judged("runs", self._runs.found(), primary=False)
 
 
-def _kept(layout: Layout) -> Mapping[str, Columns]:
+def _kept(layout: Layout) -> Mapping[str, _Columns]:
     """The matrices that are small enough, and have two columns."""
     learners = len(layout.learners)
     counts = {
-        LEARNERS: layout.voices,
-        COORDINATES: learners * layout.numbers,
-        ROUNDS: learners * layout.rounds,
-        PLACES: learners * layout.rounds * layout.numbers,
+        _LEARNERS: layout.voices,
+        _COORDINATES: learners * layout.numbers,
+        _ROUNDS: learners * layout.rounds,
+        _PLACES: learners * layout.rounds * layout.numbers,
     }
     return {columns.what: columns for columns, count in counts.items() if 1 < count <= COLUMNS}
 
@@ -141,7 +141,7 @@ _SAYS = {
 }
 
 
-def _judged(what: str, found: Mapping[str, list[Found]], *, primary: bool) -> Iterator[Test]:
+def _judged(what: str, found: Mapping[str, list[_Found]], *, primary: bool) -> Iterator[Test]:
     """A test for each statistic: the least likely, times what was looked at."""
     for statistic, each in found.items():
         if each:
@@ -153,18 +153,18 @@ def _judged(what: str, found: Mapping[str, list[Found]], *, primary: bool) -> It
             )
 
 
-def _of(gram: Gram, columns: Columns, layout: Layout) -> dict[str, list[Found]]:
+def _of(gram: Gram, columns: _Columns, layout: Layout) -> dict[str, list[_Found]]:
     """What a matrix comes to, by statistic."""
-    found: dict[str, list[Found]] = {statistic: [] for statistic in _SAYS}
+    found: dict[str, list[_Found]] = {statistic: [] for statistic in _SAYS}
     for p_value, _, rho, score, first, second in gram.worst_pair():
-        where = f"{SCORES[score]} of {columns.name(layout, first)}, and of {columns.name(layout, second)}"
-        found[_WORST].append(Found(p_value, rho, where))
+        where = f"{_SCORES[score]} of {columns.name(layout, first)}, and of {columns.name(layout, second)}"
+        found[_WORST].append(_Found(p_value, rho, where))
     for score, statistic in enumerate((_ALL, _SIZES)):
         total, mean, variance, pairs = gram.all_pairs(score)
-        if pairs > PAIRS:
-            found[statistic].append(Found(all_pairs_p(total, mean, variance), total / mean, f"{pairs} pairs"))
-    for score, of in enumerate(SCORES):
-        found[_SPECTRUM] += [Found(p, each, f"{of}, {which}") for p, each, which in gram.spectrum(score)]
+        if pairs > _PAIRS:
+            found[statistic].append(_Found(all_pairs_p(total, mean, variance), total / mean, f"{pairs} pairs"))
+    for score, of in enumerate(_SCORES):
+        found[_SPECTRUM] += [_Found(p, each, f"{of}, {which}") for p, each, which in gram.spectrum(score)]
     return found
 
 
@@ -172,24 +172,24 @@ class _Runs:
     """Runs beside each other, a block at a time: what its matrix came to is kept, not the matrix."""
 
     def __init__(self) -> None:
-        self._worst = Found(np.inf)
+        self._worst = _Found(np.inf)
         self._pairs = 0
-        self._all = np.zeros((len(SCORES), 3))
+        self._all = np.zeros((len(_SCORES), 3))
         self._together = 0
-        self._spectrum = Found(np.inf)
+        self._spectrum = _Found(np.inf)
         self._spectra = 0
 
     def add(self, gram: Gram) -> None:
         for p_value, pairs, rho, score, first, second in gram.worst_pair():
-            where = f"{SCORES[score]} of runs {first} and {second} of a block"
-            self._worst = min(self._worst, Found(p_value / pairs, rho, where), key=lambda each: each.p_value)
+            where = f"{_SCORES[score]} of runs {first} and {second} of a block"
+            self._worst = min(self._worst, _Found(p_value / pairs, rho, where), key=lambda each: each.p_value)
             self._pairs += pairs
-        for score, of in enumerate(SCORES):
+        for score, of in enumerate(_SCORES):
             *sums, pairs = gram.all_pairs(score)
             self._all[score] += sums
             self._together += pairs
             for p_value, each, which in gram.spectrum(score):
-                found = Found(p_value, each, f"{of} of a block of runs, {which}")
+                found = _Found(p_value, each, f"{of} of a block of runs, {which}")
                 self._spectrum = min(self._spectrum, found, key=lambda each: each.p_value)
                 self._spectra += 1
 
@@ -201,14 +201,14 @@ class _Runs:
         self._together += other._together
         self._spectra += other._spectra
 
-    def found(self) -> dict[str, list[Found]]:
-        found: dict[str, list[Found]] = {}
+    def found(self) -> dict[str, list[_Found]]:
+        found: dict[str, list[_Found]] = {}
         if self._pairs:
-            found[_WORST] = [Found(self._worst.p_value * self._pairs, self._worst.statistic, self._worst.where)]
-        if self._together > len(SCORES) * PAIRS:
+            found[_WORST] = [_Found(self._worst.p_value * self._pairs, self._worst.statistic, self._worst.where)]
+        if self._together > len(_SCORES) * _PAIRS:
             for statistic, (total, mean, variance) in zip((_ALL, _SIZES), self._all, strict=True):
-                found[statistic] = [Found(all_pairs_p(total, mean, variance), total / mean, "runs of one block")]
+                found[statistic] = [_Found(all_pairs_p(total, mean, variance), total / mean, "runs of one block")]
         if self._spectra:
             least = self._spectrum
-            found[_SPECTRUM] = [Found(least.p_value * self._spectra, least.statistic, least.where)]
+            found[_SPECTRUM] = [_Found(least.p_value * self._spectra, least.statistic, least.where)]
         return found

@@ -18,7 +18,7 @@ from sottovoce.auditing.levels import Test
 TYPICAL = 5.0
 """Regressors are clipped at so many times their usual size until then: else their largest number rules the p-value."""
 
-OTHERS = 8
+_OTHERS = 8
 """Learners, at most, where each one's last noise and message are regressors for all others; with more, only their mean is."""
 
 _OWN = -1
@@ -26,7 +26,7 @@ _OWN = -1
 
 
 @dataclass
-class Sums:
+class _Sums:
     """Of one regressor X: X sign(r) and X^2 by learner and coordinate, and in all X (|r| - 1), and the largest |X|."""
 
     signed: FloatArray
@@ -34,7 +34,7 @@ class Sums:
     sized: float
     largest: float
 
-    def add(self, other: Sums) -> None:
+    def add(self, other: _Sums) -> None:
         """Those of other runs."""
         self.signed = self.signed + other.signed
         self.square = self.square + other.square
@@ -47,7 +47,7 @@ class Regressors:
 
     def __init__(self) -> None:
         self._layout: Layout | None = None
-        self._sums: dict[tuple[str, int], Sums] = {}
+        self._sums: dict[tuple[str, int], _Sums] = {}
 
     def add(self, block: Block) -> None:
         """Look at some more runs."""
@@ -58,7 +58,7 @@ class Regressors:
             self._gather((name, _OWN), noise.against(values))
         learners = len(block.learners)
         for name, values in last.items():
-            for j in range(learners if 1 < learners <= OTHERS else 0):
+            for j in range(learners if 1 < learners <= _OTHERS else 0):
                 self._gather((name, j), noise.against(values[j : j + 1]))
 
     def merge(self, other: Self) -> None:
@@ -67,7 +67,7 @@ class Regressors:
         for key, sums in other._sums.items():
             self._gather(key, sums)
 
-    def _gather(self, key: tuple[str, int], sums: Sums) -> None:
+    def _gather(self, key: tuple[str, int], sums: _Sums) -> None:
         if key in self._sums:
             self._sums[key].add(sums)
         else:
@@ -90,13 +90,13 @@ class Regressors:
 # ---- tests -----------------------------------------------------------------------------------------------------------
 
 
-def _signs(name: str, sums: Sums) -> Test:
+def _signs(name: str, sums: _Sums) -> Test:
     total, square = float(sums.signed.sum()), float(sums.square.sum())
     what = f"signs of the noise do not follow what was before: {name}"
     return Test(f"signs on {name}", what, total / square**0.5, float(np.exp(log_signs(total, square))), name)
 
 
-def _others(name: str, each: Mapping[int, Sums], layout: Layout) -> Iterator[Test]:
+def _others(name: str, each: Mapping[int, _Sums], layout: Layout) -> Iterator[Test]:
     """The worst pair of one learner's signs and another one's past, times their number."""
     signed = np.array([sums.signed.sum(axis=1) for sums in each.values()])
     square = np.array([sums.square.sum(axis=1) for sums in each.values()])
@@ -110,7 +110,7 @@ def _others(name: str, each: Mapping[int, Sums], layout: Layout) -> Iterator[Tes
         yield Test(f"signs on another's {name}", what, float(signed[j, i] / square[j, i] ** 0.5), p_value, where)
 
 
-def _by_place(own: Mapping[str, Sums], layout: Layout) -> Test:
+def _by_place(own: Mapping[str, _Sums], layout: Layout) -> Test:
     """The worst learner or coordinate, of every regressor."""
     found, count = [], 0
     for name, sums in own.items():
@@ -125,7 +125,7 @@ def _by_place(own: Mapping[str, Sums], layout: Layout) -> Test:
     return Test("signs by place", what, deviations, min(1.0, float(np.exp(least)) * count), where, primary=False)
 
 
-def _sizes(own: Mapping[str, Sums]) -> Test:
+def _sizes(own: Mapping[str, _Sums]) -> Test:
     found = []
     for name, sums in own.items():
         square = float(sums.square.sum())
@@ -146,12 +146,12 @@ class _Noise:
         self.excess = np.where(block.known, block.sizes - 1.0, 0.0)
         self.known: BoolArray | None = None if block.known.all() else block.known
 
-    def against(self, values: FloatArray) -> Sums:
+    def against(self, values: FloatArray) -> _Sums:
         """Sums of a regressor that broadcasts to the block's values."""
         x = np.broadcast_to(clipped(np.where(np.isfinite(values), values, 0.0)), self.signs.shape)
         if self.known is not None:
             x = x * self.known
-        return Sums(
+        return _Sums(
             signed=np.einsum("itrk,itrk->ik", x, self.signs),
             square=np.einsum("itrk,itrk->ik", x, x),
             sized=float(np.einsum("itrk,itrk->", x, self.excess)),

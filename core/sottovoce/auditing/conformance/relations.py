@@ -14,17 +14,17 @@ from sottovoce.arrays import FloatArray, IntArray
 from sottovoce.auditing.conformance.block import Block
 from sottovoce.auditing.levels import Test
 
-CLOSE = 2.0**-30
+_CLOSE = 2.0**-30
 """In scales: a sum of independent noise is so close to zero with at most this probability, whatever else is in it.
 
 The density of a Laplace number is at most 1/2, and so is that of its sum with anything independent. It is 2^10 spacings: a
 replay that rounds elsewhere hides no relation.
 """
 
-Relation = tuple[tuple[int, int], ...]
+_Relation = tuple[tuple[int, int], ...]
 """Rounds, counted back from the latest, and the signs that their noise is added with."""
 
-RELATIONS: tuple[Relation, ...] = tuple(
+_RELATIONS: tuple[_Relation, ...] = tuple(
     ((0, 1), *zip(back, signs, strict=True))
     for back in ((1,), (2,), (1, 2))
     for signs in itertools.product((1, -1), repeat=len(back))
@@ -36,7 +36,7 @@ class Relations:
 
     def __init__(self) -> None:
         self._learners = np.zeros(2, np.int64)
-        self._rounds: Counter[Relation] = Counter()
+        self._rounds: Counter[_Relation] = Counter()
         self._tried = 0
 
     def add(self, block: Block) -> None:
@@ -52,7 +52,7 @@ class Relations:
             self._add_rounds(noise, scale)
 
     def _add_rounds(self, noise: FloatArray, scale: FloatArray) -> None:
-        for relation in RELATIONS:
+        for relation in _RELATIONS:
             longest = relation[-1][0]
             if longest < noise.shape[1]:
                 parts = [slice(longest - back, noise.shape[1] - back) for back, _ in relation]
@@ -86,10 +86,10 @@ class Relations:
 def _near_zero(total: FloatArray, scale: FloatArray) -> IntArray:
     """How many sums `(..., runs, numbers)` are close to zero, and how many are known."""
     np.abs(total, out=total)
-    near = total < CLOSE * scale[..., None, :]  # not where it is unknown
+    near = total < _CLOSE * scale[..., None, :]  # not where it is unknown
     return np.array([np.count_nonzero(near), total.size - np.count_nonzero(np.isnan(total))])
 
 
 def _chance(zeros: int, tried: int) -> float:
     """Of so many or more (Poisson)."""
-    return float(special.pdtrc(zeros - 1, tried * CLOSE)) if zeros else 1.0
+    return float(special.pdtrc(zeros - 1, tried * _CLOSE)) if zeros else 1.0

@@ -14,6 +14,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from dataclasses import field as dataclass_field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -33,10 +34,10 @@ ByteArray = npt.NDArray[np.int8]
 ALL = 64
 """Low bits lost: all of them."""
 
-EXACT = 2.0**53
+_EXACT = 2.0**53
 """Whole numbers below this are exact in float64."""
 
-TIE = 1e-9
+_TIE = 1e-9
 """A scale so close to a power of two, relatively, may have either spacing: platforms round the schedule's powers differently."""
 _TINY = float(np.finfo(float).tiny)
 
@@ -82,27 +83,31 @@ class Residuals:
 
     def at(self, t: int) -> Residuals:
         """A single round of it, as views."""
-        rows = {part: getattr(self, part)[t : t + 1] for part in PARTS}
+        rows = {name: getattr(self, name)[t : t + 1] for name in UNKNOWN}
         return Residuals(self.learner, self.field, **rows)
 
 
-PARTS = ("values", "steps", "said", "lost", "off", "scale", "grid")
-"""The arrays of `Residuals`."""
+UNKNOWN: Mapping[str, np.generic] = {
+    "values": np.float64(np.nan),
+    "steps": np.int64(0),
+    "said": np.int64(0),
+    "lost": np.int8(ALL),
+    "off": np.bool_(False),
+    "scale": np.float64(np.nan),
+    "grid": np.float64(np.nan),
+}
+"""The arrays of `Residuals`, and what stands in them where nothing is known."""
 
 
-def blank(learner: int, field: str, shape: tuple[int, ...]) -> Residuals:
-    """No noise known anywhere; `shape` is that of `values`."""
-    return Residuals(
-        learner,
-        field,
-        values=np.full(shape, np.nan),
-        steps=np.zeros(shape, np.int64),
-        said=np.zeros(shape, np.int64),
-        lost=np.full(shape, ALL, np.int8),
-        off=np.zeros(shape, np.bool_),
-        scale=np.full(shape[:1], np.nan),
-        grid=np.full(shape[:1], np.nan),
-    )
+def unknown(shape: tuple[int, ...], of_scales: tuple[int, ...]) -> dict[str, Any]:
+    """These arrays, nothing of them known: of the shape of `values`, and, `scale` and `grid`, of that of `scale`."""
+    return {
+        name: np.full(of_scales if name in ("scale", "grid") else shape, nothing) for name, nothing in UNKNOWN.items()
+    }
+
+
+def _blank(learner: int, field: str, shape: tuple[int, ...]) -> Residuals:
+    return Residuals(learner, field, **unknown(shape, shape[:1]))
 
 
 # ---- from messages to noise ------------------------------------------------------------------------------------------
@@ -139,7 +144,7 @@ def noise_of(replay: Replay, said: Message, room: Mapping[str, Residuals] | None
         # By schedule alone, so that one replica says it for all.
         noisy = np.abs(moved[name][:1, :1] - own[:, :1] - step) <= 1e-6 * np.abs(step)
         if 0.0 < scale < math.inf and noisy.any():
-            filled = found[name] = blank(replay.learner, name, said[name].shape) if room is None else room[name]
+            filled = found[name] = _blank(replay.learner, name, said[name].shape) if room is None else room[name]
             algorithm = replay.run.algorithm
             lattice = isinstance(algorithm, OnLattice) and name in algorithm.lattice(replay.learner, replay.t)
             _take_off(filled, law, scale, noisy, said[name], own, lattice)
@@ -177,7 +182,7 @@ def residuals(
     own = data.learners[learner]
     sides = (own,) if other is None else (own, other)
     replay = Replay(run, learner, transcript.replicas, len(sides))
-    every = room or {name: blank(learner, name, _shape(values)) for name, values in transcript.fields.items()}
+    every = room or {name: _blank(learner, name, _shape(values)) for name, values in transcript.fields.items()}
     noisy: set[str] = set()
     before: Mapping[str, FloatArray] = {}
     for t in range(transcript.rounds):
@@ -226,7 +231,7 @@ def _take_off(
     if law == "spherical":
         into.values[:] = np.where(noisy, as_laplace(law, (said - centre) / scale), np.nan)
         return
-    spacing = float(grid(scale * (1.0 - TIE)))  # the finer one where it may be either
+    spacing = float(grid(scale * (1.0 - _TIE)))  # the finer one where it may be either
     into.grid[:] = spacing
     message, whole = said / spacing, centre / spacing
     # The learner rounds its centre, too, and never the sum: each is a whole number of its own.
@@ -239,8 +244,8 @@ def _take_off(
         steps = np.where(np.abs(noise - np.rint(noise)) <= 0.125 + rounding, np.rint(noise), noise)
         message = steps + whole
     # Not-a-number where nobody heard the message: then no comparison holds.
-    exact = bool(max(message.max(), -message.min(), whole.max(), -whole.min()) < EXACT)
-    judged = noisy if exact else noisy & (np.abs(message) < EXACT) & (np.abs(whole) < EXACT)
+    exact = bool(max(message.max(), -message.min(), whole.max(), -whole.min()) < _EXACT)
+    judged = noisy if exact else noisy & (np.abs(message) < _EXACT) & (np.abs(whole) < _EXACT)
     everywhere = bool(judged.all())
     on = np.rint(message) == message
     if not (everywhere and on.all()):
@@ -252,7 +257,7 @@ def _take_off(
         into.values[:] = np.where(noisy, into.values, np.nan)
     into.steps[:] = steps if everywhere else np.where(judged, steps, 0.0)
     into.said[:] = message if everywhere else np.where(judged, message, 0.0)
-    either = float(grid(scale * (1.0 + TIE))) != spacing
+    either = float(grid(scale * (1.0 + _TIE))) != spacing
     into.lost[:] = np.where(judged, np.int8(either), np.int8(ALL))
 
 

@@ -14,7 +14,7 @@ from sottovoce.lab.attacks.gradients import Added
 from sottovoce.losses import Loss
 from sottovoce.losses.softmax import Softmax
 
-TINY = 1e-300
+_TINY = 1e-300
 
 
 def read(
@@ -52,8 +52,8 @@ def read(
         labels = np.asarray(known < 0, dtype=np.float64)
         rows = gradients * np.where(known < 0, -1.0, 1.0)[..., None]
     if intercept:
-        return rows / np.maximum(np.abs(rows[..., -1:]), TINY), labels
-    return rows * (loss.feature_bound / np.maximum(np.linalg.norm(rows, axis=-1, keepdims=True), TINY)), labels
+        return rows / np.maximum(np.abs(rows[..., -1:]), _TINY), labels
+    return rows * (loss.feature_bound / np.maximum(np.linalg.norm(rows, axis=-1, keepdims=True), _TINY)), labels
 
 
 def read_stream(

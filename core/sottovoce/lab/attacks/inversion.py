@@ -22,7 +22,7 @@ from sottovoce.arrays import FloatArray
 from sottovoce.losses.torch import TorchLoss
 from sottovoce.losses.torch_module import FlatModule
 
-FITS = 1e-8
+_FITS = 1e-8
 """A mismatch below it: the gradient is met."""
 
 
@@ -75,7 +75,7 @@ def invert(
         for _ in range(starts):
             found = _search(loss, mismatch, generator, iterations)
             best = min(best, found, key=lambda each: each.mismatch)
-            if best.mismatch < FITS:
+            if best.mismatch < _FITS:
                 break
     return best
 

@@ -7,15 +7,15 @@ import numpy as np
 from sottovoce.arrays import FloatArray
 from sottovoce.data.files import AnyArray
 
-TINY = 1e-300
-BRIGHTNESS, CONTRAST = 0.01**2, 0.03**2
+_TINY = 1e-300
+_BRIGHTNESS, _CONTRAST = 0.01**2, 0.03**2
 """Constants c1 and c2 of structural similarity, for values up to 1 (Wang, Bovik, Sheikh, Simoncelli 2004)."""
 
 
 def as_pictures(rows: FloatArray, *, nonnegative: bool = True) -> FloatArray:
     """Rows `(..., features)` scaled so that their largest value is 1; what cannot be negative is cut off at 0."""
     kept = np.maximum(rows, 0.0) if nonnegative else rows
-    scaled: FloatArray = kept / np.maximum(np.abs(kept).max(axis=-1, keepdims=True), TINY)
+    scaled: FloatArray = kept / np.maximum(np.abs(kept).max(axis=-1, keepdims=True), _TINY)
     return scaled
 
 
@@ -24,8 +24,8 @@ def similarity(pictures: FloatArray, originals: FloatArray) -> FloatArray:
     means = pictures.mean(axis=-1), originals.mean(axis=-1)
     spreads = pictures.var(axis=-1), originals.var(axis=-1)
     common = ((pictures - means[0][..., None]) * (originals - means[1][..., None])).mean(axis=-1)
-    bright = (2 * means[0] * means[1] + BRIGHTNESS) / (means[0] ** 2 + means[1] ** 2 + BRIGHTNESS)
-    alike: FloatArray = bright * (2 * common + CONTRAST) / (spreads[0] + spreads[1] + CONTRAST)
+    bright = (2 * means[0] * means[1] + _BRIGHTNESS) / (means[0] ** 2 + means[1] ** 2 + _BRIGHTNESS)
+    alike: FloatArray = bright * (2 * common + _CONTRAST) / (spreads[0] + spreads[1] + _CONTRAST)
     return alike
 
 
@@ -44,5 +44,5 @@ def recognised(pictures: FloatArray, originals: FloatArray, pool: FloatArray) ->
 
 def _centred(rows: FloatArray) -> FloatArray:
     moved = rows - rows.mean(axis=-1, keepdims=True)
-    scaled: FloatArray = moved / np.maximum(np.linalg.norm(moved, axis=-1, keepdims=True), TINY)
+    scaled: FloatArray = moved / np.maximum(np.linalg.norm(moved, axis=-1, keepdims=True), _TINY)
     return scaled

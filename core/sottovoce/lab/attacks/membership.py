@@ -21,7 +21,7 @@ from sottovoce.running.run import Run
 from sottovoce.running.simulator import simulate
 from sottovoce.running.transcript import Transcript
 
-ROUNDING = 1e-9
+_ROUNDING = 1e-9
 """Decisions closer than this, relative to the largest, are equal."""
 
 Pair = tuple[LearnerData, LearnerData]
@@ -87,7 +87,7 @@ def from_both(run: Run, heard: _HeardRuns, pair: Pair) -> FloatArray:
         for t, decided in enumerate(_decided(run, heard.transcript, learner, pair)):
             published = heard.decisions[t, learner]
             apart = np.abs(decided - published).max(axis=-1)
-            fits = apart <= ROUNDING * (1.0 + np.abs(published).max(axis=-1))
+            fits = apart <= _ROUNDING * (1.0 + np.abs(published).max(axis=-1))
             scores = np.where(fits[0] & ~fits[1], np.inf, np.where(fits[1] & ~fits[0], -np.inf, scores))
     return scores
 

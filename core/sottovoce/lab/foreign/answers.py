@@ -20,21 +20,21 @@ from sottovoce.arrays import BoolArray, FloatArray, IntArray
 from sottovoce.auditing.conversation import Conversation, Overheard
 from sottovoce.auditing.views import COLUMNS, REPEATED
 
-ASKED, ANSWERED = 32, 64
+_ASKED, _ANSWERED = 32, 64
 """Of a request and of an answer, so many numbers are looked at."""
 
-DEGREE, TERMS, ROWS_A_TERM = 4, 500, 5
+_DEGREE, _TERMS, _ROWS_A_TERM = 4, 500, 5
 """Polynomials of the request: their degree and their number of terms at most, and how many answers each term needs at least."""
 
-NUMBERS = 2**24
+_NUMBERS = 2**24
 """Of all terms of all answers together, at most: 128 MiB."""
 
-RIDGE, FOLDS, LEAST = 1e-8, 4, 16
+RIDGE, _FOLDS, _LEAST = 1e-8, 4, 16
 """Of the regressions; and from so many answers on there is one."""
 
 
 @dataclass(frozen=True, slots=True)
-class Answers:
+class _Answers:
     """All answers of one method.
 
     Attributes:
@@ -57,16 +57,16 @@ def answer_views(runs: Sequence[Conversation], learnt: IntArray) -> dict[str, Fl
     found = {}
     for method, answers in _pairs(runs).items():
         own = np.isin(answers.run, learnt)
-        if int(own.sum()) < LEAST:
+        if int(own.sum()) < _LEAST:
             continue
         asked, answered = (_varying(part, own) for part in (answers.asked, answers.answered))
         if asked.shape[1] and answered.shape[1]:
-            varying = Answers(answers.run, asked[:, :ASKED], answered[:, :ANSWERED])
+            varying = _Answers(answers.run, asked[:, :_ASKED], answered[:, :_ANSWERED])
             found[f"answers of {method} beside their requests"] = _view(varying, learnt, len(runs))
     return found
 
 
-def _pairs(runs: Sequence[Conversation]) -> dict[str, Answers]:
+def _pairs(runs: Sequence[Conversation]) -> dict[str, _Answers]:
     """Answers by method, each beside the last request of its stream; of a method those of the commonest lengths."""
     rows: dict[str, list[tuple[int, FloatArray, FloatArray]]] = defaultdict(list)
     for k, run in enumerate(runs):
@@ -80,7 +80,7 @@ def _pairs(runs: Sequence[Conversation]) -> dict[str, Answers]:
         [(widths, _)] = Counter((len(asked), len(answer)) for _, asked, answer in all_rows).most_common(1)
         kept = [row for row in all_rows if (len(row[1]), len(row[2])) == widths]
         numbers = np.array([k for k, _, _ in kept])
-        found[method] = Answers(numbers, np.stack([row[1] for row in kept]), np.stack([row[2] for row in kept]))
+        found[method] = _Answers(numbers, np.stack([row[1] for row in kept]), np.stack([row[2] for row in kept]))
     return found
 
 
@@ -109,7 +109,7 @@ def _varying(values: FloatArray, own: BoolArray) -> FloatArray:
     return varying
 
 
-def _view(answers: Answers, learnt: IntArray, runs: int) -> FloatArray:
+def _view(answers: _Answers, learnt: IntArray, runs: int) -> FloatArray:
     """Sums over a run's answers of what is left of them, of its square, and of its products with the request."""
     alone = _left(answers, learnt)
     own = np.isin(answers.run, learnt)
@@ -124,13 +124,13 @@ def _view(answers: Answers, learnt: IntArray, runs: int) -> FloatArray:
     return view.reshape(runs, -1)
 
 
-def _left(answers: Answers, learnt: IntArray) -> FloatArray:
+def _left(answers: _Answers, learnt: IntArray) -> FloatArray:
     """`(rows, numbers)`: answers without what polynomials of the request explain, fitted to other runs of those learnt from."""
     own = np.isin(answers.run, learnt)
     terms = _terms(answers.asked, int(own.sum()))
-    fold = np.where(own, answers.run % FOLDS, -1)
+    fold = np.where(own, answers.run % _FOLDS, -1)
     left = np.empty_like(answers.answered)
-    for k in range(-1, FOLDS):
+    for k in range(-1, _FOLDS):
         fitted, here = own & (fold != k), fold == k
         left[here] = answers.answered[here] - terms[here] @ _solved(terms[fitted], answers.answered[fitted])
     return left
@@ -139,8 +139,8 @@ def _left(answers: Answers, learnt: IntArray) -> FloatArray:
 def _terms(asked: FloatArray, rows: int) -> FloatArray:
     """Polynomials of as high a degree as so many rows can tell."""
     numbers = asked.shape[1]
-    most = min(TERMS, rows // ROWS_A_TERM, NUMBERS // len(asked))
-    degree = max([n for n in range(1, DEGREE + 1) if math.comb(numbers + n, n) <= most], default=1)
+    most = min(_TERMS, rows // _ROWS_A_TERM, _NUMBERS // len(asked))
+    degree = max([n for n in range(1, _DEGREE + 1) if math.comb(numbers + n, n) <= most], default=1)
     columns = [np.ones(len(asked))]
     for n in range(1, degree + 1):
         columns += [

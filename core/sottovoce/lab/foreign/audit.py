@@ -25,7 +25,7 @@ from sottovoce.errors import CaptureError
 from sottovoce.lab.foreign.answers import answer_views
 from sottovoce.lab.foreign.repeats import Sign, signs
 
-UNFAIR = 1e-3
+_UNFAIR = 1e-3
 """Coins that a fair one gives less often than this are doubted."""
 
 
@@ -115,7 +115,7 @@ def _balanced(runs: Sequence[Conversation], generator: np.random.Generator) -> l
     if ones in (0, total):
         raise CaptureError(f"an audit needs runs of both worlds, got {total - ones} of world 0 and {ones} of world 1")
     binomial = import_extra("scipy.stats", "scipy", "an audit").binom
-    if 2.0 * float(binomial.cdf(min(ones, total - ones), total, 0.5)) >= UNFAIR:
+    if 2.0 * float(binomial.cdf(min(ones, total - ones), total, 0.5)) >= _UNFAIR:
         return list(runs)
     common = int(2 * ones > total)
     share = min(ones, total - ones) / max(ones, total - ones)
@@ -133,4 +133,4 @@ def _in_turns(worlds: IntArray) -> bool:
     spread = math.sqrt((mean - 1.0) * (mean - 2.0) / (total - 1.0))
     changes = 1 + int((worlds[1:] != worlds[:-1]).sum())
     norm = import_extra("scipy.stats", "scipy", "an audit").norm
-    return spread == 0.0 or float(norm.sf(abs(changes - mean) / spread)) * 2.0 >= UNFAIR
+    return spread == 0.0 or float(norm.sf(abs(changes - mean) / spread)) * 2.0 >= _UNFAIR

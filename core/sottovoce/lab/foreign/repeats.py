@@ -19,10 +19,10 @@ from sottovoce.data.files import import_extra
 from sottovoce.lab.foreign.resolution import resolution
 from sottovoce.running.assembly import Versions
 
-CHANCE = 1e-6
+_CHANCE = 1e-6
 """Coincidences less likely than this are reported."""
 
-LEAST = 16
+_LEAST = 16
 """Of fewer numbers, or of messages with fewer bytes, nothing is concluded."""
 
 
@@ -59,7 +59,7 @@ def _numbers_again(runs: Sequence[Conversation]) -> list[Sign]:
         place = np.nonzero(varied)
         said = varied[place]
         ties = len(said) - len(np.unique(said))
-        if len(said) < LEAST or not ties or poisson.sf(ties - 1, _by_chance(said)) >= CHANCE:
+        if len(said) < _LEAST or not ties or poisson.sf(ties - 1, _by_chance(said)) >= _CHANCE:
             continue
         first, again = (tuple(int(axis[k]) for axis in place) for k in _pair(said))
         where = f"{_position(runs, first)} and {_position(runs, again)}"
@@ -124,7 +124,7 @@ def _varied(
 ) -> list[tuple[Conversation, int, Overheard]]:
     """Messages long enough to be no coincidence, without those that are the same in all runs."""
     counts = Counter((k, each.digest) for _, k, each in said)
-    return [(run, k, each) for run, k, each in said if each.size >= LEAST and counts[k, each.digest] < runs]
+    return [(run, k, each) for run, k, each in said if each.size >= _LEAST and counts[k, each.digest] < runs]
 
 
 def _equivocations(runs: Sequence[Conversation]) -> list[Sign]:

@@ -6,10 +6,10 @@ import numpy as np
 
 from sottovoce.arrays import BoolArray, FloatArray
 
-CLEAR = 64.0
+_CLEAR = 64.0
 """A rounding is one if it is so many times coarser than the floats: else every number would be said to be rounded."""
 
-FEW = 16
+_FEW = 16
 """Fewer gaps between numbers show no step."""
 
 
@@ -47,7 +47,7 @@ def _decimals(values: FloatArray, floats: FloatArray) -> float | None:
     """The largest power of ten of which all are multiples; None: of none that floats could not be by chance."""
     for places in range(-6, 16):
         unit = 10.0**-places
-        if unit <= CLEAR * float(floats.max()):
+        if unit <= _CLEAR * float(floats.max()):
             return None
         if (np.abs(values - np.round(values, places)) <= floats).all():
             return unit
@@ -67,7 +67,7 @@ def _digits(values: FloatArray, floats: FloatArray) -> FloatArray | None:
         leading = values / units
         for digits in range(1, 16):
             last = units * 10.0 ** (1 - digits)
-            if (last <= CLEAR * floats).any():
+            if (last <= _CLEAR * floats).any():
                 return None
             if (np.abs(leading - np.round(leading, digits - 1)) * units <= 2.0 * floats).all():
                 return last
@@ -78,8 +78,8 @@ def _step(ordered: FloatArray, floats: FloatArray) -> float | None:
     """The step between the levels of a quantiser: the smallest gap, or a small fraction of it, that divides all others."""
     finest = float(floats.max())
     gaps = np.diff(ordered)
-    gaps = gaps[gaps > CLEAR * finest]
-    if len(gaps) < FEW:
+    gaps = gaps[gaps > _CLEAR * finest]
+    if len(gaps) < _FEW:
         return None
     smallest = float(gaps.min())
     return next((smallest / parts for parts in range(1, 17) if _divides(smallest / parts, gaps, finest).all()), None)
@@ -88,7 +88,7 @@ def _step(ordered: FloatArray, floats: FloatArray) -> float | None:
 def _divides(step: float, gaps: FloatArray, finest: float) -> BoolArray:
     """Whether gaps are multiples of a step, as far as floats can tell; a single False where they tell of too few."""
     told = gaps[gaps * finest <= 0.01 * step * step] / step
-    if len(told) < FEW:
+    if len(told) < _FEW:
         return np.zeros(1, dtype=np.bool_)
     near: BoolArray = np.abs(told - np.rint(told)) < 0.05
     return near

@@ -19,7 +19,7 @@ class Base:
 
     Attributes:
         algorithm: that section of its spec.
-        sections: other sections, over those of `COMMON`.
+        sections: other sections, over those of `_COMMON`.
         n_features: of a record.
         batch: records of a round.
         epsilon: about what the first learner's claim is to be, by noise of another size; None: what comes of the spec.
@@ -37,7 +37,7 @@ class Base:
 
     def build(self) -> tuple[Run, PlacedData]:
         """The run and its data."""
-        spec = parse_spec({**COMMON, "algorithm": dict(self.algorithm), **self.sections}, imports=True)
+        spec = parse_spec({**_COMMON, "algorithm": dict(self.algorithm), **self.sections}, imports=True)
         run = build_run(spec, self.n_features)
         if self.epsilon is not None:
             factor = run.guarantee(0).epsilon() / self.epsilon
@@ -46,7 +46,7 @@ class Base:
         return run, _made_up(run, self.n_features, self.batch)
 
 
-COMMON: dict[str, Any] = {
+_COMMON: dict[str, Any] = {
     "rounds": 8,
     "learners": 3,
     "loss": {"kind": "logistic", "ridge": 0.05},

@@ -11,15 +11,12 @@ import numpy as np
 from sottovoce.algorithms.interface import Heard, Message
 from sottovoce.arrays import Batch, FloatArray
 from sottovoce.lab.selftest.breaking import Altered, changed
-from sottovoce.lab.selftest.mutants import (
-    Breaks,
-    altered,
-)
+from sottovoce.lab.selftest.mutants import Breaks, altered
 from sottovoce.noise import Draw, Noise, no_noise
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class _Known:
     """What a learner has when it speaks.
 
     Attributes:
@@ -53,16 +50,16 @@ Following = Callable[[FloatArray, Draw, Says], FloatArray]
 
 
 @dataclass(frozen=True)
-class Follows(Altered):
+class _Follows(Altered):
     """An algorithm whose noise follows what it should hide."""
 
     change: Following
 
-    def start(self, who: Any) -> Known:
+    def start(self, who: Any) -> _Known:
         state = self.correct.start(who)
-        return Known(state, state)
+        return _Known(state, state)
 
-    def speak(self, known: Known, noise: Noise) -> tuple[Known, Message]:
+    def speak(self, known: _Known, noise: Noise) -> tuple[_Known, Message]:
         _, clean = self.correct.speak(known.state, no_noise)
         _, old = self.correct.speak(known.before, no_noise)
         labels = np.zeros((1, 1, 1)) if known.batch is None else known.batch.labels[..., :1, None]
@@ -76,18 +73,18 @@ class Follows(Altered):
         state, said = self.correct.speak(known.state, changed(noise, follow))
         return replace(known, state=state), said
 
-    def listen(self, known: Known, heard: Heard, batch: Batch) -> Known:
-        return Known(self.correct.listen(known.state, heard, batch), known.state, batch if batch.size else None)
+    def listen(self, known: _Known, heard: Heard, batch: Batch) -> _Known:
+        return _Known(self.correct.listen(known.state, heard, batch), known.state, batch if batch.size else None)
 
-    def overheard(self, known: Known, message: Message) -> tuple[Known, FloatArray]:
+    def overheard(self, known: _Known, message: Message) -> tuple[_Known, FloatArray]:
         state, density = self.correct.overheard(known.state, message)
         return replace(known, state=state), density
 
-    def decision(self, known: Known) -> FloatArray:
+    def decision(self, known: _Known) -> FloatArray:
         decision: FloatArray = self.correct.decision(known.state)
         return decision
 
 
 def following(change: Following) -> Breaks:
     """A break of an algorithm: its noise is changed with knowledge of what it should hide."""
-    return altered(lambda algorithm: Follows(algorithm, change))
+    return altered(lambda algorithm: _Follows(algorithm, change))

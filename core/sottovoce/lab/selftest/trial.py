@@ -31,13 +31,13 @@ from sottovoce.noise import SeededNoise
 from sottovoce.running.run import Run
 from sottovoce.running.simulator import simulate
 
-LADDER = (20, 100, 500, 2000)
+_LADDER = (20, 100, 500, 2000)
 """Runs of each world that are tried, one after the other, up to a mutant's own limit."""
 
 LEVEL, WATCH_LEVEL = 0.05, 0.001
 """Of false alarms: of an audit, and of a run under watch."""
 
-RARE = 0.001
+_RARE = 0.001
 """So many false alarms, or more, are too many if their chance is below this."""
 
 
@@ -110,7 +110,7 @@ def attempt(
     blank = MutantOutcome(mutant.name, mutant.what, mutant.family, most or mutant.runs, base)
     try:
         worlds = None if mutant.swap is None else mutant.swap(run, data, learner)
-        plan = plan_audit(run, data, learner, runs=LADDER[0], seed=seed, worlds=worlds)
+        plan = plan_audit(run, data, learner, runs=_LADDER[0], seed=seed, worlds=worlds)
         broken = mutant.breaks(plan)
         if broken.heard is not None:
             return _noticed(blank, plan, broken)
@@ -127,8 +127,8 @@ def attempt(
 
 
 def _rungs(most: int) -> Iterator[int]:
-    yield from (runs for runs in LADDER if runs < most)
-    yield max(most, LADDER[0])
+    yield from (runs for runs in _LADDER if runs < most)
+    yield max(most, _LADDER[0])
 
 
 def audited(plan: AuditPlan, broken: Broken) -> Audit:
@@ -209,7 +209,8 @@ class Alarms:
     def too_many(self) -> bool:
         """Hardly any correct audit, or watch, would accuse it so often."""
         return (
-            _chance(self.refuted, self.audits, LEVEL) < RARE or _chance(self.alarmed, self.watched, WATCH_LEVEL) < RARE
+            _chance(self.refuted, self.audits, LEVEL) < _RARE
+            or _chance(self.alarmed, self.watched, WATCH_LEVEL) < _RARE
         )
 
 

@@ -34,8 +34,8 @@ from sottovoce.running.replay import Replay
 from sottovoce.running.run import Run
 from sottovoce.running.simulator import simulate
 
-LONGEST_WINDOW = 16
-REHEARSED = 2000
+_LONGEST_WINDOW = 16
+_REHEARSED = 2000
 """Coins in simulated runs, at least, from which tau is found."""
 
 
@@ -143,7 +143,7 @@ def _require_events(run: Run, data: PlacedData) -> None:
 
 def _window(run: Run, count: int) -> int:
     """The longest one that leaves enough places."""
-    for window in range(min(LONGEST_WINDOW, run.spec.rounds - 1), 1, -1):
+    for window in range(min(_LONGEST_WINDOW, run.spec.rounds - 1), 1, -1):
         if run.spec.n_learners * ((run.spec.rounds - 1) // window) >= count:
             return window
     return 1
@@ -167,7 +167,7 @@ def _extreme(run: Run, data: PlacedData) -> tuple[float, float]:
 
 def _rehearsed(run: Run, data: PlacedData, canaries: Canaries, seed: int) -> float:
     """Tau: from which loss on guesses give the largest bound, if all is as claimed."""
-    replicas = -(-REHEARSED // len(canaries.places))
+    replicas = -(-_REHEARSED // len(canaries.places))
     known = canaries.in_data(data)
     scorer, strengths = Scorer(run, known, canaries, replicas), []
     last = canaries.places[-1].round + canaries.window + 1

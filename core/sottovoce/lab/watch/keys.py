@@ -15,10 +15,10 @@ import numpy as np
 from sottovoce.arrays import BoolArray, FloatArray, IntArray
 from sottovoce.noise import GRID_BITS
 
-WINDOW_BITS = 6
+_WINDOW_BITS = 6
 """A key is 64 lattice points wide: of equal numbers, one slip of a lattice point parts less than one in sixteen."""
 
-CHANCE = (2.0**WINDOW_BITS + 1.0) * 2.0 ** -(GRID_BITS + 1)
+CHANCE = (2.0**_WINDOW_BITS + 1.0) * 2.0 ** -(GRID_BITS + 1)
 """Of any given key, at most: so many points, each with a probability of at most half the finest spacing."""
 
 SIZE = 2**20 - 3
@@ -27,13 +27,13 @@ SIZE = 2**20 - 3
 
 def keys_of(values: FloatArray) -> IntArray:
     """The keys of standard Laplace numbers."""
-    half = 1 << (WINDOW_BITS - 1)
-    keys: IntArray = (np.rint(values * 2.0**GRID_BITS).astype(np.int64) + half) >> WINDOW_BITS
+    half = 1 << (_WINDOW_BITS - 1)
+    keys: IntArray = (np.rint(values * 2.0**GRID_BITS).astype(np.int64) + half) >> _WINDOW_BITS
     return keys
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class Novelty:
     """How new the numbers of a round are, `(learners,)` each.
 
     Attributes:
@@ -83,7 +83,7 @@ class Keys:
         """The table is kept; the streams of learners begin anew."""
         self._last = {}
 
-    def hear(self, values: FloatArray, exact: BoolArray) -> Heard:
+    def hear(self, values: FloatArray, exact: BoolArray) -> Novelty:
         """Take the numbers of a round.
 
         Args:
@@ -96,7 +96,7 @@ class Keys:
         known = self._keys[slots] == before
         again = known & (self._next[slots] == after)
         chance = 2.0 * CHANCE * (self.kept + len(slots))  # those of this round may be said twice, too
-        found = Heard(
+        found = Novelty(
             known=np.bincount(owner[known], minlength=n),
             expected=np.bincount(owner, minlength=n).astype(np.float64) * chance,
             again=np.bincount(owner[again], minlength=n),

@@ -10,13 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 from scipy import special
 
 from sottovoce.arrays import BoolArray, FloatArray, IntArray
 from sottovoce.auditing.conformance.block import FARTHEST
-from sottovoce.auditing.conformance.residuals import ALL, Residuals
-from sottovoce.lab.watch.keys import Heard, Keys
+from sottovoce.auditing.conformance.residuals import ALL, ByteArray, Residuals
+from sottovoce.lab.watch.keys import Keys, Novelty
 
 LAGS = 8
 """Rounds before that noise is compared with."""
@@ -24,7 +23,7 @@ LAGS = 8
 SHIFTS = (-1, 0, 1)
 """Coordinates beside a number that it is compared with."""
 
-PAST = ("constant", "centre", "decision", "gradient", "record", "record with its label")
+_PAST = ("constant", "centre", "decision", "gradient", "record", "record with its label")
 """What a learner had before it drew: as in `Residuals.past`; the constant is for signs that are not fair."""
 
 NEAR = 2.0**-36
@@ -32,17 +31,17 @@ NEAR = 2.0**-36
 
 A standard Laplace number is so close to any given number with at most this probability."""
 
-EXACT = 2.0**-38
+_EXACT = 2.0**-38
 """Resolution of float64, in scales, up to which numbers may be compared."""
 
-RESOLVED = 2.0**-12
+_RESOLVED = 2.0**-12
 """Resolution, in scales, beyond which nothing is said of a number."""
 
-OUTLIER = 5.0
+_OUTLIER = 5.0
 """No value of the past counts for more than so many times its root mean square."""
 
 
-class Said:
+class RoundNoise:
     """The noise that all watched learners said in a round, fields side by side.
 
     Args:
@@ -54,7 +53,7 @@ class Said:
         steps, said, lost: the same, as in `Residuals`.
         scale: the same, of the noise.
         resolution: the same: what float64 tells apart, in scales.
-        past: `(learners, len(PAST), numbers)`; 0 where nothing is known.
+        past: `(learners, len(_PAST), numbers)`; 0 where nothing is known.
     """
 
     def __init__(self, learners: int, numbers: int) -> None:
@@ -62,10 +61,10 @@ class Said:
         self.values: FloatArray = np.full(shape, np.nan)
         self.steps: IntArray = np.zeros(shape, np.int64)
         self.said: IntArray = np.zeros(shape, np.int64)
-        self.lost: npt.NDArray[np.int8] = np.full(shape, ALL, np.int8)
+        self.lost: ByteArray = np.full(shape, ALL, np.int8)
         self.scale: FloatArray = np.ones(shape)
         self.resolution: FloatArray = np.zeros(shape)
-        self.past: FloatArray = np.zeros((learners, len(PAST), numbers))
+        self.past: FloatArray = np.zeros((learners, len(_PAST), numbers))
 
     def put(self, row: int, start: int, noise: Residuals, message: FloatArray, past: Mapping[str, FloatArray]) -> None:
         """The noise of one field, `(1, 1, dim)`, of a learner's message; numbers from `start` on are this field's."""
@@ -73,11 +72,11 @@ class Said:
         at = row, slice(start, start + width)
         scale, centre = float(noise.scale[0]), noise.past["centre"][0, 0]
         self.resolution[at] = np.spacing(np.maximum(np.abs(message[0, 0]), np.abs(centre))) / scale
-        self.values[at] = np.where(self.resolution[at] < RESOLVED, noise.values[0, 0], np.nan)
+        self.values[at] = np.where(self.resolution[at] < _RESOLVED, noise.values[0, 0], np.nan)
         self.steps[at], self.said[at], self.lost[at] = noise.steps[0, 0], noise.said[0, 0], noise.lost[0, 0]
         self.scale[at] = scale
         self.past[row, 0, start : start + width] = 1.0
-        for k, name in enumerate(PAST[1:], 1):
+        for k, name in enumerate(_PAST[1:], 1):
             value = centre if name == "centre" else past[name][0, 0] if name in past else None
             if value is not None and len(value) == width:
                 self.past[row, k, start : start + width] = value
@@ -116,7 +115,7 @@ class Seen:
         normal: normal scores of the numbers.
         even: `1 - 2 exp(-|r|)`, evenly spread in [-1, 1].
         steps, said, lost: as in `Residuals`.
-        past: `(learners, len(PAST), numbers)`, about 1 in size.
+        past: `(learners, len(_PAST), numbers)`, about 1 in size.
         before: noise of the rounds before, of all learners, shifted to all sides.
         twice: `(learners,)` numbers that are 0, or as at one of `LAGS` rounds before in the same coordinate, up to the sign.
         cancelled: `(learners,)` numbers that are minus the noise of all learners before it in this round, together.
@@ -132,13 +131,13 @@ class Seen:
     even: FloatArray
     steps: IntArray
     said: IntArray
-    lost: npt.NDArray[np.int8]
+    lost: ByteArray
     past: FloatArray
     before: Before
     twice: IntArray
     cancelled: IntArray
     exact: IntArray
-    heard: Heard
+    heard: Novelty
 
 
 def shifted(values: FloatArray) -> FloatArray:
@@ -171,17 +170,17 @@ class Memory:
         self._values = np.full((LAGS, self.learners, self.numbers), np.inf)
         blank = [np.zeros((rows, self.numbers)) for _ in range(4)]
         self._before = Before(blank[0], blank[1], blank[2], blank[3], np.arange(LAGS)[::-1].copy())
-        self._squares = np.zeros((self.learners, len(PAST), 1))
+        self._squares = np.zeros((self.learners, len(_PAST), 1))
         self.keys.begin_run()
 
-    def see(self, said: Said) -> Seen:
+    def see(self, said: RoundNoise) -> Seen:
         """What there is to see of the next round, until the one after it (`before` is the memory itself)."""
         self._keep_last()
         known = np.isfinite(said.values)
         values = np.where(known, said.values, 0.0)
         sizes, signs = np.abs(values), np.sign(values)
         tail = np.exp(-sizes)
-        exact = known & (said.resolution < EXACT)
+        exact = known & (said.resolution < _EXACT)
         self._last = seen = Seen(
             known=known.astype(np.float64),
             tail=tail,
@@ -226,10 +225,10 @@ class Memory:
         self._squares += np.mean(past**2, axis=-1, keepdims=True)
         self._rounds += 1
         size = np.sqrt(self._squares / self._rounds)
-        return np.clip(np.divide(past, size, out=np.zeros_like(past), where=size > 0.0), -OUTLIER, OUTLIER)
+        return np.clip(np.divide(past, size, out=np.zeros_like(past), where=size > 0.0), -_OUTLIER, _OUTLIER)
 
 
-def _cancelled(said: Said, exact: BoolArray) -> BoolArray:
+def _cancelled(said: RoundNoise, exact: BoolArray) -> BoolArray:
     """Where the noise of a learner and of all before it adds up to nothing; scales may differ."""
     total = np.cumsum(np.where(exact, said.values * said.scale, 0.0), axis=0)
     cancelled: BoolArray = np.abs(total) < NEAR * said.scale

@@ -30,7 +30,7 @@ from sottovoce.auditing.conformance.residuals import learned, noise_of
 from sottovoce.data import PlacedData
 from sottovoce.errors import CaptureError
 from sottovoce.lab.watch.keys import Keys
-from sottovoce.lab.watch.seen import Memory, Said
+from sottovoce.lab.watch.seen import Memory, RoundNoise
 from sottovoce.lab.watch.sequential import e_bh, mixture
 from sottovoce.lab.watch.stakes import Gain, Stakes
 from sottovoce.running.replay import Replay
@@ -114,7 +114,7 @@ class _Watched(_Stake):
             self.refute(self._impossible)
 
     def take(
-        self, messages: Mapping[int, Message], data: PlacedData, into: Said, row: int, starts: Mapping[str, int]
+        self, messages: Mapping[int, Message], data: PlacedData, into: RoundNoise, row: int, starts: Mapping[str, int]
     ) -> None:
         """Take the noise of the next round off, and put it into its row."""
         if not self.heard:
@@ -197,7 +197,7 @@ class Watch:
         """
         if t != self.round:
             raise CaptureError(f"the next round to watch must be {self.round}, got {t}")
-        said = Said(len(self.learners), self._numbers)
+        said = RoundNoise(len(self.learners), self._numbers)
         for row, watched in enumerate(self.learners):
             watched.take(messages, self._data, said, row, self._starts)
         gain = self._stakes.add(self._memory.see(said))

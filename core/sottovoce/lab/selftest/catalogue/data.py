@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -12,13 +13,7 @@ from sottovoce.arrays import FloatArray
 from sottovoce.lab.selftest.breaking import Change, scaled
 from sottovoce.lab.selftest.evidence import each_message, each_number, event, rescaled
 from sottovoce.lab.selftest.following import Following, Says, following
-from sottovoce.lab.selftest.mutants import (
-    MOST,
-    SEEN,
-    Mutant,
-    laplace_only,
-    unaided,
-)
+from sottovoce.lab.selftest.mutants import MOST, SEEN, Breaks, Mutant, laplace_only, unaided
 from sottovoce.noise import Draw
 
 
@@ -74,26 +69,18 @@ def _by_coordinate(factor: float) -> Change:
 
 _data = partial(Mutant, family="conformance", kind="noise that follows data", runs=MOST, quick=False)
 
+
+def _rescaling(when: str, follows: str, breaks: Callable[[float], Breaks], share: float) -> Iterator[Mutant]:
+    """Noise of a scale that follows something: another one in so many of the numbers."""
+    for factor in (0.8, 0.95):
+        name, what = f"{factor:g} {when}", f"the scale follows {follows}"
+        yield _data(name, what, laplace_only(breaks(factor)), limit=each_number(share * rescaled(factor)))
+
+
 DATA = (
     replace(_data("zeros left out", "no noise on zero coordinates", following(_skips_zeros)), runs=SEEN, quick=True),
-    *(
-        _data(
-            f"{factor:g} after label 1",
-            "the scale follows the last label",
-            laplace_only(following(_by_label(factor))),
-            limit=each_number(0.5 * rescaled(factor)),
-        )
-        for factor in (0.8, 0.95)
-    ),
-    *(
-        _data(
-            f"{factor:g} after a long step",
-            "the scale follows the norm of the step",
-            laplace_only(following(_by_size(factor))),
-            limit=each_number(0.5 * rescaled(factor)),
-        )
-        for factor in (0.8, 0.95)
-    ),
+    *_rescaling("after label 1", "the last label", lambda factor: following(_by_label(factor)), 0.5),
+    *_rescaling("after a long step", "the norm of the step", lambda factor: following(_by_size(factor)), 0.5),
     *(
         _data(
             f"{100 * share:g} % of signs follow",
@@ -103,15 +90,7 @@ DATA = (
         )
         for share in (0.2, 0.05)
     ),
-    *(
-        _data(
-            f"{factor:g} in every fourth round",
-            "the scale follows the round number",
-            laplace_only(unaided(partial(_by_round, factor))),
-            limit=each_number(0.25 * rescaled(factor)),
-        )
-        for factor in (0.8, 0.95)
-    ),
+    *_rescaling("in every fourth round", "the round number", lambda factor: unaided(partial(_by_round, factor)), 0.25),
     _data(
         "one coordinate at 0.9",
         "the scale follows the coordinate",

@@ -6,6 +6,7 @@ import math
 from functools import partial
 
 import numpy as np
+from numpy.random import Generator
 
 from sottovoce.arrays import FloatArray
 from sottovoce.auditing.simulated import numbers_of
@@ -13,8 +14,6 @@ from sottovoce.lab.selftest.breaking import Change, in_scales, sometimes
 from sottovoce.lab.selftest.evidence import each_message, each_number, event, repeated
 from sottovoce.lab.selftest.mutants import MOST, SEEN, Mutant, laplace_only, lattice_only, noisy, unaided
 from sottovoce.noise import Draw, on_grid
-
-Generator = np.random.Generator
 
 
 def _raw(generator: Generator) -> Change:

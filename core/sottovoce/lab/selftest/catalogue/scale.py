@@ -6,22 +6,13 @@ from dataclasses import replace
 from functools import partial
 
 import numpy as np
+from numpy.random import Generator
 
 from sottovoce.arrays import FloatArray
 from sottovoce.lab.selftest.breaking import Change, scaled, times
 from sottovoce.lab.selftest.evidence import each_number, rescaled
-from sottovoce.lab.selftest.mutants import (
-    MOST,
-    SEEN,
-    Mutant,
-    altered,
-    noisy,
-    unaided,
-    where,
-)
+from sottovoce.lab.selftest.mutants import MOST, SEEN, Mutant, altered, noisy, unaided, where
 from sottovoce.noise import Draw
-
-Generator = np.random.Generator
 
 
 def _one_learner(factor: float) -> Change:

@@ -7,21 +7,13 @@ from collections.abc import Callable
 from functools import partial
 
 import numpy as np
+from numpy.random import Generator
 
 from sottovoce.arrays import FloatArray
 from sottovoce.lab.selftest.breaking import Change, in_scales, sometimes
 from sottovoce.lab.selftest.evidence import each_number, event, shaped
-from sottovoce.lab.selftest.mutants import (
-    MOST,
-    SEEN,
-    Mutant,
-    laplace_only,
-    noisy,
-    unaided,
-)
+from sottovoce.lab.selftest.mutants import MOST, SEEN, Mutant, laplace_only, noisy, unaided
 from sottovoce.noise import Draw
-
-Generator = np.random.Generator
 
 
 def _gaussian(generator: Generator) -> Change:

@@ -7,24 +7,14 @@ from dataclasses import replace
 from functools import partial
 
 import numpy as np
+from numpy.random import Generator
 
 from sottovoce.arrays import FloatArray
 from sottovoce.auditing.plan import AuditPlan
 from sottovoce.lab.selftest.breaking import Change, in_scales, sometimes
 from sottovoce.lab.selftest.evidence import each_message, each_number, event
-from sottovoce.lab.selftest.mutants import (
-    MOST,
-    SEEN,
-    Broken,
-    Mutant,
-    laplace_only,
-    lattice_only,
-    noisy,
-    unaided,
-)
+from sottovoce.lab.selftest.mutants import MOST, SEEN, Broken, Mutant, laplace_only, lattice_only, noisy, unaided
 from sottovoce.noise import Draw
-
-Generator = np.random.Generator
 
 
 def _first_only() -> Change:

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from numpy.random import Generator
 
 from sottovoce.arrays import FloatArray
 from sottovoce.lab.selftest.breaking import Change, correlating
@@ -15,7 +16,6 @@ from sottovoce.lab.selftest.evidence import correlated, each_message, each_numbe
 from sottovoce.lab.selftest.mutants import MOST, SEEN, Mutant, laplace_only, noisy, unaided
 from sottovoce.noise import Draw
 
-Generator = np.random.Generator
 _TIE = 2.0**-40
 """About the probability that a number is one that was said before."""
 

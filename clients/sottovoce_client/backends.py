@@ -1,22 +1,23 @@
-"""Many runs side by side: joblib's processes here, or a Ray or Dask cluster."""
+"""Much work side by side: joblib's processes here, or a Ray or Dask cluster."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
-from typing import Literal
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
 
-from sottovoce.auditing.audit import Examined, Mapper, Work
-from sottovoce.auditing.simulated import Share
 from sottovoce.data.files import import_extra
 
 Backend = Literal["processes", "ray", "dask"]
 
+Mapper = Callable[[Callable[[Any], Any], Sequence[Any]], Iterator[Any]]
+"""As `map`: works on pieces, one after the other or side by side; results come in order."""
+
 
 @contextlib.contextmanager
 def mapper_over(backend: Backend, jobs: int | None = None) -> Iterator[Mapper]:
-    """How shares of an audit's runs are worked on; what comes of them does not depend on it.
+    """How pieces of work are worked on; what comes of them does not depend on it.
 
     Args:
         backend: `processes` of this machine; `ray` or `dask`: the cluster that RAY_ADDRESS or DASK_SCHEDULER_ADDRESS names, or
@@ -30,13 +31,13 @@ def mapper_over(backend: Backend, jobs: int | None = None) -> Iterator[Mapper]:
     if backend == "processes" and jobs == 1:
         yield map
         return
-    joblib = import_extra("joblib", "joblib", "an audit with several jobs")
+    joblib = import_extra("joblib", "joblib", "several jobs at a time")
     kind = "list" if backend == "ray" else "generator"  # Ray's backend gives all back at once
 
-    def over(work: Work, shares: Sequence[Share]) -> Iterator[Examined]:
-        if backend == "processes" and len(shares) < 2:  # not worth starting processes for
-            return map(work, shares)
-        results = joblib.Parallel(return_as=kind)(joblib.delayed(work)(share) for share in shares)
+    def over(work: Callable[[Any], Any], pieces: Sequence[Any]) -> Iterator[Any]:
+        if backend == "processes" and len(pieces) < 2:  # not worth starting processes for
+            return map(work, pieces)
+        results = joblib.Parallel(return_as=kind)(joblib.delayed(work)(piece) for piece in pieces)
         return iter(results)
 
     with _cluster(backend, jobs) as name, joblib.parallel_config(name, n_jobs=jobs):
