@@ -83,8 +83,8 @@ def black_box(mechanism: Mechanism, runs: int, seed: int) -> float:
     """The better of the classifiers, at their share of alpha."""
     worlds, said = mechanism.runs(2 * runs, np.random.default_rng(seed))
     views = number_views(said[:, :ROUNDS, None])
-    bounds = attack(views, worlds, Levels(ALPHA, BLIND), math.inf, np.random.SeedSequence(seed))
-    return max(bound.value for bound in bounds)
+    attacks = attack(views, worlds, Levels(ALPHA, BLIND), math.inf, np.random.SeedSequence(seed))
+    return max(each.bound.value for each in attacks)
 
 
 GUESSERS: dict[str, Callable[[Mechanism, int, int], float]] = {"likelihood ratio": likelihood, "black box": black_box}

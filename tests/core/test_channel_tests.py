@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from sottovoce.arrays import FloatArray
-from sottovoce.auditing.channel_tests import PairRuns, channel_tests
+from sottovoce.auditing.blackbox import attack
+from sottovoce.auditing.channel_tests import PairRuns, channel_tests, learned_tests
+from sottovoce.auditing.levels import BLIND, Levels
 
 Generator = np.random.Generator
 
@@ -87,3 +89,36 @@ def test_infinite_losses_leave_nothing_to_tell() -> None:
     losses = np.array([np.inf, -np.inf, np.inf, -np.inf])
     heard = PairRuns(losses, np.array([1, 0, 1, 0]), {})
     assert p_value(heard, np.array([[1.0], [0.0], [1.0], [0.0]])) == 1.0
+
+
+# ---- what is learned of several features -----------------------------------------------------------------------------
+
+
+def learned(heard: PairRuns) -> dict[str, float]:
+    """p-values, by classifier."""
+    attacks = attack(heard.views, 1 - heard.coins, Levels(0.05, BLIND), 20.0, np.random.SeedSequence(0))
+    return {test.name: test.p_value for test in learned_tests(heard, attacks)}
+
+
+def test_what_only_two_features_tell_together_is_found_whatever_is_claimed() -> None:
+    """Their product is the world; each by itself, and its square, says nothing. The claim, 20, is beyond any bound."""
+    generator = np.random.default_rng(6)
+    heard = runs(generator, 600)
+    one = generator.normal(size=600)
+    view = np.column_stack([one, np.abs(generator.normal(size=600)) * np.sign(one) * (2.0 * heard.coins - 1.0)])
+    alone, together = p_value(heard, view), learned(PairRuns(heard.losses, heard.coins, {"sizes": view}))
+    assert alone > 1e-3 and together["gradient boosting"] < 1e-12
+
+
+def test_what_the_messages_say_may_be_learned() -> None:
+    """Classifiers that learn the loss say no more than it does: 8 audits, failure probability below 8 * 2 * 1e-5."""
+    for seed in range(8):
+        heard = runs(np.random.default_rng(seed), 200, 2.0)
+        assert min(learned(heard).values()) > 1e-5
+    known = PairRuns(np.zeros(200), heard.coins, heard.views)  # of messages that should say nothing
+    assert min(learned(known).values()) < 1e-6
+
+
+def test_where_nothing_varies_nothing_is_learned() -> None:
+    heard = runs(np.random.default_rng(7), 60)
+    assert learned(PairRuns(heard.losses, heard.coins, {"sizes": np.ones((60, 2))})) == {}

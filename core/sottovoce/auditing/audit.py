@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sottovoce.arrays import FloatArray, IntArray
-from sottovoce.auditing.blackbox import VIEWS, attack, number_views
+from sottovoce.auditing.blackbox import VIEWS, Attack, attack, number_views
 from sottovoce.auditing.bounds import Bound
 from sottovoce.auditing.calibration import calibration
-from sottovoce.auditing.channel_tests import PairRuns, channel_tests
+from sottovoce.auditing.channel_tests import PairRuns, channel_tests, learned_tests
 from sottovoce.auditing.levels import Test
 from sottovoce.auditing.likelihood import Ratios, guess, ratios
 from sottovoce.auditing.outcomes import Starts
@@ -365,13 +365,14 @@ def _findings(
     say("single rounds")
     guessed, rounds = _likelihood(plan, runs, mapper)
     say("black box")
+    attacks = _attacks(plan, runs)
     excesses = (each.excess(pair.claim) for each, pair in zip(runs.started, plan.pairs, strict=False))
     found = Findings(
         runs=plan.all_runs,
         levels=plan.levels,
         claim=plan.epsilon,
-        tests=(*conformance, *_calibration(plan, runs), *_side_channels(plan, runs)),
-        bounds=(*guessed, *_black_box(plan, runs)),
+        tests=(*conformance, *_calibration(plan, runs), *_side_channels(plan, runs, attacks)),
+        bounds=(*guessed, *(each.bound for each in attacks)),
         excess=next((excess for excess in excesses if excess is not None), None),
         rounds=rounds,
         paired=plan.paired,
@@ -408,18 +409,19 @@ def _calibration(plan: AuditPlan, runs: _Runs) -> tuple[Test, ...]:
     return plan.levels.judged("calibration", calibration(runs.started, plan.run.spec.names[plan.worlds.learner]))
 
 
-def _side_channels(plan: AuditPlan, runs: _Runs) -> tuple[Test, ...]:
+def _side_channels(plan: AuditPlan, runs: _Runs, attacks: Sequence[Attack]) -> tuple[Test, ...]:
     """Whether anything depends on the world but as the messages' densities say, in any pair; where these are known."""
     if not plan.paired:
         return ()
     where = plan.run.spec.names[plan.worlds.learner]
     ends = () if runs.starts is None else (runs.starts.test(where),)
     pairs = [PairRuns(each.total, 1 - each.worlds, seen) for each, seen in zip(runs.losses, runs.views, strict=False)]
-    return plan.levels.judged("worlds", (*ends, *channel_tests(pairs, where)))
+    learned = learned_tests(pairs[0], attacks, where) if pairs else ()
+    return plan.levels.judged("worlds", (*ends, *channel_tests(pairs, where), *learned))
 
 
-def _black_box(plan: AuditPlan, runs: _Runs) -> tuple[Bound, ...]:
-    """Guesses of classifiers, where there are two worlds."""
+def _attacks(plan: AuditPlan, runs: _Runs) -> tuple[Attack, ...]:
+    """Of classifiers, where there are two worlds."""
     if not plan.paired:
         return ()
     views = runs.views[0]

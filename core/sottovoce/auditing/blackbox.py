@@ -74,9 +74,24 @@ def level(levels: Levels) -> float:
     return levels.of("black box", "classifiers", len(_CLASSIFIERS))
 
 
+@dataclass(frozen=True, slots=True)
+class Attack:
+    """What came of a classifier.
+
+    Attributes:
+        bound: on epsilon, from its guesses.
+        guessed: `(runs guessed,)` which runs it did not learn from.
+        scores: `(runs guessed,)` log odds that it gives the second world in them; empty where there was nothing to learn.
+    """
+
+    bound: Bound
+    guessed: IntArray
+    scores: FloatArray
+
+
 def attack(
     views: Mapping[str, FloatArray], worlds: IntArray, levels: Levels, claim: float, seed: np.random.SeedSequence
-) -> tuple[Bound, ...]:
+) -> tuple[Attack, ...]:
     """Learn to tell the worlds apart: every classifier at its level.
 
     Args:
@@ -123,12 +138,12 @@ def _models(seed: int) -> list[Any]:
     ]
 
 
-def _attempt(model: Any, runs: _Runs, blank: Bound) -> Bound:
+def _attempt(model: Any, runs: _Runs, blank: Bound) -> Attack:
     """Choose the view and the threshold that promise most, learn from all runs that are for it, and guess the others."""
     worlds, learnt, guessed = runs.worlds, runs.learnt, runs.guessed
     folds = np.array_split(learnt, _FOLDS)
     if not runs.views or any(len(np.unique(worlds[fold])) < 2 for fold in folds):
-        return blank  # nothing to look at, or too few runs to learn from
+        return Attack(blank, guessed, np.empty(0))  # nothing to look at, or too few runs to learn from
     promises = {
         view: _least(_held_out(model, features, worlds, folds), worlds[learnt], len(guessed), blank.level)
         for view, features in runs.views.items()
@@ -138,7 +153,8 @@ def _attempt(model: Any, runs: _Runs, blank: Bound) -> Bound:
     scores = _log_odds(model.fit(features[learnt], worlds[learnt]), features[guessed])
     made = np.abs(scores) >= threshold
     right = (scores > 0) == (worlds[guessed] == 1)
-    return replace(blank, view=view, correct=int(right[made].sum()), guesses=int(made.sum()), threshold=threshold)
+    bound = replace(blank, view=view, correct=int(right[made].sum()), guesses=int(made.sum()), threshold=threshold)
+    return Attack(bound, guessed, scores)
 
 
 def _held_out(model: Any, features: FloatArray, worlds: IntArray, folds: Sequence[IntArray]) -> FloatArray:

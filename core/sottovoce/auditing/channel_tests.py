@@ -5,6 +5,9 @@ times and metadata, nor how numbers lie beside what their densities say. So the 
 is an instrument of calibration (`tilted`), whatever epsilon is claimed. It finds one feature that tells, where a classifier
 must learn it and guess above the claim; it bounds no epsilon, and does not replace the classifiers.
 
+What only several features together tell is learned by the classifiers: the rank of what one says of runs that it did not learn
+from is an instrument, too.
+
 Where the exact loss is not known, a feature may depend on the world through messages as much as epsilon allows: not judged.
 """
 
@@ -17,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sottovoce.arrays import FloatArray, IntArray
-from sottovoce.auditing.blackbox import VIEWS
+from sottovoce.auditing.blackbox import VIEWS, Attack
 from sottovoce.auditing.calibration import tilted
 from sottovoce.auditing.levels import Test
 from sottovoce.data.files import import_extra
@@ -59,6 +62,27 @@ def channel_tests(pairs: Iterable[PairRuns], where: str = "") -> tuple[Test, ...
     return tuple(_test(name, each, where) for name, each in found.items())
 
 
+def learned_tests(heard: PairRuns, attacks: Iterable[Attack], where: str = "") -> tuple[Test, ...]:
+    """One test of every classifier that learned something: what it says of the runs that it did not learn from.
+
+    Args:
+        heard: the runs that were attacked.
+        attacks: of them.
+        where: the place that the tests name.
+
+    Raises:
+        SpecError: scipy is not installed.
+    """
+    return tuple(_learned(heard, each, where) for each in attacks if len(each.scores))
+
+
+def _learned(heard: PairRuns, attack: Attack, where: str) -> Test:
+    (ranks,) = _ranks(attack.scores[:, None]).T
+    statistic, p = tilted(heard.losses[attack.guessed], heard.coins[attack.guessed], ranks)
+    name, what = attack.bound.guesser, "given the messages, what was learned of other runs does not tell the world"
+    return Test(name, what, statistic, p, where, primary=attack.bound.view not in VIEWS, family="black box")
+
+
 def _test(name: str, found: list[tuple[float, float, int]], where: str) -> Test:
     statistic, p, _ = min(found, key=lambda each: each[1])
     tried = sum(count for _, _, count in found)
@@ -68,14 +92,12 @@ def _test(name: str, found: list[tuple[float, float, int]], where: str) -> Test:
 
 def _worst(heard: PairRuns, view: FloatArray) -> tuple[float, float, int] | None:
     """Statistic and p-value of the feature that fits the coins least, and how many instruments were tried; None: none."""
-    rank = import_extra("scipy.stats", "scipy", "an audit").rankdata
     varying = np.flatnonzero((view != view[:1]).any(axis=0))
     if not len(varying):
         return None
     least, most = np.inf, np.zeros(len(view))
     for start in range(0, len(varying), COLUMNS):
-        # Ranks in [-1, 1]; equal numbers share one.
-        ranks = 2.0 * (rank(view[:, varying[start : start + COLUMNS]], axis=0) - 0.5) / len(view) - 1.0
+        ranks = _ranks(view[:, varying[start : start + COLUMNS]])
         squares = ranks**2
         instruments = np.concatenate([ranks, squares - squares.mean(axis=0)], axis=1)
         bounds = _roughly(heard, instruments)
@@ -83,6 +105,13 @@ def _worst(heard: PairRuns, view: FloatArray) -> tuple[float, float, int] | None
         if bounds[k] < least:
             least, most = float(bounds[k]), instruments[:, k]
     return *tilted(heard.losses, heard.coins, most), 2 * len(varying)
+
+
+def _ranks(features: FloatArray) -> FloatArray:
+    """Of features `(runs, many)`, in [-1, 1]; equal numbers share one."""
+    rank = import_extra("scipy.stats", "scipy", "an audit").rankdata
+    ranks: FloatArray = 2.0 * (rank(features, axis=0) - 0.5) / len(features) - 1.0
+    return ranks
 
 
 def _roughly(heard: PairRuns, instruments: FloatArray) -> FloatArray:

@@ -90,16 +90,17 @@ def audit_conversations(
     seen = signs(kept)
     say("black box")
     learnt, _ = split(len(kept), boxed)
+    attacks = attack(views(kept) | answer_views(kept, learnt), worlds, levels, claim, boxed)
     found = Findings(
         runs=len(kept) // 2,
         levels=levels,
         claim=claim,
-        bounds=attack(views(kept) | answer_views(kept, learnt), worlds, levels, claim, boxed),
+        bounds=tuple(each.bound for each in attacks),
         signs=tuple(map(str, seen)),
         needed=runs_to_show(claim, level(levels), TESTED) if math.isfinite(claim) else 0,
         proviso="" if in_turns else ", if nothing but the world changed between them",
     )
-    timed = attack(timing(kept), worlds, levels, math.inf, clocked)
+    timed = tuple(each.bound for each in attack(timing(kept), worlds, levels, math.inf, clocked))
     counts = (int((worlds == 0).sum()), int((worlds == 1).sum()))
     return ForeignAudit(counts, len(runs) - len(kept), in_turns, timed, seen, found, decide(found))
 
