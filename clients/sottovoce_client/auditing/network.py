@@ -124,6 +124,8 @@ async def _all_runs(
             ledger.ended(k, outcome.run_id, outcome.state)
             if outcome.detail == BY_OPERATOR:
                 raise Interrupted(BY_OPERATOR)
+            if stop.is_set() and outcome.state == "failed":  # a service died
+                raise RunFailed(outcome.detail)
             finished = outcome.state == "finished"
             done, failed = done + finished, 0 if finished else failed + 1
             if failed == MOST_FAILED:
