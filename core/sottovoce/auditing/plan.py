@@ -190,8 +190,8 @@ def _pairs(
 def divided(runs: int, others: int) -> list[int]:
     """Runs of each world for the most telling pair, and for as many of so many others as have enough to show a channel.
 
-    A quarter, an eighth and an eighth are for the others, but no fewer than `FEWEST`. The first of them, the loud record against the
-    silent one, must be there wherever the most telling pair keeps as many; the rest, where that keeps half of the runs.
+    A quarter, an eighth and an eighth are for the others, but no fewer than `FEWEST`. The first of them, the loud record
+    against the silent one, must be there wherever the most telling pair keeps as many; the rest, where that keeps half.
     """
     counts: list[int] = []
     for share, kept in ((4, FEWEST), (8, runs / 2), (8, runs / 2))[:others]:

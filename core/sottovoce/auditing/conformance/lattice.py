@@ -4,8 +4,8 @@ A discrete Laplace number K is as likely as -1 - K, up to the spacing over the s
 fair. Its low 32 bits are uniform together, and stay so whatever is added to them that was known before the draw: so are those of
 what a replay finds, K', and of the message, a. Noise that was drawn coarser, or rounded to a short mantissa, has too many zeros.
 
-Numbers are independent of each other, and so are their bits, however they are added modulo two: generators of low period, and noise
-that is split into shares, show there and nowhere else.
+Numbers are independent of each other, and so are their bits, however they are added modulo two: generators of low period,
+and noise that is split into shares, show there and nowhere else.
 
 Bits are counted from the lowest one that is resolved: where a scale is so close to a power of two that the learner's spacing may
 be twice the one assumed, one bit is lost.
@@ -127,18 +127,15 @@ def _together(block: Block) -> IntArray:
         own, judged[learner, ..., part] = _resolved(block, block.steps, learner, part)
         words[learner, ..., part] = own & (2**_SIGN - 1) | (own < 0).astype(np.int64) << _SIGN
     found = np.zeros((len(_TOGETHER), len(STARTS), 256), np.int64)
-
-    def count(kind: int, added: IntArray, known: BoolArray) -> None:
-        found[kind] += _counted(added[known])
-
     for _, part in block.parts():
         own, known = words[..., part], judged[..., part]
         for kind, axis in enumerate((3, 1, 0)):  # neighbours along a chain: their sums are independent of each other
-            one, other = (np.moveaxis(each, axis, 0) for each in (own, known))
-            count(kind, one[1:] ^ one[:-1], other[1:] & other[:-1])
+            one, there = np.moveaxis(own, axis, 0), np.moveaxis(known, axis, 0)
+            found[kind] += _counted((one[1:] ^ one[:-1])[there[1:] & there[:-1]])
         for kind, axis in ((3, 3), (4, 0)):
             if own.shape[axis] > 2:  # of two they are neighbours
-                count(kind, np.bitwise_xor.reduce(own, axis=axis), known.all(axis=axis))
+                everywhere: BoolArray = np.logical_and.reduce(known, axis=axis)
+                found[kind] += _counted(np.bitwise_xor.reduce(own, axis=axis)[everywhere])
     return found
 
 
