@@ -91,14 +91,15 @@ def _make(audited: AuditPlan, lives: Lives, ledger: LedgerWriter, folder: Path, 
 
     try:
         tell = _telling(audited, say, count)
-        run_async(lambda stop: _all_runs(audited, lives, ledger, folder, per_process, tell, stop))
-    except (Interrupted, ServiceDied, RunFailed) as error:
+        try:
+            run_async(lambda stop: _all_runs(audited, lives, ledger, folder, per_process, tell, stop))
+        finally:
+            ledger.reveal(find(open_folder(folder / "captures")))
+    except (Interrupted, ServiceDied, RunFailed, OSError) as error:  # the disk may be full
         kind = Interrupted if isinstance(error, Interrupted) else RunFailed
         why = "told to stop" if kind is Interrupted else str(error)
         more = f"; what they said is kept: sottovoce audit --from {folder / 'captures'}" if done else ""
         raise kind(f"{done:,} of {2 * audited.all_runs:,} runs were made: {why}{more}") from None
-    finally:
-        ledger.reveal(find(open_folder(folder / "captures")))
 
 
 async def _all_runs(
