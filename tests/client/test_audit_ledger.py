@@ -176,6 +176,41 @@ def test_a_ledger_of_runs_that_were_cut_off_is_read(tmp_path: Path) -> None:
     assert audited(folder, plan).verdict == audited(two_worlds(tmp_path / "other", plan), plan).verdict
 
 
+def test_a_ledger_that_was_cut_off_in_a_line_is_read(tmp_path: Path) -> None:
+    """The machine went down, or its disk was full, while a coin was revealed: that run's label stands."""
+    plan = planned()
+    folder = ledgered(tmp_path / "captures", plan)
+    path = folder / FILE
+    path.write_bytes(path.read_bytes()[:-20])
+    entries = read_ledger(open_folder(folder), read_worlds(open_folder(folder)))
+    assert entries is not None and [entry.world for entry in entries.values()] == [0, 1] * 7 + [0, None]
+    assert audited(folder, plan).verdict == audited(two_worlds(tmp_path / "other", plan), plan).verdict
+
+
+def test_runs_without_a_trace_are_named_and_void_the_audit(tmp_path: Path) -> None:
+    """One may have been under way when all ended; of more, nobody knows in which world they were."""
+    plan = planned()
+    gone = (9, 13)
+    folder = ledgered(tmp_path / "captures", plan, lambda k, _: "gone" if k in gone else "finished", reveal=False)
+    done = audited(folder, plan)
+    assert (
+        done.verdict.kind == "inconclusive" and "2 started runs left neither a capture nor a coin" in done.verdict.text
+    )
+    assert done.source.endswith("2 started runs without a capture: 9, 13")
+    alone = ledgered(tmp_path / "alone", plan, lambda k, _: "gone" if k == 15 else "finished", reveal=False)
+    done = audited(alone, plan)
+    assert done.source.endswith("1 started run without a capture: 15") and not done.found.void
+
+
+def test_a_ledger_is_not_set_aside_by_worlds_above_it(tmp_path: Path) -> None:
+    plan = planned(runs=4)
+    folder = ledgered(tmp_path / "captures", plan)
+    shutil.copy(folder / WORLDS, tmp_path / WORLDS)
+    _exchange(folder / "run-0" / "capture.json", ('"world": 0', '"world": 1'))
+    with pytest.raises(CaptureError, match="must be of world 0"):
+        audited(folder, plan)
+
+
 # ---- copies ----------------------------------------------------------------------------------------------------------
 
 

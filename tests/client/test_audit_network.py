@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 from pathlib import Path
 from types import TracebackType
@@ -19,6 +20,7 @@ from sottovoce.spec import RunSpec, parse_spec
 from sottovoce_client.auditing import network as audit_network
 from sottovoce_client.auditing.audit import AuditRequest
 from sottovoce_client.auditing.captures import find, from_captures
+from sottovoce_client.auditing.ledger import LedgerWriter
 from sottovoce_client.auditing.network import RunFailed, coins, on_network
 from sottovoce_client.running.operate import BY_OPERATOR, Interrupted, Outcome
 from sottovoce_coordinator import service as coordinator_service
@@ -128,6 +130,37 @@ def test_an_early_end_says_what_is_kept_and_how_to_go_on(
     ending(monkeypatch, state, detail, whole=0)
     with pytest.raises(error, match=rf"^0 of 10 runs were made: {why}$"):
         on_network(tmp_path / "other")(audited, say=lambda text: None)
+
+
+def test_a_service_that_dies_is_named_and_nobody_was_told_to_stop(
+    prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Dying(Services):
+        async def death(self) -> str:
+            return "a (process 7) died"
+
+    async def run_on(*args: Any, replica: int, **more: Any) -> Outcome:
+        await args[4].wait()  # its end is asked for when somebody has died
+        return Outcome(f"run-{replica}", "failed", "why", 1.0, (), (), None, ())
+
+    monkeypatch.setattr(audit_network, "LocalServices", Dying)
+    monkeypatch.setattr(audit_network, "run_on", run_on)
+    with pytest.raises(RunFailed, match=r"^0 of 10 runs were made: a \(process 7\) died$"):
+        on_network(tmp_path)(ASKED.plan(prepared), say=lambda text: None)
+
+
+def test_a_full_disk_says_what_is_kept(prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ending(monkeypatch, "finished", "")
+    write = LedgerWriter.ended
+
+    def ended(ledger: LedgerWriter, replica: int, *more: str) -> None:
+        if replica == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(ledger, replica, *more)
+
+    monkeypatch.setattr(LedgerWriter, "ended", ended)
+    with pytest.raises(RunFailed, match=r"^2 of 10 runs were made: .*No space left on device; what they said is kept"):
+        on_network(tmp_path)(ASKED.plan(prepared), say=lambda text: None)
 
 
 def revealed(folder: Path) -> list[int]:

@@ -157,6 +157,25 @@ def test_what_promises_nothing_is_not_refuted() -> None:
 # ---- who listens -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("name", ["pd-ogd", "dpsda-c", "dpps noised", "pd-ftgl", "dvp"])
+def test_decisions_that_follow_from_messages_are_promised_as_much(name: str) -> None:
+    plan = planned(SETUPS[name], runs=40, threat=ThreatModel.OUTPUT)
+    assert plan.epsilon == planned(SETUPS[name], runs=40).epsilon < np.inf
+
+
+@pytest.mark.parametrize("name", ["ldp-dol", "dola", "dpsda-c clean", "dpps", "pvp"])
+def test_of_clean_decisions_nothing_is_promised(name: str) -> None:
+    """They tell the swap for certain, and accuse nobody."""
+    plan = planned(SETUPS[name], runs=40, threat=ThreatModel.OUTPUT)
+    assert np.isinf(plan.epsilon) and np.isinf(plan.per_round).all()
+
+
+def test_clean_decisions_are_no_accusation() -> None:
+    """A classifier tells them apart in every run: they are deterministic."""
+    found = audited(SETUPS["pvp"], runs=40, threat=ThreatModel.OUTPUT)
+    assert found.verdict.kind == "unpromised" and found.found.largest > 0.5
+
+
 def test_a_neighbour_that_does_not_hear_all_cannot_replay() -> None:
     """On a path 0 - 1 - 2, learner 1 hears all that learner 0 hears, and learner 2 hears only one of those that 1 hears."""
     run = small_run(rounds=6, topology={"graph": "path"})

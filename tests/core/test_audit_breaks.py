@@ -19,6 +19,7 @@ from sottovoce.auditing.simulated import Share
 from sottovoce.auditing.views import features
 from sottovoce.noise import Draw, Noise, SeededNoise, no_noise
 from sottovoce.privacy.guarantee import ThreatModel
+from tests.claims import SETUPS
 from tests.examples import made_up, small_run
 
 Change = Callable[[Draw, FloatArray, list[FloatArray]], FloatArray]
@@ -142,6 +143,8 @@ def test_a_delay_by_the_norm_hides_from_a_mirror_pair_and_not_from_a_loud_and_a_
 
 
 def test_who_sees_decisions_only_and_few_runs_cannot_call_a_learner_without_noise_consistent() -> None:
-    plan = planned(runs=40, threat=ThreatModel.OUTPUT)
+    setup = SETUPS["pd-ftgl"]
+    run = setup.build()
+    plan = plan_audit(run, made_up(run.spec, setup.n_features), 0, runs=40, seed=3, threat=ThreatModel.OUTPUT)
     done = audit_simulated(plan, noise=lambda seed: no_noise)
     assert done.verdict.kind in ("refuted", "inconclusive")

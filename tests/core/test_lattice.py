@@ -18,6 +18,7 @@ from tests import blocks
 from tests.blocks import (
     MID,
     block_of,
+    closely,
     discrete_laplace,
     gaussian,
     likely,
@@ -87,6 +88,43 @@ def test_a_break_is_found(broken: Drawn, by: str) -> None:
     for _ in range(4):
         centre = rng.integers(-(2**43), 2**43, (5, 16, 1, 17))
         assert by in refuted(block_of(broken(rng, discrete_laplace(rng, MID)), centre=centre))
+
+
+def adding_up(noise: IntArray, axis: int, bit: int) -> None:
+    """This bit, and that of the sign, is fair; that of all numbers along an axis adds up to nothing, modulo two."""
+    along = np.moveaxis(noise, axis, 0)
+    odd = np.bitwise_xor.reduce(along, axis=0) >> bit & 1
+    along[0] ^= -odd if bit == SIGN else odd << bit  # K is as likely as -1 - K, whose bits are all others
+
+
+def alternating(noise: IntArray, axis: int, bit: int) -> None:
+    """It changes from each number to the next, as that of a generator of low period does."""
+    along = np.moveaxis(noise, axis, 0)
+    for k in range(1, len(along)):
+        along[k] ^= (~(along[k] ^ along[k - 1]) >> bit & 1) << bit
+
+
+SIGN = 63
+
+
+@pytest.mark.parametrize(
+    ("change", "axis", "bit", "where"),
+    [
+        (alternating, 3, 0, "bit 0 of next coordinates"),
+        (alternating, 1, 31, "bit 31 of next rounds"),
+        (alternating, 0, 7, "bit 7 of next learners"),
+        (adding_up, 3, 20, "bit 20 of all of a message"),
+        (adding_up, 0, SIGN, "signs of all learners"),
+    ],
+)
+def test_bits_that_are_fair_but_not_independent_are_found(
+    change: Callable[[IntArray, int, int], None], axis: int, bit: int, where: str
+) -> None:
+    """1,360 sums that are all alike, or more: p = 2^-1359, times the sums and bits."""
+    noise = discrete_laplace(np.random.default_rng(14), MID)
+    change(noise, axis, bit)
+    test = judged(block_of(noise))["bits together"]
+    assert test.p_value < 1e-300 and test.where == where
 
 
 def test_coarse_messages_show_without_their_centre() -> None:
@@ -166,9 +204,9 @@ def test_blocks_add_up() -> None:
 def test_nothing_judged_comes_to_nothing() -> None:
     noise = discrete_laplace(np.random.default_rng(10), (2, 3, 4, 5))
     empty, full = Lattice(), Lattice()
-    empty.add(block_of(noise, judged=np.array(False)))
+    empty.add(closely(block_of(noise, judged=np.array(False))))
     assert empty.tests() == []
-    full.add(block_of(noise))
+    full.add(closely(block_of(noise)))
     expected = full.tests()
     full.merge(empty)
     assert full.tests() == expected

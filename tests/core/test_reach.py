@@ -71,7 +71,7 @@ def test_runs_are_divided_among_pairs_that_have_enough_of_them() -> None:
 
 def test_an_audit_that_could_find_nothing_is_inconclusive() -> None:
     """Somebody who sees decisions only, and so few runs that even right guesses alone stay below the claim."""
-    plan = planned(runs=40, threat=ThreatModel.OUTPUT)
+    plan = planned("pd-ftgl", runs=40, threat=ThreatModel.OUTPUT)
     assert most(plan) < plan.epsilon
     done = audit_simulated(plan)
     assert done.verdict.kind == "inconclusive" and "without noise" in done.verdict.text

@@ -352,13 +352,15 @@ async def test_records_that_cannot_be_delivered_fail_the_run_and_only_their_owne
     spec = spec_of()
     data = made_up(spec)
     own = replace(data.learners[1], labels=np.full(ROUNDS, 7.0))
+    stop = asyncio.Event()
     async with network(tmp_path, NAMES) as up:
-        outcome = await up.run(spec, data.with_learner(1, own))
+        outcome = await up.run(spec, data.with_learner(1, own), stop)
         known = [(await up.status(name)).detail for name in NAMES]
         view = await up.end(outcome.run_id)
 
     assert outcome.state == "failed"
     assert outcome.detail.startswith("records could not be delivered: labels of the logistic loss must be 0 or 1")
+    assert not stop.is_set()  # other runs may follow
     assert view.detail == "a feeder could not deliver its records"
     assert "label" not in " ".join([view.detail, *known, *(each.status.detail for each in view.learners)])
 

@@ -230,11 +230,12 @@ def _told(root: Folder, labels: set[int | None]) -> tuple[Document, str, Ledger]
     named = " and ".join(sorted("none" if label is None else str(label) for label in labels))
     if None in labels or 0 not in labels:
         raise CaptureError(f"captures in {root.name} must be of the worlds 0 and 1, or 0 alone, got {named}")
-    for place in (root, root.below("captures"), root.below("..")):
+    above = root.below("..")
+    for place in (root, root.below("captures"), above):
         if FILE in place.names():
             told = read_worlds(place)
             ledger = read_ledger(place, told)
-            return told, f"{place.name}/{FILE}", None if FILE in root.below("..").names() else ledger
+            return told, f"{place.name}/{FILE}", None if place is above else ledger
     raise CaptureError(
         f"captures in {root.name} are of world {named}: there must be a {FILE} beside them that says what the worlds are"
     )

@@ -154,7 +154,8 @@ def _lines(place: Folder, where: str) -> Iterator[bytes]:
             content = file.read(MOST_BYTES)
     except OSError as error:
         raise CaptureError(f"cannot read {where}: {error}") from None
-    yield from content.splitlines() or [b""]
+    # A last line that does not end was being written when the machine went down, or the disk was full.
+    yield from content.rpartition(b"\n")[0].split(b"\n")
 
 
 def _add(entries: dict[int, dict[str, Any]], line: Mapping[str, Any], planned: int) -> None:

@@ -91,14 +91,15 @@ def _make(plan: AuditPlan, lives: _Lives, ledger: LedgerWriter, folder: Path, pe
 
     try:
         tell = _telling(plan, say, count)
-        run_async(lambda stop: _all_runs(plan, lives, ledger, folder, per_process, tell, stop))
-    except (Interrupted, ServiceDied, RunFailed) as error:
+        try:
+            run_async(lambda stop: _all_runs(plan, lives, ledger, folder, per_process, tell, stop))
+        finally:
+            ledger.reveal(find(open_folder(folder / "captures")))
+    except (Interrupted, ServiceDied, RunFailed, OSError) as error:  # the disk may be full
         kind = Interrupted if isinstance(error, Interrupted) else RunFailed
         why = "told to stop" if kind is Interrupted else str(error)
         more = f"; what they said is kept: sottovoce audit --from {folder / 'captures'}" if done else ""
         raise kind(f"{done:,} of {2 * plan.all_runs:,} runs were made: {why}{more}") from None
-    finally:
-        ledger.reveal(find(open_folder(folder / "captures")))
 
 
 async def _all_runs(
@@ -124,6 +125,8 @@ async def _all_runs(
             ledger.ended(k, outcome.run_id, outcome.state)
             if outcome.detail == BY_OPERATOR:
                 raise Interrupted(BY_OPERATOR)
+            if stop.is_set() and outcome.state == "failed":  # a service died
+                raise RunFailed(outcome.detail)
             finished = outcome.state == "finished"
             done, failed = done + finished, 0 if finished else failed + 1
             if failed == _MOST_FAILED:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,7 +30,7 @@ def only_pair(replica: int | None) -> int:
 
 _EARLY, _MISSING, _REPEATED = "ended early", "missing", "repeated"
 _NAMED = 3
-"""Copies that are named; more are counted."""
+"""Copies, and runs without a capture, that are named; more are counted."""
 
 _ROOM = 64
 """Rounds, and learners, of a spec for each message of its fullest capture, at most, and 1,024 besides: a round may be silent."""
@@ -45,6 +45,7 @@ class Started:
         short: captures that have not.
         outcomes: how each of `kept`, of `short`, and then of those without a capture ended.
         gone: pair and world of every started run without a capture.
+        unknown: so many more started runs left neither a capture nor a coin.
         notes: what else must be said of them, in words.
     """
 
@@ -52,6 +53,7 @@ class Started:
     short: Sequence[Capture]
     outcomes: tuple[str, ...]
     gone: tuple[tuple[int, int], ...] = ()
+    unknown: int = 0
     notes: tuple[str, ...] = ()
     pair_of: _PairOf = only_pair
 
@@ -65,7 +67,7 @@ class Started:
             return None
         worlds = [capture.world or 0 for capture in (*self.kept, *self.short)]
         worlds += [world for _, world in self.gone]
-        return Starts(np.array(worlds, dtype=np.int64), self.outcomes, self._lost(plan))
+        return Starts(np.array(worlds, dtype=np.int64), self.outcomes, self._lost(plan), self.unknown)
 
     def pair(self, capture: Capture) -> int:
         """The pair of worlds that a run is of."""
@@ -155,9 +157,14 @@ def _distinct(captures: Sequence[Capture]) -> tuple[list[Capture], list[Capture]
 
 
 def _copied(copies: Sequence[Capture]) -> str:
-    names = ", ".join(capture.name for capture in copies[:_NAMED])
-    more = f" and {len(copies) - _NAMED:,} more" if len(copies) > _NAMED else ""
-    return f"{'copies' if len(copies) > 1 else 'a copy'} counted once: {names}{more}"
+    names = _some([capture.name for capture in copies])
+    return f"{'copies' if len(copies) > 1 else 'a copy'} counted once: {names}"
+
+
+def _some(things: Iterable[object]) -> str:
+    """The first few by name, how many more."""
+    names = [str(each) for each in things]
+    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED:,} more" if len(names) > _NAMED else "")
 
 
 # ---- outcomes --------------------------------------------------------------------------------------------------------
@@ -198,16 +205,17 @@ def started(
     repeated = {capture.replica for capture in again}
     outcomes = [_outcome(capture, capture.name in names, repeated, ledger) for capture in (*kept, *short)]
     heard = {capture.replica for capture in single}
-    lost = {k: entry for k, entry in (ledger or {}).items() if k not in heard and entry.world is not None}
+    unheard = {k: entry for k, entry in (ledger or {}).items() if k not in heard}
+    lost = {k: entry for k, entry in unheard.items() if entry.world is not None}
     outcomes += [entry.outcome if entry.outcome not in ("", "finished") else _MISSING for entry in lost.values()]
     notes = [_copied(copies)] if copies else []
     if short:  # where there are no coins, nothing can be said of them
         coined = short[0].world is not None
         what = plural(len(short), "run") if coined else f"{plural(len(short), 'other')} left out,"
         notes.append(f"{what} of which rounds are missing")
-    notes += [f"{plural(len(lost), 'started run')} without a capture"] if lost else []
+    notes += [f"{plural(len(unheard), 'started run')} without a capture: {_some(unheard)}"] if unheard else []
     gone = tuple((pair_of(k), int(entry.world or 0)) for k, entry in lost.items())
-    return Started(kept, short, tuple(outcomes), gone, tuple(notes), pair_of)
+    return Started(kept, short, tuple(outcomes), gone, len(unheard) - len(lost), tuple(notes), pair_of)
 
 
 def _first_of_each(captures: Sequence[Capture]) -> tuple[list[Capture], list[Capture]]:

@@ -32,5 +32,8 @@ def main() -> None:
     except SottovoceError as error:
         print(f"sottovoce: {error}", file=sys.stderr)
         raise SystemExit(2) from None
+    except OSError as error:  # a full disk, a folder that nobody may write to: what to do is its owner's to know
+        print(f"sottovoce: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None

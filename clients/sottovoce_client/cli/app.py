@@ -136,4 +136,6 @@ def folder_for(name: str, out: Path | None) -> Path:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise SpecError(f"cannot write to the folder {out}: {error.strerror}") from None
+    if not os.access(out, os.W_OK):  # before there are results that would be lost
+        raise SpecError(f"cannot write to the folder {out}")
     return out

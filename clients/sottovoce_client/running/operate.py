@@ -125,7 +125,7 @@ class _Running:
         self._watch, self._stop = watch, stop
         self._began = time.monotonic()
         self._progress: list[Progress] = []
-        self._reason = BY_OPERATOR
+        self._unfed = asyncio.Event()
 
     async def to_its_end(self) -> Outcome:
         run_id = self._started.run_id
@@ -157,14 +157,17 @@ class _Running:
                 group.create_task(feed(info.address, self._started.run_id, data))
 
     def _feeding_over(self, task: asyncio.Task[None]) -> None:
-        """Without its records the run cannot go on: stop it, and let the feeder's error say why."""
+        """Without its records the run cannot go on: stop it, and no other one, and let the feeder's error say why."""
         if not task.cancelled() and task.exception() is not None:
-            self._reason = "a feeder could not deliver its records"  # why is for its owner alone
-            self._stop.set()
+            self._unfed.set()
 
     async def _stop_when_told(self) -> None:
-        await self._stop.wait()
-        request = coordinator_pb2.StopRunRequest(run_id=self._started.run_id, reason=self._reason)
+        async with Tasks() as tasks:
+            waits = [tasks.start(event.wait()) for event in (self._stop, self._unfed)]
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        # Why it could not is for its owner alone.
+        reason = BY_OPERATOR if self._stop.is_set() else "a feeder could not deliver its records"
+        request = coordinator_pb2.StopRunRequest(run_id=self._started.run_id, reason=reason)
         await self._stub.StopRun(request, timeout=_CALL_S)
 
     async def _watch_it(self) -> coordinator_pb2.Run:

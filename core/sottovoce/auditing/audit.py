@@ -435,13 +435,7 @@ def _claim_seen(plan: AuditPlan, views: Iterable[str]) -> float:
 
 def _void(plan: AuditPlan, starts: Starts | None) -> str:
     """Why the coins are none; empty where they may be fair ones."""
-    if starts is None or not plan.paired or starts.balance >= plan.levels.of("black box", "worlds"):
-        return ""
-    first, second = starts.counts
-    return (
-        f"{first:,} runs of the first world and {second:,} of the second are not what fair coins give "
-        f"(p = {starts.balance:.2g}): the coin or the ledger is at fault"
-    )
+    return starts.void(plan.levels.of("black box", "worlds")) if starts is not None and plan.paired else ""
 
 
 # ---- all learners ----------------------------------------------------------------------------------------------------

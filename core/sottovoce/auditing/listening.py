@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from sottovoce.arrays import FloatArray, IntArray
 from sottovoce.auditing.blackbox import ROUNDS, WIDTH
-from sottovoce.auditing.simulated import Recording, concerned
+from sottovoce.auditing.simulated import Recording, Share, concerned, overhear
 from sottovoce.auditing.worlds import Worlds
+from sottovoce.data import PlacedData
 from sottovoce.errors import SpecError
+from sottovoce.noise import SeededNoise
 from sottovoce.privacy.guarantee import Guarantee, ThreatModel
+from sottovoce.running.replay import Replay
 from sottovoce.running.run import Run
 
 
@@ -69,7 +72,9 @@ def listener(
         raise SpecError(f"{run.algorithm.name}: all learners hold the record, so a neighbour knows it; audit the wire")
     mixings = [run.network.at(t) for t in range(run.spec.rounds)]
     hearers = [j for j in range(run.spec.n_learners) if any(worlds.learner in m.heard_by(j) for m in mixings)]
-    if not hearers or (neighbour is not None and neighbour not in hearers):
+    if not hearers:
+        raise SpecError(f"nobody ever hears learner {worlds.learner}, so no neighbour can listen: audit the wire")
+    if neighbour is not None and neighbour not in hearers:
         raise SpecError(f"the neighbour must be one of {hearers}, who ever hear learner {worlds.learner}")
     neighbour = hearers[0] if neighbour is None else neighbour
     needed = set(concerned(run, worlds)) - {neighbour}
@@ -82,6 +87,38 @@ def _published(guarantee: Guarantee) -> IntArray:
     costly = np.flatnonzero(claim > 0)
     first = int(costly[0]) if len(costly) else 0
     return np.unique(np.linspace(first, len(claim) - 1, ROUNDS).astype(np.int64))
+
+
+def of_decisions(
+    guarantee: Guarantee, run: Run, data: PlacedData, worlds: Worlds, seed: np.random.SeedSequence
+) -> Guarantee:
+    """What is promised to somebody who sees published decisions.
+
+    Decisions that follow from messages cost nothing beside these. About others nothing is promised, unless an algorithm says so.
+
+    Args:
+        guarantee: of this swap.
+        run: what is run.
+        data: of all learners.
+        worlds: the two worlds.
+        seed: of the noise of a run in which this is looked at.
+    """
+    if guarantee.output is not None or _follow(run, data, worlds, seed):
+        return guarantee
+    return replace(guarantee, output=np.full(run.spec.rounds, np.inf))
+
+
+def _follow(run: Run, data: PlacedData, worlds: Worlds, seed: np.random.SeedSequence) -> bool:
+    """Whether decisions are the same in both worlds, if the same was said."""
+    said = overhear(run, data, worlds, Share(0, 1, seed), SeededNoise).transcript
+    for holder in worlds.holders(run):
+        machine = Replay(run, holder, worlds=2)
+        for t in range(said.rounds):
+            machine.step(said.messages(t, machine.concerned), *(worlds.of(world).batch(t) for world in (0, 1)))
+            first, second = np.broadcast_to(machine.decision, (2, 1, run.algorithm.dim))
+            if not np.allclose(first, second, rtol=1e-9, atol=1e-12):
+                return False
+    return True
 
 
 def held(guarantee: Guarantee, threat: ThreatModel) -> tuple[FloatArray, ThreatModel]:

@@ -18,6 +18,9 @@ from sottovoce.auditing.levels import Test
 from sottovoce.auditing.likelihood import Ratios
 from sottovoce.data.files import import_extra
 
+UNDER_WAY = 1
+"""Runs that an audit which is cut off can leave without a trace: it makes one after the other."""
+
 WHOLE = "complete"
 """The outcome of a run of which all rounds were overheard."""
 
@@ -30,11 +33,13 @@ class Starts:
         worlds: `(started,)` 0 or 1, what the coin of each run fell on.
         outcomes: of each, in a word or two; `WHOLE` if all is well.
         lost: losses of what was heard of those that are not whole, by pair of worlds; where the listener can know them.
+        unknown: so many more were started, and nobody knows in which world: they left neither a capture nor a coin.
     """
 
     worlds: IntArray
     outcomes: tuple[str, ...]
     lost: Mapping[int, Ratios] = field(default_factory=dict)
+    unknown: int = 0
 
     @property
     def balance(self) -> float:
@@ -47,6 +52,22 @@ class Starts:
         """Started runs of either world."""
         seconds = int(self.worlds.sum())
         return len(self.worlds) - seconds, seconds
+
+    def void(self, level: float) -> str:
+        """Why the coins are none; empty where they may be fair ones.
+
+        Args:
+            level: with which probability fair coins may be taken for others.
+        """
+        if self.unknown > UNDER_WAY:
+            return f"{self.unknown:,} started runs left neither a capture nor a coin: nobody knows in which world they were"
+        if self.balance < level:
+            first, second = self.counts
+            return (
+                f"{first:,} runs of the first world and {second:,} of the second are not what fair coins give "
+                f"(p = {self.balance:.2g}): the coin or the ledger is at fault"
+            )
+        return ""
 
     def test(self, where: str = "") -> Test:
         """Do runs end alike in both worlds? The outcome that differs most, times the number of outcomes that are compared.

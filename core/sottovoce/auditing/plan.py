@@ -10,7 +10,7 @@ import numpy as np
 from sottovoce.arrays import FloatArray
 from sottovoce.auditing.bounds import ceiling, runs_to_show
 from sottovoce.auditing.levels import Levels
-from sottovoce.auditing.listening import Listener, held, listener
+from sottovoce.auditing.listening import Listener, held, listener, of_decisions
 from sottovoce.auditing.simulated import numbers_of
 from sottovoce.auditing.swaps import others, worst
 from sottovoce.auditing.worlds import Worlds
@@ -154,6 +154,8 @@ def plan_audit(
 
     def planned(each: Worlds, count: int, own: Sequence[np.random.SeedSequence]) -> AuditPlan:
         guarantee = each.guarantee(run)
+        if threat is ThreatModel.OUTPUT:
+            guarantee = of_decisions(guarantee, run, data, each, own[0])
         claim, made_for = held(guarantee, threat)
         hears = listener(run, each, guarantee, threat, neighbour)
         return AuditPlan(run, data, each, guarantee, hears, claim, made_for, count, levels, _Seeds(*own), paired, close)

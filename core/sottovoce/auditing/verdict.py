@@ -158,10 +158,10 @@ def _decide_without_coins(found: Findings) -> Verdict:
 
 
 def _unpromised(found: Findings, runs: str) -> str:
-    said = ["Nothing is promised about what is said, so nothing can fail."]
+    said = ["Nothing is promised about what is heard, so nothing can fail."]
     if found.paired:
         who, bound = found.best
-        said.append(f"The wire shows an epsilon of at least {bound:.3g}{f', by {who}' if bound else ''} ({runs}).")
+        said.append(f"It shows an epsilon of at least {bound:.3g}{f', by {who}' if bound else ''} ({runs}).")
     if found.signs:
         said.append(f"Besides, {found.signs[0]}.")
     return " ".join(said)

@@ -4,6 +4,9 @@ A discrete Laplace number K is as likely as -1 - K, up to the spacing over the s
 fair. Its low 32 bits are uniform together, and stay so whatever is added to them that was known before the draw: so are those of
 what a replay finds, K', and of the message, a. Noise that was drawn coarser, or rounded to a short mantissa, has too many zeros.
 
+Numbers are independent of each other, and so are their bits, however they are added modulo two: generators of low period,
+and noise that is split into shares, show there and nowhere else.
+
 Bits are counted from the lowest one that is resolved: where a scale is so close to a power of two that the learner's spacing may
 be twice the one assumed, one bit is lost.
 """
@@ -45,6 +48,12 @@ _LOW = 2**_SHORT - 1
 _LONG = range(38, 54)
 """And where it has so many bits, as nine in ten have: shorter ones end in few bits too often by chance."""
 _WORD = 64
+
+_TOGETHER = ("next coordinates", "next rounds", "next learners", "all of a message", "all learners")
+"""Numbers whose bits are added modulo two."""
+
+_SIGN = 32
+"""The bit in whose place the sign is looked at, above those that are uniform."""
 
 _DIGITS = np.arange(256)[:, None] >> np.arange(8) & 1
 
@@ -111,6 +120,25 @@ def _looked_at(block: Block, words: IntArray, learner: int, name: str, part: sli
     return _Words(counted, zeros, messages, (int(bits.max()), where))
 
 
+def _together(block: Block) -> IntArray:
+    """`(5, 8, 256)` as `_Words.bytes`: the bits of K' and its sign, added modulo two over `_TOGETHER`."""
+    words, judged = np.zeros_like(block.steps), np.zeros(block.steps.shape, np.bool_)
+    for learner, _, part in _places(block):
+        own, judged[learner, ..., part] = _resolved(block, block.steps, learner, part)
+        words[learner, ..., part] = own & (2**_SIGN - 1) | (own < 0).astype(np.int64) << _SIGN
+    found = np.zeros((len(_TOGETHER), len(_STARTS), 256), np.int64)
+    for _, part in block.parts():
+        own, known = words[..., part], judged[..., part]
+        for kind, axis in enumerate((3, 1, 0)):  # neighbours along a chain: their sums are independent of each other
+            one, there = np.moveaxis(own, axis, 0), np.moveaxis(known, axis, 0)
+            found[kind] += _counted((one[1:] ^ one[:-1])[there[1:] & there[:-1]])
+        for kind, axis in ((3, 3), (4, 0)):
+            if own.shape[axis] > 2:  # of two they are neighbours
+                everywhere: BoolArray = np.logical_and.reduce(known, axis=axis)
+                found[kind] += _counted(np.bitwise_xor.reduce(own, axis=axis)[everywhere])
+    return found
+
+
 def _mantissas(block: Block) -> IntArray:
     """`(64, 65)` numbers K' by length, and by that of what stands before the zeros in which they end; in the last column, all."""
     found = np.zeros((_WORD, _WORD + 1), np.int64)
@@ -154,6 +182,7 @@ class Lattice(Instrument):
         self._off: IntArray | None = None
         self._words: tuple[_Words, ...] = ()
         self._mantissas = np.zeros((_WORD, _WORD + 1), np.int64)
+        self._together = np.zeros((len(_TOGETHER), len(_STARTS), 256), np.int64)
 
     def add(self, block: Block) -> None:
         off = np.array([np.count_nonzero(each[..., part]) for each in block.off for _, part in block.parts()])
@@ -161,11 +190,14 @@ class Lattice(Instrument):
             return
         self._places = tuple(f"learner {i}, field {name!r}" for i in block.learners for name, _ in block.parts())
         self._take(off, (_Words.of(block, block.steps), _Words.of(block, block.said)), _mantissas(block))
+        if block.close:
+            self._together = self._together + _together(block)
 
     def merge(self, other: Self) -> None:
         if other._off is not None:
             self._places = other._places
             self._take(other._off, other._words, other._mantissas)
+            self._together = self._together + other._together
 
     def _take(self, off: IntArray, words: tuple[_Words, ...], mantissas: IntArray) -> None:
         self._off = off if self._off is None else self._off + off
@@ -184,6 +216,7 @@ class Lattice(Instrument):
             *self._covered("", "the noise", steps, _bits),
             *self._covered("said ", "messages", said, _uniform_bits),
             *_precise(self._mantissas),
+            *_independent(self._together),
         ]
 
     def _covered(self, prefix: str, of: str, words: _Words, bits: Callable[[IntArray], Judged]) -> Iterator[Test]:
@@ -204,6 +237,16 @@ def _bits(counts: IntArray) -> Judged:
     ones = np.einsum("pbv,vk->pbk", counts[:, [0, 2, 4, 6, 7]], _DIGITS).reshape(len(counts), -1)
     tries = counts[:, 0].sum(axis=-1)[:, None]
     return ones / np.maximum(tries, 1), np.where(tries > 0, binomial(ones, tries, 0.5), np.nan)
+
+
+def _independent(counts: IntArray) -> list[Test]:
+    """Bits that are added modulo two are as fair as each of them."""
+    share, p_values = (each[:, : _SIGN + 1] for each in _bits(counts))
+
+    def where(index: tuple[int, ...]) -> str:
+        return f"{'signs' if index[1] == _SIGN else f'bit {index[1]}'} of {_TOGETHER[index[0]]}"
+
+    return worst("bits together", "bits of the noise are independent from number to number", (share, p_values), where)
 
 
 def _uniform_bits(counts: IntArray) -> Judged:

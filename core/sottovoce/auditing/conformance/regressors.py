@@ -100,7 +100,8 @@ def _others(name: str, each: Mapping[int, _Sums], layout: Layout) -> Iterator[Te
     """The worst pair of one learner's signs and another one's past, times their number."""
     signed = np.array([sums.signed.sum(axis=1) for sums in each.values()])
     square = np.array([sums.square.sum(axis=1) for sums in each.values()])
-    square[np.arange(len(each)), list(each)] = 0.0  # its own is a regressor of its own
+    for kind in (signed, square):
+        kind[np.arange(len(each)), list(each)] = 0.0  # its own is a regressor of its own
     if square.any():
         logs = np.where(square > 0.0, log_signs(signed, square), np.inf)
         j, i = (int(at) for at in np.unravel_index(int(logs.argmin()), logs.shape))
