@@ -134,7 +134,8 @@ def _served_table(services: Sequence[Served]) -> Table:
         shown.add_column(head, justify="right")
     for each in services:
         name, *rest = _served_row(each)
-        shown.add_row(Text(each.kind, "dim"), Text(name, "bold red" if each.missed else "green"), *map(Text, rest))
+        style = "bold red" if each.missed else "green" if each.correct or each.needed is not None else "yellow"
+        shown.add_row(Text(each.kind, "dim"), Text(name, style), *map(Text, rest))
     return shown
 
 

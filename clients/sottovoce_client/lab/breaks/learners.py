@@ -35,10 +35,10 @@ NoiseOf = Callable[[str, int], Noise]
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """The first record of a run, as its learner knows it."""
+    """The first record of a run, as its learner knows it, and the world that the run is in."""
 
     norm: float
-    label: float
+    world: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,21 +58,23 @@ class BrokenService:
         name: in a word or two.
         what: is wrong, in a few words.
         noise: where all learners' noise comes from.
-        takes: called with the records of every round, and its number, before the audited learner learns them.
+        takes: called with every round's records, its number and the world before the audited learner learns them.
         greets: metadata that stand before its answers.
         pads: bytes that its hello is longer by.
         ends: how it ends its first stream; None: it does not.
         lost: whether a run's capture is lost, by its world.
+        sure: it must be found; a busy machine may hide a delay.
     """
 
     name: str
     what: str
     noise: Callable[[AuditPlan], NoiseOf] | None = None
-    takes: Callable[[Batch, int], None] | None = None
+    takes: Callable[[Batch, int, int], None] | None = None
     greets: Callable[[Known], Metadata] | None = None
     pads: Callable[[Known], int] | None = None
     ends: Callable[[Known], Ending | None] | None = None
     lost: Callable[[int], bool] | None = None
+    sure: bool = True
 
     @property
     def correct(self) -> bool:
@@ -83,18 +85,19 @@ class BrokenService:
 # ---- the learner -----------------------------------------------------------------------------------------------------
 
 
-class _Noised(Learner):
+class Noised(Learner):
     """A learner whose noise comes from elsewhere."""
 
     def __init__(self, config: LearnerConfig, noise: NoiseOf | None) -> None:
         super().__init__(config)
+        self.world = 0  # of the run, as whoever makes it says
         self._other = noise
 
     def _noise(self, role: Role) -> Noise:
         return super()._noise(role) if self._other is None else self._other(role.run_id, role.index)
 
 
-class _Leaking(_Noised):
+class _Leaking(Noised):
     """The learner that is audited."""
 
     def __init__(self, config: LearnerConfig, noise: NoiseOf | None, broken: BrokenService) -> None:
@@ -110,7 +113,7 @@ class _Leaking(_Noised):
 
     def _take(self, batch: Batch) -> None:
         if self._broken.takes is not None:
-            self._broken.takes(batch, self._taken)
+            self._broken.takes(batch, self._taken, self.world)
         self._taken += 1
         assert self._session is not None  # noqa: S101 - it is its round
         if 2 * self._taken >= self._session.role.spec.rounds:
@@ -127,8 +130,8 @@ class _Leaking(_Noised):
     ) -> AsyncIterator[learner_pb2.SampleBatch]:
         async for batch in batches:
             if not self._first.done():
-                features, labels = from_tensor(batch.features), from_tensor(batch.labels)
-                self._first.set_result(Known(float(np.linalg.norm(features[0])), float(labels[0])))
+                norm = float(np.linalg.norm(from_tensor(batch.features)[0]))
+                self._first.set_result(Known(norm, self.world))
             yield batch
 
     async def _exchange(self, requests: AsyncIterator[bytes], context: Context) -> None:
@@ -179,8 +182,8 @@ class _Padded(Altered):
         await self.correct.write(message + more)
 
 
-def learners_of(broken: BrokenService, plan: AuditPlan, config: Callable[[str], LearnerConfig]) -> dict[str, Learner]:
-    """All learners of a run, by name; what is wrong beside the noise is wrong with the audited one.
+def learners_of(broken: BrokenService, plan: AuditPlan, config: Callable[[str], LearnerConfig]) -> list[Noised]:
+    """All learners of a run; what is wrong beside the noise is wrong with the audited one.
 
     Args:
         broken: how.
@@ -188,12 +191,10 @@ def learners_of(broken: BrokenService, plan: AuditPlan, config: Callable[[str], 
         config: of the learner of a name.
     """
     noise = None if broken.noise is None else broken.noise(plan)
-    names = plan.run.spec.names
-    audited = names[plan.worlds.learner]
-    return {
-        name: _Leaking(config(name), noise, broken) if name == audited else _Noised(config(name), noise)
-        for name in names
-    }
+    return [
+        _Leaking(config(name), noise, broken) if index == plan.worlds.learner else Noised(config(name), noise)
+        for index, name in enumerate(plan.run.spec.names)
+    ]
 
 
 # ---- breaks ----------------------------------------------------------------------------------------------------------
@@ -217,8 +218,8 @@ def _one_seed(plan: AuditPlan) -> NoiseOf:
     )
 
 
-def _waits(batch: Batch, t: int, *, milliseconds: Callable[[Batch], float]) -> None:
-    time.sleep(milliseconds(batch) / 1e3)
+def _waits(batch: Batch, t: int, world: int, *, milliseconds: float, size: Callable[[Batch], float]) -> None:
+    time.sleep(milliseconds * size(batch) / 1e3)
 
 
 def _norm(batch: Batch) -> float:
@@ -229,9 +230,9 @@ def _label(batch: Batch) -> float:
     return float(batch.labels.max())
 
 
-def _raises(batch: Batch, t: int, *, error: Callable[[], Exception], share: float) -> None:
-    """Not in all runs: where the first record has the label 1."""
-    if t == 0 and _label(batch) == 1.0 and random.random() < share:  # noqa: S311 - no secret
+def _raises(batch: Batch, t: int, world: int, *, error: Callable[[], Exception], share: float) -> None:
+    """In some runs of one world, after the first message."""
+    if t == 0 and world == 1 and random.random() < share:  # noqa: S311 - no secret
         raise error()
 
 
@@ -248,11 +249,11 @@ def _with_trailers(known: Known) -> Ending:
 
 
 def _with_code(known: Known) -> Ending:
-    return Ending((grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)[int(known.label)])
+    return Ending((grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)[known.world])
 
 
-def _for_one(known: Known) -> Ending | None:
-    return Ending() if known.label == 1.0 else None
+def _in_one_world(known: Known) -> Ending | None:
+    return Ending() if known.world == 1 else None
 
 
 def _lost(world: int, share: float) -> bool:
@@ -272,11 +273,13 @@ ON_NETWORK = (
     ),
     BrokenService("one seed", "a learner draws what its neighbour draws", noise=_one_seed),
     *(
-        BrokenService(name, f"rounds last longer by a record's {by}", takes=partial(_waits, milliseconds=milliseconds))
-        for name, by, milliseconds in (
-            ("5 ms a norm", "norm", lambda batch: 5.0 * _norm(batch)),
-            ("5 ms a label", "label", lambda batch: 5.0 * _label(batch)),
+        BrokenService(
+            f"{milliseconds:g} ms a {by}",
+            f"rounds last longer by a record's {by}",
+            takes=partial(_waits, milliseconds=milliseconds, size=size),
+            sure=False,
         )
+        for milliseconds, by, size in ((20.0, "norm", _norm), (5.0, "norm", _norm), (20.0, "label", _label))
     ),
     BrokenService("metadata", "a norm in tenths before the answers", greets=_in_tenths),
     BrokenService("length", "a hello is longer by a record's norm", pads=lambda known: int(10.0 * known.norm)),
@@ -284,16 +287,16 @@ ON_NETWORK = (
         BrokenService(name, what, ends=ends)
         for name, what, ends in (
             ("trailers", "a norm in tenths behind a stream that ends", _with_trailers),
-            ("status", "a stream ends with a code for each label", _with_code),
-            ("reconnect", "a stream ends early for one label", _for_one),
+            ("status", "a stream ends with another code in one world", _with_code),
+            ("reconnect", "a stream ends early in one world", _in_one_world),
         )
     ),
     *(
         BrokenService(name, what, takes=partial(_raises, error=error, share=share))
         for name, what, error, share in (
-            ("50 % fail", "runs of one label fail", RuntimeError, 0.5),
-            ("20 % fail", "runs of one label fail", RuntimeError, 0.2),
-            ("50 % end early", "a learner falls silent for one label", _out_of_budget, 0.5),
+            ("50 % fail", "runs of one world fail", RuntimeError, 0.5),
+            ("20 % fail", "runs of one world fail", RuntimeError, 0.2),
+            ("50 % end early", "a learner of one world falls silent", _out_of_budget, 0.5),
         )
     ),
     BrokenService("20 % are lost", "captures of one world are missing", lost=partial(_lost, share=0.2)),

@@ -22,7 +22,7 @@ from sottovoce_client.auditing.ledger import Entry
 from sottovoce_client.auditing.network import coins, in_turn
 from sottovoce_client.auditing.started import started
 from sottovoce_client.auditing.worlds import as_audited
-from sottovoce_client.lab.breaks.learners import BrokenService, learners_of
+from sottovoce_client.lab.breaks.learners import BrokenService, Noised, learners_of
 from sottovoce_client.lab.breaks.served import Served, served
 from sottovoce_client.running.operate import run_on
 from sottovoce_coordinator.service import Coordinator, CoordinatorConfig
@@ -56,7 +56,7 @@ def measure_on_network(
         audits: with each number of runs.
         seed: of coins and audits; noise and times are those of the machine.
     """
-    blank = Served(broken.name, broken.what, "on real services", broken.correct, max(rungs), audits)
+    blank = Served(broken.name, broken.what, "on real services", broken.correct, max(rungs), audits, sure=broken.sure)
 
     def found_by(runs: int, each: int) -> str:
         run, data = BASE.build()
@@ -91,8 +91,10 @@ async def _make(broken: BrokenService, plan: AuditPlan, pairs: Sequence[int], fo
     """All runs, one after the other, and what became of them."""
     spec, ledger = as_audited(plan.run.spec), dict[int, Entry]()
     data = [[pair.worlds.data(plan.data, world) for world in (0, 1)] for pair in plan.pairs]
-    async with _services(broken, plan, folder) as coordinator:
+    async with _services(broken, plan, folder) as (coordinator, learners):
         for k, (pair, world) in enumerate(zip(pairs, coins(plan).tolist(), strict=True)):
+            for learner in learners:
+                learner.world = world
             outcome = await run_on(coordinator, spec, data[pair][world], lambda *seen: None, world=world, replica=k)
             ledger[k] = Entry(outcome.run_id, outcome.state, world)
             if broken.lost is not None and broken.lost(world) and outcome.capture is not None:
@@ -101,19 +103,19 @@ async def _make(broken: BrokenService, plan: AuditPlan, pairs: Sequence[int], fo
 
 
 @asynccontextmanager
-async def _services(broken: BrokenService, plan: AuditPlan, folder: Path) -> AsyncIterator[str]:
-    """All services of a run, at their coordinator's address."""
+async def _services(broken: BrokenService, plan: AuditPlan, folder: Path) -> AsyncIterator[tuple[str, list[Noised]]]:
+    """All services of a run: their coordinator's address, and the learners."""
     eavesdropper = Eavesdropper(EavesdropperConfig(folder=folder / "captures"))
     coordinator = Coordinator(CoordinatorConfig(eavesdropper=await eavesdropper.start()))
     address = await coordinator.start()
     learners = learners_of(broken, plan, lambda name: LearnerConfig(name, address, state_folder=folder / "journals"))
     async with Tasks() as following:
         try:
-            for learner in learners.values():
+            for learner in learners:
                 following.start(learner.follow(await learner.start()))
-            yield address
+            yield address, learners
         finally:
-            for learner in learners.values():
+            for learner in learners:
                 await learner.stop()
             await coordinator.stop()
             await eavesdropper.stop()

@@ -28,6 +28,7 @@ class Served:
         needed: runs of each world with which enough audits find it; None: not with those that were tried.
         found_by: the part of the audit that found it most often, there.
         found: audits that find it, there; of a correct service, those that accuse it.
+        sure: it must be found.
     """
 
     name: str
@@ -39,12 +40,13 @@ class Served:
     needed: int | None = None
     found_by: str = ""
     found: int = 0
+    sure: bool = True
 
     @property
     def missed(self) -> bool:
-        """It is broken and was not found, or it is correct and was accused more often than chance explains."""
+        """It must be found and was not, or it is correct and was accused more often than chance explains."""
         if not self.correct:
-            return self.needed is None
+            return self.sure and self.needed is None
         binomial = import_extra("scipy.stats", "scipy", "a self-test").binom
         return float(binomial.sf(self.found - 1, self.audits, 1.0 - CONFIDENCE)) < RARE
 
