@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -75,6 +76,7 @@ class ForeignBreak:
         trailers: what stands behind it.
         refuses: whether a call fails.
         correct: nothing is wrong.
+        sure: it must be found; without an algorithm, guesses alone tell of too little noise, and need very many runs.
     """
 
     name: str
@@ -83,6 +85,7 @@ class ForeignBreak:
     trailers: Callable[[Answer], str] = lambda answer: ""
     refuses: Callable[[Answer], bool] = lambda answer: False
     correct: bool = False
+    sure: bool = True
 
 
 class _Clinic(grpc.GenericRpcHandler):
@@ -136,7 +139,7 @@ def measure_foreign(
         audits: with each number of runs.
         seed: of coins, parameters, noise and audits.
     """
-    blank = Served(broken.name, broken.what, "foreign services", broken.correct, max(rungs), audits)
+    blank = Served(broken.name, broken.what, "foreign services", broken.correct, max(rungs), audits, sure=broken.sure)
 
     def found_by(runs: int, each: int) -> str:
         with tempfile.TemporaryDirectory() as folder, capture_logs():
@@ -197,8 +200,8 @@ def _without_noise_on(*places: int) -> Callable[[Answer], bytes]:
     return lambda answer: np.where(np.isin(np.arange(4), places), answer.exact, answer.said).tobytes()
 
 
-def _half(answer: Answer) -> bytes:
-    return (answer.exact + answer.noise / 2.0).tobytes()
+def _scaled(answer: Answer, factor: float) -> bytes:
+    return (answer.exact + factor * answer.noise).tobytes()
 
 
 def _again(answer: Answer) -> bytes:
@@ -224,7 +227,8 @@ FOREIGN = (
     ForeignBreak("six digits", "nothing: answers are rounded", says=_rounded, correct=True),
     ForeignBreak("no noise", "the gradient and its loss as they are", says=_without_noise_on(0, 1, 2, 3)),
     ForeignBreak("exact loss", "a noised gradient beside a loss without noise", says=_without_noise_on(3)),
-    ForeignBreak("half the noise", "noise of half its scale: epsilon 2", says=_half),
+    ForeignBreak("a quarter of the noise", "epsilon 4, where 1 is claimed", says=partial(_scaled, factor=0.25)),
+    ForeignBreak("half the noise", "epsilon 2, where 1 is claimed", says=partial(_scaled, factor=0.5), sure=False),
     ForeignBreak("said again", "one answer in ten is that of the call before", says=_again),
     ForeignBreak("length", "half of the answers are longer in one world", says=_longer),
     ForeignBreak("metadata", "how many labels are 1, behind an answer", trailers=_positives),
