@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -18,10 +18,35 @@ from sottovoce.lab.selftest.evidence import FOUND
 from sottovoce.lab.selftest.power import CONFIDENCE, LADDER, WATCHED, Power, measure
 from sottovoce_client import terminal
 from sottovoce_client.documents import write_json
+from sottovoce_client.lab.breaks import foreign, network
+from sottovoce_client.lab.breaks.foreign import FOREIGN, measure_foreign
+from sottovoce_client.lab.breaks.learners import ON_NETWORK
+from sottovoce_client.lab.breaks.network import measure_on_network
+from sottovoce_client.lab.breaks.served import Kind, Served
 from sottovoce_client.lab.selftest import mutant_named, side_by_side
 from sottovoce_client.wording import NOTHING, count
 
 HEADS = "broken learner", "what is wrong", "found by", "runs", "limit", "rounds"
+SERVICES = "broken service", *HEADS[1:4], "audits"
+
+NEVER = "never"
+"""A correct service is found with no number of runs."""
+
+AUDITED: dict[Kind, tuple[Sequence[int], int, str]] = {
+    "on real services": (
+        network.RUNGS,
+        network.AUDITS,
+        "Coordinator, two learners and a relay, over gRPC, audited as `--on network` does. What is wrong with noise or centre\n"
+        "is the same there as in the simulator: some breaks of noise stand here to show that, the others exist here alone.",
+    ),
+    "foreign services": (
+        foreign.RUNGS,
+        foreign.AUDITS,
+        "A small gRPC server behind relays, which answers with a gradient and a loss, at parameters that are others in every\n"
+        "call; audited with a decoder, at a claim of epsilon 1, as `sottovoce eavesdropper audit` does. A run is one call.",
+    ),
+}
+"""Runs of each world that are tried, audits with each number of runs, and what it is that is audited."""
 
 
 def measure_power(
@@ -53,21 +78,39 @@ def measure_power(
     """
     console, most = console or Console(), runs or LADDER[-1]
     chosen = [*CATALOGUE, *map(mutant_named, mutants)]
-    work = [partial(measure, mutant, audits=audits, seed=seed, most=most) for mutant in chosen]
+    work: list[Callable[[], Power | Served]] = [
+        partial(measure, mutant, audits=audits, seed=seed, most=most) for mutant in chosen
+    ]
+    work += _serving(most, seed)
     found: list[Power] = []
+    services: list[Served] = []
     with console.status("") as status:
-        for each in side_by_side(work, jobs or os.cpu_count() or 1):
-            found.append(each)
-            status.update(f"{len(found)} of {len(work)}")
-    missed = [each for each in found if each.missed(most)]
-    console.print(_table(found, most))
-    console.print(_summary(found, missed))
+        for k, each in enumerate(side_by_side(work, jobs or os.cpu_count() or 1)):
+            status.update(f"{k + 1} of {len(work)}")
+            if isinstance(each, Power):
+                found.append(each)
+            else:
+                services.append(each)
+    console.print(_table(found, most), *([_served_table(services)] if services else []))
+    missed = [each.name for each in found if each.missed(most)]
+    lost = [f"{each.name} ({each.kind})" for each in services if each.missed]
+    console.print(_summary(found, services, [*missed, *lost]))
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        (out / "power.md").write_text(page(found, most, seed), encoding="utf-8")
-        write_json(out / "power.json", {"seed": seed, "runs": most, "confidence": CONFIDENCE, "found": found})
+        (out / "power.md").write_text(page(found, services, most, seed), encoding="utf-8")
+        told = {"seed": seed, "runs": most, "confidence": CONFIDENCE, "found": found, "services": services}
+        write_json(out / "power.json", told)
         console.out(f"{out}: power.md, power.json", highlight=False)
-    return int(bool(missed))
+    return int(bool(missed or lost))
+
+
+def _serving(most: int, seed: int) -> Iterable[Callable[[], Served]]:
+    """The work on services, with as many runs as there may be."""
+    wired, called = ([rung for rung in rungs if rung <= most] for rungs in (network.RUNGS, foreign.RUNGS))
+    if wired:
+        yield from (partial(measure_on_network, broken, rungs=wired, seed=seed) for broken in ON_NETWORK)
+    if called:
+        yield from (partial(measure_foreign, broken, rungs=called, seed=seed) for broken in FOREIGN)
 
 
 def _row(each: Power, most: int) -> tuple[str, ...]:
@@ -76,6 +119,24 @@ def _row(each: Power, most: int) -> tuple[str, ...]:
     limit = NOTHING if each.limit is None else "< 1" if each.limit < 1.0 else count(math.ceil(each.limit))
     rounds = NOTHING if not each.watched else f"> {WATCHED}" if each.rounds is None else count(each.rounds)
     return each.name, each.what, each.found_by or NOTHING, needed, limit, rounds
+
+
+def _served_row(each: Served) -> tuple[str, ...]:
+    """In the order of `SERVICES`."""
+    needed = count(each.needed) if each.needed is not None else NEVER if each.correct else f"> {count(each.most)}"
+    audits = f"{each.found} of {each.audits}" if each.correct or each.needed is not None else NOTHING
+    return each.name, each.what, each.found_by or NOTHING, needed, audits
+
+
+def _served_table(services: Sequence[Served]) -> Table:
+    shown = terminal.table("class", *SERVICES[:3])
+    for head in SERVICES[3:]:
+        shown.add_column(head, justify="right")
+    for each in services:
+        name, *rest = _served_row(each)
+        style = "bold red" if each.missed else "green" if each.correct or each.needed is not None else "yellow"
+        shown.add_row(Text(each.kind, "dim"), Text(name, style), *map(Text, rest))
+    return shown
 
 
 def _table(found: Sequence[Power], most: int) -> Table:
@@ -89,14 +150,19 @@ def _table(found: Sequence[Power], most: int) -> Table:
     return shown
 
 
-def _summary(found: Sequence[Power], missed: Sequence[Power]) -> Text:
+def _summary(found: Sequence[Power], services: Sequence[Served], missed: Sequence[str]) -> Text:
     text = f"{sum(each.needed is not None for each in found)} of {len(found)} broken learners found"
+    broken, correct = ([each for each in services if each.correct is right] for right in (False, True))
+    if services:
+        text += f", {sum(each.needed is not None for each in broken)} of {len(broken)} broken services"
+        accused, held = sum(each.found for each in correct), sum(each.audits for each in correct)
+        text += f"; {accused} of {held} audits accuse correct ones"
     if not missed:
         return Text(f"{text}; the others give too little evidence.", "bold green")
-    return Text(f"{text}; missed: {', '.join(each.name for each in missed)}.", "bold red")
+    return Text(f"{text}; missed: {', '.join(missed)}.", "bold red")
 
 
-def page(found: Sequence[Power], most: int, seed: int) -> str:
+def page(found: Sequence[Power], services: Sequence[Served], most: int, seed: int) -> str:
     """All classes as Markdown, a table each."""
     tried = ", ".join(count(rung) for rung in LADDER if rung <= most)
     audits = found[0].audits
@@ -113,10 +179,27 @@ def page(found: Sequence[Power], most: int, seed: int) -> str:
         f"{NOTHING} where that is not known. *rounds*: within which as many of {audits} runs under watch raise an alarm;",
         f"{NOTHING} where one run, or its numbers, show nothing.",
     ]
-    for kind, some in groupby(found, key=lambda each: each.kind or "of one's own"):
-        lines += ["", f"## {kind.capitalize()}", "", _line(HEADS), "|---|---|---|---:|---:|---:|"]
+    for named, some in groupby(found, key=lambda each: each.kind or "of one's own"):
+        lines += ["", f"## {named.capitalize()}", "", _line(HEADS), "|---|---|---|---:|---:|---:|"]
         lines += [_line(_row(each, most)) for each in some]
+    for kind, own in groupby(services, key=lambda each: each.kind):
+        lines += ["", f"## {kind.capitalize()}", "", *_served_lines(kind, list(own))]
     return "\n".join(lines) + "\n"
+
+
+def _served_lines(kind: Kind, services: Sequence[Served]) -> list[str]:
+    """A paragraph and a table."""
+    rungs, audits, told = AUDITED[kind]
+    tried = ", ".join(count(rung) for rung in rungs if rung <= services[0].most)
+    return [
+        told,
+        f"*runs*: of {tried} runs of each world, the fewest with which at least {100 * FOUND:g} % of {audits} audits find it.",
+        "*audits*: how many do, there; of a correct service, how many of all audits accuse it.",
+        "",
+        _line(SERVICES),
+        "|---|---|---|---:|---:|",
+        *(_line(_served_row(each)) for each in services),
+    ]
 
 
 def _line(cells: Sequence[str]) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -95,18 +95,21 @@ def measure(mutant: Mutant, *, audits: int = 10, seed: int = 0, most: int = LADD
     # With less than half of the evidence that the best test needs, no audit finds it nine times in ten.
     worth = [rung for rung in LADDER if rung <= most and 2.0 * rung >= (limit or 0.0)]
     for runs in worth:
-        found = _found_in(mutant, plans(runs), math.floor((1.0 - FOUND) * audits + 1e-9))
-        if found:
+        if found := found_in((_found_by(mutant, plan) for plan in plans(runs)), audits):
             found_by = found.most_common(1)[0][0]
             return replace(_under_watch(blank, mutant, audits, seed), needed=1 if certain else runs, found_by=found_by)
     return _under_watch(blank, mutant, audits, seed)
 
 
-def _found_in(mutant: Mutant, plans: Iterator[AuditPlan], spare: int) -> Counter[str]:
-    """What found it in how many audits; nothing once it was missed more often than may be."""
-    found: Counter[str] = Counter()
-    for plan in plans:
-        who = _found_by(mutant, plan)
+def found_in(finders: Iterable[str], audits: int) -> Counter[str]:
+    """What found something in how many audits; nothing once it was missed more often than may be.
+
+    Args:
+        finders: of every audit, as they are held, the part that found it; empty: none did.
+        audits: how many there are.
+    """
+    found, spare = Counter[str](), math.floor((1.0 - FOUND) * audits + 1e-9)
+    for who in finders:
         if who:
             found[who] += 1
         elif not spare:
