@@ -112,10 +112,10 @@ def test_what_only_two_features_tell_together_is_found_whatever_is_claimed() -> 
 
 def test_what_the_messages_say_may_be_learned() -> None:
     """Classifiers that learn the loss say no more than it does: 8 audits, failure probability below 8 * 2 * 1e-5."""
-    for seed in range(8):
-        heard = runs(np.random.default_rng(seed), 200, 2.0)
+    audits = [runs(np.random.default_rng(seed), 200, 2.0) for seed in range(8)]
+    for heard in audits:
         assert min(learned(heard).values()) > 1e-5
-    known = PairRuns(np.zeros(200), heard.coins, heard.views)  # of messages that should say nothing
+    known = PairRuns(np.zeros(200), audits[0].coins, audits[0].views)  # of messages that should say nothing
     assert min(learned(known).values()) < 1e-6
 
 
