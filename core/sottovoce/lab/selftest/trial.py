@@ -37,7 +37,7 @@ _LADDER = (20, 100, 500, 2000)
 LEVEL, WATCH_LEVEL = 0.05, 0.001
 """Of false alarms: of an audit, and of a run under watch."""
 
-_RARE = 0.001
+RARE = 0.001
 """So many false alarms, or more, are too many if their chance is below this."""
 
 
@@ -209,8 +209,8 @@ class Alarms:
     def too_many(self) -> bool:
         """Hardly any correct audit, or watch, would accuse it so often."""
         return (
-            _chance(self.refuted, self.audits, LEVEL) < _RARE
-            or _chance(self.alarmed, self.watched, WATCH_LEVEL) < _RARE
+            _chance(self.refuted, self.audits, LEVEL) < RARE
+            or _chance(self.alarmed, self.watched, WATCH_LEVEL) < RARE
         )
 
 
