@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -31,13 +32,17 @@ from sottovoce.noise import Noise
 from sottovoce.running.assembly import KEPT, Recent
 from sottovoce.running.run import build_run
 from sottovoce.spec import RunSpec
+from sottovoce_learner.bodies import Said
 from sottovoce_learner.books import Books
+from sottovoce_learner.entries import Kind
 from sottovoce_learner.inbox import Inbox
 from sottovoce_learner.intake import Intake
-from sottovoce_learner.journal import Entry
-from sottovoce_learner.ledger import Ledger, LedgerLine
+from sottovoce_learner.ledger import Ledger
+from sottovoce_learner.ledger_line import LedgerLine
 from sottovoce_learner.links import Link
 from sottovoce_learner.plan import Plan
+from sottovoce_learner.standing import said
+from sottovoce_learner.store import RunLog, Store, Terms
 from sottovoce_rpc.codec import RoundCodec
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 from sottovoce_rpc.logs import failure, worded_by_us
@@ -87,15 +92,15 @@ class Session:
     Args:
         role: what to do.
         noise: where noise comes from.
-        journal_folder: where journals and the ledger stand.
+        state_folder: where the ledger and the logs of runs stand.
         mirror: is given every frame that was sent and who heard it, where the run is mirrored.
         private: False when the noise is not the operating system's.
         own_budget: epsilon that the learner's owner allows in all runs together; None: no limit.
         changed: set when there is something to report.
 
     Raises:
-        DataError: the ledger or a journal cannot be read, so that what was spent is not known.
-        NotReady: the journal says that this learner has spoken in this run before.
+        DataError: what stands in the state folder is damaged, so that what was spent is not known.
+        NotReady: the log says that this learner has spoken in this run before, or been in another one since.
         SpecError: the spec cannot be run, or its messages are too long.
     """
 
@@ -103,7 +108,7 @@ class Session:
         self,
         role: Role,
         noise: Noise,
-        journal_folder: Path,
+        state_folder: Path,
         mirror: Callable[[bytes, list[int]], None] | None = None,
         *,
         private: bool = True,
@@ -118,17 +123,15 @@ class Session:
         check_size(shapes)
         self.codec = RoundCodec(shapes)
         self._state = self.algorithm.start(Who(index))
-        self._name = name = role.name
-        ledger = Ledger(journal_folder)
-        self._books = Books(
-            self.algorithm.accountant(index),
-            _budget(spec, index),
-            own_budget=own_budget,
-            elsewhere=ledger.spent(name, but=role.run_id),
+        self._name = role.name
+        budget = _budget(spec, index)
+        elsewhere, self._log = _opened(
+            state_folder, role, Terms(spec.durability, self.codec.length, spec.clock.window, spec.rounds, budget)
         )
-        line = LedgerLine(name, role.run_id, index, role.n_features, spec.model_dump_json())
-        self._journal = ledger.open_run(line, self.codec.length, spec.durability)
+        self._books = Books(self.algorithm.accountant(index), budget, own_budget=own_budget, elsewhere=elsewhere)
         self._refuse_to_repeat()
+        self._inputs = Said(b"")
+        self._frames: dict[int, dict[int, bytes]] = {}
         self.intake = Intake(role.n_features, spec.loss, spec.rounds)
         self._plan = Plan(run.network, index)
         # Elsewhere a neighbour goes as far as the clock lets it: at most a window beyond the slowest learner.
@@ -169,10 +172,11 @@ class Session:
 
     def _refuse_to_repeat(self) -> None:
         """A learner that died in this run has lost its state: beginning again would say its rounds with other noise."""
-        if said := self._journal.entries():
-            self._journal.close()
+        reading = self._log.reading
+        if reading is not None and any(entry.kind is Kind.ROUND for entry in reading.entries):
+            self._log.close()
             raise NotReady(
-                f"this learner has said round {said[-1].round} of this run and was restarted since: it cannot go on in the "
+                f"this learner has said round {said(reading) - 1} of this run and was restarted since: it cannot go on in the "
                 "run, and must not say any round again; start a new run"
             )
 
@@ -217,6 +221,7 @@ class Session:
                 raise EquivocationError(f"learner {neighbour} said two different things in round {t}") from None
             raise
         self._heard[neighbour, t] = digest
+        self._frames.setdefault(t, {})[neighbour] = payload
         if complete:
             self._wake()
 
@@ -229,9 +234,23 @@ class Session:
         while self._has_enough() and not self.ended:
             self._hungry.clear()
             await self._hungry.wait()
-        self.intake.put(batch)
+        try:
+            self.intake.put(batch, lambda first: self._log.keep(first, batch.SerializeToString(deterministic=True)))
+        except OSError as error:
+            raise NotReady(f"records cannot be kept: {error.strerror}") from None
         self._changed.set()
         self._wake()
+
+    def settle(self) -> None:
+        """Let all records that were taken in last; then receipts may go out.
+
+        Raises:
+            NotReady: they cannot be kept.
+        """
+        try:
+            self._log.settle()
+        except OSError as error:
+            raise NotReady(f"records cannot be kept: {error.strerror}") from None
 
     def _has_enough(self) -> bool:
         return self.intake.filled > self.inbox.round + AHEAD or self.intake.held > MOST_HELD
@@ -274,7 +293,7 @@ class Session:
             self._fail(error)
         finally:
             self._hungry.set()
-            self._journal.close()
+            self._log.close()
 
     async def _all_rounds(self) -> None:
         await self._connected()
@@ -282,6 +301,7 @@ class Session:
         try:
             for t in range(self.role.spec.rounds):
                 await self._round(t)
+            self._log.close_rounds(self.role.spec.rounds, self._inputs)
         except BudgetExhausted as error:
             if not worded_by_us(error):
                 raise
@@ -318,7 +338,8 @@ class Session:
             await self._wait("records")
         while not self.inbox.complete:
             await self._wait("a neighbour")
-        batch = self.intake.take(t)
+        batch, frames = self.intake.take(t), self._frames.pop(t, {})
+        self._inputs = Said(b"", tuple(frames[j] for j in part.heard), self.intake.batches, batch.size)
         self._predict_first(batch)
         heard = HeardFromNeighbours(part.heard, self.inbox.take(), part.own)
         self._state = await self._computed(lambda: self.algorithm.listen(self._state, heard, batch))
@@ -345,7 +366,7 @@ class Session:
         self.codec.require_sayable(message)
         frame = self.codec.encode(t, self.role.index, message)
         try:
-            self._journal.write(Entry(t, after, frame))
+            self._log.say(t, after, replace(self._inputs, frame=frame))
         except OSError as error:
             raise NotReady(f"the journal cannot be written: {error.strerror}") from None
         self._books.charge(after)
@@ -411,3 +432,22 @@ class Session:
 def _budget(spec: RunSpec, index: int) -> float | None:
     budget = spec.privacy.budget
     return None if budget is None else spread(budget, spec.n_learners, "privacy.budget")[index]
+
+
+def _opened(folder: Path, role: Role, terms: Terms) -> tuple[float, RunLog]:
+    """Epsilon of all other runs, and the log of this one.
+
+    Raises:
+        NotReady: the learner has been in another run since, or an earlier version has spoken in this one.
+        DataError: something of the state folder is damaged.
+    """
+    old = Ledger(folder).old(role.name)
+    if any(line.run_id == role.run_id and line.said for line in old):
+        raise NotReady(
+            "an earlier version of this learner has spoken in this run: its journal counts, and cannot be gone on with; start a "
+            "new run"
+        )
+    store = Store(folder, role.name)
+    elsewhere = store.spent(but=role.run_id) + math.fsum(line.spent for line in old)
+    line = LedgerLine(role.name, role.run_id, role.index, role.n_features, role.spec.model_dump_json())
+    return elsewhere, store.open_run(line, terms, elsewhere)

@@ -10,7 +10,8 @@ from rich.console import Console
 from sottovoce.errors import SpecError
 from sottovoce_client import terminal
 from sottovoce_client.wording import NOTHING, count, number
-from sottovoce_learner.ledger import Ledger, LedgerLine
+from sottovoce_learner.ledger import Ledger
+from sottovoce_learner.ledger_line import LedgerLine
 
 
 def _promise(line: LedgerLine, imports: bool) -> tuple[str, str]:
