@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 
 from sottovoce.privacy.guarantee import Guarantee
-from sottovoce.running.run import build_run
+from sottovoce.running.run import Run, build_run
 from sottovoce.spec import parse_spec
 
 
@@ -69,14 +69,19 @@ class LedgerLine:
         Raises:
             SpecError: the algorithm is not installed here, or may not be imported.
         """
-        return build_run(parse_spec(json.loads(self.spec), imports=imports), self.n_features).guarantee(self.index)
+        return self.run(imports=imports).guarantee(self.index)
+
+    def run(self, *, imports: bool) -> Run:
+        """What was run; arguments and errors as of `guarantee`."""
+        return build_run(parse_spec(json.loads(self.spec), imports=imports), self.n_features)
 
     @property
     def budget(self) -> float | None:
         """What it must not exceed in this run; None: there is none."""
         document = json.loads(self.spec)
         budget = document.get("privacy", {}).get("budget")
-        return budget[self.index] if isinstance(budget, list) else budget
+        mine: float | None = budget[self.index] if isinstance(budget, list) else budget
+        return mine
 
     @classmethod
     def unknown(cls, learner: str, run_id: str) -> LedgerLine:

@@ -73,6 +73,11 @@ def require_readable(lines: list[Line], learner: str, path: Path) -> None:
         )
 
 
+def first(store: str, learner: str) -> Facts:
+    """The first line of a ledger: its own number, and whose it is."""
+    return {"kind": "store", "format": FORMAT, "store": store, "learner": learner}
+
+
 def append(path: Path, line: bytes, at: int) -> None:
     """Let a line last; what a torn one left behind the last whole line goes."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

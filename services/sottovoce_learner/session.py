@@ -10,14 +10,15 @@ import asyncio
 import hashlib
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import structlog
 
-from sottovoce.algorithms.interface import HeardFromNeighbours, Who
+from sottovoce.algorithms.interface import HeardFromNeighbours, Who, WithHiddenNoise
 from sottovoce.algorithms.per_learner import spread
 from sottovoce.arrays import Batch, FloatArray
 from sottovoce.errors import (
@@ -34,13 +35,13 @@ from sottovoce.running.run import build_run
 from sottovoce.spec import RunSpec
 from sottovoce_learner.bodies import Said
 from sottovoce_learner.books import Books
-from sottovoce_learner.entries import Kind
 from sottovoce_learner.inbox import Inbox
 from sottovoce_learner.intake import Intake
 from sottovoce_learner.ledger import Ledger
 from sottovoce_learner.ledger_line import LedgerLine
 from sottovoce_learner.links import Link
 from sottovoce_learner.plan import Plan
+from sottovoce_learner.recovery import Recovery
 from sottovoce_learner.standing import said
 from sottovoce_learner.store import RunLog, Store, Terms
 from sottovoce_rpc.codec import RoundCodec
@@ -100,7 +101,7 @@ class Session:
 
     Raises:
         DataError: what stands in the state folder is damaged, so that what was spent is not known.
-        NotReady: the log says that this learner has spoken in this run before, or been in another one since.
+        NotReady: this learner has been in another run since, or died in this one with noise that nothing shows.
         SpecError: the spec cannot be run, or its messages are too long.
     """
 
@@ -129,20 +130,20 @@ class Session:
             state_folder, role, Terms(spec.durability, self.codec.length, spec.clock.window, spec.rounds, budget)
         )
         self._books = Books(self.algorithm.accountant(index), budget, own_budget=own_budget, elsewhere=elsewhere)
-        self._refuse_to_repeat()
         self._inputs = Said(b"")
         self._frames: dict[int, dict[int, bytes]] = {}
         self.intake = Intake(role.n_features, spec.loss, spec.rounds)
         self._plan = Plan(run.network, index)
         # Elsewhere a neighbour goes as far as the clock lets it: at most a window beyond the slowest learner.
         ahead = 2 if self._plan.lockstep else min(spec.clock.window, spec.rounds)
-        self.inbox = Inbox(self._plan.neighbours, self._plan.heard, ahead)
-        self._heard: Recent[tuple[int, int], bytes] = Recent(KEPT)
-        self.links = {j: Link(max(ahead, 2)) for j in sorted(self._plan.neighbours)}
-        self._granted = self._told = 0
-        self._waiting: tuple[str, float, asyncio.Future[None]] | None = None
         self._correct = self._seen = 0
         self._messages = self._bytes = self._said = self._done = 0
+        self.links = {j: Link(max(ahead, 2)) for j in sorted(self._plan.neighbours)}
+        self._recover(max(ahead, 2))
+        self.inbox = Inbox(self._plan.neighbours, self._plan.heard, ahead, self._done)
+        self._heard: Recent[tuple[int, int], bytes] = Recent(KEPT)
+        self._granted = self._told = 0
+        self._waiting: tuple[str, float, asyncio.Future[None]] | None = None
         self._lifecycle = (LearnerState.CONNECTING, "")
         self._private = private
         self._hungry = asyncio.Event()  # set once a round, so a feeder that waits looks again
@@ -170,15 +171,42 @@ class Session:
             prequential_accuracy=self._correct / self._seen if self._seen else None,
         )
 
-    def _refuse_to_repeat(self) -> None:
-        """A learner that died in this run has lost its state: beginning again would say its rounds with other noise."""
+    def _recover(self, kept: int) -> None:
+        """Go on where the log ends: what it says was said is said, and nothing of it is drawn again.
+
+        Args:
+            kept: messages that a neighbour may lack.
+        """
         reading = self._log.reading
-        if reading is not None and any(entry.kind is Kind.ROUND for entry in reading.entries):
+        if reading is None:
+            return
+        if said(reading) and isinstance(self.algorithm, WithHiddenNoise) and self.algorithm.hides_noise:
             self._log.close()
             raise NotReady(
-                f"this learner has said round {said(reading) - 1} of this run and was restarted since: it cannot go on in the "
-                "run, and must not say any round again; start a new run"
+                f"this learner died after it had said {said(reading)} rounds, and {self.algorithm.name} keeps noise that none of "
+                "its messages shows: its state is lost, and no round may be said again; start a new run"
             )
+        recovery = Recovery(
+            self.algorithm,
+            self.codec,
+            self._plan,
+            self._books,
+            self.intake,
+            self._state,
+            self._predict_first,
+            deque(maxlen=kept),
+        )
+        try:
+            for entry in reading.entries:
+                recovery.take(entry)
+        except BaseException:
+            self._log.close()
+            raise
+        self._state, self._said, self._done = recovery.state, recovery.said, recovery.done
+        for t, frame in recovery.frames:
+            for j in self._plan.part(t).told:
+                self.links[j].say(t, frame)
+        self._log.reading = None
 
     # ---- what the coordinator and the neighbours bring ----------------------------------------------------
 
@@ -296,12 +324,13 @@ class Session:
             self._log.close()
 
     async def _all_rounds(self) -> None:
-        await self._connected()
-        self._become(LearnerState.RUNNING)
+        rounds = self.role.spec.rounds
+        if self._done < rounds:  # else the log is closed: only what neighbours lack is left to say
+            await self._connected()
+            self._become(LearnerState.RUNNING)
         try:
-            for t in range(self.role.spec.rounds):
+            for t in range(self._done, rounds):
                 await self._round(t)
-            self._log.close_rounds(self.role.spec.rounds, self._inputs)
         except BudgetExhausted as error:
             if not worded_by_us(error):
                 raise
@@ -328,30 +357,41 @@ class Session:
     async def _round(self, t: int) -> None:
         while self._granted <= t:
             await self._wait("a grant of the coordinator")
-        part = self._plan.part(t)
-        frame = await self._speak(t, len(part.told))
-        for j in part.told:
-            self.links[j].say(t, frame)
-        if self._mirror is not None:
-            self._mirror(frame, list(part.told))
+        if t == self._said:  # else it was said before this learner died, and the links have it
+            await self._say(t)
         while self.intake.filled <= t:
             await self._wait("records")
         while not self.inbox.complete:
             await self._wait("a neighbour")
-        batch, frames = self.intake.take(t), self._frames.pop(t, {})
-        self._inputs = Said(b"", tuple(frames[j] for j in part.heard), self.intake.batches, batch.size)
-        self._predict_first(batch)
-        heard = HeardFromNeighbours(part.heard, self.inbox.take(), part.own)
-        self._state = await self._computed(lambda: self.algorithm.listen(self._state, heard, batch))
-        self._plan.forget(t)
-        self._books.round_over(batch.size)
-        self._done = t + 1
+        await self._learn(t)
         self._hungry.set()
         if self._told != self._granted and 2 * (self._granted - t - 1) <= self.role.spec.clock.window:
             self._told = self._granted  # once per grant: time for the next one
             self._changed.set()
         if not self._plan.lockstep:
             await asyncio.sleep(0)  # nobody may have been waited for: let others have the loop
+
+    async def _say(self, t: int) -> None:
+        """Form the round's message and hand it to everybody who is told."""
+        part = self._plan.part(t)
+        frame = await self._speak(t, len(part.told))
+        for j in part.told:
+            self.links[j].say(t, frame)
+        if self._mirror is not None:
+            self._mirror(frame, list(part.told))
+
+    async def _learn(self, t: int) -> None:
+        """Take in the round's records, and what was heard in it."""
+        part, batch, frames = self._plan.part(t), self.intake.take(t), self._frames.pop(t, {})
+        self._inputs = Said(b"", tuple(frames[j] for j in part.heard), self.intake.batches, batch.size)
+        self._predict_first(self._state, batch)
+        heard = HeardFromNeighbours(part.heard, self.inbox.take(), part.own)
+        self._state = await self._computed(lambda: self.algorithm.listen(self._state, heard, batch))
+        self._plan.forget(t)
+        self._books.round_over(batch.size)
+        self._done = t + 1
+        if self._done == self.role.spec.rounds:
+            self._close()
 
     async def _speak(self, t: int, receivers: int) -> bytes:
         """Draw the noise, once; journal and charge the message, whoever hears it; only then give it out.
@@ -375,15 +415,26 @@ class Session:
         self._bytes += len(frame) * receivers
         return frame
 
+    def _close(self) -> None:
+        """The last round was learned: what it heard lasts, so that a learner that dies now is told nothing again.
+
+        Raises:
+            NotReady: it cannot be written.
+        """
+        try:
+            self._log.close_rounds(self._done, self._inputs)
+        except OSError as error:
+            raise NotReady(f"the journal cannot be written: {error.strerror}") from None
+
     async def _computed(self, compute: Callable[[], T]) -> T:
         """What takes long is computed in a thread: the loop stays awake, and the round waits, so it is one at a time."""
         return await asyncio.to_thread(compute) if self.loss.heavy else compute()
 
-    def _predict_first(self, batch: Batch) -> None:
+    def _predict_first(self, state: Any, batch: Batch) -> None:
         """Prequential accuracy: predict the records before learning them. Opt-in, because it depends on the data."""
         if not self.role.spec.telemetry.accuracy or batch.size == 0:
             return
-        scores = self.loss.predict(self.algorithm.decision(self._state), batch.features)
+        scores = self.loss.predict(self.algorithm.decision(state), batch.features)
         self._correct += int((self.loss.classify(scores) == batch.labels).sum())
         self._seen += batch.size
 

@@ -139,19 +139,23 @@ def look(files: Files, *, copied: bool = False) -> Standing:
     return replace(standing, log=read_log(files.log(opened.run_id)))
 
 
-def stand(files: Files) -> Standing | None:
+def stand(files: Files, *, copied: bool = False) -> Standing | None:
     """What stands there, every part held against the others; None where this learner was never here.
+
+    Args:
+        files: where.
+        copied: they may be a copy.
 
     Raises:
         DataError: something was lost, cut, changed, or is another learner's.
     """
     while True:
-        standing = look(files)
+        standing = look(files, copied=copied)
         try:
             return _required(standing)
         except DataError:
             # Its learner may be writing while we read: damage is what a second look shows unchanged.
-            if look(files) == standing:
+            if look(files, copied=copied) == standing:
                 raise
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO
 
-from sottovoce.errors import DataError, LocalProtocolError, NotReady
+from sottovoce.errors import DataError, LocalProtocolError, NotReady, Unavailable
 from sottovoce_learner import lines as ledger_lines
 from sottovoce_learner.bodies import Grant, Said
 from sottovoce_learner.entries import Kind
@@ -116,11 +116,11 @@ class RunLog:
         """Write records down. Only after `settle` are they in keeping.
 
         Raises:
-            NotReady: the run is over.
+            Unavailable: the log is closed: the learner is ending, or done with the run.
             OSError: they could not be written whole, and do not count.
         """
         if not self._open:
-            raise NotReady("the run is over: no more records are taken in")
+            raise Unavailable("this learner takes no more records in: it is ending, or done with the run")
         self._append(Kind.BATCH, first_round, self.spent, batch)
 
     def settle(self) -> None:
@@ -239,8 +239,7 @@ class Store:
         """A store of its own number. Its first line is there before the mark: until then nothing rests on it."""
         self._files.folder.mkdir(parents=True, exist_ok=True)
         if standing is None:
-            number = secrets.token_hex(16)
-            facts = {"kind": "store", "format": ledger_lines.FORMAT, "store": number, "learner": self._files.learner}
+            facts = ledger_lines.first(secrets.token_hex(16), self._files.learner)
             ledger_lines.append(self._files.runs, ledger_lines.encode(facts, bytes(16))[0], 0)
         founded = Standing(self._files, None, tuple(ledger_lines.walk(self._files.runs.read_bytes())), None)
         ledger_lines.require_readable(list(founded.lines), self._files.learner, self._files.runs)

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -258,9 +259,16 @@ def test_space_is_allocated_before_it_is_written(tmp_path: Path) -> None:
 def test_power_syncs_before_it_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The entry, then the mark; the sync between."""
     calls: list[str] = []
+
+    def noting(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*given: Any) -> Any:
+            calls.append(name)
+            return real(*given)
+
+        return noted
+
     for name in ("pwrite", "fdatasync"):
-        real = getattr(os, name)
-        monkeypatch.setattr(os, name, lambda *given, real=real, name=name: (calls.append(name), real(*given))[1])
+        monkeypatch.setattr(os, name, noting(name, getattr(os, name)))
     cases: list[tuple[Durability, list[str]]] = [
         ("power", ["pwrite", "fdatasync", "pwrite"]),
         ("process", ["pwrite", "pwrite"]),

@@ -28,17 +28,19 @@ def session(folder: Path, run_id: str = "run-1") -> Session:
     return Session(Role(run_id, spec, 3, 0, "learner-0"), SystemNoise(), folder)
 
 
-async def test_a_restarted_learner_says_no_round_of_its_run_again(tmp_path: Path) -> None:
+async def test_a_restarted_learner_says_the_last_round_of_its_run_as_it_was(tmp_path: Path) -> None:
     before = session(tmp_path)
     before.announce(0, {1: 0.5}, [1])
-    await before._speak(0, 1)
-    with pytest.raises(NotReady, match="round 0 of this run"):
-        session(tmp_path)
+    frame = await before._speak(0, 1)
+    again = session(tmp_path)
+    assert (again.status.rounds_said, again.status.rounds_done) == (1, 0)
+    assert list(again.links[1]._frames) == [(0, frame)]
+    assert again.status.epsilon_spent == before.status.epsilon_spent > 0
 
 
 def test_a_learner_that_was_assigned_but_never_spoke_may_be_assigned_again(tmp_path: Path) -> None:
     session(tmp_path)
-    assert session(tmp_path)._log.reading is not None
+    assert session(tmp_path).status.rounds_said == 0
 
 
 def test_a_learner_is_assigned_under_its_own_name(tmp_path: Path) -> None:
