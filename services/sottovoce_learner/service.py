@@ -353,7 +353,9 @@ class Learner:
             async for batch in batches:
                 await session.feed(batch)
                 taken, source = taken + 1, batch.source
-                if taken % RECEIPT_EVERY == 0:
+                if (
+                    taken == 1 or taken % RECEIPT_EVERY == 0
+                ):  # at once, what is due: more may be here than its feeder knows
                     session.settle()
                     yield learner_pb2.IngestReceipt(next_sequence=session.intake.next_sequence(source))
             session.settle()

@@ -254,7 +254,7 @@ class Session:
             self._wake()
 
     async def feed(self, batch: learner_pb2.SampleBatch) -> None:
-        """Records from the owner; waits while the learner has more than enough.
+        """Records from the owner; waits while the learner has more than enough, for ever once it takes no more.
 
         Raises:
             DataError: they do not fit the run.
@@ -262,6 +262,9 @@ class Session:
         while self._has_enough() and not self.ended:
             self._hungry.clear()
             await self._hungry.wait()
+        if self.ended and batch.sequence >= self.intake.next_sequence(batch.source):
+            # No receipt for what is not kept. The end of the run is told by the coordinator, and ends the feeder, too.
+            await asyncio.get_running_loop().create_future()
         try:
             self.intake.put(batch, lambda first: self._log.keep(first, batch.SerializeToString(deterministic=True)))
         except OSError as error:
