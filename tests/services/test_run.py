@@ -32,7 +32,7 @@ from sottovoce_learner.store import RunLog
 from sottovoce_rpc.codec import RoundCodec, from_fields, read_hello
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_rpc.server import channel, listen_on
-from sottovoce_wire.v1 import learner_pb2, learner_pb2_grpc
+from sottovoce_wire.v1 import coordinator_pb2, learner_pb2, learner_pb2_grpc
 from tests.examples import made_up, small_spec
 from tests.learner.test_links import Stream
 from tests.services.network import PATIENCE_S, network, refused, said_rounds
@@ -531,3 +531,26 @@ async def test_a_graph_file_stays_with_the_client(tmp_path: Path) -> None:
     assert [status.messages_sent for status in outcome.statuses] == [ROUNDS, 2 * ROUNDS, 2 * ROUNDS, ROUNDS]
     assert refusal.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert "must list its edges" in (refusal.details() or "")
+
+
+# ---- what goes on after a death --------------------------------------------------------------------------------------
+
+
+async def test_a_learner_that_is_started_again_goes_on_in_its_run(tmp_path: Path) -> None:
+    """With its records there already; its state folder has all that it needs, and its neighbours what it has not heard."""
+    spec = small_spec(400, NAMES, capture="relay", clock={"deadline_s": PATIENCE_S})
+    data = made_up(spec, records=3)
+    async with network(tmp_path, NAMES) as up:
+        run_id = (await up.start(spec, data.n_features)).run_id
+        await up.feed(run_id, spec, data)
+        await up.until("ann", LearnerState.RUNNING, 5)
+        await up.leave("ann")
+        before = said_rounds(tmp_path / "journals", "ann")
+        await up.join("ann")
+        end = await up.end(run_id)
+        after = said_rounds(tmp_path / "journals", "ann")
+    assert (end.state, end.detail) == (coordinator_pb2.RUN_STATE_FINISHED, "")
+    assert 5 <= len(before) < 400
+    assert after[: len(before)] == before
+    assert [t for t, _ in after] == list(range(401))
+    assert open_capture(end.capture_location).transcript(SHAPES, 4).rounds == 400  # refused where a round has two contents

@@ -24,7 +24,7 @@ from sottovoce_client.cli.app import (
 def ledger(
     context: typer.Context,
     state: Annotated[
-        Path, typer.Option(envvar="SOTTOVOCE_STATE", help="Folder where the learner keeps its journals.")
+        Path, typer.Option(envvar="SOTTOVOCE_STATE", help="Folder where the learner keeps its ledger.")
     ] = Path("sottovoce-state"),
     learner: Annotated[str | None, typer.Option(help="Only this one.")] = None,
     allow_imports: AllowImports = False,
