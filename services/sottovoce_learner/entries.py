@@ -32,7 +32,6 @@ class Kind(IntEnum):
     BATCH = 3
     ROUND = 4
     CLOSE = 5
-    SNAPSHOT = 6
 
 
 _KINDS = frozenset(Kind)

@@ -21,8 +21,8 @@ Durability = Literal["process", "power"]
 
 _MAGIC, FORMAT = b"sotto.l\0", 1
 PAGE = 4096
-AHEAD = 256 * 1024
-"""Bytes allocated at a time."""
+AHEAD, SEGMENT = 256 * 1024, 64 * 1024 * 1024
+"""Bytes allocated at a time, and those of a segment, unless one entry is longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,6 @@ class Reading:
         about: as its first segment says; None where there is none.
         entries: those that are right, oldest first.
         chains: behind each of them.
-        firsts: sequence of the first entry of each segment, by its number.
         path: the newest segment.
         end: first byte of it behind the last right entry.
     """
@@ -58,14 +57,13 @@ class Reading:
     about: About | None
     entries: tuple[Entry, ...]
     chains: tuple[bytes, ...]
-    firsts: dict[int, int]
     path: Path
     end: int
 
     @property
     def next(self) -> int:
         """The sequence number that is due."""
-        return self.entries[-1].sequence + 1 if self.entries else next(iter(self.firsts.values()), 0)
+        return self.entries[-1].sequence + 1 if self.entries else 0
 
     def chain(self, sequence: int) -> bytes | None:
         """What stands behind an entry; None where it is not there."""
@@ -85,26 +83,22 @@ class Log:
     def __init__(self, folder: Path, about: About, reading: Reading | None = None) -> None:
         self._folder, self._about = folder, about
         self.sequence, self.chain = 0, START
-        self.firsts: dict[int, int] = {}
         self._unsynced = False
-        if reading is None or not reading.firsts:
+        if reading is None or reading.about is None:
             self._begin(0)
             return
-        self.sequence, self.firsts = reading.next, dict(reading.firsts)
+        self.sequence, self._segment = reading.next, int(reading.path.stem)
         self.chain = reading.chains[-1] if reading.chains else START
         self._file = os.open(reading.path, os.O_RDWR | os.O_CLOEXEC)
         self._at = reading.end
         self._allocated = os.fstat(self._file).st_size
         self._wipe()
 
-    @property
-    def segment(self) -> int:
-        """Number of the segment that is written."""
-        return next(reversed(self.firsts))
-
     def append(self, kind: Kind, t: int, spent: float, in_all: float, body: bytes, incarnation: int = 0) -> int:
         """Write an entry; returns its sequence number. Only after `sync` does it survive what it must."""
         raw, after = encode(Entry(kind, self.sequence, t, spent, in_all, body, incarnation), self.chain)
+        if self._at > PAGE and self._at + len(raw) > SEGMENT:
+            self._turn()
         self._allocate(self._at + len(raw))
         if os.pwrite(self._file, raw, self._at) != len(raw):
             raise OSError(28, os.strerror(28))
@@ -119,22 +113,16 @@ class Log:
             os.fdatasync(self._file)
         self._unsynced = False
 
-    def turn(self) -> None:
-        """Go on in a new segment."""
-        self.sync()
-        number, old = self.segment + 1, self._file
-        self._begin(number)
-        os.close(old)
-
-    def drop(self, below: int) -> None:
-        """Delete the segments below a number."""
-        for number in [each for each in self.firsts if each < below]:
-            _path(self._folder, number).unlink(missing_ok=True)
-            del self.firsts[number]
-
     def close(self) -> None:
         """Close the file; it stays on disk."""
         os.close(self._file)
+
+    def _turn(self) -> None:
+        """Go on in a new segment."""
+        self.sync()
+        old = self._file
+        self._begin(self._segment + 1)
+        os.close(old)
 
     def _begin(self, number: int) -> None:
         path = _path(self._folder, number)
@@ -149,7 +137,7 @@ class Log:
             path.unlink(missing_ok=True)
             raise
         self._file, self._at, self._allocated = file, PAGE, PAGE + AHEAD
-        self.firsts[number] = self.sequence
+        self._segment = number
 
     def _allocate(self, size: int) -> None:
         if size > self._allocated:
@@ -165,32 +153,30 @@ class Log:
         self._allocated = self._at
         self._allocate(self._at + 1)
         for other in self._folder.glob("*.log"):
-            if int(other.stem) > self.segment:
+            if int(other.stem) > self._segment:
                 other.unlink()
 
 
 def read_log(folder: Path) -> Reading:
-    """All that is right in a log, from its oldest segment on.
+    """All that is right in a log.
 
     Raises:
         DataError: a segment is of a newer format.
     """
-    about, entries, chains, firsts = None, [], [], {}
-    path, end, due, chain = folder, 0, None, START
+    about, entries, chains = None, [], []
+    path, end, due, chain = folder, 0, 0, START
     for segment in sorted(folder.glob("*.log")):
         raw = segment.read_bytes()
         facts = _facts(raw, segment)
-        if facts is None or (due is not None and (facts["sequence"], facts["chain"]) != (due, chain.hex())):
+        if facts is None or (facts["sequence"], facts["chain"]) != (due, chain.hex()):
             break
-        number, first = int(segment.stem), facts["sequence"]
-        found = walk(raw, PAGE, first, bytes.fromhex(facts["chain"]))
+        found = walk(raw, PAGE, due, chain)
         about = about or About(**facts["about"])
         entries += [placed.entry for placed in found]
         chains += [placed.chain for placed in found]
-        firsts[number] = first
         path, end = segment, found[-1].end if found else PAGE
-        due, chain = first + len(found), found[-1].chain if found else bytes.fromhex(facts["chain"])
-    return Reading(about, tuple(entries), tuple(chains), firsts, path, end)
+        due, chain = due + len(found), found[-1].chain if found else chain
+    return Reading(about, tuple(entries), tuple(chains), path, end)
 
 
 def host() -> bytes:

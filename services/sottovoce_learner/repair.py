@@ -58,8 +58,6 @@ def verify(folder: Path, learner: str, *, imports: bool) -> list[LedgerLine]:
 
 def _require_charges(line: LedgerLine, log: Reading, *, imports: bool) -> None:
     """Raises `DataError` where a round was charged another price than its spec asks for."""
-    if not log.entries or log.entries[0].sequence != 0:  # what was before a snapshot is no longer there
-        return
     try:
         accountant = line.run(imports=imports).algorithm.accountant(line.index)
     except SpecError:  # of an algorithm that is not installed here, or may not be imported

@@ -106,12 +106,7 @@ class Standing:
 
 def said(log: Reading) -> int:
     """Rounds that were said, by a log."""
-    return next((entry.round + 1 for entry in reversed(log.entries) if entry.kind is Kind.ROUND), _before(log))
-
-
-def _before(log: Reading) -> int:
-    """Rounds said before the oldest entry that is left: a snapshot or a later entry of that segment says how far."""
-    return next((entry.round for entry in reversed(log.entries) if entry.kind is Kind.SNAPSHOT), 0)
+    return next((entry.round + 1 for entry in reversed(log.entries) if entry.kind is Kind.ROUND), 0)
 
 
 def spent(log: Reading) -> float:
@@ -190,17 +185,12 @@ def _require_log(standing: Standing, mark: Mark, log: Reading, opened: LedgerLin
         )
     if log.next <= mark.sequence:
         _damaged(standing, f"the log {log.path} is cut or damaged at entry {log.next} (byte {log.end})")
-    if log.chain(mark.sequence) != mark.chain or log.entries[0].sequence > _needed(log):
+    if log.chain(mark.sequence) != mark.chain or log.entries[0].sequence != 0:
         _damaged(standing, f"the log {folder} is not the one that was written, from entry {mark.sequence} back")
     if log.about.durability == "process" and mark.host != host():
         _damaged(
             standing, f"the log {folder} was written with durability 'process' before this machine was started again"
         )
-
-
-def _needed(log: Reading) -> int:
-    """The oldest entry that must be there."""
-    return 0
 
 
 def _damaged(standing: Standing, what: str) -> NoReturn:

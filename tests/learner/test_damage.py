@@ -150,6 +150,26 @@ def test_every_file_lost(folder: Path, lost: str) -> None:
     assert str(path.parent if path.suffix == ".log" else path) in str(caught.value)
 
 
+def test_a_log_of_several_segments_is_one_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them emptied, zeroed, cut, or in the place of another is noticed; a new one that was not written to may go."""
+    monkeypatch.setattr(logs, "SEGMENT", PAGE + 500)
+    assert lived(tmp_path) == Ledger(tmp_path).spent(NAME)
+    whole, segments = holds(tmp_path), sorted((tmp_path / "run-b@ann").iterdir())
+    assert len(segments) > 2
+    for path in segments:
+        raw = path.read_bytes()
+        for other in (b"", bytes(len(raw)), raw[: len(raw.rstrip(b"\0")) - 1], segments[1].read_bytes()):
+            if other != raw:
+                with changed(path, other):
+                    assert noticed_or_whole(tmp_path, whole)
+    torn = tmp_path / "run-b@ann" / f"{len(segments):08d}.log"
+    torn.write_bytes(bytes(PAGE))
+    assert holds(tmp_path) == whole
+    say(again := open_run(tmp_path, "run-b"), range(ROUNDS, ROUNDS + 3))
+    again.close()
+    assert Ledger(tmp_path).spent(NAME) == PRICE * (2 + ROUNDS + 3)
+
+
 @pytest.mark.parametrize("page", range(2))
 def test_a_lost_page_is_noticed(folder: Path, page: int) -> None:
     path = folder / "run-b@ann" / "00000000.log"

@@ -41,7 +41,7 @@ def spec_of(**fields: Any) -> RunSpec:
 def records(learner: int, t: int) -> learner_pb2.SampleBatch:
     """Of one round; some bring none, some two."""
     rows = np.random.default_rng([learner, t]).normal(size=(t % 3, FEATURES)) / 9
-    labels = np.arange(t % 3) * 1.0
+    labels = as_floats(np.arange(t % 3))
     return learner_pb2.SampleBatch(
         source="s", sequence=t, features=to_tensor(as_floats(rows)), labels=to_tensor(labels)
     )

@@ -553,4 +553,6 @@ async def test_a_learner_that_is_started_again_goes_on_in_its_run(tmp_path: Path
     assert 5 <= len(before) < 400
     assert after[: len(before)] == before
     assert [t for t, _ in after] == list(range(401))
-    assert open_capture(end.capture_location).transcript(SHAPES, 4).rounds == 400  # refused where a round has two contents
+    assert (
+        open_capture(end.capture_location).transcript(SHAPES, 4).rounds == 400
+    )  # refused where a round has two contents
