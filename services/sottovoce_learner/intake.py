@@ -6,6 +6,7 @@ that reconnects neither loses nor doubles a record.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import accumulate
 
 from sottovoce.arrays import Batch, FloatArray
@@ -39,13 +40,19 @@ class Intake:
         """Rounds below this one have their records."""
         self.held = 0
         """Bytes of records that wait for their round."""
+        self.batches = 0
+        """Batches taken in."""
 
     def next_sequence(self, source: str) -> int:
         """The batch that is due from a source."""
         return self._next.get(source, 0)
 
-    def put(self, batch: learner_pb2.SampleBatch) -> None:
+    def put(self, batch: learner_pb2.SampleBatch, keep: Callable[[int], None] = lambda first: None) -> None:
         """Take a batch in, whole or not at all.
+
+        Args:
+            batch: what came.
+            keep: called with the first round of a batch that is right, before it counts; what it raises leaves all as it was.
 
         Raises:
             NotReady: an earlier batch of the source is missing.
@@ -62,8 +69,10 @@ class Intake:
         features, labels = from_tensor(batch.features), from_tensor(batch.labels)
         check_batch(features, labels, self._n_features, self._loss)
         first, counts = self._rounds_of(batch, len(labels))
+        keep(first)
         self._file(first, counts, features, labels)
         self._next[batch.source] = due + 1
+        self.batches += 1
 
     def take(self, t: int) -> Batch:
         """The records of a round below `filled`, once."""

@@ -19,9 +19,10 @@ from sottovoce.noise import KeyedNoise, Noise, OpenDpNoise, RecordedNoise, Syste
 from sottovoce.running.transcript import read_noise
 from sottovoce.spec import LEARNER_NAME
 from sottovoce_learner import exchange
-from sottovoce_learner.ledger import Ledger, claim
+from sottovoce_learner.ledger import Ledger
 from sottovoce_learner.mirror import Mirror
 from sottovoce_learner.session import Role, Session
+from sottovoce_learner.store import claim
 from sottovoce_rpc import directives
 from sottovoce_rpc.codec import from_tensor, to_tensor
 from sottovoce_rpc.directives import Directive, Epoch, Grant, Stop, from_wire
@@ -352,8 +353,11 @@ class Learner:
             async for batch in batches:
                 await session.feed(batch)
                 taken, source = taken + 1, batch.source
-                if taken % _RECEIPT_EVERY == 0:
+                # At once what is due: more may be here than its feeder knows.
+                if taken == 1 or taken % _RECEIPT_EVERY == 0:
+                    session.settle()
                     yield learner_pb2.IngestReceipt(next_sequence=session.intake.next_sequence(source))
+            session.settle()
             yield learner_pb2.IngestReceipt(next_sequence=session.intake.next_sequence(source))
 
     async def _predict(self, request: learner_pb2.PredictRequest, context: Context) -> learner_pb2.PredictResponse:

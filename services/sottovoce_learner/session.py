@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import structlog
 
-from sottovoce.algorithms.interface import HeardFromNeighbours, Who
+from sottovoce.algorithms.interface import HeardFromNeighbours, Who, WithHiddenNoise
 from sottovoce.algorithms.per_learner import spread
 from sottovoce.arrays import Batch, FloatArray
 from sottovoce.errors import (
@@ -31,13 +33,17 @@ from sottovoce.noise import Noise
 from sottovoce.running.assembly import KEPT, Recent
 from sottovoce.running.run import build_run
 from sottovoce.spec import RunSpec
+from sottovoce_learner.bodies import Said
 from sottovoce_learner.books import Books
 from sottovoce_learner.inbox import Inbox
 from sottovoce_learner.intake import Intake
-from sottovoce_learner.journal import Entry
-from sottovoce_learner.ledger import Ledger, LedgerLine
+from sottovoce_learner.ledger import Ledger
+from sottovoce_learner.ledger_line import LedgerLine
 from sottovoce_learner.links import Link
 from sottovoce_learner.plan import Plan
+from sottovoce_learner.recovery import Recovery
+from sottovoce_learner.standing import said
+from sottovoce_learner.store import RunLog, Store, Terms
 from sottovoce_rpc.codec import RoundCodec
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 from sottovoce_rpc.logs import failure, worded_by_us
@@ -87,15 +93,15 @@ class Session:
     Args:
         role: what to do.
         noise: where noise comes from.
-        journal_folder: where journals and the ledger stand.
+        state_folder: where the ledger and the logs of runs stand.
         mirror: is given every frame that was sent and who heard it, where the run is mirrored.
         private: False when the noise is not the operating system's.
         own_budget: epsilon that the learner's owner allows in all runs together; None: no limit.
         changed: set when there is something to report.
 
     Raises:
-        DataError: the ledger or a journal cannot be read, so that what was spent is not known.
-        NotReady: the journal says that this learner has spoken in this run before.
+        DataError: what stands in the state folder is damaged, so that what was spent is not known.
+        NotReady: this learner has been in another run since, or died in this one with noise that nothing shows.
         SpecError: the spec cannot be run, or its messages are too long.
     """
 
@@ -103,7 +109,7 @@ class Session:
         self,
         role: Role,
         noise: Noise,
-        journal_folder: Path,
+        state_folder: Path,
         mirror: Callable[[bytes, list[int]], None] | None = None,
         *,
         private: bool = True,
@@ -118,28 +124,26 @@ class Session:
         check_size(shapes)
         self.codec = RoundCodec(shapes)
         self._state = self.algorithm.start(Who(index))
-        self._name = name = role.name
-        ledger = Ledger(journal_folder)
-        self._books = Books(
-            self.algorithm.accountant(index),
-            _budget(spec, index),
-            own_budget=own_budget,
-            elsewhere=ledger.spent(name, but=role.run_id),
+        self._name = role.name
+        budget = _budget(spec, index)
+        elsewhere, self._log = _opened(
+            state_folder, role, Terms(spec.durability, self.codec.length, spec.clock.window, spec.rounds, budget)
         )
-        line = LedgerLine(name, role.run_id, index, role.n_features, spec.model_dump_json())
-        self._journal = ledger.open_run(line, self.codec.length, spec.durability)
-        self._refuse_to_repeat()
+        self._books = Books(self.algorithm.accountant(index), budget, own_budget=own_budget, elsewhere=elsewhere)
+        self._inputs = Said(b"")
+        self._frames: dict[int, dict[int, bytes]] = {}
         self.intake = Intake(role.n_features, spec.loss, spec.rounds)
         self._plan = Plan(run.network, index)
         # Elsewhere a neighbour goes as far as the clock lets it: at most a window beyond the slowest learner.
         ahead = 2 if self._plan.lockstep else min(spec.clock.window, spec.rounds)
-        self.inbox = Inbox(self._plan.neighbours, self._plan.heard, ahead)
-        self._heard: Recent[tuple[int, int], bytes] = Recent(KEPT)
-        self.links = {j: Link(max(ahead, 2)) for j in sorted(self._plan.neighbours)}
-        self._granted = self._told = 0
-        self._waiting: tuple[str, float, asyncio.Future[None]] | None = None
         self._correct = self._seen = 0
         self._messages = self._bytes = self._said = self._done = 0
+        self.links = {j: Link(max(ahead, 2)) for j in sorted(self._plan.neighbours)}
+        self._recover(max(ahead, 2))
+        self.inbox = Inbox(self._plan.neighbours, self._plan.heard, ahead, self._done)
+        self._heard: Recent[tuple[int, int], bytes] = Recent(KEPT)
+        self._granted = self._told = 0
+        self._waiting: tuple[str, float, asyncio.Future[None]] | None = None
         self._lifecycle = (LearnerState.CONNECTING, "")
         self._private = private
         self._hungry = asyncio.Event()  # set once a round, so a feeder that waits looks again
@@ -167,14 +171,42 @@ class Session:
             prequential_accuracy=self._correct / self._seen if self._seen else None,
         )
 
-    def _refuse_to_repeat(self) -> None:
-        """A learner that died in this run has lost its state: beginning again would say its rounds with other noise."""
-        if said := self._journal.entries():
-            self._journal.close()
+    def _recover(self, kept: int) -> None:
+        """Go on where the log ends: what it says was said is said, and nothing of it is drawn again.
+
+        Args:
+            kept: messages that a neighbour may lack.
+        """
+        reading = self._log.reading
+        if reading is None:
+            return
+        if said(reading) and isinstance(self.algorithm, WithHiddenNoise) and self.algorithm.hides_noise:
+            self._log.close()
             raise NotReady(
-                f"this learner has said round {said[-1].round} of this run and was restarted since: it cannot go on in the "
-                "run, and must not say any round again; start a new run"
+                f"this learner died after it had said {said(reading)} rounds, and {self.algorithm.name} keeps noise that none of "
+                "its messages shows: its state is lost, and no round may be said again; start a new run"
             )
+        recovery = Recovery(
+            self.algorithm,
+            self.codec,
+            self._plan,
+            self._books,
+            self.intake,
+            self._state,
+            self._predict_first,
+            deque(maxlen=kept),
+        )
+        try:
+            for entry in reading.entries:
+                recovery.take(entry)
+        except BaseException:
+            self._log.close()
+            raise
+        self._state, self._said, self._done = recovery.state, recovery.said, recovery.done
+        for t, frame in recovery.frames:
+            for j in self._plan.part(t).told:
+                self.links[j].say(t, frame)
+        self._log.reading = None
 
     # ---- what the coordinator and the neighbours bring ----------------------------------------------------
 
@@ -217,11 +249,12 @@ class Session:
                 raise EquivocationError(f"learner {neighbour} said two different things in round {t}") from None
             raise
         self._heard[neighbour, t] = digest
+        self._frames.setdefault(t, {})[neighbour] = payload
         if complete:
             self._wake()
 
     async def feed(self, batch: learner_pb2.SampleBatch) -> None:
-        """Records from the owner; waits while the learner has more than enough.
+        """Records from the owner; waits while the learner has more than enough, for ever once it takes no more.
 
         Raises:
             DataError: they do not fit the run.
@@ -229,9 +262,26 @@ class Session:
         while self._has_enough() and not self.ended:
             self._hungry.clear()
             await self._hungry.wait()
-        self.intake.put(batch)
+        if self.ended and batch.sequence >= self.intake.next_sequence(batch.source):
+            # No receipt for what is not kept. The end of the run is told by the coordinator, and ends the feeder, too.
+            await asyncio.get_running_loop().create_future()
+        try:
+            self.intake.put(batch, lambda first: self._log.keep(first, batch.SerializeToString(deterministic=True)))
+        except OSError as error:
+            raise NotReady(f"records cannot be kept: {error.strerror}") from None
         self._changed.set()
         self._wake()
+
+    def settle(self) -> None:
+        """Let all records that were taken in last; then receipts may go out.
+
+        Raises:
+            NotReady: they cannot be kept.
+        """
+        try:
+            self._log.settle()
+        except OSError as error:
+            raise NotReady(f"records cannot be kept: {error.strerror}") from None
 
     def _has_enough(self) -> bool:
         return self.intake.filled > self.inbox.round + AHEAD or self.intake.held > MOST_HELD
@@ -274,13 +324,15 @@ class Session:
             self._fail(error)
         finally:
             self._hungry.set()
-            self._journal.close()
+            self._log.close()
 
     async def _all_rounds(self) -> None:
-        await self._connected()
-        self._become(LearnerState.RUNNING)
+        rounds = self.role.spec.rounds
+        if self._done < rounds:  # else the log is closed: only what neighbours lack is left to say
+            await self._connected()
+            self._become(LearnerState.RUNNING)
         try:
-            for t in range(self.role.spec.rounds):
+            for t in range(self._done, rounds):
                 await self._round(t)
         except BudgetExhausted as error:
             if not worded_by_us(error):
@@ -308,29 +360,41 @@ class Session:
     async def _round(self, t: int) -> None:
         while self._granted <= t:
             await self._wait("a grant of the coordinator")
-        part = self._plan.part(t)
-        frame = await self._speak(t, len(part.told))
-        for j in part.told:
-            self.links[j].say(t, frame)
-        if self._mirror is not None:
-            self._mirror(frame, list(part.told))
+        if t == self._said:  # else it was said before this learner died, and the links have it
+            await self._say(t)
         while self.intake.filled <= t:
             await self._wait("records")
         while not self.inbox.complete:
             await self._wait("a neighbour")
-        batch = self.intake.take(t)
-        self._predict_first(batch)
-        heard = HeardFromNeighbours(part.heard, self.inbox.take(), part.own)
-        self._state = await self._computed(lambda: self.algorithm.listen(self._state, heard, batch))
-        self._plan.forget(t)
-        self._books.round_over(batch.size)
-        self._done = t + 1
+        await self._learn(t)
         self._hungry.set()
         if self._told != self._granted and 2 * (self._granted - t - 1) <= self.role.spec.clock.window:
             self._told = self._granted  # once per grant: time for the next one
             self._changed.set()
         if not self._plan.lockstep:
             await asyncio.sleep(0)  # nobody may have been waited for: let others have the loop
+
+    async def _say(self, t: int) -> None:
+        """Form the round's message and hand it to everybody who is told."""
+        part = self._plan.part(t)
+        frame = await self._speak(t, len(part.told))
+        for j in part.told:
+            self.links[j].say(t, frame)
+        if self._mirror is not None:
+            self._mirror(frame, list(part.told))
+
+    async def _learn(self, t: int) -> None:
+        """Take in the round's records, and what was heard in it."""
+        part, batch, frames = self._plan.part(t), self.intake.take(t), self._frames.pop(t, {})
+        self._inputs = Said(b"", tuple(frames[j] for j in part.heard), self.intake.batches, batch.size)
+        self._predict_first(self._state, batch)
+        heard = HeardFromNeighbours(part.heard, self.inbox.take(), part.own)
+        self._state = await self._computed(lambda: self.algorithm.listen(self._state, heard, batch))
+        self._plan.forget(t)
+        self._books.round_over(batch.size)
+        self._done = t + 1
+        if self._done == self.role.spec.rounds:
+            self._close()
 
     async def _speak(self, t: int, receivers: int) -> bytes:
         """Draw the noise, once; journal and charge the message, whoever hears it; only then give it out.
@@ -345,7 +409,7 @@ class Session:
         self.codec.require_sayable(message)
         frame = self.codec.encode(t, self.role.index, message)
         try:
-            self._journal.write(Entry(t, after, frame))
+            self._log.say(t, after, replace(self._inputs, frame=frame))
         except OSError as error:
             raise NotReady(f"the journal cannot be written: {error.strerror}") from None
         self._books.charge(after)
@@ -354,15 +418,26 @@ class Session:
         self._bytes += len(frame) * receivers
         return frame
 
+    def _close(self) -> None:
+        """The last round was learned: what it heard lasts, so that a learner that dies now is told nothing again.
+
+        Raises:
+            NotReady: it cannot be written.
+        """
+        try:
+            self._log.close_rounds(self._done, self._inputs)
+        except OSError as error:
+            raise NotReady(f"the journal cannot be written: {error.strerror}") from None
+
     async def _computed(self, compute: Callable[[], T]) -> T:
         """What takes long is computed in a thread: the loop stays awake, and the round waits, so it is one at a time."""
         return await asyncio.to_thread(compute) if self.loss.heavy else compute()
 
-    def _predict_first(self, batch: Batch) -> None:
+    def _predict_first(self, state: Any, batch: Batch) -> None:
         """Prequential accuracy: predict the records before learning them. Opt-in, because it depends on the data."""
         if not self.role.spec.telemetry.accuracy or batch.size == 0:
             return
-        scores = self.loss.predict(self.algorithm.decision(self._state), batch.features)
+        scores = self.loss.predict(self.algorithm.decision(state), batch.features)
         self._correct += int((self.loss.classify(scores) == batch.labels).sum())
         self._seen += batch.size
 
@@ -411,3 +486,22 @@ class Session:
 def _budget(spec: RunSpec, index: int) -> float | None:
     budget = spec.privacy.budget
     return None if budget is None else spread(budget, spec.n_learners, "privacy.budget")[index]
+
+
+def _opened(folder: Path, role: Role, terms: Terms) -> tuple[float, RunLog]:
+    """Epsilon of all other runs, and the log of this one.
+
+    Raises:
+        NotReady: the learner has been in another run since, or an earlier version has spoken in this one.
+        DataError: something of the state folder is damaged.
+    """
+    old = Ledger(folder).old(role.name)
+    if any(line.run_id == role.run_id and line.said for line in old):
+        raise NotReady(
+            "an earlier version of this learner has spoken in this run: its journal counts, and cannot be gone on with; start a "
+            "new run"
+        )
+    store = Store(folder, role.name)
+    elsewhere = store.spent(but=role.run_id) + math.fsum(line.spent for line in old)
+    line = LedgerLine(role.name, role.run_id, role.index, role.n_features, role.spec.model_dump_json())
+    return elsewhere, store.open_run(line, terms, elsewhere)

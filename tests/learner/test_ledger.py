@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import math
-import os
 import signal
+import struct
 import subprocess
 import sys
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,8 +25,10 @@ from sottovoce.privacy.accountant import ListedLosses
 from sottovoce.spec import parse_spec
 from sottovoce_client.privacy.ledger import show_ledger
 from sottovoce_learner.books import Books
-from sottovoce_learner.ledger import Ledger, LedgerLine, claim
+from sottovoce_learner.ledger import Ledger
+from sottovoce_learner.ledger_line import LedgerLine
 from sottovoce_learner.session import Role, Session
+from sottovoce_learner.store import Store, Terms, claim
 
 
 def session(folder: Path, run_id: str, *, own_budget: float | None = None, name: str = "learner-0") -> Session:
@@ -106,40 +110,6 @@ def test_what_was_journaled_but_never_sent_stays_spent(tmp_path: Path) -> None:
     assert (line.said, line.spent) == (2, float(done.stdout))
 
 
-def tear(folder: Path) -> None:
-    """Spoil the slot of odd rounds."""
-    path = next(folder.glob("*.journal"))
-    raw = bytearray(path.read_bytes())
-    raw[len(raw) // 2 + 60] ^= 1
-    path.write_bytes(bytes(raw))
-
-
-def scribble(folder: Path) -> None:
-    """Spoil a line."""
-    next(folder.glob("*.ledger")).write_text("{", encoding="utf-8")
-
-
-def alter(folder: Path, changes: dict[str, Any]) -> None:
-    """Let a line say something else."""
-    about = next(folder.glob("*.ledger"))
-    about.write_text(json.dumps({**json.loads(about.read_text(encoding="utf-8")), **changes}), encoding="utf-8")
-
-
-async def test_a_torn_slot_forgets_nothing_but_the_torn_round(tmp_path: Path) -> None:
-    made = session(tmp_path, "run-a")
-    await spend(made, 4)
-    price = [entry.spent for entry in made._journal.entries()]
-    tear(tmp_path)
-    assert Ledger(tmp_path).lines()[0].spent == price[0] < price[1]
-
-
-async def test_a_ledger_that_cannot_be_read_allows_nothing(tmp_path: Path) -> None:
-    session(tmp_path, "run-a")
-    scribble(tmp_path)
-    with pytest.raises(DataError, match="cannot be read"):
-        session(tmp_path, "run-b")
-
-
 async def test_two_runs_never_share_a_journal(tmp_path: Path) -> None:
     """Run `v-w` of `north` and run `v` of `w-north` had one file: the second wiped what the first had spent."""
     first = await spend(session(tmp_path, "v-w", name="north"), 3)
@@ -148,48 +118,57 @@ async def test_two_runs_never_share_a_journal(tmp_path: Path) -> None:
     assert (ledger.spent("north"), ledger.spent("w-north")) == (first, second)
 
 
-async def test_journals_under_their_former_names_count(tmp_path: Path) -> None:
-    """And a run that has one goes on having it: nothing is said in it again."""
-    made = session(tmp_path, "v-w", name="north")
-    spent = await spend(made, 3)
-    made._journal.close()
-    for kind in ("journal", "ledger"):
-        (tmp_path / f"v-w@north.{kind}").rename(tmp_path / f"v-w-north.{kind}")
-    assert Ledger(tmp_path).spent("north") == spent
-    with pytest.raises(NotReady, match="has said round 2 of this run"):
+def old_journal(folder: Path, stem: str, learner: str, run_id: str, said: int, spent: float) -> None:
+    """As earlier versions wrote it."""
+    spec = parse_spec({"rounds": 9, "learners": [learner, "b"], "algorithm": {"name": "ldp-dol"}}, imports=True)
+    facts = {"learner": learner, "run_id": run_id, "index": 0, "n_features": 3, "spec": spec.model_dump_json()}
+    (folder / f"{stem}.ledger").write_text(json.dumps(facts), encoding="utf-8")
+    raw = bytearray(8192)
+    for t in range(max(said - 2, 0), said):
+        whose = hashlib.sha256(run_id.encode()).digest()[:16]
+        head = struct.pack("<8s16sQdI", b"sotto.j1", whose, t, spent * (t + 1) / said, 9)
+        whole = head + struct.pack("<I", zlib.crc32(head + bytes(4) + bytes(9))) + bytes(9)
+        raw[(t % 2) * 4096 : (t % 2) * 4096 + len(whole)] = whole
+    (folder / f"{stem}.journal").write_bytes(raw)
+
+
+async def test_journals_of_earlier_versions_count_and_are_not_gone_on_with(tmp_path: Path) -> None:
+    old_journal(tmp_path, "v-w@north", "north", "v-w", 3, 1.5)
+    old_journal(tmp_path, "v-x-north", "north", "v-x", 2, 0.25)  # a name of a still earlier version
+    old_journal(tmp_path, "v-y@north", "north", "v-y", 0, 0.0)
+    assert Ledger(tmp_path).spent("north") == 1.75
+    with pytest.raises(NotReady, match="its journal counts, and cannot be gone on with"):
         session(tmp_path, "v-w", name="north")
-    other = await spend(session(tmp_path, "v", name="w-north"), 4)
-    assert (Ledger(tmp_path).spent("north"), Ledger(tmp_path).spent("w-north")) == (spent, other)
-
-
-async def test_a_line_about_another_run_is_not_written_over(tmp_path: Path) -> None:
-    await spend(session(tmp_path, "run-a"), 3)
-    for kind in ("journal", "ledger"):
-        (tmp_path / f"run-a@learner-0.{kind}").rename(tmp_path / f"run-b@learner-0.{kind}")
-    with pytest.raises(DataError, match="is about run 'run-a' of 'learner-0', and must be about run 'run-b'"):
-        Ledger(tmp_path).open_run(LedgerLine("learner-0", "run-b", 0, 3, "{}"), 100, "process")
-
-
-def lose(folder: Path, kind: str) -> None:
-    next(folder.glob(f"*@learner-0.{kind}")).unlink()
+    made = session(tmp_path, "v", name="north", own_budget=100.0)
+    assert made.status.epsilon_elsewhere == 1.75
+    spent = await spend(session(tmp_path, "v-y", name="north"), 1)
+    assert Ledger(tmp_path).spent("north") == pytest.approx(1.75 + spent)
 
 
 @pytest.mark.parametrize(
     ("harm", "text"),
     [
-        (lambda folder: lose(folder, "journal"), "cannot be read: No such file"),
-        (lambda folder: lose(folder, "ledger"), "has no line run-a@learner-0.ledger beside it"),
-        (lambda folder: (folder / "run-a@learner-0.journal").write_bytes(b""), "has 0 bytes, which are no two slots"),
+        (lambda stem: stem.with_suffix(".journal").unlink(), "cannot be read: No such file"),
+        (lambda stem: stem.with_suffix(".ledger").unlink(), "has no line v@north.ledger beside it"),
+        (lambda stem: stem.with_suffix(".journal").write_bytes(b""), "has 0 bytes, which are no two slots"),
+        (lambda stem: stem.with_suffix(".ledger").write_text("{"), "cannot be read: "),
     ],
 )
-async def test_a_loss_is_never_nothing_spent(tmp_path: Path, harm: Callable[[Path], None], text: str) -> None:
-    await spend(session(tmp_path, "run-a"), 3)
-    theirs = await spend(session(tmp_path, "run-a", name="ann"), 3)
-    harm(tmp_path)
-    for again in ("run-a", "run-b"):
+def test_a_lost_journal_of_an_earlier_version_is_never_nothing_spent(
+    tmp_path: Path, harm: Callable[[Path], None], text: str
+) -> None:
+    old_journal(tmp_path, "v@north", "north", "v", 3, 1.5)
+    harm(tmp_path / "v@north")
+    for again in ("v", "w"):
         with pytest.raises(DataError, match=text):
-            session(tmp_path, again)
-    assert Ledger(tmp_path).spent("ann") == theirs > 0  # what another learner has spent is known
+            session(tmp_path, again, name="north")
+
+
+async def test_a_spec_that_changed_is_refused(tmp_path: Path) -> None:
+    made = session(tmp_path, "run-a")
+    line = LedgerLine("learner-0", "run-a", 1, 3, made.role.spec.model_dump_json())
+    with pytest.raises(DataError, match="has run 'run-a' with another spec, index or number of features"):
+        Store(tmp_path, "learner-0").open_run(line, Terms("process", 9, 9, 9, None), 0.0)
 
 
 @pytest.mark.parametrize(
@@ -210,36 +189,23 @@ async def test_a_loss_is_never_nothing_spent(tmp_path: Path, harm: Callable[[Pat
     ],
     ids=lambda changes: str(changes)[:40],
 )
-async def test_a_line_that_says_something_else_is_refused_in_words(tmp_path: Path, changes: dict[str, Any]) -> None:
-    await spend(session(tmp_path, "run-a"), 3)
-    alter(tmp_path, changes)
+def test_an_old_line_that_says_something_else_is_refused_in_words(tmp_path: Path, changes: dict[str, Any]) -> None:
+    old_journal(tmp_path, "v@north", "north", "v", 3, 1.5)
+    about = tmp_path / "v@north.ledger"
+    about.write_text(json.dumps({**json.loads(about.read_text(encoding="utf-8")), **changes}), encoding="utf-8")
     with pytest.raises(DataError, match="cannot be read: "):
         show_ledger(tmp_path, None, Console(file=io.StringIO()))
 
 
-async def test_a_run_of_more_rounds_than_a_guarantee_is_computed_for_is_listed(tmp_path: Path) -> None:
-    spent = await spend(session(tmp_path, "run-a"), 3)
-    spec = json.loads(Ledger(tmp_path).lines()[0].spec)
-    alter(tmp_path, {"spec": json.dumps({**spec, "rounds": 10**12})})
+def test_a_run_of_more_rounds_than_a_guarantee_is_computed_for_is_listed(tmp_path: Path) -> None:
+    old_journal(tmp_path, "v@north", "north", "v", 3, 1.5)
+    about = tmp_path / "v@north.ledger"
+    facts = json.loads(about.read_text(encoding="utf-8"))
+    facts["spec"] = json.dumps({**json.loads(facts["spec"]), "rounds": 10**12})
+    about.write_text(json.dumps(facts), encoding="utf-8")
     out = io.StringIO()
     show_ledger(tmp_path, None, Console(file=out, width=160))
-    assert f"{spent:.4g}" in out.getvalue()
-
-
-def test_a_line_is_there_whole_or_not_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Learners of one folder start at the same moment: nobody reads half a line of another."""
-    seen: list[int] = []
-
-    def look(descriptor: int) -> None:
-        seen.append(len(Ledger(tmp_path).lines()))
-
-    monkeypatch.setattr(os, "fsync", look)
-    session(tmp_path, "run-a")
-    session(tmp_path, "run-b")
-
-    # The journal and its folder, the line before it is there, and the folder again.
-    assert seen == [0, 0, 0, 1, 1, 1, 1, 2]
-    assert len(Ledger(tmp_path).lines()) == 2
+    assert "1.5" in out.getvalue()
 
 
 async def test_it_is_shown_with_sums(tmp_path: Path) -> None:
@@ -252,10 +218,10 @@ async def test_it_is_shown_with_sums(tmp_path: Path) -> None:
         show_ledger(tmp_path, "bo", Console(file=out))
 
 
-async def test_showing_imports_no_code_that_a_run_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_showing_imports_no_code_that_a_run_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The spec came from a coordinator; whoever looks at what was spent runs none of it."""
-    spent = await spend(session(tmp_path, "run-a"), 3)
-    about = tmp_path / "run-a@learner-0.ledger"
+    old_journal(tmp_path, "v@north", "north", "v", 3, 1.5)
+    about = tmp_path / "v@north.ledger"
     named = about.read_text(encoding="utf-8").replace("ldp-dol", "named_by_a_run:Spec")
     about.write_text(named, encoding="utf-8")
     (tmp_path / "named_by_a_run.py").write_text("Spec = None", encoding="utf-8")
@@ -264,7 +230,7 @@ async def test_showing_imports_no_code_that_a_run_named(tmp_path: Path, monkeypa
     out = io.StringIO()
     show_ledger(tmp_path, None, Console(file=out, width=160))
     assert "named_by_a_run" not in sys.modules
-    assert "named_by_a_run:Spec" in out.getvalue() and f"{spent:.4g}" in out.getvalue()
+    assert "named_by_a_run:Spec" in out.getvalue() and "1.5" in out.getvalue()
     show_ledger(tmp_path, None, Console(file=out, width=160), allow_imports=True)
     assert sys.modules.pop("named_by_a_run").Spec is None
 
@@ -277,7 +243,7 @@ def test_an_infinite_price_is_above_every_owners_budget() -> None:
 HOLDING = """
 import sys
 from pathlib import Path
-from sottovoce_learner.ledger import claim
+from sottovoce_learner.store import claim
 held = claim(Path(sys.argv[1]), "ann")
 print("held", flush=True)
 sys.stdin.read()

@@ -14,11 +14,11 @@ from sottovoce.errors import LocalProtocolError, NotReady, RemoteProtocolError, 
 from sottovoce.noise import SystemNoise
 from sottovoce.spec import parse_spec
 from sottovoce_learner import session as sessions
-from sottovoce_learner.journal import Entry
 from sottovoce_learner.session import Role, Session
 from sottovoce_rpc.codec import to_tensor
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_wire.v1 import learner_pb2
+from tests.services.network import said_rounds
 
 
 def session(folder: Path, run_id: str = "run-1") -> Session:
@@ -28,17 +28,19 @@ def session(folder: Path, run_id: str = "run-1") -> Session:
     return Session(Role(run_id, spec, 3, 0, "learner-0"), SystemNoise(), folder)
 
 
-async def test_a_restarted_learner_says_no_round_of_its_run_again(tmp_path: Path) -> None:
+async def test_a_restarted_learner_says_the_last_round_of_its_run_as_it_was(tmp_path: Path) -> None:
     before = session(tmp_path)
     before.announce(0, {1: 0.5}, [1])
-    await before._speak(0, 1)
-    with pytest.raises(NotReady, match="round 0 of this run"):
-        session(tmp_path)
+    frame = await before._speak(0, 1)
+    again = session(tmp_path)
+    assert (again.status.rounds_said, again.status.rounds_done) == (1, 0)
+    assert list(again.links[1]._frames) == [(0, frame)]
+    assert again.status.epsilon_spent == before.status.epsilon_spent
 
 
 def test_a_learner_that_was_assigned_but_never_spoke_may_be_assigned_again(tmp_path: Path) -> None:
     session(tmp_path)
-    assert session(tmp_path)._journal.entries() == []
+    assert session(tmp_path).status.rounds_said == 0
 
 
 def test_a_learner_is_assigned_under_its_own_name(tmp_path: Path) -> None:
@@ -51,10 +53,13 @@ def test_a_learner_is_assigned_under_its_own_name(tmp_path: Path) -> None:
         Role("run-1", spec, 3, 2, "m0")
 
 
-def test_another_run_begins_afresh(tmp_path: Path) -> None:
+async def test_another_run_begins_afresh_and_closes_the_one_before(tmp_path: Path) -> None:
     before = session(tmp_path)
-    before._journal.write(Entry(0, 1.0, bytes(before._journal._message_size)))
-    assert session(tmp_path, "run-2")._journal.entries() == []
+    before.announce(0, {1: 0.5}, [1])
+    await before._speak(0, 1)
+    assert session(tmp_path, "run-2")._log.reading is None
+    with pytest.raises(NotReady, match="has been in another run since run 'run-1', which is closed for it"):
+        session(tmp_path)
 
 
 def test_a_message_that_no_channel_carries_is_refused_before_it_is_made(tmp_path: Path) -> None:
@@ -79,7 +84,8 @@ async def test_what_no_neighbour_would_take_is_neither_said_nor_charged(tmp_path
     one._noise = lambda draw: np.array([0.0, number, 0.0])
     with pytest.raises(LocalProtocolError, match="field 'y' of a message must be finite and within 1e\\+100"):
         await one._speak(0, 1)
-    assert one._journal.entries() == [] and one.status.rounds_said == 0
+    assert one._log.spent == 0.0 and one.status.rounds_said == 0
+    assert said_rounds(tmp_path, "learner-0") == []
 
 
 async def test_a_feeder_waits_while_more_bytes_wait_than_a_learner_holds(

@@ -17,7 +17,10 @@ from sottovoce_client.running.feeder import feed
 from sottovoce_client.running.operate import Outcome, run_on
 from sottovoce_coordinator.service import Coordinator, CoordinatorConfig
 from sottovoce_eavesdropper.service import Eavesdropper, EavesdropperConfig
+from sottovoce_learner.bodies import Said
+from sottovoce_learner.entries import Kind
 from sottovoce_learner.service import Learner, LearnerConfig
+from sottovoce_learner.standing import Files, look
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 from sottovoce_rpc.server import channel
 from sottovoce_rpc.specs import spec_to_wire
@@ -142,6 +145,14 @@ async def network(folder: Path, names: Sequence[str], *, noise: Path | None = No
         await coordinator.stop()
         await eavesdropper.stop()
         await up._tasks.end()
+
+
+def said_rounds(state: Path, name: str) -> list[tuple[int, Said]]:
+    """What a learner's log has of the rounds of its last run, the closing entry included."""
+    reading = look(Files(state, name)).log
+    assert reading is not None
+    kinds = (Kind.ROUND, Kind.CLOSE)
+    return [(entry.round, Said.decode(entry.body)) for entry in reading.entries if entry.kind in kinds]
 
 
 async def refused(call: Any) -> grpc.aio.AioRpcError:

@@ -25,15 +25,17 @@ from sottovoce_eavesdropper import service as eavesdropper_service
 from sottovoce_eavesdropper.reading import Capture, open_capture
 from sottovoce_eavesdropper.relay import Relay
 from sottovoce_learner import service as learner_service
-from sottovoce_learner.journal import Entry, Journal
+from sottovoce_learner.bodies import Said
+from sottovoce_learner.ledger import Ledger
 from sottovoce_learner.service import Learner
+from sottovoce_learner.store import RunLog
 from sottovoce_rpc.codec import RoundCodec, from_fields, read_hello
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_rpc.server import channel, listen_on
-from sottovoce_wire.v1 import learner_pb2, learner_pb2_grpc
+from sottovoce_wire.v1 import coordinator_pb2, learner_pb2, learner_pb2_grpc
 from tests.examples import made_up, small_spec
 from tests.learner.test_links import Stream
-from tests.services.network import PATIENCE_S, network, refused
+from tests.services.network import PATIENCE_S, network, refused, said_rounds
 
 ROUNDS = 30
 NAMES = ["ann", "ben", "cleo", "dan"]
@@ -166,17 +168,24 @@ async def test_every_neighbour_hears_the_bytes_of_the_journal(tmp_path: Path) ->
 
     assert all(len(payloads) == 1 for payloads in heard.values())
     for i, name in enumerate(NAMES):
-        journal = Journal(
-            tmp_path / "journals" / f"{outcome.run_id}@{name}.journal",
-            outcome.run_id,
-            len(next(iter(heard[i, 0]))),
-            "process",
-        )
-        entries = journal.entries()
-        journal.close()
-        assert [entry.round for entry in entries] == [ROUNDS - 2, ROUNDS - 1]
-        assert [{entry.payload} for entry in entries] == [heard[i, ROUNDS - 2], heard[i, ROUNDS - 1]]
-        assert entries[-1].spent == outcome.statuses[i].epsilon_spent
+        rounds = said_rounds(tmp_path / "journals", name)
+        assert [t for t, _ in rounds] == list(range(ROUNDS + 1))
+        assert [{said.frame} for _, said in rounds[:-1]] == [heard[i, t] for t in range(ROUNDS)]
+        (line,) = Ledger(tmp_path / "journals").lines(name)
+        assert (line.said, line.spent) == (ROUNDS, outcome.statuses[i].epsilon_spent)
+
+
+async def test_the_log_has_all_that_a_learner_took_in(tmp_path: Path) -> None:
+    spec = spec_of()
+    async with network(tmp_path, NAMES) as up:
+        outcome = await up.run(spec, made_up(spec))
+    logs = [dict(said_rounds(tmp_path / "journals", name)) for name in NAMES]
+    network_of = build_run(spec, 3).network
+    for i, log in enumerate(logs):
+        for t in range(1, ROUNDS + 1):
+            heard = [logs[j][t - 1].frame for j in network_of.at(t - 1).heard_by(i)]
+            assert list(log[t].heard) == heard
+    assert outcome.state == "finished"
 
 
 async def test_a_file_says_who_learns_what_when(tmp_path: Path) -> None:
@@ -275,10 +284,7 @@ async def test_a_learner_whose_budget_would_be_exceeded_stops_speaking(tmp_path:
         if sender == 1
     }
     assert said == set(range(12))
-    size = len(table["payload"].to_pylist()[0])
-    journal = Journal(tmp_path / "journals" / f"{outcome.run_id}@ben.journal", outcome.run_id, size, "process")
-    assert [entry.round for entry in journal.entries()] == [10, 11]
-    journal.close()
+    assert [t for t, _ in said_rounds(tmp_path / "journals", "ben")] == list(range(12))
 
 
 async def test_an_operator_stops_a_run(tmp_path: Path) -> None:
@@ -322,16 +328,13 @@ async def test_a_learner_that_is_told_to_end_finishes_the_message_on_its_way(tmp
         assert leaving._in_run().status.state == LearnerState.STOPPED
         outcome = await running
         table = closed(outcome).messages()
-    size = len(table["payload"].to_pylist()[0])
-    journal = Journal(tmp_path / "journals" / f"{outcome.run_id}@ben.journal", outcome.run_id, size, "process")
-    entries = journal.entries()
-    journal.close()
+    entries = said_rounds(tmp_path / "journals", "ben")
     payloads = set(table["payload"].to_pylist())
 
     assert outcome.state == "failed"
     assert "waited 1 s for" in outcome.detail
-    assert entries and entries[-1].round < 2_000 - 1
-    assert all(entry.payload in payloads for entry in entries)
+    assert entries and entries[-1][0] < 2_000 - 1
+    assert all(said.frame in payloads for _, said in entries)
 
 
 async def test_a_learner_does_not_end_before_its_last_message_is_written(
@@ -463,17 +466,16 @@ async def test_a_message_is_journaled_and_charged_before_it_is_sent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A journal that cannot be written stops the learner, and what it could not write was never said."""
-    write = Journal.write
+    say = RunLog.say
     failing: list[bytes] = []
 
-    def full(journal: Journal, entry: Entry) -> None:
-        t, sender, _ = CODEC.decode(entry.payload)
-        if (t, sender) == (9, 2):
-            failing.append(entry.payload)
+    def full(log: RunLog, t: int, spent: float, said: Said) -> None:
+        if (t, CODEC.decode(said.frame)[1]) == (9, 2):
+            failing.append(said.frame)
             raise OSError(28, "No space left on device", "/secret/path")
-        write(journal, entry)
+        say(log, t, spent, said)
 
-    monkeypatch.setattr(Journal, "write", full)
+    monkeypatch.setattr(RunLog, "say", full)
     spec = spec_of("relay")
     async with network(tmp_path, NAMES) as up:
         outcome = await up.run(spec, made_up(spec))
@@ -529,3 +531,28 @@ async def test_a_graph_file_stays_with_the_client(tmp_path: Path) -> None:
     assert [status.messages_sent for status in outcome.statuses] == [ROUNDS, 2 * ROUNDS, 2 * ROUNDS, ROUNDS]
     assert refusal.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert "must list its edges" in (refusal.details() or "")
+
+
+# ---- what goes on after a death --------------------------------------------------------------------------------------
+
+
+async def test_a_learner_that_is_started_again_goes_on_in_its_run(tmp_path: Path) -> None:
+    """With its records there already; its state folder has all that it needs, and its neighbours what it has not heard."""
+    spec = small_spec(400, NAMES, capture="relay", clock={"deadline_s": PATIENCE_S})
+    data = made_up(spec, records=3)
+    async with network(tmp_path, NAMES) as up:
+        run_id = (await up.start(spec, data.n_features)).run_id
+        await up.feed(run_id, spec, data)
+        await up.until("ann", LearnerState.RUNNING, 5)
+        await up.leave("ann")
+        before = said_rounds(tmp_path / "journals", "ann")
+        await up.join("ann")
+        end = await up.end(run_id)
+        after = said_rounds(tmp_path / "journals", "ann")
+    assert (end.state, end.detail) == (coordinator_pb2.RUN_STATE_FINISHED, "")
+    assert 5 <= len(before) < 400
+    assert after[: len(before)] == before
+    assert [t for t, _ in after] == list(range(401))
+    assert (
+        open_capture(end.capture_location).transcript(SHAPES, 4).rounds == 400
+    )  # refused where a round has two contents

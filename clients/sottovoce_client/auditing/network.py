@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -131,7 +132,7 @@ async def _all_runs(
             done, failed = done + finished, 0 if finished else failed + 1
             if failed == _MOST_FAILED:
                 raise RunFailed(outcome.detail)
-            _forget(folder / "journals", outcome.run_id)
+            _forget(folder / "journals")
             tell(done)
 
 
@@ -146,10 +147,13 @@ def in_turn(plan: AuditPlan) -> list[int]:
     return [number for _, number in sorted(places)]
 
 
-def _forget(journals: Path, run_id: str) -> None:
+def _forget(journals: Path) -> None:
     """Drop what a run that is over left for the next one: nobody's budget, and more to read for every run to come."""
-    for path in journals.glob(f"{run_id}@*"):
-        path.unlink(missing_ok=True)
+    for path in list(journals.glob("*")):
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.suffix != ".lock":
+            path.unlink()
 
 
 def _telling(plan: AuditPlan, say: Say, count: Callable[[int], None]) -> Callable[[int], None]:

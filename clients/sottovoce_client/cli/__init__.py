@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from sottovoce.errors import SottovoceError
-from sottovoce_client.cli.app import app, eavesdropper_app, spec_app, transcript_app
+from sottovoce_client.cli.app import app, eavesdropper_app, ledger_app, spec_app, transcript_app
 
 # Importing them registers their commands: in the order of the help, which begins with what newcomers need.
 # isort: off
@@ -22,6 +22,7 @@ __all__ = ["app", "auditing", "experiments", "main", "privacy", "runs", "service
 
 app.add_typer(transcript_app, name="transcript", rich_help_panel="Runs")
 app.add_typer(eavesdropper_app, name="eavesdropper", rich_help_panel="Services")
+app.add_typer(ledger_app, name="ledger", rich_help_panel="Privacy")
 app.add_typer(spec_app, name="spec", rich_help_panel="Specs")
 
 

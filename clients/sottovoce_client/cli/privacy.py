@@ -8,13 +8,23 @@ from typing import Annotated, Literal
 import typer
 
 from sottovoce.spec import load_spec
-from sottovoce_client.cli.app import AllowImports, SpecFile, app, folder_for, levels, prepared_from, results_of
+from sottovoce_client.cli.app import (
+    AllowImports,
+    SpecFile,
+    app,
+    folder_for,
+    ledger_app,
+    levels,
+    prepared_from,
+    results_of,
+)
 
 
-@app.command(rich_help_panel="Privacy")
+@ledger_app.callback()
 def ledger(
+    context: typer.Context,
     state: Annotated[
-        Path, typer.Option(envvar="SOTTOVOCE_STATE", help="Folder where the learner keeps its journals.")
+        Path, typer.Option(envvar="SOTTOVOCE_STATE", help="Folder where the learner keeps its ledger.")
     ] = Path("sottovoce-state"),
     learner: Annotated[str | None, typer.Option(help="Only this one.")] = None,
     allow_imports: AllowImports = False,
@@ -22,7 +32,48 @@ def ledger(
     """What learners have spent in all their runs, on what, and by which guarantee. Reads the state folder; no service needed."""
     from sottovoce_client.privacy.ledger import show_ledger
 
-    show_ledger(state, learner, allow_imports=allow_imports)
+    if context.invoked_subcommand is None:
+        show_ledger(state, learner, allow_imports=allow_imports)
+
+
+State = Annotated[Path, typer.Argument(metavar="FOLDER", help="The state folder.", show_default=False)]
+
+
+@ledger_app.command("verify")
+def ledger_verify(
+    state: State,
+    learner: Annotated[str | None, typer.Option(help="Only this one.")] = None,
+    allow_imports: AllowImports = False,
+) -> None:
+    """Hold everything in a state folder against everything else: checksums, chains, and every charge against its spec."""
+    from sottovoce_client.privacy.ledger import verify_ledger
+
+    verify_ledger(state, learner, allow_imports=allow_imports)
+
+
+@ledger_app.command("repair")
+def ledger_repair(
+    state: State,
+    learner: Annotated[str, typer.Option(help="Whose ledger.")],
+    charge: Annotated[
+        float | None, typer.Option(min=0.0, help="Charge at least this much epsilon, beside what is still known.")
+    ] = None,
+) -> None:
+    """Charge the most that may have been spent where something is lost or damaged, for ever. The learner must be stopped."""
+    from sottovoce_client.privacy.ledger import repair_ledger
+
+    repair_ledger(state, learner, charge)
+
+
+@ledger_app.command("moved")
+def ledger_moved(
+    state: State,
+    learner: Annotated[str, typer.Option(help="Whose ledger.")],
+) -> None:
+    """Say that this copy of a state folder is whole, and the only one that will be used from now on."""
+    from sottovoce_client.privacy.ledger import own_ledger
+
+    own_ledger(state, learner)
 
 
 @app.command(rich_help_panel="Privacy")

@@ -1,4 +1,4 @@
-"""`sottovoce ledger`: what learners have spent, read from their state folder."""
+"""`sottovoce ledger`: what learners have spent, read from their state folder, checked and repaired."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from rich.console import Console
 from sottovoce.errors import SpecError
 from sottovoce_client import terminal
 from sottovoce_client.wording import NOTHING, count, number
-from sottovoce_learner.ledger import Ledger, LedgerLine
+from sottovoce_learner.ledger import Ledger
+from sottovoce_learner.ledger_line import LedgerLine
+from sottovoce_learner.repair import moved, repair, verify
 
 
 def _promise(line: LedgerLine, imports: bool) -> tuple[str, str]:
@@ -64,3 +66,66 @@ def show_ledger(
             table.add_row(name, "all runs", "", "", "", count(sum(line.said for line in own)), total, style="bold")
         table.add_section()
     (console or Console()).print(table)
+
+
+def verify_ledger(
+    folder: Path, learner: str | None, console: Console | None = None, *, allow_imports: bool = False
+) -> None:
+    """Check a state folder, and say what was checked.
+
+    Args:
+        folder: the state folder.
+        learner: only this one.
+        console: where to print (default: standard output).
+        allow_imports: import code that a run's spec names; without, its charges are not computed again.
+
+    Raises:
+        SpecError: nobody's ledger is there.
+        DataError: something is lost or damaged, or a charge is another one than the spec asks for.
+    """
+    out, ledger = console or Console(), Ledger(folder)
+    names = ledger.learners() if learner is None else [learner]
+    for name in names:
+        runs = [*verify(folder, name, imports=allow_imports), *ledger.old(name)]
+        spent = number(math.fsum(run.spent for run in runs))
+        out.print(f"{name}: {count(len(runs))} runs, ε {spent} in all: nothing is lost", markup=False, highlight=False)
+    if not names and not ledger.old():
+        raise SpecError(f"no ledger in the state folder {folder}")
+
+
+def repair_ledger(folder: Path, learner: str, charge: float | None, console: Console | None = None) -> None:
+    """Charge the most that may have been spent, and say what was done.
+
+    Args:
+        folder: the state folder.
+        learner: whose ledger.
+        charge: epsilon that is charged at least.
+        console: where to print (default: standard output).
+
+    Raises:
+        NotReady: the learner is running.
+        DataError: what may have been spent cannot be known, and no charge was given.
+    """
+    done, out = repair(folder, learner, charge), console or Console()
+    if done.aside is None:
+        text = f"nothing is lost: ε {number(done.in_all)} in all, as before"
+    else:
+        figures = f"charged ε {number(done.charged)}, which makes {number(done.in_all)} in all"
+        text = f"{figures}; what was there is kept in {done.aside}"
+    out.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def own_ledger(folder: Path, learner: str, console: Console | None = None) -> None:
+    """Take a copy of a state folder for the only one.
+
+    Args:
+        folder: the state folder.
+        learner: whose ledger.
+        console: where to print (default: standard output).
+
+    Raises:
+        NotReady: the learner is running.
+        DataError: it is not whole.
+    """
+    moved(folder, learner)
+    (console or Console()).print(f"{learner} goes on from {folder}", markup=False, highlight=False, soft_wrap=True)

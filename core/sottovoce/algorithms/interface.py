@@ -152,6 +152,16 @@ class OnLattice(Protocol):
         ...
 
 
+@runtime_checkable
+class WithHiddenNoise(Protocol):
+    """An algorithm whose state may hold noise that none of its messages shows: they do not tell the state then."""
+
+    @property
+    def hides_noise(self) -> bool:
+        """Whether it does, in this run."""
+        ...
+
+
 class Algorithm(Protocol[StateT]):
     """A decentralised online learning algorithm, pure: no network, clock, file or global random state."""
 

@@ -138,6 +138,10 @@ class PdFtgl:
         return replace(state, current=said, previous=said, nodes=state.nodes.with_leaf(leaf, node))
 
     @property
+    def hides_noise(self) -> bool:
+        return self._noisy and not self.before_gossip
+
+    @property
     def _projection_free(self) -> bool:
         return self.delay == 3
 

@@ -209,8 +209,7 @@ class Alarms:
     def too_many(self) -> bool:
         """Hardly any correct audit, or watch, would accuse it so often."""
         return (
-            _chance(self.refuted, self.audits, LEVEL) < RARE
-            or _chance(self.alarmed, self.watched, WATCH_LEVEL) < RARE
+            _chance(self.refuted, self.audits, LEVEL) < RARE or _chance(self.alarmed, self.watched, WATCH_LEVEL) < RARE
         )
 
 

@@ -1,24 +1,19 @@
-"""The journal: a noised message, and the budget that is spent with it, stand on disk before the first byte is sent.
+"""Journals of earlier versions: what was spent in their runs counts for ever. They are read, and no longer written.
 
-Two slots of fixed size, written in turn: a torn write spoils the newest slot and leaves the one before it whole. More is
-never needed: it shows what was said last, and what is said again after a break is kept by the links. The file does not
-grow, and a slot is
+Two slots of fixed size were written in turn: a torn write spoilt the newest slot and left the one before it whole. A slot is
 
     magic | run hash | round | epsilon spent | length | crc32 of all this and the message | message
 """
 
 from __future__ import annotations
 
-import errno
 import hashlib
-import os
 import struct
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
-from sottovoce.errors import DataError, LocalProtocolError
+from sottovoce.errors import DataError
 
 _HEADER = struct.Struct("<8s16sQdII")
 _MAGIC = b"sotto.j1"
@@ -138,82 +133,3 @@ def _parse(raw: bytes) -> tuple[Entry | None, bytes]:
     entry = Entry(t, spent, payload)
     whole = magic == _MAGIC and zlib.crc32(_header(whose, entry, 0) + payload) == checksum
     return (entry if whole else None), whose
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in a folder last."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-class Journal:
-    """The journal of one learner in one run.
-
-    Args:
-        path: the file; its folder must exist.
-        run_id: the run.
-        message_size: length of every message.
-        durability: `process` survives the death of this process; `power` is on the disk when `write` returns.
-
-    Raises:
-        DataError: there is a file of another size, which is not this run's.
-    """
-
-    def __init__(self, path: Path, run_id: str, message_size: int, durability: Literal["process", "power"]) -> None:
-        self._path, self._run_id, self._run = path, run_id, _hash(run_id)
-        self._message_size = message_size
-        self._slot = -(-(_HEADER.size + message_size) // _PAGE) * _PAGE
-        self._sync = durability == "power"
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            self._allocate()
-        except BaseException:
-            self.close()
-            raise
-
-    def _allocate(self) -> None:
-        """A file of its full size, all zero, before anything is written: a sync then has no metadata to write."""
-        size = os.fstat(self._file).st_size
-        if size == 2 * self._slot:
-            return
-        if not _blank(os.pread(self._file, size, 0)):
-            raise _damage(self._path, f"has {size} bytes in place of {2 * self._slot}")
-        os.ftruncate(self._file, 0)
-        os.posix_fallocate(self._file, 0, 2 * self._slot)
-        os.fsync(self._file)
-        sync_folder(self._path.parent)  # the new name has to last, too
-
-    def write(self, entry: Entry) -> None:
-        """Make an entry last. Only after this may the message be sent.
-
-        Raises:
-            LocalProtocolError: a message of another length: lengths must not depend on the data.
-            OSError: it could not be written whole. It does not count, and must not be sent.
-        """
-        if len(entry.payload) != self._message_size:
-            raise LocalProtocolError(
-                f"a message must have {self._message_size} bytes in every round, got {len(entry.payload)}"
-            )
-        body = _header(self._run, entry, 0) + entry.payload
-        header = _header(self._run, entry, zlib.crc32(body))
-        wanted = len(header) + self._message_size
-        written = os.pwritev(self._file, (header, entry.payload), (entry.round % 2) * self._slot)
-        if written != wanted:
-            raise OSError(errno.EIO, f"{written} of {wanted} bytes were written")
-        if self._sync:
-            os.fdatasync(self._file)
-
-    def entries(self) -> list[Entry]:
-        """The whole entries, oldest first.
-
-        Raises:
-            DataError: the file is damaged, or another run's.
-        """
-        return _entries(os.pread(self._file, 2 * self._slot, 0), self._run_id, self._path)
-
-    def close(self) -> None:
-        """Close the file; it stays on disk."""
-        os.close(self._file)

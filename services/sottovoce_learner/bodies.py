@@ -1,0 +1,65 @@
+"""What stands in the entries of a log, by their kind: values, to bytes and back. No file, no clock."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from itertools import pairwise
+
+_GRANT = struct.Struct("<Qd")
+_INPUTS = struct.Struct("<QIII4x")
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """What may be said before the next entry of its kind, reserved beforehand.
+
+    Attributes:
+        until: rounds below this one may be said.
+        epsilon: of the run, the most that their messages may bring it to.
+    """
+
+    until: int
+    epsilon: float
+
+    def encode(self) -> bytes:
+        """As an entry's body."""
+        return _GRANT.pack(self.until, self.epsilon)
+
+    @classmethod
+    def decode(cls, body: bytes) -> Grant:
+        """`encode` backwards."""
+        return cls(*_GRANT.unpack(body))
+
+
+NOTHING = Grant(0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """A round: what is said in it, and the inputs of the round before, from which it was made.
+
+    Attributes:
+        frame: the message, as it goes out; empty in the closing entry, after the last round.
+        heard: frames of the round before, as they came.
+        upto: batches that were in keeping when the round before took its records.
+        records: that the round before brought.
+    """
+
+    frame: bytes
+    heard: tuple[bytes, ...] = ()
+    upto: int = 0
+    records: int = 0
+
+    def encode(self) -> bytes:
+        """As an entry's body."""
+        length = len(self.heard[0]) if self.heard else len(self.frame)
+        return b"".join((_INPUTS.pack(self.upto, self.records, len(self.heard), length), *self.heard, self.frame))
+
+    @classmethod
+    def decode(cls, body: bytes) -> Said:
+        """`encode` backwards."""
+        upto, records, count, length = _INPUTS.unpack_from(body)
+        ends = [_INPUTS.size + k * length for k in range(count + 1)]
+        heard = tuple(body[a:b] for a, b in pairwise(ends))
+        return cls(body[ends[-1] :], heard, upto, records)

@@ -1,0 +1,89 @@
+"""A line of the ledger, as people see it: one run of one learner, and what it has cost."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from sottovoce.privacy.guarantee import Guarantee
+from sottovoce.running.run import Run, build_run
+from sottovoce.spec import parse_spec
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerLine:
+    """One run of one learner.
+
+    Attributes:
+        learner: its name.
+        run_id: the run.
+        index: the learner's, in the run.
+        n_features: features of a record.
+        spec: the whole run spec, JSON: with the two before it says by which guarantee the learner was charged.
+        said: messages journaled.
+        spent: epsilon charged for them; infinite where nothing was promised.
+    """
+
+    learner: str
+    run_id: str
+    index: int
+    n_features: int
+    spec: str
+    said: int = 0
+    spent: float = 0.0
+
+    @classmethod
+    def read(cls, text: str) -> LedgerLine:
+        """A line as its file has it, checked: a folder may come from elsewhere, or be old.
+
+        Raises:
+            ValueError: it is none.
+        """
+        try:
+            line = cls(**json.loads(text))
+            document = json.loads(line.spec)
+            learners, names = document["learners"], (line.learner, line.run_id, document["algorithm"]["name"])
+        except (TypeError, LookupError, RecursionError) as error:
+            raise ValueError(f"it is not a line: {error}") from None
+        n = len(learners) if isinstance(learners, list) else learners
+        whole = [n, line.index, line.n_features, line.said]
+        if any(type(each) is not str for each in names):
+            raise ValueError("learner, run_id and the algorithm must be named")
+        if any(type(each) is not int for each in whole) or not 0 <= line.index < n:
+            raise ValueError(f"index must be of one of {n} learners, got {line.index}")
+        if line.n_features < 1 or line.said or line.spent:  # the latter two are in the journal alone
+            raise ValueError("n_features must be at least 1, and said and spent are not told here")
+        return line
+
+    @property
+    def algorithm(self) -> str:
+        """Its name."""
+        return str(json.loads(self.spec)["algorithm"]["name"])
+
+    def guarantee(self, *, imports: bool) -> Guarantee:
+        """What was promised.
+
+        Args:
+            imports: whether the spec may name code to import: it came from the run's coordinator.
+
+        Raises:
+            SpecError: the algorithm is not installed here, or may not be imported.
+        """
+        return self.run(imports=imports).guarantee(self.index)
+
+    def run(self, *, imports: bool) -> Run:
+        """What was run; arguments and errors as of `guarantee`."""
+        return build_run(parse_spec(json.loads(self.spec), imports=imports), self.n_features)
+
+    @property
+    def budget(self) -> float | None:
+        """What it must not exceed in this run; None: there is none."""
+        document = json.loads(self.spec)
+        budget = document.get("privacy", {}).get("budget")
+        mine: float | None = budget[self.index] if isinstance(budget, list) else budget
+        return mine
+
+    @classmethod
+    def unknown(cls, learner: str, run_id: str) -> LedgerLine:
+        """A run of which only its price is known."""
+        return cls(learner, run_id or "repaired", 0, 1, json.dumps({"learners": 1, "algorithm": {"name": "unknown"}}))

@@ -1,0 +1,95 @@
+"""The ledger's lines of one learner: a file of chained lines that only grows.
+
+A line is `CHAIN JSON`: 16 bytes in hexadecimal, which are `SHA-256(chain of the line before | JSON)[:16]`. The first one is the
+ledger's own number and the learner's name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sottovoce.errors import DataError
+
+FORMAT = 1
+_CHAIN = 16
+
+Facts = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line, its chain, and the first byte behind it."""
+
+    facts: Facts
+    chain: bytes
+    end: int
+
+    @property
+    def kind(self) -> str:
+        """store, opened, closed or repaired."""
+        return str(self.facts.get("kind"))
+
+
+def encode(facts: Facts, chain: bytes) -> tuple[bytes, bytes]:
+    """A line behind `chain`, and the chain behind it."""
+    text = json.dumps(facts, separators=(",", ":")).encode()
+    after = _after(chain, text)
+    return after.hex().encode() + b" " + text + b"\n", after
+
+
+def walk(raw: bytes) -> list[Line]:
+    """All lines, up to the first that is not right."""
+    found: list[Line] = []
+    at, chain = 0, bytes(_CHAIN)
+    while (end := raw.find(b"\n", at) + 1) > 0:
+        told, text = raw[at : at + 2 * _CHAIN], raw[at + 2 * _CHAIN + 1 : end - 1]
+        chain = _after(chain, text)
+        if told != chain.hex().encode() or raw[at + 2 * _CHAIN : at + 2 * _CHAIN + 1] != b" ":
+            break
+        found.append(Line(json.loads(text), chain, end))
+        at = end
+    return found
+
+
+def require_readable(lines: list[Line], learner: str, path: Path) -> None:
+    """The first line is this learner's, and of a format that is known.
+
+    Raises:
+        DataError: it is not.
+    """
+    first = lines[0].facts
+    if (form := first.get("format", 0)) > FORMAT:
+        raise DataError(f"{path} has format {form}, and this version reads up to {FORMAT}: take a newer Sottovoce")
+    if first.get("learner") != learner:
+        raise DataError(
+            f"{path} must be the ledger of {learner!r}, and is that of {first.get('learner')!r}: put back the right one, or "
+            "leave it to `sottovoce ledger repair`"
+        )
+
+
+def first(store: str, learner: str) -> Facts:
+    """The first line of a ledger: its own number, and whose it is."""
+    return {"kind": "store", "format": FORMAT, "store": store, "learner": learner}
+
+
+def append(path: Path, line: bytes, at: int) -> None:
+    """Let a line last; what a torn one left behind the last whole line goes."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        os.ftruncate(descriptor, at)
+        if os.pwrite(descriptor, line, at) != len(line):
+            os.ftruncate(descriptor, at)
+            raise OSError(28, "No space left on device")
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _after(chain: bytes, text: bytes) -> bytes:
+    return hashlib.sha256(chain + text).digest()[:_CHAIN]

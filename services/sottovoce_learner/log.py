@@ -1,0 +1,220 @@
+"""The log of one learner in one run, on disk: segments of entries, allocated before they are written.
+
+A segment is a page that says whose it is and what its first entry stands behind, and entries after that. Nothing in a segment
+is ever changed. Space is allocated ahead, all zero, so that a sync has no metadata to write.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import zlib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from sottovoce.errors import DataError
+from sottovoce_learner.entries import START, Entry, Kind, encode, walk
+
+Durability = Literal["process", "power"]
+
+_MAGIC, FORMAT = b"sotto.l\0", 1
+PAGE = 4096
+AHEAD, SEGMENT = 256 * 1024, 64 * 1024 * 1024
+"""Bytes allocated at a time, and those of a segment, unless one entry is longer."""
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """Whose log it is.
+
+    Attributes:
+        store: number of the learner's ledger, hexadecimal.
+        learner: its name.
+        run_id: the run.
+        durability: `process` survives the death of the writer; `power` is on the disk when `sync` returns.
+    """
+
+    store: str
+    learner: str
+    run_id: str
+    durability: Durability
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a log holds.
+
+    Attributes:
+        about: as its first segment says; None where there is none.
+        entries: those that are right, oldest first.
+        chains: behind each of them.
+        path: the newest segment.
+        end: first byte of it behind the last right entry.
+    """
+
+    about: About | None
+    entries: tuple[Entry, ...]
+    chains: tuple[bytes, ...]
+    path: Path
+    end: int
+
+    @property
+    def next(self) -> int:
+        """The sequence number that is due."""
+        return self.entries[-1].sequence + 1 if self.entries else 0
+
+    def chain(self, sequence: int) -> bytes | None:
+        """What stands behind an entry; None where it is not there."""
+        at = sequence - self.entries[0].sequence if self.entries else -1
+        return self.chains[at] if 0 <= at < len(self.chains) else None
+
+
+class Log:
+    """A log, open for writing. Every error of the system is passed on: what could not be written whole does not count.
+
+    Args:
+        folder: the run's, of this learner.
+        about: whose it is.
+        reading: what it holds already; None: it begins here.
+    """
+
+    def __init__(self, folder: Path, about: About, reading: Reading | None = None) -> None:
+        self._folder, self._about = folder, about
+        self.sequence, self.chain = 0, START
+        self._unsynced = False
+        if reading is None or reading.about is None:
+            self._begin(0)
+            return
+        self.sequence, self._segment = reading.next, int(reading.path.stem)
+        self.chain = reading.chains[-1] if reading.chains else START
+        self._file = os.open(reading.path, os.O_RDWR | os.O_CLOEXEC)
+        self._at = reading.end
+        self._allocated = os.fstat(self._file).st_size
+        self._wipe()
+
+    def append(self, kind: Kind, t: int, spent: float, in_all: float, body: bytes, incarnation: int = 0) -> int:
+        """Write an entry; returns its sequence number. Only after `sync` does it survive what it must."""
+        raw, after = encode(Entry(kind, self.sequence, t, spent, in_all, body, incarnation), self.chain)
+        if self._at > PAGE and self._at + len(raw) > SEGMENT:
+            self._turn()
+        self._allocate(self._at + len(raw))
+        if os.pwrite(self._file, raw, self._at) != len(raw):
+            raise OSError(28, os.strerror(28))
+        self._at, self.chain = self._at + len(raw), after
+        self.sequence += 1
+        self._unsynced = True
+        return self.sequence - 1
+
+    def sync(self) -> None:
+        """Let all that was written survive what it must."""
+        if self._unsynced and self._about.durability == "power":
+            os.fdatasync(self._file)
+        self._unsynced = False
+
+    def close(self) -> None:
+        """Close the file; it stays on disk."""
+        os.close(self._file)
+
+    def _turn(self) -> None:
+        """Go on in a new segment."""
+        self.sync()
+        old = self._file
+        self._begin(self._segment + 1)
+        os.close(old)
+
+    def _begin(self, number: int) -> None:
+        path = _path(self._folder, number)
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(file, 0, PAGE + AHEAD)
+            os.pwrite(file, _header(self._about, self.sequence, self.chain), 0)
+            os.fsync(file)
+            sync_folder(self._folder)
+        except BaseException:
+            os.close(file)
+            path.unlink(missing_ok=True)
+            raise
+        self._file, self._at, self._allocated = file, PAGE, PAGE + AHEAD
+        self._segment = number
+
+    def _allocate(self, size: int) -> None:
+        if size > self._allocated:
+            wanted = size + AHEAD
+            os.posix_fallocate(self._file, self._allocated, wanted - self._allocated)
+            if self._about.durability == "power":
+                os.fsync(self._file)
+            self._allocated = wanted
+
+    def _wipe(self) -> None:
+        """What a torn write left behind the last entry is cut off: nothing rested on it."""
+        os.ftruncate(self._file, self._at)
+        self._allocated = self._at
+        self._allocate(self._at + 1)
+        for other in self._folder.glob("*.log"):
+            if int(other.stem) > self._segment:
+                other.unlink()
+
+
+def read_log(folder: Path) -> Reading:
+    """All that is right in a log.
+
+    Raises:
+        DataError: a segment is of a newer format.
+    """
+    about, entries, chains = None, [], []
+    path, end, due, chain = folder, 0, 0, START
+    for segment in sorted(folder.glob("*.log")):
+        raw = segment.read_bytes()
+        facts = _facts(raw, segment)
+        if facts is None or (facts["sequence"], facts["chain"]) != (due, chain.hex()):
+            break
+        found = walk(raw, PAGE, due, chain)
+        about = about or About(**facts["about"])
+        entries += [placed.entry for placed in found]
+        chains += [placed.chain for placed in found]
+        path, end = segment, found[-1].end if found else PAGE
+        due, chain = due + len(found), found[-1].chain if found else chain
+    return Reading(about, tuple(entries), tuple(chains), path, end)
+
+
+def host() -> bytes:
+    """The machine since its start: what was written without a sync is there as long as it is the same."""
+    return hashed(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii"))
+
+
+def hashed(text: str) -> bytes:
+    """16 bytes that stand for a text."""
+    return hashlib.sha256(text.encode()).digest()[:16]
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder last."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _path(folder: Path, number: int) -> Path:
+    return folder / f"{number:08d}.log"
+
+
+def _header(about: About, sequence: int, chain: bytes) -> bytes:
+    facts = {"about": asdict(about), "sequence": sequence, "chain": chain.hex()}
+    text = json.dumps(facts, separators=(",", ":")).encode()
+    head = _MAGIC + FORMAT.to_bytes(4, "little") + len(text).to_bytes(4, "little") + text
+    return head + zlib.crc32(head).to_bytes(4, "little")
+
+
+def _facts(raw: bytes, path: Path) -> dict[str, Any] | None:
+    """What a segment's first page says; None where it cannot be read."""
+    end = 16 + int.from_bytes(raw[12:16], "little")
+    if not raw.startswith(_MAGIC) or zlib.crc32(raw[:end]).to_bytes(4, "little") != raw[end : end + 4]:
+        return None
+    if (form := int.from_bytes(raw[8:12], "little")) > FORMAT:
+        raise DataError(f"{path} has format {form}, and this version reads up to {FORMAT}: take a newer Sottovoce")
+    facts: dict[str, Any] = json.loads(raw[16:end])
+    return facts

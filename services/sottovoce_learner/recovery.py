@@ -1,0 +1,99 @@
+"""Recovery: the state of a learner that died, from its log. No file, no clock.
+
+Its state is a function of what it said, heard and learned, all of which its log has: the algorithm's state after saying exactly
+the logged message (`overheard`), then `listen` with the logged messages and records, round by round.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from sottovoce.algorithms.interface import Algorithm, HeardFromNeighbours
+from sottovoce.arrays import Batch
+from sottovoce.errors import DataError
+from sottovoce_learner.bodies import Said
+from sottovoce_learner.books import Books
+from sottovoce_learner.entries import Entry, Kind
+from sottovoce_learner.intake import Intake
+from sottovoce_learner.plan import Plan
+from sottovoce_rpc.codec import RoundCodec
+from sottovoce_wire.v1 import learner_pb2
+
+
+@dataclass(slots=True)
+class Recovery:
+    """A learner as its log has it, so far.
+
+    Attributes:
+        algorithm, codec, plan: of the run.
+        books, intake: brought to where they were.
+        state: of the algorithm.
+        about_to_learn: told every batch before it is learned.
+        frames: what was said last, by round, as much of it as a neighbour may lack.
+        said: rounds that were said.
+        done: rounds that were learned, too; one less than `said` until the run is over.
+    """
+
+    algorithm: Algorithm[Any]
+    codec: RoundCodec
+    plan: Plan
+    books: Books
+    intake: Intake
+    state: Any
+    about_to_learn: Callable[[Any, Batch], None]
+    frames: deque[tuple[int, bytes]] = field(default_factory=deque)
+    said: int = 0
+    done: int = 0
+
+    def take(self, entry: Entry) -> None:
+        """The next entry of the log.
+
+        Raises:
+            DataError: it does not follow from those before: the log was written by another version, or for another spec.
+        """
+        if entry.kind is Kind.BATCH:
+            batch = learner_pb2.SampleBatch.FromString(entry.body)
+            batch.first_round = entry.round
+            self.intake.put(batch)
+        elif entry.kind in (Kind.ROUND, Kind.CLOSE):
+            said = Said.decode(entry.body)
+            if entry.round > 0:
+                self._learn(entry, said)
+            if entry.kind is Kind.ROUND:
+                self._say(entry, said.frame)
+
+    def _say(self, entry: Entry, frame: bytes) -> None:
+        """What was said is said: no noise is drawn, and the charge is the one that stands in the log."""
+        t, _, message = self.codec.decode(frame)
+        if t != entry.round or self.books.price(t) != entry.spent:
+            raise _unlike(entry, f"round {entry.round} at epsilon {entry.spent:.6g}", f"round {t} at another price")
+        self.books.charge(entry.spent)
+        self.state, _ = self.algorithm.overheard(self.state, message)
+        self.frames.append((t, frame))
+        self.said = t + 1
+
+    def _learn(self, entry: Entry, said: Said) -> None:
+        t, part = entry.round - 1, self.plan.part(entry.round - 1)
+        messages = {sender: message for _, sender, message in map(self.codec.decode, said.heard)}
+        if t != self.done or messages.keys() != part.heard.keys():
+            raise _unlike(
+                entry, f"messages of {sorted(messages)} in round {t}", f"of {sorted(part.heard)} in {self.done}"
+            )
+        batch = self.intake.take(t)
+        if batch.size != said.records or self.intake.filled <= t:
+            raise _unlike(entry, f"{said.records} records in round {t}", f"{batch.size}")
+        self.about_to_learn(self.state, batch)
+        self.state = self.algorithm.listen(self.state, HeardFromNeighbours(part.heard, messages, part.own), batch)
+        self.books.round_over(batch.size)
+        self.plan.forget(t)
+        self.done = t + 1
+
+
+def _unlike(entry: Entry, wanted: str, got: str) -> DataError:
+    return DataError(
+        f"entry {entry.sequence} of the log says {wanted}, and by the entries before it would be {got}: it was written by "
+        "another version of Sottovoce or of the algorithm, with which alone this learner can go on"
+    )

@@ -1,0 +1,274 @@
+"""A learner's files in its state folder, open for writing: what is read from them is in `standing.py`.
+
+Written first is what others rest on: a line of the ledger before the log that it announces, an entry before the mark, and the
+mark before anything is seen. A death in between leaves more than was seen, never less.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import secrets
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TextIO
+
+from sottovoce.errors import DataError, LocalProtocolError, NotReady, Unavailable
+from sottovoce_learner import lines as ledger_lines
+from sottovoce_learner.bodies import Grant, Said
+from sottovoce_learner.entries import Kind
+from sottovoce_learner.ledger_line import LedgerLine
+from sottovoce_learner.log import About, Durability, Log, Reading, hashed, host, sync_folder
+from sottovoce_learner.mark import NO_RUN, Mark, MarkFile
+from sottovoce_learner.standing import CLOSED, OPENED, Files, Standing, stand
+
+
+def claim(folder: Path, learner: str) -> TextIO:
+    """Keep every other process from being this learner on this folder: two of them would each spend the whole budget.
+
+    The claim lasts until the file is closed, or this process dies, however it does.
+
+    Raises:
+        NotReady: another process is this learner.
+    """
+    file = (folder / f"{learner}.lock").open("w", encoding="utf-8")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise NotReady(
+            f"another process is learner {learner!r} on the state folder {folder}: stop it, or take another name or folder"
+        ) from None
+    return file
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What a run's log is kept by.
+
+    Attributes:
+        durability: what a journaled message survives.
+        message_size: length of every message.
+        window: rounds reserved at a time.
+        rounds: of the run.
+        budget: epsilon that is never exceeded in the run; None: there is no limit.
+    """
+
+    durability: Durability
+    message_size: int
+    window: int
+    rounds: int
+    budget: float | None
+
+
+class RunLog:
+    """The log of the open run, and the mark beside it.
+
+    Args:
+        log: the log.
+        mark_file: where the mark is made.
+        mark: the newest.
+        elsewhere: epsilon of all other runs.
+        terms: what it is kept by.
+        reading: what it holds from before; None: nothing.
+    """
+
+    def __init__(
+        self, log: Log, mark_file: MarkFile, mark: Mark, elsewhere: float, terms: Terms, reading: Reading | None
+    ) -> None:
+        self._log, self._mark_file, self._mark = log, mark_file, mark
+        self._elsewhere, self._terms, self.reading = elsewhere, terms, reading
+        self._open = True
+
+    @property
+    def spent(self) -> float:
+        """Epsilon of the run, charged."""
+        return self._mark.spent
+
+    def say(self, t: int, spent: float, said: Said) -> None:
+        """Make a round's message and inputs last. Only after this may it be sent.
+
+        Raises:
+            LocalProtocolError: a message of another length: lengths must not depend on the data.
+            OSError: it could not be written whole. It does not count, and must not be sent.
+        """
+        if len(said.frame) != self._terms.message_size:
+            raise LocalProtocolError(
+                f"a message must have {self._terms.message_size} bytes in every round, got {len(said.frame)}"
+            )
+        if t >= self._mark.reserved.until or not spent <= self._mark.reserved.epsilon:
+            self._reserve(t, spent)
+        self._append(Kind.ROUND, t, spent, said.encode())
+        self._mark = self._mark._replace(spent=spent)
+        self.settle()
+
+    def close_rounds(self, rounds: int, said: Said) -> None:
+        """Make the inputs of the last round last: the run is over.
+
+        Raises:
+            OSError: they could not be written whole.
+        """
+        self._append(Kind.CLOSE, rounds, self.spent, said.encode())
+        self.settle()
+
+    def keep(self, first_round: int, batch: bytes) -> None:
+        """Write records down. Only after `settle` are they in keeping.
+
+        Raises:
+            Unavailable: the log is closed: the learner is ending, or done with the run.
+            OSError: they could not be written whole, and do not count.
+        """
+        if not self._open:
+            raise Unavailable("this learner takes no more records in: it is ending, or done with the run")
+        self._append(Kind.BATCH, first_round, self.spent, batch)
+
+    def settle(self) -> None:
+        """Let all that was written last; then it may be seen.
+
+        Raises:
+            OSError: that failed.
+        """
+        if self._log.sequence == self._mark.sequence + 1 or not self._open:
+            return
+        self._log.sync()
+        self._mark = self._mark._replace(sequence=self._log.sequence - 1, chain=self._log.chain)
+        self._mark_file.write(self._mark)
+
+    def close(self) -> None:
+        """Close the files; they stay on disk."""
+        if self._open:
+            self._open = False
+            self._log.close()
+            self._mark_file.close()
+
+    def _reserve(self, t: int, spent: float) -> None:
+        """Note what the rounds to come may cost, before any of them is said: who loses the log is charged that."""
+        more = spent - self.spent if math.isfinite(spent) else 0.0
+        most = spent + (self._terms.window - 1) * more
+        if self._terms.budget is not None:
+            most = max(min(most, self._terms.budget), spent)
+        grant = Grant(min(t + self._terms.window, self._terms.rounds), most)
+        self._append(Kind.GRANT, t, self.spent, grant.encode())
+        self._log.sync()
+        self._mark = self._mark._replace(reserved=grant, sequence=self._log.sequence - 1, chain=self._log.chain)
+        self._mark_file.settle(self._mark, sync=self._terms.durability == "power")
+
+    def _append(self, kind: Kind, t: int, spent: float, body: bytes) -> None:
+        self._log.append(kind, t, spent, self._elsewhere + spent, body)
+
+
+class Store:
+    """The state of one learner. Only who has the claim on it may open it.
+
+    Args:
+        folder: the state folder.
+        learner: its name.
+
+    Raises:
+        DataError: something was lost, cut, changed, or is another learner's.
+    """
+
+    def __init__(self, folder: Path, learner: str) -> None:
+        self._files = Files(folder, learner)
+        standing = stand(self._files)
+        if standing is None or standing.mark is None:
+            standing, self._mark = self._founded(standing)
+        else:
+            self._mark = standing.mark
+        self._standing = standing
+
+    def spent(self, but: str) -> float:
+        """Epsilon of all runs but one."""
+        return math.fsum(run.spent for run in self._standing.runs() if run.run_id != but)
+
+    def open_run(self, line: LedgerLine, terms: Terms, elsewhere: float) -> RunLog:
+        """The log of a run: a new one, or the one that this learner was in. Any other run is closed by this.
+
+        Args:
+            line: about the run.
+            terms: what its log is kept by.
+            elsewhere: epsilon of all other runs.
+
+        Raises:
+            NotReady: the run was closed: this learner has been in another one since.
+            DataError: what stands there is about another spec.
+        """
+        standing, opened = self._standing, self._standing.opened
+        if opened is not None and opened.run_id == line.run_id:
+            _require_same(opened, line, self._files.runs)
+            reading = standing.log if standing.begun else None
+        else:
+            if any(run.run_id == line.run_id for run in standing.runs()):
+                raise NotReady(
+                    f"learner {line.learner!r} has been in another run since run {line.run_id!r}, which is closed for it: "
+                    "start a new run"
+                )
+            self._close(opened)
+            facts = {"kind": OPENED, "run_id": line.run_id, "index": line.index, "n_features": line.n_features}
+            self._note({**facts, "spec": line.spec})
+            reading = None
+        return self._opened(line, terms, elsewhere, reading)
+
+    def _opened(self, line: LedgerLine, terms: Terms, elsewhere: float, reading: Reading | None) -> RunLog:
+        folder = self._files.log(line.run_id)
+        if reading is None:
+            shutil.rmtree(folder, ignore_errors=True)  # begun, and nothing said in it
+            folder.mkdir()
+        log = Log(folder, About(self._mark.store.hex(), line.learner, line.run_id, terms.durability), reading)
+        if reading is None:
+            log.append(Kind.OPEN, 0, 0.0, elsewhere, line.spec.encode())
+            log.sync()
+            sync_folder(self._files.folder)
+        mark = self._base()._replace(run=hashed(line.run_id), sequence=log.sequence - 1, chain=log.chain)
+        if reading is not None:
+            mark = mark._replace(spent=reading.entries[-1].spent, reserved=self._mark.reserved)
+        mark_file = MarkFile(self._files.mark)
+        mark_file.settle(mark)
+        for other in self._files.logs():
+            if other != folder:
+                shutil.rmtree(other)
+        return RunLog(log, mark_file, mark, elsewhere, terms, reading)
+
+    def _close(self, opened: LedgerLine | None) -> None:
+        if opened is not None:
+            now = next(run for run in self._standing.runs() if run.run_id == opened.run_id)
+            self._note({"kind": CLOSED, "run_id": now.run_id, "said": now.said, "spent": now.spent})
+
+    def _founded(self, standing: Standing | None) -> tuple[Standing, Mark]:
+        """A store of its own number. Its first line is there before the mark: until then nothing rests on it."""
+        self._files.folder.mkdir(parents=True, exist_ok=True)
+        if standing is None:
+            facts = ledger_lines.first(secrets.token_hex(16), self._files.learner)
+            ledger_lines.append(self._files.runs, ledger_lines.encode(facts, bytes(16))[0], 0)
+        founded = Standing(self._files, None, tuple(ledger_lines.walk(self._files.runs.read_bytes())), None)
+        ledger_lines.require_readable(list(founded.lines), self._files.learner, self._files.runs)
+        mark_file = MarkFile(self._files.mark)
+        first = founded.lines[0]
+        mark = Mark(bytes.fromhex(first.facts["store"]), host(), 1, first.chain)
+        mark_file.settle(mark)
+        mark_file.close()
+        sync_folder(self._files.folder)
+        return replace(founded, mark=mark), mark
+
+    def _note(self, facts: ledger_lines.Facts) -> None:
+        """One more line; the mark follows when the run is open."""
+        last = self._standing.lines[-1]
+        raw, _ = ledger_lines.encode(facts, last.chain)
+        ledger_lines.append(self._files.runs, raw, last.end)
+        lines = tuple(ledger_lines.walk(self._files.runs.read_bytes()))
+        self._standing = replace(self._standing, lines=lines)
+
+    def _base(self) -> Mark:
+        """A mark of the ledger as it is, without a run."""
+        lines = self._standing.lines
+        return Mark(self._mark.store, host(), len(lines), lines[-1].chain, self._standing.elsewhere, NO_RUN)
+
+
+def _require_same(found: LedgerLine, line: LedgerLine, path: Path) -> None:
+    """Raises `DataError` where the run was another one by now."""
+    if (found.index, found.n_features, found.spec) != (line.index, line.n_features, line.spec):
+        raise DataError(
+            f"the ledger {path} has run {line.run_id!r} with another spec, index or number of features than was told now: a run "
+            "cannot change; start a new run"
+        )

@@ -1,0 +1,300 @@
+"""Damage of a state folder: whatever is cut, flipped, lost or another's, it is noticed, or nothing was lost by it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sottovoce.errors import DataError
+from sottovoce_learner import log as logs
+from sottovoce_learner import mark as marks
+from sottovoce_learner import standing as standings
+from sottovoce_learner.bodies import Said
+from sottovoce_learner.ledger import Ledger
+from sottovoce_learner.ledger_line import LedgerLine
+from sottovoce_learner.log import PAGE, Durability
+from sottovoce_learner.mark import SLOT
+from sottovoce_learner.standing import Files, stand
+from sottovoce_learner.store import RunLog, Store, Terms
+
+SIZE, ROUNDS, PRICE = 24, 3, 0.25
+NAME, AHEAD = "ann", 512
+Change = Callable[[bytes], bytes]
+
+
+def line(run_id: str, name: str = NAME) -> LedgerLine:
+    return LedgerLine(name, run_id, 0, 3, '{"learners":2,"algorithm":{"name":"ldp-dol"}}')
+
+
+def open_run(
+    folder: Path, run_id: str, name: str = NAME, durability: Durability = "process", window: int = 2
+) -> RunLog:
+    terms = Terms(durability, SIZE, window, 9, 5.0)
+    store = Store(folder, name)
+    return store.open_run(line(run_id, name), terms, store.spent(but=run_id))
+
+
+def say(log: RunLog, rounds: range) -> None:
+    for t in rounds:
+        heard = (bytes([t]) * SIZE,) if t else ()
+        log.say(t, PRICE * (t + 1), Said(bytes([100 + t]) * SIZE, heard, t, 1))
+        log.keep(t, b"records")
+        log.settle()  # as before a receipt
+
+
+def lived(folder: Path, name: str = NAME) -> float:
+    """A learner that has been in a run, and is in another; all that it has spent."""
+    say(first := open_run(folder, "run-a", name), range(2))
+    first.close()
+    say(second := open_run(folder, "run-b", name), range(ROUNDS))
+    second.close()
+    return PRICE * (2 + ROUNDS)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Little is allocated ahead: every byte is looked at."""
+    monkeypatch.setattr(logs, "AHEAD", AHEAD)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    assert lived(tmp_path) == Ledger(tmp_path).spent(NAME)
+    return tmp_path
+
+
+def files(folder: Path) -> list[Path]:
+    """All that stands there."""
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def holds(folder: Path) -> list[object]:
+    """What rests on a folder: the entries, up to the last that something visible rests on, and the figures."""
+    standing = stand(Files(folder, NAME))
+    assert standing is not None and standing.log is not None
+    return [standing.log.entries, [(run.run_id, run.said, run.spent) for run in standing.runs()]]
+
+
+def noticed_or_whole(folder: Path, whole: list[object]) -> bool:
+    """Was it noticed? If not, nothing is lost."""
+    try:
+        assert holds(folder) == whole
+    except DataError as error:
+        return any(way_out in str(error) for way_out in ("ledger repair", "newer Sottovoce", "ledger moved"))
+    return False
+
+
+def test_runs_add_up_and_the_open_one_is_the_last(folder: Path) -> None:
+    found = [(run.run_id, run.said, run.spent) for run in Ledger(folder).lines()]
+    assert found == [("run-a", 2, 2 * PRICE), ("run-b", ROUNDS, ROUNDS * PRICE)]
+    assert [path.name for path in files(folder)] == ["ann.mark", "ann.runs", "00000000.log"]  # one run's log is kept
+
+
+@contextmanager
+def changed(path: Path, raw: bytes) -> Iterator[None]:
+    """For a moment; in place, since another file in its place would be noticed as that."""
+    was = path.read_bytes()
+    path.write_bytes(raw)
+    try:
+        yield
+    finally:
+        path.write_bytes(was)
+
+
+def test_every_byte_flipped(folder: Path) -> None:
+    """In the page of a segment's header and in allocated space beyond the last entry no byte has a meaning."""
+    whole, unnoticed = holds(folder), dict[str, int]()
+    for path in files(folder):
+        raw = path.read_bytes()
+        for k in range(len(raw.rstrip(b"\0"))):
+            with changed(path, raw[:k] + bytes([raw[k] ^ (1 << k % 8)]) + raw[k + 1 :]):
+                unnoticed[path.name] = unnoticed.get(path.name, 0) + (not noticed_or_whole(folder, whole))
+    # One slot of the mark may be spoilt: the other one stands for the write before.
+    assert unnoticed["ann.runs"] == 0
+    assert 0 < unnoticed["ann.mark"] <= 2 * SLOT
+    assert unnoticed["00000000.log"] <= PAGE
+
+
+def test_every_cut(folder: Path) -> None:
+    whole = holds(folder)
+    for path in files(folder):
+        raw = path.read_bytes()
+        meant = len(raw.rstrip(b"\0"))
+        for k in range(meant):
+            with changed(path, raw[:k]):
+                assert noticed_or_whole(folder, whole) or path.suffix == ".mark", (path.name, k)
+        with changed(path, raw[:meant]):
+            noticed_or_whole(folder, whole)
+
+
+@pytest.mark.parametrize("change", [lambda raw: b"", lambda raw: bytes(len(raw)), lambda raw: b"\xff" * len(raw)])
+def test_every_file_emptied_or_overwritten(folder: Path, change: Change) -> None:
+    whole = holds(folder)
+    for path in files(folder):
+        with changed(path, change(path.read_bytes())):
+            assert noticed_or_whole(folder, whole), path.name
+
+
+@pytest.mark.parametrize("lost", ["ann.mark", "ann.runs", "run-b@ann", "run-b@ann/00000000.log"])
+def test_every_file_lost(folder: Path, lost: str) -> None:
+    path = folder / lost
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    with pytest.raises(DataError, match=r"ledger repair .* charges what may have been spent, at most ") as caught:
+        open_run(folder, "run-c")
+    assert str(path.parent if path.suffix == ".log" else path) in str(caught.value)
+
+
+def test_a_log_of_several_segments_is_one_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them emptied, zeroed, cut, or in the place of another is noticed; a new one that was not written to may go."""
+    monkeypatch.setattr(logs, "SEGMENT", PAGE + 500)
+    assert lived(tmp_path) == Ledger(tmp_path).spent(NAME)
+    whole, segments = holds(tmp_path), sorted((tmp_path / "run-b@ann").iterdir())
+    assert len(segments) > 2
+    for path in segments:
+        raw = path.read_bytes()
+        for other in (b"", bytes(len(raw)), raw[: len(raw.rstrip(b"\0")) - 1], segments[1].read_bytes()):
+            if other != raw:
+                with changed(path, other):
+                    assert noticed_or_whole(tmp_path, whole)
+    torn = tmp_path / "run-b@ann" / f"{len(segments):08d}.log"
+    torn.write_bytes(bytes(PAGE))
+    assert holds(tmp_path) == whole
+    say(again := open_run(tmp_path, "run-b"), range(ROUNDS, ROUNDS + 3))
+    again.close()
+    assert Ledger(tmp_path).spent(NAME) == PRICE * (2 + ROUNDS + 3)
+
+
+@pytest.mark.parametrize("page", range(2))
+def test_a_lost_page_is_noticed(folder: Path, page: int) -> None:
+    path = folder / "run-b@ann" / "00000000.log"
+    raw, whole = path.read_bytes(), holds(folder)
+    zeroed = raw[: page * 512 + PAGE] + bytes(512) + raw[page * 512 + PAGE + 512 :]
+    with changed(path, zeroed):
+        assert noticed_or_whole(folder, whole) == (zeroed != raw)
+
+
+def test_a_folder_set_back_in_part_is_noticed(tmp_path: Path) -> None:
+    """Each file as it was a round before, the others as they are now."""
+    say(log := open_run(tmp_path, "run-a"), range(3))
+    before = {path: path.read_bytes() for path in files(tmp_path)}
+    say(log, range(3, 5))
+    log.close()
+    whole = holds(tmp_path)
+    for path, raw in before.items():
+        with changed(path, raw):
+            assert noticed_or_whole(tmp_path, whole) == (path.suffix == ".log")
+
+
+def test_another_learners_files_are_noticed(folder: Path) -> None:
+    lived(folder, "bob")
+    whole = holds(folder)
+    for theirs, ours in (("bob.mark", "ann.mark"), ("bob.runs", "ann.runs"), ("run-b@bob", "run-b@ann")):
+        path = folder / ours / "00000000.log" if "@" in ours else folder / ours
+        other = folder / theirs / "00000000.log" if "@" in theirs else folder / theirs
+        with changed(path, other.read_bytes()):
+            assert noticed_or_whole(folder, whole)
+
+
+def test_another_runs_log_is_noticed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    say(open_run(elsewhere, "run-b"), range(ROUNDS))
+    other = elsewhere / "run-b@ann" / "00000000.log"
+    with (
+        changed(folder / "run-b@ann" / "00000000.log", other.read_bytes()),
+        pytest.raises(DataError, match="of another"),
+    ):
+        holds(folder)
+
+
+def test_a_copy_is_noticed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    copy = tmp_path_factory.mktemp("other") / "state"
+    shutil.copytree(folder, copy)
+    with pytest.raises(DataError, match="this state folder is a copy, and two learners with one ledger"):
+        open_run(copy, "run-b")
+
+
+def test_a_newer_format_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(marks, "FORMAT", 0)
+    with pytest.raises(
+        DataError, match=r"ann\.mark has format 1, and this version reads up to 0: take a newer Sottovoce"
+    ):
+        open_run(folder, "run-b")
+
+
+def test_a_torn_entry_above_the_mark_is_cut_off_silently(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its writer died before the mark: nothing rests on it. At every byte."""
+    say(log := open_run(tmp_path, "run-a", window=9), range(2))
+    before = holds(tmp_path)
+    path = tmp_path / "run-a@ann" / "00000000.log"
+    old = path.read_bytes()
+    with monkeypatch.context() as died:
+        died.setattr(RunLog, "settle", lambda self: None)
+        log.say(2, 3 * PRICE, Said(b"x" * SIZE, (b"y" * SIZE,), 2, 1))
+    log.close()
+    mark = tmp_path / "ann.mark"
+    new, marked = path.read_bytes(), mark.read_bytes()
+    end = len(new.rstrip(b"\0"))
+    for k in range(len(old.rstrip(b"\0")), end):
+        with changed(path, new[:k] + bytes(len(new) - k)):
+            entries, runs = holds(tmp_path)
+            assert entries[: len(before[0])] == before[0]  # type: ignore[index, arg-type]
+            assert runs == before[1]
+            again = open_run(tmp_path, "run-a")
+            say(again, range(2, 3))
+            again.close()
+            assert Ledger(tmp_path).spent(NAME) == 3 * PRICE
+            path.write_bytes(new)
+            mark.write_bytes(marked)
+
+
+def test_process_durability_does_not_survive_the_machine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(standings, "host", lambda: b"another".ljust(16))
+    with pytest.raises(DataError, match="before this machine was started again"):
+        open_run(folder, "run-b")
+
+
+def test_power_durability_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    say(open_run(tmp_path, "run-a", durability="power"), range(2))
+    monkeypatch.setattr(standings, "host", lambda: b"another".ljust(16))
+    assert open_run(tmp_path, "run-a", durability="power").spent == 2 * PRICE
+
+
+def test_space_is_allocated_before_it_is_written(tmp_path: Path) -> None:
+    log = open_run(tmp_path, "run-a")
+    path = tmp_path / "run-a@ann" / "00000000.log"
+    allocated = path.stat().st_size
+    assert allocated == PAGE + AHEAD
+    log.keep(0, bytes(2 * AHEAD))
+    log.settle()
+    assert path.stat().st_size > PAGE + 3 * AHEAD
+    assert path.stat().st_mode & 0o077 == 0
+
+
+def test_power_syncs_before_it_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The entry, then the mark; the sync between."""
+    calls: list[str] = []
+
+    def noting(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*given: Any) -> Any:
+            calls.append(name)
+            return real(*given)
+
+        return noted
+
+    for name in ("pwrite", "fdatasync"):
+        monkeypatch.setattr(os, name, noting(name, getattr(os, name)))
+    cases: list[tuple[Durability, list[str]]] = [
+        ("power", ["pwrite", "fdatasync", "pwrite"]),
+        ("process", ["pwrite", "pwrite"]),
+    ]
+    for durability, expected in cases:
+        say(log := open_run(tmp_path, f"run-{durability}", durability=durability), range(1))
+        calls.clear()
+        log.say(1, 2 * PRICE, Said(bytes(SIZE)))
+        assert calls == expected

@@ -1,0 +1,240 @@
+"""A learner that dies anywhere goes on to the same trajectory, to the last bit, and says nothing twice with other noise."""
+
+from __future__ import annotations
+
+import os
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from sottovoce.arrays import as_floats
+from sottovoce.errors import DataError, NotReady
+from sottovoce.noise import KeyedNoise, Noise, SystemNoise
+from sottovoce.spec import RunSpec, parse_spec
+from sottovoce_learner.ledger import Ledger
+from sottovoce_learner.links import Link
+from sottovoce_learner.session import Role, Session
+from sottovoce_rpc.codec import to_tensor
+from sottovoce_wire.v1 import learner_pb2
+
+ROUNDS, FEATURES = 6, 6
+FIELD: dict[str, Any] = yaml.safe_load(
+    resources.files("sottovoce_client.running").joinpath("field.yaml").read_text("utf-8")
+)
+HIDDEN = "pd-ftgl-published"
+
+
+class Died(BaseException):
+    """As kill -9: nothing of the process is left."""
+
+
+def spec_of(**fields: Any) -> RunSpec:
+    given = {"rounds": ROUNDS, "learners": 3, "algorithm": {"name": "ldp-dol"}, "durability": "process"}
+    more = {"clock": {"window": 2}, "telemetry": {"accuracy": True}, "topology": {"graph": "complete"}}
+    return parse_spec({**given, **more, **fields}, imports=True)
+
+
+def records(learner: int, t: int) -> learner_pb2.SampleBatch:
+    """Of one round; some bring none, some two."""
+    rows = np.random.default_rng([learner, t]).normal(size=(t % 3, FEATURES)) / 9
+    labels = as_floats(np.arange(t % 3))
+    return learner_pb2.SampleBatch(
+        source="s", sequence=t, features=to_tensor(as_floats(rows)), labels=to_tensor(labels)
+    )
+
+
+class Crew:
+    """All learners of a run, without a network: each may die, and is born again with its state folder.
+
+    Attributes:
+        left: by learner and round, what was ever handed to a link.
+    """
+
+    def __init__(self, folder: Path, spec: RunSpec, *, keyed: bool) -> None:
+        self.folder, self.spec, self.keyed = folder, spec, keyed
+        self.left: dict[tuple[int, int], set[bytes]] = {}
+        self.learners = [self.born(i) for i in range(spec.n_learners)]
+
+    def born(self, index: int) -> Session:
+        noise: Noise = KeyedNoise("secret", "run", index) if self.keyed else SystemNoise()
+        role = Role("run-1", self.spec, FEATURES, index, self.spec.names[index])
+        made = Session(role, noise, self.folder / str(index))
+        return made
+
+    async def live(self, rounds: range, mortal: int = 0) -> None:
+        """These rounds; whoever dies in one is born again, and does what is left of it."""
+        for t in rounds:
+            for index in range(len(self.learners)):
+                await self.survived(index, mortal, "said", t)
+            for index in range(len(self.learners)):
+                await self.survived(index, mortal, "learned", t)
+
+    async def survived(self, index: int, mortal: int, what: str, t: int) -> None:
+        while True:
+            try:
+                await getattr(self, what)(self.learners[index], t)
+                return
+            except Died:
+                assert index == mortal
+                self.learners[index] = self.born(index)
+
+    async def said(self, one: Session, t: int) -> None:
+        """Round t, and before it whatever a learner that died has lost: neighbours say it again."""
+        for number in range(one.intake.next_sequence("s"), t + 1):
+            await one.feed(records(one.role.index, number))
+            one.settle()
+        for k in range(one._done, t):
+            await self._learned(one, k)
+        if one._said == t:
+            await one._say(t)
+        for link in one.links.values():
+            for k, frame in link._frames:
+                self.left.setdefault((one.role.index, k), set()).add(frame)
+
+    async def learned(self, one: Session, t: int) -> None:
+        await self.said(one, t)
+        for k in range(one._done, t + 1):
+            await self._learned(one, k)
+
+    async def _learned(self, one: Session, t: int) -> None:
+        for j in one._plan.heard(t):
+            if one.inbox.next_round(j) == t:
+                one.hear(j, dict(self.learners[j].links[one.role.index]._frames)[t])
+        await one._learn(t)
+
+    def models(self) -> list[bytes]:
+        return [one.algorithm.decision(one._state).tobytes() for one in self.learners]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
+    """Models in the end, where nobody dies."""
+    import asyncio
+
+    crew = Crew(tmp_path_factory.mktemp("undisturbed"), spec_of(), keyed=True)
+    asyncio.run(crew.live(range(ROUNDS)))
+    return crew.models()
+
+
+def dying(patch: pytest.MonkeyPatch, folder: Path, at: int) -> list[int]:
+    """The learner of this folder dies before its write number `at`, or in the middle of it; what was written is counted."""
+    real, count = os.pwrite, [0]
+
+    def write(file: int, raw: bytes, where: int) -> int:
+        if not os.readlink(f"/proc/self/fd/{file}").startswith(f"{folder}/"):
+            return real(file, raw, where)
+        count[0] += 1
+        if count[0] == at:
+            raise Died
+        if count[0] == -at:
+            real(file, raw[: len(raw) // 2], where)
+            raise Died
+        return real(file, raw, where)
+
+    patch.setattr(os, "pwrite", write)
+    return count
+
+
+async def writes(folder: Path) -> int:
+    """Of one learner in the whole run."""
+    with pytest.MonkeyPatch.context() as patch:
+        crew = Crew(folder, spec_of(), keyed=True)
+        count = dying(patch, folder / "0", 0)
+        await crew.live(range(ROUNDS))
+    return count[0]
+
+
+@pytest.mark.parametrize("keyed", [True, False], ids=["keyed", "system"])
+@pytest.mark.parametrize("torn", [False, True], ids=["before", "torn"])
+async def test_it_goes_on_wherever_it_died(tmp_path: Path, undisturbed: list[bytes], keyed: bool, torn: bool) -> None:
+    """Before and within every write: one content a round, as much charged as was said, and the same trajectory."""
+    total = await writes(tmp_path / "counted")
+    assert total > 4 * ROUNDS
+    for at in range(1, total + 1):
+        folder = tmp_path / str(at)
+        crew = Crew(folder, spec_of(), keyed=keyed)
+        with pytest.MonkeyPatch.context() as patch:
+            count = dying(patch, folder / "0", -at if torn else at)
+            await crew.live(range(ROUNDS))
+        assert count[0] >= total  # it died, and did the rest
+        assert all(len(contents) == 1 for contents in crew.left.values())
+        assert len(crew.left) == 3 * ROUNDS
+        if keyed:
+            assert crew.models() == undisturbed
+        one = crew.learners[0]
+        assert Ledger(folder / "0").spent("learner-0") == one.status.epsilon_spent > 0
+        assert one.status.rounds_done == ROUNDS and one.status.prequential_accuracy is not None
+
+
+async def test_a_learner_that_had_finished_has_its_model_and_what_neighbours_lack(tmp_path: Path) -> None:
+    crew = Crew(tmp_path, spec_of(), keyed=False)
+    await crew.live(range(ROUNDS))
+    before, last = crew.learners[0], ROUNDS - 1
+    frames = {j: list(link._frames) for j, link in before.links.items()}
+    again = crew.born(0)
+    assert again.algorithm.decision(again._state).tobytes() == before.algorithm.decision(before._state).tobytes()
+    assert (again.status.rounds_done, again.status.rounds_said) == (ROUNDS, ROUNDS)
+    assert {j: list(link._frames) for j, link in again.links.items()} == frames
+    assert frames[1][-1][0] == last
+    assert again.status.epsilon_spent == before.status.epsilon_spent
+
+
+OPEN = [run for run in FIELD["runs"] if run["name"] != HIDDEN]
+
+
+@pytest.mark.parametrize("changes", OPEN, ids=lambda run: str(run["name"]))
+async def test_every_algorithm_goes_on_from_its_log(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """After every round: what it says then, and its model, are those of one that did not die, to the last bit."""
+    spec = parse_spec(
+        {
+            **FIELD["common"],
+            **changes,
+            "rounds": min(36, changes.get("rounds", 36)),
+            "durability": "process",
+            "capture": "none",
+            "clock": {"window": 7},
+        },
+        imports=True,
+    )
+    whole, crew = Crew(tmp_path / "whole", spec, keyed=True), Crew(tmp_path / "crew", spec, keyed=True)
+    for t in range(spec.rounds):
+        await whole.live(range(t, t + 1))
+        await crew.live(range(t, t + 1))
+        crew.learners[0]._log.close()
+        crew.learners[0] = crew.born(0)
+        await crew.learned(crew.learners[0], t)
+        assert crew.left == whole.left
+        assert crew.models() == whole.models()
+
+
+async def test_noise_that_no_message_shows_is_not_drawn_again(tmp_path: Path) -> None:
+    changes = next(run for run in FIELD["runs"] if run["name"] == HIDDEN)
+    spec = parse_spec({**FIELD["common"], **changes, "durability": "process", "capture": "none"}, imports=True)
+    crew = Crew(tmp_path, spec, keyed=False)
+    await crew.live(range(1))
+    crew.learners[0]._log.close()
+    with pytest.raises(NotReady, match="said 1 rounds, and pd-ftgl keeps noise that none of its messages shows"):
+        crew.born(0)
+
+
+async def test_a_log_that_another_version_wrote_is_not_gone_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crew = Crew(tmp_path, spec_of(), keyed=False)
+    await crew.live(range(2))
+    with monkeypatch.context() as patch:
+        patch.setattr("sottovoce_learner.books.Books.price", lambda books, t: 1e-9)
+        with pytest.raises(DataError, match=r"entry \d+ of the log says round 0 at epsilon .* by another version"):
+            crew.born(0)
+    assert crew.born(0).status.rounds_said == 2
+
+
+def test_a_link_says_again_what_the_log_has() -> None:
+    link = Link(2)
+    for t in range(3):
+        link.say(t, bytes([t]))
+    assert list(link._frames) == [(1, b"\1"), (2, b"\2")]

@@ -1,0 +1,144 @@
+"""Repair of a ledger: the most is charged where something is lost, no figure is lowered, and the run is over."""
+
+from __future__ import annotations
+
+import io
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from sottovoce.errors import DataError, NotReady
+from sottovoce_client.privacy.ledger import own_ledger, repair_ledger, verify_ledger
+from sottovoce_learner import log as logs
+from sottovoce_learner.ledger import Ledger
+from sottovoce_learner.repair import moved, repair, verify
+from sottovoce_learner.standing import Files, look
+from sottovoce_learner.store import claim
+from tests.learner.test_damage import NAME, PRICE, lived, open_run, say
+from tests.learner.test_recovery import ROUNDS, Crew, spec_of
+
+RESERVED = 4 * PRICE
+"""Of the open run: three rounds said, four reserved."""
+LOG = Path("run-b@ann", "00000000.log")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(logs, "AHEAD", 512)
+    lived(tmp_path)
+    return tmp_path
+
+
+def cut(path: Path) -> None:
+    raw = path.read_bytes().rstrip(b"\0")
+    path.write_bytes(raw[:-30])
+
+
+HARMS: list[tuple[str, Callable[[Path], object], float]] = [
+    ("log cut", lambda folder: cut(folder / LOG), 2 * PRICE + RESERVED),
+    ("log lost", lambda folder: shutil.rmtree(folder / "run-b@ann"), 2 * PRICE + RESERVED),
+    ("log zeroed", lambda folder: (folder / LOG).write_bytes(bytes(9000)), 2 * PRICE + RESERVED),
+    ("mark lost", lambda folder: (folder / "ann.mark").unlink(), 2 * PRICE + RESERVED),
+    ("mark zeroed", lambda folder: (folder / "ann.mark").write_bytes(bytes(1024)), 2 * PRICE + RESERVED),
+    ("ledger cut", lambda folder: cut(folder / "ann.runs"), 2 * PRICE + RESERVED),
+    ("ledger lost", lambda folder: (folder / "ann.runs").unlink(), 2 * PRICE + RESERVED),
+]
+
+
+@pytest.mark.parametrize(("harm", "most"), [harm[1:] for harm in HARMS], ids=[harm[0] for harm in HARMS])
+def test_what_may_have_been_spent_is_charged_for_ever(
+    folder: Path, harm: Callable[[Path], object], most: float
+) -> None:
+    harm(folder)
+    with pytest.raises(DataError, match=f"at most {most:.6g} in all"):
+        open_run(folder, "run-b")
+    done = repair(folder, NAME)
+    assert (done.in_all, Ledger(folder).spent(NAME)) == (most, most)
+    assert done.aside is not None and any(done.aside.iterdir())
+    assert repair(folder, NAME).aside is None and Ledger(folder).spent(NAME) == most
+    say(open_run(folder, "run-c"), range(1))
+    assert Ledger(folder).spent(NAME) == most + PRICE
+
+
+def test_the_run_is_over_where_it_is_still_known(folder: Path) -> None:
+    cut(folder / LOG)
+    repair(folder, NAME)
+    with pytest.raises(NotReady, match="which is closed for it"):
+        open_run(folder, "run-b")
+
+
+def test_every_byte_of_the_log_cut_is_charged_enough(folder: Path) -> None:
+    """Whatever is left of it, and with the mark or without."""
+    raw = (folder / LOG).read_bytes()
+    files = {path: path.read_bytes() for path in (folder / "ann.runs", folder / "ann.mark")}
+    for k in range(logs.PAGE, len(raw.rstrip(b"\0")), 16):
+        (folder / LOG).write_bytes(raw[:k])
+        assert repair(folder, NAME).in_all == 2 * PRICE + RESERVED
+        for path, content in files.items():
+            path.write_bytes(content)
+        (folder / "run-b@ann").mkdir(exist_ok=True)
+        (folder / LOG).write_bytes(raw)
+        moved(folder, NAME)
+    shutil.rmtree(folder / "damaged")
+
+
+def test_what_cannot_be_known_must_be_given(folder: Path) -> None:
+    for path in (folder / "ann.runs", folder / "ann.mark"):
+        path.unlink()
+    with pytest.raises(DataError, match=r"cannot be known .* say what it was at most with --charge EPSILON"):
+        repair(folder, NAME)
+    assert repair(folder, NAME, 7.0).in_all == 7.0 == Ledger(folder).spent(NAME)
+
+
+def test_nothing_is_repaired_while_the_learner_runs(folder: Path) -> None:
+    with claim(folder, NAME), pytest.raises(NotReady, match="another process is learner 'ann'"):
+        repair(folder, NAME)
+
+
+def test_a_copy_that_is_the_only_one_is_taken(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    copy = tmp_path_factory.mktemp("other") / "state"
+    shutil.copytree(folder, copy)
+    out = io.StringIO()
+    own_ledger(copy, NAME, Console(file=out))
+    assert f"ann goes on from {copy}" in out.getvalue()
+    assert open_run(copy, "run-b").spent == 3 * PRICE
+    cut(copy / LOG)
+    with pytest.raises(DataError, match="ledger repair"):
+        moved(copy, NAME)
+    with pytest.raises(DataError, match="there is no ledger of 'bo'"):
+        moved(copy, "bo")
+
+
+async def test_every_charge_is_computed_again(tmp_path: Path) -> None:
+    crew = Crew(tmp_path, spec_of(), keyed=False)
+    await crew.live(range(ROUNDS))
+    out, folder = io.StringIO(), tmp_path / "0"
+    verify_ledger(folder, None, Console(file=out, width=160))
+    assert "learner-0: 1 runs" in out.getvalue() and "nothing is lost" in out.getvalue()
+    (line,) = verify(folder, "learner-0", imports=False)
+    assert line.spent == crew.learners[0].status.epsilon_spent
+
+
+async def test_a_charge_that_the_spec_does_not_ask_for_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sottovoce_learner.books.Books.price", lambda books, t: 0.001 * (t + 1))
+    crew = Crew(tmp_path, spec_of(), keyed=False)
+    await crew.live(range(3))
+    with pytest.raises(DataError, match=r"charges 0\.\d+ by round \d, and its spec asks for"):
+        verify(tmp_path / "0", "learner-0", imports=False)
+
+
+def test_repair_says_what_it_did(folder: Path) -> None:
+    out = io.StringIO()
+    console = Console(file=out, width=300)
+    repair_ledger(folder, NAME, None, console)
+    cut(folder / LOG)
+    repair_ledger(folder, NAME, None, console)
+    first, second = out.getvalue().splitlines()
+    assert first == "nothing is lost: ε 1.25 in all, as before"
+    assert second.startswith("charged ε 1, which makes 1.5 in all; what was there is kept in ")
+    assert "is cut or damaged at entry" in look(Files(folder, NAME)).lines[-1].facts["why"]
