@@ -26,6 +26,7 @@ from sottovoce_rpc.server import HELLO_S, Service, announce, channel, page, serv
 from sottovoce_rpc.specs import check_size, spec_from_wire, spec_to_wire
 from sottovoce_rpc.status import answering, as_error
 from sottovoce_rpc.tasks import Tasks, beside
+from sottovoce_rpc.waiting import Waiting
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc, eavesdropper_pb2, eavesdropper_pb2_grpc
 
 log = structlog.get_logger()
@@ -98,8 +99,12 @@ class _Course:
             state=coordinator_pb2.RunState.Value(f"RUN_STATE_{book.state.name}"),
             detail=book.detail,
             learners=[
-                coordinator_pb2.Participant(address=address, status=status.to_wire())
-                for address, status in zip(book.addresses, book.statuses, strict=True)
+                coordinator_pb2.Participant(
+                    address=address,
+                    status=status.to_wire(),
+                    away_since=_timestamp(book.away[i]) if i in book.away and not book.ended else None,
+                )
+                for i, (address, status) in enumerate(zip(book.addresses, book.statuses, strict=True))
             ],
             started_at=_timestamp(self.started),
             ended_at=None if self.ended is None else _timestamp(self.ended),
@@ -161,6 +166,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
                 if self._members.get(member.name) is member:
                     del self._members[member.name]
                     log.info("left", learner=member.name)
+                    self._miss(member.name)
 
     async def _welcome(self, member: _Member) -> None:
         before = self._members.get(member.name)
@@ -169,7 +175,9 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
             before.displaced.set()
         book = None if self._current is None else self._current.book
         if book is not None and not book.ended and member.name in book.run.spec.names:  # it was away
-            self._tell(book, {member.name: book.briefing(book.run.spec.names.index(member.name))})
+            index = book.run.spec.names.index(member.name)
+            book.back(index)
+            self._tell(book, {member.name: book.briefing(index)})
         log.info("joined", learner=member.name, address=member.address)
         async with self._joined:
             self._joined.notify_all()
@@ -188,8 +196,25 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         course = self._current
         if course is None or status.run_id != course.book.run_id or member.name not in course.book.run.spec.names:
             return
-        if course.book.report(status):
+        if course.book.report(status, Waiting.from_wire(event.report)):
             self._go_on(course.book)
+        if course.book.ended:
+            self._after_end(course)
+
+    def _miss(self, name: str) -> None:
+        """A learner's stream has ended: who is away is told at once; the run ends if it is not back by the deadline."""
+        course = self._current
+        if course is None or course.book.ended or name not in course.book.run.spec.names:
+            return
+        index, since = course.book.run.spec.names.index(name), datetime.now(UTC)
+        course.book.left(index, since)
+        log.warning("learner is gone", learner=name, round=course.book.statuses[index].rounds_done)
+        self._tasks.start(self._deadline(course, index, since), "nobody misses a learner")
+
+    async def _deadline(self, course: _Course, index: int, since: datetime) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(course.over.wait(), course.book.run.spec.clock.deadline_s)
+        course.book.miss(index, since)
         if course.book.ended:
             self._after_end(course)
 
@@ -241,6 +266,12 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
             if course.closing is not None:  # the last view comes when the capture is complete
                 await asyncio.wait([course.closing])
             yield course.view()
+
+    async def RebindLearner(
+        self, request: coordinator_pb2.RebindLearnerRequest, context: Context
+    ) -> coordinator_pb2.RebindLearnerResponse:
+        """Forget the state folder of a learner; until folders are compared there is nothing to forget."""
+        return coordinator_pb2.RebindLearnerResponse()
 
     @property
     def _current(self) -> _Course | None:

@@ -31,12 +31,15 @@ from sottovoce_rpc.server import Service, announce, channel, is_loopback, serve_
 from sottovoce_rpc.specs import spec_from_wire
 from sottovoce_rpc.status import answering, as_error
 from sottovoce_rpc.tasks import Tasks, beside, drained
+from sottovoce_rpc.waiting import Waiting
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc, learner_pb2
 
 log = structlog.get_logger()
 
 NAME = "sottovoce_wire.v1.Learner"
-REPORT_S, REJOIN_S = 0.25, 0.5
+REPORT_S = 0.25
+REJOIN_S, LONGEST_REJOIN_S = 0.5, 30.0
+"""Between two attempts to join: the first, and the longest, where a run's deadline is not nearer."""
 RECEIPT_EVERY = 16
 FLUSH_S = 1.0
 
@@ -221,6 +224,11 @@ class Learner:
             idle if session is None else session.status, run_id=run_id, state=LearnerState.FAILED, detail=detail
         )
 
+    @property
+    def _waiting(self) -> Waiting | None:
+        """What it waits for in its run."""
+        return self._session.waiting if self._session is not None and self._refused is None else None
+
     async def _obey(self, run_id: str, told: Directive | None) -> None:
         session = self._of_run(run_id)
         match told:
@@ -299,12 +307,16 @@ class Learner:
         A stream that breaks is noticed by whoever reads it, so here it just ends.
         """
         pb, last = coordinator_pb2, None
+        if self._session is not None:
+            self._session.coordinated(away=False)
         with contextlib.suppress(grpc.RpcError, grpc.aio.BaseError, grpc.aio.UsageError, asyncio.InvalidStateError):
             await call.write(pb.Event(introduction=pb.Introduction(learner=self.config.name, address=address)))
             while True:
-                if (status := self.status) != last:
-                    await call.write(pb.Event(report=pb.Report(status=status.to_wire())))
-                    last = status
+                if (now := (self.status, self._waiting)) != last:
+                    status, waiting = now
+                    waits = None if waiting is None else waiting.to_wire()
+                    await call.write(pb.Event(report=pb.Report(status=status.to_wire(), waiting=waits)))
+                    last = now
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._changed.wait(), REPORT_S)
                 self._changed.clear()

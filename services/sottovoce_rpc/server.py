@@ -39,6 +39,8 @@ SERVER_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE),
     ("grpc.max_send_message_length", MAX_MESSAGE),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.keepalive_time_ms", 10_000),  # a caller that vanished without a word is noticed, too
+    ("grpc.keepalive_timeout_ms", 10_000),
 )
 CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE),

@@ -187,6 +187,7 @@ class _Running:
             accuracy=tuple(s.prequential_accuracy for s in statuses),
             epsilon=tuple(s.epsilon_spent for s in statuses),
             messages=tuple(s.messages_sent for s in statuses),
+            away=tuple(each.status.learner for each in view.learners if each.HasField("away_since")),
         )
 
     async def _predict(self, address: str) -> FloatArray | None:
