@@ -18,9 +18,10 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from sottovoce.errors import NotReady, RemoteProtocolError, SpecError, StrangerError, Unavailable
 from sottovoce.running.run import Run, build_run
 from sottovoce.spec import LEARNER_NAME, RunSpec
+from sottovoce_coordinator.fencing import Claim, Membership
 from sottovoce_coordinator.runs import Overhearing, RunBook, RunState, missing
 from sottovoce_rpc.codec import to_fields
-from sottovoce_rpc.directives import Directive, to_wire
+from sottovoce_rpc.directives import Confirmed, Directive, Issued, to_wire
 from sottovoce_rpc.learner_status import LearnerStatus
 from sottovoce_rpc.server import HELLO_S, Service, announce, channel, page, serve_until_stopped, start_server
 from sottovoce_rpc.specs import check_size, spec_from_wire, spec_to_wire
@@ -68,10 +69,20 @@ class CoordinatorConfig:
 class _Member:
     """A learner that has joined, and the directives on their way to it."""
 
-    name: str
+    claim: Claim
     address: str
+    run_id: str = ""  # it would go on with
     directives: asyncio.Queue[coordinator_pb2.Directive] = field(default_factory=asyncio.Queue)
     displaced: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def name(self) -> str:
+        """The learner's."""
+        return self.claim.name
+
+    def tell(self, run_id: str, directive: Directive) -> None:
+        """Say something as soon as the stream allows."""
+        self.directives.put_nowait(to_wire(run_id, directive))
 
 
 @dataclass(slots=True)
@@ -128,6 +139,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
     def __init__(self, config: CoordinatorConfig) -> None:
         self.config = config
         self._members: dict[str, _Member] = {}
+        self._known: dict[str, Membership] = {}
         self._joined = asyncio.Condition()
         self._runs: dict[str, _Course] = {}  # oldest first; the last one may be under way
         self._starting = asyncio.Lock()
@@ -157,6 +169,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         """Hold the stream of one learner: its reports come in, its directives go out."""
         async with answering(context):
             member = await _introduced(events)
+            await self._admit(member, events, context)
             await self._welcome(member)
             try:
                 async with beside(_tell(member, context), _displacement(member)):
@@ -167,6 +180,31 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
                     del self._members[member.name]
                     log.info("left", learner=member.name)
                     self._miss(member.name)
+
+    async def _admit(self, member: _Member, events: AsyncIterator[coordinator_pb2.Event], context: Context) -> None:
+        """Let a learner in: with a new incarnation that it confirms, or with that of a process that never stopped.
+
+        Raises:
+            SottovoceError: it may not be this learner.
+        """
+        claim, known = member.claim, self._known.get(member.name, Membership())
+        now = known.admit(claim, live=member.name in self._members, journaled=self._journaled(member))
+        self._known[member.name] = now
+        if not claim.rejoins:
+            await context.write(to_wire("", Issued(now.issued)))
+            event = await _next(events, "a confirmation")
+            if event is None or event.WhichOneof("event") != "confirmation":
+                raise RemoteProtocolError("a learner must confirm the incarnation that it was issued")
+            now = self._known[member.name].confirm(claim, event.confirmation.incarnation)
+            self._known[member.name] = now
+        member.tell("", Confirmed(now.confirmed))
+
+    def _journaled(self, member: _Member) -> int:
+        """Rounds that a learner is known to have journaled in the run that it is in."""
+        book = None if self._current is None else self._current.book
+        if book is None or member.run_id != book.run_id or member.name not in book.run.spec.names:
+            return 0
+        return book.statuses[book.run.spec.names.index(member.name)].rounds_said
 
     async def _welcome(self, member: _Member) -> None:
         before = self._members.get(member.name)
@@ -270,7 +308,14 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
     async def RebindLearner(
         self, request: coordinator_pb2.RebindLearnerRequest, context: Context
     ) -> coordinator_pb2.RebindLearnerResponse:
-        """Forget the state folder of a learner; until folders are compared there is nothing to forget."""
+        """Take whatever state folder the next learner of this name has."""
+        async with answering(context):
+            if request.learner not in self._known:
+                raise NotReady(f"no learner {request.learner!r} has joined; there are {_named(sorted(self._known))}")
+            if request.learner in self._members:
+                raise NotReady(f"learner {request.learner!r} is here, with the state folder that it has: stop it first")
+            self._known[request.learner] = self._known[request.learner].unbound()
+            log.warning("learner unbound", learner=request.learner)
         return coordinator_pb2.RebindLearnerResponse()
 
     @property
@@ -389,7 +434,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         for name, own in directives.items():
             if name in self._members:
                 for directive in own:
-                    self._members[name].directives.put_nowait(to_wire(book.run_id, directive))
+                    self._members[name].tell(book.run_id, directive)
 
     def _end(self, course: _Course | None, state: RunState, detail: str) -> None:
         if course is not None and not course.book.ended:
@@ -451,10 +496,7 @@ async def _introduced(events: AsyncIterator[coordinator_pb2.Event]) -> _Member:
     Raises:
         RemoteProtocolError: it does not say, or by a name or an address that is none.
     """
-    try:
-        first = await asyncio.wait_for(anext(aiter(events), None), HELLO_S)
-    except TimeoutError:
-        raise RemoteProtocolError(f"expected an introduction within {HELLO_S:g} s, got nothing") from None
+    first = await _next(events, "an introduction")
     if first is None or first.WhichOneof("event") != "introduction" or not first.introduction.learner:
         raise RemoteProtocolError("a learner must introduce itself first, by its name")
     name, address = first.introduction.learner, first.introduction.address
@@ -462,7 +504,21 @@ async def _introduced(events: AsyncIterator[coordinator_pb2.Event]) -> _Member:
         raise RemoteProtocolError(f"a learner's name must match {LEARNER_NAME}, got {name[:80]!r}")
     if len(address) > LONGEST_ADDRESS:
         raise RemoteProtocolError(f"an address has at most {LONGEST_ADDRESS} characters, got {len(address)}")
-    return _Member(name, address)
+    said = first.introduction
+    journaled = said.journaled if said.run_id else None
+    return _Member(Claim(name, said.store, said.incarnation, said.rejoins, journaled), address, said.run_id)
+
+
+async def _next(events: AsyncIterator[coordinator_pb2.Event], what: str) -> coordinator_pb2.Event | None:
+    """What a learner says next; None: nothing more.
+
+    Raises:
+        RemoteProtocolError: it takes too long.
+    """
+    try:
+        return await asyncio.wait_for(anext(aiter(events), None), HELLO_S)
+    except TimeoutError:
+        raise RemoteProtocolError(f"expected {what} within {HELLO_S:g} s, got nothing") from None
 
 
 async def _tell(member: _Member, context: Context) -> None:
@@ -472,7 +528,7 @@ async def _tell(member: _Member, context: Context) -> None:
 
 
 async def _displacement(member: _Member) -> None:
-    """Another stream in the same name takes this one's place; if that was an impostor's, the true learner opens a third.
+    """Another stream of the same process takes the place of this one, which it has given up.
 
     Raises:
         Unavailable: one has come.

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import math
 import re
+import secrets
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from sottovoce.noise import KeyedNoise, Noise, OpenDpNoise, RecordedNoise, Syste
 from sottovoce.running.transcript import read_noise
 from sottovoce.spec import LEARNER_NAME
 from sottovoce_learner import exchange
+from sottovoce_learner.identity import Identity
 from sottovoce_learner.ledger import Ledger, claim
 from sottovoce_learner.mirror import Mirror
 from sottovoce_learner.session import Role, Session
@@ -27,7 +29,7 @@ from sottovoce_rpc.codec import from_tensor, to_tensor
 from sottovoce_rpc.directives import Directive, Epoch, Grant, Stop, from_wire
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 from sottovoce_rpc.logs import failure
-from sottovoce_rpc.server import Service, announce, channel, is_loopback, serve_until_stopped, start_server
+from sottovoce_rpc.server import HELLO_S, Service, announce, channel, is_loopback, serve_until_stopped, start_server
 from sottovoce_rpc.specs import spec_from_wire
 from sottovoce_rpc.status import answering, as_error
 from sottovoce_rpc.tasks import Tasks, beside, drained
@@ -40,6 +42,7 @@ NAME = "sottovoce_wire.v1.Learner"
 REPORT_S = 0.25
 REJOIN_S, LONGEST_REJOIN_S = 0.5, 30.0
 """Between two attempts to join: the first, and the longest, where a run's deadline is not nearer."""
+JITTER = secrets.SystemRandom()
 RECEIPT_EVERY = 16
 FLUSH_S = 1.0
 
@@ -120,6 +123,8 @@ class Learner:
         self._rounds, self._channels, self._copying = Tasks(), Tasks(), Tasks()
         self._mirror: Mirror | None = None
         self._claim: TextIO | None = None
+        self._identity = Identity(config.name, b"")  # until the state folder is claimed
+        self._confirmed = False  # this process is that incarnation
         self.service: Service | None = None
 
     # ---- life ---------------------------------------------------------------------------------------------
@@ -129,11 +134,13 @@ class Learner:
 
         Raises:
             NotReady: another process is this learner.
+            DataError: its identity is damaged.
             Unavailable: the address cannot be listened on.
         """
         self.config.state_folder.mkdir(parents=True, exist_ok=True)
         held = claim(self.config.state_folder, self.config.name)
         try:
+            self._identity = Identity.of(self.config.state_folder, self.config.name)
             self.service = await start_server(self.config.listen, self._add, [NAME])
         except BaseException:
             held.close()
@@ -148,19 +155,37 @@ class Learner:
             Unavailable: it could not be reached in the first place.
         """
         async with channel(self.config.coordinator) as to:
-            stub = coordinator_pb2_grpc.CoordinatorStub(to)
             await self._reachable(to)
-            while True:
-                await self._follow_once(stub, address)
-                await asyncio.sleep(REJOIN_S)
+        attempts = 0
+        while True:
+            joined = asyncio.Event()
+            async with channel(self.config.coordinator) as to:  # a new one: an old one waits ever longer by itself
+                await self._follow_once(coordinator_pb2_grpc.CoordinatorStub(to), address, joined)
+            attempts = 0 if joined.is_set() else attempts + 1
+            await asyncio.sleep(self._pause(attempts))
 
-    async def _follow_once(self, stub: coordinator_pb2_grpc.CoordinatorAsyncStub, address: str) -> None:
+    def _pause(self, attempts: int) -> float:
+        """Seconds until the next attempt to join: longer each time, never as long as a run's deadline, and not all at once."""
+        longest = LONGEST_REJOIN_S
+        if self._session is not None and not self._session.ended:
+            longest = min(longest, self._session.role.spec.clock.deadline_s / 4)
+        return JITTER.uniform(0.5, 1.0) * min(REJOIN_S * 2.0**attempts, longest)
+
+    async def _follow_once(
+        self, stub: coordinator_pb2_grpc.CoordinatorAsyncStub, address: str, joined: asyncio.Event
+    ) -> None:
         """Join, and obey until the stream of directives ends."""
         call = stub.Join()
         try:
-            async with beside(self._report(call, address)):
-                async for said in call:
+            await self._join(call, address)
+            joined.set()
+            async with beside(self._report(call)):
+                while (said := await _told(call)) is not None:
                     await self._obey_or_tell(said.run_id, from_wire(said))
+        except Unavailable as error:
+            log.warning("coordinator away", reason=str(error))
+        except asyncio.InvalidStateError:  # it broke while something was being written; the next attempt says why
+            log.warning("coordinator away", reason="the stream broke")
         except grpc.aio.AioRpcError as error:
             refusal = as_error(error, f"the coordinator at {self.config.coordinator}")
             # A bug over there is no reason to end here: runs of other operators may come.
@@ -187,6 +212,51 @@ class Learner:
                 f"cannot reach the coordinator at {self.config.coordinator} within {self.config.join_timeout_s:g} s: "
                 "is it running, and is the address right?"
             ) from None
+
+    async def _join(self, call: JoinCall, address: str) -> None:
+        """Introduce ourselves and be let in: with a new incarnation, written and confirmed, or with that of this process.
+
+        Only then may this learner greet a neighbour or speak.
+
+        Raises:
+            RemoteProtocolError: the coordinator says something else first.
+            Unavailable: it says nothing: is it older than this learner?
+            NotReady: the state folder cannot be written.
+        """
+        pb, own = coordinator_pb2, self._identity
+        session = self._session
+        run = {} if session is None or session.ended else self._standing(session)
+        introduction = pb.Introduction(
+            learner=own.learner,
+            address=address,
+            store=own.store,
+            incarnation=own.incarnation,
+            rejoins=self._confirmed,
+            **run,
+        )
+        await call.write(pb.Event(introduction=introduction))
+        told = await _answer(call)
+        if isinstance(told, directives.Issued) and not self._confirmed:
+            try:
+                self._identity = own.issued(told.incarnation, self.config.state_folder)
+            except OSError as error:
+                raise NotReady(f"the state folder cannot be written: {error.strerror}") from None
+            await call.write(pb.Event(confirmation=pb.Confirmation(incarnation=told.incarnation)))
+            told = await _answer(call)
+        if told != directives.Confirmed(self._identity.incarnation):
+            raise RemoteProtocolError(
+                f"the coordinator must confirm incarnation {self._identity.incarnation}, got {told}"
+            )
+        self._confirmed = True
+
+    @staticmethod
+    def _standing(session: Session) -> dict[str, Any]:
+        """How far it is in its run, for a coordinator that may know less of it."""
+        return {
+            "run_id": session.role.run_id,
+            "journaled": session.status.rounds_said,
+            "granted": session.granted,
+        }
 
     # ---- the coordinator ----------------------------------------------------------------------------------
 
@@ -247,7 +317,7 @@ class Learner:
 
     async def _prepare(self, run_id: str, told: directives.Assignment) -> None:
         await self._end_run()
-        role = _role(run_id, told, self.config.name, imports=self.config.allow_imports)
+        role = _role(run_id, told, self._identity, imports=self.config.allow_imports)
         self._mirror = Mirror(run_id, told.index, told.mirror) if told.mirror else None
         self._session = Session(
             role,
@@ -301,8 +371,8 @@ class Learner:
             await self._session.close()
         await self._channels.end()
 
-    async def _report(self, call: JoinCall, address: str) -> None:
-        """Say who we are, then how far, when it matters for the clock and a few times a second.
+    async def _report(self, call: JoinCall) -> None:
+        """Say how far we are, when it matters for the clock and a few times a second.
 
         A stream that breaks is noticed by whoever reads it, so here it just ends.
         """
@@ -310,7 +380,6 @@ class Learner:
         if self._session is not None:
             self._session.coordinated(away=False)
         with contextlib.suppress(grpc.RpcError, grpc.aio.BaseError, grpc.aio.UsageError, asyncio.InvalidStateError):
-            await call.write(pb.Event(introduction=pb.Introduction(learner=self.config.name, address=address)))
             while True:
                 if (now := (self.status, self._waiting)) != last:
                     status, waiting = now
@@ -388,7 +457,26 @@ class Learner:
         return learner_pb2.StatusResponse(status=self.status.to_wire())
 
 
-def _role(run_id: str, told: directives.Assignment, name: str, *, imports: bool) -> Role:
+async def _told(call: JoinCall) -> coordinator_pb2.Directive | None:
+    """The next directive; None: the stream has ended well."""
+    said = await call.read()
+    return said if isinstance(said, coordinator_pb2.Directive) else None
+
+
+async def _answer(call: JoinCall) -> Directive | None:
+    """What a coordinator says to an introduction, or to a confirmation."""
+    try:
+        said = await asyncio.wait_for(_told(call), HELLO_S)
+    except TimeoutError:
+        raise Unavailable(
+            f"the coordinator does not answer within {HELLO_S:g} s: is it older than this learner?"
+        ) from None
+    if said is None:
+        raise Unavailable("the coordinator ended the stream without a word")
+    return from_wire(said)
+
+
+def _role(run_id: str, told: directives.Assignment, own: Identity, *, imports: bool) -> Role:
     """What the coordinator said, checked: its run id becomes part of a file name.
 
     Raises:
@@ -398,7 +486,7 @@ def _role(run_id: str, told: directives.Assignment, name: str, *, imports: bool)
     if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", run_id) is None:
         raise RemoteProtocolError(f"a run id must be letters, digits, dots, dashes and underscores, got {run_id!r}")
     spec = spec_from_wire(told.spec, imports=imports)
-    return Role(run_id, spec, told.n_features, told.index, name)
+    return Role(run_id, spec, told.n_features, told.index, own.learner, own.incarnation)
 
 
 async def serve(configs: Sequence[LearnerConfig], *, with_stdin: bool = False) -> None:

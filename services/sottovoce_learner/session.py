@@ -65,6 +65,7 @@ class Role:
         n_features: features of a record.
         index: this learner's index.
         name: the learner's own, by which its ledger counts.
+        incarnation: of the process.
 
     Raises:
         RemoteProtocolError: the spec has no such learner, or calls it by another name: under that its budget would begin anew.
@@ -75,6 +76,7 @@ class Role:
     n_features: int
     index: int
     name: str
+    incarnation: int = 0
 
     def __post_init__(self) -> None:
         if not self.index < self.spec.n_learners:
@@ -204,6 +206,11 @@ class Session:
         self._plan.require(until_round)
         self._granted = max(self._granted, until_round)
         self._wake()
+
+    @property
+    def granted(self) -> int:
+        """Rounds below this one may be run."""
+        return self._granted
 
     def hear(self, neighbour: int, payload: bytes) -> None:
         """A neighbour's message, as it came.

@@ -64,11 +64,25 @@ class Stop:
     reason: str
 
 
-Directive = Assignment | Epoch | Grant | Stop
+@dataclass(frozen=True, slots=True)
+class Issued:
+    """The learner's incarnation, to be written to its state folder and confirmed. About no run."""
+
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Confirmed:
+    """The learner is let in, as this incarnation. About no run."""
+
+    incarnation: int
+
+
+Directive = Assignment | Epoch | Grant | Stop | Issued | Confirmed
 
 
 def to_wire(run_id: str, told: Directive) -> coordinator_pb2.Directive:
-    """A directive about a run, as a message."""
+    """A directive as a message."""
     pb = coordinator_pb2
     match told:
         case Assignment(spec, n_features, index, mirror):
@@ -84,6 +98,10 @@ def to_wire(run_id: str, told: Directive) -> coordinator_pb2.Directive:
             return pb.Directive(run_id=run_id, grant=pb.Grant(until_round=until_round))
         case Stop(reason):
             return pb.Directive(run_id=run_id, stop=pb.Stop(reason=reason))
+        case Issued(incarnation):
+            return pb.Directive(run_id=run_id, issued=pb.Issued(incarnation=incarnation))
+        case Confirmed(incarnation):
+            return pb.Directive(run_id=run_id, confirmed=pb.Confirmed(incarnation=incarnation))
 
 
 def from_wire(said: coordinator_pb2.Directive) -> Directive | None:
@@ -99,4 +117,8 @@ def from_wire(said: coordinator_pb2.Directive) -> Directive | None:
             return Grant(said.grant.until_round)
         case "stop":
             return Stop(said.stop.reason)
+        case "issued":
+            return Issued(said.issued.incarnation)
+        case "confirmed":
+            return Confirmed(said.confirmed.incarnation)
     return None

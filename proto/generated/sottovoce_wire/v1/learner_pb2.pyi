@@ -89,9 +89,9 @@ class Hello(_message.Message):
     run, plan or fields is refused.
 
     A learner that goes on after a crash will have to say more; these numbers are kept for it, all of fixed width and
-    always present: 6 and 7 number and hash of the topology epoch, 9 coordinator's term, 10 last (the
-    sender's newest journaled round), 11 kept (the oldest round that the sender can say again), 12 hash chain of what was
-    heard below `next_round`. A receiver passes over numbers that it does not know.
+    always present: 6 and 7 number and hash of the topology epoch, 9 coordinator's term, 10 last (the sender's newest
+    journaled round), 11 kept (the oldest round that the sender can say again), 12 hash chain of what was heard below
+    `next_round`. A receiver passes over numbers that it does not know.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
