@@ -170,6 +170,15 @@ class RunBook:
             self.clock.progress(index, status.rounds_done, status.rounds_with_data)
         return self.clock.granted > before
 
+    def restore(self, state: RunState, statuses: Sequence[LearnerStatus], now: datetime) -> None:
+        """Go on where a coordinator before this one was; nobody is there yet."""
+        self.state, self.statuses = state, list(statuses)
+        for i, each in enumerate(statuses):
+            self.clock.progress(i, each.rounds_done, each.rounds_with_data)
+            self.away[i] = now
+        self.clock.resume(max(each.rounds_said for each in statuses))
+        self._announced = max(self._announced, self.clock.granted)
+
     def _judge(self, status: LearnerStatus) -> None:
         """Does this report end the run?"""
         if status.state is LearnerState.FAILED:

@@ -6,22 +6,24 @@ import asyncio
 import contextlib
 import re
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import grpc
 import structlog
-from google.protobuf.timestamp_pb2 import Timestamp
 
-from sottovoce.errors import NotReady, RemoteProtocolError, SpecError, StrangerError, Unavailable
+from sottovoce.errors import NotReady, RemoteProtocolError, SottovoceError, SpecError, StrangerError, Unavailable
 from sottovoce.running.run import Run, build_run
 from sottovoce.spec import LEARNER_NAME, RunSpec
+from sottovoce_coordinator.courses import Course, PastRun, failed
 from sottovoce_coordinator.fencing import Claim, Membership
 from sottovoce_coordinator.runs import Overhearing, RunBook, RunState, missing
+from sottovoce_coordinator.store import KeptRun, Store
 from sottovoce_rpc.codec import to_fields
-from sottovoce_rpc.directives import Confirmed, Directive, Issued, to_wire
+from sottovoce_rpc.directives import Confirmed, Directive, Issued, Origin, Stop, to_wire
 from sottovoce_rpc.learner_status import LearnerStatus
 from sottovoce_rpc.server import HELLO_S, Service, announce, channel, page, serve_until_stopped, start_server
 from sottovoce_rpc.specs import check_size, spec_from_wire, spec_to_wire
@@ -34,6 +36,8 @@ log = structlog.get_logger()
 
 NAME = "sottovoce_wire.v1.Coordinator"
 WATCH_S = 0.2
+KEEP_S = 1.0
+"""How old what is written of the learners' progress may be."""
 JOINING_S = 20.0
 CAPTURE_S = 10.0
 MOST_RUNS = 32
@@ -58,11 +62,13 @@ class CoordinatorConfig:
         listen: `host:port` to listen on; port 0 picks one.
         eavesdropper: address of an eavesdropper, for runs that are captured.
         allow_imports: whether a run spec may name code to import.
+        state: a folder; runs that are under way go on when a coordinator is started on it again. None: they end with it.
     """
 
     listen: str = "127.0.0.1:0"
     eavesdropper: str | None = None
     allow_imports: bool = False
+    state: Path | None = None
 
 
 @dataclass(slots=True)
@@ -71,7 +77,9 @@ class _Member:
 
     claim: Claim
     address: str
-    run_id: str = ""  # it would go on with
+    origin: Origin
+    run_id: str = ""  # it would go on with, and was granted so much of it
+    granted: int = 0
     directives: asyncio.Queue[coordinator_pb2.Directive] = field(default_factory=asyncio.Queue)
     displaced: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -82,55 +90,7 @@ class _Member:
 
     def tell(self, run_id: str, directive: Directive) -> None:
         """Say something as soon as the stream allows."""
-        self.directives.put_nowait(to_wire(run_id, directive))
-
-
-@dataclass(slots=True)
-class _Course:
-    """A run's book, and its times.
-
-    Attributes:
-        book: of the run.
-        started, ended: when.
-        over: set when it has ended.
-        closing: closes its capture.
-    """
-
-    book: RunBook
-    started: datetime
-    ended: datetime | None = None
-    over: asyncio.Event = field(default_factory=asyncio.Event)
-    closing: asyncio.Task[None] | None = None
-
-    def view(self, *, whole: bool = False) -> coordinator_pb2.Run:
-        """The run as it stands; `whole`: with the spec, which may be long."""
-        book = self.book
-        run = coordinator_pb2.Run(
-            run_id=book.run_id,
-            state=coordinator_pb2.RunState.Value(f"RUN_STATE_{book.state.name}"),
-            detail=book.detail,
-            learners=[
-                coordinator_pb2.Participant(
-                    address=address,
-                    status=status.to_wire(),
-                    away_since=_timestamp(book.away[i]) if i in book.away and not book.ended else None,
-                )
-                for i, (address, status) in enumerate(zip(book.addresses, book.statuses, strict=True))
-            ],
-            started_at=_timestamp(self.started),
-            ended_at=None if self.ended is None else _timestamp(self.ended),
-            capture_id=book.overhearing.capture_id,
-            capture_location=book.overhearing.location,
-        )
-        if whole:
-            run.spec, run.n_features = spec_to_wire(book.run.spec), book.n_features
-        return run
-
-
-def _timestamp(moment: datetime) -> Timestamp:
-    stamp = Timestamp()
-    stamp.FromDatetime(moment)
-    return stamp
+        self.directives.put_nowait(to_wire(run_id, directive, self.origin))
 
 
 class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
@@ -138,37 +98,103 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
 
     def __init__(self, config: CoordinatorConfig) -> None:
         self.config = config
+        self._store = Store(config.state)
         self._members: dict[str, _Member] = {}
-        self._known: dict[str, Membership] = {}
+        self._known = self._store.members()
         self._joined = asyncio.Condition()
-        self._runs: dict[str, _Course] = {}  # oldest first; the last one may be under way
+        self._runs: dict[str, Course | PastRun] = {}  # oldest first; the last one may be under way
         self._starting = asyncio.Lock()
         self._tasks = Tasks()
         self.service: Service | None = None
 
     async def start(self) -> str:
-        """Listen; returns the address."""
+        """Take up what a coordinator before this one has left, and listen; returns the address."""
+        await self._resume()
         self.service = await start_server(
             self.config.listen,
             lambda server: coordinator_pb2_grpc.add_CoordinatorServicer_to_server(self, server),
             [NAME],
         )
+        if self._store.durable:
+            self._tasks.start(self._keep(), "progress is no longer written")
         return self.service.address
 
     async def stop(self) -> None:
-        """End the run and the service."""
-        self._end(self._current, RunState.STOPPED, "the coordinator was told to stop")
+        """End the service, and the run unless it is kept."""
+        if self._store.durable:
+            self._write_progress()
+        else:
+            self._end(self._current, RunState.STOPPED, "the coordinator was told to stop")
         await asyncio.sleep(0)  # the streams take up the stop that was queued for them
         await self._tasks.end()
         if self.service is not None:
             await self.service.stop()
+        self._store.close()
+
+    # ---- what is kept -------------------------------------------------------------------------------------
+
+    async def _resume(self) -> None:
+        """The runs of this state; the last one goes on as its learners come back."""
+        for kept in self._store.runs(MOST_RUNS):
+            over = coordinator_pb2.Run.FromString(kept.view).HasField("ended_at")
+            self._runs[kept.run_id] = PastRun(kept) if over else await self._resumed(kept)
+        if (course := self._current) is not None:
+            log.info("run goes on", run_id=course.book.run_id, granted=course.book.clock.granted)
+            for index, since in course.book.away.items():
+                self._tasks.start(self._deadline(course, index, since), "nobody misses a learner")
+            self._set_pace(course)
+
+    async def _resumed(self, kept: KeptRun) -> Course | PastRun:
+        """A run under way; over where it cannot be built again, such as without --allow-imports."""
+        now = datetime.now(UTC)
+        try:
+            spec = await asyncio.to_thread(_spec, kept.spec, imports=self.config.allow_imports)
+            run = await asyncio.to_thread(_built, spec, kept.n_features)
+            return await asyncio.to_thread(Course.resumed, kept, run, now)
+        except SottovoceError as error:
+            over = failed(kept, f"its coordinator was started again and cannot go on with it: {error}", now)
+            self._store.keep(kept.run_id, over.SerializeToString())
+            log.error("run cannot go on", run_id=kept.run_id, reason=str(error))
+            return PastRun(replace(kept, view=over.SerializeToString()))
+
+    async def _keep(self) -> None:
+        """Write down how far the learners are, about once a second."""
+        while True:
+            await asyncio.sleep(KEEP_S)
+            self._write_progress()
+
+    def _write_progress(self) -> None:
+        """Of the run that is under way; a disk that is full has no part in this."""
+        course = self._current
+        if course is not None and not course.book.ended:
+            with self._whatever_disk():
+                self._store.keep(course.book.run_id, course.view().SerializeToString())
+
+    @contextlib.contextmanager
+    def _whatever_disk(self) -> Iterator[None]:
+        """What cannot be written now is tried again soon."""
+        try:
+            yield
+        except Unavailable as error:
+            log.warning("not written", reason=str(error))
+
+    def _reserve(self, course: Course) -> None:
+        """Before anybody is told how far it may go.
+
+        Raises:
+            Unavailable: it cannot be written.
+        """
+        book = course.book
+        if book.clock.granted:
+            ahead = (book.run.spec.clock.window + 1) // 2
+            self._store.grant(book.run_id, book.clock.granted, ahead, course.view().SerializeToString())
 
     # ---- learners -----------------------------------------------------------------------------------------
 
     async def Join(self, events: AsyncIterator[coordinator_pb2.Event], context: Context) -> None:  # type: ignore[override] # reads and writes, so it is no generator
         """Hold the stream of one learner: its reports come in, its directives go out."""
         async with answering(context):
-            member = await _introduced(events)
+            member = await _introduced(events, self._store.origin)
             await self._admit(member, events, context)
             await self._welcome(member)
             try:
@@ -189,15 +215,20 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         """
         claim, known = member.claim, self._known.get(member.name, Membership())
         now = known.admit(claim, live=member.name in self._members, journaled=self._journaled(member))
-        self._known[member.name] = now
+        self._remember(member.name, now)
         if not claim.rejoins:
-            await context.write(to_wire("", Issued(now.issued)))
+            await context.write(to_wire("", Issued(now.issued), member.origin))
             event = await _next(events, "a confirmation")
             if event is None or event.WhichOneof("event") != "confirmation":
                 raise RemoteProtocolError("a learner must confirm the incarnation that it was issued")
             now = self._known[member.name].confirm(claim, event.confirmation.incarnation)
-            self._known[member.name] = now
+            self._remember(member.name, now)
         member.tell("", Confirmed(now.confirmed))
+
+    def _remember(self, name: str, known: Membership) -> None:
+        """Durable before it is told."""
+        self._store.remember(name, known)
+        self._known[name] = known
 
     def _journaled(self, member: _Member) -> int:
         """Rounds that a learner is known to have journaled in the run that it is in."""
@@ -211,14 +242,32 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         self._members[member.name] = member
         if before is not None:
             before.displaced.set()
-        book = None if self._current is None else self._current.book
-        if book is not None and not book.ended and member.name in book.run.spec.names:  # it was away
-            index = book.run.spec.names.index(member.name)
-            book.back(index)
-            self._tell(book, {member.name: book.briefing(index)})
+        course = self._current
+        if course is not None and not course.book.ended and member.name in course.book.run.spec.names:  # it was away
+            self._take_back(course, member)
+        elif member.run_id:
+            member.tell(member.run_id, Stop(self._farewell(member.run_id)))
         log.info("joined", learner=member.name, address=member.address)
         async with self._joined:
             self._joined.notify_all()
+
+    def _take_back(self, course: Course, member: _Member) -> None:
+        """A learner of the run is there again, and may know of more grants than this coordinator."""
+        book = course.book
+        index = book.run.spec.names.index(member.name)
+        book.back(index)
+        if member.run_id == book.run_id:
+            book.clock.resume(member.granted)
+        self._reserve(course)
+        self._tell(book, {member.name: book.briefing(index)})
+        self._go_on(course)
+
+    def _farewell(self, run_id: str) -> str:
+        """Why a learner cannot go on with a run."""
+        known = self._runs.get(run_id)
+        if known is None:
+            return "its coordinator was started again and does not know the run: it kept nothing, without --state"
+        return known.view().detail or "the run is over"
 
     def _hear(self, member: _Member, event: coordinator_pb2.Event) -> None:
         """A learner's progress. What a newer learner tells besides is passed over.
@@ -234,8 +283,8 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         course = self._current
         if course is None or status.run_id != course.book.run_id or member.name not in course.book.run.spec.names:
             return
-        if course.book.report(status, Waiting.from_wire(event.report)):
-            self._go_on(course.book)
+        course.book.report(status, Waiting.from_wire(event.report))
+        self._go_on(course)
         if course.book.ended:
             self._after_end(course)
 
@@ -249,7 +298,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         log.warning("learner is gone", learner=name, round=course.book.statuses[index].rounds_done)
         self._tasks.start(self._deadline(course, index, since), "nobody misses a learner")
 
-    async def _deadline(self, course: _Course, index: int, since: datetime) -> None:
+    async def _deadline(self, course: Course, index: int, since: datetime) -> None:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(course.over.wait(), course.book.run.spec.clock.deadline_s)
         course.book.miss(index, since)
@@ -272,9 +321,10 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
     async def StopRun(self, request: coordinator_pb2.StopRunRequest, context: Context) -> coordinator_pb2.Run:
         """Stop the run; one that has ended is as it was."""
         async with answering(context):
-            course = self._the_run(request.run_id)
-            self._end(course, RunState.STOPPED, request.reason or "stopped by an operator")
-            return course.view()
+            run = self._the_run(request.run_id)
+            if isinstance(run, Course):
+                self._end(run, RunState.STOPPED, request.reason or "stopped by an operator")
+            return run.view()
 
     async def GetRun(self, request: coordinator_pb2.GetRunRequest, context: Context) -> coordinator_pb2.Run:
         """A run as it stands, with its spec."""
@@ -296,14 +346,14 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
     ) -> AsyncIterator[coordinator_pb2.Run]:
         """The run as it stands, several times a second, until it has ended."""
         async with answering(context):
-            course = self._the_run(request.run_id)
-            while not course.book.ended:
-                yield course.view()
+            run = self._the_run(request.run_id)
+            while isinstance(run, Course) and not run.book.ended:
+                yield run.view()
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(course.over.wait(), WATCH_S)
-            if course.closing is not None:  # the last view comes when the capture is complete
-                await asyncio.wait([course.closing])
-            yield course.view()
+                    await asyncio.wait_for(run.over.wait(), WATCH_S)
+            if isinstance(run, Course) and run.closing is not None:  # the last view comes when the capture is complete
+                await asyncio.wait([run.closing])
+            yield run.view()
 
     async def RebindLearner(
         self, request: coordinator_pb2.RebindLearnerRequest, context: Context
@@ -314,18 +364,19 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
                 raise NotReady(f"no learner {request.learner!r} has joined; there are {_named(sorted(self._known))}")
             if request.learner in self._members:
                 raise NotReady(f"learner {request.learner!r} is here, with the state folder that it has: stop it first")
-            self._known[request.learner] = self._known[request.learner].unbound()
+            self._remember(request.learner, self._known[request.learner].unbound())
             log.warning("learner unbound", learner=request.learner)
         return coordinator_pb2.RebindLearnerResponse()
 
     @property
-    def _current(self) -> _Course | None:
-        """The newest run, under way or not."""
-        return next(reversed(self._runs.values()), None)
+    def _current(self) -> Course | None:
+        """The newest run, under way or not; None where it ended before this process began."""
+        newest = next(reversed(self._runs.values()), None)
+        return newest if isinstance(newest, Course) else None
 
-    def _the_run(self, run_id: str) -> _Course:
+    def _the_run(self, run_id: str) -> Course | PastRun:
         if run_id not in self._runs:
-            known = "there is none" if self._current is None else f"the last one is {self._current.book.run_id!r}"
+            known = f"the last one is {next(reversed(self._runs))!r}" if self._runs else "there is none"
             raise NotReady(f"no run {run_id!r}: {known}")
         return self._runs[run_id]
 
@@ -337,7 +388,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         if self._current is not None and not self._current.book.ended:
             raise NotReady(f"run {self._current.book.run_id} is under way: stop it first")
 
-    async def _start(self, spec: RunSpec, request: coordinator_pb2.StartRunRequest) -> _Course:
+    async def _start(self, spec: RunSpec, request: coordinator_pb2.StartRunRequest) -> Course:
         n_features = request.n_features
         if n_features < 1:
             raise SpecError(f"n_features must be at least 1, got {n_features}")
@@ -355,10 +406,16 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         except BaseException:
             self._close_capture(book)
             raise
-        course = self._runs[book.run_id] = _Course(book, datetime.now(UTC))
+        course = Course(book, datetime.now(UTC), durable=self._store.durable)
+        try:
+            self._store.begin(course.kept())
+        except SottovoceError:
+            self._close_capture(book)
+            raise
+        self._runs[book.run_id] = course
         while len(self._runs) > MOST_RUNS:
             del self._runs[next(iter(self._runs))]
-        self._begin(book, briefings)
+        self._begin(course, briefings)
         return course
 
     def _require_joined(self, spec: RunSpec) -> None:
@@ -405,28 +462,38 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         relays = {(i, j): relay for (i, j, _), relay in zip(edges, opened.relay_addresses, strict=True)}
         return Overhearing(opened.capture_id, opened.location, relays, "" if relays else opened.mirror_address)
 
-    def _begin(self, book: RunBook, briefings: Sequence[Sequence[Directive]]) -> None:
+    def _begin(self, course: Course, briefings: Sequence[Sequence[Directive]]) -> None:
         """Brief every learner, all assignments before the first epoch, so that nobody meets a neighbour that knows nothing."""
+        book = course.book
         names = book.run.spec.names
         for directives in zip(*briefings, strict=True):
             self._tell(book, {name: [own] for name, own in zip(names, directives, strict=True)})
-        if book.run.spec.clock.period_s is not None:
-            self._tasks.start(self._pace(book, book.run.spec.clock.period_s), "the clock stands still")
+        self._set_pace(course)
 
-    async def _pace(self, book: RunBook, period_s: float) -> None:
+    def _set_pace(self, course: Course) -> None:
+        if (period_s := course.book.run.spec.clock.period_s) is not None:
+            self._tasks.start(self._pace(course, period_s), "the clock stands still")
+
+    async def _pace(self, course: Course, period_s: float) -> None:
         """Grant one round a period (paced mode)."""
+        book = course.book
         loop = asyncio.get_running_loop()
         due = loop.time()
         while not book.ended:
             due += period_s
             await asyncio.sleep(max(0.0, due - loop.time()))
             if book.state is RunState.RUNNING:
-                before = book.clock.granted
-                if book.clock.tick() > before:  # else directives heap up for as long as a learner is behind
-                    self._go_on(book)
+                book.clock.tick()
+                with self._whatever_disk():
+                    self._go_on(course)
 
-    def _go_on(self, book: RunBook) -> None:
-        """The grant has grown."""
+    def _go_on(self, course: Course) -> None:
+        """Tell a grant that has grown; else directives would heap up for as long as a learner is behind."""
+        book = course.book
+        if book.clock.granted <= course.told:
+            return
+        self._reserve(course)
+        course.told = book.clock.granted
         self._tell(book, dict(zip(book.run.spec.names, book.go_on(), strict=True)))
 
     def _tell(self, book: RunBook, directives: Mapping[str, Sequence[Directive]]) -> None:
@@ -436,16 +503,18 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
                 for directive in own:
                     self._members[name].tell(book.run_id, directive)
 
-    def _end(self, course: _Course | None, state: RunState, detail: str) -> None:
+    def _end(self, course: Course | None, state: RunState, detail: str) -> None:
         if course is not None and not course.book.ended:
             course.book.end(state, detail)
             self._after_end(course)
 
-    def _after_end(self, course: _Course) -> None:
+    def _after_end(self, course: Course) -> None:
         """Let the learners go, who hold their channels open even when they have finished, and close the capture, once."""
         if course.ended is not None:
             return
         course.ended = datetime.now(UTC)
+        with self._whatever_disk():  # a coordinator after this one would find it under way, and its learners done
+            self._store.keep(course.book.run_id, course.view().SerializeToString())
         self._tell(course.book, {name: [course.book.stop()] for name in course.book.run.spec.names})
         course.closing = self._close_capture(course.book)
         course.over.set()
@@ -490,7 +559,7 @@ def _named(learners: Sequence[str]) -> str:
     return f"{', '.join(learners[:NAMED])}{more}"
 
 
-async def _introduced(events: AsyncIterator[coordinator_pb2.Event]) -> _Member:
+async def _introduced(events: AsyncIterator[coordinator_pb2.Event], origin: Origin) -> _Member:
     """Who opened a stream.
 
     Raises:
@@ -506,7 +575,8 @@ async def _introduced(events: AsyncIterator[coordinator_pb2.Event]) -> _Member:
         raise RemoteProtocolError(f"an address has at most {LONGEST_ADDRESS} characters, got {len(address)}")
     said = first.introduction
     journaled = said.journaled if said.run_id else None
-    return _Member(Claim(name, said.store, said.incarnation, said.rejoins, journaled), address, said.run_id)
+    claim = Claim(name, said.store, said.incarnation, said.rejoins, journaled)
+    return _Member(claim, address, origin, said.run_id, said.granted)
 
 
 async def _next(events: AsyncIterator[coordinator_pb2.Event], what: str) -> coordinator_pb2.Event | None:

@@ -125,6 +125,7 @@ class Learner:
         self._claim: TextIO | None = None
         self._identity = Identity(config.name, b"")  # until the state folder is claimed
         self._confirmed = False  # this process is that incarnation
+        self._origin = directives.Origin()  # whom it obeys
         self.service: Service | None = None
 
     # ---- life ---------------------------------------------------------------------------------------------
@@ -181,6 +182,7 @@ class Learner:
             joined.set()
             async with beside(self._report(call)):
                 while (said := await _told(call)) is not None:
+                    self._require_newest(said)
                     await self._obey_or_tell(said.run_id, from_wire(said))
         except Unavailable as error:
             log.warning("coordinator away", reason=str(error))
@@ -194,6 +196,19 @@ class Learner:
             log.warning("coordinator away", reason=str(refusal))
         finally:
             call.cancel()
+            if self._session is not None and self._origin.term:  # without a memory it cannot go on with the run
+                self._session.coordinated(away=True)
+
+    def _require_newest(self, said: coordinator_pb2.Directive) -> None:
+        """As long as it is in a run, a learner obeys who led it, and who has taken that one's place.
+
+        Raises:
+            Unavailable: this is an older coordinator, or a second one.
+        """
+        origin = directives.Origin(said.term, said.nonce)
+        if self._session is not None and not self._session.ended:
+            self._origin.require_newest(origin)
+        self._origin = origin
 
     async def stop(self) -> None:
         """Finish the message on its way, then end."""

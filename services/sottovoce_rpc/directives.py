@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sottovoce.errors import Unavailable
 from sottovoce_wire.v1 import coordinator_pb2
 
 
@@ -78,11 +79,45 @@ class Confirmed:
     incarnation: int
 
 
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Which coordinator speaks.
+
+    Attributes:
+        term: how often one has started on its state; 0: it keeps nothing.
+        nonce: what it drew at this start.
+    """
+
+    term: int = 0
+    nonce: bytes = b""
+
+    def require_newest(self, other: Origin) -> None:
+        """Refuse to obey another coordinator in a run in which this one was obeyed, unless it has taken its place.
+
+        Raises:
+            Unavailable: it is an older one, or a second one on a copy of the same state.
+        """
+        if other.term < self.term:
+            raise Unavailable(
+                f"this coordinator is an old one: a later one, of term {self.term}, leads the run, got {other.term}"
+            )
+        if other.term == self.term > 0 and other.nonce != self.nonce:
+            raise Unavailable(
+                f"two coordinators lead the run in term {self.term}: one runs on a copy of the other's state"
+            )
+
+
 Directive = Assignment | Epoch | Grant | Stop | Issued | Confirmed
 
 
-def to_wire(run_id: str, told: Directive) -> coordinator_pb2.Directive:
+def to_wire(run_id: str, told: Directive, origin: Origin) -> coordinator_pb2.Directive:
     """A directive as a message."""
+    said = _to_wire(run_id, told)
+    said.term, said.nonce = origin.term, origin.nonce
+    return said
+
+
+def _to_wire(run_id: str, told: Directive) -> coordinator_pb2.Directive:
     pb = coordinator_pb2
     match told:
         case Assignment(spec, n_features, index, mirror):

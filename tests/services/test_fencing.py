@@ -59,14 +59,14 @@ async def test_every_start_is_another_incarnation_and_an_old_folder_is_refused(t
     state = tmp_path / "journals"
     async with network(tmp_path, ["ann"]) as up:
         spec = small_spec(5, ["ann"])
+        first = Identity.of(state, "ann")
         for _ in range(2):
             assert (await up.run(spec, made_up(spec))).state == "finished"
-            old = Identity.of(state, "ann")
             await up.leave("ann")
             await up.join("ann")
         assert (await up.run(spec, made_up(spec))).state == "finished"
-        assert Identity.of(state, "ann") == Identity("ann", old.store, 3)
+        assert Identity.of(state, "ann") == Identity("ann", first.store, 3)
         await up.leave("ann")
-        Identity("ann", old.store, 1).write(state)
+        Identity("ann", first.store, 1).write(state)
         with pytest.raises(NotReady, match="is an old one: it knows incarnation 1 and 0 rounds, and must know 3"):
             await follows(up, "ann", state)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import grpc
 
@@ -23,7 +23,9 @@ from sottovoce_rpc.status import as_error
 from sottovoce_rpc.tasks import Tasks, first_of
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc, learner_pb2, learner_pb2_grpc
 
-CALL_S, PREDICT_S = 40.0, 30.0
+CALL_S, PREDICT_S, AGAIN_S = 40.0, 30.0, 1.0
+GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+"""How a call ends whose service dies or is told to end."""
 BY_OPERATOR = "stopped by the operator"
 
 Watcher = Callable[[Progress, str], None]
@@ -168,16 +170,30 @@ class _Running:
         await self._stub.StopRun(request, timeout=CALL_S)
 
     async def _watch_it(self) -> coordinator_pb2.Run:
-        last = None
-        async for view in self._stub.WatchRun(coordinator_pb2.WatchRunRequest(run_id=self._started.run_id)):
-            last = view
-            if view.state == coordinator_pb2.RUN_STATE_CONNECTING:  # the run begins after the last of these
-                self._began = time.monotonic()
-            self._progress.append(self._look(view))
-            self._watch(self._progress[-1], _state(view))
-        if last is None:
-            raise Unavailable("the coordinator ended the watch without a word")
-        return last
+        """The last view of the run. A coordinator that keeps its runs may be away for a while: they go on when it is back."""
+        request = coordinator_pb2.WatchRunRequest(run_id=self._started.run_id)
+        last, away_since = self._started, 0.0
+        while True:
+            try:
+                async for view in self._stub.WatchRun(request):
+                    last, away_since = view, 0.0
+                    self._see(view)
+                if last.HasField("ended_at"):
+                    return last
+                raise Unavailable("the coordinator ended the watch without a word")
+            except (grpc.aio.AioRpcError, Unavailable) as error:
+                away_since = away_since or time.monotonic()
+                gone = isinstance(error, Unavailable) or error.code() in GONE
+                if not (gone and last.durable and time.monotonic() - away_since < self._spec.clock.patience):
+                    raise
+            self._watch(replace(self._look(last), away=("the coordinator",)), _state(last))
+            await asyncio.sleep(AGAIN_S)
+
+    def _see(self, view: coordinator_pb2.Run) -> None:
+        if view.state == coordinator_pb2.RUN_STATE_CONNECTING:  # the run begins after the last of these
+            self._began = time.monotonic()
+        self._progress.append(self._look(view))
+        self._watch(self._progress[-1], _state(view))
 
     def _look(self, view: coordinator_pb2.Run) -> Progress:
         statuses = _statuses(view)
