@@ -93,6 +93,15 @@ class Network:
             )
         )
 
+    async def until_gone(self, name: str) -> None:
+        """Wait until the coordinator has noticed that a learner left."""
+        assert self.coordinating is not None
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                if name not in self.coordinating._members:
+                    return
+                await asyncio.sleep(0.01)
+
     async def restart_coordinator(self) -> None:
         """End the coordinator as if it were killed: it tells nobody, and writes nothing; another takes its place."""
         old = self.coordinating
