@@ -26,7 +26,7 @@ class Course:
         durable: it outlives its coordinator.
         told: rounds below this one were granted to all learners that are there.
         over: set when it has ended.
-        closing: closes its capture.
+        closing: closes its capture, and says why that could not be written to its end; empty: it could.
     """
 
     book: RunBook
@@ -35,7 +35,7 @@ class Course:
     told: int = 0
     ended: datetime | None = None
     over: asyncio.Event = field(default_factory=asyncio.Event)
-    closing: asyncio.Task[None] | None = None
+    closing: asyncio.Task[str] | None = None
 
     def view(self, *, whole: bool = False) -> coordinator_pb2.Run:
         """The run as it stands; `whole`: with the spec, which may be long."""
@@ -57,6 +57,7 @@ class Course:
             capture_id=book.overhearing.capture_id,
             capture_location=book.overhearing.location,
             durable=self.durable,
+            capture_error=self.closing.result() if self.closing is not None and _well(self.closing) else "",
         )
         if whole:
             run.spec, run.n_features = spec_to_wire(book.run.spec), book.n_features
@@ -99,6 +100,10 @@ def failed(kept: KeptRun, detail: str, now: datetime) -> coordinator_pb2.Run:
     run.state, run.detail = coordinator_pb2.RUN_STATE_FAILED, detail
     run.ended_at.CopyFrom(_timestamp(now))
     return run
+
+
+def _well(task: asyncio.Task[str]) -> bool:
+    return task.done() and not task.cancelled() and task.exception() is None
 
 
 def _timestamp(moment: datetime) -> Timestamp:

@@ -519,7 +519,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         course.closing = self._close_capture(course.book)
         course.over.set()
 
-    def _close_capture(self, book: RunBook) -> asyncio.Task[None] | None:
+    def _close_capture(self, book: RunBook) -> asyncio.Task[str] | None:
         address, capture_id = self.config.eavesdropper, book.overhearing.capture_id
         if not capture_id or address is None:
             return None
@@ -607,13 +607,16 @@ async def _displacement(member: _Member) -> None:
     raise Unavailable(f"another stream of learner {member.name} took the place of this one")
 
 
-async def _close_capture(address: str, capture_id: str) -> None:
+async def _close_capture(address: str, capture_id: str) -> str:
+    """End a capture; why it could not be written to its end, as the eavesdropper says."""
     async with channel(address) as to:
         try:
             request = eavesdropper_pb2.CloseCaptureRequest(capture_id=capture_id)
-            await eavesdropper_pb2_grpc.EavesdropperStub(to).CloseCapture(request, timeout=CAPTURE_S)
+            closed = await eavesdropper_pb2_grpc.EavesdropperStub(to).CloseCapture(request, timeout=CAPTURE_S)
         except grpc.aio.AioRpcError as error:
             log.warning("capture not closed", reason=error.details())
+            return ""
+    return closed.capture.error
 
 
 def _spec(text: str, *, imports: bool) -> RunSpec:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from sottovoce.running.transcript import parquet
+from sottovoce_eavesdropper.gaps import Gaps
 from sottovoce_eavesdropper.lookout import Lookout, Row
 from sottovoce_eavesdropper.storage import Folder, open_folder
 from sottovoce_rpc.codec import Shapes
@@ -84,7 +85,9 @@ class CaptureFile:
         world, replica: what the capture is one of, in an audit; None where nobody said.
         allow_imports: whether the spec may name code to import.
         fields: of a round, in their order, and their shapes; none: the capture is of no run of ours.
+        gaps: in what is mirrored.
         messages, bytes: counts of messages (neither hellos nor metadata).
+        broken: why nothing more can be written; None: all could be.
     """
 
     folder: str | Path
@@ -96,15 +99,16 @@ class CaptureFile:
     replica: int | None = None
     allow_imports: bool = False
     fields: Shapes = field(default_factory=dict)
+    gaps: Gaps = field(default_factory=Gaps)
     messages: int = 0
     bytes: int = 0
     open: bool = True
+    broken: str | None = None
     place: Folder = field(init=False)
     lookout: Lookout = field(init=False)
     _rows: list[Row] = field(default_factory=list)
     _held: int = 0
     _parts: int = 0
-    _broken: bool = False
     _complete: bool = False
     _full: asyncio.Event = field(default_factory=asyncio.Event)
     _writing: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -151,17 +155,20 @@ class CaptureFile:
             try:
                 await _to_its_end(self._write, rows)
             except Exception as error:  # noqa: BLE001 - a full disk must not fill the memory as well, nor any bug
-                self.open, self._broken = False, True
+                self.open, self.broken = False, getattr(error, "strerror", None) or type(error).__name__
                 reason = {"reason": str(error)} if isinstance(error, OSError) else failure(error)
                 log.error("capture cannot be written: nothing more is recorded", capture=self.capture_id, **reason)
 
     async def close(self) -> None:
-        """Write the rest; if all could be written, the capture is complete."""
+        """Write the rest; if all came and could be written, the capture is complete."""
         self.open = False
         await self.flush()
-        if not self._broken:
-            self._complete = True
-            await asyncio.to_thread(self._describe)
+        if self.broken is None:
+            self._complete = not self.gaps.facts()
+            try:
+                await asyncio.to_thread(self._describe)
+            except OSError as error:
+                self._complete, self.broken = False, error.strerror or str(error)
 
     def _write(self, rows: Sequence[Row]) -> None:
         """In a thread: write parts, then look at what is in them."""
@@ -181,6 +188,7 @@ class CaptureFile:
             "n_features": self.n_features,
             "fields": {name: list(shape) for name, shape in self.fields.items()},
             "complete": self._complete,
+            "gaps": self.gaps.facts(),
             "messages": self.messages,
             "bytes": self.bytes,
             **self.lookout.facts(),

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,13 @@ from typing import Any
 import grpc
 import structlog
 
-from sottovoce.errors import CaptureError, SpecError
+from sottovoce.errors import CaptureError, RemoteProtocolError, SpecError
+from sottovoce_eavesdropper.lookout import Row
 from sottovoce_eavesdropper.mirrored import Participants
 from sottovoce_eavesdropper.records import WRITE_S, CaptureFile, part_number
 from sottovoce_eavesdropper.relay import Relay
 from sottovoce_eavesdropper.storage import Folder, open_folder
-from sottovoce_rpc.codec import from_fields
+from sottovoce_rpc.codec import RoundCodec, from_fields
 from sottovoce_rpc.server import Service, announce, page, serve_until_stopped, start_server
 from sottovoce_rpc.specs import document_from_wire
 from sottovoce_rpc.status import answering
@@ -55,15 +56,37 @@ class EavesdropperConfig:
 
 @dataclass(slots=True)
 class _Recording:
-    """A capture, the relays that feed it, and its writer; how many learners mirror into it, and whether the last has ended."""
+    """A capture, the relays that feed it, and its writer; and whether all have ended that mirror into it."""
 
     file: CaptureFile
     relays: list[Relay]
     writing: Tasks
     who: Participants
-    mirrors: int = 0
+    codec: RoundCodec
     mirrored: asyncio.Event = field(default_factory=asyncio.Event)
     closed: bool = False
+
+    @contextlib.contextmanager
+    def mirroring(self, sender: int) -> Iterator[None]:
+        """While a learner copies what it says."""
+        self.mirrored.clear()
+        self.file.gaps.begun(sender)
+        well = False
+        try:
+            yield
+            well = True
+        finally:
+            self.file.gaps.over(sender, well=well)
+            if not self.file.gaps.unsure:
+                self.mirrored.set()
+
+    def take(self, request: eavesdropper_pb2.MirrorRequest, rows: Iterable[Row]) -> None:
+        """Record copies."""
+        for row in rows:
+            self.file.add(row)
+        for message in request.messages:
+            with contextlib.suppress(RemoteProtocolError):  # bytes of no round: what is wrong with them is noticed
+                self.file.gaps.came(request.sender, self.codec.decode(message.payload)[0])
 
 
 class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
@@ -108,7 +131,7 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
             )
             relays = [Relay(route, file) for route in request.routes]
             addresses = [await relay.start(self._host()) for relay in relays]
-            self._captures[capture_id] = recording = _Recording(file, relays, Tasks(), who)
+            self._captures[capture_id] = recording = _Recording(file, relays, Tasks(), who, RoundCodec(file.fields))
             recording.writing.start(file.write_parts(), "a capture is no longer written")
             log.info("capture opened", capture=capture_id, relays=len(relays), folder=folder)
             return eavesdropper_pb2.OpenCaptureResponse(
@@ -156,23 +179,17 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
         self, requests: AsyncIterator[eavesdropper_pb2.MirrorRequest], context: Context
     ) -> eavesdropper_pb2.MirrorResponse:
         """Copies from a learner: one row per receiver."""
-        taken, capture = 0, None
-        async with answering(context):
-            try:
-                async for request in requests:
-                    if capture is None:
-                        capture = self._of_run(request.run_id)
-                        capture.mirrors += 1
-                        capture.mirrored.clear()
-                    for row in capture.who.rows(request):
-                        capture.file.add(row)
-                    taken += len(request.messages)
-                    await capture.file.room()
-            finally:
-                if capture is not None:
-                    capture.mirrors -= 1
-                    if not capture.mirrors:
-                        capture.mirrored.set()
+        taken = 0
+        async with answering(context), contextlib.AsyncExitStack() as held:
+            capture = None
+            async for request in requests:
+                rows = (capture or self._of_run(request.run_id)).who.rows(request)
+                if capture is None:
+                    capture = self._of_run(request.run_id)
+                    held.enter_context(capture.mirroring(request.sender))
+                capture.take(request, rows)
+                taken += len(request.messages)
+                await capture.file.room()
         return eavesdropper_pb2.MirrorResponse(messages=taken)
 
     def _known(self, capture_id: str) -> _Recording:
@@ -190,7 +207,7 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
         """Let mirrored copies on their way arrive and the last calls end, write the rest."""
         if capture.closed:
             return
-        if capture.mirrors and drain_s:
+        if capture.file.gaps.unsure and drain_s:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(capture.mirrored.wait(), drain_s)
         await asyncio.gather(*(relay.stop() for relay in capture.relays))
@@ -245,6 +262,7 @@ def _info(file: CaptureFile) -> eavesdropper_pb2.CaptureInfo:
         messages=file.messages,
         bytes=file.bytes,
         open=file.open,
+        error=file.broken or "",
     )
 
 

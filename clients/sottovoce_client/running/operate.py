@@ -41,6 +41,7 @@ class Outcome:
 
     Attributes:
         capture: folder of the capture, or its URL; None where nothing was captured.
+        capture_error: why the capture could not be written to its end; empty: it could.
         predictions: `(test records,)` labels by each learner on the held-out records; None where they could not be asked.
     """
 
@@ -52,6 +53,7 @@ class Outcome:
     progress: tuple[Progress, ...]
     capture: str | None
     predictions: tuple[FloatArray | None, ...]
+    capture_error: str = ""
 
 
 async def run_on(
@@ -151,6 +153,7 @@ class _Running:
             tuple(self._progress),
             location or None,
             tuple(predictions),
+            last.capture_error,
         )
 
     async def _feed(self) -> None:

@@ -658,6 +658,7 @@ class Run(_message.Message):
     SPEC_FIELD_NUMBER: _builtins.int
     N_FEATURES_FIELD_NUMBER: _builtins.int
     DURABLE_FIELD_NUMBER: _builtins.int
+    CAPTURE_ERROR_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     state: Global___RunState.ValueType
     detail: _builtins.str
@@ -670,6 +671,8 @@ class Run(_message.Message):
     n_features: _builtins.int
     durable: _builtins.bool
     """The coordinator keeps its runs on disk: this one goes on when the coordinator comes back."""
+    capture_error: _builtins.str
+    """Why the capture could not be written to its end; empty: it could, or is not closed."""
     @_builtins.property
     def learners(self) -> _containers.RepeatedCompositeFieldContainer[Global___Participant]:
         """By index."""
@@ -696,10 +699,11 @@ class Run(_message.Message):
         spec: _builtins.str = ...,
         n_features: _builtins.int = ...,
         durable: _builtins.bool = ...,
+        capture_error: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ended_at", b"ended_at", "started_at", b"started_at"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capture_id", b"capture_id", "capture_location", b"capture_location", "detail", b"detail", "durable", b"durable", "ended_at", b"ended_at", "learners", b"learners", "n_features", b"n_features", "run_id", b"run_id", "spec", b"spec", "started_at", b"started_at", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capture_error", b"capture_error", "capture_id", b"capture_id", "capture_location", b"capture_location", "detail", b"detail", "durable", b"durable", "ended_at", b"ended_at", "learners", b"learners", "n_features", b"n_features", "run_id", b"run_id", "spec", b"spec", "started_at", b"started_at", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -142,12 +142,15 @@ class CaptureInfo(_message.Message):
     MESSAGES_FIELD_NUMBER: _builtins.int
     BYTES_FIELD_NUMBER: _builtins.int
     OPEN_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
     capture_id: _builtins.str
     run_id: _builtins.str
     location: _builtins.str
     messages: _builtins.int
     bytes: _builtins.int
     open: _builtins.bool
+    error: _builtins.str
+    """Why it could not be written to its end; empty: it could."""
     def __init__(
         self,
         *,
@@ -157,10 +160,11 @@ class CaptureInfo(_message.Message):
         messages: _builtins.int = ...,
         bytes: _builtins.int = ...,
         open: _builtins.bool = ...,
+        error: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "capture_id", b"capture_id", "location", b"location", "messages", b"messages", "open", b"open", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "capture_id", b"capture_id", "error", b"error", "location", b"location", "messages", b"messages", "open", b"open", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
