@@ -114,8 +114,10 @@ class Store:
         return [KeptRun(i, spec, n, _heard(text), view, until) for i, spec, n, text, view, until in reversed(rows)]
 
     def begin(self, run: KeptRun) -> None:
-        """Write a new run."""
+        """Write a new run; in memory, where nobody will ask for those before it, in their place."""
         with self._written() as db:
+            if not self.durable:
+                db.execute("DELETE FROM run")
             db.execute(
                 "INSERT INTO run (id, spec, n_features, overhearing, view) VALUES (?, ?, ?, ?, ?)",
                 (run.run_id, run.spec, run.n_features, _told(run.overhearing), run.view),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -65,7 +66,8 @@ def test_every_start_is_another_term(tmp_path: Path) -> None:
 
 def test_without_a_folder_nothing_is_kept(tmp_path: Path) -> None:
     store = Store(None)
-    store.begin(RUN)
+    for run in (replace(RUN, run_id="run-0"), RUN):
+        store.begin(run)
     assert (store.durable, store.origin.term, [run.run_id for run in store.runs(9)]) == (False, 0, ["run-1"])
     store.close()
     assert Store(None).runs(9) == []

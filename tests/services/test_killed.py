@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from sottovoce.spec import RunSpec
@@ -89,3 +90,46 @@ async def test_a_run_survives_the_death_of_its_coordinator_with_the_same_traject
     assert said(killed) == said(calm)
     assert len(said(killed)) == 3 * 200
     assert [status.epsilon_spent for status in killed.statuses] == [status.epsilon_spent for status in calm.statuses]
+
+
+def ended(*arguments: str) -> tuple[int, str]:
+    """A service that is refused: its exit code, and what it says."""
+    command = [sys.executable, "-m", "sottovoce_client", *arguments, "--log-level", "error"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    return done.returncode, done.stderr.strip().splitlines()[-1]
+
+
+async def test_a_learner_that_is_killed_and_started_again_is_named_and_others_are_refused(tmp_path: Path) -> None:
+    """It lost its state: it says no round again, the run ends with its name, and the coordinator serves the next run."""
+    state, folder = str(tmp_path / "coordinator"), str(tmp_path / "learners")
+    with service("coordinator", "--listen", "127.0.0.1:0", "--state", state) as (_, address):
+        ben, ann = (("learner", "--name", name, "--coordinator", address, "--state") for name in ("ben", "ann"))
+        with service(*ben, folder):
+            with service(*ann, folder) as (first, _):
+                spec = small_spec(10_000, ["ann", "ben"], clock={"mode": "paced", "period_s": 0.02, "deadline_s": 60.0})
+                begun = asyncio.Event()
+                watch = partial(_tell_when_begun, begun)
+                running = asyncio.ensure_future(
+                    run_on(address, spec, made_up(small_spec(2_000, ["ann", "ben"])), watch)
+                )
+                await asyncio.wait_for(begun.wait(), PATIENCE_S)
+                elsewhere = await asyncio.to_thread(ended, *ann, str(tmp_path / "elsewhere"))
+                second = await asyncio.to_thread(ended, "coordinator", "--listen", "127.0.0.1:0", "--state", state)
+                first.send_signal(signal.SIGKILL)
+                await asyncio.to_thread(first.wait)
+            with service(*ann, folder):
+                outcome = await asyncio.wait_for(running, PATIENCE_S)
+                short = small_spec(5, ["ann", "ben"])
+                again = await asyncio.wait_for(run_on(address, short, made_up(short), lambda *_: None), PATIENCE_S)
+    assert elsewhere[0] == 2 and "'ann' has joined with another state folder than this one" in elsewhere[1]
+    assert second == (
+        2,
+        f"sottovoce: another coordinator uses the state folder {state}: stop it, or take another folder",
+    )
+    assert outcome.state == "failed" and outcome.detail.startswith("ann failed: this learner has said round ")
+    assert again.state == "finished"
+
+
+def _tell_when_begun(begun: asyncio.Event, progress: Progress, state: str) -> None:
+    if min(progress.rounds) >= 5:
+        begun.set()

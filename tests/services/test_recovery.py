@@ -15,6 +15,7 @@ from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_rpc.server import channel
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc
 from tests.examples import made_up, small_spec
+from tests.gossip import gossip_spec
 from tests.services.network import PATIENCE_S, network, refused
 from tests.services.test_run import SHAPES, recorded
 
@@ -51,6 +52,24 @@ async def test_a_run_goes_on_when_its_coordinator_is_started_again(tmp_path: Pat
     np.testing.assert_allclose(decisions, last, rtol=1e-12, atol=1e-12)
     assert capture.complete
     np.testing.assert_allclose(capture.transcript(SHAPES, 3).fields["y"], said, rtol=1e-12, atol=1e-12)
+
+
+async def test_a_changing_network_goes_on_with_the_epochs_that_each_learner_lacks(tmp_path: Path) -> None:
+    digraphs = {"sequence": {"kind": "random", "probability": 0.5, "seed": 1, "directed": True}, "weights": "in_degree"}
+    clock = {"mode": "paced", "period_s": 0.01, "window": 10, "deadline_s": 20.0}
+    spec = gossip_spec(digraphs, 200, NAMES, clock=clock)
+    data = made_up(spec)
+    noise, _, last = recorded(spec, data, tmp_path / "noise.npz")
+    async with network(tmp_path, NAMES, noise=noise, durable=True) as up:
+        running = asyncio.ensure_future(up.run(spec, data))
+        for rounds in (20, 60, 100):
+            await up.until("ann", LearnerState.RUNNING, rounds)
+            await up.restart_coordinator()
+        outcome = await running
+        sessions = [up.learners[name]._in_run() for name in NAMES]
+        decisions = [session.algorithm.decision(session._state) for session in sessions]
+    assert (outcome.state, outcome.detail) == ("finished", "")
+    np.testing.assert_allclose(decisions, last, rtol=1e-12, atol=1e-12)
 
 
 async def test_runs_that_are_over_are_remembered(tmp_path: Path) -> None:
