@@ -40,6 +40,8 @@ KEEP_S = 1.0
 """How old what is written of the learners' progress may be."""
 JOINING_S = 20.0
 CAPTURE_S = 10.0
+CAPTURED_S = 2.0
+"""How often an eavesdropper is asked whether it still captures a run."""
 MOST_RUNS = 32
 """Runs that are remembered."""
 MOST_LEARNERS, MOST_EDGES = 1_024, 65_536
@@ -142,7 +144,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
             log.info("run goes on", run_id=course.book.run_id, granted=course.book.clock.granted)
             for index, since in course.book.away.items():
                 self._tasks.start(self._deadline(course, index, since), "nobody misses a learner")
-            self._set_pace(course)
+            self._accompany(course)
 
     async def _resumed(self, kept: KeptRun) -> Course | PastRun:
         """A run under way; over where it cannot be built again, such as without --allow-imports."""
@@ -468,9 +470,29 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         names = book.run.spec.names
         for directives in zip(*briefings, strict=True):
             self._tell(book, {name: [own] for name, own in zip(names, directives, strict=True)})
-        self._set_pace(course)
+        self._accompany(course)
 
-    def _set_pace(self, course: Course) -> None:
+    async def _keep_captured(self, course: Course, address: str) -> None:
+        """An eavesdropper that was started again takes up the capture when it is asked: its relays are the way of messages."""
+        book, away = course.book, False
+        request = eavesdropper_pb2.OpenCaptureRequest(run_id=book.run_id, resume=True)
+        async with channel(address) as to:
+            while not book.ended:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(course.over.wait(), CAPTURED_S)
+                    return
+                try:
+                    await eavesdropper_pb2_grpc.EavesdropperStub(to).OpenCapture(request, timeout=CAPTURE_S)
+                    away = False
+                except grpc.aio.AioRpcError as error:
+                    if not away:
+                        log.warning("nothing is captured", run_id=book.run_id, reason=error.details())
+                    away = True
+
+    def _accompany(self, course: Course) -> None:
+        """What goes on beside a run until it ends."""
+        if course.book.overhearing.capture_id and (address := self.config.eavesdropper) is not None:
+            self._tasks.start(self._keep_captured(course, address), "a capture is not looked after")
         if (period_s := course.book.run.spec.clock.period_s) is not None:
             self._tasks.start(self._pace(course, period_s), "the clock stands still")
 

@@ -19,6 +19,7 @@ from sottovoce_eavesdropper.lookout import Row
 from sottovoce_eavesdropper.mirrored import Participants
 from sottovoce_eavesdropper.records import WRITE_S, CaptureFile, part_number
 from sottovoce_eavesdropper.relay import Relay
+from sottovoce_eavesdropper.resuming import left_open, resumed
 from sottovoce_eavesdropper.storage import Folder, open_folder
 from sottovoce_rpc.codec import RoundCodec, from_fields
 from sottovoce_rpc.server import Service, announce, page, serve_until_stopped, start_server
@@ -86,7 +87,7 @@ class _Recording:
             self.file.add(row)
         for message in request.messages:
             with contextlib.suppress(RemoteProtocolError):  # bytes of no round: what is wrong with them is noticed
-                self.file.gaps.came(request.sender, self.codec.decode(message.payload)[0])
+                self.file.gaps.came(request.sender, t=self.codec.decode(message.payload)[0])
 
 
 class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
@@ -95,6 +96,7 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
     def __init__(self, config: EavesdropperConfig) -> None:
         self.config = config
         self._captures: dict[str, _Recording] = {}
+        self._taking_up = asyncio.Lock()
         self.service: Service | None = None
         self.address = ""
 
@@ -119,8 +121,10 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
     async def OpenCapture(
         self, request: eavesdropper_pb2.OpenCaptureRequest, context: Context
     ) -> eavesdropper_pb2.OpenCaptureResponse:
-        """Begin a capture, with one relay per route."""
+        """Begin a capture, with one relay per route; or take up one that was left open."""
         async with answering(context):
+            if request.resume:
+                return self._opened(await self._of_run(request.run_id))
             capture_id = f"{request.run_id}-{uuid.uuid4().hex[:6]}"
             spec = json.dumps(document_from_wire(request.spec or "{}"))
             who = Participants.of(spec)
@@ -131,15 +135,37 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
             )
             relays = [Relay(route, file) for route in request.routes]
             addresses = [await relay.start(self._host()) for relay in relays]
-            self._captures[capture_id] = recording = _Recording(file, relays, Tasks(), who, RoundCodec(file.fields))
-            recording.writing.start(file.write_parts(), "a capture is no longer written")
-            log.info("capture opened", capture=capture_id, relays=len(relays), folder=folder)
-            return eavesdropper_pb2.OpenCaptureResponse(
-                capture_id=capture_id,
-                relay_addresses=[self._advertised(address) for address in addresses],
-                mirror_address=self.address,
-                location=folder,
-            )
+            file.routes = [_route(*each) for each in zip(request.routes, addresses, strict=True)]
+            await asyncio.to_thread(file.describe)
+            return self._opened(self._recording(file, relays))
+
+    def _recording(self, file: CaptureFile, relays: list[Relay]) -> _Recording:
+        who = Participants.of(file.spec)
+        recording = self._captures[file.capture_id] = _Recording(file, relays, Tasks(), who, RoundCodec(file.fields))
+        recording.writing.start(file.write_parts(), "a capture is no longer written")
+        log.info("capture opened", capture=file.capture_id, relays=len(relays), folder=file.place.name)
+        return recording
+
+    def _opened(self, recording: _Recording) -> eavesdropper_pb2.OpenCaptureResponse:
+        return eavesdropper_pb2.OpenCaptureResponse(
+            capture_id=recording.file.capture_id,
+            relay_addresses=[self._advertised(route["address"]) for route in recording.file.routes],
+            mirror_address=self.address,
+            location=recording.file.place.name,
+        )
+
+    async def _take_up(self, run_id: str) -> _Recording | None:
+        """A capture that an eavesdropper before this one left open; None: there is none."""
+        left = await asyncio.to_thread(left_open, self.config.folder, run_id)
+        if left is None:
+            return None
+        file, streams = await asyncio.to_thread(resumed, left, allow_imports=self.config.allow_imports)
+        relays = []
+        for each in file.routes:
+            route = eavesdropper_pb2.Route(caller=each["caller"], callee=each["callee"], target=each["target"])
+            relays.append(Relay(route, file, streams=streams.get((route.caller, route.callee), 0)))
+            await relays[-1].listen(each["address"])
+        return self._recording(file, relays)
 
     async def CloseCapture(
         self, request: eavesdropper_pb2.CloseCaptureRequest, context: Context
@@ -183,9 +209,10 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
         async with answering(context), contextlib.AsyncExitStack() as held:
             capture = None
             async for request in requests:
-                rows = (capture or self._of_run(request.run_id)).who.rows(request)
+                of_run = capture or await self._of_run(request.run_id)
+                rows = of_run.who.rows(request)
                 if capture is None:
-                    capture = self._of_run(request.run_id)
+                    capture = of_run
                     held.enter_context(capture.mirroring(request.sender))
                 capture.take(request, rows)
                 taken += len(request.messages)
@@ -197,10 +224,15 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
             raise CaptureError(f"no capture {capture_id!r} here; there are {sorted(self._captures)}")
         return self._captures[capture_id]
 
-    def _of_run(self, run_id: str) -> _Recording:
-        for capture in self._captures.values():
-            if capture.file.open and capture.file.run_id == run_id:
-                return capture
+    async def _of_run(self, run_id: str) -> _Recording:
+        """The open capture of a run; one that was left open is taken up."""
+        async with self._taking_up:
+            own = [each for each in self._captures.values() if each.file.run_id == run_id]
+            if not own and (left := await self._take_up(run_id)) is not None:
+                return left
+        for each in own:
+            if each.file.open:
+                return each
         raise CaptureError(f"no open capture of run {run_id!r}")
 
     async def _close(self, capture: _Recording, drain_s: float) -> None:
@@ -223,6 +255,11 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
 
     def _advertised(self, address: str) -> str:
         return f"{self.config.advertise_host or self._host()}:{address.rsplit(':', 1)[1]}"
+
+
+def _route(route: eavesdropper_pb2.Route, address: str) -> dict[str, Any]:
+    """As it is written down."""
+    return {"caller": route.caller, "callee": route.callee, "target": route.target, "address": address}
 
 
 def _read(place: Folder, name: str) -> bytes:

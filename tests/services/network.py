@@ -163,7 +163,7 @@ async def network(
         for name in list(up.learners):
             await up.leave(name)
         await up.coordinating.stop()
-        await eavesdropper.stop()
+        await up.eavesdropping.stop()
         await up._tasks.end()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -130,13 +131,49 @@ async def test_a_full_disk_is_said_to_whoever_asked_for_the_capture(
     assert not open_capture(outcome.capture or "").complete
 
 
+@pytest.mark.parametrize("capture", ["relay", "mirror"])
+async def test_an_eavesdropper_that_is_started_again_takes_up_its_captures(tmp_path: Path, capture: str) -> None:
+    """It dies with what is in its memory; the relays come back on their ports, the run goes on, and what is lost is named."""
+    spec = spec_of(capture)
+    async with network(tmp_path, NAMES) as up:
+        running = asyncio.ensure_future(up.run(spec, made_up(spec)))
+        await up.until("ann", LearnerState.RUNNING, 30)
+        old = up.eavesdropping
+        assert old is not None and old.service is not None
+        (recording,) = old._captures.values()
+        await recording.writing.end()
+        await old.service.server.stop(None)
+        for relay in recording.relays:
+            await relay._server.stop(None)
+        recording.file.open = False  # what it has in memory goes with it
+        up.eavesdropping = Eavesdropper(replace(old.config, listen=up.eavesdropper))
+        assert await up.eavesdropping.start() == up.eavesdropper
+        outcome = await running
+        (again,) = up.eavesdropping._captures.values()
+        await up.eavesdropping.stop()
+    taken = open_capture(outcome.capture or "")
+    assert outcome.state == "finished"
+    assert again.file.capture_id == recording.file.capture_id
+    rounds, lost = heard(taken), [set[int](), set[int](), set[int]()]
+    for gap in taken.facts["gaps"]:
+        lost[gap["sender"]] |= set(range(gap["from"], gap["to"]))
+    for there, missing in zip(rounds, lost, strict=True):
+        assert set(range(ROUNDS)) - there <= missing
+    assert taken.complete == (not any(lost))
+    assert taken.totals()[0] == taken.facts["messages"]
+    assert taken.facts["noticed_count"] == 0
+    streams = taken.batches(["caller", "callee", "stream", "kind"])
+    hellos = [tuple(row.values()) for batch in streams for row in batch.to_pylist() if row["kind"] == "hello"]
+    assert len(set(hellos)) * 2 >= len(hellos)  # one each way: no stream was counted twice
+
+
 @given(st.lists(st.integers(0, 30), max_size=60))
 def test_gaps_are_the_rounds_below_the_last_one_that_did_not_come(rounds: list[int]) -> None:
     """In any order, however often."""
     gaps = Gaps()
     gaps.begun(4)
     for t in rounds:
-        gaps.came(4, t)
+        gaps.came(4, t=t)
     gaps.over(4, well=True)
     named = [t for gap in gaps.facts() for t in range(gap["from"], gap["to"])]
     assert named == [t for t in range(max(rounds, default=0)) if t not in rounds]
@@ -147,7 +184,20 @@ def test_a_stream_that_broke_and_came_back_leaves_no_gap() -> None:
     gaps = Gaps()
     for t, well in ((0, False), (1, True)):
         gaps.begun(2)
-        gaps.came(2, t)
+        gaps.came(2, t=t)
         assert gaps.facts() == [{"sender": 2, "from": t + 1, "to": None}]
         gaps.over(2, well=well)
     assert gaps.facts() == []
+
+
+def test_a_way_that_is_lost_twice_has_two_gaps() -> None:
+    gaps = Gaps()
+    gaps.resumed(0, 1, due=5, t=8)
+    gaps.resumed(0, 1, due=20, t=20)
+    gaps.resumed(0, 1, due=30, t=31)
+    gaps.resumed(1, 0, due=40, t=None)
+    assert gaps.facts() == [
+        {"sender": 0, "receiver": 1, "from": 5, "to": 8},
+        {"sender": 0, "receiver": 1, "from": 30, "to": 31},
+        {"sender": 1, "receiver": 0, "from": 40, "to": None},
+    ]
