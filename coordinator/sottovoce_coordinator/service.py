@@ -198,8 +198,8 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         async with answering(context):
             member = await _introduced(events, self._store.origin)
             await self._admit(member, events, context)
-            await self._welcome(member)
             try:
+                await self._welcome(member)
                 async with beside(_tell(member, context), _displacement(member)):
                     async for event in events:
                         self._hear(member, event)
@@ -268,7 +268,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         """Why a learner cannot go on with a run."""
         known = self._runs.get(run_id)
         if known is None:
-            return "its coordinator was started again and does not know the run: it kept nothing, without --state"
+            return "its coordinator does not know the run: it was started again without --state, or with another one"
         return known.view().detail or "the run is over"
 
     def _hear(self, member: _Member, event: coordinator_pb2.Event) -> None:

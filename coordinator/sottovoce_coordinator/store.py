@@ -128,7 +128,7 @@ class Store:
         if until <= self._granted.get(run_id, 0):
             return
         with self._written() as db:
-            db.execute("UPDATE run SET granted = ?, view = ? WHERE id = ?", (until + ahead, view, run_id))
+            db.execute("UPDATE run SET granted = max(granted, ?), view = ? WHERE id = ?", (until + ahead, view, run_id))
         self._granted[run_id] = until + ahead
 
     def keep(self, run_id: str, view: bytes) -> None:

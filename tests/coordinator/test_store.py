@@ -53,6 +53,16 @@ def test_no_grant_is_above_what_is_written(tmp_path: Path) -> None:
     store.close()
 
 
+def test_a_coordinator_that_knows_of_fewer_grants_does_not_lower_what_is_written(tmp_path: Path) -> None:
+    for until, written in ((40, 50), (20, 50), (60, 70)):
+        store = Store(tmp_path)
+        if not store.runs(1):
+            store.begin(RUN)
+        store.grant("run-1", until, 10, b"")
+        assert store.runs(1)[0].granted == written
+        store.close()
+
+
 def test_every_start_is_another_term(tmp_path: Path) -> None:
     origins = []
     for _ in range(3):

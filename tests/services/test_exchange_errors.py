@@ -622,6 +622,27 @@ async def test_somebody_else_does_not_take_the_place_of_a_learner(tmp_path: Path
     assert (wrong.details() or "").startswith("learner 'zoe' must confirm incarnation 2, got 7")
 
 
+async def test_a_learner_that_could_not_be_welcomed_is_not_taken_for_one_that_is_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the disk of the coordinator is full: the next attempt must not be told that the learner is here already."""
+    true = Coordinator._welcome
+
+    async def welcome(own: Coordinator, member: Any) -> None:
+        await true(own, member)
+        raise Unavailable("full")
+
+    async with network(tmp_path, []) as up, channel(up.coordinator) as to:
+        join = coordinator_pb2_grpc.CoordinatorStub(to).Join
+        with monkeypatch.context() as patch:
+            patch.setattr(Coordinator, "_welcome", welcome)
+            failure = await refused(join(several(introducing("zoe"), confirming(1)), timeout=10))
+        again = join(several(introducing("zoe", incarnation=1), confirming(2)), timeout=10)
+        told = [each.WhichOneof("directive") async for each in again]
+    assert failure.details() == "full"
+    assert told == ["issued", "confirmed"]
+
+
 async def test_a_learner_outlives_a_bug_of_its_coordinator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     welcomed, true = [0], Coordinator._welcome
 
