@@ -44,7 +44,7 @@ FACTS = {
     "fields": dict,
 }
 """What `capture.json` must say."""
-OFFERED = {"noticed": list, "noticed_count": int}
+OFFERED = {"noticed": list, "noticed_count": int, "gaps": list, "routes": list}
 
 
 @dataclass(frozen=True, slots=True)

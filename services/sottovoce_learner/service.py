@@ -40,8 +40,8 @@ log = structlog.get_logger()
 
 NAME = "sottovoce_wire.v1.Learner"
 REPORT_S = 0.25
-REJOIN_S, LONGEST_REJOIN_S = 0.5, 30.0
-"""Between two attempts to join: the first, and the longest, where a run's deadline is not nearer."""
+REJOIN_S, LONGEST_REJOIN_S = 0.5, 10.0
+"""Between two attempts to join: the first pause, and the longest: a run that is started waits twice as long for its learners."""
 JITTER = secrets.SystemRandom()
 RECEIPT_EVERY = 16
 FLUSH_S = 1.0

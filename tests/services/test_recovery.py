@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from sottovoce.spec import RunSpec
+from sottovoce_client.running.operate import BY_OPERATOR
 from sottovoce_eavesdropper.reading import open_capture
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_rpc.server import channel
@@ -103,6 +104,21 @@ async def test_a_run_whose_coordinator_kept_nothing_is_over_and_learners_are_tol
         for name in NAMES:
             await up.until(name, LearnerState.STOPPED)
         assert (await up.run(short := spec_of(5), made_up(short))).state == "finished"
+
+
+async def test_a_run_that_is_stopped_while_its_coordinator_is_away_stops_when_it_is_back(tmp_path: Path) -> None:
+    spec, stop = spec_of(10_000, clock={"mode": "paced", "period_s": 0.02}), asyncio.Event()
+    async with network(tmp_path, NAMES, durable=True) as up:
+        running = asyncio.ensure_future(up.run(spec, made_up(spec_of(1_000)), stop))
+        await up.until("ann", LearnerState.RUNNING, 5)
+        old = up.coordinating
+        assert old is not None and old.service is not None
+        await old.service.server.stop(None)
+        stop.set()
+        await asyncio.sleep(0.2)
+        await up.restart_coordinator()
+        outcome = await running
+    assert (outcome.state, outcome.detail) == ("stopped", BY_OPERATOR)
 
 
 async def test_a_learner_that_died_with_its_coordinator_is_missed(tmp_path: Path) -> None:

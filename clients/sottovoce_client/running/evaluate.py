@@ -158,7 +158,7 @@ def gaps_in(outcome: Outcome) -> tuple[str, ...]:
         facts = open_capture(outcome.capture).facts if outcome.capture is not None else {}
     except CaptureError:
         return ()
-    gaps = [gap for gap in facts.get("gaps", ()) if isinstance(gap, dict)]
+    gaps = [gap for gap in facts.get("gaps", ()) if isinstance(gap, dict) and isinstance(gap.get("to"), int | None)]
     return tuple(
         f"learner {gap.get('sender')}, rounds {gap.get('from')} to {'the end' if gap.get('to') is None else gap['to'] - 1}"
         for gap in gaps

@@ -168,9 +168,17 @@ class _Running:
             self._stop.set()
 
     async def _stop_when_told(self) -> None:
+        """Once told to; a coordinator that is away and keeps the run is told when it is back."""
         await self._stop.wait()
         request = coordinator_pb2.StopRunRequest(run_id=self._started.run_id, reason=self._reason)
-        await self._stub.StopRun(request, timeout=CALL_S)
+        while True:
+            try:
+                await self._stub.StopRun(request, timeout=CALL_S)
+                return
+            except grpc.aio.AioRpcError as error:
+                if not (self._started.durable and error.code() in GONE):
+                    raise
+            await asyncio.sleep(AGAIN_S)
 
     async def _watch_it(self) -> coordinator_pb2.Run:
         """The last view of the run. A coordinator that keeps its runs may be away for a while: they go on when it is back."""
