@@ -47,6 +47,10 @@ class RoundClock:
             return self._grant(self.granted + 1)
         return self.granted
 
+    def resume(self, until: int) -> int:
+        """A learner was granted so much by a coordinator before this one; returns what is granted now."""
+        return self._grant(until)
+
     def _grant(self, until: int) -> int:
         self.granted = max(self.granted, min(until, self._rounds))
         return self.granted

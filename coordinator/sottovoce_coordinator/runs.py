@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from enum import Enum
 
 from sottovoce.network.mixing import Mixing
 from sottovoce.running.run import Run
+from sottovoce_coordinator.blame import Standing, blamed, in_words
 from sottovoce_coordinator.clock import RoundClock
 from sottovoce_rpc.directives import Assignment, Directive, Epoch, Grant, Neighbour, Stop
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 from sottovoce_rpc.specs import spec_to_wire
+from sottovoce_rpc.waiting import Waiting
 
 
 class RunState(Enum):
@@ -55,6 +58,8 @@ class RunBook:
         state, detail: where it stands, and why it ended.
         overhearing: by whom it is captured.
         statuses: the learners' last reports, by index.
+        waits: what they wait for, as last reported, by index.
+        away: when the streams of those ended who are gone, by index.
     """
 
     run_id: str
@@ -65,6 +70,8 @@ class RunBook:
     detail: str = ""
     overhearing: Overhearing = Overhearing()
     statuses: list[LearnerStatus] = field(init=False)
+    waits: list[Waiting | None] = field(init=False)
+    away: dict[int, datetime] = field(default_factory=dict)
     clock: RoundClock = field(init=False)
     _announced: int = 1
     _told: str = field(init=False)
@@ -79,6 +86,7 @@ class RunBook:
             self._ever[i].add(j)
             self._ever[j].add(i)
         self.statuses = [LearnerStatus(name, self.run_id) for name in spec.names]
+        self.waits = [None] * spec.n_learners
         self.clock = RoundClock(spec.clock, spec.rounds, spec.n_learners)
 
     # ---- what learners are told ---------------------------------------------------------------------------
@@ -147,10 +155,10 @@ class RunBook:
 
     # ---- what learners tell -------------------------------------------------------------------------------
 
-    def report(self, status: LearnerStatus) -> bool:
+    def report(self, status: LearnerStatus, waiting: Waiting | None = None) -> bool:
         """Take in a report; True when the grant has grown."""
         index = self.run.spec.names.index(status.learner)
-        self.statuses[index] = status
+        self.statuses[index], self.waits[index] = status, waiting
         self._judge(status)
         before = self.clock.granted
         if self.state is RunState.CONNECTING and all(s.state is LearnerState.RUNNING for s in self.statuses):
@@ -162,14 +170,55 @@ class RunBook:
             self.clock.progress(index, status.rounds_done, status.rounds_with_data)
         return self.clock.granted > before
 
+    def restore(self, state: RunState, statuses: Sequence[LearnerStatus], now: datetime) -> None:
+        """Go on where a coordinator before this one was; nobody is there yet."""
+        self.state, self.statuses = state, list(statuses)
+        for i, each in enumerate(statuses):
+            self.clock.progress(i, each.rounds_done, each.rounds_with_data)
+            self.away[i] = now
+        self.clock.resume(max(each.rounds_said for each in statuses))
+        self._announced = max(self._announced, self.clock.granted)
+
     def _judge(self, status: LearnerStatus) -> None:
         """Does this report end the run?"""
         if status.state is LearnerState.FAILED:
-            self.end(RunState.FAILED, f"{status.learner} failed: {status.detail}")
+            self.end(RunState.FAILED, self._blame(status))
         elif status.state is LearnerState.BUDGET_EXHAUSTED:
             self.end(RunState.STOPPED, f"{status.learner} stopped speaking: {status.detail}")
         elif all(s.state is LearnerState.FINISHED for s in self.statuses):
             self.end(RunState.FINISHED, "")
+
+    def _blame(self, failed: LearnerStatus) -> str:
+        """Why the run fails with a learner: because of it, unless it waited for others."""
+        who = self.run.spec.names.index(failed.learner)
+        found = blamed(standings := self.standings, who)
+        if found == (who,):
+            return f"{failed.learner} failed: {failed.detail}"
+        return f"{in_words(standings, found)}: {failed.learner} {failed.detail}"
+
+    @property
+    def standings(self) -> list[Standing]:
+        """How every learner stands, by index."""
+        ready, data = min(s.rounds_with_data for s in self.statuses), self.run.spec.clock.mode == "data"
+        starving = data and ready <= min(s.rounds_done for s in self.statuses)
+        return [
+            Standing(s.learner, s.rounds_done, i in self.away, self.waits[i], starving and s.rounds_with_data == ready)
+            for i, s in enumerate(self.statuses)
+        ]
+
+    def left(self, index: int, now: datetime) -> None:
+        """A learner's stream has ended; it may come back."""
+        self.away[index] = now
+
+    def back(self, index: int) -> None:
+        """A learner is there again."""
+        self.away.pop(index, None)
+
+    def miss(self, index: int, since: datetime) -> None:
+        """The deadline of a learner that was gone since then: the run fails if it still is, and something is left to do."""
+        if self.away.get(index) == since and self.statuses[index].state is not LearnerState.FINISHED:
+            gone = in_words(self.standings, [index])
+            self.end(RunState.FAILED, f"{gone}, and did not come back within {self.run.spec.clock.deadline_s:g} s")
 
     def end(self, state: RunState, detail: str) -> None:
         """End the run, once."""

@@ -29,6 +29,7 @@ LEARNER_NAME = r"^\w[\w .-]{0,62}$"
 _LearnerName = Annotated[str, Field(pattern=LEARNER_NAME)]
 _SHORTEST_PERIOD_S = 0.002
 """Of a paced clock: a shorter one keeps a coordinator busy with nothing else."""
+USUAL_PATIENCE_S = 4 * 3600.0
 MOST_LEARNERS = 4096
 """The weights of a network are a matrix of learners by learners, and there are several of them."""
 
@@ -50,7 +51,14 @@ class ClockSpec(Section):
     period_s: Annotated[float, Field(ge=_SHORTEST_PERIOD_S, allow_inf_nan=False)] | None = None
     """Seconds per round (paced mode)."""
     deadline_s: Positive = 60.0
-    """How long a learner waits for a neighbour, a grant or its data before the run fails."""
+    """How long a run waits for a learner that is away or silent, for records or for a grant before it fails."""
+    patience_s: Positive | None = None
+    """How long learners wait for a coordinator that is away and keeps its runs (`--state`); None: four hours."""
+
+    @property
+    def patience(self) -> float:
+        """Seconds that learners wait for a coordinator that is away."""
+        return USUAL_PATIENCE_S if self.patience_s is None else self.patience_s
 
     @model_validator(mode="after")
     def _period_when_paced(self) -> ClockSpec:

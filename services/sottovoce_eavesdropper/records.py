@@ -12,17 +12,19 @@ import asyncio
 import contextlib
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
+from sottovoce.errors import RemoteProtocolError
 from sottovoce.running.transcript import parquet
+from sottovoce_eavesdropper.gaps import Gaps
 from sottovoce_eavesdropper.lookout import Lookout, Row
 from sottovoce_eavesdropper.storage import Folder, open_folder
-from sottovoce_rpc.codec import Shapes
+from sottovoce_rpc.codec import RoundCodec, Shapes
 from sottovoce_rpc.logs import failure
 
 if TYPE_CHECKING:
@@ -84,7 +86,12 @@ class CaptureFile:
         world, replica: what the capture is one of, in an audit; None where nobody said.
         allow_imports: whether the spec may name code to import.
         fields: of a round, in their order, and their shapes; none: the capture is of no run of ours.
+        routes: of the relays: caller, callee, target, and the address where each listens.
+        gaps: in what is mirrored, or was relayed while the eavesdropper was away.
+        awaited: of a capture that is taken up again: (sender, receiver) to the round that is due, until one comes.
+        parts: so many are written.
         messages, bytes: counts of messages (neither hellos nor metadata).
+        broken: why nothing more can be written; None: all could be.
     """
 
     folder: str | Path
@@ -96,15 +103,18 @@ class CaptureFile:
     replica: int | None = None
     allow_imports: bool = False
     fields: Shapes = field(default_factory=dict)
+    routes: Sequence[Mapping[str, Any]] = ()
+    gaps: Gaps = field(default_factory=Gaps)
+    awaited: dict[tuple[int, int], int] = field(default_factory=dict)
     messages: int = 0
     bytes: int = 0
     open: bool = True
+    broken: str | None = None
+    parts: int = 0
     place: Folder = field(init=False)
     lookout: Lookout = field(init=False)
     _rows: list[Row] = field(default_factory=list)
     _held: int = 0
-    _parts: int = 0
-    _broken: bool = False
     _complete: bool = False
     _full: asyncio.Event = field(default_factory=asyncio.Event)
     _writing: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -115,7 +125,8 @@ class CaptureFile:
         self.lookout = Lookout(self.capture_id, spec, self.n_features, self.fields, allow_imports=self.allow_imports)
         self.place = open_folder(self.folder)
         self.place.make()
-        self._describe()
+        if not self.parts:  # else what stands there is true until more is known
+            self._describe()
 
     def add(self, row: Row) -> None:
         """Keep a record; cheap, called for every message that passes."""
@@ -125,9 +136,27 @@ class CaptureFile:
         if row.kind == "message":
             self.messages += 1
             self.bytes += row.size
+            if self.awaited:
+                self._note_gap(row)
         self._held += row.size
         if len(self._rows) >= PART_ROWS or self._held >= PART_BYTES:
             self._full.set()
+
+    def _note_gap(self, row: Row) -> None:
+        """The first round of a way since the capture was taken up again."""
+        way = row.sender, row.caller + row.callee - row.sender
+        if way in self.awaited:
+            with contextlib.suppress(RemoteProtocolError):  # of no round: what is wrong with it is noticed
+                t, _, _ = RoundCodec(self.fields).decode(row.payload)
+                self.gaps.resumed(*way, due=self.awaited.pop(way), t=t)
+
+    def describe(self) -> None:
+        """Write down what the capture is.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        self._describe()
 
     async def write_parts(self) -> None:
         """Write parts as they fill up, until cancelled."""
@@ -151,23 +180,30 @@ class CaptureFile:
             try:
                 await _to_its_end(self._write, rows)
             except Exception as error:  # noqa: BLE001 - a full disk must not fill the memory as well, nor any bug
-                self.open, self._broken = False, True
+                self.open, self.broken = False, getattr(error, "strerror", None) or type(error).__name__
                 reason = {"reason": str(error)} if isinstance(error, OSError) else failure(error)
                 log.error("capture cannot be written: nothing more is recorded", capture=self.capture_id, **reason)
 
     async def close(self) -> None:
-        """Write the rest; if all could be written, the capture is complete."""
+        """Write the rest; if all came and could be written, the capture is complete."""
         self.open = False
         await self.flush()
-        if not self._broken:
-            self._complete = True
-            await asyncio.to_thread(self._describe)
+        rounds = json.loads(self.spec).get("rounds", 0)
+        for way, due in self.awaited.items():
+            if 0 < due < rounds:  # 0: in a network with directions nothing may ever pass there
+                self.gaps.resumed(*way, due=due, t=None)
+        if self.broken is None:
+            self._complete = not self.gaps.facts()
+            try:
+                await asyncio.to_thread(self._describe)
+            except OSError as error:
+                self._complete, self.broken = False, error.strerror or str(error)
 
     def _write(self, rows: Sequence[Row]) -> None:
         """In a thread: write parts, then look at what is in them."""
         for own in _in_parts(rows):
-            self.place.write(part_name(self._parts + 1), _part(own, self.run_id, self.world, self.replica))
-            self._parts += 1
+            self.place.write(part_name(self.parts + 1), _part(own, self.run_id, self.world, self.replica))
+            self.parts += 1
         if self.lookout.look(rows):
             self._describe()
 
@@ -181,6 +217,8 @@ class CaptureFile:
             "n_features": self.n_features,
             "fields": {name: list(shape) for name, shape in self.fields.items()},
             "complete": self._complete,
+            "gaps": self.gaps.facts(),
+            "routes": list(self.routes),
             "messages": self.messages,
             "bytes": self.bytes,
             **self.lookout.facts(),

@@ -55,6 +55,7 @@ class Relay(grpc.GenericRpcHandler):
     Args:
         route: who opens the stream, who accepts it, and where the latter listens.
         capture: gets the copies.
+        streams: of this edge that were recorded before, by an eavesdropper that died.
         to: leads to whoever accepts (default: a plain channel to the route's target).
         options: of the listening side.
     """
@@ -64,11 +65,12 @@ class Relay(grpc.GenericRpcHandler):
         route: eavesdropper_pb2.Route,
         capture: CaptureFile,
         *,
+        streams: int = 0,
         to: grpc.aio.Channel | None = None,
         options: _Options = SERVER_OPTIONS,
     ) -> None:
         self._route, self._capture = route, capture
-        self._streams = 0
+        self._streams = streams
         self._connections: dict[str, int] = {}
         self._server = grpc.aio.server(options=options)
         self._to = to or channel(route.target)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,14 @@ from typing import Any
 import grpc
 import structlog
 
-from sottovoce.errors import CaptureError, SpecError
+from sottovoce.errors import CaptureError, RemoteProtocolError, SpecError
+from sottovoce_eavesdropper.lookout import Row
 from sottovoce_eavesdropper.mirrored import Participants
 from sottovoce_eavesdropper.records import WRITE_S, CaptureFile, part_number
 from sottovoce_eavesdropper.relay import Relay
+from sottovoce_eavesdropper.resuming import left_open, resumed
 from sottovoce_eavesdropper.storage import Folder, open_folder
-from sottovoce_rpc.codec import from_fields
+from sottovoce_rpc.codec import RoundCodec, from_fields
 from sottovoce_rpc.server import Service, announce, page, serve_until_stopped, start_server
 from sottovoce_rpc.specs import document_from_wire
 from sottovoce_rpc.status import answering
@@ -55,15 +57,37 @@ class EavesdropperConfig:
 
 @dataclass(slots=True)
 class _Recording:
-    """A capture, the relays that feed it, and its writer; how many learners mirror into it, and whether the last has ended."""
+    """A capture, the relays that feed it, and its writer; and whether all have ended that mirror into it."""
 
     file: CaptureFile
     relays: list[Relay]
     writing: Tasks
     who: Participants
-    mirrors: int = 0
+    codec: RoundCodec
     mirrored: asyncio.Event = field(default_factory=asyncio.Event)
     closed: bool = False
+
+    @contextlib.contextmanager
+    def mirroring(self, sender: int) -> Iterator[None]:
+        """While a learner copies what it says."""
+        self.mirrored.clear()
+        self.file.gaps.begun(sender)
+        well = False
+        try:
+            yield
+            well = True
+        finally:
+            self.file.gaps.over(sender, well=well)
+            if not self.file.gaps.unsure:
+                self.mirrored.set()
+
+    def take(self, request: eavesdropper_pb2.MirrorRequest, rows: Iterable[Row]) -> None:
+        """Record copies."""
+        for row in rows:
+            self.file.add(row)
+        for message in request.messages:
+            with contextlib.suppress(RemoteProtocolError):  # bytes of no round: what is wrong with them is noticed
+                self.file.gaps.came(request.sender, t=self.codec.decode(message.payload)[0])
 
 
 class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
@@ -72,6 +96,7 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
     def __init__(self, config: EavesdropperConfig) -> None:
         self.config = config
         self._captures: dict[str, _Recording] = {}
+        self._taking_up = asyncio.Lock()
         self.service: Service | None = None
         self.address = ""
 
@@ -96,8 +121,10 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
     async def OpenCapture(
         self, request: eavesdropper_pb2.OpenCaptureRequest, context: Context
     ) -> eavesdropper_pb2.OpenCaptureResponse:
-        """Begin a capture, with one relay per route."""
+        """Begin a capture, with one relay per route; or take up one that was left open."""
         async with answering(context):
+            if request.resume:
+                return self._opened(await self._of_run(request.run_id))
             capture_id = f"{request.run_id}-{uuid.uuid4().hex[:6]}"
             spec = json.dumps(document_from_wire(request.spec or "{}"))
             who = Participants.of(spec)
@@ -108,15 +135,37 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
             )
             relays = [Relay(route, file) for route in request.routes]
             addresses = [await relay.start(self._host()) for relay in relays]
-            self._captures[capture_id] = recording = _Recording(file, relays, Tasks(), who)
-            recording.writing.start(file.write_parts(), "a capture is no longer written")
-            log.info("capture opened", capture=capture_id, relays=len(relays), folder=folder)
-            return eavesdropper_pb2.OpenCaptureResponse(
-                capture_id=capture_id,
-                relay_addresses=[self._advertised(address) for address in addresses],
-                mirror_address=self.address,
-                location=folder,
-            )
+            file.routes = [_route(*each) for each in zip(request.routes, addresses, strict=True)]
+            await asyncio.to_thread(file.describe)
+            return self._opened(self._recording(file, relays))
+
+    def _recording(self, file: CaptureFile, relays: list[Relay]) -> _Recording:
+        who = Participants.of(file.spec)
+        recording = self._captures[file.capture_id] = _Recording(file, relays, Tasks(), who, RoundCodec(file.fields))
+        recording.writing.start(file.write_parts(), "a capture is no longer written")
+        log.info("capture opened", capture=file.capture_id, relays=len(relays), folder=file.place.name)
+        return recording
+
+    def _opened(self, recording: _Recording) -> eavesdropper_pb2.OpenCaptureResponse:
+        return eavesdropper_pb2.OpenCaptureResponse(
+            capture_id=recording.file.capture_id,
+            relay_addresses=[self._advertised(route["address"]) for route in recording.file.routes],
+            mirror_address=self.address,
+            location=recording.file.place.name,
+        )
+
+    async def _take_up(self, run_id: str) -> _Recording | None:
+        """A capture that an eavesdropper before this one left open; None: there is none."""
+        left = await asyncio.to_thread(left_open, self.config.folder, run_id)
+        if left is None:
+            return None
+        file, streams = await asyncio.to_thread(resumed, left, allow_imports=self.config.allow_imports)
+        relays = []
+        for each in file.routes:
+            route = eavesdropper_pb2.Route(caller=each["caller"], callee=each["callee"], target=each["target"])
+            relays.append(Relay(route, file, streams=streams.get((route.caller, route.callee), 0)))
+            await relays[-1].listen(each["address"])
+        return self._recording(file, relays)
 
     async def CloseCapture(
         self, request: eavesdropper_pb2.CloseCaptureRequest, context: Context
@@ -156,23 +205,18 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
         self, requests: AsyncIterator[eavesdropper_pb2.MirrorRequest], context: Context
     ) -> eavesdropper_pb2.MirrorResponse:
         """Copies from a learner: one row per receiver."""
-        taken, capture = 0, None
-        async with answering(context):
-            try:
-                async for request in requests:
-                    if capture is None:
-                        capture = self._of_run(request.run_id)
-                        capture.mirrors += 1
-                        capture.mirrored.clear()
-                    for row in capture.who.rows(request):
-                        capture.file.add(row)
-                    taken += len(request.messages)
-                    await capture.file.room()
-            finally:
-                if capture is not None:
-                    capture.mirrors -= 1
-                    if not capture.mirrors:
-                        capture.mirrored.set()
+        taken = 0
+        async with answering(context), contextlib.AsyncExitStack() as held:
+            capture = None
+            async for request in requests:
+                of_run = capture or await self._of_run(request.run_id)
+                rows = of_run.who.rows(request)
+                if capture is None:
+                    capture = of_run
+                    held.enter_context(capture.mirroring(request.sender))
+                capture.take(request, rows)
+                taken += len(request.messages)
+                await capture.file.room()
         return eavesdropper_pb2.MirrorResponse(messages=taken)
 
     def _known(self, capture_id: str) -> _Recording:
@@ -180,17 +224,22 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
             raise CaptureError(f"no capture {capture_id!r} here; there are {sorted(self._captures)}")
         return self._captures[capture_id]
 
-    def _of_run(self, run_id: str) -> _Recording:
-        for capture in self._captures.values():
-            if capture.file.open and capture.file.run_id == run_id:
-                return capture
+    async def _of_run(self, run_id: str) -> _Recording:
+        """The open capture of a run; one that was left open is taken up."""
+        async with self._taking_up:
+            own = [each for each in self._captures.values() if each.file.run_id == run_id]
+            if not own and (left := await self._take_up(run_id)) is not None:
+                return left
+        for each in own:
+            if each.file.open:
+                return each
         raise CaptureError(f"no open capture of run {run_id!r}")
 
     async def _close(self, capture: _Recording, drain_s: float) -> None:
         """Let mirrored copies on their way arrive and the last calls end, write the rest."""
         if capture.closed:
             return
-        if capture.mirrors and drain_s:
+        if capture.file.gaps.unsure and drain_s:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(capture.mirrored.wait(), drain_s)
         await asyncio.gather(*(relay.stop() for relay in capture.relays))
@@ -206,6 +255,11 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
 
     def _advertised(self, address: str) -> str:
         return f"{self.config.advertise_host or self._host()}:{address.rsplit(':', 1)[1]}"
+
+
+def _route(route: eavesdropper_pb2.Route, address: str) -> dict[str, Any]:
+    """As it is written down."""
+    return {"caller": route.caller, "callee": route.callee, "target": route.target, "address": address}
 
 
 def _read(place: Folder, name: str) -> bytes:
@@ -245,6 +299,7 @@ def _info(file: CaptureFile) -> eavesdropper_pb2.CaptureInfo:
         messages=file.messages,
         bytes=file.bytes,
         open=file.open,
+        error=file.broken or "",
     )
 
 

@@ -46,6 +46,7 @@ def _hello(session: Session, neighbour: int) -> bytes:
         learner=told.index,
         next_round=session.inbox.next_round(neighbour),
         fields=to_fields(session.codec.shapes),
+        incarnation=told.incarnation,
     )
     return learner_pb2.ExchangeMessage(hello=said).SerializeToString()
 
@@ -54,7 +55,7 @@ def _greeted(session: Session, payload: bytes) -> tuple[int, int]:
     """Index of the other side, and the first round that it has not heard.
 
     Raises:
-        StrangerError: of another run, or not a neighbour.
+        StrangerError: of another run, not a neighbour, or an older process of one.
         RemoteProtocolError: no Hello, or of another plan or other fields: the same words would mean something else.
     """
     said, told = read_hello(payload), session.role
@@ -70,6 +71,13 @@ def _greeted(session: Session, payload: bytes) -> tuple[int, int]:
         raise RemoteProtocolError(
             f"learner {said.learner} must say the fields {session.codec.shapes}, got {from_fields(said.fields)}"
         )
+    link = session.links[said.learner]
+    if said.incarnation < link.incarnation:
+        raise StrangerError(
+            f"learner {said.learner} has greeted as incarnation {link.incarnation}, got {said.incarnation}: that is an older "
+            "process, or runs on a copy of its state"
+        )
+    link.incarnation = said.incarnation
     return said.learner, said.next_round
 
 

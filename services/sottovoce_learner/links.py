@@ -39,6 +39,8 @@ class Link:
         self._tasks = Tasks()
         self._writing: asyncio.Task[None] | None = None
         self.attached = asyncio.Event()
+        self.incarnation = 0
+        """The highest that the neighbour has greeted with: a lower one is an old process, or a copy."""
 
     def say(self, t: int, frame: bytes) -> None:
         """Send a round's bytes as soon as the stream allows; never waits."""

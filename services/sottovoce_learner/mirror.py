@@ -1,10 +1,16 @@
-"""Mirroring: copies of what was said, to the eavesdropper, in batches, off the round loop."""
+"""Mirroring: copies of what was said, to the eavesdropper, in batches, off the round loop.
+
+A stream that breaks is opened again. What was sent last on it may not have come, and is sent again; what is dropped meanwhile
+the eavesdropper sees by its round, and the capture names the gap.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 import time
+from collections import deque
 
 import grpc
 import structlog
@@ -15,6 +21,19 @@ from sottovoce_wire.v1 import eavesdropper_pb2, eavesdropper_pb2_grpc
 log = structlog.get_logger()
 
 _BATCH, FLUSH_S, _MOST_WAITING = 64, 0.2, 20_000
+_AGAIN = 1_024
+"""Copies that are sent again on a new stream: nobody confirms them one by one."""
+_BACKOFF_S = (0.1, 0.2, 0.5, 1.0, 2.0)
+_LAST_S = 3.0
+"""How long the last copies are tried after the end of the run: the eavesdropper waits as long for them."""
+_REFUSED = (
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.PERMISSION_DENIED,
+    grpc.StatusCode.UNIMPLEMENTED,
+)
+"""What is no use to try again: the copies are wrong, or the capture is closed."""
+_JITTER = secrets.SystemRandom()
 
 
 class Mirror:
@@ -28,16 +47,16 @@ class Mirror:
 
     def __init__(self, run_id: str, sender: int, address: str) -> None:
         self._run_id, self._sender, self._address = run_id, sender, address
-        self._waiting: list[eavesdropper_pb2.MirroredMessage] = []
-        self._full, self._ended, self._dropped = asyncio.Event(), False, 0
+        self._waiting: deque[eavesdropper_pb2.MirroredMessage] = deque(maxlen=_MOST_WAITING)
+        self._sent: deque[eavesdropper_pb2.MirroredMessage] = deque(maxlen=_AGAIN)
+        self._full, self._dropping = asyncio.Event(), False
+        self._ended_at: float | None = None
 
     def copy(self, frame: bytes, receivers: list[int]) -> None:
-        """Keep a copy for the next batch. When the eavesdropper is away for too long, copies are dropped, never rounds."""
-        if len(self._waiting) >= _MOST_WAITING:
-            if not self._dropped:
-                log.warning("eavesdropper away: copies are dropped from here on", waiting=_MOST_WAITING)
-            self._dropped += 1
-            return
+        """Keep a copy for the next batch. When the eavesdropper is away for too long, the oldest are dropped, never rounds."""
+        if len(self._waiting) == self._waiting.maxlen and not self._dropping:
+            self._dropping = True
+            log.warning("eavesdropper away: the oldest copies are dropped from here on", waiting=self._waiting.maxlen)
         message = eavesdropper_pb2.MirroredMessage(payload=frame, receivers=receivers)
         message.sent_at.FromNanoseconds(time.time_ns())
         self._waiting.append(message)
@@ -46,28 +65,52 @@ class Mirror:
 
     def end(self) -> None:
         """Send what is left, then end `run`."""
-        self._ended = True
+        self._ended_at = time.monotonic()
         self._full.set()
 
     async def run(self) -> None:
-        """Send batches until ended."""
+        """Send batches until ended, or refused; an eavesdropper that is away is waited for."""
+        attempts = 0
         async with channel(self._address) as to:
-            call = eavesdropper_pb2_grpc.EavesdropperStub(to).Mirror()
-            try:
-                while not self._ended or self._waiting:
-                    await self._pause()
-                    batch, self._waiting = self._waiting, []
-                    if batch:
-                        await call.write(
-                            eavesdropper_pb2.MirrorRequest(run_id=self._run_id, sender=self._sender, messages=batch)
-                        )
-                await call.done_writing()
-                await call
-            except grpc.aio.AioRpcError as error:
-                log.warning("mirroring ended", reason=error.details())
+            stub = eavesdropper_pb2_grpc.EavesdropperStub(to)
+            while self._ended_at is None or time.monotonic() - self._ended_at < _LAST_S:
+                began = time.monotonic()
+                try:
+                    await self._send(stub.Mirror())
+                    return
+                except grpc.aio.AioRpcError as error:
+                    log.warning("mirroring broke off", attempts=attempts, reason=error.details())
+                    if error.code() in _REFUSED:
+                        return
+                attempts = attempts + 1 if time.monotonic() - began < _BACKOFF_S[-1] else 0
+                self._waiting = deque([*self._sent, *self._waiting], self._waiting.maxlen)
+                self._sent.clear()
+                await asyncio.sleep(_JITTER.uniform(0.5, 1.0) * _BACKOFF_S[min(attempts, len(_BACKOFF_S) - 1)])
+
+    async def _send(
+        self, call: grpc.aio.StreamUnaryCall[eavesdropper_pb2.MirrorRequest, eavesdropper_pb2.MirrorResponse]
+    ) -> None:
+        """Batches, on one stream, until ended.
+
+        Raises:
+            grpc.aio.AioRpcError: it broke, or the eavesdropper refuses copies.
+        """
+        with contextlib.suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):  # it is over: awaiting it says why
+            while self._ended_at is None or self._waiting:
+                await self._pause()
+                batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), _BATCH))]
+                self._sent.extend(batch)
+                if batch:
+                    await call.write(
+                        eavesdropper_pb2.MirrorRequest(run_id=self._run_id, sender=self._sender, messages=batch)
+                    )
+            await call.done_writing()
+        await call
 
     async def _pause(self) -> None:
+        """Until there is a batch, or for a moment."""
+        if len(self._waiting) >= _BATCH or self._ended_at is not None:
+            return
+        self._full.clear()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._full.wait(), FLUSH_S)
-        if not self._ended:
-            self._full.clear()

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import math
 import re
+import secrets
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from sottovoce.noise import KeyedNoise, Noise, OpenDpNoise, RecordedNoise, Syste
 from sottovoce.running.transcript import read_noise
 from sottovoce.spec import LEARNER_NAME
 from sottovoce_learner import exchange
+from sottovoce_learner.identity import Identity
 from sottovoce_learner.ledger import Ledger
 from sottovoce_learner.mirror import Mirror
 from sottovoce_learner.session import Role, Session
@@ -28,16 +30,20 @@ from sottovoce_rpc.codec import from_tensor, to_tensor
 from sottovoce_rpc.directives import Directive, Epoch, Grant, Stop, from_wire
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 from sottovoce_rpc.logs import failure
-from sottovoce_rpc.server import Service, announce, channel, is_loopback, serve_until_stopped, start_server
+from sottovoce_rpc.server import HELLO_S, Service, announce, channel, is_loopback, serve_until_stopped, start_server
 from sottovoce_rpc.specs import spec_from_wire
 from sottovoce_rpc.status import answering, as_error
 from sottovoce_rpc.tasks import Tasks, beside, drained
+from sottovoce_rpc.waiting import Waiting
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc, learner_pb2
 
 log = structlog.get_logger()
 
 NAME = "sottovoce_wire.v1.Learner"
-REPORT_S, _REJOIN_S = 0.25, 0.5
+REPORT_S = 0.25
+_REJOIN_S, _LONGEST_REJOIN_S = 0.5, 10.0
+"""Between two attempts to join: the first pause, and the longest: a run that is started waits twice as long for its learners."""
+_JITTER = secrets.SystemRandom()
 _RECEIPT_EVERY = 16
 FLUSH_S = 1.0
 
@@ -118,6 +124,9 @@ class Learner:
         self._rounds, self._channels, self._copying = Tasks(), Tasks(), Tasks()
         self._mirror: Mirror | None = None
         self._claim: TextIO | None = None
+        self._identity = Identity(config.name, b"")  # until the state folder is claimed
+        self._confirmed = False  # this process is that incarnation
+        self._origin = directives.Origin()  # whom it obeys
         self.service: Service | None = None
 
     # ---- life ---------------------------------------------------------------------------------------------
@@ -127,11 +136,13 @@ class Learner:
 
         Raises:
             NotReady: another process is this learner.
+            DataError: its identity is damaged.
             Unavailable: the address cannot be listened on.
         """
         self.config.state_folder.mkdir(parents=True, exist_ok=True)
         held = claim(self.config.state_folder, self.config.name)
         try:
+            self._identity = Identity.of(self.config.state_folder, self.config.name)
             self.service = await start_server(self.config.listen, self._add, [NAME])
         except BaseException:
             held.close()
@@ -146,19 +157,38 @@ class Learner:
             Unavailable: it could not be reached in the first place.
         """
         async with channel(self.config.coordinator) as to:
-            stub = coordinator_pb2_grpc.CoordinatorStub(to)
             await self._reachable(to)
-            while True:
-                await self._follow_once(stub, address)
-                await asyncio.sleep(_REJOIN_S)
+        attempts = 0
+        while True:
+            joined = asyncio.Event()
+            async with channel(self.config.coordinator) as to:  # a new one: an old one waits ever longer by itself
+                await self._follow_once(coordinator_pb2_grpc.CoordinatorStub(to), address, joined)
+            attempts = 0 if joined.is_set() else attempts + 1
+            await asyncio.sleep(self._pause(attempts))
 
-    async def _follow_once(self, stub: coordinator_pb2_grpc.CoordinatorAsyncStub, address: str) -> None:
+    def _pause(self, attempts: int) -> float:
+        """Seconds until the next attempt to join: longer each time, never as long as a run's deadline, and not all at once."""
+        longest = _LONGEST_REJOIN_S
+        if self._session is not None and not self._session.ended:
+            longest = min(longest, self._session.role.spec.clock.deadline_s / 4)
+        return _JITTER.uniform(0.5, 1.0) * min(_REJOIN_S * 2.0**attempts, longest)
+
+    async def _follow_once(
+        self, stub: coordinator_pb2_grpc.CoordinatorAsyncStub, address: str, joined: asyncio.Event
+    ) -> None:
         """Join, and obey until the stream of directives ends."""
         call = stub.Join()
         try:
-            async with beside(self._report(call, address)):
-                async for said in call:
+            await self._join(call, address)
+            joined.set()
+            async with beside(self._report(call)):
+                while (said := await _told(call)) is not None:
+                    self._require_newest(said)
                     await self._obey_or_tell(said.run_id, from_wire(said))
+        except Unavailable as error:
+            log.warning("coordinator away", reason=str(error))
+        except asyncio.InvalidStateError:  # it broke while something was being written; the next attempt says why
+            log.warning("coordinator away", reason="the stream broke")
         except grpc.aio.AioRpcError as error:
             refusal = as_error(error, f"the coordinator at {self.config.coordinator}")
             # A bug over there is no reason to end here: runs of other operators may come.
@@ -167,6 +197,19 @@ class Learner:
             log.warning("coordinator away", reason=str(refusal))
         finally:
             call.cancel()
+            if self._session is not None and self._origin.term:  # without a memory it cannot go on with the run
+                self._session.coordinated(away=True)
+
+    def _require_newest(self, said: coordinator_pb2.Directive) -> None:
+        """As long as it is in a run, a learner obeys who led it, and who has taken that one's place.
+
+        Raises:
+            Unavailable: this is an older coordinator, or a second one.
+        """
+        origin = directives.Origin(said.term, said.nonce)
+        if self._session is not None and not self._session.ended:
+            self._origin.require_newest(origin)
+        self._origin = origin
 
     async def stop(self) -> None:
         """Finish the message on its way, then end."""
@@ -185,6 +228,51 @@ class Learner:
                 f"cannot reach the coordinator at {self.config.coordinator} within {self.config.join_timeout_s:g} s: "
                 "is it running, and is the address right?"
             ) from None
+
+    async def _join(self, call: _JoinCall, address: str) -> None:
+        """Introduce ourselves and be let in: with a new incarnation, written and confirmed, or with that of this process.
+
+        Only then may this learner greet a neighbour or speak.
+
+        Raises:
+            RemoteProtocolError: the coordinator says something else first.
+            Unavailable: it says nothing: is it older than this learner?
+            NotReady: the state folder cannot be written.
+        """
+        pb, own = coordinator_pb2, self._identity
+        session = self._session
+        run = {} if session is None or session.ended else self._standing(session)
+        introduction = pb.Introduction(
+            learner=own.learner,
+            address=address,
+            store=own.store,
+            incarnation=own.incarnation,
+            rejoins=self._confirmed,
+            **run,
+        )
+        await call.write(pb.Event(introduction=introduction))
+        told = await _answer(call)
+        if isinstance(told, directives.Issued) and not self._confirmed:
+            try:
+                self._identity = own.issued(told.incarnation, self.config.state_folder)
+            except OSError as error:
+                raise NotReady(f"the state folder cannot be written: {error.strerror}") from None
+            await call.write(pb.Event(confirmation=pb.Confirmation(incarnation=told.incarnation)))
+            told = await _answer(call)
+        if told != directives.Confirmed(self._identity.incarnation):
+            raise RemoteProtocolError(
+                f"the coordinator must confirm incarnation {self._identity.incarnation}, got {told}"
+            )
+        self._confirmed = True
+
+    @staticmethod
+    def _standing(session: Session) -> dict[str, Any]:
+        """How far it is in its run, for a coordinator that may know less of it."""
+        return {
+            "run_id": session.role.run_id,
+            "journaled": session.status.rounds_said,
+            "granted": session.granted,
+        }
 
     # ---- the coordinator ----------------------------------------------------------------------------------
 
@@ -222,6 +310,11 @@ class Learner:
             idle if session is None else session.status, run_id=run_id, state=LearnerState.FAILED, detail=detail
         )
 
+    @property
+    def _waiting(self) -> Waiting | None:
+        """What it waits for in its run."""
+        return self._session.waiting if self._session is not None and self._refused is None else None
+
     async def _obey(self, run_id: str, told: Directive | None) -> None:
         session = self._of_run(run_id)
         match told:
@@ -240,7 +333,7 @@ class Learner:
 
     async def _prepare(self, run_id: str, told: directives.Assignment) -> None:
         await self._end_run()
-        role = _role(run_id, told, self.config.name, imports=self.config.allow_imports)
+        role = _role(run_id, told, self._identity, imports=self.config.allow_imports)
         self._mirror = Mirror(run_id, told.index, told.mirror) if told.mirror else None
         self._session = Session(
             role,
@@ -294,18 +387,21 @@ class Learner:
             await self._session.close()
         await self._channels.end()
 
-    async def _report(self, call: _JoinCall, address: str) -> None:
-        """Say who we are, then how far, when it matters for the clock and a few times a second.
+    async def _report(self, call: _JoinCall) -> None:
+        """Say how far we are, when it matters for the clock and a few times a second.
 
         A stream that breaks is noticed by whoever reads it, so here it just ends.
         """
         pb, last = coordinator_pb2, None
+        if self._session is not None:
+            self._session.coordinated(away=False)
         with contextlib.suppress(grpc.RpcError, grpc.aio.BaseError, grpc.aio.UsageError, asyncio.InvalidStateError):
-            await call.write(pb.Event(introduction=pb.Introduction(learner=self.config.name, address=address)))
             while True:
-                if (status := self.status) != last:
-                    await call.write(pb.Event(report=pb.Report(status=status.to_wire())))
-                    last = status
+                if (now := (self.status, self._waiting)) != last:
+                    status, waiting = now
+                    waits = None if waiting is None else waiting.to_wire()
+                    await call.write(pb.Event(report=pb.Report(status=status.to_wire(), waiting=waits)))
+                    last = now
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._changed.wait(), REPORT_S)
                 self._changed.clear()
@@ -380,7 +476,26 @@ class Learner:
         return learner_pb2.StatusResponse(status=self.status.to_wire())
 
 
-def _role(run_id: str, told: directives.Assignment, name: str, *, imports: bool) -> Role:
+async def _told(call: _JoinCall) -> coordinator_pb2.Directive | None:
+    """The next directive; None: the stream has ended well."""
+    said = await call.read()
+    return said if isinstance(said, coordinator_pb2.Directive) else None
+
+
+async def _answer(call: _JoinCall) -> Directive | None:
+    """What a coordinator says to an introduction, or to a confirmation."""
+    try:
+        said = await asyncio.wait_for(_told(call), HELLO_S)
+    except TimeoutError:
+        raise Unavailable(
+            f"the coordinator does not answer within {HELLO_S:g} s: is it older than this learner?"
+        ) from None
+    if said is None:
+        raise Unavailable("the coordinator ended the stream without a word")
+    return from_wire(said)
+
+
+def _role(run_id: str, told: directives.Assignment, own: Identity, *, imports: bool) -> Role:
     """What the coordinator said, checked: its run id becomes part of a file name.
 
     Raises:
@@ -390,7 +505,7 @@ def _role(run_id: str, told: directives.Assignment, name: str, *, imports: bool)
     if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", run_id) is None:
         raise RemoteProtocolError(f"a run id must be letters, digits, dots, dashes and underscores, got {run_id!r}")
     spec = spec_from_wire(told.spec, imports=imports)
-    return Role(run_id, spec, told.n_features, told.index, name)
+    return Role(run_id, spec, told.n_features, told.index, own.learner, own.incarnation)
 
 
 async def serve(configs: Sequence[LearnerConfig], *, with_stdin: bool = False) -> None:

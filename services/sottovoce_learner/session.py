@@ -44,11 +44,13 @@ from sottovoce_learner.plan import Plan
 from sottovoce_learner.recovery import Recovery
 from sottovoce_learner.standing import said
 from sottovoce_learner.store import RunLog, Store, Terms
+from sottovoce_learner.waiting import Wait, waiting
 from sottovoce_rpc.codec import RoundCodec
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 from sottovoce_rpc.logs import failure, worded_by_us
 from sottovoce_rpc.specs import check_size
 from sottovoce_rpc.tasks import beside
+from sottovoce_rpc.waiting import Cause, Waiting
 from sottovoce_wire.v1 import learner_pb2
 
 log = structlog.get_logger()
@@ -69,6 +71,7 @@ class Role:
         n_features: features of a record.
         index: this learner's index.
         name: the learner's own, by which its ledger counts.
+        incarnation: of the process.
 
     Raises:
         RemoteProtocolError: the spec has no such learner, or calls it by another name: under that its budget would begin anew.
@@ -79,6 +82,7 @@ class Role:
     n_features: int
     index: int
     name: str
+    incarnation: int = 0
 
     def __post_init__(self) -> None:
         if not self.index < self.spec.n_learners:
@@ -136,6 +140,9 @@ class Session:
         self._plan = Plan(run.network, index)
         # Elsewhere a neighbour goes as far as the clock lets it: at most a window beyond the slowest learner.
         ahead = 2 if self._plan.lockstep else min(spec.clock.window, spec.rounds)
+        self._wait_is: Wait | None = None
+        self._waker: asyncio.Future[None] | None = None
+        self._alone = False
         self._correct = self._seen = 0
         self._messages = self._bytes = self._said = self._done = 0
         self.links = {j: Link(max(ahead, 2)) for j in sorted(self._plan.neighbours)}
@@ -232,6 +239,11 @@ class Session:
         self._plan.require(until_round)
         self._granted = max(self._granted, until_round)
         self._wake()
+
+    @property
+    def granted(self) -> int:
+        """Rounds below this one may be run."""
+        return self._granted
 
     def hear(self, neighbour: int, payload: bytes) -> None:
         """A neighbour's message, as it came.
@@ -351,11 +363,13 @@ class Session:
         self._become(LearnerState.FAILED, detail)
 
     async def _connected(self) -> None:
+        self._wait_is = Wait(0, Cause.NEIGHBOUR, self._alone, time.monotonic())
         for j, link in self.links.items():
             try:
                 await asyncio.wait_for(link.attached.wait(), self.role.spec.clock.deadline_s)
             except TimeoutError:
                 raise Unavailable(f"no connection with learner {j} within the deadline") from None
+        self._wait_is = None
 
     async def _round(self, t: int) -> None:
         while self._granted <= t:
@@ -452,30 +466,47 @@ class Session:
 
     # ---- waiting ------------------------------------------------------------------------------------------
 
+    @property
+    def waiting(self) -> Waiting | None:
+        """What it has waited for, for so long that its coordinator should know, or gave up waiting for."""
+        wait, waker = self._wait_is, self._waker
+        over = waker is not None and waker.done() and (waker.cancelled() or waker.exception() is None)
+        if wait is None or over or (not self.ended and not wait.told(self.role.spec.clock, time.monotonic())):
+            return None
+        return Waiting(wait.round, wait.cause, self._unheard if wait.cause is Cause.NEIGHBOUR else ())
+
+    @property
+    def _unheard(self) -> tuple[int, ...]:
+        """Neighbours that this learner waits for: before its first round, those that it is not connected with."""
+        unmet = (j for j, link in self.links.items() if not link.attached.is_set())
+        return tuple(self.inbox.missing if self._said else unmet)
+
+    def coordinated(self, *, away: bool) -> None:
+        """The coordinator is away, or back: what is waited for is waited for anew, with another patience."""
+        self._alone = away
+        self._wake()
+
     async def _wait(self, what: str) -> None:
-        future = asyncio.get_running_loop().create_future()
-        self._waiting = (what, time.monotonic(), future)
-        try:
-            await future
-        finally:
-            self._waiting = None
+        """Until something comes that may be it."""
+        self._wait_is = waiting(self._wait_is, self._done, Cause(what), time.monotonic(), alone=self._alone)
+        self._waker = asyncio.get_running_loop().create_future()
+        await self._waker
 
     def _wake(self) -> None:
-        if self._waiting is not None and not self._waiting[2].done():
-            self._waiting[2].set_result(None)
+        if self._waker is not None and not self._waker.done():
+            self._waker.set_result(None)
 
     async def _watch(self) -> None:
         """One watchdog instead of a timer per wait: rounds are too short for those."""
-        deadline = self.role.spec.clock.deadline_s
+        clock = self.role.spec.clock
         while True:
-            await asyncio.sleep(min(1.0, deadline / 4))
-            if self._waiting is not None and time.monotonic() - self._waiting[1] > deadline:
-                what, _, future = self._waiting
-                missing = f" {self.inbox.missing}" if what == "a neighbour" else ""
-                if not future.done():
-                    future.set_exception(
-                        Unavailable(f"waited {deadline:g} s for {what}{missing} in round {self.inbox.round}")
-                    )
+            await asyncio.sleep(min(1.0, clock.deadline_s / 4))
+            wait, waker = self._wait_is, self._waker
+            if wait is None or waker is None or waker.done() or time.monotonic() - wait.since <= wait.limit_s(clock):
+                continue
+            missing = f" {list(self._unheard)}" if wait.cause is Cause.NEIGHBOUR else ""
+            text = f"waited {wait.limit_s(clock):g} s for {wait.cause.value}{missing} in round {wait.round}"
+            waker.set_exception(Unavailable(text))
 
     def _become(self, state: LearnerState, detail: str = "") -> None:
         self._lifecycle = (state, detail)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sottovoce.errors import Unavailable
 from sottovoce_wire.v1 import coordinator_pb2
 
 
@@ -64,11 +65,59 @@ class Stop:
     reason: str
 
 
-Directive = Assignment | Epoch | Grant | Stop
+@dataclass(frozen=True, slots=True)
+class Issued:
+    """The learner's incarnation, to be written to its state folder and confirmed. About no run."""
+
+    incarnation: int
 
 
-def to_wire(run_id: str, told: Directive) -> coordinator_pb2.Directive:
-    """A directive about a run, as a message."""
+@dataclass(frozen=True, slots=True)
+class Confirmed:
+    """The learner is let in, as this incarnation. About no run."""
+
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Which coordinator speaks.
+
+    Attributes:
+        term: how often one has started on its state; 0: it keeps nothing.
+        nonce: what it drew at this start.
+    """
+
+    term: int = 0
+    nonce: bytes = b""
+
+    def require_newest(self, other: Origin) -> None:
+        """Refuse to obey another coordinator in a run in which this one was obeyed, unless it has taken its place.
+
+        Raises:
+            Unavailable: it is an older one, or a second one on a copy of the same state.
+        """
+        if other.term < self.term:
+            raise Unavailable(
+                f"this coordinator is an old one: a later one, of term {self.term}, leads the run, got {other.term}"
+            )
+        if other.term == self.term > 0 and other.nonce != self.nonce:
+            raise Unavailable(
+                f"two coordinators lead the run in term {self.term}: one runs on a copy of the other's state"
+            )
+
+
+Directive = Assignment | Epoch | Grant | Stop | Issued | Confirmed
+
+
+def to_wire(run_id: str, told: Directive, origin: Origin) -> coordinator_pb2.Directive:
+    """A directive as a message."""
+    said = _to_wire(run_id, told)
+    said.term, said.nonce = origin.term, origin.nonce
+    return said
+
+
+def _to_wire(run_id: str, told: Directive) -> coordinator_pb2.Directive:
     pb = coordinator_pb2
     match told:
         case Assignment(spec, n_features, index, mirror):
@@ -84,6 +133,10 @@ def to_wire(run_id: str, told: Directive) -> coordinator_pb2.Directive:
             return pb.Directive(run_id=run_id, grant=pb.Grant(until_round=until_round))
         case Stop(reason):
             return pb.Directive(run_id=run_id, stop=pb.Stop(reason=reason))
+        case Issued(incarnation):
+            return pb.Directive(run_id=run_id, issued=pb.Issued(incarnation=incarnation))
+        case Confirmed(incarnation):
+            return pb.Directive(run_id=run_id, confirmed=pb.Confirmed(incarnation=incarnation))
 
 
 def from_wire(said: coordinator_pb2.Directive) -> Directive | None:
@@ -99,4 +152,8 @@ def from_wire(said: coordinator_pb2.Directive) -> Directive | None:
             return Grant(said.grant.until_round)
         case "stop":
             return Stop(said.stop.reason)
+        case "issued":
+            return Issued(said.issued.incarnation)
+        case "confirmed":
+            return Confirmed(said.confirmed.incarnation)
     return None

@@ -39,6 +39,8 @@ SERVER_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE),
     ("grpc.max_send_message_length", MAX_MESSAGE),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.keepalive_time_ms", 10_000),  # a caller that vanished without a word is noticed, too
+    ("grpc.keepalive_timeout_ms", 10_000),
 )
 CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE),
@@ -46,6 +48,8 @@ CHANNEL_OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.keepalive_time_ms", 20_000),  # a partition without a reset is noticed only by a ping that nobody answers
     ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 2_000),  # else up to two minutes, with a service that is back long since
     ("grpc.enable_http_proxy", 0),
 )
 

@@ -8,11 +8,12 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from sottovoce_client.reports.run_report import run_page
 from sottovoce_client.running.console import print_summary
-from sottovoce_client.running.evaluate import noticed_in
+from sottovoce_client.running.evaluate import gaps_in, noticed_in
 from sottovoce_client.running.operate import Outcome
 from sottovoce_client.running.summary import Noticed, RunSummary
 from tests.client.summaries import summary
@@ -56,5 +57,24 @@ def test_it_is_read_from_the_capture(tmp_path: Path) -> None:
     asyncio.run(captured(tmp_path / "c", [row(frame(0, 1), 0, 1)], spec=spec, n_features=3))
     found = noticed_in(outcome(str(tmp_path / "c")))
     assert found is not None and found.count == 1 and "speaks as learner 1" in found.first[0]
-    assert noticed_in(outcome(None)) is None
+    assert noticed_in(outcome(None)) is None and gaps_in(outcome(None)) == ()
     assert noticed_in(outcome(str(tmp_path / "nowhere"))) is None
+
+
+@pytest.mark.parametrize(
+    ("gaps", "words"),
+    [
+        ([], ()),
+        ([{"sender": 1, "from": 3, "to": 9}], ("learner 1, rounds 3 to 8",)),
+        ([{"sender": 1, "from": 3, "to": None}, "none"], ("learner 1, rounds 3 to the end",)),
+        ([{"sender": 1, "from": 3, "to": "nine"}], ()),
+        ("none", ()),
+    ],
+)
+def test_gaps_are_read_from_a_capture_that_anybody_may_have_written(
+    tmp_path: Path, gaps: object, words: tuple[str, ...]
+) -> None:
+    asyncio.run(captured(tmp_path, [row(frame(0, 1), 0, 1)]))
+    path = tmp_path / "capture.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "gaps": gaps}))
+    assert gaps_in(outcome(str(tmp_path))) == words

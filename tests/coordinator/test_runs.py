@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from sottovoce_coordinator.runs import Overhearing, RunBook, RunState, missing
 from sottovoce_rpc.directives import Assignment, Directive, Epoch, Grant, Neighbour
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 from sottovoce_rpc.specs import spec_from_wire
+from sottovoce_rpc.waiting import Cause, Waiting
 from tests.examples import small_run
 from tests.gossip import gossip_spec
 
@@ -206,3 +208,59 @@ def test_an_ended_run_grants_nothing_more() -> None:
 
 def test_who_is_missing_is_named_in_order() -> None:
     assert missing(["a", "b", "c"], {"b": 1, "x": 2}) == ["a", "c"]
+
+
+# ---- who is gone -----------------------------------------------------------------------------------------------------
+
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+def test_a_run_outlives_a_learner_that_comes_back_before_its_deadline() -> None:
+    held = book()
+    running(held)
+    held.left(1, NOW)
+    held.back(1)
+    held.miss(1, NOW)
+    assert not held.ended and held.away == {}
+    held.left(1, NOW + timedelta(seconds=1))
+    held.miss(1, NOW)  # the deadline of the first absence
+    assert not held.ended
+
+
+def test_a_learner_that_does_not_come_back_fails_its_run_and_is_named() -> None:
+    held = book()
+    running(held)
+    held.report(status("b", RUNNING, 3))
+    held.left(1, NOW)
+    held.miss(1, NOW)
+    assert (held.state, held.detail) == (RunState.FAILED, "b is gone since round 3, and did not come back within 60 s")
+
+
+def test_a_learner_that_has_finished_is_not_missed() -> None:
+    held = book()
+    running(held)
+    held.report(status("b", FINISHED, 10))
+    held.left(1, NOW)
+    held.miss(1, NOW)
+    assert not held.ended
+
+
+def test_a_learner_that_gave_up_waiting_is_not_blamed_for_it() -> None:
+    held = book()
+    running(held)
+    held.left(2, NOW)
+    held.report(status("b", RUNNING, 3), Waiting(3, Cause.NEIGHBOUR, (2,)))
+    failed = status("a", LearnerState.FAILED, 3, detail="waited 60 s for a neighbour [1] in round 3")
+    held.report(failed, Waiting(3, Cause.NEIGHBOUR, (1,)))
+    assert held.detail == "c is gone since round 0: a waited 60 s for a neighbour [1] in round 3"
+
+
+def test_a_clock_that_waits_for_records_blames_who_has_none() -> None:
+    held = book(clock={"mode": "data"})
+    running(held)
+    for name, ready in (("a", 9), ("c", 9)):
+        held.report(status(name, RUNNING, ready=ready), Waiting(0, Cause.GRANT))
+    held.report(status("b", RUNNING), Waiting(0, Cause.GRANT))
+    failed = status("a", LearnerState.FAILED, ready=9, detail="waited 60 s for a grant of the coordinator in round 0")
+    held.report(failed, Waiting(0, Cause.GRANT))
+    assert held.detail.startswith("b has no records for round 0: a waited 60 s")

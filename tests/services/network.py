@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +96,25 @@ class Network:
             )
         )
 
+    async def until_gone(self, name: str) -> None:
+        """Wait until the coordinator has noticed that a learner left."""
+        assert self.coordinating is not None
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                if name not in self.coordinating._members:
+                    return
+                await asyncio.sleep(0.01)
+
+    async def restart_coordinator(self) -> None:
+        """End the coordinator as if it were killed: it tells nobody, and writes nothing; another takes its place."""
+        old = self.coordinating
+        assert old is not None and old.service is not None
+        await old._tasks.end()
+        await old.service.server.stop(None)
+        old._store.close()
+        self.coordinating = Coordinator(replace(old.config, listen=self.coordinator))
+        assert await self.coordinating.start() == self.coordinator
+
     async def watch(self, run_id: str) -> AsyncIterator[coordinator_pb2.Run]:
         """The run as it stands, until its end."""
         async with channel(self.coordinator) as to:
@@ -129,10 +148,14 @@ class Network:
 
 
 @asynccontextmanager
-async def network(folder: Path, names: Sequence[str], *, noise: Path | None = None) -> AsyncIterator[Network]:
+async def network(
+    folder: Path, names: Sequence[str], *, noise: Path | None = None, durable: bool = False
+) -> AsyncIterator[Network]:
     """All services for learners of these names."""
     eavesdropper = Eavesdropper(EavesdropperConfig(folder=folder / "captures", allow_imports=True))
-    coordinator = Coordinator(CoordinatorConfig(eavesdropper=await eavesdropper.start(), allow_imports=True))
+    state = folder / "coordinator" if durable else None
+    config = CoordinatorConfig(eavesdropper=await eavesdropper.start(), allow_imports=True, state=state)
+    coordinator = Coordinator(config)
     up = Network(folder, await coordinator.start(), eavesdropper.address)
     up.coordinating, up.eavesdropping = coordinator, eavesdropper
     try:
@@ -142,8 +165,8 @@ async def network(folder: Path, names: Sequence[str], *, noise: Path | None = No
     finally:
         for name in list(up.learners):
             await up.leave(name)
-        await coordinator.stop()
-        await eavesdropper.stop()
+        await up.coordinating.stop()
+        await up.eavesdropping.stop()
         await up._tasks.end()
 
 

@@ -100,6 +100,7 @@ def introduced(up: Network, **more: Any) -> bytes:
     """Ben's hello to cleo, changed in part."""
     told = up.learners["cleo"]._in_run().role
     usual = {"learner": 1, "next_round": 0, "run_id": told.run_id, "plan_hash": plan_hash(told.spec, 3)}
+    usual["incarnation"] = up.learners["ben"]._in_run().role.incarnation
     return hello(**{**usual, **more})
 
 
@@ -124,6 +125,7 @@ STRANGERS: list[tuple[dict[str, Any], Code, str, str]] = [
     ({"learner": 3}, Code.INVALID_ARGUMENT, "RemoteProtocolError", "the lower index opens the stream: learner 3"),
     ({"learner": None}, Code.INVALID_ARGUMENT, "RemoteProtocolError", "must carry learner and next_round"),
     ({"next_round": None}, Code.INVALID_ARGUMENT, "RemoteProtocolError", "must carry learner and next_round"),
+    ({"incarnation": 0}, Code.PERMISSION_DENIED, "StrangerError", "learner 1 has greeted as incarnation 1, got 0"),
     ({"plan_hash": b""}, Code.INVALID_ARGUMENT, "RemoteProtocolError", "learner 1 must have the plan "),
     (
         {"plan_hash": bytes(32)},
@@ -538,8 +540,16 @@ async def test_runs_that_are_not_there_are_not_watched_or_stopped(tmp_path: Path
             assert failure.details() == f"no run 'other': the last one is {run_id!r}"
 
 
-def introducing(learner: str) -> coordinator_pb2.Event:
-    return coordinator_pb2.Event(introduction=coordinator_pb2.Introduction(learner=learner, address="127.0.0.1:1"))
+STORE = bytes(range(16))
+
+
+def introducing(learner: str, **more: Any) -> coordinator_pb2.Event:
+    usual = {"learner": learner, "address": "127.0.0.1:1", "store": STORE}
+    return coordinator_pb2.Event(introduction=coordinator_pb2.Introduction(**{**usual, **more}))
+
+
+def confirming(incarnation: int) -> coordinator_pb2.Event:
+    return coordinator_pb2.Event(confirmation=coordinator_pb2.Confirmation(incarnation=incarnation))
 
 
 def reporting(learner: str, run_id: str) -> coordinator_pb2.Event:
@@ -552,12 +562,14 @@ async def test_reports_of_strangers_change_nothing(tmp_path: Path) -> None:
     """Who has joined under one name reports of no other; and one who is not in the run fails only itself."""
     async with run_that_ends_well(tmp_path, spec_of()) as (up, run_id, _), channel(up.coordinator) as to:
         join = coordinator_pb2_grpc.CoordinatorStub(to).Join
-        for run in (run_id, "other"):
-            failure = await refused(join(several(introducing("zoe"), reporting("ann", run)), timeout=10))
+        for before, run in enumerate((run_id, "other")):
+            joining = introducing("zoe", incarnation=before), confirming(before + 1)
+            failure = await refused(join(several(*joining, reporting("ann", run)), timeout=10))
             assert (failure.code(), reason(failure)) == (Code.PERMISSION_DENIED, "StrangerError")
             assert failure.details() == "a report on this stream must be of learner 'zoe', got 'ann'"
-        async for _ in join(several(introducing("zoe"), reporting("zoe", run_id), coordinator_pb2.Event()), timeout=10):
-            raise AssertionError("a learner outside the run was told something")
+        outside = introducing("zoe", incarnation=2), confirming(3), reporting("zoe", run_id), coordinator_pb2.Event()
+        told = [each.WhichOneof("directive") async for each in join(several(*outside), timeout=10)]
+        assert told == ["issued", "confirmed"]  # and nothing of the run
         for first in (reporting("ann", run_id), introducing(""), coordinator_pb2.Event()):
             failure = await refused(join(several(first), timeout=10))
             assert (failure.code(), reason(failure)) == (Code.INVALID_ARGUMENT, "RemoteProtocolError")
@@ -592,18 +604,45 @@ async def test_a_stream_on_which_nobody_joins_is_not_kept(tmp_path: Path, monkey
     assert failure.details() == "expected an introduction within 0.05 s, got nothing"
 
 
-async def test_a_learner_that_is_displaced_takes_its_place_again(tmp_path: Path) -> None:
-    """Somebody else joins as ann: her stream ends with the reason, she joins again, and the run goes on."""
-    async with run_that_ends_well(tmp_path, spec_of()) as (up, run_id, _), channel(up.coordinator) as to:
+async def test_somebody_else_does_not_take_the_place_of_a_learner(tmp_path: Path) -> None:
+    """With another state folder, without one, or without a word of confirmation: refused, and the run goes on."""
+    async with run_that_ends_well(tmp_path, spec_of()) as (up, _, _), channel(up.coordinator) as to:
+        join = coordinator_pb2_grpc.CoordinatorStub(to).Join
+        ann = up.learners["ann"]._identity
+        other = await refused(join(several(introducing("ann")), timeout=10))
+        again = await refused(join(several(introducing("ann", store=ann.store, incarnation=1)), timeout=10))
+        older = await refused(join(several(introducing("ann", store=b"")), timeout=10))
+        hasty = await refused(join(several(introducing("zoe"), reporting("zoe", "")), timeout=10))
+        wrong = await refused(join(several(introducing("zoe"), confirming(7)), timeout=10))
+    assert (other.code(), reason(other)) == (Code.PERMISSION_DENIED, "StrangerError")
+    assert "has joined with another state folder than this one" in (other.details() or "")
+    assert "sottovoce rebind ann" in (other.details() or "")
+    assert (again.code(), reason(again)) == (Code.UNAVAILABLE, "Unavailable")
+    assert (again.details() or "").startswith("learner 'ann' is here already: stop the other process")
+    assert "is it older than its coordinator?" in (older.details() or "")
+    assert hasty.details() == "a learner must confirm the incarnation that it was issued"
+    assert (wrong.details() or "").startswith("learner 'zoe' must confirm incarnation 2, got 7")
 
-        async def silent() -> AsyncIterator[coordinator_pb2.Event]:
-            yield introducing("ann")
-            await asyncio.Event().wait()
 
-        failure = await refused(coordinator_pb2_grpc.CoordinatorStub(to).Join(silent(), timeout=PATIENCE_S))
-        assert failure.code() is Code.UNAVAILABLE
-        assert failure.details() == "another stream of learner ann took the place of this one"
-        assert (await up.status("ann")).run_id == run_id
+async def test_a_learner_that_could_not_be_welcomed_is_not_taken_for_one_that_is_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the disk of the coordinator is full: the next attempt must not be told that the learner is here already."""
+    true = Coordinator._welcome
+
+    async def welcome(own: Coordinator, member: Any) -> None:
+        await true(own, member)
+        raise Unavailable("full")
+
+    async with network(tmp_path, []) as up, channel(up.coordinator) as to:
+        join = coordinator_pb2_grpc.CoordinatorStub(to).Join
+        with monkeypatch.context() as patch:
+            patch.setattr(Coordinator, "_welcome", welcome)
+            failure = await refused(join(several(introducing("zoe"), confirming(1)), timeout=10))
+        again = join(several(introducing("zoe", incarnation=1), confirming(2)), timeout=10)
+        told = [each.WhichOneof("directive") async for each in again]
+    assert failure.details() == "full"
+    assert told == ["issued", "confirmed"]
 
 
 async def test_a_learner_outlives_a_bug_of_its_coordinator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,14 @@ def coordinator(
         typer.Option(envvar="SOTTOVOCE_EAVESDROPPER", help="Address of the eavesdropper, for runs that are captured."),
     ] = None,
     allow_imports: AllowImports = False,
+    state: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="SOTTOVOCE_COORDINATOR_STATE",
+            help="Folder for runs and learners: a run goes on when the coordinator is started on it again.",
+            show_default="none: a run ends with its coordinator",
+        ),
+    ] = None,
     log_level: LogLevel = "info",
     stop_with_stdin: StopWithStdin = False,
     config: ConfigFile = None,
@@ -39,7 +47,8 @@ def coordinator(
     """Start a [bold]coordinator[/] in the foreground: it distributes the topology and the round clock."""
     from sottovoce_coordinator.service import CoordinatorConfig, serve
 
-    _serve(lambda: serve(CoordinatorConfig(listen, eavesdropper, allow_imports), with_stdin=stop_with_stdin), log_level)
+    deployed = CoordinatorConfig(listen, eavesdropper, allow_imports, state)
+    _serve(lambda: serve(deployed, with_stdin=stop_with_stdin), log_level)
 
 
 @app.command(rich_help_panel="Services")

@@ -12,11 +12,11 @@ from sottovoce.experiment import Prepared
 from sottovoce.spec import dump_spec
 from sottovoce_client.reports.run_report import run_page
 from sottovoce_client.running.console import print_summary, run_console
-from sottovoce_client.running.evaluate import noticed_in, summarise
+from sottovoce_client.running.evaluate import gaps_in, noticed_in, summarise
 from sottovoce_client.running.launch import ServiceDied, run_async
 from sottovoce_client.running.operate import BY_OPERATOR, Interrupted, Outcome, Watcher
 from sottovoce_client.running.summary import Progress
-from sottovoce_client.wording import noticed_line
+from sottovoce_client.wording import noticed_line, plural
 
 _Start = Callable[[Prepared, Watcher, asyncio.Event], Coroutine[Any, Any, Outcome]]
 
@@ -24,7 +24,8 @@ _Start = Callable[[Prepared, Watcher, asyncio.Event], Coroutine[Any, Any, Outcom
 def conduct(prepared: Prepared, folder: Path, start: _Start) -> int:
     """Run, show, summarise; returns the exit code.
 
-    0: finished. 1: failed, or stopped by a learner whose budget was used up. 130: stopped by the operator.
+    0: finished. 1: failed, stopped by a learner whose budget was used up, or the capture could not be written. 130: stopped by
+    the operator.
 
     Raises:
         SottovoceError: the run was refused, or a service did not start.
@@ -53,8 +54,16 @@ def conduct(prepared: Prepared, folder: Path, start: _Start) -> int:
         report = folder / "report.html"
         run_page(summary).write(report)
         print_summary(summary, report=report)
-        return 0 if outcome.state == "finished" else 1
+        _say_what_was_not_captured(outcome)
+        return 0 if outcome.state == "finished" and not outcome.capture_error else 1
     return _cut_short(outcome)
+
+
+def _say_what_was_not_captured(outcome: Outcome) -> None:
+    if outcome.capture_error:
+        print(f"The capture is not complete: the eavesdropper could not write it: {outcome.capture_error}")
+    if gaps := gaps_in(outcome):
+        print(f"The capture has {plural(len(gaps), 'gap')}; the first: {gaps[0]}")
 
 
 def _cut_short(outcome: Outcome) -> int:
@@ -63,6 +72,7 @@ def _cut_short(outcome: Outcome) -> int:
     print(f"The run {outcome.state} in round {done}: {outcome.detail}")
     if outcome.capture is not None:
         print(f"What was overheard is kept in {outcome.capture}")
+    _say_what_was_not_captured(outcome)
     noticed = noticed_in(outcome)
     if noticed is not None and noticed.count:
         print(noticed_line(noticed.count, noticed.first))

@@ -110,6 +110,7 @@ class _Lines:
     def update(self, progress: Progress, state: str, overheard: int) -> None:
         self._pace.look(progress)
         now, tenth = self._clock(), 10 * self._pace.done // max(1, self._rounds)
+        state = _with_away(state, progress)
         if now - self._said_at < PLAIN_SECONDS and (tenth, state) == (self._said_tenth, self._said_state):
             return
         self._said_at, self._said_tenth, self._said_state = now, tenth, state
@@ -153,7 +154,9 @@ class _Display:
         self._live.update(self._picture(progress, state, overheard), refresh=True)
 
     def _picture(self, progress: Progress, state: str, overheard: int) -> RenderableType:
-        head = Text.assemble((self._title, "bold"), ("  ", ""), (state, _STATES.get(state, "cyan")))
+        head = Text.assemble(
+            (self._title, "bold"), ("  ", ""), (_with_away(state, progress), _STATES.get(state, "cyan"))
+        )
         said = plural(overheard, "message")
         return Group(head, self._bar(), self._table(progress), Text(f"{said} overheard", style="magenta"))
 
@@ -183,6 +186,12 @@ class _Display:
         if len(rows) > fitting:
             table.add_row(f"… {len(rows) - fitting} more", style="dim")
         return table
+
+
+def _with_away(state: str, progress: Progress) -> str:
+    """The state, and who is gone meanwhile."""
+    gone = progress.away
+    return f"{state}, {', '.join(gone)} {'is' if len(gone) == 1 else 'are'} away" if gone else state
 
 
 def _table(first: str, *others: str, name_width: int = 24) -> Table:

@@ -152,6 +152,19 @@ def noticed_in(outcome: Outcome) -> Noticed | None:
     return Noticed(facts["noticed_count"], first, facts.get("not_checked"))
 
 
+def gaps_in(outcome: Outcome) -> tuple[str, ...]:
+    """What is missing in the middle of a capture, in words; nothing where there is none that can be read here."""
+    try:
+        facts = open_capture(outcome.capture).facts if outcome.capture is not None else {}
+    except CaptureError:
+        return ()
+    gaps = [gap for gap in facts.get("gaps", ()) if isinstance(gap, dict) and isinstance(gap.get("to"), int | None)]
+    return tuple(
+        f"learner {gap.get('sender')}, rounds {gap.get('from')} to {'the end' if gap.get('to') is None else gap['to'] - 1}"
+        for gap in gaps
+    )
+
+
 def _learner(
     run: Run, data: PlacedData, outcome: Outcome, transcript: Transcript | None, index: int, accuracy: float | None
 ) -> LearnerSummary:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import grpc
 
@@ -23,7 +23,9 @@ from sottovoce_rpc.status import as_error
 from sottovoce_rpc.tasks import Tasks, first_of
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc, learner_pb2, learner_pb2_grpc
 
-_CALL_S, _PREDICT_S = 40.0, 30.0
+_CALL_S, _PREDICT_S, _AGAIN_S = 40.0, 30.0, 1.0
+_GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+"""How a call ends whose service dies or is told to end."""
 BY_OPERATOR = "stopped by the operator"
 
 Watcher = Callable[[Progress, str], None]
@@ -39,6 +41,7 @@ class Outcome:
 
     Attributes:
         capture: folder of the capture, or its URL; None where nothing was captured.
+        capture_error: why the capture could not be written to its end; empty: it could.
         predictions: `(test records,)` labels by each learner on the held-out records; None where they could not be asked.
     """
 
@@ -50,6 +53,7 @@ class Outcome:
     progress: tuple[Progress, ...]
     capture: str | None
     predictions: tuple[FloatArray | None, ...]
+    capture_error: str = ""
 
 
 async def run_on(
@@ -149,6 +153,7 @@ class _Running:
             tuple(self._progress),
             location or None,
             tuple(predictions),
+            last.capture_error,
         )
 
     async def _feed(self) -> None:
@@ -162,25 +167,47 @@ class _Running:
             self._unfed.set()
 
     async def _stop_when_told(self) -> None:
+        """Once told to; a coordinator that is away and keeps the run is told when it is back."""
         async with Tasks() as tasks:
             waits = [tasks.start(event.wait()) for event in (self._stop, self._unfed)]
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         # Why it could not is for its owner alone.
         reason = BY_OPERATOR if self._stop.is_set() else "a feeder could not deliver its records"
         request = coordinator_pb2.StopRunRequest(run_id=self._started.run_id, reason=reason)
-        await self._stub.StopRun(request, timeout=_CALL_S)
+        while True:
+            try:
+                await self._stub.StopRun(request, timeout=_CALL_S)
+                return
+            except grpc.aio.AioRpcError as error:
+                if not (self._started.durable and error.code() in _GONE):
+                    raise
+            await asyncio.sleep(_AGAIN_S)
 
     async def _watch_it(self) -> coordinator_pb2.Run:
-        last = None
-        async for view in self._stub.WatchRun(coordinator_pb2.WatchRunRequest(run_id=self._started.run_id)):
-            last = view
-            if view.state == coordinator_pb2.RUN_STATE_CONNECTING:  # the run begins after the last of these
-                self._began = time.monotonic()
-            self._progress.append(self._look(view))
-            self._watch(self._progress[-1], _state(view))
-        if last is None:
-            raise Unavailable("the coordinator ended the watch without a word")
-        return last
+        """The last view of the run. A coordinator that keeps its runs may be away for a while: they go on when it is back."""
+        request = coordinator_pb2.WatchRunRequest(run_id=self._started.run_id)
+        last, away_since = self._started, 0.0
+        while True:
+            try:
+                async for view in self._stub.WatchRun(request):
+                    last, away_since = view, 0.0
+                    self._see(view)
+                if last.HasField("ended_at"):
+                    return last
+                raise Unavailable("the coordinator ended the watch without a word")
+            except (grpc.aio.AioRpcError, Unavailable) as error:
+                away_since = away_since or time.monotonic()
+                gone = isinstance(error, Unavailable) or error.code() in _GONE
+                if not (gone and last.durable and time.monotonic() - away_since < self._spec.clock.patience):
+                    raise
+            self._watch(replace(self._look(last), away=("the coordinator",)), _state(last))
+            await asyncio.sleep(_AGAIN_S)
+
+    def _see(self, view: coordinator_pb2.Run) -> None:
+        if view.state == coordinator_pb2.RUN_STATE_CONNECTING:  # the run begins after the last of these
+            self._began = time.monotonic()
+        self._progress.append(self._look(view))
+        self._watch(self._progress[-1], _state(view))
 
     def _look(self, view: coordinator_pb2.Run) -> Progress:
         statuses = _statuses(view)
@@ -190,6 +217,7 @@ class _Running:
             accuracy=tuple(s.prequential_accuracy for s in statuses),
             epsilon=tuple(s.epsilon_spent for s in statuses),
             messages=tuple(s.messages_sent for s in statuses),
+            away=tuple(each.status.learner for each in view.learners if each.HasField("away_since")),
         )
 
     async def _predict(self, address: str) -> FloatArray | None:

@@ -20,6 +20,7 @@ class Progress:
         accuracy: prequential accuracy; None where the run did not opt in, or nothing was predicted yet.
         epsilon: spent.
         messages: sent.
+        away: names of learners that are gone, for now or for good.
     """
 
     seconds: float
@@ -27,6 +28,7 @@ class Progress:
     accuracy: tuple[float | None, ...]
     epsilon: tuple[float, ...]
     messages: tuple[int, ...]
+    away: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,25 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _WaitCause:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _WaitCauseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WaitCause.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    WAIT_CAUSE_UNSPECIFIED: _WaitCause.ValueType  # 0
+    WAIT_CAUSE_GRANT: _WaitCause.ValueType  # 1
+    WAIT_CAUSE_RECORDS: _WaitCause.ValueType  # 2
+    WAIT_CAUSE_NEIGHBOUR: _WaitCause.ValueType  # 3
+
+class WaitCause(_WaitCause, metaclass=_WaitCauseEnumTypeWrapper): ...
+
+WAIT_CAUSE_UNSPECIFIED: WaitCause.ValueType  # 0
+WAIT_CAUSE_GRANT: WaitCause.ValueType  # 1
+WAIT_CAUSE_RECORDS: WaitCause.ValueType  # 2
+WAIT_CAUSE_NEIGHBOUR: WaitCause.ValueType  # 3
+Global___WaitCause: _TypeAlias = WaitCause  # noqa: Y015
+
 class _RunState:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -52,12 +71,15 @@ class Event(_message.Message):
 
     INTRODUCTION_FIELD_NUMBER: _builtins.int
     REPORT_FIELD_NUMBER: _builtins.int
+    CONFIRMATION_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def introduction(self) -> Global___Introduction: ...
     @_builtins.property
-    def report(self) -> Global___Report:
-        """3 to 9 are free for recovery: the confirmation of an incarnation that was issued to this learner, an epoch that
-        is durable here, a round that a coordinator is to witness before it is sent.
+    def report(self) -> Global___Report: ...
+    @_builtins.property
+    def confirmation(self) -> Global___Confirmation:
+        """The incarnation that was issued to this learner is in its state folder.
+        4 to 9 are free for recovery: an epoch that is durable here, a round that a coordinator is to witness before it is sent.
         """
 
     def __init__(
@@ -65,12 +87,13 @@ class Event(_message.Message):
         *,
         introduction: Global___Introduction | None = ...,
         report: Global___Report | None = ...,
+        confirmation: Global___Confirmation | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "introduction", b"introduction", "report", b"report"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["confirmation", b"confirmation", "event", b"event", "introduction", b"introduction", "report", b"report"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "introduction", b"introduction", "report", b"report"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["confirmation", b"confirmation", "event", b"event", "introduction", b"introduction", "report", b"report"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["introduction", "report"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["introduction", "report", "confirmation"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -82,26 +105,66 @@ class Introduction(_message.Message):
 
     LEARNER_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
+    STORE_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    REJOINS_FIELD_NUMBER: _builtins.int
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    JOURNALED_FIELD_NUMBER: _builtins.int
+    GRANTED_FIELD_NUMBER: _builtins.int
     learner: _builtins.str
     address: _builtins.str
-    """Where neighbours and feeders reach this learner.
-    3 to 15 are free for recovery: the store that the learner's state stands in and its incarnation; of the run that it
-    is in, the last round journaled, what was granted, the epoch and whether it has closed; the highest term of a
-    coordinator, and the highest incarnation of each neighbour, that it has seen.
+    """Where neighbours and feeders reach this learner."""
+    store: _builtins.bytes
+    """The state folder that the learner speaks from: 128 random bits that were drawn once, when it was made."""
+    incarnation: _builtins.int
+    """The highest incarnation that the folder knows; 0: none."""
+    rejoins: _builtins.bool
+    """The incarnation is this process's own, and it has been confirmed: the stream broke, and the learner never stopped."""
+    run_id: _builtins.str
+    """The run that it is in and would go on with; empty: none. Of this run: rounds journaled, and rounds granted."""
+    journaled: _builtins.int
+    granted: _builtins.int
+    """9 to 15 are free for recovery: the epoch of the run and whether it has closed; the highest term of a coordinator, and
+    the highest incarnation of each neighbour, that it has seen.
     """
     def __init__(
         self,
         *,
         learner: _builtins.str = ...,
         address: _builtins.str = ...,
+        store: _builtins.bytes = ...,
+        incarnation: _builtins.int = ...,
+        rejoins: _builtins.bool = ...,
+        run_id: _builtins.str = ...,
+        journaled: _builtins.int = ...,
+        granted: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "learner", b"learner"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "granted", b"granted", "incarnation", b"incarnation", "journaled", b"journaled", "learner", b"learner", "rejoins", b"rejoins", "run_id", b"run_id", "store", b"store"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Introduction: _TypeAlias = Introduction  # noqa: Y015
+
+@_typing.final
+class Confirmation(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    incarnation: _builtins.int
+    def __init__(
+        self,
+        *,
+        incarnation: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Confirmation: _TypeAlias = Confirmation  # noqa: Y015
 
 @_typing.final
 class Report(_message.Message):
@@ -110,20 +173,54 @@ class Report(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     STATUS_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def status(self) -> _learner_pb2.LearnerStatus: ...
+    @_builtins.property
+    def waiting(self) -> Global___Wait:
+        """What it has waited for, for a second or longer, or gave up waiting for; absent: nothing."""
+
     def __init__(
         self,
         *,
         status: _learner_pb2.LearnerStatus | None = ...,
+        waiting: Global___Wait | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["status", b"status", "waiting", b"waiting"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["status", b"status", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Report: _TypeAlias = Report  # noqa: Y015
+
+@_typing.final
+class Wait(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUND_FIELD_NUMBER: _builtins.int
+    CAUSE_FIELD_NUMBER: _builtins.int
+    NEIGHBOURS_FIELD_NUMBER: _builtins.int
+    round: _builtins.int
+    cause: Global___WaitCause.ValueType
+    @_builtins.property
+    def neighbours(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Indices of those whom it has not heard in the round, where it waits for neighbours."""
+
+    def __init__(
+        self,
+        *,
+        round: _builtins.int = ...,
+        cause: Global___WaitCause.ValueType = ...,
+        neighbours: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "neighbours", b"neighbours", "round", b"round"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Wait: _TypeAlias = Wait  # noqa: Y015
 
 @_typing.final
 class Directive(_message.Message):
@@ -134,8 +231,17 @@ class Directive(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     GRANT_FIELD_NUMBER: _builtins.int
     STOP_FIELD_NUMBER: _builtins.int
+    ISSUED_FIELD_NUMBER: _builtins.int
+    CONFIRMED_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
+    NONCE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """The run that it is about."""
+    term: _builtins.int
+    """How often a coordinator has started on this state, and what it drew at this start. A learner obeys no lower term in a
+    run than it has obeyed, and nobody else of the same one. 0: the coordinator keeps nothing, and its runs end with it.
+    """
+    nonce: _builtins.bytes
     @_builtins.property
     def assignment(self) -> Global___Assignment: ...
     @_builtins.property
@@ -143,8 +249,12 @@ class Directive(_message.Message):
     @_builtins.property
     def grant(self) -> Global___Grant: ...
     @_builtins.property
-    def stop(self) -> Global___Stop:
-        """8 to 15 are free for recovery: an incarnation that is issued, its confirmation taken, a learner that is refused."""
+    def stop(self) -> Global___Stop: ...
+    @_builtins.property
+    def issued(self) -> Global___Issued: ...
+    @_builtins.property
+    def confirmed(self) -> Global___Confirmed:
+        """10 to 15 are free for recovery."""
 
     def __init__(
         self,
@@ -154,16 +264,62 @@ class Directive(_message.Message):
         epoch: Global___TopologyEpoch | None = ...,
         grant: Global___Grant | None = ...,
         stop: Global___Stop | None = ...,
+        issued: Global___Issued | None = ...,
+        confirmed: Global___Confirmed | None = ...,
+        term: _builtins.int = ...,
+        nonce: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "directive", b"directive", "epoch", b"epoch", "grant", b"grant", "stop", b"stop"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "confirmed", b"confirmed", "directive", b"directive", "epoch", b"epoch", "grant", b"grant", "issued", b"issued", "stop", b"stop"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "directive", b"directive", "epoch", b"epoch", "grant", b"grant", "run_id", b"run_id", "stop", b"stop"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "confirmed", b"confirmed", "directive", b"directive", "epoch", b"epoch", "grant", b"grant", "issued", b"issued", "nonce", b"nonce", "run_id", b"run_id", "stop", b"stop", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_directive: _TypeAlias = _typing.Literal["assignment", "epoch", "grant", "stop"]  # noqa: Y015
+    _WhichOneofReturnType_directive: _TypeAlias = _typing.Literal["assignment", "epoch", "grant", "stop", "issued", "confirmed"]  # noqa: Y015
     _WhichOneofArgType_directive: _TypeAlias = _typing.Literal["directive", b"directive"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_directive) -> _WhichOneofReturnType_directive | None: ...
 
 Global___Directive: _TypeAlias = Directive  # noqa: Y015
+
+@_typing.final
+class Issued(_message.Message):
+    """The learner's incarnation: to be written to its state folder and confirmed, before anything else."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    incarnation: _builtins.int
+    def __init__(
+        self,
+        *,
+        incarnation: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Issued: _TypeAlias = Issued  # noqa: Y015
+
+@_typing.final
+class Confirmed(_message.Message):
+    """The coordinator knows that it is written: the learner may greet its neighbours and speak."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    incarnation: _builtins.int
+    def __init__(
+        self,
+        *,
+        incarnation: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Confirmed: _TypeAlias = Confirmed  # noqa: Y015
 
 @_typing.final
 class Assignment(_message.Message):
@@ -454,6 +610,40 @@ class WatchRunRequest(_message.Message):
 Global___WatchRunRequest: _TypeAlias = WatchRunRequest  # noqa: Y015
 
 @_typing.final
+class RebindLearnerRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEARNER_FIELD_NUMBER: _builtins.int
+    learner: _builtins.str
+    def __init__(
+        self,
+        *,
+        learner: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["learner", b"learner"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RebindLearnerRequest: _TypeAlias = RebindLearnerRequest  # noqa: Y015
+
+@_typing.final
+class RebindLearnerResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RebindLearnerResponse: _TypeAlias = RebindLearnerResponse  # noqa: Y015
+
+@_typing.final
 class Run(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -467,6 +657,8 @@ class Run(_message.Message):
     CAPTURE_LOCATION_FIELD_NUMBER: _builtins.int
     SPEC_FIELD_NUMBER: _builtins.int
     N_FEATURES_FIELD_NUMBER: _builtins.int
+    DURABLE_FIELD_NUMBER: _builtins.int
+    CAPTURE_ERROR_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     state: Global___RunState.ValueType
     detail: _builtins.str
@@ -477,6 +669,10 @@ class Run(_message.Message):
     spec: _builtins.str
     """What is run (JSON with its `format`), and the features of a record. GetRun tells them, the other answers leave them out."""
     n_features: _builtins.int
+    durable: _builtins.bool
+    """The coordinator keeps its runs on disk: this one goes on when the coordinator comes back."""
+    capture_error: _builtins.str
+    """Why the capture could not be written to its end; empty: it could, or is not closed."""
     @_builtins.property
     def learners(self) -> _containers.RepeatedCompositeFieldContainer[Global___Participant]:
         """By index."""
@@ -502,10 +698,12 @@ class Run(_message.Message):
         capture_location: _builtins.str = ...,
         spec: _builtins.str = ...,
         n_features: _builtins.int = ...,
+        durable: _builtins.bool = ...,
+        capture_error: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ended_at", b"ended_at", "started_at", b"started_at"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capture_id", b"capture_id", "capture_location", b"capture_location", "detail", b"detail", "ended_at", b"ended_at", "learners", b"learners", "n_features", b"n_features", "run_id", b"run_id", "spec", b"spec", "started_at", b"started_at", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capture_error", b"capture_error", "capture_id", b"capture_id", "capture_location", b"capture_location", "detail", b"detail", "durable", b"durable", "ended_at", b"ended_at", "learners", b"learners", "n_features", b"n_features", "run_id", b"run_id", "spec", b"spec", "started_at", b"started_at", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -519,21 +717,27 @@ class Participant(_message.Message):
 
     ADDRESS_FIELD_NUMBER: _builtins.int
     STATUS_FIELD_NUMBER: _builtins.int
+    AWAY_SINCE_FIELD_NUMBER: _builtins.int
     address: _builtins.str
     """Where neighbours and feeders reach it."""
     @_builtins.property
     def status(self) -> _learner_pb2.LearnerStatus:
         """As it was last reported."""
 
+    @_builtins.property
+    def away_since(self) -> _timestamp_pb2.Timestamp:
+        """When its stream ended. Absent: it is there."""
+
     def __init__(
         self,
         *,
         address: _builtins.str = ...,
         status: _learner_pb2.LearnerStatus | None = ...,
+        away_since: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["away_since", b"away_since", "status", b"status"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "status", b"status"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "away_since", b"away_since", "status", b"status"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

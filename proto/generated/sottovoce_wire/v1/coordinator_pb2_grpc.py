@@ -45,6 +45,11 @@ class CoordinatorStub(object):
                 request_serializer=sottovoce__wire_dot_v1_dot_coordinator__pb2.WatchRunRequest.SerializeToString,
                 response_deserializer=sottovoce__wire_dot_v1_dot_coordinator__pb2.Run.FromString,
                 )
+        self.RebindLearner = channel.unary_unary(
+                '/sottovoce_wire.v1.Coordinator/RebindLearner',
+                request_serializer=sottovoce__wire_dot_v1_dot_coordinator__pb2.RebindLearnerRequest.SerializeToString,
+                response_deserializer=sottovoce__wire_dot_v1_dot_coordinator__pb2.RebindLearnerResponse.FromString,
+                )
 
 
 class CoordinatorServicer(object):
@@ -92,6 +97,13 @@ class CoordinatorServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RebindLearner(self, request, context):
+        """The state folder of a learner is lost: the next one that joins under its name is taken, with whatever folder it has.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_CoordinatorServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -124,6 +136,11 @@ def add_CoordinatorServicer_to_server(servicer, server):
                     servicer.WatchRun,
                     request_deserializer=sottovoce__wire_dot_v1_dot_coordinator__pb2.WatchRunRequest.FromString,
                     response_serializer=sottovoce__wire_dot_v1_dot_coordinator__pb2.Run.SerializeToString,
+            ),
+            'RebindLearner': grpc.unary_unary_rpc_method_handler(
+                    servicer.RebindLearner,
+                    request_deserializer=sottovoce__wire_dot_v1_dot_coordinator__pb2.RebindLearnerRequest.FromString,
+                    response_serializer=sottovoce__wire_dot_v1_dot_coordinator__pb2.RebindLearnerResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -235,5 +252,22 @@ class Coordinator(object):
         return grpc.experimental.unary_stream(request, target, '/sottovoce_wire.v1.Coordinator/WatchRun',
             sottovoce__wire_dot_v1_dot_coordinator__pb2.WatchRunRequest.SerializeToString,
             sottovoce__wire_dot_v1_dot_coordinator__pb2.Run.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def RebindLearner(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/sottovoce_wire.v1.Coordinator/RebindLearner',
+            sottovoce__wire_dot_v1_dot_coordinator__pb2.RebindLearnerRequest.SerializeToString,
+            sottovoce__wire_dot_v1_dot_coordinator__pb2.RebindLearnerResponse.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)

@@ -45,6 +45,8 @@ class CoordinatorStub:
     """Newest first. A coordinator remembers a bounded number of the runs of this process."""
     WatchRun: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.WatchRunRequest, _coordinator_pb2.Run]
     """The run as it stands, again whenever it may have changed; the last one carries a final state."""
+    RebindLearner: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.RebindLearnerRequest, _coordinator_pb2.RebindLearnerResponse]
+    """The state folder of a learner is lost: the next one that joins under its name is taken, with whatever folder it has."""
 
 @_typing.type_check_only
 class CoordinatorAsyncStub(CoordinatorStub):
@@ -63,6 +65,8 @@ class CoordinatorAsyncStub(CoordinatorStub):
     """Newest first. A coordinator remembers a bounded number of the runs of this process."""
     WatchRun: _aio.UnaryStreamMultiCallable[_coordinator_pb2.WatchRunRequest, _coordinator_pb2.Run]  # type: ignore[assignment]
     """The run as it stands, again whenever it may have changed; the last one carries a final state."""
+    RebindLearner: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.RebindLearnerRequest, _coordinator_pb2.RebindLearnerResponse]  # type: ignore[assignment]
+    """The state folder of a learner is lost: the next one that joins under its name is taken, with whatever folder it has."""
 
 class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
     """Sets the pace; never in the data path."""
@@ -114,5 +118,13 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_coordinator_pb2.Run], _abc.AsyncIterator[_coordinator_pb2.Run]]:
         """The run as it stands, again whenever it may have changed; the last one carries a final state."""
+
+    @_abc_1.abstractmethod
+    def RebindLearner(
+        self,
+        request: _coordinator_pb2.RebindLearnerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.RebindLearnerResponse, _abc.Awaitable[_coordinator_pb2.RebindLearnerResponse]]:
+        """The state folder of a learner is lost: the next one that joins under its name is taken, with whatever folder it has."""
 
 def add_CoordinatorServicer_to_server(servicer: CoordinatorServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

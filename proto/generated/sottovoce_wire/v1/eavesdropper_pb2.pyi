@@ -59,6 +59,7 @@ class OpenCaptureRequest(_message.Message):
     WORLD_FIELD_NUMBER: _builtins.int
     REPLICA_FIELD_NUMBER: _builtins.int
     FIELDS_FIELD_NUMBER: _builtins.int
+    RESUME_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     spec: _builtins.str
     """The run spec, JSON with its `format`: kept beside the records."""
@@ -67,6 +68,10 @@ class OpenCaptureRequest(_message.Message):
     world: _builtins.int
     """Which of an audit's two data sets this run learns from, and which repetition it is: kept beside the records."""
     replica: _builtins.int
+    resume: _builtins.bool
+    """Only take up the capture of this run that is open, or was left open by an eavesdropper that died: with the same ports.
+    Nothing but `run_id` counts then.
+    """
     @_builtins.property
     def routes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Route]: ...
     @_builtins.property
@@ -83,10 +88,11 @@ class OpenCaptureRequest(_message.Message):
         world: _builtins.int | None = ...,
         replica: _builtins.int | None = ...,
         fields: _abc.Iterable[_tensor_pb2.Field] | None = ...,
+        resume: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_replica", b"_replica", "_world", b"_world", "replica", b"replica", "world", b"world"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_replica", b"_replica", "_world", b"_world", "fields", b"fields", "n_features", b"n_features", "replica", b"replica", "routes", b"routes", "run_id", b"run_id", "spec", b"spec", "world", b"world"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_replica", b"_replica", "_world", b"_world", "fields", b"fields", "n_features", b"n_features", "replica", b"replica", "resume", b"resume", "routes", b"routes", "run_id", b"run_id", "spec", b"spec", "world", b"world"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__replica: _TypeAlias = _typing.Literal["replica"]  # noqa: Y015
     _WhichOneofArgType__replica: _TypeAlias = _typing.Literal["_replica", b"_replica"]  # noqa: Y015
@@ -142,12 +148,15 @@ class CaptureInfo(_message.Message):
     MESSAGES_FIELD_NUMBER: _builtins.int
     BYTES_FIELD_NUMBER: _builtins.int
     OPEN_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
     capture_id: _builtins.str
     run_id: _builtins.str
     location: _builtins.str
     messages: _builtins.int
     bytes: _builtins.int
     open: _builtins.bool
+    error: _builtins.str
+    """Why it could not be written to its end; empty: it could."""
     def __init__(
         self,
         *,
@@ -157,10 +166,11 @@ class CaptureInfo(_message.Message):
         messages: _builtins.int = ...,
         bytes: _builtins.int = ...,
         open: _builtins.bool = ...,
+        error: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "capture_id", b"capture_id", "location", b"location", "messages", b"messages", "open", b"open", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "capture_id", b"capture_id", "error", b"error", "location", b"location", "messages", b"messages", "open", b"open", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -89,9 +89,9 @@ class Hello(_message.Message):
     run, plan or fields is refused.
 
     A learner that goes on after a crash will have to say more; these numbers are kept for it, all of fixed width and
-    always present: 6 and 7 number and hash of the topology epoch, 8 incarnation, 9 coordinator's term, 10 last (the
-    sender's newest journaled round), 11 kept (the oldest round that the sender can say again), 12 hash chain of what was
-    heard below `next_round`. A receiver passes over numbers that it does not know.
+    always present: 6 and 7 number and hash of the topology epoch, 9 coordinator's term, 10 last (the sender's newest
+    journaled round), 11 kept (the oldest round that the sender can say again), 12 hash chain of what was heard below
+    `next_round`. A receiver passes over numbers that it does not know.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -101,6 +101,7 @@ class Hello(_message.Message):
     LEARNER_FIELD_NUMBER: _builtins.int
     NEXT_ROUND_FIELD_NUMBER: _builtins.int
     FIELDS_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     plan_hash: _builtins.bytes
     """SHA-256 of the run's plan: the run spec and the features of a record."""
@@ -108,6 +109,8 @@ class Hello(_message.Message):
     """The sender's index."""
     next_round: _builtins.int
     """The first round of the receiver that the sender has not heard."""
+    incarnation: _builtins.int
+    """Of the sender: a learner that has heard a higher one refuses it, for the process is an old one or a copy."""
     @_builtins.property
     def fields(self) -> _containers.RepeatedCompositeFieldContainer[_tensor_pb2.Field]:
         """What a round's values are, in their order."""
@@ -120,15 +123,20 @@ class Hello(_message.Message):
         learner: _builtins.int | None = ...,
         next_round: _builtins.int | None = ...,
         fields: _abc.Iterable[_tensor_pb2.Field] | None = ...,
+        incarnation: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_learner", b"_learner", "_next_round", b"_next_round", "learner", b"learner", "next_round", b"next_round"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_incarnation", b"_incarnation", "_learner", b"_learner", "_next_round", b"_next_round", "incarnation", b"incarnation", "learner", b"learner", "next_round", b"next_round"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_learner", b"_learner", "_next_round", b"_next_round", "fields", b"fields", "learner", b"learner", "next_round", b"next_round", "plan_hash", b"plan_hash", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_incarnation", b"_incarnation", "_learner", b"_learner", "_next_round", b"_next_round", "fields", b"fields", "incarnation", b"incarnation", "learner", b"learner", "next_round", b"next_round", "plan_hash", b"plan_hash", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__incarnation: _TypeAlias = _typing.Literal["incarnation"]  # noqa: Y015
+    _WhichOneofArgType__incarnation: _TypeAlias = _typing.Literal["_incarnation", b"_incarnation"]  # noqa: Y015
     _WhichOneofReturnType__learner: _TypeAlias = _typing.Literal["learner"]  # noqa: Y015
     _WhichOneofArgType__learner: _TypeAlias = _typing.Literal["_learner", b"_learner"]  # noqa: Y015
     _WhichOneofReturnType__next_round: _TypeAlias = _typing.Literal["next_round"]  # noqa: Y015
     _WhichOneofArgType__next_round: _TypeAlias = _typing.Literal["_next_round", b"_next_round"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__incarnation) -> _WhichOneofReturnType__incarnation | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__learner) -> _WhichOneofReturnType__learner | None: ...
     @_typing.overload

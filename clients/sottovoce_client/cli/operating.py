@@ -1,0 +1,52 @@
+"""What a coordinator knows: its runs and its learners."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated
+
+import typer
+
+from sottovoce_client.cli.app import app, runs_app
+
+Coordinator = Annotated[str, typer.Option(envvar="SOTTOVOCE_COORDINATOR", help="Address of the coordinator.")]
+RunId = Annotated[str, typer.Argument(metavar="RUN", help="As `runs list` shows it.", show_default=False)]
+HERE = "127.0.0.1:7400"
+
+
+@runs_app.command("list")
+def list_runs(coordinator: Coordinator = HERE) -> None:
+    """The runs that the coordinator remembers, the newest first."""
+    from sottovoce_client.running import known
+
+    asyncio.run(known.list_runs(coordinator))
+
+
+@runs_app.command("show")
+def show_run(run: RunId, coordinator: Coordinator = HERE) -> None:
+    """One run, and how its learners stand: rounds, epsilon, who is away."""
+    from sottovoce_client.running import known
+
+    asyncio.run(known.show_run(coordinator, run))
+
+
+@runs_app.command("stop")
+def stop_run(run: RunId, coordinator: Coordinator = HERE) -> None:
+    """End a run before its last round."""
+    from sottovoce_client.running import known
+
+    asyncio.run(known.stop_run(coordinator, run))
+
+
+@app.command(rich_help_panel="Services")
+def rebind(
+    learner: Annotated[str, typer.Argument(metavar="LEARNER", help="Its name.", show_default=False)],
+    coordinator: Coordinator = HERE,
+) -> None:
+    """Let a learner whose state folder is lost join with another one.
+
+    What it spent is then in no ledger that it has: its owner answers for a budget that leaves room for it.
+    """
+    from sottovoce_client.running import known
+
+    asyncio.run(known.rebind(coordinator, learner))

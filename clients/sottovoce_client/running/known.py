@@ -1,0 +1,146 @@
+"""Runs that a coordinator knows: listed, shown, stopped; and learners whose state folder is lost."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
+from typing import TypeVar
+
+import grpc
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from sottovoce_client import terminal
+from sottovoce_client.running.operate import BY_OPERATOR
+from sottovoce_client.wording import NOTHING, count, duration, number
+from sottovoce_rpc.learner_status import LearnerStatus
+from sottovoce_rpc.server import channel
+from sottovoce_rpc.status import as_error
+from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc
+
+CALL_S = 10.0
+
+T = TypeVar("T")
+
+
+async def list_runs(coordinator: str, console: Console | None = None) -> None:
+    """Print the runs, the newest first.
+
+    Raises:
+        SottovoceError: the coordinator cannot be reached.
+    """
+    table = _table("run", "state", "started", "took", "rounds", "detail")
+    for run in await _all(coordinator):
+        table.add_row(run.run_id, _state(run), _started(run), _took(run), count(_rounds(run)), Text(run.detail))
+    (console or Console()).print(table if table.row_count else "no runs")
+
+
+async def show_run(coordinator: str, run_id: str, console: Console | None = None) -> None:
+    """Print one run, and how its learners stand.
+
+    Raises:
+        SottovoceError: there is none of this name, or the coordinator cannot be reached.
+    """
+    request = coordinator_pb2.GetRunRequest(run_id=run_id)
+    run = await _asked(coordinator, lambda stub: stub.GetRun(request, timeout=CALL_S))
+    console, facts = console or Console(), terminal.facts()
+    planned = json.loads(run.spec)["rounds"]
+    told = {
+        "state": _state(run),
+        "detail": run.detail,
+        "started": _started(run),
+        "took": _took(run),
+        "rounds": f"{count(_rounds(run))} of {count(planned)}",
+        "capture": run.capture_location,
+    }
+    for name, text in told.items():
+        if text:
+            facts.add_row(name, Text(text))
+    console.print(Text(run.run_id, style="bold"))
+    console.print(facts)
+    console.print(_learners(run))
+
+
+async def stop_run(coordinator: str, run_id: str, console: Console | None = None) -> None:
+    """End a run before its last round; one that is over stays as it is.
+
+    Raises:
+        SottovoceError: there is none of this name, or the coordinator cannot be reached.
+    """
+    request = coordinator_pb2.StopRunRequest(run_id=run_id, reason=BY_OPERATOR)
+    run = await _asked(coordinator, lambda stub: stub.StopRun(request, timeout=CALL_S))
+    (console or Console()).print(Text(f"{run.run_id} {_state(run)}{f': {run.detail}' if run.detail else ''}"))
+
+
+async def rebind(coordinator: str, learner: str, console: Console | None = None) -> None:
+    """Let the next learner of this name in with whatever state folder it has.
+
+    Raises:
+        SottovoceError: nobody of this name has joined, or it is here; or the coordinator cannot be reached.
+    """
+    request = coordinator_pb2.RebindLearnerRequest(learner=learner)
+    await _asked(coordinator, lambda stub: stub.RebindLearner(request, timeout=CALL_S))
+    (console or Console()).print(
+        Text(f"{learner} may join with another state folder; what it spent before is not in that")
+    )
+
+
+async def _all(coordinator: str) -> list[coordinator_pb2.Run]:
+    runs: list[coordinator_pb2.Run] = []
+    request = coordinator_pb2.ListRunsRequest()
+    while True:
+        page = await _asked(coordinator, lambda stub: stub.ListRuns(request, timeout=CALL_S))
+        runs += page.runs
+        if not page.next_page_token:
+            return runs
+        request.page_token = page.next_page_token
+
+
+async def _asked(coordinator: str, ask: Callable[[coordinator_pb2_grpc.CoordinatorAsyncStub], Awaitable[T]]) -> T:
+    async with channel(coordinator) as to:
+        try:
+            return await ask(coordinator_pb2_grpc.CoordinatorStub(to))
+        except grpc.aio.AioRpcError as error:
+            raise as_error(error, f"the coordinator at {coordinator}") from None
+
+
+def _learners(run: coordinator_pb2.Run) -> Table:
+    table = _table("learner", "address", "state", "rounds", "ε spent")
+    for each in run.learners:
+        status = LearnerStatus.from_wire(each.status)
+        away = each.HasField("away_since")
+        state = f"away since {_moment(each.away_since.ToDatetime(UTC))}" if away else status.state.name.lower()
+        table.add_row(status.learner, each.address, state, count(status.rounds_done), number(status.epsilon_spent))
+    return table
+
+
+def _table(*heads: str) -> Table:
+    table = terminal.table()
+    for head in heads:
+        table.add_column(head, overflow="fold", justify="right" if head in ("rounds", "took", "ε spent") else "left")
+    return table
+
+
+def _state(run: coordinator_pb2.Run) -> str:
+    return coordinator_pb2.RunState.Name(run.state).removeprefix("RUN_STATE_").lower()
+
+
+def _rounds(run: coordinator_pb2.Run) -> int:
+    """Rounds that all learners have done."""
+    return min((each.status.rounds_done for each in run.learners), default=0)
+
+
+def _started(run: coordinator_pb2.Run) -> str:
+    return _moment(run.started_at.ToDatetime(UTC))
+
+
+def _took(run: coordinator_pb2.Run) -> str:
+    end = run.ended_at.ToDatetime(UTC) if run.HasField("ended_at") else datetime.now(UTC)
+    seconds = (end - run.started_at.ToDatetime(UTC)).total_seconds()
+    return duration(seconds) if seconds >= 0 else NOTHING
+
+
+def _moment(when: datetime) -> str:
+    return f"{when.astimezone():%Y-%m-%d %H:%M:%S}"

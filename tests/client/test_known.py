@@ -1,0 +1,74 @@
+"""`sottovoce runs` and `rebind`: what an operator sees of a coordinator."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from sottovoce.errors import NotReady, Unavailable
+from sottovoce_client.running.known import list_runs, rebind, show_run, stop_run
+from sottovoce_rpc.learner_status import LearnerState
+from tests.examples import made_up, small_spec
+from tests.services.network import network
+
+NAMES = ["ann", "ben"]
+
+
+def screen() -> tuple[Console, io.StringIO]:
+    shown = io.StringIO()
+    return Console(file=shown, width=160), shown
+
+
+async def test_runs_are_listed_shown_and_stopped(tmp_path: Path) -> None:
+    short = small_spec(5, NAMES)
+    paced = small_spec(1000, NAMES, clock={"mode": "paced", "period_s": 0.05, "deadline_s": 60.0})
+    console, shown = screen()
+    async with network(tmp_path, NAMES) as up:
+        await list_runs(up.coordinator, console)
+        done = await up.run(short, made_up(short))
+        running = asyncio.ensure_future(up.run(paced, made_up(paced)))
+        await up.until("ann", LearnerState.RUNNING, 2)
+        await up.leave("ben")
+        assert up.coordinating is not None and up.coordinating._current is not None
+        run_id = up.coordinating._current.book.run_id
+        await up.until_gone("ben")
+        for asked in (done.run_id, run_id):
+            await show_run(up.coordinator, asked, console)
+        for asked in (done.run_id, run_id):
+            await stop_run(up.coordinator, asked, console)
+        await list_runs(up.coordinator, console)
+        with pytest.raises(NotReady, match="no run 'x': the last one is"):
+            await show_run(up.coordinator, "x", console)
+        outcome = await running
+    text = shown.getvalue()
+    lines = [line.split() for line in text.splitlines() if line.strip()]
+    assert text.startswith("no runs\n")
+    assert ["rounds", "5", "of", "5"] in lines
+    assert any(line[0] == "ben" and line[2:4] == ["away", "since"] for line in lines if len(line) > 4)
+    assert [done.run_id, "finished"] in lines
+    assert f"{run_id} stopped: stopped by the operator" in text
+    assert [line[:2] for line in lines[-2:]] == [[run_id, "stopped"], [done.run_id, "finished"]]
+    assert outcome.state == "stopped"
+
+
+async def test_a_learner_is_let_in_with_another_folder(tmp_path: Path) -> None:
+    console, shown = screen()
+    async with network(tmp_path, ["ann"]) as up:
+        await up.run(spec := small_spec(3, ["ann"]), made_up(spec))
+        with pytest.raises(NotReady, match="learner 'ann' is here"):
+            await rebind(up.coordinator, "ann", console)
+        with pytest.raises(NotReady, match="no learner 'zoe' has joined; there are ann"):
+            await rebind(up.coordinator, "zoe", console)
+        await up.leave("ann")
+        await up.until_gone("ann")
+        await rebind(up.coordinator, "ann", console)
+    assert shown.getvalue().startswith("ann may join with another state folder")
+
+
+async def test_a_coordinator_that_is_not_there_is_said_in_a_line() -> None:
+    with pytest.raises(Unavailable, match=r"cannot reach the coordinator at 127\.0\.0\.1:1"):
+        await list_runs("127.0.0.1:1", screen()[0])

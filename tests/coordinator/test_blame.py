@@ -1,0 +1,83 @@
+"""Who holds up a run: those at the end of the waits, never one that only waits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sottovoce_coordinator.blame import Standing, blamed, in_words
+from sottovoce_rpc.waiting import Cause, Waiting
+
+
+def waits(name: str, t: int, *neighbours: int, cause: Cause = Cause.NEIGHBOUR) -> Standing:
+    return Standing(name, t, waiting=Waiting(t, cause, neighbours))
+
+
+ANN, BEN = waits("ann", 7, 1), waits("ben", 7, 2)
+
+
+@pytest.mark.parametrize(
+    ("cleo", "words"),
+    [
+        (Standing("cleo", 7, away=True), "cleo is gone since round 7"),
+        (Standing("cleo", 6), "cleo is silent in round 6"),
+        (waits("cleo", 7, cause=Cause.RECORDS), "cleo has no records for round 7"),
+        (waits("cleo", 6, 1), "no messages pass between ben and cleo in round 6"),
+        (replace(waits("cleo", 7, cause=Cause.GRANT), starved=True), "cleo has no records for round 7"),
+        (waits("cleo", 7, cause=Cause.GRANT), "cleo waited for a grant of the coordinator in round 7"),
+    ],
+    ids=lambda each: getattr(each, "name", each),
+)
+def test_the_end_of_a_chain_of_waits_is_blamed(cleo: Standing, words: str) -> None:
+    """Ann waits for ben, who waits for cleo."""
+    standings = [ANN, replace(BEN, round=cleo.round), cleo]
+    assert in_words(standings, blamed(standings, 0)) == words
+
+
+def test_those_who_are_gone_are_blamed_before_those_who_are_slow() -> None:
+    standings = [
+        waits("ann", 9, 1, 2, 3),
+        Standing("ben", 3),
+        Standing("cleo", 9, away=True),
+        Standing("dan", 8, away=True),
+    ]
+    assert in_words(standings, blamed(standings, 0)) == "cleo and dan are gone since round 9"
+
+
+def test_who_waits_for_a_grant_waits_for_the_slowest() -> None:
+    standings = [waits("ann", 20, cause=Cause.GRANT), waits("ben", 12, 2), Standing("cleo", 12), Standing("dan", 20)]
+    assert blamed(standings, 0) == (2,)
+
+
+def test_a_learner_that_waits_for_nobody_is_blamed_itself() -> None:
+    standings = [Standing("ann", 3), BEN, Standing("cleo", 7, away=True)]
+    assert blamed(standings, 0) == (0,)
+
+
+@given(st.data())
+def test_nobody_that_only_waits_is_blamed_as_long_as_somebody_does_not(data: st.DataObject) -> None:
+    """Any graph of waits: whoever is blamed is gone, waits for no learner, or is in a circle out of which no wait leads."""
+    n = data.draw(st.integers(2, 6))
+    standings = []
+    for i in range(n):
+        others = st.sets(st.sampled_from([j for j in range(n) if j != i]), min_size=1).map(tuple)
+        causes = st.sampled_from([Cause.NEIGHBOUR, Cause.RECORDS])
+        told = data.draw(st.none() | st.builds(Waiting, st.just(0), causes, others))
+        standings.append(Standing(str(i), data.draw(st.integers(0, 2)), data.draw(st.booleans()), told))
+
+    def follows(i: int) -> set[int]:
+        own = standings[i]
+        waiting = None if own.away else own.waiting
+        return set(waiting.neighbours) if waiting is not None and waiting.cause is Cause.NEIGHBOUR else set()
+
+    reached = {0}
+    while (more := reached.union(*(follows(i) for i in reached))) != reached:
+        reached = more
+    found = blamed(standings, 0)
+    assert found and set(found) <= reached
+    if any(not follows(i) for i in reached):
+        assert not any(follows(i) for i in found)
+    assert in_words(standings, found)

@@ -1,0 +1,165 @@
+"""What a coordinator remembers: nothing that was told is lost, and no damage or second process goes unnoticed."""
+
+from __future__ import annotations
+
+import sqlite3
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sottovoce.errors import DataError, NotReady, Unavailable
+from sottovoce_coordinator.fencing import Membership
+from sottovoce_coordinator.runs import Overhearing
+from sottovoce_coordinator.store import FILE, KeptRun, Store
+from sottovoce_rpc.directives import Origin
+
+RUN = KeptRun("run-1", "{}", 3, Overhearing("c-1", "/captures/c-1", {(0, 1): "h:1", (1, 2): "h:2"}, "m:3"), b"view")
+
+
+def test_what_was_written_is_there_at_the_next_start(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    ann = Membership(bytes(16), 7, 6)
+    store.remember("ann", Membership(bytes(16), 6, 6))
+    store.remember("ann", ann)
+    store.begin(RUN)
+    store.grant("run-1", 10, 5, b"granted")
+    store.keep("run-1", b"later")
+    store.close()
+    again = Store(tmp_path)
+    assert again.members() == {"ann": ann}
+    assert again.runs(9) == [KeptRun("run-1", "{}", 3, RUN.overhearing, b"later", 15)]
+    again.close()
+
+
+def test_the_newest_runs_come_back_oldest_first(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    for k in range(5):
+        store.begin(KeptRun(f"run-{k}", "{}", 3, Overhearing(), b""))
+    assert [run.run_id for run in store.runs(3)] == ["run-2", "run-3", "run-4"]
+    store.close()
+
+
+def test_no_grant_is_above_what_is_written(tmp_path: Path) -> None:
+    """However grants grow: and most of them need no write."""
+    store, written = Store(tmp_path), []
+    store.begin(RUN)
+    for until in range(1, 101):
+        store.grant("run-1", until, 9, b"")
+        (run,) = store.runs(1)
+        assert run.granted >= until
+        written.append(run.granted)
+    assert len(set(written)) == 10
+    store.close()
+
+
+def test_a_coordinator_that_knows_of_fewer_grants_does_not_lower_what_is_written(tmp_path: Path) -> None:
+    for until, written in ((40, 50), (20, 50), (60, 70)):
+        store = Store(tmp_path)
+        if not store.runs(1):
+            store.begin(RUN)
+        store.grant("run-1", until, 10, b"")
+        assert store.runs(1)[0].granted == written
+        store.close()
+
+
+def test_every_start_is_another_term(tmp_path: Path) -> None:
+    origins = []
+    for _ in range(3):
+        store = Store(tmp_path)
+        origins.append(store.origin)
+        assert store.durable
+        store.close()
+    assert [origin.term for origin in origins] == [1, 2, 3]
+    assert len({origin.nonce for origin in origins}) == 3
+
+
+def test_without_a_folder_nothing_is_kept(tmp_path: Path) -> None:
+    store = Store(None)
+    for run in (replace(RUN, run_id="run-0"), RUN):
+        store.begin(run)
+    assert (store.durable, store.origin.term, [run.run_id for run in store.runs(9)]) == (False, 0, ["run-1"])
+    store.close()
+    assert Store(None).runs(9) == []
+
+
+def test_a_second_coordinator_on_one_folder_is_refused(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    with pytest.raises(NotReady, match=f"another coordinator uses the state folder {tmp_path}: stop it"):
+        Store(tmp_path)
+    store.close()
+    Store(tmp_path).close()
+
+
+def filled(folder: Path) -> Path:
+    store = Store(folder)
+    for k in range(50):
+        store.remember(f"learner-{k}", Membership(bytes(16), k, k))
+        store.begin(KeptRun(f"run-{k}", "{}" * 100, 3, Overhearing(), bytes(500)))
+    store.close()
+    return folder / FILE
+
+
+@pytest.mark.parametrize("damage", ["no database", "cut", "zeroes"])
+def test_damage_is_noticed_and_the_folder_is_free_again(tmp_path: Path, damage: str) -> None:
+    path = filled(tmp_path)
+    content = path.read_bytes()
+    match damage:
+        case "no database":
+            path.write_bytes(b"something else" * 1000)
+        case "cut":
+            path.write_bytes(content[: len(content) // 2])
+        case "zeroes":
+            path.write_bytes(content[:8192] + bytes(8192) + content[16384:])
+    for _ in range(2):
+        with pytest.raises(DataError, match=f"{path} is damaged: .*; restore it from where it is whole"):
+            Store(tmp_path)
+
+
+def test_a_newer_format_is_refused(tmp_path: Path) -> None:
+    path = filled(tmp_path)
+    with sqlite3.connect(path) as db:
+        db.execute("PRAGMA user_version = 9")
+    db.close()
+    with pytest.raises(DataError, match="must be of format 1, got 9: use the version that wrote it"):
+        Store(tmp_path)
+
+
+def test_what_cannot_be_written_is_not_there_and_may_be_tried_again(tmp_path: Path) -> None:
+    """A disk that is full, here a file that may not grow."""
+    store = Store(tmp_path)
+    (pages,) = store._db.execute("PRAGMA page_count").fetchone()
+    store._db.execute(f"PRAGMA max_page_count = {pages}")
+    big = KeptRun("big", "x" * 1_000_000, 3, Overhearing(), b"")
+    with pytest.raises(Unavailable, match=r"cannot be written: .*full"):
+        store.begin(big)
+    assert store.runs(9) == []
+    store._db.execute(f"PRAGMA max_page_count = {pages + 10_000}")
+    store.begin(big)
+    assert len(store.runs(9)) == 1
+    store.close()
+
+
+def test_a_folder_that_cannot_be_made_is_refused_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(Unavailable, match=r"the state folder .* cannot be written"):
+        Store(tmp_path / "file" / "below")
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "text"),
+    [
+        (Origin(3, b"a"), Origin(2, b"b"), "an old one: a later one, of term 3, leads the run, got 2"),
+        (Origin(3, b"a"), Origin(3, b"b"), "two coordinators lead the run in term 3"),
+        (Origin(3, b"a"), Origin(0, b"b"), "an old one"),
+    ],
+)
+def test_a_learner_obeys_no_older_coordinator_and_no_copy(before: Origin, now: Origin, text: str) -> None:
+    with pytest.raises(Unavailable, match=text):
+        before.require_newest(now)
+
+
+@pytest.mark.parametrize("now", [Origin(3, b"a"), Origin(4, b"b")])
+def test_a_learner_obeys_the_same_coordinator_and_a_later_one(now: Origin) -> None:
+    Origin(3, b"a").require_newest(now)
+    Origin().require_newest(now)

@@ -1,0 +1,57 @@
+"""A wait begins with its cause, whatever wakes the waiter."""
+
+from __future__ import annotations
+
+import pytest
+
+from sottovoce.spec import ClockSpec
+from sottovoce_learner.waiting import Wait, waiting
+from sottovoce_rpc.waiting import Cause, Waiting
+from sottovoce_wire.v1 import coordinator_pb2
+
+
+def test_who_is_woken_and_lacks_the_same_has_waited_all_the_time() -> None:
+    first = waiting(None, 3, Cause.NEIGHBOUR, 10.0, alone=False)
+    assert waiting(first, 3, Cause.NEIGHBOUR, 20.0, alone=False) == first == Wait(3, Cause.NEIGHBOUR, False, 10.0)
+
+
+@pytest.mark.parametrize(
+    ("t", "cause", "alone"), [(4, Cause.NEIGHBOUR, False), (3, Cause.RECORDS, False), (3, Cause.NEIGHBOUR, True)]
+)
+def test_another_round_or_cause_is_another_wait(t: int, cause: Cause, alone: bool) -> None:
+    first = waiting(None, 3, Cause.NEIGHBOUR, 10.0, alone=False)
+    assert waiting(first, t, cause, 20.0, alone=alone).since == 20.0
+
+
+@pytest.mark.parametrize(
+    ("cause", "alone", "limit"),
+    [
+        (Cause.NEIGHBOUR, False, 5.0),
+        (Cause.GRANT, False, 7.0),  # a paced clock grants a round a period
+        (Cause.RECORDS, False, 7.0),
+        (Cause.RECORDS, True, 7.0),
+        (Cause.NEIGHBOUR, True, 100.0),  # it may lack a grant that this one has
+        (Cause.GRANT, True, 100.0),
+    ],
+)
+def test_how_long_a_wait_may_last_depends_on_its_cause(cause: Cause, alone: bool, limit: float) -> None:
+    clock = ClockSpec(mode="paced", period_s=2.0, deadline_s=5.0, patience_s=100.0)
+    assert Wait(0, cause, alone, 0.0).limit_s(clock) == limit
+
+
+def test_a_wait_is_told_before_it_is_over() -> None:
+    wait, short = Wait(0, Cause.NEIGHBOUR, False, 10.0), ClockSpec(deadline_s=1.0)
+    assert [wait.told(short, 10.0 + lasted) for lasted in (0.2, 0.3)] == [False, True]
+    assert [wait.told(ClockSpec(), 10.0 + lasted) for lasted in (0.9, 1.1)] == [False, True]
+
+
+@pytest.mark.parametrize("cause", Cause)
+def test_what_is_waited_for_crosses_the_wire(cause: Cause) -> None:
+    told = Waiting(7, cause, (1, 4))
+    report = coordinator_pb2.Report.FromString(coordinator_pb2.Report(waiting=told.to_wire()).SerializeToString())
+    assert Waiting.from_wire(report) == told
+
+
+def test_no_wait_and_one_that_is_unknown_here_are_none() -> None:
+    assert Waiting.from_wire(coordinator_pb2.Report()) is None
+    assert Waiting.from_wire(coordinator_pb2.Report(waiting=coordinator_pb2.Wait(round=1))) is None

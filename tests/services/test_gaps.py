@@ -1,0 +1,203 @@
+"""A mirror that is cut off comes back; what it could not keep meanwhile is a gap that the capture names."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sottovoce.errors import Unavailable
+from sottovoce.spec import RunSpec
+from sottovoce_client.running.evaluate import gaps_in
+from sottovoce_client.running.operate import Outcome
+from sottovoce_eavesdropper.gaps import Gaps
+from sottovoce_eavesdropper.reading import Capture, open_capture
+from sottovoce_eavesdropper.records import CaptureFile
+from sottovoce_eavesdropper.service import Eavesdropper
+from sottovoce_learner import mirror as mirrors
+from sottovoce_rpc.codec import RoundCodec
+from sottovoce_rpc.learner_status import LearnerState
+from sottovoce_rpc.status import answering
+from tests.examples import made_up, small_spec
+from tests.services.network import network
+from tests.services.test_run import SHAPES
+
+NAMES, ROUNDS = ["ann", "ben", "cleo"], 200
+
+
+def spec_of(capture: str = "mirror") -> RunSpec:
+    clock = {"mode": "paced", "period_s": 0.01, "window": 20, "deadline_s": 30.0}
+    return small_spec(ROUNDS, NAMES, capture=capture, clock=clock)
+
+
+class Cut:
+    """Breaks streams of copies while it is on, and lets none begin."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.on, true = False, Eavesdropper.Mirror
+
+        async def passing(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+            async for request in requests:
+                if self.on:
+                    raise Unavailable("cut")
+                yield request
+
+        async def mirror(own: Eavesdropper, requests: AsyncIterator[Any], context: Any) -> Any:
+            async with answering(context):
+                if self.on:
+                    raise Unavailable("cut")
+            return await true(own, passing(requests), context)
+
+        monkeypatch.setattr(Eavesdropper, "Mirror", mirror)
+
+
+async def run_with_a_cut(folder: Path, cut: Cut, *, off: bool) -> tuple[Outcome, Capture]:
+    """Cut from about round 30 on, to about round 120 or the end."""
+    spec = spec_of()
+    async with network(folder, NAMES) as up:
+        running = asyncio.ensure_future(up.run(spec, made_up(spec)))
+        await up.until("ann", LearnerState.RUNNING, 30)
+        cut.on = True
+        await up.until("ann", LearnerState.RUNNING, 120)
+        cut.on = not off
+        outcome = await running
+    assert outcome.state == "finished"
+    return outcome, open_capture(outcome.capture or "")
+
+
+def heard(capture: Capture) -> list[set[int]]:
+    """Rounds of each learner that were captured."""
+    rounds: list[set[int]] = [set() for _ in NAMES]
+    codec = RoundCodec(SHAPES)
+    for payload in capture.messages()["payload"].to_pylist():
+        t, sender, _ = codec.decode(payload)
+        rounds[sender].add(t)
+    return rounds
+
+
+async def test_a_mirror_that_was_cut_off_comes_back_and_nothing_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcome, capture = await run_with_a_cut(tmp_path, Cut(monkeypatch), off=True)
+    assert capture.complete and capture.facts["gaps"] == [] and gaps_in(outcome) == ()
+    assert heard(capture) == [set(range(ROUNDS))] * 3
+    assert capture.transcript(SHAPES, 3).rounds == ROUNDS
+    assert capture.facts["noticed_count"] == 0
+
+
+async def test_what_a_mirror_could_not_keep_is_a_gap_that_the_capture_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mirrors, "MOST_WAITING", 10)
+    monkeypatch.setattr(mirrors, "AGAIN", 5)
+    monkeypatch.setattr(mirrors, "FLUSH_S", 0.02)
+    outcome, capture = await run_with_a_cut(tmp_path, Cut(monkeypatch), off=True)
+    named: list[set[int]] = [set(), set(), set()]
+    for gap in capture.facts["gaps"]:
+        named[gap["sender"]] |= set(range(gap["from"], gap["to"]))
+    assert not capture.complete and all(named)
+    assert named == [set(range(ROUNDS)) - rounds for rounds in heard(capture)]
+    assert gaps_in(outcome)[0].startswith("learner 0, rounds ")
+
+
+async def test_a_mirror_that_does_not_come_back_leaves_a_gap_to_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mirrors, "LAST_S", 0.5)
+    outcome, capture = await run_with_a_cut(tmp_path, Cut(monkeypatch), off=False)
+    assert not capture.complete
+    assert [(gap["sender"], gap["to"]) for gap in capture.facts["gaps"]] == [(i, None) for i in range(3)]
+    assert [gap["from"] for gap in capture.facts["gaps"]] == [len(rounds) for rounds in heard(capture)]
+    assert all(text.endswith("to the end") for text in gaps_in(outcome))
+
+
+async def test_a_full_disk_is_said_to_whoever_asked_for_the_capture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(own: CaptureFile, rows: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(CaptureFile, "_write", full)
+    spec = small_spec(5, NAMES, capture="relay")
+    async with network(tmp_path, NAMES) as up:
+        outcome = await up.run(spec, made_up(spec))
+    assert (outcome.state, outcome.capture_error) == ("finished", "No space left on device")
+    assert not open_capture(outcome.capture or "").complete
+
+
+@pytest.mark.parametrize("capture", ["relay", "mirror"])
+async def test_an_eavesdropper_that_is_started_again_takes_up_its_captures(tmp_path: Path, capture: str) -> None:
+    """It dies with what is in its memory; the relays come back on their ports, the run goes on, and what is lost is named."""
+    spec = spec_of(capture)
+    async with network(tmp_path, NAMES) as up:
+        running = asyncio.ensure_future(up.run(spec, made_up(spec)))
+        await up.until("ann", LearnerState.RUNNING, 30)
+        old = up.eavesdropping
+        assert old is not None and old.service is not None
+        (recording,) = old._captures.values()
+        await recording.writing.end()
+        await old.service.server.stop(None)
+        for relay in recording.relays:
+            await relay._server.stop(None)
+        recording.file.open = False  # what it has in memory goes with it
+        up.eavesdropping = Eavesdropper(replace(old.config, listen=up.eavesdropper))
+        assert await up.eavesdropping.start() == up.eavesdropper
+        outcome = await running
+        (again,) = up.eavesdropping._captures.values()
+        await up.eavesdropping.stop()
+    taken = open_capture(outcome.capture or "")
+    assert outcome.state == "finished"
+    assert again.file.capture_id == recording.file.capture_id
+    rounds, lost = heard(taken), [set[int](), set[int](), set[int]()]
+    for gap in taken.facts["gaps"]:
+        lost[gap["sender"]] |= set(range(gap["from"], gap["to"]))
+    for there, missing in zip(rounds, lost, strict=True):
+        assert set(range(ROUNDS)) - there <= missing
+    assert taken.complete == (not any(lost))
+    assert taken.totals()[0] == taken.facts["messages"]
+    assert taken.facts["noticed_count"] == 0
+    streams = taken.batches(["caller", "callee", "stream", "kind"])
+    hellos = [tuple(row.values()) for batch in streams for row in batch.to_pylist() if row["kind"] == "hello"]
+    assert len(set(hellos)) * 2 >= len(hellos)  # one each way: no stream was counted twice
+
+
+@given(st.lists(st.integers(0, 30), max_size=60))
+def test_gaps_are_the_rounds_below_the_last_one_that_did_not_come(rounds: list[int]) -> None:
+    """In any order, however often."""
+    gaps = Gaps()
+    gaps.begun(4)
+    for t in rounds:
+        gaps.came(4, t=t)
+    gaps.over(4, well=True)
+    named = [t for gap in gaps.facts() for t in range(gap["from"], gap["to"])]
+    assert named == [t for t in range(max(rounds, default=0)) if t not in rounds]
+    assert all(gap["sender"] == 4 for gap in gaps.facts())
+
+
+def test_a_stream_that_broke_and_came_back_leaves_no_gap() -> None:
+    gaps = Gaps()
+    for t, well in ((0, False), (1, True)):
+        gaps.begun(2)
+        gaps.came(2, t=t)
+        assert gaps.facts() == [{"sender": 2, "from": t + 1, "to": None}]
+        gaps.over(2, well=well)
+    assert gaps.facts() == []
+
+
+def test_a_way_that_is_lost_twice_has_two_gaps() -> None:
+    gaps = Gaps()
+    gaps.resumed(0, 1, due=5, t=8)
+    gaps.resumed(0, 1, due=20, t=20)
+    gaps.resumed(0, 1, due=30, t=31)
+    gaps.resumed(1, 0, due=40, t=None)
+    assert gaps.facts() == [
+        {"sender": 0, "receiver": 1, "from": 5, "to": 8},
+        {"sender": 0, "receiver": 1, "from": 30, "to": 31},
+        {"sender": 1, "receiver": 0, "from": 40, "to": None},
+    ]

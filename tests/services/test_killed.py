@@ -1,0 +1,135 @@
+"""Processes that are killed with -9."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+from sottovoce.spec import RunSpec
+from sottovoce_client.running.operate import Outcome, run_on
+from sottovoce_client.running.summary import Progress
+from sottovoce_eavesdropper.reading import open_capture
+from sottovoce_eavesdropper.service import Eavesdropper, EavesdropperConfig
+from sottovoce_rpc.codec import RoundCodec
+from tests.examples import made_up, small_spec
+from tests.services.network import PATIENCE_S
+from tests.services.test_run import SHAPES
+
+NAMES = ["ann", "ben", "cleo"]
+
+
+@contextmanager
+def service(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A process of ours and its address; killed at the end, if it still lives."""
+    command = [sys.executable, "-m", "sottovoce_client", *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield process, json.loads(process.stdout.readline())["address"]
+        finally:
+            process.kill()
+
+
+def spec_of() -> RunSpec:
+    """Paced, so that there is a middle to be killed in."""
+    clock = {"mode": "paced", "period_s": 0.02, "window": 5, "deadline_s": 30.0}
+    return small_spec(200, NAMES, clock=clock, capture="relay")
+
+
+async def run(folder: Path, eavesdropper: str, *, kill: bool) -> tuple[Outcome, bool]:
+    """A run, in the middle of which its coordinator may be killed and started again; and whether the client saw that."""
+    spec, halfway, seen = spec_of(), asyncio.Event(), []
+
+    def look(progress: Progress, state: str) -> None:
+        seen.append("the coordinator" in progress.away)
+        if min(progress.rounds) >= 20:
+            halfway.set()
+
+    arguments = ["coordinator", "--eavesdropper", eavesdropper, "--state", str(folder / "coordinator"), "--listen"]
+    names = [part for name in NAMES for part in ("--name", name)]
+    with service(*arguments, "127.0.0.1:0") as (coordinator, address):
+        learners = ["--coordinator", address, "--state", str(folder / "learners"), "--noise-seed", "same"]
+        with service("learner", *names, *learners):
+            running = asyncio.ensure_future(run_on(address, spec, made_up(spec), look))
+            if not kill:
+                return await asyncio.wait_for(running, PATIENCE_S), any(seen)
+            await asyncio.wait_for(halfway.wait(), PATIENCE_S)
+            coordinator.send_signal(signal.SIGKILL)
+            await asyncio.to_thread(coordinator.wait)
+            with service(*arguments, address):
+                return await asyncio.wait_for(running, PATIENCE_S), any(seen)
+
+
+def said(outcome: Outcome) -> dict[tuple[int, int], bytes]:
+    """What was said, by sender and round; a round that was said twice must be the same."""
+    codec, found = RoundCodec(SHAPES), dict[tuple[int, int], bytes]()
+    table = open_capture(outcome.capture or "").messages()
+    for payload in table["payload"].to_pylist():
+        t, sender, _ = codec.decode(payload)
+        assert found.setdefault((sender, t), payload) == payload
+    return found
+
+
+async def test_a_run_survives_the_death_of_its_coordinator_with_the_same_trajectory(tmp_path: Path) -> None:
+    eavesdropper = Eavesdropper(EavesdropperConfig(folder=tmp_path / "captures"))
+    address = await eavesdropper.start()
+    try:
+        calm, unseen = await run(tmp_path / "calm", address, kill=False)
+        killed, seen = await run(tmp_path / "killed", address, kill=True)
+    finally:
+        await eavesdropper.stop()
+    assert (calm.state, killed.state, killed.detail) == ("finished", "finished", "")
+    assert (unseen, seen) == (False, True)
+    assert said(killed) == said(calm)
+    assert len(said(killed)) == 3 * 200
+    assert [status.epsilon_spent for status in killed.statuses] == [status.epsilon_spent for status in calm.statuses]
+
+
+def ended(*arguments: str) -> tuple[int, str]:
+    """A service that is refused: its exit code, and what it says."""
+    command = [sys.executable, "-m", "sottovoce_client", *arguments, "--log-level", "error"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    return done.returncode, done.stderr.strip().splitlines()[-1]
+
+
+async def test_a_learner_that_is_killed_and_started_again_is_named_and_others_are_refused(tmp_path: Path) -> None:
+    """It lost its state: it says no round again, the run ends with its name, and the coordinator serves the next run."""
+    state, folder = str(tmp_path / "coordinator"), str(tmp_path / "learners")
+    with service("coordinator", "--listen", "127.0.0.1:0", "--state", state) as (_, address):
+        ben, ann = (("learner", "--name", name, "--coordinator", address, "--state") for name in ("ben", "ann"))
+        with service(*ben, folder):
+            with service(*ann, folder) as (first, _):
+                spec = small_spec(10_000, ["ann", "ben"], clock={"mode": "paced", "period_s": 0.02, "deadline_s": 60.0})
+                begun = asyncio.Event()
+                watch = partial(_tell_when_begun, begun)
+                running = asyncio.ensure_future(
+                    run_on(address, spec, made_up(small_spec(2_000, ["ann", "ben"])), watch)
+                )
+                await asyncio.wait_for(begun.wait(), PATIENCE_S)
+                elsewhere = await asyncio.to_thread(ended, *ann, str(tmp_path / "elsewhere"))
+                second = await asyncio.to_thread(ended, "coordinator", "--listen", "127.0.0.1:0", "--state", state)
+                first.send_signal(signal.SIGKILL)
+                await asyncio.to_thread(first.wait)
+            with service(*ann, folder):
+                outcome = await asyncio.wait_for(running, PATIENCE_S)
+                short = small_spec(5, ["ann", "ben"])
+                again = await asyncio.wait_for(run_on(address, short, made_up(short), lambda *_: None), PATIENCE_S)
+    assert elsewhere[0] == 2 and "'ann' has joined with another state folder than this one" in elsewhere[1]
+    assert second == (
+        2,
+        f"sottovoce: another coordinator uses the state folder {state}: stop it, or take another folder",
+    )
+    assert outcome.state == "failed" and outcome.detail.startswith("ann failed: this learner has said round ")
+    assert again.state == "finished"
+
+
+def _tell_when_begun(begun: asyncio.Event, progress: Progress, state: str) -> None:
+    if min(progress.rounds) >= 5:
+        begun.set()
