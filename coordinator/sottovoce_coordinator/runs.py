@@ -96,10 +96,14 @@ class RunBook:
         return [(i, j, self.addresses[j]) for i, j in self.run.network.edges]
 
     def briefing(self, index: int) -> list[Directive]:
-        """All that a learner has to know, at the start or after its stream of directives broke."""
-        done = self.statuses[index].rounds_done  # it holds the epochs of all rounds that it has done
-        (epochs,) = self._epochs([index], done, max(self.clock.granted, 1))
-        return [self.assignment(index), *epochs, self.grant()]
+        """All that a learner has to know after its stream of directives broke, or it was started again.
+
+        It holds the epochs of all rounds that it has done, but for the last, which its log may not have; who was started again
+        needs the first one, too, which names everybody and where they are.
+        """
+        done = max(self.statuses[index].rounds_done - 1, 0)
+        (first,), (epochs,) = self._epochs([index], 0, min(done, 1)), self._epochs([index], done, max(self.clock.granted, 1))
+        return [self.assignment(index), *first, *epochs, self.grant()]
 
     def briefings(self) -> list[list[Directive]]:
         """Of all learners, by index, at the start."""

@@ -45,6 +45,7 @@ class Plan:
         """Everybody whom the learner hears or tells in some round."""
         self.announced = 0
         """Rounds below this one are as the coordinator says."""
+        self._over = 0
         self._parts: dict[int, _Part] = {}
         self._last = self._part(0)
         self._always = self._last if network.horizon == 1 else None
@@ -89,7 +90,9 @@ class Plan:
             raise RemoteProtocolError(
                 f"the first epoch must name the neighbours of all rounds, {sorted(self.neighbours)}, got {sorted(weights)}"
             )
-        self._last, self.announced = part, first_round + 1
+        # What a learner did before it died was announced then, and needs no epochs again, but for the first, with the addresses.
+        self.announced = max(first_round + 1, self._over)
+        self._last = self.part(self.announced - 1)
 
     def require(self, until: int) -> None:
         """Rounds below `until` need no further epoch.
@@ -107,6 +110,7 @@ class Plan:
     def forget(self, t: int) -> None:
         """Round t is over."""
         self._parts.pop(t, None)
+        self._over = t + 1
 
     def _part(self, t: int) -> _Part:
         mixing, i = self._network.at(t), self._index

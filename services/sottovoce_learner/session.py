@@ -150,7 +150,6 @@ class Session:
         self.inbox = Inbox(self._plan.neighbours, self._plan.heard, ahead, self._done)
         self._heard: Recent[tuple[int, int], bytes] = Recent(KEPT)
         self._granted = self._told = 0
-        self._waiting: tuple[str, float, asyncio.Future[None]] | None = None
         self._lifecycle = (LearnerState.CONNECTING, "")
         self._private = private
         self._hungry = asyncio.Event()  # set once a round, so a feeder that waits looks again
