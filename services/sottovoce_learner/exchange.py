@@ -55,6 +55,7 @@ def _greeted(session: Session, payload: bytes) -> tuple[int, int]:
 
     Raises:
         StrangerError: of another run, or not a neighbour.
+        DataError: it has heard rounds that this learner's log does not have.
         RemoteProtocolError: no Hello, or of another plan or other fields: the same words would mean something else.
     """
     said, told = read_hello(payload), session.role
@@ -70,6 +71,7 @@ def _greeted(session: Session, payload: bytes) -> tuple[int, int]:
         raise RemoteProtocolError(
             f"learner {said.learner} must say the fields {session.codec.shapes}, got {from_fields(said.fields)}"
         )
+    session.require_own_past(said.learner, said.next_round)
     return said.learner, said.next_round
 
 
