@@ -102,7 +102,10 @@ class RunBook:
         needs the first one, too, which names everybody and where they are.
         """
         done = max(self.statuses[index].rounds_done - 1, 0)
-        (first,), (epochs,) = self._epochs([index], 0, min(done, 1)), self._epochs([index], done, max(self.clock.granted, 1))
+        (first,), (epochs,) = (
+            self._epochs([index], 0, min(done, 1)),
+            self._epochs([index], done, max(self.clock.granted, 1)),
+        )
         return [self.assignment(index), *first, *epochs, self.grant()]
 
     def briefings(self) -> list[list[Directive]]:

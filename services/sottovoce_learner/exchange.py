@@ -56,6 +56,7 @@ def _greeted(session: Session, payload: bytes) -> tuple[int, int]:
 
     Raises:
         StrangerError: of another run, not a neighbour, or an older process of one.
+        DataError: it has heard rounds that this learner's log does not have.
         RemoteProtocolError: no Hello, or of another plan or other fields: the same words would mean something else.
     """
     said, told = read_hello(payload), session.role
@@ -78,6 +79,7 @@ def _greeted(session: Session, payload: bytes) -> tuple[int, int]:
             "process, or runs on a copy of its state"
         )
     link.incarnation = said.incarnation
+    session.require_own_past(said.learner, said.next_round)
     return said.learner, said.next_round
 
 

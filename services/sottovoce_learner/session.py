@@ -264,6 +264,18 @@ class Session:
         if complete:
             self._wake()
 
+    def require_own_past(self, neighbour: int, next_round: int) -> None:
+        """A neighbour cannot have heard what was never said: our log was set back, and those rounds must not be said again.
+
+        Raises:
+            DataError: it has.
+        """
+        if self._plan.lockstep and next_round > self._said:
+            raise DataError(
+                f"learner {neighbour} has heard round {next_round - 1} of this learner, whose log has {self._said} rounds: its "
+                "state folder was set back, and nothing is said until it is put back"
+            )
+
     async def feed(self, batch: learner_pb2.SampleBatch) -> None:
         """Records from the owner; waits while the learner has more than enough, for ever once it takes no more.
 

@@ -18,6 +18,7 @@ from sottovoce.running.run import build_run
 from sottovoce.running.simulator import simulate
 from sottovoce.running.transcript import Transcript
 from sottovoce.spec import RunSpec
+from sottovoce_client.running.feeder import batches
 from sottovoce_client.running.operate import BY_OPERATOR, Interrupted, Outcome
 from sottovoce_coordinator.clock import RoundClock
 from sottovoce_coordinator.runs import RunBook
@@ -556,3 +557,41 @@ async def test_a_learner_that_is_started_again_goes_on_in_its_run(tmp_path: Path
     assert (
         open_capture(end.capture_location).transcript(SHAPES, 4).rounds == 400
     )  # refused where a round has two contents
+
+
+async def test_a_feeder_that_comes_back_is_told_at_once_what_is_due(tmp_path: Path) -> None:
+    """Also after the learner was started again, and while its feeder says nothing more: records are kept before their receipt."""
+    spec = small_spec(400, NAMES)
+    data = made_up(spec, records=3)
+    sent = batches(data.learners[0], "feeder")
+    async with network(tmp_path, NAMES) as up:
+        run_id = (await up.start(spec, data.n_features)).run_id
+        await up.feed(run_id, spec, data, but=NAMES[1:])
+        await up.leave("ann")
+        await up.join("ann")
+        await up.until("ann", LearnerState.RUNNING)
+        async with channel(up.addresses["ann"]) as to:
+            call = learner_pb2_grpc.LearnerStub(to).Ingest(timeout=PATIENCE_S)
+            await call.write(sent[0])
+            receipt = await call.read()
+            call.cancel()
+    assert isinstance(receipt, learner_pb2.IngestReceipt)
+    assert receipt.next_sequence == len(sent) > 1
+
+
+async def test_a_learner_whose_folder_was_set_back_says_nothing(tmp_path: Path) -> None:
+    """All of it, to an earlier moment, on the same disk: its neighbours know what it has said."""
+    spec = small_spec(100_000, NAMES, clock={"deadline_s": 2.0})
+    data, state = made_up(small_spec(ROUNDS, NAMES), records=200), tmp_path / "journals"
+    async with network(tmp_path, NAMES) as up:
+        run_id = (await up.start(spec, data.n_features)).run_id
+        await up.feed(run_id, spec, data)
+        early = {path: path.read_bytes() for path in state.rglob("*") if path.is_file() and "ann" in str(path)}
+        await up.until("ann", LearnerState.RUNNING, 10)
+        await up.leave("ann")
+        for path, raw in early.items():
+            path.write_bytes(raw)
+        before = said_rounds(state, "ann")
+        await up.join("ann")
+        await up.until("ann", LearnerState.FAILED)
+        assert said_rounds(state, "ann") == before

@@ -50,7 +50,7 @@ async def feed(address: str, run_id: str, data: LearnerData, source: str = "feed
     async with channel(address) as to:
         stub = learner_pb2_grpc.LearnerStub(to)
         while sent < len(to_send):
-            await _ready(stub, run_id, address)  # again after each break: it may have been started again
+            await _ready(stub, run_id, address)  # again after a break: it may have been started again
             try:
                 call = stub.Ingest(_from(to_send, sent))
                 async for receipt in call:
