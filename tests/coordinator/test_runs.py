@@ -120,7 +120,8 @@ def test_a_learner_that_was_away_is_told_the_epochs_of_all_rounds_that_it_may_la
     held = changing()
     running(held)
     held.report(status("b", RUNNING, 2))
-    assert [first for first, _, _ in told_in(held.briefing(1))] == [2, 3]
+    # It may have been started again, from a log that lacks the last round: it needs all addresses, and that round's epoch.
+    assert [first for first, _, _ in told_in(held.briefing(1))] == [0, 1, 2, 3]
     assert [first for first, _, _ in told_in(held.briefing(0))] == [0, 2, 3]
 
 
