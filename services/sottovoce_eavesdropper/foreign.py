@@ -11,7 +11,7 @@ import structlog
 
 from sottovoce.errors import CaptureError, SpecError, Unavailable
 from sottovoce_eavesdropper.records import WRITE_S, CaptureFile
-from sottovoce_eavesdropper.relay import Relay
+from sottovoce_eavesdropper.relay import FINISH_S, Relay
 from sottovoce_eavesdropper.storage import open_folder
 from sottovoce_rpc.server import CHANNEL_OPTIONS, SERVER_OPTIONS, announce, serve_until_stopped
 from sottovoce_rpc.tasks import Tasks
@@ -141,4 +141,4 @@ async def serve(config: ForeignConfig, *, with_stdin: bool = False) -> None:
     """
     relay = ForeignRelay(config)
     announce("relay", address=await relay.start(), to=config.to, capture=relay.folder)
-    await serve_until_stopped(relay.stop, with_stdin=with_stdin)
+    await serve_until_stopped(relay.stop, with_stdin=with_stdin, drain_s=FINISH_S + WRITE_S)

@@ -18,7 +18,7 @@ from sottovoce.errors import CaptureError, RemoteProtocolError, SpecError
 from sottovoce_eavesdropper.lookout import Row
 from sottovoce_eavesdropper.mirrored import Participants
 from sottovoce_eavesdropper.records import WRITE_S, CaptureFile, part_number
-from sottovoce_eavesdropper.relay import Relay
+from sottovoce_eavesdropper.relay import FINISH_S, Relay
 from sottovoce_eavesdropper.resuming import left_open, resumed
 from sottovoce_eavesdropper.storage import Folder, open_folder
 from sottovoce_rpc.codec import RoundCodec, from_fields
@@ -311,4 +311,4 @@ async def serve(config: EavesdropperConfig, *, with_stdin: bool = False) -> None
     """
     service = Eavesdropper(config)
     announce("eavesdropper", address=await service.start())
-    await serve_until_stopped(service.stop, with_stdin=with_stdin)
+    await serve_until_stopped(service.stop, with_stdin=with_stdin, drain_s=FINISH_S + WRITE_S)

@@ -154,6 +154,7 @@ async def serve_until_stopped(
     work: Iterable[Coroutine[Any, Any, object]] = (),
     *,
     with_stdin: bool = False,
+    drain_s: float = _DRAIN_S,
 ) -> None:
     """Run a started service: until it is told to stop, or one of its endless works fails; then the ladder.
 
@@ -161,6 +162,7 @@ async def serve_until_stopped(
         stop: drains and closes the service.
         work: what it does in the meantime.
         with_stdin: stop when standard input ends, so that no service outlives whoever started it.
+        drain_s: how long `stop` may take; then it is cut off.
 
     Raises:
         SottovoceError: what a work failed with.
@@ -175,7 +177,7 @@ async def serve_until_stopped(
                     [told, *(works.start(each) for each in work)], return_when=asyncio.FIRST_COMPLETED
                 )
         finally:
-            await drained(stop(), _DRAIN_S)
+            await drained(stop(), drain_s)
     for task in done:
         task.result()
 

@@ -22,6 +22,21 @@ def content(heard: Mapping[int, Message]) -> dict[int, list[float]]:
     return {j: said["y"].tolist() for j, said in heard.items()}
 
 
+# By name: Hypothesis looks up the source of a lambda again for every step, which takes minutes in older versions.
+
+
+def _somebody_is_due(model: Neighbourhood) -> bool:
+    return any(due < model.round + model.ahead for due in model.due.values())
+
+
+def _round_is_complete(model: Neighbourhood) -> bool:
+    return model.complete()
+
+
+def _there_are_neighbours(model: Neighbourhood) -> bool:
+    return bool(model.due)
+
+
 class Neighbourhood(RuleBasedStateMachine):
     """A model of the rules beside the real thing: `due` is the next round of each neighbour.
 
@@ -49,16 +64,16 @@ class Neighbourhood(RuleBasedStateMachine):
             while self.due[j] < self.round + self.ahead and j not in self.heard_in(self.due[j]):
                 self.due[j] += 1
 
-    @precondition(lambda self: any(due < self.round + self.ahead for due in self.due.values()))
+    @precondition(_somebody_is_due)
     @rule(data=st.data())
     def say_what_is_due(self, data: st.DataObject) -> None:
         j = data.draw(st.sampled_from(sorted(j for j, due in self.due.items() if due < self.round + self.ahead)))
         t = self.due[j]
         self.due[j] += 1
         self._pass_over()
-        assert self.inbox.put(j, t, j, message(t, j)) == self._complete()
+        assert self.inbox.put(j, t, j, message(t, j)) == self.complete()
 
-    @precondition(lambda self: self._complete())
+    @precondition(_round_is_complete)
     @rule()
     def go_on(self) -> None:
         expected = {j: [float(self.round), float(j)] for j in self.heard_in(self.round)}
@@ -66,7 +81,7 @@ class Neighbourhood(RuleBasedStateMachine):
         self.round += 1
         self._pass_over()
 
-    @precondition(lambda self: self.due)
+    @precondition(_there_are_neighbours)
     @rule(data=st.data(), t=st.integers(0, 12))
     def say_something_out_of_turn(self, data: st.DataObject, t: int) -> None:
         j = data.draw(st.sampled_from(sorted(self.due)))
@@ -75,7 +90,7 @@ class Neighbourhood(RuleBasedStateMachine):
         with pytest.raises(RemoteProtocolError, match=f"learner {j} must say round {self.due[j]} next, got round {t}"):
             self.inbox.put(j, t, j, message(-1, -1))
 
-    @precondition(lambda self: self.due)
+    @precondition(_there_are_neighbours)
     @rule(data=st.data(), sender=st.integers(0, 9))
     def speak_in_another_name(self, data: st.DataObject, sender: int) -> None:
         j = data.draw(st.sampled_from(sorted(self.due)))
@@ -97,10 +112,10 @@ class Neighbourhood(RuleBasedStateMachine):
     def the_inbox_agrees_with_the_model(self) -> None:
         assert self.inbox.round == self.round
         assert {j: self.inbox.next_round(j) for j in self.due} == self.due
-        assert self.inbox.complete == self._complete()
+        assert self.inbox.complete == self.complete()
         assert sorted(self.inbox.missing) == sorted(j for j, due in self.due.items() if due <= self.round)
 
-    def _complete(self) -> bool:
+    def complete(self) -> bool:
         return all(self.due[j] > self.round for j in self.heard_in(self.round))
 
 
