@@ -15,7 +15,7 @@ from typing import Any, Literal, TextIO
 import grpc
 import structlog
 
-from sottovoce.errors import NotReady, RemoteProtocolError, SottovoceError, SpecError, Unavailable
+from sottovoce.errors import DataError, NotReady, RemoteProtocolError, SottovoceError, SpecError, Unavailable
 from sottovoce.noise import KeyedNoise, Noise, OpenDpNoise, RecordedNoise, SystemNoise
 from sottovoce.running.transcript import read_noise
 from sottovoce.spec import LEARNER_NAME
@@ -24,6 +24,7 @@ from sottovoce_learner.identity import Identity
 from sottovoce_learner.ledger import Ledger
 from sottovoce_learner.mirror import Mirror
 from sottovoce_learner.session import Role, Session
+from sottovoce_learner.standing import Files, under_way
 from sottovoce_learner.store import claim
 from sottovoce_rpc import directives
 from sottovoce_rpc.codec import from_tensor, to_tensor
@@ -240,15 +241,13 @@ class Learner:
             NotReady: the state folder cannot be written.
         """
         pb, own = coordinator_pb2, self._identity
-        session = self._session
-        run = {} if session is None or session.ended else self._standing(session)
         introduction = pb.Introduction(
             learner=own.learner,
             address=address,
             store=own.store,
             incarnation=own.incarnation,
             rejoins=self._confirmed,
-            **run,
+            **await self._under_way(),
         )
         await call.write(pb.Event(introduction=introduction))
         told = await _answer(call)
@@ -265,14 +264,20 @@ class Learner:
             )
         self._confirmed = True
 
-    @staticmethod
-    def _standing(session: Session) -> dict[str, Any]:
-        """How far it is in its run, for a coordinator that may know less of it."""
-        return {
-            "run_id": session.role.run_id,
-            "journaled": session.status.rounds_said,
-            "granted": session.granted,
-        }
+    async def _under_way(self) -> dict[str, Any]:
+        """How far it is in its run, for a coordinator that may know less of it, or more: then its state was set back."""
+        session = self._session
+        if session is not None and not session.ended:
+            status = session.status
+            return {"run_id": status.run_id, "journaled": status.rounds_said, "granted": session.granted}
+        if self._confirmed:
+            return {}
+        try:
+            files = Files(self.config.state_folder, self.config.name)
+            found = await asyncio.to_thread(under_way, files)
+        except DataError:  # nothing is said from such a folder: a run is told so when it begins
+            return {}
+        return {} if found is None else {"run_id": found[0], "journaled": found[1]}
 
     # ---- the coordinator ----------------------------------------------------------------------------------
 

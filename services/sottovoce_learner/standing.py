@@ -154,6 +154,18 @@ def stand(files: Files, *, copied: bool = False) -> Standing | None:
                 raise
 
 
+def under_way(files: Files) -> tuple[str, int] | None:
+    """The run that a learner was in last, if it is open, and how many of its rounds were said.
+
+    Raises:
+        DataError: as `stand`.
+    """
+    standing = stand(files)
+    if standing is None or standing.opened is None or standing.log is None:
+        return None
+    return standing.opened.run_id, said(standing.log)
+
+
 def _required(standing: Standing) -> Standing | None:
     files, mark, lines = standing.files, standing.mark, standing.lines
     if mark is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -176,6 +177,38 @@ async def test_only_one_may_be_a_learner_or_a_coordinator(tmp_path: Path) -> Non
     )
     assert (outcome.state, outcome.detail) == ("finished", "")
     assert again.state == "finished"
+
+
+async def test_a_state_that_was_set_back_where_it_stands_is_refused(tmp_path: Path) -> None:
+    """As by a snapshot of the disk: every file has the content that it had some rounds before, and the same incarnation."""
+    begun, later, folder = asyncio.Event(), asyncio.Event(), tmp_path / "learners"
+    spec = small_spec(2_000, ["ann", "ben"], clock={"mode": "paced", "period_s": 0.02, "deadline_s": 60.0})
+
+    def look(progress: Progress, state: str) -> None:
+        if min(progress.rounds) >= 5:
+            begun.set()
+        if min(progress.rounds) >= 40:
+            later.set()
+
+    with service("coordinator", "--listen", "127.0.0.1:0") as (_, address):
+        ben, ann = (
+            ("learner", "--name", name, "--coordinator", address, "--state", str(folder / name))
+            for name in ("ben", "ann")
+        )
+        with service(*ben), service(*ann) as (first, _):
+            running = asyncio.ensure_future(run_on(address, spec, made_up(spec), look))
+            await asyncio.wait_for(begun.wait(), PATIENCE_S)
+            earlier = {file: file.read_bytes() for file in (folder / "ann").rglob("*") if file.is_file()}
+            await asyncio.wait_for(later.wait(), PATIENCE_S)
+            first.send_signal(signal.SIGKILL)
+            await asyncio.to_thread(first.wait)
+            for file, content in earlier.items():
+                file.write_bytes(content)
+            code, text = await asyncio.to_thread(ended, *ann)
+            running.cancel()
+    assert code == 2 and re.search(
+        r"'ann' is an old one: it knows incarnation 1 and \d+ rounds, and must know 1 and \d\d", text
+    )
 
 
 def _tell_when_begun(begun: asyncio.Event, progress: Progress, state: str) -> None:
