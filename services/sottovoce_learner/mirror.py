@@ -20,11 +20,11 @@ from sottovoce_wire.v1 import eavesdropper_pb2, eavesdropper_pb2_grpc
 
 log = structlog.get_logger()
 
-_BATCH, FLUSH_S, _MOST_WAITING = 64, 0.2, 20_000
-_AGAIN = 1_024
+_BATCH, FLUSH_S, MOST_WAITING = 64, 0.2, 20_000
+AGAIN = 1_024
 """Copies that are sent again on a new stream: nobody confirms them one by one."""
 _BACKOFF_S = (0.1, 0.2, 0.5, 1.0, 2.0)
-_LAST_S = 3.0
+LAST_S = 3.0
 """How long the last copies are tried after the end of the run: the eavesdropper waits as long for them."""
 _REFUSED = (
     grpc.StatusCode.INVALID_ARGUMENT,
@@ -47,8 +47,8 @@ class Mirror:
 
     def __init__(self, run_id: str, sender: int, address: str) -> None:
         self._run_id, self._sender, self._address = run_id, sender, address
-        self._waiting: deque[eavesdropper_pb2.MirroredMessage] = deque(maxlen=_MOST_WAITING)
-        self._sent: deque[eavesdropper_pb2.MirroredMessage] = deque(maxlen=_AGAIN)
+        self._waiting: deque[eavesdropper_pb2.MirroredMessage] = deque(maxlen=MOST_WAITING)
+        self._sent: deque[eavesdropper_pb2.MirroredMessage] = deque(maxlen=AGAIN)
         self._full, self._dropping = asyncio.Event(), False
         self._ended_at: float | None = None
 
@@ -73,7 +73,7 @@ class Mirror:
         attempts = 0
         async with channel(self._address) as to:
             stub = eavesdropper_pb2_grpc.EavesdropperStub(to)
-            while self._ended_at is None or time.monotonic() - self._ended_at < _LAST_S:
+            while self._ended_at is None or time.monotonic() - self._ended_at < LAST_S:
                 began = time.monotonic()
                 try:
                     await self._send(stub.Mirror())
