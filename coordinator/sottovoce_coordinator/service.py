@@ -111,12 +111,16 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
 
     async def start(self) -> str:
         """Take up what a coordinator before this one has left, and listen; returns the address."""
-        await self._resume()
-        self.service = await start_server(
-            self.config.listen,
-            lambda server: coordinator_pb2_grpc.add_CoordinatorServicer_to_server(self, server),
-            [NAME],
-        )
+        try:
+            await self._resume()
+            self.service = await start_server(
+                self.config.listen,
+                lambda server: coordinator_pb2_grpc.add_CoordinatorServicer_to_server(self, server),
+                [NAME],
+            )
+        except BaseException:
+            self._store.close()
+            raise
         if self._store.durable:
             self._tasks.start(self._keep(), "progress is no longer written")
         return self.service.address

@@ -73,11 +73,15 @@ class Store:
         self._where = "the coordinator's memory" if folder is None else str(folder / FILE)
         try:
             self._db = sqlite3.connect(":memory:" if folder is None else folder / FILE, timeout=BUSY_S)
+        except BaseException:
+            self._release()
+            raise
+        try:
             with self._written():
                 self._prepare()
             self.origin = self._begin_term() if folder is not None else Origin(0, secrets.token_bytes(NONCE_BYTES))
         except BaseException:
-            self._release()
+            self.close()
             raise
         self._granted: dict[str, int] = {}
 

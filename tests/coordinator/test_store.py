@@ -80,7 +80,9 @@ def test_without_a_folder_nothing_is_kept(tmp_path: Path) -> None:
         store.begin(run)
     assert (store.durable, store.origin.term, [run.run_id for run in store.runs(9)]) == (False, 0, ["run-1"])
     store.close()
-    assert Store(None).runs(9) == []
+    other = Store(None)
+    assert other.runs(9) == []
+    other.close()
 
 
 def test_a_second_coordinator_on_one_folder_is_refused(tmp_path: Path) -> None:
