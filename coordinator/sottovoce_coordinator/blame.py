@@ -32,18 +32,24 @@ class Standing:
 
 
 def blamed(standings: Sequence[Standing], who: int) -> tuple[int, ...]:
-    """Indices of those because of whom learner `who` waits: those who are gone, else the furthest behind."""
-    reached, due = {who}, [who]
-    while due:
-        for j in _waited_for(standings, due.pop()):
-            if j not in reached:
-                reached.add(j)
-                due.append(j)
+    """Indices of those because of whom learner `who` waits: those who are gone, else the furthest behind; or a circle."""
+    reached = {who} | _beyond(standings, who)
     sinks = [i for i in sorted(reached) if not _waited_for(standings, i)]
-    gone = [i for i in sinks if standings[i].away]
-    found = gone or sinks or sorted(reached)
+    if not sinks:
+        return tuple(i for i in sorted(reached) if i in _beyond(standings, i))
+    found = [i for i in sinks if standings[i].away] or sinks
     least = min(standings[i].round for i in found)
     return tuple(i for i in found if standings[i].away or standings[i].round == least)
+
+
+def _beyond(standings: Sequence[Standing], who: int) -> set[int]:
+    """Everybody to whom the waits of a learner lead; itself, too, where they go round in a circle."""
+    reached, due = set[int](), _waited_for(standings, who)
+    while due:
+        if (i := due.pop()) not in reached:
+            reached.add(i)
+            due += _waited_for(standings, i)
+    return reached
 
 
 def in_words(standings: Sequence[Standing], found: Sequence[int]) -> str:
@@ -55,7 +61,7 @@ def in_words(standings: Sequence[Standing], found: Sequence[int]) -> str:
     if first.starved or (first.waiting is not None and first.waiting.cause is Cause.RECORDS):
         return f"{names} {'has' if len(found) == 1 else 'have'} no records for round {first.round}"
     if len(found) > 1 and first.waiting is not None and first.waiting.cause is Cause.NEIGHBOUR:
-        return f"no messages pass between {names} in round {first.round}"
+        return f"no messages pass between {names} in round {min(standings[i].round for i in found)}"
     if first.waiting is not None:
         return f"{names} waited for {first.waiting.cause.value} in round {first.round}"
     return f"{names} {are} silent in round {first.round}"

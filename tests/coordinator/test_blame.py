@@ -47,6 +47,14 @@ def test_those_who_are_gone_are_blamed_before_those_who_are_slow() -> None:
     assert in_words(standings, blamed(standings, 0)) == "cleo and dan are gone since round 9"
 
 
+def test_a_circle_is_named_whole_and_without_those_who_wait_for_it() -> None:
+    """Ben has heard cleo's message of round 4, and cleo not his: they wait in different rounds."""
+    standings = [waits("ann", 6, 1, 3), waits("ben", 5, 2), waits("cleo", 4, 1), waits("dan", 5, 2)]
+    for who in range(4):
+        assert blamed(standings, who) == (1, 2)
+    assert in_words(standings, (1, 2)) == "no messages pass between ben and cleo in round 4"
+
+
 def test_who_waits_for_a_grant_waits_for_the_slowest() -> None:
     standings = [waits("ann", 20, cause=Cause.GRANT), waits("ben", 12, 2), Standing("cleo", 12), Standing("dan", 20)]
     assert blamed(standings, 0) == (2,)
