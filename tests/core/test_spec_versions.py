@@ -24,11 +24,11 @@ def test_what_is_written_can_be_read() -> None:
 
 
 def test_a_newer_document_loses_what_is_unknown() -> None:
-    clock = {**DOCUMENT["clock"], "patience_s": 9.0}
+    clock = {**DOCUMENT["clock"], "lenience_s": 9.0}
     newer = of_format(FORMAT + 1, participation=0.5, clock=clock)
     document, left_out = tolerated(newer, RunSpec)
     assert document == DOCUMENT
-    assert set(left_out) == {"clock.patience_s", "participation"}
+    assert set(left_out) == {"clock.lenience_s", "participation"}
     assert parse_spec(document, imports=True) == parse_spec(DOCUMENT, imports=True)
     assert newer["participation"] == 0.5  # what came is not touched
 
