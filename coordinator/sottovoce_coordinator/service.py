@@ -40,6 +40,8 @@ _KEEP_S = 1.0
 """How old what is written of the learners' progress may be."""
 _JOINING_S = 20.0
 _CAPTURE_S = 10.0
+_CLOSE_S = 60.0
+"""For an eavesdropper to close a capture: it waits for what is on its way, and writes what it holds."""
 _CAPTURED_S = 2.0
 """How often an eavesdropper is asked whether it still captures a run."""
 MOST_RUNS = 32
@@ -638,10 +640,10 @@ async def _close_capture(address: str, capture_id: str) -> str:
     async with channel(address) as to:
         try:
             request = eavesdropper_pb2.CloseCaptureRequest(capture_id=capture_id)
-            closed = await eavesdropper_pb2_grpc.EavesdropperStub(to).CloseCapture(request, timeout=_CAPTURE_S)
+            closed = await eavesdropper_pb2_grpc.EavesdropperStub(to).CloseCapture(request, timeout=_CLOSE_S)
         except grpc.aio.AioRpcError as error:
             log.warning("capture not closed", reason=error.details())
-            return ""
+            return str(as_error(error, f"the eavesdropper at {address}"))
     return closed.capture.error
 
 

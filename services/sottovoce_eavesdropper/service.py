@@ -33,6 +33,8 @@ log = structlog.get_logger()
 NAME = "sottovoce_wire.v1.Eavesdropper"
 _CHUNK = 1024 * 1024
 _MIRROR_DRAIN_S = 3.0
+DRAIN_S = FINISH_S + WRITE_S
+"""How long it may take to write what it holds, once it is told to stop."""
 _MOST_WORLD, _MOST_REPLICA = 2**7 - 1, 2**31 - 1
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -311,4 +313,4 @@ async def serve(config: EavesdropperConfig, *, with_stdin: bool = False) -> None
     """
     service = Eavesdropper(config)
     announce("eavesdropper", address=await service.start())
-    await serve_until_stopped(service.stop, with_stdin=with_stdin, drain_s=FINISH_S + WRITE_S)
+    await serve_until_stopped(service.stop, with_stdin=with_stdin, drain_s=DRAIN_S)

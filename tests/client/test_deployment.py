@@ -14,7 +14,7 @@ from tests.core.test_experiment import small
 from tests.services.network import network
 
 NAMES = ["ann", "ben", "cleo"]
-QUICK = {"durability": "process", "clock": {"window": 5, "deadline_s": 20.0}}
+QUICK = {"durability": "process", "clock": {"window": 5, "deadline_s": 100.0}}
 
 
 async def test_an_experiment_is_started_watched_and_ends(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ def screen() -> tuple[Console, io.StringIO]:
 
 async def test_runs_are_listed_shown_and_stopped(tmp_path: Path) -> None:
     short = small_spec(5, NAMES)
-    paced = small_spec(1000, NAMES, clock={"mode": "paced", "period_s": 0.05, "deadline_s": 60.0})
+    paced = small_spec(1000, NAMES, clock={"mode": "paced", "period_s": 0.05, "deadline_s": 100.0})
     console, shown = screen()
     async with network(tmp_path, NAMES) as up:
         await list_runs(up.coordinator, console)

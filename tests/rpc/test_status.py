@@ -70,7 +70,7 @@ async def failure(address: str) -> grpc.aio.AioRpcError:
     async with channel(address) as to:
         call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = to.unary_unary("/any/Method")
         with pytest.raises(grpc.aio.AioRpcError) as raised:
-            await call(b"", timeout=10)
+            await call(b"", timeout=60)
     return raised.value
 
 

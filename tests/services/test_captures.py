@@ -26,6 +26,7 @@ from sottovoce_eavesdropper import parts, reading, records, storage
 from sottovoce_eavesdropper.reading import Capture, open_capture
 from sottovoce_eavesdropper.records import schema
 from tests.services.capturing import METHOD, SHAPES, captured, conversation, encode_round, frame, hello, row
+from tests.services.network import PATIENCE_S
 
 PART = "part-000001.parquet"
 
@@ -133,7 +134,7 @@ WRITER = """
 import asyncio, sys
 from tests.services.capturing import captured, row, frame
 from sottovoce_eavesdropper import records
-records.PART_S, records.PART_ROWS = 0.05, 50
+records._PART_S, records.PART_ROWS = 0.05, 50
 async def main():
     file = await captured(sys.argv[1], [], close=False)
     task = asyncio.ensure_future(file.write_parts())
@@ -148,7 +149,7 @@ asyncio.run(main())
 def test_a_killed_eavesdropper_leaves_readable_files(tmp_path: Path) -> None:
     writer = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path / "cap")], cwd=Path(__file__).parents[2])
     try:
-        until = time.monotonic() + 60
+        until = time.monotonic() + PATIENCE_S
         while len(part_files(tmp_path / "cap")) < 5:
             assert time.monotonic() < until
             time.sleep(0.01)

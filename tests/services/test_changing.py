@@ -48,7 +48,7 @@ GRAPHS = {"sequence": {"kind": "random", "probability": 0.4, "seed": 2}}
 
 
 def spec_of(topology: dict[str, Any], capture: str = "none", rounds: int = ROUNDS, **more: Any) -> RunSpec:
-    more = {"clock": {"window": 7, "deadline_s": 20.0}, **more}
+    more = {"clock": {"window": 7, "deadline_s": 100.0}, **more}
     return gossip_spec(topology, rounds, NAMES, capture=capture, **more)
 
 
@@ -105,7 +105,7 @@ async def test_a_run_equals_its_simulation_and_the_capture_shows_it(
     "clock", [{"mode": "data", "window": 3}, {"mode": "paced", "period_s": 0.01}, {"window": 1}], ids=str
 )
 async def test_other_clocks_bring_a_run_to_its_end(tmp_path: Path, clock: dict[str, Any]) -> None:
-    spec = spec_of(DIGRAPHS, clock={"deadline_s": 20.0, **clock})
+    spec = spec_of(DIGRAPHS, clock={"deadline_s": 100.0, **clock})
     data = made_up(spec)
     noise, _, last = recorded(spec, data, tmp_path / "noise.npz")
     async with network(tmp_path, NAMES, noise=noise) as up:
@@ -157,7 +157,7 @@ async def test_a_learner_that_is_not_waited_for_is_rounds_ahead_and_a_broken_str
 
 
 async def test_a_learner_whose_directives_break_off_is_told_the_epochs_that_it_missed(tmp_path: Path) -> None:
-    spec = spec_of(DIGRAPHS, rounds=400, clock={"mode": "paced", "period_s": 0.002, "window": 20, "deadline_s": 20.0})
+    spec = spec_of(DIGRAPHS, rounds=400, clock={"mode": "paced", "period_s": 0.002, "window": 20, "deadline_s": 100.0})
     data = made_up(spec)
     noise, _, last = recorded(spec, data, tmp_path / "noise.npz")
     async with network(tmp_path, NAMES, noise=noise) as up:

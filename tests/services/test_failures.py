@@ -74,7 +74,7 @@ class Failing(Gossip):
 
 
 def spec_of(fails: str) -> RunSpec:
-    document = small_spec(10, NAMES, clock={"deadline_s": 20.0}).model_dump(mode="json")
+    document = small_spec(10, NAMES, clock={"deadline_s": 100.0}).model_dump(mode="json")
     return parse_spec(
         {**document, "algorithm": {"name": "tests.services.test_failures:FailingSpec", "fails": fails}}, imports=True
     )

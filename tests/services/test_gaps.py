@@ -32,7 +32,7 @@ NAMES, ROUNDS = ["ann", "ben", "cleo"], 200
 
 
 def spec_of(capture: str = "mirror") -> RunSpec:
-    clock = {"mode": "paced", "period_s": 0.01, "window": 20, "deadline_s": 30.0}
+    clock = {"mode": "paced", "period_s": 0.01, "window": 20, "deadline_s": 100.0}
     return small_spec(ROUNDS, NAMES, capture=capture, clock=clock)
 
 
@@ -201,3 +201,18 @@ def test_a_way_that_is_lost_twice_has_two_gaps() -> None:
         {"sender": 0, "receiver": 1, "from": 30, "to": 31},
         {"sender": 1, "receiver": 0, "from": 40, "to": None},
     ]
+
+
+async def test_a_capture_that_is_not_closed_is_said(tmp_path: Path) -> None:
+    """The eavesdropper is gone at the end of the run."""
+    spec = spec_of()
+    async with network(tmp_path, NAMES) as up:
+        running = asyncio.ensure_future(up.run(spec, made_up(spec)))
+        await up.until("ann", LearnerState.RUNNING, 30)
+        assert up.eavesdropping is not None and up.eavesdropping.service is not None
+        await up.eavesdropping.service.server.stop(None)
+        outcome = await running
+        capture = open_capture(outcome.capture or "")
+        assert not capture.complete
+    assert outcome.state == "finished"
+    assert outcome.capture_error.startswith(f"cannot reach the eavesdropper at {up.eavesdropper}")

@@ -47,7 +47,7 @@ def service(*arguments: str) -> Iterator[Started]:
 
 def spec_of() -> RunSpec:
     """Paced, so that there is a middle to be killed in."""
-    clock = {"mode": "paced", "period_s": 0.02, "window": 5, "deadline_s": 30.0}
+    clock = {"mode": "paced", "period_s": 0.02, "window": 5, "deadline_s": 100.0}
     return small_spec(200, NAMES, clock=clock, capture="relay")
 
 
@@ -157,7 +157,7 @@ async def test_only_one_may_be_a_learner_or_a_coordinator(tmp_path: Path) -> Non
         ben, ann = (("learner", "--name", name, "--coordinator", address, "--state") for name in ("ben", "ann"))
         with service(*ben, folder):
             with service(*ann, folder) as (first, listens):
-                spec = small_spec(300, ["ann", "ben"], clock={"mode": "paced", "period_s": 0.02, "deadline_s": 60.0})
+                spec = small_spec(300, ["ann", "ben"], clock={"mode": "paced", "period_s": 0.02, "deadline_s": 100.0})
                 begun = asyncio.Event()
                 watch = partial(_tell_when_begun, begun)
                 running = asyncio.ensure_future(run_on(address, spec, made_up(spec), watch))
@@ -182,7 +182,7 @@ async def test_only_one_may_be_a_learner_or_a_coordinator(tmp_path: Path) -> Non
 async def test_a_state_that_was_set_back_where_it_stands_is_refused(tmp_path: Path) -> None:
     """As by a snapshot of the disk: every file has the content that it had some rounds before, and the same incarnation."""
     begun, later, folder = asyncio.Event(), asyncio.Event(), tmp_path / "learners"
-    spec = small_spec(2_000, ["ann", "ben"], clock={"mode": "paced", "period_s": 0.02, "deadline_s": 60.0})
+    spec = small_spec(2_000, ["ann", "ben"], clock={"mode": "paced", "period_s": 0.02, "deadline_s": 100.0})
 
     def look(progress: Progress, state: str) -> None:
         if min(progress.rounds) >= 5:

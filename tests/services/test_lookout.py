@@ -22,7 +22,7 @@ from sottovoce_wire.v1 import eavesdropper_pb2, eavesdropper_pb2_grpc
 from tests.examples import made_up, small_run, small_spec
 from tests.gossip import gossip_spec
 from tests.services.capturing import SHAPES, captured, encode_round, frame, hello, row
-from tests.services.network import network, refused
+from tests.services.network import PATIENCE_S, network, refused
 
 ROUNDS = 6
 RUN = small_run(ROUNDS, 3)
@@ -174,5 +174,5 @@ async def test_labels_reach_the_capture_and_no_learner(tmp_path: Path) -> None:
 async def test_a_world_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     async with network(tmp_path, []) as up, channel(up.eavesdropper) as to:
         request = eavesdropper_pb2.OpenCaptureRequest(run_id="r", world=300)
-        failure = await refused(eavesdropper_pb2_grpc.EavesdropperStub(to).OpenCapture(request, timeout=10))
+        failure = await refused(eavesdropper_pb2_grpc.EavesdropperStub(to).OpenCapture(request, timeout=PATIENCE_S))
     assert "world must be at most 127" in (failure.details() or "")

@@ -20,14 +20,14 @@ from sottovoce_rpc.status import as_error
 from sottovoce_wire.v1 import coordinator_pb2, eavesdropper_pb2, eavesdropper_pb2_grpc
 from tests.examples import made_up, small_spec
 from tests.services.capturing import captured, conversation, frame, row
-from tests.services.network import Network, network, refused
+from tests.services.network import PATIENCE_S, Network, network, refused
 
 ROUNDS = 6
 NAMES = ["ann", "ben", "cleo", "dan"]
 
 
 def spec_of(capture: str) -> RunSpec:
-    return small_spec(ROUNDS, NAMES, capture=capture, clock={"deadline_s": 20.0})
+    return small_spec(ROUNDS, NAMES, capture=capture, clock={"deadline_s": 100.0})
 
 
 def copy(payload: bytes = b"x", receivers: tuple[int, ...] = (1,), **at: int) -> eavesdropper_pb2.MirroredMessage:
@@ -51,7 +51,7 @@ async def mirror(up: Network, run_id: str, sender: int, message: Any) -> Excepti
         yield eavesdropper_pb2.MirrorRequest(run_id=run_id, sender=sender, messages=[copy(b"ok"), message])
 
     async with channel(up.eavesdropper) as to:
-        failure = await refused(eavesdropper_pb2_grpc.EavesdropperStub(to).Mirror(said(), timeout=20))
+        failure = await refused(eavesdropper_pb2_grpc.EavesdropperStub(to).Mirror(said(), timeout=PATIENCE_S))
         return as_error(failure, "the eavesdropper")
 
 
@@ -94,7 +94,7 @@ async def test_a_route_of_nobody_is_refused(tmp_path: Path, index: int) -> None:
             if not spec and index == 4:  # who does not say how many there are may have a fifth
                 continue
             opening = eavesdropper_pb2.OpenCaptureRequest(run_id="r", spec=spec, routes=[route])
-            failure = await refused(eavesdropper_pb2_grpc.EavesdropperStub(to).OpenCapture(opening, timeout=20))
+            failure = await refused(eavesdropper_pb2_grpc.EavesdropperStub(to).OpenCapture(opening, timeout=PATIENCE_S))
             assert failure.code() is grpc.StatusCode.INVALID_ARGUMENT
             assert f"got learner {index}" in (failure.details() or "")
     assert not (tmp_path / "captures").exists()

@@ -45,7 +45,7 @@ CODEC = RoundCodec(SHAPES)
 
 
 def spec_of(capture: str = "none", **more: Any) -> RunSpec:
-    more = {"clock": {"window": 7, "deadline_s": 20.0}, "telemetry": {"accuracy": True, "predict": True}, **more}
+    more = {"clock": {"window": 7, "deadline_s": 100.0}, "telemetry": {"accuracy": True, "predict": True}, **more}
     return small_spec(ROUNDS, NAMES, capture=capture, **more)
 
 
@@ -211,7 +211,7 @@ async def test_a_file_says_who_learns_what_when(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("clock", [{"mode": "data"}, {"mode": "paced", "period_s": 0.01}, {"window": 1}], ids=str)
 async def test_other_clocks_bring_a_run_to_its_end(tmp_path: Path, clock: dict[str, Any]) -> None:
-    spec = spec_of(clock={**clock, "deadline_s": 20.0})
+    spec = spec_of(clock={**clock, "deadline_s": 100.0})
     async with network(tmp_path, NAMES) as up:
         outcome = await up.run(spec, made_up(spec))
     assert outcome.state == "finished"
@@ -237,7 +237,7 @@ async def test_a_paced_clock_says_nothing_while_a_learner_is_behind(
     monkeypatch.setattr(RoundClock, "tick", tick)
     monkeypatch.setattr(RunBook, "go_on", go_on)
     async with network(tmp_path, NAMES) as up:
-        await up.start(spec_of(clock={"mode": "paced", "period_s": 0.002, "window": 1, "deadline_s": 20.0}), 3)
+        await up.start(spec_of(clock={"mode": "paced", "period_s": 0.002, "window": 1, "deadline_s": 100.0}), 3)
         await asyncio.wait_for(enough.wait(), PATIENCE_S)
     assert said == [1]
 
@@ -319,7 +319,7 @@ async def test_an_operator_need_not_wait_for_learners_that_never_join(tmp_path: 
 @pytest.mark.parametrize("rounds", [1, 50])
 async def test_a_learner_that_is_told_to_end_finishes_the_message_on_its_way(tmp_path: Path, rounds: int) -> None:
     """As SIGTERM does it, in full run: whatever was journaled and charged crossed the wire."""
-    spec = small_spec(2_000, NAMES, capture="relay", clock={"deadline_s": 1.0})
+    spec = small_spec(2_000, NAMES, capture="relay", clock={"deadline_s": 5.0})
     data = made_up(spec, records=5)
     async with network(tmp_path, NAMES) as up:
         running = asyncio.ensure_future(up.run(spec, data))
@@ -436,7 +436,7 @@ async def test_a_broken_stream_is_opened_again_and_the_same_bytes_are_said_again
 
 
 async def test_a_relay_that_is_restarted_on_its_port_is_found_again(tmp_path: Path) -> None:
-    spec = small_spec(400, NAMES, capture="relay", clock={"window": 50, "deadline_s": 20.0})
+    spec = small_spec(400, NAMES, capture="relay", clock={"window": 50, "deadline_s": 100.0})
     data = made_up(spec, records=10)
     async with network(tmp_path, NAMES) as up:
         running = asyncio.ensure_future(up.run(spec, data))
@@ -581,7 +581,7 @@ async def test_a_feeder_that_comes_back_is_told_at_once_what_is_due(tmp_path: Pa
 
 async def test_a_learner_whose_folder_was_set_back_says_nothing(tmp_path: Path) -> None:
     """All of it, to an earlier moment, on the same disk: its neighbours know what it has said."""
-    spec = small_spec(100_000, NAMES, clock={"deadline_s": 2.0})
+    spec = small_spec(100_000, NAMES, clock={"deadline_s": 5.0})
     data, state = made_up(small_spec(ROUNDS, NAMES), records=200), tmp_path / "journals"
     async with network(tmp_path, NAMES) as up:
         run_id = (await up.start(spec, data.n_features)).run_id

@@ -9,7 +9,7 @@ import grpc
 import numpy as np
 
 from sottovoce.data import LearnerData
-from sottovoce.errors import Unavailable
+from sottovoce.errors import NotReady, Unavailable
 from sottovoce_rpc.codec import to_tensor
 from sottovoce_rpc.server import channel
 from sottovoce_rpc.status import as_error
@@ -43,7 +43,8 @@ async def feed(address: str, run_id: str, data: LearnerData, source: str = "feed
 
     Raises:
         DataError: the learner refused the records.
-        Unavailable: it could not be reached for `_PATIENCE_S`.
+        Unavailable, NotReady: for `_PATIENCE_S` it could not be reached, or was not in the run: it is being told, or has failed
+            and the coordinator is.
     """
     to_send = batches(data, source)
     sent, failures = 0, 0
@@ -58,7 +59,7 @@ async def feed(address: str, run_id: str, data: LearnerData, source: str = "feed
             except grpc.aio.AioRpcError as error:
                 failure = as_error(error, f"the learner at {address}")
                 failures += 1
-                if not isinstance(failure, Unavailable) or failures > _PATIENCE_S / _RETRY_S:
+                if not isinstance(failure, Unavailable | NotReady) or failures > _PATIENCE_S / _RETRY_S:
                     raise failure from None
                 await asyncio.sleep(_RETRY_S)
 

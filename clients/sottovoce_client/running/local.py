@@ -19,11 +19,13 @@ from typing import Self
 
 from sottovoce.errors import Unavailable
 from sottovoce.spec import RunSpec, code_to_import
+from sottovoce_eavesdropper.service import DRAIN_S
 from sottovoce_rpc.tasks import Tasks
 
 _START_S = 300.0
 """A guard against a service that hangs, not a promise: one that dies is noticed at once, whatever the machine has to do."""
 _STOP_S = 3.5
+"""How long a service may take to end; an eavesdropper also writes what it holds."""
 
 
 @dataclass(slots=True)
@@ -33,8 +35,19 @@ class _Process:
     name: str
     child: asyncio.subprocess.Process
     log: Path
+    stop_s: float = _STOP_S
     addresses: dict[str, str] = field(default_factory=dict)
     """Where what it serves listens, by the name that it announced."""
+
+    async def end(self) -> None:
+        """Wait for it to end; after `stop_s` it is killed, or when we are cut short."""
+        try:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.child.wait(), self.stop_s)
+        finally:
+            if self.child.returncode is None:
+                self.child.kill()
+            await self.child.wait()
 
     def last_words(self) -> str:
         """The last line of its log."""
@@ -79,18 +92,11 @@ class LocalServices:
         return f"{process.name} (process {process.child.pid}) died, {_how(process.child.returncode)}; its log is {process.log}"
 
     async def stop(self) -> None:
-        """Tell all to stop; who has not after `_STOP_S` is killed."""
+        """Tell all to stop; who has not in its time is killed."""
         for process in self._processes:
             if process.child.returncode is None:
                 process.child.send_signal(signal.SIGTERM)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_STOP_S):
-                for process in self._processes:
-                    await process.child.wait()
-        for process in self._processes:
-            if process.child.returncode is None:
-                process.child.kill()
-            await process.child.wait()
+        await asyncio.gather(*(process.end() for process in self._processes))
         self._processes.clear()
 
     # ---- starting -----------------------------------------------------------------------------------------
@@ -140,7 +146,7 @@ class LocalServices:
                 stderr=log,
                 start_new_session=True,  # Ctrl-C is for the parent, which stops its children in order
             )
-        process = _Process(name, child, path)
+        process = _Process(name, child, path, _STOP_S + (DRAIN_S if name == "eavesdropper" else 0.0))
         self._processes.append(process)
         return process
 

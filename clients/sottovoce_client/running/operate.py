@@ -27,6 +27,7 @@ _CALL_S, _PREDICT_S, _AGAIN_S = 40.0, 30.0, 1.0
 _GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 """How a call ends whose service dies or is told to end."""
 BY_OPERATOR = "stopped by the operator"
+_UNFED = "a feeder could not deliver its records"
 
 Watcher = Callable[[Progress, str], None]
 
@@ -41,7 +42,7 @@ class Outcome:
 
     Attributes:
         capture: folder of the capture, or its URL; None where nothing was captured.
-        capture_error: why the capture could not be written to its end; empty: it could.
+        capture_error: why the capture could not be written to its end, or be closed; empty: it could.
         predictions: `(test records,)` labels by each learner on the held-out records; None where they could not be asked.
     """
 
@@ -129,7 +130,8 @@ class _Running:
         self._watch, self._stop = watch, stop
         self._began = time.monotonic()
         self._progress: list[Progress] = []
-        self._unfed = asyncio.Event()
+        self._unfed: BaseException | None = None
+        self._give_up = asyncio.Event()
 
     async def to_its_end(self) -> Outcome:
         run_id = self._started.run_id
@@ -140,8 +142,8 @@ class _Running:
             last = await self._watch_it()
         seconds = time.monotonic() - self._began
         state, detail = _state(last), last.detail
-        if feeders.done() and not feeders.cancelled() and (error := feeders.exception()) is not None:
-            state, detail = "failed", f"records could not be delivered: {first_of(error)}"
+        if last.detail == _UNFED and self._unfed is not None:  # else it ended for another reason, and they with it
+            state, detail = "failed", f"records could not be delivered: {first_of(self._unfed)}"
         predictions = await asyncio.gather(*(self._predict(info.address) for info in self._started.learners))
         location = self._started.capture_location
         return Outcome(
@@ -163,16 +165,17 @@ class _Running:
 
     def _feeding_over(self, task: asyncio.Task[None]) -> None:
         """Without its records the run cannot go on: stop it, and no other one, and let the feeder's error say why."""
-        if not task.cancelled() and task.exception() is not None:
-            self._unfed.set()
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._unfed = error
+            self._give_up.set()
 
     async def _stop_when_told(self) -> None:
         """Once told to; a coordinator that is away and keeps the run is told when it is back."""
         async with Tasks() as tasks:
-            waits = [tasks.start(event.wait()) for event in (self._stop, self._unfed)]
+            waits = [tasks.start(event.wait()) for event in (self._stop, self._give_up)]
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         # Why it could not is for its owner alone.
-        reason = BY_OPERATOR if self._stop.is_set() else "a feeder could not deliver its records"
+        reason = BY_OPERATOR if self._stop.is_set() else _UNFED
         request = coordinator_pb2.StopRunRequest(run_id=self._started.run_id, reason=reason)
         while True:
             try:

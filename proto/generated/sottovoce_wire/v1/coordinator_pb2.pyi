@@ -672,7 +672,7 @@ class Run(_message.Message):
     durable: _builtins.bool
     """The coordinator keeps its runs on disk: this one goes on when the coordinator comes back."""
     capture_error: _builtins.str
-    """Why the capture could not be written to its end; empty: it could, or is not closed."""
+    """Why the capture could not be written to its end, or be closed; empty: it could, or is not closed yet."""
     @_builtins.property
     def learners(self) -> _containers.RepeatedCompositeFieldContainer[Global___Participant]:
         """By index."""
