@@ -8,6 +8,7 @@ from itertools import pairwise
 
 _GRANT = struct.Struct("<Qd")
 _INPUTS = struct.Struct("<QIII4x")
+_SNAPSHOT = struct.Struct("<Q16s32sQ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,40 @@ class Grant:
 
 
 NOTHING = Grant(0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What stands in a file of its own in place of all entries up to one, and is deleted when the next such file is there.
+
+    Attributes:
+        covers: sequence number of that entry.
+        chain: behind it.
+        digest: SHA-256 of the file.
+        size: of the file, in bytes.
+        reserved: the last reservation up to there.
+    """
+
+    covers: int
+    chain: bytes
+    digest: bytes
+    size: int
+    reserved: Grant
+
+    @property
+    def name(self) -> str:
+        """Of the file, in the run's folder."""
+        return f"{self.covers:016d}.snapshot"
+
+    def encode(self) -> bytes:
+        """As an entry's body."""
+        return _SNAPSHOT.pack(self.covers, self.chain, self.digest, self.size) + self.reserved.encode()
+
+    @classmethod
+    def decode(cls, body: bytes) -> Snapshot:
+        """`encode` backwards."""
+        covers, chain, digest, size = _SNAPSHOT.unpack_from(body)
+        return cls(covers, chain, digest, size, Grant.decode(body[_SNAPSHOT.size :]))
 
 
 @dataclass(frozen=True, slots=True)

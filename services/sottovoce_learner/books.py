@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 from sottovoce.errors import BudgetExhausted
 from sottovoce.privacy.accountant import Accountant
 
@@ -27,6 +29,8 @@ class Books:
         self._accountant = accountant
         self.budget, self.own_budget, self.elsewhere = budget, own_budget, elsewhere
         self.spent = 0.0
+        self.counts = array("I")
+        """Records of each round that is over: all that the meter has been told."""
 
     def price(self, t: int) -> float:
         """Epsilon spent once the message of round t is out.
@@ -57,3 +61,4 @@ class Books:
     def round_over(self, records: int) -> None:
         """The round brought so many records."""
         self._accountant.advance(records)
+        self.counts.append(records)

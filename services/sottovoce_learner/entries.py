@@ -32,6 +32,7 @@ class Kind(IntEnum):
     BATCH = 3
     ROUND = 4
     CLOSE = 5
+    SNAPSHOT = 6
 
 
 _KINDS = frozenset(Kind)

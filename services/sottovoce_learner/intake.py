@@ -7,6 +7,7 @@ that reconnects neither loses nor doubles a record.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import accumulate
 
 from sottovoce.arrays import Batch, FloatArray
@@ -20,6 +21,23 @@ _MOST_COUNTS = 65_536
 """Rounds of one batch."""
 MOST_SOURCES, _LONGEST_NAME = 1_024, 128
 """Sources that are remembered for as long as the run lasts, and characters of what one calls itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What an intake holds: all that it goes on from.
+
+    Attributes:
+        next: the batch that is due from each source.
+        filled: rounds below this one have their records.
+        batches: taken in.
+        waiting: records that wait for their round.
+    """
+
+    next: dict[str, int]
+    filled: int
+    batches: int
+    waiting: dict[int, Batch]
 
 
 class Intake:
@@ -73,6 +91,16 @@ class Intake:
         self._file(first, counts, features, labels)
         self._next[batch.source] = due + 1
         self.batches += 1
+
+    def taken(self) -> Taken:
+        """What it holds now."""
+        return Taken(dict(self._next), self.filled, self.batches, dict(self._batches))
+
+    def restore(self, taken: Taken) -> None:
+        """Hold what another one held."""
+        self._next, self._batches = dict(taken.next), dict(taken.waiting)
+        self.filled, self.batches = taken.filled, taken.batches
+        self.held = sum(map(_bytes, self._batches.values()))
 
     def take(self, t: int) -> Batch:
         """The records of a round below `filled`, once."""

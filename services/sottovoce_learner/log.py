@@ -11,10 +11,12 @@ import json
 import os
 import zlib
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
 from sottovoce.errors import DataError
+from sottovoce_learner.bodies import Snapshot
 from sottovoce_learner.entries import START, Entry, Kind, encode, walk
 
 Durability = Literal["process", "power"]
@@ -48,6 +50,8 @@ class Reading:
 
     Attributes:
         about: as its first segment says; None where there is none.
+        first: sequence number that its first entry must have; above 0 where a snapshot stands in place of what was before.
+        base: chain that its first entry stands behind.
         entries: those that are right, oldest first.
         chains: behind each of them.
         path: the newest segment.
@@ -55,6 +59,8 @@ class Reading:
     """
 
     about: About | None
+    first: int
+    base: bytes
     entries: tuple[Entry, ...]
     chains: tuple[bytes, ...]
     path: Path
@@ -63,12 +69,30 @@ class Reading:
     @property
     def next(self) -> int:
         """The sequence number that is due."""
-        return self.entries[-1].sequence + 1 if self.entries else 0
+        return self.first + len(self.entries)
+
+    @property
+    def folder(self) -> Path:
+        """Where it stands."""
+        return self.path.parent
 
     def chain(self, sequence: int) -> bytes | None:
         """What stands behind an entry; None where it is not there."""
-        at = sequence - self.entries[0].sequence if self.entries else -1
+        at = sequence - self.first
+        if at == -1:
+            return self.base
         return self.chains[at] if 0 <= at < len(self.chains) else None
+
+    @property
+    def uncovered(self) -> tuple[Entry, ...]:
+        """Entries that no snapshot stands in place of."""
+        return self.entries if self.snapshot is None else self.entries[self.snapshot.covers + 1 - self.first :]
+
+    @property
+    def snapshot(self) -> Snapshot | None:
+        """The newest; None: nothing is missing before the first entry."""
+        bodies = (entry.body for entry in reversed(self.entries) if entry.kind is Kind.SNAPSHOT)
+        return next((Snapshot.decode(body) for body in bodies), None)
 
 
 class Log:
@@ -81,14 +105,14 @@ class Log:
     """
 
     def __init__(self, folder: Path, about: About, reading: Reading | None = None) -> None:
-        self._folder, self._about = folder, about
+        self.folder, self._about = folder, about
         self.sequence, self.chain = 0, START
         self._unsynced = False
         if reading is None or reading.about is None:
             self._begin(0)
             return
         self.sequence, self._segment = reading.next, int(reading.path.stem)
-        self.chain = reading.chains[-1] if reading.chains else START
+        self.chain = reading.chains[-1] if reading.chains else reading.base
         self._file = os.open(reading.path, os.O_RDWR | os.O_CLOEXEC)
         self._at = reading.end
         self._allocated = os.fstat(self._file).st_size
@@ -98,7 +122,7 @@ class Log:
         """Write an entry; returns its sequence number. Only after `sync` does it survive what it must."""
         raw, after = encode(Entry(kind, self.sequence, t, spent, in_all, body, incarnation), self.chain)
         if self._at > PAGE and self._at + len(raw) > SEGMENT:
-            self._turn()
+            self.turn()
         self._allocate(self._at + len(raw))
         if os.pwrite(self._file, raw, self._at) != len(raw):
             raise OSError(28, os.strerror(28))
@@ -113,11 +137,22 @@ class Log:
             os.fdatasync(self._file)
         self._unsynced = False
 
+    def forget(self, covers: int) -> None:
+        """Delete all segments and files that a snapshot, up to this entry, stands in place of, and drafts of others."""
+        segments = sorted(self.folder.glob("*.log"))
+        for segment, after in pairwise(segments):  # oldest first, so that what is left hangs together
+            if (_first(after) or 0) > covers + 1:
+                break
+            segment.unlink()
+        for other in self.folder.glob("*.snapshot*"):
+            if other.name != f"{covers:016d}.snapshot":
+                other.unlink()
+
     def close(self) -> None:
         """Close the file; it stays on disk."""
         os.close(self._file)
 
-    def _turn(self) -> None:
+    def turn(self) -> None:
         """Go on in a new segment."""
         self.sync()
         old = self._file
@@ -125,13 +160,13 @@ class Log:
         os.close(old)
 
     def _begin(self, number: int) -> None:
-        path = _path(self._folder, number)
+        path = _path(self.folder, number)
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
             os.posix_fallocate(file, 0, PAGE + AHEAD)
             os.pwrite(file, _header(self._about, self.sequence, self.chain), 0)
             os.fsync(file)
-            sync_folder(self._folder)
+            sync_folder(self.folder)
         except BaseException:
             os.close(file)
             path.unlink(missing_ok=True)
@@ -152,7 +187,7 @@ class Log:
         os.ftruncate(self._file, self._at)
         self._allocated = self._at
         self._allocate(self._at + 1)
-        for other in self._folder.glob("*.log"):
+        for other in self.folder.glob("*.log"):
             if int(other.stem) > self._segment:
                 other.unlink()
 
@@ -164,10 +199,13 @@ def read_log(folder: Path) -> Reading:
         DataError: a segment is of a newer format.
     """
     about, entries, chains = None, [], []
-    path, end, due, chain = folder, 0, 0, START
+    path, end, first, base = folder / "none", 0, 0, START
+    due, chain = first, base
     for segment in sorted(folder.glob("*.log")):
         raw = segment.read_bytes()
         facts = _facts(raw, segment)
+        if facts is not None and about is None:
+            due, chain = first, base = facts["sequence"], bytes.fromhex(facts["chain"])
         if facts is None or (facts["sequence"], facts["chain"]) != (due, chain.hex()):
             break
         found = walk(raw, PAGE, due, chain)
@@ -176,7 +214,7 @@ def read_log(folder: Path) -> Reading:
         chains += [placed.chain for placed in found]
         path, end = segment, found[-1].end if found else PAGE
         due, chain = due + len(found), found[-1].chain if found else chain
-    return Reading(about, tuple(entries), tuple(chains), path, end)
+    return Reading(about, first, base, tuple(entries), tuple(chains), path, end)
 
 
 def host() -> bytes:
@@ -207,6 +245,13 @@ def _header(about: About, sequence: int, chain: bytes) -> bytes:
     text = json.dumps(facts, separators=(",", ":")).encode()
     head = _MAGIC + FORMAT.to_bytes(4, "little") + len(text).to_bytes(4, "little") + text
     return head + zlib.crc32(head).to_bytes(4, "little")
+
+
+def _first(segment: Path) -> int | None:
+    """Sequence number of a segment's first entry."""
+    with segment.open("rb") as file:
+        facts = _facts(file.read(PAGE), segment)
+    return None if facts is None else int(facts["sequence"])
 
 
 def _facts(raw: bytes, path: Path) -> dict[str, Any] | None:

@@ -1,11 +1,13 @@
 """Recovery: the state of a learner that died, from its log. No file, no clock.
 
 Its state is a function of what it said, heard and learned, all of which its log has: the algorithm's state after saying exactly
-the logged message (`overheard`), then `listen` with the logged messages and records, round by round.
+the logged message (`overheard`), then `listen` with the logged messages and records, round by round. So that a log need not be
+kept whole, it goes on from an image of the learner right after some round was said.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,6 +21,7 @@ from sottovoce_learner.books import Books
 from sottovoce_learner.entries import Entry, Kind
 from sottovoce_learner.intake import Intake
 from sottovoce_learner.plan import Plan
+from sottovoce_learner.snapshots import Image
 from sottovoce_rpc.codec import RoundCodec
 from sottovoce_wire.v1 import learner_pb2
 
@@ -47,6 +50,28 @@ class Recovery:
     frames: deque[tuple[int, bytes]] = field(default_factory=deque)
     said: int = 0
     done: int = 0
+
+    def restore(self, image: Image) -> None:
+        """Stand where an image was made, before any entry was taken.
+
+        Raises:
+            DataError: what it has spent is not what its rounds cost.
+        """
+        counts = array("I", image.counts)
+        for t, records in enumerate(counts):
+            self.books.charge(self.books.price(t))
+            self.books.round_over(records)
+        self.books.charge(self.books.price(len(counts)))
+        if self.books.spent != image.spent:
+            raise DataError(
+                f"a snapshot says that {len(counts) + 1} rounds have cost {image.spent:.6g}, and by its records they cost "
+                f"{self.books.spent:.6g}: {_ANOTHER}"
+            )
+        if counts:
+            self.plan.forget(len(counts) - 1)
+        self.intake.restore(image.taken)
+        self.state, self.frames = image.state, deque(image.frames, self.frames.maxlen)
+        self.said, self.done = len(counts) + 1, len(counts)
 
     def take(self, entry: Entry) -> None:
         """The next entry of the log.
@@ -92,8 +117,10 @@ class Recovery:
         self.done = t + 1
 
 
+_ANOTHER = "it was written by another version of Sottovoce or of the algorithm, with which alone this learner can go on"
+
+
 def _unlike(entry: Entry, wanted: str, got: str) -> DataError:
     return DataError(
-        f"entry {entry.sequence} of the log says {wanted}, and by the entries before it would be {got}: it was written by "
-        "another version of Sottovoce or of the algorithm, with which alone this learner can go on"
+        f"entry {entry.sequence} of the log says {wanted}, and by the entries before it would be {got}: {_ANOTHER}"
     )

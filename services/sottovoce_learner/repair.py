@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import shutil
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from sottovoce_learner.entries import Entry, Kind
 from sottovoce_learner.ledger_line import LedgerLine
 from sottovoce_learner.log import Reading, host, sync_folder
 from sottovoce_learner.mark import Mark, MarkFile
+from sottovoce_learner.snapshots import read_image
 from sottovoce_learner.standing import REPAIRED, Files, Standing, look, most_spent, stand
 from sottovoce_learner.store import claim
 
@@ -59,10 +61,16 @@ def verify(folder: Path, learner: str, *, imports: bool) -> list[LedgerLine]:
 def _require_charges(line: LedgerLine, log: Reading, *, imports: bool) -> None:
     """Raises `DataError` where a round was charged another price than its spec asks for."""
     try:
-        accountant = line.run(imports=imports).algorithm.accountant(line.index)
+        run = line.run(imports=imports)
     except SpecError:  # of an algorithm that is not installed here, or may not be imported
         return
-    spent = 0.0
+    accountant = run.algorithm.accountant(line.index)
+    image, spent = read_image(log, {"loss": run.loss, "algorithm": run.algorithm}), 0.0
+    if image is not None:
+        for records in array("I", image.counts):
+            spent += accountant.next_loss()
+            accountant.advance(records)
+        spent += accountant.next_loss()
     for entry, said in _rounds(log):
         if entry.round > 0:
             accountant.advance(said.records)
@@ -184,6 +192,6 @@ def _replace(files: Files, raw: bytes, elsewhere: float) -> None:
 
 
 def _rounds(log: Reading) -> Iterator[tuple[Entry, Said]]:
-    for entry in log.entries:
+    for entry in log.uncovered:
         if entry.kind in (Kind.ROUND, Kind.CLOSE):
             yield entry, Said.decode(entry.body)

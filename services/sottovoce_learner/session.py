@@ -33,15 +33,17 @@ from sottovoce.noise import Noise
 from sottovoce.running.assembly import KEPT, Recent
 from sottovoce.running.run import build_run
 from sottovoce.spec import RunSpec
-from sottovoce_learner.bodies import Said
+from sottovoce_learner.bodies import Said, Snapshot
 from sottovoce_learner.books import Books
 from sottovoce_learner.inbox import Inbox
 from sottovoce_learner.intake import Intake
 from sottovoce_learner.ledger import Ledger
 from sottovoce_learner.ledger_line import LedgerLine
 from sottovoce_learner.links import Link
+from sottovoce_learner.packing import Unpackable, pack
 from sottovoce_learner.plan import Plan
 from sottovoce_learner.recovery import Recovery
+from sottovoce_learner.snapshots import Image, read_image
 from sottovoce_learner.standing import said
 from sottovoce_learner.store import RunLog, Store, Terms
 from sottovoce_learner.waiting import Wait, waiting
@@ -140,13 +142,18 @@ class Session:
         self._plan = Plan(run.network, index)
         # Elsewhere a neighbour goes as far as the clock lets it: at most a window beyond the slowest learner.
         ahead = 2 if self._plan.lockstep else min(spec.clock.window, spec.rounds)
+        self._kept: deque[tuple[int, bytes]] = deque(maxlen=max(ahead, 2))
+        # What is no data in the algorithm's state, and is there again when the run is.
+        self._taken = {"loss": self.loss, "algorithm": self.algorithm}
+        self._image: tuple[Image, Callable[[bytes], Snapshot]] | None = None
+        self._to_keep, self._packable = asyncio.Event(), True
         self._wait_is: Wait | None = None
         self._waker: asyncio.Future[None] | None = None
         self._alone = False
         self._correct = self._seen = 0
         self._messages = self._bytes = self._said = self._done = 0
         self.links = {j: Link(max(ahead, 2)) for j in sorted(self._plan.neighbours)}
-        self._recover(max(ahead, 2))
+        self._recover()
         self.inbox = Inbox(self._plan.neighbours, self._plan.heard, ahead, self._done)
         self._heard: Recent[tuple[int, int], bytes] = Recent(KEPT)
         self._granted = self._told = 0
@@ -177,12 +184,8 @@ class Session:
             prequential_accuracy=self._correct / self._seen if self._seen else None,
         )
 
-    def _recover(self, kept: int) -> None:
-        """Go on where the log ends: what it says was said is said, and nothing of it is drawn again.
-
-        Args:
-            kept: messages that a neighbour may lack.
-        """
+    def _recover(self) -> None:
+        """Go on where the log ends: what it says was said is said, and nothing of it is drawn again."""
         reading = self._log.reading
         if reading is None:
             return
@@ -200,19 +203,66 @@ class Session:
             self.intake,
             self._state,
             self._predict_first,
-            deque(maxlen=kept),
+            self._kept,
         )
         try:
-            for entry in reading.entries:
+            if (image := read_image(reading, self._taken)) is not None:
+                self._correct, self._seen = image.judged
+                recovery.restore(image)
+            for entry in reading.uncovered:
                 recovery.take(entry)
         except BaseException:
             self._log.close()
             raise
         self._state, self._said, self._done = recovery.state, recovery.said, recovery.done
-        for t, frame in recovery.frames:
+        self._kept = recovery.frames
+        for t, frame in self._kept:
             for j in self._plan.part(t).told:
                 self.links[j].say(t, frame)
         self._log.reading = None
+
+    def _due(self) -> bool:
+        """Should a snapshot be made?"""
+        return self._packable and self._image is None and self._log.due
+
+    def _begin_snapshot(self) -> None:
+        """Right after a round was said: hold on to what the learner is now. Its values never change, so it may go on at once."""
+        taken = self.intake.taken()
+        image = Image(
+            self._state,
+            self._books.spent,
+            self._books.counts.tobytes(),
+            taken,
+            tuple(self._kept),
+            (self._correct, self._seen),
+        )
+        try:
+            self._image = image, self._log.turn()
+        except OSError as error:
+            log.warning("no snapshot", learner=self._name, reason=error.strerror)
+            return
+        self._to_keep.set()
+
+    async def _keep_snapshots(self) -> None:
+        """Write what is held on to, in a thread, then let the log forget what was before; without it, the log stays longer."""
+        while True:
+            await self._to_keep.wait()
+            self._to_keep.clear()
+            await self._keep_snapshot()
+
+    async def _keep_snapshot(self) -> None:
+        if self._image is None:
+            return
+        image, write = self._image
+        try:
+            self._log.covered(await asyncio.to_thread(lambda: write(pack(image, self._taken))))
+        except Unpackable as error:
+            self._packable = False
+            log.warning("no snapshots: the log stays whole", learner=self._name, reason=str(error))
+        except OSError as error:
+            log.warning("no snapshot", learner=self._name, reason=error.strerror)
+        finally:
+            self._image = None
 
     # ---- what the coordinator and the neighbours bring ----------------------------------------------------
 
@@ -339,7 +389,7 @@ class Session:
     async def run(self) -> None:
         """All rounds, to whatever end; the status says which."""
         try:
-            async with beside(self._watch()):
+            async with beside(self._watch(), self._keep_snapshots()):
                 await self._all_rounds()
         except asyncio.CancelledError:
             self._become(LearnerState.STOPPED)
@@ -407,6 +457,8 @@ class Session:
             self.links[j].say(t, frame)
         if self._mirror is not None:
             self._mirror(frame, list(part.told))
+        if self._due():
+            self._begin_snapshot()
 
     async def _learn(self, t: int) -> None:
         """Take in the round's records, and what was heard in it."""
@@ -438,6 +490,7 @@ class Session:
         except OSError as error:
             raise NotReady(f"the journal cannot be written: {error.strerror}") from None
         self._books.charge(after)
+        self._kept.append((t, frame))
         self._said = t + 1
         self._messages += receivers
         self._bytes += len(frame) * receivers

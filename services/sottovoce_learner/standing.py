@@ -10,6 +10,7 @@ Each is held against the others: whatever is cut, lost, set back or another lear
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -106,7 +107,8 @@ class Standing:
 
 def said(log: Reading) -> int:
     """Rounds that were said, by a log."""
-    return next((entry.round + 1 for entry in reversed(log.entries) if entry.kind is Kind.ROUND), 0)
+    telling = (Kind.ROUND, Kind.SNAPSHOT)
+    return next((entry.round + 1 for entry in reversed(log.entries) if entry.kind in telling), 0)
 
 
 def spent(log: Reading) -> float:
@@ -117,7 +119,8 @@ def spent(log: Reading) -> float:
 def reserved(log: Reading) -> Grant | None:
     """The last reservation in a log."""
     grants = (entry.body for entry in reversed(log.entries) if entry.kind is Kind.GRANT)
-    return next((Grant.decode(body) for body in grants), None)
+    newest = next((Grant.decode(body) for body in grants), None)
+    return newest if newest is not None or log.snapshot is None else log.snapshot.reserved
 
 
 def look(files: Files, *, copied: bool = False) -> Standing:
@@ -197,12 +200,28 @@ def _require_log(standing: Standing, mark: Mark, log: Reading, opened: LedgerLin
         )
     if log.next <= mark.sequence:
         _damaged(standing, f"the log {log.path} is cut or damaged at entry {log.next} (byte {log.end})")
-    if log.chain(mark.sequence) != mark.chain or log.entries[0].sequence != 0:
+    if log.chain(mark.sequence) != mark.chain:
         _damaged(standing, f"the log {folder} is not the one that was written, from entry {mark.sequence} back")
+    _require_snapshot(standing, log)
     if log.about.durability == "process" and mark.host != host():
         _damaged(
             standing, f"the log {folder} was written with durability 'process' before this machine was started again"
         )
+
+
+def _require_snapshot(standing: Standing, log: Reading) -> None:
+    """What was deleted of a log stands in a snapshot."""
+    snapshot = log.snapshot
+    if snapshot is None:
+        if log.first:
+            _damaged(standing, f"the log {log.folder} is lost up to entry {log.first}")
+        return
+    if log.chain(snapshot.covers) != snapshot.chain:
+        _damaged(standing, f"the log {log.folder} is lost between entry {snapshot.covers} and entry {log.first}")
+    path = log.folder / snapshot.name
+    raw = path.read_bytes() if path.exists() else b""
+    if len(raw) != snapshot.size or hashlib.sha256(raw).digest() != snapshot.digest:
+        _damaged(standing, f"the snapshot {path} is lost or damaged")
 
 
 def _damaged(standing: Standing, what: str) -> NoReturn:

@@ -10,18 +10,24 @@ import fcntl
 import math
 import secrets
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TextIO
 
 from sottovoce.errors import DataError, LocalProtocolError, NotReady, Unavailable
 from sottovoce_learner import lines as ledger_lines
-from sottovoce_learner.bodies import Grant, Said
+from sottovoce_learner.bodies import Grant, Said, Snapshot
 from sottovoce_learner.entries import Kind
 from sottovoce_learner.ledger_line import LedgerLine
 from sottovoce_learner.log import About, Durability, Log, Reading, hashed, host, sync_folder
 from sottovoce_learner.mark import NO_RUN, Mark, MarkFile
-from sottovoce_learner.standing import CLOSED, OPENED, Files, Standing, stand
+from sottovoce_learner.snapshots import write_snapshot
+from sottovoce_learner.standing import CLOSED, OPENED, Files, Standing, said, stand
+
+SNAPSHOT_AFTER = 4 * 1024 * 1024
+"""Bytes by which a log has grown at least before a snapshot takes its place."""
 
 
 def claim(folder: Path, learner: str) -> TextIO:
@@ -80,6 +86,12 @@ class RunLog:
         self._log, self._mark_file, self._mark = log, mark_file, mark
         self._elsewhere, self._terms, self.reading = elsewhere, terms, reading
         self._open = True
+        self._grown = self._last_size = self._rounds = 0
+        if reading is not None:
+            self._rounds = said(reading)
+            covered = reading.snapshot
+            self._last_size = 0 if covered is None else covered.size
+            self._grown = sum(len(entry.body) for entry in reading.entries)
 
     @property
     def spent(self) -> float:
@@ -100,6 +112,7 @@ class RunLog:
         if t >= self._mark.reserved.until or not spent <= self._mark.reserved.epsilon:
             self._reserve(t, spent)
         self._append(Kind.ROUND, t, spent, said.encode())
+        self._rounds = t + 1
         self._mark = self._mark._replace(spent=spent)
         self.settle()
 
@@ -111,6 +124,41 @@ class RunLog:
         """
         self._append(Kind.CLOSE, rounds, self.spent, said.encode())
         self.settle()
+
+    @property
+    def due(self) -> bool:
+        """Has it grown so much that a snapshot should take its place?
+
+        In all, snapshots then write at most half of what the log does, and replay reads at most twice a snapshot.
+        """
+        return self._grown > max(SNAPSHOT_AFTER, 2 * self._last_size)
+
+    def turn(self) -> Callable[[bytes], Snapshot]:
+        """Begin a segment; what stands before it may be replaced by a snapshot.
+
+        Returns:
+            Writes a snapshot of all up to here, given its bytes; in whatever thread.
+
+        Raises:
+            OSError: the segment could not be begun.
+        """
+        self._log.turn()
+        self._grown = 0
+        return partial(write_snapshot, self._log.folder, self._log.sequence - 1, self._log.chain, self._mark.reserved)
+
+    def covered(self, snapshot: Snapshot) -> None:
+        """A snapshot is written: what it stands in place of is deleted.
+
+        Raises:
+            OSError: that failed.
+        """
+        if not self._open:
+            return
+        self._append(Kind.SNAPSHOT, self._rounds - 1, self.spent, snapshot.encode())
+        self._log.sync()
+        self._last_size = snapshot.size
+        self.settle()
+        self._log.forget(snapshot.covers)
 
     def keep(self, first_round: int, batch: bytes) -> None:
         """Write records down. Only after `settle` are they in keeping.
@@ -156,6 +204,7 @@ class RunLog:
 
     def _append(self, kind: Kind, t: int, spent: float, body: bytes) -> None:
         self._log.append(kind, t, spent, self._elsewhere + spent, body)
+        self._grown += len(body)
 
 
 class Store:
@@ -220,15 +269,31 @@ class Store:
             log.append(Kind.OPEN, 0, 0.0, elsewhere, line.spec.encode())
             log.sync()
             sync_folder(self._files.folder)
+        else:  # what a snapshot that was under way has left
+            log.forget(-1 if reading.snapshot is None else reading.snapshot.covers)
         mark = self._base()._replace(run=hashed(line.run_id), sequence=log.sequence - 1, chain=log.chain)
         if reading is not None:
             mark = mark._replace(spent=reading.entries[-1].spent, reserved=self._mark.reserved)
         mark_file = MarkFile(self._files.mark)
         mark_file.settle(mark)
-        for other in self._files.logs():
-            if other != folder:
-                shutil.rmtree(other)
+        self._forget_logs(but=folder)
         return RunLog(log, mark_file, mark, elsewhere, terms, reading)
+
+    def end(self, run_id: str) -> None:
+        """The run is over for good: its line says what it has cost, and its log, with the records in it, is deleted."""
+        opened = self._standing.opened
+        if opened is None or opened.run_id != run_id:
+            return
+        self._close(opened)
+        mark_file = MarkFile(self._files.mark)
+        mark_file.settle(self._base())
+        mark_file.close()
+        self._forget_logs()
+
+    def _forget_logs(self, but: Path | None = None) -> None:
+        for other in self._files.logs():
+            if other != but:
+                shutil.rmtree(other)
 
     def _close(self, opened: LedgerLine | None) -> None:
         if opened is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from sottovoce.spec import RunSpec, parse_spec
 from sottovoce_learner.ledger import Ledger
 from sottovoce_learner.links import Link
 from sottovoce_learner.session import Role, Session
+from sottovoce_learner.store import RunLog
 from sottovoce_rpc.codec import to_tensor
 from sottovoce_wire.v1 import learner_pb2
 
@@ -91,6 +93,7 @@ class Crew:
             await self._learned(one, k)
         if one._said == t:
             await one._say(t)
+        await one._keep_snapshot()
         for link in one.links.values():
             for k, frame in link._frames:
                 self.left.setdefault((one.role.index, k), set()).add(frame)
@@ -105,6 +108,10 @@ class Crew:
             if one.inbox.next_round(j) == t:
                 one.hear(j, dict(self.learners[j].links[one.role.index]._frames)[t])
         await one._learn(t)
+
+    def kept(self, index: int) -> list[str]:
+        """Kinds of files in the folder of a learner's log."""
+        return sorted(path.suffix[1:] for path in (self.folder / str(index)).glob("*@*/*"))
 
     def models(self) -> list[bytes]:
         return [one.algorithm.decision(one._state).tobytes() for one in self.learners]
@@ -121,7 +128,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
 
 
 def dying(patch: pytest.MonkeyPatch, folder: Path, at: int) -> list[int]:
-    """The learner of this folder dies before its write number `at`, or in the middle of it; what was written is counted."""
+    """The learner of this folder dies before its change number `at`, or in the middle of a write; changes are counted.
+
+    A change: a write, and a file that is renamed or deleted.
+    """
     real, count = os.pwrite, [0]
 
     def write(file: int, raw: bytes, where: int) -> int:
@@ -135,8 +145,28 @@ def dying(patch: pytest.MonkeyPatch, folder: Path, at: int) -> list[int]:
             raise Died
         return real(file, raw, where)
 
+    def counted(real: Callable[..., None]) -> Callable[..., None]:
+        def change(path: Any, *more: Any, **options: Any) -> None:
+            if str(path).startswith(f"{folder}/"):
+                count[0] += 1
+                if count[0] == abs(at):
+                    raise Died
+            real(path, *more, **options)
+
+        return change
+
     patch.setattr(os, "pwrite", write)
+    patch.setattr(os, "replace", counted(os.replace))
+    patch.setattr(os, "unlink", counted(os.unlink))
     return count
+
+
+@pytest.fixture(params=[False, True], ids=["log", "snapshots"])
+def snapshots(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Is a snapshot made after every round?"""
+    if request.param:
+        monkeypatch.setattr(RunLog, "due", True)
+    return bool(request.param)
 
 
 async def writes(folder: Path) -> int:
@@ -150,17 +180,21 @@ async def writes(folder: Path) -> int:
 
 @pytest.mark.parametrize("keyed", [True, False], ids=["keyed", "system"])
 @pytest.mark.parametrize("torn", [False, True], ids=["before", "torn"])
-async def test_it_goes_on_wherever_it_died(tmp_path: Path, undisturbed: list[bytes], keyed: bool, torn: bool) -> None:
+async def test_it_goes_on_wherever_it_died(
+    tmp_path: Path, undisturbed: list[bytes], keyed: bool, torn: bool, snapshots: bool
+) -> None:
     """Before and within every write: one content a round, as much charged as was said, and the same trajectory."""
     total = await writes(tmp_path / "counted")
-    assert total > 4 * ROUNDS
-    for at in range(1, total + 1):
+    assert total > (10 if snapshots else 4) * ROUNDS
+    every = 1 + snapshots  # of so many more changes, half with either noise
+    for at in range(every - keyed * snapshots, total + 1, every):
         folder = tmp_path / str(at)
         crew = Crew(folder, spec_of(), keyed=keyed)
         with pytest.MonkeyPatch.context() as patch:
             count = dying(patch, folder / "0", -at if torn else at)
             await crew.live(range(ROUNDS))
-        assert count[0] >= total  # it died, and did the rest
+        # It died, and did the rest; a snapshot that was not made then is not made up for.
+        assert count[0] >= (at if snapshots else total)
         assert all(len(contents) == 1 for contents in crew.left.values())
         assert len(crew.left) == 3 * ROUNDS
         if keyed:
@@ -168,6 +202,8 @@ async def test_it_goes_on_wherever_it_died(tmp_path: Path, undisturbed: list[byt
         one = crew.learners[0]
         assert Ledger(folder / "0").spent("learner-0") == one.status.epsilon_spent > 0
         assert one.status.rounds_done == ROUNDS and one.status.prequential_accuracy is not None
+        crew.born(0)
+        assert crew.kept(0).count("snapshot") <= snapshots and "draft" not in crew.kept(0)
 
 
 async def test_a_learner_that_had_finished_has_its_model_and_what_neighbours_lack(tmp_path: Path) -> None:
@@ -187,7 +223,7 @@ OPEN = [run for run in FIELD["runs"] if run["name"] != HIDDEN]
 
 
 @pytest.mark.parametrize("changes", OPEN, ids=lambda run: str(run["name"]))
-async def test_every_algorithm_goes_on_from_its_log(tmp_path: Path, changes: dict[str, Any]) -> None:
+async def test_every_algorithm_goes_on_from_its_log(tmp_path: Path, changes: dict[str, Any], snapshots: bool) -> None:
     """After every round: what it says then, and its model, are those of one that did not die, to the last bit."""
     spec = parse_spec(
         {
@@ -204,6 +240,7 @@ async def test_every_algorithm_goes_on_from_its_log(tmp_path: Path, changes: dic
     for t in range(spec.rounds):
         await whole.live(range(t, t + 1))
         await crew.live(range(t, t + 1))
+        assert (crew.kept(0) == ["log", "snapshot"]) is snapshots
         crew.learners[0]._log.close()
         crew.learners[0] = crew.born(0)
         await crew.learned(crew.learners[0], t)

@@ -56,6 +56,15 @@ class _Log:
         filled[0] = new
         return _Log(buffer, new, filled)
 
+    def packed(self) -> FloatArray:
+        """For a snapshot: what is in use of the buffer."""
+        return self.rows
+
+    @classmethod
+    def unpacked(cls, rows: FloatArray) -> _Log:
+        """`packed` backwards."""
+        return cls(rows, rows.shape[-2], [rows.shape[-2]])
+
 
 @dataclass(frozen=True, slots=True)
 class RecordHistory:

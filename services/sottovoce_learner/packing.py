@@ -1,0 +1,203 @@
+"""Values as bytes and back, without pickle: what an algorithm's state is made of, in a snapshot.
+
+A tree of dataclasses, tuples, lists, dicts, numbers, texts and arrays becomes a JSON head that describes it, and behind that the
+arrays' raw numbers, each aligned. What is no data, such as the loss, is written as a name, and taken from the run again.
+Reading builds dataclasses alone, of modules that are imported already. No file, no clock.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from itertools import pairwise
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import numpy as np
+
+from sottovoce.errors import DataError
+
+_MAGIC, FORMAT = b"sotto.s\0", 1
+_HEAD = struct.Struct("<8sII")
+_ALIGNED = 64
+
+
+class Unpackable(TypeError):
+    """A value is made of something that has no bytes of its own."""
+
+
+@runtime_checkable
+class Packed(Protocol):
+    """What is written as something simpler: a buffer as the rows that are in use."""
+
+    def packed(self) -> Any:
+        """The simpler value."""
+        ...
+
+    @classmethod
+    def unpacked(cls, value: Any) -> Any:
+        """`packed` backwards."""
+        ...
+
+
+def pack(value: Any, taken: Mapping[str, object]) -> bytes:
+    """A value as bytes.
+
+    Args:
+        value: the value.
+        taken: what is written as a name, by its name.
+
+    Raises:
+        Unpackable: some part of it is of a type that is not known here.
+    """
+    writing = _Writing(taken)
+    tree = writing.node(value)
+    head = json.dumps({"tree": tree, "sizes": [len(raw) for raw in writing.arrays]}, separators=(",", ":")).encode()
+    parts = [_HEAD.pack(_MAGIC, FORMAT, len(head)), head]
+    parts.append(bytes(-(_HEAD.size + len(head)) % _ALIGNED))
+    for raw in writing.arrays:
+        parts += raw, bytes(-len(raw) % _ALIGNED)
+    return b"".join(parts)
+
+
+def unpack(raw: bytes, taken: Mapping[str, object]) -> Any:
+    """`pack` backwards.
+
+    Raises:
+        DataError: the bytes are not what `pack` writes, or by another version of a class.
+    """
+    if len(raw) < _HEAD.size or not raw.startswith(_MAGIC):
+        raise DataError("a snapshot must begin with its mark, and this one does not")
+    _, form, length = _HEAD.unpack_from(raw)
+    if form > FORMAT:
+        raise DataError(f"a snapshot has format {form}, and this version reads up to {FORMAT}: take a newer Sottovoce")
+    head = json.loads(raw[_HEAD.size : _HEAD.size + length])
+    at = _HEAD.size + length
+    starts = [at + -at % _ALIGNED]
+    for size in head["sizes"]:
+        starts.append(starts[-1] + size + -size % _ALIGNED)
+    arrays = [raw[a:b] for a, b in pairwise(starts)]
+    return _Reading(taken, arrays).value(head["tree"])
+
+
+class _Writing:
+    """A tree on its way to JSON; its arrays are kept aside."""
+
+    def __init__(self, taken: Mapping[str, object]) -> None:
+        self._names = {id(each): name for name, each in taken.items()}
+        self.arrays: list[bytes] = []
+
+    def node(self, value: Any) -> Any:
+        """One value: as it is, or by its kind."""
+        if value is None or type(value) in (bool, int, str):
+            return value
+        if id(value) in self._names:
+            return {"=": self._names[id(value)]}
+        if type(value) is float:
+            return {"f": value.hex()}
+        if type(value) is bytes:
+            return {"b": self._kept(value)}
+        if isinstance(value, np.ndarray | np.generic):
+            return self._array(value)
+        if type(value) in (tuple, list):
+            return {"(" if type(value) is tuple else "[": [self.node(each) for each in value]}
+        if type(value) is dict:
+            return {"{": [[self.node(key), self.node(each)] for key, each in value.items()]}
+        if isinstance(value, Packed):
+            return {"p": _name(type(value)), "v": self.node(value.packed())}
+        if is_dataclass(value) and not isinstance(value, type):
+            return {
+                "d": _name(type(value)),
+                "v": {each.name: self.node(getattr(value, each.name)) for each in fields(value)},
+            }
+        raise Unpackable(f"a state must be made of dataclasses, tuples, numbers and arrays, got {type(value).__name__}")
+
+    def _array(self, value: np.ndarray[Any, Any] | np.generic) -> dict[str, Any]:
+        if value.dtype.hasobject:
+            raise Unpackable("a state must be made of numbers, got an array of objects")
+        # A product of matrices may round by their order in memory.
+        turned = isinstance(value, np.ndarray) and value.flags.f_contiguous and not value.flags.c_contiguous
+        raw = value.tobytes(order="F" if turned else "C")
+        kind = "n" if isinstance(value, np.generic) else "F" if turned else "C"
+        return {"a": self._kept(raw), "kind": kind, "dtype": value.dtype.str, "shape": list(value.shape)}
+
+    def _kept(self, raw: bytes) -> list[int]:
+        self.arrays.append(raw)
+        return [len(self.arrays) - 1, len(raw)]
+
+
+class _Reading:
+    """A tree on its way back."""
+
+    def __init__(self, taken: Mapping[str, object], arrays: Sequence[bytes]) -> None:
+        self._taken, self._arrays = taken, arrays
+
+    def value(self, node: Any) -> Any:
+        """One value."""
+        if not isinstance(node, dict):
+            return node
+        match next(iter(node)):
+            case "=":
+                return self._taken[node["="]]
+            case "f":
+                return float.fromhex(node["f"])
+            case "b":
+                return self._raw(node["b"])
+            case "a":
+                return self._array(node)
+            case "(":
+                return tuple(map(self.value, node["("]))
+            case "[":
+                return list(map(self.value, node["["]))
+            case "{":
+                return {self.value(key): self.value(each) for key, each in node["{"]}
+            case "p":
+                kind = _class(node["p"])
+                if not issubclass(kind, Packed):
+                    raise _another(node["p"])
+                return kind.unpacked(self.value(node["v"]))
+            case "d":
+                return self._made(node)
+            case other:
+                raise DataError(f"a snapshot must be made of known kinds of values, got {other!r}")
+
+    def _raw(self, kept: Sequence[int]) -> bytes:
+        index, size = kept
+        return self._arrays[index][:size]
+
+    def _array(self, node: Mapping[str, Any]) -> Any:
+        order: Literal["C", "F"] = "F" if node["kind"] == "F" else "C"
+        array = np.ndarray(node["shape"], np.dtype(node["dtype"]), self._raw(node["a"]), order=order)
+        return array[()] if node["kind"] == "n" else array.copy(order=order)
+
+    def _made(self, node: Mapping[str, Any]) -> Any:
+        kind, given = _class(node["d"]), node["v"]
+        if not is_dataclass(kind) or {each.name for each in fields(kind)} != set(given):
+            raise _another(node["d"])
+        made = object.__new__(kind)  # as it was: whatever its constructor would add is in its fields
+        for name, each in given.items():
+            object.__setattr__(made, name, self.value(each))
+        return made
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def _class(name: str) -> type:
+    module, _, qualified = name.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in qualified.split("."):
+        found = getattr(found, part, None)
+    if not isinstance(found, type):
+        raise _another(name)
+    return found
+
+
+def _another(name: str) -> DataError:
+    return DataError(
+        f"a snapshot holds a {name}, which is another class here: it was written by another version of Sottovoce or of the "
+        "algorithm, with which alone this learner can go on"
+    )
