@@ -11,6 +11,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from sottovoce.running.run import Run
 from sottovoce_coordinator.runs import RunBook, RunState
 from sottovoce_coordinator.store import KeptRun
+from sottovoce_rpc.directives import Stop
 from sottovoce_rpc.learner_status import LearnerStatus
 from sottovoce_rpc.specs import spec_to_wire
 from sottovoce_wire.v1 import coordinator_pb2
@@ -63,6 +64,10 @@ class Course:
             run.spec, run.n_features = spec_to_wire(book.run.spec), book.n_features
         return run
 
+    def farewell(self) -> Stop:
+        """What a learner is told that comes back to it when it has ended."""
+        return self.book.stop()
+
     def kept(self) -> KeptRun:
         """The run as it is written down."""
         whole, heard = self.view(whole=True), self.book.overhearing
@@ -92,6 +97,11 @@ class PastRun:
         if whole:
             run.spec, run.n_features = self.kept.spec, self.kept.n_features
         return run
+
+    def farewell(self) -> Stop:
+        """What a learner is told that comes back to it."""
+        run = self.view()
+        return Stop(run.detail, over=run.state != coordinator_pb2.RUN_STATE_FAILED)
 
 
 def failed(kept: KeptRun, detail: str, now: datetime) -> coordinator_pb2.Run:

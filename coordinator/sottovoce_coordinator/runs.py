@@ -157,8 +157,8 @@ class RunBook:
         return Grant(self.clock.granted)
 
     def stop(self) -> Stop:
-        """The end."""
-        return Stop(self.detail)
+        """The end. What a failed run has left stays where it is."""
+        return Stop(self.detail, over=self.state is not RunState.FAILED)
 
     # ---- what learners tell -------------------------------------------------------------------------------
 

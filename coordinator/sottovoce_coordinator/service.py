@@ -254,7 +254,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         if course is not None and not course.book.ended and member.name in course.book.run.spec.names:  # it was away
             self._take_back(course, member)
         elif member.run_id:
-            member.tell(member.run_id, Stop(self._farewell(member.run_id)))
+            member.tell(member.run_id, self._farewell(member.run_id))
         log.info("joined", learner=member.name, address=member.address)
         async with self._joined:
             self._joined.notify_all()
@@ -270,12 +270,14 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         self._tell(book, {member.name: book.briefing(index)})
         self._go_on(course)
 
-    def _farewell(self, run_id: str) -> str:
-        """Why a learner cannot go on with a run."""
+    def _farewell(self, run_id: str) -> Stop:
+        """Why a learner cannot go on with a run. One that is not known here may go on elsewhere."""
         known = self._runs.get(run_id)
         if known is None:
-            return "its coordinator does not know the run: it was started again without --state, or with another one"
-        return known.view().detail or "the run is over"
+            return Stop(
+                "its coordinator does not know the run: it was started again without --state, or with another one"
+            )
+        return known.farewell()
 
     def _hear(self, member: _Member, event: coordinator_pb2.Event) -> None:
         """A learner's progress. What a newer learner tells besides is passed over.

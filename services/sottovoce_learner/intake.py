@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
+
+import numpy as np
 
 from sottovoce.arrays import Batch, FloatArray
 from sottovoce.data import check_batch
@@ -38,6 +41,22 @@ class Taken:
     filled: int
     batches: int
     waiting: dict[int, Batch]
+
+    def packed(self) -> tuple[Any, ...]:
+        """For a snapshot: all records in one table, and how many are of which round."""
+        batches = list(self.waiting.values())
+        sizes = np.array([batch.size for batch in batches], np.int64)
+        rows = [
+            np.concatenate(parts) for parts in zip(*((each.features, each.labels) for each in batches), strict=True)
+        ]
+        return self.next, self.filled, self.batches, np.array(list(self.waiting), np.int64), sizes, rows
+
+    @classmethod
+    def unpacked(cls, value: tuple[Any, ...]) -> Taken:
+        """`packed` backwards."""
+        due, filled, count, rounds, sizes, rows = value
+        cut = (np.split(each, np.cumsum(sizes)[:-1]) for each in rows)
+        return cls(due, filled, count, dict(zip(rounds.tolist(), map(Batch, *cut), strict=True)) if rows else {})
 
 
 class Intake:

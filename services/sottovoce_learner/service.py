@@ -25,7 +25,7 @@ from sottovoce_learner.ledger import Ledger
 from sottovoce_learner.mirror import Mirror
 from sottovoce_learner.session import Role, Session
 from sottovoce_learner.standing import Files, under_way
-from sottovoce_learner.store import claim
+from sottovoce_learner.store import claim, end_run
 from sottovoce_rpc import directives
 from sottovoce_rpc.codec import from_tensor, to_tensor
 from sottovoce_rpc.directives import Directive, Epoch, Grant, Stop, from_wire
@@ -329,8 +329,11 @@ class Learner:
                 self._meet(session, told)
             case Grant(until_round) if session is not None:
                 session.grant(until_round)
-            case Stop() if session is not None:
-                await self._end_run()
+            case Stop(_, over):
+                if session is not None:
+                    await self._end_run()
+                if over:
+                    await self._let_go(run_id)
 
     def _of_run(self, run_id: str) -> Session | None:
         session = self._session
@@ -391,6 +394,15 @@ class Learner:
             await drained(self._session.flush(), FLUSH_S)
             await self._session.close()
         await self._channels.end()
+
+    async def _let_go(self, run_id: str) -> None:
+        """The run is over for all: the ledger says what it has cost, and its log is deleted, with the records in it."""
+        try:
+            await asyncio.to_thread(end_run, self.config.state_folder, self.config.name, run_id)
+        except DataError as error:  # nothing is deleted that may be evidence; the next run is told
+            log.error("the run's log stays", run_id=run_id, reason=str(error))
+        except OSError as error:
+            log.error("the run's log stays", run_id=run_id, reason=error.strerror)
 
     async def _report(self, call: _JoinCall) -> None:
         """Say how far we are, when it matters for the clock and a few times a second.

@@ -520,7 +520,8 @@ class Session:
         self._seen += batch.size
 
     async def close(self) -> None:
-        """Say nothing more to anybody."""
+        """Say nothing more to anybody, and let go of the log."""
+        self._log.close()
         for link in self.links.values():
             await link.close()
 

@@ -279,12 +279,9 @@ class Store:
         self._forget_logs(but=folder)
         return RunLog(log, mark_file, mark, elsewhere, terms, reading)
 
-    def end(self, run_id: str) -> None:
-        """The run is over for good: its line says what it has cost, and its log, with the records in it, is deleted."""
-        opened = self._standing.opened
-        if opened is None or opened.run_id != run_id:
-            return
-        self._close(opened)
+    def end(self) -> None:
+        """The open run is over for good: its line says what it has cost, and its log, with the records in it, is deleted."""
+        self._close(self._standing.opened)
         mark_file = MarkFile(self._files.mark)
         mark_file.settle(self._base())
         mark_file.close()
@@ -337,3 +334,20 @@ def _require_same(found: LedgerLine, line: LedgerLine, path: Path) -> None:
             f"the ledger {path} has run {line.run_id!r} with another spec, index or number of features than was told now: a run "
             "cannot change; start a new run"
         )
+
+
+def end_run(folder: Path, learner: str, run_id: str) -> None:
+    """A run is over for all who were in it: its log is deleted, the ledger keeps what it has cost. Only for who has the claim.
+
+    Args:
+        folder: the state folder.
+        learner: its name.
+        run_id: the run; nothing is done where another one is open.
+
+    Raises:
+        DataError: as `Store`.
+        OSError: it could not be written or deleted.
+    """
+    standing = stand(Files(folder, learner))
+    if standing is not None and standing.opened is not None and standing.opened.run_id == run_id:
+        Store(folder, learner).end()

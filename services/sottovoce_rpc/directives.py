@@ -60,9 +60,15 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """End the run."""
+    """End the run.
+
+    Attributes:
+        reason: why.
+        over: nobody will go on with it: what was kept for that is deleted.
+    """
 
     reason: str
+    over: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +137,8 @@ def _to_wire(run_id: str, told: Directive) -> coordinator_pb2.Directive:
             return pb.Directive(run_id=run_id, epoch=pb.TopologyEpoch(first_round=first_round, neighbours=named))
         case Grant(until_round):
             return pb.Directive(run_id=run_id, grant=pb.Grant(until_round=until_round))
-        case Stop(reason):
-            return pb.Directive(run_id=run_id, stop=pb.Stop(reason=reason))
+        case Stop(reason, over):
+            return pb.Directive(run_id=run_id, stop=pb.Stop(reason=reason, over=over))
         case Issued(incarnation):
             return pb.Directive(run_id=run_id, issued=pb.Issued(incarnation=incarnation))
         case Confirmed(incarnation):
@@ -151,7 +157,7 @@ def from_wire(said: coordinator_pb2.Directive) -> Directive | None:
         case "grant":
             return Grant(said.grant.until_round)
         case "stop":
-            return Stop(said.stop.reason)
+            return Stop(said.stop.reason, said.stop.over)
         case "issued":
             return Issued(said.issued.incarnation)
         case "confirmed":

@@ -20,6 +20,7 @@ from sottovoce_learner.ledger import Ledger
 from sottovoce_learner.ledger_line import LedgerLine
 from sottovoce_learner.log import PAGE, Durability
 from sottovoce_learner.mark import SLOT
+from sottovoce_learner.repair import repair
 from sottovoce_learner.standing import Files, stand
 from sottovoce_learner.store import RunLog, Store, Terms
 
@@ -168,6 +169,79 @@ def test_a_log_of_several_segments_is_one_log(tmp_path: Path, monkeypatch: pytes
     say(again := open_run(tmp_path, "run-b"), range(ROUNDS, ROUNDS + 3))
     again.close()
     assert Ledger(tmp_path).spent(NAME) == PRICE * (2 + ROUNDS + 3)
+
+
+def lived_with_snapshots(folder: Path) -> float:
+    """A learner in a run, whose log begins with a snapshot; all that it has spent."""
+    log = open_run(folder, "run-a")
+    for t in range(ROUNDS):
+        say(log, range(t, t + 1))
+        log.covered(log.turn()(bytes([t]) * 100))
+    say(log, range(ROUNDS, ROUNDS + 1))
+    log.close()
+    return PRICE * (ROUNDS + 1)
+
+
+def test_a_snapshot_stands_in_place_of_what_it_covers(tmp_path: Path) -> None:
+    spent = lived_with_snapshots(tmp_path)
+    standing = stand(Files(tmp_path, NAME))
+    assert standing is not None and standing.log is not None
+    snapshot = standing.log.snapshot
+    assert snapshot is not None and standing.log.first == snapshot.covers + 1
+    assert [path.name for path in files(tmp_path / "run-a@ann")] == [snapshot.name, f"{ROUNDS:08d}.log"]
+    assert (tmp_path / "run-a@ann" / snapshot.name).read_bytes() == bytes([ROUNDS - 1]) * 100
+    assert [(run.said, run.spent) for run in standing.runs()] == [(ROUNDS + 1, spent)]
+    say(again := open_run(tmp_path, "run-a"), range(ROUNDS + 1, ROUNDS + 2))
+    again.close()
+    assert Ledger(tmp_path).spent(NAME) == spent + PRICE
+
+
+def test_every_byte_of_a_log_with_a_snapshot(tmp_path: Path) -> None:
+    lived_with_snapshots(tmp_path)
+    whole = holds(tmp_path)
+    for path in files(tmp_path / "run-a@ann"):
+        raw = path.read_bytes()
+        for k in range(len(raw.rstrip(b"\0")) if path.suffix == ".log" else len(raw)):
+            with changed(path, raw[:k] + bytes([raw[k] ^ (1 << k % 8)]) + raw[k + 1 :]):
+                noticed = noticed_or_whole(tmp_path, whole)
+                assert noticed or (path.suffix == ".log" and k < PAGE), (path.name, k)
+            if k % 9 == 0:
+                with changed(path, raw[:k]):
+                    assert noticed_or_whole(tmp_path, whole), (path.name, k)
+        aside = path.with_name("aside")
+        path.rename(aside)
+        with pytest.raises(DataError, match=r"ledger repair .* charges what may have been spent, at most "):
+            holds(tmp_path)
+        aside.rename(path)
+    assert holds(tmp_path) == whole
+
+
+@pytest.mark.parametrize("lost", ["snapshot", "log"])
+def test_what_is_lost_beside_a_snapshot_is_charged(tmp_path: Path, lost: str) -> None:
+    spent = lived_with_snapshots(tmp_path)
+    (path,) = (tmp_path / "run-a@ann").glob(f"*.{lost}")
+    path.unlink()
+    repaired = repair(tmp_path, NAME)
+    assert repaired.charged >= spent and Ledger(tmp_path).spent(NAME) == repaired.in_all >= spent
+
+
+def test_a_log_and_a_snapshot_of_different_times_are_noticed(tmp_path: Path) -> None:
+    """An older snapshot with its log, beside a newer mark; and an older one beside a newer log."""
+    log = open_run(tmp_path, "run-a")
+    say(log, range(1))
+    log.covered(log.turn()(b"older"))
+    before = {path: path.read_bytes() for path in files(tmp_path / "run-a@ann")}
+    say(log, range(1, 2))
+    log.covered(log.turn()(b"newer"))
+    log.close()
+    now = files(tmp_path / "run-a@ann")
+    for kept in ([], now):
+        for path in set(now) - set(kept):
+            path.unlink()
+        for path, raw in before.items():
+            path.write_bytes(raw)
+        with pytest.raises(DataError, match="ledger repair"):
+            holds(tmp_path)
 
 
 @pytest.mark.parametrize("page", range(2))

@@ -68,5 +68,5 @@ async def test_every_start_is_another_incarnation_and_an_old_folder_is_refused(t
         assert Identity.of(state, "ann") == Identity("ann", first.store, 3)
         await up.leave("ann")
         Identity("ann", first.store, 1).write(state)
-        with pytest.raises(NotReady, match="is an old one: it knows incarnation 1 and 5 rounds, and must know 3"):
+        with pytest.raises(NotReady, match="is an old one: it knows incarnation 1 and 0 rounds, and must know 3"):
             await follows(up, "ann", state)

@@ -26,10 +26,12 @@ from sottovoce_eavesdropper import service as eavesdropper_service
 from sottovoce_eavesdropper.reading import Capture, open_capture
 from sottovoce_eavesdropper.relay import Relay
 from sottovoce_learner import service as learner_service
+from sottovoce_learner import store as stores
 from sottovoce_learner.bodies import Said
 from sottovoce_learner.ledger import Ledger
+from sottovoce_learner.repair import verify
 from sottovoce_learner.service import Learner
-from sottovoce_learner.store import RunLog
+from sottovoce_learner.store import SNAPSHOT_AFTER, RunLog
 from sottovoce_rpc.codec import RoundCodec, from_fields, read_hello
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_rpc.server import channel, listen_on
@@ -73,6 +75,12 @@ def recorded(spec: RunSpec, data: PlacedData, path: Path) -> tuple[Path, FloatAr
 
 
 # ---- a run that goes well --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def kept_logs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Learners keep the log of a run that is over."""
+    monkeypatch.setattr(learner_service, "end_run", lambda folder, learner, run_id: None)
 
 
 @pytest.mark.parametrize("capture", ["none", "mirror", "relay"])
@@ -158,7 +166,7 @@ async def test_private_noise_differs_from_run_to_run_and_is_said_to_be_private(t
     assert not (said[0] == said[1]).any()
 
 
-async def test_every_neighbour_hears_the_bytes_of_the_journal(tmp_path: Path) -> None:
+async def test_every_neighbour_hears_the_bytes_of_the_journal(tmp_path: Path, kept_logs: None) -> None:
     spec = spec_of("relay")
     async with network(tmp_path, NAMES) as up:
         outcome = await up.run(spec, made_up(spec))
@@ -176,7 +184,7 @@ async def test_every_neighbour_hears_the_bytes_of_the_journal(tmp_path: Path) ->
         assert (line.said, line.spent) == (ROUNDS, outcome.statuses[i].epsilon_spent)
 
 
-async def test_the_log_has_all_that_a_learner_took_in(tmp_path: Path) -> None:
+async def test_the_log_has_all_that_a_learner_took_in(tmp_path: Path, kept_logs: None) -> None:
     spec = spec_of()
     async with network(tmp_path, NAMES) as up:
         outcome = await up.run(spec, made_up(spec))
@@ -261,10 +269,27 @@ async def test_learners_serve_one_run_after_another(tmp_path: Path) -> None:
     assert len({outcome.run_id for outcome in outcomes}) == 3
 
 
+async def test_the_logs_of_a_run_go_with_it(tmp_path: Path) -> None:
+    """They hold the owners' records. What the run has cost stays; a run that failed leaves them, to be taken up again."""
+    journals = tmp_path / "journals"
+    async with network(tmp_path, NAMES) as up:
+        outcome = await up.run(spec_of(), made_up(spec_of()))
+        spent = {name: Ledger(journals).spent(name) for name in NAMES}
+        async with asyncio.timeout(PATIENCE_S):
+            while list(journals.glob("*@*")):  # noqa: ASYNC110 - a folder is no event
+                await asyncio.sleep(0.01)
+        assert {name: Ledger(journals).spent(name) for name in NAMES} == spent
+        assert [verify(journals, name, imports=False)[-1].said for name in NAMES] == [ROUNDS] * 4
+        late = await up.start(small_spec(100_000, NAMES, clock={"deadline_s": 1.0}), 3)
+        await up.end(late.run_id)
+    assert outcome.state == "finished" and min(spent.values()) > 0
+    assert len(list(journals.glob("*@*"))) == 4
+
+
 # ---- a run that is stopped -------------------------------------------------------------------------------------------
 
 
-async def test_a_learner_whose_budget_would_be_exceeded_stops_speaking(tmp_path: Path) -> None:
+async def test_a_learner_whose_budget_would_be_exceeded_stops_speaking(tmp_path: Path, kept_logs: None) -> None:
     """The run stops and says why; the message that was too dear is nowhere: not sent, not journaled, not charged."""
     free = build_run(spec_of(), 3).guarantee(1).cumulative
     budget = float((free[11] + free[12]) / 2)  # enough for the messages of rounds 0 to 11
@@ -537,23 +562,33 @@ async def test_a_graph_file_stays_with_the_client(tmp_path: Path) -> None:
 # ---- what goes on after a death --------------------------------------------------------------------------------------
 
 
-async def test_a_learner_that_is_started_again_goes_on_in_its_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("grown", [SNAPSHOT_AFTER, 3_000], ids=["log", "snapshots"])
+async def test_a_learner_that_is_started_again_goes_on_in_its_run(
+    tmp_path: Path, kept_logs: None, monkeypatch: pytest.MonkeyPatch, grown: int
+) -> None:
     """With its records there already; its state folder has all that it needs, and its neighbours what it has not heard."""
     spec = small_spec(400, NAMES, capture="relay", clock={"deadline_s": PATIENCE_S})
     data = made_up(spec, records=3)
+    monkeypatch.setattr(stores, "SNAPSHOT_AFTER", grown)
     async with network(tmp_path, NAMES) as up:
         run_id = (await up.start(spec, data.n_features)).run_id
         await up.feed(run_id, spec, data)
-        await up.until("ann", LearnerState.RUNNING, 5)
+        await up.until("ann", LearnerState.RUNNING, 50)
         await up.leave("ann")
         before = said_rounds(tmp_path / "journals", "ann")
         await up.join("ann")
         end = await up.end(run_id)
         after = said_rounds(tmp_path / "journals", "ann")
+    snapshots = list((tmp_path / "journals").glob("*@*/*.snapshot"))
     assert (end.state, end.detail) == (coordinator_pb2.RUN_STATE_FINISHED, "")
-    assert 5 <= len(before) < 400
-    assert after[: len(before)] == before
-    assert [t for t, _ in after] == list(range(401))
+    if grown == SNAPSHOT_AFTER:
+        assert snapshots == []
+        assert 5 <= len(before) < 400
+        assert after[: len(before)] == before
+        assert [t for t, _ in after] == list(range(401))
+    else:  # all but the last rounds are gone
+        assert len(snapshots) == 4
+        assert len(after) < 300 and after[-1][0] == 400
     assert (
         open_capture(end.capture_location).transcript(SHAPES, 4).rounds == 400
     )  # refused where a round has two contents

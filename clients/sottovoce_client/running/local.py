@@ -40,14 +40,18 @@ class _Process:
     """Where what it serves listens, by the name that it announced."""
 
     async def end(self) -> None:
-        """Wait for it to end; after `stop_s` it is killed, or when we are cut short."""
-        try:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.child.wait(), self.stop_s)
-        finally:
-            if self.child.returncode is None:
-                self.child.kill()
-            await self.child.wait()
+        """Tell it to stop, and wait; after `stop_s` it is killed."""
+        if self.child.returncode is None:
+            self.child.send_signal(signal.SIGTERM)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.child.wait(), self.stop_s)
+        self.kill()
+        await self.child.wait()
+
+    def kill(self) -> None:
+        """Unless it has ended."""
+        if self.child.returncode is None:
+            self.child.kill()
 
     def last_words(self) -> str:
         """The last line of its log."""
@@ -92,12 +96,15 @@ class LocalServices:
         return f"{process.name} (process {process.child.pid}) died, {_how(process.child.returncode)}; its log is {process.log}"
 
     async def stop(self) -> None:
-        """Tell all to stop; who has not in its time is killed."""
-        for process in self._processes:
-            if process.child.returncode is None:
-                process.child.send_signal(signal.SIGTERM)
-        await asyncio.gather(*(process.end() for process in self._processes))
-        self._processes.clear()
+        """Tell all to stop; who has not in its time is killed. The coordinator first: its last word reaches the learners."""
+        first = [process for process in self._processes if process.name == "coordinator"]
+        try:
+            for group in (first, self._processes):
+                await asyncio.gather(*(process.end() for process in group))
+        finally:
+            for process in self._processes:
+                process.kill()
+            self._processes.clear()
 
     # ---- starting -----------------------------------------------------------------------------------------
 

@@ -448,15 +448,19 @@ class Stop(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REASON_FIELD_NUMBER: _builtins.int
+    OVER_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
+    over: _builtins.bool
+    """Nobody will go on with the run: the learner closes it in its ledger, and deletes its log and the records in it."""
     def __init__(
         self,
         *,
         reason: _builtins.str = ...,
+        over: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["over", b"over", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,127 @@
+"""Values to bytes and back: what a snapshot is made of."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from sottovoce.arrays import Batch
+from sottovoce.errors import DataError
+from sottovoce_learner import packing
+from sottovoce_learner.intake import Taken
+from sottovoce_learner.packing import Unpackable, pack, unpack
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    value: Any
+
+
+@dataclass(frozen=True)
+class Branch:
+    left: Any
+    right: Any
+
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary()
+NUMBERS = arrays.arrays(
+    st.sampled_from([np.float64, np.float32, np.int64, np.uint8, np.bool_]), arrays.array_shapes(min_dims=0, min_side=0)
+)
+VALUES = st.recursive(
+    SCALARS | NUMBERS | NUMBERS.map(lambda array: array.T),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(st.integers() | st.text(), inner, max_size=3)
+        | inner.map(Leaf)
+        | st.builds(Branch, inner, inner)
+    ),
+    max_leaves=8,
+)
+
+
+def require_same(one: Any, other: Any) -> None:
+    """To the last bit, the order in memory included."""
+    assert type(one) is type(other)
+    if isinstance(one, np.ndarray):
+        assert (one.dtype, one.shape) == (other.dtype, other.shape)
+        assert one.flags.c_contiguous == other.flags.c_contiguous
+        assert one.tobytes() == other.tobytes()
+        assert other.flags.writeable
+    elif isinstance(one, Leaf | Branch):
+        for name in type(one).__dataclass_fields__:
+            require_same(getattr(one, name), getattr(other, name))
+    elif isinstance(one, tuple | list):
+        assert len(one) == len(other)
+        for pair in zip(one, other, strict=True):
+            require_same(*pair)
+    elif isinstance(one, dict):
+        require_same(list(one.items()), list(other.items()))
+    else:
+        assert one == other or (math.isnan(one) and math.isnan(other))
+
+
+@given(VALUES)
+def test_what_is_packed_comes_back(value: Any) -> None:
+    require_same(value, unpack(pack(value, {}), {}))
+
+
+def test_what_is_no_data_is_taken_from_the_run() -> None:
+    loss, again = object(), object()
+    raw = pack(Branch(loss, (loss, 1)), {"loss": loss})
+    assert unpack(raw, {"loss": again}) == Branch(again, (again, 1))
+
+
+@pytest.mark.parametrize("value", [object(), {1, 2}, lambda: 0, np.array([object()]), Leaf, 1j])
+def test_what_has_no_bytes_is_refused(value: Any) -> None:
+    with pytest.raises(Unpackable, match="a state must be made of"):
+        pack(Leaf(value), {})
+
+
+def test_a_class_that_has_changed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    @dataclass(frozen=True)
+    class Other:
+        value: Any
+        more: int
+
+    raw = pack(Leaf(1), {})
+    for changed in (Other, int, None, "text"):
+        monkeypatch.setattr(f"{__name__}.Leaf", changed)
+        with pytest.raises(
+            DataError, match=r"test_packing:Leaf, which is another class here: it was written by another"
+        ):
+            unpack(raw, {})
+
+
+def test_nothing_is_imported_to_read_it() -> None:
+    raw = pack(Leaf(1), {}).replace(__name__.encode(), b"x" * len(__name__))
+    with pytest.raises(DataError, match="which is another class here"):
+        unpack(raw, {})
+
+
+def test_other_bytes_and_newer_ones_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(DataError, match="must begin with its mark"):
+        unpack(b"something else", {})
+    raw = pack(1, {})
+    monkeypatch.setattr(packing, "FORMAT", 0)
+    with pytest.raises(DataError, match="format 1, and this version reads up to 0"):
+        unpack(raw, {})
+
+
+@pytest.mark.parametrize("sizes", [[], [0], [2, 0, 3]])
+def test_records_that_wait(sizes: list[int]) -> None:
+    generator = np.random.default_rng(1)
+    waiting = {3 * k: Batch(generator.normal(size=(size, 2)), np.ones(size)) for k, size in enumerate(sizes)}
+    taken = Taken({"a": 3}, 7, 4, waiting)
+    again = unpack(pack(taken, {}), {})
+    assert (again.next, again.filled, again.batches, list(again.waiting)) == ({"a": 3}, 7, 4, list(waiting))
+    for t, batch in waiting.items():
+        np.testing.assert_array_equal(again.waiting[t].features, batch.features)
+        np.testing.assert_array_equal(again.waiting[t].labels, batch.labels)
