@@ -18,6 +18,7 @@ from sottovoce.running.run import build_run
 from sottovoce.running.simulator import simulate
 from sottovoce.running.transcript import Transcript
 from sottovoce.spec import RunSpec
+from sottovoce_client.running import feeder as feeders
 from sottovoce_client.running.feeder import batches
 from sottovoce_client.running.operate import BY_OPERATOR, Interrupted, Outcome
 from sottovoce_coordinator.clock import RoundClock
@@ -594,11 +595,34 @@ async def test_a_learner_that_is_started_again_goes_on_in_its_run(
     )  # refused where a round has two contents
 
 
+async def test_a_feeder_makes_no_more_than_its_learner_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its neighbours have no records, so it stays in round 0."""
+    made = [0]
+
+    def counting(*given: Any) -> Any:
+        for batch in batches(*given):
+            made[0] += 1
+            yield batch
+
+    monkeypatch.setattr(feeders, "batches", counting)
+    spec = small_spec(64 * 1_000, NAMES)
+    data = made_up(spec, records=1)
+    async with network(tmp_path, NAMES) as up:
+        run_id = (await up.start(spec, data.n_features)).run_id
+        feeding = asyncio.ensure_future(up.feed(run_id, spec, data, but=NAMES[1:]))
+        async with asyncio.timeout(PATIENCE_S):
+            while not up.learners["ann"]._session or not up.learners["ann"]._in_run()._has_enough():  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.5)
+        assert 64 <= made[0] < 200
+        feeding.cancel()
+
+
 async def test_a_feeder_that_comes_back_is_told_at_once_what_is_due(tmp_path: Path) -> None:
     """Also after the learner was started again, and while its feeder says nothing more: records are kept before their receipt."""
     spec = small_spec(400, NAMES)
     data = made_up(spec, records=3)
-    sent = batches(data.learners[0], "feeder")
+    sent = list(batches(data.learners[0], "feeder"))
     async with network(tmp_path, NAMES) as up:
         run_id = (await up.start(spec, data.n_features)).run_id
         await up.feed(run_id, spec, data, but=NAMES[1:])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 import grpc
 import numpy as np
@@ -16,26 +16,60 @@ from sottovoce_rpc.status import as_error
 from sottovoce_wire.v1 import learner_pb2, learner_pb2_grpc
 
 _ROUNDS_PER_BATCH = 64
+_AHEAD = 64
+"""Batches that are sent before the learner has confirmed them; it does so every so often."""
 _PATIENCE_S, _RETRY_S = 60.0, 0.5
 
 
-def batches(data: LearnerData, source: str) -> list[learner_pb2.SampleBatch]:
-    """A learner's records as numbered batches of consecutive rounds."""
-    made: list[learner_pb2.SampleBatch] = []
-    for first in range(0, data.rounds, _ROUNDS_PER_BATCH):
-        last = min(first + _ROUNDS_PER_BATCH, data.rounds)
-        rows = data.order[data.offsets[first] : data.offsets[last]]
-        made.append(
-            learner_pb2.SampleBatch(
-                source=source,
-                sequence=len(made),
-                first_round=first,
-                counts=np.diff(data.offsets[first : last + 1]).tolist(),
-                features=to_tensor(data.features[rows]),
-                labels=to_tensor(data.labels[rows]),
-            )
+def batches(data: LearnerData, source: str, first: int = 0) -> Iterator[learner_pb2.SampleBatch]:
+    """A learner's records as numbered batches of consecutive rounds, from one on, each made when it is asked for."""
+    for sequence in range(first, _many(data)):
+        begin = sequence * _ROUNDS_PER_BATCH
+        end = min(begin + _ROUNDS_PER_BATCH, data.rounds)
+        rows = data.order[data.offsets[begin] : data.offsets[end]]
+        yield learner_pb2.SampleBatch(
+            source=source,
+            sequence=sequence,
+            first_round=begin,
+            counts=np.diff(data.offsets[begin : end + 1]).tolist(),
+            features=to_tensor(data.features[rows]),
+            labels=to_tensor(data.labels[rows]),
         )
-    return made
+
+
+def _many(data: LearnerData) -> int:
+    return -(-data.rounds // _ROUNDS_PER_BATCH)
+
+
+class _Sending:
+    """Batches on their way: made as the learner takes them in, so that a long stream is never in memory as a whole.
+
+    Attributes:
+        received: batches that the learner has in keeping.
+    """
+
+    def __init__(self, data: LearnerData, source: str) -> None:
+        self._data, self._source = data, source
+        self.received = 0
+        self._receipt = asyncio.Event()
+
+    @property
+    def over(self) -> bool:
+        """Has the learner everything?"""
+        return self.received >= _many(self._data)
+
+    def receive(self, count: int) -> None:
+        """A receipt: the learner has so many."""
+        self.received = count
+        self._receipt.set()
+
+    async def batches(self) -> AsyncIterator[learner_pb2.SampleBatch]:
+        """From the first that it has not, on one stream."""
+        for batch in batches(self._data, self._source, self.received):
+            while batch.sequence >= self.received + _AHEAD:
+                self._receipt.clear()
+                await self._receipt.wait()
+            yield batch
 
 
 async def feed(address: str, run_id: str, data: LearnerData, source: str = "feeder") -> None:
@@ -46,27 +80,21 @@ async def feed(address: str, run_id: str, data: LearnerData, source: str = "feed
         Unavailable, NotReady: for `_PATIENCE_S` it could not be reached, or was not in the run: it is being told, or has failed
             and the coordinator is.
     """
-    to_send = batches(data, source)
-    sent, failures = 0, 0
+    sending, failures = _Sending(data, source), 0
     async with channel(address) as to:
         stub = learner_pb2_grpc.LearnerStub(to)
-        while sent < len(to_send):
+        while not sending.over:
             await _ready(stub, run_id, address)  # again after a break: it may have been started again
             try:
-                call = stub.Ingest(_from(to_send, sent))
-                async for receipt in call:
-                    sent, failures = receipt.next_sequence, 0
+                async for receipt in stub.Ingest(sending.batches()):
+                    sending.receive(receipt.next_sequence)
+                    failures = 0
             except grpc.aio.AioRpcError as error:
                 failure = as_error(error, f"the learner at {address}")
                 failures += 1
                 if not isinstance(failure, Unavailable | NotReady) or failures > _PATIENCE_S / _RETRY_S:
                     raise failure from None
                 await asyncio.sleep(_RETRY_S)
-
-
-async def _from(batches: list[learner_pb2.SampleBatch], first: int) -> AsyncIterator[learner_pb2.SampleBatch]:
-    for batch in batches[first:]:
-        yield batch
 
 
 async def _ready(stub: learner_pb2_grpc.LearnerAsyncStub, run_id: str, address: str) -> None:
