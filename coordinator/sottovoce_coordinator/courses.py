@@ -1,19 +1,25 @@
-"""Runs with their times, as operators see them: under way, or over."""
+"""Runs with their times, as operators see them: under way, each on learners of its own, or over."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
+from sottovoce.errors import NotReady
 from sottovoce.running.run import Run
-from sottovoce_coordinator.runs import RunBook, RunState
-from sottovoce_coordinator.store import KeptRun
+from sottovoce_coordinator.runs import RunBook, RunState, in_short
+from sottovoce_coordinator.store import KeptRun, Store, whatever_disk
 from sottovoce_rpc.learner_status import LearnerStatus
 from sottovoce_rpc.specs import spec_to_wire
 from sottovoce_wire.v1 import coordinator_pb2
+
+MOST_RUNS = 32
+"""Runs that are remembered, beside those that are under way."""
 
 
 @dataclass(slots=True)
@@ -100,6 +106,93 @@ def failed(kept: KeptRun, detail: str, now: datetime) -> coordinator_pb2.Run:
     run.state, run.detail = coordinator_pb2.RUN_STATE_FAILED, detail
     run.ended_at.CopyFrom(_timestamp(now))
     return run
+
+
+class Courses:
+    """The runs that are remembered, oldest first. No two that are under way have a learner in common.
+
+    Args:
+        store: where they are kept.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._runs: dict[str, Course | PastRun] = {}
+        self._starting: dict[str, asyncio.Event] = {}  # by learner; set once it is known how that went
+
+    def the(self, run_id: str) -> Course | PastRun:
+        """One of them.
+
+        Raises:
+            NotReady: there is none of this name.
+        """
+        if run_id not in self._runs:
+            known = f"the last one is {next(reversed(self._runs))!r}" if self._runs else "there is none"
+            raise NotReady(f"no run {run_id!r}: {known}")
+        return self._runs[run_id]
+
+    def get(self, run_id: str) -> Course | PastRun | None:
+        """One of them; None: there is none of this name."""
+        return self._runs.get(run_id)
+
+    def with_learner(self, run_id: str, learner: str) -> Course | None:
+        """A run of this process, under way or not, if the learner is in it."""
+        run = self._runs.get(run_id)
+        return run if isinstance(run, Course) and learner in run.book.index else None
+
+    @property
+    def newest_first(self) -> dict[str, Course | PastRun]:
+        """All of them, by name."""
+        return dict(reversed(self._runs.items()))
+
+    @property
+    def under_way(self) -> list[Course]:
+        """Those that have not ended."""
+        return [run for run in self._runs.values() if isinstance(run, Course) and not run.book.ended]
+
+    def of(self, learner: str) -> Course | None:
+        """The run under way that a learner is in; None: it is in none."""
+        return next((course for course in self.under_way if learner in course.book.index), None)
+
+    def add(self, run_id: str, run: Course | PastRun) -> None:
+        """Remember a run; of those that have ended the oldest is forgotten."""
+        going = {course.book.run_id for course in self.under_way}
+        ended = [each for each in self._runs if each not in going]
+        for oldest in ended[: max(0, len(ended) - MOST_RUNS + 1)]:
+            del self._runs[oldest]
+            with whatever_disk():
+                self._store.forget(oldest)
+        self._runs[run_id] = run
+
+    @asynccontextmanager
+    async def reserved(self, learners: Sequence[str]) -> AsyncIterator[None]:
+        """Keep learners for a run that is being started: whoever wants one of them, too, waits to see how that goes.
+
+        Raises:
+            NotReady: one of them is in a run that is under way.
+        """
+        while True:
+            self._require_free(learners)
+            if (other := next((self._starting[name] for name in learners if name in self._starting), None)) is None:
+                break
+            await other.wait()
+        known = asyncio.Event()
+        self._starting |= dict.fromkeys(learners, known)
+        try:
+            yield
+        finally:
+            for name in learners:
+                del self._starting[name]
+            known.set()
+
+    def _require_free(self, learners: Sequence[str]) -> None:
+        for course in self.under_way:
+            if taken := [name for name in learners if name in course.book.index]:
+                run_id, are = course.book.run_id, "is" if len(taken) == 1 else "are"
+                raise NotReady(
+                    f"{in_short(taken)} {are} in run {run_id}, which is under way: wait for its end, stop it first "
+                    f"(`sottovoce runs stop {run_id}`), or take other learners"
+                )
 
 
 def _well(task: asyncio.Task[str]) -> bool:

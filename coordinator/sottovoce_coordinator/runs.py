@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import Enum
@@ -28,6 +28,8 @@ class RunState(Enum):
 
 
 _FINAL = frozenset({RunState.FINISHED, RunState.STOPPED, RunState.FAILED})
+_NAMED = 10
+"""Learners that an error names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,7 @@ class RunBook:
         run: what is run.
         n_features: features of a record.
         addresses: of the learners, by index.
+        index: of the learners, by name.
         state, detail: where it stands, and why it ended.
         overhearing: by whom it is captured.
         statuses: the learners' last reports, by index.
@@ -66,6 +69,7 @@ class RunBook:
     run: Run
     n_features: int
     addresses: tuple[str, ...]
+    index: dict[str, int] = field(init=False)
     state: RunState = RunState.CONNECTING
     detail: str = ""
     overhearing: Overhearing = Overhearing()
@@ -80,6 +84,7 @@ class RunBook:
     def __post_init__(self) -> None:
         spec = self.run.spec
         told = spec.model_copy(update={"topology": spec.topology.explicit(spec.n_learners)})
+        self.index = {name: i for i, name in enumerate(spec.names)}
         self._told = spec_to_wire(told)  # once: it may list many edges
         self._ever = [set() for _ in spec.names]
         for i, j in self.run.network.edges:
@@ -164,7 +169,7 @@ class RunBook:
 
     def report(self, status: LearnerStatus, waiting: Waiting | None = None) -> bool:
         """Take in a report; True when the grant has grown."""
-        index = self.run.spec.names.index(status.learner)
+        index = self.index[status.learner]
         self.statuses[index], self.waits[index] = status, waiting
         self._judge(status)
         before = self.clock.granted
@@ -197,7 +202,7 @@ class RunBook:
 
     def _blame(self, failed: LearnerStatus) -> str:
         """Why the run fails with a learner: because of it, unless it waited for others."""
-        who = self.run.spec.names.index(failed.learner)
+        who = self.index[failed.learner]
         found = blamed(standings := self.standings, who)
         if found == (who,):
             return f"{failed.learner} failed: {failed.detail}"
@@ -238,6 +243,12 @@ class RunBook:
         return self.state in _FINAL
 
 
-def missing(names: Sequence[str], joined: Mapping[str, object]) -> list[str]:
+def missing(names: Sequence[str], joined: Container[str]) -> list[str]:
     """Learners of a run that have not joined."""
     return [name for name in names if name not in joined]
+
+
+def in_short(learners: Sequence[str]) -> str:
+    """Some of them, where there are many: an error has to fit into a status."""
+    more = f" and {len(learners) - _NAMED} more" if len(learners) > _NAMED else ""
+    return f"{', '.join(learners[:_NAMED])}{more}"

@@ -33,8 +33,8 @@ async def test_runs_are_listed_shown_and_stopped(tmp_path: Path) -> None:
         running = asyncio.ensure_future(up.run(paced, made_up(paced)))
         await up.until("ann", LearnerState.RUNNING, 2)
         await up.leave("ben")
-        assert up.coordinating is not None and up.coordinating._current is not None
-        run_id = up.coordinating._current.book.run_id
+        assert up.coordinating is not None
+        run_id = up.coordinating._courses.under_way[0].book.run_id
         await up.until_gone("ben")
         for asked in (done.run_id, run_id):
             await show_run(up.coordinator, asked, console)
