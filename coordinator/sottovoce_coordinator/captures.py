@@ -8,9 +8,10 @@ import contextlib
 import grpc
 import structlog
 
-from sottovoce.errors import NotReady
+from sottovoce.errors import NotReady, SottovoceError
 from sottovoce_coordinator.courses import Course
 from sottovoce_coordinator.runs import Overhearing, RunBook
+from sottovoce_coordinator.store import KeptRun
 from sottovoce_rpc.codec import to_fields
 from sottovoce_rpc.server import channel
 from sottovoce_rpc.specs import spec_to_wire
@@ -70,26 +71,50 @@ class Captures:
         relays = {(i, j): relay for (i, j, _), relay in zip(edges, opened.relay_addresses, strict=True)}
         return Overhearing(opened.capture_id, opened.location, relays, "" if relays else opened.mirror_address)
 
+    async def take_up(self, kept: KeptRun) -> str:
+        """Go on with the capture of a run that failed; why that cannot be. Empty: it can, or there is none."""
+        if not kept.overhearing.capture_id:
+            return ""
+        try:
+            if self.address is None:
+                raise NotReady("this coordinator was given no eavesdropper (--eavesdropper)")
+            await self._asked(self.address, kept.run_id)
+        except SottovoceError as error:
+            log.warning("nothing is captured", run_id=kept.run_id, reason=str(error))
+            return f"nothing is captured since the run was taken up again: {error}"
+        return ""
+
+    async def _asked(self, address: str, run_id: str) -> None:
+        """Have an eavesdropper go on with the capture of a run, if it does not.
+
+        Raises:
+            SottovoceError: it cannot be reached, or the capture is closed.
+        """
+        request = eavesdropper_pb2.OpenCaptureRequest(run_id=run_id, resume=True)
+        async with channel(address) as to:
+            try:
+                await eavesdropper_pb2_grpc.EavesdropperStub(to).OpenCapture(request, timeout=_OPEN_S)
+            except grpc.aio.AioRpcError as error:
+                raise as_error(error, f"the eavesdropper at {address}") from None
+
     def keep(self, course: Course) -> None:
         """An eavesdropper that was started again takes up the capture when it is asked: its relays are the way of messages."""
-        if course.book.overhearing.capture_id and self.address is not None:
+        if course.book.overhearing.capture_id and not course.uncaptured and self.address is not None:
             self._tasks.start(self._keep(course, self.address), "a capture is not looked after")
 
     async def _keep(self, course: Course, address: str) -> None:
-        book, away = course.book, False
-        request = eavesdropper_pb2.OpenCaptureRequest(run_id=book.run_id, resume=True)
-        async with channel(address) as to:
-            while not book.ended:
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(course.over.wait(), _KEPT_S)
-                    return
-                try:
-                    await eavesdropper_pb2_grpc.EavesdropperStub(to).OpenCapture(request, timeout=_OPEN_S)
-                    away = False
-                except grpc.aio.AioRpcError as error:
-                    if not away:
-                        log.warning("nothing is captured", run_id=book.run_id, reason=error.details())
-                    away = True
+        away = False
+        while not course.book.ended:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(course.over.wait(), _KEPT_S)
+                return
+            try:
+                await self._asked(address, course.book.run_id)
+                away = False
+            except SottovoceError as error:
+                if not away:
+                    log.warning("nothing is captured", run_id=course.book.run_id, reason=str(error))
+                away = True
 
     def close(self, book: RunBook) -> asyncio.Task[str] | None:
         """End a run's capture; why it could not be written to its end, as the eavesdropper says. None: there is none."""

@@ -51,6 +51,19 @@ class Conductor:
             self._tasks.start(self._deadline(course, index, since), "nobody misses a learner")
         self._accompany(course)
 
+    def take_up(self, course: Course) -> None:
+        """A run that failed: whoever is here goes on at once.
+
+        Raises:
+            Unavailable: how far they may go cannot be written.
+        """
+        self.go_on(course)
+        book, here = course.book, [name for name in course.book.index if name in self._members]
+        self._reserve(course)
+        for name in here:
+            book.back(book.index[name])
+        self._members.tell(book.run_id, {name: book.briefing(book.index[name]) for name in here})
+
     def _accompany(self, course: Course) -> None:
         """What goes on beside a run until it ends."""
         self._captures.keep(course)
@@ -145,5 +158,5 @@ class Conductor:
         course.ended = datetime.now(UTC)
         self.keep([course])  # a coordinator after this one would find it under way, and its learners done
         self._members.tell(course.book.run_id, {name: [course.book.stop()] for name in course.book.index})
-        course.closing = self._captures.close(course.book)
+        course.closing = None if course.uncaptured else self._captures.close(course.book)
         course.over.set()

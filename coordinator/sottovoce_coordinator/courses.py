@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from sottovoce.errors import NotReady
 from sottovoce.running.run import Run
-from sottovoce_coordinator.runs import RunBook, RunState, in_short
+from sottovoce_coordinator.runs import Overhearing, RunBook, RunState, in_short
 from sottovoce_coordinator.store import KeptRun, Store, whatever_disk
 from sottovoce_rpc.learner_status import LearnerStatus
 from sottovoce_rpc.specs import spec_to_wire
-from sottovoce_wire.v1 import coordinator_pb2
+from sottovoce_wire.v1 import coordinator_pb2, learner_pb2
 
 MOST_RUNS = 32
 """Runs that are remembered, beside those that are under way."""
@@ -30,6 +30,7 @@ class Course:
         book: of the run.
         started, ended: when.
         durable: it outlives its coordinator.
+        uncaptured: why nothing is captured any more; empty: it is, where the spec says so.
         told: rounds below this one were granted to all learners that are there.
         over: set when it has ended.
         closing: closes its capture, and says why that could not be written to its end; empty: it could.
@@ -38,6 +39,7 @@ class Course:
     book: RunBook
     started: datetime
     durable: bool = False
+    uncaptured: str = ""
     told: int = 0
     ended: datetime | None = None
     over: asyncio.Event = field(default_factory=asyncio.Event)
@@ -63,7 +65,10 @@ class Course:
             capture_id=book.overhearing.capture_id,
             capture_location=book.overhearing.location,
             durable=self.durable,
-            capture_error=self.closing.result() if self.closing is not None and _well(self.closing) else "",
+            capture_error=self.closing.result()
+            if self.closing is not None and _well(self.closing)
+            else self.uncaptured,
+            attempt=book.attempt,
         )
         if whole:
             run.spec, run.n_features = spec_to_wire(book.run.spec), book.n_features
@@ -76,28 +81,47 @@ class Course:
 
     @classmethod
     def resumed(cls, kept: KeptRun, run: Run, now: datetime) -> Course:
-        """A run that was under way when its coordinator died; its learners are yet to come back."""
+        """A run that goes on as it was written down; its learners are yet to come back."""
         view = coordinator_pb2.Run.FromString(kept.view)
         addresses = tuple(each.address for each in view.learners)
-        book = RunBook(kept.run_id, run, kept.n_features, addresses)
+        book = RunBook(kept.run_id, run, kept.n_features, addresses, attempt=view.attempt)
         book.overhearing = kept.overhearing
+        if view.capture_error:  # its relays are gone
+            book.overhearing = Overhearing(kept.overhearing.capture_id, kept.overhearing.location)
         state = RunState(coordinator_pb2.RunState.Name(view.state).removeprefix("RUN_STATE_").lower())
         book.restore(state, [LearnerStatus.from_wire(each.status) for each in view.learners], now)
-        return cls(book, view.started_at.ToDatetime(UTC), durable=True)
+        return cls(book, view.started_at.ToDatetime(UTC), durable=view.durable, uncaptured=view.capture_error)
 
 
 @dataclass(frozen=True, slots=True)
 class PastRun:
     """A run that ended before this process began."""
 
-    kept: KeptRun
+    was: KeptRun
+
+    def kept(self) -> KeptRun:
+        """The run as it was written down."""
+        return self.was
 
     def view(self, *, whole: bool = False) -> coordinator_pb2.Run:
         """The run as it ended; `whole`: with the spec."""
-        run = coordinator_pb2.Run.FromString(self.kept.view)
+        run = coordinator_pb2.Run.FromString(self.was.view)
         if whole:
-            run.spec, run.n_features = self.kept.spec, self.kept.n_features
+            run.spec, run.n_features = self.was.spec, self.was.n_features
         return run
+
+
+def taken_up(kept: KeptRun, uncaptured: str) -> KeptRun:
+    """A run that failed, as it goes on; `uncaptured`: why nothing of it is captured from now on."""
+    run = coordinator_pb2.Run.FromString(kept.view)
+    begun = any(each.status.rounds_said for each in run.learners)
+    run.state = coordinator_pb2.RUN_STATE_RUNNING if begun else coordinator_pb2.RUN_STATE_CONNECTING
+    run.detail, run.attempt, run.capture_error = "", run.attempt + 1, uncaptured
+    run.ClearField("ended_at")
+    for each in run.learners:
+        if each.status.state != learner_pb2.LEARNER_STATE_FINISHED:
+            each.status.state, each.status.detail = learner_pb2.LEARNER_STATE_CONNECTING, ""
+    return replace(kept, view=run.SerializeToString())
 
 
 def failed(kept: KeptRun, detail: str, now: datetime) -> coordinator_pb2.Run:
@@ -154,6 +178,15 @@ class Courses:
         """The run under way that a learner is in; None: it is in none."""
         return next((course for course in self.under_way if learner in course.book.index), None)
 
+    def replace(self, course: Course) -> None:
+        """A run that had ended goes on.
+
+        Raises:
+            NotReady: it was forgotten meanwhile.
+        """
+        self.the(course.book.run_id)
+        self._runs[course.book.run_id] = course
+
     def add(self, run_id: str, run: Course | PastRun) -> None:
         """Remember a run; of those that have ended the oldest is forgotten."""
         going = {course.book.run_id for course in self.under_way}
@@ -184,6 +217,20 @@ class Courses:
             for name in learners:
                 del self._starting[name]
             known.set()
+
+    def require_logs(self, run_id: str, learners: Sequence[str]) -> None:
+        """No learner of a run has been in another one since: it would have begun a log in place of this run's.
+
+        Raises:
+            NotReady: one has.
+        """
+        known = list(self._runs)
+        for later in known[known.index(run_id) + 1 :]:
+            there = {each.status.learner for each in self._runs[later].view().learners}
+            if lost := [name for name in learners if name in there]:
+                raise NotReady(
+                    f"{in_short(lost)} took part in run {later} since, and logs of one run are kept: start a new run"
+                )
 
     def _require_free(self, learners: Sequence[str]) -> None:
         for course in self.under_way:

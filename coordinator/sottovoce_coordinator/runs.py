@@ -60,6 +60,7 @@ class RunBook:
         index: of the learners, by name.
         state, detail: where it stands, and why it ended.
         overhearing: by whom it is captured.
+        attempt: how often it was taken up again after it had failed.
         statuses: the learners' last reports, by index.
         waits: what they wait for, as last reported, by index.
         away: when the streams of those ended who are gone, by index.
@@ -73,6 +74,7 @@ class RunBook:
     state: RunState = RunState.CONNECTING
     detail: str = ""
     overhearing: Overhearing = Overhearing()
+    attempt: int = 0
     statuses: list[LearnerStatus] = field(init=False)
     waits: list[Waiting | None] = field(init=False)
     away: dict[int, datetime] = field(default_factory=dict)
@@ -127,7 +129,7 @@ class RunBook:
 
     def assignment(self, index: int) -> Assignment:
         """The preparation of one learner."""
-        return Assignment(self._told, self.n_features, index, self.overhearing.mirror)
+        return Assignment(self._told, self.n_features, index, self.overhearing.mirror, self.attempt)
 
     def _epochs(self, learners: Sequence[int], first: int, until: int) -> list[list[Epoch]]:
         """For each of these learners the epochs that it needs for the rounds from `first` on, below `until`.

@@ -150,7 +150,8 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         status = LearnerStatus.from_wire(event.report.status)
         if status.learner != member.name:
             raise StrangerError(f"a report on this stream must be of learner {member.name!r}, got {status.learner!r}")
-        if (course := self._courses.with_learner(status.run_id, member.name)) is not None:  # how it ended, too
+        course = self._courses.with_learner(status.run_id, member.name)
+        if course is not None and event.report.attempt == course.book.attempt:
             self._conductor.hear(course, status, Waiting.from_wire(event.report))
 
     # ---- operators ----------------------------------------------------------------------------------------
@@ -170,6 +171,11 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
             if isinstance(run, Course):
                 self._conductor.end(run, RunState.STOPPED, request.reason or "stopped by an operator")
             return run.view()
+
+    async def ResumeRun(self, request: coordinator_pb2.ResumeRunRequest, context: Context) -> coordinator_pb2.Run:
+        """Take up a run that failed."""
+        async with answering(context):
+            return (await self._starter.resume(request.run_id)).view()
 
     async def GetRun(self, request: coordinator_pb2.GetRunRequest, context: Context) -> coordinator_pb2.Run:
         """A run as it stands, with its spec."""

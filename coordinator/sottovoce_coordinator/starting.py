@@ -9,12 +9,12 @@ from datetime import UTC, datetime
 
 import structlog
 
-from sottovoce.errors import SottovoceError, SpecError
+from sottovoce.errors import NotReady, SottovoceError, SpecError
 from sottovoce.running.run import Run, build_run
 from sottovoce.spec import RunSpec
 from sottovoce_coordinator.captures import Captures
 from sottovoce_coordinator.conducting import Conductor
-from sottovoce_coordinator.courses import Course, Courses, PastRun, failed
+from sottovoce_coordinator.courses import Course, Courses, PastRun, failed, taken_up
 from sottovoce_coordinator.joining import Members
 from sottovoce_coordinator.runs import RunBook
 from sottovoce_coordinator.store import KeptRun, Store
@@ -90,6 +90,31 @@ class Starter:
         self._courses.add(run_id, course)
         self._conductor.begin(course, briefings)
         return course
+
+    async def resume(self, run_id: str) -> Course:
+        """Take up a run that failed: its learners go on from their logs.
+
+        Raises:
+            NotReady: it did not fail, or a learner is, or was since, in another run.
+            SpecError: it needs code that is not imported.
+            Unavailable: it cannot be kept.
+        """
+        past = self._courses.the(run_id)
+        if (state := past.view().state) != coordinator_pb2.RUN_STATE_FAILED:
+            word = coordinator_pb2.RunState.Name(state).removeprefix("RUN_STATE_").lower()
+            raise NotReady(f"only a run that failed can be taken up again, and run {run_id} is {word}")
+        spec = await asyncio.to_thread(_spec, past.view(whole=True).spec, imports=self._imports)
+        async with self._courses.reserved(spec.names):
+            self._courses.require_logs(run_id, spec.names)
+            run = await asyncio.to_thread(_built, spec, past.view(whole=True).n_features)
+            if isinstance(past, Course) and past.closing is not None:
+                await asyncio.wait([past.closing])
+            kept = taken_up(past.kept(), await self._captures.take_up(past.kept()))
+            course = await asyncio.to_thread(Course.resumed, kept, run, datetime.now(UTC))
+            self._store.keep({run_id: kept.view})
+            self._courses.replace(course)
+            self._conductor.take_up(course)
+            return course
 
     async def restore(self) -> None:
         """Take up the runs of this state: those that were under way go on as their learners come back."""

@@ -121,6 +121,7 @@ class Learner:
         self._sampler = OpenDpNoise() if config.noise == "opendp" else SystemNoise()
         self._session: Session | None = None
         self._refused: tuple[str, str] | None = None  # run, and why it could not be followed
+        self._attempt = 0  # at the run that it was assigned to last
         self._changed = asyncio.Event()  # there is something to report
         self._rounds, self._channels, self._copying = Tasks(), Tasks(), Tasks()
         self._mirror: Mirror | None = None
@@ -286,7 +287,11 @@ class Learner:
 
         Of that run only the end is obeyed from then on: what went wrong first is what its operator is told.
         """
-        if self._refused is not None and self._refused[0] == run_id and not isinstance(told, Stop):
+        if (
+            self._refused is not None
+            and self._refused[0] == run_id
+            and not (isinstance(told, Stop) or self._anew(told))
+        ):
             return
         try:
             await self._obey(run_id, told)
@@ -323,7 +328,7 @@ class Learner:
     async def _obey(self, run_id: str, told: Directive | None) -> None:
         session = self._of_run(run_id)
         match told:
-            case directives.Assignment() if session is None:  # else it is said again after a reconnect
+            case directives.Assignment() if session is None or self._anew(told):  # else said again after a reconnect
                 await self._prepare(run_id, told)
             case Epoch() if session is not None:
                 self._meet(session, told)
@@ -332,12 +337,17 @@ class Learner:
             case Stop() if session is not None:
                 await self._end_run()
 
+    def _anew(self, told: Directive | None) -> bool:
+        """Is a run taken up again? Whatever became of it here, it goes on from the log, as after a death."""
+        return isinstance(told, directives.Assignment) and told.attempt > self._attempt
+
     def _of_run(self, run_id: str) -> Session | None:
         session = self._session
         return session if session is not None and session.role.run_id == run_id else None
 
     async def _prepare(self, run_id: str, told: directives.Assignment) -> None:
         await self._end_run()
+        self._attempt = told.attempt
         role = _role(run_id, told, self._identity, imports=self.config.allow_imports)
         self._mirror = Mirror(run_id, told.index, told.mirror) if told.mirror else None
         self._session = Session(
@@ -402,10 +412,11 @@ class Learner:
             self._session.coordinated(away=False)
         with contextlib.suppress(grpc.RpcError, grpc.aio.BaseError, grpc.aio.UsageError, asyncio.InvalidStateError):
             while True:
-                if (now := (self.status, self._waiting)) != last:
-                    status, waiting = now
+                if (now := (self.status, self._waiting, self._attempt)) != last:
+                    status, waiting, attempt = now
                     waits = None if waiting is None else waiting.to_wire()
-                    await call.write(pb.Event(report=pb.Report(status=status.to_wire(), waiting=waits)))
+                    report = pb.Report(status=status.to_wire(), waiting=waits, attempt=attempt)
+                    await call.write(pb.Event(report=report))
                     last = now
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._changed.wait(), REPORT_S)
