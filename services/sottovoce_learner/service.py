@@ -350,6 +350,8 @@ class Learner:
         self._attempt = told.attempt
         role = _role(run_id, told, self._identity, imports=self.config.allow_imports)
         self._mirror = Mirror(run_id, told.index, told.mirror) if told.mirror else None
+        if (before := self._of_run(run_id)) is not None:
+            before.replaced.set()
         self._session = Session(
             role,
             self._noise(role),
@@ -454,7 +456,8 @@ class Learner:
             session = self._session
             if session is not None and not session.introduced:
                 raise NotReady("this learner does not know its neighbours yet")
-            await exchange.accept(session, context)
+            async with beside(_replacement(session)):
+                await exchange.accept(session, context)
 
     async def _ingest(
         self, batches: AsyncIterator[learner_pb2.SampleBatch], context: Context
@@ -490,6 +493,17 @@ class Learner:
 
     async def _status(self, request: learner_pb2.StatusRequest, context: Context) -> learner_pb2.StatusResponse:
         return learner_pb2.StatusResponse(status=self.status.to_wire())
+
+
+async def _replacement(session: Session | None) -> None:
+    """A run that is taken up again: neighbours have to greet who this learner is from now on.
+
+    Raises:
+        Unavailable: it is.
+    """
+    if session is not None:
+        await session.replaced.wait()
+        raise Unavailable("this learner takes the run up again")
 
 
 async def _told(call: _JoinCall) -> coordinator_pb2.Directive | None:

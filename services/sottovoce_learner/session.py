@@ -154,6 +154,8 @@ class Session:
         self._private = private
         self._hungry = asyncio.Event()  # set once a round, so a feeder that waits looks again
         self._changed = changed or asyncio.Event()
+        self.replaced = asyncio.Event()
+        """Set when another session takes this run up."""
 
     @property
     def status(self) -> LearnerStatus:
