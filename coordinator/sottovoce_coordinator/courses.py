@@ -97,17 +97,13 @@ class Course:
 class PastRun:
     """A run that ended before this process began."""
 
-    was: KeptRun
-
-    def kept(self) -> KeptRun:
-        """The run as it was written down."""
-        return self.was
+    kept: KeptRun
 
     def view(self, *, whole: bool = False) -> coordinator_pb2.Run:
         """The run as it ended; `whole`: with the spec."""
-        run = coordinator_pb2.Run.FromString(self.was.view)
+        run = coordinator_pb2.Run.FromString(self.kept.view)
         if whole:
-            run.spec, run.n_features = self.was.spec, self.was.n_features
+            run.spec, run.n_features = self.kept.spec, self.kept.n_features
         return run
 
 

@@ -100,16 +100,18 @@ class Starter:
             Unavailable: it cannot be kept.
         """
         past = self._courses.the(run_id)
-        if (state := past.view().state) != coordinator_pb2.RUN_STATE_FAILED:
-            word = coordinator_pb2.RunState.Name(state).removeprefix("RUN_STATE_").lower()
+        view = past.view(whole=True)
+        if view.state != coordinator_pb2.RUN_STATE_FAILED:
+            word = coordinator_pb2.RunState.Name(view.state).removeprefix("RUN_STATE_").lower()
             raise NotReady(f"only a run that failed can be taken up again, and run {run_id} is {word}")
-        spec = await asyncio.to_thread(_spec, past.view(whole=True).spec, imports=self._imports)
+        spec = await asyncio.to_thread(_spec, view.spec, imports=self._imports)
         async with self._courses.reserved(spec.names):
             self._courses.require_logs(run_id, spec.names)
-            run = await asyncio.to_thread(_built, spec, past.view(whole=True).n_features)
+            run = await asyncio.to_thread(_built, spec, view.n_features)
             if isinstance(past, Course) and past.closing is not None:
                 await asyncio.wait([past.closing])
-            kept = taken_up(past.kept(), await self._captures.take_up(past.kept()))
+            kept = past.kept() if isinstance(past, Course) else past.kept
+            kept = taken_up(kept, await self._captures.take_up(kept))
             course = await asyncio.to_thread(Course.resumed, kept, run, datetime.now(UTC))
             self._store.keep({run_id: kept.view})
             self._courses.replace(course)

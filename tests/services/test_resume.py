@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ import pytest
 
 from sottovoce_coordinator.service import Coordinator
 from sottovoce_eavesdropper.reading import open_capture
+from sottovoce_eavesdropper.service import Eavesdropper
 from sottovoce_learner.bodies import Said
 from sottovoce_learner.store import RunLog
+from sottovoce_rpc.codec import RoundCodec
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 from sottovoce_rpc.server import channel
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc
@@ -141,6 +144,29 @@ async def test_what_is_said_after_a_capture_was_closed_is_not_captured_and_that_
     capture = open_capture(last.capture_location)
     assert (last.capture_location, capture.complete) == (end.capture_location, True)
     assert capture.transcript(SHAPES, 3).rounds == FAILS_IN
+
+
+async def test_a_capture_that_was_left_open_goes_on(tmp_path: Path, disk: Disk) -> None:
+    """The eavesdropper died before the run failed, so nobody closed it; it has been started again by now."""
+    first = work(tmp_path, NAMES, 1, capture="mirror")
+    async with serving(tmp_path, first) as up:
+        (run_id,) = await begun(up, first)
+        old = up.eavesdropping
+        assert old is not None and old.service is not None
+        (recording,) = old._captures.values()
+        await recording.writing.end()
+        await old.service.server.stop(None)
+        (end,) = await fed_to_their_ends(up, [run_id], first)
+        assert "cannot reach the eavesdropper" in end.capture_error
+        up.eavesdropping = Eavesdropper(replace(old.config, listen=up.eavesdropper))
+        await up.eavesdropping.start()
+        disk.full = False
+        again = await resume(up, run_id)
+        last = await up.end(run_id)
+    assert (again.capture_error, last.capture_error) == ("", "")
+    assert last.state == coordinator_pb2.RUN_STATE_FINISHED
+    payloads = open_capture(last.capture_location).messages()["payload"].to_pylist()
+    assert {RoundCodec(SHAPES).decode(payload)[0] for payload in payloads} >= set(range(FAILS_IN, 40))
 
 
 async def test_a_report_from_before_ends_a_run_no_second_time(tmp_path: Path, disk: Disk) -> None:
