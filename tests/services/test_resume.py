@@ -10,6 +10,8 @@ from typing import Any
 import grpc
 import pytest
 
+from sottovoce.errors import SpecError
+from sottovoce_client.running.operate import run_on
 from sottovoce_coordinator.service import Coordinator
 from sottovoce_eavesdropper.reading import open_capture
 from sottovoce_eavesdropper.service import Eavesdropper
@@ -144,6 +146,38 @@ async def test_what_is_said_after_a_capture_was_closed_is_not_captured_and_that_
     capture = open_capture(last.capture_location)
     assert (last.capture_location, capture.complete) == (end.capture_location, True)
     assert capture.transcript(SHAPES, 3).rounds == FAILS_IN
+
+
+async def test_who_takes_a_run_up_may_bring_the_records_that_its_learners_lack(tmp_path: Path, disk: Disk) -> None:
+    """And no others: a run goes on with what it was started with."""
+    first = work(tmp_path, NAMES, 1, 150)
+    first_batch = [replace(own, order=own.order[:64], offsets=own.offsets[:65]) for own in first.data.learners]
+    async with serving(tmp_path, first) as up:
+        begun_with = replace(first, data=replace(first.data, learners=tuple(first_batch)))
+        run_id = (await failed(up, begun_with)).run_id
+        disk.full = False
+        other = work(tmp_path, NAMES, 1, 149)
+        with pytest.raises(SpecError, match=f"run {run_id} is of another spec or other records"):
+            await run_on(up.coordinator, other.spec, other.data, lambda *seen: None, resume=run_id)
+        going = run_on(up.coordinator, first.spec, first.data, lambda *seen: None, resume=run_id)
+        outcome = await asyncio.wait_for(going, PATIENCE_S)
+        ends_as_simulated(up, first, await up.end(run_id))
+    assert (outcome.run_id, outcome.state) == (run_id, "finished")
+
+
+async def test_a_feeder_that_waits_at_a_learner_goes_on_with_it(tmp_path: Path, disk: Disk) -> None:
+    """It was not told that the run failed: its records come as soon as they are taken again."""
+    first = work(tmp_path, NAMES, 1, 150)
+    first_batch = [replace(own, order=own.order[:64], offsets=own.offsets[:65]) for own in first.data.learners]
+    async with serving(tmp_path, first) as up:
+        begun_with = replace(first, data=replace(first.data, learners=tuple(first_batch)))
+        run_id = (await failed(up, begun_with)).run_id
+        feeding = asyncio.ensure_future(up.feed(run_id, first.spec, first.data))
+        await asyncio.sleep(0.2)
+        disk.full = False
+        await resume(up, run_id)
+        ends_as_simulated(up, first, await up.end(run_id))
+        await asyncio.wait_for(feeding, PATIENCE_S)
 
 
 async def test_a_capture_that_was_left_open_goes_on(tmp_path: Path, disk: Disk) -> None:
