@@ -114,9 +114,10 @@ class Conductor:
     def hear(self, course: Course, status: LearnerStatus, waiting: Waiting | None) -> None:
         """A learner's progress."""
         course.book.report(status, waiting)
-        self._grant(course)
         if course.book.ended:
             self._after_end(course)
+        else:
+            self._grant(course)
 
     def take_back(self, course: Course, member: Member) -> None:
         """A learner of the run is there again, and may know of more grants than this coordinator."""

@@ -65,14 +65,19 @@ class Course:
             capture_id=book.overhearing.capture_id,
             capture_location=book.overhearing.location,
             durable=self.durable,
-            capture_error=self.closing.result()
-            if self.closing is not None and _well(self.closing)
-            else self.uncaptured,
+            capture_error=self._capture_error,
             attempt=book.attempt,
         )
         if whole:
             run.spec, run.n_features = spec_to_wire(book.run.spec), book.n_features
         return run
+
+    @property
+    def _capture_error(self) -> str:
+        closing = self.closing
+        if closing is None or not closing.done() or closing.cancelled() or closing.exception() is not None:
+            return self.uncaptured
+        return closing.result()
 
     def kept(self) -> KeptRun:
         """The run as it is written down."""
@@ -236,10 +241,6 @@ class Courses:
                     f"{in_short(taken)} {are} in run {run_id}, which is under way: wait for its end, stop it first "
                     f"(`sottovoce runs stop {run_id}`), or take other learners"
                 )
-
-
-def _well(task: asyncio.Task[str]) -> bool:
-    return task.done() and not task.cancelled() and task.exception() is None
 
 
 def _timestamp(moment: datetime) -> Timestamp:

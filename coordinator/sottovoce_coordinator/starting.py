@@ -99,24 +99,28 @@ class Starter:
             SpecError: it needs code that is not imported.
             Unavailable: it cannot be kept.
         """
-        past = self._courses.the(run_id)
-        view = past.view(whole=True)
-        if view.state != coordinator_pb2.RUN_STATE_FAILED:
-            word = coordinator_pb2.RunState.Name(view.state).removeprefix("RUN_STATE_").lower()
-            raise NotReady(f"only a run that failed can be taken up again, and run {run_id} is {word}")
-        spec = await asyncio.to_thread(_spec, view.spec, imports=self._imports)
-        async with self._courses.reserved(spec.names):
-            self._courses.require_logs(run_id, spec.names)
-            run = await asyncio.to_thread(_built, spec, view.n_features)
+        learners = [each.status.learner for each in self._failed(run_id).view().learners]
+        async with self._courses.reserved(learners):
+            past = self._failed(run_id)  # others may have taken it up meanwhile
+            self._courses.require_logs(run_id, learners)
             if isinstance(past, Course) and past.closing is not None:
                 await asyncio.wait([past.closing])
             kept = past.kept() if isinstance(past, Course) else past.kept
+            spec = await asyncio.to_thread(_spec, kept.spec, imports=self._imports)
+            run = await asyncio.to_thread(_built, spec, kept.n_features)
             kept = taken_up(kept, await self._captures.take_up(kept))
             course = await asyncio.to_thread(Course.resumed, kept, run, datetime.now(UTC))
             self._store.keep({run_id: kept.view})
             self._courses.replace(course)
             self._conductor.take_up(course)
             return course
+
+    def _failed(self, run_id: str) -> Course | PastRun:
+        run = self._courses.the(run_id)
+        if (state := run.view().state) != coordinator_pb2.RUN_STATE_FAILED:
+            word = coordinator_pb2.RunState.Name(state).removeprefix("RUN_STATE_").lower()
+            raise NotReady(f"only a run that failed can be taken up again, and run {run_id} is {word}")
+        return run
 
     async def restore(self) -> None:
         """Take up the runs of this state: those that were under way go on as their learners come back."""

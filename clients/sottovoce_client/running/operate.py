@@ -93,10 +93,7 @@ async def run_on(
         try:
             told = spec.model_copy(update={"topology": spec.topology.without_files(spec.n_learners)})
             request = coordinator_pb2.StartRunRequest(
-                spec=spec_to_wire(told),
-                n_features=data.n_features,
-                world=world,
-                replica=replica,
+                spec=spec_to_wire(told), n_features=data.n_features, world=world, replica=replica
             )
             stop = stop or asyncio.Event()
             started = await _unless_told(_resumed(stub, request, resume) if resume else _started(stub, request), stop)
