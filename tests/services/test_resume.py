@@ -241,7 +241,7 @@ async def test_two_operators_take_a_run_up_once(tmp_path: Path, disk: Disk) -> N
     async with serving(tmp_path, first) as up:
         run_id = (await failed(up, first)).run_id
         disk.full = False
-        answers: list[Any] = await asyncio.gather(resume(up, run_id), resume(up, run_id), return_exceptions=True)
+        answers: tuple[Any, ...] = await asyncio.gather(resume(up, run_id), resume(up, run_id), return_exceptions=True)
         (error,) = [each for each in answers if isinstance(each, grpc.aio.AioRpcError)]
         assert f"in run {run_id}, which is under way" in (error.details() or "")
         end = await up.end(run_id)
