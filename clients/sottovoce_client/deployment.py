@@ -97,6 +97,7 @@ class Deployment:
 
         Args:
             experiment: what to run. Learners join by the names that it gives them, and wait for the coordinator to tell them.
+                Several run at the same time where no learner is in two of them.
 
         Raises:
             SpecError: it cannot be run as it is.

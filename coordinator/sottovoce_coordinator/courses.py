@@ -1,20 +1,26 @@
-"""Runs with their times, as operators see them: under way, or over."""
+"""Runs with their times, as operators see them: under way, each on learners of its own, or over."""
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
+from sottovoce.errors import NotReady
 from sottovoce.running.run import Run
-from sottovoce_coordinator.runs import RunBook, RunState
-from sottovoce_coordinator.store import KeptRun
+from sottovoce_coordinator.runs import Overhearing, RunBook, RunState, in_short
+from sottovoce_coordinator.store import KeptRun, Store, whatever_disk
 from sottovoce_rpc.directives import Stop
 from sottovoce_rpc.learner_status import LearnerStatus
 from sottovoce_rpc.specs import spec_to_wire
-from sottovoce_wire.v1 import coordinator_pb2
+from sottovoce_wire.v1 import coordinator_pb2, learner_pb2
+
+MOST_RUNS = 32
+"""Runs that are remembered, beside those that are under way."""
 
 
 @dataclass(slots=True)
@@ -25,6 +31,7 @@ class Course:
         book: of the run.
         started, ended: when.
         durable: it outlives its coordinator.
+        uncaptured: why nothing is captured any more; empty: it is, where the spec says so.
         told: rounds below this one were granted to all learners that are there.
         over: set when it has ended.
         closing: closes its capture, and says why that could not be written to its end; empty: it could.
@@ -33,6 +40,7 @@ class Course:
     book: RunBook
     started: datetime
     durable: bool = False
+    uncaptured: str = ""
     told: int = 0
     ended: datetime | None = None
     over: asyncio.Event = field(default_factory=asyncio.Event)
@@ -58,7 +66,8 @@ class Course:
             capture_id=book.overhearing.capture_id,
             capture_location=book.overhearing.location,
             durable=self.durable,
-            capture_error=self.closing.result() if self.closing is not None and _well(self.closing) else "",
+            capture_error=self._capture_error,
+            attempt=book.attempt,
         )
         if whole:
             run.spec, run.n_features = spec_to_wire(book.run.spec), book.n_features
@@ -68,6 +77,13 @@ class Course:
         """What a learner is told that comes back to it when it has ended."""
         return self.book.stop()
 
+    @property
+    def _capture_error(self) -> str:
+        closing = self.closing
+        if closing is None or not closing.done() or closing.cancelled() or closing.exception() is not None:
+            return self.uncaptured
+        return closing.result()
+
     def kept(self) -> KeptRun:
         """The run as it is written down."""
         whole, heard = self.view(whole=True), self.book.overhearing
@@ -75,14 +91,16 @@ class Course:
 
     @classmethod
     def resumed(cls, kept: KeptRun, run: Run, now: datetime) -> Course:
-        """A run that was under way when its coordinator died; its learners are yet to come back."""
+        """A run that goes on as it was written down; its learners are yet to come back."""
         view = coordinator_pb2.Run.FromString(kept.view)
         addresses = tuple(each.address for each in view.learners)
-        book = RunBook(kept.run_id, run, kept.n_features, addresses)
+        book = RunBook(kept.run_id, run, kept.n_features, addresses, attempt=view.attempt)
         book.overhearing = kept.overhearing
+        if view.capture_error:  # its relays are gone
+            book.overhearing = Overhearing(kept.overhearing.capture_id, kept.overhearing.location)
         state = RunState(coordinator_pb2.RunState.Name(view.state).removeprefix("RUN_STATE_").lower())
         book.restore(state, [LearnerStatus.from_wire(each.status) for each in view.learners], now)
-        return cls(book, view.started_at.ToDatetime(UTC), durable=True)
+        return cls(book, view.started_at.ToDatetime(UTC), durable=view.durable, uncaptured=view.capture_error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +122,19 @@ class PastRun:
         return Stop(run.detail, over=run.state != coordinator_pb2.RUN_STATE_FAILED)
 
 
+def taken_up(kept: KeptRun, uncaptured: str) -> KeptRun:
+    """A run that failed, as it goes on; `uncaptured`: why nothing of it is captured from now on."""
+    run = coordinator_pb2.Run.FromString(kept.view)
+    begun = any(each.status.rounds_said for each in run.learners)
+    run.state = coordinator_pb2.RUN_STATE_RUNNING if begun else coordinator_pb2.RUN_STATE_CONNECTING
+    run.detail, run.attempt, run.capture_error = "", run.attempt + 1, uncaptured
+    run.ClearField("ended_at")
+    for each in run.learners:
+        if each.status.state != learner_pb2.LEARNER_STATE_FINISHED:
+            each.status.state, each.status.detail = learner_pb2.LEARNER_STATE_CONNECTING, ""
+    return replace(kept, view=run.SerializeToString())
+
+
 def failed(kept: KeptRun, detail: str, now: datetime) -> coordinator_pb2.Run:
     """A run that cannot go on, as it is written down."""
     run = coordinator_pb2.Run.FromString(kept.view)
@@ -112,8 +143,114 @@ def failed(kept: KeptRun, detail: str, now: datetime) -> coordinator_pb2.Run:
     return run
 
 
-def _well(task: asyncio.Task[str]) -> bool:
-    return task.done() and not task.cancelled() and task.exception() is None
+class Courses:
+    """The runs that are remembered, oldest first. No two that are under way have a learner in common.
+
+    Args:
+        store: where they are kept.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._runs: dict[str, Course | PastRun] = {}
+        self._starting: dict[str, asyncio.Event] = {}  # by learner; set once it is known how that went
+
+    def the(self, run_id: str) -> Course | PastRun:
+        """One of them.
+
+        Raises:
+            NotReady: there is none of this name.
+        """
+        if run_id not in self._runs:
+            known = f"the last one is {next(reversed(self._runs))!r}" if self._runs else "there is none"
+            raise NotReady(f"no run {run_id!r}: {known}")
+        return self._runs[run_id]
+
+    def get(self, run_id: str) -> Course | PastRun | None:
+        """One of them; None: there is none of this name."""
+        return self._runs.get(run_id)
+
+    def with_learner(self, run_id: str, learner: str) -> Course | None:
+        """A run of this process, under way or not, if the learner is in it."""
+        run = self._runs.get(run_id)
+        return run if isinstance(run, Course) and learner in run.book.index else None
+
+    @property
+    def newest_first(self) -> dict[str, Course | PastRun]:
+        """All of them, by name."""
+        return dict(reversed(self._runs.items()))
+
+    @property
+    def under_way(self) -> list[Course]:
+        """Those that have not ended."""
+        return [run for run in self._runs.values() if isinstance(run, Course) and not run.book.ended]
+
+    def of(self, learner: str) -> Course | None:
+        """The run under way that a learner is in; None: it is in none."""
+        return next((course for course in self.under_way if learner in course.book.index), None)
+
+    def replace(self, course: Course) -> None:
+        """A run that had ended goes on.
+
+        Raises:
+            NotReady: it was forgotten meanwhile.
+        """
+        self.the(course.book.run_id)
+        self._runs[course.book.run_id] = course
+
+    def add(self, run_id: str, run: Course | PastRun) -> None:
+        """Remember a run; of those that have ended the oldest is forgotten."""
+        going = {course.book.run_id for course in self.under_way}
+        ended = [each for each in self._runs if each not in going]
+        for oldest in ended[: max(0, len(ended) - MOST_RUNS + 1)]:
+            del self._runs[oldest]
+            with whatever_disk():
+                self._store.forget(oldest)
+        self._runs[run_id] = run
+
+    @asynccontextmanager
+    async def reserved(self, learners: Sequence[str]) -> AsyncIterator[None]:
+        """Keep learners for a run that is being started: whoever wants one of them, too, waits to see how that goes.
+
+        Raises:
+            NotReady: one of them is in a run that is under way.
+        """
+        while True:
+            self._require_free(learners)
+            if (other := next((self._starting[name] for name in learners if name in self._starting), None)) is None:
+                break
+            await other.wait()
+        known = asyncio.Event()
+        self._starting |= dict.fromkeys(learners, known)
+        try:
+            yield
+        finally:
+            for name in learners:
+                del self._starting[name]
+            known.set()
+
+    def require_logs(self, run_id: str, learners: Sequence[str]) -> None:
+        """No learner of a run has been in another one since: it would have begun a log in place of this run's.
+
+        Raises:
+            NotReady: one has.
+        """
+        known = list(self._runs)
+        for later in known[known.index(run_id) + 1 :]:
+            there = {each.status.learner for each in self._runs[later].view().learners}
+            if lost := [name for name in learners if name in there]:
+                raise NotReady(
+                    f"{in_short(lost)} took part in run {later} since, and logs of one run are kept: start a new run"
+                )
+
+    def _require_free(self, learners: Sequence[str]) -> None:
+        for course in self.under_way:
+            if taken := [name for name in learners if name in course.book.index]:
+                run_id, are = course.book.run_id, "is" if len(taken) == 1 else "are"
+                raise NotReady(
+                    f"{in_short(taken)} {are} in run {run_id}, which is under way: wait for its end, stop it first "
+                    f"(`sottovoce runs stop {run_id}`), or take other learners"
+                )
 
 
 def _timestamp(moment: datetime) -> Timestamp:

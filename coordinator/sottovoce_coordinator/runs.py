@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import Enum
@@ -28,6 +28,8 @@ class RunState(Enum):
 
 
 _FINAL = frozenset({RunState.FINISHED, RunState.STOPPED, RunState.FAILED})
+_NAMED = 10
+"""Learners that an error names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +57,10 @@ class RunBook:
         run: what is run.
         n_features: features of a record.
         addresses: of the learners, by index.
+        index: of the learners, by name.
         state, detail: where it stands, and why it ended.
         overhearing: by whom it is captured.
+        attempt: how often it was taken up again after it had failed.
         statuses: the learners' last reports, by index.
         waits: what they wait for, as last reported, by index.
         away: when the streams of those ended who are gone, by index.
@@ -66,9 +70,11 @@ class RunBook:
     run: Run
     n_features: int
     addresses: tuple[str, ...]
+    index: dict[str, int] = field(init=False)
     state: RunState = RunState.CONNECTING
     detail: str = ""
     overhearing: Overhearing = Overhearing()
+    attempt: int = 0
     statuses: list[LearnerStatus] = field(init=False)
     waits: list[Waiting | None] = field(init=False)
     away: dict[int, datetime] = field(default_factory=dict)
@@ -80,6 +86,7 @@ class RunBook:
     def __post_init__(self) -> None:
         spec = self.run.spec
         told = spec.model_copy(update={"topology": spec.topology.explicit(spec.n_learners)})
+        self.index = {name: i for i, name in enumerate(spec.names)}
         self._told = spec_to_wire(told)  # once: it may list many edges
         self._ever = [set() for _ in spec.names]
         for i, j in self.run.network.edges:
@@ -122,7 +129,7 @@ class RunBook:
 
     def assignment(self, index: int) -> Assignment:
         """The preparation of one learner."""
-        return Assignment(self._told, self.n_features, index, self.overhearing.mirror)
+        return Assignment(self._told, self.n_features, index, self.overhearing.mirror, self.attempt)
 
     def _epochs(self, learners: Sequence[int], first: int, until: int) -> list[list[Epoch]]:
         """For each of these learners the epochs that it needs for the rounds from `first` on, below `until`.
@@ -164,7 +171,7 @@ class RunBook:
 
     def report(self, status: LearnerStatus, waiting: Waiting | None = None) -> bool:
         """Take in a report; True when the grant has grown."""
-        index = self.run.spec.names.index(status.learner)
+        index = self.index[status.learner]
         self.statuses[index], self.waits[index] = status, waiting
         self._judge(status)
         before = self.clock.granted
@@ -197,7 +204,7 @@ class RunBook:
 
     def _blame(self, failed: LearnerStatus) -> str:
         """Why the run fails with a learner: because of it, unless it waited for others."""
-        who = self.run.spec.names.index(failed.learner)
+        who = self.index[failed.learner]
         found = blamed(standings := self.standings, who)
         if found == (who,):
             return f"{failed.learner} failed: {failed.detail}"
@@ -238,6 +245,12 @@ class RunBook:
         return self.state in _FINAL
 
 
-def missing(names: Sequence[str], joined: Mapping[str, object]) -> list[str]:
+def missing(names: Sequence[str], joined: Container[str]) -> list[str]:
     """Learners of a run that have not joined."""
     return [name for name in names if name not in joined]
+
+
+def in_short(learners: Sequence[str]) -> str:
+    """Some of them, where there are many: an error has to fit into a status."""
+    more = f" and {len(learners) - _NAMED} more" if len(learners) > _NAMED else ""
+    return f"{', '.join(learners[:_NAMED])}{more}"

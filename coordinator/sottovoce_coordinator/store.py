@@ -10,16 +10,20 @@ import fcntl
 import json
 import secrets
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+import structlog
+
 from sottovoce.errors import DataError, NotReady, Unavailable
 from sottovoce_coordinator.fencing import Membership
 from sottovoce_coordinator.runs import Overhearing
 from sottovoce_rpc.directives import Origin
+
+log = structlog.get_logger()
 
 FILE, FORMAT = "coordinator.sqlite", 1
 NONCE_BYTES = 16
@@ -110,18 +114,16 @@ class Store:
 
     # ---- runs ---------------------------------------------------------------------------------------------
 
-    def runs(self, most: int) -> list[KeptRun]:
-        """The newest runs, oldest first."""
+    def runs(self) -> list[KeptRun]:
+        """All runs that were not forgotten, oldest first."""
         rows = self._db.execute(
-            "SELECT id, spec, n_features, overhearing, view, granted FROM run ORDER BY number DESC LIMIT ?", (most,)
+            "SELECT id, spec, n_features, overhearing, view, granted FROM run ORDER BY number"
         ).fetchall()
-        return [KeptRun(i, spec, n, _heard(text), view, until) for i, spec, n, text, view, until in reversed(rows)]
+        return [KeptRun(i, spec, n, _heard(text), view, until) for i, spec, n, text, view, until in rows]
 
     def begin(self, run: KeptRun) -> None:
-        """Write a new run; in memory, where nobody will ask for those before it, in their place."""
+        """Write a new run."""
         with self._written() as db:
-            if not self.durable:
-                db.execute("DELETE FROM run")
             db.execute(
                 "INSERT INTO run (id, spec, n_features, overhearing, view) VALUES (?, ?, ?, ?, ?)",
                 (run.run_id, run.spec, run.n_features, _told(run.overhearing), run.view),
@@ -135,10 +137,16 @@ class Store:
             db.execute("UPDATE run SET granted = max(granted, ?), view = ? WHERE id = ?", (until + ahead, view, run_id))
         self._granted[run_id] = until + ahead
 
-    def keep(self, run_id: str, view: bytes) -> None:
-        """Write how a run stands."""
+    def keep(self, views: Mapping[str, bytes]) -> None:
+        """Write how runs stand, by their names."""
         with self._written() as db:
-            db.execute("UPDATE run SET view = ? WHERE id = ?", (view, run_id))
+            db.executemany("UPDATE run SET view = ? WHERE id = ?", [(view, run_id) for run_id, view in views.items()])
+
+    def forget(self, run_id: str) -> None:
+        """Nobody will ask for a run again."""
+        with self._written() as db:
+            db.execute("DELETE FROM run WHERE id = ?", (run_id,))
+        self._granted.pop(run_id, None)
 
     # ---- the file -----------------------------------------------------------------------------------------
 
@@ -180,6 +188,15 @@ class Store:
     def _release(self) -> None:
         if self._lock is not None:
             self._lock.close()
+
+
+@contextmanager
+def whatever_disk() -> Iterator[None]:
+    """What cannot be written now is tried again soon, or is none the worse for it."""
+    try:
+        yield
+    except Unavailable as error:
+        log.warning("not written", reason=str(error))
 
 
 _WAY_OUT = "restore it from where it is whole, or start with another folder: learners bring their incarnations along"

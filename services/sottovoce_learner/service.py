@@ -121,6 +121,8 @@ class Learner:
         self._sampler = OpenDpNoise() if config.noise == "opendp" else SystemNoise()
         self._session: Session | None = None
         self._refused: tuple[str, str] | None = None  # run, and why it could not be followed
+        self._attempt = 0  # at the run that it was assigned to last
+        self._over = ""  # run that nobody goes on with, until its log is deleted
         self._changed = asyncio.Event()  # there is something to report
         self._rounds, self._channels, self._copying = Tasks(), Tasks(), Tasks()
         self._mirror: Mirror | None = None
@@ -215,6 +217,7 @@ class Learner:
     async def stop(self) -> None:
         """Finish the message on its way, then end."""
         await self._end_run()
+        await self._let_go()
         await self._copying.end()
         if self.service is not None:
             await self.service.stop()
@@ -286,7 +289,11 @@ class Learner:
 
         Of that run only the end is obeyed from then on: what went wrong first is what its operator is told.
         """
-        if self._refused is not None and self._refused[0] == run_id and not isinstance(told, Stop):
+        if (
+            self._refused is not None
+            and self._refused[0] == run_id
+            and not (isinstance(told, Stop) or self._anew(told))
+        ):
             return
         try:
             await self._obey(run_id, told)
@@ -323,17 +330,21 @@ class Learner:
     async def _obey(self, run_id: str, told: Directive | None) -> None:
         session = self._of_run(run_id)
         match told:
-            case directives.Assignment() if session is None:  # else it is said again after a reconnect
+            case directives.Assignment() if session is None or self._anew(told):  # else said again after a reconnect
                 await self._prepare(run_id, told)
             case Epoch() if session is not None:
                 self._meet(session, told)
             case Grant(until_round) if session is not None:
                 session.grant(until_round)
             case Stop(_, over):
+                self._over = run_id if over else ""
                 if session is not None:
                     await self._end_run()
-                if over:
-                    await self._let_go(run_id)
+                await self._let_go()
+
+    def _anew(self, told: Directive | None) -> bool:
+        """Is a run taken up again? Whatever became of it here, it goes on from the log, as after a death."""
+        return isinstance(told, directives.Assignment) and told.attempt > self._attempt
 
     def _of_run(self, run_id: str) -> Session | None:
         session = self._session
@@ -341,8 +352,11 @@ class Learner:
 
     async def _prepare(self, run_id: str, told: directives.Assignment) -> None:
         await self._end_run()
+        self._attempt = told.attempt
         role = _role(run_id, told, self._identity, imports=self.config.allow_imports)
         self._mirror = Mirror(run_id, told.index, told.mirror) if told.mirror else None
+        if (before := self._of_run(run_id)) is not None:
+            before.replaced.set()
         self._session = Session(
             role,
             self._noise(role),
@@ -395,14 +409,18 @@ class Learner:
             await self._session.close()
         await self._channels.end()
 
-    async def _let_go(self, run_id: str) -> None:
+    async def _let_go(self) -> None:
         """The run is over for all: the ledger says what it has cost, and its log is deleted, with the records in it."""
+        run_id = self._over
+        if not run_id:
+            return
         try:
             await asyncio.to_thread(end_run, self.config.state_folder, self.config.name, run_id)
         except DataError as error:  # nothing is deleted that may be evidence; the next run is told
             log.error("the run's log stays", run_id=run_id, reason=str(error))
         except OSError as error:
             log.error("the run's log stays", run_id=run_id, reason=error.strerror)
+        self._over = ""
 
     async def _report(self, call: _JoinCall) -> None:
         """Say how far we are, when it matters for the clock and a few times a second.
@@ -414,10 +432,11 @@ class Learner:
             self._session.coordinated(away=False)
         with contextlib.suppress(grpc.RpcError, grpc.aio.BaseError, grpc.aio.UsageError, asyncio.InvalidStateError):
             while True:
-                if (now := (self.status, self._waiting)) != last:
-                    status, waiting = now
+                if (now := (self.status, self._waiting, self._attempt)) != last:
+                    status, waiting, attempt = now
                     waits = None if waiting is None else waiting.to_wire()
-                    await call.write(pb.Event(report=pb.Report(status=status.to_wire(), waiting=waits)))
+                    report = pb.Report(status=status.to_wire(), waiting=waits, attempt=attempt)
+                    await call.write(pb.Event(report=report))
                     last = now
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._changed.wait(), REPORT_S)
@@ -455,7 +474,8 @@ class Learner:
             session = self._session
             if session is not None and not session.introduced:
                 raise NotReady("this learner does not know its neighbours yet")
-            await exchange.accept(session, context)
+            async with beside(_replacement(session)):
+                await exchange.accept(session, context)
 
     async def _ingest(
         self, batches: AsyncIterator[learner_pb2.SampleBatch], context: Context
@@ -491,6 +511,17 @@ class Learner:
 
     async def _status(self, request: learner_pb2.StatusRequest, context: Context) -> learner_pb2.StatusResponse:
         return learner_pb2.StatusResponse(status=self.status.to_wire())
+
+
+async def _replacement(session: Session | None) -> None:
+    """A run that is taken up again: neighbours have to greet who this learner is from now on.
+
+    Raises:
+        Unavailable: it is.
+    """
+    if session is not None:
+        await session.replaced.wait()
+        raise Unavailable("this learner takes the run up again")
 
 
 async def _told(call: _JoinCall) -> coordinator_pb2.Directive | None:

@@ -161,6 +161,8 @@ class Session:
         self._private = private
         self._hungry = asyncio.Event()  # set once a round, so a feeder that waits looks again
         self._changed = changed or asyncio.Event()
+        self.replaced = asyncio.Event()
+        """Set when another session takes this run up."""
 
     @property
     def status(self) -> LearnerStatus:
@@ -327,17 +329,19 @@ class Session:
             )
 
     async def feed(self, batch: learner_pb2.SampleBatch) -> None:
-        """Records from the owner; waits while the learner has more than enough, for ever once it takes no more.
+        """Records from the owner; waits while the learner has more than enough, and once it takes no more.
 
         Raises:
             DataError: they do not fit the run.
+            Unavailable: the run is taken up again: its next session takes them.
         """
         while self._has_enough() and not self.ended:
             self._hungry.clear()
             await self._hungry.wait()
         if self.ended and batch.sequence >= self.intake.next_sequence(batch.source):
             # No receipt for what is not kept. The end of the run is told by the coordinator, and ends the feeder, too.
-            await asyncio.get_running_loop().create_future()
+            await self.replaced.wait()
+            raise Unavailable("this learner takes the run up again")
         try:
             self.intake.put(batch, lambda first: self._log.keep(first, batch.SerializeToString(deterministic=True)))
         except OSError as error:
@@ -520,10 +524,10 @@ class Session:
         self._seen += batch.size
 
     async def close(self) -> None:
-        """Say nothing more to anybody, and let go of the log."""
-        self._log.close()
+        """Say nothing more to anybody, and write nothing more."""
         for link in self.links.values():
             await link.close()
+        self._log.close()
 
     async def flush(self) -> None:
         """Wait until all that was said is written, or the channels are broken."""

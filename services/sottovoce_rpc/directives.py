@@ -17,12 +17,14 @@ class Assignment:
         n_features: features of a record.
         index: the learner's.
         mirror: where to copy messages to; empty for nowhere.
+        attempt: how often the run was taken up again after it had failed.
     """
 
     spec: str
     n_features: int
     index: int
     mirror: str = ""
+    attempt: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +128,10 @@ def to_wire(run_id: str, told: Directive, origin: Origin) -> coordinator_pb2.Dir
 def _to_wire(run_id: str, told: Directive) -> coordinator_pb2.Directive:
     pb = coordinator_pb2
     match told:
-        case Assignment(spec, n_features, index, mirror):
-            assignment = pb.Assignment(spec=spec, n_features=n_features, index=index, mirror_address=mirror)
+        case Assignment(spec, n_features, index, mirror, attempt):
+            assignment = pb.Assignment(
+                spec=spec, n_features=n_features, index=index, mirror_address=mirror, attempt=attempt
+            )
             return pb.Directive(run_id=run_id, assignment=assignment)
         case Epoch(first_round, neighbours):
             named = [
@@ -150,7 +154,7 @@ def from_wire(said: coordinator_pb2.Directive) -> Directive | None:
     match said.WhichOneof("directive"):
         case "assignment":
             told = said.assignment
-            return Assignment(told.spec, told.n_features, told.index, told.mirror_address)
+            return Assignment(told.spec, told.n_features, told.index, told.mirror_address, told.attempt)
         case "epoch":
             neighbours = (Neighbour(n.index, n.name, n.address, n.weight, n.told) for n in said.epoch.neighbours)
             return Epoch(said.epoch.first_round, tuple(neighbours))

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from sottovoce.errors import NotReady, Unavailable
-from sottovoce_client.running.known import list_runs, rebind, show_run, stop_run
+from sottovoce_client.running.known import list_runs, rebind, resume_run, show_run, stop_run
 from sottovoce_rpc.learner_status import LearnerState
 from tests.examples import made_up, small_spec
 from tests.services.network import network
@@ -33,8 +33,8 @@ async def test_runs_are_listed_shown_and_stopped(tmp_path: Path) -> None:
         running = asyncio.ensure_future(up.run(paced, made_up(paced)))
         await up.until("ann", LearnerState.RUNNING, 2)
         await up.leave("ben")
-        assert up.coordinating is not None and up.coordinating._current is not None
-        run_id = up.coordinating._current.book.run_id
+        assert up.coordinating is not None
+        run_id = up.coordinating._courses.under_way[0].book.run_id
         await up.until_gone("ben")
         for asked in (done.run_id, run_id):
             await show_run(up.coordinator, asked, console)
@@ -53,6 +53,24 @@ async def test_runs_are_listed_shown_and_stopped(tmp_path: Path) -> None:
     assert f"{run_id} stopped: stopped by the operator" in text
     assert [line[:2] for line in lines[-2:]] == [[run_id, "stopped"], [done.run_id, "finished"]]
     assert outcome.state == "stopped"
+
+
+async def test_a_run_that_failed_is_taken_up_again(tmp_path: Path) -> None:
+    spec = small_spec(100_000, NAMES, capture="relay", clock={"deadline_s": 5.0})
+    console, shown = screen()
+    async with network(tmp_path, NAMES) as up:
+        run_id = (await up.start(spec, 3)).run_id
+        await up.leave("ben")
+        await up.end(run_id)
+        await resume_run(up.coordinator, run_id, console)
+        await stop_run(up.coordinator, run_id, console)
+        with pytest.raises(
+            NotReady, match=f"only a run that failed can be taken up again, and run {run_id} is stopped"
+        ):
+            await resume_run(up.coordinator, run_id, console)
+    lines = shown.getvalue().splitlines()
+    assert lines[:2] == [f"{run_id} connecting from round 0 on", "waiting for ben"]
+    assert lines[2].startswith("nothing is captured since the run was taken up again: no open capture of run")
 
 
 async def test_a_learner_is_let_in_with_another_folder(tmp_path: Path) -> None:

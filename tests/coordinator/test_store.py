@@ -24,19 +24,32 @@ def test_what_was_written_is_there_at_the_next_start(tmp_path: Path) -> None:
     store.remember("ann", ann)
     store.begin(RUN)
     store.grant("run-1", 10, 5, b"granted")
-    store.keep("run-1", b"later")
+    store.keep({"run-1": b"later"})
     store.close()
     again = Store(tmp_path)
     assert again.members() == {"ann": ann}
-    assert again.runs(9) == [KeptRun("run-1", "{}", 3, RUN.overhearing, b"later", 15)]
+    assert again.runs() == [KeptRun("run-1", "{}", 3, RUN.overhearing, b"later", 15)]
     again.close()
 
 
-def test_the_newest_runs_come_back_oldest_first(tmp_path: Path) -> None:
+def test_runs_come_back_oldest_first_but_for_those_forgotten(tmp_path: Path) -> None:
     store = Store(tmp_path)
     for k in range(5):
         store.begin(KeptRun(f"run-{k}", "{}", 3, Overhearing(), b""))
-    assert [run.run_id for run in store.runs(3)] == ["run-2", "run-3", "run-4"]
+    store.forget("run-1")
+    store.close()
+    again = Store(tmp_path)
+    again.begin(KeptRun("run-5", "{}", 3, Overhearing(), b""))
+    assert [run.run_id for run in again.runs()] == ["run-0", "run-2", "run-3", "run-4", "run-5"]
+    again.close()
+
+
+def test_how_several_runs_stand_is_written_at_once(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    for k in range(3):
+        store.begin(KeptRun(f"run-{k}", "{}", 3, Overhearing(), b"old"))
+    store.keep({"run-0": b"a", "run-2": b"c"})
+    assert [run.view for run in store.runs()] == [b"a", b"old", b"c"]
     store.close()
 
 
@@ -46,7 +59,7 @@ def test_no_grant_is_above_what_is_written(tmp_path: Path) -> None:
     store.begin(RUN)
     for until in range(1, 101):
         store.grant("run-1", until, 9, b"")
-        (run,) = store.runs(1)
+        (run,) = store.runs()
         assert run.granted >= until
         written.append(run.granted)
     assert len(set(written)) == 10
@@ -56,10 +69,10 @@ def test_no_grant_is_above_what_is_written(tmp_path: Path) -> None:
 def test_a_coordinator_that_knows_of_fewer_grants_does_not_lower_what_is_written(tmp_path: Path) -> None:
     for until, written in ((40, 50), (20, 50), (60, 70)):
         store = Store(tmp_path)
-        if not store.runs(1):
+        if not store.runs():
             store.begin(RUN)
         store.grant("run-1", until, 10, b"")
-        assert store.runs(1)[0].granted == written
+        assert store.runs()[0].granted == written
         store.close()
 
 
@@ -78,10 +91,10 @@ def test_without_a_folder_nothing_is_kept(tmp_path: Path) -> None:
     store = Store(None)
     for run in (replace(RUN, run_id="run-0"), RUN):
         store.begin(run)
-    assert (store.durable, store.origin.term, [run.run_id for run in store.runs(9)]) == (False, 0, ["run-1"])
+    assert (store.durable, store.origin.term, [run.run_id for run in store.runs()]) == (False, 0, ["run-0", "run-1"])
     store.close()
     other = Store(None)
-    assert other.runs(9) == []
+    assert other.runs() == []
     other.close()
 
 
@@ -135,10 +148,10 @@ def test_what_cannot_be_written_is_not_there_and_may_be_tried_again(tmp_path: Pa
     big = KeptRun("big", "x" * 1_000_000, 3, Overhearing(), b"")
     with pytest.raises(Unavailable, match=r"cannot be written: .*full"):
         store.begin(big)
-    assert store.runs(9) == []
+    assert store.runs() == []
     store._db.execute(f"PRAGMA max_page_count = {pages + 10_000}")
     store.begin(big)
-    assert len(store.runs(9)) == 1
+    assert len(store.runs()) == 1
     store.close()
 
 

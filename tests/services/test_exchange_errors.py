@@ -26,7 +26,7 @@ from sottovoce.running.run import Run, build_run
 from sottovoce.spec import RunSpec
 from sottovoce.spec_versions import FIELD, FORMAT
 from sottovoce_client.running.feeder import batches, feed
-from sottovoce_coordinator import service as coordinator_service
+from sottovoce_coordinator import courses, joining, starting
 from sottovoce_coordinator.runs import RunBook
 from sottovoce_coordinator.service import Coordinator, CoordinatorConfig
 from sottovoce_eavesdropper.service import Eavesdropper, EavesdropperConfig
@@ -448,7 +448,7 @@ async def test_a_run_that_cannot_be_is_refused(tmp_path: Path) -> None:
 
 
 async def test_a_run_of_too_many_edges_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coordinator_service, "MOST_EDGES", 5)
+    monkeypatch.setattr(starting, "MOST_EDGES", 5)
     async with network(tmp_path, NAMES) as up:
         failure = await start(up.coordinator, document(topology={"graph": "complete"}))
         outcome = await up.run(spec_of(), made_up(spec_of()))
@@ -461,7 +461,7 @@ async def test_nothing_is_built_before_all_have_joined(tmp_path: Path, monkeypat
     def built(*_: object) -> None:
         raise AssertionError("a network of learners that are not there was built")
 
-    monkeypatch.setattr(coordinator_service, "build_run", built)
+    monkeypatch.setattr(starting, "build_run", built)
     async with network(tmp_path, ["ann"]) as up:
         failure = await start(up.coordinator, document(clock={"deadline_s": 0.1}))
     assert (failure.code(), reason(failure)) == (Code.FAILED_PRECONDITION, "NotReady")
@@ -475,13 +475,13 @@ async def test_others_are_served_while_a_run_is_built(tmp_path: Path, monkeypatc
         assert served.wait(20), "nobody was served meanwhile"
         return build_run(*told)
 
-    monkeypatch.setattr(coordinator_service, "build_run", slowly)
+    monkeypatch.setattr(starting, "build_run", slowly)
     async with network(tmp_path, NAMES) as up, channel(up.coordinator) as to:
-        starting = asyncio.ensure_future(up.start(spec_of(), 3))
+        begun = asyncio.ensure_future(up.start(spec_of(), 3))
         await asyncio.to_thread(building.wait, PATIENCE_S)
         await coordinator_pb2_grpc.CoordinatorStub(to).ListRuns(coordinator_pb2.ListRunsRequest(), timeout=PATIENCE_S)
         served.set()
-        assert (await starting).state == coordinator_pb2.RUN_STATE_CONNECTING
+        assert (await begun).state == coordinator_pb2.RUN_STATE_CONNECTING
 
 
 async def test_a_spec_of_a_newer_operator_is_run_without_what_is_unknown(tmp_path: Path) -> None:
@@ -506,34 +506,14 @@ async def test_learners_that_have_not_joined_are_named(tmp_path: Path) -> None:
     assert failure.details() == "2 of 4 learners have not joined: ben, dan"
 
 
-async def test_one_run_at_a_time(tmp_path: Path) -> None:
-    async with run_that_ends_well(tmp_path, spec_of()) as (up, run_id, _):
-        failure = await start(up.coordinator, document())
-        assert (failure.code(), reason(failure)) == (Code.FAILED_PRECONDITION, "NotReady")
-        assert failure.details() == f"run {run_id} is under way: stop it first"
-
-
-async def test_one_run_is_started_at_a_time(tmp_path: Path) -> None:
-    """Two operators at once: one waits for learners, the other is told."""
-    async with network(tmp_path, ["ann"]) as up:
-        assert up.coordinating is not None
-        first = asyncio.ensure_future(start(up.coordinator, document(clock={"deadline_s": 3.0})))
-        while not up.coordinating._starting.locked():  # noqa: ASYNC110 - a lock is no event
-            await asyncio.sleep(0.01)
-        second = await start(up.coordinator, document())
-        assert second.details() == "another run is being started"
-        assert "have not joined" in ((await first).details() or "")
-        assert "have not joined" in ((await start(up.coordinator, document(clock={"deadline_s": 0.1}))).details() or "")
-
-
 async def test_a_capture_needs_an_eavesdropper(tmp_path: Path) -> None:
     async with network(tmp_path, NAMES) as up:
         assert up.coordinating is not None
-        up.coordinating.config = CoordinatorConfig()
+        up.coordinating._captures.address = None
         none = await start(up.coordinator, document(capture="relay"))
-        up.coordinating.config = CoordinatorConfig(eavesdropper="127.0.0.1:1")
+        up.coordinating._captures.address = "127.0.0.1:1"
         away = await start(up.coordinator, document(capture="mirror"))
-        up.coordinating.config = CoordinatorConfig(eavesdropper=up.eavesdropper)
+        up.coordinating._captures.address = up.eavesdropper
         outcome = await up.run(spec_of(capture="mirror"), made_up(spec_of()))
 
     assert (none.code(), reason(none)) == (Code.FAILED_PRECONDITION, "NotReady")
@@ -607,7 +587,7 @@ async def test_a_learner_joins_by_a_name_that_a_spec_may_give(tmp_path: Path, na
 
 
 async def test_a_stream_on_which_nobody_joins_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coordinator_service, "HELLO_S", 0.05)
+    monkeypatch.setattr(joining, "HELLO_S", 0.05)
 
     async def silent() -> AsyncIterator[coordinator_pb2.Event]:
         await asyncio.Event().wait()
@@ -679,7 +659,7 @@ async def test_a_learner_outlives_a_bug_of_its_coordinator(tmp_path: Path, monke
 async def test_runs_are_remembered_newest_first_and_in_bounded_number(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(coordinator_service, "MOST_RUNS", 3)
+    monkeypatch.setattr(courses, "MOST_RUNS", 3)
     spec, wire = spec_of(), coordinator_pb2
     async with network(tmp_path, NAMES) as up, channel(up.coordinator) as to:
         stub = coordinator_pb2_grpc.CoordinatorStub(to)

@@ -470,8 +470,8 @@ async def test_a_relay_that_is_restarted_on_its_port_is_found_again(tmp_path: Pa
         assert up.eavesdropping is not None
         (recording,) = up.eavesdropping._captures.values()
         relay = recording.relays[0]
-        assert up.coordinating is not None and up.coordinating._current is not None
-        address = up.coordinating._current.book.overhearing.relays[0, 1]
+        assert up.coordinating is not None
+        address = up.coordinating._courses.under_way[0].book.overhearing.relays[0, 1]
         await relay.stop()
         before = (await up.status("ann")).rounds_done
         await asyncio.sleep(0.2)

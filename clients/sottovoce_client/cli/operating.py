@@ -16,7 +16,7 @@ HERE = "127.0.0.1:7400"
 
 @runs_app.command("list")
 def list_runs(coordinator: Coordinator = HERE) -> None:
-    """The runs that the coordinator remembers, the newest first."""
+    """The runs that the coordinator remembers, the newest first: several may be under way, each on learners of its own."""
     from sottovoce_client.running import known
 
     asyncio.run(known.list_runs(coordinator))
@@ -32,10 +32,23 @@ def show_run(run: RunId, coordinator: Coordinator = HERE) -> None:
 
 @runs_app.command("stop")
 def stop_run(run: RunId, coordinator: Coordinator = HERE) -> None:
-    """End a run before its last round."""
+    """End a run before its last round; other runs go on."""
     from sottovoce_client.running import known
 
     asyncio.run(known.stop_run(coordinator, run))
+
+
+@runs_app.command("resume")
+def resume_run(run: RunId, coordinator: Coordinator = HERE) -> None:
+    """Take up a run that failed: its learners go on where their logs end.
+
+    As long as none of them was in another run since. Who is not there is waited for. A capture that was closed is not gone on
+    with, and that is said. Records that learners do not have yet must be brought again: `sottovoce run SPEC --resume RUN` takes
+    the run up and brings them.
+    """
+    from sottovoce_client.running import known
+
+    asyncio.run(known.resume_run(coordinator, run))
 
 
 @app.command(rich_help_panel="Services")

@@ -63,6 +63,9 @@ def run(
     ] = "127.0.0.1:7400",
     out: Out = None,
     canaries: Canaries = 0,
+    resume: Annotated[
+        str, typer.Option(metavar="RUN", help="Take up this run of the spec, which failed.", show_default=False)
+    ] = "",
 ) -> None:
     """Run a spec on services that are already up, feeding the learners from here."""
     from sottovoce_client.running.operate import run_on
@@ -70,7 +73,7 @@ def run(
     _conduct(
         load_spec(spec),
         out,
-        lambda prepared, watch, stop: run_on(coordinator, prepared.run.spec, prepared.data, watch, stop),
+        lambda prepared, watch, stop: run_on(coordinator, prepared.run.spec, prepared.data, watch, stop, resume=resume),
         canaries,
     )
 

@@ -61,7 +61,7 @@ def conduct(prepared: Prepared, folder: Path, start: _Start) -> int:
 
 def _say_what_was_not_captured(outcome: Outcome) -> None:
     if outcome.capture_error:
-        print(f"The capture is not complete: the eavesdropper could not end it: {outcome.capture_error}")
+        print(f"The capture is not complete: {outcome.capture_error}")
     if gaps := gaps_in(outcome):
         print(f"The capture has {plural(len(gaps), 'gap')}; the first: {gaps[0]}")
 

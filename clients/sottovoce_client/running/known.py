@@ -1,4 +1,4 @@
-"""Runs that a coordinator knows: listed, shown, stopped; and learners whose state folder is lost."""
+"""Runs that a coordinator knows: listed, shown, stopped, taken up again; and learners whose state folder is lost."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sottovoce_client import terminal
-from sottovoce_client.running.operate import BY_OPERATOR
+from sottovoce_client.running.operate import BY_OPERATOR, RESUME_S
 from sottovoce_client.wording import NOTHING, count, duration, number
 from sottovoce_rpc.learner_status import LearnerStatus
 from sottovoce_rpc.server import channel
@@ -72,6 +72,22 @@ async def stop_run(coordinator: str, run_id: str, console: Console | None = None
     request = coordinator_pb2.StopRunRequest(run_id=run_id, reason=BY_OPERATOR)
     run = await _asked(coordinator, lambda stub: stub.StopRun(request, timeout=CALL_S))
     (console or Console()).print(Text(f"{run.run_id} {_state(run)}{f': {run.detail}' if run.detail else ''}"))
+
+
+async def resume_run(coordinator: str, run_id: str, console: Console | None = None) -> None:
+    """Take up a run that failed, and say what is not captured of it from now on.
+
+    Raises:
+        SottovoceError: it did not fail, or a learner is, or was since, in another run; or the coordinator cannot be reached.
+    """
+    request = coordinator_pb2.ResumeRunRequest(run_id=run_id)
+    run = await _asked(coordinator, lambda stub: stub.ResumeRun(request, timeout=RESUME_S))
+    console = console or Console()
+    console.print(Text(f"{run.run_id} {_state(run)} from round {count(_rounds(run))} on"))
+    if away := [each.status.learner for each in run.learners if each.HasField("away_since")]:
+        console.print(Text(f"waiting for {', '.join(away)}"))
+    if run.capture_error:
+        console.print(Text(run.capture_error))
 
 
 async def rebind(coordinator: str, learner: str, console: Console | None = None) -> None:

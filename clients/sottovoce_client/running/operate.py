@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
+from typing import Any
 
 import grpc
 
 from sottovoce.arrays import FloatArray
 from sottovoce.data import PlacedData
-from sottovoce.errors import SottovoceError, Unavailable
+from sottovoce.errors import SottovoceError, SpecError, Unavailable
 from sottovoce.spec import RunSpec
 from sottovoce_client.running.feeder import feed
 from sottovoce_client.running.summary import Progress
@@ -24,6 +26,8 @@ from sottovoce_rpc.tasks import Tasks, first_of
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc, learner_pb2, learner_pb2_grpc
 
 _CALL_S, _PREDICT_S, _AGAIN_S = 40.0, 30.0, 1.0
+RESUME_S = 100.0
+"""To take a run up again: its capture may still have to be closed."""
 _GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 """How a call ends whose service dies or is told to end."""
 BY_OPERATOR = "stopped by the operator"
@@ -66,6 +70,7 @@ async def run_on(
     *,
     world: int | None = None,
     replica: int | None = None,
+    resume: str = "",
 ) -> Outcome:
     """Run a spec on services that are up.
 
@@ -76,8 +81,10 @@ async def run_on(
         watch: called a few times a second.
         stop: when set, the run is stopped, and what there is comes back.
         world, replica: labels of the capture, where the run is one of an audit; no learner is told.
+        resume: a run of this spec that failed, to be taken up again; empty: a new one begins.
 
     Raises:
+        SpecError: the run that is to be taken up again is of another spec.
         SottovoceError: refused, or the coordinator could not be reached.
         Interrupted: told to stop before the run had begun.
     """
@@ -86,32 +93,45 @@ async def run_on(
         try:
             told = spec.model_copy(update={"topology": spec.topology.without_files(spec.n_learners)})
             request = coordinator_pb2.StartRunRequest(
-                spec=spec_to_wire(told),
-                n_features=data.n_features,
-                world=world,
-                replica=replica,
+                spec=spec_to_wire(told), n_features=data.n_features, world=world, replica=replica
             )
             stop = stop or asyncio.Event()
-            started = await _unless_told(stub, request, stop)
+            started = await _unless_told(_resumed(stub, request, resume) if resume else _started(stub, request), stop)
             return await _Running(stub, started, spec, data, watch, stop).to_its_end()
         except grpc.aio.AioRpcError as error:
             raise as_error(error, f"the coordinator at {coordinator}") from None
 
 
-async def _unless_told(
-    stub: coordinator_pb2_grpc.CoordinatorAsyncStub, request: coordinator_pb2.StartRunRequest, stop: asyncio.Event
+async def _started(
+    stub: coordinator_pb2_grpc.CoordinatorAsyncStub, request: coordinator_pb2.StartRunRequest
 ) -> coordinator_pb2.Run:
+    return await stub.StartRun(request, timeout=_CALL_S)
+
+
+async def _resumed(
+    stub: coordinator_pb2_grpc.CoordinatorAsyncStub, wanted: coordinator_pb2.StartRunRequest, run_id: str
+) -> coordinator_pb2.Run:
+    """A run that failed goes on; the records that are brought are those of its spec.
+
+    Raises:
+        SpecError: they are not.
+    """
+    run = await stub.GetRun(coordinator_pb2.GetRunRequest(run_id=run_id), timeout=_CALL_S)
+    if (json.loads(run.spec), run.n_features) != (json.loads(wanted.spec), wanted.n_features):
+        raise SpecError(
+            f"run {run_id} is of another spec or other records: take it up with those that it was started with"
+        )
+    return await stub.ResumeRun(coordinator_pb2.ResumeRunRequest(run_id=run_id), timeout=RESUME_S)
+
+
+async def _unless_told(start: Coroutine[Any, Any, coordinator_pb2.Run], stop: asyncio.Event) -> coordinator_pb2.Run:
     """Wait for a run to start, unless told to stop: learners that never join would keep us waiting."""
-
-    async def started() -> coordinator_pb2.Run:
-        return await stub.StartRun(request, timeout=_CALL_S)
-
     async with Tasks() as tasks:
-        start = tasks.start(started())
-        await asyncio.wait([start, tasks.start(stop.wait())], return_when=asyncio.FIRST_COMPLETED)
-        if not start.done():
+        starting = tasks.start(start)
+        await asyncio.wait([starting, tasks.start(stop.wait())], return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
             raise Interrupted("stopped before the run had begun")
-        return start.result()
+        return starting.result()
 
 
 class _Running:

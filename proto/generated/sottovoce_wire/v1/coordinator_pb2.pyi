@@ -174,6 +174,9 @@ class Report(_message.Message):
 
     STATUS_FIELD_NUMBER: _builtins.int
     WAITING_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    attempt: _builtins.int
+    """Of the assignment that it is about: what comes late from before the run was taken up again ends it no second time."""
     @_builtins.property
     def status(self) -> _learner_pb2.LearnerStatus: ...
     @_builtins.property
@@ -185,10 +188,11 @@ class Report(_message.Message):
         *,
         status: _learner_pb2.LearnerStatus | None = ...,
         waiting: Global___Wait | None = ...,
+        attempt: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["status", b"status", "waiting", b"waiting"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["status", b"status", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "status", b"status", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -331,6 +335,7 @@ class Assignment(_message.Message):
     N_FEATURES_FIELD_NUMBER: _builtins.int
     INDEX_FIELD_NUMBER: _builtins.int
     MIRROR_ADDRESS_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
     spec: _builtins.str
     """The run spec, JSON with its `format`, with the graph as a list of edges. A learner checks every epoch against it:
     what its guarantee rests on is not for the coordinator to change.
@@ -341,6 +346,10 @@ class Assignment(_message.Message):
     """This learner's index in the run."""
     mirror_address: _builtins.str
     """Where to copy messages to (capture: mirror). Empty: nowhere."""
+    attempt: _builtins.int
+    """How often the run was taken up again after it had failed. A learner that was told a lower one ends what it does, and goes
+    on from its log.
+    """
     def __init__(
         self,
         *,
@@ -348,10 +357,11 @@ class Assignment(_message.Message):
         n_features: _builtins.int = ...,
         index: _builtins.int = ...,
         mirror_address: _builtins.str = ...,
+        attempt: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "mirror_address", b"mirror_address", "n_features", b"n_features", "spec", b"spec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "index", b"index", "mirror_address", b"mirror_address", "n_features", b"n_features", "spec", b"spec"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -528,6 +538,25 @@ class StopRunRequest(_message.Message):
 Global___StopRunRequest: _TypeAlias = StopRunRequest  # noqa: Y015
 
 @_typing.final
+class ResumeRunRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumeRunRequest: _TypeAlias = ResumeRunRequest  # noqa: Y015
+
+@_typing.final
 class GetRunRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -663,6 +692,7 @@ class Run(_message.Message):
     N_FEATURES_FIELD_NUMBER: _builtins.int
     DURABLE_FIELD_NUMBER: _builtins.int
     CAPTURE_ERROR_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     state: Global___RunState.ValueType
     detail: _builtins.str
@@ -676,7 +706,11 @@ class Run(_message.Message):
     durable: _builtins.bool
     """The coordinator keeps its runs on disk: this one goes on when the coordinator comes back."""
     capture_error: _builtins.str
-    """Why the capture could not be written to its end, or be closed; empty: it could, or is not closed yet."""
+    """Why the capture could not be written to its end, or be closed, or holds nothing of what was said since the run was taken
+    up again; empty: it could, or is not closed yet.
+    """
+    attempt: _builtins.int
+    """How often it was taken up again after it had failed."""
     @_builtins.property
     def learners(self) -> _containers.RepeatedCompositeFieldContainer[Global___Participant]:
         """By index."""
@@ -704,10 +738,11 @@ class Run(_message.Message):
         n_features: _builtins.int = ...,
         durable: _builtins.bool = ...,
         capture_error: _builtins.str = ...,
+        attempt: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ended_at", b"ended_at", "started_at", b"started_at"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capture_error", b"capture_error", "capture_id", b"capture_id", "capture_location", b"capture_location", "detail", b"detail", "durable", b"durable", "ended_at", b"ended_at", "learners", b"learners", "n_features", b"n_features", "run_id", b"run_id", "spec", b"spec", "started_at", b"started_at", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "capture_error", b"capture_error", "capture_id", b"capture_id", "capture_location", b"capture_location", "detail", b"detail", "durable", b"durable", "ended_at", b"ended_at", "learners", b"learners", "n_features", b"n_features", "run_id", b"run_id", "spec", b"spec", "started_at", b"started_at", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

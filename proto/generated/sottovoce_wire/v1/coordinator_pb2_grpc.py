@@ -30,6 +30,11 @@ class CoordinatorStub(object):
                 request_serializer=sottovoce__wire_dot_v1_dot_coordinator__pb2.StopRunRequest.SerializeToString,
                 response_deserializer=sottovoce__wire_dot_v1_dot_coordinator__pb2.Run.FromString,
                 )
+        self.ResumeRun = channel.unary_unary(
+                '/sottovoce_wire.v1.Coordinator/ResumeRun',
+                request_serializer=sottovoce__wire_dot_v1_dot_coordinator__pb2.ResumeRunRequest.SerializeToString,
+                response_deserializer=sottovoce__wire_dot_v1_dot_coordinator__pb2.Run.FromString,
+                )
         self.GetRun = channel.unary_unary(
                 '/sottovoce_wire.v1.Coordinator/GetRun',
                 request_serializer=sottovoce__wire_dot_v1_dot_coordinator__pb2.GetRunRequest.SerializeToString,
@@ -65,7 +70,8 @@ class CoordinatorServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def StartRun(self, request, context):
-        """Operators: start a run on the learners that have joined; end it; see it, and those before it.
+        """Operators: start a run on learners that have joined, and are in no other run that is under way; end it; see it, and
+        those before it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -77,6 +83,13 @@ class CoordinatorServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ResumeRun(self, request, context):
+        """A run that failed goes on where the logs of its learners end, as long as none of them was in another run since.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetRun(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -84,7 +97,7 @@ class CoordinatorServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListRuns(self, request, context):
-        """Newest first. A coordinator remembers a bounded number of the runs of this process.
+        """Newest first. A coordinator remembers those under way, and a bounded number of those that have ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -120,6 +133,11 @@ def add_CoordinatorServicer_to_server(servicer, server):
             'StopRun': grpc.unary_unary_rpc_method_handler(
                     servicer.StopRun,
                     request_deserializer=sottovoce__wire_dot_v1_dot_coordinator__pb2.StopRunRequest.FromString,
+                    response_serializer=sottovoce__wire_dot_v1_dot_coordinator__pb2.Run.SerializeToString,
+            ),
+            'ResumeRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResumeRun,
+                    request_deserializer=sottovoce__wire_dot_v1_dot_coordinator__pb2.ResumeRunRequest.FromString,
                     response_serializer=sottovoce__wire_dot_v1_dot_coordinator__pb2.Run.SerializeToString,
             ),
             'GetRun': grpc.unary_unary_rpc_method_handler(
@@ -200,6 +218,23 @@ class Coordinator(object):
             metadata=None):
         return grpc.experimental.unary_unary(request, target, '/sottovoce_wire.v1.Coordinator/StopRun',
             sottovoce__wire_dot_v1_dot_coordinator__pb2.StopRunRequest.SerializeToString,
+            sottovoce__wire_dot_v1_dot_coordinator__pb2.Run.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def ResumeRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/sottovoce_wire.v1.Coordinator/ResumeRun',
+            sottovoce__wire_dot_v1_dot_coordinator__pb2.ResumeRunRequest.SerializeToString,
             sottovoce__wire_dot_v1_dot_coordinator__pb2.Run.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)

@@ -38,11 +38,15 @@ class CoordinatorStub:
     counts for the learner that opened it, and for no other: nobody reports in another one's name.
     """
     StartRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.StartRunRequest, _coordinator_pb2.Run]
-    """Operators: start a run on the learners that have joined; end it; see it, and those before it."""
+    """Operators: start a run on learners that have joined, and are in no other run that is under way; end it; see it, and
+    those before it.
+    """
     StopRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.StopRunRequest, _coordinator_pb2.Run]
+    ResumeRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ResumeRunRequest, _coordinator_pb2.Run]
+    """A run that failed goes on where the logs of its learners end, as long as none of them was in another run since."""
     GetRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.GetRunRequest, _coordinator_pb2.Run]
     ListRuns: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ListRunsRequest, _coordinator_pb2.ListRunsResponse]
-    """Newest first. A coordinator remembers a bounded number of the runs of this process."""
+    """Newest first. A coordinator remembers those under way, and a bounded number of those that have ended."""
     WatchRun: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.WatchRunRequest, _coordinator_pb2.Run]
     """The run as it stands, again whenever it may have changed; the last one carries a final state."""
     RebindLearner: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.RebindLearnerRequest, _coordinator_pb2.RebindLearnerResponse]
@@ -58,11 +62,15 @@ class CoordinatorAsyncStub(CoordinatorStub):
     counts for the learner that opened it, and for no other: nobody reports in another one's name.
     """
     StartRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.StartRunRequest, _coordinator_pb2.Run]  # type: ignore[assignment]
-    """Operators: start a run on the learners that have joined; end it; see it, and those before it."""
+    """Operators: start a run on learners that have joined, and are in no other run that is under way; end it; see it, and
+    those before it.
+    """
     StopRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.StopRunRequest, _coordinator_pb2.Run]  # type: ignore[assignment]
+    ResumeRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ResumeRunRequest, _coordinator_pb2.Run]  # type: ignore[assignment]
+    """A run that failed goes on where the logs of its learners end, as long as none of them was in another run since."""
     GetRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.GetRunRequest, _coordinator_pb2.Run]  # type: ignore[assignment]
     ListRuns: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ListRunsRequest, _coordinator_pb2.ListRunsResponse]  # type: ignore[assignment]
-    """Newest first. A coordinator remembers a bounded number of the runs of this process."""
+    """Newest first. A coordinator remembers those under way, and a bounded number of those that have ended."""
     WatchRun: _aio.UnaryStreamMultiCallable[_coordinator_pb2.WatchRunRequest, _coordinator_pb2.Run]  # type: ignore[assignment]
     """The run as it stands, again whenever it may have changed; the last one carries a final state."""
     RebindLearner: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.RebindLearnerRequest, _coordinator_pb2.RebindLearnerResponse]  # type: ignore[assignment]
@@ -87,7 +95,9 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.StartRunRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.Run, _abc.Awaitable[_coordinator_pb2.Run]]:
-        """Operators: start a run on the learners that have joined; end it; see it, and those before it."""
+        """Operators: start a run on learners that have joined, and are in no other run that is under way; end it; see it, and
+        those before it.
+        """
 
     @_abc_1.abstractmethod
     def StopRun(
@@ -95,6 +105,14 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.StopRunRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.Run, _abc.Awaitable[_coordinator_pb2.Run]]: ...
+
+    @_abc_1.abstractmethod
+    def ResumeRun(
+        self,
+        request: _coordinator_pb2.ResumeRunRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.Run, _abc.Awaitable[_coordinator_pb2.Run]]:
+        """A run that failed goes on where the logs of its learners end, as long as none of them was in another run since."""
 
     @_abc_1.abstractmethod
     def GetRun(
@@ -109,7 +127,7 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.ListRunsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.ListRunsResponse, _abc.Awaitable[_coordinator_pb2.ListRunsResponse]]:
-        """Newest first. A coordinator remembers a bounded number of the runs of this process."""
+        """Newest first. A coordinator remembers those under way, and a bounded number of those that have ended."""
 
     @_abc_1.abstractmethod
     def WatchRun(

@@ -1,0 +1,135 @@
+"""Captures of runs, as a coordinator asks an eavesdropper for them: opened, kept open, closed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import grpc
+import structlog
+
+from sottovoce.errors import NotReady, SottovoceError
+from sottovoce_coordinator.courses import Course
+from sottovoce_coordinator.runs import Overhearing, RunBook
+from sottovoce_coordinator.store import KeptRun
+from sottovoce_rpc.codec import to_fields
+from sottovoce_rpc.server import channel
+from sottovoce_rpc.specs import spec_to_wire
+from sottovoce_rpc.status import as_error
+from sottovoce_rpc.tasks import Tasks
+from sottovoce_wire.v1 import coordinator_pb2, eavesdropper_pb2, eavesdropper_pb2_grpc
+
+log = structlog.get_logger()
+
+_OPEN_S = 10.0
+_CLOSE_S = 60.0
+"""For an eavesdropper to close a capture: it waits for what is on its way, and writes what it holds."""
+_KEPT_S = 2.0
+"""How often an eavesdropper is asked whether it still captures a run."""
+
+
+class Captures:
+    """What one eavesdropper captures.
+
+    Args:
+        address: the eavesdropper's; None: there is none.
+        tasks: of the coordinator: nobody waits for a capture to be closed.
+    """
+
+    def __init__(self, address: str | None, tasks: Tasks) -> None:
+        self.address, self._tasks = address, tasks
+
+    async def open(self, book: RunBook, request: coordinator_pb2.StartRunRequest) -> Overhearing:
+        """Have a run captured, if its spec says so.
+
+        Raises:
+            NotReady: there is no eavesdropper.
+            SottovoceError: it cannot be reached, or refuses.
+        """
+        capture, address = book.run.spec.capture, self.address
+        if capture == "none":
+            return Overhearing()
+        if address is None:
+            raise NotReady(
+                f"capture: {capture} needs an eavesdropper; this coordinator was given none (--eavesdropper)"
+            )
+        edges = book.routes() if capture == "relay" else []
+        opening = eavesdropper_pb2.OpenCaptureRequest(
+            run_id=book.run_id,
+            spec=spec_to_wire(book.run.spec),
+            routes=[eavesdropper_pb2.Route(caller=i, callee=j, target=target) for i, j, target in edges],
+            n_features=request.n_features,
+            fields=to_fields(book.run.algorithm.field_shapes()),
+            world=request.world if request.HasField("world") else None,
+            replica=request.replica if request.HasField("replica") else None,
+        )
+        async with channel(address) as to:
+            try:
+                opened = await eavesdropper_pb2_grpc.EavesdropperStub(to).OpenCapture(opening, timeout=_OPEN_S)
+            except grpc.aio.AioRpcError as error:
+                raise as_error(error, f"the eavesdropper at {address}") from None
+        relays = {(i, j): relay for (i, j, _), relay in zip(edges, opened.relay_addresses, strict=True)}
+        return Overhearing(opened.capture_id, opened.location, relays, "" if relays else opened.mirror_address)
+
+    async def take_up(self, kept: KeptRun) -> str:
+        """Go on with the capture of a run that failed; why that cannot be. Empty: it can, or there is none."""
+        if not kept.overhearing.capture_id:
+            return ""
+        try:
+            if self.address is None:
+                raise NotReady("this coordinator was given no eavesdropper (--eavesdropper)")
+            await self._asked(self.address, kept.run_id)
+        except SottovoceError as error:
+            log.warning("nothing is captured", run_id=kept.run_id, reason=str(error))
+            return f"nothing is captured since the run was taken up again: {error}"
+        return ""
+
+    async def _asked(self, address: str, run_id: str) -> None:
+        """Have an eavesdropper go on with the capture of a run, if it does not.
+
+        Raises:
+            SottovoceError: it cannot be reached, or the capture is closed.
+        """
+        request = eavesdropper_pb2.OpenCaptureRequest(run_id=run_id, resume=True)
+        async with channel(address) as to:
+            try:
+                await eavesdropper_pb2_grpc.EavesdropperStub(to).OpenCapture(request, timeout=_OPEN_S)
+            except grpc.aio.AioRpcError as error:
+                raise as_error(error, f"the eavesdropper at {address}") from None
+
+    def keep(self, course: Course) -> None:
+        """An eavesdropper that was started again takes up the capture when it is asked: its relays are the way of messages."""
+        if course.book.overhearing.capture_id and not course.uncaptured and self.address is not None:
+            self._tasks.start(self._keep(course, self.address), "a capture is not looked after")
+
+    async def _keep(self, course: Course, address: str) -> None:
+        away = False
+        while not course.book.ended:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(course.over.wait(), _KEPT_S)
+                return
+            try:
+                await self._asked(address, course.book.run_id)
+                away = False
+            except SottovoceError as error:
+                if not away:
+                    log.warning("nothing is captured", run_id=course.book.run_id, reason=str(error))
+                away = True
+
+    def close(self, book: RunBook) -> asyncio.Task[str] | None:
+        """End a run's capture; why it could not be written to its end, as the eavesdropper says. None: there is none."""
+        capture_id = book.overhearing.capture_id
+        if not capture_id or self.address is None:
+            return None
+        return self._tasks.start(_close(self.address, capture_id), "a capture is not closed")
+
+
+async def _close(address: str, capture_id: str) -> str:
+    async with channel(address) as to:
+        try:
+            request = eavesdropper_pb2.CloseCaptureRequest(capture_id=capture_id)
+            closed = await eavesdropper_pb2_grpc.EavesdropperStub(to).CloseCapture(request, timeout=_CLOSE_S)
+        except grpc.aio.AioRpcError as error:
+            log.warning("capture not closed", reason=error.details())
+            return str(as_error(error, f"the eavesdropper at {address}"))
+    return closed.capture.error

@@ -1,0 +1,163 @@
+"""The course of a run from its first directive to its end: what its learners tell, what they are told, who is missed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+
+import structlog
+
+from sottovoce_coordinator.captures import Captures
+from sottovoce_coordinator.courses import Course
+from sottovoce_coordinator.joining import Member, Members
+from sottovoce_coordinator.runs import RunState
+from sottovoce_coordinator.store import Store, whatever_disk
+from sottovoce_rpc.directives import Directive
+from sottovoce_rpc.learner_status import LearnerStatus
+from sottovoce_rpc.tasks import Tasks
+from sottovoce_rpc.waiting import Waiting
+
+log = structlog.get_logger()
+
+
+class Conductor:
+    """Leads runs, each by itself.
+
+    Args:
+        store: where they are kept.
+        members: who is told.
+        captures: what the eavesdropper captures.
+        tasks: of the coordinator.
+    """
+
+    def __init__(self, store: Store, members: Members, captures: Captures, tasks: Tasks) -> None:
+        self._store, self._members, self._captures, self._tasks = store, members, captures, tasks
+
+    # ---- under way ----------------------------------------------------------------------------------------
+
+    def begin(self, course: Course, briefings: Sequence[Sequence[Directive]]) -> None:
+        """Brief every learner, all assignments before the first epoch, so that nobody meets a neighbour that knows nothing."""
+        book = course.book
+        for directives in zip(*briefings, strict=True):
+            self._members.tell(book.run_id, {name: [own] for name, own in zip(book.index, directives, strict=True)})
+        self._accompany(course)
+
+    def go_on(self, course: Course) -> None:
+        """With a run whose learners are yet to come back."""
+        log.info("run goes on", run_id=course.book.run_id, granted=course.book.clock.granted)
+        for index, since in course.book.away.items():
+            self._tasks.start(self._deadline(course, index, since), "nobody misses a learner")
+        self._accompany(course)
+
+    def take_up(self, course: Course) -> None:
+        """A run that failed: whoever is here goes on at once.
+
+        Raises:
+            Unavailable: how far they may go cannot be written.
+        """
+        self.go_on(course)
+        book, here = course.book, [name for name in course.book.index if name in self._members]
+        self._reserve(course)
+        for name in here:
+            book.back(book.index[name])
+        self._members.tell(book.run_id, {name: book.briefing(book.index[name]) for name in here})
+
+    def _accompany(self, course: Course) -> None:
+        """What goes on beside a run until it ends."""
+        self._captures.keep(course)
+        if (period_s := course.book.run.spec.clock.period_s) is not None:
+            self._tasks.start(self._pace(course, period_s), "the clock stands still")
+
+    async def _pace(self, course: Course, period_s: float) -> None:
+        """Grant one round a period (paced mode)."""
+        book = course.book
+        loop = asyncio.get_running_loop()
+        due = loop.time()
+        while not book.ended:
+            due += period_s
+            await asyncio.sleep(max(0.0, due - loop.time()))
+            if book.state is RunState.RUNNING:
+                book.clock.tick()
+                with whatever_disk():
+                    self._grant(course)
+
+    def _grant(self, course: Course) -> None:
+        """Tell a grant that has grown; else directives would heap up for as long as a learner is behind."""
+        book = course.book
+        if book.clock.granted <= course.told:
+            return
+        self._reserve(course)
+        course.told = book.clock.granted
+        self._members.tell(book.run_id, dict(zip(book.index, book.go_on(), strict=True)))
+
+    def _reserve(self, course: Course) -> None:
+        """Before anybody is told how far it may go.
+
+        Raises:
+            Unavailable: it cannot be written.
+        """
+        book = course.book
+        if book.clock.granted:
+            ahead = (book.run.spec.clock.window + 1) // 2
+            self._store.grant(book.run_id, book.clock.granted, ahead, course.view().SerializeToString())
+
+    def keep(self, courses: Iterable[Course]) -> None:
+        """Write down how far learners are; a disk that is full has no part in this."""
+        if views := {course.book.run_id: course.view().SerializeToString() for course in courses}:
+            with whatever_disk():
+                self._store.keep(views)
+
+    # ---- learners -----------------------------------------------------------------------------------------
+
+    def hear(self, course: Course, status: LearnerStatus, waiting: Waiting | None) -> None:
+        """A learner's progress."""
+        course.book.report(status, waiting)
+        if course.book.ended:
+            self._after_end(course)
+        else:
+            self._grant(course)
+
+    def take_back(self, course: Course, member: Member) -> None:
+        """A learner of the run is there again, and may know of more grants than this coordinator."""
+        book = course.book
+        index = book.index[member.name]
+        book.back(index)
+        if member.run_id == book.run_id:
+            book.clock.resume(member.granted)
+        self._reserve(course)
+        self._members.tell(book.run_id, {member.name: book.briefing(index)})
+        self._grant(course)
+
+    def miss(self, course: Course, name: str) -> None:
+        """A learner's stream has ended: who is away is told at once; the run ends if it is not back by the deadline."""
+        index, since = course.book.index[name], datetime.now(UTC)
+        course.book.left(index, since)
+        log.warning("learner is gone", learner=name, round=course.book.statuses[index].rounds_done)
+        self._tasks.start(self._deadline(course, index, since), "nobody misses a learner")
+
+    async def _deadline(self, course: Course, index: int, since: datetime) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(course.over.wait(), course.book.run.spec.clock.deadline_s)
+        course.book.miss(index, since)
+        if course.book.ended:
+            self._after_end(course)
+
+    # ---- the end ------------------------------------------------------------------------------------------
+
+    def end(self, course: Course, state: RunState, detail: str) -> None:
+        """End a run; one that has ended is as it was."""
+        if not course.book.ended:
+            course.book.end(state, detail)
+            self._after_end(course)
+
+    def _after_end(self, course: Course) -> None:
+        """Let the learners go, who hold their channels open even when they have finished, and close the capture, once."""
+        if course.ended is not None:
+            return
+        course.ended = datetime.now(UTC)
+        self.keep([course])  # a coordinator after this one would find it under way, and its learners done
+        self._members.tell(course.book.run_id, {name: [course.book.stop()] for name in course.book.index})
+        course.closing = None if course.uncaptured else self._captures.close(course.book)
+        course.over.set()

@@ -1,0 +1,206 @@
+"""Learners at the door: who they are, whether they are let in, who is here, and what is on its way to them."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from sottovoce.errors import NotReady, RemoteProtocolError, Unavailable
+from sottovoce.spec import LEARNER_NAME
+from sottovoce_coordinator.fencing import Claim, Membership
+from sottovoce_coordinator.runs import in_short, missing
+from sottovoce_coordinator.store import Store
+from sottovoce_rpc.directives import Confirmed, Directive, Issued, Origin, to_wire
+from sottovoce_rpc.server import HELLO_S
+from sottovoce_wire.v1 import coordinator_pb2
+
+_LONGEST_ADDRESS = 300
+"""Characters of a learner's: a name of a host has at most 253."""
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+@dataclass(slots=True)
+class Member:
+    """A learner that has joined, and the directives on their way to it."""
+
+    claim: Claim
+    address: str
+    origin: Origin
+    run_id: str = ""  # it would go on with, and was granted so much of it
+    granted: int = 0
+    directives: asyncio.Queue[coordinator_pb2.Directive] = field(default_factory=asyncio.Queue)
+    displaced: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def name(self) -> str:
+        """The learner's."""
+        return self.claim.name
+
+    def tell(self, run_id: str, directive: Directive) -> None:
+        """Say something as soon as the stream allows."""
+        self.directives.put_nowait(to_wire(run_id, directive, self.origin))
+
+
+class Members:
+    """The learners that are here, and what is known of all that ever joined.
+
+    Args:
+        store: where that is kept.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._known = store.members()
+        self._here: dict[str, Member] = {}
+        self._changed = asyncio.Condition()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._here
+
+    def address(self, name: str) -> str:
+        """Where a learner that is here is reached by others."""
+        return self._here[name].address
+
+    async def admit(
+        self, member: Member, events: AsyncIterator[coordinator_pb2.Event], context: Context, *, journaled: int
+    ) -> None:
+        """Let a learner in: with a new incarnation that it confirms, or with that of a process that never stopped.
+
+        Args:
+            member: the learner.
+            events, context: what it says, and where it is answered.
+            journaled: rounds of the run under way that it is known to have journaled.
+
+        Raises:
+            SottovoceError: it may not be this learner.
+        """
+        claim, known = member.claim, self._known.get(member.name, Membership())
+        now = known.admit(claim, live=member.name in self._here, journaled=journaled)
+        self._remember(member.name, now)
+        if not claim.rejoins:
+            await context.write(to_wire("", Issued(now.issued), member.origin))
+            event = await _next(events, "a confirmation")
+            if event is None or event.WhichOneof("event") != "confirmation":
+                raise RemoteProtocolError("a learner must confirm the incarnation that it was issued")
+            now = self._known[member.name].confirm(claim, event.confirmation.incarnation)
+            self._remember(member.name, now)
+        member.tell("", Confirmed(now.confirmed))
+
+    def unbind(self, name: str) -> None:
+        """Take whatever state folder the next learner of this name has.
+
+        Raises:
+            NotReady: nobody of this name has joined, or it is here.
+        """
+        if name not in self._known:
+            raise NotReady(f"no learner {name!r} has joined; there are {in_short(sorted(self._known))}")
+        if name in self._here:
+            raise NotReady(f"learner {name!r} is here, with the state folder that it has: stop it first")
+        self._remember(name, self._known[name].unbound())
+
+    def _remember(self, name: str, known: Membership) -> None:
+        """Durable before it is told."""
+        self._store.remember(name, known)
+        self._known[name] = known
+
+    def enter(self, member: Member) -> None:
+        """It is here from now on; another stream of the same process ends."""
+        before = self._here.get(member.name)
+        self._here[member.name] = member
+        if before is not None:
+            before.displaced.set()
+
+    async def announce(self) -> None:
+        """Whoever waits for learners looks again."""
+        async with self._changed:
+            self._changed.notify_all()
+
+    def leave(self, member: Member) -> bool:
+        """Its stream has ended; True unless another one took its place."""
+        if self._here.get(member.name) is not member:
+            return False
+        del self._here[member.name]
+        return True
+
+    def tell(self, run_id: str, directives: Mapping[str, Sequence[Directive]]) -> None:
+        """Each learner its own; who is away is briefed when it joins again."""
+        for name, own in directives.items():
+            if name in self._here:
+                for directive in own:
+                    self._here[name].tell(run_id, directive)
+
+    async def until_here(self, names: Sequence[str], seconds: float) -> None:
+        """Wait for learners.
+
+        Raises:
+            NotReady: not all of them have joined by then.
+        """
+        async with self._changed:
+            try:
+                await asyncio.wait_for(self._changed.wait_for(lambda: not missing(names, self)), seconds)
+            except TimeoutError:
+                absent = missing(names, self)
+                raise NotReady(f"{len(absent)} of {len(names)} learners have not joined: {in_short(absent)}") from None
+
+    def require_here(self, names: Sequence[str]) -> None:
+        """Learners that were waited for have not left since.
+
+        Raises:
+            NotReady: some have.
+        """
+        if absent := missing(names, self):
+            raise NotReady(f"learners have left: {in_short(absent)}")
+
+
+async def introduced(events: AsyncIterator[coordinator_pb2.Event], origin: Origin) -> Member:
+    """Who opened a stream.
+
+    Raises:
+        RemoteProtocolError: it does not say, or by a name or an address that is none.
+    """
+    first = await _next(events, "an introduction")
+    if first is None or first.WhichOneof("event") != "introduction" or not first.introduction.learner:
+        raise RemoteProtocolError("a learner must introduce itself first, by its name")
+    name, address = first.introduction.learner, first.introduction.address
+    if re.fullmatch(LEARNER_NAME, name) is None:
+        raise RemoteProtocolError(f"a learner's name must match {LEARNER_NAME}, got {name[:80]!r}")
+    if len(address) > _LONGEST_ADDRESS:
+        raise RemoteProtocolError(f"an address has at most {_LONGEST_ADDRESS} characters, got {len(address)}")
+    said = first.introduction
+    journaled = said.journaled if said.run_id else None
+    claim = Claim(name, said.store, said.incarnation, said.rejoins, journaled)
+    return Member(claim, address, origin, said.run_id, said.granted)
+
+
+async def _next(events: AsyncIterator[coordinator_pb2.Event], what: str) -> coordinator_pb2.Event | None:
+    """What a learner says next; None: nothing more.
+
+    Raises:
+        RemoteProtocolError: it takes too long.
+    """
+    try:
+        return await asyncio.wait_for(anext(aiter(events), None), HELLO_S)
+    except TimeoutError:
+        raise RemoteProtocolError(f"expected {what} within {HELLO_S:g} s, got nothing") from None
+
+
+async def told(member: Member, context: Context) -> None:
+    """Send a learner what it is to do, as it comes."""
+    while True:
+        await context.write(await member.directives.get())
+
+
+async def displacement(member: Member) -> None:
+    """Another stream of the same process takes the place of this one, which it has given up.
+
+    Raises:
+        Unavailable: one has come.
+    """
+    await member.displaced.wait()
+    raise Unavailable(f"another stream of learner {member.name} took the place of this one")

@@ -1,0 +1,183 @@
+"""How runs come to be under way: asked for by an operator, or left by a coordinator before this one."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from dataclasses import replace
+from datetime import UTC, datetime
+
+import structlog
+
+from sottovoce.errors import NotReady, SottovoceError, SpecError
+from sottovoce.running.run import Run, build_run
+from sottovoce.spec import RunSpec
+from sottovoce_coordinator.captures import Captures
+from sottovoce_coordinator.conducting import Conductor
+from sottovoce_coordinator.courses import Course, Courses, PastRun, failed, taken_up
+from sottovoce_coordinator.joining import Members
+from sottovoce_coordinator.runs import RunBook
+from sottovoce_coordinator.store import KeptRun, Store
+from sottovoce_rpc.specs import check_size, spec_from_wire
+from sottovoce_wire.v1 import coordinator_pb2
+
+log = structlog.get_logger()
+
+_JOINING_S = 20.0
+MOST_LEARNERS, MOST_EDGES = 1_024, 65_536
+"""In a run: every learner is told all edges."""
+_MOST_EPOCHS = 65_536
+"""That may be announced at a time, where the network changes: one for each learner and round of a window."""
+
+
+class Starter:
+    """Starts runs, and hands them to their conductor.
+
+    Args:
+        store: where they are kept.
+        members: the learners.
+        courses: the runs that are remembered.
+        captures: what the eavesdropper captures.
+        conductor: leads them from then on.
+        imports: whether a run spec may name code to import.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        members: Members,
+        courses: Courses,
+        captures: Captures,
+        conductor: Conductor,
+        *,
+        imports: bool,
+    ) -> None:
+        self._store, self._members, self._courses = store, members, courses
+        self._captures, self._conductor, self._imports = captures, conductor, imports
+
+    async def start(self, request: coordinator_pb2.StartRunRequest) -> Course:
+        """Start a run on learners that have joined, and are in no other run.
+
+        Raises:
+            SpecError: it cannot be run, or is larger than a coordinator serves.
+            NotReady: a learner is in another run, or not there; or an eavesdropper is needed.
+            SottovoceError: it cannot be captured, or be kept.
+        """
+        spec = await asyncio.to_thread(_spec, request.spec, imports=self._imports)
+        if request.n_features < 1:
+            raise SpecError(f"n_features must be at least 1, got {request.n_features}")
+        _require_size(spec)
+        async with self._courses.reserved(spec.names):
+            # Before anything as large as a network of them is made.
+            await self._members.until_here(spec.names, min(_JOINING_S, spec.clock.deadline_s))
+            return await self._start(spec, request)
+
+    async def _start(self, spec: RunSpec, request: coordinator_pb2.StartRunRequest) -> Course:
+        run = await asyncio.to_thread(_built, spec, request.n_features)
+        self._members.require_here(spec.names)  # gone in the meantime
+        addresses = tuple(map(self._members.address, spec.names))
+        run_id = f"{spec.name}-{uuid.uuid4().hex[:12]}"
+        book = await asyncio.to_thread(RunBook, run_id, run, request.n_features, addresses)
+        book.overhearing = await self._captures.open(book, request)
+        try:
+            briefings = await asyncio.to_thread(book.briefings)
+            self._members.require_here(spec.names)
+            course = Course(book, datetime.now(UTC), durable=self._store.durable)
+            self._store.begin(course.kept())
+        except BaseException:
+            self._captures.close(book)
+            raise
+        self._courses.add(run_id, course)
+        self._conductor.begin(course, briefings)
+        return course
+
+    async def resume(self, run_id: str) -> Course:
+        """Take up a run that failed: its learners go on from their logs.
+
+        Raises:
+            NotReady: it did not fail, or a learner is, or was since, in another run.
+            SpecError: it needs code that is not imported.
+            Unavailable: it cannot be kept.
+        """
+        learners = [each.status.learner for each in self._failed(run_id).view().learners]
+        async with self._courses.reserved(learners):
+            past = self._failed(run_id)  # others may have taken it up meanwhile
+            self._courses.require_logs(run_id, learners)
+            if isinstance(past, Course) and past.closing is not None:
+                await asyncio.wait([past.closing])
+            kept = past.kept() if isinstance(past, Course) else past.kept
+            spec = await asyncio.to_thread(_spec, kept.spec, imports=self._imports)
+            run = await asyncio.to_thread(_built, spec, kept.n_features)
+            kept = taken_up(kept, await self._captures.take_up(kept))
+            course = await asyncio.to_thread(Course.resumed, kept, run, datetime.now(UTC))
+            self._store.keep({run_id: kept.view})
+            self._courses.replace(course)
+            self._conductor.take_up(course)
+            return course
+
+    def _failed(self, run_id: str) -> Course | PastRun:
+        run = self._courses.the(run_id)
+        if (state := run.view().state) != coordinator_pb2.RUN_STATE_FAILED:
+            word = coordinator_pb2.RunState.Name(state).removeprefix("RUN_STATE_").lower()
+            raise NotReady(f"only a run that failed can be taken up again, and run {run_id} is {word}")
+        return run
+
+    async def restore(self) -> None:
+        """Take up the runs of this state: those that were under way go on as their learners come back."""
+        for kept in self._store.runs():
+            over = coordinator_pb2.Run.FromString(kept.view).HasField("ended_at")
+            self._courses.add(kept.run_id, PastRun(kept) if over else await self._restored(kept))
+        for course in self._courses.under_way:
+            self._conductor.go_on(course)
+
+    async def _restored(self, kept: KeptRun) -> Course | PastRun:
+        """A run under way; over where it cannot be built again, such as without --allow-imports."""
+        now = datetime.now(UTC)
+        try:
+            spec = await asyncio.to_thread(_spec, kept.spec, imports=self._imports)
+            run = await asyncio.to_thread(_built, spec, kept.n_features)
+            return await asyncio.to_thread(Course.resumed, kept, run, now)
+        except SottovoceError as error:
+            over = failed(kept, f"its coordinator was started again and cannot go on with it: {error}", now)
+            self._store.keep({kept.run_id: over.SerializeToString()})
+            log.error("run cannot go on", run_id=kept.run_id, reason=str(error))
+            return PastRun(replace(kept, view=over.SerializeToString()))
+
+
+def _spec(text: str, *, imports: bool) -> RunSpec:
+    """The spec that an operator sent. No file of this machine is read for it: graph files lie with the operator.
+
+    Raises:
+        SpecError: it is not valid, or names a file.
+    """
+    spec = spec_from_wire(text, imports=imports)
+    if spec.topology.file:
+        raise SpecError("topology: a spec that is sent must list its edges, got a graph file; the client does this")
+    return spec
+
+
+def _require_size(spec: RunSpec) -> None:
+    """Refuse a run of more learners, or of longer windows, than a coordinator serves.
+
+    Raises:
+        SpecError: it has more.
+    """
+    n, window = spec.n_learners, min(spec.clock.window, spec.rounds)
+    if n > MOST_LEARNERS:
+        raise SpecError(f"a coordinator serves at most {MOST_LEARNERS} learners, got {n}: simulate them")
+    if spec.topology.sequence is not None and window * n > _MOST_EPOCHS:
+        text = f"clock.window times learners must be at most {_MOST_EPOCHS} where the network changes"
+        raise SpecError(f"{text}, got {window} * {n} = {window * n}")
+
+
+def _built(spec: RunSpec, n_features: int) -> Run:
+    """In a thread: a run whose messages and edges can be told.
+
+    Raises:
+        SpecError: they cannot, or as `build_run`.
+    """
+    run = build_run(spec, n_features)
+    check_size(run.algorithm.field_shapes())
+    if (edges := len(run.network.edges)) > MOST_EDGES:
+        raise SpecError(f"a coordinator serves at most {MOST_EDGES} edges, got {edges}: take fewer, or simulate them")
+    return run
