@@ -151,6 +151,8 @@ async def test_a_run_that_fails_or_is_stopped_leaves_another_one_alone(tmp_path:
             await up.join(name)
         (run_id,) = await begun(up, first)
         others = [(await up.start(spec, 3)).run_id for spec in (failing, stopped)]
+        few = small_spec(9, failing.names)
+        await up.feed(others[0], few, made_up(few), but=["gus"])  # fay has nobody to wait for but gus
         await up.leave("gus")
         async with channel(up.coordinator) as to:
             request = coordinator_pb2.StopRunRequest(run_id=others[1], reason="enough")
