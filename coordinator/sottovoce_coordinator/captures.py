@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 
 import grpc
 import structlog
@@ -84,8 +85,8 @@ class Captures:
             return f"nothing is captured since the run was taken up again: {error}"
         return ""
 
-    async def _asked(self, address: str, run_id: str) -> None:
-        """Have an eavesdropper go on with the capture of a run, if it does not.
+    async def _asked(self, address: str, run_id: str) -> int:
+        """Have an eavesdropper go on with the capture of a run, if it does not; how many gaps the capture has so far.
 
         Raises:
             SottovoceError: it cannot be reached, or the capture is closed.
@@ -93,24 +94,32 @@ class Captures:
         request = eavesdropper_pb2.OpenCaptureRequest(run_id=run_id, resume=True)
         async with channel(address) as to:
             try:
-                await eavesdropper_pb2_grpc.EavesdropperStub(to).OpenCapture(request, timeout=_OPEN_S)
+                opened = await eavesdropper_pb2_grpc.EavesdropperStub(to).OpenCapture(request, timeout=_OPEN_S)
             except grpc.aio.AioRpcError as error:
                 raise as_error(error, f"the eavesdropper at {address}") from None
+        return opened.gaps
 
-    def keep(self, course: Course) -> None:
-        """An eavesdropper that was started again takes up the capture when it is asked: its relays are the way of messages."""
+    def keep(self, course: Course, fail: Callable[[str], None]) -> None:
+        """An eavesdropper that was started again takes up the capture when it is asked: its relays are the way of messages.
+
+        Args:
+            course: of the run.
+            fail: told why the run cannot go on, where its spec says so of a gap.
+        """
         if course.book.overhearing.capture_id and not course.uncaptured and self.address is not None:
-            self._tasks.start(self._keep(course, self.address), "a capture is not looked after")
+            self._tasks.start(self._keep(course, self.address, fail), "a capture is not looked after")
 
-    async def _keep(self, course: Course, address: str) -> None:
+    async def _keep(self, course: Course, address: str, fail: Callable[[str], None]) -> None:
         away = False
         while not course.book.ended:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(course.over.wait(), _KEPT_S)
                 return
             try:
-                await self._asked(address, course.book.run_id)
+                gaps = await self._asked(address, course.book.run_id)
                 away = False
+                if why := _whole(course.book, gaps):
+                    fail(why)
             except SottovoceError as error:
                 if not away:
                     log.warning("nothing is captured", run_id=course.book.run_id, reason=str(error))
@@ -118,18 +127,24 @@ class Captures:
 
     def close(self, book: RunBook) -> asyncio.Task[str] | None:
         """End a run's capture; why it could not be written to its end, as the eavesdropper says. None: there is none."""
-        capture_id = book.overhearing.capture_id
-        if not capture_id or self.address is None:
+        if not book.overhearing.capture_id or self.address is None:
             return None
-        return self._tasks.start(_close(self.address, capture_id), "a capture is not closed")
+        return self._tasks.start(_close(self.address, book), "a capture is not closed")
 
 
-async def _close(address: str, capture_id: str) -> str:
+def _whole(book: RunBook, gaps: int) -> str:
+    """What a run must say of gaps in its capture; empty: nothing, by its spec, or there is none."""
+    if not gaps or book.run.spec.capture_gap == "mark":
+        return ""
+    return f"the capture must be whole (capture_gap: fail), and {gaps} intervals of rounds are missing in it"
+
+
+async def _close(address: str, book: RunBook) -> str:
     async with channel(address) as to:
         try:
-            request = eavesdropper_pb2.CloseCaptureRequest(capture_id=capture_id)
+            request = eavesdropper_pb2.CloseCaptureRequest(capture_id=book.overhearing.capture_id)
             closed = await eavesdropper_pb2_grpc.EavesdropperStub(to).CloseCapture(request, timeout=_CLOSE_S)
         except grpc.aio.AioRpcError as error:
             log.warning("capture not closed", reason=error.details())
             return str(as_error(error, f"the eavesdropper at {address}"))
-    return closed.capture.error
+    return closed.capture.error or _whole(book, closed.capture.gaps)

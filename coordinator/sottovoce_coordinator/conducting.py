@@ -66,7 +66,7 @@ class Conductor:
 
     def _accompany(self, course: Course) -> None:
         """What goes on beside a run until it ends."""
-        self._captures.keep(course)
+        self._captures.keep(course, lambda why: self.end(course, RunState.FAILED, why))
         if (period_s := course.book.run.spec.clock.period_s) is not None:
             self._tasks.start(self._pace(course, period_s), "the clock stands still")
 

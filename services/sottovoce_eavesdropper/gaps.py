@@ -69,6 +69,11 @@ class Gaps:
         """Some learner may have more to copy: its stream is there, or broke."""
         return any(own.streams or own.broken for own in self._senders.values())
 
+    @property
+    def missing(self) -> int:
+        """Intervals that are missing so far: rounds before and after them have come."""
+        return sum(len(own.missing) for own in self._senders.values())
+
     def facts(self) -> list[dict[str, Any]]:
         """For `capture.json`: by sender (and receiver), rounds from `from` on, below `to`; None: how many is not known."""
         found: list[dict[str, Any]] = []

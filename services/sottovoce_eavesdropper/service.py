@@ -154,6 +154,7 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
             relay_addresses=[self._advertised(route["address"]) for route in recording.file.routes],
             mirror_address=self.address,
             location=recording.file.place.name,
+            gaps=recording.file.gaps.missing,
         )
 
     async def _take_up(self, run_id: str) -> _Recording | None:
@@ -302,6 +303,7 @@ def _info(file: CaptureFile) -> eavesdropper_pb2.CaptureInfo:
         bytes=file.bytes,
         open=file.open,
         error=file.broken or "",
+        gaps=file.gaps.missing if file.open else len(file.gaps.facts()),
     )
 
 

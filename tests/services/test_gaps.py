@@ -16,6 +16,7 @@ from sottovoce.errors import Unavailable
 from sottovoce.spec import RunSpec
 from sottovoce_client.running.evaluate import gaps_in
 from sottovoce_client.running.operate import Outcome
+from sottovoce_coordinator import captures
 from sottovoce_eavesdropper.gaps import Gaps
 from sottovoce_eavesdropper.reading import Capture, open_capture
 from sottovoce_eavesdropper.records import CaptureFile
@@ -216,3 +217,26 @@ async def test_a_capture_that_is_not_closed_is_said(tmp_path: Path) -> None:
         assert not capture.complete
     assert outcome.state == "finished"
     assert outcome.capture_error.startswith(f"cannot reach the eavesdropper at {up.eavesdropper}")
+
+
+@pytest.mark.parametrize("off", [True, False], ids=["middle", "end"])
+async def test_a_run_whose_capture_must_be_whole_fails_at_a_gap(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, off: bool
+) -> None:
+    """A gap in the middle ends the run when it is seen; one that is seen at the end is said of the capture."""
+    monkeypatch.setattr(mirrors, "MOST_WAITING", 10)
+    monkeypatch.setattr(mirrors, "AGAIN", 5)
+    monkeypatch.setattr(mirrors, "FLUSH_S", 0.02)
+    monkeypatch.setattr(mirrors, "LAST_S", 0.5)
+    monkeypatch.setattr(captures, "_KEPT_S", 0.02 if off else 1_000.0)
+    cut, spec = Cut(monkeypatch), spec_of().model_copy(update={"capture_gap": "fail"})
+    async with network(tmp_path, NAMES) as up:
+        running = asyncio.ensure_future(up.run(spec, made_up(spec)))
+        await up.until("ann", LearnerState.RUNNING, 30)
+        cut.on = True
+        await up.until("ann", LearnerState.RUNNING, 120)
+        cut.on = not off
+        outcome = await running
+    told = outcome.detail if off else outcome.capture_error
+    assert outcome.state == ("failed" if off else "finished")
+    assert told.startswith("the capture must be whole (capture_gap: fail), and ")

@@ -113,11 +113,14 @@ class OpenCaptureResponse(_message.Message):
     RELAY_ADDRESSES_FIELD_NUMBER: _builtins.int
     MIRROR_ADDRESS_FIELD_NUMBER: _builtins.int
     LOCATION_FIELD_NUMBER: _builtins.int
+    GAPS_FIELD_NUMBER: _builtins.int
     capture_id: _builtins.str
     mirror_address: _builtins.str
     """Where mirrored messages go."""
     location: _builtins.str
     """Folder (or URL) of the records."""
+    gaps: _builtins.int
+    """Intervals of rounds that are missing so far."""
     @_builtins.property
     def relay_addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Where learners should connect in place of each route's target."""
@@ -129,10 +132,11 @@ class OpenCaptureResponse(_message.Message):
         relay_addresses: _abc.Iterable[_builtins.str] | None = ...,
         mirror_address: _builtins.str = ...,
         location: _builtins.str = ...,
+        gaps: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capture_id", b"capture_id", "location", b"location", "mirror_address", b"mirror_address", "relay_addresses", b"relay_addresses"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capture_id", b"capture_id", "gaps", b"gaps", "location", b"location", "mirror_address", b"mirror_address", "relay_addresses", b"relay_addresses"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -149,6 +153,7 @@ class CaptureInfo(_message.Message):
     BYTES_FIELD_NUMBER: _builtins.int
     OPEN_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    GAPS_FIELD_NUMBER: _builtins.int
     capture_id: _builtins.str
     run_id: _builtins.str
     location: _builtins.str
@@ -157,6 +162,8 @@ class CaptureInfo(_message.Message):
     open: _builtins.bool
     error: _builtins.str
     """Why it could not be written to its end; empty: it could."""
+    gaps: _builtins.int
+    """Intervals of rounds that are missing."""
     def __init__(
         self,
         *,
@@ -167,10 +174,11 @@ class CaptureInfo(_message.Message):
         bytes: _builtins.int = ...,
         open: _builtins.bool = ...,
         error: _builtins.str = ...,
+        gaps: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "capture_id", b"capture_id", "error", b"error", "location", b"location", "messages", b"messages", "open", b"open", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "capture_id", b"capture_id", "error", b"error", "gaps", b"gaps", "location", b"location", "messages", b"messages", "open", b"open", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
