@@ -16,7 +16,8 @@ from sottovoce_wire.v1 import learner_pb2
 from tests.model import parts
 from tests.model.machine import Step
 from tests.model.parts import Shape
-from tests.model.world import NONE, Coordinator, Faults, Session, State, World
+from tests.model.state import NONE, Coordinator, Faults, Session, State
+from tests.model.world import World
 
 # ---- what is written, and when -------------------------------------------------------------------------------------------
 

@@ -59,6 +59,14 @@ class Shape(NamedTuple):
     window: int = 3
     graph: str = "complete"
 
+    def owner(self, f: int) -> int:
+        """The learner whose folder this is; behind those of all learners stands a copy of the first one's."""
+        return f if f < self.learners else 0
+
+    def called(self, f: int) -> str:
+        """The learner on this folder, in words."""
+        return f"learner {f}" if f < self.learners else "the copy of learner 0"
+
 
 class Folder(NamedTuple):
     """A state folder: a learner's incarnation, its log, byte for byte, and its mark."""
@@ -486,13 +494,12 @@ def _session(shape: Shape, own: Greeting, neighbour: int) -> Session:
 # ---- the coordinator -----------------------------------------------------------------------------------------------------
 
 
-@cache
 def _blank(shape: Shape) -> RunBook:
     return RunBook(RUN, run_of(shape), FEATURES, ("",) * shape.learners)
 
 
 def _book(shape: Shape, book: Book) -> RunBook:
-    new = RunBook(RUN, run_of(shape), FEATURES, ("",) * shape.learners)
+    new = _blank(shape)
     new.state, new.statuses = book.state, [_status(shape, i, *each) for i, each in enumerate(book.statuses)]
     new.clock.resume(book.granted)
     for i, (_, done, _) in enumerate(book.statuses):
@@ -532,7 +539,7 @@ def taken_up(shape: Shape, kept: Book) -> Book:
     """A run that another coordinator has left, as it was written (`courses.Course.resumed`)."""
     if kept.state in (RunState.FINISHED, RunState.FAILED):
         return kept
-    now = RunBook(RUN, run_of(shape), FEATURES, ("",) * shape.learners)
+    now = _blank(shape)
     now.restore(kept.state, [_status(shape, i, *each) for i, each in enumerate(kept.statuses)], NOW)
     return _value(now)
 

@@ -12,7 +12,8 @@ import pytest
 from tests.model.machine import STUCK, Explored, Step, explore
 from tests.model.mistakes import MISTAKES, Mistake
 from tests.model.parts import Shape
-from tests.model.world import Faults, World
+from tests.model.state import Faults
+from tests.model.world import World
 
 CHECKOUT = Path(__file__).resolve().parent.parent.parent
 
@@ -23,7 +24,7 @@ QUICK = {
     "a death, and a lost answer": World(Shape(2, 1), Faults(deaths=1, answers=1)),
     "lost streams": World(Shape(2, 2), Faults(streams=2)),
     "the coordinator dies": World(Shape(2, 3, window=2), Faults(coordinator=1)),
-    "three learners in a row": World(Shape(3, 1, graph="path"), Faults(streams=1)),
+    "three learners in a row": World(Shape(3, 1, graph="path")),
     "a copied folder": World(Shape(2, 1), Faults(copies=1)),
     "a copied folder, one learner": World(Shape(1, 1), Faults(deaths=1, answers=1, copies=1), chatty=True),
     "records, and a cut log": World(Shape(1, 2), Faults(deaths=1, answers=1, cuts=1), fed=(0,), chatty=True),

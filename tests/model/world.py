@@ -9,8 +9,8 @@ No deadline ever passes: from every state the run must be able to finish.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import ClassVar, NamedTuple, TypeAlias
+from collections.abc import Callable, Collection, Iterator
+from typing import ClassVar, TypeAlias
 
 from sottovoce.errors import NotReady, StrangerError, Unavailable
 from sottovoce_coordinator.fencing import Claim, Membership
@@ -20,150 +20,25 @@ from sottovoce_learner.intake import Intake
 from sottovoce_learner.links import Link
 from sottovoce_learner.store import RunLog
 from sottovoce_rpc.learner_status import LearnerState
-from tests.model import machine, parts
-from tests.model.parts import Book, Box, Folder, Greeting, Shape
-
-
-class Faults(NamedTuple):
-    """How often each may still happen.
-
-    Attributes:
-        deaths: of a learner, between two steps or at any write within one.
-        streams: lost between neighbours, or between a learner and the coordinator.
-        answers: of the coordinator, or to a feeder, that never arrive.
-        coordinator: deaths of the coordinator.
-        copies: of the first learner's folder, made while it is down, and later put back or started beside it.
-        hot: the same, made while it runs.
-        cuts: of a folder's log, by its last entry, while its learner is down.
-    """
-
-    deaths: int = 0
-    streams: int = 0
-    answers: int = 0
-    coordinator: int = 0
-    copies: int = 0
-    hot: int = 0
-    cuts: int = 0
-
-
-NONE = Faults()
-
-
-class Session(NamedTuple):
-    """A learner in the run (`session.Session`): its state, rounds granted, said and done, and what is in memory only.
-
-    Attributes:
-        inputs: of the round learned last, to be written down with the next message.
-        kept: own messages that a neighbour may lack, by round.
-        known: incarnations that the neighbours have greeted with, in their order; 0: not met yet.
-    """
-
-    state: LearnerState
-    granted: int
-    said: int
-    done: int
-    inputs: Said
-    kept: tuple[tuple[int, bytes], ...]
-    box: Box
-    known: tuple[int, ...]
-
-
-class Process(NamedTuple):
-    """A learner's process.
-
-    Attributes:
-        written: it was issued the incarnation of its folder, and has to confirm it.
-        confirmed: it is that incarnation.
-        joined: its stream to the coordinator is there.
-        out: it was refused, and has ended.
-        session: None until it was confirmed.
-    """
-
-    written: bool = False
-    confirmed: bool = False
-    joined: bool = False
-    out: bool = False
-    session: Session | None = None
-
-
-class Stream(NamedTuple):
-    """A stream between two neighbours, by the numbers of their folders.
-
-    Attributes:
-        ends: of the caller and the callee: False: not attached yet; None: gone.
-        on_way: to the caller and to the callee.
-        hello: the callee's, until the caller has read it.
-        asked: the first round that the caller has not heard.
-    """
-
-    caller: int
-    callee: int
-    ends: tuple[bool | None, bool | None]
-    on_way: tuple[tuple[bytes, ...], tuple[bytes, ...]]
-    hello: bytes
-    asked: int
-
-
-class Coordinator(NamedTuple):
-    """The coordinator.
-
-    Attributes:
-        up: it runs.
-        members: what it knows of each learner, durably.
-        book: of the run.
-        kept: the book as it was last written because something was about to be told.
-    """
-
-    up: bool
-    members: tuple[Membership, ...]
-    book: Book
-    kept: Book
-
-
-class State(NamedTuple):
-    """Everything, and what is needed to judge it.
-
-    Attributes:
-        folders, processes: of the learners, by index; behind them one that was copied.
-        streams: between neighbours, oldest first.
-        coordinator: the coordinator.
-        receipts: batches that each learner's feeder need not send again.
-        left: messages that have ever left a learner.
-        copy: of the first learner's folder.
-        set_back: its folder was replaced by the copy.
-        damaged: learners whose folder was cut, and who say nothing more.
-        faults: that may still happen.
-    """
-
-    folders: tuple[Folder, ...]
-    processes: tuple[Process, ...]
-    streams: tuple[Stream, ...]
-    coordinator: Coordinator
-    receipts: tuple[int, ...]
-    left: frozenset[bytes]
-    faults: Faults
-    copy: Folder | None = None
-    set_back: bool = False
-    damaged: bool = False
-
+from tests.model import machine, parts, promises
+from tests.model.parts import Box, Folder, Greeting, Shape
+from tests.model.state import (
+    CALLEE,
+    CALLER,
+    NONE,
+    Coordinator,
+    Faults,
+    Process,
+    Session,
+    State,
+    Stream,
+    less,
+    still_open,
+    with_end,
+    with_item,
+)
 
 Step: TypeAlias = machine.Step[State]
-_CALLER, _CALLEE = 0, 1
-ALL = ("P1", "P2", "P3", "P5", "P6")
-"""The invariants (`World.broken`)."""
-
-
-def _with(items: tuple[machine.S, ...], at: int, new: machine.S) -> tuple[machine.S, ...]:
-    return (*items[:at], new, *items[at + 1 :])
-
-
-def _paired(items: tuple[machine.S, machine.S], end: int, new: machine.S) -> tuple[machine.S, machine.S]:
-    return (new, items[1]) if end == _CALLER else (items[0], new)
-
-
-def _open(streams: Iterable[Stream]) -> tuple[Stream, ...]:
-    """Streams that something may still come of: where one end is gone, that is what is on its way to the other."""
-    return tuple(s for s in streams if None not in s.ends or any(s.ends[end] and s.on_way[end] for end in (0, 1)))
 
 
 class World:
@@ -191,16 +66,9 @@ class World:
         fed: tuple[int, ...] = (),
         *,
         chatty: bool = False,
-        judged: Collection[str] = ALL,
+        judged: Collection[str] = promises.ALL,
     ) -> None:
         self.shape, self.faults, self.fed, self.chatty, self.judged = shape, faults, fed, chatty, judged
-        self._invariants: dict[str, Callable[[State], str | None]] = {
-            "P1": self._one_content,
-            "P2": self._charged,
-            "P3": self._learned_once,
-            "P5": self._refused_for_a_cause,
-            "P6": self._written_by_sender,
-        }
 
     def start(self) -> State:
         """Nobody has joined."""
@@ -225,16 +93,9 @@ class World:
 
     # ---- who is who ---------------------------------------------------------------------------------------
 
-    def owner(self, f: int) -> int:
-        """The learner whose folder this is; only the first one's is ever copied."""
-        return f if f < self.shape.learners else 0
-
-    def _called(self, f: int) -> str:
-        return f"learner {f}" if f < self.shape.learners else "the copy of learner 0"
-
     def _put(self, state: State, f: int, process: Process, folder: Folder | None = None) -> State:
-        after = state._replace(processes=_with(state.processes, f, process))
-        return after if folder is None else after._replace(folders=_with(state.folders, f, folder))
+        after = state._replace(processes=with_item(state.processes, f, process))
+        return after if folder is None else after._replace(folders=with_item(state.folders, f, folder))
 
     def _live(self, state: State, f: int, session: Session) -> State:
         return self._put(state, f, state.processes[f]._replace(session=session))
@@ -254,7 +115,7 @@ class World:
 
     def _claim(self, state: State, f: int, *, rejoins: bool = False) -> Claim:
         """`Learner._join`: what it says of itself; a damaged folder is in no run."""
-        i, folder, session = self.owner(f), state.folders[f], state.processes[f].session
+        i, folder, session = self.shape.owner(f), state.folders[f], state.processes[f].session
         if session is not None:
             journaled = session.said if session.state is not LearnerState.FINISHED else None
         else:
@@ -264,7 +125,7 @@ class World:
 
     def _introduces(self, state: State, f: int) -> Iterator[Step]:
         """`Coordinator._admit` up to the issue, which is durable, and `Learner._join`, which writes it."""
-        i, coordinator, who = self.owner(f), state.coordinator, self._called(f)
+        i, coordinator, who = self.shape.owner(f), state.coordinator, self.shape.called(f)
         said = coordinator.book.statuses[i][2]
         try:
             member = coordinator.members[i].admit(self._claim(state, f), live=self._is_here(state, i), journaled=said)
@@ -278,13 +139,13 @@ class World:
         written = self._put(issued, f, Process(written=True), folder)
         yield machine.Step("issued", f"{who} is issued incarnation {member.issued} and writes it down", written)
         if state.faults.answers:
-            lost = issued._replace(faults=state.faults._replace(answers=state.faults.answers - 1))
+            lost = less(issued, "answers")
             text = f"{who} is issued incarnation {member.issued}; the answer is lost"
             yield machine.Step("issue lost", text, lost, fault=True)
 
     def _confirms(self, state: State, f: int) -> Iterator[Step]:
         """`Coordinator._admit` from the confirmation on, `_welcome`, and the briefing, which `Learner._obey` follows."""
-        i, coordinator, who = self.owner(f), state.coordinator, self._called(f)
+        i, coordinator, who = self.shape.owner(f), state.coordinator, self.shape.called(f)
         number = state.folders[f].incarnation
         try:
             member = coordinator.members[i].confirm(self._claim(state, f), number)
@@ -295,13 +156,12 @@ class World:
         text = f"{who} confirms incarnation {number}"
         yield machine.Step("confirmed", text, self._briefed(confirmed, f))
         if state.faults.answers:
-            lost = self._put(confirmed, f, Process())
-            lost = lost._replace(faults=state.faults._replace(answers=state.faults.answers - 1))
+            lost = less(self._put(confirmed, f, Process()), "answers")
             yield machine.Step("confirmation lost", f"{text}; the answer is lost", lost, fault=True)
 
     def _briefed(self, state: State, f: int) -> State:
         """A new session: the log is opened, and its state recovered from it (`Session.__init__`)."""
-        i, folder = self.owner(f), state.folders[f]
+        i, folder = self.shape.owner(f), state.folders[f]
         if not parts.stands(self.shape, i, folder):
             return self._put(state, f, Process(out=True))._replace(damaged=True)
         folder = parts.reopened(self.shape, i, folder)
@@ -326,7 +186,7 @@ class World:
 
     def _returns(self, state: State, f: int) -> Iterator[Step]:
         """A process that never stopped comes back (`Coordinator._take_back`)."""
-        i, coordinator, process = self.owner(f), state.coordinator, state.processes[f]
+        i, coordinator, process = self.shape.owner(f), state.coordinator, state.processes[f]
         session = process.session
         if session is None:
             return
@@ -340,15 +200,17 @@ class World:
             book = parts.taken_back(self.shape, book, session.granted)
         after = state._replace(coordinator=self._remembered(coordinator, i, member)._replace(book=book))
         back = process._replace(joined=True, session=session._replace(granted=max(session.granted, book.granted)))
-        yield machine.Step("returned", f"{self._called(f)} comes back to the coordinator", self._put(after, f, back))
+        yield machine.Step(
+            "returned", f"{self.shape.called(f)} comes back to the coordinator", self._put(after, f, back)
+        )
 
     def _remembered(self, coordinator: Coordinator, i: int, member: Membership) -> Coordinator:
         """`Coordinator._remember`: durable before it is told."""
-        return coordinator._replace(members=_with(coordinator.members, i, member))
+        return coordinator._replace(members=with_item(coordinator.members, i, member))
 
     def _refused(self, state: State, f: int) -> Step:
         gone = self._hung_up(self._put(state, f, Process(out=True)), f)
-        return machine.Step("refused", f"{self._called(f)} is refused, and ends", gone)
+        return machine.Step("refused", f"{self.shape.called(f)} is refused, and ends", gone)
 
     # ---- a round ------------------------------------------------------------------------------------------
 
@@ -359,26 +221,26 @@ class World:
         if session.state is LearnerState.CONNECTING and 0 not in session.known:
             # `Session._connected`. It waits for one neighbour after the other; that each has greeted is a little less.
             running = self._live(state, f, session._replace(state=LearnerState.RUNNING))
-            yield machine.Step("connected", f"{self._called(f)} has met its neighbours", running)
+            yield machine.Step("connected", f"{self.shape.called(f)} has met its neighbours", running)
         if session.state is not LearnerState.RUNNING:
             return
         if session.said == session.done < session.granted:
             yield from self._says(state, f, session)
-        filled = len(parts.records(self.shape, self.owner(f), state.folders[f].log))
-        if session.done < min(session.said, filled) and parts.complete(self.shape, self.owner(f), session.box):
+        filled = len(parts.records(self.shape, self.shape.owner(f), state.folders[f].log))
+        if session.done < min(session.said, filled) and parts.complete(self.shape, self.shape.owner(f), session.box):
             yield from self._learns(state, f, session)
 
     def _says(self, state: State, f: int, session: Session) -> Iterator[Step]:
         """`Session._say`: nothing is awaited from the draw to the links, so only a death comes in between."""
         what = f"says round {session.said}"
-        message = self._drawn(state, self.owner(f), session.said)
+        message = self._drawn(state, self.shape.owner(f), session.said)
         stages = [*self._stages(state, f, session, message)]
-        yield machine.Step("said", f"{self._called(f)} {what}", stages[-1][1])
+        yield machine.Step("said", f"{self.shape.called(f)} {what}", stages[-1][1])
         for name, stage in stages[:-1]:
             yield from self._death(stage, f, name, what)
 
     def _stages(self, state: State, f: int, session: Session, message: bytes) -> Iterator[tuple[str, State]]:
-        t, i = session.said, self.owner(f)
+        t, i = session.said, self.shape.owner(f)
         for stage in self.SAYS:
             if stage == "drawn":
                 yield "drawn", state
@@ -387,7 +249,7 @@ class World:
                 writes = parts.said(self.run_log, self.shape, i, state.folders[f], t, said)
                 before = state
                 for name, folder in zip(*writes, strict=True):
-                    state = before._replace(folders=_with(before.folders, f, folder))
+                    state = before._replace(folders=with_item(before.folders, f, folder))
                     yield name, state
             else:
                 state = self._sent(state, f, session, message)
@@ -395,7 +257,7 @@ class World:
 
     def _drawn(self, state: State, i: int, t: int) -> bytes:
         """A message with fresh noise: the first content of this round that nobody knows anything of."""
-        logs = [folder.log for f, folder in enumerate(state.folders) if self.owner(f) == i]
+        logs = [folder.log for f, folder in enumerate(state.folders) if self.shape.owner(f) == i]
         if i == 0 and state.copy is not None:
             logs.append(state.copy.log)
         content = 0
@@ -415,27 +277,27 @@ class World:
 
     def _loaded(self, stream: Stream, f: int, messages: tuple[bytes, ...]) -> Stream:
         """What this process writes to a stream that it is attached to is on its way."""
-        for end, number in ((_CALLER, stream.caller), (_CALLEE, stream.callee)):
+        for end, number in ((CALLER, stream.caller), (CALLEE, stream.callee)):
             if number == f and stream.ends[end] and stream.ends[1 - end] is not None:
                 to = 1 - end
-                return stream._replace(on_way=_paired(stream.on_way, to, stream.on_way[to] + messages))
+                return stream._replace(on_way=with_end(stream.on_way, to, stream.on_way[to] + messages))
         return stream
 
     def _learns(self, state: State, f: int, session: Session) -> Iterator[Step]:
         """`Session._learn`, and after the last round `_close`; then it has finished."""
-        i, t, folder, box = self.owner(f), session.done, state.folders[f], session.box
+        i, t, folder, box = self.shape.owner(f), session.done, state.folders[f], session.box
         records = parts.records(self.shape, i, folder.log)
         inputs = Said(b"", tuple(messages[0] for messages in box.heard), len(records), 1)
         taken = Box(box.round + 1, tuple(messages[1:] for messages in box.heard))
         after = session._replace(done=t + 1, inputs=inputs, box=taken)
         if after.done < self.shape.rounds:
-            yield machine.Step("learned", f"{self._called(f)} learns round {t}", self._live(state, f, after))
+            yield machine.Step("learned", f"{self.shape.called(f)} learns round {t}", self._live(state, f, after))
             return
         writes = parts.closed(self.run_log, self.shape, i, folder, inputs)
         live = self._live(state, f, after._replace(state=LearnerState.FINISHED))
-        stages = [live._replace(folders=_with(state.folders, f, each)) for each in writes.folders]
+        stages = [live._replace(folders=with_item(state.folders, f, each)) for each in writes.folders]
         yield machine.Step(
-            "finished", f"{self._called(f)} learns round {t} and has finished", self._over(stages[-1], f)
+            "finished", f"{self.shape.called(f)} learns round {t} and has finished", self._over(stages[-1], f)
         )
         for name, stage in zip(writes.names[:-1], stages, strict=False):
             yield from self._death(stage, f, name, f"learns round {t}")
@@ -452,34 +314,35 @@ class World:
 
     def _feeds(self, state: State, f: int) -> Iterator[Step]:
         """`Learner._ingest`: a batch is written down, settled, and answered with a receipt. Gaps are never sent."""
-        i, process = self.owner(f), state.processes[f]
+        i, process = self.shape.owner(f), state.processes[f]
         if i not in self.fed or process.session is None or process.session.state is LearnerState.FINISHED:
             return
         due = parts.due_next(self.intake, self.shape, i, state.folders[f].log)
         for number in range(state.receipts[i], min(due + 1, self.shape.rounds)):
             what = f"takes batch {number} in"
             stages = [*self._kept(state, f, number)]
-            yield machine.Step("fed", f"{self._called(f)} {what}", stages[-1][1])
+            yield machine.Step("fed", f"{self.shape.called(f)} {what}", stages[-1][1])
             for name, stage in stages[:-1]:
                 yield from self._death(stage, f, name, what)
             if state.faults.answers:
-                faults = state.faults._replace(answers=state.faults.answers - 1)
-                lost = stages[-1][1]._replace(receipts=state.receipts, faults=faults)
-                yield machine.Step("receipt lost", f"{self._called(f)} {what}; the receipt is lost", lost, fault=True)
+                lost = less(stages[-1][1]._replace(receipts=state.receipts), "answers")
+                yield machine.Step(
+                    "receipt lost", f"{self.shape.called(f)} {what}; the receipt is lost", lost, fault=True
+                )
 
     def _kept(self, state: State, f: int, number: int) -> Iterator[tuple[str, State]]:
-        i, folder = self.owner(f), state.folders[f]
+        i, folder = self.shape.owner(f), state.folders[f]
         writes = parts.taken_in(self.run_log, self.intake, self.shape, i, folder, number)
         last = writes.folders[-1] if writes.folders else folder
         for stage in self.FEEDS:
             if stage == "acknowledged":
                 due = parts.due_next(self.intake, self.shape, i, last.log)
-                state = state._replace(receipts=_with(state.receipts, i, due))
+                state = state._replace(receipts=with_item(state.receipts, i, due))
                 yield "acknowledged", state
             else:
                 before = state
                 for name, each in zip(*writes, strict=True):
-                    state = before._replace(folders=_with(before.folders, f, each))
+                    state = before._replace(folders=with_item(before.folders, f, each))
                     yield name, state
 
     # ---- streams between neighbours -----------------------------------------------------------------------
@@ -487,8 +350,8 @@ class World:
     def _greeting(self, state: State, f: int, neighbour: int) -> Greeting:
         session = state.processes[f].session
         assert session is not None, "only a learner in a run greets"
-        known = session.known[parts.neighbours(self.shape, self.owner(f)).index(neighbour)]
-        return Greeting(self.owner(f), state.folders[f].incarnation, session.said, session.box, known)
+        known = session.known[parts.neighbours(self.shape, self.shape.owner(f)).index(neighbour)]
+        return Greeting(self.shape.owner(f), state.folders[f].incarnation, session.said, session.box, known)
 
     def _greeted(self, state: State, f: int, neighbour: int, hello: bytes) -> tuple[State, int] | None:
         """`exchange._greeted`: what is known of the neighbour then, and what it lacks; None: it is refused."""
@@ -498,34 +361,34 @@ class World:
             return None
         asked, incarnation = found
         at = parts.neighbours(self.shape, own.learner).index(neighbour)
-        return self._live(state, f, session._replace(known=_with(session.known, at, incarnation))), asked
+        return self._live(state, f, session._replace(known=with_item(session.known, at, incarnation))), asked
 
     def _calls(self, state: State, f: int) -> Iterator[Step]:
         """`exchange.keep_open` of the lower index; `accept` of the other reads its hello, and answers."""
-        i = self.owner(f)
+        i = self.shape.owner(f)
         if self._silent(state.processes[f].session):
             return
         for j in parts.neighbours(self.shape, i):
             if j < i or any(
-                s.caller == f and self.owner(s.callee) == j and s.ends[0] is not None for s in state.streams
+                s.caller == f and self.shape.owner(s.callee) == j and s.ends[0] is not None for s in state.streams
             ):
                 continue
             hello = parts.hello(self.shape, self._greeting(state, f, j), j)
             for g, other in enumerate(state.processes):
-                if self.owner(g) != j or self._silent(other.session):
+                if self.shape.owner(g) != j or self._silent(other.session):
                     continue
                 if (greeted := self._greeted(state, g, i, hello)) is None:
                     continue
                 after, asked = greeted
                 answer = parts.hello(self.shape, self._greeting(after, g, i), i)
                 stream = Stream(f, g, (False, False), ((), ()), answer, asked)
-                text = f"{self._called(f)} calls {self._called(g)}, which greets it"
+                text = f"{self.shape.called(f)} calls {self.shape.called(g)}, which greets it"
                 yield machine.Step("called", text, after._replace(streams=(*after.streams, stream)))
 
     def _streams(self, state: State, number: int) -> Iterator[Step]:
         stream = state.streams[number]
-        for end, f in ((_CALLER, stream.caller), (_CALLEE, stream.callee)):
-            who = self._called(f)
+        for end, f in ((CALLER, stream.caller), (CALLEE, stream.callee)):
+            who = self.shape.called(f)
             if stream.ends[end] is None:
                 continue
             if stream.ends[end] is False:
@@ -535,46 +398,45 @@ class World:
             if stream.ends[1 - end] is None:
                 yield machine.Step("noticed", f"{who} notices that a stream is gone", self._gone(state, number, end))
             elif state.faults.streams:
-                faults = state.faults._replace(streams=state.faults.streams - 1)
-                gone = self._gone(state, number, end)._replace(faults=faults)
+                gone = less(self._gone(state, number, end), "streams")
                 yield machine.Step("stream lost", f"a stream breaks, as {who} notices first", gone, fault=True)
 
     def _attaches(self, state: State, number: int, end: int) -> Iterator[Step]:
         """`exchange._hold`: the stream takes the place of others of this neighbour; what that one lacks is sent."""
         stream = state.streams[number]
-        f, other = (stream.caller, stream.callee)[:: 1 if end == _CALLER else -1]
+        f, other = (stream.caller, stream.callee)[:: 1 if end == CALLER else -1]
         asked, after = stream.asked, state
-        if end == _CALLER:  # reads the callee's hello first
-            greeted = self._greeted(state, f, self.owner(other), stream.hello)
+        if end == CALLER:  # reads the callee's hello first
+            greeted = self._greeted(state, f, self.shape.owner(other), stream.hello)
             if greeted is None:
                 refused = self._gone(state, number, end)
                 yield machine.Step(
-                    "turned away", f"{self._called(f)} refuses the hello of {self._called(other)}", refused
+                    "turned away", f"{self.shape.called(f)} refuses the hello of {self.shape.called(other)}", refused
                 )
                 return
             after, asked = greeted
-        streams = [s if s is stream else self._displaced(s, f, self.owner(other)) for s in after.streams]
+        streams = [s if s is stream else self._displaced(s, f, self.shape.owner(other)) for s in after.streams]
         session = after.processes[f].session
         assert session is not None, "a stream of a process that died is gone"
-        held = stream._replace(ends=_paired(stream.ends, end, True), hello=b"" if end == _CALLER else stream.hello)
+        held = stream._replace(ends=with_end(stream.ends, end, True), hello=b"" if end == CALLER else stream.hello)
         streams[number] = self._loaded(held, f, parts.due(self.link, session.kept, asked))
-        after = after._replace(streams=_open(streams))
-        yield machine.Step("attached", f"{self._called(f)} uses the stream to {self._called(other)}", after)
+        after = after._replace(streams=still_open(streams))
+        yield machine.Step("attached", f"{self.shape.called(f)} uses the stream to {self.shape.called(other)}", after)
 
     def _displaced(self, stream: Stream, f: int, neighbour: int) -> Stream:
         """`Link.attach`: the stream that the link had is given up."""
         for end, (own, other) in enumerate(((stream.caller, stream.callee), (stream.callee, stream.caller))):
-            if own == f and self.owner(other) == neighbour and stream.ends[end]:
+            if own == f and self.shape.owner(other) == neighbour and stream.ends[end]:
                 return self._ended(stream, end)
         return stream
 
     def _ended(self, stream: Stream, end: int) -> Stream:
-        return stream._replace(ends=_paired(stream.ends, end, None), on_way=_paired(stream.on_way, end, ()))
+        return stream._replace(ends=with_end(stream.ends, end, None), on_way=with_end(stream.on_way, end, ()))
 
     def _gone(self, state: State, number: int, end: int) -> State:
         """One end gives a stream up; what is on its way to the other may still arrive there."""
-        streams = _with(state.streams, number, self._ended(state.streams[number], end))
-        return state._replace(streams=_open(streams))
+        streams = with_item(state.streams, number, self._ended(state.streams[number], end))
+        return state._replace(streams=still_open(streams))
 
     def _hears(self, state: State, number: int, end: int) -> Iterator[Step]:
         """`Session.hear`: the next message, or the end of the stream where it is not the one that is due."""
@@ -583,40 +445,39 @@ class World:
         assert session is not None, "a stream of a process that died is gone"
         message, *rest = stream.on_way[end]
         sender, t = parts.about(self.shape, message)
-        box = parts.heard(self.shape, self.owner(f), session.box, sender, message)
+        box = parts.heard(self.shape, self.shape.owner(f), session.box, sender, message)
         if box is None:
-            text = f"{self._called(f)} refuses round {t} of learner {sender}"
+            text = f"{self.shape.called(f)} refuses round {t} of learner {sender}"
             yield machine.Step("message refused", text, self._gone(state, number, end))
             return
-        read = stream._replace(on_way=_paired(stream.on_way, end, tuple(rest)))
+        read = stream._replace(on_way=with_end(stream.on_way, end, tuple(rest)))
         after = self._live(state, f, session._replace(box=box))
-        after = after._replace(streams=_open(_with(state.streams, number, read)))
-        yield machine.Step("heard", f"{self._called(f)} hears round {t} of learner {sender}", after)
+        after = after._replace(streams=still_open(with_item(state.streams, number, read)))
+        yield machine.Step("heard", f"{self.shape.called(f)} hears round {t} of learner {sender}", after)
 
     def _hung_up(self, state: State, f: int) -> State:
         """A process is gone: so are its ends of all streams."""
         streams = state.streams
-        for end in (_CALLER, _CALLEE):
+        for end in (CALLER, CALLEE):
             streams = tuple(self._ended(s, end) if (s.caller, s.callee)[end] == f else s for s in streams)
-        return state._replace(streams=_open(streams))
+        return state._replace(streams=still_open(streams))
 
     # ---- deaths -------------------------------------------------------------------------------------------
 
     def _dies(self, state: State, f: int) -> Iterator[Step]:
         if state.faults.deaths and state.processes[f] != Process():
             yield machine.Step(
-                "died", f"{self._called(f)} dies, and is started again", self._dead(state, f), fault=True
+                "died", f"{self.shape.called(f)} dies, and is started again", self._dead(state, f), fault=True
             )
 
     def _death(self, state: State, f: int, stage: str, what: str) -> Iterator[Step]:
         """In the middle of a step, behind one of its writes."""
         if state.faults.deaths:
-            text = f"{self._called(f)} {what}, but dies right after this: {stage}"
+            text = f"{self.shape.called(f)} {what}, but dies right after this: {stage}"
             yield machine.Step(f"died: {stage}", text, self._dead(state, f), fault=True)
 
     def _dead(self, state: State, f: int) -> State:
-        faults = state.faults._replace(deaths=state.faults.deaths - 1)
-        return self._hung_up(self._put(state, f, Process()), f)._replace(faults=faults)
+        return less(self._hung_up(self._put(state, f, Process()), f), "deaths")
 
     # ---- the coordinator ----------------------------------------------------------------------------------
 
@@ -634,21 +495,21 @@ class World:
 
     def _is_here(self, state: State, i: int) -> bool:
         """A stream that is gone is noticed at once: until then nobody of this name would be let in, which is doing nothing."""
-        return any(process.joined for f, process in enumerate(state.processes) if self.owner(f) == i)
+        return any(process.joined for f, process in enumerate(state.processes) if self.shape.owner(f) == i)
 
     def _reports(self, state: State, f: int, session: Session) -> Iterator[Step]:
         """`Coordinator._hear`, and `_go_on` where the grant has grown: written before it is told."""
-        i, coordinator = self.owner(f), state.coordinator
+        i, coordinator = self.shape.owner(f), state.coordinator
         status = (session.state, session.done, session.said)
         if self._tells(coordinator.book.statuses[i], session):
             book = parts.reported(self.shape, coordinator.book, i, status)
             written = book.granted > coordinator.book.granted or book.state is RunState.FINISHED
             after = coordinator._replace(book=book, kept=book if written else coordinator.kept)
-            text = f"{self._called(f)} reports: {session.state.name.lower()}, {session.said} rounds said"
+            text = f"{self.shape.called(f)} reports: {session.state.name.lower()}, {session.said} rounds said"
             yield machine.Step("reported", text, state._replace(coordinator=after))
         if session.granted < coordinator.book.granted:
             granted = self._live(state, f, session._replace(granted=coordinator.book.granted))
-            yield machine.Step("granted", f"{self._called(f)} is granted more", granted)
+            yield machine.Step("granted", f"{self.shape.called(f)} is granted more", granted)
 
     def _tells(self, before: tuple[LearnerState, int, int], session: Session) -> bool:
         """`Session._round`: when its state changes, or in time for the next grant. Chatty learners may at any time."""
@@ -662,19 +523,16 @@ class World:
         if faults.streams:
             for f, process in enumerate(state.processes):
                 if process.joined or process.written:
-                    alone = self._put(state, f, process._replace(joined=False, written=False))
-                    alone = alone._replace(faults=faults._replace(streams=faults.streams - 1))
-                    yield machine.Step("alone", f"{self._called(f)} loses the coordinator", alone, fault=True)
+                    alone = less(self._put(state, f, process._replace(joined=False, written=False)), "streams")
+                    yield machine.Step("alone", f"{self.shape.called(f)} loses the coordinator", alone, fault=True)
         if faults.coordinator:
             processes = tuple(each._replace(joined=False, written=False) for each in state.processes)
             # Progress is written about once a second: it was just now, or not since the last grant.
             for kept in dict.fromkeys((coordinator.kept, coordinator.book)):
                 down = self._forgets(coordinator._replace(up=False, kept=kept, book=kept))
-                after = state._replace(processes=processes, coordinator=down)
-                after = after._replace(faults=faults._replace(coordinator=faults.coordinator - 1))
-                text = "the coordinator dies" + (
-                    ", its last word on progress is old" if kept is coordinator.kept else ""
-                )
+                after = less(state._replace(processes=processes, coordinator=down), "coordinator")
+                age = "new" if kept == coordinator.book else "old"
+                text = f"the coordinator dies; what it last wrote about progress is {age}"
                 yield machine.Step("coordinator died", text, after, fault=True)
 
     def _forgets(self, coordinator: Coordinator) -> Coordinator:
@@ -687,12 +545,11 @@ class World:
         """A copy is put back, or started, as a snapshot of its disk would be: that its files are others does not show."""
         faults, down = state.faults, state.processes[0] == Process()
         if state.copy is None and (faults.hot or (faults.copies and down)):
-            fewer = faults._replace(copies=faults.copies - 1) if faults.copies else faults._replace(hot=faults.hot - 1)
-            copied = state._replace(copy=state.folders[0], faults=fewer)
+            copied = less(state._replace(copy=state.folders[0]), "copies" if faults.copies else "hot")
             yield machine.Step("copied", "the folder of learner 0 is copied", copied, fault=True)
         if state.copy is not None:
             if down and state.copy != state.folders[0]:
-                back = state._replace(folders=_with(state.folders, 0, state.copy), copy=None, set_back=True)
+                back = state._replace(folders=with_item(state.folders, 0, state.copy), copy=None, set_back=True)
                 yield machine.Step("restored", "the copy takes the place of the folder of learner 0", back, fault=True)
             beside = state._replace(
                 folders=(*state.folders, state.copy), processes=(*state.processes, Process()), copy=None
@@ -701,65 +558,16 @@ class World:
         for f, process in enumerate(state.processes):
             log = parts.cut(state.folders[f].log)
             if faults.cuts and process == Process() and log is not None:
-                less = self._put(state, f, process, state.folders[f]._replace(log=log))
-                less = less._replace(faults=faults._replace(cuts=faults.cuts - 1))
-                yield machine.Step("cut", f"the log of {self._called(f)} loses its last entry", less, fault=True)
+                shorter = less(self._put(state, f, process, state.folders[f]._replace(log=log)), "cuts")
+                yield machine.Step(
+                    "cut", f"the log of {self.shape.called(f)} loses its last entry", shorter, fault=True
+                )
 
-    # ---- what must hold -----------------------------------------------------------------------------------
+    # ---- what is judged -----------------------------------------------------------------------------------
 
     def broken(self, state: State) -> str | None:
-        """The invariant that does not hold. The larger part of P5, which is about all states, is held by `machine.explore`."""
-        for name, holds in self._invariants.items():
-            if name in self.judged and (what := holds(state)) is not None:
-                return f"{name}: {what}"
-        return None
-
-    def _one_content(self, state: State) -> str | None:
-        said = [parts.about(self.shape, message) for message in state.left]
-        if len(set(said)) == len(said):
-            return None
-        learner, t = next(each for each in said if said.count(each) > 1)
-        return f"two contents of round {t} have left learner {learner}"
-
-    def _charged(self, state: State) -> str | None:
-        said = [learner for learner, _ in {parts.about(self.shape, message) for message in state.left}]
-        for i in range(self.shape.learners):
-            if i == 0 and self._displaced_folder(state):
-                continue  # its figures are no longer what they were: nothing may be said from it
-            charged, rounds = parts.charged(self.shape, i, state.folders[i]), said.count(i)
-            if charged < parts.prices(self.shape, i)[rounds]:
-                return f"learner {i} has charged {charged:g}, and {rounds} of its messages have left"
-        return None
-
-    def _learned_once(self, state: State) -> str | None:
-        for i in self.fed:
-            records = parts.records(self.shape, i, state.folders[i].log)
-            if len(set(records)) < len(records):
-                return f"learner {i} has taken batches {list(records)} in: one of them twice"
-            if state.coordinator.book.state is RunState.FINISHED and len(records) < state.receipts[i]:
-                return f"learner {i} has given receipts for {state.receipts[i]} batches, and learned {list(records)}"
-        return None
-
-    def _refused_for_a_cause(self, state: State) -> str | None:
-        if any(process.out for process in state.processes) and not (state.damaged or self._displaced_folder(state)):
-            return "a learner is refused for ever, and nobody has copied or cut its folder"
-        return None
-
-    def _written_by_sender(self, state: State) -> str | None:
-        for f, process in enumerate(state.processes):
-            for message in () if process.session is None else process.session.inputs.heard:
-                sender, t = parts.about(self.shape, message)
-                owned = [folder for g, folder in enumerate(state.folders) if self.owner(g) == sender]
-                lost = (sender == 0 and state.set_back) or not parts.stands(self.shape, sender, owned[0])
-                if not lost and not any(message in folder.log for folder in owned):
-                    return (
-                        f"{self._called(f)} has learned from round {t} of learner {sender}, who has not written it down"
-                    )
-        return None
-
-    def _displaced_folder(self, state: State) -> bool:
-        """Was the first learner's folder set back, or a copy of it started?"""
-        return state.set_back or len(state.folders) > self.shape.learners
+        """The invariant that does not hold."""
+        return promises.broken(self.shape, state, self.judged)
 
     def describe(self, state: State) -> list[str]:
         """How everybody stands, for whoever reads a trace."""
@@ -767,11 +575,11 @@ class World:
         for f, process in enumerate(state.processes):
             session = process.session
             if session is None:
-                told.append(f"{self._called(f)}: {'out' if process.out else 'joining'}")
+                told.append(f"{self.shape.called(f)}: {'out' if process.out else 'joining'}")
                 continue
             rounds = f"{session.said} rounds said, {session.done} learned, {session.granted} granted"
             kept = [t for t, _ in session.kept]
-            told.append(f"{self._called(f)}: {session.state.name.lower()}; {rounds}; its links keep rounds {kept}")
+            told.append(f"{self.shape.called(f)}: {session.state.name.lower()}; {rounds}; its links keep rounds {kept}")
         book = state.coordinator.book
         return [*told, f"coordinator: run {book.state.value}, {book.granted} rounds granted"]
 
