@@ -32,17 +32,16 @@ QUICK = {
 LONG = {
     "two deaths": World(Shape(2, 2), Faults(deaths=2)),
     "a death and a lost stream": World(Shape(2, 3), Faults(deaths=1, streams=1)),
-    "a death, and the coordinator's": World(Shape(2, 2), Faults(deaths=1, coordinator=1)),
-    "a lost stream, and the coordinator dies": World(Shape(2, 2), Faults(streams=1, answers=1, coordinator=1)),
     "a death, grants of two rounds": World(Shape(2, 3, window=2), Faults(deaths=1)),
     "a death, chatty learners": World(Shape(2, 2), Faults(deaths=1), chatty=True),
-    "three learners": World(Shape(3, 1), Faults(streams=1)),
-    "three learners in a row, a death": World(Shape(3, 2, graph="path"), Faults(deaths=1)),
+    "three learners": World(Shape(3, 1)),
+    "three learners in a row, a lost stream": World(Shape(3, 1, graph="path"), Faults(streams=1)),
+    "three learners in a row, a death": World(Shape(3, 1, graph="path"), Faults(deaths=1)),
     "a copied folder, and a death": World(Shape(2, 1), Faults(deaths=1, copies=1)),
     "a copied folder, everything fails": World(
         Shape(1, 1), Faults(deaths=1, streams=1, answers=1, coordinator=1, copies=1), chatty=True
     ),
-    "records of two learners": World(Shape(2, 2), Faults(deaths=1, answers=1), fed=(0, 1)),
+    "records of two learners": World(Shape(2, 1), Faults(deaths=1, answers=1), fed=(0, 1)),
     "a cut log": World(Shape(2, 2), Faults(deaths=1, cuts=1)),
 }
 STEPS = {
