@@ -32,6 +32,8 @@ QUICK = {
 LONG = {
     "two deaths": World(Shape(2, 2), Faults(deaths=2)),
     "a death and a lost stream": World(Shape(2, 3), Faults(deaths=1, streams=1)),
+    "a death, and the coordinator's": World(Shape(2, 1), Faults(deaths=1, coordinator=1)),
+    "a lost stream, and the coordinator dies": World(Shape(2, 1), Faults(streams=1, coordinator=1)),
     "a death, grants of two rounds": World(Shape(2, 3, window=2), Faults(deaths=1)),
     "a death, chatty learners": World(Shape(2, 2), Faults(deaths=1), chatty=True),
     "three learners": World(Shape(3, 1)),
