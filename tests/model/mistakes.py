@@ -1,0 +1,246 @@
+"""Mistakes, one at a time: each is the world with one thing done wrong, small enough that what comes of it is easily seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from sottovoce_coordinator.fencing import Claim, Membership
+from sottovoce_learner.bodies import Said
+from sottovoce_learner.intake import Intake
+from sottovoce_learner.links import Link, _Stream
+from sottovoce_learner.store import RunLog
+from sottovoce_rpc.learner_status import LearnerState
+from sottovoce_wire.v1 import learner_pb2
+from tests.model import parts
+from tests.model.machine import Step
+from tests.model.parts import Shape
+from tests.model.state import NONE, Coordinator, Faults, Session, State
+from tests.model.world import World
+
+# ---- what is written, and when -------------------------------------------------------------------------------------------
+
+
+class SendsFirst(World):
+    """A message is sent before it is written down."""
+
+    SAYS: ClassVar[tuple[str, ...]] = ("drawn", "sent", "written")
+
+
+class DrawsAgain(World):
+    """Who is started again draws the last round again, though it was written down."""
+
+    def _believed(self, log: bytes) -> bytes:
+        without = parts.cut(log)
+        return log if without is None else without
+
+
+class _ChargesLater(RunLog):
+    def say(self, t: int, spent: float, said: Said) -> None:
+        super().say(t, self.spent, said)
+
+
+class ChargesLater(World):
+    """A message is charged with the next one, when it was sent."""
+
+    run_log = _ChargesLater
+
+
+class _MarksReservationsOnly(RunLog):
+    def settle(self) -> None:
+        self._mark_file.write(self._mark)
+
+
+class NoMark(World):
+    """No mark says how far something rests on the log."""
+
+    run_log = _MarksReservationsOnly
+
+
+class _MarksMessagesOnly(RunLog):
+    _kept = False
+
+    def keep(self, first_round: int, batch: bytes) -> None:
+        super().keep(first_round, batch)
+        self._kept = True
+
+    def settle(self) -> None:
+        if not self._kept:
+            super().settle()
+
+
+class MarksMessagesOnly(World):
+    """The mark counts messages, and no records."""
+
+    run_log = _MarksMessagesOnly
+
+
+class ReceiptFirst(World):
+    """A receipt is given before the records are written down."""
+
+    FEEDS: ClassVar[tuple[str, ...]] = ("acknowledged", "written")
+
+
+class _TakesAgain(Intake):
+    def put(self, batch: learner_pb2.SampleBatch, keep: Callable[[int], None] = lambda first: None) -> None:
+        self._next[batch.source] = min(batch.sequence, self.next_sequence(batch.source))
+        super().put(batch, keep)
+
+
+class TakesAgain(World):
+    """Records that were taken in before are taken in again."""
+
+    intake = _TakesAgain
+
+
+# ---- what is said again --------------------------------------------------------------------------------------------------
+
+
+class _KeepsOne(Link):
+    def __init__(self) -> None:
+        super().__init__(keep=1)
+
+
+class KeepsOne(World):
+    """A link keeps one message."""
+
+    link = _KeepsOne
+
+
+class _ResendsNothing(Link):
+    def attach(self, stream: _Stream, next_round: int, displaced: Callable[[], object] = lambda: None) -> None:
+        super().attach(stream, next_round, displaced)
+        self._due.clear()
+
+
+class ResendsNothing(World):
+    """Nothing is said again on a new stream."""
+
+    link = _ResendsNothing
+
+
+class FinishedLeaves(World):
+    """A learner that has finished leaves."""
+
+    def _over(self, state: State, f: int) -> State:
+        return self._hung_up(state, f)
+
+    def _silent(self, session: Session | None) -> bool:
+        return session is None or session.state is LearnerState.FINISHED
+
+
+# ---- who may speak -------------------------------------------------------------------------------------------------------
+
+
+class _OneStep(Membership):
+    def admit(self, claim: Claim, *, live: bool, journaled: int = 0) -> Membership:
+        known = super().admit(claim, live=live, journaled=journaled)
+        return replace(known, confirmed=known.issued)
+
+
+class NoConfirmation(World):
+    """An incarnation counts as soon as it was issued."""
+
+    membership = _OneStep
+
+
+class SpeaksUnconfirmed(World):
+    """A learner does not wait until its incarnation was confirmed."""
+
+    def _introduces(self, state: State, f: int) -> Iterator[Step[State]]:
+        for step in super()._introduces(state, f):
+            if step.kind != "issued":
+                yield step
+                continue
+            after = self._briefed(step.after, f)
+            yield step._replace(after=self._put(after, f, after.processes[f]._replace(written=True)))
+
+    def _joins(self, state: State, f: int) -> Iterator[Step[State]]:
+        process = state.processes[f]
+        if not state.coordinator.up or not process.written or process.session is None:
+            yield from super()._joins(state, f)
+            return
+        for step in self._confirms(state, f):
+            if step.kind == "confirmed":  # the session that speaks already goes on
+                yield step._replace(after=self._put(step.after, f, process._replace(written=False)))
+
+
+class _NoIncarnations(Membership):
+    def admit(self, claim: Claim, *, live: bool, journaled: int = 0) -> Membership:
+        newest = replace(claim, incarnation=max(claim.incarnation, self.issued))
+        return super().admit(newest, live=live, journaled=journaled)
+
+
+class NoIncarnations(World):
+    """The coordinator does not look at incarnations."""
+
+    membership = _NoIncarnations
+
+
+class _ConfirmsAny(Membership):
+    def confirm(self, claim: Claim, incarnation: int) -> Membership:
+        return replace(self, confirmed=incarnation)
+
+
+class ConfirmsAny(World):
+    """The coordinator confirms whatever incarnation it issued once."""
+
+    membership = _ConfirmsAny
+
+
+class ForgetsMembers(World):
+    """The coordinator forgets incarnations when it dies."""
+
+    def _forgets(self, coordinator: Coordinator) -> Coordinator:
+        return coordinator._replace(members=(self.membership(),) * self.shape.learners)
+
+
+@dataclass(frozen=True, slots=True)
+class Mistake:
+    """A mistake, and the least world in which it shows.
+
+    Attributes:
+        world: what goes wrong.
+        breaks: the invariants that do not hold then.
+        faults: that it takes.
+        fed: learners with feeders.
+        rounds: of the run. What is said in the first one, before any record was learned, costs nothing.
+        learners: one, where neighbours play no part.
+    """
+
+    world: type[World]
+    breaks: tuple[str, ...]
+    faults: Faults = NONE
+    fed: tuple[int, ...] = ()
+    rounds: int = 1
+    learners: int = 2
+
+    @property
+    def shape(self) -> Shape:
+        """The run."""
+        return Shape(self.learners, self.rounds)
+
+    @property
+    def said(self) -> str:
+        """In words."""
+        return (self.world.__doc__ or "").removesuffix(".")
+
+
+MISTAKES = (
+    Mistake(SendsFirst, ("P1", "P2", "P6"), Faults(deaths=1), rounds=2),
+    Mistake(DrawsAgain, ("P1",), Faults(deaths=1)),
+    Mistake(ChargesLater, ("P2",), rounds=2),
+    Mistake(NoMark, ("P1", "P2"), Faults(deaths=1, cuts=1), learners=1, rounds=2),
+    Mistake(MarksMessagesOnly, ("P5",), Faults(deaths=1, cuts=1), fed=(0,), learners=1),
+    Mistake(ReceiptFirst, ("P5",), Faults(deaths=1), fed=(0,), learners=1),
+    Mistake(TakesAgain, ("P3",), Faults(answers=1), fed=(0,), rounds=2, learners=1),
+    Mistake(KeepsOne, ("P5",), Faults(deaths=1), rounds=2),
+    Mistake(ResendsNothing, ("P5",), Faults(streams=1)),
+    Mistake(FinishedLeaves, ("P5",), Faults(streams=1)),
+    Mistake(NoConfirmation, ("P5",), Faults(answers=1), learners=1),
+    Mistake(SpeaksUnconfirmed, ("P1",), Faults(deaths=1, copies=1), learners=1),
+    Mistake(NoIncarnations, ("P1",), Faults(deaths=1, copies=1), learners=1),
+    Mistake(ConfirmsAny, ("P1",), Faults(copies=1), learners=1),
+    Mistake(ForgetsMembers, ("P1",), Faults(deaths=1, copies=1, coordinator=1), learners=1),
+)

@@ -1,0 +1,159 @@
+"""All states of small worlds: what a run promises holds in each, and every mistake is found. `-s` prints how many there are."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.model.machine import STUCK, Explored, Step, explore
+from tests.model.mistakes import MISTAKES, Mistake
+from tests.model.parts import Shape
+from tests.model.state import Faults
+from tests.model.world import World
+
+CHECKOUT = Path(__file__).resolve().parent.parent.parent
+
+QUICK = {
+    "nothing fails": World(Shape(2, 3)),
+    "a death, three rounds": World(Shape(2, 3), Faults(deaths=1)),
+    "a death, small grants": World(Shape(2, 2, window=1), Faults(deaths=1)),
+    "a death, and a lost answer": World(Shape(2, 1), Faults(deaths=1, answers=1)),
+    "lost streams": World(Shape(2, 2), Faults(streams=2)),
+    "the coordinator dies": World(Shape(2, 3, window=2), Faults(coordinator=1)),
+    "three learners in a row": World(Shape(3, 1, graph="path")),
+    "a copied folder": World(Shape(2, 1), Faults(copies=1)),
+    "a copied folder, one learner": World(Shape(1, 1), Faults(deaths=1, answers=1, copies=1), chatty=True),
+    "records, and a cut log": World(Shape(1, 2), Faults(deaths=1, answers=1, cuts=1), fed=(0,), chatty=True),
+}
+LONG = {
+    "two deaths": World(Shape(2, 2), Faults(deaths=2)),
+    "a death and a lost stream": World(Shape(2, 3), Faults(deaths=1, streams=1)),
+    "a death, and the coordinator's": World(Shape(2, 1), Faults(deaths=1, coordinator=1)),
+    "a lost stream, and the coordinator dies": World(Shape(2, 1), Faults(streams=1, coordinator=1)),
+    "a death, grants of two rounds": World(Shape(2, 3, window=2), Faults(deaths=1)),
+    "a death, chatty learners": World(Shape(2, 2), Faults(deaths=1), chatty=True),
+    "three learners": World(Shape(3, 1)),
+    "three learners in a row, a lost stream": World(Shape(3, 1, graph="path"), Faults(streams=1)),
+    "three learners in a row, a death": World(Shape(3, 1, graph="path"), Faults(deaths=1)),
+    "a copied folder, and a death": World(Shape(2, 1), Faults(deaths=1, copies=1)),
+    "a copied folder, everything fails": World(
+        Shape(1, 1), Faults(deaths=1, streams=1, answers=1, coordinator=1, copies=1), chatty=True
+    ),
+    "records of two learners": World(Shape(2, 1), Faults(deaths=1, answers=1), fed=(0, 1)),
+    "a cut log": World(Shape(2, 2), Faults(deaths=1, cuts=1)),
+}
+STEPS = {
+    *("issued", "issue lost", "confirmed", "confirmation lost", "returned", "reported", "granted"),
+    *("called", "attached", "connected", "said", "heard", "message refused", "learned", "finished", "noticed"),
+    *("fed", "receipt lost", "died", "died: drawn", "died: reserved", "died: journaled", "died: marked", "died: kept"),
+    *("died: closed", "stream lost", "alone", "coordinator died", "coordinator back"),
+    *("copied", "restored", "started beside", "refused", "cut"),
+}
+"""Every kind of step that a correct world takes."""
+
+
+@cache
+def explored(name: str) -> Explored:
+    return explore((QUICK | LONG)[name])
+
+
+@cache
+def correct(shape: Shape, faults: Faults, fed: tuple[int, ...]) -> str | None:
+    return explore(World(shape, faults, fed)).broken
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_what_a_run_promises_holds_in_every_state(name: str) -> None:
+    found = explored(name)
+    print(f"{name}: {found}")
+    assert found.broken is None, str(found)
+    assert found.ends > 0
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("name", LONG)
+def test_it_holds_in_larger_worlds(name: str) -> None:
+    test_what_a_run_promises_holds_in_every_state(name)
+
+
+def test_every_kind_of_step_is_taken() -> None:
+    taken = sum((explored(name).taken for name in QUICK), Counter[str]())
+    assert set(taken) == STEPS
+
+
+@pytest.mark.parametrize(
+    ("mistake", "invariant"),
+    [
+        pytest.param(mistake, invariant, id=f"{mistake.world.__name__}-{invariant}")
+        for mistake in MISTAKES
+        for invariant in mistake.breaks
+    ],
+)
+def test_every_mistake_is_found(mistake: Mistake, invariant: str) -> None:
+    """And its world is correct without it: what is found is the mistake."""
+    found = explore(mistake.world(mistake.shape, mistake.faults, mistake.fed, judged=(invariant,)))
+    print(f"{mistake.said}: {found}")
+    assert (found.broken or "").startswith(invariant)
+    assert correct(mistake.shape, mistake.faults, mistake.fed) is None
+
+
+@pytest.mark.parametrize("learners", [1, 2])
+def test_what_cannot_be_promised(learners: int) -> None:
+    """A folder is copied while its learner runs, and put back before another start: nobody may know what was said since."""
+    found = explore(World(Shape(learners, 1), Faults(deaths=1, hot=1)))
+    assert (found.broken or "").startswith("P1"), str(found)
+
+
+def test_the_page_names_every_mistake() -> None:
+    page = " ".join((CHECKOUT / "docs" / "architecture.md").read_text(encoding="utf-8").split())
+    assert [each.said for each in MISTAKES if f"| {each.said} | {', '.join(each.breaks)} |" not in page] == []
+
+
+class Stairs:
+    """Up by one or two, never above four; a fall from three leads to where nothing goes on."""
+
+    def start(self) -> int:
+        return 0
+
+    def steps(self, state: int) -> Iterator[Step[int]]:
+        for up in (1, 2):
+            if 0 <= state <= 4 - up:
+                yield Step("up", f"{up} up", state + up)
+        if state == 3:
+            yield Step("fall", "falls", -1, fault=True)
+
+    def broken(self, state: int) -> str | None:
+        return None
+
+    def ended(self, state: int) -> bool:
+        return state == 4
+
+    def describe(self, state: int) -> list[str]:
+        return [f"at {state}"]
+
+
+class Crumbling(Stairs):
+    def broken(self, state: int) -> str | None:
+        return "P0: the top is reached" if state == 4 else None
+
+
+def test_the_shortest_way_to_what_is_broken_is_told() -> None:
+    assert str(explore(Crumbling())) == "\n".join(
+        ["after 6 states: P0: the top is reached", "   1. 2 up", "   2. 2 up", "      at 4"]
+    )
+
+
+def test_a_state_that_no_end_follows_is_found() -> None:
+    found = explore(Stairs())
+    assert (found.states, found.ends, found.broken, found.trace) == (6, 1, STUCK, ["1 up", "2 up", "falls"])
+
+
+def test_a_world_that_is_too_large_is_no_success() -> None:
+    with pytest.raises(RuntimeError, match="at most 3 states"):
+        explore(Stairs(), most=3)
