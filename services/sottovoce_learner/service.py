@@ -270,7 +270,7 @@ class Learner:
     async def _under_way(self) -> dict[str, Any]:
         """How far it is in its run, for a coordinator that may know less of it, or more: then its state was set back."""
         session = self._session
-        if session is not None and not session.ended:
+        if session is not None and not session.silent:  # one that has finished may not have been told that all have
             status = session.status
             return {"run_id": status.run_id, "journaled": status.rounds_said, "granted": session.granted}
         if self._confirmed:
