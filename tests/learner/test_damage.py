@@ -108,6 +108,7 @@ def changed(path: Path, raw: bytes) -> Iterator[None]:
         path.write_bytes(was)
 
 
+@pytest.mark.slow
 def test_every_byte_flipped(folder: Path) -> None:
     """In the page of a segment's header and in allocated space beyond the last entry no byte has a meaning."""
     whole, unnoticed = holds(folder), dict[str, int]()
@@ -122,6 +123,7 @@ def test_every_byte_flipped(folder: Path) -> None:
     assert unnoticed["00000000.log"] <= PAGE
 
 
+@pytest.mark.slow
 def test_every_cut(folder: Path) -> None:
     whole = holds(folder)
     for path in files(folder):
@@ -196,6 +198,7 @@ def test_a_snapshot_stands_in_place_of_what_it_covers(tmp_path: Path) -> None:
     assert Ledger(tmp_path).spent(NAME) == spent + PRICE
 
 
+@pytest.mark.slow
 def test_every_byte_of_a_log_with_a_snapshot(tmp_path: Path) -> None:
     lived_with_snapshots(tmp_path)
     whole = holds(tmp_path)

@@ -178,6 +178,7 @@ async def writes(folder: Path) -> int:
     return count[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keyed", [True, False], ids=["keyed", "system"])
 @pytest.mark.parametrize("torn", [False, True], ids=["before", "torn"])
 async def test_it_goes_on_wherever_it_died(

@@ -15,6 +15,8 @@ from tests.model.parts import Shape
 from tests.model.state import Faults
 from tests.model.world import World
 
+pytestmark = pytest.mark.slow
+
 CHECKOUT = Path(__file__).resolve().parent.parent.parent
 
 QUICK = {
@@ -75,7 +77,6 @@ def test_what_a_run_promises_holds_in_every_state(name: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.slow
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("name", LONG)
 def test_it_holds_in_larger_worlds(name: str) -> None:
