@@ -15,8 +15,10 @@ from tests.faults.trial import COORDINATOR, EAVESDROPPER, NAMES, Fault, Stage
 Act = Callable[[Stage], Awaitable[None]]
 
 GOES_ON = "the run finishes, as if nothing had been"
+BLIND = "the run finishes; the capture may lack rounds"
 NOTICED = "noticed, with nothing said and the file named, or harmless; no ledger below what was said"
-_DAMAGED = r"nothing is said|ledger|identity|state folder"
+_DAMAGED = r"/learners/\S*(@|\.log|\.mark|\.runs|\.identity)|another state folder than this one|is an old one"
+"""Names a file, or is the coordinator's word on a folder that it does not know, or knew when it was newer."""
 _FULL = r"(journal cannot be written|records cannot be kept): No space left on device"
 
 
@@ -292,9 +294,10 @@ PROCESSES = (
     Fault("coordinator killed", GOES_ON, _killed(COORDINATOR)),
     Fault("coordinator frozen", GOES_ON, _frozen(COORDINATOR)),
     Fault("coordinator told to end", GOES_ON, _told_to_end(COORDINATOR)),
-    Fault("eavesdropper killed", "the run finishes; the capture may lack rounds", _killed(EAVESDROPPER), blind=True),
+    Fault("eavesdropper killed", BLIND, _killed(EAVESDROPPER), blind=True),
+    Fault("eavesdropper told to end", BLIND, _told_to_end(EAVESDROPPER), blind=True),
     Fault("eavesdropper frozen", GOES_ON, _frozen(EAVESDROPPER)),
-    Fault("all killed", "the run finishes; the capture may lack rounds", _all_killed, blind=True),
+    Fault("all killed", BLIND, _all_killed, blind=True),
 )
 
 POINTS = (
