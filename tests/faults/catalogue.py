@@ -149,7 +149,7 @@ async def _torn_below(stage: Stage) -> None:
         except DataError:
             continue
         raise AssertionError(f"a cut at byte {place} of {reading.path} is not noticed")
-    await _comes_back(stage, name)
+    await stage.comes_back(name)
 
 
 def torn(reading: Reading, stage: Stage) -> Iterator[int]:
@@ -199,7 +199,7 @@ def _damaged(change: Callable[[Stage, Path], None]) -> Act:
         own = [*stage.state.glob(f"{name}.*"), *stage.state.glob(f"*@{name}/*.log")]
         files = sorted(path for path in own if path.suffix != ".lock" and path.read_bytes())
         change(stage, stage.random.choice(files))
-        await _comes_back(stage, name)
+        await stage.comes_back(name)
 
     return act
 
@@ -219,15 +219,22 @@ def _lost(stage: Stage, path: Path) -> None:
     path.unlink()
 
 
-async def _comes_back(stage: Stage, name: str) -> None:
-    """It is started; where it is refused, that is the end of the run."""
-    await stage.start(name)
-    await stage.refused(name)
-
-
 async def _disk_full(stage: Stage) -> None:
     stage.arm(stage.chosen(), "full", stage.random.randint(12, stage.spec.rounds))
     await stage.until(0.0)
+
+
+async def _coordinators_disk_full(stage: Stage) -> None:
+    """For a while: what cannot be told, because it cannot be written, is told when it can."""
+    stage.arm(COORDINATOR, "full for a while", stage.random.randint(10, 30))
+    await stage.until(0.0)
+    await stage.says(COORDINATOR, "cannot be written")
+
+
+async def _eavesdroppers_disk_full(stage: Stage) -> None:
+    stage.arm(EAVESDROPPER, "full captures", stage.random.randint(3, 5))
+    await stage.until(0.0)
+    await stage.says(EAVESDROPPER, "cannot be written")
 
 
 async def _disk_read_only(stage: Stage) -> None:
@@ -328,13 +335,15 @@ DISKS = (
     Fault("a file cut", NOTICED, _damaged(_cut), ends=_DAMAGED),
     Fault("a file lost", NOTICED, _damaged(_lost), ends=_DAMAGED),
     Fault(
-        "disk full",
+        "learner's disk full",
         "the run ends and says so; no ledger below what was said",
         _disk_full,
         ends=_FULL,
         must_end=True,
     ),
-    Fault("disk read-only", "refused, and the run finishes once it can be written", _disk_read_only),
+    Fault("coordinator's disk full for a while", "the run waits, and finishes", _coordinators_disk_full),
+    Fault("eavesdropper's disk full", "the recording ends, the run finishes", _eavesdroppers_disk_full, blind=True),
+    Fault("learner's disk read-only", "refused, and the run finishes once it can be written", _disk_read_only),
 )
 
 NETWORK = (

@@ -19,7 +19,7 @@ CHEAP = {  # and a seed: of either clock, and of either noise
     "dies when it has journaled": 2,
     "dies when it has told one neighbour": 3,
     "torn at the mark": 1,
-    "disk full": 0,
+    "learner's disk full": 0,
     "links reset": 1,
 }
 

@@ -34,7 +34,7 @@ from tests.services.network import said_rounds
 
 NAMES = ("ann", "ben", "cleo")
 COORDINATOR, EAVESDROPPER = "coordinator", "eavesdropper"
-PATIENCE_S, ENDING_S = 150.0, 45.0
+PATIENCE_S, ENDING_S = 300.0, 60.0
 """For a run to end; for a service that is told to."""
 PERIOD_S, FREE_ROUNDS = 0.02, 200
 """Of a paced clock; rounds a second that a run with a free clock is planned for."""
@@ -223,12 +223,27 @@ class Stage:
         process = self.processes[name]
         process.killed = await process.over() == -signal.SIGKILL
 
-    async def refused(self, name: str, within_s: float = 5.0) -> None:
-        """If a process that was started ends by itself, its last words are the reason, and the run is stopped."""
-        with contextlib.suppress(TimeoutError):
-            code = await asyncio.wait_for(self.processes[name].over(), within_s)
-            self.refusals.append(f"exit {code}: {self.processes[name].words.strip().splitlines()[-1]}")
-            self.stop.set()
+    async def says(self, name: str, words: str) -> None:
+        """Wait until a process has written these words to its log."""
+        while True:
+            if words in self.processes[name].words:
+                return
+            await asyncio.sleep(_LOOK_S)
+
+    async def comes_back(self, name: str) -> None:
+        """Start a process that may be refused: if it ends by itself, its last words are the reason, and the run is stopped."""
+        await self.start(name)
+        process = self.processes[name]
+        while True:
+            if process.code is not None:
+                self.refusals.append(f"exit {process.code}: {process.words.strip().splitlines()[-1]}")
+                self.stop.set()
+                return
+            if (
+                '"event": "state"' in process.words or '"directive refused"' in process.words
+            ):  # in the run, or out of it
+                return
+            await asyncio.sleep(_LOOK_S)
 
     async def end(self) -> list[str]:
         """Tell all to end, learners first; returns those that do not."""

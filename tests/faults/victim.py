@@ -5,17 +5,24 @@ from __future__ import annotations
 import asyncio
 import errno
 import io
+import math
 import os
 import signal
-from collections.abc import Callable
+import sqlite3
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any, NamedTuple, NoReturn
 
+from sottovoce.errors import Unavailable
 from sottovoce_coordinator.store import Store
+from sottovoce_eavesdropper.storage import Folder
 from sottovoce_learner.entries import Kind
 from sottovoce_learner.session import Session
 from sottovoce_learner.store import RunLog
 
+FULL_S = 3.0
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
 
@@ -118,6 +125,38 @@ def _full(nth: int) -> None:
     os.pwrite = pwrite
 
 
+def _full_captures(nth: int) -> None:
+    """From the n-th file on, none of a capture can be written."""
+    true, calls = Folder.write, 0
+
+    def write(self: Folder, name: str, content: bytes) -> None:
+        nonlocal calls
+        calls += 1
+        if calls >= nth:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        true(self, name, content)
+
+    Folder.write = write  # type: ignore[method-assign]
+
+
+def _full_for_a_while(nth: int) -> None:
+    """From the n-th write on, and for some seconds, a coordinator's disk takes nothing."""
+    true, calls, until = Store._written, 0, math.inf
+
+    @contextmanager
+    def written(self: Store) -> Iterator[sqlite3.Connection]:
+        nonlocal calls, until
+        calls += 1
+        if calls == nth:
+            until = time.monotonic() + FULL_S
+        if calls >= nth and time.monotonic() < until:
+            raise Unavailable(f"{self._where} cannot be written: database or disk is full")
+        with true(self) as db:
+            yield db
+
+    Store._written = written  # type: ignore[method-assign]
+
+
 def _read_only(nth: int) -> None:
     """Nothing can be opened for writing but what is no file of a state."""
     true_open, true_io = os.open, io.open
@@ -157,6 +196,8 @@ POINTS: dict[str, Callable[[int], None]] = {
     "kept": _dies(RunLog, "keep", after=True),
     "closed": _dies(RunLog, "close_rounds", after=True),
     "full": _full,
+    "full captures": _full_captures,
+    "full for a while": _full_for_a_while,
     "read-only": _read_only,
     "before a grant": _dies(Store, "grant", after=False, when=_written_grant),
     "after a grant": _dies(Store, "grant", after=True, when=_written_grant),
