@@ -7,6 +7,7 @@ import asyncio
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -16,9 +17,11 @@ from tests.faults.catalogue import EVERY
 from tests.faults.page import Row, page
 from tests.faults.promises import promises
 from tests.faults.soak import soak
-from tests.faults.trial import Calm, Fault, tried
+from tests.faults.trial import Calm, Fault, TooLate, tried
 
 OK, BROKEN, REFUSED = 0, 1, 2
+AGAIN = 1_000
+"""From the seed of a try that came too late to the next one; of the same clock and noise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,10 @@ async def _one(tries: Tries, calm: Calm, fault: Fault, seed: int) -> list[str]:
     try:
         trial = await tried(fault, seed, folder, tries.seconds, calm)
         broken, state, reason = promises(trial), trial.state, trial.reason
+    except TooLate:
+        print(f"{fault.name}, {seed}: too late, once more with seed {seed + AGAIN}", flush=True)
+        shutil.rmtree(folder)
+        return await _one(tries, calm, fault, seed + AGAIN)
     except Exception as error:  # noqa: BLE001 - a trial that cannot be judged is one that broke, and the others go on
         broken, state, reason = [f"{type(error).__name__}: {error}"], "unknown", ""
     print(
@@ -95,6 +102,7 @@ def main() -> int:
     if unknown := set(told.only or ()) - set(names):
         print(f"no fault {', '.join(sorted(unknown))}: there are {', '.join(names)}", file=sys.stderr)
         return REFUSED
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # no service outlives this process
     folder = Path(tempfile.mkdtemp(prefix="faults-"))
     if told.soak is not None:
         return OK if asyncio.run(soak(folder, told.soak, told.seed)) else BROKEN

@@ -97,7 +97,8 @@ def _dies_at(point: str, *, least: int = 3, most: int = 0) -> Act:
 
 def _coordinator_dies_at(point: str) -> Act:
     async def act(stage: Stage) -> None:
-        stage.arm(COORDINATOR, point, stage.random.randint(2, 20))
+        # Written are grants of half a window or more, so that this time comes in any run.
+        stage.arm(COORDINATOR, point, stage.random.randint(2, stage.spec.rounds // (2 * stage.spec.clock.window)))
         await stage.until(0.0)
         await stage.death(COORDINATOR)
         await stage.start(COORDINATOR)
@@ -226,13 +227,13 @@ async def _disk_full(stage: Stage) -> None:
 
 async def _coordinators_disk_full(stage: Stage) -> None:
     """For a while: what cannot be told, because it cannot be written, is told when it can."""
-    stage.arm(COORDINATOR, "full for a while", stage.random.randint(10, 30))
+    stage.arm(COORDINATOR, "full for a while", stage.random.randint(10, 13))
     await stage.until(0.0)
     await stage.says(COORDINATOR, "cannot be written")
 
 
 async def _eavesdroppers_disk_full(stage: Stage) -> None:
-    stage.arm(EAVESDROPPER, "full captures", stage.random.randint(3, 5))
+    stage.arm(EAVESDROPPER, "full captures", stage.random.randint(3, 4))
     await stage.until(0.0)
     await stage.says(EAVESDROPPER, "cannot be written")
 

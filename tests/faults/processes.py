@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import json
 import multiprocessing
 import os
@@ -22,9 +21,13 @@ from sottovoce_learner.service import LearnerConfig, serve
 from tests.faults.victim import Point, strike
 
 _LOOK_S = 0.02
-_PR_SET_PDEATHSIG = 1
 _PORTS = range(12_000, 32_000)
 """Below those that a system gives to callers: a service that is started again finds its own one free."""
+
+_LAZILY = ["networkx", "pandas", "pyarrow.compute", "pyarrow.pandas_compat", "pyarrow.parquet"]
+"""What services import when they need it."""
+_IMPORTED = ["__main__", "tests.faults.page", "tests.faults.soak", *_LAZILY]
+"""By the process that all others are forked from."""
 
 _forking = multiprocessing.get_context("forkserver")
 
@@ -40,7 +43,7 @@ class Process:
 
     def __init__(self, work: Callable[[], None], log: Path, point: Point | None = None) -> None:
         self._out, self._err = log.with_suffix(".out"), log.with_suffix(".err")
-        _forking.set_forkserver_preload(["__main__", __name__])
+        _forking.set_forkserver_preload(_IMPORTED)
         settle()  # before the first one is forked
         self._process: BaseProcess = _forking.Process(
             target=_begin, args=(work, str(self._out), str(self._err), point), daemon=True
@@ -103,7 +106,6 @@ def learners(configs: list[LearnerConfig]) -> None:
 
 
 def _begin(work: Callable[[], None], out: str, err: str, point: Point | None) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # nothing outlives the command, however that ends
     for name, descriptor in ((out, 1), (err, 2)):
         file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(file, descriptor)

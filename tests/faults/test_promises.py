@@ -10,7 +10,7 @@ import pytest
 from tests.faults.catalogue import EVERY
 from tests.faults.page import Row, page
 from tests.faults.promises import price, promises
-from tests.faults.trial import NAMES, UNDISTURBED, Trial, spec_of
+from tests.faults.trial import NAMES, UNDISTURBED, Trial, spec_of, tracebacks
 
 SPEC = spec_of("paced", 0.1, 60.0)
 ROUNDS = SPEC.rounds
@@ -96,3 +96,10 @@ def test_the_page_says_what_broke() -> None:
     assert text.count("| 8 | broken in 2 |") == 1
     assert text.count("| 8 | held |") == len(EVERY) - 1
     assert "By `python -m tests.faults --tries 8`" in text
+
+
+def test_a_traceback_is_noticed_unless_it_is_grpcs_own() -> None:
+    head, own = "Traceback (most recent call last):\n", '  File "a.py", line 1, in f\n    f()\n'
+    theirs = '  File "src/python/grpcio/grpc/_cython/server.pyx.pxi", line 812, in f\n'
+    words = f"{{}}\n{head}{theirs}CancelledError\n{{}}\n{head}{theirs}{own}ValueError: x\n{head}{own}KeyError: y\n"
+    assert tracebacks(words) == ["ValueError: x", "KeyError: y"]

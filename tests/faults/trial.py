@@ -36,13 +36,17 @@ NAMES = ("ann", "ben", "cleo")
 COORDINATOR, EAVESDROPPER = "coordinator", "eavesdropper"
 PATIENCE_S, ENDING_S = 300.0, 60.0
 """For a run to end; for a service that is told to."""
-PERIOD_S, FREE_ROUNDS = 0.02, 200
+PERIOD_S, FREE_ROUNDS = 0.02, 150
 """Of a paced clock; rounds a second that a run with a free clock is planned for."""
 _SHAPES = {"y": (3,)}
 _LOOK_S = 0.02
 
 Said = tuple[int, int, bytes]
 """Sender, round, and the bytes."""
+
+
+class TooLate(Exception):
+    """The run was over before the fault was done: nothing was tried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +144,7 @@ class Stage:
     refusals: list[str] = field(default_factory=list)
     crashed: list[str] = field(default_factory=list)
     rounds: int = 0
+    over: bool = False
     _points: dict[str, Point] = field(default_factory=dict)
     _ports: dict[str, int] = field(default_factory=dict)
     _started: int = 0
@@ -265,7 +270,7 @@ class Stage:
 
     def _look_at(self, name: str) -> None:
         process = self.processes[name]
-        found = [line for line in process.words.splitlines() if re.search(r"Traceback|\bbug\b|internal error", line)]
+        found = [*re.findall(r".*\bbug\b.*|.*internal error.*", process.words), *tracebacks(process.words)]
         if process.code not in (0, 2) and not process.killed:
             found.append(f"exit {process.code}")
         self.crashed += [f"{name}: {line.strip()}" for line in found]
@@ -284,11 +289,19 @@ class Stage:
             if self.rounds >= share * self.spec.rounds:
                 break
             await asyncio.sleep(_LOOK_S)
-        await asyncio.sleep(self.random.uniform(0.0, 0.3))
+        await asyncio.sleep(self.random.uniform(0.0, 0.1))
+        if self.over:
+            raise TooLate
 
     async def sometime(self) -> None:
         """Wait until a moment in the run, by chance."""
-        await self.until(self.random.uniform(0.02, 0.7))
+        await self.until(self.random.uniform(0.02, 0.4))
+
+
+def tracebacks(words: str) -> list[str]:
+    """Last lines of tracebacks; gRPC prints those of its own coroutines when it ends, which are no fault of ours."""
+    found = re.findall(r"Traceback \(most recent call last\):\n((?:  .*\n)*)(.*)", words)
+    return [error for frames, error in found if re.search(r'File "(?!src/python/grpcio/)', frames)]
 
 
 async def tried(fault: Fault, seed: int, folder: Path, seconds: float, calm: Calm | None) -> Trial:
@@ -300,6 +313,9 @@ async def tried(fault: Fault, seed: int, folder: Path, seconds: float, calm: Cal
         folder: a new one, for all files.
         seconds: that the run lasts by itself.
         calm: the undisturbed runs.
+
+    Raises:
+        TooLate: the run was over before the fault was done.
     """
     random = chance(f"{fault.name} {seed}")
     spec = spec_of("paced" if seed % 2 else "free", seconds, fault.deadline_s)
@@ -318,6 +334,7 @@ async def _found(fault: Fault, seed: int, stage: Stage, calm: Mapping[tuple[int,
             await asyncio.sleep(0)  # what it does before anything is started
             await stage.begin()
             outcome = await _run(stage)
+            stage.over = True
             state, reason = outcome.state, outcome.detail
             told = tuple(status.rounds_done for status in outcome.statuses)
             with contextlib.suppress(TimeoutError):
