@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import json
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -17,11 +18,9 @@ from tests.faults.catalogue import EVERY
 from tests.faults.page import Row, page
 from tests.faults.promises import promises
 from tests.faults.soak import soak
-from tests.faults.trial import Calm, Fault, TooLate, tried
+from tests.faults.trial import Calm, Fault, tried
 
 OK, BROKEN, REFUSED = 0, 1, 2
-AGAIN = 1_000
-"""From the seed of a try that came too late to the next one; of the same clock and noise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +63,6 @@ async def _one(tries: Tries, calm: Calm, fault: Fault, seed: int) -> list[str]:
     try:
         trial = await tried(fault, seed, folder, tries.seconds, calm)
         broken, state, reason = promises(trial), trial.state, trial.reason
-    except TooLate:
-        print(f"{fault.name}, {seed}: too late, once more with seed {seed + AGAIN}", flush=True)
-        shutil.rmtree(folder)
-        return await _one(tries, calm, fault, seed + AGAIN)
     except Exception as error:  # noqa: BLE001 - a trial that cannot be judged is one that broke, and the others go on
         broken, state, reason = [f"{type(error).__name__}: {error}"], "unknown", ""
     print(
@@ -76,7 +71,7 @@ async def _one(tries: Tries, calm: Calm, fault: Fault, seed: int) -> list[str]:
     if not broken:
         shutil.rmtree(folder)
         return broken
-    again = f"python -m tests.faults --only '{fault.name}' --seed {seed} --tries 1 --seconds {tries.seconds:g}"
+    again = f"python -m tests.faults --only {shlex.quote(fault.name)} --seed {seed} --tries 1 --seconds {tries.seconds:g}"
     facts = {"fault": fault.name, "seed": seed, "broken": broken, "state": state, "reason": reason, "again": again}
     (folder / "trial.json").write_text(json.dumps(facts, indent=2), encoding="utf-8")
     for each in broken[:10]:

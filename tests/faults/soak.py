@@ -69,6 +69,7 @@ class _Soak:
     ports: dict[str, int] = field(default_factory=dict)
     rounds: int = 0
     faults: int = 0
+    begun: asyncio.Event = field(default_factory=asyncio.Event)
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     _started: int = 0
 
@@ -131,6 +132,8 @@ class _Soak:
     def look(self, progress: Progress, state: str) -> None:
         """Note how far the run is."""
         self.rounds = max(self.rounds, min(progress.rounds))
+        if self.rounds:
+            self.begun.set()
 
     async def end(self) -> list[str]:
         """Tell all to end; returns those that do not."""
@@ -180,6 +183,8 @@ async def soak(folder: Path, minutes: float, seed: int) -> bool:
 
 async def _watched(run: _Soak, running: asyncio.Future[Outcome], seconds: float) -> list[Usage]:
     """Trouble all the time; a look after a tenth of it, at its half and at its end."""
+    first: list[asyncio.Future[Any]] = [running, asyncio.ensure_future(run.begun.wait())]
+    await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
     used, began = list[Usage](), time.monotonic()
     troubling = asyncio.ensure_future(run.trouble())
     try:

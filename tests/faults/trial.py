@@ -38,6 +38,8 @@ PATIENCE_S, ENDING_S = 300.0, 60.0
 """For a run to end; for a service that is told to."""
 PERIOD_S, FREE_ROUNDS = 0.02, 150
 """Of a paced clock; rounds a second that a run with a free clock is planned for."""
+AGAIN = 1_000
+"""From the seed of a try that came too late to that of the next one, of the same clock and noise."""
 _SHAPES = {"y": (3,)}
 _LOOK_S = 0.02
 
@@ -304,8 +306,8 @@ def tracebacks(words: str) -> list[str]:
     return [error for frames, error in found if re.search(r'File "(?!src/python/grpcio/)', frames)]
 
 
-async def tried(fault: Fault, seed: int, folder: Path, seconds: float, calm: Calm | None) -> Trial:
-    """Try a fault once.
+async def tried(fault: Fault, seed: int, folder: Path, seconds: float, calm: Calm) -> Trial:
+    """Try a fault once; where the run was over before it was done, which a busy machine may bring, with another seed.
 
     Args:
         fault: what is done.
@@ -313,16 +315,16 @@ async def tried(fault: Fault, seed: int, folder: Path, seconds: float, calm: Cal
         folder: a new one, for all files.
         seconds: that the run lasts by itself.
         calm: the undisturbed runs.
-
-    Raises:
-        TooLate: the run was over before the fault was done.
     """
-    random = chance(f"{fault.name} {seed}")
     spec = spec_of("paced" if seed % 2 else "free", seconds, fault.deadline_s)
     keyed = seed // 2 % 2 == 0
-    expected = await calm.of(spec.clock.mode) if calm is not None and keyed else None
-    stage = Stage(folder, spec, keyed, random, fault.linked)
-    return await _found(fault, seed, stage, expected)
+    expected = await calm.of(spec.clock.mode) if keyed else None
+    stage = Stage(folder, spec, keyed, chance(f"{fault.name} {seed}"), fault.linked)
+    try:
+        return await _found(fault, seed, stage, expected)
+    except TooLate:
+        shutil.rmtree(folder)
+        return await tried(fault, seed + AGAIN, folder, seconds, calm)
 
 
 async def _found(fault: Fault, seed: int, stage: Stage, calm: Mapping[tuple[int, int], bytes] | None) -> Trial:
@@ -353,7 +355,7 @@ async def _found(fault: Fault, seed: int, stage: Stage, calm: Mapping[tuple[int,
         raise failed
     reason = "; ".join((reason, *stage.refusals)) if stage.refusals else reason
     logged = tuple(_logged(stage.state))
-    spent, repaired = await asyncio.to_thread(_ledgers, stage)
+    spent, repaired = await _ledgers(stage)
     return Trial(
         fault,
         seed,
@@ -408,7 +410,7 @@ def _logged(state: Path) -> list[Said]:
     return found
 
 
-def _ledgers(stage: Stage) -> tuple[dict[int, float], frozenset[int]]:
+async def _ledgers(stage: Stage) -> tuple[dict[int, float], frozenset[int]]:
     """What the learners' ledgers say, after a repair where one is damaged."""
     spent, repaired = {}, set()
     for index, name in enumerate(NAMES):
@@ -416,15 +418,15 @@ def _ledgers(stage: Stage) -> tuple[dict[int, float], frozenset[int]]:
             spent[index] = Ledger(stage.state).spent(name)
         except DataError:
             repaired.add(index)
-            spent[index] = _repaired(stage, name)
+            spent[index] = await _repaired(stage, name)
     return spent, frozenset(repaired)
 
 
-def _repaired(stage: Stage, name: str) -> float:
+async def _repaired(stage: Stage, name: str) -> float:
     """By the command. Where it cannot know what was spent, its owner would have to say so: that charges nothing by itself."""
     arguments = ["ledger", "repair", str(stage.state), "--learner", name]
     process = Process(partial(command, arguments), stage.folder / f"repair-{name}")
-    asyncio.run(asyncio.wait_for(process.over(), ENDING_S))
+    await asyncio.wait_for(process.over(), ENDING_S)
     if process.code == 2 and "--charge" in process.words:
         return float("inf")
     return Ledger(stage.state).spent(name)
