@@ -11,14 +11,18 @@ import shutil
 import signal
 import sys
 import tempfile
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 from tests.faults.catalogue import EVERY
 from tests.faults.page import Row, page
 from tests.faults.promises import promises
 from tests.faults.soak import soak
 from tests.faults.trial import Calm, Fault, tried
+
+T = TypeVar("T")
 
 OK, BROKEN, REFUSED = 0, 1, 2
 
@@ -71,13 +75,22 @@ async def _one(tries: Tries, calm: Calm, fault: Fault, seed: int) -> list[str]:
     if not broken:
         shutil.rmtree(folder)
         return broken
-    again = f"python -m tests.faults --only {shlex.quote(fault.name)} --seed {seed} --tries 1 --seconds {tries.seconds:g}"
+    again = (
+        f"python -m tests.faults --only {shlex.quote(fault.name)} --seed {seed} --tries 1 --seconds {tries.seconds:g}"
+    )
     facts = {"fault": fault.name, "seed": seed, "broken": broken, "state": state, "reason": reason, "again": again}
     (folder / "trial.json").write_text(json.dumps(facts, indent=2), encoding="utf-8")
     for each in broken[:10]:
         print(f"  {each}")
     print(f"  kept in {folder}; again: {again}", flush=True)
     return broken
+
+
+async def _unless_told(work: Coroutine[Any, Any, T]) -> T:
+    """Until SIGTERM: then services are told to end, too."""
+    task = asyncio.ensure_future(work)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    return await task
 
 
 def main() -> int:
@@ -97,13 +110,12 @@ def main() -> int:
     if unknown := set(told.only or ()) - set(names):
         print(f"no fault {', '.join(sorted(unknown))}: there are {', '.join(names)}", file=sys.stderr)
         return REFUSED
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # no service outlives this process
     folder = Path(tempfile.mkdtemp(prefix="faults-"))
     if told.soak is not None:
-        return OK if asyncio.run(soak(folder, told.soak, told.seed)) else BROKEN
+        return OK if asyncio.run(_unless_told(soak(folder, told.soak, told.seed))) else BROKEN
     chosen = tuple(fault for fault in EVERY if not told.only or fault.name in told.only)
     tries = Tries(chosen, range(told.seed, told.seed + told.tries), told.seconds, told.jobs, folder)
-    rows = asyncio.run(try_all(tries))
+    rows = asyncio.run(_unless_told(try_all(tries)))
     if told.out is not None:
         command = f"python -m tests.faults --tries {told.tries} --seconds {told.seconds:g} --out {told.out}"
         told.out.write_text(page(rows, command, told.seconds), encoding="utf-8")
