@@ -96,6 +96,13 @@ def notebooks(session: nox.Session) -> None:
     session.run("pytest", "tests/test_examples.py", "-k", "notebook", *session.posargs)
 
 
+@nox.session(python=PYTHONS[0])
+def faults(session: nox.Session) -> None:
+    """Faults done to runs of real processes; arguments go to the command, such as `-- --tries 20 --out docs/faults.md`."""
+    session.install(f"{wheel(session)}[audit,test]")
+    session.run("python", "-m", "tests.faults", *session.posargs)
+
+
 @nox.session
 def release(session: nox.Session) -> None:
     """The release that CHANGELOG.md names: check, build, test the wheel, commit and tag. `-- --publish` uploads it, too."""

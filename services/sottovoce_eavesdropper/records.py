@@ -184,8 +184,12 @@ class CaptureFile:
                 reason = {"reason": str(error)} if isinstance(error, OSError) else failure(error)
                 log.error("capture cannot be written: nothing more is recorded", capture=self.capture_id, **reason)
 
-    async def close(self) -> None:
-        """Write the rest; if all came and could be written, the capture is complete."""
+    async def close(self, *, over: bool = True) -> None:
+        """Write the rest; if all came and could be written, the capture is complete.
+
+        Args:
+            over: False: its run may go on, and an eavesdropper after this one takes it up.
+        """
         self.open = False
         await self.flush()
         rounds = json.loads(self.spec).get("rounds", 0)
@@ -193,7 +197,7 @@ class CaptureFile:
             if 0 < due < rounds:  # 0: in a network with directions nothing may ever pass there
                 self.gaps.resumed(*way, due=due, t=None)
         if self.broken is None:
-            self._complete = not self.gaps.facts()
+            self._complete = over and not self.gaps.facts()
             try:
                 await asyncio.to_thread(self._describe)
             except OSError as error:

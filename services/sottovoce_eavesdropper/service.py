@@ -113,8 +113,8 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
         return self.address
 
     async def stop(self) -> None:
-        """Write everything that is in memory, then end."""
-        await asyncio.gather(*(self._close(capture, drain_s=0.0) for capture in self._captures.values()))
+        """Write everything that is in memory, then end. A capture that nobody closed stays open for who comes after."""
+        await asyncio.gather(*(self._close(each, drain_s=0.0, over=False) for each in self._captures.values()))
         if self.service is not None:
             await self.service.stop()
 
@@ -238,7 +238,7 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
                 return each
         raise CaptureError(f"no open capture of run {run_id!r}")
 
-    async def _close(self, capture: _Recording, drain_s: float) -> None:
+    async def _close(self, capture: _Recording, drain_s: float, *, over: bool = True) -> None:
         """Let mirrored copies on their way arrive and the last calls end, write the rest."""
         if capture.closed:
             return
@@ -247,7 +247,7 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
                 await asyncio.wait_for(capture.mirrored.wait(), drain_s)
         await asyncio.gather(*(relay.stop() for relay in capture.relays))
         await capture.writing.end(WRITE_S)
-        await capture.file.close()
+        await capture.file.close(over=over)
         capture.closed = True
         log.info(
             "capture closed", capture=capture.file.capture_id, messages=capture.file.messages, bytes=capture.file.bytes

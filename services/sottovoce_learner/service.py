@@ -138,18 +138,22 @@ class Learner:
         """Claim the state folder and listen; returns the address for others.
 
         Raises:
-            NotReady: another process is this learner.
+            NotReady: another process is this learner, or the state folder cannot be written.
             DataError: its identity is damaged.
             Unavailable: the address cannot be listened on.
         """
-        self.config.state_folder.mkdir(parents=True, exist_ok=True)
-        held = claim(self.config.state_folder, self.config.name)
+        folder = self.config.state_folder
         try:
-            self._identity = Identity.of(self.config.state_folder, self.config.name)
-            self.service = await start_server(self.config.listen, self._add, [NAME])
-        except BaseException:
-            held.close()
-            raise
+            folder.mkdir(parents=True, exist_ok=True)
+            held = claim(folder, self.config.name)
+            try:
+                self._identity = Identity.of(folder, self.config.name)
+                self.service = await start_server(self.config.listen, self._add, [NAME])
+            except BaseException:
+                held.close()
+                raise
+        except OSError as error:
+            raise NotReady(f"the state folder {folder} cannot be written: {error.strerror}") from None
         self._claim = held
         return self.config.advertise or self.service.address
 

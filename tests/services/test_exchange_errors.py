@@ -21,7 +21,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 from sottovoce.algorithms.interface import Message
 from sottovoce.data import LearnerData, PlacedData
-from sottovoce.errors import SpecError, Unavailable
+from sottovoce.errors import NotReady, SpecError, Unavailable
 from sottovoce.running.run import Run, build_run
 from sottovoce.spec import RunSpec
 from sottovoce.spec_versions import FIELD, FORMAT
@@ -755,6 +755,14 @@ async def test_a_port_in_use_is_refused(tmp_path: Path) -> None:
         ):
             with pytest.raises(Unavailable, match=f"cannot listen on {taken}: the port is in use"):
                 await service.start()
+
+
+async def test_a_state_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    """A file in its place: whoever runs the tests may write anywhere else."""
+    taken = tmp_path / "state"
+    taken.write_text("")
+    with pytest.raises(NotReady, match=f"the state folder {taken} cannot be written: File exists"):
+        await Learner(LearnerConfig("ann", "127.0.0.1:1", state_folder=taken)).start()
 
 
 async def test_a_coordinator_that_is_not_there_is_named(tmp_path: Path) -> None:

@@ -168,6 +168,28 @@ async def test_an_eavesdropper_that_is_started_again_takes_up_its_captures(tmp_p
     assert len(set(hellos)) * 2 >= len(hellos)  # one each way: no stream was counted twice
 
 
+async def test_an_eavesdropper_that_is_told_to_end_in_a_run_leaves_the_capture_to_the_next_one(tmp_path: Path) -> None:
+    """All that it heard is written, and the capture is not complete: the run goes on."""
+    spec = spec_of("relay")
+    async with network(tmp_path, NAMES) as up:
+        running = asyncio.ensure_future(up.run(spec, made_up(spec)))
+        await up.until("ann", LearnerState.RUNNING, 30)
+        old = up.eavesdropping
+        assert old is not None
+        await old.stop()
+        (recording,) = old._captures.values()
+        left = open_capture(recording.file.place)
+        assert not left.complete
+        assert left.totals()[0] == left.facts["messages"] > 0
+        up.eavesdropping = Eavesdropper(replace(old.config, listen=up.eavesdropper))
+        assert await up.eavesdropping.start() == up.eavesdropper
+        outcome = await running
+    taken = open_capture(outcome.capture or "")
+    assert (outcome.state, taken.facts["capture_id"]) == ("finished", recording.file.capture_id)
+    assert all(rounds >= {0, ROUNDS - 1} for rounds in heard(taken))
+    assert taken.complete == (not taken.facts["gaps"])
+
+
 @given(st.lists(st.integers(0, 30), max_size=60))
 def test_gaps_are_the_rounds_below_the_last_one_that_did_not_come(rounds: list[int]) -> None:
     """In any order, however often."""

@@ -1,0 +1,105 @@
+"""What is looked at after a trial sees what it must: every promise, broken on purpose."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.faults.catalogue import EVERY
+from tests.faults.page import Row, page
+from tests.faults.promises import price, promises
+from tests.faults.trial import NAMES, UNDISTURBED, Trial, spec_of, tracebacks
+
+SPEC = spec_of("paced", 0.1, 60.0)
+ROUNDS = SPEC.rounds
+SAID = tuple((i, t, bytes([i, t])) for t in range(ROUNDS) for i in range(len(NAMES)))
+COST = {i: price(SPEC, i, ROUNDS) for i in range(len(NAMES))}
+AT_END = (ROUNDS,) * len(NAMES)
+GOOD = Trial(
+    UNDISTURBED,
+    0,
+    SPEC,
+    True,
+    "finished",
+    "",
+    SAID + SAID[:3],  # heard by several, and said again
+    SAID,
+    COST,
+    frozenset(),
+    AT_END,
+    AT_END,
+    {(sender, t): payload for sender, t, payload in SAID},
+)
+
+
+def test_a_good_trial_breaks_nothing() -> None:
+    assert ROUNDS == 5
+    assert promises(GOOD) == []
+    assert promises(replace(GOOD, calm=None)) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"struck": False}, "was not done to its end"),
+        ({"state": "failed", "reason": "ann failed"}, "must finish, and failed: 'ann failed'"),
+        ({"state": "hung"}, "must finish, and hung"),
+        ({"overheard": (*SAID, (1, 2, b"other")), "calm": None}, "ben has two contents of round 2"),
+        ({"logged": (*SAID[:-1], (2, 4, b"other")), "calm": None}, "cleo has two contents of round 4"),
+        ({"overheard": SAID[:-1]}, "1 rounds are missing in the capture, the first of them (2, 4)"),
+        ({"logged": SAID[1:]}, "1 rounds are missing in the logs, the first of them (0, 0)"),
+        ({"spent": {**COST, 1: COST[1] * 0.999}}, "the ledger of ben says"),
+        ({"spent": {**COST, 1: COST[1] * 1.001}}, "and all rounds cost"),
+        ({"calm": {**(GOOD.calm or {}), (0, 3): b"other"}}, "ann said something else in round 3"),
+        ({"told": (ROUNDS, ROUNDS - 1, ROUNDS)}, "all must have done 5 rounds: the coordinator says (5, 4, 5)"),
+        ({"own": (ROUNDS, ROUNDS)}, "they say (5, 5)"),
+        ({"left": ("ben",)}, "ben did not end when it was told to"),
+        ({"crashed": ("ben: Traceback",)}, "unexpected: ben: Traceback"),
+    ],
+)
+def test_whatever_breaks_is_noticed(change: dict[str, Any], words: str) -> None:
+    (broken,) = promises(replace(GOOD, **change))
+    assert words in broken
+
+
+def test_a_run_that_may_end_must_say_why() -> None:
+    may_end = replace(UNDISTURBED, ends="No space left")
+    ended = replace(GOOD, fault=may_end, state="failed", reason="ann failed: No space left on device")
+    assert promises(ended) == []
+    assert promises(replace(GOOD, fault=may_end)) == []
+    assert "must end with 'No space left', and failed: 'gone'" in promises(replace(ended, reason="gone"))[0]
+    assert promises(replace(ended, state="hung")) != []
+    must_end = replace(may_end, must_end=True)
+    assert promises(replace(GOOD, fault=must_end)) == ["the run finished, and must not have"]
+
+
+def test_a_ledger_below_is_noticed_in_a_run_that_ended() -> None:
+    may_end = replace(UNDISTURBED, ends="damaged")
+    ended = replace(GOOD, fault=may_end, state="stopped", reason="damaged", repaired=frozenset({2}))
+    assert promises(replace(ended, spent={**COST, 2: 2 * COST[2]})) == []
+    (broken,) = promises(replace(ended, spent={**COST, 2: 0.5 * COST[2]}))
+    assert "the ledger of cleo says" in broken
+
+
+def test_an_eavesdropper_that_was_away_may_lack_rounds_but_has_no_others() -> None:
+    blind = replace(GOOD, fault=replace(UNDISTURBED, blind=True), overheard=SAID[4:])
+    assert promises(blind) == []
+    assert promises(replace(blind, overheard=(*SAID[4:], (0, 0, b"other")))) != []
+
+
+def test_the_page_says_what_broke() -> None:
+    rows = [Row(fault, 8, 2 if k == 0 else 0) for k, fault in enumerate(EVERY)]
+    text = page(rows, "python -m tests.faults --tries 8", 4.0)
+    assert len({fault.name for fault in EVERY}) == len(EVERY)
+    assert text.count("| 8 | broken in 2 |") == 1
+    assert text.count("| 8 | held |") == len(EVERY) - 1
+    assert "By `python -m tests.faults --tries 8`" in text
+
+
+def test_a_traceback_is_noticed_unless_it_is_grpcs_own() -> None:
+    head, own = "Traceback (most recent call last):\n", '  File "a.py", line 1, in f\n    f()\n'
+    theirs = '  File "src/python/grpcio/grpc/_cython/server.pyx.pxi", line 812, in f\n'
+    words = f"{{}}\n{head}{theirs}CancelledError\n{{}}\n{head}{theirs}{own}ValueError: x\n{head}{own}KeyError: y\n"
+    assert tracebacks(words) == ["ValueError: x", "KeyError: y"]

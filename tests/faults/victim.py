@@ -1,0 +1,206 @@
+"""A service that dies, or finds its disk full, at a named point: its methods are patched before it begins."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import io
+import math
+import os
+import signal
+import sqlite3
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, NamedTuple, NoReturn
+
+from sottovoce.errors import Unavailable
+from sottovoce_coordinator.store import Store
+from sottovoce_eavesdropper.storage import Folder
+from sottovoce_learner.entries import Kind
+from sottovoce_learner.session import Session
+from sottovoce_learner.store import RunLog
+
+FULL_S = 3.0
+_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+
+
+class Point(NamedTuple):
+    """Where a process is struck.
+
+    Attributes:
+        name: a name of `POINTS`.
+        nth: the how manieth time that it comes by.
+    """
+
+    name: str
+    nth: int = 1
+
+
+def strike(point: Point) -> None:
+    """Let this process be struck at a point."""
+    POINTS[point.name](point.nth)
+
+
+def _die() -> NoReturn:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("a process that was killed goes on")
+
+
+def _usual(*arguments: Any) -> bool:
+    return True
+
+
+def _dies(owner: type, method: str, *, after: bool, when: Callable[..., bool] = _usual) -> Callable[[int], None]:
+    """Death before or after the n-th call that counts."""
+
+    def arm(nth: int) -> None:
+        true, calls = getattr(owner, method), 0
+
+        def due(*arguments: Any) -> bool:
+            nonlocal calls
+            calls += when(*arguments)
+            return calls == nth and when(*arguments)
+
+        @wraps(true)
+        def plain(*arguments: Any) -> Any:
+            last = due(*arguments)
+            if last and not after:
+                _die()
+            found = true(*arguments)
+            if last:
+                _die()
+            return found
+
+        @wraps(true)
+        async def awaited(*arguments: Any) -> Any:
+            last = due(*arguments)
+            if last and not after:
+                _die()
+            found = await true(*arguments)
+            if last:
+                _die()
+            return found
+
+        setattr(owner, method, awaited if asyncio.iscoroutinefunction(true) else plain)
+
+    return arm
+
+
+def _told_one(nth: int) -> None:
+    """Death when the message is written to one neighbour, and nothing to the others."""
+    true, calls = Session._say, 0
+
+    async def say(self: Session, t: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls < nth:
+            await true(self, t)
+            return
+        part = self._plan.part(t)
+        frame = await self._speak(t, len(part.told))
+        first = min(part.told)
+        self.links[first].say(t, frame)
+        await self.links[first].flushed()
+        await asyncio.sleep(0.05)  # for the transport
+        _die()
+
+    Session._say = say  # type: ignore[method-assign]
+
+
+def _full(nth: int) -> None:
+    """From the n-th write on the disk takes half of what it is given, and then nothing."""
+    true, calls = os.pwrite, 0
+
+    def pwrite(file: int, raw: Any, at: int) -> int:
+        nonlocal calls
+        calls += 1
+        if calls < nth:
+            return true(file, raw, at)
+        if calls == nth:
+            true(file, raw[: len(raw) // 2], at)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    os.pwrite = pwrite
+
+
+def _full_captures(nth: int) -> None:
+    """From the n-th file on, none of a capture can be written."""
+    true, calls = Folder.write, 0
+
+    def write(self: Folder, name: str, content: bytes) -> None:
+        nonlocal calls
+        calls += 1
+        if calls >= nth:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        true(self, name, content)
+
+    Folder.write = write  # type: ignore[method-assign]
+
+
+def _full_for_a_while(nth: int) -> None:
+    """From the n-th write on, and for some seconds, a coordinator's disk takes nothing."""
+    true, calls, until = Store._written, 0, math.inf
+
+    @contextmanager
+    def written(self: Store) -> Iterator[sqlite3.Connection]:
+        nonlocal calls, until
+        calls += 1
+        if calls == nth:
+            until = time.monotonic() + FULL_S
+        if calls >= nth and time.monotonic() < until:
+            raise Unavailable(f"{self._where} cannot be written: database or disk is full")
+        with true(self) as db:
+            yield db
+
+    Store._written = written  # type: ignore[method-assign]
+
+
+def _read_only(nth: int) -> None:
+    """Nothing can be opened for writing but what is no file of a state."""
+    true_open, true_io = os.open, io.open
+
+    def opened(path: Any, flags: int, *more: Any, **named: Any) -> int:
+        if flags & _WRITES and not str(path).startswith("/dev/"):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+        return true_open(path, flags, *more, **named)
+
+    def io_opened(path: Any, mode: str = "r", *more: Any, **named: Any) -> Any:
+        if set(mode) & set("wax+") and not str(path).startswith("/dev/"):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+        return true_io(path, mode, *more, **named)
+
+    os.open, io.open = opened, io_opened  # type: ignore[assignment]
+
+
+def _a_round(log: RunLog, kind: Kind, *more: Any) -> bool:
+    return kind is Kind.ROUND
+
+
+def _confirmation(store: Store, name: str, known: Any) -> bool:
+    return bool(known.issued == known.confirmed)
+
+
+def _written_grant(store: Store, run_id: str, until: int, *more: Any) -> bool:
+    return until > store._granted.get(run_id, 0)
+
+
+POINTS: dict[str, Callable[[int], None]] = {
+    "drawn": _dies(RunLog, "say", after=False),
+    "journaled": _dies(RunLog, "_append", after=True, when=_a_round),
+    "marked": _dies(RunLog, "say", after=True),
+    "told one": _told_one,
+    "heard": _dies(Session, "hear", after=True),
+    "learned": _dies(Session, "_learn", after=True),
+    "kept": _dies(RunLog, "keep", after=True),
+    "closed": _dies(RunLog, "close_rounds", after=True),
+    "full": _full,
+    "full captures": _full_captures,
+    "full for a while": _full_for_a_while,
+    "read-only": _read_only,
+    "before a grant": _dies(Store, "grant", after=False, when=_written_grant),
+    "after a grant": _dies(Store, "grant", after=True, when=_written_grant),
+    "before a confirmation": _dies(Store, "remember", after=False, when=_confirmation),
+    "after a confirmation": _dies(Store, "remember", after=True, when=_confirmation),
+}
