@@ -112,7 +112,10 @@ def main() -> int:
         return REFUSED
     folder = Path(tempfile.mkdtemp(prefix="faults-"))
     if told.soak is not None:
-        return OK if asyncio.run(_unless_told(soak(folder, told.soak, told.seed))) else BROKEN
+        held = asyncio.run(_unless_told(soak(folder, told.soak, told.seed)))
+        if held:
+            shutil.rmtree(folder)
+        return OK if held else BROKEN
     chosen = tuple(fault for fault in EVERY if not told.only or fault.name in told.only)
     tries = Tries(chosen, range(told.seed, told.seed + told.tries), told.seconds, told.jobs, folder)
     rows = asyncio.run(_unless_told(try_all(tries)))
