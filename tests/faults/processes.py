@@ -17,6 +17,7 @@ from random import Random
 import sottovoce_eavesdropper.service  # noqa: F401 - imported once, before processes are forked
 from sottovoce_client.cli.services import _serve
 from sottovoce_client.entry import main, settle
+from sottovoce_learner import service as learner_service
 from sottovoce_learner.service import LearnerConfig, serve
 from tests.faults.victim import Point, strike
 
@@ -110,6 +111,8 @@ def _begin(work: Callable[[], None], out: str, err: str, point: Point | None) ->
         file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(file, descriptor)
         os.close(file)
+    # Logs are looked at when the run is over: they are not deleted then.
+    learner_service.end_run = lambda folder, learner, run_id: None  # type: ignore[attr-defined]
     if point is not None:
         strike(point)
     work()

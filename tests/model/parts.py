@@ -27,7 +27,7 @@ from sottovoce_learner import exchange, standing
 from sottovoce_learner import lines as ledger_lines
 from sottovoce_learner.bodies import Said
 from sottovoce_learner.books import Books
-from sottovoce_learner.entries import Entry, Kind, encode, walk
+from sottovoce_learner.entries import START, Entry, Kind, encode, walk
 from sottovoce_learner.inbox import Inbox
 from sottovoce_learner.intake import Intake
 from sottovoce_learner.links import Link
@@ -181,7 +181,8 @@ def read(shape: Shape, learner: int, log: bytes) -> Reading:
     name = run_of(shape).spec.names[learner]
     placed = walk(log)
     entries, chains = tuple(each.entry for each in placed), tuple(each.chain for each in placed)
-    return Reading(About(f"{learner:032x}", name, RUN, "process"), entries, chains, Path("0.log"), len(log))
+    about = About(f"{learner:032x}", name, RUN, "process")
+    return Reading(about, 0, START, entries, chains, Path("0.log"), len(log))
 
 
 def _standing(shape: Shape, learner: int, folder: Folder) -> standing.Standing:
