@@ -16,6 +16,7 @@ from sottovoce.arrays import BoolArray, FloatArray, IntArray
 from sottovoce.auditing.conformance.block import FARTHEST
 from sottovoce.auditing.conformance.residuals import ALL, ByteArray, Residuals
 from sottovoce.lab.watch.keys import Keys, Novelty
+from sottovoce.lab.watch.sums import Summed, Sums
 
 LAGS = 8
 """Rounds before that noise is compared with."""
@@ -121,6 +122,7 @@ class Seen:
         cancelled: `(learners,)` numbers that are minus the noise of all learners before it in this round, together.
         exact: `(learners,)` numbers that could have been found so.
         heard: which numbers were heard before.
+        summed: which are sums or differences of others, of as many rounds.
     """
 
     known: FloatArray
@@ -138,6 +140,7 @@ class Seen:
     cancelled: IntArray
     exact: IntArray
     heard: Novelty
+    summed: Summed
 
 
 def shifted(values: FloatArray) -> FloatArray:
@@ -164,6 +167,7 @@ class Memory:
     _values: FloatArray = field(init=False)
     _before: Before = field(init=False)
     _squares: FloatArray = field(init=False)
+    _sums: Sums = field(init=False)
 
     def __post_init__(self) -> None:
         rows = LAGS * len(SHIFTS) * self.learners
@@ -171,6 +175,7 @@ class Memory:
         blank = [np.zeros((rows, self.numbers)) for _ in range(4)]
         self._before = Before(blank[0], blank[1], blank[2], blank[3], np.arange(LAGS)[::-1].copy())
         self._squares = np.zeros((self.learners, len(_PAST), 1))
+        self._sums = Sums(LAGS, self.learners, self.numbers)
         self.keys.begin_run()
 
     def see(self, said: RoundNoise) -> Seen:
@@ -197,6 +202,7 @@ class Memory:
             cancelled=np.count_nonzero(exact & _cancelled(said, exact), axis=1),
             exact=np.count_nonzero(exact, axis=1),
             heard=self.keys.hear(values, exact),
+            summed=self._sums.hear(values, said.scale, exact),
         )
         return seen
 
