@@ -63,7 +63,7 @@ class Sums:
         first = 1 + len(self._kept)
         found = np.array([table.summed(first + i, first) for i in range(self._learners)]) & exact[:, None]
         earlier = np.count_nonzero(self._kept, axis=0)
-        others = np.cumsum(exact, axis=0) - exact
+        others: IntArray = np.cumsum(exact, axis=0) - exact
         chance = np.where(exact, CHANCE * unit / scale, 0.0)
         self._kept = np.concatenate([self._kept, noise])[self._learners :]
         return Summed(
