@@ -238,6 +238,12 @@ BREAKS = (
     Break("noise of all learners adds up to nothing", zero_sum, 2, 1),
     Break("correlation 0.5 of two learners at lag 3", correlated(0.5), 34, _soonest(-math.log(0.75) / 2.0, NUMBERS)),
     Break("correlation 0.3 of two learners at lag 3", correlated(0.3), 68, _soonest(-math.log(0.91) / 2.0, NUMBERS)),
+    Break(
+        "correlation 0.5 of two learners at lag 40",
+        correlated(0.5, 40),
+        90,
+        40 + _soonest(-math.log(0.75) / 2.0, NUMBERS),
+    ),
     Break("sizes follow those of the round before", sizes_follow, 42, _soonest(0.0204)),
 )
 

@@ -12,9 +12,9 @@ from scipy import integrate, stats
 from sottovoce.arrays import FloatArray
 from sottovoce.lab.watch.bet import Bet, krichevsky_trofimov, too_many
 from sottovoce.lab.watch.bets import Histogram, LowBits, Repeats, Scale
-from sottovoce.lab.watch.dependence import on_signs, on_sizes
+from sottovoce.lab.watch.dependence import FarLag, on_signs, on_sizes
 from sottovoce.lab.watch.keys import CHANCE, Keys, keys_of
-from sottovoce.lab.watch.seen import Memory, RoundNoise, Seen
+from sottovoce.lab.watch.seen import FARTHEST_LAG, LAGS, Memory, RoundNoise, Seen
 from sottovoce.lab.watch.stakes import BLOCKS, OWN, POOLED, SHARED, Stakes
 from sottovoce.lab.watch.sums import Sums
 
@@ -118,6 +118,26 @@ def test_bets_on_sizes_are_never_better_than_fair() -> None:
     for rate in (-0.3, -0.1, 0.1, 0.3):
         exact = -rate * x - np.log1p(-rate * x)
         assert np.all(exact + on_sizes(np.zeros(201), x**2, rate) <= 1e-15)
+
+
+def test_far_lags_are_those_of_their_rounds() -> None:
+    """Of learner 0's signs on learner 1's normal scores, so many rounds back; nearer ones and farther ones do not count."""
+    values = np.random.default_rng(6).laplace(size=(FARTHEST_LAG + 5, 2, 3))
+    (sums,) = totals((FarLag(),), Watched(2, 3), values)
+    normal = stats.norm.ppf(stats.laplace.cdf(values))
+    assert sums.shape == (2, 2 * (FARTHEST_LAG - LAGS) * 2)
+    for lag in (LAGS + 1, 20, FARTHEST_LAG):
+        column = (lag - LAGS - 1) * 2 + 1
+        followed = (np.sign(values[lag:, 0]) * normal[:-lag, 1]).sum(), (normal[:-lag, 1] ** 2).sum()
+        assert (sums[0, column], sums[0, sums.shape[1] // 2 + column]) == pytest.approx(followed)
+
+
+def test_bets_on_far_lags_are_fair() -> None:
+    """400 runs of twice as many rounds as are near, five standard errors: failure probability below 1e-4."""
+    generator, bet = np.random.default_rng(7), FarLag()
+    rounds = (generator.laplace(size=(2 * LAGS, 1, 4)) for _ in range(400))
+    found = np.exp([bet.e(totals((bet,), Watched(1, 4), values)[0])[0] for values in rounds])
+    assert np.ptp(found) > 0.01 and found.mean() <= 1.0 + 5.0 * found.std() / 20.0
 
 
 def test_shares_add_up_to_one() -> None:
