@@ -98,6 +98,34 @@ def two_rounds_later(drawn: FloatArray, seed: int, points: int) -> FloatArray:
     return said
 
 
+def summed(*rounds_before: int, sign: float = 1.0) -> Change:
+    """One learner says, in every fourth round, the sum or the difference of its noise of two earlier rounds."""
+
+    def change(drawn: FloatArray, seed: int, points: int) -> FloatArray:
+        said: FloatArray = drawn[-1].copy()
+        if len(drawn) % 4 == 0:
+            one, other = (drawn[-1 - lag, 1] for lag in rounds_before)
+            said[1] = one + sign * other
+        return said
+
+    return change
+
+
+def difference_of_others(drawn: FloatArray, seed: int, points: int) -> FloatArray:
+    """One learner says the difference of what two others said, one and two rounds before."""
+    said: FloatArray = drawn[-1].copy()
+    if len(drawn) > 2:
+        said[1] = drawn[-2, 3] - drawn[-3, 4]
+    return said
+
+
+def sum_of_others(drawn: FloatArray, seed: int, points: int) -> FloatArray:
+    """One learner says the sum of what two others say in the same round."""
+    said: FloatArray = drawn[-1].copy()
+    said[1] = said[3] + said[4]
+    return said
+
+
 def float32(drawn: FloatArray, seed: int, points: int) -> FloatArray:
     """Noise is drawn in float32."""
     said: FloatArray = drawn[-1].astype(np.float32).astype(np.float64)
@@ -201,11 +229,21 @@ BREAKS = (
     Break("noise in float32", float32, 2, 1),
     Break("a lattice twice as coarse", coarser, 2, _soonest(math.log(2.0))),
     Break("noise again two rounds later, one learner", two_rounds_later, 6, 3),
+    Break("the sum of its two rounds before, one learner", summed(1, 2), 6, 4),
+    Break("the difference of two earlier rounds, one learner", summed(1, 3, sign=-1.0), 6, 4),
+    Break("the difference of two others' earlier noise, one learner", difference_of_others, 6, 3),
+    Break("the sum of two others' noise of the same round", sum_of_others, 2, 1),
     Break("2^12 streams", streams(2**12), 42, round(math.sqrt(2.0**13 * math.log(2.0)) / LEARNERS)),
     Break("a shifted copy of another learner", shifted_copy, 2, 1),
     Break("noise of all learners adds up to nothing", zero_sum, 2, 1),
     Break("correlation 0.5 of two learners at lag 3", correlated(0.5), 34, _soonest(-math.log(0.75) / 2.0, NUMBERS)),
     Break("correlation 0.3 of two learners at lag 3", correlated(0.3), 68, _soonest(-math.log(0.91) / 2.0, NUMBERS)),
+    Break(
+        "correlation 0.5 of two learners at lag 40",
+        correlated(0.5, 40),
+        90,
+        40 + _soonest(-math.log(0.75) / 2.0, NUMBERS),
+    ),
     Break("sizes follow those of the round before", sizes_follow, 42, _soonest(0.0204)),
 )
 

@@ -12,10 +12,11 @@ from scipy import integrate, stats
 from sottovoce.arrays import FloatArray
 from sottovoce.lab.watch.bet import Bet, krichevsky_trofimov, too_many
 from sottovoce.lab.watch.bets import Histogram, LowBits, Repeats, Scale
-from sottovoce.lab.watch.dependence import on_signs, on_sizes
+from sottovoce.lab.watch.dependence import FarLag, on_signs, on_sizes
 from sottovoce.lab.watch.keys import CHANCE, Keys, keys_of
-from sottovoce.lab.watch.seen import Memory, RoundNoise, Seen
+from sottovoce.lab.watch.seen import FARTHEST_LAG, LAGS, Memory, RoundNoise, Seen
 from sottovoce.lab.watch.stakes import BLOCKS, OWN, POOLED, SHARED, Stakes
+from sottovoce.lab.watch.sums import Sums
 
 ALARM = math.log(1e3)
 """At alpha = 0.001."""
@@ -117,6 +118,26 @@ def test_bets_on_sizes_are_never_better_than_fair() -> None:
     for rate in (-0.3, -0.1, 0.1, 0.3):
         exact = -rate * x - np.log1p(-rate * x)
         assert np.all(exact + on_sizes(np.zeros(201), x**2, rate) <= 1e-15)
+
+
+def test_far_lags_are_those_of_their_rounds() -> None:
+    """Of learner 0's signs on learner 1's normal scores, so many rounds back; nearer ones and farther ones do not count."""
+    values = np.random.default_rng(6).laplace(size=(FARTHEST_LAG + 5, 2, 3))
+    (sums,) = totals((FarLag(),), Watched(2, 3), values)
+    normal = stats.norm.ppf(stats.laplace.cdf(values))
+    assert sums.shape == (2, 2 * (FARTHEST_LAG - LAGS) * 2)
+    for lag in (LAGS + 1, 20, FARTHEST_LAG):
+        column = (lag - LAGS - 1) * 2 + 1
+        followed = (np.sign(values[lag:, 0]) * normal[:-lag, 1]).sum(), (normal[:-lag, 1] ** 2).sum()
+        assert (sums[0, column], sums[0, sums.shape[1] // 2 + column]) == pytest.approx(followed)
+
+
+def test_bets_on_far_lags_are_fair() -> None:
+    """400 runs of twice as many rounds as are near, five standard errors: failure probability below 1e-4."""
+    generator, bet = np.random.default_rng(7), FarLag()
+    rounds = (generator.laplace(size=(2 * LAGS, 1, 4)) for _ in range(400))
+    found = np.exp([bet.e(totals((bet,), Watched(1, 4), values)[0])[0] for values in rounds])
+    assert np.ptp(found) > 0.01 and found.mean() <= 1.0 + 5.0 * found.std() / 20.0
 
 
 def test_shares_add_up_to_one() -> None:
@@ -221,6 +242,56 @@ def test_numbers_that_float64_blurs_are_not_compared() -> None:
     blurred.resolution[:] = 2.0**-30
     seen = watched.see(blurred)
     assert (seen.exact.sum(), seen.twice.sum(), seen.heard.known.sum()) == (0, 0, 0)
+
+
+# ---- what adds up ----------------------------------------------------------------------------------------------------
+
+
+def on_lattice(generator: np.random.Generator, *shape: int) -> FloatArray:
+    values: FloatArray = np.rint(generator.laplace(size=shape) * 2.0**40) / 2.0**40
+    return values
+
+
+def test_sums_and_differences_are_found_however_scales_differ() -> None:
+    """One number in sixteen finds its slot taken; that 9 of 40 hits are lost has probability below 1e-3."""
+    generator, sums = np.random.default_rng(0), Sums(2, 3, 40)
+    scale, exact = np.array([1.0, 4.0, 0.5])[:, None] * np.ones(40), np.ones((3, 40), dtype=bool)
+    first, second, third = on_lattice(generator, 3, 3, 40)
+    for said in (first, second):
+        heard = sums.hear(said, scale, exact)
+        assert not heard.before.any() and not heard.now.any()
+    third[0] = first[2] * 0.5 - second[0]
+    third[1] = -second[1]
+    third[2] = (third[0] + second[1] * 4.0) / 0.5
+    heard = sums.hear(third, scale, exact)
+    assert np.all(heard.before[:2] > 31) and heard.before[2] == 0
+    assert heard.now[:2].sum() == 0 and heard.now[2] > 31
+    assert sums.hear(first, scale, exact).before[:2].sum() == 0  # two rounds are kept
+
+
+def test_what_adds_up_by_chance_is_no_more_than_is_expected() -> None:
+    """Beside noise of a large scale numbers are compared as coarsely; upper limits, at most a hundred times too high.
+
+    500 rounds expect 600 and 400 at most; five deviations.
+    """
+    generator, sums = np.random.default_rng(1), Sums(4, 4, 2)
+    scale, exact = np.array([1.0, 1.0, 1.0, 2.0**22])[:, None] * np.ones(2), np.ones((4, 2), dtype=bool)
+    found = np.zeros(4)
+    for _ in range(500):
+        heard = sums.hear(generator.laplace(size=(4, 2)), scale, exact)
+        found += [heard.before.sum(), heard.expected.sum(), heard.now.sum(), heard.expected_now.sum()]
+    for hits, expected in (found[:2], found[2:]):
+        assert expected / 100.0 < hits <= expected + 5.0 * math.sqrt(expected)
+
+
+def test_numbers_that_are_not_known_add_up_to_nothing() -> None:
+    values, scale, sums = on_lattice(np.random.default_rng(2), 2, 6), np.ones((2, 6)), Sums(1, 2, 6)
+    exact = np.arange(12).reshape(6, 2).T % 4 > 0
+    nothing = sums.hear(values, scale, exact)
+    assert (nothing.before.sum(), nothing.now.sum(), nothing.expected_now[0]) == (0, 0, 0.0)
+    again = sums.hear(values, scale, exact)
+    assert again.before.tolist() == [3, 6]
+    assert again.expected == pytest.approx([CHANCE * 3 * 5**2, CHANCE * 3 * (3**2 + 5**2)])
 
 
 # ---- streams that are not what is claimed ----------------------------------------------------------------------------

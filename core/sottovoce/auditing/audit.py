@@ -19,11 +19,12 @@ from sottovoce.arrays import FloatArray, IntArray
 from sottovoce.auditing.blackbox import VIEWS, Attack, attack, number_views
 from sottovoce.auditing.bounds import Bound
 from sottovoce.auditing.calibration import calibration
-from sottovoce.auditing.channel_tests import PairRuns, channel_tests, learned_tests
+from sottovoce.auditing.channel_tests import PairRuns, channel_tests, learned_tests, private_tests
 from sottovoce.auditing.levels import Test
 from sottovoce.auditing.likelihood import Ratios, guess, ratios
 from sottovoce.auditing.outcomes import Starts
 from sottovoce.auditing.plan import AuditPlan
+from sottovoce.auditing.private import differences
 from sottovoce.auditing.rounds import Apart, RoundBounds, apart, bound_rounds
 from sottovoce.auditing.simulated import NoiseOf, Recording, Share, at_a_time, children, numbers_of, overhear, shares
 from sottovoce.auditing.swaps import peak, search, swaps
@@ -65,6 +66,8 @@ class Examined:
         apart: single rounds' losses; None where rounds cannot be drawn anew.
         noise: what conformance keeps of the noise of all learners; None where the listener hears no message.
         pair: of worlds, by its place in `AuditPlan.pairs`.
+        private: `(runs, quantities)` how much the worlds differ in what the learner keeps to itself (`private`); None where
+            nothing else crossed the wire that could tell it, or where the listener does not hear enough.
     """
 
     world: int
@@ -74,6 +77,7 @@ class Examined:
     apart: Apart | None
     noise: Battery | None = None
     pair: int = 0
+    private: FloatArray | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +158,9 @@ def _losses(plan: AuditPlan, part: Recording, single: Apart | None) -> Examined:
     """Of some runs, all but their noise."""
     replayed = ratios(plan.run, plan.worlds, part, plan.claim) if plan.listener.replayable else None
     seen = np.nan_to_num(plan.listener.seen(part, plan.worlds, plan.run), nan=0.0)  # what nobody heard
-    return Examined(part.world, seen, part.channel, replayed, single)
+    judged = plan.listener.replayable and part.channel
+    private = differences(plan.run, plan.worlds, part.transcript) if judged else None
+    return Examined(part.world, seen, part.channel, replayed, single, private=private)
 
 
 def _simulated(
@@ -313,6 +319,7 @@ class _Runs:
         losses: exact losses of whole runs, by pair of worlds; none where the listener does not hear enough.
         started: the same of all started runs: none is left out for its end.
         views: what classifiers may look at, by pair of worlds.
+        private: how much the worlds differ in what is kept to itself, by pair of worlds; None: not known.
         starts: how the runs ended; None: all were simulated to their end.
     """
 
@@ -320,6 +327,7 @@ class _Runs:
     losses: Sequence[Ratios]
     started: Sequence[Ratios]
     views: Sequence[Mapping[str, FloatArray]]
+    private: Sequence[FloatArray | None]
     starts: Starts | None
 
     @classmethod
@@ -331,7 +339,8 @@ class _Runs:
         lost = {} if starts is None else starts.lost
         started = [Ratios.joined([each, lost[k]]) if k in lost else each for k, each in enumerate(losses)]
         views = [{**number_views(_seen(each)), **_channel(each)} for each in by_pair if each]
-        return cls(by_pair[0], losses, started, views, starts)
+        private = [_private(each) for each in by_pair if each]
+        return cls(by_pair[0], losses, started, views, private, starts)
 
     @property
     def worlds(self) -> IntArray:
@@ -351,6 +360,11 @@ def _seen(parts: Sequence[Examined]) -> FloatArray:
 def _channel(parts: Sequence[Examined]) -> dict[str, FloatArray]:
     heard = [run for part in parts for run in part.channel]
     return tables(heard) if heard else {}
+
+
+def _private(parts: Sequence[Examined]) -> FloatArray | None:
+    known = [part.private for part in parts if part.private is not None]
+    return np.concatenate(known) if len(known) == len(parts) else None
 
 
 def _findings(
@@ -415,9 +429,10 @@ def _side_channels(plan: AuditPlan, runs: _Runs, attacks: Sequence[Attack]) -> t
         return ()
     where = plan.run.spec.names[plan.worlds.learner]
     ends = () if runs.starts is None else (runs.starts.test(where),)
-    pairs = [PairRuns(each.total, 1 - each.worlds, seen) for each, seen in zip(runs.losses, runs.views, strict=False)]
+    of_pairs = zip(runs.losses, runs.views, runs.private, strict=False)
+    pairs = [PairRuns(each.total, 1 - each.worlds, seen, private) for each, seen, private in of_pairs]
     learned = learned_tests(pairs[0], attacks, where) if pairs else ()
-    return plan.levels.judged("worlds", (*ends, *channel_tests(pairs, where), *learned))
+    return plan.levels.judged("worlds", (*ends, *channel_tests(pairs, where), *private_tests(pairs, where), *learned))
 
 
 def _attacks(plan: AuditPlan, runs: _Runs) -> tuple[Attack, ...]:

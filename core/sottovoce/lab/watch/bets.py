@@ -109,31 +109,37 @@ def _hits(hits: FloatArray, trials: FloatArray, chance: float) -> FloatArray:
 class Repeats(Bet):
     """Bets that numbers are zero or heard before: of the last rounds, or, by their keys, at any time.
 
-    Three bets: numbers that are close to zero or to one of the last rounds; what follows a number that was heard before;
-    and how many are heard before at all.
+    Four bets: numbers that are close to zero or to one of the last rounds; what follows a number that was heard before;
+    how many are heard before at all; and how many are sums or differences of numbers of the last rounds.
     """
 
     name = "repeats"
 
     def sums(self, seen: Seen) -> FloatArray:
-        heard = seen.heard
-        return np.stack([seen.twice, seen.exact, heard.again, heard.known, heard.expected], axis=-1)
+        heard, summed = seen.heard, seen.summed
+        return np.stack(
+            [seen.twice, seen.exact, heard.again, heard.known, heard.expected, summed.before, summed.expected], axis=-1
+        )
 
     def e(self, sums: FloatArray) -> FloatArray:
-        twice, exact, again, known, expected = np.moveaxis(sums, -1, 0)
+        twice, exact, again, known, expected, summed, by_chance = np.moveaxis(sums, -1, 0)
         near = _hits(twice, exact, (1 + 2 * LAGS) * NEAR)
-        return mixture(np.stack([near, _hits(again, known, CHANCE), too_many(known, expected)], axis=-1))
+        heard = _hits(again, known, CHANCE), too_many(known, expected)
+        return mixture(np.stack([near, *heard, too_many(summed, by_chance)], axis=-1))
 
 
 class Shared(Bet):
-    """Bets that learners say the same numbers in one round, or numbers that add up to nothing."""
+    """Bets that learners say the same numbers in one round, numbers that add up to nothing, or sums of what others say."""
 
     name = "copies"
 
     def sums(self, seen: Seen) -> FloatArray:
-        heard = seen.heard
-        return np.stack([heard.again_now, heard.known_now, seen.cancelled, seen.exact], axis=-1).astype(np.float64)
+        heard, summed = seen.heard, seen.summed
+        return np.stack(
+            [heard.again_now, heard.known_now, seen.cancelled, seen.exact, summed.now, summed.expected_now], axis=-1
+        ).astype(np.float64)
 
     def e(self, sums: FloatArray) -> FloatArray:
-        again, known, cancelled, exact = np.moveaxis(sums, -1, 0)
-        return mixture(np.stack([_hits(again, known, CHANCE), _hits(cancelled, exact, NEAR)], axis=-1))
+        again, known, cancelled, exact, summed, by_chance = np.moveaxis(sums, -1, 0)
+        either = _hits(again, known, CHANCE), _hits(cancelled, exact, NEAR)
+        return mixture(np.stack([*either, too_many(summed, by_chance)], axis=-1))

@@ -74,6 +74,20 @@ class Lag(Dependence):
         return found.reshape(rows, 4, LAGS, -1)[:, :, before.order].reshape(rows, -1)
 
 
+class FarLag(Bet):
+    """Bets that signs follow noise of any learner, of one round farther back, at the same coordinate: all X alike."""
+
+    name = "lag"
+    variance = 0.03
+
+    def sums(self, seen: Seen) -> FloatArray:
+        return np.concatenate([seen.signs @ seen.far.T, np.abs(seen.signs) @ (seen.far**2).T], axis=1)
+
+    def e(self, sums: FloatArray) -> FloatArray:
+        s, v = np.split(sums, 2, axis=-1)
+        return mixture(on_signs(s, v, self.variance))
+
+
 class OwnLag(Dependence):
     """X: a learner's own noise in each of the rounds before; may be added up over learners."""
 

@@ -16,9 +16,13 @@ from sottovoce.arrays import BoolArray, FloatArray, IntArray
 from sottovoce.auditing.conformance.block import FARTHEST
 from sottovoce.auditing.conformance.residuals import ALL, ByteArray, Residuals
 from sottovoce.lab.watch.keys import Keys, Novelty
+from sottovoce.lab.watch.sums import Summed, Sums
 
 LAGS = 8
 """Rounds before that noise is compared with."""
+
+FARTHEST_LAG = 64
+"""Rounds before whose noise signs are compared with, at the same coordinate alone."""
 
 SHIFTS = (-1, 0, 1)
 """Coordinates beside a number that it is compared with."""
@@ -117,10 +121,12 @@ class Seen:
         steps, said, lost: as in `Residuals`.
         past: `(learners, len(_PAST), numbers)`, about 1 in size.
         before: noise of the rounds before, of all learners, shifted to all sides.
+        far: `((FARTHEST_LAG - LAGS) * learners, numbers)` normal scores of the rounds before those, the last one first.
         twice: `(learners,)` numbers that are 0, or as at one of `LAGS` rounds before in the same coordinate, up to the sign.
         cancelled: `(learners,)` numbers that are minus the noise of all learners before it in this round, together.
         exact: `(learners,)` numbers that could have been found so.
         heard: which numbers were heard before.
+        summed: which are sums or differences of others, of as many rounds.
     """
 
     known: FloatArray
@@ -134,10 +140,12 @@ class Seen:
     lost: ByteArray
     past: FloatArray
     before: Before
+    far: FloatArray
     twice: IntArray
     cancelled: IntArray
     exact: IntArray
     heard: Novelty
+    summed: Summed
 
 
 def shifted(values: FloatArray) -> FloatArray:
@@ -164,6 +172,8 @@ class Memory:
     _values: FloatArray = field(init=False)
     _before: Before = field(init=False)
     _squares: FloatArray = field(init=False)
+    _sums: Sums = field(init=False)
+    _far: FloatArray = field(init=False)
 
     def __post_init__(self) -> None:
         rows = LAGS * len(SHIFTS) * self.learners
@@ -171,10 +181,12 @@ class Memory:
         blank = [np.zeros((rows, self.numbers)) for _ in range(4)]
         self._before = Before(blank[0], blank[1], blank[2], blank[3], np.arange(LAGS)[::-1].copy())
         self._squares = np.zeros((self.learners, len(_PAST), 1))
+        self._far = np.zeros((FARTHEST_LAG * self.learners, self.numbers))
+        self._sums = Sums(LAGS, self.learners, self.numbers)
         self.keys.begin_run()
 
     def see(self, said: RoundNoise) -> Seen:
-        """What there is to see of the next round, until the one after it (`before` is the memory itself)."""
+        """What there is to see of the next round, until the one after it (`before` and `far` are the memory itself)."""
         self._keep_last()
         known = np.isfinite(said.values)
         values = np.where(known, said.values, 0.0)
@@ -193,10 +205,12 @@ class Memory:
             lost=said.lost,
             past=self._even_past(said.past),
             before=self._before,
+            far=self._far[LAGS * self.learners :],
             twice=np.count_nonzero(exact & self._twice(said.values), axis=1),
             cancelled=np.count_nonzero(exact & _cancelled(said, exact), axis=1),
             exact=np.count_nonzero(exact, axis=1),
             heard=self.keys.hear(values, exact),
+            summed=self._sums.hear(values, said.scale, exact),
         )
         return seen
 
@@ -214,6 +228,8 @@ class Memory:
         self._before.order[:] = np.roll(self._before.order, 1)
         self._before.order[0] = self._at
         self._at = (self._at + 1) % LAGS
+        self._far[self.learners :] = self._far[: -self.learners]
+        self._far[: self.learners] = seen.normal
 
     def _twice(self, values: FloatArray) -> BoolArray:
         nearest = np.minimum(np.abs(self._values - values), np.abs(self._values + values)).min(axis=0, initial=np.inf)

@@ -13,7 +13,7 @@ import numpy as np
 from sottovoce.arrays import FloatArray
 from sottovoce.lab.watch.bet import Bet
 from sottovoce.lab.watch.bets import Histogram, LowBits, Repeats, Scale, Shared
-from sottovoce.lab.watch.dependence import Copies, Lag, OwnLag, Past
+from sottovoce.lab.watch.dependence import Copies, FarLag, Lag, OwnLag, Past
 from sottovoce.lab.watch.seen import Seen
 from sottovoce.lab.watch.sequential import Detector, mixture
 
@@ -24,7 +24,8 @@ OWN: tuple[tuple[Bet, float], ...] = (
     (Scale(), 0.2),
     (Histogram(), 0.1),
     (LowBits(), 0.1),
-    (Lag(), 0.3),
+    (Lag(), 0.25),
+    (FarLag(), 0.05),
     (Past(), 0.1),
     (Repeats(), 0.2),
 )
