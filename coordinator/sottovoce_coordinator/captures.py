@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import grpc
 import structlog
@@ -27,6 +27,10 @@ _CLOSE_S = 60.0
 """For an eavesdropper to close a capture: it waits for what is on its way, and writes what it holds."""
 _KEPT_S = 2.0
 """How often an eavesdropper is asked whether it still captures a run."""
+
+
+Routes = Sequence[tuple[int, int, str]]
+"""Caller, callee, and where the callee is."""
 
 
 class Captures:
@@ -58,7 +62,7 @@ class Captures:
         opening = eavesdropper_pb2.OpenCaptureRequest(
             run_id=book.run_id,
             spec=spec_to_wire(book.run.spec),
-            routes=[eavesdropper_pb2.Route(caller=i, callee=j, target=target) for i, j, target in edges],
+            routes=_to_wire(edges),
             n_features=request.n_features,
             fields=to_fields(book.run.algorithm.field_shapes()),
             world=request.world if request.HasField("world") else None,
@@ -85,13 +89,18 @@ class Captures:
             return f"nothing is captured since the run was taken up again: {error}"
         return ""
 
-    async def _asked(self, address: str, run_id: str) -> int:
+    async def _asked(self, address: str, run_id: str, routes: Routes = ()) -> int:
         """Have an eavesdropper go on with the capture of a run, if it does not; how many gaps the capture has so far.
+
+        Args:
+            address: the eavesdropper's.
+            run_id: the run.
+            routes: where relays lead to from now on, where that has changed.
 
         Raises:
             SottovoceError: it cannot be reached, or the capture is closed.
         """
-        request = eavesdropper_pb2.OpenCaptureRequest(run_id=run_id, resume=True)
+        request = eavesdropper_pb2.OpenCaptureRequest(run_id=run_id, resume=True, routes=_to_wire(routes))
         async with channel(address) as to:
             try:
                 opened = await eavesdropper_pb2_grpc.EavesdropperStub(to).OpenCapture(request, timeout=_OPEN_S)
@@ -110,14 +119,16 @@ class Captures:
             self._tasks.start(self._keep(course, self.address, fail), "a capture is not looked after")
 
     async def _keep(self, course: Course, address: str, fail: Callable[[str], None]) -> None:
-        away = False
+        away, led = False, tuple[str, ...]()
         while not course.book.ended:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(course.over.wait(), _KEPT_S)
                 return
             try:
-                gaps = await self._asked(address, course.book.run_id)
-                away = False
+                book, now = course.book, course.book.addresses
+                moved = bool(book.overhearing.relays) and now != led
+                gaps = await self._asked(address, book.run_id, book.routes() if moved else ())
+                away, led = False, now
                 if why := _whole(course.book, gaps):
                     fail(why)
             except SottovoceError as error:
@@ -132,9 +143,13 @@ class Captures:
         return self._tasks.start(_close(self.address, book), "a capture is not closed")
 
 
+def _to_wire(routes: Routes) -> list[eavesdropper_pb2.Route]:
+    return [eavesdropper_pb2.Route(caller=i, callee=j, target=target) for i, j, target in routes]
+
+
 def _whole(book: RunBook, gaps: int) -> str:
     """What a run must say of gaps in its capture; empty: nothing, by its spec, or there is none."""
-    if not gaps or book.run.spec.capture_gap == "mark":
+    if not gaps or book.run.spec.capture_gap != "fail":
         return ""
     return f"the capture must be whole (capture_gap: fail), and {gaps} intervals of rounds are missing in it"
 

@@ -61,7 +61,7 @@ class Conductor:
         book, here = course.book, [name for name in course.book.index if name in self._members]
         self._reserve(course)
         for name in here:
-            book.back(book.index[name])
+            self._back(course, book.index[name], self._members.address(name))
         self._members.tell(book.run_id, {name: book.briefing(book.index[name]) for name in here})
 
     def _accompany(self, course: Course) -> None:
@@ -123,12 +123,18 @@ class Conductor:
         """A learner of the run is there again, and may know of more grants than this coordinator."""
         book = course.book
         index = book.index[member.name]
-        book.back(index)
+        self._back(course, index, member.address)
         if member.run_id == book.run_id:
             book.clock.resume(member.granted)
         self._reserve(course)
         self._members.tell(book.run_id, {member.name: book.briefing(index)})
         self._grant(course)
+
+    def _back(self, course: Course, index: int, address: str) -> None:
+        """A learner is there again; whoever opens streams to it is told where, if that is elsewhere."""
+        book, names = course.book, course.book.run.spec.names
+        book.back(index)
+        self._members.tell(book.run_id, {names[i]: [epoch] for i, epoch in book.move(index, address).items()})
 
     def miss(self, course: Course, name: str) -> None:
         """A learner's stream has ended: who is away is told at once; the run ends if it is not back by the deadline."""

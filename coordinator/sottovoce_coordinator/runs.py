@@ -115,6 +115,21 @@ class RunBook:
         )
         return [self.assignment(index), *first, *epochs, self.grant()]
 
+    def move(self, index: int, address: str) -> dict[int, Epoch]:
+        """A learner is there again, where it was or elsewhere.
+
+        Returns:
+            By index, what whoever opens streams to it is told: the first epoch again, with its address. Empty: it is where it
+            was, or behind a relay, which is still where that was.
+        """
+        if self.addresses[index] == address:
+            return {}
+        self.addresses = (*self.addresses[:index], address, *self.addresses[index + 1 :])
+        if self.overhearing.relays:
+            return {}
+        first = self.run.network.at(0)
+        return {i: self._epoch(i, 0, first) for i in self._ever[index] if i < index}
+
     def briefings(self) -> list[list[Directive]]:
         """Of all learners, by index, at the start."""
         learners = range(len(self.addresses))

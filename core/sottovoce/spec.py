@@ -94,7 +94,9 @@ class RunSpec(Section):
     privacy: PrivacySpec = PrivacySpec()
     clock: ClockSpec = ClockSpec()
     capture: Literal["relay", "mirror", "none"] = "none"
-    capture_gap: Literal["mark", "fail"] = "mark"
+    capture_gap: Literal["mark", "fail"] | None = (
+        None  # None, as for mark: what earlier versions wrote stays the same plan
+    )
     """relay: every edge passes through the eavesdropper. mirror: learners copy their messages to it."""
     durability: Literal["process", "power"] = "power"
     """What a journaled message survives: kill -9 of the learner, or loss of power (fsync before every send)."""

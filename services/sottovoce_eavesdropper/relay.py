@@ -90,6 +90,14 @@ class Relay(grpc.GenericRpcHandler):
         await self._server.start()
         return address
 
+    async def lead(self, target: str) -> None:
+        """Whoever accepts is at another address now: calls under way end, and later ones lead there."""
+        if target == self._route.target:
+            return
+        self._route.target, before = target, self._to
+        self._to = channel(target)
+        await before.close()
+
     async def stop(self) -> None:
         """Take no new call, let those under way end within `FINISH_S`, and cut what still passes then."""
         await self._server.stop(FINISH_S)

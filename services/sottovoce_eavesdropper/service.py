@@ -83,6 +83,21 @@ class _Recording:
             if not self.file.gaps.unsure:
                 self.mirrored.set()
 
+    async def lead(self, routes: Iterable[eavesdropper_pb2.Route]) -> None:
+        """Some learners are at other addresses than before."""
+        targets = {(route.caller, route.callee): route.target for route in routes}
+        known = [(each["caller"], each["callee"]) for each in self.file.routes]
+        now = [
+            {**each, "target": targets.get(way, each["target"])}
+            for each, way in zip(self.file.routes, known, strict=True)
+        ]
+        if now == list(self.file.routes):
+            return
+        self.file.routes = now
+        await asyncio.to_thread(self.file.describe)  # for an eavesdropper after this one
+        for relay, each in zip(self.relays, now, strict=True):
+            await relay.lead(each["target"])
+
     def take(self, request: eavesdropper_pb2.MirrorRequest, rows: Iterable[Row]) -> None:
         """Record copies."""
         for row in rows:
@@ -126,7 +141,9 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
         """Begin a capture, with one relay per route; or take up one that was left open."""
         async with answering(context):
             if request.resume:
-                return self._opened(await self._of_run(request.run_id))
+                recording = await self._of_run(request.run_id)
+                await recording.lead(request.routes)
+                return self._opened(recording)
             capture_id = f"{request.run_id}-{uuid.uuid4().hex[:6]}"
             spec = json.dumps(document_from_wire(request.spec or "{}"))
             who = Participants.of(spec)

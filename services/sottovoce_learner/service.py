@@ -125,6 +125,9 @@ class Learner:
         self._over = ""  # run that nobody goes on with, until its log is deleted
         self._changed = asyncio.Event()  # there is something to report
         self._rounds, self._channels, self._copying = Tasks(), Tasks(), Tasks()
+        self._opened: dict[
+            int, tuple[str, asyncio.Task[None] | None]
+        ] = {}  # streams to neighbours, and where they lead
         self._mirror: Mirror | None = None
         self._claim: TextIO | None = None
         self._identity = Identity(config.name, b"")  # until the state folder is claimed
@@ -390,15 +393,24 @@ class Learner:
             {neighbour.index: neighbour.weight for neighbour in epoch.neighbours},
             [neighbour.index for neighbour in epoch.neighbours if neighbour.told],
         )
-        if begun:
-            return
         for neighbour in epoch.neighbours:
             if neighbour.index > session.role.index:
-                opening = exchange.keep_open(session, neighbour.index, neighbour.address)
-                self._channels.start(opening, "a channel is given up")
+                self._open(session, neighbour.index, neighbour.address)
+        if begun:
+            return
         if self._mirror is not None:
             self._copying.start(self._mirror.run(), "nothing more is mirrored")
         self._rounds.start(self._run(session), "the rounds broke off")
+
+    def _open(self, session: Session, neighbour: int, address: str) -> None:
+        """Hold the stream to a neighbour open, which may have come back elsewhere."""
+        before, opened = self._opened.get(neighbour, ("", None))
+        if address == before:
+            return
+        if opened is not None:
+            opened.cancel()
+        task = self._channels.start(exchange.keep_open(session, neighbour, address), "a channel is given up")
+        self._opened[neighbour] = address, task
 
     async def _run(self, session: Session) -> None:
         await session.run()
@@ -412,6 +424,7 @@ class Learner:
             await drained(self._session.flush(), FLUSH_S)
             await self._session.close()
         await self._channels.end()
+        self._opened.clear()
 
     async def _let_go(self) -> None:
         """The run is over for all: the ledger says what it has cost, and its log is deleted, with the records in it."""

@@ -25,7 +25,7 @@ from sottovoce.errors import NotReady, SpecError, Unavailable
 from sottovoce.running.run import Run, build_run
 from sottovoce.spec import RunSpec
 from sottovoce.spec_versions import FIELD, FORMAT
-from sottovoce_client.running.feeder import batches, feed
+from sottovoce_client.running.feeder import batch_of, feed
 from sottovoce_coordinator import courses, joining, starting
 from sottovoce_coordinator.runs import RunBook
 from sottovoce_coordinator.service import Coordinator, CoordinatorConfig
@@ -297,7 +297,7 @@ def wrong_batches(own: LearnerData) -> list[tuple[learner_pb2.SampleBatch, Code,
         return learner_pb2.SampleBatch(source="s", **{"sequence": 0, **tensors, **more})
 
     fine = np.full((1, 3), 987.5)
-    (whole,) = batches(own, "s")
+    whole = batch_of(own, "s", 0)
     short = learner_pb2.SampleBatch()
     short.CopyFrom(whole)
     short.counts[0] += 1

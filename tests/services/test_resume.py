@@ -91,14 +91,18 @@ async def test_a_run_whose_learners_disk_was_full_goes_on_from_their_logs(tmp_pa
     assert [each.status.rounds_said for each in end.learners] == [40] * 3
 
 
-async def test_a_run_goes_on_after_its_coordinator_and_a_learner_were_started_again(tmp_path: Path, disk: Disk) -> None:
+@pytest.mark.parametrize("name", NAMES)
+async def test_a_run_goes_on_after_its_coordinator_and_a_learner_were_started_again(
+    tmp_path: Path, disk: Disk, name: str
+) -> None:
+    """The learner at another address."""
     first = work(tmp_path, NAMES, 1)
     async with serving(tmp_path, first, durable=True) as up:
         run_id = (await failed(up, first)).run_id
         disk.full = False
         await up.restart_coordinator()
-        await up.leave("ann")
-        await up.join("ann", first.noise)
+        await up.leave(name)
+        await up.join(name, first.noise)
         await resume(up, run_id)
         await up.until("cleo", LearnerState.RUNNING, 3)
         await up.restart_coordinator()

@@ -19,7 +19,7 @@ from sottovoce.running.simulator import simulate
 from sottovoce.running.transcript import Transcript
 from sottovoce.spec import RunSpec
 from sottovoce_client.running import feeder as feeders
-from sottovoce_client.running.feeder import batches
+from sottovoce_client.running.feeder import batch_of
 from sottovoce_client.running.operate import BY_OPERATOR, Interrupted, Outcome
 from sottovoce_coordinator.clock import RoundClock
 from sottovoce_coordinator.runs import RunBook
@@ -595,16 +595,34 @@ async def test_a_learner_that_is_started_again_goes_on_in_its_run(
     )  # refused where a round has two contents
 
 
+@pytest.mark.parametrize("capture", ["none", "relay"])
+async def test_a_learner_may_come_back_at_another_address(tmp_path: Path, capture: str) -> None:
+    """Its neighbours, those that open streams to it, too, its relays and its feeder find it there."""
+    spec = small_spec(400, NAMES, capture=capture, clock={"mode": "paced", "period_s": 0.01, "deadline_s": PATIENCE_S})
+    async with network(tmp_path, NAMES) as up:
+        running = asyncio.ensure_future(up.run(spec, made_up(spec, records=3)))
+        for name in ("cleo", "dan"):
+            await up.until(name, LearnerState.RUNNING, 20)
+            before = up.addresses[name]
+            await up.leave(name)
+            await up.join(name)
+            assert up.addresses[name] != before
+        outcome = await running
+        assert (outcome.state, outcome.detail) == ("finished", "")
+        assert [status.rounds_done for status in outcome.statuses] == [400] * 4
+        if capture == "relay":
+            assert closed(outcome).transcript(SHAPES, 4).rounds == 400
+
+
 async def test_a_feeder_makes_no_more_than_its_learner_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its neighbours have no records, so it stays in round 0."""
     made = [0]
 
     def counting(*given: Any) -> Any:
-        for batch in batches(*given):
-            made[0] += 1
-            yield batch
+        made[0] += 1
+        return batch_of(*given)
 
-    monkeypatch.setattr(feeders, "batches", counting)
+    monkeypatch.setattr(feeders, "batch_of", counting)
     spec = small_spec(64 * 1_000, NAMES)
     data = made_up(spec, records=1)
     async with network(tmp_path, NAMES) as up:
@@ -622,7 +640,7 @@ async def test_a_feeder_that_comes_back_is_told_at_once_what_is_due(tmp_path: Pa
     """Also after the learner was started again, and while its feeder says nothing more: records are kept before their receipt."""
     spec = small_spec(400, NAMES)
     data = made_up(spec, records=3)
-    sent = list(batches(data.learners[0], "feeder"))
+    sent = [batch_of(data.learners[0], "feeder", k) for k in range(7)]
     async with network(tmp_path, NAMES) as up:
         run_id = (await up.start(spec, data.n_features)).run_id
         await up.feed(run_id, spec, data, but=NAMES[1:])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import grpc
 import numpy as np
@@ -21,20 +21,19 @@ _AHEAD = 64
 _PATIENCE_S, _RETRY_S = 60.0, 0.5
 
 
-def batches(data: LearnerData, source: str, first: int = 0) -> Iterator[learner_pb2.SampleBatch]:
-    """A learner's records as numbered batches of consecutive rounds, from one on, each made when it is asked for."""
-    for sequence in range(first, _many(data)):
-        begin = sequence * _ROUNDS_PER_BATCH
-        end = min(begin + _ROUNDS_PER_BATCH, data.rounds)
-        rows = data.order[data.offsets[begin] : data.offsets[end]]
-        yield learner_pb2.SampleBatch(
-            source=source,
-            sequence=sequence,
-            first_round=begin,
-            counts=np.diff(data.offsets[begin : end + 1]).tolist(),
-            features=to_tensor(data.features[rows]),
-            labels=to_tensor(data.labels[rows]),
-        )
+def batch_of(data: LearnerData, source: str, sequence: int) -> learner_pb2.SampleBatch:
+    """One of a learner's batches, each of consecutive rounds."""
+    first = sequence * _ROUNDS_PER_BATCH
+    last = min(first + _ROUNDS_PER_BATCH, data.rounds)
+    rows = data.order[data.offsets[first] : data.offsets[last]]
+    return learner_pb2.SampleBatch(
+        source=source,
+        sequence=sequence,
+        first_round=first,
+        counts=np.diff(data.offsets[first : last + 1]).tolist(),
+        features=to_tensor(data.features[rows]),
+        labels=to_tensor(data.labels[rows]),
+    )
 
 
 def _many(data: LearnerData) -> int:
@@ -65,11 +64,13 @@ class _Sending:
 
     async def batches(self) -> AsyncIterator[learner_pb2.SampleBatch]:
         """From the first that it has not, on one stream."""
-        for batch in batches(self._data, self._source, self.received):
-            while batch.sequence >= self.received + _AHEAD:
+        due = self.received
+        while due < _many(self._data):
+            while due >= self.received + _AHEAD:
                 self._receipt.clear()
                 await self._receipt.wait()
-            yield batch
+            yield batch_of(self._data, self._source, due)
+            due = max(due + 1, self.received)  # it may have had more already
 
 
 async def feed(address: str, run_id: str, data: LearnerData, source: str = "feeder") -> None:

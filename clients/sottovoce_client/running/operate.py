@@ -150,6 +150,8 @@ class _Running:
         self._watch, self._stop = watch, stop
         self._began = time.monotonic()
         self._progress: list[Progress] = []
+        self._addresses = [each.address for each in started.learners]
+        self._moved = asyncio.Event()  # some learner is elsewhere now
         self._unfed: BaseException | None = None
         self._give_up = asyncio.Event()
 
@@ -164,7 +166,7 @@ class _Running:
         state, detail = _state(last), last.detail
         if last.detail == _UNFED and self._unfed is not None:  # else it ended for another reason, and they with it
             state, detail = "failed", f"records could not be delivered: {first_of(self._unfed)}"
-        predictions = await asyncio.gather(*(self._predict(info.address) for info in self._started.learners))
+        predictions = await asyncio.gather(*map(self._predict, self._addresses))
         location = self._started.capture_location
         return Outcome(
             run_id,
@@ -180,8 +182,24 @@ class _Running:
 
     async def _feed(self) -> None:
         async with asyncio.TaskGroup() as group:
-            for info, data in zip(self._started.learners, self._data.learners, strict=True):
-                group.create_task(feed(info.address, self._started.run_id, data))
+            for index in range(len(self._addresses)):
+                group.create_task(self._feed_one(index))
+
+    async def _feed_one(self, index: int) -> None:
+        """A learner, wherever it is."""
+        while True:
+            address = self._addresses[index]
+            async with Tasks() as tasks:
+                feeding = tasks.start(feed(address, self._started.run_id, self._data.learners[index]))
+                leaving = tasks.start(self._until_gone(index, address))
+                await asyncio.wait([feeding, leaving], return_when=asyncio.FIRST_COMPLETED)
+                if feeding.done():
+                    return feeding.result()
+
+    async def _until_gone(self, index: int, address: str) -> None:
+        """Wait until a learner is at another address."""
+        while self._addresses[index] == address:
+            await self._moved.wait()
 
     def _feeding_over(self, task: asyncio.Task[None]) -> None:
         """Without its records the run cannot go on: stop it, and no other one, and let the feeder's error say why."""
@@ -229,6 +247,11 @@ class _Running:
     def _see(self, view: coordinator_pb2.Run) -> None:
         if view.state == coordinator_pb2.RUN_STATE_CONNECTING:  # the run begins after the last of these
             self._began = time.monotonic()
+        now = [each.address for each in view.learners]
+        if now != self._addresses:
+            self._addresses = now
+            self._moved.set()
+            self._moved = asyncio.Event()
         self._progress.append(self._look(view))
         self._watch(self._progress[-1], _state(view))
 
