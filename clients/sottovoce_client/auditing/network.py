@@ -26,6 +26,7 @@ from sottovoce_client.wording import duration, plural
 from sottovoce_eavesdropper.storage import open_folder
 
 _BAR = 24
+_LET_GO_S, _LOOK_S = 30.0, 0.005
 _MOST_FAILED = 5
 """Runs that fail one after the other until no more are started."""
 
@@ -132,7 +133,7 @@ async def _all_runs(
             done, failed = done + finished, 0 if finished else failed + 1
             if failed == _MOST_FAILED:
                 raise RunFailed(outcome.detail)
-            _forget(folder / "journals")
+            await asyncio.to_thread(_forget, folder / "journals", failed=outcome.state == "failed")
             tell(done)
 
 
@@ -147,13 +148,19 @@ def in_turn(plan: AuditPlan) -> list[int]:
     return [number for _, number in sorted(places)]
 
 
-def _forget(journals: Path) -> None:
-    """Drop what a run that is over left for the next one: nobody's budget, and more to read for every run to come."""
+def _forget(journals: Path, *, failed: bool) -> None:
+    """Drop what a run that is over left for the next one: nobody's budget, and more to read for every run to come.
+
+    The last thing that learners do in it is to delete its logs, unless it failed.
+    """
+    until = time.monotonic() + _LET_GO_S
+    while not failed and any(journals.glob("*@*")) and time.monotonic() < until:
+        time.sleep(_LOOK_S)
     for path in list(journals.glob("*")):
         if path.is_dir():
-            shutil.rmtree(path)
+            shutil.rmtree(path, ignore_errors=True)
         elif path.suffix != ".lock":
-            path.unlink()
+            path.unlink(missing_ok=True)
 
 
 def _telling(plan: AuditPlan, say: Say, count: Callable[[int], None]) -> Callable[[int], None]:
