@@ -34,7 +34,9 @@ class Member:
     origin: Origin
     run_id: str = ""  # it would go on with, and was granted so much of it
     granted: int = 0
-    directives: asyncio.Queue[coordinator_pb2.Directive] = field(default_factory=asyncio.Queue)
+    directives: asyncio.Queue[coordinator_pb2.Directive | None] = field(
+        default_factory=asyncio.Queue
+    )  # None: the last one
     displaced: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -135,6 +137,11 @@ class Members:
                 for directive in own:
                     self._here[name].tell(run_id, directive)
 
+    def dismiss(self) -> None:
+        """Tell all of them what is on its way, and nothing more."""
+        for member in self._here.values():
+            member.directives.put_nowait(None)
+
     async def until_here(self, names: Sequence[str], seconds: float) -> None:
         """Wait for learners.
 
@@ -191,9 +198,14 @@ async def _next(events: AsyncIterator[coordinator_pb2.Event], what: str) -> coor
 
 
 async def told(member: Member, context: Context) -> None:
-    """Send a learner what it is to do, as it comes."""
-    while True:
-        await context.write(await member.directives.get())
+    """Send a learner what it is to do, as it comes.
+
+    Raises:
+        Unavailable: that was all, for the coordinator ends.
+    """
+    while (directive := await member.directives.get()) is not None:
+        await context.write(directive)
+    raise Unavailable("the coordinator was told to end")
 
 
 async def displacement(member: Member) -> None:

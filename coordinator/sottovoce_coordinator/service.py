@@ -10,7 +10,7 @@ from pathlib import Path
 
 import structlog
 
-from sottovoce.errors import StrangerError
+from sottovoce.errors import StrangerError, Unavailable
 from sottovoce_coordinator.captures import Captures
 from sottovoce_coordinator.conducting import Conductor
 from sottovoce_coordinator.courses import Course, Courses
@@ -63,6 +63,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         self._conductor = Conductor(self._store, self._members, self._captures, self._tasks)
         parts = self._store, self._members, self._courses, self._captures, self._conductor
         self._starter = Starter(*parts, imports=config.allow_imports)
+        self._ending = False
         self.service: Service | None = None
 
     async def start(self) -> str:
@@ -94,7 +95,8 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         else:
             for course in self._courses.under_way:
                 self._conductor.end(course, RunState.STOPPED, "the coordinator was told to stop")
-        await asyncio.sleep(0)  # the streams take up the stop that was queued for them
+        self._members.dismiss()
+        self._ending = True
         await self._tasks.end()
         if self.service is not None:
             await self.service.stop()
@@ -200,6 +202,8 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         async with answering(context):
             run = self._courses.the(request.run_id)
             while isinstance(run, Course) and not run.book.ended:
+                if self._ending:
+                    raise Unavailable("the coordinator was told to end")
                 yield run.view()
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(run.over.wait(), WATCH_S)
