@@ -16,13 +16,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sottovoce.errors import DataError
-from sottovoce_learner.bodies import Snapshot
+from sottovoce_learner.bodies import Grant, Snapshot
 from sottovoce_learner.entries import START, Entry, Kind, encode, walk
 
 Durability = Literal["process", "power"]
 
 _MAGIC, FORMAT = b"sotto.l\0", 1
 PAGE = 4096
+_PIECE = 64 * 1024 * 1024
+"""Bytes of a snapshot that are written at a time."""
 AHEAD, SEGMENT = 256 * 1024, 64 * 1024 * 1024
 """Bytes allocated at a time, and those of a segment, unless one entry is longer."""
 
@@ -215,6 +217,30 @@ def read_log(folder: Path) -> Reading:
         path, end = segment, found[-1].end if found else PAGE
         due, chain = due + len(found), found[-1].chain if found else chain
     return Reading(about, first, base, tuple(entries), tuple(chains), path, end)
+
+
+def write_snapshot(folder: Path, covers: int, chain: bytes, reserved: Grant, raw: bytes) -> Snapshot:
+    """A snapshot's file, whole or not at all.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    snapshot = Snapshot(covers, chain, hashlib.sha256(raw).digest(), len(raw), reserved)
+    draft = folder / f"{snapshot.name}.draft"
+    file = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        for at in range(0, len(raw), _PIECE):
+            if os.pwrite(file, piece := raw[at : at + _PIECE], at) != len(piece):
+                raise OSError(28, os.strerror(28))
+        os.fsync(file)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(file)
+    draft.replace(folder / snapshot.name)
+    sync_folder(folder)
+    return snapshot
 
 
 def host() -> bytes:

@@ -20,7 +20,7 @@ import numpy as np
 from sottovoce.errors import DataError
 
 _MAGIC, FORMAT = b"sotto.s\0", 1
-_HEAD = struct.Struct("<8sII")
+_HEAD, _FLOAT = struct.Struct("<8sII"), struct.Struct("<d")
 _ALIGNED = 64
 
 
@@ -42,17 +42,17 @@ class Packed(Protocol):
         ...
 
 
-def pack(value: Any, taken: Mapping[str, object]) -> bytes:
+def pack(value: Any, named: Mapping[str, object]) -> bytes:
     """A value as bytes.
 
     Args:
         value: the value.
-        taken: what is written as a name, by its name.
+        named: what is written as a name, by its name.
 
     Raises:
         Unpackable: some part of it is of a type that is not known here.
     """
-    writing = _Writing(taken)
+    writing = _Writing(named)
     tree = writing.node(value)
     head = json.dumps({"tree": tree, "sizes": [len(raw) for raw in writing.arrays]}, separators=(",", ":")).encode()
     parts = [_HEAD.pack(_MAGIC, FORMAT, len(head)), head]
@@ -62,7 +62,7 @@ def pack(value: Any, taken: Mapping[str, object]) -> bytes:
     return b"".join(parts)
 
 
-def unpack(raw: bytes, taken: Mapping[str, object]) -> Any:
+def unpack(raw: bytes, named: Mapping[str, object]) -> Any:
     """`pack` backwards.
 
     Raises:
@@ -79,14 +79,14 @@ def unpack(raw: bytes, taken: Mapping[str, object]) -> Any:
     for size in head["sizes"]:
         starts.append(starts[-1] + size + -size % _ALIGNED)
     arrays = [raw[a:b] for a, b in pairwise(starts)]
-    return _Reading(taken, arrays).value(head["tree"])
+    return _Reading(named, arrays).value(head["tree"])
 
 
 class _Writing:
     """A tree on its way to JSON; its arrays are kept aside."""
 
-    def __init__(self, taken: Mapping[str, object]) -> None:
-        self._names = {id(each): name for name, each in taken.items()}
+    def __init__(self, named: Mapping[str, object]) -> None:
+        self._names = {id(each): name for name, each in named.items()}
         self.arrays: list[bytes] = []
 
     def node(self, value: Any) -> Any:
@@ -96,7 +96,7 @@ class _Writing:
         if id(value) in self._names:
             return {"=": self._names[id(value)]}
         if type(value) is float:
-            return {"f": value.hex()}
+            return {"f": _FLOAT.pack(value).hex()}  # of one length, whatever it is
         if type(value) is bytes:
             return {"b": self._kept(value)}
         if isinstance(value, np.ndarray | np.generic):
@@ -131,8 +131,8 @@ class _Writing:
 class _Reading:
     """A tree on its way back."""
 
-    def __init__(self, taken: Mapping[str, object], arrays: Sequence[bytes]) -> None:
-        self._taken, self._arrays = taken, arrays
+    def __init__(self, named: Mapping[str, object], arrays: Sequence[bytes]) -> None:
+        self._named, self._arrays = named, arrays
 
     def value(self, node: Any) -> Any:
         """One value."""
@@ -140,9 +140,9 @@ class _Reading:
             return node
         match next(iter(node)):
             case "=":
-                return self._taken[node["="]]
+                return self._named[node["="]]
             case "f":
-                return float.fromhex(node["f"])
+                return _FLOAT.unpack(bytes.fromhex(node["f"]))[0]
             case "b":
                 return self._raw(node["b"])
             case "a":

@@ -16,7 +16,7 @@ from sottovoce_learner.entries import Entry, Kind
 from sottovoce_learner.ledger_line import LedgerLine
 from sottovoce_learner.log import Reading, host, sync_folder
 from sottovoce_learner.mark import Mark, MarkFile
-from sottovoce_learner.snapshots import read_image
+from sottovoce_learner.snapshots import named, read_image
 from sottovoce_learner.standing import REPAIRED, Files, Standing, look, most_spent, stand
 from sottovoce_learner.store import claim
 
@@ -65,7 +65,7 @@ def _require_charges(line: LedgerLine, log: Reading, *, imports: bool) -> None:
     except SpecError:  # of an algorithm that is not installed here, or may not be imported
         return
     accountant = run.algorithm.accountant(line.index)
-    image, spent = read_image(log, {"loss": run.loss, "algorithm": run.algorithm}), 0.0
+    image, spent = read_image(log, named(run)), 0.0
     if image is not None:
         for records in array("I", image.counts):
             spent += accountant.next_loss()

@@ -151,6 +151,8 @@ class Learner:
             held = claim(folder, self.config.name)
             try:
                 self._identity = Identity.of(folder, self.config.name)
+                with contextlib.suppress(DataError):  # a damaged folder is told to whoever starts a run
+                    await asyncio.to_thread(end_run, folder, self.config.name)  # what a death has left of it
                 self.service = await start_server(self.config.listen, self._add, [NAME])
             except BaseException:
                 held.close()

@@ -33,17 +33,16 @@ from sottovoce.noise import Noise
 from sottovoce.running.assembly import KEPT, Recent
 from sottovoce.running.run import build_run
 from sottovoce.spec import RunSpec
-from sottovoce_learner.bodies import Said, Snapshot
+from sottovoce_learner.bodies import Said
 from sottovoce_learner.books import Books
 from sottovoce_learner.inbox import Inbox
 from sottovoce_learner.intake import Intake
 from sottovoce_learner.ledger import Ledger
 from sottovoce_learner.ledger_line import LedgerLine
 from sottovoce_learner.links import Link
-from sottovoce_learner.packing import Unpackable, pack
 from sottovoce_learner.plan import Plan
 from sottovoce_learner.recovery import Recovery
-from sottovoce_learner.snapshots import Image, read_image
+from sottovoce_learner.snapshots import Image, Snapshots, named, read_image
 from sottovoce_learner.standing import said
 from sottovoce_learner.store import RunLog, Store, Terms
 from sottovoce_learner.waiting import Wait, waiting
@@ -143,10 +142,8 @@ class Session:
         # Elsewhere a neighbour goes as far as the clock lets it: at most a window beyond the slowest learner.
         ahead = 2 if self._plan.lockstep else min(spec.clock.window, spec.rounds)
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=max(ahead, 2))
-        # What is no data in the algorithm's state, and is there again when the run is.
-        self._taken = {"loss": self.loss, "algorithm": self.algorithm}
-        self._image: tuple[Image, Callable[[bytes], Snapshot]] | None = None
-        self._to_keep, self._packable = asyncio.Event(), True
+        self._named = named(run)
+        self._snapshots = Snapshots(self._name, self._log, self._named)
         self._wait_is: Wait | None = None
         self._waker: asyncio.Future[None] | None = None
         self._alone = False
@@ -208,7 +205,7 @@ class Session:
             self._kept,
         )
         try:
-            if (image := read_image(reading, self._taken)) is not None:
+            if (image := read_image(reading, self._named)) is not None:
                 self._correct, self._seen = image.judged
                 recovery.restore(image)
             for entry in reading.uncovered:
@@ -223,48 +220,10 @@ class Session:
                 self.links[j].say(t, frame)
         self._log.reading = None
 
-    def _due(self) -> bool:
-        """Should a snapshot be made?"""
-        return self._packable and self._image is None and self._log.due
-
-    def _begin_snapshot(self) -> None:
-        """Right after a round was said: hold on to what the learner is now. Its values never change, so it may go on at once."""
-        taken = self.intake.taken()
-        image = Image(
-            self._state,
-            self._books.spent,
-            self._books.counts.tobytes(),
-            taken,
-            tuple(self._kept),
-            (self._correct, self._seen),
-        )
-        try:
-            self._image = image, self._log.turn()
-        except OSError as error:
-            log.warning("no snapshot", learner=self._name, reason=error.strerror)
-            return
-        self._to_keep.set()
-
-    async def _keep_snapshots(self) -> None:
-        """Write what is held on to, in a thread, then let the log forget what was before; without it, the log stays longer."""
-        while True:
-            await self._to_keep.wait()
-            self._to_keep.clear()
-            await self._keep_snapshot()
-
-    async def _keep_snapshot(self) -> None:
-        if self._image is None:
-            return
-        image, write = self._image
-        try:
-            self._log.covered(await asyncio.to_thread(lambda: write(pack(image, self._taken))))
-        except Unpackable as error:
-            self._packable = False
-            log.warning("no snapshots: the log stays whole", learner=self._name, reason=str(error))
-        except OSError as error:
-            log.warning("no snapshot", learner=self._name, reason=error.strerror)
-        finally:
-            self._image = None
+    def _image(self) -> Image:
+        """What it is now, right after a round was said."""
+        books, judged = self._books, (self._correct, self._seen)
+        return Image(self._state, books.spent, books.counts.tobytes(), self.intake.taken(), tuple(self._kept), judged)
 
     # ---- what the coordinator and the neighbours bring ----------------------------------------------------
 
@@ -393,7 +352,7 @@ class Session:
     async def run(self) -> None:
         """All rounds, to whatever end; the status says which."""
         try:
-            async with beside(self._watch(), self._keep_snapshots()):
+            async with beside(self._watch(), self._snapshots.run()):
                 await self._all_rounds()
         except asyncio.CancelledError:
             self._become(LearnerState.STOPPED)
@@ -461,8 +420,8 @@ class Session:
             self.links[j].say(t, frame)
         if self._mirror is not None:
             self._mirror(frame, list(part.told))
-        if self._due():
-            self._begin_snapshot()
+        if self._snapshots.due:
+            self._snapshots.begin(self._image())
 
     async def _learn(self, t: int) -> None:
         """Take in the round's records, and what was heard in it."""

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from sottovoce.errors import DataError
-from sottovoce_learner.bodies import Grant, Snapshot
-from sottovoce_learner.intake import Taken
-from sottovoce_learner.log import Reading, sync_folder
-from sottovoce_learner.packing import unpack
+import structlog
 
-_PIECE = 64 * 1024 * 1024
-"""Bytes that are written at a time."""
+from sottovoce.errors import DataError
+from sottovoce.running.run import Run
+from sottovoce_learner.bodies import Snapshot
+from sottovoce_learner.intake import Taken
+from sottovoce_learner.log import Reading
+from sottovoce_learner.packing import Unpackable, pack, unpack
+from sottovoce_learner.store import RunLog
+from sottovoce_rpc.logs import failure
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,43 +42,93 @@ class Image:
     judged: tuple[int, int]
 
 
-def read_image(log: Reading, taken: Mapping[str, object]) -> Image | None:
+def named(run: Run) -> dict[str, object]:
+    """What is no data in an algorithm's state, and is there again when the run is."""
+    return {"loss": run.loss, "algorithm": run.algorithm}
+
+
+def read_image(log: Reading, names: Mapping[str, object]) -> Image | None:
     """What a log goes on from; None: from the start.
 
     Args:
         log: what is left of it.
-        taken: as for `unpack`.
+        names: as for `unpack`.
 
     Raises:
         DataError: another version wrote it.
     """
     if log.snapshot is None:
         return None
-    image = unpack((log.folder / log.snapshot.name).read_bytes(), taken)
+    image = unpack((log.folder / log.snapshot.name).read_bytes(), names)
     if not isinstance(image, Image):
         raise DataError(f"a snapshot must hold an image of a learner, got {type(image).__name__}")
     return image
 
 
-def write_snapshot(folder: Path, covers: int, chain: bytes, reserved: Grant, raw: bytes) -> Snapshot:
-    """A snapshot's file, whole or not at all.
+class Snapshots:
+    """Takes a learner's snapshots, while its rounds go on.
 
-    Raises:
-        OSError: it could not be written.
+    Args:
+        learner: its name.
+        run_log: the log that they shorten.
+        names: as for `pack`.
     """
-    snapshot = Snapshot(covers, chain, hashlib.sha256(raw).digest(), len(raw), reserved)
-    draft = folder / f"{snapshot.name}.draft"
-    file = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    try:
-        for at in range(0, len(raw), _PIECE):
-            if os.pwrite(file, piece := raw[at : at + _PIECE], at) != len(piece):
-                raise OSError(28, os.strerror(28))
-        os.fsync(file)
-    except OSError:
-        draft.unlink(missing_ok=True)
-        raise
-    finally:
-        os.close(file)
-    draft.replace(folder / snapshot.name)
-    sync_folder(folder)
-    return snapshot
+
+    def __init__(self, learner: str, run_log: RunLog, names: Mapping[str, object]) -> None:
+        self._learner, self._log, self._names = learner, run_log, names
+        self._begun: tuple[Image, Callable[[bytes], Snapshot]] | None = None
+        self._wanted, self._possible = asyncio.Event(), True
+
+    @property
+    def due(self) -> bool:
+        """Should one be taken?"""
+        return self._possible and self._begun is None and self._log.due
+
+    def begin(self, image: Image) -> None:
+        """Hold on to what the learner is, right after a round was said: its values never change, so it may go on at once."""
+        try:
+            self._begun = image, self._log.turn()
+        except OSError as error:
+            log.warning("no snapshot", learner=self._learner, reason=error.strerror)
+            return
+        self._wanted.set()
+
+    async def run(self) -> None:
+        """Finish those that were begun, for ever."""
+        while True:
+            await self._wanted.wait()
+            self._wanted.clear()
+            await self.finish()
+
+    async def finish(self) -> None:
+        """Write what is held on to, then let the log forget what was before. Where that fails, the log stays longer."""
+        if self._begun is None:
+            return
+        image, write = self._begun
+        try:
+            self._log.covered(await asyncio.to_thread(lambda: write(self._packed(image))))
+        except Unpackable as error:
+            self._possible = False
+            log.warning("no snapshots: the log stays whole", learner=self._learner, reason=str(error))
+        except OSError as error:
+            log.warning("no snapshot", learner=self._learner, reason=error.strerror)
+        except Exception as error:  # noqa: BLE001 - of a state of somebody's own, or for want of memory: no reason to end the run
+            self._possible = False
+            log.error("no snapshots: the log stays whole", learner=self._learner, **failure(error))
+        finally:
+            self._begun = None
+
+    def _packed(self, image: Image) -> bytes:
+        """In a thread: its bytes, of which the same image can be made. What it stands in place of is then deleted.
+
+        Raises:
+            Unpackable: it cannot.
+        """
+        raw = pack(image, self._names)
+        try:
+            again = pack(unpack(raw, self._names), self._names)
+        except DataError as error:
+            raise Unpackable(str(error)) from None
+        if again != raw:
+            raise Unpackable("a state must be what its fields say, and this one comes back as another")
+        return raw

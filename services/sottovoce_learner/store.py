@@ -21,9 +21,8 @@ from sottovoce_learner import lines as ledger_lines
 from sottovoce_learner.bodies import Grant, Said, Snapshot
 from sottovoce_learner.entries import Kind
 from sottovoce_learner.ledger_line import LedgerLine
-from sottovoce_learner.log import About, Durability, Log, Reading, hashed, host, sync_folder
+from sottovoce_learner.log import About, Durability, Log, Reading, hashed, host, sync_folder, write_snapshot
 from sottovoce_learner.mark import NO_RUN, Mark, MarkFile
-from sottovoce_learner.snapshots import write_snapshot
 from sottovoce_learner.standing import CLOSED, OPENED, Files, Standing, said, stand
 
 SNAPSHOT_AFTER = 4 * 1024 * 1024
@@ -336,18 +335,19 @@ def _require_same(found: LedgerLine, line: LedgerLine, path: Path) -> None:
         )
 
 
-def end_run(folder: Path, learner: str, run_id: str) -> None:
+def end_run(folder: Path, learner: str, run_id: str = "") -> None:
     """A run is over for all who were in it: its log is deleted, the ledger keeps what it has cost. Only for who has the claim.
 
     Args:
         folder: the state folder.
         learner: its name.
-        run_id: the run; nothing is done where another one is open.
+        run_id: the run; nothing is done where another one is open. Empty: one that was over, and whose log a death has left.
 
     Raises:
         DataError: as `Store`.
         OSError: it could not be written or deleted.
     """
-    standing = stand(Files(folder, learner))
-    if standing is not None and standing.opened is not None and standing.opened.run_id == run_id:
+    files = Files(folder, learner)
+    standing = stand(files)
+    if standing is not None and files.logs() and (standing.opened is None or standing.opened.run_id == run_id):
         Store(folder, learner).end()

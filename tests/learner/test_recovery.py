@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
@@ -18,8 +19,9 @@ from sottovoce.noise import KeyedNoise, Noise, SystemNoise
 from sottovoce.spec import RunSpec, parse_spec
 from sottovoce_learner.ledger import Ledger
 from sottovoce_learner.links import Link
+from sottovoce_learner.repair import moved
 from sottovoce_learner.session import Role, Session
-from sottovoce_learner.store import RunLog
+from sottovoce_learner.store import RunLog, end_run
 from sottovoce_rpc.codec import to_tensor
 from sottovoce_wire.v1 import learner_pb2
 
@@ -93,7 +95,7 @@ class Crew:
             await self._learned(one, k)
         if one._said == t:
             await one._say(t)
-        await one._keep_snapshot()
+        await one._snapshots.finish()
         for link in one.links.values():
             for k, frame in link._frames:
                 self.left.setdefault((one.role.index, k), set()).add(frame)
@@ -205,6 +207,53 @@ async def test_it_goes_on_wherever_it_died(
         assert one.status.rounds_done == ROUNDS and one.status.prequential_accuracy is not None
         crew.born(0)
         assert crew.kept(0).count("snapshot") <= snapshots and "draft" not in crew.kept(0)
+
+
+async def test_the_log_of_a_run_that_is_over_goes_wherever_its_learner_dies(tmp_path: Path) -> None:
+    """Before every change of a file; what the run has cost stays, and the next start deletes what is left of it."""
+    whole, deaths, at = tmp_path / "whole", 0, 0
+    crew = Crew(whole, spec_of(), keyed=False)
+    await crew.live(range(4))
+    for one in crew.learners:
+        one._log.close()
+    spent = Ledger(whole / "0").spent("learner-0")
+    while True:
+        at += 1
+        folder = tmp_path / str(at)
+        shutil.copytree(whole / "0", folder)
+        moved(folder, "learner-0")
+        with pytest.MonkeyPatch.context() as patch:
+            dying(patch, folder, at)
+            try:
+                end_run(folder, "learner-0", "run-1")
+                break
+            except Died:
+                deaths += 1
+        end_run(folder, "learner-0")
+        was_open = any(folder.glob("*@*"))
+        end_run(folder, "learner-0", "run-1")  # as its coordinator tells it when it comes back in the run
+        assert not any(folder.glob("*@*"))
+        assert was_open == (at == 1)
+        assert Ledger(folder).spent("learner-0") == spent > 0
+    assert deaths >= 3
+
+
+async def test_a_state_that_does_not_come_back_keeps_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A snapshot from which the same learner cannot be made is none, and ends no run."""
+    monkeypatch.setattr(RunLog, "due", True)
+    for k, wrong in enumerate((DataError("another class"), MemoryError(), None)):
+
+        def other(raw: bytes, names: Any, wrong: Any = wrong) -> Any:
+            if wrong is not None:
+                raise wrong
+            return "something else"
+
+        with monkeypatch.context() as patch:
+            patch.setattr("sottovoce_learner.snapshots.unpack", other)
+            crew = Crew(tmp_path / str(k), spec_of(), keyed=False)
+            await crew.live(range(ROUNDS))
+        assert set(crew.kept(0)) == {"log"}
+        assert crew.born(0).status.rounds_done == ROUNDS
 
 
 async def test_a_learner_that_had_finished_has_its_model_and_what_neighbours_lack(tmp_path: Path) -> None:

@@ -58,9 +58,9 @@ class Cut:
         monkeypatch.setattr(Eavesdropper, "Mirror", mirror)
 
 
-async def run_with_a_cut(folder: Path, cut: Cut, *, off: bool) -> tuple[Outcome, Capture]:
+async def run_with_a_cut(folder: Path, cut: Cut, *, off: bool, spec: RunSpec | None = None) -> tuple[Outcome, Capture]:
     """Cut from about round 30 on, to about round 120 or the end."""
-    spec = spec_of()
+    spec = spec or spec_of()
     async with network(folder, NAMES) as up:
         running = asyncio.ensure_future(up.run(spec, made_up(spec)))
         await up.until("ann", LearnerState.RUNNING, 30)
@@ -68,7 +68,6 @@ async def run_with_a_cut(folder: Path, cut: Cut, *, off: bool) -> tuple[Outcome,
         await up.until("ann", LearnerState.RUNNING, 120)
         cut.on = not off
         outcome = await running
-    assert outcome.state == "finished"
     return outcome, open_capture(outcome.capture or "")
 
 
@@ -86,6 +85,7 @@ async def test_a_mirror_that_was_cut_off_comes_back_and_nothing_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outcome, capture = await run_with_a_cut(tmp_path, Cut(monkeypatch), off=True)
+    assert outcome.state == "finished"
     assert capture.complete and capture.facts["gaps"] == [] and gaps_in(outcome) == ()
     assert heard(capture) == [set(range(ROUNDS))] * 3
     assert capture.transcript(SHAPES, 3).rounds == ROUNDS
@@ -102,6 +102,7 @@ async def test_what_a_mirror_could_not_keep_is_a_gap_that_the_capture_names(
     named: list[set[int]] = [set(), set(), set()]
     for gap in capture.facts["gaps"]:
         named[gap["sender"]] |= set(range(gap["from"], gap["to"]))
+    assert outcome.state == "finished"
     assert not capture.complete and all(named)
     assert named == [set(range(ROUNDS)) - rounds for rounds in heard(capture)]
     assert gaps_in(outcome)[0].startswith("learner 0, rounds ")
@@ -112,7 +113,7 @@ async def test_a_mirror_that_does_not_come_back_leaves_a_gap_to_the_end(
 ) -> None:
     monkeypatch.setattr(mirrors, "LAST_S", 0.5)
     outcome, capture = await run_with_a_cut(tmp_path, Cut(monkeypatch), off=False)
-    assert not capture.complete
+    assert outcome.state == "finished" and not capture.complete
     assert [(gap["sender"], gap["to"]) for gap in capture.facts["gaps"]] == [(i, None) for i in range(3)]
     assert [gap["from"] for gap in capture.facts["gaps"]] == [len(rounds) for rounds in heard(capture)]
     assert all(text.endswith("to the end") for text in gaps_in(outcome))
@@ -251,14 +252,8 @@ async def test_a_run_whose_capture_must_be_whole_fails_at_a_gap(
     monkeypatch.setattr(mirrors, "FLUSH_S", 0.02)
     monkeypatch.setattr(mirrors, "LAST_S", 0.5)
     monkeypatch.setattr(captures, "_KEPT_S", 0.02 if off else 1_000.0)
-    cut, spec = Cut(monkeypatch), spec_of().model_copy(update={"capture_gap": "fail"})
-    async with network(tmp_path, NAMES) as up:
-        running = asyncio.ensure_future(up.run(spec, made_up(spec)))
-        await up.until("ann", LearnerState.RUNNING, 30)
-        cut.on = True
-        await up.until("ann", LearnerState.RUNNING, 120)
-        cut.on = not off
-        outcome = await running
+    spec = spec_of().model_copy(update={"capture_gap": "fail"})
+    outcome, _ = await run_with_a_cut(tmp_path, Cut(monkeypatch), off=off, spec=spec)
     told = outcome.detail if off else outcome.capture_error
     assert outcome.state == ("failed" if off else "finished")
     assert told.startswith("the capture must be whole (capture_gap: fail), and ")
