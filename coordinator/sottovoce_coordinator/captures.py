@@ -64,7 +64,7 @@ class Captures:
             spec=spec_to_wire(book.run.spec),
             routes=_to_wire(edges),
             n_features=request.n_features,
-            fields=to_fields(book.run.algorithm.field_shapes()),
+            fields=to_fields(book.run.field_shapes),
             world=request.world if request.HasField("world") else None,
             replica=request.replica if request.HasField("replica") else None,
         )

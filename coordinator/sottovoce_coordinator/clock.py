@@ -21,6 +21,7 @@ class RoundClock:
 
     def __init__(self, spec: ClockSpec, rounds: int, learners: int) -> None:
         self._mode, self._window, self._rounds = spec.mode, spec.window, rounds
+        self._free = spec.mode in ("free", "async")
         self._done = [0] * learners
         self._ready = [0] * learners
         self.granted = 0
@@ -28,14 +29,14 @@ class RoundClock:
 
     def start(self) -> int:
         """All learners are connected: the first grant."""
-        return self._grant(self._window if self._mode == "free" else self.granted)
+        return self._grant(self._window if self._free else self.granted)
 
     def progress(self, learner: int, rounds_done: int, rounds_with_data: int) -> int:
         """A learner has told how far it is; returns what is granted now."""
         self._done[learner] = max(self._done[learner], rounds_done)
         self._ready[learner] = max(self._ready[learner], rounds_with_data)
         # At half a window already: the next grant has to arrive before the last one is used up.
-        if self._mode == "free" and 2 * (self.granted - min(self._done)) <= self._window:
+        if self._free and 2 * (self.granted - min(self._done)) <= self._window:
             return self._grant(min(self._done) + self._window)
         if self._mode == "data":
             return self._grant(min(min(self._ready), min(self._done) + self._window))

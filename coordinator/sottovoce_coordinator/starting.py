@@ -177,7 +177,7 @@ def _built(spec: RunSpec, n_features: int) -> Run:
         SpecError: they cannot, or as `build_run`.
     """
     run = build_run(spec, n_features)
-    check_size(run.algorithm.field_shapes())
+    check_size(run.field_shapes)
     if (edges := len(run.network.edges)) > MOST_EDGES:
         raise SpecError(f"a coordinator serves at most {MOST_EDGES} edges, got {edges}: take fewer, or simulate them")
     return run

@@ -30,6 +30,7 @@ _LearnerName = Annotated[str, Field(pattern=LEARNER_NAME)]
 _SHORTEST_PERIOD_S = 0.002
 """Of a paced clock: a shorter one keeps a coordinator busy with nothing else."""
 USUAL_PATIENCE_S = 4 * 3600.0
+USUAL_LATE_S = 1.0
 MOST_LEARNERS = 4096
 """The weights of a network are a matrix of learners by learners, and there are several of them."""
 
@@ -44,16 +45,30 @@ class PrivacySpec(Section):
 class ClockSpec(Section):
     """The round clock: grants of windows of rounds, not barriers."""
 
-    mode: Literal["free", "paced", "data"] = "free"
-    """free: as fast as data and neighbours allow. paced: one round a period. data: when every learner has its batch."""
+    mode: Literal["free", "paced", "data", "async"] = "free"
+    """free: as fast as data and neighbours allow. paced: one round a period. data: when every learner has its batch. async: as
+    free, and nobody waits for a neighbour: the newest message is used."""
     window: Count = 100
-    """Rounds granted at a time (free mode)."""
+    """Rounds granted at a time; nobody gets further ahead of the slowest learner."""
     period_s: Annotated[float, Field(ge=_SHORTEST_PERIOD_S, allow_inf_nan=False)] | None = None
     """Seconds per round (paced mode)."""
     deadline_s: Positive = 60.0
     """How long a run waits for a learner that is away or silent, for records or for a grant before it fails."""
     patience_s: Positive | None = None
     """How long learners wait for a coordinator that is away and keeps its runs (`--state`); None: four hours."""
+
+    late: Literal["wait", "hold"] | None = None  # None, as for wait: what earlier versions wrote stays the same plan
+    """A neighbour's message is not there. wait: the round waits for it. hold: after `late_s` the newest message of that neighbour
+    is used again."""
+    late_s: Positive | None = None
+    """Seconds after which a neighbour is late, where `late` is hold; None: one."""
+
+    @property
+    def hold_s(self) -> float | None:
+        """Seconds that a round waits for a neighbour before it uses the newest message of it; None: it waits."""
+        if self.mode == "async":
+            return 0.0
+        return (USUAL_LATE_S if self.late_s is None else self.late_s) if self.late == "hold" else None
 
     @property
     def patience(self) -> float:
@@ -64,6 +79,16 @@ class ClockSpec(Section):
     def _period_when_paced(self) -> ClockSpec:
         if (self.mode == "paced") != (self.period_s is not None):
             raise ValueError("period_s must be given in paced mode, and only there")
+        return self
+
+    @model_validator(mode="after")
+    def _one_policy(self) -> ClockSpec:
+        if self.mode == "async" and (self.late is not None or self.late_s is not None):
+            raise ValueError("late and late_s must be left out in async mode, where nobody waits for a neighbour")
+        if self.late_s is not None and self.late != "hold":
+            raise ValueError("late_s must be given with late: hold, and only there")
+        if self.hold_s is not None and self.hold_s >= self.deadline_s:
+            raise ValueError(f"late_s must be below deadline_s, got {self.hold_s:g} and {self.deadline_s:g}")
         return self
 
 

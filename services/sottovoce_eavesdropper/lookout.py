@@ -113,7 +113,7 @@ class Lookout:
             self.not_checked = f"the lattice and gaps between rounds: {error}"
             expected = Expected(self._codec.length)
         else:
-            self._codec = RoundCodec(run.algorithm.field_shapes())  # the same, unless the coordinator errs
+            self._codec = RoundCodec(run.field_shapes)  # the same, unless the coordinator errs
             expected = _expected_of(run)
         self._noticing = Noticing(expected)
         return self._noticing
@@ -170,7 +170,8 @@ def _expected_of(run: Run) -> Expected:
     def due(sender: int, receiver: int, t: int) -> int | None:
         return first_heard(run.network, spec.rounds, sender, receiver, t)
 
-    return Expected(RoundCodec(algorithm.field_shapes()).length, due, lattice)
+    # One that is cut off from a neighbour goes on without it, and may have forgotten by then what it said.
+    return Expected(RoundCodec(run.field_shapes).length, None if run.late else due, lattice)
 
 
 def first_heard(network: Network, rounds: int, sender: int, receiver: int, t: int) -> int | None:

@@ -3,17 +3,22 @@
 The rules. A neighbour says each round in which we hear it once, in order. It may be so many rounds ahead of us, never more:
 one where it needs our message of every round to go on, else what the round clock grants beyond the slowest learner.
 Whatever else comes is its error, and changes nothing here.
+
+Where rounds go on without a neighbour that is late, what it says of rounds that are over comes later, and it may leave some
+out: it has forgotten what it said long ago, if its channel was broken for so long.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
+from typing import Generic, TypeVar
 
-from sottovoce.algorithms.interface import Message
 from sottovoce.errors import RemoteProtocolError, StrangerError
 
+V = TypeVar("V")
 
-class Inbox:
+
+class Inbox(Generic[V]):
     """Messages of the current round and the next ones.
 
     Args:
@@ -21,6 +26,7 @@ class Inbox:
         heard: round to those whose messages it needs, some of `neighbours`.
         ahead: rounds, the current one included, whose messages may come.
         first_round: the round to begin with.
+        late: rounds may go on without who is late.
     """
 
     def __init__(
@@ -29,10 +35,13 @@ class Inbox:
         heard: Callable[[int], Collection[int]],
         ahead: int = 2,
         first_round: int = 0,
+        *,
+        late: bool = False,
     ) -> None:
-        self.round, self._heard_in, self._ahead = first_round, heard, ahead
-        self._next = dict.fromkeys(neighbours, first_round)
-        self._heard: dict[int, dict[int, Message]] = {}
+        self.round, self._heard_in, self._ahead, self._late = first_round, heard, ahead, late
+        self._next = dict.fromkeys(neighbours, 0 if late else first_round)
+        self._heard: dict[int, dict[int, V]] = {}
+        self._last: dict[int, V] = {}
         self._needed = len(heard(first_round))
 
     def next_round(self, neighbour: int) -> int:
@@ -43,13 +52,16 @@ class Inbox:
         """
         if neighbour not in self._next:
             raise StrangerError(f"learner {neighbour} is not a neighbour")
-        due, beyond = max(self._next[neighbour], self.round), self.round + self._ahead
+        due, beyond = self._next[neighbour], self.round + self._ahead
+        if self._late:
+            return due
+        due = max(due, self.round)
         while due < beyond and neighbour not in self._heard_in(due):
             due += 1
         return due
 
-    def put(self, neighbour: int, t: int, sender: int, message: Message) -> bool:
-        """Take a message in; True when the current round is now complete.
+    def put(self, neighbour: int, t: int, sender: int, content: V) -> bool:
+        """Take what a message says in; True when the current round is now complete.
 
         Raises:
             RemoteProtocolError: sent in somebody else's name, or out of turn.
@@ -57,12 +69,15 @@ class Inbox:
         due = self.next_round(neighbour)
         if sender != neighbour:
             raise RemoteProtocolError(f"learner {neighbour} sent a message in the name of learner {sender}")
-        if t != due or t >= self.round + self._ahead:
+        if t < due or (t > due and not self._late) or t >= self.round + self._ahead:
             raise RemoteProtocolError(
                 f"learner {neighbour} must say round {due} next, got round {t} (we are in round {self.round})"
             )
         self._next[neighbour] = t + 1
-        self._heard.setdefault(t, {})[neighbour] = message
+        if t < self.round:
+            self._last[neighbour] = content
+        else:
+            self._heard.setdefault(t, {})[neighbour] = content
         return self.complete
 
     @property
@@ -73,11 +88,25 @@ class Inbox:
     @property
     def missing(self) -> list[int]:
         """Neighbours not heard yet in the current round."""
+        if self._late:
+            here = self._heard.get(self.round, {})
+            return [j for j in self._heard_in(self.round) if j not in here]
         return [j for j in self._heard_in(self.round) if self._next[j] <= self.round]
 
-    def take(self) -> dict[int, Message]:
-        """The messages of the current round, complete; the next round becomes the current one."""
+    @property
+    def enough(self) -> bool:
+        """True when of everybody whom the current round needs a message of this round or an earlier one is here."""
+        return self.complete or (self._late and all(j in self._last for j in self.missing))
+
+    def take(self) -> dict[int, V]:
+        """The messages of the current round, where that is complete; the next round becomes the current one.
+
+        Else the last ones before it stand for those that are missing; there must be enough.
+        """
         heard = self._heard.pop(self.round, {})
+        if self._late:
+            self._last.update(heard)
+            heard = {j: self._last[j] for j in self._heard_in(self.round)}
         self.round += 1
         self._needed = len(self._heard_in(self.round))
         return heard

@@ -7,6 +7,7 @@ update. What is decided is decided by the pure parts (algorithm, books, inbox, i
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import math
 import time
@@ -18,7 +19,7 @@ from typing import Any, TypeVar
 
 import structlog
 
-from sottovoce.algorithms.interface import HeardFromNeighbours, Who, WithHiddenNoise
+from sottovoce.algorithms.interface import HeardFromNeighbours, Message, Who, WithHiddenNoise
 from sottovoce.algorithms.per_learner import spread
 from sottovoce.arrays import Batch, FloatArray
 from sottovoce.errors import (
@@ -31,6 +32,7 @@ from sottovoce.errors import (
 )
 from sottovoce.noise import Noise
 from sottovoce.running.assembly import KEPT, Recent
+from sottovoce.running.late import USED, slots, used_field
 from sottovoce.running.run import build_run
 from sottovoce.spec import RunSpec
 from sottovoce_learner.bodies import Said
@@ -60,6 +62,15 @@ T = TypeVar("T")
 
 AHEAD, MOST_HELD = 4096, 64 * 1024 * 1024
 """Rounds of records, and their bytes, that a learner takes in before it lets the feeder wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Heard:
+    """A neighbour's message: of which round, as it came, and what it says."""
+
+    round: int
+    frame: bytes
+    message: Message
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +136,8 @@ class Session:
         spec, index = role.spec, role.index
         run = build_run(spec, role.n_features)
         self.algorithm, self.loss = run.algorithm, run.loss
-        shapes = self.algorithm.field_shapes()
-        check_size(shapes)
-        self.codec = RoundCodec(shapes)
+        check_size(run.field_shapes)
+        self.codec = RoundCodec(run.field_shapes)
         self._state = self.algorithm.start(Who(index))
         self._name = role.name
         budget = _budget(spec, index)
@@ -136,12 +146,15 @@ class Session:
         )
         self._books = Books(self.algorithm.accountant(index), budget, own_budget=own_budget, elsewhere=elsewhere)
         self._inputs = Said(b"")
-        self._frames: dict[int, dict[int, bytes]] = {}
+        self._late_s, self._slots = spec.clock.hold_s, slots(run.network) if run.late else 0
+        self._used: list[float] = []
         self.intake = Intake(role.n_features, spec.loss, spec.rounds)
         self._plan = Plan(run.network, index)
-        # Elsewhere a neighbour goes as far as the clock lets it: at most a window beyond the slowest learner.
-        ahead = 2 if self._plan.lockstep else min(spec.clock.window, spec.rounds)
-        self._kept: deque[tuple[int, bytes]] = deque(maxlen=max(ahead, 2))
+        # Elsewhere a neighbour goes as far as the clock lets it: a window beyond the slowest learner, which may die, and stand a
+        # round before what it has reported.
+        self._lockstep = self._plan.lockstep and not run.late
+        ahead = 2 if self._lockstep else min(spec.clock.window, spec.rounds) + 1
+        self._kept: deque[tuple[int, bytes]] = deque(maxlen=ahead)
         self._named = named(run)
         self._snapshots = Snapshots(self._name, self._log, self._named)
         self._wait_is: Wait | None = None
@@ -149,9 +162,9 @@ class Session:
         self._alone = False
         self._correct = self._seen = 0
         self._messages = self._bytes = self._said = self._done = 0
-        self.links = {j: Link(max(ahead, 2)) for j in sorted(self._plan.neighbours)}
+        self.links = {j: Link(ahead) for j in sorted(self._plan.neighbours)}
         self._recover()
-        self.inbox = Inbox(self._plan.neighbours, self._plan.heard, ahead, self._done)
+        self.inbox: Inbox[_Heard] = Inbox(self._plan.neighbours, self._plan.heard, ahead, self._done, late=run.late)
         self._heard: Recent[tuple[int, int], bytes] = Recent(KEPT)
         self._granted = self._told = 0
         self._lifecycle = (LearnerState.CONNECTING, "")
@@ -265,14 +278,13 @@ class Session:
         t, sender, message = self.codec.decode(payload)
         digest = hashlib.blake2b(payload, digest_size=16).digest()
         try:
-            complete = self.inbox.put(neighbour, t, sender, message)
+            complete = self.inbox.put(neighbour, t, sender, _Heard(t, payload, message))
         except RemoteProtocolError:
             if sender == neighbour and self._heard.get((neighbour, t), digest) != digest:
                 raise EquivocationError(f"learner {neighbour} said two different things in round {t}") from None
             raise
         self._heard[neighbour, t] = digest
-        self._frames.setdefault(t, {})[neighbour] = payload
-        if complete:
+        if complete or self._late_s is not None:
             self._wake()
 
     def require_own_past(self, neighbour: int, next_round: int) -> None:
@@ -281,7 +293,7 @@ class Session:
         Raises:
             DataError: it has.
         """
-        if self._plan.lockstep and next_round > self._said:
+        if (self._plan.lockstep or self._late_s is not None) and next_round > self._said:
             raise DataError(
                 f"learner {neighbour} has heard round {next_round - 1} of this learner, whose log has {self._said} rounds: its "
                 "state folder was set back, and nothing is said until it is put back"
@@ -402,15 +414,25 @@ class Session:
             await self._say(t)
         while self.intake.filled <= t:
             await self._wait("records")
-        while not self.inbox.complete:
-            await self._wait("a neighbour")
+        await self._hear()
         await self._learn(t)
         self._hungry.set()
         if self._told != self._granted and 2 * (self._granted - t - 1) <= self.role.spec.clock.window:
             self._told = self._granted  # once per grant: time for the next one
             self._changed.set()
-        if not self._plan.lockstep:
+        if not self._lockstep:
             await asyncio.sleep(0)  # nobody may have been waited for: let others have the loop
+
+    async def _hear(self) -> None:
+        """Wait for the neighbours' messages of the round; where it may go on without one that is late, only for a while."""
+        if self.inbox.complete:
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._late_s):
+                while not self.inbox.complete:
+                    await self._wait("a neighbour")
+        while not self.inbox.enough:
+            await self._wait("a neighbour")
 
     async def _say(self, t: int) -> None:
         """Form the round's message and hand it to everybody who is told."""
@@ -425,10 +447,11 @@ class Session:
 
     async def _learn(self, t: int) -> None:
         """Take in the round's records, and what was heard in it."""
-        part, batch, frames = self._plan.part(t), self.intake.take(t), self._frames.pop(t, {})
-        self._inputs = Said(b"", tuple(frames[j] for j in part.heard), self.intake.batches, batch.size)
+        part, batch, here = self._plan.part(t), self.intake.take(t), self.inbox.take()
+        self._inputs = Said(b"", tuple(here[j].frame for j in part.heard), self.intake.batches, batch.size)
+        self._used = [float(here[j].round) for j in part.heard]
         self._predict_first(self._state, batch)
-        heard = HeardFromNeighbours(part.heard, self.inbox.take(), part.own)
+        heard = HeardFromNeighbours(part.heard, {j: each.message for j, each in here.items()}, part.own)
         self._state = await self._computed(lambda: self.algorithm.listen(self._state, heard, batch))
         self._plan.forget(t)
         self._books.round_over(batch.size)
@@ -446,6 +469,8 @@ class Session:
         """
         after = self._books.price(t)
         self._state, message = await self._computed(lambda: self.algorithm.speak(self._state, self._noise))
+        if self._late_s is not None:
+            message = Message({**message.fields, USED: used_field(self._used, self._slots)})
         self.codec.require_sayable(message)
         frame = self.codec.encode(t, self.role.index, message)
         try:

@@ -83,7 +83,7 @@ def test_questions_change_nothing_and_copies_go_on_by_themselves() -> None:
     worlds = [own, own.with_use(0, np.ones(3), 1.0 - own.labels[0])]
     asked, straight = Replay(run, 0, 3, 2), Replay(run, 0, 3, 2)
     for t in range(6):
-        messages = transcript.messages(t, asked.concerned)
+        messages = transcript.messages(t, 0, asked.concerned)
         assert asked.concerned == set(messages) == {0, *run.network.at(t).heard_by(0)}
         foreseen, centre = asked.density(messages[0]), asked.says(no_noise)
         elsewhere = copy(asked)
@@ -105,13 +105,13 @@ def test_what_was_not_overheard_ends_what_is_known() -> None:
     for missing, density_known in ((1, False), (0, True), (2, True), (3, True)):
         for unheard in ({}, {missing: lost}):
             machine = Replay(run, 1)
-            machine.step(transcript.messages(0, range(4)), own.batch(0))
-            kept = transcript.messages(1, set(range(4)) - {missing})
+            machine.step(transcript.messages(0, 1, range(4)), own.batch(0))
+            kept = transcript.messages(1, 1, set(range(4)) - {missing})
             density = machine.step({**kept, **unheard}, own.batch(1))
             assert (density is not None) == density_known
             assert machine.known == (missing == 3)
             assert machine.t == (2 if missing == 3 else 1)
-            assert (machine.step(transcript.messages(2, range(4)), own.batch(2)) is not None) == (missing == 3)
+            assert (machine.step(transcript.messages(2, 1, range(4)), own.batch(2)) is not None) == (missing == 3)
 
 
 def test_losses_end_where_a_neighbour_was_not_overheard() -> None:

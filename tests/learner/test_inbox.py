@@ -49,7 +49,7 @@ class Neighbourhood(RuleBasedStateMachine):
         if data.draw(st.booleans()):
             some = st.sets(st.sampled_from(sorted(neighbours))) if neighbours else st.just(set[int]())
             self.heard, self.ahead = data.draw(st.lists(some, min_size=1, max_size=4)), 4
-        self.inbox = Inbox(neighbours, self.heard_in, self.ahead, first)
+        self.inbox: Inbox[Message] = Inbox(neighbours, self.heard_in, self.ahead, first)
         self.round = first
         self.due = dict.fromkeys(neighbours, first)
         self._pass_over()
@@ -122,8 +122,70 @@ class Neighbourhood(RuleBasedStateMachine):
 TestInbox = Neighbourhood.TestCase
 
 
+def _somebody_may_speak(model: Latecomers) -> bool:
+    return any(due < model.round + AHEAD for due in model.due.values())
+
+
+def _there_is_enough(model: Latecomers) -> bool:
+    return all(model.newest(j) is not None for j in model.due)
+
+
+AHEAD = 4
+
+
+class Latecomers(RuleBasedStateMachine):
+    """Rounds go on without who is late: `said` is all that came from each neighbour, `due` the first round that still may."""
+
+    @initialize(neighbours=st.sets(st.integers(0, 6), max_size=3), first=st.integers(0, 3))
+    def begin(self, neighbours: set[int], first: int) -> None:
+        self.inbox: Inbox[Message] = Inbox(neighbours, lambda t: neighbours, AHEAD, first, late=True)
+        self.round, self.due = first, dict.fromkeys(neighbours, 0)
+        self.said: dict[int, list[int]] = {j: [] for j in neighbours}
+
+    def newest(self, j: int) -> int | None:
+        """The last round up to this one that a neighbour has said."""
+        return max((t for t in self.said[j] if t <= self.round), default=None)
+
+    @precondition(_somebody_may_speak)
+    @rule(data=st.data())
+    def say_a_later_round(self, data: st.DataObject) -> None:
+        """Not always the next one: what is too long ago, its speaker has forgotten."""
+        j = data.draw(st.sampled_from(sorted(j for j, due in self.due.items() if due < self.round + AHEAD)))
+        t = data.draw(st.integers(self.due[j], self.round + AHEAD - 1))
+        self.said[j].append(t)
+        self.due[j] = t + 1
+        assert self.inbox.put(j, t, j, message(t, j)) == self.complete()
+
+    @precondition(_there_is_enough)
+    @rule()
+    def go_on(self) -> None:
+        expected = {j: [float(self.newest(j) or 0), float(j)] for j in self.due}
+        assert content(self.inbox.take()) == expected
+        self.round += 1
+
+    @rule(data=st.data())
+    def say_what_was_said_or_is_too_far_ahead(self, data: st.DataObject) -> None:
+        for j, due in self.due.items():
+            for t in (data.draw(st.integers(0, due - 1)) if due else self.round + AHEAD, self.round + AHEAD):
+                with pytest.raises(RemoteProtocolError, match=f"learner {j} must say round {due} next, got round {t}"):
+                    self.inbox.put(j, t, j, message(-1, -1))
+
+    @invariant()
+    def the_inbox_agrees_with_the_model(self) -> None:
+        assert (self.inbox.round, self.inbox.complete) == (self.round, self.complete())
+        assert self.inbox.enough == _there_is_enough(self)
+        assert {j: self.inbox.next_round(j) for j in self.due} == self.due
+        assert sorted(self.inbox.missing) == sorted(j for j in self.due if self.newest(j) != self.round)
+
+    def complete(self) -> bool:
+        return all(self.newest(j) == self.round for j in self.due)
+
+
+TestLatecomers = Latecomers.TestCase
+
+
 def test_without_neighbours_every_round_is_complete() -> None:
-    inbox = Inbox((), lambda t: ())
+    inbox: Inbox[Message] = Inbox((), lambda t: ())
     assert inbox.complete
     assert inbox.take() == {}
     assert inbox.round == 1

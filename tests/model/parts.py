@@ -416,9 +416,11 @@ def due(link: Callable[[], Link], before: tuple[tuple[int, bytes], ...], next_ro
     return tuple(attached._due)
 
 
-def _inbox(shape: Shape, learner: int, box: Box) -> Inbox:
+def _inbox(shape: Shape, learner: int, box: Box) -> Inbox[Message]:
     plan = plan_of(shape, learner)
-    new = Inbox(plan.neighbours, plan.heard, first_round=box.round)  # one round ahead: the network is in lockstep
+    new: Inbox[Message] = Inbox(
+        plan.neighbours, plan.heard, first_round=box.round
+    )  # one round ahead: the network is in lockstep
     for j, messages in zip(neighbours(shape, learner), box.heard, strict=True):
         for t, message in enumerate(messages, start=box.round):
             new.put(j, t, j, codec_of(shape).decode(message)[2])

@@ -21,6 +21,7 @@ from sottovoce_client.running.feeder import feed
 from sottovoce_coordinator.runs import RunBook
 from sottovoce_eavesdropper import service as eavesdropper_service
 from sottovoce_eavesdropper.reading import open_capture
+from sottovoce_learner.session import Session
 from sottovoce_rpc.directives import Epoch, Grant
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_wire.v1 import coordinator_pb2
@@ -154,6 +155,30 @@ async def test_a_learner_that_is_not_waited_for_is_rounds_ahead_and_a_broken_str
     assert (end.state, end.detail) == (coordinator_pb2.RUN_STATE_FINISHED, "")
     np.testing.assert_allclose(found, last, rtol=1e-12, atol=1e-12)
     np.testing.assert_allclose(capture.transcript(SHAPES, 4).fields["y"], said, rtol=1e-12, atol=1e-12)
+
+
+async def test_a_neighbour_a_window_ahead_still_has_what_a_learner_lacks_that_died(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ben dies before he says a round: his log lacks the round before, which he has reported and heard ann in."""
+    spec, silent, say = spec_of(RING, clock={"window": 2, "deadline_s": 100.0}), asyncio.Event(), Session._say
+
+    async def not_yet(self: Session, t: int) -> None:
+        if (self.role.index, t) == (1, 10):
+            await silent.wait()
+        await say(self, t)
+
+    monkeypatch.setattr(Session, "_say", not_yet)
+    data = made_up(spec)
+    async with network(tmp_path, NAMES) as up:
+        running = asyncio.ensure_future(up.run(spec, data))
+        await up.until("ann", LearnerState.RUNNING, 12)
+        assert [(await up.status(name)).rounds_done for name in NAMES] == [12, 10, 10, 11]
+        await up.leave("ben")
+        silent.set()
+        await up.join("ben")
+        outcome = await running
+    assert (outcome.state, outcome.detail) == ("finished", "")
 
 
 async def test_a_learner_whose_directives_break_off_is_told_the_epochs_that_it_missed(tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ def said_in(capture: Capture, run: Run) -> Transcript:
         EquivocationError: a learner said different things to different neighbours.
     """
     try:
-        return capture.transcript(run.algorithm.field_shapes(), run.spec.n_learners, run.network)
+        return capture.transcript(run.field_shapes, run.spec.n_learners, run.network)
     except EquivocationError as error:
         raise EquivocationError(f"{capture.name}: {error}") from None
 

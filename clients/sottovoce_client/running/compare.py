@@ -176,7 +176,7 @@ def result_of(source: str, prepared: Prepared, replicas: int, seed: int) -> Resu
         paper=max(float(each.paper[-1]) for each in events),
         event=overall((each.epsilon() for each in events), shared=shared),
         record=overall(records, shared=shared),
-        floats=sum(math.prod(shape) for shape in run.algorithm.field_shapes().values()),
+        floats=sum(math.prod(shape) for shape in run.field_shapes.values()),
         rounds=run.spec.rounds,
         rounds_per_s=replicas * run.spec.rounds / seconds,
         curves=metrics.curves,

@@ -122,7 +122,7 @@ def _overheard(run: Run, outcome: Outcome) -> tuple[Transcript | None, CaptureSu
         return None, None
     try:
         capture = open_capture(outcome.capture)  # on the eavesdropper's host: not here, where that is another one
-        transcript = capture.transcript(run.algorithm.field_shapes(), run.spec.n_learners, run.network)
+        transcript = capture.transcript(run.field_shapes, run.spec.n_learners, run.network)
     except (CaptureError, EquivocationError):  # the latter is noticed, too
         return None, None
     heard = next(iter(transcript.fields.values()))[:, 0, 0]

@@ -114,7 +114,7 @@ def _follow(run: Run, data: PlacedData, worlds: Worlds, seed: np.random.SeedSequ
     for holder in worlds.holders(run):
         machine = Replay(run, holder, worlds=2)
         for t in range(said.rounds):
-            machine.step(said.messages(t, machine.concerned), *(worlds.of(world).batch(t) for world in (0, 1)))
+            machine.step(said.messages(t, holder, machine.concerned), *(worlds.of(world).batch(t) for world in (0, 1)))
             first, second = np.broadcast_to(machine.decision, (2, 1, run.algorithm.dim))
             if not np.allclose(first, second, rtol=1e-9, atol=1e-12):
                 return False

@@ -26,7 +26,7 @@ def differences(run: Run, worlds: Worlds, transcript: Transcript) -> FloatArray:
     total = np.zeros((transcript.replicas, len(QUANTITIES)))
     for t in range(transcript.rounds):
         batches = [side.batch(t) for side in sides]
-        replay.step(transcript.messages(t, replay.concerned), *batches)
+        replay.step(transcript.messages(t, worlds.learner, replay.concerned), *batches)
         if not replay.known:
             break
         decisions = replay.decision

@@ -91,7 +91,7 @@ def _of_learner(
     for t, coin in enumerate(coins):
         density = claimed.density(_picked(really.says(noise), coin))
         losses[t] = density[0] - density[1]
-        messages = transcript.messages(t, claimed.concerned)
+        messages = transcript.messages(t, learner, claimed.concerned)
         for machine in {claimed, really}:
             machine.step(messages, *(worlds.of(world).batch(t) for world in (0, 1)))
         if not claimed.known:

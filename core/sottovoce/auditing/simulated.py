@@ -104,7 +104,7 @@ def overhear(
     rounds = run.spec.rounds if rounds is None else rounds
     lead = (rounds, run.spec.n_learners, share.runs)
     # All else is left at zero, whose pages take no memory.
-    said = {name: np.zeros((*lead, *shape)) for name, shape in run.algorithm.field_shapes().items()}
+    said = {name: np.zeros((*lead, *shape)) for name, shape in run.field_shapes.items()}
     decided = np.empty((*lead, run.algorithm.dim)) if decisions else None
     known = worlds.data(data, share.world)
     for step in islice(simulate(run, known, noise(share.seed), share.runs), rounds):
@@ -125,7 +125,7 @@ def concerned(run: Run, worlds: Worlds) -> list[int]:
 
 def numbers_of(run: Run) -> int:
     """Numbers that all learners say in a run."""
-    said = sum(math.prod(shape) for shape in run.algorithm.field_shapes().values())
+    said = sum(math.prod(shape) for shape in run.field_shapes.values())
     return run.spec.rounds * run.spec.n_learners * said
 
 

@@ -33,6 +33,7 @@ class Accountant(ABC):
             they are increments of a maximum over records, they are not: a message may tell more than its increment.
         grounds: what the numbers rest on.
         published: a meter of published decisions, where those are promised something of their own; else None.
+        any_messages: the losses hold whatever the learner hears: messages of earlier rounds in place of those of this one, too.
     """
 
     mechanism: Mechanism = Mechanism.PURE
@@ -42,6 +43,7 @@ class Accountant(ABC):
     dominates: bool = False
     grounds: Grounds = Grounds()
     published: Accountant | None = None
+    any_messages: bool = False
 
     @abstractmethod
     def next_loss(self) -> float:

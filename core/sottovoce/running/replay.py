@@ -147,7 +147,9 @@ def replay(run: Run, transcript: Transcript, learner: int, worlds: Sequence[Lear
         # No message with Laplace noise tells the first world from another one better than the centre of its density.
         centre = {name: value[:1] for name, value in machine.says(no_noise).fields.items()}
         at_centre = machine.density(Message(centre))
-        density = machine.step(transcript.messages(t, machine.concerned), *(world.batch(t) for world in worlds))
+        density = machine.step(
+            transcript.messages(t, learner, machine.concerned), *(world.batch(t) for world in worlds)
+        )
         if density is None:
             break
         for losses, each in ((realised, density), (largest, at_centre)):

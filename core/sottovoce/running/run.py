@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from sottovoce.losses import Loss
 from sottovoce.network.network import Network
 from sottovoce.privacy.accountant import guarantee
 from sottovoce.privacy.guarantee import Guarantee
+from sottovoce.running.late import USED, late_caveats, slots
 from sottovoce.spec import RunSpec
 
 
@@ -33,6 +35,17 @@ class Run:
     def loss(self) -> Loss:
         """Of one record."""
         return self.spec.loss
+
+    @property
+    def late(self) -> bool:
+        """Whether a round may go on without a neighbour that is late."""
+        return self.spec.clock.hold_s is not None
+
+    @property
+    def field_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shape of every field of a message as it crosses the wire, in their order."""
+        shapes = self.algorithm.field_shapes()
+        return {**shapes, USED: (slots(self.network),)} if self.late else shapes
 
     def guarantee(self, learner: int, counts: IntArray | None = None, replaced: IntArray | None = None) -> Guarantee:
         """What is promised about one learner's messages over the planned rounds.
@@ -72,4 +85,7 @@ def _built(spec: RunSpec, n_features: int) -> Run:
         algorithm, warnings = spec.algorithm.build(setting)
     except ArithmeticError as error:  # of Python's numbers; NumPy's become infinite, and the conditions refuse that
         raise SpecError(f"the numbers of this spec leave the range of float64: {error}") from None
+    if spec.clock.hold_s is not None:
+        fields = tuple(algorithm.field_shapes())
+        warnings = (*warnings, *late_caveats(algorithm.accountant(0), algorithm.name, fields, network))
     return Run(spec, network, algorithm, warnings)

@@ -14,6 +14,7 @@ from sottovoce.algorithms.interface import HeardByAll, Message, Who
 from sottovoce.arrays import Batch, FloatArray
 from sottovoce.data import PlacedData
 from sottovoce.noise import Noise
+from sottovoce.running.late import USED, HeardOfOthers, on_time
 from sottovoce.running.run import Run
 
 
@@ -39,7 +40,9 @@ class SimulatedRound:
         return {i: Message({name: value[i : i + 1] for name, value in said}) for i in senders}
 
 
-def simulate(run: Run, data: PlacedData, noise: Noise, replicas: int = 1) -> Iterator[SimulatedRound]:
+def simulate(
+    run: Run, data: PlacedData, noise: Noise, replicas: int = 1, used: FloatArray | None = None
+) -> Iterator[SimulatedRound]:
     """Run all rounds of a spec, one yielded value per round.
 
     Args:
@@ -47,14 +50,26 @@ def simulate(run: Run, data: PlacedData, noise: Noise, replicas: int = 1) -> Ite
         data: who learns what when; the same for all replicas.
         noise: its draws are `(learners, replicas, dim)`.
         replicas: independent repetitions.
+        used: where a round may go on without late neighbours, `(rounds, learners, width)`: the rounds of the messages that the
+            update of a round uses, as they are said in the next one (`late.USED`). Default: nobody is late.
     """
     algorithm = run.algorithm
     state = algorithm.start(Who(tuple(range(run.spec.n_learners)), replicas))
+    earlier: dict[str, list[FloatArray]] = {name: [] for name in algorithm.field_shapes()} if used is not None else {}
     for t, batch in enumerate(_batches(data, run.spec.rounds)):
         state, message = algorithm.speak(state, noise)
         before = algorithm.decision(state)
         mixing = run.network.at(t)
-        state = algorithm.listen(state, HeardByAll(mixing.neighbours, mixing.own, message), batch)
+        heard = HeardByAll(mixing.neighbours, mixing.own, message)
+        if used is not None:
+            for name, said in earlier.items():
+                said.append(message[name])
+            heard = HeardOfOthers(mixing.neighbours, mixing.own, message, used[t], earlier)
+        state = algorithm.listen(state, heard, batch)
+        if run.late:
+            last = on_time(run.network, t) if used is None or t == 0 else used[t - 1]
+            field = np.broadcast_to(last[:, None], (len(last), replicas, last.shape[1]))
+            message = Message({**message.fields, USED: field})
         yield SimulatedRound(t, message, before, algorithm.decision(state))
 
 

@@ -20,6 +20,7 @@ from sottovoce.algorithms.interface import Message
 from sottovoce.arrays import FloatArray
 from sottovoce.data.files import import_extra
 from sottovoce.errors import CaptureError
+from sottovoce.running.late import USED
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -68,9 +69,34 @@ class Transcript:
         """What one learner said in round t, `(1, replicas, dim)`."""
         return Message({name: values[t, sender : sender + 1] for name, values in self.fields.items()})
 
-    def messages(self, t: int, senders: Iterable[int]) -> dict[int, Message]:
-        """What some learners said in round t, by sender."""
-        return {sender: self.message(t, sender) for sender in senders}
+    def messages(self, t: int, learner: int, concerned: Iterable[int]) -> dict[int, Message]:
+        """What a learner said in round t, and what it took in from others in that round, by sender.
+
+        That is what they said in it; where rounds go on without late neighbours, what the learner's next message says that it
+        used. Not-a-number where nobody heard that; left out where nobody heard that next message.
+
+        Args:
+            t: the round.
+            learner: who said and took in.
+            concerned: whose messages are asked for, the learner's own among them.
+        """
+        if USED not in self.fields:
+            return {sender: self.message(t, sender) for sender in concerned}
+        messages = {learner: self.message(t, learner)}
+        if t + 1 < self.rounds:
+            used = self.fields[USED][t + 1, learner]
+            others = (sender for sender in sorted(concerned) if sender != learner)
+            messages |= {sender: self._said_in(used[:, k], sender) for k, sender in enumerate(others)}
+        return messages
+
+    def _said_in(self, rounds: FloatArray, sender: int) -> Message:
+        """What a learner said in a round of every replica, `(replicas,)`; not-a-number where there is no such round."""
+        known = (rounds >= 0) & (rounds < self.rounds) & (rounds == np.rint(rounds))
+        at, replicas = np.where(known, rounds, 0).astype(np.int64), np.arange(self.replicas)
+        there = known.reshape(-1, 1)
+        return Message(
+            {name: np.where(there, each[at, sender, replicas], np.nan)[None] for name, each in self.fields.items()}
+        )
 
 
 def parquet() -> Any:

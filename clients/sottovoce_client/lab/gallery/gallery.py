@@ -90,7 +90,7 @@ def gallery_of(
     run = prepared.run
     if isinstance(run.algorithm, DualAveraging):
         raise SpecError("membership is guessed over many runs, a capture is one; see sottovoce audit")
-    heard = found.transcript(run.algorithm.field_shapes(), run.spec.n_learners, run.network)
+    heard = found.transcript(run.field_shapes, run.spec.n_learners, run.network)
     epsilon = max(run.guarantee(i).epsilon() for i in range(run.spec.n_learners))
     label = f"claimed ε = {number(epsilon)}" if math.isfinite(epsilon) else "nothing is promised"
     with console.status("attacking"):

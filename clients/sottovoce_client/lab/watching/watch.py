@@ -137,7 +137,7 @@ class _Watching:
         if capture is None:
             return None
         sight, run = self._begin(capture)
-        codec = RoundCodec(run.algorithm.field_shapes())
+        codec = RoundCodec(run.field_shapes)
         rounds = Assembly[Message](run.spec.n_learners, run.spec.rounds, run.network, KEPT)
         with view(console) as shown:
             while True:

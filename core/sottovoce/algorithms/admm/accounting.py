@@ -75,6 +75,8 @@ class AdmmAccountant(FirstRecord):
         rounds: planned.
     """
 
+    any_messages = True
+
     def __init__(self, calibration: Calibration, node: Node, rounds: int) -> None:
         self._calibration, self._node, self._rounds = calibration, node, rounds
         self._round = self._replaced = 0

@@ -76,6 +76,7 @@ class DualAveragingAccountant(FirstRecord):
 
     mechanism = Mechanism.LAPLACE
     event = Event.ROUND
+    any_messages = True
 
     def __init__(
         self,

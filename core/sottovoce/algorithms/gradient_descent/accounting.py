@@ -84,6 +84,7 @@ class DescentAccountant(Accountant):
 
     mechanism = Mechanism.LAPLACE
     follows = True
+    any_messages = True
 
     def __init__(
         self,

@@ -48,6 +48,7 @@ class LdpDolAccountant(FirstRecord):
     """
 
     mechanism = Mechanism.LAPLACE
+    any_messages = True
 
     def __init__(
         self,

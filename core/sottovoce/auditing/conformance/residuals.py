@@ -186,7 +186,7 @@ def residuals(
     noisy: set[str] = set()
     before: Mapping[str, FloatArray] = {}
     for t in range(transcript.rounds):
-        messages = transcript.messages(t, replay.concerned)
+        messages = transcript.messages(t, learner, replay.concerned)
         round_of = {name: each.at(t) for name, each in every.items()}
         for name, noise in noise_of(replay, messages[learner], round_of).items():
             noisy.add(name)

@@ -59,9 +59,9 @@ def added(run: Run, transcript: Transcript, learner: int) -> Added:
     said = transcript.fields.get("y")
     match algorithm:
         case GossipDescent() if said is not None:
-            return _descended(run, algorithm, said[:rounds], learner)
+            return _descended(run, algorithm, transcript.until(rounds), learner)
         case LdpDol() if said is not None:
-            return _pulled(run, algorithm, said[:rounds], learner)
+            return _pulled(run, algorithm, transcript.until(rounds), learner)
         case PdFtgl() if said is not None:
             return _block_sums(algorithm, said[:rounds], learner)
         case _:
@@ -69,18 +69,20 @@ def added(run: Run, transcript: Transcript, learner: int) -> Added:
             raise SpecError(f"{text}, got {algorithm.name}")
 
 
-def _descended(run: Run, algorithm: GossipDescent, said: FloatArray, learner: int) -> Added:
+def _descended(run: Run, algorithm: GossipDescent, heard: Transcript, learner: int) -> Added:
+    said = heard.fields["y"]
     ts, own = range(len(said) - 1), said[:-1, learner]
-    mixed = np.stack([_heard(run, said, learner, t) + run.network.at(t).own[learner] * said[t, learner] for t in ts])
+    mixed = np.stack([_heard(run, heard, learner, t) + run.network.at(t).own[learner] * said[t, learner] for t in ts])
     at = mixed if algorithm.gradient_at == "mixed" else own
     steps = np.array([algorithm.step[learner](t) for t in ts])
     gradients = (mixed - said[1:, learner]) / steps[:, None, None] - run.loss.ridge * at
     return Added(np.arange(len(at)), at, gradients)
 
 
-def _pulled(run: Run, algorithm: LdpDol, said: FloatArray, learner: int) -> Added:
+def _pulled(run: Run, algorithm: LdpDol, heard: Transcript, learner: int) -> Added:
+    said = heard.fields["y"]
     ts, own, plan = range(len(said) - 1), said[:-1, learner], algorithm.schedules
-    drift = [_heard(run, said, learner, t) - run.network.at(t).neighbours[learner].sum() * own[t] for t in ts]
+    drift = [_heard(run, heard, learner, t) - run.network.at(t).neighbours[learner].sum() * own[t] for t in ts]
     coupling, steps = (np.array([one(t) for t in ts])[:, None, None] for one in (plan.coupling, plan.step_size))
     gradients = (own + coupling * np.stack(drift) - said[1:, learner]) / steps - run.loss.ridge * own
     return Added(np.arange(len(own)), own, gradients, so_far=True)
@@ -98,10 +100,13 @@ def _block_sums(algorithm: PdFtgl, said: FloatArray, learner: int) -> Added:
     return Added(np.array(openings) - blocks.length, at, sums, length=blocks.length)
 
 
-def _heard(run: Run, said: FloatArray, learner: int, t: int) -> FloatArray:
-    """`sum_j w_ij y_t^j` over the neighbours, who alone are sure to have been heard."""
+def _heard(run: Run, heard: Transcript, learner: int, t: int) -> FloatArray:
+    """`(replicas, dim)`: `sum_j w_ij y_t^j` over the neighbours, who alone are sure to have been heard."""
     weights = run.network.at(t).heard_by(learner)
-    total: FloatArray = sum((weight * said[t, j] for j, weight in weights.items()), np.zeros(said.shape[2:]))
+    said = heard.messages(t, learner, {learner, *weights})
+    total: FloatArray = sum(
+        (weight * said[j]["y"][0] for j, weight in weights.items()), np.zeros_like(said[learner]["y"][0])
+    )
     return total
 
 

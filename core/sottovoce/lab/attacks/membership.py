@@ -96,7 +96,7 @@ def _decided(run: Run, transcript: Transcript, learner: int, pair: Pair) -> Iter
     """By round, `(worlds, replicas, dim)`: what the learner would have decided in each world, given what was said."""
     machine = Replay(run, learner, transcript.replicas, len(pair))
     for t in range(transcript.rounds):
-        machine.step(transcript.messages(t, machine.concerned), *(own.batch(t) for own in pair))
+        machine.step(transcript.messages(t, learner, machine.concerned), *(own.batch(t) for own in pair))
         yield machine.decision
 
 

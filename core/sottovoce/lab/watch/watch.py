@@ -28,7 +28,7 @@ from sottovoce.algorithms.interface import Message
 from sottovoce.arrays import FloatArray
 from sottovoce.auditing.conformance.residuals import learned, noise_of
 from sottovoce.data import PlacedData
-from sottovoce.errors import CaptureError
+from sottovoce.errors import CaptureError, SpecError
 from sottovoce.lab.watch.keys import Keys
 from sottovoce.lab.watch.seen import Memory, RoundNoise
 from sottovoce.lab.watch.sequential import e_bh, mixture
@@ -141,6 +141,9 @@ class Watch:
         learners: indices of those to watch; the records of the others are not looked at.
         keys: of noise in the runs before, of the same deployment; it is kept up. None: there was none.
 
+    Raises:
+        SpecError: the run does not wait for late neighbours.
+
     Attributes:
         learners: those under watch.
         together: how bets on all of them together stand.
@@ -150,6 +153,11 @@ class Watch:
     def __init__(
         self, run: Run, data: PlacedData, alpha: float, learners: Sequence[int], keys: Keys | None = None
     ) -> None:
+        if run.late:
+            raise SpecError(
+                "a run under watch must wait for late neighbours (clock.late: wait, and a mode other than async): elsewhere "
+                "only a later message shows what was heard before it; audit its capture"
+            )
         self.round = 0
         self.together = _Stake()
         self.keys = keys or Keys()
@@ -158,7 +166,7 @@ class Watch:
         self.change_threshold = math.log(2.0 * run.spec.rounds / alpha)
         self._data, self._level = data, alpha / 2.0
         self._alarmed: set[tuple[int | None, bool]] = set()
-        widths = {name: math.prod(shape) for name, shape in run.algorithm.field_shapes().items()}
+        widths = {name: math.prod(shape) for name, shape in run.field_shapes.items()}
         self._starts = dict(zip(widths, accumulate(widths.values(), initial=0), strict=False))
         self._numbers = sum(widths.values())
         self._memory = Memory(len(self.learners), self._numbers, self.keys)

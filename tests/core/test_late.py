@@ -1,0 +1,173 @@
+"""Runs whose rounds may go on without late neighbours: what is refused, and that replay stays exact."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sottovoce.arrays import FloatArray
+from sottovoce.data import PlacedData
+from sottovoce.errors import CheckFailed, SpecError
+from sottovoce.lab.selftest.bases import ALGORITHMS
+from sottovoce.lab.watch.watch import Watch
+from sottovoce.noise import RecordedNoise, Recorder, SeededNoise
+from sottovoce.running.late import NONE, USED, on_time
+from sottovoce.running.replay import Replay, replay
+from sottovoce.running.run import Run, build_run
+from sottovoce.running.simulator import simulate
+from sottovoce.running.transcript import Transcript
+from sottovoce.spec import ClockSpec
+from tests.examples import made_up, small_run, small_spec
+
+HOLD = {"late": "hold"}
+STRICT = {"pd-ftgl", "pd-ocg", "d-ftgl"}
+"""Algorithms whose guarantee rests on what is heard."""
+FIXED = {"dpsda-ps": "in a fixed graph", "dpps": "in a fixed graph"}
+CYCLE = {"kind": "edges", "edges": [[0, 1], [1, 2], [2, 0], [0, 2]], "directed": True}
+
+
+def built(name: str, clock: dict[str, Any]) -> tuple[Run, PlacedData]:
+    """The algorithm's small run with this clock, in one graph for all rounds."""
+    run, data = ALGORITHMS[name].build()
+    document = run.spec.model_dump(mode="json", exclude_none=True) | {"clock": clock, "rounds": 12}
+    if name in FIXED:
+        document["topology"] = {"graph": CYCLE, "weights": "out_degree"}
+    spec = type(run.spec).model_validate(document, context={"imports": True})
+    return build_run(spec, data.n_features), made_up(spec, data.n_features)
+
+
+def lags(run: Run, seed: int) -> FloatArray:
+    """`(rounds, learners, width)`: messages of up to five rounds before, never of earlier ones than those used before."""
+    generator = np.random.default_rng(seed)
+    own = np.stack([on_time(run.network, t + 1) for t in range(run.spec.rounds)])
+    late = np.where(own == NONE, NONE, np.maximum(own - generator.integers(0, 6, own.shape), 0.0))
+    return np.asarray(np.maximum.accumulate(late, axis=0), dtype=np.float64)
+
+
+@pytest.mark.parametrize("name", sorted(set(ALGORITHMS) - STRICT))
+def test_a_replay_knows_the_state_of_a_learner_that_used_older_messages(name: str) -> None:
+    """Every algorithm: the state that speaks next is the one that was, in each of two replicas with lags of its own."""
+    run, data = built(name, HOLD)
+    used = [lags(run, seed) for seed in (1, 2)]
+    assert run.spec.n_learners == 1 or not np.array_equal(used[0], used[1])
+    steps = [list(simulate(run, data, SeededNoise(k), used=used[k])) for k in (0, 1)]
+    said = Transcript.joined([Transcript.of(step.message for step in each) for each in steps])
+    for learner in range(run.spec.n_learners):
+        machine = Replay(run, learner, replicas=2)
+        for t in range(run.spec.rounds):
+            density = machine.step(said.messages(t, learner, machine.concerned), data.learners[learner].batch(t))
+            assert density is not None and np.isfinite(density).all()
+            decided = np.concatenate([each[t].before[learner] for each in steps])
+            np.testing.assert_allclose(machine.decision[0], decided, rtol=1e-7, atol=1e-7)
+        assert machine.t >= run.spec.rounds - 1
+
+
+def test_a_replay_of_the_wrong_rounds_is_noticed() -> None:
+    """A message names another round than was used: noise is no longer what is left, and where there is none, it shows."""
+    run, data = built("dsgd", HOLD)
+    used = lags(run, 1)
+    said = Transcript.of(step.message for step in simulate(run, data, SeededNoise(1), used=used))
+    fields = dict(said.fields)
+    field = fields[USED].copy()
+    field[5, 0, :, 0] = np.where(field[5, 0, :, 0] == 0, 1, 0)
+    machines = Replay(run, 0), Replay(run, 0)
+    told = said, Transcript({**fields, USED: field})
+    found = [
+        [machine.step(each.messages(t, 0, machine.concerned), data.learners[0].batch(t)) for t in range(7)]
+        for machine, each in zip(machines, told, strict=True)
+    ]
+    assert [np.array_equal(a, b) for a, b in zip(*found, strict=True)] == [True] * 5 + [False, False]
+
+
+@pytest.mark.parametrize("wrong", [0.5, -1.0, -7.0, 12.0, 1e99, np.nan])
+def test_a_round_that_there_is_not_ends_what_is_known(wrong: float) -> None:
+    run, data = built("dsgd", HOLD)
+    said = Transcript.of(step.message for step in simulate(run, data, SeededNoise(1), used=lags(run, 1)))
+    said.fields[USED][5, 0, :, 0] = wrong
+    losses = replay(run, said, 0, [data.learners[0], data.learners[0].with_use(0, np.ones(data.n_features), 1.0)])
+    assert len(losses.realised) == 5
+
+
+def test_what_is_forced_on_the_simulator_is_what_it_does_by_itself() -> None:
+    """Nobody late: the same numbers, whether told or not, and the same as in a run that waits."""
+    run, data = built("ldp-dol", HOLD)
+    recorder = Recorder(SeededNoise(3))
+    plain = Transcript.of(step.message for step in simulate(run, data, recorder, replicas=2))
+    noise = {name: np.stack(drawn) for name, drawn in recorder.drawn.items()}
+    own = np.stack([on_time(run.network, t + 1) for t in range(run.spec.rounds)])
+    waits = replace(run, spec=run.spec.model_copy(update={"clock": type(run.spec.clock)()}))
+    for other, used in ((run, own), (waits, None)):
+        again = Transcript.of(step.message for step in simulate(other, data, RecordedNoise(noise), 2, used))
+        np.testing.assert_allclose(again.fields["y"], plain.fields["y"], rtol=1e-13, atol=1e-13)
+    assert plain.fields.keys() == {"y", USED} and run.field_shapes[USED] == (2,)
+    assert waits.field_shapes == run.algorithm.field_shapes()
+
+
+def test_late_messages_lead_to_other_messages() -> None:
+    run, data = built("ldp-dol", HOLD)
+    plain, late = (
+        np.stack([step.message["y"] for step in simulate(run, data, SeededNoise(3), used=used)])
+        for used in (None, lags(run, 1))
+    )
+    assert np.array_equal(plain[:2], late[:2])  # round 0's messages are all that round 0 can use
+    assert not np.allclose(plain[3:], late[3:])
+
+
+# ---- what is refused, and what it costs ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("clock", [HOLD, {"mode": "async"}], ids=["hold", "async"])
+@pytest.mark.parametrize("name", sorted(STRICT))
+def test_a_guarantee_that_rests_on_what_is_heard_needs_everybody(name: str, clock: dict[str, Any]) -> None:
+    with pytest.raises(CheckFailed, match=f"{name}.* does not say so: set clock.late to wait") as refused:
+        built(name, clock)
+    assert refused.value.code == "LATE_GUARANTEE"
+
+
+def test_a_network_that_changes_needs_everybody() -> None:
+    run, data = ALGORITHMS["dpps"].build()
+    spec = run.spec.model_copy(update={"clock": ClockSpec.model_validate(HOLD)})
+    with pytest.raises(CheckFailed, match="one graph for all rounds") as refused:
+        build_run(spec, data.n_features)
+    assert refused.value.code == "LATE_NETWORK"
+
+
+def test_a_watch_needs_everybody() -> None:
+    run = small_run(clock=HOLD)
+    with pytest.raises(SpecError, match="must wait for late neighbours"):
+        Watch(run, made_up(run.spec), 0.05, [0])
+
+
+def test_what_it_costs_is_told() -> None:
+    usual = small_run().warnings
+    assert small_run(clock={"late": "wait"}).warnings == usual
+    assert [each.code for each in small_run(clock=HOLD).warnings] == [*(each.code for each in usual), "LATE_REGRET"]
+
+
+@pytest.mark.parametrize(
+    ("clock", "seconds"),
+    [({}, None), ({"late": "wait"}, None), (HOLD, 1.0), ({**HOLD, "late_s": 0.25}, 0.25), ({"mode": "async"}, 0.0)],
+)
+def test_how_long_a_round_waits(clock: dict[str, Any], seconds: float | None) -> None:
+    assert small_spec(clock=clock).clock.hold_s == seconds
+
+
+@pytest.mark.parametrize(
+    ("clock", "text"),
+    [
+        ({"late_s": 1.0}, "late_s must be given with late: hold"),
+        ({"late": "wait", "late_s": 1.0}, "late_s must be given with late: hold"),
+        ({"mode": "async", "late": "wait"}, "must be left out in async mode"),
+        ({"mode": "async", "late": "hold"}, "must be left out in async mode"),
+        ({"late": "hold", "late_s": 60.0}, "late_s must be below deadline_s, got 60 and 60"),
+        ({"late": "hold", "deadline_s": 0.5}, "late_s must be below deadline_s, got 1 and 0.5"),
+        ({"late": "drop"}, "clock.late"),
+        ({"late": "hold", "late_s": 0.0}, "clock.late_s"),
+    ],
+)
+def test_a_clock_that_contradicts_itself_is_refused(clock: dict[str, Any], text: str) -> None:
+    with pytest.raises(SpecError, match=text):
+        small_spec(clock=clock)

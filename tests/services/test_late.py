@@ -1,0 +1,143 @@
+"""Rounds that go on without a neighbour that is late."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from sottovoce.noise import RecordedNoise, Recorder, SeededNoise
+from sottovoce.running.late import NONE, USED, on_time
+from sottovoce.running.replay import replay
+from sottovoce.running.run import Run, build_run
+from sottovoce.running.simulator import simulate
+from sottovoce.running.transcript import Transcript
+from sottovoce.spec import RunSpec
+from sottovoce_client.running.operate import Outcome
+from sottovoce_eavesdropper.reading import open_capture
+from sottovoce_learner.session import Session
+from sottovoce_rpc.learner_status import LearnerState
+from tests.examples import made_up, small_spec
+from tests.services.network import network, said_rounds
+from tests.services.test_every_algorithm import FIELD
+
+NAMES = ["ann", "ben", "cleo"]
+HOLD = {"late": "hold", "late_s": 0.02, "window": 8, "deadline_s": 100.0}
+ASYNC = {"mode": "async", "window": 8, "deadline_s": 100.0}
+
+
+def spec_of(clock: dict[str, Any], rounds: int = 40, **more: Any) -> RunSpec:
+    return small_spec(rounds, NAMES, clock=clock, capture="relay", topology={"graph": "path"}, **more)
+
+
+ALSO = ("dpsda-c", "dpsr", "dvp")
+MORE = {"rounds": 30, "learners": NAMES, "clock": ASYNC, "capture": "mirror"}
+
+
+def slow(monkeypatch: pytest.MonkeyPatch, index: int, seconds: float) -> None:
+    """Every third round of a learner takes so long."""
+    learn = Session._learn
+
+    async def slowly(self: Session, t: int) -> None:
+        if self.role.index == index and t % 3 == 1:
+            await asyncio.sleep(seconds)
+        await learn(self, t)
+
+    monkeypatch.setattr(Session, "_learn", slowly)
+
+
+def transcript_of(outcome: Outcome, run: Run) -> Transcript:
+    return open_capture(outcome.capture or "").transcript(run.field_shapes, run.spec.n_learners, run.network)
+
+
+def used_in(said: Transcript) -> np.ndarray[Any, Any]:
+    """`(rounds - 1, learners, width)`: what the updates used, as the next messages say."""
+    return said.fields[USED][1:, :, 0]
+
+
+CASES = {
+    "hold": spec_of(HOLD),
+    "async": spec_of(ASYNC),
+    **{
+        run["name"]: RunSpec.model_validate({**FIELD["common"], **run, **MORE})
+        for run in FIELD["runs"]
+        if run["name"] in ALSO
+    },
+}
+
+
+@pytest.mark.parametrize("spec", CASES.values(), ids=CASES)
+async def test_what_was_used_is_said_and_explains_every_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec: RunSpec
+) -> None:
+    """The simulator, told which messages were used, says the same; so does replay, whose losses keep the guarantee."""
+    run, data, recorder = build_run(spec, 3), made_up(spec), Recorder(SeededNoise(1))
+    list(simulate(run, data, recorder))
+    noise = {name: np.stack(drawn) for name, drawn in recorder.drawn.items()}
+    np.savez(tmp_path / "noise.npz", **cast(dict[str, Any], noise))
+    slow(monkeypatch, 1, 0.1)
+    async with network(tmp_path, spec.names, noise=tmp_path / "noise.npz") as up:
+        outcome = await up.run(spec, data)
+    said = transcript_of(outcome, run)
+    assert outcome.state == "finished" and said.rounds == spec.rounds
+
+    used = used_in(said)
+    own = np.stack([on_time(run.network, t + 1) for t in range(spec.rounds - 1)])
+    assert (said.fields[USED][0] == NONE).all()
+    assert ((used == NONE) == (own == NONE)).all() and (used <= own).all()
+    assert (np.diff(used, axis=0) >= 0).all()
+    assert (used < own).any(), "nobody was late: nothing was tested"
+
+    forced = np.concatenate([used, own[-1:]])
+    again = Transcript.of(step.message for step in simulate(run, data, RecordedNoise(noise), used=forced))
+    assert said.fields.keys() == again.fields.keys()
+    for name, values in said.fields.items():
+        np.testing.assert_allclose(values, again.fields[name], rtol=1e-9, atol=1e-12)
+    for i, learned in enumerate(data.learners):
+        worlds = [learned, learned.with_use(0, -learned.features[0], 1.0 - learned.labels[0])]
+        losses = replay(run, said, i, worlds)
+        assert len(losses.realised) == spec.rounds
+        assert np.abs(losses.total).max() <= run.guarantee(i).cumulative[-1]
+
+
+async def test_who_is_on_time_says_what_a_run_that_waits_says(tmp_path: Path) -> None:
+    """The policy costs nothing where it is not needed: only the field is there, too."""
+    clock = {"late": "hold", "late_s": 50.0, "deadline_s": 100.0}
+    spec = spec_of(clock, rounds=12)
+    run, data, recorder = build_run(spec, 3), made_up(spec), Recorder(SeededNoise(1))
+    steps = list(simulate(run, data, recorder))
+    np.savez(tmp_path / "noise.npz", y=np.stack(recorder.drawn["y"]))
+    async with network(tmp_path, NAMES, noise=tmp_path / "noise.npz") as up:
+        outcome = await up.run(spec, data)
+    said, simulated = transcript_of(outcome, run), Transcript.of(step.message for step in steps)
+    for name in ("y", USED):
+        np.testing.assert_allclose(said.fields[name], simulated.fields[name], rtol=0, atol=1e-12)
+
+
+async def test_others_go_on_without_a_learner_that_died_and_it_catches_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its log holds what it used, so it comes back to the state that it had, and is not held to its neighbours' rounds."""
+    monkeypatch.setattr("sottovoce_learner.service.end_run", lambda *_: None)
+    spec = spec_of(
+        {"mode": "paced", "period_s": 0.02, "late": "hold", "late_s": 0.04, "window": 30, "deadline_s": 100.0}, 120
+    )
+    data = made_up(spec)
+    async with network(tmp_path, NAMES) as up:
+        running = asyncio.ensure_future(up.run(spec, data))
+        await up.until("cleo", LearnerState.RUNNING, 10)
+        await up.leave("ben")
+        gone_at = (await up.status("ann")).rounds_done
+        await up.until("ann", LearnerState.RUNNING, gone_at + 10)  # it hears ben alone
+        await up.join("ben")
+        outcome = await running
+    assert outcome.state == "finished"
+    run = build_run(spec, 3)
+    said = transcript_of(outcome, run)
+    assert said.rounds == spec.rounds
+    assert (np.arange(spec.rounds - 1) - used_in(said)[:, 0, 0]).max() >= 5
+    for name in NAMES:  # a recovered learner's messages follow from its log, or it would have failed
+        assert len(said_rounds(tmp_path / "journals", name)) == spec.rounds + 1
