@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
+from sottovoce.running.late import Lateness
+
 NOTHING = "–"
 
 
@@ -41,6 +43,16 @@ def noticed_line(findings: int, first: Sequence[str]) -> str:
         return ""
     more = " …" if findings > 1 else ""
     return f"The eavesdropper noticed {plural(findings, 'thing')} that must never happen: {'; '.join(first[:1])}{more}"
+
+
+def late_line(late: Lateness | None) -> str:
+    """How late messages were, on one line; empty where a run waits for them."""
+    if late is None:
+        return ""
+    if not late.rounds:
+        return "every update used the messages of its own round"
+    told = f"{share(late.share)} of the messages that updates used were of an earlier round"
+    return f"{told}, by up to {plural(late.rounds, 'round')}"
 
 
 def plural(value: int, noun: str) -> str:

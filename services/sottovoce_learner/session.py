@@ -424,11 +424,15 @@ class Session:
             await asyncio.sleep(0)  # nobody may have been waited for: let others have the loop
 
     async def _hear(self) -> None:
-        """Wait for the neighbours' messages of the round; where it may go on without one that is late, only for a while."""
+        """Wait for the neighbours' messages of the round; where it may go on without one that is late, only for a while.
+
+        The last round waits for everybody in any case: a run ends when the last learner does, and all that was said was heard.
+        """
         if self.inbox.complete:
             return
+        last = self._done == self.role.spec.rounds - 1
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._late_s):
+            async with asyncio.timeout(None if last else self._late_s):
                 while not self.inbox.complete:
                     await self._wait("a neighbour")
         while not self.inbox.enough:

@@ -14,7 +14,7 @@ from sottovoce.errors import CheckFailed, SpecError
 from sottovoce.lab.selftest.bases import ALGORITHMS
 from sottovoce.lab.watch.watch import Watch
 from sottovoce.noise import RecordedNoise, Recorder, SeededNoise
-from sottovoce.running.late import NONE, USED, on_time
+from sottovoce.running.late import NONE, USED, Lateness, lateness, on_time
 from sottovoce.running.replay import Replay, replay
 from sottovoce.running.run import Run, build_run
 from sottovoce.running.simulator import simulate
@@ -104,6 +104,15 @@ def test_what_is_forced_on_the_simulator_is_what_it_does_by_itself() -> None:
         np.testing.assert_allclose(again.fields["y"], plain.fields["y"], rtol=1e-13, atol=1e-13)
     assert plain.fields.keys() == {"y", USED} and run.field_shapes[USED] == (2,)
     assert waits.field_shapes == run.algorithm.field_shapes()
+
+
+def test_how_late_messages_were() -> None:
+    run, data = built("dpsr", HOLD)  # one learner hears two, the others one
+    used = lags(run, 1)
+    said = Transcript.of(step.message for step in simulate(run, data, SeededNoise(1), used=used)).fields[USED]
+    gone = [t - u for t, row in enumerate(used[:-1]) for u in row.ravel() if u != NONE]
+    assert lateness(said) == Lateness(np.mean([lag > 0 for lag in gone]), max(gone))
+    assert lateness(said[:1]) == lateness(on_time(run.network, 0)[None, :, None]) == Lateness(0.0, 0)
 
 
 def test_late_messages_lead_to_other_messages() -> None:

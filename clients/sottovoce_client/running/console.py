@@ -18,7 +18,7 @@ from rich.text import Text
 from sottovoce_client import terminal
 from sottovoce_client.reports.verdict import exceeds, verdict_of
 from sottovoce_client.running.summary import LearnerSummary, Progress, RunSummary, Swap
-from sottovoce_client.wording import count, duration, noticed_line, number, plural, share, share_range, size
+from sottovoce_client.wording import count, duration, late_line, noticed_line, number, plural, share, share_range, size
 
 LIVE_SECONDS = 0.125
 PLAIN_SECONDS = 2.0
@@ -271,6 +271,8 @@ def _facts(summary: RunSummary, report: Path | None) -> Iterator[tuple[str, Text
     if summary.capture is not None:
         heard = f"{plural(summary.capture.messages, 'message')}, {size(summary.capture.bytes)}, {summary.capture.mode}"
         yield "overheard", Text(f"{heard}\n{summary.capture.location}")
+        if late := late_line(summary.capture.late):
+            yield "late", Text(late)
     if report is not None:
         yield "report", Text(str(report), style="bold")
     for code, text in summary.warnings:

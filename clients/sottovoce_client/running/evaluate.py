@@ -20,6 +20,7 @@ from sottovoce.losses.quadratic import Squared
 from sottovoce.losses.softmax import Softmax
 from sottovoce.losses.torch import TorchLoss
 from sottovoce.network.network import Network
+from sottovoce.running.late import USED, lateness
 from sottovoce.running.run import Run
 from sottovoce.running.transcript import Transcript
 from sottovoce.spec import dump_spec
@@ -137,6 +138,7 @@ def _overheard(run: Run, outcome: Outcome) -> tuple[Transcript | None, CaptureSu
         heard=heard,
         first_scale=scales[0] if scales else 0.0,
         last_scale=scales[-1] if scales else 0.0,
+        late=lateness(transcript.fields[USED]) if run.late else None,
     )
 
 

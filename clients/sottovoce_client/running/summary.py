@@ -7,6 +7,7 @@ from pathlib import Path
 
 from sottovoce.arrays import FloatArray
 from sottovoce.privacy.guarantee import overall
+from sottovoce.running.late import Lateness
 from sottovoce_client.documents import write_json
 
 
@@ -106,6 +107,7 @@ class CaptureSummary:
         messages_of: name of the learner whose messages are shown.
         heard: `(rounds, dim)` what that learner said, as overheard.
         first_scale, last_scale: scale of its noise in the first and last round that had any; 0: there was none.
+        late: how late messages were; None: all waited for them.
     """
 
     mode: str
@@ -116,6 +118,7 @@ class CaptureSummary:
     heard: FloatArray
     first_scale: float
     last_scale: float
+    late: Lateness | None = None
 
 
 @dataclass(frozen=True, slots=True)

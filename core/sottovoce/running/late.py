@@ -77,6 +77,26 @@ def late_caveats(accountant: Accountant, name: str, shapes: Sequence[str], netwo
 
 
 @dataclass(frozen=True, slots=True)
+class Lateness:
+    """How late messages were.
+
+    Attributes:
+        share: of the messages that updates used, those of an earlier round than their own.
+        rounds: the oldest was of so many rounds before.
+    """
+
+    share: float
+    rounds: int
+
+
+def lateness(said: FloatArray) -> Lateness:
+    """Of a run, by what learners said of it, `(rounds, learners, replicas, width)`."""
+    own = np.arange(-1, len(said) - 1).reshape(-1, 1, 1, 1)
+    lags = (own - said)[np.isfinite(said) & (said != NONE)]
+    return Lateness(float((lags > 0).mean()), int(lags.max())) if lags.size else Lateness(0.0, 0)
+
+
+@dataclass(frozen=True, slots=True)
 class HeardOfOthers(HeardByAll):
     """`Heard` of all learners, each of which has used messages of other rounds.
 
