@@ -18,10 +18,11 @@ from sottovoce.running.transcript import Transcript
 from sottovoce.spec import RunSpec
 from sottovoce_client.running.operate import Outcome
 from sottovoce_eavesdropper.reading import open_capture
+from sottovoce_learner import store
 from sottovoce_learner.session import Session
 from sottovoce_rpc.learner_status import LearnerState
 from tests.examples import made_up, small_spec
-from tests.services.network import network, said_rounds
+from tests.services.network import network
 from tests.services.test_every_algorithm import FIELD
 
 NAMES = ["ann", "ben", "cleo"]
@@ -117,27 +118,32 @@ async def test_who_is_on_time_says_what_a_run_that_waits_says(tmp_path: Path) ->
         np.testing.assert_allclose(said.fields[name], simulated.fields[name], rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("after", [store.SNAPSHOT_AFTER, 0], ids=["by its log", "by snapshots"])
 async def test_others_go_on_without_a_learner_that_died_and_it_catches_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
 ) -> None:
     """Its log holds what it used, so it comes back to the state that it had, and is not held to its neighbours' rounds."""
-    monkeypatch.setattr("sottovoce_learner.service.end_run", lambda *_: None)
+    monkeypatch.setattr(store, "SNAPSHOT_AFTER", after)
     spec = spec_of(
         {"mode": "paced", "period_s": 0.02, "late": "hold", "late_s": 0.04, "window": 30, "deadline_s": 100.0}, 120
     )
-    data = made_up(spec)
-    async with network(tmp_path, NAMES) as up:
+    run, data, recorder = build_run(spec, 3), made_up(spec), Recorder(SeededNoise(1))
+    list(simulate(run, data, recorder))
+    noise = {"y": np.stack(recorder.drawn["y"])}
+    np.savez(tmp_path / "noise.npz", y=noise["y"])
+    async with network(tmp_path, NAMES, noise=tmp_path / "noise.npz") as up:
         running = asyncio.ensure_future(up.run(spec, data))
         await up.until("cleo", LearnerState.RUNNING, 10)
         await up.leave("ben")
         gone_at = (await up.status("ann")).rounds_done
         await up.until("ann", LearnerState.RUNNING, gone_at + 10)  # it hears ben alone
-        await up.join("ben")
+        await up.join("ben", tmp_path / "noise.npz")
         outcome = await running
     assert outcome.state == "finished"
-    run = build_run(spec, 3)
     said = transcript_of(outcome, run)
+    used = used_in(said)
     assert said.rounds == spec.rounds
-    assert (np.arange(spec.rounds - 1) - used_in(said)[:, 0, 0]).max() >= 5
-    for name in NAMES:  # a recovered learner's messages follow from its log, or it would have failed
-        assert len(said_rounds(tmp_path / "journals", name)) == spec.rounds + 1
+    assert (np.arange(spec.rounds - 1) - used[:, 0, 0]).max() >= 5
+    forced = np.concatenate([used, used[-1:]])  # what the last update uses, no message shows
+    again = np.stack([step.message["y"] for step in simulate(run, data, RecordedNoise(noise), used=forced)])
+    np.testing.assert_allclose(said.fields["y"], again, rtol=0, atol=1e-12)
