@@ -6,10 +6,13 @@ is ever changed. Space is allocated ahead, all zero, so that a sync has no metad
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -27,6 +30,13 @@ _PIECE = 64 * 1024 * 1024
 """Bytes of a snapshot that are written at a time."""
 AHEAD, SEGMENT = 256 * 1024, 64 * 1024 * 1024
 """Bytes allocated at a time, and those of a segment, unless one entry is longer."""
+
+
+class DiskFull(OSError):
+    """An entry found no room, and does not count; nothing of what stands in the log is in doubt, and it may be tried again."""
+
+    def __init__(self) -> None:
+        super().__init__(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,13 +131,18 @@ class Log:
         self._wipe()
 
     def append(self, kind: Kind, t: int, spent: float, in_all: float, body: bytes, incarnation: int = 0) -> int:
-        """Write an entry; returns its sequence number. Only after `sync` does it survive what it must."""
+        """Write an entry; returns its sequence number. Only after `sync` does it survive what it must.
+
+        Raises:
+            DiskFull: there is no room for it.
+        """
         raw, after = encode(Entry(kind, self.sequence, t, spent, in_all, body, incarnation), self.chain)
         if self._at > PAGE and self._at + len(raw) > SEGMENT:
             self.turn()
         self._allocate(self._at + len(raw))
-        if os.pwrite(self._file, raw, self._at) != len(raw):
-            raise OSError(28, os.strerror(28))
+        with _room():
+            if os.pwrite(self._file, raw, self._at) != len(raw):
+                raise DiskFull
         self._at, self.chain = self._at + len(raw), after
         self.sequence += 1
         self._unsynced = True
@@ -165,7 +180,8 @@ class Log:
         path = _path(self.folder, number)
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
-            os.posix_fallocate(file, 0, PAGE + AHEAD)
+            with _room():
+                os.posix_fallocate(file, 0, PAGE + AHEAD)
             os.pwrite(file, _header(self._about, self.sequence, self.chain), 0)
             os.fsync(file)
             sync_folder(self.folder)
@@ -179,7 +195,8 @@ class Log:
     def _allocate(self, size: int) -> None:
         if size > self._allocated:
             wanted = size + AHEAD
-            os.posix_fallocate(self._file, self._allocated, wanted - self._allocated)
+            with _room():
+                os.posix_fallocate(self._file, self._allocated, wanted - self._allocated)
             if self._about.durability == "power":
                 os.fsync(self._file)
             self._allocated = wanted
@@ -231,7 +248,7 @@ def write_snapshot(folder: Path, covers: int, chain: bytes, reserved: Grant, raw
     try:
         for at in range(0, len(raw), _PIECE):
             if os.pwrite(file, piece := raw[at : at + _PIECE], at) != len(piece):
-                raise OSError(28, os.strerror(28))
+                raise DiskFull
         os.fsync(file)
     except OSError:
         draft.unlink(missing_ok=True)
@@ -241,6 +258,17 @@ def write_snapshot(folder: Path, covers: int, chain: bytes, reserved: Grant, raw
     draft.replace(folder / snapshot.name)
     sync_folder(folder)
     return snapshot
+
+
+@contextmanager
+def _room() -> Iterator[None]:
+    """Tells a disk that has no room from one that fails. Not of a sync: what that could not write may be lost."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise DiskFull from None
+        raise
 
 
 def host() -> bytes:

@@ -42,6 +42,7 @@ from sottovoce_learner.intake import Intake
 from sottovoce_learner.ledger import Ledger
 from sottovoce_learner.ledger_line import LedgerLine
 from sottovoce_learner.links import Link
+from sottovoce_learner.log import DiskFull
 from sottovoce_learner.plan import Plan
 from sottovoce_learner.recovery import Recovery
 from sottovoce_learner.snapshots import Image, Snapshots, named, read_image
@@ -62,6 +63,8 @@ T = TypeVar("T")
 
 AHEAD, MOST_HELD = 4096, 64 * 1024 * 1024
 """Rounds of records, and their bytes, that a learner takes in before it lets the feeder wait."""
+ROOM_S = 1.0
+"""Between tries to write to a disk that is full."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +162,7 @@ class Session:
         self._snapshots = Snapshots(self._name, self._log, self._named)
         self._wait_is: Wait | None = None
         self._waker: asyncio.Future[None] | None = None
-        self._alone = False
+        self._alone = self._full = False
         self._correct = self._seen = 0
         self._messages = self._bytes = self._said = self._done = 0
         self.links = {j: Link(ahead) for j in sorted(self._plan.neighbours)}
@@ -313,12 +316,28 @@ class Session:
             # No receipt for what is not kept. The end of the run is told by the coordinator, and ends the feeder, too.
             await self.replaced.wait()
             raise Unavailable("this learner takes the run up again")
-        try:
-            self.intake.put(batch, lambda first: self._log.keep(first, batch.SerializeToString(deterministic=True)))
-        except OSError as error:
-            raise NotReady(f"records cannot be kept: {error.strerror}") from None
+        while not self._kept_down(batch):  # noqa: ASYNC110 - room on a disk is no event
+            await asyncio.sleep(ROOM_S)
         self._changed.set()
         self._wake()
+
+    def _kept_down(self, batch: learner_pb2.SampleBatch) -> bool:
+        """Take records in and write them down; False where the disk has no room for them now.
+
+        Raises:
+            DataError: they do not fit the run.
+            NotReady: they cannot be kept.
+        """
+        try:
+            self.intake.put(batch, lambda first: self._log.keep(first, batch.SerializeToString(deterministic=True)))
+        except DiskFull:
+            self._full = True
+            self._wake()
+            return False
+        except OSError as error:
+            raise NotReady(f"records cannot be kept: {error.strerror}") from None
+        self._full = False
+        return True
 
     def settle(self) -> None:
         """Let all records that were taken in last; then receipts may go out.
@@ -413,7 +432,7 @@ class Session:
         if t == self._said:  # else it was said before this learner died, and the links have it
             await self._say(t)
         while self.intake.filled <= t:
-            await self._wait("records")
+            await self._wait("room on its disk" if self._full else "records")
         await self._hear()
         await self._learn(t)
         self._hungry.set()
@@ -461,7 +480,8 @@ class Session:
         self._books.round_over(batch.size)
         self._done = t + 1
         if self._done == self.role.spec.rounds:
-            self._close()
+            # What it heard lasts, so that a learner that dies now is told nothing again.
+            await self._journaled(lambda: self._log.close_rounds(self._done, self._inputs))
 
     async def _speak(self, t: int, receivers: int) -> bytes:
         """Draw the noise, once; journal and charge the message, whoever hears it; only then give it out.
@@ -477,10 +497,7 @@ class Session:
             message = Message({**message.fields, USED: used_field(self._used, self._slots)})
         self.codec.require_sayable(message)
         frame = self.codec.encode(t, self.role.index, message)
-        try:
-            self._log.say(t, after, replace(self._inputs, frame=frame))
-        except OSError as error:
-            raise NotReady(f"the journal cannot be written: {error.strerror}") from None
+        await self._journaled(lambda: self._log.say(t, after, replace(self._inputs, frame=frame)))
         self._books.charge(after)
         self._kept.append((t, frame))
         self._said = t + 1
@@ -488,16 +505,25 @@ class Session:
         self._bytes += len(frame) * receivers
         return frame
 
-    def _close(self) -> None:
-        """The last round was learned: what it heard lasts, so that a learner that dies now is told nothing again.
+    async def _journaled(self, write: Callable[[], None]) -> None:
+        """Write to the log; where the disk has no room, the same again, until it has.
 
         Raises:
             NotReady: it cannot be written.
         """
-        try:
-            self._log.close_rounds(self._done, self._inputs)
-        except OSError as error:
-            raise NotReady(f"the journal cannot be written: {error.strerror}") from None
+        while True:
+            try:
+                write()
+            except DiskFull:
+                again = asyncio.get_running_loop().call_later(ROOM_S, self._wake)
+                try:
+                    await self._wait("room on its disk")
+                finally:
+                    again.cancel()
+            except OSError as error:
+                raise NotReady(f"the journal cannot be written: {error.strerror}") from None
+            else:
+                return
 
     async def _computed(self, compute: Callable[[], T]) -> T:
         """What takes long is computed in a thread: the loop stays awake, and the round waits, so it is one at a time."""

@@ -33,7 +33,7 @@ class Wait:
 
     def limit_s(self, clock: ClockSpec) -> float:
         """How long it may last, in seconds."""
-        if self.alone and self.cause is not Cause.RECORDS:
+        if self.cause is Cause.DISK or (self.alone and self.cause is not Cause.RECORDS):
             return clock.patience
         due = clock.period_s if self.cause is not Cause.NEIGHBOUR else None  # paced: not before the period is over
         return clock.deadline_s + (due or 0.0)

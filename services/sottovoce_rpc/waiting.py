@@ -14,6 +14,7 @@ class Cause(Enum):
     GRANT = "a grant of the coordinator"
     RECORDS = "records"
     NEIGHBOUR = "a neighbour"
+    DISK = "room on its disk"
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ BLIND = "the run finishes; the capture may lack rounds"
 NOTICED = "noticed, with nothing said and the file named, or harmless; no ledger below what was said"
 _DAMAGED = r"/learners/\S*(@|\.log|\.mark|\.runs|\.identity)|another state folder than this one|is an old one"
 """Names a file, or is the coordinator's word on a folder that it does not know, or knew when it was newer."""
-_FULL = r"(journal cannot be written|records cannot be kept): No space left on device"
+_FULL = r"room on its disk"
 
 
 # ---- processes -------------------------------------------------------------------------------------------------------
@@ -225,6 +225,11 @@ async def _disk_full(stage: Stage) -> None:
     await stage.until(0.0)
 
 
+async def _no_room_for_a_while(stage: Stage) -> None:
+    stage.arm(stage.chosen(), "no room for a while", stage.random.randint(12, stage.spec.rounds))
+    await stage.until(0.0)
+
+
 async def _coordinators_disk_full(stage: Stage) -> None:
     """For a while: what cannot be told, because it cannot be written, is told when it can."""
     stage.arm(COORDINATOR, "full for a while", stage.random.randint(10, 13))
@@ -341,7 +346,9 @@ DISKS = (
         _disk_full,
         ends=_FULL,
         must_end=True,
+        deadline_s=10.0,
     ),
+    Fault("learner's disk full for a while", GOES_ON, _no_room_for_a_while),
     Fault("coordinator's disk full for a while", "the run waits, and finishes", _coordinators_disk_full),
     Fault("eavesdropper's disk full", "the recording ends, the run finishes", _eavesdroppers_disk_full, blind=True),
     Fault("learner's disk read-only", "refused, and the run finishes once it can be written", _disk_read_only),

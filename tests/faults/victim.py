@@ -109,20 +109,29 @@ def _told_one(nth: int) -> None:
     Session._say = say  # type: ignore[method-assign]
 
 
-def _full(nth: int) -> None:
-    """From the n-th write on the disk takes half of what it is given, and then nothing."""
-    true, calls = os.pwrite, 0
+def _full(seconds: float) -> Callable[[int], None]:
+    """From the n-th write to a log on, and for so long, the disk takes half of what it is given, and then nothing.
 
-    def pwrite(file: int, raw: Any, at: int) -> int:
-        nonlocal calls
-        calls += 1
-        if calls < nth:
-            return true(file, raw, at)
-        if calls == nth:
-            true(file, raw[: len(raw) // 2], at)
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    What has its room already, as the mark has, is written.
+    """
 
-    os.pwrite = pwrite
+    def arm(nth: int) -> None:
+        true, calls, until = os.pwrite, 0, math.inf
+
+        def pwrite(file: int, raw: Any, at: int) -> int:
+            nonlocal calls, until
+            to_log = os.readlink(f"/proc/self/fd/{file}").endswith(".log")
+            calls += to_log
+            if calls < nth or time.monotonic() >= until or not to_log:
+                return true(file, raw, at)
+            if until == math.inf:
+                until = time.monotonic() + seconds
+                true(file, raw[: len(raw) // 2], at)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        os.pwrite = pwrite
+
+    return arm
 
 
 def _full_captures(nth: int) -> None:
@@ -195,7 +204,8 @@ POINTS: dict[str, Callable[[int], None]] = {
     "learned": _dies(Session, "_learn", after=True),
     "kept": _dies(RunLog, "keep", after=True),
     "closed": _dies(RunLog, "close_rounds", after=True),
-    "full": _full,
+    "full": _full(math.inf),
+    "no room for a while": _full(FULL_S),
     "full captures": _full_captures,
     "full for a while": _full_for_a_while,
     "read-only": _read_only,

@@ -32,6 +32,7 @@ def test_another_round_or_cause_is_another_wait(t: int, cause: Cause, alone: boo
         (Cause.RECORDS, True, 7.0),
         (Cause.NEIGHBOUR, True, 100.0),  # it may lack a grant that this one has
         (Cause.GRANT, True, 100.0),
+        (Cause.DISK, False, 100.0),
     ],
 )
 def test_how_long_a_wait_may_last_depends_on_its_cause(cause: Cause, alone: bool, limit: float) -> None:

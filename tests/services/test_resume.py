@@ -27,20 +27,20 @@ from tests.services.test_several_runs import Work, begun, ends_as_simulated, fed
 
 NAMES = ["ann", "ben", "cleo"]  # ann opens all her streams: she is found again wherever she is started
 FAILS_IN = 10
-"""The round in which a disk is full."""
+"""The round in which a disk breaks."""
 
 
 class Disk:
-    """Of all learners: once full, no message is written any more."""
+    """Of all learners: once broken, no message is written any more."""
 
-    full = True
+    broken = True
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         say = RunLog.say
 
         def written(own: RunLog, t: int, spent: float, said: Said) -> None:
-            if self.full and t >= FAILS_IN:
-                raise OSError(28, "No space left on device")
+            if self.broken and t >= FAILS_IN:
+                raise OSError(5, "Input/output error")
             say(own, t, spent, said)
 
         monkeypatch.setattr(RunLog, "say", written)
@@ -66,15 +66,15 @@ async def not_resumed(up: Network, run_id: str) -> str:
 
 
 async def failed(up: Network, each: Work) -> coordinator_pb2.Run:
-    """Start a run, and feed it until its learners' disk is full."""
+    """Start a run, and feed it until its learners' disk breaks."""
     (run_id,) = await begun(up, each)
     (end,) = await fed_to_their_ends(up, [run_id], each)
     assert end.state == coordinator_pb2.RUN_STATE_FAILED
-    assert "the journal cannot be written: No space left on device" in end.detail
+    assert "the journal cannot be written: Input/output error" in end.detail
     return end
 
 
-async def test_a_run_whose_learners_disk_was_full_goes_on_from_their_logs(tmp_path: Path, disk: Disk) -> None:
+async def test_a_run_whose_learners_disk_was_broken_goes_on_from_their_logs(tmp_path: Path, disk: Disk) -> None:
     """As often as it takes; the learners are the same processes all the time."""
     first = work(tmp_path, NAMES, 1)
     async with serving(tmp_path, first) as up:
@@ -83,7 +83,7 @@ async def test_a_run_whose_learners_disk_was_full_goes_on_from_their_logs(tmp_pa
         assert (again.run_id, again.attempt, again.HasField("ended_at")) == (run_id, 1, False)
         second = await up.end(run_id)
         assert (second.state, second.attempt) == (coordinator_pb2.RUN_STATE_FAILED, 1)
-        disk.full = False
+        disk.broken = False
         await resume(up, run_id)
         end = await up.end(run_id)
         ends_as_simulated(up, first, end)
@@ -99,7 +99,7 @@ async def test_a_run_goes_on_after_its_coordinator_and_a_learner_were_started_ag
     first = work(tmp_path, NAMES, 1)
     async with serving(tmp_path, first, durable=True) as up:
         run_id = (await failed(up, first)).run_id
-        disk.full = False
+        disk.broken = False
         await up.restart_coordinator()
         await up.leave(name)
         await up.join(name, first.noise)
@@ -136,7 +136,7 @@ async def test_what_is_said_after_a_capture_was_closed_is_not_captured_and_that_
     first = work(tmp_path, NAMES, 1, capture="relay", clock={"mode": "paced", "period_s": 0.05})
     async with serving(tmp_path, first, durable=True) as up:
         end = await failed(up, first)
-        disk.full = False
+        disk.broken = False
         again = await resume(up, end.run_id)
         await up.until("cleo", LearnerState.RUNNING, 15)
         await up.restart_coordinator()
@@ -159,7 +159,7 @@ async def test_who_takes_a_run_up_may_bring_the_records_that_its_learners_lack(t
     async with serving(tmp_path, first) as up:
         begun_with = replace(first, data=replace(first.data, learners=tuple(first_batch)))
         run_id = (await failed(up, begun_with)).run_id
-        disk.full = False
+        disk.broken = False
         other = work(tmp_path, NAMES, 1, 149)
         with pytest.raises(SpecError, match=f"run {run_id} is of another spec or other records"):
             await run_on(up.coordinator, other.spec, other.data, lambda *seen: None, resume=run_id)
@@ -178,7 +178,7 @@ async def test_a_feeder_that_waits_at_a_learner_goes_on_with_it(tmp_path: Path, 
         run_id = (await failed(up, begun_with)).run_id
         feeding = asyncio.ensure_future(up.feed(run_id, first.spec, first.data))
         await asyncio.sleep(0.2)
-        disk.full = False
+        disk.broken = False
         await resume(up, run_id)
         ends_as_simulated(up, first, await up.end(run_id))
         await asyncio.wait_for(feeding, PATIENCE_S)
@@ -198,7 +198,7 @@ async def test_a_capture_that_was_left_open_goes_on(tmp_path: Path, disk: Disk) 
         assert "cannot reach the eavesdropper" in end.capture_error
         up.eavesdropping = Eavesdropper(replace(old.config, listen=up.eavesdropper))
         await up.eavesdropping.start()
-        disk.full = False
+        disk.broken = False
         again = await resume(up, run_id)
         last = await up.end(run_id)
     assert (again.capture_error, last.capture_error) == ("", "")
@@ -212,7 +212,7 @@ async def test_a_report_from_before_ends_a_run_no_second_time(tmp_path: Path, di
     first = work(tmp_path, NAMES, 1)
     async with serving(tmp_path, first) as up:
         run_id = (await failed(up, first)).run_id
-        disk.full = False
+        disk.broken = False
         await resume(up, run_id)
         status = LearnerStatus("ann", run_id, LearnerState.FAILED, "late")
         event = coordinator_pb2.Event(report=coordinator_pb2.Report(status=status.to_wire()))
@@ -244,7 +244,7 @@ async def test_two_operators_take_a_run_up_once(tmp_path: Path, disk: Disk) -> N
     first = work(tmp_path, NAMES, 1)
     async with serving(tmp_path, first) as up:
         run_id = (await failed(up, first)).run_id
-        disk.full = False
+        disk.broken = False
         answers: tuple[Any, ...] = await asyncio.gather(resume(up, run_id), resume(up, run_id), return_exceptions=True)
         (error,) = [each for each in answers if isinstance(each, grpc.aio.AioRpcError)]
         assert f"in run {run_id}, which is under way" in (error.details() or "")

@@ -29,13 +29,16 @@ from sottovoce_eavesdropper.relay import Relay
 from sottovoce_learner import service as learner_service
 from sottovoce_learner import store as stores
 from sottovoce_learner.bodies import Said
+from sottovoce_learner.entries import Kind
 from sottovoce_learner.ledger import Ledger
+from sottovoce_learner.log import DiskFull
 from sottovoce_learner.repair import verify
 from sottovoce_learner.service import Learner
 from sottovoce_learner.store import SNAPSHOT_AFTER, RunLog
 from sottovoce_rpc.codec import RoundCodec, from_fields, read_hello
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_rpc.server import channel, listen_on
+from sottovoce_rpc.waiting import Cause
 from sottovoce_wire.v1 import coordinator_pb2, learner_pb2, learner_pb2_grpc
 from tests.examples import made_up, small_spec
 from tests.learner.test_links import Stream
@@ -499,7 +502,7 @@ async def test_a_message_is_journaled_and_charged_before_it_is_sent(
     def full(log: RunLog, t: int, spent: float, said: Said) -> None:
         if (t, CODEC.decode(said.frame)[1]) == (9, 2):
             failing.append(said.frame)
-            raise OSError(28, "No space left on device", "/secret/path")
+            raise OSError(5, "Input/output error", "/secret/path")
         say(log, t, spent, said)
 
     monkeypatch.setattr(RunLog, "say", full)
@@ -512,10 +515,45 @@ async def test_a_message_is_journaled_and_charged_before_it_is_sent(
     assert failing[0] not in table["payload"].to_pylist()
     assert (outcome.state, outcome.detail) == (
         "failed",
-        "cleo failed: the journal cannot be written: No space left on device",
+        "cleo failed: the journal cannot be written: Input/output error",
     )
     spent = build_run(spec, 3).guarantee(2).cumulative
     assert outcome.statuses[2].epsilon_spent == pytest.approx(spent[8])
+
+
+@pytest.mark.parametrize("what", ["a message", "records", "the end"])
+async def test_a_full_disk_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """Whoever looks sees who waits for what; then the same bytes are written, and the run ends as if nothing had been."""
+    kind = {"a message": Kind.ROUND, "records": Kind.BATCH, "the end": Kind.CLOSE}[what]
+    append, room, tried = RunLog._append, asyncio.Event(), list[bytes]()
+
+    def appended(own: RunLog, asked: Kind, t: int, spent: float, body: bytes) -> None:
+        about = own._log._about
+        if asked is kind and about.learner == "cleo" and (kind is not Kind.ROUND or t == 9):
+            tried.append(body)
+            if not room.is_set():
+                raise DiskFull
+        append(own, asked, t, spent, body)
+
+    monkeypatch.setattr(RunLog, "_append", appended)
+    monkeypatch.setattr("sottovoce_learner.session.ROOM_S", 0.05)
+    spec = spec_of()
+    noise, _, last = recorded(spec, made_up(spec, batch=2), tmp_path / "noise.npz")
+    async with network(tmp_path, NAMES, noise=noise) as up:
+        running = asyncio.ensure_future(up.run(spec, made_up(spec, batch=2)))
+        cleo = up.learners["cleo"]
+        async with asyncio.timeout(PATIENCE_S):
+            while cleo._session is None or cleo._session.waiting is None or len(tried) < 3:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert cleo._session.waiting.cause is Cause.DISK
+        room.set()
+        outcome = await running
+        found = np.stack(
+            [up.learners[name]._in_run().algorithm.decision(up.learners[name]._in_run()._state) for name in NAMES]
+        )
+    assert (outcome.state, outcome.detail) == ("finished", "")
+    assert len(set(tried)) == 1 or kind is Kind.BATCH
+    np.testing.assert_allclose(found, last, rtol=1e-12, atol=1e-12)
 
 
 # ---- what was spent --------------------------------------------------------------------------------------------------

@@ -31,6 +31,8 @@ class _WaitCauseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WaitCause.V
     WAIT_CAUSE_GRANT: _WaitCause.ValueType  # 1
     WAIT_CAUSE_RECORDS: _WaitCause.ValueType  # 2
     WAIT_CAUSE_NEIGHBOUR: _WaitCause.ValueType  # 3
+    WAIT_CAUSE_DISK: _WaitCause.ValueType  # 4
+    """Its disk is full: what it has to write down first cannot be written."""
 
 class WaitCause(_WaitCause, metaclass=_WaitCauseEnumTypeWrapper): ...
 
@@ -38,6 +40,8 @@ WAIT_CAUSE_UNSPECIFIED: WaitCause.ValueType  # 0
 WAIT_CAUSE_GRANT: WaitCause.ValueType  # 1
 WAIT_CAUSE_RECORDS: WaitCause.ValueType  # 2
 WAIT_CAUSE_NEIGHBOUR: WaitCause.ValueType  # 3
+WAIT_CAUSE_DISK: WaitCause.ValueType  # 4
+"""Its disk is full: what it has to write down first cannot be written."""
 Global___WaitCause: _TypeAlias = WaitCause  # noqa: Y015
 
 class _RunState:

@@ -1,0 +1,107 @@
+"""A log whose disk is full: what found no room does not count, and is written when there is."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sottovoce_learner import log as logs
+from sottovoce_learner.entries import Kind
+from sottovoce_learner.log import About, DiskFull, Log, read_log
+
+ABOUT = About("00" * 16, "ann", "run-1", "power")
+
+
+class Disk:
+    """A disk that has so many bytes left, counted as files grow; a write to what is there already always fits."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.free, self.fails = 10**9, 0
+        allocate, write = os.posix_fallocate, os.pwrite
+
+        def allocated(file: int, at: int, size: int) -> None:
+            if self.fails or size > self.free:
+                raise OSError(self.fails or errno.ENOSPC, "")
+            self.free -= size
+            allocate(file, at, size)
+
+        def written(file: int, raw: bytes, at: int) -> int:
+            if self.fails:
+                raise OSError(self.fails, "")
+            return write(file, raw, at)
+
+        monkeypatch.setattr(os, "posix_fallocate", allocated)
+        monkeypatch.setattr(os, "pwrite", written)
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    return Disk(monkeypatch)
+
+
+def append(log: Log, k: int) -> None:
+    log.append(Kind.ROUND, k, 0.5 * k, 1.0 * k, bytes([k]) * 3_000)
+
+
+def bodies(folder: Path) -> list[bytes]:
+    return [entry.body for entry in read_log(folder).entries]
+
+
+@pytest.mark.parametrize("segment", [logs.SEGMENT, 20_000], ids=["in a segment", "at its end"])
+@pytest.mark.parametrize("full", [errno.ENOSPC, errno.EDQUOT])
+def test_an_entry_is_tried_again_until_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk: Disk, segment: int, full: int
+) -> None:
+    """Whatever was refused leaves no trace: neither in the file nor in the chain."""
+    monkeypatch.setattr(logs, "AHEAD", 4_096)
+    monkeypatch.setattr(logs, "SEGMENT", segment)
+    log = Log(tmp_path, ABOUT)
+    for k in range(20):
+        if k % 3 == 2:
+            disk.fails = full
+            for _ in range(3):
+                with pytest.raises(DiskFull):
+                    append(log, k)
+                assert bodies(tmp_path) == [bytes([j]) * 3_000 for j in range(k)]
+            disk.fails = 0
+        append(log, k)
+        log.sync()
+    log.close()
+    assert bodies(tmp_path) == [bytes([k]) * 3_000 for k in range(20)]
+    assert len(list(tmp_path.glob("*.log"))) == (1 if segment == logs.SEGMENT == 64 * 2**20 else 4)
+
+
+def test_a_disk_without_room_for_a_segment_leaves_none(tmp_path: Path, disk: Disk) -> None:
+    disk.free = 1_000
+    with pytest.raises(DiskFull, match="No space left on device"):
+        Log(tmp_path, ABOUT)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_fails_is_not_full(tmp_path: Path, disk: Disk) -> None:
+    log = Log(tmp_path, ABOUT)
+    disk.fails = errno.EIO
+    with pytest.raises(OSError) as failure:  # noqa: PT011 - which one, is asked below
+        append(log, 0)
+    assert not isinstance(failure.value, DiskFull) and failure.value.errno == errno.EIO
+    disk.fails = 0
+    log.close()
+
+
+def test_a_sync_that_finds_no_room_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it could not write may be gone, though the next sync says that all is well."""
+    log = Log(tmp_path, ABOUT)
+    append(log, 0)
+
+    def full(file: int) -> Any:
+        raise OSError(errno.ENOSPC, "")
+
+    monkeypatch.setattr(os, "fdatasync", full)
+    with pytest.raises(OSError) as failure:  # noqa: PT011
+        log.sync()
+    assert not isinstance(failure.value, DiskFull)
+    log.close()
