@@ -55,8 +55,8 @@ class ClockSpec(Section):
     deadline_s: Positive = 60.0
     """How long a run waits for a learner that is away or silent, for records or for a grant before it fails."""
     patience_s: Positive | None = None
-    """How long learners wait for a coordinator that is away and keeps its runs (`--state`), and for room on their disk; None: four
-    hours."""
+    """How long learners wait for a coordinator that is away and keeps its runs (`--state`), and for room on their disks; None:
+    four hours."""
 
     late: Literal["wait", "hold"] | None = None  # None, as for wait: what earlier versions wrote stays the same plan
     """A neighbour's message is not there. wait: the round waits for it. hold: after `late_s` the newest message of that neighbour
