@@ -120,7 +120,8 @@ def main() -> int:
     tries = Tries(chosen, range(told.seed, told.seed + told.tries), told.seconds, told.jobs, folder)
     rows = asyncio.run(_unless_told(try_all(tries)))
     if told.out is not None:
-        command = f"python -m tests.faults --tries {told.tries} --seconds {told.seconds:g} --out {told.out}"
+        seed = f" --seed {told.seed}" if told.seed else ""
+        command = f"python -m tests.faults --tries {told.tries} --seconds {told.seconds:g}{seed} --out {told.out}"
         told.out.write_text(page(rows, command, told.seconds), encoding="utf-8")
     broken = sum(row.broken for row in rows)
     print(f"{sum(row.tries for row in rows)} trials, {broken} broken")
