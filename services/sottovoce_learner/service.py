@@ -23,7 +23,8 @@ from sottovoce_learner import exchange
 from sottovoce_learner.identity import Identity
 from sottovoce_learner.ledger import Ledger
 from sottovoce_learner.mirror import Mirror
-from sottovoce_learner.session import Role, Session
+from sottovoce_learner.role import Role
+from sottovoce_learner.session import Session
 from sottovoce_learner.standing import Files, under_way
 from sottovoce_learner.store import claim, end_run
 from sottovoce_rpc import directives

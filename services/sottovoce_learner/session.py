@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
@@ -20,7 +19,6 @@ from typing import Any, TypeVar
 import structlog
 
 from sottovoce.algorithms.interface import HeardFromNeighbours, Message, Who, WithHiddenNoise
-from sottovoce.algorithms.per_learner import spread
 from sottovoce.arrays import Batch, FloatArray
 from sottovoce.errors import (
     BudgetExhausted,
@@ -34,20 +32,18 @@ from sottovoce.noise import Noise
 from sottovoce.running.assembly import KEPT, Recent
 from sottovoce.running.late import USED, slots, used_field
 from sottovoce.running.run import build_run
-from sottovoce.spec import RunSpec
 from sottovoce_learner.bodies import Said
 from sottovoce_learner.books import Books
 from sottovoce_learner.inbox import Inbox
 from sottovoce_learner.intake import Intake
-from sottovoce_learner.ledger import Ledger
-from sottovoce_learner.ledger_line import LedgerLine
 from sottovoce_learner.links import Link
 from sottovoce_learner.log import DiskFull
 from sottovoce_learner.plan import Plan
 from sottovoce_learner.recovery import Recovery
+from sottovoce_learner.role import Role, open_log
 from sottovoce_learner.snapshots import Image, Snapshots, named, read_image
 from sottovoce_learner.standing import said
-from sottovoce_learner.store import RunLog, Store, Terms
+from sottovoce_learner.store import Terms
 from sottovoce_learner.waiting import Wait, waiting
 from sottovoce_rpc.codec import RoundCodec
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
@@ -74,36 +70,6 @@ class _Heard:
     round: int
     frame: bytes
     message: Message
-
-
-@dataclass(frozen=True, slots=True)
-class Role:
-    """What a learner is told before a run.
-
-    Attributes:
-        run_id: the run.
-        spec: the run spec.
-        n_features: features of a record.
-        index: this learner's index.
-        name: the learner's own, by which its ledger counts.
-        incarnation: of the process.
-
-    Raises:
-        RemoteProtocolError: the spec has no such learner, or calls it by another name: under that its budget would begin anew.
-    """
-
-    run_id: str
-    spec: RunSpec
-    n_features: int
-    index: int
-    name: str
-    incarnation: int = 0
-
-    def __post_init__(self) -> None:
-        if not self.index < self.spec.n_learners:
-            raise RemoteProtocolError(f"an assignment needs an index below {self.spec.n_learners}, got {self.index}")
-        if (told := self.spec.names[self.index]) != self.name:
-            raise RemoteProtocolError(f"learner {self.name!r} must be assigned under its own name, got {told!r}")
 
 
 class Session:
@@ -143,11 +109,9 @@ class Session:
         self.codec = RoundCodec(run.field_shapes)
         self._state = self.algorithm.start(Who(index))
         self._name = role.name
-        budget = _budget(spec, index)
-        elsewhere, self._log = _opened(
-            state_folder, role, Terms(spec.durability, self.codec.length, spec.clock.window, spec.rounds, budget)
-        )
-        self._books = Books(self.algorithm.accountant(index), budget, own_budget=own_budget, elsewhere=elsewhere)
+        terms = Terms(spec.durability, self.codec.length, spec.clock.window, spec.rounds, role.budget)
+        elsewhere, self._log = open_log(state_folder, role, terms)
+        self._books = Books(self.algorithm.accountant(index), role.budget, own_budget=own_budget, elsewhere=elsewhere)
         self._inputs = Said(b"")
         self._late_s, self._slots = spec.clock.hold_s, slots(run.network) if run.late else 0
         self._used: list[float] = []
@@ -595,27 +559,3 @@ class Session:
         self._lifecycle = (state, detail)
         log.info("state", learner=self._name, state=state.name.lower(), round=self._done, detail=detail)
         self._changed.set()
-
-
-def _budget(spec: RunSpec, index: int) -> float | None:
-    budget = spec.privacy.budget
-    return None if budget is None else spread(budget, spec.n_learners, "privacy.budget")[index]
-
-
-def _opened(folder: Path, role: Role, terms: Terms) -> tuple[float, RunLog]:
-    """Epsilon of all other runs, and the log of this one.
-
-    Raises:
-        NotReady: the learner has been in another run since, or an earlier version has spoken in this one.
-        DataError: something of the state folder is damaged.
-    """
-    old = Ledger(folder).old(role.name)
-    if any(line.run_id == role.run_id and line.said for line in old):
-        raise NotReady(
-            "an earlier version of this learner has spoken in this run: its journal counts, and cannot be gone on with; start a "
-            "new run"
-        )
-    store = Store(folder, role.name)
-    elsewhere = store.spent(but=role.run_id) + math.fsum(line.spent for line in old)
-    line = LedgerLine(role.name, role.run_id, role.index, role.n_features, role.spec.model_dump_json())
-    return elsewhere, store.open_run(line, terms, elsewhere)

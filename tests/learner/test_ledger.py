@@ -27,7 +27,8 @@ from sottovoce_client.privacy.ledger import show_ledger
 from sottovoce_learner.books import Books
 from sottovoce_learner.ledger import Ledger
 from sottovoce_learner.ledger_line import LedgerLine
-from sottovoce_learner.session import Role, Session
+from sottovoce_learner.role import Role
+from sottovoce_learner.session import Session
 from sottovoce_learner.store import Store, Terms, claim
 
 

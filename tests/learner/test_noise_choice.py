@@ -10,8 +10,8 @@ import pytest
 
 from sottovoce.errors import SpecError
 from sottovoce.noise import Draw, KeyedNoise, OpenDpNoise, SystemNoise, grid
+from sottovoce_learner.role import Role
 from sottovoce_learner.service import Learner, LearnerConfig
-from sottovoce_learner.session import Role
 from tests.examples import small_spec
 
 

@@ -20,7 +20,8 @@ from sottovoce.spec import RunSpec, parse_spec
 from sottovoce_learner.ledger import Ledger
 from sottovoce_learner.links import Link
 from sottovoce_learner.repair import moved
-from sottovoce_learner.session import Role, Session
+from sottovoce_learner.role import Role
+from sottovoce_learner.session import Session
 from sottovoce_learner.store import RunLog, end_run
 from sottovoce_rpc.codec import to_tensor
 from sottovoce_wire.v1 import learner_pb2

@@ -14,7 +14,8 @@ from sottovoce.errors import LocalProtocolError, NotReady, RemoteProtocolError, 
 from sottovoce.noise import SystemNoise
 from sottovoce.spec import parse_spec
 from sottovoce_learner import session as sessions
-from sottovoce_learner.session import Role, Session
+from sottovoce_learner.role import Role
+from sottovoce_learner.session import Session
 from sottovoce_rpc.codec import to_tensor
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_wire.v1 import learner_pb2

@@ -35,7 +35,8 @@ from sottovoce_learner.log import About, Log, Reading, hashed, host
 from sottovoce_learner.mark import Mark, MarkFile
 from sottovoce_learner.plan import Plan
 from sottovoce_learner.recovery import Recovery
-from sottovoce_learner.session import Role, Session
+from sottovoce_learner.role import Role
+from sottovoce_learner.session import Session
 from sottovoce_learner.store import RunLog, Terms
 from sottovoce_rpc.codec import RoundCodec, to_tensor
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus

@@ -21,8 +21,8 @@ from sottovoce.errors import BudgetExhausted
 from sottovoce.lab.selftest.breaking import Altered
 from sottovoce.lab.selftest.catalogue import CATALOGUE
 from sottovoce.noise import Noise, SeededNoise
+from sottovoce_learner.role import Role
 from sottovoce_learner.service import Context, Learner, LearnerConfig
-from sottovoce_learner.session import Role
 from sottovoce_rpc import directives
 from sottovoce_rpc.codec import from_tensor
 from sottovoce_rpc.tasks import Tasks

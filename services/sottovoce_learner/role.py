@@ -1,0 +1,69 @@
+"""What a learner is told before a run, and the log that it opens for it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from sottovoce.algorithms.per_learner import spread
+from sottovoce.errors import NotReady, RemoteProtocolError
+from sottovoce.spec import RunSpec
+from sottovoce_learner.ledger import Ledger
+from sottovoce_learner.ledger_line import LedgerLine
+from sottovoce_learner.store import RunLog, Store, Terms
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """What a learner is told before a run.
+
+    Attributes:
+        run_id: the run.
+        spec: the run spec.
+        n_features: features of a record.
+        index: this learner's index.
+        name: the learner's own, by which its ledger counts.
+        incarnation: of the process.
+
+    Raises:
+        RemoteProtocolError: the spec has no such learner, or calls it by another name: under that its budget would begin anew.
+    """
+
+    run_id: str
+    spec: RunSpec
+    n_features: int
+    index: int
+    name: str
+    incarnation: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.index < self.spec.n_learners:
+            raise RemoteProtocolError(f"an assignment needs an index below {self.spec.n_learners}, got {self.index}")
+        if (told := self.spec.names[self.index]) != self.name:
+            raise RemoteProtocolError(f"learner {self.name!r} must be assigned under its own name, got {told!r}")
+
+    @property
+    def budget(self) -> float | None:
+        """Epsilon that it may spend in the run; None: there is no limit."""
+        whole = self.spec.privacy.budget
+        return None if whole is None else spread(whole, self.spec.n_learners, "privacy.budget")[self.index]
+
+
+def open_log(folder: Path, role: Role, terms: Terms) -> tuple[float, RunLog]:
+    """Epsilon of all other runs, and the log of this one.
+
+    Raises:
+        NotReady: the learner has been in another run since, or an earlier version has spoken in this one.
+        DataError: something of the state folder is damaged.
+    """
+    old = Ledger(folder).old(role.name)
+    if any(line.run_id == role.run_id and line.said for line in old):
+        raise NotReady(
+            "an earlier version of this learner has spoken in this run: its journal counts, and cannot be gone on with; start a "
+            "new run"
+        )
+    store = Store(folder, role.name)
+    elsewhere = store.spent(but=role.run_id) + math.fsum(line.spent for line in old)
+    line = LedgerLine(role.name, role.run_id, role.index, role.n_features, role.spec.model_dump_json())
+    return elsewhere, store.open_run(line, terms, elsewhere)
