@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import sys
+from collections import deque
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -123,14 +124,19 @@ def chance(of: object) -> Random:
     return Random(str(of))  # noqa: S311 - it chooses what goes wrong, and protects nothing
 
 
+_GIVEN: deque[int] = deque(maxlen=1_000)
+
+
 def free_port(random: Random) -> int:
-    """A port that nobody listens on."""
+    """A port that nobody listens on, nor was given before."""
     while True:
-        port = random.choice(_PORTS)
+        if (port := random.choice(_PORTS)) in _GIVEN:
+            continue
         with socket.socket() as asked:
             asked.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 asked.bind(("127.0.0.1", port))
             except OSError:
                 continue
+        _GIVEN.append(port)
         return port

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -554,6 +556,51 @@ async def test_a_full_disk_is_waited_for(tmp_path: Path, monkeypatch: pytest.Mon
     assert (outcome.state, outcome.detail) == ("finished", "")
     assert len(set(tried)) == 1 or kind is Kind.BATCH
     np.testing.assert_allclose(found, last, rtol=1e-12, atol=1e-12)
+
+
+async def test_a_connection_that_breaks_while_a_feeder_asks_is_opened_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A learner dies at just that moment, once for each of them and again after the first records."""
+    ready, breaks = feeders._ready, Counter[str]()
+
+    async def broken(stub: Any, run_id: str, address: str) -> None:
+        breaks[address] += 1
+        if breaks[address] in (1, 3):
+            empty = grpc.aio.Metadata()
+            raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, empty, empty, "Stream removed")
+        await ready(stub, run_id, address)
+
+    async def brief(own: Any) -> AsyncIterator[Any]:
+        """A stream that ends before all is sent, the first time."""
+        for k, batch in enumerate([each async for each in batches(own)]):
+            if k and breaks[""] < len(NAMES):
+                breaks[""] += 1
+                return
+            yield batch
+
+    batches = feeders._Sending.batches
+    monkeypatch.setattr(feeders, "_ready", broken)
+    monkeypatch.setattr(feeders, "_RETRY_S", 0.01)
+    monkeypatch.setattr(feeders._Sending, "batches", brief)
+    spec = small_spec(200, NAMES, clock={"deadline_s": PATIENCE_S})
+    async with network(tmp_path, NAMES) as up:
+        outcome = await up.run(spec, made_up(spec))
+    assert (outcome.state, outcome.detail) == ("finished", "")
+    assert breaks[""] == len(NAMES) and len(breaks) == len(NAMES) + 1
+
+
+@pytest.mark.parametrize(
+    ("failures", "given_up"), [([0, 30, 60], False), ([0, 61], True), ([0, 50, None, 70, 130], False)]
+)
+def test_patience_is_counted_from_the_first_failure_in_a_row(failures: list[float | None], given_up: bool) -> None:
+    failing, found = feeders._Failing(60.0), False
+    for now in failures:
+        if now is None:
+            failing.over()
+        else:
+            found = failing.too_long(now)
+    assert found == given_up
 
 
 # ---- what was spent --------------------------------------------------------------------------------------------------

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc
 import numpy as np
@@ -13,6 +15,7 @@ from sottovoce.errors import NotReady, Unavailable
 from sottovoce_rpc.codec import to_tensor
 from sottovoce_rpc.server import channel
 from sottovoce_rpc.status import as_error
+from sottovoce_rpc.tasks import beside
 from sottovoce_wire.v1 import learner_pb2, learner_pb2_grpc
 
 _ROUNDS_PER_BATCH = 64
@@ -81,33 +84,68 @@ async def feed(address: str, run_id: str, data: LearnerData, source: str = "feed
         Unavailable, NotReady: for `_PATIENCE_S` it could not be reached, or was not in the run: it is being told, or has failed
             and the coordinator is.
     """
-    sending, failures = _Sending(data, source), 0
+    sending, failing, now = _Sending(data, source), _Failing(_PATIENCE_S), asyncio.get_running_loop().time
     async with channel(address) as to:
         stub = learner_pb2_grpc.LearnerStub(to)
         while not sending.over:
-            await _ready(stub, run_id, address)  # again after a break: it may have been started again
             try:
-                async for receipt in stub.Ingest(sending.batches()):
-                    sending.receive(receipt.next_sequence)
-                    failures = 0
+                await _ready(stub, run_id, address)  # again after a break: it may have been started again
+                call: grpc.aio.StreamStreamCall[Any, Any] = stub.Ingest()
+                try:
+                    async with beside(_said(call, sending)):
+                        async for receipt in call:
+                            sending.receive(receipt.next_sequence)
+                            failing.over()
+                finally:
+                    call.cancel()
             except grpc.aio.AioRpcError as error:
                 failure = as_error(error, f"the learner at {address}")
-                failures += 1
-                if not isinstance(failure, Unavailable | NotReady) or failures > _PATIENCE_S / _RETRY_S:
+                if not isinstance(failure, Unavailable | NotReady) or failing.too_long(now()):
                     raise failure from None
                 await asyncio.sleep(_RETRY_S)
 
 
+class _Failing:
+    """How long something has failed, each time that it was tried.
+
+    Args:
+        patience_s: how long it may.
+    """
+
+    def __init__(self, patience_s: float) -> None:
+        self._patience_s = patience_s
+        self._since: float | None = None
+
+    def over(self) -> None:
+        """It has succeeded."""
+        self._since = None
+
+    def too_long(self, now: float) -> bool:
+        """It has failed now; True if it has for too long."""
+        self._since = now if self._since is None else self._since
+        return now - self._since > self._patience_s
+
+
+async def _said(call: grpc.aio.StreamStreamCall[Any, Any], sending: _Sending) -> None:
+    """Send batches as receipts allow; whoever reads these is told why a stream ended."""
+    with contextlib.suppress(grpc.RpcError, grpc.aio.UsageError, asyncio.InvalidStateError):
+        async for batch in sending.batches():
+            await call.write(batch)
+        await call.done_writing()
+
+
 async def _ready(stub: learner_pb2_grpc.LearnerAsyncStub, run_id: str, address: str) -> None:
-    """Wait until the learner knows the run: the coordinator tells it at the same time as it tells us."""
+    """Wait until the learner knows the run: the coordinator tells it at the same time as it tells us.
+
+    Raises:
+        Unavailable: it was not told.
+        AioRpcError: it cannot be asked.
+    """
     loop = asyncio.get_running_loop()
     until = loop.time() + _PATIENCE_S
     while loop.time() < until:
-        try:
-            status = (await stub.Status(learner_pb2.StatusRequest(), wait_for_ready=True, timeout=_PATIENCE_S)).status
-        except grpc.aio.AioRpcError as error:
-            raise as_error(error, f"the learner at {address}") from None
-        if status.run_id == run_id:
+        asked = stub.Status(learner_pb2.StatusRequest(), wait_for_ready=True, timeout=_PATIENCE_S)
+        if (await asked).status.run_id == run_id:
             return
         await asyncio.sleep(0.02)
     raise Unavailable(f"the learner at {address} has not heard of run {run_id} within {_PATIENCE_S:g} s")
