@@ -170,8 +170,7 @@ def _expected_of(run: Run) -> Expected:
     def due(sender: int, receiver: int, t: int) -> int | None:
         return first_heard(run.network, spec.rounds, sender, receiver, t)
 
-    # One that is cut off from a neighbour goes on without it, and may have forgotten by then what it said.
-    return Expected(RoundCodec(run.field_shapes).length, None if run.late else due, lattice)
+    return Expected(RoundCodec(run.field_shapes).length, due, lattice)
 
 
 def first_heard(network: Network, rounds: int, sender: int, receiver: int, t: int) -> int | None:

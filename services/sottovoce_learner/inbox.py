@@ -4,13 +4,13 @@ The rules. A neighbour says each round in which we hear it once, in order. It ma
 one where it needs our message of every round to go on, else what the round clock grants beyond the slowest learner.
 Whatever else comes is its error, and changes nothing here.
 
-Where rounds go on without a neighbour that is late, what it says of rounds that are over comes later, and it may leave some
-out: it has forgotten what it said long ago, if its channel was broken for so long.
+Where rounds go on without a neighbour that is late, its messages of rounds that are over still come, in order. The last one that
+is here may stand for the one that is missing, as long as it is not older than the clock lets anybody be ahead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Generic, TypeVar
 
 from sottovoce.errors import RemoteProtocolError, StrangerError
@@ -26,7 +26,8 @@ class Inbox(Generic[V]):
         heard: round to those whose messages it needs, some of `neighbours`.
         ahead: rounds, the current one included, whose messages may come.
         first_round: the round to begin with.
-        late: rounds may go on without who is late.
+        last: where rounds may go on without who is late: of each neighbour the last message that is here already, and its
+            round. None: they may not.
     """
 
     def __init__(
@@ -36,12 +37,14 @@ class Inbox(Generic[V]):
         ahead: int = 2,
         first_round: int = 0,
         *,
-        late: bool = False,
+        last: Mapping[int, tuple[int, V]] | None = None,
     ) -> None:
-        self.round, self._heard_in, self._ahead, self._late = first_round, heard, ahead, late
-        self._next = dict.fromkeys(neighbours, 0 if late else first_round)
+        self.round, self._heard_in, self._ahead, self._late = first_round, heard, ahead, last is not None
+        self._next = dict.fromkeys(neighbours, 0 if self._late else first_round)
         self._heard: dict[int, dict[int, V]] = {}
         self._last: dict[int, V] = {}
+        for j, (t, content) in (last or {}).items():
+            self._next[j], self._last[j] = t + 1, content
         self._needed = len(heard(first_round))
 
     def next_round(self, neighbour: int) -> int:
@@ -54,7 +57,7 @@ class Inbox(Generic[V]):
             raise StrangerError(f"learner {neighbour} is not a neighbour")
         due, beyond = self._next[neighbour], self.round + self._ahead
         if self._late:
-            return due
+            return due if neighbour in self._heard_in(self.round) else beyond
         due = max(due, self.round)
         while due < beyond and neighbour not in self._heard_in(due):
             due += 1
@@ -69,7 +72,7 @@ class Inbox(Generic[V]):
         due = self.next_round(neighbour)
         if sender != neighbour:
             raise RemoteProtocolError(f"learner {neighbour} sent a message in the name of learner {sender}")
-        if t < due or (t > due and not self._late) or t >= self.round + self._ahead:
+        if t != due or t >= self.round + self._ahead:
             raise RemoteProtocolError(
                 f"learner {neighbour} must say round {due} next, got round {t} (we are in round {self.round})"
             )
@@ -88,15 +91,15 @@ class Inbox(Generic[V]):
     @property
     def missing(self) -> list[int]:
         """Neighbours not heard yet in the current round."""
-        if self._late:
-            here = self._heard.get(self.round, {})
-            return [j for j in self._heard_in(self.round) if j not in here]
         return [j for j in self._heard_in(self.round) if self._next[j] <= self.round]
 
     @property
     def enough(self) -> bool:
-        """True when of everybody whom the current round needs a message of this round or an earlier one is here."""
-        return self.complete or (self._late and all(j in self._last for j in self.missing))
+        """True when of everybody whom the current round needs a message is here, of this round or one not too long before."""
+        if not self._late:
+            return self.complete
+        oldest = max(self.round - self._ahead + 1, 0)
+        return all(self._next[j] > oldest for j in self._heard_in(self.round))
 
     def take(self) -> dict[int, V]:
         """The messages of the current round, where that is complete; the next round becomes the current one.

@@ -12,7 +12,7 @@ import json
 import os
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -178,11 +178,12 @@ class Log:
 
     def _begin(self, number: int) -> None:
         path = _path(self.folder, number)
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        with _room():
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
             with _room():
                 os.posix_fallocate(file, 0, PAGE + AHEAD)
-            os.pwrite(file, _header(self._about, self.sequence, self.chain), 0)
+                os.pwrite(file, _header(self._about, self.sequence, self.chain), 0)
             os.fsync(file)
             sync_folder(self.folder)
         except BaseException:
@@ -205,7 +206,8 @@ class Log:
         """What a torn write left behind the last entry is cut off: nothing rested on it."""
         os.ftruncate(self._file, self._at)
         self._allocated = self._at
-        self._allocate(self._at + 1)
+        with suppress(DiskFull):  # there will be room, or the next entry waits for it
+            self._allocate(self._at + 1)
         for other in self.folder.glob("*.log"):
             if int(other.stem) > self._segment:
                 other.unlink()

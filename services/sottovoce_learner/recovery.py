@@ -36,6 +36,7 @@ class Recovery:
         state: of the algorithm.
         about_to_learn: told every batch before it is learned.
         frames: what was said last, by round, as much of it as a neighbour may lack.
+        heard: the messages that were used last, as they came.
         said: rounds that were said.
         done: rounds that were learned, too; one less than `said` until the run is over.
     """
@@ -48,6 +49,7 @@ class Recovery:
     state: Any
     about_to_learn: Callable[[Any, Batch], None]
     frames: deque[tuple[int, bytes]] = field(default_factory=deque)
+    heard: tuple[bytes, ...] = ()
     said: int = 0
     done: int = 0
 
@@ -71,6 +73,7 @@ class Recovery:
             self.plan.forget(len(counts) - 1)
         self.intake.restore(image.taken)
         self.state, self.frames = image.state, deque(image.frames, self.frames.maxlen)
+        self.heard = image.heard
         self.said, self.done = len(counts) + 1, len(counts)
 
     def take(self, entry: Entry) -> None:
@@ -114,7 +117,7 @@ class Recovery:
         self.state = self.algorithm.listen(self.state, HeardFromNeighbours(part.heard, messages, part.own), batch)
         self.books.round_over(batch.size)
         self.plan.forget(t)
-        self.done = t + 1
+        self.done, self.heard = t + 1, said.heard
 
 
 _ANOTHER = "it was written by another version of Sottovoce or of the algorithm, with which alone this learner can go on"

@@ -54,7 +54,8 @@ def open_log(folder: Path, role: Role, terms: Terms) -> tuple[float, RunLog]:
     """Epsilon of all other runs, and the log of this one.
 
     Raises:
-        NotReady: the learner has been in another run since, or an earlier version has spoken in this one.
+        NotReady: the learner has been in another run since, or an earlier version has spoken in this one; or the log cannot be
+            written.
         DataError: something of the state folder is damaged.
     """
     old = Ledger(folder).old(role.name)
@@ -66,4 +67,7 @@ def open_log(folder: Path, role: Role, terms: Terms) -> tuple[float, RunLog]:
     store = Store(folder, role.name)
     elsewhere = store.spent(but=role.run_id) + math.fsum(line.spent for line in old)
     line = LedgerLine(role.name, role.run_id, role.index, role.n_features, role.spec.model_dump_json())
-    return elsewhere, store.open_run(line, terms, elsewhere)
+    try:
+        return elsewhere, store.open_run(line, terms, elsewhere)
+    except OSError as error:
+        raise NotReady(f"the log of the run cannot be written: {error.strerror}") from None

@@ -121,7 +121,10 @@ class Session:
         # round before what it has reported.
         self._lockstep = self._plan.lockstep and not run.late
         ahead = 2 if self._lockstep else min(spec.clock.window, spec.rounds) + 1
-        self._kept: deque[tuple[int, bytes]] = deque(maxlen=ahead)
+        # Where nobody waits for late ones, a neighbour may be as far behind in what it has heard of us.
+        keep = 2 * ahead + 1 if run.late else ahead
+        self._kept: deque[tuple[int, bytes]] = deque(maxlen=keep)
+        self._last: Mapping[int, tuple[int, _Heard]] | None = {} if run.late else None
         self._named = named(run)
         self._snapshots = Snapshots(self._name, self._log, self._named)
         self._wait_is: Wait | None = None
@@ -129,9 +132,9 @@ class Session:
         self._alone = self._full = False
         self._correct = self._seen = 0
         self._messages = self._bytes = self._said = self._done = 0
-        self.links = {j: Link(ahead) for j in sorted(self._plan.neighbours)}
+        self.links = {j: Link(keep) for j in sorted(self._plan.neighbours)}
         self._recover()
-        self.inbox: Inbox[_Heard] = Inbox(self._plan.neighbours, self._plan.heard, ahead, self._done, late=run.late)
+        self.inbox: Inbox[_Heard] = Inbox(self._plan.neighbours, self._plan.heard, ahead, self._done, last=self._last)
         self._heard: Recent[tuple[int, int], bytes] = Recent(KEPT)
         self._granted = self._told = 0
         self._lifecycle = (LearnerState.CONNECTING, "")
@@ -195,6 +198,9 @@ class Session:
             raise
         self._state, self._said, self._done = recovery.state, recovery.said, recovery.done
         self._kept = recovery.frames
+        if self._last is not None:
+            decoded = ((frame, *self.codec.decode(frame)) for frame in recovery.heard)
+            self._last = {sender: (t, _Heard(t, frame, message)) for frame, t, sender, message in decoded}
         for t, frame in self._kept:
             for j in self._plan.part(t).told:
                 self.links[j].say(t, frame)
@@ -203,7 +209,10 @@ class Session:
     def _image(self) -> Image:
         """What it is now, right after a round was said."""
         books, judged = self._books, (self._correct, self._seen)
-        return Image(self._state, books.spent, books.counts.tobytes(), self.intake.taken(), tuple(self._kept), judged)
+        heard = () if self._last is None else self._inputs.heard
+        return Image(
+            self._state, books.spent, books.counts.tobytes(), self.intake.taken(), tuple(self._kept), judged, heard
+        )
 
     # ---- what the coordinator and the neighbours bring ----------------------------------------------------
 
@@ -260,7 +269,8 @@ class Session:
         Raises:
             DataError: it has.
         """
-        if (self._plan.lockstep or self._late_s is not None) and next_round > self._said:
+        hears = self._late_s is not None and neighbour in self._plan.part(self._done).told
+        if (self._plan.lockstep or hears) and next_round > self._said:
             raise DataError(
                 f"learner {neighbour} has heard round {next_round - 1} of this learner, whose log has {self._said} rounds: its "
                 "state folder was set back, and nothing is said until it is put back"
@@ -280,8 +290,14 @@ class Session:
             # No receipt for what is not kept. The end of the run is told by the coordinator, and ends the feeder, too.
             await self.replaced.wait()
             raise Unavailable("this learner takes the run up again")
-        while not self._kept_down(batch):  # noqa: ASYNC110 - room on a disk is no event
-            await asyncio.sleep(ROOM_S)
+        try:
+            while not self._kept_down(batch):
+                self._full = True
+                self._wake()
+                await asyncio.sleep(ROOM_S)
+        finally:
+            self._full = False
+            self._wake()  # it may have waited for that
         self._changed.set()
         self._wake()
 
@@ -295,12 +311,9 @@ class Session:
         try:
             self.intake.put(batch, lambda first: self._log.keep(first, batch.SerializeToString(deterministic=True)))
         except DiskFull:
-            self._full = True
-            self._wake()
             return False
         except OSError as error:
             raise NotReady(f"records cannot be kept: {error.strerror}") from None
-        self._full = False
         return True
 
     def settle(self) -> None:

@@ -32,6 +32,7 @@ class Image:
         taken: its intake.
         frames: what was said last, by round, as much of it as a neighbour may lack.
         judged: records that it predicted before it learned them: those that it got right, and all.
+        heard: where rounds may go on without late neighbours, the messages that it used last, as they came.
     """
 
     state: Any
@@ -40,6 +41,7 @@ class Image:
     taken: Taken
     frames: tuple[tuple[int, bytes], ...]
     judged: tuple[int, int]
+    heard: tuple[bytes, ...] = ()
 
 
 def named(run: Run) -> dict[str, object]:

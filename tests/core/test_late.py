@@ -12,6 +12,7 @@ from sottovoce.arrays import FloatArray
 from sottovoce.data import PlacedData
 from sottovoce.errors import CheckFailed, SpecError
 from sottovoce.lab.selftest.bases import ALGORITHMS
+from sottovoce.lab.watch.canaries import draw
 from sottovoce.lab.watch.watch import Watch
 from sottovoce.noise import RecordedNoise, Recorder, SeededNoise
 from sottovoce.running.late import NONE, USED, Lateness, lateness, on_time
@@ -146,8 +147,11 @@ def test_a_network_that_changes_needs_everybody() -> None:
 
 def test_a_watch_needs_everybody() -> None:
     run = small_run(clock=HOLD)
-    with pytest.raises(SpecError, match="must wait for late neighbours"):
-        Watch(run, made_up(run.spec), 0.05, [0])
+    data = made_up(run.spec)
+    with pytest.raises(SpecError, match="a watch needs a run that waits for late neighbours"):
+        Watch(run, data, 0.05, [0])
+    with pytest.raises(SpecError, match="guessing canaries needs a run that waits for late neighbours"):
+        draw(run, data, 2, np.random.default_rng(1))
 
 
 def test_what_it_costs_is_told() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,6 +20,7 @@ from sottovoce.spec import RunSpec
 from sottovoce_client.running.operate import Outcome
 from sottovoce_eavesdropper.reading import open_capture
 from sottovoce_learner import store
+from sottovoce_learner.links import Link
 from sottovoce_learner.session import Session
 from sottovoce_rpc.learner_status import LearnerState
 from tests.examples import made_up, small_spec
@@ -31,10 +33,10 @@ ASYNC = {"mode": "async", "window": 8, "deadline_s": 100.0}
 
 
 def spec_of(clock: dict[str, Any], rounds: int = 40, **more: Any) -> RunSpec:
-    return small_spec(rounds, NAMES, clock=clock, capture="relay", topology={"graph": "path"}, **more)
+    return small_spec(rounds, NAMES, **{"clock": clock, "capture": "relay", "topology": {"graph": "path"}, **more})
 
 
-ALSO = ("dpsda-c", "dpsr", "dvp")
+CYCLE = {"kind": "edges", "edges": [[0, 1], [1, 2], [2, 0]], "directed": True}
 MORE = {"rounds": 30, "learners": NAMES, "clock": ASYNC, "capture": "mirror"}
 
 
@@ -59,11 +61,12 @@ def used_in(said: Transcript) -> np.ndarray[Any, Any]:
     return said.fields[USED][1:, :, 0]
 
 
+ALSO: dict[str, Any] = {"dpsda-c": {}, "dpsr": {"topology": {"graph": CYCLE, "weights": "in_degree"}}, "dvp": {}}
 CASES = {
     "hold": spec_of(HOLD),
     "async": spec_of(ASYNC),
     **{
-        run["name"]: RunSpec.model_validate({**FIELD["common"], **run, **MORE})
+        run["name"]: RunSpec.model_validate({**FIELD["common"], **run, **MORE, **ALSO[run["name"]]})
         for run in FIELD["runs"]
         if run["name"] in ALSO
     },
@@ -90,6 +93,7 @@ async def test_what_was_used_is_said_and_explains_every_message(
     assert (said.fields[USED][0] == NONE).all()
     assert ((used == NONE) == (own == NONE)).all() and (used <= own).all()
     assert (np.diff(used, axis=0) >= 0).all()
+    assert (own - used).max() <= spec.clock.window
     assert (used < own).any(), "nobody was late: nothing was tested"
 
     forced = np.concatenate([used, own[-1:]])
@@ -143,7 +147,29 @@ async def test_others_go_on_without_a_learner_that_died_and_it_catches_up(
     said = transcript_of(outcome, run)
     used = used_in(said)
     assert said.rounds == spec.rounds
+    assert (np.diff(used, axis=0) >= 0).all()
     assert (np.arange(spec.rounds - 1) - used[:, 0, 0]).max() >= 5
     forced = np.concatenate([used, used[-1:]])  # what the last update uses, no message shows
     again = np.stack([step.message["y"] for step in simulate(run, data, RecordedNoise(noise), used=forced)])
     np.testing.assert_allclose(said.fields["y"], again, rtol=0, atol=1e-12)
+
+
+async def test_a_channel_on_which_nothing_passes_is_noticed_before_the_budget_is_spent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A message may be as old as a learner may be ahead, and no older; then it is waited for, up to the deadline."""
+    spec, say, cut = spec_of({**ASYNC, "deadline_s": 5.0}, 2_000), Link.say, list[Link]()
+
+    def silent(self: Link, t: int, frame: bytes) -> None:
+        if self not in cut:
+            say(self, t, frame)
+
+    monkeypatch.setattr(Link, "say", silent)
+    async with network(tmp_path, NAMES) as up:
+        running = asyncio.ensure_future(up.run(spec, made_up(spec)))
+        await up.until("ann", LearnerState.RUNNING, 10)
+        cut += [up.learners["ann"]._in_run().links[1], up.learners["ben"]._in_run().links[0]]
+        outcome = await running
+    assert outcome.state == "failed"
+    assert re.match("no messages pass between ann and ben in round [0-9]+: ", outcome.detail)
+    assert all(status.rounds_done < 2_000 for status in outcome.statuses)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
+import re
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -558,18 +561,86 @@ async def test_a_full_disk_is_waited_for(tmp_path: Path, monkeypatch: pytest.Mon
     np.testing.assert_allclose(found, last, rtol=1e-12, atol=1e-12)
 
 
+async def test_a_learner_that_is_started_again_on_a_full_disk_waits_for_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = spec_of(clock={"mode": "paced", "period_s": 0.02, "deadline_s": PATIENCE_S})
+    allocate, full = os.posix_fallocate, asyncio.Event()
+
+    def allocated(file: int, at: int, size: int) -> None:
+        if full.is_set():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        allocate(file, at, size)
+
+    monkeypatch.setattr(os, "posix_fallocate", allocated)
+    monkeypatch.setattr("sottovoce_learner.session.ROOM_S", 0.05)
+    async with network(tmp_path, NAMES) as up:
+        running = asyncio.ensure_future(up.run(spec, made_up(spec)))
+        await up.until("ben", LearnerState.RUNNING, 5)
+        await up.leave("ben")
+        full.set()
+        await up.join("ben")
+        async with asyncio.timeout(PATIENCE_S):
+            ben = up.learners["ben"]
+            while ben._session is None or (wait := ben._session._wait_is) is None or wait.cause is not Cause.DISK:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        full.clear()
+        outcome = await running
+    assert (outcome.state, outcome.detail) == ("finished", "")
+
+
+async def test_a_disk_without_room_for_another_run_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(file: int, at: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    spec = spec_of()
+    async with network(tmp_path, NAMES) as up:
+        monkeypatch.setattr(os, "posix_fallocate", full)
+        outcome = await up.run(spec, made_up(spec))
+    assert outcome.state == "failed"
+    assert re.search(
+        "(ann|ben|cleo|dan) failed: the log of the run cannot be written: No space left on device", outcome.detail
+    )
+
+
+async def test_a_feeder_that_leaves_a_full_disk_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is missing from then on are records, not room: there is another deadline for them."""
+    append, room = RunLog._append, asyncio.Event()
+
+    def appended(own: RunLog, kind: Kind, *more: Any) -> None:
+        if kind is Kind.BATCH and not room.is_set():
+            raise DiskFull
+        append(own, kind, *more)
+
+    monkeypatch.setattr(RunLog, "_append", appended)
+    spec = small_spec(20, NAMES[:1], clock={"deadline_s": 2.0, "patience_s": 1_000.0})
+    async with network(tmp_path, NAMES[:1]) as up:
+        run_id = (await up.start(spec, 3)).run_id
+        feeding = asyncio.ensure_future(up.feed(run_id, spec, made_up(spec)))
+        async with asyncio.timeout(PATIENCE_S):
+            ann = up.learners["ann"]
+            while ann._session is None or (wait := ann._session._wait_is) is None or wait.cause is not Cause.DISK:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        feeding.cancel()
+        end = await up.end(run_id)
+    assert end.state == coordinator_pb2.RUN_STATE_FAILED
+    assert end.detail == "ann failed: waited 2 s for records in round 0"
+
+
 async def test_a_connection_that_breaks_while_a_feeder_asks_is_opened_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A learner dies at just that moment, once for each of them and again after the first records."""
     ready, breaks = feeders._ready, Counter[str]()
 
-    async def broken(stub: Any, run_id: str, address: str) -> None:
+    async def broken(stub: Any, run_id: str, address: str, patience_s: float) -> None:
         breaks[address] += 1
         if breaks[address] in (1, 3):
             empty = grpc.aio.Metadata()
             raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, empty, empty, "Stream removed")
-        await ready(stub, run_id, address)
+        await ready(stub, run_id, address, patience_s)
 
     async def brief(own: Any) -> AsyncIterator[Any]:
         """A stream that ends before all is sent, the first time."""

@@ -270,6 +270,9 @@ def _facts(summary: RunSummary, report: Path | None) -> Iterator[tuple[str, Text
     yield "accuracy", Text(accuracies + (disagree if summary.disagreement is not None else ""))
     if summary.capture is not None:
         heard = f"{plural(summary.capture.messages, 'message')}, {size(summary.capture.bytes)}, {summary.capture.mode}"
+        whole = len(summary.capture.heard)
+        if whole < summary.rounds_done:
+            heard += f"; whole are rounds 0 to {whole - 1}, and the losses are of these"
         yield "overheard", Text(f"{heard}\n{summary.capture.location}")
         if late := late_line(summary.capture.late):
             yield "late", Text(late)

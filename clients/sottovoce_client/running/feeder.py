@@ -76,30 +76,43 @@ class _Sending:
             due = max(due + 1, self.received)  # it may have had more already
 
 
-async def feed(address: str, run_id: str, data: LearnerData, source: str = "feeder") -> None:
+async def feed(
+    address: str, run_id: str, data: LearnerData, source: str = "feeder", patience_s: float = _PATIENCE_S
+) -> None:
     """Stream all of a learner's records into it; a broken connection is opened again where it ended.
+
+    Args:
+        address: of the learner.
+        run_id: the run.
+        data: its records.
+        source: what they are counted under.
+        patience_s: how long it may be away; at least `_PATIENCE_S`.
 
     Raises:
         DataError: the learner refused the records.
-        Unavailable, NotReady: for `_PATIENCE_S` it could not be reached, or was not in the run: it is being told, or has failed
-            and the coordinator is.
+        Unavailable, NotReady: for so long it could not be reached, was not in the run, or took nothing in: it is being told, or
+            has failed and the coordinator is.
     """
-    sending, failing, now = _Sending(data, source), _Failing(_PATIENCE_S), asyncio.get_running_loop().time
+    patience_s = max(patience_s, _PATIENCE_S)
+    sending, away, refused = _Sending(data, source), _Failing(patience_s), _Failing(patience_s)
+    now = asyncio.get_running_loop().time
     async with channel(address) as to:
         stub = learner_pb2_grpc.LearnerStub(to)
         while not sending.over:
             try:
-                await _ready(stub, run_id, address)  # again after a break: it may have been started again
+                await _ready(stub, run_id, address, patience_s)  # again after a break: it may have been started again
+                away.over()
                 call: grpc.aio.StreamStreamCall[Any, Any] = stub.Ingest()
                 try:
                     async with beside(_said(call, sending)):
                         async for receipt in call:
                             sending.receive(receipt.next_sequence)
-                            failing.over()
+                            refused.over()
                 finally:
                     call.cancel()
             except grpc.aio.AioRpcError as error:
                 failure = as_error(error, f"the learner at {address}")
+                failing = away if isinstance(failure, Unavailable) else refused
                 if not isinstance(failure, Unavailable | NotReady) or failing.too_long(now()):
                     raise failure from None
                 await asyncio.sleep(_RETRY_S)
@@ -134,7 +147,7 @@ async def _said(call: grpc.aio.StreamStreamCall[Any, Any], sending: _Sending) ->
         await call.done_writing()
 
 
-async def _ready(stub: learner_pb2_grpc.LearnerAsyncStub, run_id: str, address: str) -> None:
+async def _ready(stub: learner_pb2_grpc.LearnerAsyncStub, run_id: str, address: str, patience_s: float) -> None:
     """Wait until the learner knows the run: the coordinator tells it at the same time as it tells us.
 
     Raises:
@@ -142,10 +155,10 @@ async def _ready(stub: learner_pb2_grpc.LearnerAsyncStub, run_id: str, address: 
         AioRpcError: it cannot be asked.
     """
     loop = asyncio.get_running_loop()
-    until = loop.time() + _PATIENCE_S
+    until = loop.time() + patience_s
     while loop.time() < until:
         asked = stub.Status(learner_pb2.StatusRequest(), wait_for_ready=True, timeout=_PATIENCE_S)
         if (await asked).status.run_id == run_id:
             return
         await asyncio.sleep(0.02)
-    raise Unavailable(f"the learner at {address} has not heard of run {run_id} within {_PATIENCE_S:g} s")
+    raise Unavailable(f"the learner at {address} has not heard of run {run_id} within {patience_s:g} s")

@@ -190,7 +190,8 @@ class _Running:
         while True:
             address = self._addresses[index]
             async with Tasks() as tasks:
-                feeding = tasks.start(feed(address, self._started.run_id, self._data.learners[index]))
+                own, patience_s = self._data.learners[index], self._spec.clock.deadline_s
+                feeding = tasks.start(feed(address, self._started.run_id, own, patience_s=patience_s))
                 leaving = tasks.start(self._until_gone(index, address))
                 await asyncio.wait([feeding, leaving], return_when=asyncio.FIRST_COMPLETED)
                 if feeding.done():

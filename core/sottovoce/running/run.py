@@ -41,6 +41,18 @@ class Run:
         """Whether a round may go on without a neighbour that is late."""
         return self.spec.clock.hold_s is not None
 
+    def require_waiting(self, what: str) -> None:
+        """Refuse what follows a run round by round, where a round may go on without late neighbours.
+
+        Raises:
+            SpecError: it may.
+        """
+        if self.late:
+            raise SpecError(
+                f"{what} needs a run that waits for late neighbours (clock.late: wait, and a mode other than async): elsewhere "
+                "only a later message shows what was heard before it; audit its capture"
+            )
+
     @property
     def field_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Shape of every field of a message as it crosses the wire, in their order."""

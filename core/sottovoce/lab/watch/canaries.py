@@ -106,8 +106,10 @@ def draw(run: Run, data: PlacedData, count: int, generator: np.random.Generator)
         generator: of places, coins and simulated noise: for a real run seeded with entropy.
 
     Raises:
-        SpecError: a canary would not be one event, nothing finite is promised, or there are not so many places.
+        SpecError: a canary would not be one event, nothing finite is promised, or there are not so many places; or the run does
+            not wait for late neighbours.
     """
+    run.require_waiting("guessing canaries")
     _require_events(run, data)
     window = _window(run, count)
     free = [

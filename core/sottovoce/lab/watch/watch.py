@@ -28,7 +28,7 @@ from sottovoce.algorithms.interface import Message
 from sottovoce.arrays import FloatArray
 from sottovoce.auditing.conformance.residuals import learned, noise_of
 from sottovoce.data import PlacedData
-from sottovoce.errors import CaptureError, SpecError
+from sottovoce.errors import CaptureError
 from sottovoce.lab.watch.keys import Keys
 from sottovoce.lab.watch.seen import Memory, RoundNoise
 from sottovoce.lab.watch.sequential import e_bh, mixture
@@ -153,11 +153,7 @@ class Watch:
     def __init__(
         self, run: Run, data: PlacedData, alpha: float, learners: Sequence[int], keys: Keys | None = None
     ) -> None:
-        if run.late:
-            raise SpecError(
-                "a run under watch must wait for late neighbours (clock.late: wait, and a mode other than async): elsewhere "
-                "only a later message shows what was heard before it; audit its capture"
-            )
+        run.require_waiting("a watch")
         self.round = 0
         self.together = _Stake()
         self.keys = keys or Keys()
