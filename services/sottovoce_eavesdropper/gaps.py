@@ -70,6 +70,11 @@ class Gaps:
         return any(own.streams or own.broken for own in self._senders.values())
 
     @property
+    def senders(self) -> int:
+        """Learners that have begun to copy."""
+        return sum(len(way) == 1 for way in self._senders)
+
+    @property
     def missing(self) -> int:
         """Intervals that are missing so far: rounds before and after them have come."""
         return sum(len(own.missing) for own in self._senders.values())

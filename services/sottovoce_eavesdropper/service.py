@@ -80,8 +80,14 @@ class _Recording:
             well = True
         finally:
             self.file.gaps.over(sender, well=well)
-            if not self.file.gaps.unsure:
+            if not self.unsure:
                 self.mirrored.set()
+
+    @property
+    def unsure(self) -> bool:
+        """Copies may be on their way: of a learner that has more, or has not begun, for its run was short."""
+        gaps = self.file.gaps
+        return gaps.unsure or (self.who.mirrored and gaps.senders < self.who.learners)
 
     async def lead(self, routes: Iterable[eavesdropper_pb2.Route]) -> None:
         """Some learners are at other addresses than before."""
@@ -259,7 +265,7 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
         """Let mirrored copies on their way arrive and the last calls end, write the rest."""
         if capture.closed:
             return
-        if capture.file.gaps.unsure and drain_s:
+        if capture.unsure and drain_s:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(capture.mirrored.wait(), drain_s)
         await asyncio.gather(*(relay.stop() for relay in capture.relays))

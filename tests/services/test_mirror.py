@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from sottovoce.errors import RemoteProtocolError
 from sottovoce.spec import RunSpec
 from sottovoce_eavesdropper import mirrored
 from sottovoce_eavesdropper.reading import open_capture
+from sottovoce_learner import mirror as mirroring
 from sottovoce_rpc.server import channel
 from sottovoce_rpc.specs import spec_to_wire
 from sottovoce_rpc.status import as_error
@@ -113,3 +115,25 @@ async def test_a_part_that_cannot_be_made_ends_a_capture_which_says_so(tmp_path:
     assert not capture.complete
     assert capture.totals()[0] == 6
     assert json.loads((tmp_path / "capture.json").read_text())["complete"] is False
+
+
+@pytest.mark.parametrize("rounds", [1, 4])
+async def test_a_run_that_is_over_before_anything_was_copied_is_captured_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rounds: int
+) -> None:
+    """Copies are sent now and then; the eavesdropper waits for the first ones, too."""
+    monkeypatch.setattr(mirroring, "FLUSH_S", 1.5)
+    end = mirroring.Mirror.end
+
+    def later(self: mirroring.Mirror) -> None:
+        asyncio.get_running_loop().call_later(0.3, end, self)
+
+    monkeypatch.setattr(mirroring.Mirror, "end", later)
+    spec = small_spec(rounds, NAMES, capture="mirror", clock={"deadline_s": 100.0})
+    async with network(tmp_path, NAMES) as up:
+        outcome = await up.run(spec, made_up(spec))
+    assert (outcome.state, outcome.capture_error) == ("finished", "")
+    assert outcome.capture is not None
+    capture = open_capture(outcome.capture)
+    assert capture.complete and capture.facts["gaps"] == []
+    assert capture.transcript({"y": (3,)}, len(NAMES)).rounds == rounds
