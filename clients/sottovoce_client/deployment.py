@@ -146,7 +146,8 @@ async def connect(address: str) -> AsyncIterator[Deployment]:
     """
     async with channel(address) as to:
         try:
-            await asyncio.wait_for(to.channel_ready(), CONNECT_S)
+            async with asyncio.timeout(CONNECT_S):
+                await to.channel_ready()
         except TimeoutError:
             raise Unavailable(f"no coordinator answers at {address} within {CONNECT_S:g} s") from None
     deployment = Deployment(address)

@@ -122,7 +122,8 @@ class Captures:
         away, led = False, tuple[str, ...]()
         while not course.book.ended:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(course.over.wait(), _KEPT_S)
+                async with asyncio.timeout(_KEPT_S):
+                    await course.over.wait()
                 return
             try:
                 book, now = course.book, course.book.addresses

@@ -145,7 +145,8 @@ class Conductor:
 
     async def _deadline(self, course: Course, index: int, since: datetime) -> None:
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(course.over.wait(), course.book.run.spec.clock.deadline_s)
+            async with asyncio.timeout(course.book.run.spec.clock.deadline_s):
+                await course.over.wait()
         course.book.miss(index, since)
         if course.book.ended:
             self._after_end(course)

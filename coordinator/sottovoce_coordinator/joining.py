@@ -150,7 +150,8 @@ class Members:
         """
         async with self._changed:
             try:
-                await asyncio.wait_for(self._changed.wait_for(lambda: not missing(names, self)), seconds)
+                async with asyncio.timeout(seconds):
+                    await self._changed.wait_for(lambda: not missing(names, self))
             except TimeoutError:
                 absent = missing(names, self)
                 raise NotReady(f"{len(absent)} of {len(names)} learners have not joined: {in_short(absent)}") from None
@@ -192,7 +193,8 @@ async def _next(events: AsyncIterator[coordinator_pb2.Event], what: str) -> coor
         RemoteProtocolError: it takes too long.
     """
     try:
-        return await asyncio.wait_for(anext(aiter(events), None), HELLO_S)
+        async with asyncio.timeout(HELLO_S):
+            return await anext(aiter(events), None)
     except TimeoutError:
         raise RemoteProtocolError(f"expected {what} within {HELLO_S:g} s, got nothing") from None
 

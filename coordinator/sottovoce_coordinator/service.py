@@ -206,7 +206,8 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
                     raise Unavailable("the coordinator was told to end")
                 yield run.view()
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(run.over.wait(), WATCH_S)
+                    async with asyncio.timeout(WATCH_S):
+                        await run.over.wait()
             if isinstance(run, Course) and run.closing is not None:  # the last view comes when the capture is complete
                 await asyncio.wait([run.closing])
             yield run.view()

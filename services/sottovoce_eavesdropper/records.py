@@ -162,7 +162,8 @@ class CaptureFile:
         """Write parts as they fill up, until cancelled."""
         while self.open:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._full.wait(), _PART_S)
+                async with asyncio.timeout(_PART_S):
+                    await self._full.wait()
             self._full.clear()
             await self.flush()
 

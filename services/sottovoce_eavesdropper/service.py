@@ -267,7 +267,8 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
             return
         if capture.unsure and drain_s:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(capture.mirrored.wait(), drain_s)
+                async with asyncio.timeout(drain_s):
+                    await capture.mirrored.wait()
         await asyncio.gather(*(relay.stop() for relay in capture.relays))
         await capture.writing.end(WRITE_S)
         await capture.file.close(over=over)

@@ -134,7 +134,8 @@ async def _first(stream: Any) -> bytes:
         RemoteProtocolError: none does.
     """
     try:
-        payload = await asyncio.wait_for(stream.read(), HELLO_S)
+        async with asyncio.timeout(HELLO_S):
+            payload = await stream.read()
     except TimeoutError:
         raise RemoteProtocolError(f"expected a Hello within {HELLO_S:g} s, got nothing") from None
     if payload is grpc.aio.EOF:

@@ -113,4 +113,5 @@ class Mirror:
             return
         self._full.clear()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._full.wait(), FLUSH_S)
+            async with asyncio.timeout(FLUSH_S):
+                await self._full.wait()

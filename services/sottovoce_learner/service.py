@@ -236,7 +236,8 @@ class Learner:
 
     async def _reachable(self, to: grpc.aio.Channel) -> None:
         try:
-            await asyncio.wait_for(to.channel_ready(), self.config.join_timeout_s)
+            async with asyncio.timeout(self.config.join_timeout_s):
+                await to.channel_ready()
         except TimeoutError:
             raise Unavailable(
                 f"cannot reach the coordinator at {self.config.coordinator} within {self.config.join_timeout_s:g} s: "
@@ -459,7 +460,8 @@ class Learner:
                     await call.write(pb.Event(report=report))
                     last = now
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._changed.wait(), REPORT_S)
+                    async with asyncio.timeout(REPORT_S):
+                        await self._changed.wait()
                 self._changed.clear()
 
     # ---- the gRPC face ------------------------------------------------------------------------------------
@@ -553,7 +555,8 @@ async def _told(call: _JoinCall) -> coordinator_pb2.Directive | None:
 async def _answer(call: _JoinCall) -> Directive | None:
     """What a coordinator says to an introduction, or to a confirmation."""
     try:
-        said = await asyncio.wait_for(_told(call), HELLO_S)
+        async with asyncio.timeout(HELLO_S):
+            said = await _told(call)
     except TimeoutError:
         raise Unavailable(
             f"the coordinator does not answer within {HELLO_S:g} s: is it older than this learner?"

@@ -398,7 +398,8 @@ class Session:
         self._wait_is = Wait(0, Cause.NEIGHBOUR, self._alone, time.monotonic())
         for j, link in self.links.items():
             try:
-                await asyncio.wait_for(link.attached.wait(), self.role.spec.clock.deadline_s)
+                async with asyncio.timeout(self.role.spec.clock.deadline_s):
+                    await link.attached.wait()
             except TimeoutError:
                 raise Unavailable(f"no connection with learner {j} within the deadline") from None
         self._wait_is = None

@@ -44,7 +44,8 @@ class _Process:
         if self.child.returncode is None:
             self.child.send_signal(signal.SIGTERM)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.child.wait(), self.stop_s)
+            async with asyncio.timeout(self.stop_s):
+                await self.child.wait()
         self.kill()
         await self.child.wait()
 
@@ -161,7 +162,8 @@ class LocalServices:
         """Read where a process listens."""
         said = process.child.stdout
         try:
-            line = await asyncio.wait_for(said.readline(), _START_S) if said else b""
+            async with asyncio.timeout(_START_S):
+                line = await said.readline() if said else b""
         except TimeoutError:
             raise Unavailable(f"{process.name} did not start within {_START_S:g} s; see {process.log}") from None
         if not line:

@@ -233,7 +233,8 @@ class _Watching:
     async def _told(self) -> bool:
         """Wait for the next look; says whether to stop instead."""
         try:
-            await asyncio.wait_for(self._stop.wait(), POLL_S)
+            async with asyncio.timeout(POLL_S):
+                await self._stop.wait()
         except TimeoutError:
             return False
         return True
