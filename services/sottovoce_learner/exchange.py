@@ -161,6 +161,7 @@ async def _hold(session: Session, neighbour: int, stream: Any, next_round: int) 
                 await _listen(session, neighbour, stream)
             finally:
                 link.detach(stream)
+                await link.quiet()
     except TimeoutError:
         raise Unavailable(f"another stream of learner {neighbour} took the place of this one") from None
 

@@ -15,6 +15,9 @@ import grpc
 
 from sottovoce_rpc.tasks import Tasks
 
+_QUIET_S = 1.0
+"""How long a write to a stream that has ended is waited for."""
+
 
 class _Stream(Protocol):
     """The writing half of a stream: a client call and a server context look alike here."""
@@ -78,6 +81,11 @@ class Link:
         """Wait until all that was said is written, or the stream is gone."""
         while self._writing is not None and not self._writing.done():
             await asyncio.wait([self._writing])
+
+    async def quiet(self) -> None:
+        """Wait for a moment until nothing is being written: a call that ends meanwhile does not end on the other side."""
+        if self._writing is not None and not self._writing.done():
+            await asyncio.wait([self._writing], timeout=_QUIET_S)
 
     async def close(self) -> None:
         """Write nothing more."""

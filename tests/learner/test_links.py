@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sottovoce_learner import links
 from sottovoce_learner.links import Link
 
 
@@ -212,3 +213,32 @@ def test_whatever_breaks_the_neighbour_hears_every_round_once_in_order(rounds: l
         assert heard == [frame(t) for t in range(len(rounds))]
 
     asyncio.run(play())
+
+
+async def test_a_stream_that_has_ended_is_quiet_before_its_call_ends() -> None:
+    """GRPC takes one write or end at a time: an end that comes too soon is lost, and the other side waits for ever."""
+    link, stream = Link(), Stream(hold=True)
+    await link.quiet()  # nothing was ever written
+    link.attach(stream, 0)
+    link.say(0, frame(0))
+    link.say(1, frame(1))
+    await settled()
+    link.detach(stream)
+    ending = asyncio.ensure_future(link.quiet())
+    await settled()
+    assert not ending.done()
+    stream.release()
+    await ending
+    assert stream.written == [frame(0)] and not stream._writing
+
+
+async def test_a_write_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "_QUIET_S", 0.01)
+    link, stream = Link(), Stream(hold=True)
+    link.attach(stream, 0)
+    link.say(0, frame(0))
+    await settled()
+    link.detach(stream)
+    await asyncio.wait_for(link.quiet(), 100.0)
+    assert stream._writing
+    await link.close()
