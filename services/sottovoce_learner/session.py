@@ -269,8 +269,10 @@ class Session:
         Raises:
             DataError: it has.
         """
-        hears = self._late_s is not None and neighbour in self._plan.part(self._done).told
-        if (self._plan.lockstep or hears) and next_round > self._said:
+        # In lockstep, and where nobody waits for late ones, whoever hears this learner hears all that it says.
+        if next_round > self._said and (
+            self._plan.lockstep or (self._late_s is not None and neighbour in self._plan.part(self._done).told)
+        ):
             raise DataError(
                 f"learner {neighbour} has heard round {next_round - 1} of this learner, whose log has {self._said} rounds: its "
                 "state folder was set back, and nothing is said until it is put back"
