@@ -34,9 +34,8 @@ class Member:
     origin: Origin
     run_id: str = ""  # it would go on with, and was granted so much of it
     granted: int = 0
-    directives: asyncio.Queue[coordinator_pb2.Directive | None] = field(
-        default_factory=asyncio.Queue
-    )  # None: the last one
+    # None: that was the last one.
+    directives: asyncio.Queue[coordinator_pb2.Directive | None] = field(default_factory=asyncio.Queue)
     displaced: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property

@@ -64,7 +64,7 @@ ROOM_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class _Heard:
+class _Received:
     """A neighbour's message: of which round, as it came, and what it says."""
 
     round: int
@@ -124,7 +124,7 @@ class Session:
         # Where nobody waits for late ones, a neighbour may be as far behind in what it has heard of us.
         keep = 2 * ahead + 1 if run.late else ahead
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=keep)
-        self._last: Mapping[int, tuple[int, _Heard]] | None = {} if run.late else None
+        self._used_last: Mapping[int, tuple[int, _Received]] | None = {} if run.late else None
         self._named = named(run)
         self._snapshots = Snapshots(self._name, self._log, self._named)
         self._wait_is: Wait | None = None
@@ -134,7 +134,9 @@ class Session:
         self._messages = self._bytes = self._said = self._done = 0
         self.links = {j: Link(keep) for j in sorted(self._plan.neighbours)}
         self._recover()
-        self.inbox: Inbox[_Heard] = Inbox(self._plan.neighbours, self._plan.heard, ahead, self._done, last=self._last)
+        self.inbox: Inbox[_Received] = Inbox(
+            self._plan.neighbours, self._plan.heard, ahead, self._done, last=self._used_last
+        )
         self._heard: Recent[tuple[int, int], bytes] = Recent(KEPT)
         self._granted = self._told = 0
         self._lifecycle = (LearnerState.CONNECTING, "")
@@ -198,9 +200,9 @@ class Session:
             raise
         self._state, self._said, self._done = recovery.state, recovery.said, recovery.done
         self._kept = recovery.frames
-        if self._last is not None:
+        if self._used_last is not None:
             decoded = ((frame, *self.codec.decode(frame)) for frame in recovery.heard)
-            self._last = {sender: (t, _Heard(t, frame, message)) for frame, t, sender, message in decoded}
+            self._used_last = {sender: (t, _Received(t, frame, message)) for frame, t, sender, message in decoded}
         for t, frame in self._kept:
             for j in self._plan.part(t).told:
                 self.links[j].say(t, frame)
@@ -209,7 +211,7 @@ class Session:
     def _image(self) -> Image:
         """What it is now, right after a round was said."""
         books, judged = self._books, (self._correct, self._seen)
-        heard = () if self._last is None else self._inputs.heard
+        heard = () if self._used_last is None else self._inputs.heard
         return Image(
             self._state, books.spent, books.counts.tobytes(), self.intake.taken(), tuple(self._kept), judged, heard
         )
@@ -254,7 +256,7 @@ class Session:
         t, sender, message = self.codec.decode(payload)
         digest = hashlib.blake2b(payload, digest_size=16).digest()
         try:
-            complete = self.inbox.put(neighbour, t, sender, _Heard(t, payload, message))
+            complete = self.inbox.put(neighbour, t, sender, _Received(t, payload, message))
         except RemoteProtocolError:
             if sender == neighbour and self._heard.get((neighbour, t), digest) != digest:
                 raise EquivocationError(f"learner {neighbour} said two different things in round {t}") from None
@@ -293,7 +295,7 @@ class Session:
             await self.replaced.wait()
             raise Unavailable("this learner takes the run up again")
         try:
-            while not self._kept_down(batch):
+            while not self._written_down(batch):
                 self._full = True
                 self._wake()
                 await asyncio.sleep(ROOM_S)
@@ -303,7 +305,7 @@ class Session:
         self._changed.set()
         self._wake()
 
-    def _kept_down(self, batch: learner_pb2.SampleBatch) -> bool:
+    def _written_down(self, batch: learner_pb2.SampleBatch) -> bool:
         """Take records in and write them down; False where the disk has no room for them now.
 
         Raises:
