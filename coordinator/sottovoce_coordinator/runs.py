@@ -8,6 +8,7 @@ from datetime import datetime
 from enum import Enum
 
 from sottovoce.network.mixing import Mixing
+from sottovoce.network.roster import Attendance
 from sottovoce.running.run import Run
 from sottovoce_coordinator.blame import Standing, blamed, in_words
 from sottovoce_coordinator.clock import RoundClock
@@ -82,6 +83,7 @@ class RunBook:
     _announced: int = 1
     _told: str = field(init=False)
     _ever: list[set[int]] = field(init=False)
+    _attendances: list[Attendance] = field(init=False)
 
     def __post_init__(self) -> None:
         spec = self.run.spec
@@ -94,7 +96,10 @@ class RunBook:
             self._ever[j].add(i)
         self.statuses = [LearnerStatus(name, self.run_id) for name in spec.names]
         self.waits = [None] * spec.n_learners
+        self._attendances = [spec.roster.attendance(i, spec.rounds) for i in range(spec.n_learners)]
         self.clock = RoundClock(spec.clock, spec.rounds, spec.n_learners)
+        for i in range(spec.n_learners):
+            self._progress(i)
 
     # ---- what learners are told ---------------------------------------------------------------------------
 
@@ -190,23 +195,44 @@ class RunBook:
         self.statuses[index], self.waits[index] = status, waiting
         self._judge(status)
         before = self.clock.granted
-        if self.state is RunState.CONNECTING and all(s.state is LearnerState.RUNNING for s in self.statuses):
+        if self.state is RunState.CONNECTING and all(
+            self.statuses[i].state is LearnerState.RUNNING for i in self.first
+        ):
             self.state = RunState.RUNNING
             self.clock.start()
-            for i, each in enumerate(self.statuses):  # records may have come while others were still connecting
-                self.clock.progress(i, each.rounds_done, each.rounds_with_data)
+            for i in range(len(self.statuses)):  # records may have come while others were still connecting
+                self._progress(i)
         elif self.state is RunState.RUNNING:
-            self.clock.progress(index, status.rounds_done, status.rounds_with_data)
+            self._progress(index)
         return self.clock.granted > before
 
     def restore(self, state: RunState, statuses: Sequence[LearnerStatus], now: datetime) -> None:
         """Go on where a coordinator before this one was; nobody is there yet."""
         self.state, self.statuses = state, list(statuses)
-        for i, each in enumerate(statuses):
-            self.clock.progress(i, each.rounds_done, each.rounds_with_data)
+        for i in range(len(statuses)):
+            self._progress(i)
             self.away[i] = now
         self.clock.resume(max(each.rounds_said for each in statuses))
         self._announced = max(self._announced, self.clock.granted)
+
+    def _progress(self, index: int) -> None:
+        """Tell the clock how far a learner is. It has nothing to do in rounds in which it is away."""
+        status, attendance = self.statuses[index], self._attendances[index]
+        self.clock.progress(index, *map(attendance.following, (status.rounds_done, status.rounds_with_data)))
+
+    @property
+    def first(self) -> list[int]:
+        """Those who take part from the first round on."""
+        return [i for i, attendance in enumerate(self._attendances) if 0 in attendance]
+
+    def _through(self, index: int) -> bool:
+        """Is nothing left to a learner to do?"""
+        return self.statuses[index].state is LearnerState.FINISHED or not self._attendances[index].end
+
+    def needs(self, index: int) -> bool:
+        """Is something left to a learner to do in rounds that are granted?"""
+        due = self._attendances[index].following(self.statuses[index].rounds_done)
+        return not self._through(index) and due < max(self.clock.granted, 1)
 
     def _judge(self, status: LearnerStatus) -> None:
         """Does this report end the run?"""
@@ -214,7 +240,7 @@ class RunBook:
             self.end(RunState.FAILED, self._blame(status))
         elif status.state is LearnerState.BUDGET_EXHAUSTED:
             self.end(RunState.STOPPED, f"{status.learner} stopped speaking: {status.detail}")
-        elif all(s.state is LearnerState.FINISHED for s in self.statuses):
+        elif all(map(self._through, range(len(self.statuses)))):
             self.end(RunState.FINISHED, "")
 
     def _blame(self, failed: LearnerStatus) -> str:
@@ -228,8 +254,9 @@ class RunBook:
     @property
     def standings(self) -> list[Standing]:
         """How every learner stands, by index."""
-        ready, data = min(s.rounds_with_data for s in self.statuses), self.run.spec.clock.mode == "data"
-        starving = data and ready <= min(s.rounds_done for s in self.statuses)
+        busy = [s for i, s in enumerate(self.statuses) if self.needs(i)] or self.statuses
+        ready, data = min(s.rounds_with_data for s in busy), self.run.spec.clock.mode == "data"
+        starving = data and ready <= min(s.rounds_done for s in busy)
         return [
             Standing(s.learner, s.rounds_done, i in self.away, self.waits[i], starving and s.rounds_with_data == ready)
             for i, s in enumerate(self.statuses)
@@ -245,7 +272,7 @@ class RunBook:
 
     def miss(self, index: int, since: datetime) -> None:
         """The deadline of a learner that was gone since then: the run fails if it still is, and something is left to do."""
-        if self.away.get(index) == since and self.statuses[index].state is not LearnerState.FINISHED:
+        if self.away.get(index) == since and self.needs(index):
             gone = in_words(self.standings, [index])
             self.end(RunState.FAILED, f"{gone}, and did not come back within {self.run.spec.clock.deadline_s:g} s")
 

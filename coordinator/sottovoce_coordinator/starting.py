@@ -69,19 +69,19 @@ class Starter:
         _require_size(spec)
         async with self._courses.reserved(spec.names):
             # Before anything as large as a network of them is made.
-            await self._members.until_here(spec.names, min(_JOINING_S, spec.clock.deadline_s))
+            await self._members.until_here(_first(spec), min(_JOINING_S, spec.clock.deadline_s))
             return await self._start(spec, request)
 
     async def _start(self, spec: RunSpec, request: coordinator_pb2.StartRunRequest) -> Course:
         run = await asyncio.to_thread(_built, spec, request.n_features)
-        self._members.require_here(spec.names)  # gone in the meantime
-        addresses = tuple(map(self._members.address, spec.names))
+        self._members.require_here(_first(spec))  # gone in the meantime
+        addresses = tuple(self._members.address(name) if name in self._members else "" for name in spec.names)
         run_id = f"{spec.name}-{uuid.uuid4().hex[:12]}"
         book = await asyncio.to_thread(RunBook, run_id, run, request.n_features, addresses)
         book.overhearing = await self._captures.open(book, request)
         try:
             briefings = await asyncio.to_thread(book.briefings)
-            self._members.require_here(spec.names)
+            self._members.require_here(_first(spec))
             course = Course(book, datetime.now(UTC), durable=self._store.durable)
             self._store.begin(course.kept())
         except BaseException:
@@ -154,6 +154,11 @@ def _spec(text: str, *, imports: bool) -> RunSpec:
     if spec.topology.file:
         raise SpecError("topology: a spec that is sent must list its edges, got a graph file; the client does this")
     return spec
+
+
+def _first(spec: RunSpec) -> list[str]:
+    """Those who take part from the first round on; others may join later."""
+    return [name for name, there in zip(spec.names, spec.roster.there(0), strict=True) if there]
 
 
 def _require_size(spec: RunSpec) -> None:

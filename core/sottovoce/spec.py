@@ -21,6 +21,7 @@ from sottovoce.decision_sets import AnyDecisionSet, L2Ball
 from sottovoce.errors import SpecError
 from sottovoce.losses import AnyLoss
 from sottovoce.losses.logistic import Logistic
+from sottovoce.network.roster import Absence, Roster, check_absences
 from sottovoce.network.topology import Topology
 from sottovoce.registry import Count, Positive, Registry, Section
 
@@ -116,6 +117,8 @@ class RunSpec(Section):
     loss: AnyLoss = Logistic()
     decision_set: AnyDecisionSet = L2Ball(radius=100.0)
     topology: Topology = Topology()
+    absences: tuple[Absence, ...] | None = None  # None, as for none: what earlier versions wrote stays the same plan
+    """Who is away in which rounds: who joins late, leaves early, or pauses."""
     data: DataSpec = DataSpec()
     privacy: PrivacySpec = PrivacySpec()
     clock: ClockSpec = ClockSpec()
@@ -139,6 +142,16 @@ class RunSpec(Section):
     def n_learners(self) -> int:
         """Number of learners."""
         return len(self.names)
+
+    @property
+    def roster(self) -> Roster:
+        """Who is there in which round."""
+        return Roster(self.names, self.absences or ())
+
+    @model_validator(mode="after")
+    def _absences_fit(self) -> RunSpec:
+        check_absences(self.roster, self.rounds)
+        return self
 
     @model_validator(mode="after")
     def _names_differ(self) -> RunSpec:

@@ -17,6 +17,7 @@ from sottovoce.arrays import Batch, FloatArray
 from sottovoce.data import check_batch
 from sottovoce.errors import DataError, NotReady, RemoteProtocolError
 from sottovoce.losses.loss import Loss
+from sottovoce.network.roster import Attendance
 from sottovoce_rpc.codec import from_tensor
 from sottovoce_wire.v1 import learner_pb2
 
@@ -66,10 +67,12 @@ class Intake:
         n_features: features of a record.
         loss: of the run.
         rounds: planned rounds of the run.
+        attendance: the rounds in which the learner takes part, and learns something (default: all).
     """
 
-    def __init__(self, n_features: int, loss: Loss, rounds: int) -> None:
+    def __init__(self, n_features: int, loss: Loss, rounds: int, attendance: Attendance | None = None) -> None:
         self._n_features, self._loss, self._rounds = n_features, loss, rounds
+        self._attendance = attendance or Attendance((range(rounds),), rounds)
         self._next: dict[str, int] = {}
         self._batches: dict[int, Batch] = {}
         self._nothing = Batch.empty(n_features)
@@ -137,7 +140,7 @@ class Intake:
 
     def _rounds_of(self, batch: learner_pb2.SampleBatch, records: int) -> tuple[int, list[int]]:
         counts = list(batch.counts) or [records]
-        first = batch.first_round if batch.HasField("first_round") else self.filled
+        first = batch.first_round if batch.HasField("first_round") else self._attendance.following(self.filled)
         if sum(counts) != records:
             raise DataError(f"the counts of a batch must add up to its records, {records}, got {sum(counts)}")
         if first < self.filled:
@@ -151,7 +154,7 @@ class Intake:
     def _file(self, first: int, counts: list[int], features: FloatArray, labels: FloatArray) -> None:
         ends = list(accumulate(counts))
         for t, (count, end) in enumerate(zip(counts, ends, strict=True), start=first):
-            if count:
+            if count and t in self._attendance:
                 self._batches[t] = filed = Batch(features[end - count : end], labels[end - count : end])
                 self.held += _bytes(filed)
         self.filled = first + len(counts)

@@ -16,6 +16,8 @@ from typing import Any
 from sottovoce.algorithms.interface import Algorithm, HeardFromNeighbours
 from sottovoce.arrays import Batch
 from sottovoce.errors import DataError
+from sottovoce.network.roster import Attendance
+from sottovoce.running.away import go_on_alone
 from sottovoce_learner.bodies import Said
 from sottovoce_learner.books import Books
 from sottovoce_learner.entries import Entry, Kind
@@ -32,6 +34,7 @@ class Recovery:
 
     Attributes:
         algorithm, codec, plan: of the run.
+        attendance: the rounds in which the learner takes part.
         books, intake: brought to where they were.
         state: of the algorithm.
         about_to_learn: told every batch before it is learned.
@@ -44,6 +47,7 @@ class Recovery:
     algorithm: Algorithm[Any]
     codec: RoundCodec
     plan: Plan
+    attendance: Attendance
     books: Books
     intake: Intake
     state: Any
@@ -88,10 +92,17 @@ class Recovery:
             self.intake.put(batch)
         elif entry.kind in (Kind.ROUND, Kind.CLOSE):
             said = Said.decode(entry.body)
-            if entry.round > 0:
+            self.pass_absence(entry.round)
+            if entry.round > self.done:
                 self._learn(entry, said)
             if entry.kind is Kind.ROUND:
                 self._say(entry, said.frame)
+
+    def pass_absence(self, until: int) -> None:
+        """The rounds in which the learner is away, from where it stands, but for those from `until` on."""
+        while self.done < until and self.done not in self.attendance and self.said <= self.done:
+            self.state = away_for_a_round(self.algorithm, self.state, self.plan, self.books, self.intake, self.done)
+            self.done += 1
 
     def _say(self, entry: Entry, frame: bytes) -> None:
         """What was said is said: no noise is drawn, and the charge is the one that stands in the log."""
@@ -118,6 +129,24 @@ class Recovery:
         self.books.round_over(batch.size)
         self.plan.forget(t)
         self.done, self.heard = t + 1, said.heard
+
+
+def away_for_a_round(algorithm: Algorithm[Any], state: Any, plan: Plan, books: Books, intake: Intake, t: int) -> Any:
+    """The state after a round in which the learner is away.
+
+    The round is charged as if it spoke: a meter may follow the largest of several sums, of which none may be left out.
+
+    Args:
+        algorithm, plan: of the run.
+        state: before the round.
+        books, intake: of the learner, brought behind the round.
+        t: the round.
+    """
+    nothing = intake.take(t)
+    books.charge(books.price(t))
+    books.round_over(nothing.size)
+    plan.forget(t)
+    return go_on_alone(algorithm, state, nothing)
 
 
 _ANOTHER = "it was written by another version of Sottovoce or of the algorithm, with which alone this learner can go on"

@@ -409,7 +409,7 @@ class Learner:
     def _open(self, session: Session, neighbour: int, address: str) -> None:
         """Hold the stream to a neighbour open, which may have come back elsewhere."""
         before, opened = self._opened.get(neighbour, ("", None))
-        if address == before:
+        if address in (before, ""):  # it is where it was, or has not joined yet
             return
         if opened is not None:
             opened.cancel()

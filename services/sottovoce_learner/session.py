@@ -39,7 +39,7 @@ from sottovoce_learner.intake import Intake
 from sottovoce_learner.links import Link
 from sottovoce_learner.log import DiskFull
 from sottovoce_learner.plan import Plan
-from sottovoce_learner.recovery import Recovery
+from sottovoce_learner.recovery import Recovery, away_for_a_round
 from sottovoce_learner.role import Role, open_log
 from sottovoce_learner.snapshots import Image, Snapshots, named, read_image
 from sottovoce_learner.standing import said
@@ -115,7 +115,9 @@ class Session:
         self._inputs = Said(b"")
         self._late_s, self._slots = spec.clock.hold_s, slots(run.network) if run.late else 0
         self._used: list[float] = []
-        self.intake = Intake(role.n_features, spec.loss, spec.rounds)
+        self._roster = spec.roster
+        self._attendance = self._roster.attendance(index, spec.rounds)
+        self.intake = Intake(role.n_features, spec.loss, spec.rounds, self._attendance)
         self._plan = Plan(run.network, index)
         # Elsewhere a neighbour goes as far as the clock lets it: a window beyond the slowest learner, which may die, and stand a
         # round before what it has reported.
@@ -134,6 +136,7 @@ class Session:
         self._messages = self._bytes = self._said = self._done = 0
         self.links = {j: Link(keep) for j in sorted(self._plan.neighbours)}
         self._recover()
+        self._pass_absence()
         self.inbox: Inbox[_Received] = Inbox(
             self._plan.neighbours, self._plan.heard, ahead, self._done, last=self._used_last
         )
@@ -183,6 +186,7 @@ class Session:
             self.algorithm,
             self.codec,
             self._plan,
+            self._attendance,
             self._books,
             self.intake,
             self._state,
@@ -207,6 +211,15 @@ class Session:
             for j in self._plan.part(t).told:
                 self.links[j].say(t, frame)
         self._log.reading = None
+
+    def _pass_absence(self) -> None:
+        """The rounds from here on in which this learner is away, until it takes part again, or for good."""
+        while self._done not in self._attendance and self._done < self._attendance.end and self._said <= self._done:
+            self._state = away_for_a_round(
+                self.algorithm, self._state, self._plan, self._books, self.intake, self._done
+            )
+            self._done += 1
+            self._inputs, self._used = Said(b"", (), self.intake.batches), []
 
     def _image(self) -> Image:
         """What it is now, right after a round was said."""
@@ -375,13 +388,12 @@ class Session:
             self._log.close()
 
     async def _all_rounds(self) -> None:
-        rounds = self.role.spec.rounds
-        if self._done < rounds:  # else the log is closed: only what neighbours lack is left to say
+        if self._done < self._attendance.end:  # else the log is closed: only what neighbours lack is left to say
             await self._connected()
             self._become(LearnerState.RUNNING)
         try:
-            for t in range(self._done, rounds):
-                await self._round(t)
+            while self._done < self._attendance.end:
+                await self._round(self._done)
         except BudgetExhausted as error:
             if not worded_by_us(error):
                 raise
@@ -400,13 +412,19 @@ class Session:
 
     async def _connected(self) -> None:
         self._wait_is = Wait(0, Cause.NEIGHBOUR, self._alone, time.monotonic())
-        for j, link in self.links.items():
+        for j, link in self._met.items():
             try:
                 async with asyncio.timeout(self.role.spec.clock.deadline_s):
                     await link.attached.wait()
             except TimeoutError:
                 raise Unavailable(f"no connection with learner {j} within the deadline") from None
         self._wait_is = None
+
+    @property
+    def _met(self) -> dict[int, Link]:
+        """The links to those who are there now."""
+        there = self._roster.there(self._done)
+        return {j: link for j, link in self.links.items() if there[j]}
 
     async def _round(self, t: int) -> None:
         while self._granted <= t:
@@ -431,7 +449,7 @@ class Session:
         """
         if self.inbox.complete:
             return
-        last = self._done == self.role.spec.rounds - 1
+        last = self._done == self._attendance.end - 1
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(None if last else self._late_s):
                 while not self.inbox.complete:
@@ -461,9 +479,12 @@ class Session:
         self._plan.forget(t)
         self._books.round_over(batch.size)
         self._done = t + 1
-        if self._done == self.role.spec.rounds:
+        if self._done not in self._attendance:
             # What it heard lasts, so that a learner that dies now is told nothing again.
             await self._journaled(lambda: self._log.close_rounds(self._done, self._inputs))
+            self._pass_absence()
+            while self.inbox.round < self._done:
+                self.inbox.take()
 
     async def _speak(self, t: int, receivers: int) -> bytes:
         """Draw the noise, once; journal and charge the message, whoever hears it; only then give it out.
@@ -543,7 +564,7 @@ class Session:
     @property
     def _unheard(self) -> tuple[int, ...]:
         """Neighbours that this learner waits for: before its first round, those that it is not connected with."""
-        unmet = (j for j, link in self.links.items() if not link.attached.is_set())
+        unmet = (j for j, link in self._met.items() if not link.attached.is_set())
         return tuple(self.inbox.missing if self._said else unmet)
 
     def coordinated(self, *, away: bool) -> None:

@@ -116,7 +116,7 @@ class RunLog:
         self.settle()
 
     def close_rounds(self, rounds: int, said: Said) -> None:
-        """Make the inputs of the last round last: the run is over.
+        """Make the inputs of the last round last: the run is over, or the learner away from now on.
 
         Raises:
             OSError: they could not be written whole.

@@ -368,6 +368,7 @@ def recovered(link: Callable[[], Link], shape: Shape, learner: int, log: bytes) 
         run.algorithm,
         codec_of(shape),
         plan_of(shape, learner),
+        run.spec.roster.attendance(learner, shape.rounds),
         Books(run.algorithm.accountant(learner), None),
         Intake(FEATURES, run.spec.loss, shape.rounds),
         run.algorithm.start(Who(learner)),

@@ -9,7 +9,7 @@ from sottovoce.decision_sets import DecisionSet
 from sottovoce.errors import CheckFailed
 from sottovoce.losses import Loss
 from sottovoce.network.fixed import FixedNetwork
-from sottovoce.network.network import Network
+from sottovoce.network.network import Network, PartialNetwork
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +60,21 @@ class Setting:
         Raises:
             CheckFailed: TOPOLOGY_FIXED.
         """
-        if isinstance(self.network, FixedNetwork):
-            return self.network
+        if isinstance(self.network, PartialNetwork):
+            text = "this algorithm needs all learners in all rounds, got absences: leave them out"
+            raise CheckFailed("TOPOLOGY_FIXED", text)
+        return self.fixed_whole
+
+    @property
+    def fixed_whole(self) -> FixedNetwork:
+        """The same where some learners may be away: the network of all of them.
+
+        Raises:
+            CheckFailed: TOPOLOGY_FIXED.
+        """
+        whole = self.network.whole if isinstance(self.network, PartialNetwork) else self.network
+        if isinstance(whole, FixedNetwork):
+            return whole
         raise CheckFailed(
             "TOPOLOGY_FIXED",
             "this algorithm needs one undirected graph with symmetric weights for all rounds, got a network that changes, is "

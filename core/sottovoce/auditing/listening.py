@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from sottovoce.arrays import FloatArray, IntArray
+from sottovoce.arrays import FloatArray, IntArray, as_floats
 from sottovoce.auditing.blackbox import ROUNDS, WIDTH
 from sottovoce.auditing.simulated import Recording, Share, concerned, overhear
 from sottovoce.auditing.worlds import Worlds
@@ -46,7 +46,8 @@ class Listener:
         flat = [f[self.rounds].reshape(len(self.rounds), *f.shape[1:3], -1)[:, who, :, :most] for f in fields]
         # Coordinate by coordinate, the holders side by side: the first numbers are of all of them.
         side_by_side = np.concatenate([f.transpose(2, 0, 3, 1).reshape(f.shape[2], len(f), -1) for f in flat], axis=2)
-        return np.ascontiguousarray(side_by_side[:, :, :most])
+        # Not-a-number where a learner was away: that is public.
+        return as_floats(np.nan_to_num(side_by_side[:, :, :most]))
 
 
 def listener(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy.typing as npt
 
 from sottovoce.network.graphs import Edge, GraphSequence
 from sottovoce.network.mixing import Mixing
+from sottovoce.network.roster import Mask, Roster
 from sottovoce.network.weights import WeightRule
 
 
@@ -138,6 +140,47 @@ class ChangingNetwork(Network):
 
     def at(self, t: int) -> Mixing:
         return self.weights.mix(self.graphs.adjacency(t, self.learners), one_way=self.graphs.one_way)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PartialNetwork(Network):
+    """The network of those who are there: in each round the graph among them, with the weights that the rule gives it.
+
+    Attributes:
+        whole: of all learners.
+        roster: who is there in which round.
+        among: the weights of a round among some of them, `(learners,)`.
+    """
+
+    whole: Network
+    roster: Roster
+    among: Callable[[int, Mask], Mixing]
+    _known: dict[int, Mixing] = field(init=False, repr=False, default_factory=dict)
+    """By the first round from which they hold, where the whole network never changes."""
+
+    @property
+    def n_learners(self) -> int:
+        return self.whole.n_learners
+
+    @property
+    def edges(self) -> tuple[Edge, ...]:
+        return self.whole.edges
+
+    @property
+    def horizon(self) -> int:
+        return max((0, *self.roster.changes)) + self.whole.horizon
+
+    def at(self, t: int) -> Mixing:
+        if self.whole.horizon > 1:
+            return self._at(t)
+        since = self.roster.since(t)
+        if since not in self._known:
+            self._known[since] = self._at(since)
+        return self._known[since]
+
+    def _at(self, t: int) -> Mixing:
+        there = self.roster.there(t)
+        return self.roster.deafened(self.whole.at(t) if there.all() else self.among(t, there), t)
 
 
 # ---- connectivity ----------------------------------------------------------------------------------------

@@ -12,7 +12,9 @@ from sottovoce.arrays import FloatArray
 from sottovoce.errors import CheckFailed
 from sottovoce.network.fixed import FixedNetwork
 from sottovoce.network.graphs import AnyGraph, AnyGraphSequence, Graph
-from sottovoce.network.network import ChangingNetwork, Network, PeriodicNetwork, cut_off
+from sottovoce.network.mixing import Mixing
+from sottovoce.network.network import ChangingNetwork, Network, PartialNetwork, PeriodicNetwork, cut_off, reached
+from sottovoce.network.roster import Mask, Roster
 from sottovoce.network.weights import AnyWeights, MetropolisWeights
 from sottovoce.registry import Section
 
@@ -37,18 +39,28 @@ class Topology(Section):
             raise ValueError("graph and sequence exclude each other; leave one of them out")
         return self
 
-    def network(self, n_learners: int, rounds: int = 1) -> Network:
+    def network(self, n_learners: int, rounds: int = 1, roster: Roster | None = None) -> Network:
         """Who hears whom in which round.
 
         Args:
             n_learners: number of learners n.
             rounds: planned; a sequence must connect everybody within them.
+            roster: who is there in which of them (default: everybody, in all).
 
         Raises:
             SpecError: a graph does not fit the number of learners, or its file cannot be used.
             CheckFailed: W_DISCONNECTED, W_DIRECTED, W_OWN; or W_SHAPE, if a constant weight is so large that row sums
                 overflow.
         """
+        whole = self._whole(n_learners, rounds)
+        if roster is None or (not roster.changes and roster.there(0).all()):
+            return whole
+        partial = PartialNetwork(whole, roster, lambda t, there: self._among(t, there))
+        if self.sequence is None:
+            self._require_connected(partial, rounds)
+        return partial
+
+    def _whole(self, n_learners: int, rounds: int) -> Network:
         if self.sequence is not None:
             return self._connected(self._of_sequence(n_learners, rounds), rounds)
         graph = self._one_graph
@@ -102,6 +114,38 @@ class Topology(Section):
                 for t in range(period)
             )
         )
+
+    def _among(self, t: int, there: Mask) -> Mixing:
+        """The weights of a round in the graph among those who are there, `(learners,)`."""
+        n, sequence = len(there), self.sequence
+        graph = self._one_graph if sequence is None else sequence
+        adjacency = self._one_graph.adjacency(n) if sequence is None else sequence.adjacency(t, n)
+        adjacency *= np.outer(there, there)
+        one_way = graph.one_way if sequence is None else sequence.one_way_at(t)
+        if self.weights.free and not one_way:
+            coupling = self._coupling(adjacency)
+            own = 1.0 + np.diag(coupling)
+            np.fill_diagonal(coupling, 0.0)
+            return Mixing(coupling, own)
+        return self.weights.mix(adjacency, one_way=one_way)
+
+    def _require_connected(self, network: PartialNetwork, rounds: int) -> None:
+        """Whoever is there must reach everybody who is, in every round.
+
+        Raises:
+            CheckFailed: W_DISCONNECTED.
+        """
+        roster = network.roster
+        for t in (0, *(change for change in roster.changes if change < rounds)):
+            there = np.flatnonzero(roster.there(t))
+            hears = self._among(t, roster.there(t)).neighbours[np.ix_(there, there)]
+            if (lost := np.flatnonzero(~(reached(hears) & reached(hears.T)))).size:
+                first, other = roster.names[there[0]], roster.names[there[lost[0]]]
+                raise CheckFailed(
+                    "W_DISCONNECTED",
+                    f"the communication graph among the {there.size} learners who are there from round {t} on is not connected, "
+                    f"got no path both ways between {first} and {other}; {self._one_graph.advice}, or change absences",
+                )
 
     def _coupling(self, adjacency: FloatArray) -> FloatArray:
         """W, `(n, n)`. All rules but free ones keep |w_ii| < 1."""

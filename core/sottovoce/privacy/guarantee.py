@@ -116,6 +116,19 @@ class Guarantee:
         """`(rounds,)` epsilon after the messages of rounds 0..t."""
         return np.cumsum(self.per_round)
 
+    def until(self, last: int) -> Guarantee:
+        """The same for who says nothing from round `last` on."""
+        if last >= len(self.per_round):
+            return self
+        silent = np.arange(len(self.per_round)) >= last
+        promised = replace(
+            self,
+            per_round=np.where(silent, 0.0, self.per_round),
+            paper=np.where(silent, self.paper[last - 1] if last else 0.0, self.paper),
+            output=None if self.output is None else np.where(silent, self.output[max(last - 1, 0)], self.output),
+        )
+        return replace(promised, infinite_horizon=promised.epsilon())
+
     def epsilon(self, rounds: int | None = None) -> float:
         """Cumulative epsilon of the first `rounds` messages (all planned ones by default), summed exactly."""
         return math.fsum(self.per_round[:rounds])

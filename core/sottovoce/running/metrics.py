@@ -9,6 +9,8 @@ Round t, counted from 0, brings records to the learners, and finds learner i wit
 - `F_t` is the mean over the learners of the mean loss of all their records of the rounds 0..t, and `theta_t*` its
   minimiser on the decision set (Chen & Wang 2025, section II).
 
+A learner that is away is not measured; in sums over rounds it counts then with the decision that it has.
+
 Losses are unclipped. All replicas learn from the same records, so a minimiser serves all of them.
 """
 
@@ -27,6 +29,7 @@ from sottovoce.data.files import import_extra
 from sottovoce.decision_sets import Box, DecisionSet
 from sottovoce.errors import SpecError
 from sottovoce.losses import Loss
+from sottovoce.network.roster import Mask
 from sottovoce.running.run import Run
 from sottovoce.running.simulator import SimulatedRound
 
@@ -219,7 +222,7 @@ class Metrics:
     """
 
     def __init__(self, run: Run, data: PlacedData, *, at: Iterable[int] | None = None, dynamic: bool = False) -> None:
-        self._loss, self._set = run.loss, run.spec.decision_set
+        self._loss, self._set, self._roster = run.loss, run.spec.decision_set, run.spec.roster
         self._at = set(checkpoints(run.spec.rounds).tolist() if at is None else at)
         self._dynamic = dynamic
         self._records = _Records.of(run.loss, data)
@@ -245,24 +248,30 @@ class Metrics:
         """What was measured so far."""
         names = self._measured[0][1] if self._measured else {}
         rounds = np.array([rounds for rounds, _ in self._measured], dtype=np.int64)
-        return Curves(rounds, {name: _curve([values[name] for _, values in self._measured]) for name in names})
+        there = np.array([self._roster.there(t - 1) for t in rounds.tolist()])
+        return Curves(rounds, {name: _curve([values[name] for _, values in self._measured], there) for name in names})
 
     def _measure(self, step: SimulatedRound) -> dict[str, FloatArray]:
-        """`(learners, replicas)` each, or `(replicas,)` for what is one number of the network."""
+        """`(learners, replicas)` each, or `(replicas,)` for what is one number of the network, of those who are there."""
         rounds, learners = step.t + 1, len(step.before)
+        there = self._roster.there(step.t)
         total = np.broadcast_to(self._total, step.before.shape[:2])
-        centre = step.after.mean(axis=0)
+        apart = step.after - step.after[there].mean(axis=0)
         found = {
             "average_loss": total / (rounds * learners),
-            "consensus_error": np.linalg.norm(step.after - centre, axis=-1).mean(axis=0),
+            "consensus_error": np.linalg.norm(apart[there], axis=-1).mean(axis=0),
         }
         if self._loss.convex:
-            found |= self._against_optimum(step, total)
+            found |= self._against_optimum(step, total, there)
         if self._test is not None:
             found |= self._test.scores(step.after)
-        return found
+        if there.all():
+            return found
+        return {
+            name: np.where(there[:, None], each, np.nan) if each.ndim == 2 else each for name, each in found.items()
+        }
 
-    def _against_optimum(self, step: SimulatedRound, total: FloatArray) -> dict[str, FloatArray]:
+    def _against_optimum(self, step: SimulatedRound, total: FloatArray, there: Mask) -> dict[str, FloatArray]:
         mean, whole = self._records.until(step.t)
         if not len(mean.labels):
             nothing = np.zeros(step.before.shape[:2])
@@ -277,7 +286,7 @@ class Metrics:
         found = {
             "instantaneous_regret": now,
             "tracking_error": np.linalg.norm(step.before - best, axis=-1),
-            "tracking_error_of_mean": np.linalg.norm(step.before.mean(axis=0) - best, axis=-1),
+            "tracking_error_of_mean": np.linalg.norm(step.before[there].mean(axis=0) - best, axis=-1),
             "static_regret": total - least,
         }
         if self._dynamic:
@@ -291,9 +300,9 @@ def _each(function: Any, thetas: FloatArray) -> FloatArray:
     return values.reshape(thetas.shape[:2])
 
 
-def _curve(values: list[FloatArray]) -> Curve:
+def _curve(values: list[FloatArray], there: Mask) -> Curve:
     stack = np.stack(values)  # (checkpoints, learners, replicas), or without learners
-    network = stack.mean(axis=1) if stack.ndim == 3 else stack
+    network = stack.mean(axis=1, where=there[:, :, None]) if stack.ndim == 3 else stack
     replicas = network.shape[1]
     spread = np.full(len(network), math.nan) if replicas < 2 else network.std(axis=1, ddof=1) / math.sqrt(replicas)
     return Curve(network.mean(axis=1), spread, network, stack.mean(axis=2) if stack.ndim == 3 else None)

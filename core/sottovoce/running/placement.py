@@ -12,6 +12,7 @@ from sottovoce.data.dataset import Dataset, Labelled
 from sottovoce.data.schedule import LearnerData, PlacedData
 from sottovoce.data.source import DataSpec
 from sottovoce.errors import DataError, SpecError
+from sottovoce.network.roster import Mask
 from sottovoce.spec import RunSpec
 
 _Prepare = Callable[[FloatArray], FloatArray]
@@ -38,19 +39,25 @@ def place(spec: RunSpec, dataset: Dataset) -> PlacedData:
     rounds = _rounds(spec, dataset)
     prepare = _preparation(data, test.features)
 
-    def placed(mine: IntArray, rng: np.random.Generator) -> LearnerData:
+    def placed(mine: IntArray, rng: np.random.Generator, learner: int = 0) -> LearnerData:
         shuffled = rng.permutation(len(mine)) if data.order == "shuffled" else np.arange(len(mine))
-        timetable = _fill(shuffled, data, spec.rounds) if rounds is None else _keep(shuffled, rounds[mine], spec.rounds)
+        part = spec.roster.attendance(learner, spec.rounds).mask()
+        timetable = _fill(shuffled, data, part) if rounds is None else _keep(shuffled, rounds[mine], part)
         return LearnerData(prepare(dataset.features[mine]), dataset.labels[mine], *timetable)
 
     if dataset.learner is None and data.partition.shared:
+        if spec.absences:
+            raise SpecError(
+                "absences: data.partition shared gives all learners the same records in all rounds: leave one out"
+            )
         learners = [placed(rows, order_rng)] * spec.n_learners
     else:
         owners = _owners(spec, dataset, rows, deal_rng)
         hands = [rows[owners == i] for i in range(spec.n_learners)]
         if empty := [i for i, mine in enumerate(hands) if not mine.size]:
             raise SpecError(_nothing_for(spec, empty[0], dataset))
-        learners = [placed(mine, rng) for mine, rng in zip(hands, order_rng.spawn(spec.n_learners), strict=True)]
+        rngs = order_rng.spawn(spec.n_learners)
+        learners = [placed(mine, rng, i) for i, (mine, rng) in enumerate(zip(hands, rngs, strict=True))]
     return PlacedData(tuple(learners), prepare(test.features), test.labels)
 
 
@@ -182,17 +189,27 @@ def _require_room(spec: RunSpec, dataset: Dataset) -> None:
         )
 
 
-def _fill(shuffled: IntArray, data: DataSpec, rounds: int) -> tuple[IntArray, IntArray]:
-    """`batch_size` records a round until they run out, or for ever with `reuse`: order and offsets."""
+def _fill(shuffled: IntArray, data: DataSpec, part: Mask) -> tuple[IntArray, IntArray]:
+    """`batch_size` records a round in which the learner takes part, until they run out, or for ever with `reuse`.
+
+    Args:
+        shuffled: rows, in the order in which they are learned.
+        data: of the spec.
+        part: `(rounds,)`: in which rounds it takes part.
+
+    Returns:
+        order, offsets: as in `LearnerData`.
+    """
     size = len(shuffled) if data.batch_size == "all" else data.batch_size
     if not data.reuse:
         size = min(size, len(shuffled))  # else the ends of late rounds pass the largest int64
-    slots = rounds * size
-    order = np.resize(shuffled, slots) if data.reuse else shuffled[:slots]
-    return order, np.minimum(np.arange(rounds + 1) * size, len(order))
+    ends = np.concatenate([[0], np.cumsum(part, dtype=np.int64)]) * size
+    order = np.resize(shuffled, ends[-1]) if data.reuse else shuffled[: ends[-1]]
+    return order, np.minimum(ends, len(order))
 
 
-def _keep(shuffled: IntArray, rounds_of_rows: IntArray, rounds: int) -> tuple[IntArray, IntArray]:
-    """Every record in the round that the file gives it: order and offsets."""
+def _keep(shuffled: IntArray, rounds_of_rows: IntArray, part: Mask) -> tuple[IntArray, IntArray]:
+    """Every record in the round that the file gives it, but for those in which the learner is away: as `_fill`."""
+    shuffled = shuffled[part[rounds_of_rows[shuffled]]]
     order = shuffled[np.argsort(rounds_of_rows[shuffled], kind="stable")]
-    return order, np.searchsorted(rounds_of_rows[order], np.arange(rounds + 1)).astype(np.int64)
+    return order, np.searchsorted(rounds_of_rows[order], np.arange(len(part) + 1)).astype(np.int64)

@@ -19,6 +19,7 @@ from sottovoce.arrays import Batch, FloatArray
 from sottovoce.data import LearnerData, stack
 from sottovoce.errors import CaptureError
 from sottovoce.noise import Noise, no_noise
+from sottovoce.running.away import go_on_alone
 from sottovoce.running.run import Run
 from sottovoce.running.transcript import Transcript
 
@@ -43,10 +44,16 @@ class Replay:
     def __init__(self, run: Run, learner: int, replicas: int = 1, worlds: int = 1) -> None:
         self.run, self.learner = run, learner
         self.t, self.known = 0, True
+        self._attendance = run.spec.roster.attendance(learner, run.spec.rounds)
         self._shape = worlds, replicas
         # What it says is overheard before it learns the round's records: decisions may be made in between.
         self._state: Any = run.algorithm.start(Who((learner,) * worlds, replicas))
         self._spoken = self._state
+
+    @property
+    def silent(self) -> bool:
+        """Whether it is away in this round, and says nothing."""
+        return self.t not in self._attendance
 
     @property
     def concerned(self) -> frozenset[int]:
@@ -64,7 +71,9 @@ class Replay:
         return message
 
     def density(self, said: Message) -> FloatArray:
-        """`(worlds, replicas)` log density of saying this now; fields `(1, replicas, dim)`."""
+        """`(worlds, replicas)` log density of saying this now; fields `(1, replicas, dim)`. 0 where it is away."""
+        if self.silent:
+            return np.zeros(self._shape)
         _, density = self.run.algorithm.overheard(self._state, said)
         return self._by_world(density)
 
@@ -77,9 +86,14 @@ class Replay:
             batches: its records of the round, in every world.
 
         Returns:
-            `(worlds, replicas)` log density of what it said. None: that is not known, nor anything of later rounds, for
-            it was not overheard itself, or its state was lost before.
+            `(worlds, replicas)` log density of what it said, 0 where it is away. None: that is not known, nor anything of
+            later rounds, for it was not overheard itself, or its state was lost before.
         """
+        if self.known and self.silent:
+            self._spoken = self._state
+            self._state = go_on_alone(self.run.algorithm, self._state, stack(batches))
+            self.t += 1
+            return np.zeros(self._shape)
         said = messages.get(self.learner)
         if not self.known or said is None or not _overheard(said):
             self.known = False
@@ -145,8 +159,8 @@ def replay(run: Run, transcript: Transcript, learner: int, worlds: Sequence[Lear
     largest: list[FloatArray] = []
     for t in range(transcript.rounds):
         # No message with Laplace noise tells the first world from another one better than the centre of its density.
-        centre = {name: value[:1] for name, value in machine.says(no_noise).fields.items()}
-        at_centre = machine.density(Message(centre))
+        centre = Message({name: value[:1] for name, value in machine.says(no_noise).fields.items()})
+        at_centre = machine.density(centre)
         density = machine.step(
             transcript.messages(t, learner, machine.concerned), *(world.batch(t) for world in worlds)
         )

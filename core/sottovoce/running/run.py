@@ -10,7 +10,7 @@ from sottovoce.algorithms.interface import Algorithm
 from sottovoce.algorithms.per_learner import spread
 from sottovoce.algorithms.setting import Caveat, Setting
 from sottovoce.arrays import IntArray
-from sottovoce.errors import SpecError
+from sottovoce.errors import CheckFailed, SpecError
 from sottovoce.losses import Loss
 from sottovoce.network.network import Network
 from sottovoce.privacy.accountant import guarantee
@@ -62,6 +62,8 @@ class Run:
     def guarantee(self, learner: int, counts: IntArray | None = None, replaced: IntArray | None = None) -> Guarantee:
         """What is promised about one learner's messages over the planned rounds.
 
+        After its last round it says nothing. A round before that, in which it is away, is charged as if it spoke.
+
         Args:
             learner: its index.
             counts: `(rounds,)` records that each round brings (default: one each).
@@ -70,7 +72,9 @@ class Run:
         Raises:
             SpecError: numbers of another shape, or below 0, or more replaced than there are.
         """
-        return guarantee(self.algorithm.accountant(learner), self.spec.rounds, counts, replaced)
+        rounds = self.spec.rounds
+        promised = guarantee(self.algorithm.accountant(learner), rounds, counts, replaced)
+        return promised.until(self.spec.roster.attendance(learner, rounds).end)
 
 
 def build_run(spec: RunSpec, n_features: int) -> Run:
@@ -88,7 +92,7 @@ def build_run(spec: RunSpec, n_features: int) -> Run:
 
 
 def _built(spec: RunSpec, n_features: int) -> Run:
-    network = spec.topology.network(spec.n_learners, spec.rounds)
+    network = spec.topology.network(spec.n_learners, spec.rounds, spec.roster)
     setting = Setting(spec.rounds, n_features, spec.loss, spec.decision_set, network)
     spec.decision_set.require_dim(setting.dim)
     if spec.privacy.budget is not None:
@@ -97,6 +101,9 @@ def _built(spec: RunSpec, n_features: int) -> Run:
         algorithm, warnings = spec.algorithm.build(setting)
     except ArithmeticError as error:  # of Python's numbers; NumPy's become infinite, and the conditions refuse that
         raise SpecError(f"the numbers of this spec leave the range of float64: {error}") from None
+    if spec.absences and algorithm.accountant(0).shared:
+        text = "this algorithm needs the same records at all learners in all rounds, got absences: leave them out"
+        raise CheckFailed("ABSENCES_SHARED", text)
     if spec.clock.hold_s is not None:
         fields = tuple(algorithm.field_shapes())
         warnings = (*warnings, *late_caveats(algorithm.accountant(0), algorithm.name, fields, network))

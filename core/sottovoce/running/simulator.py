@@ -14,6 +14,7 @@ from sottovoce.algorithms.interface import HeardByAll, Message, Who
 from sottovoce.arrays import Batch, FloatArray
 from sottovoce.data import PlacedData
 from sottovoce.noise import Noise
+from sottovoce.running.away import hushed, require_no_records, unsaid
 from sottovoce.running.late import USED, HeardOfOthers, on_time
 from sottovoce.running.run import Run
 
@@ -24,7 +25,7 @@ class SimulatedRound:
 
     Attributes:
         t: the round.
-        message: what every learner said.
+        message: what every learner said; not-a-number of those who were away.
         before: decisions in use when the round's records arrived, `(learners, replicas, dim)`.
         after: decisions after the round.
     """
@@ -52,12 +53,18 @@ def simulate(
         replicas: independent repetitions.
         used: where a round may go on without late neighbours, `(rounds, learners, width)`: the rounds of the messages that the
             update of a round uses, as they are said in the next one (`late.USED`). Default: nobody is late.
+
+    Raises:
+        DataError: a learner has records in a round in which it is away.
     """
+    roster = run.spec.roster
+    require_no_records(data, roster, run.spec.rounds)
     algorithm = run.algorithm
     state = algorithm.start(Who(tuple(range(run.spec.n_learners)), replicas))
     earlier: dict[str, list[FloatArray]] = {name: [] for name in algorithm.field_shapes()} if used is not None else {}
     for t, batch in enumerate(_batches(data, run.spec.rounds)):
-        state, message = algorithm.speak(state, noise)
+        there = roster.there(t)
+        state, message = algorithm.speak(state, noise if there.all() else hushed(noise, there))
         before = algorithm.decision(state)
         mixing = run.network.at(t)
         heard = HeardByAll(mixing.neighbours, mixing.own, message)
@@ -70,6 +77,8 @@ def simulate(
             last = on_time(run.network, t) if used is None or t == 0 else used[t - 1]
             field = np.broadcast_to(last[:, None], (len(last), replicas, last.shape[1]))
             message = Message({**message.fields, USED: field})
+        if not there.all():
+            message = unsaid(message, there)
         yield SimulatedRound(t, message, before, algorithm.decision(state))
 
 

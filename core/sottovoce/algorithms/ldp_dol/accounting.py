@@ -10,6 +10,7 @@ rest sums to `sqrt(2n)/sigma K zeta(p + varsigma, T1 + 1)` (Hurwitz).
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -42,6 +43,7 @@ class LdpDolAccountant(FirstRecord):
         schedules: of all learners.
         learner: whose messages these are.
         smallest_own_weight: `min_j |w_jj|` over all learners, for the paper's formula (default: the own weight).
+        own_weight_at: `|w_ii|` by round, where it changes (default: always the learner's own weight).
 
     Raises:
         CheckFailed: the mode does not apply to the loss (`require_mode`).
@@ -57,10 +59,12 @@ class LdpDolAccountant(FirstRecord):
         schedules: Schedules,
         learner: LearnerScales,
         smallest_own_weight: float | None = None,
+        own_weight_at: Callable[[int], float] | None = None,
     ) -> None:
         self._mode, self._known, self._schedules, self._learner = mode, known, schedules, learner
         self._smallest = learner.own_weight if smallest_own_weight is None else smallest_own_weight
-        self._sensitivity = SensitivityRecursion(mode, known, schedules, learner.own_weight)
+        self._changes = own_weight_at is not None
+        self._sensitivity = SensitivityRecursion(mode, known, schedules, own_weight_at or learner.own_weight)
         self._root = math.sqrt(learner.dim)
         proof = "Chen & Wang 2025, Theorem 5 with (17)-(22) and the learner's own |w_ii|; sottovoce.algorithms.ldp_dol"
         self.grounds = Grounds(mode, proof, known.constants(learner.own_weight))
@@ -98,7 +102,7 @@ class LdpDolAccountant(FirstRecord):
     def infinite_horizon(self, counts: IntArray, replaced: IntArray | None) -> float:
         """Of one replaced record among at least the smallest batch a round; what is used again has no end to be planned for."""
         batch = int(counts.min())
-        if batch == 0 or (replaced is not None and replaced.sum() > 1):
+        if self._changes or batch == 0 or (replaced is not None and replaced.sum() > 1):
             return math.inf
         return infinite_horizon(self._mode, self._known, self._schedules, self._learner, batch)
 

@@ -25,6 +25,7 @@ from sottovoce.arrays import Batch, FloatArray, Scalars
 from sottovoce.decision_sets import DecisionSet
 from sottovoce.losses import Loss
 from sottovoce.losses.history import History, start_history
+from sottovoce.network.network import Network
 from sottovoce.noise import Noise
 from sottovoce.noise.mechanisms import laplace_density, lattice_of, say_laplace
 from sottovoce.privacy.regularity import regularity_of
@@ -51,8 +52,8 @@ class LdpDol:
     schedules: Schedules
     sigma: tuple[float, ...]
     varsigma: tuple[float, ...]
-    own_weights: tuple[float, ...]
-    """`|w_ii|` of every learner: what its guarantee rests on."""
+    network: Network
+    """Whose weights the guarantee rests on."""
     loss: Loss
     decision_set: DecisionSet
     accounting: Mode = "best"
@@ -90,8 +91,15 @@ class LdpDol:
 
     def accountant(self, learner: int) -> LdpDolAccountant:
         known = regularity_of(self.loss, self.decision_set, self.dim)
+        smallest = float(self.network.at(0).neighbours.sum(axis=1).min())
+        changing = self.network.horizon > 1
         return LdpDolAccountant(
-            self.accounting, known, self.schedules, self._scales(learner), smallest_own_weight=min(self.own_weights)
+            self.accounting,
+            known,
+            self.schedules,
+            self._scales(learner),
+            smallest_own_weight=smallest,
+            own_weight_at=(lambda t: self._own_weight(learner, t)) if changing else None,
         )
 
     def lattice(self, learner: int, t: int) -> dict[str, float]:
@@ -101,7 +109,11 @@ class LdpDol:
         return self._scales(learner).laplace_scale(t)
 
     def _scales(self, learner: int) -> LearnerScales:
-        return LearnerScales(self.own_weights[learner], self.dim, self.sigma[learner], self.varsigma[learner])
+        return LearnerScales(self._own_weight(learner, 0), self.dim, self.sigma[learner], self.varsigma[learner])
+
+    def _own_weight(self, learner: int, t: int) -> float:
+        """`|w_ii|` of round t: the sum of what the learner gives to others."""
+        return float(self.network.at(t).neighbours[learner].sum())
 
 
 def _laplace_scale(state: State) -> Scalars:

@@ -27,14 +27,14 @@ class LdpDolSpec(AlgorithmSpec):
     accounting: Mode = "best"
 
     def build(self, setting: Setting) -> tuple[LdpDol, tuple[Caveat, ...]]:
-        topology = setting.fixed_network
+        topology = setting.fixed_whole
         algorithm = LdpDol(
             dim=setting.dim,
             rounds=setting.rounds,
             schedules=Schedules(self.lam0, self.v, self.gam0, self.u),
             sigma=setting.per_learner(self.sigma, "algorithm.sigma"),
             varsigma=setting.per_learner(self.varsigma, "algorithm.varsigma"),
-            own_weights=tuple(topology.own_weight(i) for i in range(topology.n_learners)),
+            network=setting.network,
             loss=setting.loss,
             decision_set=setting.decision_set,
             accounting=self.accounting,
@@ -50,6 +50,9 @@ class LdpDolSpec(AlgorithmSpec):
         )
         ends = (0, setting.rounds - 1)  # the noise grows with the rounds
         require_scales(algorithm.noise_scale(i, t) for i in range(setting.n_learners) for t in ends)
+        if topology is not setting.network:
+            text = "some learners are away in some rounds: the bounds on regret are for all learners in all rounds"
+            findings = (*findings, Caveat("ABSENCES", text))
         return algorithm, findings
 
     def noisier(self, factors: tuple[float, ...]) -> LdpDolSpec:

@@ -20,6 +20,7 @@ diameter.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -81,14 +82,22 @@ def require_mode(mode: Mode, known: Regularity) -> None:
 class SensitivityRecursion:
     """`Phi_t`, round by round: O(1) a round.
 
+    Args:
+        mode: of the recursion.
+        known: of the loss.
+        schedules: of all learners.
+        own_weight: `a = |w_ii|`; by round, where it changes.
+
     Raises:
         CheckFailed: the mode does not apply to the loss (`require_mode`).
     """
 
-    def __init__(self, mode: Mode, known: Regularity, schedules: Schedules, own_weight: float) -> None:
+    def __init__(
+        self, mode: Mode, known: Regularity, schedules: Schedules, own_weight: float | Callable[[int], float]
+    ) -> None:
         require_mode(mode, known)
-        self._mode, self._known = mode, known
-        self._schedules, self._own_weight = schedules, own_weight
+        self._mode, self._known, self._schedules = mode, known, schedules
+        self._own_weight = own_weight if callable(own_weight) else lambda t: own_weight
         self._seen = self._replaced = 0
         self.t, self.phi = 0, 0.0
 
@@ -98,7 +107,7 @@ class SensitivityRecursion:
         self._replaced += replaced
         if self._replaced:
             lam = self._schedules.step_size(self.t)
-            s = 1.0 - self._own_weight * self._schedules.coupling(self.t) - lam * self._known.ridge
+            s = 1.0 - self._own_weight(self.t) * self._schedules.coupling(self.t) - lam * self._known.ridge
             phi = self._step(self.phi, s, lam, self._replaced / self._seen)
             # In this order, not-a-number (0 * inf) is the diameter.
             self.phi = phi if phi < self._known.diameter else self._known.diameter

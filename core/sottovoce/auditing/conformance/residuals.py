@@ -188,7 +188,7 @@ def residuals(
     for t in range(transcript.rounds):
         messages = transcript.messages(t, learner, replay.concerned)
         round_of = {name: each.at(t) for name, each in every.items()}
-        for name, noise in noise_of(replay, messages[learner], round_of).items():
+        for name, noise in ({} if replay.silent else noise_of(replay, messages[learner], round_of)).items():
             noisy.add(name)
             for what, values in {**noise.past, **before}.items() if close else ():
                 if values.shape[-1] == noise.values.shape[-1]:
