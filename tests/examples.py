@@ -28,7 +28,7 @@ def small_run(rounds: int = 20, learners: Any = 3, n_features: int = 3, **more: 
 def made_up(
     spec: RunSpec, n_features: int = 3, *, batch: int = 1, records: int | None = None, seed: int = 0
 ) -> PlacedData:
-    """Records for a run: labels 0 and 1, `batch` in every round.
+    """Records for a run: labels 0 and 1, `batch` in every round in which a learner takes part.
 
     Args:
         spec: the run.
@@ -41,11 +41,12 @@ def made_up(
     uses = spec.rounds * batch
     own = records or uses
     learners = []
-    for _ in range(spec.n_learners):
+    for i in range(spec.n_learners):
         features = generator.normal(size=(own, n_features))
         labels = (generator.random(own) < 0.5).astype(np.float64)
-        order = (np.arange(uses) % own).astype(np.int64)
-        offsets = (np.arange(spec.rounds + 1) * batch).astype(np.int64)
+        part = spec.roster.attendance(i, spec.rounds).mask()
+        offsets = np.concatenate([[0], np.cumsum(part * batch)]).astype(np.int64)
+        order = (np.arange(offsets[-1]) % own).astype(np.int64)
         learners.append(LearnerData(features, labels, order, offsets))
     test = generator.normal(size=(8, n_features))
     return PlacedData(tuple(learners), test, (test[:, 0] > 0).astype(np.float64))

@@ -42,6 +42,9 @@ class Conductor:
         book = course.book
         for directives in zip(*briefings, strict=True):
             self._members.tell(book.run_id, {name: [own] for name, own in zip(book.index, directives, strict=True)})
+        for name, index in book.index.items():  # who joined while the run was being started
+            if name in self._members:
+                self._back(course, index, self._members.address(name))
         self._accompany(course)
 
     def go_on(self, course: Course) -> None:

@@ -98,8 +98,6 @@ class RunBook:
         self.waits = [None] * spec.n_learners
         self._attendances = [spec.roster.attendance(i, spec.rounds) for i in range(spec.n_learners)]
         self.clock = RoundClock(spec.clock, spec.rounds, spec.n_learners)
-        for i in range(spec.n_learners):
-            self._progress(i)
 
     # ---- what learners are told ---------------------------------------------------------------------------
 
@@ -127,10 +125,10 @@ class RunBook:
             By index, what whoever opens streams to it is told: the first epoch again, with its address. Empty: it is where it
             was, or behind a relay, which is still where that was.
         """
-        if self.addresses[index] == address:
+        if (before := self.addresses[index]) == address:
             return {}
         self.addresses = (*self.addresses[:index], address, *self.addresses[index + 1 :])
-        if self.overhearing.relays:
+        if self.overhearing.relays and before:
             return {}
         first = self.run.network.at(0)
         return {i: self._epoch(i, 0, first) for i in self._ever[index] if i < index}
@@ -174,7 +172,14 @@ class RunBook:
         ever = self._ever[index] if t == 0 else ()
         relays = self.overhearing.relays
         neighbours = (
-            Neighbour(j, names[j], relays.get((index, j), self.addresses[j]), heard.get(j, 0.0), j in told)
+            Neighbour(
+                j,
+                names[j],
+                # Who has not joined yet has none.
+                self.addresses[j] and relays.get((index, j), self.addresses[j]),
+                heard.get(j, 0.0),
+                j in told,
+            )
             for j in sorted({*heard, *told, *ever})
         )
         return Epoch(t, tuple(neighbours))

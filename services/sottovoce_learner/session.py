@@ -429,7 +429,7 @@ class Session:
     async def _round(self, t: int) -> None:
         while self._granted <= t:
             await self._wait("a grant of the coordinator")
-        if t == self._said:  # else it was said before this learner died, and the links have it
+        if t >= self._said:  # else it was said before this learner died, and the links have it
             await self._say(t)
         while self.intake.filled <= t:
             await self._wait("room on its disk" if self._full else "records")

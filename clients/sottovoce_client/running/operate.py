@@ -188,7 +188,9 @@ class _Running:
     async def _feed_one(self, index: int) -> None:
         """A learner, wherever it is."""
         while True:
-            address = self._addresses[index]
+            if not (address := self._addresses[index]):  # it joins later
+                await self._until_gone(index, address)
+                continue
             async with Tasks() as tasks:
                 own, patience_s = self._data.learners[index], self._spec.clock.deadline_s
                 feeding = tasks.start(feed(address, self._started.run_id, own, patience_s=patience_s))

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from sottovoce.algorithms.interface import Algorithm
 from sottovoce.algorithms.per_learner import spread
 from sottovoce.algorithms.setting import Caveat, Setting
@@ -66,15 +68,17 @@ class Run:
 
         Args:
             learner: its index.
-            counts: `(rounds,)` records that each round brings (default: one each).
+            counts: `(rounds,)` records that each round brings (default: one each in which the learner takes part).
             replaced: `(rounds,)` how many of them differ between the worlds (default: the dearest event).
 
         Raises:
             SpecError: numbers of another shape, or below 0, or more replaced than there are.
         """
-        rounds = self.spec.rounds
-        promised = guarantee(self.algorithm.accountant(learner), rounds, counts, replaced)
-        return promised.until(self.spec.roster.attendance(learner, rounds).end)
+        attendance = self.spec.roster.attendance(learner, self.spec.rounds)
+        if counts is None and self.spec.absences:
+            counts = attendance.mask().astype(np.int64)
+        promised = guarantee(self.algorithm.accountant(learner), self.spec.rounds, counts, replaced)
+        return promised.until(attendance.end)
 
 
 def build_run(spec: RunSpec, n_features: int) -> Run:
