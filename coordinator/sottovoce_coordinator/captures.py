@@ -10,6 +10,7 @@ import grpc
 import structlog
 
 from sottovoce.errors import NotReady, SottovoceError
+from sottovoce.running.run import Run
 from sottovoce_coordinator.courses import Course
 from sottovoce_coordinator.runs import Overhearing, RunBook
 from sottovoce_coordinator.store import KeptRun
@@ -89,18 +90,28 @@ class Captures:
             return f"nothing is captured since the run was taken up again: {error}"
         return ""
 
-    async def _asked(self, address: str, run_id: str, routes: Routes = ()) -> int:
+    async def amend(self, book: RunBook, run: Run) -> None:
+        """Have an eavesdropper write down that learners leave or join.
+
+        Raises:
+            SottovoceError: it cannot be reached: what it captures from then on could not be understood.
+        """
+        if book.overhearing.capture_id and self.address is not None:
+            await self._asked(self.address, book.run_id, spec=spec_to_wire(run.spec))
+
+    async def _asked(self, address: str, run_id: str, routes: Routes = (), spec: str = "") -> int:
         """Have an eavesdropper go on with the capture of a run, if it does not; how many gaps the capture has so far.
 
         Args:
             address: the eavesdropper's.
             run_id: the run.
             routes: where relays lead to from now on, where that has changed.
+            spec: of the run from now on, where that has changed.
 
         Raises:
             SottovoceError: it cannot be reached, or the capture is closed.
         """
-        request = eavesdropper_pb2.OpenCaptureRequest(run_id=run_id, resume=True, routes=_to_wire(routes))
+        request = eavesdropper_pb2.OpenCaptureRequest(run_id=run_id, resume=True, routes=_to_wire(routes), spec=spec)
         async with channel(address) as to:
             try:
                 opened = await eavesdropper_pb2_grpc.EavesdropperStub(to).OpenCapture(request, timeout=_OPEN_S)

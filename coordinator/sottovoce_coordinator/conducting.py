@@ -9,10 +9,12 @@ from datetime import UTC, datetime
 
 import structlog
 
+from sottovoce.errors import SottovoceError
+from sottovoce_coordinator.amending import Amender
 from sottovoce_coordinator.captures import Captures
 from sottovoce_coordinator.courses import Course
 from sottovoce_coordinator.joining import Member, Members
-from sottovoce_coordinator.runs import RunState
+from sottovoce_coordinator.runs import RunState, in_short
 from sottovoce_coordinator.store import Store, whatever_disk
 from sottovoce_rpc.directives import Directive
 from sottovoce_rpc.learner_status import LearnerStatus
@@ -34,6 +36,7 @@ class Conductor:
 
     def __init__(self, store: Store, members: Members, captures: Captures, tasks: Tasks) -> None:
         self._store, self._members, self._captures, self._tasks = store, members, captures, tasks
+        self.amender = Amender(store, members, captures)
 
     # ---- under way ----------------------------------------------------------------------------------------
 
@@ -104,11 +107,11 @@ class Conductor:
         book = course.book
         if book.clock.granted:
             ahead = (book.run.spec.clock.window + 1) // 2
-            self._store.grant(book.run_id, book.clock.granted, ahead, course.view().SerializeToString())
+            self._store.grant(book.run_id, book.clock.granted, ahead, course.record())
 
     def keep(self, courses: Iterable[Course]) -> None:
         """Write down how far learners are; a disk that is full has no part in this."""
-        if views := {course.book.run_id: course.view().SerializeToString() for course in courses}:
+        if views := {course.book.run_id: course.record() for course in courses}:
             with whatever_disk():
                 self._store.keep(views)
 
@@ -117,9 +120,9 @@ class Conductor:
     def hear(self, course: Course, status: LearnerStatus, waiting: Waiting | None) -> None:
         """A learner's progress."""
         course.book.report(status, waiting)
-        if course.book.ended:
-            self._after_end(course)
-        else:
+        course.heard.set()
+        self._judged(course)
+        if not course.book.ended:
             self._grant(course)
 
     def take_back(self, course: Course, member: Member) -> None:
@@ -127,6 +130,10 @@ class Conductor:
         book = course.book
         index = book.index[member.name]
         self._back(course, index, member.address)
+        if course.resting:
+            course.heard.set()
+            book.rest(index, member.claim.journaled if member.run_id == book.run_id else None)
+            return
         if member.run_id == book.run_id:
             book.clock.resume(member.granted)
         self._reserve(course)
@@ -151,8 +158,22 @@ class Conductor:
             async with asyncio.timeout(course.book.run.spec.clock.deadline_s):
                 await course.over.wait()
         course.book.miss(index, since)
+        self._judged(course)
+
+    def _judged(self, course: Course) -> None:
+        """The run may have ended by what was heard, or lost learners."""
         if course.book.ended:
             self._after_end(course)
+        elif course.book.losing and not course.resting:
+            self._tasks.start(self._lose(course), "learners are not lost")
+
+    async def _lose(self, course: Course) -> None:
+        try:
+            await self.amender.lose(course)
+        except SottovoceError as error:
+            names = in_short([course.book.run.spec.names[i] for i in sorted(course.book.losing)])
+            self.end(course, RunState.FAILED, f"{names} lost, and the run cannot go on without: {error}")
+        self._judged(course)
 
     # ---- the end ------------------------------------------------------------------------------------------
 
@@ -171,3 +192,4 @@ class Conductor:
         self._members.tell(course.book.run_id, {name: [course.book.stop()] for name in course.book.index})
         course.closing = None if course.uncaptured else self._captures.close(course.book)
         course.over.set()
+        course.heard.set()

@@ -32,7 +32,9 @@ class Course:
         started, ended: when.
         durable: it outlives its coordinator.
         uncaptured: why nothing is captured any more; empty: it is, where the spec says so.
+        resting: learners leave or join it, and all who are there rest until that is done.
         told: rounds below this one were granted to all learners that are there.
+        heard: set when something is known of a learner, or it has ended.
         over: set when it has ended.
         closing: closes its capture, and says why that could not be written to its end; empty: it could.
     """
@@ -41,10 +43,16 @@ class Course:
     started: datetime
     durable: bool = False
     uncaptured: str = ""
+    resting: bool = False
     told: int = 0
     ended: datetime | None = None
+    heard: asyncio.Event = field(default_factory=asyncio.Event)
     over: asyncio.Event = field(default_factory=asyncio.Event)
     closing: asyncio.Task[str] | None = None
+
+    def has(self, learner: str) -> bool:
+        """Is a learner in it? Not one that was lost."""
+        return learner in self.book.index and self.book.index[learner] not in self.book.lost
 
     def view(self, *, whole: bool = False) -> coordinator_pb2.Run:
         """The run as it stands; `whole`: with the spec, which may be long."""
@@ -73,6 +81,12 @@ class Course:
             run.spec, run.n_features = spec_to_wire(book.run.spec), book.n_features
         return run
 
+    def record(self) -> bytes:
+        """The run as it is written down. Those who rest will go on as after another attempt, under whatever coordinator."""
+        view = self.view()
+        view.attempt += self.resting
+        return view.SerializeToString()
+
     def farewell(self) -> Stop:
         """What a learner is told that comes back to it when it has ended."""
         return self.book.stop()
@@ -87,7 +101,7 @@ class Course:
     def kept(self) -> KeptRun:
         """The run as it is written down."""
         whole, heard = self.view(whole=True), self.book.overhearing
-        return KeptRun(self.book.run_id, whole.spec, whole.n_features, heard, self.view().SerializeToString())
+        return KeptRun(self.book.run_id, whole.spec, whole.n_features, heard, self.record())
 
     @classmethod
     def resumed(cls, kept: KeptRun, run: Run, now: datetime) -> Course:
@@ -170,6 +184,17 @@ class Courses:
         """One of them; None: there is none of this name."""
         return self._runs.get(run_id)
 
+    def running(self, run_id: str) -> Course:
+        """One that is under way.
+
+        Raises:
+            NotReady: it is over, or there is none of this name.
+        """
+        run = self.the(run_id)
+        if not isinstance(run, Course) or run.book.ended:
+            raise NotReady(f"run {run_id} is over")
+        return run
+
     def with_learner(self, run_id: str, learner: str) -> Course | None:
         """A run of this process, under way or not, if the learner is in it."""
         run = self._runs.get(run_id)
@@ -187,7 +212,7 @@ class Courses:
 
     def of(self, learner: str) -> Course | None:
         """The run under way that a learner is in; None: it is in none."""
-        return next((course for course in self.under_way if learner in course.book.index), None)
+        return next((course for course in self.under_way if course.has(learner)), None)
 
     def replace(self, course: Course) -> None:
         """A run that had ended goes on.
@@ -245,7 +270,7 @@ class Courses:
 
     def _require_free(self, learners: Sequence[str]) -> None:
         for course in self.under_way:
-            if taken := [name for name in learners if name in course.book.index]:
+            if taken := [name for name in learners if course.has(name)]:
                 run_id, are = course.book.run_id, "is" if len(taken) == 1 else "are"
                 raise NotReady(
                     f"{in_short(taken)} {are} in run {run_id}, which is under way: wait for its end, stop it first "

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from enum import Enum
 
@@ -15,7 +15,7 @@ from sottovoce_coordinator.clock import RoundClock
 from sottovoce_rpc.directives import Assignment, Directive, Epoch, Grant, Neighbour, Stop
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 from sottovoce_rpc.specs import spec_to_wire
-from sottovoce_rpc.waiting import Waiting
+from sottovoce_rpc.waiting import Cause, Waiting
 
 
 class RunState(Enum):
@@ -29,6 +29,7 @@ class RunState(Enum):
 
 
 _FINAL = frozenset({RunState.FINISHED, RunState.STOPPED, RunState.FAILED})
+_RESTING = frozenset({LearnerState.STOPPED, LearnerState.FAILED, LearnerState.BUDGET_EXHAUSTED})
 _NAMED = 10
 """Learners that an error names."""
 
@@ -65,6 +66,7 @@ class RunBook:
         statuses: the learners' last reports, by index.
         waits: what they wait for, as last reported, by index.
         away: when the streams of those ended who are gone, by index.
+        losing: whom the run is to go on without, by its spec or an operator.
     """
 
     run_id: str
@@ -79,25 +81,64 @@ class RunBook:
     statuses: list[LearnerStatus] = field(init=False)
     waits: list[Waiting | None] = field(init=False)
     away: dict[int, datetime] = field(default_factory=dict)
+    losing: set[int] = field(default_factory=set)
     clock: RoundClock = field(init=False)
     _announced: int = 1
     _told: str = field(init=False)
     _ever: list[set[int]] = field(init=False)
     _attendances: list[Attendance] = field(init=False)
+    lost: set[int] = field(init=False)
 
     def __post_init__(self) -> None:
         spec = self.run.spec
-        told = spec.model_copy(update={"topology": spec.topology.explicit(spec.n_learners)})
         self.index = {name: i for i, name in enumerate(spec.names)}
-        self._told = spec_to_wire(told)  # once: it may list many edges
         self._ever = [set() for _ in spec.names]
         for i, j in self.run.network.edges:
             self._ever[i].add(j)
             self._ever[j].add(i)
         self.statuses = [LearnerStatus(name, self.run_id) for name in spec.names]
         self.waits = [None] * spec.n_learners
-        self._attendances = [spec.roster.attendance(i, spec.rounds) for i in range(spec.n_learners)]
         self.clock = RoundClock(spec.clock, spec.rounds, spec.n_learners)
+        self._take_in(self.run)
+
+    def _take_in(self, run: Run) -> None:
+        """What follows from who takes part when."""
+        spec = run.spec
+        told = spec.model_copy(update={"topology": spec.topology.explicit(spec.n_learners)})
+        self.run, self._told = run, spec_to_wire(told)  # once: it may list many edges
+        self._attendances = [spec.roster.attendance(i, spec.rounds) for i in range(spec.n_learners)]
+        self.lost = {self.index[each.learner] for each in spec.absences or () if each.unheard}
+
+    def amend(self, run: Run) -> None:
+        """Learners leave or join; all who are told go on anew."""
+        self._take_in(run)
+        self.attempt += 1
+        for i, status in enumerate(self.statuses):
+            if status.state in _RESTING:
+                self.statuses[i] = replace(status, state=LearnerState.CONNECTING)
+            self._progress(i)
+
+    @property
+    def unsaid(self) -> int:
+        """The first round that nobody has said, where all rest."""
+        return max(status.rounds_said for status in self.statuses)
+
+    @property
+    def busy(self) -> list[int]:
+        """Those who may say something, or may come back and do so, but for those who are lost anyway."""
+        return [
+            i
+            for i, status in enumerate(self.statuses)
+            if self.needs(i) and i not in self.losing and (i in self.away or status.state not in _RESTING)
+        ]
+
+    def unheard(self, lost: int) -> dict[str, int]:
+        """Of the neighbours of a learner that is lost, by name, the first round that each has not learned, by its log."""
+        return {
+            self.run.spec.names[i]: max(self.statuses[i].rounds_said - 1, 0)
+            for i in sorted(self._ever[lost])
+            if not self._through(i)
+        }
 
     # ---- what learners are told ---------------------------------------------------------------------------
 
@@ -223,6 +264,9 @@ class RunBook:
     def _progress(self, index: int) -> None:
         """Tell the clock how far a learner is. It has nothing to do in rounds in which it is away."""
         status, attendance = self.statuses[index], self._attendances[index]
+        if index in self.lost:
+            self.clock.progress(index, attendance.rounds, attendance.rounds)
+            return
         self.clock.progress(index, *map(attendance.following, (status.rounds_done, status.rounds_with_data)))
 
     @property
@@ -232,7 +276,8 @@ class RunBook:
 
     def _through(self, index: int) -> bool:
         """Is nothing left to a learner to do?"""
-        return self.statuses[index].state is LearnerState.FINISHED or not self._attendances[index].end
+        finished = self.statuses[index].state is LearnerState.FINISHED
+        return finished or index in self.lost or not self._attendances[index].end
 
     def needs(self, index: int) -> bool:
         """Is something left to a learner to do in rounds that are granted?"""
@@ -242,19 +287,29 @@ class RunBook:
     def _judge(self, status: LearnerStatus) -> None:
         """Does this report end the run?"""
         if status.state is LearnerState.FAILED:
-            self.end(RunState.FAILED, self._blame(status))
+            self._fail(status)
         elif status.state is LearnerState.BUDGET_EXHAUSTED:
             self.end(RunState.STOPPED, f"{status.learner} stopped speaking: {status.detail}")
         elif all(map(self._through, range(len(self.statuses)))):
             self.end(RunState.FINISHED, "")
 
-    def _blame(self, failed: LearnerStatus) -> str:
-        """Why the run fails with a learner: because of it, unless it waited for others."""
+    def _fail(self, failed: LearnerStatus) -> None:
+        """A learner fails, and with it the run: because of it, unless it waited for others."""
         who = self.index[failed.learner]
         found = blamed(standings := self.standings, who)
         if found == (who,):
-            return f"{failed.learner} failed: {failed.detail}"
-        return f"{in_words(standings, found)}: {failed.learner} {failed.detail}"
+            self._lose(found, f"{failed.learner} failed: {failed.detail}")
+        elif any((waits := self.waits[i]) is not None and waits.cause is Cause.NEIGHBOUR for i in found):
+            self.end(RunState.FAILED, f"{in_words(standings, found)}: {failed.learner} {failed.detail}")  # a circle
+        else:
+            self._lose(found, f"{in_words(standings, found)}: {failed.learner} {failed.detail}")
+
+    def _lose(self, learners: Iterable[int], why: str) -> None:
+        """Learners are lost: the run fails, or, by its spec, goes on without them."""
+        if self.run.spec.clock.late == "drop" and self.state is RunState.RUNNING:
+            self.losing |= set(learners) - self.lost
+        else:
+            self.end(RunState.FAILED, why)
 
     @property
     def standings(self) -> list[Standing]:
@@ -271,6 +326,13 @@ class RunBook:
         """A learner's stream has ended; it may come back."""
         self.away[index] = now
 
+    def rest(self, index: int, said: int | None) -> None:
+        """A learner that was started again while all rest; so many rounds it has said, by its log."""
+        status = self.statuses[index]
+        self.statuses[index] = replace(
+            status, state=LearnerState.STOPPED, rounds_said=status.rounds_said if said is None else said
+        )
+
     def back(self, index: int) -> None:
         """A learner is there again."""
         self.away.pop(index, None)
@@ -279,7 +341,8 @@ class RunBook:
         """The deadline of a learner that was gone since then: the run fails if it still is, and something is left to do."""
         if self.away.get(index) == since and self.needs(index):
             gone = in_words(self.standings, [index])
-            self.end(RunState.FAILED, f"{gone}, and did not come back within {self.run.spec.clock.deadline_s:g} s")
+            why = f"{gone}, and did not come back within {self.run.spec.clock.deadline_s:g} s"
+            self._lose([index], why)
 
     def end(self, state: RunState, detail: str) -> None:
         """End the run, once."""

@@ -181,6 +181,20 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         async with answering(context):
             return (await self._starter.resume(request.run_id)).view()
 
+    async def LeaveRun(self, request: coordinator_pb2.LeaveRunRequest, context: Context) -> coordinator_pb2.Run:
+        """Let a run go on without a learner."""
+        async with answering(context):
+            course = self._courses.running(request.run_id)
+            await self._conductor.amender.leave(course, request.learner)
+            return course.view()
+
+    async def JoinRun(self, request: coordinator_pb2.JoinRunRequest, context: Context) -> coordinator_pb2.Run:
+        """Let a learner take part in a run."""
+        async with answering(context):
+            course = self._courses.running(request.run_id)
+            await self._conductor.amender.join(course, request.learner)
+            return course.view()
+
     async def GetRun(self, request: coordinator_pb2.GetRunRequest, context: Context) -> coordinator_pb2.Run:
         """A run as it stands, with its spec."""
         async with answering(context):

@@ -142,6 +142,11 @@ class Store:
         with self._written() as db:
             db.executemany("UPDATE run SET view = ? WHERE id = ?", [(view, run_id) for run_id, view in views.items()])
 
+    def amend(self, run_id: str, spec: str, view: bytes) -> None:
+        """Before learners are told that others leave or join: write the spec of a run, and how it stands."""
+        with self._written() as db:
+            db.execute("UPDATE run SET spec = ?, view = ? WHERE id = ?", (spec, view, run_id))
+
     def forget(self, run_id: str) -> None:
         """Nobody will ask for a run again."""
         with self._written() as db:

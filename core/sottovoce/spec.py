@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import reprlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -59,9 +59,11 @@ class ClockSpec(Section):
     """How long learners wait for a coordinator that is away and keeps its runs (`--state`), and for room on their disks; None:
     four hours."""
 
-    late: Literal["wait", "hold"] | None = None  # None, as for wait: what earlier versions wrote stays the same plan
+    late: Literal["wait", "hold", "drop"] | None = (
+        None  # None, as for wait: what earlier versions wrote stays the same plan
+    )
     """A neighbour's message is not there. wait: the round waits for it. hold: after `late_s` the newest message of that neighbour
-    is used again."""
+    is used again. drop: the round waits, and the run goes on without a learner that is gone for longer than `deadline_s`."""
     late_s: Positive | None = None
     """Seconds after which a neighbour is late, where `late` is hold; None: one."""
 
@@ -134,9 +136,7 @@ class RunSpec(Section):
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the learners, by index."""
-        return (
-            self.learners if isinstance(self.learners, tuple) else tuple(f"learner-{i}" for i in range(self.learners))
-        )
+        return names_of(self.learners)
 
     @property
     def n_learners(self) -> int:
@@ -158,6 +158,11 @@ class RunSpec(Section):
         if len(set(self.names)) != len(self.names):
             raise ValueError(f"learner names must differ, got {list(self.names)}")
         return self
+
+
+def names_of(learners: int | Sequence[str]) -> tuple[str, ...]:
+    """Names of so many learners, or of these."""
+    return tuple(f"learner-{i}" for i in range(learners)) if isinstance(learners, int) else tuple(learners)
 
 
 # ---- reading and writing ---------------------------------------------------------------------------------

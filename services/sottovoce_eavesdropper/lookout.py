@@ -88,6 +88,13 @@ class Lookout:
         self._codec = RoundCodec(fields)
         self._decoded: dict[bytes, tuple[int, int, Message]] = {}
 
+    def amend(self, spec: Mapping[str, Any]) -> None:
+        """The run has another spec from now on."""
+        if self._spec:
+            self._spec = spec
+            if self._noticing is not None:
+                self._noticing.expected = self._expected()
+
     def look(self, rows: Iterable[Row]) -> bool:
         """Look at records, in their order; True when something was noticed."""
         before = self.count
@@ -107,16 +114,17 @@ class Lookout:
 
     def _begin(self) -> Noticing:
         """Build the run, as late as here: it may take a while."""
+        self._noticing = Noticing(self._expected())
+        return self._noticing
+
+    def _expected(self) -> Expected:
         try:
             run = build_run(parse_spec(self._spec, imports=self._imports), self._n_features)
         except SottovoceError as error:
             self.not_checked = f"the lattice and gaps between rounds: {error}"
-            expected = Expected(self._codec.length)
-        else:
-            self._codec = RoundCodec(run.field_shapes)  # the same, unless the coordinator errs
-            expected = _expected_of(run)
-        self._noticing = Noticing(expected)
-        return self._noticing
+            return Expected(self._codec.length)
+        self._codec = RoundCodec(run.field_shapes)  # the same, unless the coordinator errs
+        return _expected_of(run)
 
     def _at(self, row: Row, noticing: Noticing) -> tuple[Notice, ...]:
         if row.method not in EXCHANGE or row.kind not in ("hello", "message"):

@@ -150,6 +150,11 @@ class CaptureFile:
                 t, _, _ = RoundCodec(self.fields).decode(row.payload)
                 self.gaps.resumed(*way, due=self.awaited.pop(way), t=t)
 
+    def amend(self, spec: str) -> None:
+        """Learners leave or join: the run has another spec from now on, which says the same of what was recorded."""
+        self.spec = spec
+        self.lookout.amend(json.loads(spec))
+
     def describe(self) -> None:
         """Write down what the capture is.
 

@@ -104,6 +104,12 @@ class _Recording:
         for relay, each in zip(self.relays, now, strict=True):
             await relay.lead(each["target"])
 
+    async def amend(self, spec: str) -> None:
+        """Learners leave or join: the run has another spec from now on."""
+        if spec != self.file.spec:
+            self.file.amend(spec)
+            await asyncio.to_thread(self.file.describe)
+
     def take(self, request: eavesdropper_pb2.MirrorRequest, rows: Iterable[Row]) -> None:
         """Record copies."""
         for row in rows:
@@ -149,6 +155,8 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
             if request.resume:
                 recording = await self._of_run(request.run_id)
                 await recording.lead(request.routes)
+                if request.spec:
+                    await recording.amend(json.dumps(document_from_wire(request.spec)))
                 return self._opened(recording)
             capture_id = f"{request.run_id}-{uuid.uuid4().hex[:6]}"
             spec = json.dumps(document_from_wire(request.spec or "{}"))

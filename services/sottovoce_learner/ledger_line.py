@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from typing import Any
 
+from sottovoce.network.roster import Absence, Roster
 from sottovoce.privacy.guarantee import Guarantee
 from sottovoce.running.run import Run, build_run
-from sottovoce.spec import parse_spec
+from sottovoce.spec import names_of, parse_spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,18 @@ class LedgerLine:
         budget = document.get("privacy", {}).get("budget")
         mine: float | None = budget[self.index] if isinstance(budget, list) else budget
         return mine
+
+    @property
+    def but_absences(self) -> dict[str, Any]:
+        """The spec, as a document, without what may change in a run."""
+        document: dict[str, Any] = json.loads(self.spec)
+        return {key: value for key, value in document.items() if key != "absences"}
+
+    @property
+    def roster(self) -> Roster:
+        """Who takes part in which round."""
+        document = json.loads(self.spec)
+        return Roster(names_of(document["learners"]), [Absence(**each) for each in document.get("absences") or ()])
 
     @classmethod
     def unknown(cls, learner: str, run_id: str) -> LedgerLine:

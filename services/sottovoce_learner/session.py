@@ -422,9 +422,9 @@ class Session:
 
     @property
     def _met(self) -> dict[int, Link]:
-        """The links to those who are there now."""
-        there = self._roster.there(self._done)
-        return {j: link for j, link in self.links.items() if there[j]}
+        """The links to those who are there now, and not lost."""
+        there, lost = self._roster.there(self._done), self._roster.lost_to(self.role.index, self._done)
+        return {j: link for j, link in self.links.items() if there[j] and j not in lost}
 
     async def _round(self, t: int) -> None:
         while self._granted <= t:

@@ -111,6 +111,12 @@ def said(log: Reading) -> int:
     return next((entry.round + 1 for entry in reversed(log.entries) if entry.kind in telling), 0)
 
 
+def done(log: Reading) -> int:
+    """Rounds that were said and learned, by a log."""
+    telling = (Kind.ROUND, Kind.SNAPSHOT, Kind.CLOSE)
+    return next((entry.round for entry in reversed(log.entries) if entry.kind in telling), 0)
+
+
 def spent(log: Reading) -> float:
     """Epsilon of a run, by its log."""
     return log.entries[-1].spent if log.entries else 0.0

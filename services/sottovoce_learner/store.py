@@ -16,14 +16,15 @@ from functools import partial
 from pathlib import Path
 from typing import TextIO
 
-from sottovoce.errors import DataError, LocalProtocolError, NotReady, Unavailable
+from sottovoce.errors import DataError, LocalProtocolError, NotReady, SpecError, Unavailable
+from sottovoce.running.amending import require_amendment
 from sottovoce_learner import lines as ledger_lines
 from sottovoce_learner.bodies import Grant, Said, Snapshot
 from sottovoce_learner.entries import Kind
 from sottovoce_learner.ledger_line import LedgerLine
 from sottovoce_learner.log import About, Durability, Log, Reading, hashed, host, sync_folder, write_snapshot
 from sottovoce_learner.mark import NO_RUN, Mark, MarkFile
-from sottovoce_learner.standing import CLOSED, OPENED, Files, Standing, said, stand
+from sottovoce_learner.standing import CLOSED, OPENED, Files, Standing, done, said, stand
 
 SNAPSHOT_AFTER = 4 * 1024 * 1024
 """Bytes by which a log has grown at least before a snapshot takes its place."""
@@ -244,8 +245,9 @@ class Store:
         """
         standing, opened = self._standing, self._standing.opened
         if opened is not None and opened.run_id == line.run_id:
-            _require_same(opened, line, self._files.runs)
             reading = standing.log if standing.begun else None
+            if _amended(opened, line, reading, self._files.runs):
+                self._open(line)
         else:
             if any(run.run_id == line.run_id for run in standing.runs()):
                 raise NotReady(
@@ -253,10 +255,13 @@ class Store:
                     "start a new run"
                 )
             self._close(opened)
-            facts = {"kind": OPENED, "run_id": line.run_id, "index": line.index, "n_features": line.n_features}
-            self._note({**facts, "spec": line.spec})
+            self._open(line)
             reading = None
         return self._opened(line, terms, elsewhere, reading)
+
+    def _open(self, line: LedgerLine) -> None:
+        facts = {"kind": OPENED, "run_id": line.run_id, "index": line.index, "n_features": line.n_features}
+        self._note({**facts, "spec": line.spec})
 
     def _opened(self, line: LedgerLine, terms: Terms, elsewhere: float, reading: Reading | None) -> RunLog:
         folder = self._files.log(line.run_id)
@@ -326,13 +331,24 @@ class Store:
         return Mark(self._mark.store, host(), len(lines), lines[-1].chain, self._standing.elsewhere, NO_RUN)
 
 
-def _require_same(found: LedgerLine, line: LedgerLine, path: Path) -> None:
-    """Raises `DataError` where the run was another one by now."""
-    if (found.index, found.n_features, found.spec) != (line.index, line.n_features, line.spec):
+def _amended(found: LedgerLine, line: LedgerLine, reading: Reading | None, path: Path) -> bool:
+    """Whether learners of the run have left or joined since.
+
+    Raises:
+        DataError: the run was another one by now.
+    """
+    if found == replace(line, said=found.said, spent=found.spent):
+        return False
+    rounds = (0, 0) if reading is None else (said(reading), done(reading))
+    try:
+        if (found.index, found.n_features, found.but_absences) != (line.index, line.n_features, line.but_absences):
+            raise SpecError("a run cannot change but for its absences: start a new run")
+        require_amendment(found.roster, line.roster, line.index, *rounds)
+    except SpecError as error:
         raise DataError(
-            f"the ledger {path} has run {line.run_id!r} with another spec, index or number of features than was told now: a run "
-            "cannot change; start a new run"
-        )
+            f"the ledger {path} has run {line.run_id!r} with another spec, index or number of features than was told now: {error}"
+        ) from None
+    return True
 
 
 def end_run(folder: Path, learner: str, run_id: str = "") -> None:

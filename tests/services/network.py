@@ -81,9 +81,9 @@ class Network:
             request = coordinator_pb2.StartRunRequest(spec=spec_to_wire(spec), n_features=n_features)
             return await coordinator_pb2_grpc.CoordinatorStub(to).StartRun(request, timeout=PATIENCE_S)
 
-    async def run(self, spec: RunSpec, data: PlacedData, stop: asyncio.Event | None = None) -> Outcome:
+    async def run(self, spec: RunSpec, data: PlacedData, stop: asyncio.Event | None = None, **more: Any) -> Outcome:
         """Run to the end, as the client does."""
-        running = run_on(self.coordinator, spec, data, lambda progress, state: None, stop)
+        running = run_on(self.coordinator, spec, data, lambda progress, state: None, stop, **more)
         return await asyncio.wait_for(running, PATIENCE_S)
 
     async def feed(self, run_id: str, spec: RunSpec, data: PlacedData, *, but: Sequence[str] = ()) -> None:

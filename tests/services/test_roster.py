@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from sottovoce.noise import Recorder, SeededNoise
+from sottovoce.noise import RecordedNoise, Recorder, SeededNoise
 from sottovoce.running.replay import replay
 from sottovoce.running.run import Run, build_run
 from sottovoce.running.simulator import simulate
@@ -18,8 +18,11 @@ from sottovoce.spec import RunSpec
 from sottovoce_client.running.operate import Outcome
 from sottovoce_eavesdropper.reading import open_capture
 from sottovoce_rpc.learner_status import LearnerState
+from sottovoce_rpc.server import channel
+from sottovoce_rpc.specs import spec_from_wire
+from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc
 from tests.examples import made_up, small_spec
-from tests.services.network import network
+from tests.services.network import PATIENCE_S, Network, network
 from tests.services.test_every_algorithm import FIELD
 
 NAMES = ["ann", "ben", "cleo", "dora"]
@@ -114,3 +117,90 @@ async def test_who_died_goes_on_from_its_log_with_absences(tmp_path: Path, name:
     assert outcome.state == "finished", outcome.detail
     said = transcript_of(outcome, run)
     np.testing.assert_allclose(said.fields["y"], simulated.fields["y"], rtol=1e-9, atol=1e-12)
+
+
+# ---- leaving and joining a run under way -----------------------------------------------------------------------------
+
+OPEN = {"topology": COMPLETE, "absences": None, "rounds": 60, "capture": "mirror", "clock": {"window": 8}}
+
+
+async def ask(up: Network, name: str, request: Any) -> coordinator_pb2.Run:
+    async with channel(up.coordinator) as to:
+        call = getattr(coordinator_pb2_grpc.CoordinatorStub(to), name)
+        answer: coordinator_pb2.Run = await call(request, timeout=PATIENCE_S)
+        return answer
+
+
+async def amended_spec(up: Network, run_id: str) -> RunSpec:
+    run = await ask(up, "GetRun", coordinator_pb2.GetRunRequest(run_id=run_id))
+    return spec_from_wire(run.spec, imports=True)
+
+
+def as_amended(spec: RunSpec, noise: Path) -> tuple[Run, Transcript]:
+    """What the simulator says with this noise, by the spec as it is in the end."""
+    run = build_run(spec, 3)
+    with np.load(noise) as drawn:
+        source = RecordedNoise({name: drawn[name] for name in drawn})
+    return run, Transcript.of(step.message for step in simulate(run, made_up(spec), source))
+
+
+async def test_who_leaves_is_heard_to_its_last_round(tmp_path: Path) -> None:
+    spec = small_spec(**{**PLACE, **OPEN})
+    noise, _ = noise_for(build_run(spec, 3), tmp_path)
+    async with network(tmp_path, NAMES, noise=noise) as up:
+        running = asyncio.ensure_future(up.run(spec, made_up(spec)))
+        await up.until("ann", LearnerState.RUNNING, 10)
+        run_id = up.learners["ann"].status.run_id
+        await ask(up, "LeaveRun", coordinator_pb2.LeaveRunRequest(run_id=run_id, learner="dora"))
+        left = await amended_spec(up, run_id)
+        outcome = await running
+    assert outcome.state == "finished", outcome.detail
+    (absence,) = left.absences or ()
+    assert absence.learner == "dora" and 10 <= absence.first_round < 60 and not absence.unheard
+    assert outcome.absences == left.absences
+    run, simulated = as_amended(left, noise)
+    said = transcript_of(outcome, run)
+    np.testing.assert_allclose(said.fields["y"], simulated.fields["y"], rtol=1e-9, atol=1e-12)
+    assert said.rounds == 60
+
+
+async def test_who_joins_takes_part_from_then_on(tmp_path: Path) -> None:
+    spec = small_spec(**{**PLACE, **OPEN, "absences": [{"learner": "dora"}]})
+    everybody = spec.model_copy(update={"absences": None})
+    noise, _ = noise_for(build_run(everybody, 3), tmp_path)
+    async with network(tmp_path, NAMES, noise=noise) as up:
+        running = asyncio.ensure_future(up.run(spec, made_up(spec), place=made_up))
+        await up.until("ann", LearnerState.RUNNING, 10)
+        run_id = up.learners["ann"].status.run_id
+        await ask(up, "JoinRun", coordinator_pb2.JoinRunRequest(run_id=run_id, learner="dora"))
+        joined = await amended_spec(up, run_id)
+        outcome = await running
+    assert outcome.state == "finished", outcome.detail
+    (absence,) = joined.absences or ()
+    assert absence.until_round is not None and 10 <= absence.until_round < 60
+    run, simulated = as_amended(joined, noise)
+    said = transcript_of(outcome, run)
+    np.testing.assert_allclose(said.fields["y"], simulated.fields["y"], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("t", [1, 10, 57])
+async def test_a_run_goes_on_without_a_learner_that_is_gone(tmp_path: Path, t: int) -> None:
+    """What its neighbours have not learned of it is left out, and the spec says so: the simulator says the same."""
+    clock = {"window": 8, "late": "drop", "deadline_s": 2.0}
+    spec = small_spec(**{**PLACE, **OPEN, "clock": clock})
+    noise, _ = noise_for(build_run(spec, 3), tmp_path)
+    async with network(tmp_path, NAMES, noise=noise) as up:
+        running = asyncio.ensure_future(up.run(spec, made_up(spec)))
+        await up.until("dora", LearnerState.RUNNING, t)
+        await up.leave("dora")
+        outcome = await running
+    assert outcome.state == "finished", outcome.detail
+    (absence,) = outcome.absences or ()
+    assert absence.learner == "dora" and set(absence.unheard) == set(NAMES[:3])
+    run, simulated = as_amended(spec.model_copy(update={"absences": outcome.absences}), noise)
+    said = transcript_of(outcome, run).fields["y"]
+    assert len(said) == 60
+    np.testing.assert_allclose(said[:, :3], simulated.fields["y"][:, :3], rtol=1e-9, atol=1e-12)
+    heard = ~np.isnan(said[:, 3, 0, 0])
+    np.testing.assert_allclose(said[heard, 3], simulated.fields["y"][heard, 3], rtol=1e-9, atol=1e-12)
+    assert heard[: max(absence.unheard.values()) - 1].all()

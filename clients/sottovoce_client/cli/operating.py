@@ -51,9 +51,33 @@ def resume_run(run: RunId, coordinator: Coordinator = HERE) -> None:
     asyncio.run(known.resume_run(coordinator, run))
 
 
+Learner = Annotated[str, typer.Argument(metavar="LEARNER", help="Its name.", show_default=False)]
+
+
+@runs_app.command("leave")
+def leave_run(run: RunId, learner: Learner, coordinator: Coordinator = HERE) -> None:
+    """Let a run under way go on without a learner.
+
+    One that is here says its last round, and the others hear it. One that is gone is lost to the run at once, and cannot take
+    part in it again. All learners rest for a moment, and go on from their logs. Refused where the graph without it is not
+    connected, or the algorithm's guarantee needs all learners.
+    """
+    from sottovoce_client.running import known
+
+    asyncio.run(known.leave_run(coordinator, run, learner))
+
+
+@runs_app.command("join")
+def join_run(run: RunId, learner: Learner, coordinator: Coordinator = HERE) -> None:
+    """Let a learner that is away by the run's spec, or has left, take part from now on."""
+    from sottovoce_client.running import known
+
+    asyncio.run(known.join_run(coordinator, run, learner))
+
+
 @app.command(rich_help_panel="Services")
 def rebind(
-    learner: Annotated[str, typer.Argument(metavar="LEARNER", help="Its name.", show_default=False)],
+    learner: Learner,
     coordinator: Coordinator = HERE,
 ) -> None:
     """Let a learner whose state folder is lost join with another one.

@@ -68,12 +68,21 @@ def run(
     ] = "",
 ) -> None:
     """Run a spec on services that are already up, feeding the learners from here."""
+    from sottovoce_client.running.conduct import again
     from sottovoce_client.running.operate import run_on
 
     _conduct(
         load_spec(spec),
         out,
-        lambda prepared, watch, stop: run_on(coordinator, prepared.run.spec, prepared.data, watch, stop, resume=resume),
+        lambda prepared, watch, stop: run_on(
+            coordinator,
+            prepared.run.spec,
+            prepared.data,
+            watch,
+            stop,
+            resume=resume,
+            place=lambda spec: again(spec).data,
+        ),
         canaries,
     )
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 from sottovoce.algorithms.per_learner import spread
-from sottovoce.experiment import Prepared
-from sottovoce.spec import dump_spec
+from sottovoce.experiment import Prepared, prepare
+from sottovoce.spec import RunSpec, dump_spec
 from sottovoce_client.reports.run_report import run_page
 from sottovoce_client.running.console import print_summary, run_console
 from sottovoce_client.running.evaluate import gaps_in, noticed_in, summarise
@@ -49,6 +50,9 @@ def conduct(prepared: Prepared, folder: Path, start: _Start) -> int:
             print(f"Nothing was run: {told}")
             return 130
     if outcome.state != "failed" and outcome.detail != BY_OPERATOR:
+        if (outcome.absences or ()) != (spec.absences or ()):
+            prepared = again(spec.model_copy(update={"absences": outcome.absences}))
+            (folder / "spec.yaml").write_text(dump_spec(prepared.run.spec), encoding="utf-8")
         summary = summarise(prepared.run, prepared.data, outcome)
         summary.save(folder / "summary.json")
         report = folder / "report.html"
@@ -57,6 +61,15 @@ def conduct(prepared: Prepared, folder: Path, start: _Start) -> int:
         _say_what_was_not_captured(outcome)
         return 0 if outcome.state == "finished" and not outcome.capture_error else 1
     return _cut_short(outcome)
+
+
+def again(spec: RunSpec) -> Prepared:
+    """A run whose learners have left or joined since it was prepared, and who learns what when.
+
+    Raises:
+        SottovoceError: its data cannot be used any more.
+    """
+    return prepare(spec, data_folder=os.environ.get("SOTTOVOCE_DATA"))
 
 
 def _say_what_was_not_captured(outcome: Outcome) -> None:

@@ -90,6 +90,39 @@ async def resume_run(coordinator: str, run_id: str, console: Console | None = No
         console.print(Text(run.capture_error))
 
 
+async def leave_run(coordinator: str, run_id: str, learner: str, console: Console | None = None) -> None:
+    """Let a run under way go on without a learner.
+
+    Raises:
+        SottovoceError: it cannot; or the coordinator cannot be reached.
+    """
+    request = coordinator_pb2.LeaveRunRequest(run_id=run_id, learner=learner)
+    await _asked(coordinator, lambda stub: stub.LeaveRun(request, timeout=RESUME_S))
+    await _say_since(coordinator, run_id, learner, console or Console())
+
+
+async def join_run(coordinator: str, run_id: str, learner: str, console: Console | None = None) -> None:
+    """Let a learner that is away take part in a run under way.
+
+    Raises:
+        SottovoceError: it cannot; or the coordinator cannot be reached.
+    """
+    request = coordinator_pb2.JoinRunRequest(run_id=run_id, learner=learner)
+    await _asked(coordinator, lambda stub: stub.JoinRun(request, timeout=RESUME_S))
+    await _say_since(coordinator, run_id, learner, console or Console())
+
+
+async def _say_since(coordinator: str, run_id: str, learner: str, console: Console) -> None:
+    """In which rounds a learner is away, as the run is now."""
+    request = coordinator_pb2.GetRunRequest(run_id=run_id)
+    run = await _asked(coordinator, lambda stub: stub.GetRun(request, timeout=CALL_S))
+    own = (each for each in json.loads(run.spec).get("absences") or () if each["learner"] == learner)
+    for away in own:
+        until = "on" if away.get("until_round") is None else f"to {away['until_round'] - 1}"
+        lost = ", lost" if away.get("unheard") else ""
+        console.print(Text(f"{learner} is away from round {away['first_round']} {until}{lost}"))
+
+
 async def rebind(coordinator: str, learner: str, console: Console | None = None) -> None:
     """Let the next learner of this name in with whatever state folder it has.
 

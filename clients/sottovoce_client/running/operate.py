@@ -14,6 +14,7 @@ import grpc
 from sottovoce.arrays import FloatArray
 from sottovoce.data import PlacedData
 from sottovoce.errors import SottovoceError, SpecError, Unavailable
+from sottovoce.network.roster import Absence
 from sottovoce.spec import RunSpec
 from sottovoce_client.running.feeder import feed
 from sottovoce_client.running.summary import Progress
@@ -47,6 +48,7 @@ class Outcome:
     Attributes:
         capture: folder of the capture, or its URL; None where nothing was captured.
         capture_error: why the capture could not be written to its end, or be closed; empty: it could.
+        absences: who was away when, with those who left or joined while it went on.
         predictions: `(test records,)` labels by each learner on the held-out records; None where they could not be asked.
     """
 
@@ -59,6 +61,7 @@ class Outcome:
     capture: str | None
     predictions: tuple[FloatArray | None, ...]
     capture_error: str = ""
+    absences: tuple[Absence, ...] | None = None
 
 
 async def run_on(
@@ -71,6 +74,7 @@ async def run_on(
     world: int | None = None,
     replica: int | None = None,
     resume: str = "",
+    place: Callable[[RunSpec], PlacedData] | None = None,
 ) -> Outcome:
     """Run a spec on services that are up.
 
@@ -82,6 +86,7 @@ async def run_on(
         stop: when set, the run is stopped, and what there is comes back.
         world, replica: labels of the capture, where the run is one of an audit; no learner is told.
         resume: a run of this spec that failed, to be taken up again; empty: a new one begins.
+        place: places the records where learners leave or join while it goes on (default: as they are placed).
 
     Raises:
         SpecError: the run that is to be taken up again is of another spec.
@@ -97,7 +102,7 @@ async def run_on(
             )
             stop = stop or asyncio.Event()
             started = await _unless_told(_resumed(stub, request, resume) if resume else _started(stub, request), stop)
-            return await _Running(stub, started, spec, data, watch, stop).to_its_end()
+            return await _Running(stub, started, spec, data, watch, stop, place or (lambda _: data)).to_its_end()
         except grpc.aio.AioRpcError as error:
             raise as_error(error, f"the coordinator at {coordinator}") from None
 
@@ -145,13 +150,16 @@ class _Running:
         data: PlacedData,
         watch: Watcher,
         stop: asyncio.Event,
+        place: Callable[[RunSpec], PlacedData],
     ) -> None:
+        self._place, self._attempt = place, started.attempt
         self._stub, self._started, self._spec, self._data = stub, started, spec, data
         self._watch, self._stop = watch, stop
         self._began = time.monotonic()
         self._progress: list[Progress] = []
         self._addresses = [each.address for each in started.learners]
         self._moved = asyncio.Event()  # some learner is elsewhere now
+        self._lost: set[int] = set()
         self._unfed: BaseException | None = None
         self._give_up = asyncio.Event()
 
@@ -178,6 +186,7 @@ class _Running:
             location or None,
             tuple(predictions),
             last.capture_error,
+            self._spec.absences,
         )
 
     async def _feed(self) -> None:
@@ -188,11 +197,16 @@ class _Running:
     async def _feed_one(self, index: int) -> None:
         """A learner, wherever it is."""
         while True:
-            if not (address := self._addresses[index]):  # it joins later
+            address = self._addresses[index]
+            if not (address and self._takes_part(index)):  # it joins later
                 await self._until_gone(index, address)
                 continue
+            if index in self._lost:
+                return
             async with Tasks() as tasks:
-                own, patience_s = self._data.learners[index], self._spec.clock.deadline_s
+                # Where a run goes on without who is gone, that takes a deadline, and another one until all rest.
+                patience_s = self._spec.clock.deadline_s * (3 if self._spec.clock.late == "drop" else 1)
+                own = self._data.learners[index]
                 feeding = tasks.start(feed(address, self._started.run_id, own, patience_s=patience_s))
                 leaving = tasks.start(self._until_gone(index, address))
                 await asyncio.wait([feeding, leaving], return_when=asyncio.FIRST_COMPLETED)
@@ -200,9 +214,27 @@ class _Running:
                     return feeding.result()
 
     async def _until_gone(self, index: int, address: str) -> None:
-        """Wait until a learner is at another address."""
-        while self._addresses[index] == address:
+        """Wait until a learner is at another address, or joins the run, or is lost to it."""
+        before = self._takes_part(index)
+        while self._addresses[index] == address and self._takes_part(index) == before and index not in self._lost:
             await self._moved.wait()
+
+    def _takes_part(self, index: int) -> bool:
+        """Is there any round for its records?"""
+        return self._spec.roster.attendance(index, self._spec.rounds).end > 0
+
+    async def _amended(self, view: coordinator_pb2.Run) -> None:
+        """Learners have left or joined, or all go on from their logs."""
+        run = await self._stub.GetRun(coordinator_pb2.GetRunRequest(run_id=view.run_id), timeout=_CALL_S)
+        self._attempt = view.attempt
+        told = [Absence(**each) for each in json.loads(run.spec).get("absences") or ()]
+        if tuple(told) == (self._spec.absences or ()):
+            return
+        self._spec = self._spec.model_copy(update={"absences": tuple(told)})
+        self._data = await asyncio.to_thread(self._place, self._spec)
+        self._lost = {self._spec.names.index(each.learner) for each in told if each.unheard}
+        self._moved.set()
+        self._moved = asyncio.Event()
 
     def _feeding_over(self, task: asyncio.Task[None]) -> None:
         """Without its records the run cannot go on: stop it, and no other one, and let the feeder's error say why."""
@@ -236,6 +268,8 @@ class _Running:
                 async for view in self._stub.WatchRun(request):
                     last, away_since = view, 0.0
                     self._see(view)
+                    if view.attempt != self._attempt:
+                        await self._amended(view)
                 if last.HasField("ended_at"):
                     return last
                 raise Unavailable("the coordinator ended the watch without a word")

@@ -93,10 +93,13 @@ class Noticing:
     Args:
         expected: what is known beforehand.
         kept: rounds of a learner, and streams, that are remembered.
+
+    Attributes:
+        expected: what is known of the rounds to come.
     """
 
     def __init__(self, expected: Expected, kept: int = KEPT) -> None:
-        self._expected = expected
+        self.expected = expected
         self._versions: Versions[tuple[int, int]] = Versions(kept)
         self._receivers: Recent[tuple[int, int], set[int]] = Recent(kept)
         self._next: Recent[tuple[int, int, int], int] = Recent(kept)
@@ -129,7 +132,7 @@ class Noticing:
         return tuple(found)
 
     def _length(self, said: Said) -> list[Notice]:
-        usual = self._expected.length
+        usual = self.expected.length
         if usual is None:
             usual = self._lengths.get(said.sender)
         if usual is None:
@@ -144,10 +147,10 @@ class Noticing:
         self._next[place] = said.round + 1
         if earliest is None:
             return []
-        if self._expected.due is None:
+        if self.expected.due is None:
             right, wanted = said.round >= earliest, f"round {earliest} or later"
         else:
-            due = self._expected.due(said.sender, said.receiver, earliest)
+            due = self.expected.due(said.sender, said.receiver, earliest)
             right, wanted = said.round == due, "no round" if due is None else f"round {due}"
         return [] if right else [_finding("turn", said, f"out of turn: stream {said.stream} must go on with {wanted}")]
 
@@ -159,7 +162,7 @@ class Noticing:
 
     def _lattice(self, said: Said) -> list[Notice]:
         found = []
-        for name, spacing in self._expected.lattice(said.sender, said.round).items():
+        for name, spacing in self.expected.lattice(said.sender, said.round).items():
             values = np.ravel(said.fields[name])
             off = np.flatnonzero(off_lattice(values, spacing))
             if len(off):

@@ -129,6 +129,11 @@ class Roster:
             tuple(range(first, until) for first, until in stretches if self.is_there(learner, first)), rounds
         )
 
+    def lost_to(self, learner: int, t: int) -> frozenset[int]:
+        """Those who were lost, and whom the learner does not hear any more in the round."""
+        name = self.names[learner]
+        return frozenset(self._index[each.learner] for each in self.absences if each.unheard.get(name, t + 1) <= t)
+
     def deafened(self, mixing: Mixing, t: int) -> Mixing:
         """The weights of a round without messages that did not arrive any more: each goes to the hearer's own value."""
         lost = [
@@ -156,7 +161,8 @@ def check_absences(roster: Roster, rounds: int) -> None:
     for each in sorted(roster.absences, key=lambda each: (each.learner, each.first_round)):
         if unknown := {each.learner, *each.unheard} - set(roster.names):
             raise ValueError(f"absences must name learners of the run, got {sorted(unknown)[0]!r}")
-        if max(each.first_round, (each.until_round or 1) - 1) >= rounds:
+        last = rounds if each.unheard else rounds - 1  # one that is lost in the end is not heard before
+        if each.first_round > last or (each.until_round or 1) > rounds:
             raise ValueError(f"absences must lie within the {rounds} rounds of the run, got {each}")
         if each.learner in until and ((end := until[each.learner]) is None or each.first_round <= end):
             raise ValueError(f"a learner's absences must not meet, got two of {each.learner}: make one of them")

@@ -35,6 +35,16 @@ class CoordinatorStub(object):
                 request_serializer=sottovoce__wire_dot_v1_dot_coordinator__pb2.ResumeRunRequest.SerializeToString,
                 response_deserializer=sottovoce__wire_dot_v1_dot_coordinator__pb2.Run.FromString,
                 )
+        self.LeaveRun = channel.unary_unary(
+                '/sottovoce_wire.v1.Coordinator/LeaveRun',
+                request_serializer=sottovoce__wire_dot_v1_dot_coordinator__pb2.LeaveRunRequest.SerializeToString,
+                response_deserializer=sottovoce__wire_dot_v1_dot_coordinator__pb2.Run.FromString,
+                )
+        self.JoinRun = channel.unary_unary(
+                '/sottovoce_wire.v1.Coordinator/JoinRun',
+                request_serializer=sottovoce__wire_dot_v1_dot_coordinator__pb2.JoinRunRequest.SerializeToString,
+                response_deserializer=sottovoce__wire_dot_v1_dot_coordinator__pb2.Run.FromString,
+                )
         self.GetRun = channel.unary_unary(
                 '/sottovoce_wire.v1.Coordinator/GetRun',
                 request_serializer=sottovoce__wire_dot_v1_dot_coordinator__pb2.GetRunRequest.SerializeToString,
@@ -90,6 +100,20 @@ class CoordinatorServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LeaveRun(self, request, context):
+        """A learner says nothing more in a run under way, which goes on without it; one that is gone is lost to the run at once.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def JoinRun(self, request, context):
+        """A learner that is away takes part in a run under way, from the first round on that nobody has said.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetRun(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -138,6 +162,16 @@ def add_CoordinatorServicer_to_server(servicer, server):
             'ResumeRun': grpc.unary_unary_rpc_method_handler(
                     servicer.ResumeRun,
                     request_deserializer=sottovoce__wire_dot_v1_dot_coordinator__pb2.ResumeRunRequest.FromString,
+                    response_serializer=sottovoce__wire_dot_v1_dot_coordinator__pb2.Run.SerializeToString,
+            ),
+            'LeaveRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.LeaveRun,
+                    request_deserializer=sottovoce__wire_dot_v1_dot_coordinator__pb2.LeaveRunRequest.FromString,
+                    response_serializer=sottovoce__wire_dot_v1_dot_coordinator__pb2.Run.SerializeToString,
+            ),
+            'JoinRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.JoinRun,
+                    request_deserializer=sottovoce__wire_dot_v1_dot_coordinator__pb2.JoinRunRequest.FromString,
                     response_serializer=sottovoce__wire_dot_v1_dot_coordinator__pb2.Run.SerializeToString,
             ),
             'GetRun': grpc.unary_unary_rpc_method_handler(
@@ -235,6 +269,40 @@ class Coordinator(object):
             metadata=None):
         return grpc.experimental.unary_unary(request, target, '/sottovoce_wire.v1.Coordinator/ResumeRun',
             sottovoce__wire_dot_v1_dot_coordinator__pb2.ResumeRunRequest.SerializeToString,
+            sottovoce__wire_dot_v1_dot_coordinator__pb2.Run.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def LeaveRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/sottovoce_wire.v1.Coordinator/LeaveRun',
+            sottovoce__wire_dot_v1_dot_coordinator__pb2.LeaveRunRequest.SerializeToString,
+            sottovoce__wire_dot_v1_dot_coordinator__pb2.Run.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def JoinRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/sottovoce_wire.v1.Coordinator/JoinRun',
+            sottovoce__wire_dot_v1_dot_coordinator__pb2.JoinRunRequest.SerializeToString,
             sottovoce__wire_dot_v1_dot_coordinator__pb2.Run.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)

@@ -44,6 +44,10 @@ class CoordinatorStub:
     StopRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.StopRunRequest, _coordinator_pb2.Run]
     ResumeRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ResumeRunRequest, _coordinator_pb2.Run]
     """A run that failed goes on where the logs of its learners end, as long as none of them was in another run since."""
+    LeaveRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.LeaveRunRequest, _coordinator_pb2.Run]
+    """A learner says nothing more in a run under way, which goes on without it; one that is gone is lost to the run at once."""
+    JoinRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.JoinRunRequest, _coordinator_pb2.Run]
+    """A learner that is away takes part in a run under way, from the first round on that nobody has said."""
     GetRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.GetRunRequest, _coordinator_pb2.Run]
     ListRuns: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ListRunsRequest, _coordinator_pb2.ListRunsResponse]
     """Newest first. A coordinator remembers those under way, and a bounded number of those that have ended."""
@@ -68,6 +72,10 @@ class CoordinatorAsyncStub(CoordinatorStub):
     StopRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.StopRunRequest, _coordinator_pb2.Run]  # type: ignore[assignment]
     ResumeRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ResumeRunRequest, _coordinator_pb2.Run]  # type: ignore[assignment]
     """A run that failed goes on where the logs of its learners end, as long as none of them was in another run since."""
+    LeaveRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.LeaveRunRequest, _coordinator_pb2.Run]  # type: ignore[assignment]
+    """A learner says nothing more in a run under way, which goes on without it; one that is gone is lost to the run at once."""
+    JoinRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.JoinRunRequest, _coordinator_pb2.Run]  # type: ignore[assignment]
+    """A learner that is away takes part in a run under way, from the first round on that nobody has said."""
     GetRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.GetRunRequest, _coordinator_pb2.Run]  # type: ignore[assignment]
     ListRuns: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ListRunsRequest, _coordinator_pb2.ListRunsResponse]  # type: ignore[assignment]
     """Newest first. A coordinator remembers those under way, and a bounded number of those that have ended."""
@@ -113,6 +121,22 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.Run, _abc.Awaitable[_coordinator_pb2.Run]]:
         """A run that failed goes on where the logs of its learners end, as long as none of them was in another run since."""
+
+    @_abc_1.abstractmethod
+    def LeaveRun(
+        self,
+        request: _coordinator_pb2.LeaveRunRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.Run, _abc.Awaitable[_coordinator_pb2.Run]]:
+        """A learner says nothing more in a run under way, which goes on without it; one that is gone is lost to the run at once."""
+
+    @_abc_1.abstractmethod
+    def JoinRun(
+        self,
+        request: _coordinator_pb2.JoinRunRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.Run, _abc.Awaitable[_coordinator_pb2.Run]]:
+        """A learner that is away takes part in a run under way, from the first round on that nobody has said."""
 
     @_abc_1.abstractmethod
     def GetRun(

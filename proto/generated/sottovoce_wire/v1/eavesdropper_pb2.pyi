@@ -70,7 +70,7 @@ class OpenCaptureRequest(_message.Message):
     replica: _builtins.int
     resume: _builtins.bool
     """Only take up the capture of this run that is open, or was left open by an eavesdropper that died: with the same ports.
-    Nothing but `run_id` counts then.
+    But for `run_id`, only what has changed is told then: where routes lead, and the spec.
     """
     @_builtins.property
     def routes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Route]: ...

@@ -1,0 +1,158 @@
+"""Learners that leave a run under way, are lost to it, or join it.
+
+All who are there rest, so that it is known which rounds were said; the spec gets another absence, from the first round on that
+nobody has said; then all go on from their logs, by that spec. What is told is written down before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from functools import partial
+
+import structlog
+
+from sottovoce.errors import NotReady, SottovoceError
+from sottovoce.running.amending import require_noise, with_again, without
+from sottovoce.running.run import Run, build_run
+from sottovoce.spec import RunSpec
+from sottovoce_coordinator.captures import Captures
+from sottovoce_coordinator.courses import Course
+from sottovoce_coordinator.joining import Members
+from sottovoce_coordinator.runs import RunBook, in_short
+from sottovoce_coordinator.store import Store
+from sottovoce_rpc.directives import Stop
+from sottovoce_rpc.specs import spec_to_wire
+
+log = structlog.get_logger()
+
+Change = Callable[[RunSpec], RunSpec]
+
+
+class Amender:
+    """Changes who takes part in runs under way.
+
+    Args:
+        store: where runs are kept.
+        members: who is here.
+        captures: what the eavesdropper captures.
+    """
+
+    def __init__(self, store: Store, members: Members, captures: Captures) -> None:
+        self._store, self._members, self._captures = store, members, captures
+
+    async def leave(self, course: Course, name: str) -> None:
+        """A learner says its last round; one that is gone is lost at once.
+
+        Raises:
+            NotReady: it is not in the run, or the run is changed already, or not running.
+            SpecError: it is away, or the run cannot go on without it.
+        """
+        if name not in self._members:
+            _require(course, name)
+            course.book.losing.add(course.book.index[name])
+            await self.lose(course)
+            return
+        await self._operated(course, name, lambda spec: without(spec, name, course.book.unsaid))
+
+    async def join(self, course: Course, name: str) -> None:
+        """A learner that is away takes part from the first round on that nobody has said.
+
+        Raises:
+            NotReady: it is not here, or as `leave`.
+            SpecError: it is not away, or was lost.
+        """
+        if name not in self._members:
+            raise NotReady(f"learner {name!r} has not joined this coordinator")
+        await self._operated(course, name, lambda spec: with_again(spec, name, course.book.unsaid))
+
+    async def lose(self, course: Course) -> None:
+        """Go on without learners that are lost, those who are lost meanwhile included.
+
+        Raises:
+            SottovoceError: the run cannot.
+        """
+        book = course.book
+        if course.resting:
+            return  # whoever lets them rest looks again
+        while book.losing and not book.ended:
+            course.resting = True
+            try:
+                await self._rest(course)
+                lost = frozenset(book.losing)
+                await self._amend(course, partial(_without, book=book, lost=lost))
+                book.losing -= lost
+            finally:
+                course.resting = False
+
+    async def _operated(self, course: Course, name: str, change: Change) -> None:
+        _require(course, name)
+        course.resting = True
+        try:
+            await self._rest(course)
+            try:
+                await self._amend(course, change)
+            except SottovoceError:
+                self._go_on(course, course.book.run)  # as before
+                raise
+        finally:
+            course.resting = False
+        await self.lose(course)
+
+    async def _rest(self, course: Course) -> None:
+        """Everybody ends what it does; who does not within the deadline is lost."""
+        book = course.book
+        self._store.keep({book.run_id: course.record()})  # who goes on after this one, does so anew
+        self._members.tell(book.run_id, {name: [Stop("learners leave or join")] for name in book.index})
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(book.run.spec.clock.deadline_s):
+                while book.busy and not book.ended:
+                    course.heard.clear()
+                    await course.heard.wait()
+        book.losing |= set(book.busy)
+
+    async def _amend(self, course: Course, change: Change) -> None:
+        """Write the changed run down, tell the eavesdropper, then the learners."""
+        book = course.book
+        run = await asyncio.to_thread(_changed, book.run, change, book.n_features)
+        if book.ended:
+            return
+        self._store.amend(book.run_id, spec_to_wire(run.spec), course.record())
+        await self._captures.amend(book, run)
+        self._go_on(course, run)
+
+    def _go_on(self, course: Course, run: Run) -> None:
+        book, before = course.book, course.book.lost
+        book.amend(run)
+        here = [name for name in book.index if name in self._members]
+        for name in here:
+            own = book.index[name]
+            told = [Stop("the run goes on without this learner", over=True)] if own in book.lost else book.briefing(own)
+            self._members.tell(book.run_id, {name: told})
+        if gone := [book.run.spec.names[i] for i in sorted(book.lost - before)]:
+            log.warning("learners are lost", run_id=book.run_id, learners=gone)
+
+
+def _require(course: Course, name: str) -> None:
+    book = course.book
+    if name not in book.index:
+        raise NotReady(f"run {book.run_id} has no learner {name!r}; there are {in_short(sorted(book.index))}")
+    if book.ended or not book.clock.granted:
+        raise NotReady(f"learners leave and join a run that is running, and run {book.run_id} is {book.state.value}")
+    if course.resting:
+        raise NotReady(f"learners of run {book.run_id} are leaving or joining already: try again")
+
+
+def _without(spec: RunSpec, *, book: RunBook, lost: frozenset[int]) -> RunSpec:
+    """The spec without learners that are lost, and what their neighbours have not heard of them."""
+    for i in sorted(lost):
+        # Nobody knows how much it has said of what was granted.
+        spec = without(spec, spec.names[i], book.clock.granted, book.unheard(i))
+    return spec
+
+
+def _changed(run: Run, change: Change, n_features: int) -> Run:
+    changed = build_run(change(run.spec), n_features)
+    require_noise(run, changed)
+    return changed
