@@ -14,8 +14,8 @@ from functools import partial
 import structlog
 
 from sottovoce.errors import NotReady, SottovoceError
-from sottovoce.running.amending import require_noise, with_again, without
-from sottovoce.running.run import Run, build_run
+from sottovoce.running.amending import with_again, without
+from sottovoce.running.run import Run, build_run, require_noise
 from sottovoce.spec import RunSpec
 from sottovoce_coordinator.captures import Captures
 from sottovoce_coordinator.courses import Course
@@ -154,5 +154,5 @@ def _without(spec: RunSpec, *, book: RunBook, lost: frozenset[int]) -> RunSpec:
 
 def _changed(run: Run, change: Change, n_features: int) -> Run:
     changed = build_run(change(run.spec), n_features)
-    require_noise(run, changed)
+    require_noise(run.algorithm, changed.algorithm, run.spec)
     return changed

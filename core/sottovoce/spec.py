@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from sottovoce.algorithms import AnyAlgorithm
 from sottovoce.data.source import DataSpec
@@ -148,10 +148,12 @@ class RunSpec(Section):
         """Who is there in which round."""
         return Roster(self.names, self.absences or ())
 
-    @model_validator(mode="after")
-    def _absences_fit(self) -> RunSpec:
-        check_absences(self.roster, self.rounds)
-        return self
+    @field_validator("absences")
+    @classmethod
+    def _absences_fit(cls, absences: tuple[Absence, ...] | None, before: ValidationInfo) -> tuple[Absence, ...] | None:
+        if absences and {"rounds", "learners"} <= before.data.keys():  # else these are wrong, and said to be
+            check_absences(Roster(names_of(before.data["learners"]), absences), before.data["rounds"])
+        return absences
 
     @model_validator(mode="after")
     def _names_differ(self) -> RunSpec:

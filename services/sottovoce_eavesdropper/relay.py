@@ -47,6 +47,8 @@ _TRANSPORT_KEYS = frozenset(
         "grpc-previous-rpc-attempts",
     }
 )
+_NOWHERE = "127.0.0.1:0"
+"""Where nobody listens: in place of a learner that has not joined yet."""
 
 
 class Relay(grpc.GenericRpcHandler):
@@ -73,7 +75,7 @@ class Relay(grpc.GenericRpcHandler):
         self._streams = streams
         self._connections: dict[str, int] = {}
         self._server = grpc.aio.server(options=options)
-        self._to = to or channel(route.target)
+        self._to = to or channel(route.target or _NOWHERE)
 
     async def start(self, host: str) -> str:
         """Listen on a free port of `host`; returns the address."""

@@ -17,6 +17,7 @@ from sottovoce.running.transcript import Transcript
 from sottovoce.spec import RunSpec
 from sottovoce_client.running.operate import Outcome
 from sottovoce_eavesdropper.reading import open_capture
+from sottovoce_learner import store
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_rpc.server import channel
 from sottovoce_rpc.specs import spec_from_wire
@@ -183,11 +184,27 @@ async def test_who_joins_takes_part_from_then_on(tmp_path: Path) -> None:
     np.testing.assert_allclose(said.fields["y"], simulated.fields["y"], rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("t", [1, 10, 57])
-async def test_a_run_goes_on_without_a_learner_that_is_gone(tmp_path: Path, t: int) -> None:
+DROP = {"mode": "paced", "period_s": 0.04, "window": 8, "late": "drop", "deadline_s": 2.0}
+LOSABLE = {
+    "ldp-dol": small_spec(**{**PLACE, **OPEN, "clock": DROP}),
+    **{
+        name: RunSpec.model_validate({**spec.model_dump(mode="json"), **OPEN, "topology": spec.topology, "clock": DROP})
+        for name, spec in CASES.items()
+        if name in ALSO
+    },
+}
+
+
+@pytest.mark.parametrize("after", [store.SNAPSHOT_AFTER, 0], ids=["by logs", "by snapshots"])
+@pytest.mark.parametrize(
+    ("name", "t"), [("ldp-dol", 1), ("ldp-dol", 10), ("ldp-dol", 57), *((name, 20) for name in ALSO)]
+)
+async def test_a_run_goes_on_without_a_learner_that_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, t: int, after: int
+) -> None:
     """What its neighbours have not learned of it is left out, and the spec says so: the simulator says the same."""
-    clock = {"window": 8, "late": "drop", "deadline_s": 2.0}
-    spec = small_spec(**{**PLACE, **OPEN, "clock": clock})
+    monkeypatch.setattr(store, "SNAPSHOT_AFTER", after)
+    spec = LOSABLE[name]
     noise, _ = noise_for(build_run(spec, 3), tmp_path)
     async with network(tmp_path, NAMES, noise=noise) as up:
         running = asyncio.ensure_future(up.run(spec, made_up(spec)))
@@ -198,9 +215,9 @@ async def test_a_run_goes_on_without_a_learner_that_is_gone(tmp_path: Path, t: i
     (absence,) = outcome.absences or ()
     assert absence.learner == "dora" and set(absence.unheard) == set(NAMES[:3])
     run, simulated = as_amended(spec.model_copy(update={"absences": outcome.absences}), noise)
-    said = transcript_of(outcome, run).fields["y"]
-    assert len(said) == 60
-    np.testing.assert_allclose(said[:, :3], simulated.fields["y"][:, :3], rtol=1e-9, atol=1e-12)
-    heard = ~np.isnan(said[:, 3, 0, 0])
-    np.testing.assert_allclose(said[heard, 3], simulated.fields["y"][heard, 3], rtol=1e-9, atol=1e-12)
-    assert heard[: max(absence.unheard.values()) - 1].all()
+    for field, said in transcript_of(outcome, run).fields.items():
+        assert len(said) == 60
+        np.testing.assert_allclose(said[:, :3], simulated.fields[field][:, :3], rtol=1e-9, atol=1e-12)
+        heard = ~np.isnan(said[:, 3, 0, 0])
+        np.testing.assert_allclose(said[heard, 3], simulated.fields[field][heard, 3], rtol=1e-9, atol=1e-12)
+        assert heard[: max(absence.unheard.values()) - 1].all()

@@ -41,6 +41,10 @@ class Network(ABC):
     def at(self, t: int) -> Mixing:
         """The weights of round t."""
 
+    def planned(self, t: int) -> Mixing:
+        """The weights of round t if everything that is said in it arrives: what conditions on weights are about."""
+        return self.at(t)
+
     @property
     def row_stochastic(self) -> bool:
         """Every learner's weights sum to one, in every round."""
@@ -178,9 +182,12 @@ class PartialNetwork(Network):
             self._known[since] = self._at(since)
         return self._known[since]
 
-    def _at(self, t: int) -> Mixing:
+    def planned(self, t: int) -> Mixing:
         there = self.roster.there(t)
-        return self.roster.deafened(self.whole.at(t) if there.all() else self.among(t, there), t)
+        return self.whole.at(t) if there.all() else self.among(t, there)
+
+    def _at(self, t: int) -> Mixing:
+        return self.roster.deafened(self.planned(t), t)
 
 
 # ---- connectivity ----------------------------------------------------------------------------------------

@@ -160,10 +160,12 @@ def check_absences(roster: Roster, rounds: int) -> None:
     until: dict[str, int | None] = {}
     for each in sorted(roster.absences, key=lambda each: (each.learner, each.first_round)):
         if unknown := {each.learner, *each.unheard} - set(roster.names):
-            raise ValueError(f"absences must name learners of the run, got {sorted(unknown)[0]!r}")
+            raise ValueError(f"only learners of the run can be away, got {sorted(unknown)[0]!r}")
         last = rounds if each.unheard else rounds - 1  # one that is lost in the end is not heard before
         if each.first_round > last or (each.until_round or 1) > rounds:
-            raise ValueError(f"absences must lie within the {rounds} rounds of the run, got {each}")
+            raise ValueError(
+                f"an absence must lie within the {rounds} rounds of the run, got {each.model_dump(mode='json')}"
+            )
         if each.learner in until and ((end := until[each.learner]) is None or each.first_round <= end):
             raise ValueError(f"a learner's absences must not meet, got two of {each.learner}: make one of them")
         until[each.learner] = each.until_round

@@ -53,12 +53,21 @@ class Topology(Section):
                 overflow.
         """
         whole = self._whole(n_learners, rounds)
-        if roster is None or (not roster.changes and roster.there(0).all()):
+        if roster is None or not roster.absences:
             return whole
-        partial = PartialNetwork(whole, roster, lambda t, there: self._among(t, there))
+        partial = self.among(whole, roster)
         if self.sequence is None:
             self._require_connected(partial, rounds)
         return partial
+
+    def among(self, whole: Network, roster: Roster) -> PartialNetwork:
+        """The network of those who are there, connected or not.
+
+        Args:
+            whole: of all learners.
+            roster: who is there in which round.
+        """
+        return PartialNetwork(whole, roster, self._among)
 
     def _whole(self, n_learners: int, rounds: int) -> Network:
         if self.sequence is not None:

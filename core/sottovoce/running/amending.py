@@ -8,7 +8,6 @@ from pydantic import ValidationError
 
 from sottovoce.errors import SpecError
 from sottovoce.network.roster import Absence, Roster
-from sottovoce.running.run import Run
 from sottovoce.spec import RunSpec
 
 
@@ -24,11 +23,16 @@ def without(spec: RunSpec, learner: str, t: int, unheard: Mapping[str, int] | No
     Raises:
         SpecError: it is away already, or nobody would be there.
     """
-    if not spec.roster.attendance(spec.names.index(learner), spec.rounds).end > t and not unheard:
+    if spec.roster.attendance(spec.names.index(learner), spec.rounds).end <= t and not unheard:
         raise SpecError(f"{learner} is away from round {t} on as it is")
-    others = [each for each in spec.absences or () if each.learner != learner or each.first_round < t]
-    kept = [each if each.learner != learner else _ended(each, t) for each in others]
-    return _with(spec, [*kept, Absence(learner=learner, first_round=t, unheard=unheard or {})])
+    others = [each for each in spec.absences or () if each.learner != learner]
+    own = sorted((each for each in spec.absences or () if each.learner == learner), key=lambda each: each.first_round)
+    before = [each for each in own if each.first_round < t]
+    first = t
+    if before and (before[-1].until_round is None or before[-1].until_round >= t):  # it is away then: it stays so
+        first = before.pop().first_round
+    last = {name: min(since, first) for name, since in (unheard or {}).items()}
+    return _with(spec, [*others, *before, Absence(learner=learner, first_round=first, unheard=last)])
 
 
 def with_again(spec: RunSpec, learner: str, t: int) -> RunSpec:
@@ -43,15 +47,8 @@ def with_again(spec: RunSpec, learner: str, t: int) -> RunSpec:
     away = next((each for each in found if each.until_round is None or each.until_round > t), None)
     if away is None:
         raise SpecError(f"{learner} is not away from round {t} on")
-    kept = [each for each in found if each.first_round < t]
-    others = [each for each in spec.absences or () if each.learner != learner]
-    return _with(spec, [*others, *(_ended(each, t) for each in kept)])
-
-
-def _ended(absence: Absence, t: int) -> Absence:
-    """The same, over before round t."""
-    over = absence.until_round is not None and absence.until_round <= t
-    return absence if over else absence.model_copy(update={"until_round": t})
+    others = [each for each in spec.absences or () if each is not away]
+    return _with(spec, [*others, *([away.model_copy(update={"until_round": t})] if away.first_round < t else [])])
 
 
 def _with(spec: RunSpec, absences: list[Absence]) -> RunSpec:
@@ -84,18 +81,3 @@ def require_amendment(before: Roster, after: Roster, learner: int, said: int, do
 def _heard(roster: Roster, learner: int, t: int) -> tuple[object, ...]:
     """What the weights that a learner gives in a round follow from."""
     return roster.there(t).tobytes(), roster.lost_to(learner, t)
-
-
-def require_noise(before: Run, after: Run) -> None:
-    """Noise must not follow from who is there: messages that were said had that of the spec before.
-
-    Raises:
-        SpecError: it does.
-    """
-    ends = (0, before.spec.rounds - 1)
-    for i in range(before.spec.n_learners):
-        if any(before.algorithm.noise_scale(i, t) != after.algorithm.noise_scale(i, t) for t in ends):
-            raise SpecError(
-                f"the noise of {before.spec.algorithm.name} follows from who is there, by its epsilon: give the scale of the "
-                "noise, and learners can leave and join"
-            )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,8 @@ from sottovoce.algorithms.setting import Caveat, Setting
 from sottovoce.arrays import IntArray
 from sottovoce.errors import CheckFailed, SpecError
 from sottovoce.losses import Loss
-from sottovoce.network.network import Network
+from sottovoce.network.network import Network, PartialNetwork
+from sottovoce.network.roster import Absence, Roster
 from sottovoce.privacy.accountant import guarantee
 from sottovoce.privacy.guarantee import Guarantee
 from sottovoce.running.late import USED, late_caveats, slots
@@ -81,6 +83,36 @@ class Run:
         return promised.until(attendance.end)
 
 
+def _require_droppable(spec: RunSpec, setting: Setting, algorithm: Algorithm[Any]) -> None:
+    """A run that is to go on without a learner that is gone must be one that can; which one it will be is not known.
+
+    Raises:
+        CheckFailed: LATE_DROP.
+    """
+    network = setting.network
+    whole = network.whole if isinstance(network, PartialNetwork) else network
+    gone = Roster(spec.names, [Absence(learner=spec.names[-1], first_round=1)])
+    try:
+        left, _ = spec.algorithm.build(replace(setting, network=spec.topology.among(whole, gone)))
+        if algorithm.accountant(0).shared:
+            raise SpecError("all learners have the same records in all rounds")
+        require_noise(algorithm, left, spec)
+    except SpecError as error:
+        text = f"a run of {algorithm.name} cannot go on without a learner that is gone: {error}; set clock.late to wait"
+        raise CheckFailed("LATE_DROP", text) from None
+
+
+def require_noise(before: Algorithm[Any], after: Algorithm[Any], spec: RunSpec) -> None:
+    """Noise must not follow from who is there: messages that were said had that of the algorithm before.
+
+    Raises:
+        SpecError: it does.
+    """
+    for i, t in product(range(spec.n_learners), (0, spec.rounds - 1)):
+        if before.noise_scale(i, t) != after.noise_scale(i, t):
+            raise SpecError("its noise follows from who is there, by its epsilon: give the scale of the noise instead")
+
+
 def build_run(spec: RunSpec, n_features: int) -> Run:
     """Everything that a run needs but its data.
 
@@ -108,6 +140,8 @@ def _built(spec: RunSpec, n_features: int) -> Run:
     if spec.absences and algorithm.accountant(0).shared:
         text = "this algorithm needs the same records at all learners in all rounds, got absences: leave them out"
         raise CheckFailed("ABSENCES_SHARED", text)
+    if spec.clock.late == "drop":
+        _require_droppable(spec, setting, algorithm)
     if spec.clock.hold_s is not None:
         fields = tuple(algorithm.field_shapes())
         warnings = (*warnings, *late_caveats(algorithm.accountant(0), algorithm.name, fields, network))

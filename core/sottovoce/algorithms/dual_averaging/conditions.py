@@ -39,7 +39,7 @@ def check_network(network: Network, rounds: int, kind: Stochastic, *, rows_suffi
     """
     hears, only_rows = np.zeros((network.n_learners, network.n_learners), dtype=bool), None
     for t in range(min(rounds, network.horizon, _LONGEST_LOOK)):
-        mixing = network.at(t)
+        mixing = network.planned(t)
         _check_entries(mixing, network.n_learners, t)
         if not _check_sums(mixing, t, kind, rows_suffice) and only_rows is None:
             only_rows = t
