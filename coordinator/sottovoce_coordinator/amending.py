@@ -49,12 +49,19 @@ class Amender:
             NotReady: it is not in the run, or the run is changed already, or not running.
             SpecError: it is away, or the run cannot go on without it.
         """
-        if name not in self._members:
-            _require(course, name)
-            course.book.losing.add(course.book.index[name])
-            await self.lose(course)
+        book = _required(course, name)
+        if name in self._members:
+            await self._operated(course, lambda spec: without(spec, name, book.unsaid))
             return
-        await self._operated(course, name, lambda spec: without(spec, name, course.book.unsaid))
+        gone = frozenset({book.index[name]})
+        await asyncio.to_thread(_changed, book.run, partial(_without, book=book, lost=gone), book.n_features)
+        book.losing |= gone
+        try:
+            await self.lose(course)
+        except SottovoceError:
+            book.losing -= gone
+            self._go_on(course, book.run)  # as before
+            raise
 
     async def join(self, course: Course, name: str) -> None:
         """A learner that is away takes part from the first round on that nobody has said.
@@ -63,9 +70,10 @@ class Amender:
             NotReady: it is not here, or as `leave`.
             SpecError: it is not away, or was lost.
         """
+        book = _required(course, name)
         if name not in self._members:
             raise NotReady(f"learner {name!r} has not joined this coordinator")
-        await self._operated(course, name, lambda spec: with_again(spec, name, course.book.unsaid))
+        await self._operated(course, lambda spec: with_again(spec, name, book.unsaid))
 
     async def lose(self, course: Course) -> None:
         """Go on without learners that are lost, those who are lost meanwhile included.
@@ -86,15 +94,17 @@ class Amender:
             finally:
                 course.resting = False
 
-    async def _operated(self, course: Course, name: str, change: Change) -> None:
-        _require(course, name)
+    async def _operated(self, course: Course, change: Change) -> None:
+        book = course.book
+        await asyncio.to_thread(_changed, book.run, change, book.n_features)  # what is refused wakes nobody
+        _require_awake(course)
         course.resting = True
         try:
             await self._rest(course)
             try:
                 await self._amend(course, change)
             except SottovoceError:
-                self._go_on(course, course.book.run)  # as before
+                self._go_on(course, book.run)  # as before
                 raise
         finally:
             course.resting = False
@@ -134,14 +144,20 @@ class Amender:
             log.warning("learners are lost", run_id=book.run_id, learners=gone)
 
 
-def _require(course: Course, name: str) -> None:
+def _required(course: Course, name: str) -> RunBook:
+    """The book of a run that can be changed, with such a learner in it."""
     book = course.book
     if name not in book.index:
         raise NotReady(f"run {book.run_id} has no learner {name!r}; there are {in_short(sorted(book.index))}")
     if book.ended or not book.clock.granted:
         raise NotReady(f"learners leave and join a run that is running, and run {book.run_id} is {book.state.value}")
+    _require_awake(course)
+    return book
+
+
+def _require_awake(course: Course) -> None:
     if course.resting:
-        raise NotReady(f"learners of run {book.run_id} are leaving or joining already: try again")
+        raise NotReady(f"learners of run {course.book.run_id} are leaving or joining already: try again")
 
 
 def _without(spec: RunSpec, *, book: RunBook, lost: frozenset[int]) -> RunSpec:

@@ -91,13 +91,10 @@ class Captures:
         return ""
 
     async def amend(self, book: RunBook, run: Run) -> None:
-        """Have an eavesdropper write down that learners leave or join.
-
-        Raises:
-            SottovoceError: it cannot be reached: what it captures from then on could not be understood.
-        """
+        """Have an eavesdropper write down that learners leave or join; one that is away is told when it is back."""
         if book.overhearing.capture_id and self.address is not None:
-            await self._asked(self.address, book.run_id, spec=spec_to_wire(run.spec))
+            with contextlib.suppress(SottovoceError):
+                await self._asked(self.address, book.run_id, spec=spec_to_wire(run.spec))
 
     async def _asked(self, address: str, run_id: str, routes: Routes = (), spec: str = "") -> int:
         """Have an eavesdropper go on with the capture of a run, if it does not; how many gaps the capture has so far.
@@ -130,7 +127,7 @@ class Captures:
             self._tasks.start(self._keep(course, self.address, fail), "a capture is not looked after")
 
     async def _keep(self, course: Course, address: str, fail: Callable[[str], None]) -> None:
-        away, led = False, tuple[str, ...]()
+        away, led, known = False, tuple[str, ...](), course.book.run
         while not course.book.ended:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_KEPT_S):
@@ -139,8 +136,9 @@ class Captures:
             try:
                 book, now = course.book, course.book.addresses
                 moved = bool(book.overhearing.relays) and now != led
-                gaps = await self._asked(address, book.run_id, book.routes() if moved else ())
-                away, led = False, now
+                run, amended = book.run, spec_to_wire(book.run.spec) if book.run is not known else ""
+                gaps = await self._asked(address, book.run_id, book.routes() if moved else (), amended)
+                away, led, known = False, now, run
                 if why := _whole(course.book, gaps):
                     fail(why)
             except SottovoceError as error:
@@ -152,7 +150,12 @@ class Captures:
         """End a run's capture; why it could not be written to its end, as the eavesdropper says. None: there is none."""
         if not book.overhearing.capture_id or self.address is None:
             return None
-        return self._tasks.start(_close(self.address, book), "a capture is not closed")
+        return self._tasks.start(self._close(self.address, book), "a capture is not closed")
+
+    async def _close(self, address: str, book: RunBook) -> str:
+        if book.run.spec.absences:  # learners may have left or joined while it was away
+            await self.amend(book, book.run)
+        return await _close(address, book)
 
 
 def _to_wire(routes: Routes) -> list[eavesdropper_pb2.Route]:

@@ -65,7 +65,9 @@ class Course:
                 coordinator_pb2.Participant(
                     address=address,
                     status=status.to_wire(),
-                    away_since=_timestamp(book.away[i]) if i in book.away and not book.ended else None,
+                    away_since=_timestamp(book.away[i])
+                    if i in book.away.keys() - book.lost and not book.ended
+                    else None,
                 )
                 for i, (address, status) in enumerate(zip(book.addresses, book.statuses, strict=True))
             ],

@@ -114,8 +114,12 @@ class RunBook:
         self._take_in(run)
         self.attempt += 1
         for i, status in enumerate(self.statuses):
-            if status.state in _RESTING:
-                self.statuses[i] = replace(status, state=LearnerState.CONNECTING)
+            if i in self.lost:
+                self.statuses[i] = replace(
+                    status, state=LearnerState.STOPPED, detail="lost: the run goes on without it"
+                )
+            elif status.state in _RESTING:
+                self.statuses[i] = replace(status, state=LearnerState.CONNECTING, detail="")
             self._progress(i)
 
     @property
@@ -135,9 +139,8 @@ class RunBook:
     def unheard(self, lost: int) -> dict[str, int]:
         """Of the neighbours of a learner that is lost, by name, the first round that each has not learned, by its log."""
         return {
-            self.run.spec.names[i]: max(self.statuses[i].rounds_said - 1, 0)
+            self.run.spec.names[i]: self.clock.granted if self._through(i) else max(self.statuses[i].rounds_said - 1, 0)
             for i in sorted(self._ever[lost])
-            if not self._through(i)
         }
 
     # ---- what learners are told ---------------------------------------------------------------------------
@@ -238,6 +241,8 @@ class RunBook:
     def report(self, status: LearnerStatus, waiting: Waiting | None = None) -> bool:
         """Take in a report; True when the grant has grown."""
         index = self.index[status.learner]
+        if index in self.lost:
+            return False
         self.statuses[index], self.waits[index] = status, waiting
         self._judge(status)
         before = self.clock.granted

@@ -18,12 +18,14 @@ from sottovoce.spec import RunSpec
 from sottovoce_client.running.operate import Outcome
 from sottovoce_eavesdropper.reading import open_capture
 from sottovoce_learner import store
+from sottovoce_learner.ledger import Ledger
+from sottovoce_learner.session import Session
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_rpc.server import channel
 from sottovoce_rpc.specs import spec_from_wire
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc
 from tests.examples import made_up, small_spec
-from tests.services.network import PATIENCE_S, Network, network
+from tests.services.network import PATIENCE_S, Network, network, refused
 from tests.services.test_every_algorithm import FIELD
 
 NAMES = ["ann", "ben", "cleo", "dora"]
@@ -221,3 +223,77 @@ async def test_a_run_goes_on_without_a_learner_that_is_gone(
         heard = ~np.isnan(said[:, 3, 0, 0])
         np.testing.assert_allclose(said[heard, 3], simulated.fields[field][heard, 3], rtol=1e-9, atol=1e-12)
         assert heard[: max(absence.unheard.values()) - 1].all()
+
+
+async def test_who_is_gone_when_all_others_have_finished_is_lost_in_the_end(tmp_path: Path) -> None:
+    """It has said all that it had to say: the others need nothing of it."""
+    spec = LOSABLE["ldp-dol"]
+    learn = Session._learn
+
+    async with network(tmp_path, NAMES) as up:
+        with pytest.MonkeyPatch.context() as patch:
+
+            async def slowly(self: Session, t: int) -> None:
+                if self.role.name == "dora" and t == 59:
+                    await asyncio.sleep(PATIENCE_S)
+                await learn(self, t)
+
+            patch.setattr(Session, "_learn", slowly)
+            running = asyncio.ensure_future(up.run(spec, made_up(spec)))
+            await up.until("ann", LearnerState.FINISHED, 60)
+            await up.leave("dora")
+            outcome = await running
+    assert outcome.state == "finished", outcome.detail
+    (absence,) = outcome.absences or ()
+    assert (absence.learner, absence.first_round, dict(absence.unheard)) == ("dora", 60, dict.fromkeys(NAMES[:3], 60))
+
+
+async def test_a_learner_that_is_lost_is_told_so_and_free_for_other_runs(tmp_path: Path) -> None:
+    """It may come back; the run goes on without it, and its ledger says what it has cost."""
+    spec = LOSABLE["ldp-dol"]
+    async with network(tmp_path, NAMES) as up:
+        running = asyncio.ensure_future(up.run(spec, made_up(spec)))
+        await up.until("dora", LearnerState.RUNNING, 10)
+        run_id = up.learners["ann"].status.run_id
+        await up.leave("dora")
+        await up.until_gone("dora")
+        await ask(up, "LeaveRun", coordinator_pb2.LeaveRunRequest(run_id=run_id, learner="dora"))
+        await up.join("dora")
+        another = small_spec(5, ["dora"], topology=COMPLETE)
+        assert (await up.run(another, made_up(another))).state == "finished"
+        refusal = await refused(ask(up, "JoinRun", coordinator_pb2.JoinRunRequest(run_id=run_id, learner="dora")))
+        assert "dora was lost in this run" in (refusal.details() or "")
+        outcome = await running
+        lines = {line.run_id: line for line in Ledger(tmp_path / "journals").lines("dora")}
+    assert outcome.state == "finished", outcome.detail
+    assert lines[run_id].said >= 10 and lines[run_id].spent == outcome.statuses[3].epsilon_spent > 0
+
+
+REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
+    "nobody of this name": ("Leave", "eve", {}, "has no learner 'eve'"),
+    "who is not away": ("Join", "ben", {}, "ben is not away"),
+    "a graph that falls apart": ("Leave", "ann", {"topology": {"graph": "star"}}, "is not connected"),
+    "an algorithm that needs all": (
+        "Leave",
+        "dora",
+        {"algorithm": {"name": "admm"}},
+        "needs all learners in all rounds",
+    ),
+}
+
+
+@pytest.mark.parametrize(("verb", "name", "other", "why"), REFUSED.values(), ids=REFUSED)
+async def test_what_a_run_cannot_do_is_refused_and_it_goes_on(
+    tmp_path: Path, verb: str, name: str, other: dict[str, Any], why: str
+) -> None:
+    paced = {"mode": "paced", "period_s": 0.02}
+    document = small_spec(30, NAMES, topology=COMPLETE, clock=paced).model_dump(mode="json")
+    spec = RunSpec.model_validate({**document, **other})
+    async with network(tmp_path, NAMES) as up:
+        running = asyncio.ensure_future(up.run(spec, made_up(spec)))
+        await up.until("ann", LearnerState.RUNNING, 3)
+        request = getattr(coordinator_pb2, f"{verb}RunRequest")
+        asked = request(run_id=up.learners["ann"].status.run_id, learner=name)
+        assert why in ((await refused(ask(up, f"{verb}Run", asked))).details() or "")
+        outcome = await running
+    assert outcome.state == "finished" and not outcome.absences

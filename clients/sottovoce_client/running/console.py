@@ -70,7 +70,7 @@ class _Pace:
         self._looks: deque[tuple[float, int]] = deque(maxlen=40)
 
     def look(self, progress: Progress) -> None:
-        self._looks.append((progress.seconds, min(progress.rounds, default=0)))
+        self._looks.append((progress.seconds, progress.done))
 
     @property
     def done(self) -> int:

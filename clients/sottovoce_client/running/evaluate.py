@@ -24,7 +24,7 @@ from sottovoce.running.late import USED, lateness
 from sottovoce.running.run import Run
 from sottovoce.running.transcript import Transcript
 from sottovoce.spec import dump_spec
-from sottovoce_client.running.operate import Outcome
+from sottovoce_client.running.operate import Outcome, has_left
 from sottovoce_client.running.summary import CaptureSummary, LearnerSummary, Noticed, Promise, RunSummary, Swap
 from sottovoce_eavesdropper.reading import open_capture
 
@@ -189,6 +189,7 @@ def _learner(
         records=len(np.unique(own.order)),
         most_uses=int(own.uses().max(initial=0)),
         rounds=status.rounds_done,
+        left=has_left(run.spec, index),
         test_accuracy=accuracy,
         prequential_accuracy=status.prequential_accuracy,
         messages=status.messages_sent,

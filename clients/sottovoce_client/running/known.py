@@ -18,7 +18,7 @@ from sottovoce_client.wording import NOTHING, count, duration, number
 from sottovoce_rpc.learner_status import LearnerStatus
 from sottovoce_rpc.server import channel
 from sottovoce_rpc.status import as_error
-from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc
+from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc, learner_pb2
 
 CALL_S = 10.0
 
@@ -177,8 +177,10 @@ def _state(run: coordinator_pb2.Run) -> str:
 
 
 def _rounds(run: coordinator_pb2.Run) -> int:
-    """Rounds that all learners have done."""
-    return min((each.status.rounds_done for each in run.learners), default=0)
+    """Rounds that all learners have done who have more to do."""
+    over = (learner_pb2.LEARNER_STATE_FINISHED, learner_pb2.LEARNER_STATE_STOPPED)
+    busy = [each for each in run.learners if each.status.state not in over] or run.learners
+    return min((each.status.rounds_done for each in busy), default=0)
 
 
 def _started(run: coordinator_pb2.Run) -> str:

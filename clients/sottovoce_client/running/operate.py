@@ -301,6 +301,7 @@ class _Running:
             epsilon=tuple(s.epsilon_spent for s in statuses),
             messages=tuple(s.messages_sent for s in statuses),
             away=tuple(each.status.learner for each in view.learners if each.HasField("away_since")),
+            left=frozenset(i for i in range(len(statuses)) if has_left(self._spec, i)),
         )
 
     async def _predict(self, address: str) -> FloatArray | None:
@@ -314,6 +315,12 @@ class _Running:
             except grpc.aio.AioRpcError:
                 return None
         return from_tensor(answer.labels)
+
+
+def has_left(spec: RunSpec, index: int) -> bool:
+    """Does a learner leave before the last round, or was it lost?"""
+    lost = any(each.unheard and each.learner == spec.names[index] for each in spec.absences or ())
+    return lost or spec.roster.attendance(index, spec.rounds).end < spec.rounds
 
 
 def _state(run: coordinator_pb2.Run) -> str:

@@ -22,6 +22,7 @@ class Progress:
         epsilon: spent.
         messages: sent.
         away: names of learners that are gone, for now or for good.
+        left: indices of those who have left, or were lost, and whose rounds do not count any more.
     """
 
     seconds: float
@@ -30,6 +31,12 @@ class Progress:
     epsilon: tuple[float, ...]
     messages: tuple[int, ...]
     away: tuple[str, ...] = ()
+    left: frozenset[int] = frozenset()
+
+    @property
+    def done(self) -> int:
+        """Rounds that all have done who are still in the run."""
+        return min((done for i, done in enumerate(self.rounds) if i not in self.left), default=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +64,7 @@ class LearnerSummary:
         records: how many records it holds.
         most_uses: in how many rounds the most used of them was learned.
         rounds: rounds done.
+        left: whether it left, or was lost, before the last round.
         test_accuracy: on the held-out records; None where it could not be asked.
         prequential_accuracy: on its own records, each predicted before it was learned.
         messages, bytes: said.
@@ -90,6 +98,7 @@ class LearnerSummary:
     record_curve: FloatArray
     swap_event: Swap | None = None
     swap_record: Swap | None = None
+    left: bool = False
 
     def swap(self, level: str) -> Swap | None:
         """Its swap at this level: `event` or `record`."""
@@ -204,8 +213,8 @@ class RunSummary:
 
     @property
     def rounds_done(self) -> int:
-        """Rounds that all learners have done."""
-        return min(learner.rounds for learner in self.learners)
+        """Rounds that all learners have done who were there to the end."""
+        return min((learner.rounds for learner in self.learners if not learner.left), default=0)
 
     @property
     def event(self) -> float:
