@@ -17,7 +17,7 @@ the messages longest ago nothing is known any more, and nothing that they contra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -91,14 +91,14 @@ class Noticing:
     """All channels of a run.
 
     Args:
-        expected: what is known beforehand.
+        expected: what is known beforehand; it may be told later.
         kept: rounds of a learner, and streams, that are remembered.
     """
 
     def __init__(self, expected: Expected, kept: int = KEPT) -> None:
-        self._expected = expected
+        self.expected = expected
         self._versions: Versions[tuple[int, int]] = Versions(kept)
-        self._receivers: Recent[tuple[int, int], set[int]] = Recent(kept)
+        self._receivers: Recent[tuple[int, int], dict[int, bytes]] = Recent(kept)  # and what each of them heard first
         self._next: Recent[tuple[int, int, int], int] = Recent(kept)
         self._lengths: Recent[int, int] = Recent(kept)
 
@@ -111,6 +111,19 @@ class Noticing:
         self._next.pop((sender, receiver, stream), None)  # it may have been any round
         return (Notice("decoding", sender, receiver, None, f"{_way(sender, receiver)}: {why}"),)
 
+    def remember(self, sender: int, receiver: int, t: int, digest: bytes) -> None:
+        """A message was heard; it is known from now on."""
+        key = sender, t
+        first = self._versions.first(key, digest)
+        receivers = self._receivers.get(key)
+        if receivers is None:
+            receivers = self._receivers[key] = {}
+        receivers.setdefault(receiver, first if first == digest else digest)  # one object for all who heard the same
+
+    def heard_before(self, said: Said) -> bool:
+        """True when its receiver heard these bytes of this round before, as it does after a reconnect."""
+        return self._receivers.get((said.sender, said.round), {}).get(said.receiver) == said.digest
+
     def heard(self, said: Said) -> tuple[Notice, ...]:
         """A message came; what is wrong with it."""
         found = [*self._length(said), *self._turn(said)]
@@ -118,18 +131,16 @@ class Noticing:
             found.insert(0, _finding("impostor", said, f"speaks as learner {said.claimed}"))
         key = said.sender, said.round
         other = self._versions.first(key, said.digest) != said.digest
-        receivers = self._receivers.get(key)
-        if receivers is None:
-            receivers = self._receivers[key] = set()
+        receivers = self._receivers.get(key, {})
         if other:
             found.append(self._contradiction(said, receivers))
         if other or not receivers:  # else these bytes have been looked at
             found += self._lattice(said)
-        receivers.add(said.receiver)
+        self.remember(said.sender, said.receiver, said.round, said.digest)
         return tuple(found)
 
     def _length(self, said: Said) -> list[Notice]:
-        usual = self._expected.length
+        usual = self.expected.length
         if usual is None:
             usual = self._lengths.get(said.sender)
         if usual is None:
@@ -144,14 +155,14 @@ class Noticing:
         self._next[place] = said.round + 1
         if earliest is None:
             return []
-        if self._expected.due is None:
+        if self.expected.due is None:
             right, wanted = said.round >= earliest, f"round {earliest} or later"
         else:
-            due = self._expected.due(said.sender, said.receiver, earliest)
+            due = self.expected.due(said.sender, said.receiver, earliest)
             right, wanted = said.round == due, "no round" if due is None else f"round {due}"
         return [] if right else [_finding("turn", said, f"out of turn: stream {said.stream} must go on with {wanted}")]
 
-    def _contradiction(self, said: Said, receivers: set[int]) -> Notice:
+    def _contradiction(self, said: Said, receivers: Collection[int]) -> Notice:
         if said.receiver in receivers:
             return _finding("again", said, "said once more to the same neighbour, in other bytes")
         others = ", ".join(map(str, sorted(receivers)[:3]))
@@ -159,7 +170,7 @@ class Noticing:
 
     def _lattice(self, said: Said) -> list[Notice]:
         found = []
-        for name, spacing in self._expected.lattice(said.sender, said.round).items():
+        for name, spacing in self.expected.lattice(said.sender, said.round).items():
             values = np.ravel(said.fields[name])
             off = np.flatnonzero(off_lattice(values, spacing))
             if len(off):
