@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 from collections.abc import AsyncIterator
 from contextlib import ExitStack
@@ -188,3 +189,22 @@ async def test_no_receipt_for_what_a_closed_log_does_not_keep(tmp_path: Path) ->
     await fed.close()
     with pytest.raises(NotReady, match="records cannot be kept: the log is closed"):
         await fed.settled()
+
+
+async def test_a_disk_that_failed_at_one_receipt_gives_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it could not write may be gone, whatever the next sync says."""
+    fed = session(tmp_path)
+    fed._log.keep(0, b"records")
+
+    def fails(file: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as failing:
+        failing.setattr(os, "fdatasync", fails)
+        with pytest.raises(NotReady, match="records cannot be kept: Input/output error"):
+            await fed.settled()
+    with pytest.raises(NotReady, match="records cannot be kept: an earlier sync failed"):
+        await fed.settled()
+    await fed.close()
