@@ -55,6 +55,11 @@ def late_line(late: Lateness | None) -> str:
     return f"{told}, by up to {plural(late.rounds, 'round')}"
 
 
+def whole_line(whole: int, done: int) -> str:
+    """Which rounds of a capture are whole, on one line; empty where all are that were done."""
+    return "" if whole >= done else f"whole are rounds 0 to {whole - 1}, and the losses are of these"
+
+
 def plural(value: int, noun: str) -> str:
     """`1 message`, `5,000 messages`."""
     return f"{count(value)} {noun}" if value == 1 else f"{count(value)} {noun}s"

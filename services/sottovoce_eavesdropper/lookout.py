@@ -1,11 +1,12 @@
 """The lookout: shows what is recorded, part by part, to `sottovoce.auditing.noticing`, and keeps what that finds.
 
-It runs where parts are written, never where bytes are passed on.
+It marks what was said again in the same bytes, as after a reconnect. It runs where parts are written, never where bytes are
+passed on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
@@ -44,6 +45,7 @@ class Row(NamedTuple):
         wall_ns, mono_ns: Unix time and monotonic time, in nanoseconds.
         size: of the payload, in bytes.
         payload: the gRPC message as it crossed the channel, a hello too; metadata and trailers as JSON.
+        again: whether it was said before, on this edge and in the same bytes; the lookout knows.
     """
 
     caller: int
@@ -58,6 +60,7 @@ class Row(NamedTuple):
     mono_ns: int
     size: int
     payload: bytes
+    again: bool = False
 
 
 class Lookout:
@@ -84,61 +87,76 @@ class Lookout:
         self.not_checked: str | None = None if spec else "anything: there is no run spec"
         self._capture_id, self._spec = capture_id, spec
         self._n_features, self._imports = n_features, allow_imports
-        self._noticing: Noticing | None = None
-        self._codec = RoundCodec(fields)
+        self._codec, self._begun = RoundCodec(fields), False
+        self._noticing = Noticing(Expected(self._codec.length))
         self._decoded: dict[bytes, tuple[int, int, Message]] = {}
 
     def amend(self, spec: Mapping[str, Any]) -> None:
         """The run has another spec from now on."""
         if self._spec:
-            self._spec = spec
-            if self._noticing is not None:
-                self._noticing.expected = self._expected()
+            self._spec, self._begun = spec, False
 
-    def look(self, rows: Iterable[Row]) -> bool:
-        """Look at records, in their order; True when something was noticed."""
-        before = self.count
-        try:
-            for row in rows if self._spec else ():
-                for finding in self._at(row, self._noticing or self._begin()):
-                    self._note(finding)
-        except Exception as error:  # noqa: BLE001 -- code that a spec names may raise anything, and recording must go on
-            log.error("nothing more is noticed", capture=self._capture_id, reason=f"{type(error).__name__}: {error}")
-            self._spec, self.not_checked = {}, f"anything more: {type(error).__name__}: {error}"
-        return self.count > before
+    def look(self, rows: Iterable[Row]) -> list[Row]:
+        """Look at records, in their order; returns them, marked where they were said again."""
+        marked = []
+        for row, findings in self._looked_at(rows):
+            marked.append(row)
+            for finding in findings:
+                self._note(finding)
+        return marked
+
+    def recall(self, sender: int, receiver: int, t: int, payload: bytes) -> None:
+        """A round that an eavesdropper before this one recorded: it was looked at then, but may be said again."""
+        self._noticing.remember(sender, receiver, t, digest(payload))
 
     def facts(self) -> dict[str, Any]:
         """For `capture.json`."""
         noticed = [asdict(finding) for finding in self.first]
         return {"noticed_count": self.count, "noticed": noticed, "not_checked": self.not_checked}
 
-    def _begin(self) -> Noticing:
-        """Build the run, as late as here: it may take a while."""
-        self._noticing = Noticing(self._expected())
-        return self._noticing
-
-    def _expected(self) -> Expected:
+    def _begin(self) -> None:
+        """Build the run, once and as late as here: it may take a while."""
+        if self._begun:
+            return
+        self._begun = True
         try:
             run = build_run(parse_spec(self._spec, imports=self._imports), self._n_features)
         except SottovoceError as error:
             self.not_checked = f"the lattice and gaps between rounds: {error}"
-            return Expected(self._codec.length)
-        self._codec = RoundCodec(run.field_shapes)  # the same, unless the coordinator errs
-        return _expected_of(run)
+        else:
+            self._codec = RoundCodec(run.field_shapes)  # the same, unless the coordinator errs
+            self._noticing.expected = _expected_of(run)
 
-    def _at(self, row: Row, noticing: Noticing) -> tuple[Notice, ...]:
+    def _looked_at(self, rows: Iterable[Row]) -> Iterator[tuple[Row, tuple[Notice, ...]]]:
+        """Records, marked, and what is wrong with each."""
+        for row in rows:
+            again, findings = False, tuple[Notice, ...]()
+            try:
+                if self._spec:
+                    self._begin()
+                    again, findings = self._at(row)
+            except Exception as error:  # noqa: BLE001 -- code that a spec names may raise anything, and recording must go on
+                reason = f"{type(error).__name__}: {error}"
+                log.error("nothing more is noticed", capture=self._capture_id, reason=reason)
+                self._spec, self.not_checked = {}, f"anything more: {reason}"
+            yield row._replace(again=True) if again else row, findings
+
+    def _at(self, row: Row) -> tuple[bool, tuple[Notice, ...]]:
+        """Whether a record was said before, and what is wrong with it."""
         if row.method not in EXCHANGE or row.kind not in ("hello", "message"):
-            return ()
+            return False, ()
+        noticing = self._noticing
         other = row.callee if row.sender == row.caller else row.caller
         seen = digest(row.payload)
         try:
             if row.kind == "hello":
                 noticing.promised(sender=other, receiver=row.sender, stream=row.stream, t=self._lacks(row))
-                return ()
+                return False, ()
             t, claimed, message = self._decoded.get(seen) or self._decode(row.payload, seen)
         except RemoteProtocolError as error:
-            return noticing.garbled(row.sender, other, row.stream, str(error)[:_MOST_TEXT])
-        return noticing.heard(Said(row.sender, other, row.stream, claimed, t, message.fields, seen, row.size))
+            return False, noticing.garbled(row.sender, other, row.stream, str(error)[:_MOST_TEXT])
+        said = Said(row.sender, other, row.stream, claimed, t, message.fields, seen, row.size)
+        return noticing.heard_before(said), noticing.heard(said)
 
     def _lacks(self, row: Row) -> int:
         """The first round that who says this hello has not heard."""

@@ -29,6 +29,9 @@ _MOST_TEXT = 4_096
 BATCH = 1_024
 """Rows that are unpacked at a time."""
 
+_ADDED = "again"
+"""The column that older captures lack: false there."""
+
 _FOOTER = {"thrift_string_size_limit": 16 * MIB, "thrift_container_size_limit": 65_536}
 
 
@@ -51,14 +54,14 @@ def read_part(place: Folder, name: str, columns: Sequence[str]) -> Iterator[pa.R
             footer = parquet().ParquetFile(raw, **_FOOTER)
             _require_limits(where, footer.metadata)
             _require_columns(where, footer.schema_arrow)
-            texts = [kind.name for kind in schema() if not _is_number(kind.type)]
+            texts = [kind.name for kind in schema() if not _is_primitive(kind.type)]
             file = parquet().ParquetFile(raw, metadata=footer.metadata, read_dictionary=texts, **_FOOTER)
             unpacked = 0
             for batch in file.iter_batches(BATCH, columns=list(columns), use_threads=False):
                 unpacked += _text_bytes(where, batch)
                 if unpacked > MOST_BYTES:
                     raise CaptureError(f"{where} must unpack to at most {MOST_BYTES} bytes")
-                yield _plain(where, batch)
+                yield _completed(_plain(where, batch), columns)
 
 
 @contextmanager
@@ -87,6 +90,7 @@ def _require_columns(where: str, found: Any) -> None:
     """The columns of a capture, each once, and of their types; text may be a dictionary or not."""
     wanted = {kind.name: str(_value_type(kind.type)) for kind in schema()}
     got = [(kind.name, str(_value_type(kind.type))) for kind in found]
+    got += [] if _ADDED in found.names else [(_ADDED, wanted[_ADDED])]
     if dict(got) != wanted or len(got) != len(wanted):
         wrong = sorted({name for name, _ in set(got) ^ set(wanted.items())})
         raise CaptureError(
@@ -102,7 +106,7 @@ def _text_bytes(where: str, batch: pa.RecordBatch) -> int:
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         if column.null_count:
             raise CaptureError(f"{where}: column {name!r} must hold a value in every row")
-        if _is_number(column.type):
+        if _is_primitive(column.type):
             continue
         lengths = pc.binary_length(column.dictionary)
         if name == "payload":
@@ -116,7 +120,7 @@ def _plain(where: str, batch: pa.RecordBatch) -> pa.RecordBatch:
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    columns = [each if _is_number(each.type) else each.dictionary_decode() for each in batch.columns]
+    columns = [each if _is_primitive(each.type) else each.dictionary_decode() for each in batch.columns]
     plain = pa.RecordBatch.from_arrays(columns, names=batch.schema.names)
     plain.validate(full=True)  # text that is no text
     if {"size", "payload"} <= set(plain.schema.names):
@@ -126,10 +130,19 @@ def _plain(where: str, batch: pa.RecordBatch) -> pa.RecordBatch:
     return plain
 
 
-def _is_number(kind: Any) -> bool:
+def _completed(batch: pa.RecordBatch, columns: Sequence[str]) -> pa.RecordBatch:
     import pyarrow as pa
 
-    return bool(pa.types.is_integer(kind))
+    if _ADDED not in columns or _ADDED in batch.schema.names:
+        return batch
+    lacking = pa.repeat(pa.scalar(False), batch.num_rows)
+    return pa.RecordBatch.from_arrays([*batch.columns, lacking], names=[*batch.schema.names, _ADDED])
+
+
+def _is_primitive(kind: Any) -> bool:
+    import pyarrow as pa
+
+    return bool(pa.types.is_primitive(kind))
 
 
 def _value_type(kind: Any) -> Any:

@@ -3,7 +3,7 @@
 A part is there whole or not at all (`storage`), so that whatever stands there can be read, however the process ended. At
 most what was in memory is lost: about `PART_ROWS` messages or `_PART_S` seconds.
 
-Columns: those of a `Row`, and `run, world, replica`, the same in all rows of a capture.
+Columns: those of a `Row`, and `run, world, replica`, the same in all rows of a capture. Captures of before lack `again`.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ def schema() -> pa.Schema:
             ("mono_ns", pa.int64()),
             ("size", pa.int64()),
             ("payload", pa.binary()),
+            ("again", pa.bool_()),
             ("run", pa.dictionary(pa.int8(), pa.string())),
             ("world", pa.int8()),
             ("replica", pa.int32()),
@@ -210,11 +211,12 @@ class CaptureFile:
                 self._complete, self.broken = False, error.strerror or str(error)
 
     def _write(self, rows: Sequence[Row]) -> None:
-        """In a thread: write parts, then look at what is in them."""
-        for own in _in_parts(rows):
+        """In a thread: look at what was recorded, and write it in parts."""
+        noticed = self.lookout.count
+        for own in _in_parts(self.lookout.look(rows)):
             self.place.write(part_name(self.parts + 1), _part(own, self.run_id, self.world, self.replica))
             self.parts += 1
-        if self.lookout.look(rows):
+        if self.lookout.count > noticed:
             self._describe()
 
     def _describe(self) -> None:

@@ -64,7 +64,7 @@ def resumed(capture: Capture, *, allow_imports: bool) -> tuple[CaptureFile, Mapp
 
 
 def _take_up(file: CaptureFile, capture: Capture) -> dict[tuple[int, int], int]:
-    """Count what was recorded, and note up to which round."""
+    """Count what was recorded, note up to which round, and recall it: it may be said again."""
     codec, streams = RoundCodec(file.fields), dict[tuple[int, int], int]()
     for route in file.routes:
         way = route["caller"], route["callee"]
@@ -80,13 +80,14 @@ def _take_up(file: CaptureFile, capture: Capture) -> dict[tuple[int, int], int]:
 
 
 def _note_round(file: CaptureFile, codec: RoundCodec, row: Mapping[str, Any]) -> None:
-    sender = row["sender"]
+    sender, receiver = row["sender"], row["caller"] + row["callee"] - row["sender"]
     try:
         t, _, _ = codec.decode(row["payload"])
     except RemoteProtocolError:
         return
+    file.lookout.recall(sender, receiver, t, row["payload"])
     if file.routes:
-        way = sender, row["caller"] + row["callee"] - sender
+        way = sender, receiver
         file.awaited[way] = max(file.awaited[way], t + 1)
     else:
         file.gaps.known(sender)

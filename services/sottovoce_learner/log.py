@@ -119,7 +119,7 @@ class Log:
     def __init__(self, folder: Path, about: About, reading: Reading | None = None) -> None:
         self.folder, self._about = folder, about
         self.sequence, self.chain = 0, START
-        self._unsynced = False
+        self._unsynced, self._doubtful = False, False
         if reading is None or reading.about is None:
             self._begin(0)
             return
@@ -149,9 +149,18 @@ class Log:
         return self.sequence - 1
 
     def sync(self) -> None:
-        """Let all that was written survive what it must."""
+        """Let all that was written survive what it must.
+
+        Raises:
+            OSError: it does not, or an earlier sync failed: what that could not write may be gone, though this one would say that
+                all is well.
+        """
+        if self._doubtful:
+            raise OSError(errno.EIO, "an earlier sync failed")
         if self._unsynced and self._about.durability == "power":
+            self._doubtful = True
             os.fdatasync(self._file)
+            self._doubtful = False
         self._unsynced = False
 
     def forget(self, covers: int) -> None:

@@ -104,8 +104,8 @@ def repair(folder: Path, learner: str, charge: float | None = None) -> Repair:
             whole = stand(files)
         except DataError as error:
             return _repaired(files, look(files, copied=True), str(error).partition(":")[0], charge)
-        if charge is not None and whole is not None:
-            return _repaired(files, whole, "charged by the owner", charge)
+        if charge is not None:
+            return _repaired(files, whole or look(files), "charged by the owner", charge)
         return Repair(0.0, sum(run.spent for run in whole.runs()) if whole else 0.0, None)
     finally:
         held.close()

@@ -505,15 +505,14 @@ class Learner:
         async with answering(context):
             session = self._in_run()
             taken, source = 0, ""
-            async for batch in batches:
-                await session.feed(batch)
-                taken, source = taken + 1, batch.source
-                # At once what is due: more may be here than its feeder knows.
-                if taken == 1 or taken % _RECEIPT_EVERY == 0:
-                    session.settle()
-                    yield learner_pb2.IngestReceipt(next_sequence=session.intake.next_sequence(source))
-            session.settle()
-            yield learner_pb2.IngestReceipt(next_sequence=session.intake.next_sequence(source))
+            with session.receipts.stream():
+                async for batch in batches:
+                    await session.feed(batch)
+                    taken, source = taken + 1, batch.source
+                    # At once what is due: more may be here than its feeder knows.
+                    if taken == 1 or taken % _RECEIPT_EVERY == 0:
+                        yield await _receipt(session, source)
+                yield await _receipt(session, source)
 
     async def _predict(self, request: learner_pb2.PredictRequest, context: Context) -> learner_pb2.PredictResponse:
         async with answering(context):
@@ -533,6 +532,17 @@ class Learner:
 
     async def _status(self, request: learner_pb2.StatusRequest, context: Context) -> learner_pb2.StatusResponse:
         return learner_pb2.StatusResponse(status=self.status.to_wire())
+
+
+async def _receipt(session: Session, source: str) -> learner_pb2.IngestReceipt:
+    """What is in keeping of a source: not what another stream of it brings meanwhile.
+
+    Raises:
+        NotReady: it cannot be kept.
+    """
+    receipt = learner_pb2.IngestReceipt(next_sequence=session.intake.next_sequence(source))
+    await session.settled()
+    return receipt
 
 
 async def _replacement(session: Session | None) -> None:

@@ -39,6 +39,7 @@ from sottovoce_learner.intake import Intake
 from sottovoce_learner.links import Link
 from sottovoce_learner.log import DiskFull
 from sottovoce_learner.plan import Plan
+from sottovoce_learner.receipts import Receipts
 from sottovoce_learner.recovery import Recovery, away_for_a_round
 from sottovoce_learner.role import Role, open_log
 from sottovoce_learner.snapshots import Image, Snapshots, named, read_image
@@ -144,6 +145,7 @@ class Session:
         self._granted = self._told = 0
         self._lifecycle = (LearnerState.CONNECTING, "")
         self._private = private
+        self.receipts = Receipts(self._settle)
         self._hungry = asyncio.Event()  # set once a round, so a feeder that waits looks again
         self._changed = changed or asyncio.Event()
         self.replaced = asyncio.Event()
@@ -333,12 +335,16 @@ class Session:
             raise NotReady(f"records cannot be kept: {error.strerror}") from None
         return True
 
-    def settle(self) -> None:
-        """Let all records that were taken in last; then receipts may go out.
+    async def settled(self) -> None:
+        """Wait until all records that were taken in by now last; then receipts may go out.
 
         Raises:
             NotReady: they cannot be kept.
         """
+        if not self._log.settled:
+            await self.receipts.settled()
+
+    def _settle(self) -> None:
         try:
             self._log.settle()
         except OSError as error:
@@ -385,7 +391,7 @@ class Session:
             self._fail(error)
         finally:
             self._hungry.set()
-            self._log.close()
+            self._close_log()
 
     async def _all_rounds(self) -> None:
         if self._done < self._attendance.end:  # else the log is closed: only what neighbours lack is left to say
@@ -501,6 +507,7 @@ class Session:
         self.codec.require_sayable(message)
         frame = self.codec.encode(t, self.role.index, message)
         await self._journaled(lambda: self._log.say(t, after, replace(self._inputs, frame=frame)))
+        self.receipts.now()  # the same sync was theirs
         self._books.charge(after)
         self._kept.append((t, frame))
         self._said = t + 1
@@ -544,6 +551,10 @@ class Session:
         """Say nothing more to anybody, and write nothing more."""
         for link in self.links.values():
             await link.close()
+        self._close_log()
+
+    def _close_log(self) -> None:
+        self.receipts.now()
         self._log.close()
 
     async def flush(self) -> None:

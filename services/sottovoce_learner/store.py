@@ -6,6 +6,7 @@ mark before anything is seen. A death in between leaves more than was seen, neve
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import math
 import secrets
@@ -171,14 +172,21 @@ class RunLog:
             raise Unavailable("this learner takes no more records in: it is ending, or done with the run")
         self._append(Kind.BATCH, first_round, self.spent, batch)
 
+    @property
+    def settled(self) -> bool:
+        """True when all that was written lasts."""
+        return self._log.sequence == self._mark.sequence + 1
+
     def settle(self) -> None:
         """Let all that was written last; then it may be seen.
 
         Raises:
-            OSError: that failed.
+            OSError: that failed, or it is closed.
         """
-        if self._log.sequence == self._mark.sequence + 1 or not self._open:
+        if self.settled:
             return
+        if not self._open:
+            raise OSError(errno.EBADF, "the log is closed")
         self._log.sync()
         self._mark = self._mark._replace(sequence=self._log.sequence - 1, chain=self._log.chain)
         self._mark_file.write(self._mark)

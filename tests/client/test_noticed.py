@@ -13,10 +13,10 @@ from rich.console import Console
 
 from sottovoce_client.reports.run_report import run_page
 from sottovoce_client.running.console import print_summary
-from sottovoce_client.running.evaluate import gaps_in, noticed_in
+from sottovoce_client.running.evaluate import gaps_in, not_captured, noticed_in
 from sottovoce_client.running.operate import Outcome
 from sottovoce_client.running.summary import Noticed, RunSummary
-from tests.client.summaries import summary
+from tests.client.summaries import capture, summary
 from tests.examples import small_spec
 from tests.services.capturing import captured, frame, row
 
@@ -78,3 +78,31 @@ def test_gaps_are_read_from_a_capture_that_anybody_may_have_written(
     path = tmp_path / "capture.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "gaps": gaps}))
     assert gaps_in(outcome(str(tmp_path))) == words
+    lines = [f"The capture has 1 gap; the first: {words[0]}"] if words else []
+    assert list(not_captured(outcome(str(tmp_path)))) == lines
+    assert list(not_captured(replace(outcome(str(tmp_path)), capture_error="No space left on device"))) == [
+        "The capture is not complete: No space left on device",
+        *lines,
+    ]
+
+
+def test_a_capture_that_is_not_whole_is_said_on_the_terminal_and_on_the_page() -> None:
+    """Rounds below the first one that was not overheard from everybody; a summary of fewer rounds is whole."""
+    whole = "whole are rounds 0 to 41, and the losses are of these"
+    made = replace(summary(rounds=50), capture=capture(42))
+    assert f"; {whole}" in printed(made)
+    assert f"Of 50 rounds, {whole}." in run_page(made).html()
+    for complete in (summary(rounds=50), replace(summary(rounds=50), capture=None)):
+        assert "whole are" not in printed(complete)
+        assert "Not all of this run was overheard" not in run_page(complete).html()
+
+
+def test_what_a_capture_lacks_is_on_the_page() -> None:
+    lines = (
+        "The capture is not complete: <the disk> is full",
+        "The capture has 2 gaps; the first: learner 1, rounds 3 to 8",
+    )
+    for made in (summary(), replace(summary(), capture=None)):
+        text = run_page(replace(made, not_captured=lines)).html()
+        assert "The capture is not complete: &lt;the disk&gt; is full." in text and f"{lines[1]}." in text
+        assert "nobody listened in this run" not in text

@@ -104,4 +104,8 @@ def test_a_sync_that_finds_no_room_is_not_tried_again(tmp_path: Path, monkeypatc
     with pytest.raises(OSError) as failure:  # noqa: PT011
         log.sync()
     assert not isinstance(failure.value, DiskFull)
+    monkeypatch.undo()
+    for _ in range(2):
+        with pytest.raises(OSError, match="an earlier sync failed"):
+            log.sync()
     log.close()

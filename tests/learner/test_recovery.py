@@ -91,7 +91,7 @@ class Crew:
         """Round t, and before it whatever a learner that died has lost: neighbours say it again."""
         for number in range(one.intake.next_sequence("s"), t + 1):
             await one.feed(records(one.role.index, number))
-            one.settle()
+            await one.settled()
         for k in range(one._done, t):
             await self._learned(one, k)
         if one._said == t:

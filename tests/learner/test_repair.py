@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from sottovoce.errors import DataError, NotReady
-from sottovoce_client.privacy.ledger import own_ledger, repair_ledger, verify_ledger
+from sottovoce.errors import DataError, NotReady, SpecError
+from sottovoce_client.privacy.ledger import own_ledger, repair_ledger, show_ledger, verify_ledger
 from sottovoce_learner import log as logs
 from sottovoce_learner.ledger import Ledger
 from sottovoce_learner.repair import moved, repair, verify
@@ -91,6 +91,41 @@ def test_what_cannot_be_known_must_be_given(folder: Path) -> None:
     with pytest.raises(DataError, match=r"cannot be known .* say what it was at most with --charge EPSILON"):
         repair(folder, NAME)
     assert repair(folder, NAME, 7.0).in_all == 7.0 == Ledger(folder).spent(NAME)
+
+
+def test_a_folder_that_is_lost_is_charged_what_is_given(tmp_path: Path) -> None:
+    """Of a learner of whom nothing is left."""
+    assert repair(tmp_path, NAME, 7.0).in_all == 7.0 == Ledger(tmp_path).spent(NAME)
+    say(open_run(tmp_path, "run-c"), range(1))
+    assert Ledger(tmp_path).spent(NAME) == 7.0 + PRICE
+
+
+COMMANDS: dict[str, Callable[[Path, str], None]] = {
+    "show": show_ledger,
+    "verify": verify_ledger,
+    "repair": lambda folder, learner: repair_ledger(folder, learner, None),
+    "moved": own_ledger,
+}
+
+
+@pytest.mark.parametrize("what", COMMANDS)
+def test_a_folder_that_is_not_there_is_said_with_what_to_do(folder: Path, what: str) -> None:
+    (folder / "a-file").touch()
+    for wrong in (folder / "nowhere", folder / "a-file"):
+        wanted = f"must be one where a learner keeps its ledger, got {wrong}, which is no folder: .* --state"
+        with pytest.raises(SpecError, match=wanted):
+            COMMANDS[what](wrong, NAME)
+
+
+@pytest.mark.parametrize("what", COMMANDS)
+def test_a_learner_of_whom_nothing_is_there_is_not_said_to_have_lost_nothing(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory, what: str
+) -> None:
+    empty = tmp_path_factory.mktemp("empty")
+    for there, names in ((folder, NAME), (empty, "nobody")):
+        with pytest.raises(SpecError, match=rf"no (ledger|runs) of 'bo' in the state folder .* of: {names}$"):
+            COMMANDS[what](there, "bo")
+    assert not list(empty.iterdir())
 
 
 def test_nothing_is_repaired_while_the_learner_runs(folder: Path) -> None:

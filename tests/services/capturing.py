@@ -9,6 +9,7 @@ import numpy as np
 
 from sottovoce.algorithms.interface import Message
 from sottovoce_eavesdropper.lookout import Row
+from sottovoce_eavesdropper.reading import Capture
 from sottovoce_eavesdropper.records import CaptureFile
 from sottovoce_rpc.codec import RoundCodec, to_fields
 from sottovoce_wire.v1 import learner_pb2
@@ -46,6 +47,14 @@ def conversation(rounds: int, *, value: float = 0.0) -> list[Row]:
     """Two learners tell each other everything."""
     ends = ((0, 1), (1, 0))
     return [row(frame(t, i, value), i, j, at=10**9 * t) for t in range(rounds) for i, j in ends]
+
+
+def said_again(capture: Capture) -> list[bytes]:
+    """The messages of a capture that are marked so; checks that they stand there before, on the same edge, and no other."""
+    rows = capture.messages(("caller", "callee", "sender", "payload", "again")).to_pylist()
+    said = [(row["caller"], row["callee"], row["sender"], row["payload"]) for row in rows]
+    assert [row["again"] for row in rows] == [one in said[:k] for k, one in enumerate(said)]
+    return [row["payload"] for row in rows if row["again"]]
 
 
 async def captured(

@@ -26,6 +26,7 @@ from sottovoce_rpc.codec import RoundCodec
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_rpc.status import answering
 from tests.examples import made_up, small_spec
+from tests.services.capturing import said_again
 from tests.services.network import network
 from tests.services.test_run import SHAPES
 
@@ -90,6 +91,7 @@ async def test_a_mirror_that_was_cut_off_comes_back_and_nothing_is_missing(
     assert heard(capture) == [set(range(ROUNDS))] * 3
     assert capture.transcript(SHAPES, 3).rounds == ROUNDS
     assert capture.facts["noticed_count"] == 0
+    said_again(capture)
 
 
 async def test_what_a_mirror_could_not_keep_is_a_gap_that_the_capture_names(
@@ -155,6 +157,7 @@ async def test_an_eavesdropper_that_is_started_again_takes_up_its_captures(tmp_p
         await up.eavesdropping.stop()
     taken = open_capture(outcome.capture or "")
     assert outcome.state == "finished"
+    said_again(taken)
     assert again.file.capture_id == recording.file.capture_id
     rounds, lost = heard(taken), [set[int](), set[int](), set[int]()]
     for gap in taken.facts["gaps"]:
@@ -187,6 +190,7 @@ async def test_an_eavesdropper_that_is_told_to_end_in_a_run_leaves_the_capture_t
         outcome = await running
     taken = open_capture(outcome.capture or "")
     assert (outcome.state, taken.facts["capture_id"]) == ("finished", recording.file.capture_id)
+    said_again(taken)
     assert all(rounds >= {0, ROUNDS - 1} for rounds in heard(taken))
     assert taken.complete == (not taken.facts["gaps"])
 

@@ -16,12 +16,13 @@ from sottovoce.running.run import build_run
 from sottovoce_client.running.operate import run_on
 from sottovoce_eavesdropper.lookout import Lookout, Row, first_heard
 from sottovoce_eavesdropper.reading import open_capture
+from sottovoce_eavesdropper.resuming import resumed
 from sottovoce_rpc.codec import RoundCodec, to_fields
 from sottovoce_rpc.server import channel
 from sottovoce_wire.v1 import eavesdropper_pb2, eavesdropper_pb2_grpc
 from tests.examples import made_up, small_run, small_spec
 from tests.gossip import gossip_spec
-from tests.services.capturing import SHAPES, captured, encode_round, frame, hello, row
+from tests.services.capturing import SHAPES, captured, encode_round, frame, hello, row, said_again
 from tests.services.network import PATIENCE_S, network, refused
 
 ROUNDS = 6
@@ -92,6 +93,33 @@ def test_the_lattice_is_that_of_the_round() -> None:
     assert "3 of 3 off the lattice" in found.first[0].text
 
 
+def test_what_was_said_before_in_the_same_bytes_is_marked() -> None:
+    """By whoever heard it: not the same message to another neighbour, nor other bytes, nor what is no round."""
+    found = Lookout("cap", SPEC, 3, SHAPES, allow_imports=False)
+    assert found.look(talk()) == talk()
+    other = row(clean(3, 0, 1.0), 0, 1, stream=2)
+    more = [opening(1, 0, 3, 3), row(clean(3, 0), 0, 1, stream=3), row(clean(6, 0), 0, 1, stream=3), row(b"\xff", 0, 1)]
+    marked = found.look([other, *more, *more])
+    assert [k for k, each in enumerate(marked) if each.again] == [2, 6, 7]
+    assert [each._replace(again=False) for each in marked] == [other, *more, *more]
+
+
+def test_bytes_that_contradict_are_marked_when_they_are_said_again() -> None:
+    """The mark is of an edge, whatever others heard."""
+    heard = [(1.0, 1), (2.0, 2), (2.0, 2), (1.0, 2), (1.0, 1)]
+    marked = Lookout("cap", SPEC, 3, SHAPES, allow_imports=False).look(row(clean(0, 0, v), 0, to) for v, to in heard)
+    assert [each.again for each in marked] == [False, False, True, False, True]
+
+
+def test_what_an_eavesdropper_before_recorded_is_remembered() -> None:
+    found = Lookout("cap", SPEC, 3, SHAPES, allow_imports=False)
+    for t in range(ROUNDS):
+        found.recall(0, 1, t, clean(t, 0))
+    marked = found.look([row(clean(4, 0), 0, 1, stream=3), row(clean(5, 0, 1.0), 0, 1, stream=3)])
+    assert [each.again for each in marked] == [True, False]
+    assert [each.kind for each in found.first] == ["again"]
+
+
 def test_every_neighbour_hears_the_same() -> None:
     assert kinds([row(clean(0, 0), 0, 1), row(clean(0, 0, 1.0), 0, 2)]) == ["equivocation"]
 
@@ -126,7 +154,8 @@ def test_an_error_of_its_own_ends_the_looking_alone(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(RoundCodec, "decode", broken)
     found = looking(talk())
     assert found.not_checked == "anything more: ZeroDivisionError: a bug"
-    assert not found.look(talk())
+    assert found.look(talk()) == talk()
+    assert found.count == 0
 
 
 def test_who_is_heard_next() -> None:
@@ -141,6 +170,21 @@ def test_who_is_heard_next() -> None:
     assert heard == [0, 2, 2, 4, 4, None, None]
     assert first_heard(run.network, ROUNDS, 0, 2, 0) is None
     assert first_heard(run.network, ROUNDS, 9, 1, 0) is None
+
+
+async def test_the_capture_says_what_was_said_again(tmp_path: Path) -> None:
+    more = [row(clean(t, 0), 0, 1, stream=2) for t in (4, 5)]
+    await captured(tmp_path, [*talk(), *more], spec=json.dumps(SPEC), n_features=3)
+    assert said_again(open_capture(tmp_path)) == [clean(4, 0), clean(5, 0)]
+
+
+async def test_a_capture_that_is_taken_up_marks_what_it_had_before(tmp_path: Path) -> None:
+    await captured(tmp_path, talk(), spec=json.dumps(SPEC), n_features=3, close=False)
+    file, _ = resumed(open_capture(tmp_path), allow_imports=False)
+    for t in (5, 6):
+        file.add(row(clean(t, 0), 0, 1, stream=2))
+    await file.flush()
+    assert said_again(open_capture(tmp_path)) == [clean(5, 0)]
 
 
 async def test_the_capture_says_what_was_noticed(tmp_path: Path) -> None:

@@ -47,6 +47,7 @@ from sottovoce_rpc.waiting import Cause
 from sottovoce_wire.v1 import coordinator_pb2, learner_pb2, learner_pb2_grpc
 from tests.examples import made_up, small_spec
 from tests.learner.test_links import Stream
+from tests.services.capturing import said_again
 from tests.services.network import PATIENCE_S, network, refused, said_rounds
 
 ROUNDS = 30
@@ -403,7 +404,7 @@ async def eventually_said(learner: Learner) -> None:
 
 
 class Cutting(Relay):
-    """A relay that swallows a message and breaks the stream with it, at chosen messages of a direction."""
+    """A relay that records a message, and breaks the stream in place of passing it on, at chosen messages of a direction."""
 
     cuts: ClassVar[dict[tuple[int, int, str], list[int]]] = {}
     """(caller, callee, direction) to the rounds whose messages break the stream, each once."""
@@ -424,11 +425,11 @@ class Cutting(Relay):
         due = self.cuts.get((self._route.caller, self._route.callee, direction), [])
 
         def check(kind: str, payload: bytes) -> None:
+            note(kind, payload)
             if kind == "message" and due and len(payload) == CODEC.length and CODEC.decode(payload)[0] == due[0]:
                 due.pop(0)
                 self._cut.set()
                 raise asyncio.InvalidStateError("cut")
-            note(kind, payload)
 
         return check
 
@@ -448,7 +449,7 @@ async def test_a_broken_stream_is_opened_again_and_the_same_bytes_are_said_again
     """The relay takes a message in and dies with it, even the last one: the run ends as if nothing had happened.
 
     Equal to the simulation, so each learner heard every message once; and nothing was said twice in different bytes, which
-    reading the transcript checks.
+    reading the transcript checks. What was said again is marked in the capture, and nothing else.
     """
     spec = spec_of("relay")
     data = made_up(spec)
@@ -467,6 +468,8 @@ async def test_a_broken_stream_is_opened_again_and_the_same_bytes_are_said_again
     assert (outcome.state, outcome.detail) == ("finished", "")
     np.testing.assert_allclose(decisions, last, rtol=1e-12, atol=1e-12)
     np.testing.assert_allclose(by_round(capture.transcript(SHAPES, 4)), said[:, :, 0], rtol=1e-12, atol=1e-12)
+    marked = said_again(capture)
+    assert {(1 if direction == "out" else 2, t) for t in rounds} <= {CODEC.decode(payload)[1::-1] for payload in marked}
 
 
 async def test_a_relay_that_is_restarted_on_its_port_is_found_again(tmp_path: Path) -> None:

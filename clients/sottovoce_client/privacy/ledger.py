@@ -25,6 +25,26 @@ def _promise(line: LedgerLine, imports: bool) -> tuple[str, str]:
     ) else NOTHING, guarantee.grounds.mode
 
 
+def _ledger_in(folder: Path) -> Ledger:
+    """Raises `SpecError` where there is no such folder."""
+    if not folder.is_dir():
+        raise SpecError(
+            f"the state folder must be one where a learner keeps its ledger, got {folder}, which is no folder: give what the "
+            "learner was started with as --state"
+        )
+    return Ledger(folder)
+
+
+def _require(ledger: Ledger, learner: str | None) -> None:
+    """Raises `SpecError` where nothing is left of a ledger (of this learner), and no sign that there was one."""
+    names = set(ledger.learners())
+    if learner not in names:  # else a journal of before that is damaged is no reason to refuse it
+        names |= {line.learner for line in ledger.old(learner)}
+    if not names or learner not in (None, *names):
+        there, whose = ", ".join(sorted(names)) or "nobody", "" if learner is None else f" of {learner!r}"
+        raise SpecError(f"no ledger{whose} in the state folder {ledger.folder}; there are ledgers of: {there}")
+
+
 def show_ledger(
     folder: Path, learner: str | None, console: Console | None = None, *, allow_imports: bool = False
 ) -> None:
@@ -40,9 +60,10 @@ def show_ledger(
         SpecError: there is no such folder, or no run of this learner in it.
         DataError: the ledger cannot be read.
     """
-    lines = Ledger(folder).lines(learner)
+    ledger = _ledger_in(folder)
+    lines = ledger.lines(learner)
     if not lines:
-        there = ", ".join(sorted({line.learner for line in Ledger(folder).lines()})) or "of nobody"
+        there = ", ".join(sorted({line.learner for line in ledger.lines()})) or "nobody"
         whose = "" if learner is None else f" of {learner!r}"
         raise SpecError(f"no runs{whose} in the state folder {folder}; there are runs of: {there}")
     table = terminal.table()
@@ -80,17 +101,16 @@ def verify_ledger(
         allow_imports: import code that a run's spec names; without, its charges are not computed again.
 
     Raises:
-        SpecError: nobody's ledger is there.
+        SpecError: there is no such folder, or no ledger (of this learner) in it.
         DataError: something is lost or damaged, or a charge is another one than the spec asks for.
     """
-    out, ledger = console or Console(), Ledger(folder)
+    out, ledger = console or Console(), _ledger_in(folder)
+    _require(ledger, learner)
     names = ledger.learners() if learner is None else [learner]
     for name in names:
         runs = [*verify(folder, name, imports=allow_imports), *ledger.old(name)]
         spent = number(math.fsum(run.spent for run in runs))
         out.print(f"{name}: {count(len(runs))} runs, ε {spent} in all: nothing is lost", markup=False, highlight=False)
-    if not names and not ledger.old():
-        raise SpecError(f"no ledger in the state folder {folder}")
 
 
 def repair_ledger(folder: Path, learner: str, charge: float | None, console: Console | None = None) -> None:
@@ -103,9 +123,13 @@ def repair_ledger(folder: Path, learner: str, charge: float | None, console: Con
         console: where to print (default: standard output).
 
     Raises:
+        SpecError: there is no such folder, or nothing of this learner in it, and no charge was given.
         NotReady: the learner is running.
         DataError: what may have been spent cannot be known, and no charge was given.
     """
+    ledger = _ledger_in(folder)
+    if charge is None:
+        _require(ledger, learner)
     done, out = repair(folder, learner, charge), console or Console()
     if done.aside is None:
         text = f"nothing is lost: ε {number(done.in_all)} in all, as before"
@@ -124,8 +148,10 @@ def own_ledger(folder: Path, learner: str, console: Console | None = None) -> No
         console: where to print (default: standard output).
 
     Raises:
+        SpecError: there is no such folder, or nothing of this learner in it.
         NotReady: the learner is running.
         DataError: it is not whole.
     """
+    _require(_ledger_in(folder), learner)
     moved(folder, learner)
     (console or Console()).print(f"{learner} goes on from {folder}", markup=False, highlight=False, soft_wrap=True)

@@ -10,7 +10,7 @@ from sottovoce_client.reports.page import Column, Page, PageTable
 from sottovoce_client.reports.plots import KINDS, LEVELS, MOST_HEARD, run_figures
 from sottovoce_client.reports.verdict import exceeds, telling, verdict_of
 from sottovoce_client.running.summary import LearnerSummary, RunSummary
-from sottovoce_client.wording import count, late_line, noticed_line, number, share, size
+from sottovoce_client.wording import count, late_line, noticed_line, number, share, size, whole_line
 
 _MOST_NOTICED = 20
 
@@ -41,6 +41,7 @@ def run_page(summary: RunSummary) -> Page:
     values = {
         "run": summary,
         "late": "" if summary.capture is None else late_line(summary.capture.late),
+        "whole": "" if summary.capture is None else whole_line(len(summary.capture.heard), summary.rounds_done),
         "noticed": "" if noticed is None else noticed_line(noticed.count, noticed.first),
         "promised": any(math.isfinite(each.event) for each in learners),
         "unpromised": [KINDS[kind][0] for kind in unpromised],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,11 @@ from sottovoce.experiment import Prepared, prepare
 from sottovoce.spec import RunSpec, dump_spec
 from sottovoce_client.reports.run_report import run_page
 from sottovoce_client.running.console import print_summary, run_console
-from sottovoce_client.running.evaluate import gaps_in, noticed_in, summarise
+from sottovoce_client.running.evaluate import not_captured, noticed_in, summarise
 from sottovoce_client.running.launch import ServiceDied, run_async
 from sottovoce_client.running.operate import BY_OPERATOR, Interrupted, Outcome, Watcher
 from sottovoce_client.running.summary import Progress
-from sottovoce_client.wording import noticed_line, plural
+from sottovoce_client.wording import noticed_line
 
 _Start = Callable[[Prepared, Watcher, asyncio.Event], Coroutine[Any, Any, Outcome]]
 
@@ -58,7 +58,7 @@ def conduct(prepared: Prepared, folder: Path, start: _Start) -> int:
         report = folder / "report.html"
         run_page(summary).write(report)
         print_summary(summary, report=report)
-        _say_what_was_not_captured(outcome)
+        _print_all(summary.not_captured)
         return 0 if outcome.state == "finished" and not outcome.capture_error else 1
     return _cut_short(outcome)
 
@@ -72,11 +72,9 @@ def again(spec: RunSpec) -> Prepared:
     return prepare(spec, data_folder=os.environ.get("SOTTOVOCE_DATA"))
 
 
-def _say_what_was_not_captured(outcome: Outcome) -> None:
-    if outcome.capture_error:
-        print(f"The capture is not complete: {outcome.capture_error}")
-    if gaps := gaps_in(outcome):
-        print(f"The capture has {plural(len(gaps), 'gap')}; the first: {gaps[0]}")
+def _print_all(lines: Iterable[str]) -> None:
+    for line in lines:
+        print(line)
 
 
 def _cut_short(outcome: Outcome) -> int:
@@ -85,7 +83,7 @@ def _cut_short(outcome: Outcome) -> int:
     print(f"The run {outcome.state} in round {done}: {outcome.detail}")
     if outcome.capture is not None:
         print(f"What was overheard is kept in {outcome.capture}")
-    _say_what_was_not_captured(outcome)
+    _print_all(not_captured(outcome))
     noticed = noticed_in(outcome)
     if noticed is not None and noticed.count:
         print(noticed_line(noticed.count, noticed.first))

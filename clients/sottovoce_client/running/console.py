@@ -18,7 +18,18 @@ from rich.text import Text
 from sottovoce_client import terminal
 from sottovoce_client.reports.verdict import exceeds, verdict_of
 from sottovoce_client.running.summary import LearnerSummary, Progress, RunSummary, Swap
-from sottovoce_client.wording import count, duration, late_line, noticed_line, number, plural, share, share_range, size
+from sottovoce_client.wording import (
+    count,
+    duration,
+    late_line,
+    noticed_line,
+    number,
+    plural,
+    share,
+    share_range,
+    size,
+    whole_line,
+)
 
 LIVE_SECONDS = 0.125
 PLAIN_SECONDS = 2.0
@@ -270,9 +281,8 @@ def _facts(summary: RunSummary, report: Path | None) -> Iterator[tuple[str, Text
     yield "accuracy", Text(accuracies + (disagree if summary.disagreement is not None else ""))
     if summary.capture is not None:
         heard = f"{plural(summary.capture.messages, 'message')}, {size(summary.capture.bytes)}, {summary.capture.mode}"
-        whole = len(summary.capture.heard)
-        if whole < summary.rounds_done:
-            heard += f"; whole are rounds 0 to {whole - 1}, and the losses are of these"
+        if whole := whole_line(len(summary.capture.heard), summary.rounds_done):
+            heard += f"; {whole}"
         yield "overheard", Text(f"{heard}\n{summary.capture.location}")
         if late := late_line(summary.capture.late):
             yield "late", Text(late)

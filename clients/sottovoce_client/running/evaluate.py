@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 
 import numpy as np
@@ -26,6 +26,7 @@ from sottovoce.running.transcript import Transcript
 from sottovoce.spec import dump_spec
 from sottovoce_client.running.operate import Outcome, has_left
 from sottovoce_client.running.summary import CaptureSummary, LearnerSummary, Noticed, Promise, RunSummary, Swap
+from sottovoce_client.wording import plural
 from sottovoce_eavesdropper.reading import open_capture
 
 
@@ -58,6 +59,7 @@ def summarise(run: Run, data: PlacedData, outcome: Outcome) -> RunSummary:
         private_noise=not any(status.noise_is_not_private for status in outcome.statuses),
         noticed=noticed_in(outcome),
         one_way=one_way(run.network),
+        not_captured=tuple(not_captured(outcome)),
     )
 
 
@@ -152,6 +154,14 @@ def noticed_in(outcome: Outcome) -> Noticed | None:
         return None
     first = tuple(str(finding.get("text")) for finding in facts.get("noticed", ()) if isinstance(finding, dict))
     return Noticed(facts["noticed_count"], first, facts.get("not_checked"))
+
+
+def not_captured(outcome: Outcome) -> Iterator[str]:
+    """What the capture of a run lacks, a line on each."""
+    if outcome.capture_error:
+        yield f"The capture is not complete: {outcome.capture_error}"
+    if gaps := gaps_in(outcome):
+        yield f"The capture has {plural(len(gaps), 'gap')}; the first: {gaps[0]}"
 
 
 def gaps_in(outcome: Outcome) -> tuple[str, ...]:

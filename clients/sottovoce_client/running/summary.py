@@ -185,6 +185,7 @@ class RunSummary:
         warnings: conditions of a theorem that do not hold, by code.
         private_noise: False where a learner's noise came from a recording or a seed.
         noticed: by the eavesdropper; None without one, or where its capture cannot be read.
+        not_captured: what the capture lacks, a line on each; nothing without one, or where it is complete.
     """
 
     name: str
@@ -210,6 +211,7 @@ class RunSummary:
     private_noise: bool = True
     noticed: Noticed | None = None
     one_way: tuple[tuple[int, int], ...] = ()
+    not_captured: tuple[str, ...] = ()
 
     @property
     def rounds_done(self) -> int:

@@ -63,6 +63,7 @@ class _Picture:
     kinds: dict[str, int] = field(default_factory=dict)
     first: list[tuple[int, str, FloatArray]] = field(default_factory=list)
     failed: int = 0
+    again: int = 0
 
 
 def _look(capture: Capture, sender: int, first: int) -> _Picture:
@@ -96,6 +97,7 @@ def _count(picture: _Picture, batch: pa.RecordBatch) -> None:
     for kind in set(kinds.tolist()):
         picture.kinds[kind] = picture.kinds.get(kind, 0) + int(np.count_nonzero(kinds == kind))
     said = kinds == "message"
+    picture.again += int(np.count_nonzero(_numbers(batch, "again")))
     ends, sizes, streams, walls = (
         _ends(batch)[said],
         *(_numbers(batch, name)[said] for name in ("size", "stream", "wall_ns")),
@@ -117,7 +119,7 @@ def _ends(batch: pa.RecordBatch) -> IntArray:
 
 
 def _numbers(batch: pa.RecordBatch, name: str) -> IntArray:
-    found: IntArray = batch.column(name).to_numpy().astype(np.int64)
+    found: IntArray = batch.column(name).to_numpy(zero_copy_only=False).astype(np.int64)
     return found
 
 
@@ -209,7 +211,8 @@ def _facts(capture: Capture, picture: _Picture) -> Iterator[tuple[str, Text | st
     heard = sum(channel.messages for channel in picture.channels.values())
     others = ", ".join(f"{count(n)} {kind}" for kind, n in sorted(picture.kinds.items()) if kind != "message")
     total = sum(channel.bytes for channel in picture.channels.values())
-    yield "overheard", f"{plural(heard, 'message')}, {size(total)}" + (f"; {others}" if others else "")
+    again = f" ({count(picture.again)} of them said again)" if picture.again else ""
+    yield "overheard", f"{plural(heard, 'message')}{again}, {size(total)}" + (f"; {others}" if others else "")
     if picture.failed:
         yield "not rounds", f"{plural(picture.failed, 'message')} cannot be decoded"
     yield from _noticed(facts)

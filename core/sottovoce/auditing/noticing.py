@@ -17,7 +17,7 @@ the messages longest ago nothing is known any more, and nothing that they contra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -91,17 +91,14 @@ class Noticing:
     """All channels of a run.
 
     Args:
-        expected: what is known beforehand.
+        expected: what is known beforehand; it may be told later.
         kept: rounds of a learner, and streams, that are remembered.
-
-    Attributes:
-        expected: what is known of the rounds to come.
     """
 
     def __init__(self, expected: Expected, kept: int = KEPT) -> None:
         self.expected = expected
         self._versions: Versions[tuple[int, int]] = Versions(kept)
-        self._receivers: Recent[tuple[int, int], set[int]] = Recent(kept)
+        self._receivers: Recent[tuple[int, int], dict[int, bytes]] = Recent(kept)  # and what each of them heard first
         self._next: Recent[tuple[int, int, int], int] = Recent(kept)
         self._lengths: Recent[int, int] = Recent(kept)
 
@@ -114,6 +111,19 @@ class Noticing:
         self._next.pop((sender, receiver, stream), None)  # it may have been any round
         return (Notice("decoding", sender, receiver, None, f"{_way(sender, receiver)}: {why}"),)
 
+    def remember(self, sender: int, receiver: int, t: int, digest: bytes) -> None:
+        """A message was heard; it is known from now on."""
+        key = sender, t
+        first = self._versions.first(key, digest)
+        receivers = self._receivers.get(key)
+        if receivers is None:
+            receivers = self._receivers[key] = {}
+        receivers.setdefault(receiver, first if first == digest else digest)  # one object for all who heard the same
+
+    def heard_before(self, said: Said) -> bool:
+        """True when its receiver heard these bytes of this round before, as it does after a reconnect."""
+        return self._receivers.get((said.sender, said.round), {}).get(said.receiver) == said.digest
+
     def heard(self, said: Said) -> tuple[Notice, ...]:
         """A message came; what is wrong with it."""
         found = [*self._length(said), *self._turn(said)]
@@ -121,14 +131,12 @@ class Noticing:
             found.insert(0, _finding("impostor", said, f"speaks as learner {said.claimed}"))
         key = said.sender, said.round
         other = self._versions.first(key, said.digest) != said.digest
-        receivers = self._receivers.get(key)
-        if receivers is None:
-            receivers = self._receivers[key] = set()
+        receivers = self._receivers.get(key, {})
         if other:
             found.append(self._contradiction(said, receivers))
         if other or not receivers:  # else these bytes have been looked at
             found += self._lattice(said)
-        receivers.add(said.receiver)
+        self.remember(said.sender, said.receiver, said.round, said.digest)
         return tuple(found)
 
     def _length(self, said: Said) -> list[Notice]:
@@ -154,7 +162,7 @@ class Noticing:
             right, wanted = said.round == due, "no round" if due is None else f"round {due}"
         return [] if right else [_finding("turn", said, f"out of turn: stream {said.stream} must go on with {wanted}")]
 
-    def _contradiction(self, said: Said, receivers: set[int]) -> Notice:
+    def _contradiction(self, said: Said, receivers: Collection[int]) -> Notice:
         if said.receiver in receivers:
             return _finding("again", said, "said once more to the same neighbour, in other bytes")
         others = ", ".join(map(str, sorted(receivers)[:3]))
