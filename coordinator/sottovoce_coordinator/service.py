@@ -139,7 +139,8 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         known = self._courses.get(run_id)
         if known is None:
             return Stop(
-                "its coordinator does not know the run: it was started again without --state, or with another one"
+                "its coordinator does not know the run: it was started again without --state, or with another one; where that "
+                f"is lost, `sottovoce run SPEC --recover {run_id}` takes the run up"
             )
         return known.farewell()
 
@@ -180,6 +181,13 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         """Take up a run that failed."""
         async with answering(context):
             return (await self._starter.resume(request.run_id)).view()
+
+    async def RecoverRun(self, request: coordinator_pb2.RecoverRunRequest, context: Context) -> coordinator_pb2.Run:
+        """Take up a run that its learners know, and no coordinator any more."""
+        async with answering(context):
+            course = await self._starter.recover(request)
+            log.info("run recovered", run_id=request.run_id, granted=course.book.clock.granted)
+            return course.view()
 
     async def GetRun(self, request: coordinator_pb2.GetRunRequest, context: Context) -> coordinator_pb2.Run:
         """A run as it stands, with its spec."""

@@ -31,13 +31,12 @@ from sottovoce_coordinator.runs import RunBook
 from sottovoce_coordinator.service import Coordinator, CoordinatorConfig
 from sottovoce_eavesdropper.service import Eavesdropper, EavesdropperConfig
 from sottovoce_learner import exchange as exchanging
-from sottovoce_learner.exchange import plan_hash
 from sottovoce_learner.service import Learner, LearnerConfig
 from sottovoce_rpc.codec import to_fields, to_tensor
 from sottovoce_rpc.directives import Assignment
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 from sottovoce_rpc.server import channel
-from sottovoce_rpc.specs import spec_from_wire
+from sottovoce_rpc.specs import plan_hash, spec_from_wire
 from sottovoce_rpc.status import as_error
 from sottovoce_wire.v1 import (
     coordinator_pb2,

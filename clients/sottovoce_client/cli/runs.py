@@ -66,14 +66,27 @@ def run(
     resume: Annotated[
         str, typer.Option(metavar="RUN", help="Take up this run of the spec, which failed.", show_default=False)
     ] = "",
+    recover: Annotated[
+        str,
+        typer.Option(
+            metavar="RUN",
+            help="Take up this run of the spec on a coordinator with a new --state: the one that it was on is lost. All its "
+            "learners must be there.",
+            show_default=False,
+        ),
+    ] = "",
 ) -> None:
     """Run a spec on services that are already up, feeding the learners from here."""
     from sottovoce_client.running.operate import run_on
 
+    if resume and recover:
+        raise SpecError("a run failed (--resume), or its coordinator lost it (--recover): give one of the two")
     _conduct(
         load_spec(spec),
         out,
-        lambda prepared, watch, stop: run_on(coordinator, prepared.run.spec, prepared.data, watch, stop, resume=resume),
+        lambda prepared, watch, stop: run_on(
+            coordinator, prepared.run.spec, prepared.data, watch, stop, resume=resume, recover=recover
+        ),
         canaries,
     )
 

@@ -71,6 +71,7 @@ async def run_on(
     world: int | None = None,
     replica: int | None = None,
     resume: str = "",
+    recover: str = "",
 ) -> Outcome:
     """Run a spec on services that are up.
 
@@ -82,6 +83,7 @@ async def run_on(
         stop: when set, the run is stopped, and what there is comes back.
         world, replica: labels of the capture, where the run is one of an audit; no learner is told.
         resume: a run of this spec that failed, to be taken up again; empty: a new one begins.
+        recover: a run of this spec that its coordinator has lost, to be taken up by another one; empty: a new one begins.
 
     Raises:
         SpecError: the run that is to be taken up again is of another spec.
@@ -96,16 +98,22 @@ async def run_on(
                 spec=spec_to_wire(told), n_features=data.n_features, world=world, replica=replica
             )
             stop = stop or asyncio.Event()
-            started = await _unless_told(_resumed(stub, request, resume) if resume else _started(stub, request), stop)
+            started = await _unless_told(_begun(stub, request, resume, recover), stop)
             return await _Running(stub, started, spec, data, watch, stop).to_its_end()
         except grpc.aio.AioRpcError as error:
             raise as_error(error, f"the coordinator at {coordinator}") from None
 
 
-async def _started(
-    stub: coordinator_pb2_grpc.CoordinatorAsyncStub, request: coordinator_pb2.StartRunRequest
+async def _begun(
+    stub: coordinator_pb2_grpc.CoordinatorAsyncStub, wanted: coordinator_pb2.StartRunRequest, resume: str, recover: str
 ) -> coordinator_pb2.Run:
-    return await stub.StartRun(request, timeout=_CALL_S)
+    """A new run; or one that failed, or was lost, goes on."""
+    if resume:
+        return await _resumed(stub, wanted, resume)
+    if recover:
+        lost = coordinator_pb2.RecoverRunRequest(run_id=recover, spec=wanted.spec, n_features=wanted.n_features)
+        return await stub.RecoverRun(lost, timeout=_CALL_S)
+    return await stub.StartRun(wanted, timeout=_CALL_S)
 
 
 async def _resumed(

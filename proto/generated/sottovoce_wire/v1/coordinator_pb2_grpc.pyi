@@ -44,6 +44,8 @@ class CoordinatorStub:
     StopRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.StopRunRequest, _coordinator_pb2.Run]
     ResumeRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ResumeRunRequest, _coordinator_pb2.Run]
     """A run that failed goes on where the logs of its learners end, as long as none of them was in another run since."""
+    RecoverRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.RecoverRunRequest, _coordinator_pb2.Run]
+    """A run that this coordinator does not know, for the state that knew it is lost, goes on as all its learners know it."""
     GetRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.GetRunRequest, _coordinator_pb2.Run]
     ListRuns: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ListRunsRequest, _coordinator_pb2.ListRunsResponse]
     """Newest first. A coordinator remembers those under way, and a bounded number of those that have ended."""
@@ -68,6 +70,8 @@ class CoordinatorAsyncStub(CoordinatorStub):
     StopRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.StopRunRequest, _coordinator_pb2.Run]  # type: ignore[assignment]
     ResumeRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ResumeRunRequest, _coordinator_pb2.Run]  # type: ignore[assignment]
     """A run that failed goes on where the logs of its learners end, as long as none of them was in another run since."""
+    RecoverRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.RecoverRunRequest, _coordinator_pb2.Run]  # type: ignore[assignment]
+    """A run that this coordinator does not know, for the state that knew it is lost, goes on as all its learners know it."""
     GetRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.GetRunRequest, _coordinator_pb2.Run]  # type: ignore[assignment]
     ListRuns: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ListRunsRequest, _coordinator_pb2.ListRunsResponse]  # type: ignore[assignment]
     """Newest first. A coordinator remembers those under way, and a bounded number of those that have ended."""
@@ -113,6 +117,14 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.Run, _abc.Awaitable[_coordinator_pb2.Run]]:
         """A run that failed goes on where the logs of its learners end, as long as none of them was in another run since."""
+
+    @_abc_1.abstractmethod
+    def RecoverRun(
+        self,
+        request: _coordinator_pb2.RecoverRunRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.Run, _abc.Awaitable[_coordinator_pb2.Run]]:
+        """A run that this coordinator does not know, for the state that knew it is lost, goes on as all its learners know it."""
 
     @_abc_1.abstractmethod
     def GetRun(
