@@ -198,6 +198,8 @@ class Learner:
             async with beside(self._report(call)):
                 while (said := await _told(call)) is not None:
                     self._require_newest(said)
+                    if self._session is not None:  # whoever leads it is back
+                        self._session.coordinated(away=False)
                     await self._obey_or_tell(said.run_id, from_wire(said))
         except Unavailable as error:
             log.warning("coordinator away", reason=str(error))
@@ -458,8 +460,6 @@ class Learner:
         A stream that breaks is noticed by whoever reads it, so here it just ends.
         """
         pb, last = coordinator_pb2, None
-        if self._session is not None:
-            self._session.coordinated(away=False)
         with contextlib.suppress(grpc.RpcError, grpc.aio.BaseError, grpc.aio.UsageError, asyncio.InvalidStateError):
             while True:
                 if (now := (self.status, self._waiting, self._attempt)) != last:

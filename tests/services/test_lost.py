@@ -243,6 +243,19 @@ async def test_a_learner_that_was_set_back_at_the_same_time_says_nothing(
     assert (len(before), said_rounds(journals, "ben")) == (21, before)
 
 
+async def test_a_run_that_nobody_takes_up_ends_when_patience_does(tmp_path: Path) -> None:
+    """Whoever joins a coordinator that cannot lead the run is as alone as before."""
+    first = work(tmp_path, NAMES, 1, ROUNDS, clock={"deadline_s": 4.0, "patience_s": 4.0})
+    async with serving(tmp_path, first, durable=True) as up:
+        run_id = await lost(up, first)
+        feeding = asyncio.ensure_future(up.feed(run_id, first.spec, first.data))
+        for name in NAMES:
+            await up.until(name, LearnerState.FAILED)
+        details = [(await up.status(name)).detail for name in NAMES]
+        feeding.cancel()
+    assert [detail.rpartition(" ")[0] for detail in details] == ["waited 4 s for a grant of the coordinator in round"] * 3
+
+
 async def test_what_is_known_is_not_taken_up_again(tmp_path: Path) -> None:
     """Not when two operators ask at once, either."""
     first = work(tmp_path, NAMES, 1, ROUNDS)
