@@ -139,8 +139,8 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         known = self._courses.get(run_id)
         if known is None:
             return Stop(
-                "its coordinator does not know the run: it was started again without --state, or with another one; where that "
-                f"is lost, `sottovoce run SPEC --recover {run_id}` takes the run up"
+                "its coordinator does not know the run: it was started again without --state, or with another one; if that is "
+                f"lost, `sottovoce run SPEC --recover {run_id}` takes the run up"
             )
         return known.farewell()
 

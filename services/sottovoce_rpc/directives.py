@@ -115,7 +115,7 @@ class Origin:
             )
 
 
-_LOST = "where that is lost, `sottovoce run SPEC --recover RUN` lets this one take the run up"
+_LOST = "if that one's state is lost, start one on an empty folder and let it take the run up: `sottovoce run SPEC --recover RUN`"
 
 Directive = Assignment | Epoch | Grant | Stop | Issued | Confirmed
 

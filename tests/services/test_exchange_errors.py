@@ -585,6 +585,15 @@ async def test_a_learner_joins_by_a_name_that_a_spec_may_give(tmp_path: Path, na
     assert "joined" not in [event["event"] for event in logs]
 
 
+async def test_no_coordinator_has_had_more_terms_than_can_be_outranked(tmp_path: Path) -> None:
+    """Whoever tells of more would leave none for the next start."""
+    async with network(tmp_path, []) as up, channel(up.coordinator) as to:
+        join = coordinator_pb2_grpc.CoordinatorStub(to).Join
+        failure = await refused(join(several(introducing("ann", term=2**32 + 1)), timeout=PATIENCE_S))
+    assert (failure.code(), reason(failure)) == (Code.INVALID_ARGUMENT, "RemoteProtocolError")
+    assert "a term is one more at each start of a coordinator" in (failure.details() or "")
+
+
 async def test_a_stream_on_which_nobody_joins_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(joining, "HELLO_S", 0.05)
 

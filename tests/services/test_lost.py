@@ -253,7 +253,9 @@ async def test_a_run_that_nobody_takes_up_ends_when_patience_does(tmp_path: Path
             await up.until(name, LearnerState.FAILED)
         details = [(await up.status(name)).detail for name in NAMES]
         feeding.cancel()
-    assert [detail.rpartition(" ")[0] for detail in details] == ["waited 4 s for a grant of the coordinator in round"] * 3
+    assert [detail.rpartition(" ")[0] for detail in details] == [
+        "waited 4 s for a grant of the coordinator in round"
+    ] * 3
 
 
 async def test_what_is_known_is_not_taken_up_again(tmp_path: Path) -> None:

@@ -70,8 +70,8 @@ def run(
         str,
         typer.Option(
             metavar="RUN",
-            help="Take up this run of the spec on a coordinator with a new --state: the one that it was on is lost. All its "
-            "learners must be there.",
+            help="Take up this run of the spec, which the coordinator does not know: the --state that knew it is lost. All "
+            "its learners must be there.",
             show_default=False,
         ),
     ] = "",
