@@ -36,7 +36,7 @@ class Member:
     origin: Origin
     run_id: str = ""  # it would go on with, and was granted so much of it
     granted: int = 0
-    term: int = 0  # of the coordinator that it obeyed last, in this attempt at a run of this plan
+    term: int = 0  # of the coordinator that it obeys in it, and no older one; in this attempt at a run of this plan
     attempt: int = 0
     plan_hash: bytes = b""
     # None: that was the last one.

@@ -284,11 +284,16 @@ class Learner:
     async def _under_way(self) -> dict[str, Any]:
         """How far it is in its run, for a coordinator that may know less of it, or more: then its state was set back."""
         session = self._session
-        known = {"term": self._origin.term, "attempt": self._attempt}
         if session is not None and not session.silent:  # one that has finished may not have been told that all have
             role, said = session.role, session.status.rounds_said
-            plan = plan_hash(role.spec, role.n_features)
-            return {**known, "run_id": role.run_id, "journaled": said, "granted": session.granted, "plan_hash": plan}
+            return {
+                "run_id": role.run_id,
+                "journaled": said,
+                "granted": session.granted,
+                "term": 0 if session.ended else self._origin.term,
+                "attempt": self._attempt,
+                "plan_hash": plan_hash(role.spec, role.n_features),
+            }
         try:
             files = Files(self.config.state_folder, self.config.name)
             found = await asyncio.to_thread(under_way, files)
@@ -297,7 +302,7 @@ class Learner:
             plan = plan_hash(found.parsed(imports=self.config.allow_imports), found.n_features)
         except (DataError, SpecError):  # nothing is said from such a folder: a run is told so when it begins
             return {}
-        return {**known, "run_id": found.run_id, "journaled": found.said, "plan_hash": plan}
+        return {"run_id": found.run_id, "journaled": found.said, "attempt": self._attempt, "plan_hash": plan}
 
     # ---- the coordinator ----------------------------------------------------------------------------------
 

@@ -118,7 +118,7 @@ class Network:
         await old.service.server.stop(None)
         old._store.close()
         if lose and old.config.state is not None:
-            shutil.rmtree(old.config.state)
+            shutil.rmtree(old.config.state, ignore_errors=True)
         self.coordinating = Coordinator(replace(old.config, listen=self.coordinator))
         assert await self.coordinating.start() == self.coordinator
 

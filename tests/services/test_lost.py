@@ -86,11 +86,15 @@ def sessions(up: Network) -> list[Session]:
 
 @pytest.mark.parametrize("clock", CLOCKS, ids=lambda clock: clock.get("mode", "free"))
 async def test_a_run_goes_on_as_its_learners_know_it(tmp_path: Path, clock: dict[str, Any]) -> None:
-    """They never stopped, and remember what they have heard; and the coordinator keeps the run from then on."""
+    """They never stop, and remember what they have heard, whatever the term of who does not know their run.
+
+    And the coordinator keeps the run from then on.
+    """
     first = work(tmp_path, NAMES, 1, ROUNDS, clock=clock)
     async with serving(tmp_path, first, durable=True) as up:
         run_id = await lost(up, first)
         before = sessions(up)
+        await up.restart_coordinator()
         again = await recover(up, run_id, first.spec)
         await up.until("cleo", LearnerState.RUNNING, 64)
         await up.restart_coordinator()
@@ -102,11 +106,12 @@ async def test_a_run_goes_on_as_its_learners_know_it(tmp_path: Path, clock: dict
 
 
 async def test_learners_that_were_told_to_end_or_were_started_again_go_on_from_their_logs(tmp_path: Path) -> None:
-    """A coordinator of a later term, which does not know the run, tells them to end; one of them is elsewhere then."""
+    """As where their coordinator kept nothing; one of them is elsewhere then."""
     first = work(tmp_path, NAMES, 1, ROUNDS)
-    async with serving(tmp_path, first, durable=True) as up:
+    async with serving(tmp_path, first) as up:
+        assert up.coordinating is not None
+        up.coordinating.config = replace(up.coordinating.config, state=tmp_path / "coordinator")
         run_id = await lost(up, first)
-        await up.restart_coordinator()
         await up.until("ben", LearnerState.STOPPED)
         await up.until("cleo", LearnerState.STOPPED)
         await up.leave("ann")
@@ -263,9 +268,8 @@ async def test_what_is_known_is_not_taken_up_again(tmp_path: Path) -> None:
     first = work(tmp_path, NAMES, 1, ROUNDS)
     async with serving(tmp_path, first, durable=True) as up:
         run_id = await lost(up, first)
-        answers: tuple[Any, ...] = await asyncio.gather(
-            *(recover(up, run_id, first.spec) for _ in range(2)), return_exceptions=True
-        )
+        asked = recover(up, run_id, first.spec), recover(up, run_id, first.spec)
+        answers: tuple[Any, ...] = await asyncio.gather(*asked, return_exceptions=True)
         (error,) = [each for each in answers if isinstance(each, grpc.aio.AioRpcError)]
         known = await not_recovered(up, run_id, first.spec)
         ends_as_simulated(up, first, await its_end(up, run_id, first))

@@ -132,8 +132,8 @@ class Introduction(_message.Message):
     journaled: _builtins.int
     granted: _builtins.int
     term: _builtins.int
-    """The term of the coordinator that it obeyed last, the attempt that it was assigned to last, and SHA-256 of the run's plan,
-    its spec and features, as in a Hello: of a learner whose coordinator has lost all that.
+    """The term of the coordinator that it obeys in the run, and no older one; 0: any. The attempt that it was assigned to last.
+    SHA-256 of the run's plan, its spec and features, as in a Hello. A coordinator that has lost all that has it from here.
     """
     attempt: _builtins.int
     plan_hash: _builtins.bytes
