@@ -294,9 +294,12 @@ class Learner:
                 "attempt": self._attempt,
                 "plan_hash": plan_hash(role.spec, role.n_features),
             }
+        return await asyncio.to_thread(self._left_open)
+
+    def _left_open(self) -> dict[str, Any]:
+        """The same of the run whose log it has, where it has stopped, or is yet to go on with it."""
         try:
-            files = Files(self.config.state_folder, self.config.name)
-            found = await asyncio.to_thread(under_way, files)
+            found = under_way(Files(self.config.state_folder, self.config.name))
             if found is None:
                 return {}
             plan = plan_hash(found.parsed(imports=self.config.allow_imports), found.n_features)

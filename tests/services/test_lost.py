@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
+from sottovoce.errors import NotReady
 from sottovoce.spec import RunSpec
 from sottovoce_client.running import feeder
 from sottovoce_client.running.operate import run_on
@@ -21,8 +22,11 @@ from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_rpc.server import channel
 from sottovoce_rpc.specs import spec_to_wire
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc
+from tests.examples import made_up
+from tests.gossip import gossip_spec
 from tests.services.network import PATIENCE_S, Network, refused, said_rounds
 from tests.services.test_resume import resume
+from tests.services.test_run import recorded
 from tests.services.test_several_runs import Work, begun, ends_as_simulated, serving, work
 
 NAMES = ["ann", "ben", "cleo"]  # ann opens all her streams: she is found again wherever she is started
@@ -120,6 +124,19 @@ async def test_learners_that_were_told_to_end_or_were_started_again_go_on_from_t
         ends_as_simulated(up, first, await its_end(up, run_id, first))
 
 
+async def test_a_changing_network_goes_on_with_the_epochs_that_each_learner_lacks(tmp_path: Path) -> None:
+    """Who never stopped knows them, and who was started again does not."""
+    digraphs = {"sequence": {"kind": "random", "probability": 0.5, "seed": 1, "directed": True}, "weights": "in_degree"}
+    spec = gossip_spec(digraphs, ROUNDS, NAMES, clock={"window": 10, "deadline_s": 100.0})
+    data = made_up(spec)
+    first = Work(spec, data, *recorded(spec, data, tmp_path / "noise.npz"))
+    async with serving(tmp_path, first, durable=True) as up:
+        run_id = await lost(up, first, "ben")
+        await up.join("ben", first.noise)
+        await recover(up, run_id, spec)
+        ends_as_simulated(up, first, await its_end(up, run_id, first))
+
+
 async def test_a_run_that_was_taken_up_before_goes_on_in_that_attempt(tmp_path: Path) -> None:
     """What comes late from an earlier one must not count."""
     first = work(tmp_path, NAMES, 1, ROUNDS)
@@ -174,6 +191,18 @@ async def test_who_takes_a_run_up_brings_the_records_that_its_learners_lack(tmp_
         outcome = await asyncio.wait_for(going, PATIENCE_S)
         ends_as_simulated(up, first, await up.end(run_id))
     assert (outcome.run_id, outcome.state) == (run_id, "finished")
+
+
+async def test_whoever_watches_a_run_that_was_lost_is_told_what_to_do(tmp_path: Path) -> None:
+    first = work(tmp_path, NAMES, 1, 1000, clock=PACED)
+    async with serving(tmp_path, first, durable=True) as up:
+        running = asyncio.ensure_future(up.run(first.spec, first.data))
+        await up.until("ann", LearnerState.RUNNING, 3)
+        await up.restart_coordinator(lose=True)
+        with pytest.raises(
+            NotReady, match=r"there is none; if its .* `sottovoce run SPEC --recover run-[0-9a-f]+` takes"
+        ):
+            await running
 
 
 async def test_nobody_goes_on_before_all_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

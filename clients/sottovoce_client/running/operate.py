@@ -13,7 +13,7 @@ import grpc
 
 from sottovoce.arrays import FloatArray
 from sottovoce.data import PlacedData
-from sottovoce.errors import SottovoceError, SpecError, Unavailable
+from sottovoce.errors import NotReady, SottovoceError, SpecError, Unavailable
 from sottovoce.spec import RunSpec
 from sottovoce_client.running.feeder import feed
 from sottovoce_client.running.summary import Progress
@@ -246,6 +246,7 @@ class _Running:
                     return last
                 raise Unavailable("the coordinator ended the watch without a word")
             except (grpc.aio.AioRpcError, Unavailable) as error:
+                _require_known(last, error)
                 away_since = away_since or time.monotonic()
                 gone = isinstance(error, Unavailable) or error.code() in _GONE
                 if not (gone and last.durable and time.monotonic() - away_since < self._spec.clock.patience):
@@ -286,6 +287,19 @@ class _Running:
             except grpc.aio.AioRpcError:
                 return None
         return from_tensor(answer.labels)
+
+
+def _require_known(run: coordinator_pb2.Run, error: Exception) -> None:
+    """A coordinator that keeps its runs, and knows nothing of this one, was started on another folder.
+
+    Raises:
+        NotReady: that is so.
+    """
+    if run.durable and isinstance(error, grpc.aio.AioRpcError) and error.code() is grpc.StatusCode.FAILED_PRECONDITION:
+        raise NotReady(
+            f"{error.details()}; if its coordinator has lost its state folder, `sottovoce run SPEC --recover {run.run_id}` takes "
+            "the run up again"
+        ) from None
 
 
 def _state(run: coordinator_pb2.Run) -> str:
