@@ -300,12 +300,16 @@ class Learner:
         """The same of the run whose log it has, where it has stopped, or is yet to go on with it."""
         try:
             found = under_way(Files(self.config.state_folder, self.config.name))
-            if found is None:
-                return {}
-            plan = plan_hash(found.parsed(imports=self.config.allow_imports), found.n_features)
-        except (DataError, SpecError):  # nothing is said from such a folder: a run is told so when it begins
+        except DataError:  # nothing is said from such a folder: a run is told so when it begins
             return {}
-        return {"run_id": found.run_id, "journaled": found.said, "attempt": self._attempt, "plan_hash": plan}
+        if found is None:
+            return {}
+        known = {"run_id": found.run_id, "journaled": found.said, "attempt": self._attempt}
+        try:
+            spec = found.parsed(imports=self.config.allow_imports)
+        except SpecError:  # it names code that may not be imported now
+            return known
+        return {**known, "plan_hash": plan_hash(spec, found.n_features)}
 
     # ---- the coordinator ----------------------------------------------------------------------------------
 
@@ -355,9 +359,8 @@ class Learner:
     async def _obey(self, run_id: str, told: Directive | None) -> None:
         session = self._of_run(run_id)
         match told:
-            case directives.Assignment() if session is None or self._anew(
-                run_id, told
-            ):  # else said again after a reconnect
+            case directives.Assignment() if session is None or self._anew(run_id, told):
+                # Else it is said again after a reconnect.
                 await self._prepare(run_id, told)
             case Epoch() if session is not None:
                 self._meet(session, told)
@@ -372,7 +375,7 @@ class Learner:
     def _anew(self, run_id: str, told: Directive | None) -> bool:
         """Is a run taken up again? Whatever became of it here, it goes on from the log, as after a death.
 
-        Also in the same attempt, where a coordinator that did not know the run ended it here, and knows it by now.
+        Also in the same attempt, where a coordinator that did not know the run has ended it here, and knows it by now.
         """
         return isinstance(told, directives.Assignment) and (told.attempt > self._attempt or run_id == self._stopped)
 
