@@ -74,47 +74,56 @@ class Captures:
                 opened = await eavesdropper_pb2_grpc.EavesdropperStub(to).OpenCapture(opening, timeout=_OPEN_S)
             except grpc.aio.AioRpcError as error:
                 raise as_error(error, f"the eavesdropper at {address}") from None
-        relays = {(i, j): relay for (i, j, _), relay in zip(edges, opened.relay_addresses, strict=True)}
-        return Overhearing(opened.capture_id, opened.location, relays, "" if relays else opened.mirror_address)
+        return _overhearing(opened, edges)
+
+    async def recover(self, book: RunBook) -> tuple[Overhearing, str]:
+        """What is still captured of a run whose coordinator lost its state; and why nothing is, where something should be."""
+        capture = book.run.spec.capture
+        if capture == "none":
+            return Overhearing(), ""
+        edges = book.routes() if capture == "relay" else []
+        try:
+            return _overhearing(await self._asked(book.run_id, edges), edges), ""
+        except SottovoceError as error:
+            return Overhearing(), _nothing(book.run_id, error)
 
     async def take_up(self, kept: KeptRun) -> str:
         """Go on with the capture of a run that failed; why that cannot be. Empty: it can, or there is none."""
         if not kept.overhearing.capture_id:
             return ""
         try:
-            if self.address is None:
-                raise NotReady("this coordinator was given no eavesdropper (--eavesdropper)")
-            await self._asked(self.address, kept.run_id)
+            await self._asked(kept.run_id)
         except SottovoceError as error:
-            log.warning("nothing is captured", run_id=kept.run_id, reason=str(error))
-            return f"nothing is captured since the run was taken up again: {error}"
+            return _nothing(kept.run_id, error)
         return ""
 
     async def amend(self, book: RunBook, run: Run) -> None:
-        """Have an eavesdropper write down that learners leave or join; one that is away is told when it is back."""
-        if book.overhearing.capture_id and self.address is not None:
+        """Have the eavesdropper write down that learners leave or join; one that is away is told when it is back."""
+        if book.overhearing.capture_id:
             with contextlib.suppress(SottovoceError):
-                await self._asked(self.address, book.run_id, spec=spec_to_wire(run.spec))
+                await self._asked(book.run_id, spec=spec_to_wire(run.spec))
 
-    async def _asked(self, address: str, run_id: str, routes: Routes = (), spec: str = "") -> int:
-        """Have an eavesdropper go on with the capture of a run, if it does not; how many gaps the capture has so far.
+    async def _asked(self, run_id: str, routes: Routes = (), spec: str = "") -> eavesdropper_pb2.OpenCaptureResponse:
+        """Have the eavesdropper go on with the capture of a run, if it does not.
 
         Args:
-            address: the eavesdropper's.
             run_id: the run.
             routes: where relays lead to from now on, where that has changed.
             spec: of the run from now on, where that has changed.
 
         Raises:
+            NotReady: there is no eavesdropper.
             SottovoceError: it cannot be reached, or the capture is closed.
         """
+        if (address := self.address) is None:
+            raise NotReady("this coordinator was given no eavesdropper (--eavesdropper)")
         request = eavesdropper_pb2.OpenCaptureRequest(run_id=run_id, resume=True, routes=_to_wire(routes), spec=spec)
         async with channel(address) as to:
             try:
                 opened = await eavesdropper_pb2_grpc.EavesdropperStub(to).OpenCapture(request, timeout=_OPEN_S)
             except grpc.aio.AioRpcError as error:
                 raise as_error(error, f"the eavesdropper at {address}") from None
-        return opened.gaps
+        return opened
 
     def keep(self, course: Course, fail: Callable[[str], None]) -> None:
         """An eavesdropper that was started again takes up the capture when it is asked: its relays are the way of messages.
@@ -124,9 +133,9 @@ class Captures:
             fail: told why the run cannot go on, where its spec says so of a gap.
         """
         if course.book.overhearing.capture_id and not course.uncaptured and self.address is not None:
-            self._tasks.start(self._keep(course, self.address, fail), "a capture is not looked after")
+            self._tasks.start(self._keep(course, fail), "a capture is not looked after")
 
-    async def _keep(self, course: Course, address: str, fail: Callable[[str], None]) -> None:
+    async def _keep(self, course: Course, fail: Callable[[str], None]) -> None:
         away, led, known = False, tuple[str, ...](), course.book.run
         while not course.book.ended:
             with contextlib.suppress(TimeoutError):
@@ -137,9 +146,9 @@ class Captures:
                 book, now = course.book, course.book.addresses
                 moved = bool(book.overhearing.relays) and now != led
                 run, amended = book.run, spec_to_wire(book.run.spec) if book.run is not known else ""
-                gaps = await self._asked(address, book.run_id, book.routes() if moved else (), amended)
+                opened = await self._asked(book.run_id, book.routes() if moved else (), amended)
                 away, led, known = False, now, run
-                if why := _whole(course.book, gaps):
+                if why := _whole(course.book, opened.gaps):
                     fail(why)
             except SottovoceError as error:
                 if not away:
@@ -156,6 +165,18 @@ class Captures:
         if book.run.spec.absences:  # learners may have left or joined while it was away
             await self.amend(book, book.run)
         return await _close(address, book)
+
+
+def _overhearing(opened: eavesdropper_pb2.OpenCaptureResponse, routes: Routes) -> Overhearing:
+    """What was opened; relays stand in the order of their routes."""
+    relays = {(i, j): relay for (i, j, _), relay in zip(routes, opened.relay_addresses, strict=True)}
+    return Overhearing(opened.capture_id, opened.location, relays, "" if relays else opened.mirror_address)
+
+
+def _nothing(run_id: str, error: SottovoceError) -> str:
+    """Why nothing of a run is captured any more."""
+    log.warning("nothing is captured", run_id=run_id, reason=str(error))
+    return f"nothing is captured since the run was taken up again: {error}"
 
 
 def _to_wire(routes: Routes) -> list[eavesdropper_pb2.Route]:

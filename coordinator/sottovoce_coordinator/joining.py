@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,8 @@ from sottovoce_wire.v1 import coordinator_pb2
 
 _LONGEST_ADDRESS = 300
 """Characters of a learner's: a name of a host has at most 253."""
+_MOST_TERMS = 2**32
+"""That any coordinator can have had: a learner may tell whatever it likes, and later ones have to outrank it."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -34,6 +36,9 @@ class Member:
     origin: Origin
     run_id: str = ""  # it would go on with, and was granted so much of it
     granted: int = 0
+    term: int = 0  # of the coordinator that it obeys in it, and no older one; in this attempt at a run of this plan
+    attempt: int = 0
+    plan_hash: bytes = b""
     # None: that was the last one.
     directives: asyncio.Queue[coordinator_pb2.Directive | None] = field(default_factory=asyncio.Queue)
     displaced: asyncio.Event = field(default_factory=asyncio.Event)
@@ -59,6 +64,7 @@ class Members:
         self._store = store
         self._known = store.members()
         self._here: dict[str, Member] = {}
+        self._last: dict[str, Member] = {}  # as they introduced themselves last, here or not
         self._changed = asyncio.Condition()
 
     def __contains__(self, name: object) -> bool:
@@ -112,8 +118,8 @@ class Members:
 
     def enter(self, member: Member) -> None:
         """It is here from now on; another stream of the same process ends."""
-        before = self._here.get(member.name)
-        self._here[member.name] = member
+        before, member.origin = self._here.get(member.name), self._store.origin
+        self._here[member.name] = self._last[member.name] = member
         if before is not None:
             before.displaced.set()
 
@@ -147,13 +153,36 @@ class Members:
         Raises:
             NotReady: not all of them have joined by then.
         """
+        await self._until_none(lambda: missing(names, self), len(names), seconds)
+
+    async def until_told(self, names: Sequence[str], seconds: float) -> list[Member]:
+        """What learners tell of themselves. Whoever obeys another coordinator does not stay, but joins again and again.
+
+        Raises:
+            NotReady: not all of them were here by then.
+        """
+        before = dict(self._last)
+
+        def absent() -> list[str]:
+            return [name for name in missing(names, self) if self._last.get(name) is before.get(name)]
+
+        await self._until_none(absent, len(names), seconds)
+        return [self._last[name] for name in names]
+
+    async def _until_none(self, absent: Callable[[], list[str]], learners: int, seconds: float) -> None:
         async with self._changed:
             try:
                 async with asyncio.timeout(seconds):
-                    await self._changed.wait_for(lambda: not missing(names, self))
+                    await self._changed.wait_for(lambda: not absent())
             except TimeoutError:
-                absent = missing(names, self)
-                raise NotReady(f"{len(absent)} of {len(names)} learners have not joined: {in_short(absent)}") from None
+                names = absent()
+                raise NotReady(f"{len(names)} of {learners} learners have not joined: {in_short(names)}") from None
+
+    def outrank(self, term: int) -> None:
+        """Speak from now on as a coordinator of a later term than this one."""
+        self._store.outrank(term)
+        for member in self._here.values():
+            member.origin = self._store.origin
 
     def require_here(self, names: Sequence[str]) -> None:
         """Learners that were waited for have not left since.
@@ -182,7 +211,11 @@ async def introduced(events: AsyncIterator[coordinator_pb2.Event], origin: Origi
     said = first.introduction
     journaled = said.journaled if said.run_id else None
     claim = Claim(name, said.store, said.incarnation, said.rejoins, journaled)
-    return Member(claim, address, origin, said.run_id, said.granted)
+    if said.term > _MOST_TERMS:
+        raise RemoteProtocolError(
+            f"a term is one more at each start of a coordinator, at most {_MOST_TERMS}, got {said.term}"
+        )
+    return Member(claim, address, origin, said.run_id, said.granted, said.term, said.attempt, said.plan_hash)
 
 
 async def _next(events: AsyncIterator[coordinator_pb2.Event], what: str) -> coordinator_pb2.Event | None:

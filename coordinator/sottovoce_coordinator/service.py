@@ -126,22 +126,32 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         return 0 if course is None else course.book.statuses[course.book.index[member.name]].rounds_said
 
     async def _welcome(self, member: Member) -> None:
-        self._members.enter(member)
-        if (course := self._courses.of(member.name)) is not None:  # it was away
-            self._conductor.take_back(course, member)
-        elif member.run_id:
-            member.tell(member.run_id, self._farewell(member.run_id))
-        log.info("joined", learner=member.name, address=member.address)
-        await self._members.announce()
+        """A learner goes on with its run, or is told why it cannot.
 
-    def _farewell(self, run_id: str) -> Stop:
-        """Why a learner cannot go on with a run. One that is not known here may go on elsewhere."""
-        known = self._courses.get(run_id)
-        if known is None:
-            return Stop(
-                "its coordinator does not know the run: it was started again without --state, or with another one"
+        Raises:
+            Unavailable: it is in a run that is not known here, and that is not for this coordinator to end.
+        """
+        self._members.enter(member)
+        try:
+            if (course := self._courses.of(member.name)) is not None:  # it was away
+                self._conductor.take_back(course, member)
+            elif member.run_id:
+                member.tell(member.run_id, self._farewell(member))
+            log.info("joined", learner=member.name, address=member.address)
+        finally:  # what it told counts for who takes up its run, whether it stays or not
+            await self._members.announce()
+
+    def _farewell(self, member: Member) -> Stop:
+        """Why a learner cannot go on with its run. One that is not known here may go on elsewhere."""
+        run_id = member.run_id
+        if (known := self._courses.get(run_id)) is not None:
+            return known.farewell()
+        if member.term:  # it waits for who keeps the run, and forgets nothing meanwhile
+            raise Unavailable(
+                f"this coordinator does not know run {run_id!r}: start it on the state folder that does; if that is lost, on an "
+                f"empty one, and let it take the run up: `sottovoce run SPEC --recover {run_id}`"
             )
-        return known.farewell()
+        return Stop("its coordinator does not know the run: it was started again without --state, or with another one")
 
     def _hear(self, member: Member, event: coordinator_pb2.Event) -> None:
         """A learner's progress. What a newer learner tells besides is passed over.
@@ -193,6 +203,13 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         async with answering(context):
             course = self._courses.running(request.run_id)
             await self._conductor.amender.join(course, request.learner)
+            return course.view()
+
+    async def RecoverRun(self, request: coordinator_pb2.RecoverRunRequest, context: Context) -> coordinator_pb2.Run:
+        """Take up a run that its learners know, and no coordinator any more."""
+        async with answering(context):
+            course = await self._starter.recover(request)
+            log.info("run recovered", run_id=request.run_id, granted=course.book.clock.granted)
             return course.view()
 
     async def GetRun(self, request: coordinator_pb2.GetRunRequest, context: Context) -> coordinator_pb2.Run:

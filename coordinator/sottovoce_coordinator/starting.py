@@ -1,4 +1,4 @@
-"""How runs come to be under way: asked for by an operator, or left by a coordinator before this one."""
+"""How runs come to be under way: asked for by an operator, left by a coordinator before this one, or known to learners alone."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from sottovoce_coordinator.captures import Captures
 from sottovoce_coordinator.conducting import Conductor
 from sottovoce_coordinator.courses import Course, Courses, PastRun, failed, taken_up
 from sottovoce_coordinator.joining import Members
+from sottovoce_coordinator.recovering import recovered, require_in_run, require_plan
 from sottovoce_coordinator.runs import RunBook
 from sottovoce_coordinator.store import KeptRun, Store
-from sottovoce_rpc.specs import check_size, spec_from_wire
+from sottovoce_rpc.specs import check_size, plan_hash, spec_from_wire
 from sottovoce_wire.v1 import coordinator_pb2
 
 log = structlog.get_logger()
@@ -63,14 +64,18 @@ class Starter:
             NotReady: a learner is in another run, or not there; or an eavesdropper is needed.
             SottovoceError: it cannot be captured, or be kept.
         """
-        spec = await asyncio.to_thread(_spec, request.spec, imports=self._imports)
-        if request.n_features < 1:
-            raise SpecError(f"n_features must be at least 1, got {request.n_features}")
-        _require_size(spec)
+        spec = await self._asked_for(request)
         async with self._courses.reserved(spec.names):
             # Before anything as large as a network of them is made.
             await self._members.until_here(_first(spec), min(_JOINING_S, spec.clock.deadline_s))
             return await self._start(spec, request)
+
+    async def _asked_for(self, request: coordinator_pb2.StartRunRequest | coordinator_pb2.RecoverRunRequest) -> RunSpec:
+        spec = await asyncio.to_thread(_spec, request.spec, imports=self._imports)
+        if request.n_features < 1:
+            raise SpecError(f"n_features must be at least 1, got {request.n_features}")
+        _require_size(spec)
+        return spec
 
     async def _start(self, spec: RunSpec, request: coordinator_pb2.StartRunRequest) -> Course:
         run = await asyncio.to_thread(_built, spec, request.n_features)
@@ -117,10 +122,48 @@ class Starter:
 
     def _failed(self, run_id: str) -> Course | PastRun:
         run = self._courses.the(run_id)
-        if (state := run.view().state) != coordinator_pb2.RUN_STATE_FAILED:
-            word = coordinator_pb2.RunState.Name(state).removeprefix("RUN_STATE_").lower()
-            raise NotReady(f"only a run that failed can be taken up again, and run {run_id} is {word}")
+        if (view := run.view()).state != coordinator_pb2.RUN_STATE_FAILED:
+            raise NotReady(f"only a run that failed can be taken up again, and run {run_id} is {_state(view)}")
         return run
+
+    async def recover(self, request: coordinator_pb2.RecoverRunRequest) -> Course:
+        """Take up a run that this coordinator does not know, as all its learners do: before all have told, none goes on.
+
+        Raises:
+            NotReady: the run is known here, or this coordinator keeps nothing; a learner is not there, in another run, or has no
+                log of this one.
+            SpecError: it was started with another spec, or other features.
+            Unavailable: it cannot be kept.
+        """
+        run_id = request.run_id
+        self._require_lost(run_id)
+        spec = await self._asked_for(request)
+        async with self._courses.reserved(spec.names):
+            self._require_lost(run_id)  # others may have taken it up meanwhile
+            told = await self._members.until_told(spec.names, _JOINING_S)
+            require_in_run(run_id, told)
+            run = await asyncio.to_thread(_built, spec, request.n_features)
+            book = await asyncio.to_thread(recovered, run_id, run, request.n_features, told, datetime.now(UTC))
+            plan = await asyncio.to_thread(spec_from_wire, book.assignment(0).spec, imports=self._imports)
+            require_plan(run_id, plan_hash(plan, request.n_features), told)
+            book.overhearing, uncaptured = await self._captures.recover(book)
+            course = Course(book, datetime.now(UTC), durable=True, uncaptured=uncaptured)
+            self._members.outrank(max(each.term for each in told))
+            self._store.begin(course.kept())
+            self._courses.add(run_id, course)
+            self._conductor.take_up(course)
+            return course
+
+    def _require_lost(self, run_id: str) -> None:
+        if not self._store.durable:
+            raise NotReady(
+                "a run that was lost is taken up by a coordinator that keeps its runs: start this one with --state FOLDER"
+            )
+        if (known := self._courses.get(run_id)) is not None:
+            raise NotReady(
+                f"run {run_id} is known here and is not lost; it is {_state(known.view())}. One that failed is taken up by "
+                f"`sottovoce runs resume {run_id}`"
+            )
 
     async def restore(self) -> None:
         """Take up the runs of this state: those that were under way go on as their learners come back."""
@@ -142,6 +185,11 @@ class Starter:
             self._store.keep({kept.run_id: over.SerializeToString()})
             log.error("run cannot go on", run_id=kept.run_id, reason=str(error))
             return PastRun(replace(kept, view=over.SerializeToString()))
+
+
+def _state(run: coordinator_pb2.Run) -> str:
+    """Of a run, in a word."""
+    return coordinator_pb2.RunState.Name(run.state).removeprefix("RUN_STATE_").lower()
 
 
 def _spec(text: str, *, imports: bool) -> RunSpec:

@@ -12,7 +12,7 @@ import secrets
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -93,6 +93,15 @@ class Store:
     def durable(self) -> bool:
         """True when it outlives the process."""
         return self.origin.term > 0
+
+    def outrank(self, term: int) -> None:
+        """Be of a later term than a coordinator whose state is lost."""
+        if self.origin.term > term:
+            return
+        now = replace(self.origin, term=term + 1)
+        with self._written() as db:
+            db.execute("UPDATE state SET term = ?", (now.term,))
+        self.origin = now
 
     def close(self) -> None:
         """Let others have the folder."""

@@ -8,33 +8,22 @@ that says why; nothing of ours changes.
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
 from typing import Any
 
 import grpc
 import structlog
 
 from sottovoce.errors import NotReady, RemoteProtocolError, SottovoceError, StrangerError, Unavailable
-from sottovoce.spec import RunSpec
 from sottovoce_learner.session import Session
 from sottovoce_rpc.codec import from_fields, read_hello, to_fields
 from sottovoce_rpc.server import HELLO_S, channel
+from sottovoce_rpc.specs import plan_hash
 from sottovoce_wire.v1 import learner_pb2
 
 log = structlog.get_logger()
 
 _METHOD = "/sottovoce_wire.v1.Learner/Exchange"
 _BACKOFF_S = (0.05, 0.1, 0.2, 0.5, 1.0)
-
-
-def plan_hash(spec: RunSpec, n_features: int) -> bytes:
-    """SHA-256 of what all learners of a run must have been told alike: its spec and the features of a record.
-
-    What is None is left out, so that a field that a later version adds changes nothing as long as nobody sets it.
-    """
-    plan = {"spec": spec.model_dump(mode="json", exclude_none=True), "n_features": n_features}
-    return hashlib.sha256(json.dumps(plan, sort_keys=True, separators=(",", ":")).encode()).digest()
 
 
 def _hello(session: Session, neighbour: int) -> bytes:

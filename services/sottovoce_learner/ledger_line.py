@@ -9,7 +9,7 @@ from typing import Any
 from sottovoce.network.roster import Absence, Roster
 from sottovoce.privacy.guarantee import Guarantee
 from sottovoce.running.run import Run, build_run
-from sottovoce.spec import names_of, parse_spec
+from sottovoce.spec import RunSpec, names_of, parse_spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,11 @@ class LedgerLine:
 
     def run(self, *, imports: bool) -> Run:
         """What was run; arguments and errors as of `guarantee`."""
-        return build_run(parse_spec(json.loads(self.spec), imports=imports), self.n_features)
+        return build_run(self.parsed(imports=imports), self.n_features)
+
+    def parsed(self, *, imports: bool) -> RunSpec:
+        """The run spec; arguments and errors as of `guarantee`."""
+        return parse_spec(json.loads(self.spec), imports=imports)
 
     @property
     def budget(self) -> float | None:

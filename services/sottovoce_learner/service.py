@@ -33,7 +33,7 @@ from sottovoce_rpc.directives import Directive, Epoch, Grant, Stop, from_wire
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 from sottovoce_rpc.logs import failure
 from sottovoce_rpc.server import HELLO_S, Service, announce, channel, is_loopback, serve_until_stopped, start_server
-from sottovoce_rpc.specs import spec_from_wire
+from sottovoce_rpc.specs import plan_hash, spec_from_wire
 from sottovoce_rpc.status import answering, as_error
 from sottovoce_rpc.tasks import Tasks, beside, drained
 from sottovoce_rpc.waiting import Waiting
@@ -123,6 +123,7 @@ class Learner:
         self._session: Session | None = None
         self._refused: tuple[str, str] | None = None  # run, and why it could not be followed
         self._attempt = 0  # at the run that it was assigned to last
+        self._stopped = ""  # run that it was told to end, until it is told to prepare for one again
         self._over = ""  # run that nobody goes on with, until its log is deleted
         self._changed = asyncio.Event()  # there is something to report
         self._rounds, self._channels, self._copying = Tasks(), Tasks(), Tasks()
@@ -197,6 +198,8 @@ class Learner:
             async with beside(self._report(call)):
                 while (said := await _told(call)) is not None:
                     self._require_newest(said)
+                    if self._session is not None:  # whoever leads it is back
+                        self._session.coordinated(away=False)
                     await self._obey_or_tell(said.run_id, from_wire(said))
         except Unavailable as error:
             log.warning("coordinator away", reason=str(error))
@@ -282,16 +285,31 @@ class Learner:
         """How far it is in its run, for a coordinator that may know less of it, or more: then its state was set back."""
         session = self._session
         if session is not None and not session.silent:  # one that has finished may not have been told that all have
-            status = session.status
-            return {"run_id": status.run_id, "journaled": status.rounds_said, "granted": session.granted}
-        if self._confirmed:
-            return {}
+            role, said = session.role, session.status.rounds_said
+            return {
+                "run_id": role.run_id,
+                "journaled": said,
+                "granted": session.granted,
+                "term": 0 if session.ended else self._origin.term,
+                "attempt": self._attempt,
+                "plan_hash": plan_hash(role.spec, role.n_features),
+            }
+        return await asyncio.to_thread(self._left_open)
+
+    def _left_open(self) -> dict[str, Any]:
+        """The same of the run whose log it has, where it has stopped, or is yet to go on with it."""
         try:
-            files = Files(self.config.state_folder, self.config.name)
-            found = await asyncio.to_thread(under_way, files)
+            found = under_way(Files(self.config.state_folder, self.config.name))
         except DataError:  # nothing is said from such a folder: a run is told so when it begins
             return {}
-        return {} if found is None else {"run_id": found[0], "journaled": found[1]}
+        if found is None:
+            return {}
+        known = {"run_id": found.run_id, "journaled": found.said, "attempt": self._attempt}
+        try:
+            spec = found.parsed(imports=self.config.allow_imports)
+        except SpecError:  # it names code that may not be imported now
+            return known
+        return {**known, "plan_hash": plan_hash(spec, found.n_features)}
 
     # ---- the coordinator ----------------------------------------------------------------------------------
 
@@ -303,7 +321,7 @@ class Learner:
         if (
             self._refused is not None
             and self._refused[0] == run_id
-            and not (isinstance(told, Stop) or self._anew(told))
+            and not (isinstance(told, Stop) or self._anew(run_id, told))
         ):
             return
         try:
@@ -341,21 +359,25 @@ class Learner:
     async def _obey(self, run_id: str, told: Directive | None) -> None:
         session = self._of_run(run_id)
         match told:
-            case directives.Assignment() if session is None or self._anew(told):  # else said again after a reconnect
+            case directives.Assignment() if session is None or self._anew(run_id, told):
+                # Else it is said again after a reconnect.
                 await self._prepare(run_id, told)
             case Epoch() if session is not None:
                 self._meet(session, told)
             case Grant(until_round) if session is not None:
                 session.grant(until_round)
             case Stop(_, over):
-                self._over = run_id if over else ""
+                self._stopped, self._over = run_id, run_id if over else ""
                 if session is not None:
                     await self._end_run()
                 await self._let_go()
 
-    def _anew(self, told: Directive | None) -> bool:
-        """Is a run taken up again? Whatever became of it here, it goes on from the log, as after a death."""
-        return isinstance(told, directives.Assignment) and told.attempt > self._attempt
+    def _anew(self, run_id: str, told: Directive | None) -> bool:
+        """Is a run taken up again? Whatever became of it here, it goes on from the log, as after a death.
+
+        Also in the same attempt, where a coordinator that did not know the run has ended it here, and knows it by now.
+        """
+        return isinstance(told, directives.Assignment) and (told.attempt > self._attempt or run_id == self._stopped)
 
     def _of_run(self, run_id: str) -> Session | None:
         session = self._session
@@ -363,7 +385,7 @@ class Learner:
 
     async def _prepare(self, run_id: str, told: directives.Assignment) -> None:
         await self._end_run()
-        self._attempt = told.attempt
+        self._attempt, self._stopped = told.attempt, ""
         role = _role(run_id, told, self._identity, imports=self.config.allow_imports)
         self._mirror = Mirror(run_id, told.index, told.mirror) if told.mirror else None
         if (before := self._of_run(run_id)) is not None:
@@ -449,8 +471,6 @@ class Learner:
         A stream that breaks is noticed by whoever reads it, so here it just ends.
         """
         pb, last = coordinator_pb2, None
-        if self._session is not None:
-            self._session.coordinated(away=False)
         with contextlib.suppress(grpc.RpcError, grpc.aio.BaseError, grpc.aio.UsageError, asyncio.InvalidStateError):
             while True:
                 if (now := (self.status, self._waiting, self._attempt)) != last:

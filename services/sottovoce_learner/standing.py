@@ -163,8 +163,8 @@ def stand(files: Files, *, copied: bool = False) -> Standing | None:
                 raise
 
 
-def under_way(files: Files) -> tuple[str, int] | None:
-    """The run that a learner was in last, if it is open, and how many of its rounds were said.
+def under_way(files: Files) -> LedgerLine | None:
+    """The run that a learner was in last, if it is open, with what was said in it.
 
     Raises:
         DataError: as `stand`.
@@ -172,7 +172,7 @@ def under_way(files: Files) -> tuple[str, int] | None:
     standing = stand(files)
     if standing is None or standing.opened is None or standing.log is None:
         return None
-    return standing.opened.run_id, said(standing.log)
+    return replace(standing.opened, said=said(standing.log))
 
 
 def _required(standing: Standing) -> Standing | None:

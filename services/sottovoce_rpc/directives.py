@@ -107,13 +107,15 @@ class Origin:
         """
         if other.term < self.term:
             raise Unavailable(
-                f"this coordinator is an old one: a later one, of term {self.term}, leads the run, got {other.term}"
+                f"this coordinator is an old one: a later one, of term {self.term}, leads the run, got {other.term}; {_LOST}"
             )
         if other.term == self.term > 0 and other.nonce != self.nonce:
             raise Unavailable(
-                f"two coordinators lead the run in term {self.term}: one runs on a copy of the other's state"
+                f"two coordinators lead the run in term {self.term}: one runs on a copy of the other's state; {_LOST}"
             )
 
+
+_LOST = "if that one's state is lost, start one on an empty folder and let it take the run up: `sottovoce run SPEC --recover RUN`"
 
 Directive = Assignment | Epoch | Grant | Stop | Issued | Confirmed
 

@@ -1,7 +1,8 @@
-"""Run specs on the wire: written with their format, read tolerantly; and what no channel could carry."""
+"""Run specs on the wire: written with their format, read tolerantly, compared; and what no channel could carry."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Mapping
@@ -47,6 +48,15 @@ def spec_from_wire(text: str, *, imports: bool) -> RunSpec:
         SpecError: it is not valid.
     """
     return parse_spec(document_from_wire(text), imports=imports)
+
+
+def plan_hash(spec: RunSpec, n_features: int) -> bytes:
+    """SHA-256 of what all learners of a run must have been told alike: its spec and the features of a record.
+
+    What is None is left out, so that a field that a later version adds changes nothing as long as nobody sets it.
+    """
+    plan = {"spec": spec.model_dump(mode="json", exclude_none=True), "n_features": n_features}
+    return hashlib.sha256(json.dumps(plan, sort_keys=True, separators=(",", ":")).encode()).digest()
 
 
 def check_size(shapes: Mapping[str, tuple[int, ...]]) -> None:

@@ -158,6 +158,7 @@ def test_what_goes_wrong_is_said_in_a_line_and_exits_with_2(tmp_path: Path) -> N
             (["simulate", tiny, *out, "--noise", str(tmp_path / "noise.npz")], "noise must cover 20 rounds"),
             (["simulate", tiny, "--out", f"{tiny}/x"], "cannot write to the folder"),
             (["run", tiny, "--coordinator", nobody, *out], "cannot reach the coordinator at 127.0.0.1:1"),
+            (["run", tiny, "--resume", "a", "--recover", "a", *out], "give one of the two"),
             (
                 ["learner", "--name", "a", "--coordinator", nobody, "--join-timeout", "0.3", "--state", out[1]],
                 "cannot reach the coordinator at 127.0.0.1:1 within 0.3 s",

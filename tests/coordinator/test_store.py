@@ -87,6 +87,18 @@ def test_every_start_is_another_term(tmp_path: Path) -> None:
     assert len({origin.nonce for origin in origins}) == 3
 
 
+def test_a_coordinator_that_takes_over_is_of_a_later_term_at_once_and_after_its_next_start(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    first = store.origin
+    for told, term in ((0, 1), (1, 2), (7, 8), (3, 8)):
+        store.outrank(told)
+        assert store.origin == Origin(term, first.nonce)
+    store.close()
+    store = Store(tmp_path)
+    assert store.origin.term == 9
+    store.close()
+
+
 def test_without_a_folder_nothing_is_kept(tmp_path: Path) -> None:
     store = Store(None)
     for run in (replace(RUN, run_id="run-0"), RUN):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sottovoce.spec import RunSpec
-from sottovoce_learner.exchange import plan_hash
+from sottovoce_rpc.specs import plan_hash
 from tests.examples import small_spec
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -105,13 +106,19 @@ class Network:
                     return
                 await asyncio.sleep(0.01)
 
-    async def restart_coordinator(self) -> None:
-        """End the coordinator as if it were killed: it tells nobody, and writes nothing; another takes its place."""
+    async def restart_coordinator(self, *, lose: bool = False) -> None:
+        """End the coordinator as if it were killed: it tells nobody, and writes nothing; another takes its place.
+
+        Args:
+            lose: its state folder is lost with it.
+        """
         old = self.coordinating
         assert old is not None and old.service is not None
         await old._tasks.end()
         await old.service.server.stop(None)
         old._store.close()
+        if lose and old.config.state is not None:
+            shutil.rmtree(old.config.state, ignore_errors=True)
         self.coordinating = Coordinator(replace(old.config, listen=self.coordinator))
         assert await self.coordinating.start() == self.coordinator
 

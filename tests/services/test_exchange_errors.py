@@ -31,13 +31,12 @@ from sottovoce_coordinator.runs import RunBook
 from sottovoce_coordinator.service import Coordinator, CoordinatorConfig
 from sottovoce_eavesdropper.service import Eavesdropper, EavesdropperConfig
 from sottovoce_learner import exchange as exchanging
-from sottovoce_learner.exchange import plan_hash
 from sottovoce_learner.service import Learner, LearnerConfig
 from sottovoce_rpc.codec import to_fields, to_tensor
 from sottovoce_rpc.directives import Assignment
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 from sottovoce_rpc.server import channel
-from sottovoce_rpc.specs import spec_from_wire
+from sottovoce_rpc.specs import plan_hash, spec_from_wire
 from sottovoce_rpc.status import as_error
 from sottovoce_wire.v1 import (
     coordinator_pb2,
@@ -584,6 +583,15 @@ async def test_a_learner_joins_by_a_name_that_a_spec_may_give(tmp_path: Path, na
     assert "a learner's name must match" in (failure.details() or "")
     assert (away.code(), reason(away)) == (Code.INVALID_ARGUMENT, "RemoteProtocolError")
     assert "joined" not in [event["event"] for event in logs]
+
+
+async def test_no_coordinator_has_had_more_terms_than_can_be_outranked(tmp_path: Path) -> None:
+    """Whoever tells of more would leave none for the next start."""
+    async with network(tmp_path, []) as up, channel(up.coordinator) as to:
+        join = coordinator_pb2_grpc.CoordinatorStub(to).Join
+        failure = await refused(join(several(introducing("ann", term=2**32 + 1)), timeout=PATIENCE_S))
+    assert (failure.code(), reason(failure)) == (Code.INVALID_ARGUMENT, "RemoteProtocolError")
+    assert "a term is one more at each start of a coordinator" in (failure.details() or "")
 
 
 async def test_a_stream_on_which_nobody_joins_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

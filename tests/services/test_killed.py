@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +22,8 @@ from sottovoce_client.running.summary import Progress
 from sottovoce_eavesdropper.reading import open_capture
 from sottovoce_eavesdropper.service import Eavesdropper, EavesdropperConfig
 from sottovoce_rpc.codec import RoundCodec
+from sottovoce_rpc.server import channel
+from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc
 from tests.examples import made_up, small_spec
 from tests.services.network import PATIENCE_S
 from tests.services.test_run import SHAPES
@@ -51,8 +54,11 @@ def spec_of() -> RunSpec:
     return small_spec(200, NAMES, clock=clock, capture="relay")
 
 
-async def run(folder: Path, eavesdropper: str, *, kill: bool) -> tuple[Outcome, bool]:
-    """A run, in the middle of which its coordinator may be killed and started again; and whether the client saw that."""
+async def run(folder: Path, eavesdropper: str, *, kill: bool = False, lose: bool = False) -> tuple[Outcome, bool]:
+    """A run, in the middle of which its coordinator may be killed and started again; and whether the client saw that.
+
+    Its state may be lost then, and another client has the run taken up.
+    """
     spec, halfway, seen = spec_of(), asyncio.Event(), []
 
     def look(progress: Progress, state: str) -> None:
@@ -66,13 +72,27 @@ async def run(folder: Path, eavesdropper: str, *, kill: bool) -> tuple[Outcome, 
         learners = ["--coordinator", address, "--state", str(folder / "learners"), "--noise-seed", "same"]
         with service("learner", *names, *learners):
             running = asyncio.ensure_future(run_on(address, spec, made_up(spec), look))
-            if not kill:
+            if not (kill or lose):
                 return await asyncio.wait_for(running, PATIENCE_S), any(seen)
             await asyncio.wait_for(halfway.wait(), PATIENCE_S)
+            (run_id,) = await known(address)
             coordinator.send_signal(signal.SIGKILL)
             await asyncio.to_thread(coordinator.wait)
+            if lose:
+                running.cancel()
+                shutil.rmtree(folder / "coordinator")
             with service(*arguments, address):
+                if lose:
+                    running = asyncio.ensure_future(run_on(address, spec, made_up(spec), look, recover=run_id))
                 return await asyncio.wait_for(running, PATIENCE_S), any(seen)
+
+
+async def known(coordinator: str) -> list[str]:
+    """The runs that a coordinator knows."""
+    async with channel(coordinator) as to:
+        ask = coordinator_pb2_grpc.CoordinatorStub(to).ListRuns
+        answer = await ask(coordinator_pb2.ListRunsRequest(), timeout=PATIENCE_S)
+    return [each.run_id for each in answer.runs]
 
 
 def said(outcome: Outcome) -> dict[tuple[int, int], bytes]:
@@ -86,18 +106,21 @@ def said(outcome: Outcome) -> dict[tuple[int, int], bytes]:
 
 
 async def test_a_run_survives_the_death_of_its_coordinator_with_the_same_trajectory(tmp_path: Path) -> None:
+    """Also where the coordinator's state folder is lost with it."""
     eavesdropper = Eavesdropper(EavesdropperConfig(folder=tmp_path / "captures"))
     address = await eavesdropper.start()
     try:
-        calm, unseen = await run(tmp_path / "calm", address, kill=False)
+        calm, unseen = await run(tmp_path / "calm", address)
+        lost, _ = await run(tmp_path / "lost", address, lose=True)
         killed, seen = await run(tmp_path / "killed", address, kill=True)
     finally:
         await eavesdropper.stop()
-    assert (calm.state, killed.state, killed.detail) == ("finished", "finished", "")
+    assert [(each.state, each.detail) for each in (calm, killed, lost)] == 3 * [("finished", "")]
     assert (unseen, seen) == (False, True)
-    assert said(killed) == said(calm)
+    assert said(killed) == said(lost) == said(calm)
     assert len(said(killed)) == 3 * 200
-    assert [status.epsilon_spent for status in killed.statuses] == [status.epsilon_spent for status in calm.statuses]
+    spent = [[status.epsilon_spent for status in each.statuses] for each in (calm, killed, lost)]
+    assert spent[0] == spent[1] == spent[2]
 
 
 async def run_with_a_death(folder: Path, eavesdropper: str, *noise: str, victim: str = "") -> Outcome:

@@ -66,11 +66,22 @@ def run(
     resume: Annotated[
         str, typer.Option(metavar="RUN", help="Take up this run of the spec, which failed.", show_default=False)
     ] = "",
+    recover: Annotated[
+        str,
+        typer.Option(
+            metavar="RUN",
+            help="Take up this run of the spec, which the coordinator does not know: the --state that knew it is lost. All "
+            "its learners must be there.",
+            show_default=False,
+        ),
+    ] = "",
 ) -> None:
     """Run a spec on services that are already up, feeding the learners from here."""
     from sottovoce_client.running.conduct import again
     from sottovoce_client.running.operate import run_on
 
+    if resume and recover:
+        raise SpecError("a run failed (--resume), or its coordinator lost it (--recover): give one of the two")
     _conduct(
         load_spec(spec),
         out,
@@ -81,6 +92,7 @@ def run(
             watch,
             stop,
             resume=resume,
+            recover=recover,
             place=lambda spec: again(spec).data,
         ),
         canaries,

@@ -13,7 +13,7 @@ import grpc
 
 from sottovoce.arrays import FloatArray
 from sottovoce.data import PlacedData
-from sottovoce.errors import SottovoceError, SpecError, Unavailable
+from sottovoce.errors import NotReady, SottovoceError, SpecError, Unavailable
 from sottovoce.network.roster import Absence
 from sottovoce.spec import RunSpec
 from sottovoce_client.running.feeder import feed
@@ -74,6 +74,7 @@ async def run_on(
     world: int | None = None,
     replica: int | None = None,
     resume: str = "",
+    recover: str = "",
     place: Callable[[RunSpec], PlacedData] | None = None,
 ) -> Outcome:
     """Run a spec on services that are up.
@@ -87,6 +88,7 @@ async def run_on(
         world, replica: labels of the capture, where the run is one of an audit; no learner is told.
         resume: a run of this spec that failed, to be taken up again; empty: a new one begins.
         place: places the records where learners leave or join while it goes on (default: as they are placed).
+        recover: a run of this spec that its coordinator has lost, to be taken up by another one; empty: a new one begins.
 
     Raises:
         SpecError: the run that is to be taken up again is of another spec.
@@ -101,16 +103,22 @@ async def run_on(
                 spec=spec_to_wire(told), n_features=data.n_features, world=world, replica=replica
             )
             stop = stop or asyncio.Event()
-            started = await _unless_told(_resumed(stub, request, resume) if resume else _started(stub, request), stop)
+            started = await _unless_told(_begun(stub, request, resume, recover), stop)
             return await _Running(stub, started, spec, data, watch, stop, place or (lambda _: data)).to_its_end()
         except grpc.aio.AioRpcError as error:
             raise as_error(error, f"the coordinator at {coordinator}") from None
 
 
-async def _started(
-    stub: coordinator_pb2_grpc.CoordinatorAsyncStub, request: coordinator_pb2.StartRunRequest
+async def _begun(
+    stub: coordinator_pb2_grpc.CoordinatorAsyncStub, wanted: coordinator_pb2.StartRunRequest, resume: str, recover: str
 ) -> coordinator_pb2.Run:
-    return await stub.StartRun(request, timeout=_CALL_S)
+    """A new run; or one that failed, or was lost, goes on."""
+    if resume:
+        return await _resumed(stub, wanted, resume)
+    if recover:
+        lost = coordinator_pb2.RecoverRunRequest(run_id=recover, spec=wanted.spec, n_features=wanted.n_features)
+        return await stub.RecoverRun(lost, timeout=_CALL_S)
+    return await stub.StartRun(wanted, timeout=_CALL_S)
 
 
 async def _resumed(
@@ -274,6 +282,7 @@ class _Running:
                     return last
                 raise Unavailable("the coordinator ended the watch without a word")
             except (grpc.aio.AioRpcError, Unavailable) as error:
+                _require_known(last, error)
                 away_since = away_since or time.monotonic()
                 gone = isinstance(error, Unavailable) or error.code() in _GONE
                 if not (gone and last.durable and time.monotonic() - away_since < self._spec.clock.patience):
@@ -321,6 +330,19 @@ def has_left(spec: RunSpec, index: int) -> bool:
     """Does a learner leave before the last round, or was it lost?"""
     lost = any(each.unheard and each.learner == spec.names[index] for each in spec.absences or ())
     return lost or spec.roster.attendance(index, spec.rounds).end < spec.rounds
+
+
+def _require_known(run: coordinator_pb2.Run, error: Exception) -> None:
+    """A coordinator that keeps its runs, and knows nothing of this one, was started on another folder.
+
+    Raises:
+        NotReady: that is so.
+    """
+    if run.durable and isinstance(error, grpc.aio.AioRpcError) and error.code() is grpc.StatusCode.FAILED_PRECONDITION:
+        raise NotReady(
+            f"{error.details()}; if its coordinator has lost its state folder, `sottovoce run SPEC --recover {run.run_id}` takes "
+            "the run up again"
+        ) from None
 
 
 def _state(run: coordinator_pb2.Run) -> str:

@@ -115,6 +115,9 @@ class Introduction(_message.Message):
     RUN_ID_FIELD_NUMBER: _builtins.int
     JOURNALED_FIELD_NUMBER: _builtins.int
     GRANTED_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    PLAN_HASH_FIELD_NUMBER: _builtins.int
     learner: _builtins.str
     address: _builtins.str
     """Where neighbours and feeders reach this learner."""
@@ -128,8 +131,14 @@ class Introduction(_message.Message):
     """The run that it is in and would go on with; empty: none. Of this run: rounds journaled, and rounds granted."""
     journaled: _builtins.int
     granted: _builtins.int
-    """9 to 15 are free for recovery: the epoch of the run and whether it has closed; the highest term of a coordinator, and
-    the highest incarnation of each neighbour, that it has seen.
+    term: _builtins.int
+    """The term of the coordinator that it obeys in the run, and no older one; 0: any. The attempt that it was assigned to last.
+    SHA-256 of the run's plan, its spec and features, as in a Hello. A coordinator that has lost all that has it from here.
+    """
+    attempt: _builtins.int
+    plan_hash: _builtins.bytes
+    """12 to 15 are free for recovery: the epoch of the run and whether it has closed; the highest incarnation of each neighbour
+    that it has seen.
     """
     def __init__(
         self,
@@ -142,10 +151,13 @@ class Introduction(_message.Message):
         run_id: _builtins.str = ...,
         journaled: _builtins.int = ...,
         granted: _builtins.int = ...,
+        term: _builtins.int = ...,
+        attempt: _builtins.int = ...,
+        plan_hash: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "granted", b"granted", "incarnation", b"incarnation", "journaled", b"journaled", "learner", b"learner", "rejoins", b"rejoins", "run_id", b"run_id", "store", b"store"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "attempt", b"attempt", "granted", b"granted", "incarnation", b"incarnation", "journaled", b"journaled", "learner", b"learner", "plan_hash", b"plan_hash", "rejoins", b"rejoins", "run_id", b"run_id", "store", b"store", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -603,6 +615,32 @@ class JoinRunRequest(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___JoinRunRequest: _TypeAlias = JoinRunRequest  # noqa: Y015
+
+@_typing.final
+class RecoverRunRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    SPEC_FIELD_NUMBER: _builtins.int
+    N_FEATURES_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    spec: _builtins.str
+    """As it was started with."""
+    n_features: _builtins.int
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        spec: _builtins.str = ...,
+        n_features: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["n_features", b"n_features", "run_id", b"run_id", "spec", b"spec"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RecoverRunRequest: _TypeAlias = RecoverRunRequest  # noqa: Y015
 
 @_typing.final
 class GetRunRequest(_message.Message):

@@ -45,6 +45,11 @@ class CoordinatorStub(object):
                 request_serializer=sottovoce__wire_dot_v1_dot_coordinator__pb2.JoinRunRequest.SerializeToString,
                 response_deserializer=sottovoce__wire_dot_v1_dot_coordinator__pb2.Run.FromString,
                 )
+        self.RecoverRun = channel.unary_unary(
+                '/sottovoce_wire.v1.Coordinator/RecoverRun',
+                request_serializer=sottovoce__wire_dot_v1_dot_coordinator__pb2.RecoverRunRequest.SerializeToString,
+                response_deserializer=sottovoce__wire_dot_v1_dot_coordinator__pb2.Run.FromString,
+                )
         self.GetRun = channel.unary_unary(
                 '/sottovoce_wire.v1.Coordinator/GetRun',
                 request_serializer=sottovoce__wire_dot_v1_dot_coordinator__pb2.GetRunRequest.SerializeToString,
@@ -114,6 +119,13 @@ class CoordinatorServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RecoverRun(self, request, context):
+        """A run that this coordinator does not know, for the state that knew it is lost, goes on as all its learners know it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetRun(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -172,6 +184,11 @@ def add_CoordinatorServicer_to_server(servicer, server):
             'JoinRun': grpc.unary_unary_rpc_method_handler(
                     servicer.JoinRun,
                     request_deserializer=sottovoce__wire_dot_v1_dot_coordinator__pb2.JoinRunRequest.FromString,
+                    response_serializer=sottovoce__wire_dot_v1_dot_coordinator__pb2.Run.SerializeToString,
+            ),
+            'RecoverRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.RecoverRun,
+                    request_deserializer=sottovoce__wire_dot_v1_dot_coordinator__pb2.RecoverRunRequest.FromString,
                     response_serializer=sottovoce__wire_dot_v1_dot_coordinator__pb2.Run.SerializeToString,
             ),
             'GetRun': grpc.unary_unary_rpc_method_handler(
@@ -303,6 +320,23 @@ class Coordinator(object):
             metadata=None):
         return grpc.experimental.unary_unary(request, target, '/sottovoce_wire.v1.Coordinator/JoinRun',
             sottovoce__wire_dot_v1_dot_coordinator__pb2.JoinRunRequest.SerializeToString,
+            sottovoce__wire_dot_v1_dot_coordinator__pb2.Run.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def RecoverRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/sottovoce_wire.v1.Coordinator/RecoverRun',
+            sottovoce__wire_dot_v1_dot_coordinator__pb2.RecoverRunRequest.SerializeToString,
             sottovoce__wire_dot_v1_dot_coordinator__pb2.Run.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)

@@ -48,6 +48,8 @@ class CoordinatorStub:
     """A learner says nothing more in a run under way, which goes on without it; one that is gone is lost to the run at once."""
     JoinRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.JoinRunRequest, _coordinator_pb2.Run]
     """A learner that is away takes part in a run under way, from the first round on that nobody has said."""
+    RecoverRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.RecoverRunRequest, _coordinator_pb2.Run]
+    """A run that this coordinator does not know, for the state that knew it is lost, goes on as all its learners know it."""
     GetRun: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.GetRunRequest, _coordinator_pb2.Run]
     ListRuns: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ListRunsRequest, _coordinator_pb2.ListRunsResponse]
     """Newest first. A coordinator remembers those under way, and a bounded number of those that have ended."""
@@ -76,6 +78,8 @@ class CoordinatorAsyncStub(CoordinatorStub):
     """A learner says nothing more in a run under way, which goes on without it; one that is gone is lost to the run at once."""
     JoinRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.JoinRunRequest, _coordinator_pb2.Run]  # type: ignore[assignment]
     """A learner that is away takes part in a run under way, from the first round on that nobody has said."""
+    RecoverRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.RecoverRunRequest, _coordinator_pb2.Run]  # type: ignore[assignment]
+    """A run that this coordinator does not know, for the state that knew it is lost, goes on as all its learners know it."""
     GetRun: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.GetRunRequest, _coordinator_pb2.Run]  # type: ignore[assignment]
     ListRuns: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ListRunsRequest, _coordinator_pb2.ListRunsResponse]  # type: ignore[assignment]
     """Newest first. A coordinator remembers those under way, and a bounded number of those that have ended."""
@@ -137,6 +141,14 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.Run, _abc.Awaitable[_coordinator_pb2.Run]]:
         """A learner that is away takes part in a run under way, from the first round on that nobody has said."""
+
+    @_abc_1.abstractmethod
+    def RecoverRun(
+        self,
+        request: _coordinator_pb2.RecoverRunRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.Run, _abc.Awaitable[_coordinator_pb2.Run]]:
+        """A run that this coordinator does not know, for the state that knew it is lost, goes on as all its learners know it."""
 
     @_abc_1.abstractmethod
     def GetRun(

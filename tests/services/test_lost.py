@@ -1,0 +1,322 @@
+"""A coordinator whose state folder is lost in the middle of a run: another one takes the run up, as all its learners know it."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from sottovoce.errors import NotReady
+from sottovoce.spec import RunSpec
+from sottovoce_client.running import feeder
+from sottovoce_client.running.operate import run_on
+from sottovoce_coordinator import starting
+from sottovoce_coordinator.runs import RunState
+from sottovoce_eavesdropper.reading import open_capture
+from sottovoce_learner import service
+from sottovoce_learner.session import Session
+from sottovoce_rpc.learner_status import LearnerState
+from sottovoce_rpc.server import channel
+from sottovoce_rpc.specs import spec_to_wire
+from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc
+from tests.examples import made_up
+from tests.gossip import gossip_spec
+from tests.services.network import PATIENCE_S, Network, refused, said_rounds
+from tests.services.test_resume import resume
+from tests.services.test_run import recorded
+from tests.services.test_several_runs import Work, begun, ends_as_simulated, serving, work
+
+NAMES = ["ann", "ben", "cleo"]  # ann opens all her streams: she is found again wherever she is started
+PACED = {"mode": "paced", "period_s": 0.03}
+CLOCKS: list[dict[str, Any]] = [{}, PACED, {"mode": "data", "window": 5}]
+ROUNDS = 150
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Learners that are refused ask again soon."""
+    monkeypatch.setattr(service, "_LONGEST_REJOIN_S", 0.5)
+
+
+async def recover(up: Network, run_id: str, spec: RunSpec, n_features: int = 3) -> coordinator_pb2.Run:
+    async with channel(up.coordinator) as to:
+        request = coordinator_pb2.RecoverRunRequest(run_id=run_id, spec=spec_to_wire(spec), n_features=n_features)
+        call = coordinator_pb2_grpc.CoordinatorStub(to).RecoverRun
+        return await call(request, timeout=PATIENCE_S, wait_for_ready=True)
+
+
+async def not_recovered(up: Network, run_id: str, spec: RunSpec, n_features: int = 3) -> str:
+    """Why a run is not taken up."""
+    failure = await refused(recover(up, run_id, spec, n_features))
+    assert failure.code() in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT)
+    return failure.details() or ""
+
+
+async def fed(up: Network, run_id: str, each: Work, rounds: int = 64) -> None:
+    """Until the first learner has done so many rounds, for which there are records, in whole batches of the feeder's."""
+    some = tuple(
+        replace(own, order=own.order[:rounds], offsets=own.offsets[: rounds + 1]) for own in each.data.learners
+    )
+    await up.feed(run_id, each.spec, replace(each.data, learners=some))
+    await up.until("ann", LearnerState.RUNNING, rounds)
+
+
+async def until_heard(up: Network, name: str, t: int) -> None:
+    """Wait until the neighbours have heard what a learner says in a round."""
+    index = NAMES.index(name)
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            if all(own.inbox.next_round(index) > t for own in sessions(up) if own.role.index != index):
+                return
+            await asyncio.sleep(0.01)
+
+
+async def lost(up: Network, each: Work, *gone: str) -> str:
+    """A run in the middle of which its coordinator is killed, and its state folder deleted; and some learners leave."""
+    (run_id,) = await begun(up, each)
+    await fed(up, run_id, each)
+    for name in gone:
+        await up.leave(name)
+    await up.restart_coordinator(lose=True)
+    return run_id
+
+
+async def its_end(up: Network, run_id: str, each: Work) -> coordinator_pb2.Run:
+    """With the other records."""
+    await up.feed(run_id, each.spec, each.data)
+    return await up.end(run_id)
+
+
+def sessions(up: Network) -> list[Session]:
+    return [up.learners[name]._in_run() for name in NAMES]
+
+
+@pytest.mark.parametrize("clock", CLOCKS, ids=lambda clock: clock.get("mode", "free"))
+async def test_a_run_goes_on_as_its_learners_know_it(tmp_path: Path, clock: dict[str, Any]) -> None:
+    """They never stop, and remember what they have heard, whatever the term of who does not know their run.
+
+    And the coordinator keeps the run from then on.
+    """
+    first = work(tmp_path, NAMES, 1, ROUNDS, clock=clock)
+    async with serving(tmp_path, first, durable=True) as up:
+        run_id = await lost(up, first)
+        before = sessions(up)
+        await up.restart_coordinator()
+        again = await recover(up, run_id, first.spec)
+        await up.until("cleo", LearnerState.RUNNING, 64)
+        await up.restart_coordinator()
+        end = await its_end(up, run_id, first)
+        ends_as_simulated(up, first, end)
+        assert sessions(up) == before
+    assert (again.run_id, again.durable, again.HasField("ended_at")) == (run_id, True, False)
+    assert [each.status.rounds_said for each in end.learners] == [ROUNDS] * 3
+
+
+async def test_learners_that_were_told_to_end_or_were_started_again_go_on_from_their_logs(tmp_path: Path) -> None:
+    """As where their coordinator kept nothing; one of them is elsewhere then."""
+    first = work(tmp_path, NAMES, 1, ROUNDS)
+    async with serving(tmp_path, first) as up:
+        assert up.coordinating is not None
+        up.coordinating.config = replace(up.coordinating.config, state=tmp_path / "coordinator")
+        run_id = await lost(up, first)
+        await up.until("ben", LearnerState.STOPPED)
+        await up.until("cleo", LearnerState.STOPPED)
+        await up.leave("ann")
+        await up.join("ann", first.noise)
+        await recover(up, run_id, first.spec)
+        ends_as_simulated(up, first, await its_end(up, run_id, first))
+
+
+async def test_a_changing_network_goes_on_with_the_epochs_that_each_learner_lacks(tmp_path: Path) -> None:
+    """Who never stopped knows them, and who was started again does not."""
+    digraphs = {"sequence": {"kind": "random", "probability": 0.5, "seed": 1, "directed": True}, "weights": "in_degree"}
+    spec = gossip_spec(digraphs, ROUNDS, NAMES, clock={"window": 10, "deadline_s": 100.0})
+    data = made_up(spec)
+    first = Work(spec, data, *recorded(spec, data, tmp_path / "noise.npz"))
+    async with serving(tmp_path, first, durable=True) as up:
+        run_id = await lost(up, first, "ben")
+        await up.join("ben", first.noise)
+        await recover(up, run_id, spec)
+        ends_as_simulated(up, first, await its_end(up, run_id, first))
+
+
+async def test_a_run_that_was_taken_up_before_goes_on_in_that_attempt(tmp_path: Path) -> None:
+    """What comes late from an earlier one must not count."""
+    first = work(tmp_path, NAMES, 1, ROUNDS)
+    async with serving(tmp_path, first, durable=True) as up:
+        (run_id,) = await begun(up, first)
+        await fed(up, run_id, first)
+        assert up.coordinating is not None
+        course = up.coordinating._courses.of("ann")
+        assert course is not None
+        up.coordinating._conductor.end(course, RunState.FAILED, "to be taken up again")
+        await resume(up, run_id)
+        await fed(up, run_id, first, 128)
+        await up.restart_coordinator(lose=True)
+        again = await recover(up, run_id, first.spec)
+        ends_as_simulated(up, first, await its_end(up, run_id, first))
+    assert again.attempt == 1
+
+
+async def test_its_capture_goes_on(tmp_path: Path) -> None:
+    first = work(tmp_path, NAMES, 1, ROUNDS, capture="relay")
+    async with serving(tmp_path, first, durable=True) as up:
+        run_id = await lost(up, first)
+        again = await recover(up, run_id, first.spec)
+        end = await its_end(up, run_id, first)
+        ends_as_simulated(up, first, end)
+    assert (again.capture_error, end.capture_error) == ("", "")
+    assert open_capture(end.capture_location).complete
+
+
+async def test_what_nobody_captures_any_more_is_said(tmp_path: Path) -> None:
+    first = work(tmp_path, NAMES, 1, ROUNDS, capture="mirror")
+    async with serving(tmp_path, first, durable=True) as up:
+        run_id = await lost(up, first)
+        assert up.coordinating is not None
+        up.coordinating._captures.address = None
+        again = await recover(up, run_id, first.spec)
+        end = await its_end(up, run_id, first)
+    assert (end.state, end.detail) == (coordinator_pb2.RUN_STATE_FINISHED, "")
+    assert again.capture_error == end.capture_error
+    assert again.capture_error.startswith(
+        "nothing is captured since the run was taken up again: this coordinator was given no"
+    )
+
+
+async def test_who_takes_a_run_up_brings_the_records_that_its_learners_lack(tmp_path: Path) -> None:
+    first = work(tmp_path, NAMES, 1, ROUNDS)
+    async with serving(tmp_path, first, durable=True) as up:
+        (run_id,) = await begun(up, first)
+        await up.feed(run_id, first.spec, first.data, but=["cleo"])
+        await up.restart_coordinator(lose=True)
+        going = run_on(up.coordinator, first.spec, first.data, lambda *seen: None, recover=run_id)
+        outcome = await asyncio.wait_for(going, PATIENCE_S)
+        ends_as_simulated(up, first, await up.end(run_id))
+    assert (outcome.run_id, outcome.state) == (run_id, "finished")
+
+
+async def test_whoever_watches_a_run_that_was_lost_is_told_what_to_do(tmp_path: Path) -> None:
+    first = work(tmp_path, NAMES, 1, 1000, clock=PACED)
+    async with serving(tmp_path, first, durable=True) as up:
+        running = asyncio.ensure_future(up.run(first.spec, first.data))
+        await up.until("ann", LearnerState.RUNNING, 3)
+        await up.restart_coordinator(lose=True)
+        with pytest.raises(
+            NotReady, match=r"there is none; if its .* `sottovoce run SPEC --recover run-[0-9a-f]+` takes"
+        ):
+            await running
+
+
+async def test_nobody_goes_on_before_all_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever is not is named, and waited for the next time."""
+    first = work(tmp_path, NAMES, 1, ROUNDS)
+    async with serving(tmp_path, first, durable=True) as up:
+        run_id = await lost(up, first, "ben")
+        with monkeypatch.context() as patch:
+            patch.setattr(starting, "_JOINING_S", 3.0)
+            missing = await not_recovered(up, run_id, first.spec)
+        going = asyncio.ensure_future(recover(up, run_id, first.spec))
+        await up.join("ben", first.noise)
+        await asyncio.wait_for(going, PATIENCE_S)
+        ends_as_simulated(up, first, await its_end(up, run_id, first))
+    assert missing == "1 of 3 learners have not joined: ben"
+
+
+async def test_a_run_is_taken_up_with_what_it_was_started_with(tmp_path: Path) -> None:
+    """By the ledger of every learner; whoever errs may try again, for nobody was told anything."""
+    first = work(tmp_path, NAMES, 1, ROUNDS)
+    other = first.spec.model_copy(update={"rounds": 101})
+    async with serving(tmp_path, first, durable=True) as up:
+        run_id = await lost(up, first)
+        spec = await not_recovered(up, run_id, other)
+        features = await not_recovered(up, run_id, first.spec, 4)
+        name = await not_recovered(up, "small-0", first.spec)
+        await recover(up, run_id, first.spec)
+        ends_as_simulated(up, first, await its_end(up, run_id, first))
+    assert spec == features
+    assert spec.startswith(
+        f"run {run_id} is of another spec or other records, by the ledgers of ann, ben, cleo: take it up"
+    )
+    assert name.startswith(f"learner 'ann' must have the log of run 'small-0', got that of run {run_id!r}: ")
+
+
+async def test_a_learner_without_the_log_of_a_run_does_not_begin_it_anew(tmp_path: Path) -> None:
+    """Its state folder is lost, too: it would say rounds again."""
+    first = work(tmp_path, NAMES, 1, ROUNDS)
+    async with serving(tmp_path, first, durable=True) as up:
+        run_id = await lost(up, first, "cleo")
+        up.folder = tmp_path / "new"
+        await up.join("cleo", first.noise)
+        assert (await not_recovered(up, run_id, first.spec)).startswith(
+            f"learner 'cleo' must have the log of run {run_id!r}, got none: "
+        )
+
+
+async def test_a_learner_that_was_set_back_at_the_same_time_says_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By one round, which no log has: who has heard it never stopped, and remembers it."""
+    first, journals = work(tmp_path, NAMES, 1, clock={"deadline_s": 10.0}), tmp_path / "journals"
+    monkeypatch.setattr(feeder, "_ROUNDS_PER_BATCH", 1)
+    async with serving(tmp_path, first, durable=True) as up:
+        (run_id,) = await begun(up, first)
+        await fed(up, run_id, first, 20)
+        await until_heard(up, "ben", 20)
+        earlier = {file: file.read_bytes() for file in journals.rglob("*ben*/*") if file.is_file()}
+        earlier |= {file: file.read_bytes() for file in journals.glob("ben.*")}
+        before = said_rounds(journals, "ben")
+        await fed(up, run_id, first, 21)
+        await until_heard(up, "ben", 21)
+        await up.leave("ben")
+        await up.restart_coordinator(lose=True)
+        for file, content in earlier.items():
+            file.write_bytes(content)
+        await up.join("ben", first.noise)
+        await recover(up, run_id, first.spec)
+        await up.feed(run_id, first.spec, first.data, but=["ann", "cleo"])
+        end = await up.end(run_id)
+    assert end.state == coordinator_pb2.RUN_STATE_FAILED
+    assert (len(before), said_rounds(journals, "ben")) == (21, before)
+
+
+async def test_a_run_that_nobody_takes_up_ends_when_patience_does(tmp_path: Path) -> None:
+    """Whoever joins a coordinator that cannot lead the run is as alone as before."""
+    first = work(tmp_path, NAMES, 1, ROUNDS, clock={"patience_s": 4.0})
+    async with serving(tmp_path, first, durable=True) as up:
+        run_id = await lost(up, first)
+        feeding = asyncio.ensure_future(up.feed(run_id, first.spec, first.data))
+        for name in NAMES:
+            await up.until(name, LearnerState.FAILED)
+        details = [(await up.status(name)).detail for name in NAMES]
+        feeding.cancel()
+    assert [detail.rpartition(" ")[0] for detail in details] == [
+        "waited 4 s for a grant of the coordinator in round"
+    ] * 3
+
+
+async def test_what_is_known_is_not_taken_up_again(tmp_path: Path) -> None:
+    """Not when two operators ask at once, either."""
+    first = work(tmp_path, NAMES, 1, ROUNDS)
+    async with serving(tmp_path, first, durable=True) as up:
+        run_id = await lost(up, first)
+        asked = recover(up, run_id, first.spec), recover(up, run_id, first.spec)
+        answers: tuple[Any, ...] = await asyncio.gather(*asked, return_exceptions=True)
+        (error,) = [each for each in answers if isinstance(each, grpc.aio.AioRpcError)]
+        known = await not_recovered(up, run_id, first.spec)
+        ends_as_simulated(up, first, await its_end(up, run_id, first))
+        over = await not_recovered(up, run_id, first.spec)
+    assert run_id in (error.details() or "")
+    assert known.startswith(f"run {run_id} is known here and is not lost; it is running. ")
+    assert over.startswith(f"run {run_id} is known here and is not lost; it is finished. ")
+
+
+async def test_a_run_is_taken_up_by_a_coordinator_that_keeps_it(tmp_path: Path) -> None:
+    first = work(tmp_path, NAMES, 1, ROUNDS)
+    async with serving(tmp_path, first) as up:
+        run_id = await lost(up, first)
+        assert "start this one with --state FOLDER" in await not_recovered(up, run_id, first.spec)
