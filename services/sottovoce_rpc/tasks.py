@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from types import TracebackType
@@ -73,6 +74,9 @@ async def beside(*works: Coroutine[Any, Any, object]) -> AsyncIterator[None]:
 
     An `asyncio.TaskGroup` that waits for nobody but the block, and raises what failed first as it is, not in a group.
     """
+    owner = asyncio.current_task()
+    assert owner is not None  # noqa: S101 - asynchronous code runs in one
+    before = owner.cancelling()
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(work) for work in works]
@@ -80,6 +84,8 @@ async def beside(*works: Coroutine[Any, Any, object]) -> AsyncIterator[None]:
             for task in tasks:
                 task.cancel()
     except BaseExceptionGroup as errors:
+        if sys.version_info < (3, 13) and owner.cancelling() > before:  # later groups do not lose it
+            raise asyncio.CancelledError from None
         raise first_of(errors) from None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -184,3 +185,26 @@ def test_no_task_is_started_that_nobody_owns() -> None:
         if bare.search(line) and path.name != "tasks.py"
     ]
     assert found == []
+
+
+async def test_a_cancellation_is_not_lost_where_a_work_fails_at_the_same_time() -> None:
+    """Whoever goes on after the failure would otherwise live on."""
+    fail = asyncio.Event()
+
+    async def failing() -> None:
+        await fail.wait()
+        raise ValueError("it failed")
+
+    async def follower() -> None:
+        with contextlib.suppress(ValueError):
+            async with beside(failing()):
+                await asyncio.Event().wait()
+        await asyncio.Event().wait()
+
+    task = asyncio.get_running_loop().create_task(follower())
+    await asyncio.sleep(0.01)
+    fail.set()
+    await asyncio.sleep(0)  # the work fails; the group has not heard of it yet
+    task.cancel()
+    await asyncio.wait([task], timeout=10.0)
+    assert task.cancelled()
