@@ -9,6 +9,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from sottovoce.errors import CaptureError
 from sottovoce.noise import RecordedNoise, Recorder, SeededNoise
 from sottovoce.running.replay import replay
 from sottovoce.running.run import Run, build_run
@@ -16,7 +17,7 @@ from sottovoce.running.simulator import simulate
 from sottovoce.running.transcript import Transcript
 from sottovoce.spec import RunSpec
 from sottovoce_client.running.operate import Outcome
-from sottovoce_eavesdropper.reading import open_capture
+from sottovoce_eavesdropper.reading import _Listening, open_capture
 from sottovoce_learner import store
 from sottovoce_learner.ledger import Ledger
 from sottovoce_learner.session import Session
@@ -297,3 +298,13 @@ async def test_what_a_run_cannot_do_is_refused_and_it_goes_on(
         assert why in ((await refused(ask(up, f"{verb}Run", asked))).details() or "")
         outcome = await running
     assert outcome.state == "finished" and not outcome.absences
+
+
+def test_what_came_of_a_lost_learner_and_was_not_used_is_no_forgery() -> None:
+    """It is on the wire, as long as the learner may have spoken; afterwards nobody can have heard it."""
+    lost = {"learner": "dora", "first_round": 20, "unheard": {"ann": 12, "ben": 12, "cleo": 13}}
+    run = build_run(small_spec(30, NAMES, topology=COMPLETE, absences=[lost]), 3)
+    listening = _Listening(run.network)
+    listening.require(3, 0, 3, 12, "a capture")
+    with pytest.raises(CaptureError, match="learner 0 does not hear learner 3 in round 20"):
+        listening.require(3, 0, 3, 20, "a capture")

@@ -73,7 +73,9 @@ def verdict_of(summary: RunSummary) -> _Headline:
     if math.isinf(swap.budget):
         text = f"Every claimed ε is infinite. The largest privacy loss found in this capture is {number(swap.loss)}."
         return _Headline("open", "Nothing finite was promised", text)
-    examined, said = min(len(s.by_round) for _, _, s in _cases(summary)), summary.rounds_done
+    # Who left said nothing in the rounds that follow, which is no lack of the capture.
+    examined = min((len(s.by_round) for who, _, s in _cases(summary) if not who.left), default=summary.rounds_done)
+    said = summary.rounds_done
     if 2 * examined < said:
         text = f"What learners said could be replayed for {examined} of {said} rounds at least, because in later ones nobody "
         text += f"heard them. The largest privacy loss found is {number(swap.loss)}, within the claim of {number(swap.budget)}."

@@ -33,7 +33,9 @@ from sottovoce_eavesdropper.reading import open_capture
 def summarise(run: Run, data: PlacedData, outcome: Outcome) -> RunSummary:
     """Gather everything that is shown and saved of a run."""
     transcript, capture = _overheard(run, outcome)
-    accuracies = [_accuracy(labels, data.test_labels) for labels in outcome.predictions]
+    took_part = [run.spec.roster.attendance(i, run.spec.rounds).end > 0 for i in range(run.spec.n_learners)]
+    predictions = [labels if part else None for labels, part in zip(outcome.predictions, took_part, strict=True)]
+    accuracies = [_accuracy(labels, data.test_labels) for labels in predictions]
     learners = tuple(_learner(run, data, outcome, transcript, i, accuracy) for i, accuracy in enumerate(accuracies))
     return RunSummary(
         name=run.spec.name,
@@ -48,7 +50,7 @@ def summarise(run: Run, data: PlacedData, outcome: Outcome) -> RunSummary:
         edges=run.network.edges,
         promise=_promise(run),
         learners=learners,
-        disagreement=_disagreement(outcome.predictions),
+        disagreement=_disagreement(predictions),
         central_accuracy=central_accuracy(run, data),
         capture=capture,
         warnings=tuple((finding.code, finding.text) for finding in run.warnings),
@@ -189,7 +191,8 @@ def _learner(
     record = np.cumsum(dearest_losses(record_losses(run.algorithm.accountant(index), own), event.per_round))
     said = status.rounds_said
     swaps: tuple[Swap | None, Swap | None] = (None, None)
-    if transcript is not None and transcript.unbroken(index) and len(own.order):
+    attendance = run.spec.roster.attendance(index, run.spec.rounds)
+    if transcript is not None and transcript.unbroken(index, attendance) and len(own.order):
         swaps = (
             _swap(run, transcript, data, index, event.cumulative, every_use=False),
             _swap(run, transcript, data, index, first.cumulative, every_use=True),
@@ -221,7 +224,8 @@ def _learner(
 def _swap(
     run: Run, transcript: Transcript, data: PlacedData, learner: int, claimed: FloatArray, *, every_use: bool
 ) -> Swap | None:
-    transcript = transcript.until(transcript.unbroken(learner))
+    attendance = run.spec.roster.attendance(learner, run.spec.rounds)
+    transcript = transcript.until(transcript.unbroken(learner, attendance))
     found = most_telling(run, transcript, data, learner, every_use=every_use)
     if found is None:
         return None

@@ -157,10 +157,12 @@ async def _asked(coordinator: str, ask: Callable[[coordinator_pb2_grpc.Coordinat
 
 def _learners(run: coordinator_pb2.Run) -> Table:
     table = _table("learner", "address", "state", "rounds", "ε spent")
+    lost = {each["learner"] for each in json.loads(run.spec).get("absences") or () if each.get("unheard")}
     for each in run.learners:
         status = LearnerStatus.from_wire(each.status)
         away = each.HasField("away_since")
         state = f"away since {_moment(each.away_since.ToDatetime(UTC))}" if away else status.state.name.lower()
+        state = "lost" if status.learner in lost else state
         table.add_row(status.learner, each.address, state, count(status.rounds_done), number(status.epsilon_spent))
     return table
 
