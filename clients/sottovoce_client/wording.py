@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
+from sottovoce.network.roster import Absence
 from sottovoce.running.late import Lateness
 
 NOTHING = "–"
@@ -43,6 +44,15 @@ def noticed_line(findings: int, first: Sequence[str]) -> str:
         return ""
     more = " …" if findings > 1 else ""
     return f"The eavesdropper noticed {plural(findings, 'thing')} that must never happen: {'; '.join(first[:1])}{more}"
+
+
+def away_line(absence: Absence) -> str:
+    """Who was away, and in which rounds."""
+    if absence.unheard:
+        return f"{absence.learner} was lost before round {absence.first_round}"
+    if absence.until_round is None:
+        return f"{absence.learner} is away from round {absence.first_round} on"
+    return f"{absence.learner} is away in rounds {absence.first_round} to {absence.until_round - 1}"
 
 
 def late_line(late: Lateness | None) -> str:

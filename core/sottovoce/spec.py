@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import reprlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,7 +21,7 @@ from sottovoce.decision_sets import AnyDecisionSet, L2Ball
 from sottovoce.errors import SpecError
 from sottovoce.losses import AnyLoss
 from sottovoce.losses.logistic import Logistic
-from sottovoce.network.roster import Absence, Roster, check_absences
+from sottovoce.network.roster import Absence, Roster, check_absences, names_of
 from sottovoce.network.topology import Topology
 from sottovoce.registry import Count, Positive, Registry, Section
 
@@ -160,11 +160,6 @@ class RunSpec(Section):
         if len(set(self.names)) != len(self.names):
             raise ValueError(f"learner names must differ, got {list(self.names)}")
         return self
-
-
-def names_of(learners: int | Sequence[str]) -> tuple[str, ...]:
-    """Names of so many learners, or of these."""
-    return tuple(f"learner-{i}" for i in range(learners)) if isinstance(learners, int) else tuple(learners)
 
 
 # ---- reading and writing ---------------------------------------------------------------------------------

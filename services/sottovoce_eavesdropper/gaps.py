@@ -5,8 +5,11 @@ A learner copies every round, and on a channel that is relayed rounds follow eac
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from sottovoce.network.roster import Attendance
 
 
 @dataclass(slots=True)
@@ -24,9 +27,14 @@ Way = tuple[int, ...]
 
 
 class Gaps:
-    """Gaps in what was overheard of one run."""
+    """Gaps in what was overheard of one run.
 
-    def __init__(self) -> None:
+    Attributes:
+        attendances: in which rounds learners take part, by index; of those who are not named, in all.
+    """
+
+    def __init__(self, attendances: Mapping[int, Attendance] | None = None) -> None:
+        self.attendances = attendances or {}
         self._senders: dict[Way, _Sender] = {}
 
     def begun(self, *sender: int) -> None:
@@ -57,12 +65,20 @@ class Gaps:
         if own is None:
             return
         if t >= own.due:
-            if t > own.due:
-                own.missing.append(range(own.due, t))
+            own.missing += self._lacking(way, range(own.due, t))
             own.due = t + 1
             return
         parts = ((range(each.start, t), range(t + 1, each.stop)) if t in each else (each,) for each in own.missing)
         own.missing = [part for pair in parts for part in pair if part]
+
+    def _lacking(self, way: Way, rounds: range) -> list[range]:
+        """Those of some rounds that did not come in which both ends take part."""
+        parts = [rounds]
+        for learner in way:
+            if (attendance := self.attendances.get(learner)) is not None:
+                cuts = ((part, each) for part in parts for each in attendance.stretches)
+                parts = [range(max(part.start, each.start), min(part.stop, each.stop)) for part, each in cuts]
+        return [part for part in parts if part]
 
     @property
     def unsure(self) -> bool:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from sottovoce.errors import RemoteProtocolError
+from sottovoce.network.roster import Attendance, Roster
 from sottovoce.running.transcript import parquet
 from sottovoce_eavesdropper.gaps import Gaps
 from sottovoce_eavesdropper.lookout import Lookout, Row
@@ -124,6 +125,7 @@ class CaptureFile:
         parquet()
         spec = json.loads(self.spec)
         self.lookout = Lookout(self.capture_id, spec, self.n_features, self.fields, allow_imports=self.allow_imports)
+        self.gaps.attendances = _attendances(spec)
         self.place = open_folder(self.folder)
         self.place.make()
         if not self.parts:  # else what stands there is true until more is known
@@ -153,8 +155,9 @@ class CaptureFile:
 
     def amend(self, spec: str) -> None:
         """Learners leave or join: the run has another spec from now on, which says the same of what was recorded."""
-        self.spec = spec
-        self.lookout.amend(json.loads(spec))
+        self.spec, document = spec, json.loads(spec)
+        self.lookout.amend(document)
+        self.gaps.attendances = _attendances(document)
 
     def describe(self) -> None:
         """Write down what the capture is.
@@ -201,7 +204,8 @@ class CaptureFile:
         await self.flush()
         rounds = json.loads(self.spec).get("rounds", 0)
         for way, due in self.awaited.items():
-            if 0 < due < rounds:  # 0: in a network with directions nothing may ever pass there
+            ends = (each.end for i, each in self.gaps.attendances.items() if i in way)
+            if 0 < due < min(rounds, *ends):  # 0: in a network with directions nothing may ever pass there
                 self.gaps.resumed(*way, due=due, t=None)
         if self.broken is None:
             self._complete = over and not self.gaps.facts()
@@ -274,3 +278,12 @@ def _part(rows: Sequence[Row], run: str, world: int | None, replica: int | None)
     parquet().write_table(table, sink, compression="zstd")
     content: bytes = sink.getvalue().to_pybytes()
     return content
+
+
+def _attendances(spec: Mapping[str, Any]) -> dict[int, Attendance]:
+    """In which rounds learners take part, where some are away; nobody has checked the spec that came with a capture."""
+    try:
+        roster, rounds = Roster.of_spec(spec), int(spec["rounds"])
+        return {i: roster.attendance(i, rounds) for i in range(len(roster.names) if roster.absences else 0)}
+    except (ValueError, TypeError, KeyError):
+        return {}

@@ -6,10 +6,10 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from sottovoce.network.roster import Absence, Roster
+from sottovoce.network.roster import Roster
 from sottovoce.privacy.guarantee import Guarantee
 from sottovoce.running.run import Run, build_run
-from sottovoce.spec import RunSpec, names_of, parse_spec
+from sottovoce.spec import RunSpec, parse_spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +98,7 @@ class LedgerLine:
     @property
     def roster(self) -> Roster:
         """Who takes part in which round."""
-        document = json.loads(self.spec)
-        return Roster(names_of(document["learners"]), [Absence(**each) for each in document.get("absences") or ()])
+        return Roster.of_spec(json.loads(self.spec))
 
     @classmethod
     def unknown(cls, learner: str, run_id: str) -> LedgerLine:

@@ -75,6 +75,7 @@ async def test_a_run_with_absences_is_what_the_simulator_says(tmp_path: Path, sp
     async with network(tmp_path, spec.names, noise=noise) as up:
         outcome = await up.run(spec, data)
     assert outcome.state == "finished"
+    assert open_capture(outcome.capture or "").complete
     said = transcript_of(outcome, run)
     for name, values in simulated.fields.items():
         np.testing.assert_allclose(said.fields[name], values, rtol=1e-9, atol=1e-12)

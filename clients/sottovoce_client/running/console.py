@@ -279,6 +279,8 @@ def _facts(summary: RunSummary, report: Path | None) -> Iterator[tuple[str, Text
     accuracies = share_range(learner.test_accuracy for learner in summary.learners)
     disagree = f"; two learners differ on at most {share(summary.disagreement)} of held-out records"
     yield "accuracy", Text(accuracies + (disagree if summary.disagreement is not None else ""))
+    if summary.away:
+        yield "away", Text("\n".join(summary.away))
     if summary.capture is not None:
         heard = f"{plural(summary.capture.messages, 'message')}, {size(summary.capture.bytes)}, {summary.capture.mode}"
         if whole := whole_line(len(summary.capture.heard), summary.rounds_done):

@@ -26,7 +26,7 @@ from sottovoce.running.transcript import Transcript
 from sottovoce.spec import dump_spec
 from sottovoce_client.running.operate import Outcome, has_left
 from sottovoce_client.running.summary import CaptureSummary, LearnerSummary, Noticed, Promise, RunSummary, Swap
-from sottovoce_client.wording import plural
+from sottovoce_client.wording import away_line, plural
 from sottovoce_eavesdropper.reading import open_capture
 
 
@@ -61,6 +61,7 @@ def summarise(run: Run, data: PlacedData, outcome: Outcome) -> RunSummary:
         private_noise=not any(status.noise_is_not_private for status in outcome.statuses),
         noticed=noticed_in(outcome),
         one_way=one_way(run.network),
+        away=tuple(map(away_line, run.spec.absences or ())),
         not_captured=tuple(not_captured(outcome)),
     )
 

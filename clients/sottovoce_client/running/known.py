@@ -12,9 +12,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from sottovoce.network.roster import Absence
 from sottovoce_client import terminal
 from sottovoce_client.running.operate import BY_OPERATOR, RESUME_S
-from sottovoce_client.wording import NOTHING, count, duration, number
+from sottovoce_client.wording import NOTHING, away_line, count, duration, number
 from sottovoce_rpc.learner_status import LearnerStatus
 from sottovoce_rpc.server import channel
 from sottovoce_rpc.status import as_error
@@ -116,11 +117,9 @@ async def _say_since(coordinator: str, run_id: str, learner: str, console: Conso
     """In which rounds a learner is away, as the run is now."""
     request = coordinator_pb2.GetRunRequest(run_id=run_id)
     run = await _asked(coordinator, lambda stub: stub.GetRun(request, timeout=CALL_S))
-    own = (each for each in json.loads(run.spec).get("absences") or () if each["learner"] == learner)
-    for away in own:
-        until = "on" if away.get("until_round") is None else f"to {away['until_round'] - 1}"
-        lost = ", lost" if away.get("unheard") else ""
-        console.print(Text(f"{learner} is away from round {away['first_round']} {until}{lost}"))
+    for each in json.loads(run.spec).get("absences") or ():
+        if each["learner"] == learner:
+            console.print(Text(away_line(Absence(**each))))
 
 
 async def rebind(coordinator: str, learner: str, console: Console | None = None) -> None:

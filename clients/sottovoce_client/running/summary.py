@@ -211,6 +211,7 @@ class RunSummary:
     private_noise: bool = True
     noticed: Noticed | None = None
     one_way: tuple[tuple[int, int], ...] = ()
+    away: tuple[str, ...] = ()
     not_captured: tuple[str, ...] = ()
 
     @property

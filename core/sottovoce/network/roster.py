@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -89,6 +90,15 @@ class Roster:
     def __post_init__(self) -> None:
         object.__setattr__(self, "_index", {name: i for i, name in enumerate(self.names)})
 
+    @classmethod
+    def of_spec(cls, document: Mapping[str, Any]) -> Roster:
+        """Of a run spec as a document; it was checked before.
+
+        Raises:
+            ValueError, TypeError, KeyError: it was not.
+        """
+        return cls(names_of(document["learners"]), [Absence(**each) for each in document.get("absences") or ()])
+
     def is_there(self, learner: int, t: int) -> bool:
         """Does it take part in the round?"""
         return bool(self.there(t)[learner])
@@ -149,6 +159,11 @@ class Roster:
             own[hearer] += neighbours[hearer, silent]
             neighbours[hearer, silent] = 0.0
         return Mixing(neighbours, own)
+
+
+def names_of(learners: int | Sequence[str]) -> tuple[str, ...]:
+    """Names of so many learners, or of these."""
+    return tuple(f"learner-{i}" for i in range(learners)) if isinstance(learners, int) else tuple(learners)
 
 
 def check_absences(roster: Roster, rounds: int) -> None:

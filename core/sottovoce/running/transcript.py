@@ -17,7 +17,7 @@ from zipfile import BadZipFile
 import numpy as np
 
 from sottovoce.algorithms.interface import Message
-from sottovoce.arrays import FloatArray
+from sottovoce.arrays import BoolArray, FloatArray
 from sottovoce.data.files import import_extra
 from sottovoce.errors import CaptureError
 from sottovoce.network.roster import Attendance
@@ -68,7 +68,7 @@ class Transcript:
             attendance: the rounds in which it takes part (default: all); in others there is nothing to hear.
         """
         values = next(iter(self.fields.values()))[:, learner]
-        unheard = np.isnan(values.reshape(len(values), -1)).any(axis=1)
+        unheard: BoolArray = np.asarray(np.isnan(values.reshape(len(values), -1)).any(axis=1))
         if attendance is not None:
             unheard &= attendance.mask()[: len(unheard)]
         return int(unheard.argmax()) if unheard.any() else self.rounds
