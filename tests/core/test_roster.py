@@ -15,6 +15,7 @@ from sottovoce.algorithms.ldp_dol.sensitivity import SensitivityRecursion
 from sottovoce.auditing.audit import audit_simulated
 from sottovoce.auditing.plan import plan_audit
 from sottovoce.auditing.swaps import swaps
+from sottovoce.budget.composition import dearest_record, message_losses, record_losses
 from sottovoce.data import PlacedData
 from sottovoce.data.dataset import Dataset, Labelled
 from sottovoce.errors import CheckFailed, DataError, SpecError
@@ -457,6 +458,27 @@ def test_ldp_dol_is_charged_by_the_own_weights_of_every_round(learner: int) -> N
     np.testing.assert_allclose(run.guarantee(learner).per_round, expected, rtol=0, atol=1e-10)
     always = build_run(spec_of(None), 3).guarantee(learner).per_round
     assert not np.allclose(always, run.guarantee(learner).per_round)
+
+
+@pytest.mark.parametrize("name", ["ldp-dol", "dsgd", "dola"])
+def test_who_leaves_costs_no_more_by_record_or_at_a_delta(name: str) -> None:
+    """As in a run that is planned to end then: by single records in all of their uses, too."""
+    gone = {"data": {"reuse": True}, "absences": [{"learner": "ben", "first_round": 8}]}
+    run, short = (build_run(of_algorithm(name, **each), 3) for each in (gone, {**gone, "absences": None, "rounds": 8}))
+    own, until = (made_up(each.spec, records=5).learners[1] for each in (run, short))
+    assert run.attendance(1).end == 8
+    records = record_losses(run.algorithm.accountant(1), own, 8)
+    expected = record_losses(short.algorithm.accountant(1), until)
+    event = run.guarantee(1, np.diff(own.offsets)).per_round
+    assert sorted(each.records for each in records) == sorted(each.records for each in expected)
+    cost = dearest_record(expected, short.guarantee(1, np.diff(until.offsets)).per_round)
+    assert dearest_record(records, event) == pytest.approx(cost, rel=1e-9)
+    assert dearest_record(record_losses(run.algorithm.accountant(1), own), event) > cost * 1.01
+    single = message_losses(run.algorithm.accountant(1), np.diff(own.offsets), 8)
+    alone = message_losses(short.algorithm.accountant(1), np.diff(until.offsets))
+    assert single is not None and alone is not None
+    np.testing.assert_allclose(np.sort(single)[::-1][:8], np.sort(alone)[::-1], rtol=1e-9)
+    assert np.count_nonzero(single) <= 8
 
 
 # ---- refused ---------------------------------------------------------------------------------------------------------
