@@ -352,6 +352,18 @@ def test_records_in_a_round_away_are_refused() -> None:
         next(simulate(build_run(spec_of(ABSENCES[1:2]), 3), made_up(everybody), no_noise))
 
 
+def test_a_learner_that_is_not_heard_where_it_was_is_not_one_that_was_away() -> None:
+    spec = spec_of()
+    run, data = build_run(spec, 3), made_up(spec)
+    said = heard(run, data)
+    attendances = [spec.roster.attendance(i, ROUNDS) for i in range(4)]
+    assert [said.unbroken(i) for i in range(4)] == [12, 8, 3, 0]
+    assert [said.unbroken(i, each) for i, each in enumerate(attendances)] == [12] * 4
+    gap = said.fields["y"].copy()
+    gap[7, 2] = np.nan
+    assert [Transcript({"y": gap}).unbroken(i, each) for i, each in enumerate(attendances)] == [12, 12, 7, 12]
+
+
 # ---- placement -------------------------------------------------------------------------------------------------------
 
 

@@ -186,10 +186,13 @@ def _learner(
     first = event
     if len(own.order):
         first = run.guarantee(index, counts, own.uses_by_round(int(own.order[0])))
-    record = np.cumsum(dearest_losses(record_losses(run.algorithm.accountant(index), own), event.per_round))
+    losses = record_losses(run.algorithm.accountant(index), own, run.attendance(index).end)
+    record = np.cumsum(dearest_losses(losses, event.per_round))
     said = status.rounds_said
     swaps: tuple[Swap | None, Swap | None] = (None, None)
-    if transcript is not None and transcript.unbroken(index) and len(own.order):
+    heard = 0 if transcript is None else transcript.unbroken(index, run.attendance(index))
+    if transcript is not None and heard and len(own.order):
+        transcript = transcript.until(heard)
         swaps = (
             _swap(run, transcript, data, index, event.cumulative, every_use=False),
             _swap(run, transcript, data, index, first.cumulative, every_use=True),
@@ -221,7 +224,6 @@ def _learner(
 def _swap(
     run: Run, transcript: Transcript, data: PlacedData, learner: int, claimed: FloatArray, *, every_use: bool
 ) -> Swap | None:
-    transcript = transcript.until(transcript.unbroken(learner))
     found = most_telling(run, transcript, data, learner, every_use=every_use)
     if found is None:
         return None

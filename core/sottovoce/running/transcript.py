@@ -20,6 +20,7 @@ from sottovoce.algorithms.interface import Message
 from sottovoce.arrays import FloatArray
 from sottovoce.data.files import import_extra
 from sottovoce.errors import CaptureError
+from sottovoce.network.roster import Attendance
 from sottovoce.running.late import USED
 
 if TYPE_CHECKING:
@@ -59,10 +60,17 @@ class Transcript:
         """The first rounds of it."""
         return Transcript({name: values[:rounds] for name, values in self.fields.items()})
 
-    def unbroken(self, learner: int) -> int:
-        """Number of rounds before the first one in which nobody heard this learner: its noise is unknown from there on."""
+    def unbroken(self, learner: int, attendance: Attendance | None = None) -> int:
+        """Number of rounds before the first one in which nobody heard this learner: its noise is unknown from there on.
+
+        Args:
+            learner: its index.
+            attendance: the rounds in which it says something (default: all).
+        """
         values = next(iter(self.fields.values()))[:, learner]
         unheard = np.isnan(values.reshape(len(values), -1)).any(axis=1)
+        if attendance is not None:
+            unheard &= attendance.mask()[: len(values)]
         return int(unheard.argmax()) if unheard.any() else self.rounds
 
     def message(self, t: int, sender: int) -> Message:
