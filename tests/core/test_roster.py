@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from sottovoce.algorithms.ldp_dol.algorithm import LdpDol
 from sottovoce.algorithms.ldp_dol.sensitivity import SensitivityRecursion
+from sottovoce.arrays import FloatArray
 from sottovoce.auditing.audit import audit_simulated
 from sottovoce.auditing.plan import plan_audit
 from sottovoce.auditing.swaps import swaps
@@ -21,6 +22,8 @@ from sottovoce.data.dataset import Dataset, Labelled
 from sottovoce.errors import CheckFailed, DataError, SpecError
 from sottovoce.experiment import Experiment
 from sottovoce.lab.selftest.bases import ALGORITHMS
+from sottovoce.lab.watch.canaries import CanaryTest, draw
+from sottovoce.lab.watch.watch import Watch
 from sottovoce.network.mixing import Mixing
 from sottovoce.network.network import Network, PartialNetwork
 from sottovoce.network.roster import Absence, Mask, Roster
@@ -658,3 +661,50 @@ def test_who_is_away_is_not_in_the_means() -> None:
         assert curve.learners is not None and (np.isnan(curve.learners) == ~there).all()
         np.testing.assert_allclose(curve.mean, np.nanmean(curve.learners, axis=1), rtol=1e-12)
         assert np.isfinite(curve.mean).all() and np.isfinite(curve.error).all()
+
+
+def test_a_watch_accuses_nobody_who_is_away() -> None:
+    """Each of five watches of a correct run raises an alarm with probability 0.001 at most, so one of them with 0.005."""
+    spec = spec_of(rounds=40, algorithm={"sigma": 3.0})
+    run, data = build_run(spec, 3), made_up(spec)
+    for seed in range(5):
+        whole, heard_only = (Watch(run, data, 1e-3, range(4)) for _ in range(2))
+        for step in simulate(run, data, SeededNoise(seed)):
+            messages = step.by_sender()
+            there = {i: said for i, said in messages.items() if spec.roster.is_there(i, step.t)}
+            assert not whole.take(step.t, messages) and not heard_only.take(step.t, there)
+        assert whole.e == heard_only.e and all(each.heard and each.rounds == 40 for each in whole.learners)
+
+
+def test_a_watch_sees_too_little_noise_of_who_joined_late() -> None:
+    """A quarter of the scale: 0.636 nats a number, 69 in 36 rounds with a deviation of 8; 12.1 raise an alarm.
+
+    So it is missed with a probability below 0.001.
+    """
+    spec = spec_of(ABSENCES[:1], rounds=40, algorithm={"sigma": 3.0})
+    run, data = build_run(spec, 3), made_up(spec)
+
+    class Quartered(SeededNoise):
+        def __call__(self, request: Any) -> FloatArray:
+            drawn = super().__call__(request)
+            drawn[3] = np.rint(drawn[3] / 4.0 / request.grid) * request.grid
+            return drawn
+
+    watch, alarms = Watch(run, data, 1e-3, range(4)), []
+    for step in simulate(run, data, Quartered(1)):
+        alarms += watch.take(step.t, step.by_sender())
+    assert 3 in {alarm.learner for alarm in alarms} and {alarm.learner for alarm in alarms} <= {3, None}
+
+
+def test_canaries_are_where_learners_are_there() -> None:
+    """Each of three tests of a correct run raises an alarm with probability 0.001 at most."""
+    spec = spec_of(rounds=40)
+    run, data = build_run(spec, 3), made_up(spec)
+    for seed in range(3):
+        canaries = draw(run, data, 12, np.random.default_rng(seed))
+        assert all(spec.roster.is_there(each.learner, each.round) for each in canaries.places)
+        known = canaries.in_data(data)
+        test = CanaryTest(run, known, canaries, 1e-3)
+        for step in simulate(run, known, SeededNoise(seed)):
+            assert not test.take(step.t, step.by_sender())
+        assert test.scored == 12
