@@ -16,6 +16,7 @@ from sottovoce.running.run import Run, build_run
 from sottovoce.running.simulator import simulate
 from sottovoce.running.transcript import Transcript
 from sottovoce.spec import RunSpec
+from sottovoce_client.running.evaluate import summarise
 from sottovoce_client.running.operate import Outcome
 from sottovoce_eavesdropper.reading import _Listening, open_capture
 from sottovoce_learner import store
@@ -88,6 +89,10 @@ async def test_a_run_with_absences_is_what_the_simulator_says(tmp_path: Path, sp
         assert len(losses.realised) == spec.rounds
         assert np.abs(losses.total).max() <= promised.cumulative[-1]
         assert outcome.statuses[i].epsilon_spent == pytest.approx(promised.epsilon(), rel=1e-12)
+    for reported in summarise(
+        run, data, outcome
+    ).learners:  # rounds in which nobody spoke are not rounds that nobody heard
+        assert reported.swap_event is not None and len(reported.swap_event.by_round) == spec.rounds
 
 
 async def test_who_joins_late_need_not_be_there_before(tmp_path: Path) -> None:

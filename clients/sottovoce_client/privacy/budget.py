@@ -127,7 +127,8 @@ def line_of(prepared: Prepared, learner: int, question: Question) -> BudgetLine:
     run, own = prepared.run, prepared.data.learners[learner]
     counts, accountant = np.diff(own.offsets), run.algorithm.accountant(learner)
     guarantee = run.guarantee(learner, counts)
-    records = record_losses(accountant, own) if question.uses else []
+    end = run.attendance(learner).end
+    records = record_losses(accountant, own, end) if question.uses else []
     charged = [each.charged(guarantee.per_round) for each in records]
     dearest = max(charged, key=math.fsum) if charged else None
     group = None
@@ -136,7 +137,7 @@ def line_of(prepared: Prepared, learner: int, question: Question) -> BudgetLine:
         group = group_loss(records or [Alike(size, 1, None)], guarantee.per_round, size)
     at_delta = record_at_delta = None
     if question.delta is not None:
-        single, mechanism = message_losses(accountant, counts), guarantee.mechanism
+        single, mechanism = message_losses(accountant, counts, end), guarantee.mechanism
         at_delta, record_at_delta = guarantee.epsilon(), None if dearest is None else math.fsum(dearest)
         if single is not None:
             at_delta = min(at_delta, epsilon_at(question.delta, single, mechanism))

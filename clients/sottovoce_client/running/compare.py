@@ -167,7 +167,8 @@ def result_of(source: str, prepared: Prepared, replicas: int, seed: int) -> Resu
     for i, own in enumerate(data.learners):
         counts = np.diff(own.offsets)
         events.append(run.guarantee(i, counts))
-        records.append(dearest_record(record_losses(run.algorithm.accountant(i), own), events[-1].per_round))
+        losses = record_losses(run.algorithm.accountant(i), own, run.attendance(i).end)
+        records.append(dearest_record(losses, events[-1].per_round))
     shared = events[0].shared
     return Result(
         source=source,

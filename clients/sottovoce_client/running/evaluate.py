@@ -33,7 +33,7 @@ from sottovoce_eavesdropper.reading import open_capture
 def summarise(run: Run, data: PlacedData, outcome: Outcome) -> RunSummary:
     """Gather everything that is shown and saved of a run."""
     transcript, capture = _overheard(run, outcome)
-    took_part = [run.spec.roster.attendance(i, run.spec.rounds).end > 0 for i in range(run.spec.n_learners)]
+    took_part = [run.attendance(i).end > 0 for i in range(run.spec.n_learners)]
     predictions = [labels if part else None for labels, part in zip(outcome.predictions, took_part, strict=True)]
     accuracies = [_accuracy(labels, data.test_labels) for labels in predictions]
     learners = tuple(_learner(run, data, outcome, transcript, i, accuracy) for i, accuracy in enumerate(accuracies))
@@ -189,11 +189,13 @@ def _learner(
     first = event
     if len(own.order):
         first = run.guarantee(index, counts, own.uses_by_round(int(own.order[0])))
-    record = np.cumsum(dearest_losses(record_losses(run.algorithm.accountant(index), own), event.per_round))
+    losses = record_losses(run.algorithm.accountant(index), own, run.attendance(index).end)
+    record = np.cumsum(dearest_losses(losses, event.per_round))
     said = status.rounds_said
     swaps: tuple[Swap | None, Swap | None] = (None, None)
-    attendance = run.spec.roster.attendance(index, run.spec.rounds)
-    if transcript is not None and transcript.unbroken(index, attendance) and len(own.order):
+    heard = 0 if transcript is None else transcript.unbroken(index, run.attendance(index))
+    if transcript is not None and heard and len(own.order):
+        transcript = transcript.until(heard)
         swaps = (
             _swap(run, transcript, data, index, event.cumulative, every_use=False),
             _swap(run, transcript, data, index, first.cumulative, every_use=True),
@@ -225,8 +227,6 @@ def _learner(
 def _swap(
     run: Run, transcript: Transcript, data: PlacedData, learner: int, claimed: FloatArray, *, every_use: bool
 ) -> Swap | None:
-    attendance = run.spec.roster.attendance(learner, run.spec.rounds)
-    transcript = transcript.until(transcript.unbroken(learner, attendance))
     found = most_telling(run, transcript, data, learner, every_use=every_use)
     if found is None:
         return None

@@ -92,7 +92,9 @@ def epsilons(run: Run, data: PlacedData, horizon: float | None = None, per: Per 
 def _epsilon(run: Run, data: PlacedData, learner: int, horizon: float | None, per: Per) -> float:
     own = data.learners[learner]
     event = run.guarantee(learner, np.diff(own.offsets))
-    records = record_losses(run.algorithm.accountant(learner), own) if per == "record" else []
+    records = (
+        record_losses(run.algorithm.accountant(learner), own, run.attendance(learner).end) if per == "record" else []
+    )
     if horizon == math.inf:  # a record that is used again and again has no end to be planned for
         return event.infinite_horizon if all(each.uses == 1 for each in records) else math.inf
     rounds = run.spec.rounds if horizon is None else int(horizon)

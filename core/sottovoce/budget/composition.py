@@ -99,8 +99,10 @@ def plans_of_use(own: LearnerData) -> Counter[tuple[int, ...]]:
     return Counter(tuple(uses.tolist()) for uses in np.split(rounds[by_record], first[1:]) if len(uses))
 
 
-def record_losses(accountant: Accountant, own: LearnerData) -> list[Alike]:
+def record_losses(accountant: Accountant, own: LearnerData, end: int | None = None) -> list[Alike]:
     """What every record of a learner costs in all of its uses, by a fresh meter of its messages.
+
+    It says nothing from round `end` on (default: it speaks to the last round).
 
     A record used once costs at most what an event does. One used n times is metered with all of its uses replaced; where
     that would take more than `MOST_STEPS` rounds in all, or the meter cannot follow it, n events are an upper bound. An
@@ -118,7 +120,7 @@ def record_losses(accountant: Accountant, own: LearnerData) -> list[Alike]:
         else:
             bounded[len(plan)] += records
     replaced = np.array([np.bincount(plan, minlength=own.rounds) for _, plan in metered]).reshape(-1, own.rounds)
-    losses = accountant.losses_of(np.diff(own.offsets), replaced)
+    losses = _until(end, accountant.losses_of(np.diff(own.offsets), replaced))
     found = [Alike(records, len(plan), each) for (records, plan), each in zip(metered, losses, strict=True)]
     return found + [Alike(records, uses, None) for uses, records in bounded.items()]
 
@@ -153,7 +155,7 @@ def learners_loss(epsilons: Iterable[float]) -> float:
 # ---- approximate DP ----------------------------------------------------------------------------------------------------
 
 
-def message_losses(accountant: Accountant, counts: IntArray) -> FloatArray | None:
+def message_losses(accountant: Accountant, counts: IntArray, end: int | None = None) -> FloatArray | None:
     """Losses that dominate those of every single record, message by message after sorting: what composition may rest on.
 
     Where the meter charges increments of a maximum over records, every round's record is metered alone: the k-th entry is
@@ -163,18 +165,24 @@ def message_losses(accountant: Accountant, counts: IntArray) -> FloatArray | Non
     Args:
         accountant: a fresh meter.
         counts: `(rounds,)` records of each round.
+        end: the learner says nothing from this round on (default: it speaks to the last round).
 
     Returns:
         `(rounds,)`, or None where the sum of the losses is all there is: that would take more than `MOST_STEPS` rounds, or the
         meter does not follow single records.
     """
-    charged = accountant.losses(counts)
+    charged = _until(end, accountant.losses(counts))
     if accountant.dominates:
         return charged
     rounds, coming = len(counts), np.flatnonzero(counts)
     if not accountant.follows or not np.isfinite(charged).all() or len(coming) * rounds > MOST_STEPS:
         return None
-    return envelope(accountant.losses_of(counts, np.eye(rounds, dtype=np.int64)[coming]))
+    return envelope(_until(end, accountant.losses_of(counts, np.eye(rounds, dtype=np.int64)[coming])))
+
+
+def _until(end: int | None, losses: FloatArray) -> FloatArray:
+    """Losses `(..., rounds)` of who says nothing from round `end` on."""
+    return losses if end is None else as_floats(np.where(np.arange(losses.shape[-1]) < end, losses, 0.0))
 
 
 def envelope(losses: Sequence[FloatArray] | FloatArray) -> FloatArray:

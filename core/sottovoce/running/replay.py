@@ -44,7 +44,7 @@ class Replay:
     def __init__(self, run: Run, learner: int, replicas: int = 1, worlds: int = 1) -> None:
         self.run, self.learner = run, learner
         self.t, self.known = 0, True
-        self._attendance = run.spec.roster.attendance(learner, run.spec.rounds)
+        self._attendance = run.attendance(learner)
         self._shape = worlds, replicas
         # What it says is overheard before it learns the round's records: decisions may be made in between.
         self._state: Any = run.algorithm.start(Who((learner,) * worlds, replicas))

@@ -16,7 +16,7 @@ from sottovoce.arrays import IntArray
 from sottovoce.errors import CheckFailed, SpecError
 from sottovoce.losses import Loss
 from sottovoce.network.network import Network, PartialNetwork
-from sottovoce.network.roster import Absence, Roster
+from sottovoce.network.roster import Absence, Attendance, Roster
 from sottovoce.privacy.accountant import guarantee
 from sottovoce.privacy.guarantee import Guarantee
 from sottovoce.running.late import USED, late_caveats, slots
@@ -63,6 +63,10 @@ class Run:
         shapes = self.algorithm.field_shapes()
         return {**shapes, USED: (slots(self.network),)} if self.late else shapes
 
+    def attendance(self, learner: int) -> Attendance:
+        """The planned rounds in which a learner takes part."""
+        return self.spec.roster.attendance(learner, self.spec.rounds)
+
     def guarantee(self, learner: int, counts: IntArray | None = None, replaced: IntArray | None = None) -> Guarantee:
         """What is promised about one learner's messages over the planned rounds.
 
@@ -76,7 +80,7 @@ class Run:
         Raises:
             SpecError: numbers of another shape, or below 0, or more replaced than there are.
         """
-        attendance = self.spec.roster.attendance(learner, self.spec.rounds)
+        attendance = self.attendance(learner)
         if counts is None and self.spec.absences:
             counts = attendance.mask().astype(np.int64)
         promised = guarantee(self.algorithm.accountant(learner), self.spec.rounds, counts, replaced)

@@ -52,8 +52,10 @@ def rebuild(run: Run, data: PlacedData, transcript: Transcript, *, rounds: int =
         seed: of the search, and of the records that true ones are told from.
 
     Raises:
-        SpecError: no attack fits the algorithm, or its first messages are of several records.
+        SpecError: no attack fits the algorithm, its first messages are of several records, or some learners are away.
     """
+    if run.spec.absences:
+        raise SpecError("rebuilding records needs all learners in all rounds, got absences: take a run without them")
     nonnegative = bool((data.test_features >= 0).all())
     generator = np.random.default_rng(seed)
     rows, truth, told = [], [], []

@@ -111,13 +111,8 @@ def draw(run: Run, data: PlacedData, count: int, generator: np.random.Generator)
     """
     run.require_waiting("guessing canaries")
     _require_events(run, data)
-    window = _window(run, count)
-    free = [
-        Place(t, i)
-        for i, own in enumerate(data.learners)
-        for t in range(0, run.spec.rounds - window, window)
-        if len(own.rows(t))
-    ]
+    window = _window(run, data, count)
+    free = _free(run, data, window)
     if not 1 <= count <= len(free):
         raise SpecError(f"canaries must be 1 to {len(free)}, one a learner and round that has a record, got {count}")
     places = tuple(sorted(free[k] for k in generator.choice(len(free), count, replace=False)))
@@ -143,12 +138,18 @@ def _require_events(run: Run, data: PlacedData) -> None:
             )
 
 
-def _window(run: Run, count: int) -> int:
+def _window(run: Run, data: PlacedData, count: int) -> int:
     """The longest one that leaves enough places."""
     for window in range(min(_LONGEST_WINDOW, run.spec.rounds - 1), 1, -1):
-        if run.spec.n_learners * ((run.spec.rounds - 1) // window) >= count:
+        if len(_free(run, data, window)) >= count:
             return window
     return 1
+
+
+def _free(run: Run, data: PlacedData, window: int) -> list[Place]:
+    """Where a coin may be: rounds a window apart in which a learner has a record."""
+    rounds = range(0, run.spec.rounds - window, window)
+    return [Place(t, i) for i, own in enumerate(data.learners) for t in rounds if len(own.rows(t))]
 
 
 def _claim(run: Run, data: PlacedData, place: Place, window: int) -> float:

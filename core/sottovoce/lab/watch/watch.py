@@ -119,7 +119,7 @@ class _Watched(_Stake):
         """Take the noise of the next round off, and put it into its row."""
         if not self.heard:
             return
-        if self.learner in messages:
+        if self.learner in messages and not self._replay.silent:
             said = messages[self.learner]
             for name, noise in noise_of(self._replay, said).items():
                 into.put(row, starts[name], noise, said[name], self._learned)
