@@ -144,6 +144,9 @@ def _built(spec: RunSpec, n_features: int) -> Run:
     if spec.absences and algorithm.accountant(0).shared:
         text = "this algorithm needs the same records at all learners in all rounds, got absences: leave them out"
         raise CheckFailed("ABSENCES_SHARED", text)
+    if spec.absences:
+        text = "some learners are away in some rounds: the bounds on regret are for all learners in all rounds"
+        warnings = (*warnings, Caveat("ABSENCES", text))
     if spec.clock.late == "drop":
         _require_droppable(spec, setting, algorithm)
     if spec.clock.hold_s is not None:

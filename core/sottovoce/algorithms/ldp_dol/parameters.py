@@ -50,9 +50,6 @@ class LdpDolSpec(AlgorithmSpec):
         )
         ends = (0, setting.rounds - 1)  # the noise grows with the rounds
         require_scales(algorithm.noise_scale(i, t) for i in range(setting.n_learners) for t in ends)
-        if topology is not setting.network:
-            text = "some learners are away in some rounds: the bounds on regret are for all learners in all rounds"
-            findings = (*findings, Caveat("ABSENCES", text))
         return algorithm, findings
 
     def noisier(self, factors: tuple[float, ...]) -> LdpDolSpec:
