@@ -269,7 +269,8 @@ class _Listening:
         if self._network is None:
             return
         if t != self._round:
-            self._round, self._heard = t, self._network.at(t).neighbours != 0.0
+            # What a learner that was lost said last may not have been learned any more.
+            self._round, self._heard = t, self._network.planned(t).neighbours != 0.0
         receiver = callee if sender == caller else caller
         if not (min(sender, receiver) >= 0 and max(sender, receiver) < len(self._heard)):
             raise CaptureError(
