@@ -91,13 +91,17 @@ class Conductor:
                     self._grant(course)
 
     def _grant(self, course: Course) -> None:
-        """Tell a grant that has grown; else directives would heap up for as long as a learner is behind."""
+        """Tell a grant that has grown; else directives would heap up for as long as a learner is behind.
+
+        Who rests is briefed anew; one that came back meanwhile knows no epochs between.
+        """
         book = course.book
-        if book.clock.granted <= course.told:
+        if course.resting or book.clock.granted <= course.told:
             return
         self._reserve(course)
         course.told = book.clock.granted
-        self._members.tell(book.run_id, dict(zip(book.index, book.go_on(), strict=True)))
+        told = zip(book.index, book.go_on(), strict=True)
+        self._members.tell(book.run_id, {name: own for name, own in told if course.has(name)})
 
     def _reserve(self, course: Course) -> None:
         """Before anybody is told how far it may go.
