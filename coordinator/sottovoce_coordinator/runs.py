@@ -149,9 +149,13 @@ class RunBook:
         ]
 
     def unheard(self, lost: int) -> dict[str, int]:
-        """Of the neighbours of a learner that is lost, by name, the first round that each has not learned, by its log."""
+        """Of the neighbours of a learner that is lost, by name, the first round that each has not learned, by its log.
+
+        Nobody knows the log of one that is lost, too. It has learned all before the last round that it said: what follows from
+        more than that, nobody has heard.
+        """
         return {
-            self.run.spec.names[i]: self.clock.granted if self._through(i) else self._learned(i)
+            self.run.spec.names[i]: self.clock.granted if self._through(i) or i in self.losing else self._learned(i)
             for i in sorted(self._ever[lost])
         }
 

@@ -480,6 +480,17 @@ def test_whose_stream_breaks_while_all_rest_is_waited_for() -> None:
     assert not held.busy and held.unsaid == 6
 
 
+def test_of_two_that_are_lost_each_has_heard_the_other() -> None:
+    """As far as others have heard it, it had: reports of those who are gone are old."""
+    held = RunBook("r-1", build_run(LOSABLE["ldp-dol"], 3), 3, ("a:1", "b:2", "c:3", "d:4"))
+    said = dict(zip(NAMES, (9, 9, 2, 3), strict=True))
+    known = [LearnerStatus(name, "r-1", LearnerState.STOPPED, rounds_said=said[name]) for name in NAMES]
+    held.restore(RunState.RUNNING, known, datetime.now(UTC))
+    held.losing = {2, 3}
+    assert held.unheard(2) == {"ann": 8, "ben": 8, "dora": 9}
+    assert held.unheard(3) == {"ann": 8, "ben": 8, "cleo": 9}
+
+
 async def test_who_cannot_be_fed_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether the run goes on is not for its feeder to say."""
     spec = LOSABLE["ldp-dol"]
