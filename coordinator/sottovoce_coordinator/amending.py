@@ -29,6 +29,8 @@ log = structlog.get_logger()
 
 Change = Callable[[RunSpec], RunSpec]
 
+RESTING = Stop("learners leave or join")
+
 
 class Amender:
     """Changes who takes part in runs under way.
@@ -50,11 +52,14 @@ class Amender:
             SpecError: it is away, or the run cannot go on without it.
         """
         book = _required(course, name)
-        if name in self._members:
+        if (own := book.index[name]) in book.lost:
+            raise NotReady(f"learner {name!r} is lost to run {book.run_id} already")
+        if name in self._members or own in book.unsure:  # it may be about to come back
             await self._operated(course, lambda spec: without(spec, name, book.unsaid))
             return
-        gone = frozenset({book.index[name]})
+        gone = frozenset({own})
         await asyncio.to_thread(_changed, book.run, partial(_without, book=book, lost=gone), book.n_features)
+        _require_awake(course)
         book.losing |= gone
         try:
             await self.lose(course)
@@ -108,13 +113,12 @@ class Amender:
                 raise
         finally:
             course.resting = False
-        await self.lose(course)
 
     async def _rest(self, course: Course) -> None:
         """Everybody ends what it does; who does not within the deadline is lost."""
         book = course.book
         self._store.keep({book.run_id: course.record()})  # who goes on after this one, does so anew
-        self._members.tell(book.run_id, {name: [Stop("learners leave or join")] for name in book.index})
+        self._members.tell(book.run_id, {name: [RESTING] for name in book.index})
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(book.run.spec.clock.deadline_s):
                 while book.busy and not book.ended:
@@ -135,6 +139,8 @@ class Amender:
     def _go_on(self, course: Course, run: Run) -> None:
         book, before = course.book, course.book.lost
         book.amend(run)
+        if book.ended:  # meanwhile, or nobody has anything left to do: they are told that
+            return
         here = [name for name in book.index if name in self._members]
         for name in here:
             own = book.index[name]
@@ -162,7 +168,7 @@ def _require_awake(course: Course) -> None:
 
 def _without(spec: RunSpec, *, book: RunBook, lost: frozenset[int]) -> RunSpec:
     """The spec without learners that are lost, and what their neighbours have not heard of them."""
-    for i in sorted(lost):
+    for i in sorted(lost - book.lost):
         # Nobody knows how much it has said of what was granted.
         spec = without(spec, spec.names[i], book.clock.granted, book.unheard(i))
     return spec

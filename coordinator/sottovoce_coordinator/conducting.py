@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from datetime import UTC, datetime
+from typing import Any
 
 import structlog
 
 from sottovoce.errors import SottovoceError
-from sottovoce_coordinator.amending import Amender
+from sottovoce_coordinator.amending import RESTING, Amender
 from sottovoce_coordinator.captures import Captures
 from sottovoce_coordinator.courses import Course
 from sottovoce_coordinator.joining import Member, Members
@@ -64,7 +65,7 @@ class Conductor:
             Unavailable: how far they may go cannot be written.
         """
         self.go_on(course)
-        book, here = course.book, [name for name in course.book.index if name in self._members]
+        book, here = course.book, [name for name in course.book.index if name in self._members and course.has(name)]
         self._reserve(course)
         for name in here:
             self._back(course, book.index[name], self._members.address(name))
@@ -90,13 +91,17 @@ class Conductor:
                     self._grant(course)
 
     def _grant(self, course: Course) -> None:
-        """Tell a grant that has grown; else directives would heap up for as long as a learner is behind."""
+        """Tell a grant that has grown; else directives would heap up for as long as a learner is behind.
+
+        Who rests is briefed anew; one that came back meanwhile knows no epochs between.
+        """
         book = course.book
-        if book.clock.granted <= course.told:
+        if course.resting or book.clock.granted <= course.told:
             return
         self._reserve(course)
         course.told = book.clock.granted
-        self._members.tell(book.run_id, dict(zip(book.index, book.go_on(), strict=True)))
+        told = zip(book.index, book.go_on(), strict=True)
+        self._members.tell(book.run_id, {name: own for name, own in told if course.has(name)})
 
     def _reserve(self, course: Course) -> None:
         """Before anybody is told how far it may go.
@@ -130,15 +135,31 @@ class Conductor:
         book = course.book
         index = book.index[member.name]
         self._back(course, index, member.address)
+        ours = member.run_id == book.run_id
+        if ours:
+            book.clock.resume(max(member.granted, member.claim.journaled or 0))
         if course.resting:
-            course.heard.set()
-            book.rest(index, member.claim.journaled if member.run_id == book.run_id else None)
+            self._rest(course, index, member if ours else None)
             return
-        if member.run_id == book.run_id:
-            book.clock.resume(member.granted)
         self._reserve(course)
         self._members.tell(book.run_id, {member.name: book.briefing(index)})
         self._grant(course)
+
+    def _rest(self, course: Course, index: int, member: Member | None) -> None:
+        """A learner is there again while all rest; None: as one that is not in the run."""
+        book = course.book
+        if member is not None and member.granted:  # only its stream broke: it may speak until it is told to rest
+            book.unsure.add(index)
+        else:
+            book.rest(index, None if member is None else member.claim.journaled)
+        self._members.tell(book.run_id, {book.run.spec.names[index]: [RESTING]})
+        course.heard.set()
+
+    def rests(self, course: Course, status: LearnerStatus) -> None:
+        """A learner came back while all rest, and tells how far it was in an attempt before this one."""
+        if course.resting:
+            course.book.rests(status)
+            course.heard.set()
 
     def _back(self, course: Course, index: int, address: str) -> None:
         """A learner is there again; whoever opens streams to it is told where, if that is elsewhere."""
@@ -166,6 +187,21 @@ class Conductor:
             self._after_end(course)
         elif course.book.losing and not course.resting:
             self._tasks.start(self._lose(course), "learners are not lost")
+
+    async def operated(self, course: Course, change: Coroutine[Any, Any, None]) -> None:
+        """A change that an operator asked for. Once begun it comes to its end, whether anybody still waits for it or not.
+
+        Raises:
+            SottovoceError: as the change.
+        """
+
+        async def whole() -> None:
+            try:
+                await change
+            finally:
+                self._judged(course)
+
+        await asyncio.shield(self._tasks.start(whole()))
 
     async def _lose(self, course: Course) -> None:
         try:

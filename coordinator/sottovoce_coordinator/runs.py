@@ -30,6 +30,7 @@ class RunState(Enum):
 
 _FINAL = frozenset({RunState.FINISHED, RunState.STOPPED, RunState.FAILED})
 _RESTING = frozenset({LearnerState.STOPPED, LearnerState.FAILED, LearnerState.BUDGET_EXHAUSTED})
+_SILENT = _RESTING | {LearnerState.FINISHED}
 _NAMED = 10
 """Learners that an error names."""
 
@@ -67,6 +68,7 @@ class RunBook:
         waits: what they wait for, as last reported, by index.
         away: when the streams of those ended who are gone, by index.
         losing: whom the run is to go on without, by its spec or an operator.
+        unsure: who may speak by what a coordinator before this one, or a stream that broke, has told them.
     """
 
     run_id: str
@@ -82,6 +84,7 @@ class RunBook:
     waits: list[Waiting | None] = field(init=False)
     away: dict[int, datetime] = field(default_factory=dict)
     losing: set[int] = field(default_factory=set)
+    unsure: set[int] = field(default_factory=set)
     clock: RoundClock = field(init=False)
     _announced: int = 1
     _told: str = field(init=False)
@@ -113,14 +116,21 @@ class RunBook:
         """Learners leave or join; all who are told go on anew."""
         self._take_in(run)
         self.attempt += 1
-        for i, status in enumerate(self.statuses):
+        self.waits = [None] * len(self.waits)
+        self.unsure.clear()
+        for i, known in enumerate(self.statuses):
+            # An absence that it has passed over may be another one now.
+            status = replace(known, rounds_done=min(known.rounds_done, known.rounds_said))
             if i in self.lost:
                 self.statuses[i] = replace(
                     status, state=LearnerState.STOPPED, detail="lost: the run goes on without it"
                 )
             elif status.state in _RESTING:
                 self.statuses[i] = replace(status, state=LearnerState.CONNECTING, detail="")
+            else:
+                self.statuses[i] = status
             self._progress(i)
+        self._finish()
 
     @property
     def unsaid(self) -> int:
@@ -133,15 +143,26 @@ class RunBook:
         return [
             i
             for i, status in enumerate(self.statuses)
-            if self.needs(i) and i not in self.losing and (i in self.away or status.state not in _RESTING)
+            if not self._through(i)
+            and i not in self.losing
+            and (i in self.unsure or (self.needs(i) and (i in self.away or status.state not in _RESTING)))
         ]
 
     def unheard(self, lost: int) -> dict[str, int]:
-        """Of the neighbours of a learner that is lost, by name, the first round that each has not learned, by its log."""
+        """Of the neighbours of a learner that is lost, by name, the first round that each has not learned, by its log.
+
+        Nobody knows the log of one that is lost, too. It has learned all before the last round that it said: what follows from
+        more than that, nobody has heard.
+        """
         return {
-            self.run.spec.names[i]: self.clock.granted if self._through(i) else max(self.statuses[i].rounds_said - 1, 0)
+            self.run.spec.names[i]: self.clock.granted if self._through(i) or i in self.losing else self._learned(i)
             for i in sorted(self._ever[lost])
         }
+
+    def _learned(self, index: int) -> int:
+        """Rounds that a learner has learned, by its log: it has the last one that was said only where an absence follows."""
+        said, done = self.statuses[index].rounds_said, self.statuses[index].rounds_done
+        return said if said <= done and said not in self._attendances[index] else max(said - 1, 0)
 
     # ---- what learners are told ---------------------------------------------------------------------------
 
@@ -243,6 +264,7 @@ class RunBook:
         index = self.index[status.learner]
         if index in self.lost:
             return False
+        self.unsure.discard(index)
         self.statuses[index], self.waits[index] = status, waiting
         self._judge(status)
         before = self.clock.granted
@@ -263,6 +285,7 @@ class RunBook:
         for i in range(len(statuses)):
             self._progress(i)
             self.away[i] = now
+            self.unsure.add(i)
         self.clock.resume(max(each.rounds_said for each in statuses))
         self._announced = max(self._announced, self.clock.granted)
 
@@ -295,7 +318,11 @@ class RunBook:
             self._fail(status)
         elif status.state is LearnerState.BUDGET_EXHAUSTED:
             self.end(RunState.STOPPED, f"{status.learner} stopped speaking: {status.detail}")
-        elif all(map(self._through, range(len(self.statuses)))):
+        else:
+            self._finish()
+
+    def _finish(self) -> None:
+        if all(map(self._through, range(len(self.statuses)))):
             self.end(RunState.FINISHED, "")
 
     def _fail(self, failed: LearnerStatus) -> None:
@@ -334,13 +361,22 @@ class RunBook:
     def rest(self, index: int, said: int | None) -> None:
         """A learner that was started again while all rest; so many rounds it has said, by its log."""
         status = self.statuses[index]
-        self.statuses[index] = replace(
-            status, state=LearnerState.STOPPED, rounds_said=status.rounds_said if said is None else said
-        )
+        said = status.rounds_said if said is None else said
+        state = status.state if status.state is LearnerState.FINISHED else LearnerState.STOPPED
+        self.statuses[index] = replace(status, state=state, rounds_said=said)
+        self.unsure.discard(index)
+
+    def rests(self, status: LearnerStatus) -> None:
+        """What a learner reports, of an attempt before this one, that came back while all rest."""
+        index = self.index[status.learner]
+        if index in self.unsure and status.state in _SILENT:
+            self.statuses[index] = status
+            self.unsure.discard(index)
 
     def back(self, index: int) -> None:
         """A learner is there again."""
         self.away.pop(index, None)
+        self.unsure.discard(index)
 
     def miss(self, index: int, since: datetime) -> None:
         """The deadline of a learner that was gone since then: the run fails if it still is, and something is left to do."""

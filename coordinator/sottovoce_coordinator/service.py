@@ -167,6 +167,8 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         course = self._courses.with_learner(status.run_id, member.name)
         if course is not None and event.report.attempt == course.book.attempt:
             self._conductor.hear(course, status, Waiting.from_wire(event.report))
+        elif course is not None:
+            self._conductor.rests(course, status)
 
     # ---- operators ----------------------------------------------------------------------------------------
 
@@ -195,14 +197,14 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         """Let a run go on without a learner."""
         async with answering(context):
             course = self._courses.running(request.run_id)
-            await self._conductor.amender.leave(course, request.learner)
+            await self._conductor.operated(course, self._conductor.amender.leave(course, request.learner))
             return course.view()
 
     async def JoinRun(self, request: coordinator_pb2.JoinRunRequest, context: Context) -> coordinator_pb2.Run:
         """Let a learner take part in a run."""
         async with answering(context):
             course = self._courses.running(request.run_id)
-            await self._conductor.amender.join(course, request.learner)
+            await self._conductor.operated(course, self._conductor.amender.join(course, request.learner))
             return course.view()
 
     async def RecoverRun(self, request: coordinator_pb2.RecoverRunRequest, context: Context) -> coordinator_pb2.Run:

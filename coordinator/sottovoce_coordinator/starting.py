@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import uuid
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -104,7 +105,7 @@ class Starter:
             SpecError: it needs code that is not imported.
             Unavailable: it cannot be kept.
         """
-        learners = [each.status.learner for each in self._failed(run_id).view().learners]
+        learners = _needed(self._failed(run_id))
         async with self._courses.reserved(learners):
             past = self._failed(run_id)  # others may have taken it up meanwhile
             self._courses.require_logs(run_id, learners)
@@ -185,6 +186,13 @@ class Starter:
             self._store.keep({kept.run_id: over.SerializeToString()})
             log.error("run cannot go on", run_id=kept.run_id, reason=str(error))
             return PastRun(replace(kept, view=over.SerializeToString()))
+
+
+def _needed(run: Course | PastRun) -> list[str]:
+    """The learners of a run, but for those who are lost to it."""
+    view = run.view(whole=True)
+    lost = {each["learner"] for each in json.loads(view.spec).get("absences") or () if each.get("unheard")}
+    return [each.status.learner for each in view.learners if each.status.learner not in lost]
 
 
 def _state(run: coordinator_pb2.Run) -> str:

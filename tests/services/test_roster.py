@@ -3,26 +3,36 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pytest
 
-from sottovoce.errors import CaptureError
+from sottovoce.errors import CaptureError, Unavailable
 from sottovoce.noise import RecordedNoise, Recorder, SeededNoise
 from sottovoce.running.replay import replay
 from sottovoce.running.run import Run, build_run
 from sottovoce.running.simulator import simulate
 from sottovoce.running.transcript import Transcript
 from sottovoce.spec import RunSpec
+from sottovoce_client.running import operate
 from sottovoce_client.running.evaluate import summarise
+from sottovoce_client.running.feeder import feed
 from sottovoce_client.running.operate import Outcome
+from sottovoce_coordinator.amending import Amender
+from sottovoce_coordinator.captures import Captures
+from sottovoce_coordinator.courses import Course
+from sottovoce_coordinator.runs import RunBook, RunState
 from sottovoce_eavesdropper.reading import _Listening, open_capture
 from sottovoce_learner import store
 from sottovoce_learner.ledger import Ledger
+from sottovoce_learner.service import Learner
 from sottovoce_learner.session import Session
-from sottovoce_rpc.learner_status import LearnerState
+from sottovoce_rpc.directives import Assignment
+from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 from sottovoce_rpc.server import channel
 from sottovoce_rpc.specs import spec_from_wire
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc
@@ -314,3 +324,260 @@ def test_what_came_of_a_lost_learner_and_was_not_used_is_no_forgery() -> None:
     listening.require(3, 0, 3, 12, "a capture")
     with pytest.raises(CaptureError, match="learner 0 does not hear learner 3 in round 20"):
         listening.require(3, 0, 3, 20, "a capture")
+
+
+# ---- changes that meet something else --------------------------------------------------------------------------------
+
+PACED = {"mode": "paced", "period_s": 0.03, "window": 4, "late": "drop", "deadline_s": 4.0}
+PAUSE = small_spec(
+    **{**PLACE, **OPEN, "clock": PACED, "absences": [{"learner": "cleo", "first_round": 5, "until_round": 40}]}
+)
+
+
+async def leave(up: Network, run_id: str, name: str) -> None:
+    await ask(up, "LeaveRun", coordinator_pb2.LeaveRunRequest(run_id=run_id, learner=name))
+
+
+def require_simulated(outcome: Outcome, spec: RunSpec, noise: Path, *lost: int) -> None:
+    """What was overheard is what the simulator says by the spec as it is in the end; of who was lost, what was heard."""
+    assert outcome.state == "finished", outcome.detail
+    run, simulated = as_amended(spec.model_copy(update={"absences": outcome.absences}), noise)
+    for field, said in transcript_of(outcome, run).fields.items():
+        wanted = simulated.fields[field]
+        assert len(said) == spec.rounds
+        for i in lost:  # nobody knows which round was its last one
+            said[:, i], wanted[:, i] = said[:, i] + 0 * wanted[:, i], wanted[:, i] + 0 * said[:, i]
+        np.testing.assert_allclose(said, wanted, rtol=1e-9, atol=1e-12)
+
+
+async def test_who_leaves_in_a_pause_stays_away(tmp_path: Path) -> None:
+    """It has passed over rounds that it is told of again."""
+    noise, _ = noise_for(build_run(PAUSE.model_copy(update={"absences": None}), 3), tmp_path)
+    async with network(tmp_path, NAMES, noise=noise) as up:
+        running = asyncio.ensure_future(up.run(PAUSE, made_up(PAUSE)))
+        await up.until("ann", LearnerState.RUNNING, 8)
+        await leave(up, up.learners["ann"].status.run_id, "cleo")
+        outcome = await running
+    (absence,) = outcome.absences or ()
+    assert (absence.learner, absence.first_round, absence.until_round) == ("cleo", 5, None) and not absence.unheard
+    require_simulated(outcome, PAUSE, noise)
+
+
+@pytest.mark.parametrize("name", ["cleo", "dora"])
+async def test_who_is_gone_while_somebody_pauses_is_lost(tmp_path: Path, name: str) -> None:
+    """Who pauses itself, or another one: that has learned of the last round that it said, too."""
+    noise, _ = noise_for(build_run(PAUSE.model_copy(update={"absences": None}), 3), tmp_path)
+    async with network(tmp_path, NAMES, noise=noise) as up:
+        running = asyncio.ensure_future(up.run(PAUSE, made_up(PAUSE)))
+        await up.until("ann", LearnerState.RUNNING, 8)
+        run_id = up.learners["ann"].status.run_id
+        await up.leave(name)
+        await up.until_gone(name)
+        await leave(up, run_id, name)
+        outcome = await running
+    assert {each.learner for each in outcome.absences or () if each.unheard} == {name}
+    require_simulated(outcome, PAUSE, noise, NAMES.index(name))
+
+
+async def test_who_is_lost_cannot_be_lost_again(tmp_path: Path) -> None:
+    """Rounds that are over would change."""
+    spec = LOSABLE["ldp-dol"]
+    async with network(tmp_path, NAMES) as up:
+        running = asyncio.ensure_future(up.run(spec, made_up(spec)))
+        await up.until("dora", LearnerState.RUNNING, 5)
+        run_id = up.learners["ann"].status.run_id
+        await up.leave("dora")
+        await up.until_gone("dora")
+        await leave(up, run_id, "dora")
+        lost = (await amended_spec(up, run_id)).absences
+        await up.until("ann", LearnerState.RUNNING, 20)
+        assert "is lost to run" in ((await refused(leave(up, run_id, "dora"))).details() or "")
+        outcome = await running
+    assert outcome.state == "finished" and outcome.absences == lost
+
+
+async def test_a_change_that_nobody_waits_for_any_more_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All rest, and would rest for ever."""
+    rest, resting = Amender._rest, asyncio.Event()
+
+    async def long(self: Amender, course: Course) -> None:
+        await rest(self, course)
+        resting.set()
+        await asyncio.sleep(0.5)  # the operator gives up
+
+    monkeypatch.setattr(Amender, "_rest", long)
+    spec = LOSABLE["ldp-dol"]
+    async with network(tmp_path, NAMES) as up:
+        running = asyncio.ensure_future(up.run(spec, made_up(spec)))
+        await up.until("ann", LearnerState.RUNNING, 5)
+        asked = asyncio.ensure_future(leave(up, up.learners["ann"].status.run_id, "dora"))
+        await resting.wait()
+        asked.cancel()
+        outcome = await running
+    assert outcome.state == "finished", outcome.detail
+    assert [each.learner for each in outcome.absences or ()] == ["dora"]
+
+
+async def test_a_run_that_is_stopped_while_it_is_changed_stays_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told, stopped = asyncio.Event(), asyncio.Event()
+
+    async def slow(self: Captures, book: RunBook, run: Run) -> None:
+        if not told.is_set():
+            told.set()
+            await stopped.wait()
+
+    prepare, prepared = Learner._prepare, list[str]()
+
+    async def noted(self: Learner, run_id: str, told: Assignment) -> None:
+        prepared.append(run_id)
+        await prepare(self, run_id, told)
+
+    monkeypatch.setattr(Captures, "amend", slow)
+    spec = LOSABLE["ldp-dol"]
+    async with network(tmp_path, NAMES) as up:
+        running = asyncio.ensure_future(up.run(spec, made_up(spec)))
+        await up.until("ann", LearnerState.RUNNING, 5)
+        run_id = up.learners["ann"].status.run_id
+        asked = asyncio.ensure_future(leave(up, run_id, "dora"))
+        await told.wait()
+        monkeypatch.setattr(Learner, "_prepare", noted)
+        await ask(up, "StopRun", coordinator_pb2.StopRunRequest(run_id=run_id))
+        stopped.set()
+        await asked
+        assert (await running).state == "stopped"
+        another = small_spec(5, NAMES, topology=COMPLETE)  # what they were told before is done by then
+        assert (await up.run(another, made_up(another))).state == "finished"
+    assert run_id not in prepared
+
+
+CHANGING = {"sequence": {"kind": "periodic", "graphs": ["complete", "ring"]}}
+STARTED_AGAIN = {
+    "ldp-dol": small_spec(**{**PLACE, **OPEN, "clock": {**PACED, "window": 8}}),
+    "dola, by a sequence of graphs": RunSpec.model_validate(
+        {**CASES["dola"].model_dump(mode="json"), **OPEN, "topology": CHANGING, "clock": {**PACED, "window": 8}}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ["dora", "ann"])
+@pytest.mark.parametrize("spec", STARTED_AGAIN.values(), ids=STARTED_AGAIN)
+async def test_who_leaves_is_waited_for_where_the_coordinator_was_started_again(
+    tmp_path: Path, spec: RunSpec, name: str
+) -> None:
+    """Nobody may be back yet, and each goes on for as long as it was granted."""
+    noise, _ = noise_for(build_run(spec, 3), tmp_path)
+    async with network(tmp_path, NAMES, noise=noise, durable=True) as up:
+        running = asyncio.ensure_future(up.run(spec, made_up(spec)))
+        await up.until("ann", LearnerState.RUNNING, 10)
+        run_id = up.learners["ann"].status.run_id
+        await up.restart_coordinator()
+        await leave(up, run_id, name)
+        outcome = await running
+    (absence,) = outcome.absences or ()
+    assert absence.learner == name and absence.first_round >= 10 and not absence.unheard
+    require_simulated(outcome, spec, noise)
+
+
+def test_whose_stream_breaks_while_all_rest_is_waited_for() -> None:
+    """It was not told before, and may say what it was granted; it may be in an attempt before this one."""
+    held = RunBook("r-1", build_run(LOSABLE["ldp-dol"], 3), 3, ("a:1", "b:2", "c:3", "d:4"))
+    running = [LearnerStatus(name, "r-1", LearnerState.RUNNING, rounds_done=4, rounds_said=5) for name in NAMES]
+    held.restore(RunState.RUNNING, [replace(each, state=LearnerState.STOPPED) for each in running], datetime.now(UTC))
+    assert held.busy == [0, 1, 2, 3]  # nobody is back
+    for i in range(4):
+        held.back(i)
+    held.unsure.add(2)
+    assert held.busy == [2]
+    held.rests(running[2])
+    assert held.busy == [2]
+    held.rests(replace(running[2], state=LearnerState.STOPPED, rounds_said=6))
+    assert not held.busy and held.unsaid == 6
+
+
+def test_of_two_that_are_lost_each_has_heard_the_other() -> None:
+    """As far as others have heard it, it had: reports of those who are gone are old."""
+    held = RunBook("r-1", build_run(LOSABLE["ldp-dol"], 3), 3, ("a:1", "b:2", "c:3", "d:4"))
+    said = dict(zip(NAMES, (9, 9, 2, 3), strict=True))
+    known = [LearnerStatus(name, "r-1", LearnerState.STOPPED, rounds_said=said[name]) for name in NAMES]
+    held.restore(RunState.RUNNING, known, datetime.now(UTC))
+    held.losing = {2, 3}
+    assert held.unheard(2) == {"ann": 8, "ben": 8, "dora": 9}
+    assert held.unheard(3) == {"ann": 8, "ben": 8, "cleo": 9}
+
+
+async def test_who_cannot_be_fed_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the run goes on is not for its feeder to say."""
+    spec = LOSABLE["ldp-dol"]
+    async with network(tmp_path, NAMES) as up:
+
+        async def undelivered(address: str, *rest: Any, **more: Any) -> None:
+            if address == up.addresses["dora"]:
+                await asyncio.sleep(0.1)
+                raise Unavailable("it cannot be reached")
+            await feed(address, *rest, **more)
+
+        monkeypatch.setattr(operate, "feed", undelivered)
+        outcome = await up.run(spec, made_up(spec))
+    assert outcome.state == "finished", outcome.detail
+    assert [each.learner for each in outcome.absences or ()] == ["dora"]
+
+
+async def test_the_last_one_is_lost_when_all_others_have_finished_and_gone(tmp_path: Path) -> None:
+    """Nobody is there to say that the run is over."""
+    spec = LOSABLE["ldp-dol"]
+    learn = Session._learn
+
+    async with network(tmp_path, NAMES) as up:
+        with pytest.MonkeyPatch.context() as patch:
+
+            async def slowly(self: Session, t: int) -> None:
+                if self.role.name == "dora" and t == 59:
+                    await asyncio.sleep(PATIENCE_S)
+                await learn(self, t)
+
+            patch.setattr(Session, "_learn", slowly)
+            running = asyncio.ensure_future(up.run(spec, made_up(spec)))
+            for name in NAMES[:3]:
+                await up.until(name, LearnerState.FINISHED, 60)
+            await asyncio.sleep(0.3)  # each has said so
+            for name in NAMES:
+                await up.leave(name)
+            outcome = await running
+    assert outcome.state == "finished", outcome.detail
+    assert [each.learner for each in outcome.absences or ()] == ["dora"]
+
+
+async def test_a_run_is_taken_up_again_after_a_learner_was_lost(tmp_path: Path) -> None:
+    """By the spec that it was started with, whatever became of who was lost."""
+    spec = LOSABLE["ldp-dol"]
+    async with network(tmp_path, NAMES) as up:
+        running = asyncio.ensure_future(up.run(spec, made_up(spec)))
+        await up.until("dora", LearnerState.RUNNING, 5)
+        run_id = up.learners["ann"].status.run_id
+        await up.leave("dora")
+        await up.until_gone("dora")
+        await leave(up, run_id, "dora")
+        await up.join("dora")
+        another = small_spec(3, ["dora"], topology=COMPLETE)
+        assert (await up.run(another, made_up(another))).state == "finished"
+        for name in NAMES[:3]:
+            await up.leave(name)
+        failed = await running
+        for name in NAMES[:3]:
+            await up.join(name)
+        outcome = await up.run(spec, made_up(spec), resume=run_id, place=made_up)
+    assert failed.state == "failed" and "somebody must be there" in failed.detail
+    assert outcome.state == "finished" and outcome.absences == failed.absences
+    assert [each.rounds_said for each in outcome.statuses[:3]] == [60] * 3
+
+
+def test_what_a_lost_learner_said_last_may_have_been_overheard() -> None:
+    """Though nobody learned it any more."""
+    lost = {"learner": "dora", "first_round": 10, "unheard": {"ann": 7, "ben": 7, "cleo": 7}}
+    network = build_run(small_spec(**{**PLACE, **OPEN, "absences": [lost]}), 3).network
+    listening = _Listening(network)
+    listening.require(3, 0, 3, 7, "a capture")
+    with pytest.raises(CaptureError, match="learner 0 does not hear learner 3 in round 10"):
+        listening.require(3, 0, 3, 10, "a capture")

@@ -130,11 +130,16 @@ async def _resumed(
         SpecError: they are not.
     """
     run = await stub.GetRun(coordinator_pb2.GetRunRequest(run_id=run_id), timeout=_CALL_S)
-    if (json.loads(run.spec), run.n_features) != (json.loads(wanted.spec), wanted.n_features):
+    if (_but_absences(run.spec), run.n_features) != (_but_absences(wanted.spec), wanted.n_features):
         raise SpecError(
             f"run {run_id} is of another spec or other records: take it up with those that it was started with"
         )
     return await stub.ResumeRun(coordinator_pb2.ResumeRunRequest(run_id=run_id), timeout=RESUME_S)
+
+
+def _but_absences(spec: str) -> dict[str, Any]:
+    """A spec as it crosses the wire, whoever has left or joined since."""
+    return {name: value for name, value in json.loads(spec).items() if name != "absences"}
 
 
 async def _unless_told(start: Coroutine[Any, Any, coordinator_pb2.Run], stop: asyncio.Event) -> coordinator_pb2.Run:
@@ -173,6 +178,8 @@ class _Running:
 
     async def to_its_end(self) -> Outcome:
         run_id = self._started.run_id
+        if self._attempt:  # learners may have left or joined before it failed
+            await self._amended(self._started)
         async with Tasks() as tasks:
             feeders = tasks.start(self._feed())
             feeders.add_done_callback(self._feeding_over)
@@ -212,14 +219,17 @@ class _Running:
             if index in self._lost:
                 return
             async with Tasks() as tasks:
-                # Where a run goes on without who is gone, that takes a deadline, and another one until all rest.
-                patience_s = self._spec.clock.deadline_s * (3 if self._spec.clock.late == "drop" else 1)
-                own = self._data.learners[index]
+                patience_s, own = self._spec.clock.deadline_s, self._data.learners[index]
                 feeding = tasks.start(feed(address, self._started.run_id, own, patience_s=patience_s))
                 leaving = tasks.start(self._until_gone(index, address))
                 await asyncio.wait([feeding, leaving], return_when=asyncio.FIRST_COMPLETED)
-                if feeding.done():
+                if not feeding.done():
+                    continue
+                try:
                     return feeding.result()
+                except (Unavailable, NotReady):
+                    if self._spec.clock.late != "drop":  # else its coordinator says whether the run goes on without it
+                        raise
 
     async def _until_gone(self, index: int, address: str) -> None:
         """Wait until a learner is at another address, or joins the run, or is lost to it."""
@@ -236,11 +246,11 @@ class _Running:
         run = await self._stub.GetRun(coordinator_pb2.GetRunRequest(run_id=view.run_id), timeout=_CALL_S)
         self._attempt = view.attempt
         told = [Absence(**each) for each in json.loads(run.spec).get("absences") or ()]
+        self._lost = {self._spec.names.index(each.learner) for each in told if each.unheard}
         if tuple(told) == (self._spec.absences or ()):
             return
         self._spec = self._spec.model_copy(update={"absences": tuple(told)})
         self._data = await asyncio.to_thread(self._place, self._spec)
-        self._lost = {self._spec.names.index(each.learner) for each in told if each.unheard}
         self._moved.set()
         self._moved = asyncio.Event()
 

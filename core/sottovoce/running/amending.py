@@ -80,4 +80,5 @@ def require_amendment(before: Roster, after: Roster, learner: int, said: int, do
 
 def _heard(roster: Roster, learner: int, t: int) -> tuple[object, ...]:
     """What the weights that a learner gives in a round follow from."""
-    return roster.there(t).tobytes(), roster.lost_to(learner, t)
+    there = roster.there(t)
+    return there.tobytes(), {i for i in roster.lost_to(learner, t) if there[i]}
