@@ -14,7 +14,7 @@ from functools import partial
 import structlog
 
 from sottovoce.errors import NotReady, SottovoceError
-from sottovoce.running.amending import with_again, without
+from sottovoce.running.amending import with_learner, without
 from sottovoce.running.run import Run, build_run, require_noise
 from sottovoce.spec import RunSpec
 from sottovoce_coordinator.captures import Captures
@@ -78,7 +78,7 @@ class Amender:
         book = _required(course, name)
         if name not in self._members:
             raise NotReady(f"learner {name!r} has not joined this coordinator")
-        await self._operated(course, lambda spec: with_again(spec, name, book.unsaid))
+        await self._operated(course, lambda spec: with_learner(spec, name, book.unsaid))
 
     async def lose(self, course: Course) -> None:
         """Go on without learners that are lost, those who are lost meanwhile included.

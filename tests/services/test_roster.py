@@ -279,7 +279,7 @@ async def test_a_learner_that_is_lost_is_told_so_and_free_for_other_runs(tmp_pat
         another = small_spec(5, ["dora"], topology=COMPLETE)
         assert (await up.run(another, made_up(another))).state == "finished"
         refusal = await refused(ask(up, "JoinRun", coordinator_pb2.JoinRunRequest(run_id=run_id, learner="dora")))
-        assert "dora was lost in this run" in (refusal.details() or "")
+        assert "and dora has some" in (refusal.details() or "")
         outcome = await running
         lines = {line.run_id: line for line in Ledger(tmp_path / "journals").lines("dora")}
     assert outcome.state == "finished", outcome.detail
@@ -288,7 +288,7 @@ async def test_a_learner_that_is_lost_is_told_so_and_free_for_other_runs(tmp_pat
 
 REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "nobody of this name": ("Leave", "eve", {}, "has no learner 'eve'"),
-    "who is not away": ("Join", "ben", {}, "ben is not away"),
+    "who is not away": ("Join", "ben", {}, "and ben has some"),
     "a graph that falls apart": ("Leave", "ann", {"topology": {"graph": "star"}}, "is not connected"),
     "an algorithm that needs all": (
         "Leave",

@@ -35,20 +35,22 @@ def without(spec: RunSpec, learner: str, t: int, unheard: Mapping[str, int] | No
     return _with(spec, [*others, *before, Absence(learner=learner, first_round=first, unheard=last)])
 
 
-def with_again(spec: RunSpec, learner: str, t: int) -> RunSpec:
-    """The spec where a learner that is away takes part from round `t` on.
+def with_learner(spec: RunSpec, learner: str, t: int) -> RunSpec:
+    """The spec where a learner that was never there takes part from round `t` on.
+
+    Not one that was there: its records are placed in the rounds of the spec, and those of rounds to come may have been brought.
 
     Raises:
-        SpecError: it is not away, or was lost: others do not know how far it was.
+        SpecError: it has no place that was kept for it.
     """
-    found = [each for each in spec.absences or () if each.learner == learner]
-    if any(each.unheard for each in found):
-        raise SpecError(f"{learner} was lost in this run, and cannot take part in it again: start a new run")
-    away = next((each for each in found if each.until_round is None or each.until_round > t), None)
-    if away is None:
-        raise SpecError(f"{learner} is not away from round {t} on")
-    others = [each for each in spec.absences or () if each is not away]
-    return _with(spec, [*others, *([away.model_copy(update={"until_round": t})] if away.first_round < t else [])])
+    if spec.roster.attendance(spec.names.index(learner), spec.rounds).stretches:
+        raise SpecError(
+            "only who has a place in the spec and no round yet joins a run under way "
+            f"(`absences: [{{learner: {learner}}}]`), and {learner} has some: start a new run"
+        )
+    others = [each for each in spec.absences or () if each.learner != learner]
+    own = [Absence(learner=learner, until_round=t)] if t else []
+    return _with(spec, [*others, *own])
 
 
 def _with(spec: RunSpec, absences: list[Absence]) -> RunSpec:
