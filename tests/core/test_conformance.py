@@ -96,6 +96,20 @@ def test_only_perturbed_coordinates_have_residuals() -> None:
     np.testing.assert_array_equal(np.sum([block[1:] for block in blocks], axis=0), 1)
 
 
+@pytest.mark.parametrize("times", [1e2, 1e4, 3e5, 1e7])
+@pytest.mark.parametrize("name", ["dpsda-c", "dpsda-ps", "dpps"])
+def test_noise_far_below_what_stands_beside_it_is_not_accused(name: str, times: float) -> None:
+    """Dual averaging adds it to what others said: where that is large, a sum has lost low bits of the noise, however small it is."""
+    changes = next(run for run in FIELD["runs"] if run["name"] == name)
+    algorithm = {**changes["algorithm"], "epsilon": changes["algorithm"]["epsilon"] * times}
+    graphs = {"sequence": {"kind": "random", "probability": 0.5, "seed": 1, "directed": name != "dpsda-c"}}
+    topology = {**graphs, "weights": "metropolis" if name == "dpsda-c" else "out_degree"}
+    document = {**FIELD["common"], **changes, "algorithm": algorithm, "topology": topology, "learners": 3, "rounds": 8}
+    spec = parse_spec(document, imports=True)
+    run, data = build_run(spec, 20), made_up(spec, 20)
+    assert not rejected(conformance(run, overheard(run, data, SeededNoise(0), replicas=20), data))
+
+
 @pytest.mark.parametrize("name", ["d-ogd", "pd-ftgl-published", "admm", "dvp"])
 def test_messages_without_noise_of_their_own_are_not_tested(name: str) -> None:
     run, data = of_the_field(name)

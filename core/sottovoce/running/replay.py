@@ -39,11 +39,13 @@ class Replay:
     Attributes:
         t: the next round.
         known: False once something was not overheard that the state depends on.
+        heard: what it said and heard in the round before, by sender.
     """
 
     def __init__(self, run: Run, learner: int, replicas: int = 1, worlds: int = 1) -> None:
         self.run, self.learner = run, learner
         self.t, self.known = 0, True
+        self.heard: Mapping[int, Message] = {}
         self._attendance = run.attendance(learner)
         self._shape = worlds, replicas
         # What it says is overheard before it learns the round's records: decisions may be made in between.
@@ -98,6 +100,7 @@ class Replay:
         if not self.known or said is None or not _overheard(said):
             self.known = False
             return None
+        self.heard = messages
         algorithm, mixing = self.run.algorithm, self.run.network.at(self.t)
         self._spoken, density = algorithm.overheard(self._state, said)
         weights = mixing.heard_by(self.learner)

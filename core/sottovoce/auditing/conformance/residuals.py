@@ -21,7 +21,7 @@ import numpy.typing as npt
 from scipy import special
 
 from sottovoce.algorithms.interface import Message, OnLattice
-from sottovoce.arrays import Batch, BoolArray, FloatArray, IntArray, Scalars
+from sottovoce.arrays import Batch, BoolArray, FloatArray, IntArray, Scalars, as_floats
 from sottovoce.data import LearnerData, PlacedData
 from sottovoce.losses import mean_gradient
 from sottovoce.noise import GRID_BITS, Draw, Law, grid, no_noise
@@ -36,6 +36,8 @@ ALL = 64
 
 _EXACT = 2.0**53
 """Whole numbers below this are exact in float64."""
+_SURE = 51
+"""Bits of a sum in float64 that are right, whatever was rounded on the way to it: all but two."""
 
 _TIE = 1e-9
 """A scale so close to a power of two, relatively, may have either spacing: platforms round the schedule's powers differently."""
@@ -147,7 +149,8 @@ def noise_of(replay: Replay, said: Message, room: Mapping[str, Residuals] | None
             filled = found[name] = _blank(replay.learner, name, said[name].shape) if room is None else room[name]
             algorithm = replay.run.algorithm
             lattice = isinstance(algorithm, OnLattice) and name in algorithm.lattice(replay.learner, replay.t)
-            _take_off(filled, law, scale, noisy, said[name], own, lattice)
+            beside = 0.0 if lattice else _beside(replay, name)
+            _take_off(filled, law, scale, noisy, said[name], own, beside, lattice)
             filled.past["centre"] = own
             if len(centre[name]) > 1:
                 filled.past["swap"] = (own - centre[name][1:2]) / scale
@@ -223,8 +226,21 @@ def learned(replay: Replay, batch: Batch) -> dict[str, FloatArray]:
     }
 
 
+def _beside(replay: Replay, name: str) -> FloatArray | float:
+    """`(1, replicas, 1)`: at most so large is what stands beside the noise in a message, a mix of what was said before."""
+    sizes = [np.abs(each[name]).max(axis=-1, keepdims=True) for each in replay.heard.values() if name in each.fields]
+    return as_floats(np.sum(sizes, axis=0)) if sizes else 0.0
+
+
 def _take_off(
-    into: Residuals, law: Law, scale: float, noisy: BoolArray, said: FloatArray, centre: FloatArray, lattice: bool
+    into: Residuals,
+    law: Law,
+    scale: float,
+    noisy: BoolArray,
+    said: FloatArray,
+    centre: FloatArray,
+    beside: FloatArray | float,
+    lattice: bool,
 ) -> None:
     """Fill the residuals of a round: what was said without its centre, where there is noise."""
     into.scale[:] = scale
@@ -237,10 +253,14 @@ def _take_off(
     # The learner rounds its centre, too, and never the sum: each is a whole number of its own.
     np.rint(whole, out=whole)
     steps = message - whole
+    unresolved: IntArray | int = 0
     if not lattice:
         # What was public before stands beside the noise, on no lattice (dual averaging): the noise alone is on it.
         noise = (said - centre) / spacing
-        rounding = 64 * np.finfo(float).eps * np.maximum(np.abs(message), np.abs(whole))
+        # It may be much larger than the sum, and then the noise lost its low bits where it was added.
+        size = np.abs(message) + beside / spacing
+        rounding = 64 * np.finfo(float).eps * np.maximum(size, np.abs(whole))
+        unresolved = np.clip(np.frexp(np.where(np.isfinite(size), size, 0.0))[1] - _SURE, 0, ALL)
         steps = np.where(np.abs(noise - np.rint(noise)) <= 0.125 + rounding, np.rint(noise), noise)
         message = steps + whole
     # Not-a-number where nobody heard the message: then no comparison holds.
@@ -258,7 +278,7 @@ def _take_off(
     into.steps[:] = steps if everywhere else np.where(judged, steps, 0.0)
     into.said[:] = message if everywhere else np.where(judged, message, 0.0)
     either = float(grid(scale * (1.0 + _TIE))) != spacing
-    into.lost[:] = np.where(judged, np.int8(either), np.int8(ALL))
+    into.lost[:] = np.where(judged, np.maximum(unresolved, int(either)), ALL)
 
 
 def as_laplace(law: Law, noise: FloatArray) -> FloatArray:
