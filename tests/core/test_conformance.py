@@ -99,7 +99,7 @@ def test_only_perturbed_coordinates_have_residuals() -> None:
 @pytest.mark.parametrize("times", [1e2, 1e4, 3e5, 1e7])
 @pytest.mark.parametrize("name", ["dpsda-c", "dpsda-ps", "dpps"])
 def test_noise_far_below_what_stands_beside_it_is_not_accused(name: str, times: float) -> None:
-    """Dual averaging adds it to what others said: where that is large, a sum has lost low bits of the noise, however small it is."""
+    """Dual averaging adds it to what others said: where that is large, the sum has lost low bits of it, however small it is."""
     changes = next(run for run in FIELD["runs"] if run["name"] == name)
     algorithm = {**changes["algorithm"], "epsilon": changes["algorithm"]["epsilon"] * times}
     graphs = {"sequence": {"kind": "random", "probability": 0.5, "seed": 1, "directed": name != "dpsda-c"}}
