@@ -256,7 +256,9 @@ async def test_a_run_whose_capture_must_be_whole_fails_at_a_gap(
     monkeypatch.setattr(mirrors, "FLUSH_S", 0.02)
     monkeypatch.setattr(mirrors, "LAST_S", 0.5)
     monkeypatch.setattr(captures, "_KEPT_S", 0.02 if off else 1_000.0)
-    spec = spec_of().model_copy(update={"capture_gap": "fail"})
+    # A gap in the middle is known when the mirror is back: until then there must be rounds left.
+    rounds = 3_000 if off else ROUNDS
+    spec = spec_of().model_copy(update={"capture_gap": "fail", "rounds": rounds})
     outcome, _ = await run_with_a_cut(tmp_path, Cut(monkeypatch), off=off, spec=spec)
     told = outcome.detail if off else outcome.capture_error
     assert outcome.state == ("failed" if off else "finished")
