@@ -177,7 +177,7 @@ def test_how_long_a_round_waits(clock: dict[str, Any], seconds: float | None) ->
         ({"mode": "async", "late": "hold"}, "must be left out in async mode"),
         ({"late": "hold", "late_s": 60.0}, "late_s must be below deadline_s, got 60 and 60"),
         ({"late": "hold", "deadline_s": 0.5}, "late_s must be below deadline_s, got 1 and 0.5"),
-        ({"late": "drop"}, "clock.late"),
+        ({"late": "lose"}, "clock.late"),
         ({"late": "hold", "late_s": 0.0}, "clock.late_s"),
     ],
 )
