@@ -58,7 +58,9 @@ CASES = {
     "ldp-dol": small_spec(**{**PLACE, "topology": COMPLETE}),
     "ldp-dol, copied": small_spec(**{**PLACE, "topology": COMPLETE, "capture": "mirror"}),
     **{
-        run["name"]: RunSpec.model_validate({**FIELD["common"], **run, **PLACE, **ALSO[run["name"]]})
+        run["name"]: RunSpec.model_validate(
+            {**FIELD["common"], **run, **PLACE, "absences": ABSENCES[:2], **ALSO[run["name"]]}
+        )
         for run in FIELD["runs"]
         if run["name"] in ALSO
     },

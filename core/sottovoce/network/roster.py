@@ -47,7 +47,7 @@ class Attendance:
     """The rounds in which one learner takes part.
 
     Attributes:
-        stretches: of rounds, ascending.
+        stretches: of rounds, ascending; between each and the next it pauses.
         rounds: planned.
     """
 
@@ -134,10 +134,13 @@ class Roster:
     def attendance(self, learner: int, rounds: int) -> Attendance:
         """In which of the planned rounds a learner takes part."""
         starts = [t for t in (0, *self.changes) if t < rounds]
-        stretches = zip(starts, [*starts[1:], rounds], strict=True)
-        return Attendance(
-            tuple(range(first, until) for first, until in stretches if self.is_there(learner, first)), rounds
-        )
+        stretches: list[range] = []
+        for first, until in zip(starts, [*starts[1:], rounds], strict=True):
+            if self.is_there(learner, first):
+                # Where others alone leave or join, its own stretch goes on.
+                goes_on = bool(stretches) and stretches[-1].stop == first
+                stretches.append(range(stretches.pop().start if goes_on else first, until))
+        return Attendance(tuple(stretches), rounds)
 
     def lost_to(self, learner: int, t: int) -> frozenset[int]:
         """Those who were lost, and whom the learner does not hear any more in the round."""

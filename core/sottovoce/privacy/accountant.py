@@ -34,6 +34,8 @@ class Accountant(ABC):
         grounds: what the numbers rest on.
         published: a meter of published decisions, where those are promised something of their own; else None.
         any_messages: the losses hold whatever the learner hears: messages of earlier rounds in place of those of this one, too.
+        pauses: they hold where nothing is said in some rounds between others, and what was learned before is said after them:
+            where a message may hide what it shows from later ones, they do not.
     """
 
     mechanism: Mechanism = Mechanism.PURE
@@ -44,6 +46,7 @@ class Accountant(ABC):
     grounds: Grounds = Grounds()
     published: Accountant | None = None
     any_messages: bool = False
+    pauses: bool = False
 
     @abstractmethod
     def next_loss(self) -> float:

@@ -144,6 +144,14 @@ def _built(spec: RunSpec, n_features: int) -> Run:
     if spec.absences and algorithm.accountant(0).shared:
         text = "this algorithm needs the same records at all learners in all rounds, got absences: leave them out"
         raise CheckFailed("ABSENCES_SHARED", text)
+    for i, name in enumerate(spec.names if spec.absences else ()):
+        paused = len(spec.roster.attendance(i, spec.rounds).stretches) > 1
+        if paused and not algorithm.accountant(i).pauses:
+            raise CheckFailed(
+                "ABSENCES_PAUSE",
+                "a learner may pause only where the guarantee holds for what it says afterwards, and that of "
+                f"{algorithm.name} does not say so, got a pause of {name}: let it join late, or leave for good",
+            )
     if spec.absences:
         text = "some learners are away in some rounds: the bounds on regret are for all learners in all rounds"
         warnings = (*warnings, Caveat("ABSENCES", text))

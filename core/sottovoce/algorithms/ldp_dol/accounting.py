@@ -51,6 +51,7 @@ class LdpDolAccountant(FirstRecord):
 
     mechanism = Mechanism.LAPLACE
     any_messages = True
+    pauses = True
 
     def __init__(
         self,
