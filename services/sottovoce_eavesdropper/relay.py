@@ -19,6 +19,7 @@ import grpc
 from sottovoce_eavesdropper.lookout import EXCHANGE, Row
 from sottovoce_eavesdropper.records import CaptureFile
 from sottovoce_rpc.server import SERVER_OPTIONS, channel, listen_on
+from sottovoce_rpc.status import Ending
 from sottovoce_rpc.tasks import beside
 from sottovoce_wire.v1 import eavesdropper_pb2
 
@@ -123,18 +124,18 @@ class Relay(grpc.GenericRpcHandler):
         call: grpc.aio.StreamStreamCall[Any, Any] = self._to.stream_stream(method)(
             metadata=metadata, timeout=context.time_remaining()
         )
-        room = self._capture.room
+        ending, room = Ending(call), self._capture.room
         try:
-            async with beside(_pump_out(context, call, note_out, room)):
-                introduction = _passable(await call.initial_metadata())
-                note_back("metadata", _as_json({"metadata": introduction}))
-                await context.send_initial_metadata(introduction)
-                await _pump(call.read, context.write, note_back, room)
-            code, text, trailers = await call.code(), await call.details(), tuple(await call.trailing_metadata())
-        except grpc.aio.AioRpcError as error:
-            code, text, trailers = error.code(), error.details() or "", tuple(error.trailing_metadata() or ())
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                async with beside(_pump_out(context, call, note_out, room)):
+                    introduction = _passable(await call.initial_metadata())
+                    note_back("metadata", _as_json({"metadata": introduction}))
+                    await context.send_initial_metadata(introduction)
+                    await _pump(call.read, context.write, note_back, room)
+            status = await ending.status()
         finally:
             call.cancel()
+        code, text, trailers = status.code(), status.details() or "", tuple(status.trailing_metadata() or ())
         note_back("trailers", _as_json({"code": code.name, "details": text, "metadata": trailers}))
         context.set_trailing_metadata(trailers)
         context.set_code(code)

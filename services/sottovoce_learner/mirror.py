@@ -16,6 +16,7 @@ import grpc
 import structlog
 
 from sottovoce_rpc.server import channel
+from sottovoce_rpc.status import Ending
 from sottovoce_wire.v1 import eavesdropper_pb2, eavesdropper_pb2_grpc
 
 log = structlog.get_logger()
@@ -95,7 +96,8 @@ class Mirror:
         Raises:
             grpc.aio.AioRpcError: it broke, or the eavesdropper refuses copies.
         """
-        with contextlib.suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):  # it is over: awaiting it says why
+        ending = Ending(call)
+        with contextlib.suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):  # it is over: its ending says why
             while self._ended_at is None or self._waiting:
                 await self._pause()
                 batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), _BATCH))]
@@ -105,7 +107,10 @@ class Mirror:
                         eavesdropper_pb2.MirrorRequest(run_id=self._run_id, sender=self._sender, messages=batch)
                     )
             await call.done_writing()
-        await call
+        try:
+            await call
+        except grpc.aio.AioRpcError:
+            raise await ending.status() from None
 
     async def _pause(self) -> None:
         """Until there is a batch, or for a moment."""

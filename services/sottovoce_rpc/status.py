@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Coroutine
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 import structlog
@@ -33,7 +35,11 @@ _PREFIX = "ERROR_REASON_"
 _KINDS = {errors_pb2.ErrorReason.Name(reason).removeprefix(_PREFIX): kind for kind, (reason, _) in _TABLE.items()}
 _DOMAIN = "sottovoce"
 _DETAILS = "grpc-status-details-bin"
+_LATE_S = 1.0
+_WRITE_FAILED = (grpc.StatusCode.INTERNAL, "Internal error from Core")  # gRPC's own words, in grpc.aio
 _NO_MESSAGE = "a message must be one of this method, got bytes that are none"
+
+T = TypeVar("T")
 
 log = structlog.get_logger()
 
@@ -74,6 +80,46 @@ def _details(reason: errors_pb2.ErrorReason.ValueType, code: grpc.StatusCode, er
         code=code.value[0], message=str(error), details=[packed]
     ).SerializeToString()
     return packed_status
+
+
+class Ending:
+    """How a call that is written to ends, as its peer says it.
+
+    A write that is under way when the peer ends the call fails, and gRPC puts this failure in the place of the peer's status
+    (grpc/grpc#36066).
+
+    Args:
+        call: a call just made.
+    """
+
+    def __init__(self, call: grpc.aio.Call) -> None:
+        self._status: asyncio.Future[grpc.aio.AioRpcError] = asyncio.get_running_loop().create_future()
+        call.add_done_callback(self._note)
+
+    async def status(self) -> grpc.aio.AioRpcError:
+        """The status of the call, which is ending: whoever read from it was told so."""
+        try:
+            async with asyncio.timeout(_LATE_S):
+                return await asyncio.shield(self._status)
+        except TimeoutError:
+            nothing, text = grpc.aio.Metadata(), "the stream broke while it was written to"
+            return grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, nothing, nothing, text)
+
+    def _note(self, call: grpc.aio.Call) -> None:
+        """Called with each status that the call is given."""
+        code, text, trailers = _at_hand(call.code()), _at_hand(call.details()), _at_hand(call.trailing_metadata())
+        if not self._status.done() and (code, text) != _WRITE_FAILED:
+            self._status.set_result(grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailers, text))
+
+
+def _at_hand(answer: Coroutine[Any, Any, T]) -> T:
+    """What needs no waiting for, without a chance for anything else to happen."""
+    try:
+        answer.send(None)
+    except StopIteration as done:
+        value: T = done.value
+        return value
+    raise RuntimeError("a call that is over must know its status")
 
 
 def as_error(refusal: grpc.aio.AioRpcError, who: str) -> errors.SottovoceError:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import inspect
 import socket
 from collections.abc import AsyncIterator
@@ -17,7 +19,7 @@ from grpc_status import rpc_status
 from sottovoce import errors
 from sottovoce.errors import SottovoceError
 from sottovoce_rpc.server import channel
-from sottovoce_rpc.status import answering, as_error
+from sottovoce_rpc.status import Ending, answering, as_error
 from sottovoce_wire.v1 import errors_pb2
 
 CLASSES = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, SottovoceError)]
@@ -164,3 +166,51 @@ async def test_details_that_are_not_ours_do_no_harm(failing: tuple[Failing, str]
 
     assert type(got) is SottovoceError
     assert str(got) == "the service: odd (INTERNAL)"
+
+
+class Refusing(grpc.GenericRpcHandler):
+    """A service that reads nothing."""
+
+    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any]:
+        async def handle(requests: object, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+            async with answering(context):
+                raise errors.NotReady(WORDS)
+
+        return grpc.stream_stream_rpc_method_handler(handle)
+
+
+async def test_a_refusal_is_told_however_much_is_being_written() -> None:
+    """GRPC tells most of these callers that a write failed (19 of 20, measured)."""
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers((Refusing(),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+
+    async def write(call: grpc.aio.StreamStreamCall[bytes, bytes]) -> None:
+        with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
+            while True:
+                await call.write(b"x" * 1000)
+
+    told = []
+    async with channel(f"127.0.0.1:{port}") as to:
+        for _ in range(100):
+            call: grpc.aio.StreamStreamCall[bytes, bytes] = to.stream_stream("/any/Method")()
+            ending = Ending(call)
+            writing = asyncio.create_task(write(call))
+            with contextlib.suppress(grpc.RpcError):
+                await call.read()
+            await writing
+            told.append(as_error(await ending.status(), "the service"))
+    await server.stop(0)
+
+    assert {(type(each), str(each)) for each in told} == {(errors.NotReady, WORDS)}
+
+
+async def test_a_call_of_which_nothing_more_is_told_is_a_break(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GRPC may refuse a write by itself, and never hear of the peer again."""
+    monkeypatch.setattr("sottovoce_rpc.status._LATE_S", 0.01)
+    async with channel("127.0.0.1:1") as to:
+        call: grpc.aio.StreamStreamCall[bytes, bytes] = to.stream_stream("/any/Method")(wait_for_ready=True)
+        back = as_error(await Ending(call).status(), "the service")
+        call.cancel()
+    assert isinstance(back, errors.Unavailable)

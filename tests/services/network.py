@@ -25,6 +25,7 @@ from sottovoce_learner.standing import Files, look
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 from sottovoce_rpc.server import channel
 from sottovoce_rpc.specs import spec_to_wire
+from sottovoce_rpc.status import Ending
 from sottovoce_rpc.tasks import Tasks
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc, learner_pb2, learner_pb2_grpc
 
@@ -187,11 +188,12 @@ def said_rounds(state: Path, name: str) -> list[tuple[int, Said]]:
 
 async def refused(call: Any) -> grpc.aio.AioRpcError:
     """The status with which a call ends."""
+    ending = Ending(call) if isinstance(call, grpc.aio.Call) else None
     try:
         if hasattr(call, "__aiter__"):
             async for _ in call:
                 pass
         await call
     except grpc.aio.AioRpcError as error:
-        return error
+        return error if ending is None else await ending.status()
     raise AssertionError("the call was not refused")

@@ -14,7 +14,7 @@ from sottovoce.data import LearnerData
 from sottovoce.errors import NotReady, Unavailable
 from sottovoce_rpc.codec import to_tensor
 from sottovoce_rpc.server import channel
-from sottovoce_rpc.status import as_error
+from sottovoce_rpc.status import Ending, as_error
 from sottovoce_rpc.tasks import beside
 from sottovoce_wire.v1 import learner_pb2, learner_pb2_grpc
 
@@ -102,14 +102,7 @@ async def feed(
             try:
                 await _ready(stub, run_id, address, patience_s)  # again after a break: it may have been started again
                 away.over()
-                call: grpc.aio.StreamStreamCall[Any, Any] = stub.Ingest()
-                try:
-                    async with beside(_said(call, sending)):
-                        async for receipt in call:
-                            sending.receive(receipt.next_sequence)
-                            refused.over()
-                finally:
-                    call.cancel()
+                await _sent(stub.Ingest(), sending, refused)
             except grpc.aio.AioRpcError as error:
                 failure = as_error(error, f"the learner at {address}")
                 failing = away if isinstance(failure, Unavailable) else refused
@@ -137,6 +130,24 @@ class _Failing:
         """It has failed now; True if it has for too long."""
         self._since = now if self._since is None else self._since
         return now - self._since > self._patience_s
+
+
+async def _sent(call: grpc.aio.StreamStreamCall[Any, Any], sending: _Sending, refused: _Failing) -> None:
+    """Send on one stream until all is taken in.
+
+    Raises:
+        AioRpcError: it broke, or the learner refuses.
+    """
+    ending = Ending(call)
+    try:
+        async with beside(_said(call, sending)):
+            async for receipt in call:
+                sending.receive(receipt.next_sequence)
+                refused.over()
+    except grpc.aio.AioRpcError:
+        raise await ending.status() from None
+    finally:
+        call.cancel()
 
 
 async def _said(call: grpc.aio.StreamStreamCall[Any, Any], sending: _Sending) -> None:
