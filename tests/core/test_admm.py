@@ -15,7 +15,7 @@ from sklearn.linear_model import LogisticRegression
 from sottovoce.algorithms.admm.accounting import output_loss
 from sottovoce.algorithms.admm.algorithm import Admm, State
 from sottovoce.algorithms.admm.calibrations import DualCalibration, Node, PrimalCalibration, Variant, moved
-from sottovoce.algorithms.admm.local import LocalProblem, norm
+from sottovoce.algorithms.admm.local import Hessian, LocalProblem, norm
 from sottovoce.algorithms.interface import HeardByAll, HeardFromNeighbours, Message, Who
 from sottovoce.arrays import Batch, FloatArray, Scalars
 from sottovoce.data import LearnerData, PlacedData
@@ -269,12 +269,23 @@ def test_the_solver_gets_there_from_everywhere(loss: MarginLoss) -> None:
     assert enough.max() < 1e-8
 
 
+@pytest.mark.parametrize(("records", "dim"), [(0, 3), (2, 5), (3, 3), (5, 2)])
+def test_a_hessian_is_the_same_in_the_smaller_space(records: int, dim: int) -> None:
+    generator = np.random.default_rng(1)
+    rows, stiffness = generator.normal(size=(7, 4, records, dim)), generator.uniform(0.1, 2.0, (7, 1, 1))
+    vectors = generator.normal(size=(7, 4, dim))
+    dense = rows.swapaxes(-1, -2) @ rows + stiffness[..., None] * np.eye(dim)
+
+    hessian = Hessian(rows, stiffness)
+    np.testing.assert_allclose(hessian.solve(vectors), np.linalg.solve(dense, vectors[..., None])[..., 0], rtol=1e-9)
+    np.testing.assert_allclose(hessian.log_determinant(), np.linalg.slogdet(dense)[1], rtol=1e-9, atol=1e-9)
+
+
 def test_where_newton_fails_the_gradient_gets_there(monkeypatch: pytest.MonkeyPatch) -> None:
     loss = Logistic(feature_bound=1.0, ridge=0.0)
     problem = LocalProblem(loss, Batch(np.eye(2), np.array([0.0, 1.0])), 1.0, 1.25, 1.0, np.array([3.0, -1.0]), 1e-10)
     best = problem.minimise(np.zeros(2))
-    uphill = -np.eye(2)
-    monkeypatch.setattr(LocalProblem, "hessian", lambda self, point: uphill)
+    monkeypatch.setattr(Hessian, "solve", lambda self, vectors: -vectors)
     np.testing.assert_allclose(problem.minimise(np.ones(2)), best, atol=1e-9)
 
 

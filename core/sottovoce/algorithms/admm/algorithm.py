@@ -134,7 +134,7 @@ class Admm:
         silent = np.isinf(rate)
         density = spherical_density(noise, np.where(silent, 1.0, rate))
         if step.perturbed == "objective":
-            density = density + np.linalg.slogdet(problem.hessian(said))[1]
+            density = density + problem.hessian(said).log_determinant()
         free = np.where(norm(gradient) <= 2.0 * enough, 0.0, -np.inf)
         density = np.where(silent, free, density[..., None])[..., 0]
         after = replace(state, primal=primal, said=said, sensitivity=step.sensitivity)

@@ -59,14 +59,12 @@ class LocalProblem:
         terms = terms + self.stiffness * norm(point) + norm(self.linear)
         return gradient, np.maximum(self.tolerance, ROUNDING * terms)
 
-    def hessian(self, point: FloatArray) -> FloatArray:
-        """`(..., dim, dim)`."""
+    def hessian(self, point: FloatArray) -> Hessian:
+        """Of the objective at points `(..., dim)`."""
         features, labels = self.records.features, self.records.labels
         bends = self._real(self.loss.bend(scores_of(point, features), beside(labels, point)), point)
         rows = features[..., None, :, :] if point.ndim > labels.ndim else features
-        curved = np.matmul(rows.swapaxes(-1, -2) * (self.weight * bends)[..., None, :], rows)
-        hessian: FloatArray = curved + np.asarray(self.stiffness)[..., None] * np.eye(point.shape[-1])
-        return hessian
+        return Hessian(np.sqrt(self.weight * bends)[..., None] * rows, np.atleast_1d(self.stiffness))
 
     def minimise(self, start: FloatArray) -> FloatArray:
         """Where the gradient's norm is at most the tolerance: Newton steps from `start`, each row by itself.
@@ -81,7 +79,7 @@ class LocalProblem:
             unfinished = norm(gradient) > enough
             if not unfinished.any():
                 break
-            newton = as_floats(np.linalg.solve(self.hessian(point), gradient[..., None])[..., 0])
+            newton = self.hessian(point).solve(gradient)
             point, gradient, enough = self._search(point, gradient, newton, unfinished, shortest)
             shortest = np.minimum(shortest, norm(gradient))
         return point
@@ -115,6 +113,44 @@ class LocalProblem:
         """Zero for padding."""
         present = self.records.present
         return per_record if present is None else per_record * beside(present, point)
+
+
+@dataclass(frozen=True, slots=True)
+class Hessian:
+    """`R^T R + s I`, where R has a row for every record: by `R R^T + s I` where records are fewer than dimensions.
+
+    Attributes:
+        rows: `(..., records, dim)`: R.
+        stiffness: `(..., 1)`: s, positive.
+    """
+
+    rows: FloatArray
+    stiffness: FloatArray
+
+    def solve(self, vectors: FloatArray) -> FloatArray:
+        """The product of the inverse with vectors `(..., dim)`."""
+        if not self._few:
+            return as_floats(np.linalg.solve(self._smaller, vectors[..., None])[..., 0])
+        along = np.linalg.solve(self._smaller, np.matmul(self.rows, vectors[..., None]))
+        across = np.matmul(self.rows.swapaxes(-1, -2), along)[..., 0]
+        return as_floats((vectors - across) / self.stiffness)
+
+    def log_determinant(self) -> FloatArray:
+        """`(...)`."""
+        records, dim = self.rows.shape[-2:]
+        rest = (dim - records) * np.log(self.stiffness[..., 0]) if self._few else 0.0
+        return as_floats(np.linalg.slogdet(self._smaller)[1] + rest)
+
+    @property
+    def _few(self) -> bool:
+        few: bool = self.rows.shape[-2] < self.rows.shape[-1]
+        return few
+
+    @property
+    def _smaller(self) -> FloatArray:
+        flipped = self.rows.swapaxes(-1, -2)
+        product = np.matmul(self.rows, flipped) if self._few else np.matmul(flipped, self.rows)
+        return as_floats(product + self.stiffness[..., None] * np.eye(product.shape[-1]))
 
 
 def norm(vectors: FloatArray) -> FloatArray:
