@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 _GRANT = struct.Struct("<Qd")
-_INPUTS = struct.Struct("<QIII4x")
+_INPUTS = struct.Struct("<QIIII")
 _SNAPSHOT = struct.Struct("<Q16s32sQ")
 
 
@@ -79,22 +79,25 @@ class Said:
         heard: frames of the round before, as they came.
         upto: batches that were in keeping when the round before took its records.
         records: that the round before brought.
+        drawn: the noise of the message, where the state keeps some that no message shows.
     """
 
     frame: bytes
     heard: tuple[bytes, ...] = ()
     upto: int = 0
     records: int = 0
+    drawn: bytes = b""
 
     def encode(self) -> bytes:
         """As an entry's body."""
         length = len(self.heard[0]) if self.heard else len(self.frame)
-        return b"".join((_INPUTS.pack(self.upto, self.records, len(self.heard), length), *self.heard, self.frame))
+        head = _INPUTS.pack(self.upto, self.records, len(self.heard), length, len(self.drawn))
+        return b"".join((head, *self.heard, self.drawn, self.frame))
 
     @classmethod
     def decode(cls, body: bytes) -> Said:
         """`encode` backwards."""
-        upto, records, count, length = _INPUTS.unpack_from(body)
+        upto, records, count, length, hidden = _INPUTS.unpack_from(body)
         ends = [_INPUTS.size + k * length for k in range(count + 1)]
-        heard = tuple(body[a:b] for a, b in pairwise(ends))
-        return cls(body[ends[-1] :], heard, upto, records)
+        heard, frame_at = tuple(body[a:b] for a, b in pairwise(ends)), ends[-1] + hidden
+        return cls(body[frame_at:], heard, upto, records, body[ends[-1] : frame_at])

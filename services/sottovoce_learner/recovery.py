@@ -1,8 +1,9 @@
 """Recovery: the state of a learner that died, from its log. No file, no clock.
 
 Its state is a function of what it said, heard and learned, all of which its log has: the algorithm's state after saying exactly
-the logged message (`overheard`), then `listen` with the logged messages and records, round by round. So that a log need not be
-kept whole, it goes on from an image of the learner right after some round was said.
+the logged message (`overheard`), then `listen` with the logged messages and records, round by round. Where the state keeps noise
+that no message shows, the log has that, too, and the message is formed again. So that a log need not be kept whole, it goes on
+from an image of the learner right after some round was said.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from sottovoce.algorithms.interface import Algorithm, HeardFromNeighbours
+from sottovoce.algorithms.interface import Algorithm, HeardFromNeighbours, Message
 from sottovoce.arrays import Batch
 from sottovoce.errors import DataError
 from sottovoce.network.roster import Attendance
@@ -21,6 +22,7 @@ from sottovoce.running.away import go_on_alone
 from sottovoce_learner.bodies import Said
 from sottovoce_learner.books import Books
 from sottovoce_learner.entries import Entry, Kind
+from sottovoce_learner.hidden import DrawnAgain, hides_noise
 from sottovoce_learner.intake import Intake
 from sottovoce_learner.plan import Plan
 from sottovoce_learner.snapshots import Image
@@ -96,7 +98,7 @@ class Recovery:
             if entry.round > self.done:
                 self._learn(entry, said)
             if entry.kind is Kind.ROUND:
-                self._say(entry, said.frame)
+                self._say(entry, said)
 
     def pass_absence(self, until: int) -> None:
         """The rounds in which the learner is away, from where it stands, but for those from `until` on."""
@@ -104,15 +106,23 @@ class Recovery:
             self.state = away_for_a_round(self.algorithm, self.state, self.plan, self.books, self.intake, self.done)
             self.done += 1
 
-    def _say(self, entry: Entry, frame: bytes) -> None:
+    def _say(self, entry: Entry, said: Said) -> None:
         """What was said is said: no noise is drawn, and the charge is the one that stands in the log."""
-        t, _, message = self.codec.decode(frame)
+        t, _, message = self.codec.decode(said.frame)
         if t != entry.round or self.books.price(t) != entry.spent:
             raise _unlike(entry, f"round {entry.round} at epsilon {entry.spent:.6g}", f"round {t} at another price")
         self.books.charge(entry.spent)
-        self.state, _ = self.algorithm.overheard(self.state, message)
-        self.frames.append((t, frame))
+        self.state = self._having_said(entry, message, said.drawn)
+        self.frames.append((t, said.frame))
         self.said = t + 1
+
+    def _having_said(self, entry: Entry, message: Message, drawn: bytes) -> Any:
+        if not hides_noise(self.algorithm):
+            return self.algorithm.overheard(self.state, message)[0]
+        state, formed = self.algorithm.speak(self.state, DrawnAgain(drawn))
+        if any(value.tobytes() != message[name].tobytes() for name, value in formed.fields.items()):
+            raise _unlike(entry, "a message", "another one")
+        return state
 
     def _learn(self, entry: Entry, said: Said) -> None:
         t, part = entry.round - 1, self.plan.part(entry.round - 1)

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import structlog
 
-from sottovoce.algorithms.interface import HeardFromNeighbours, Message, Who, WithHiddenNoise
+from sottovoce.algorithms.interface import HeardFromNeighbours, Message, Who
 from sottovoce.arrays import Batch, FloatArray
 from sottovoce.errors import (
     BudgetExhausted,
@@ -34,6 +34,7 @@ from sottovoce.running.late import USED, slots, used_field
 from sottovoce.running.run import build_run
 from sottovoce_learner.bodies import Said
 from sottovoce_learner.books import Books
+from sottovoce_learner.hidden import Kept, hides_noise
 from sottovoce_learner.inbox import Inbox
 from sottovoce_learner.intake import Intake
 from sottovoce_learner.links import Link
@@ -43,7 +44,6 @@ from sottovoce_learner.receipts import Receipts
 from sottovoce_learner.recovery import Recovery, away_for_a_round
 from sottovoce_learner.role import Role, open_log
 from sottovoce_learner.snapshots import Image, Snapshots, named, read_image
-from sottovoce_learner.standing import said
 from sottovoce_learner.store import Terms
 from sottovoce_learner.waiting import Wait, waiting
 from sottovoce_rpc.codec import RoundCodec
@@ -87,7 +87,7 @@ class Session:
 
     Raises:
         DataError: what stands in the state folder is damaged, so that what was spent is not known.
-        NotReady: this learner has been in another run since, or died in this one with noise that nothing shows.
+        NotReady: this learner has been in another run since.
         SpecError: the spec cannot be run, or its messages are too long.
     """
 
@@ -108,7 +108,7 @@ class Session:
         self.algorithm, self.loss = run.algorithm, run.loss
         check_size(run.field_shapes)
         self.codec = RoundCodec(run.field_shapes)
-        self._state = self.algorithm.start(Who(index))
+        self._state, self._hidden = self.algorithm.start(Who(index)), hides_noise(self.algorithm)
         self._name = role.name
         terms = Terms(spec.durability, self.codec.length, spec.clock.window, spec.rounds, role.budget)
         elsewhere, self._log = open_log(state_folder, role, terms)
@@ -178,12 +178,6 @@ class Session:
         reading = self._log.reading
         if reading is None:
             return
-        if said(reading) and isinstance(self.algorithm, WithHiddenNoise) and self.algorithm.hides_noise:
-            self._log.close()
-            raise NotReady(
-                f"this learner died after it had said {said(reading)} rounds, and {self.algorithm.name} keeps noise that none of "
-                "its messages shows: its state is lost, and no round may be said again; start a new run"
-            )
         recovery = Recovery(
             self.algorithm,
             self.codec,
@@ -500,13 +494,14 @@ class Session:
             LocalProtocolError: it has a number that no neighbour would take; nothing was charged for it, and nothing said.
             NotReady: the journal cannot be written.
         """
-        after = self._books.price(t)
-        self._state, message = await self._computed(lambda: self.algorithm.speak(self._state, self._noise))
+        after, noise = self._books.price(t), Kept(self._noise)
+        self._state, message = await self._computed(lambda: self.algorithm.speak(self._state, noise))
         if self._late_s is not None:
             message = Message({**message.fields, USED: used_field(self._used, self._slots)})
         self.codec.require_sayable(message)
         frame = self.codec.encode(t, self.role.index, message)
-        await self._journaled(lambda: self._log.say(t, after, replace(self._inputs, frame=frame)))
+        said = replace(self._inputs, frame=frame, drawn=noise.drawn if self._hidden else b"")
+        await self._journaled(lambda: self._log.say(t, after, said))
         self.receipts.now()  # the same sync was theirs
         self._books.charge(after)
         self._kept.append((t, frame))

@@ -54,6 +54,7 @@ def test_an_entry_stands_only_where_it_was_written() -> None:
 @given(st.integers(0, 2**63), st.floats(0, 1e300), st.lists(st.binary(min_size=5, max_size=5), max_size=3))
 def test_bodies_come_back(upto: int, epsilon: float, heard: list[bytes]) -> None:
     for frame in (b"frame", b""):
-        said = Said(frame, tuple(heard), upto, 3)
-        assert Said.decode(said.encode()) == said
+        for drawn in (b"noise", b""):
+            said = Said(frame, tuple(heard), upto, 3, drawn)
+            assert Said.decode(said.encode()) == said
     assert Grant.decode(Grant(upto, epsilon).encode()) == Grant(upto, epsilon)

@@ -14,11 +14,12 @@ import pytest
 import yaml
 
 from sottovoce.arrays import as_floats
-from sottovoce.errors import DataError, NotReady
+from sottovoce.errors import DataError
 from sottovoce.noise import KeyedNoise, Noise, SystemNoise
 from sottovoce.spec import RunSpec, parse_spec
 from sottovoce_learner.ledger import Ledger
 from sottovoce_learner.links import Link
+from sottovoce_learner.packing import pack
 from sottovoce_learner.repair import moved
 from sottovoce_learner.role import Role
 from sottovoce_learner.session import Session
@@ -30,7 +31,6 @@ ROUNDS, FEATURES = 6, 6
 FIELD: dict[str, Any] = yaml.safe_load(
     resources.files("sottovoce_client.running").joinpath("field.yaml").read_text("utf-8")
 )
-HIDDEN = "pd-ftgl-published"
 
 
 class Died(BaseException):
@@ -270,10 +270,7 @@ async def test_a_learner_that_had_finished_has_its_model_and_what_neighbours_lac
     assert again.status.epsilon_spent == before.status.epsilon_spent
 
 
-OPEN = [run for run in FIELD["runs"] if run["name"] != HIDDEN]
-
-
-@pytest.mark.parametrize("changes", OPEN, ids=lambda run: str(run["name"]))
+@pytest.mark.parametrize("changes", FIELD["runs"], ids=lambda run: str(run["name"]))
 async def test_every_algorithm_goes_on_from_its_log(tmp_path: Path, changes: dict[str, Any], snapshots: bool) -> None:
     """After every round: what it says then, and its model, are those of one that did not die, to the last bit."""
     spec = parse_spec(
@@ -299,13 +296,38 @@ async def test_every_algorithm_goes_on_from_its_log(tmp_path: Path, changes: dic
         assert crew.models() == whole.models()
 
 
-async def test_noise_that_no_message_shows_is_not_drawn_again(tmp_path: Path) -> None:
-    changes = next(run for run in FIELD["runs"] if run["name"] == HIDDEN)
-    spec = parse_spec({**FIELD["common"], **changes, "durability": "process", "capture": "none"}, imports=True)
+def hidden() -> RunSpec:
+    """Of an algorithm whose state keeps noise that no message shows."""
+    changes = next(run for run in FIELD["runs"] if run["name"] == "pd-ftgl-published")
+    algorithm = {**changes["algorithm"], "block_length": 4}
+    more = {"algorithm": algorithm, "rounds": 20, "durability": "process", "capture": "none"}
+    return parse_spec({**FIELD["common"], **changes, **more}, imports=True)
+
+
+async def test_noise_that_no_message_shows_is_not_drawn_again(tmp_path: Path, snapshots: bool) -> None:
+    """With the operating system's noise, of which no two draws are equal: after every round, its state is the one that it had."""
+    spec = hidden()
     crew = Crew(tmp_path, spec, keyed=False)
-    await crew.live(range(1))
+    for t in range(spec.rounds):
+        await crew.live(range(t, t + 1))
+        before = crew.learners[0]
+        before._log.close()
+        crew.learners[0] = crew.born(0)
+        await crew.learned(crew.learners[0], t)
+        assert pack(crew.learners[0]._state, crew.learners[0]._named) == pack(before._state, before._named)
+    assert any(noise.any() for noise in crew.learners[0]._state.nodes.noise)
+    assert all(len(frames) == 1 for frames in crew.left.values())
+
+
+async def test_noise_that_was_not_written_down_is_missed(tmp_path: Path) -> None:
+    """Versions that wrote none refused to go on, too."""
+    crew = Crew(tmp_path, hidden(), keyed=False)
+    crew.learners[0]._hidden = False
+    await crew.live(range(5))
     crew.learners[0]._log.close()
-    with pytest.raises(NotReady, match="said 1 rounds, and pd-ftgl keeps noise that none of its messages shows"):
+    with pytest.raises(
+        DataError, match=r"needs \d+ more numbers of noise, and its entry has 0: another version wrote it"
+    ):
         crew.born(0)
 
 
