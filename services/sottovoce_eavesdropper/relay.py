@@ -126,13 +126,13 @@ class Relay(grpc.GenericRpcHandler):
         )
         ending, room = Ending(call), self._capture.room
         try:
-            with contextlib.suppress(grpc.aio.AioRpcError):
-                async with beside(_pump_out(context, call, note_out, room)):
+            async with beside(_pump_out(context, call, note_out, room)):
+                with contextlib.suppress(grpc.aio.AioRpcError):
                     introduction = _passable(await call.initial_metadata())
                     note_back("metadata", _as_json({"metadata": introduction}))
                     await context.send_initial_metadata(introduction)
                     await _pump(call.read, context.write, note_back, room)
-            status = await ending.status()
+                status = await ending.status()
         finally:
             call.cancel()
         code, text, trailers = status.code(), status.details() or "", tuple(status.trailing_metadata() or ())

@@ -22,6 +22,7 @@ _LITTLE = np.dtype("<f8")
 Shapes = Mapping[str, tuple[int, ...]]
 """The fields of a message in their order, and the shape of each: `Algorithm.field_shapes()`."""
 
+MOST_AXES = 8
 LARGEST = 1e100
 """Of a number in a message: what is larger is no parameter, and its sums would overflow."""
 
@@ -42,10 +43,12 @@ def from_tensor(tensor: tensor_pb2.Tensor) -> FloatArray:
     """A wire tensor as a (read-only) array.
 
     Raises:
-        RemoteProtocolError: another type than float64, or a length that does not fit the shape.
+        RemoteProtocolError: another type than float64, too many axes, or a length that does not fit the shape.
     """
     if tensor.dtype != tensor_pb2.DATA_TYPE_FLOAT64:
         raise RemoteProtocolError(f"a tensor must have dtype FLOAT64 (1), got {tensor.dtype}")
+    if len(tensor.shape) > MOST_AXES:  # before anything is computed of them
+        raise RemoteProtocolError(f"a tensor may have {MOST_AXES} axes, got {len(tensor.shape)}")
     shape = tuple(tensor.shape)
     if len(tensor.data) != 8 * math.prod(shape):
         raise RemoteProtocolError(
@@ -53,10 +56,8 @@ def from_tensor(tensor: tensor_pb2.Tensor) -> FloatArray:
         )
     try:
         return np.frombuffer(tensor.data, _LITTLE).reshape(shape)
-    except ValueError:  # empty along one axis and absurd along another, or too many axes
-        raise RemoteProtocolError(
-            f"a tensor must have a shape that NumPy can represent, got {len(shape)} axes"
-        ) from None
+    except ValueError:  # empty along one axis and absurd along another
+        raise RemoteProtocolError(f"a tensor must have a shape that NumPy can represent, got {shape}") from None
 
 
 # ---- rounds ----------------------------------------------------------------------------------------------------------
@@ -206,7 +207,7 @@ def from_fields(fields: Iterable[tensor_pb2.Field]) -> dict[str, tuple[int, ...]
     """`to_fields` backwards.
 
     Raises:
-        RemoteProtocolError: a name comes twice, or a type is not float64.
+        RemoteProtocolError: a name comes twice, a type is not float64, or there are too many axes.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     for field in fields:
@@ -214,6 +215,8 @@ def from_fields(fields: Iterable[tensor_pb2.Field]) -> dict[str, tuple[int, ...]
             raise RemoteProtocolError(
                 f"fields must differ in name and be FLOAT64 (1), got {field.name!r}, {field.dtype}"
             )
+        if len(field.shape) > MOST_AXES:
+            raise RemoteProtocolError(f"a field may have {MOST_AXES} axes, got {len(field.shape)}")
         shapes[field.name] = tuple(field.shape)
     return shapes
 

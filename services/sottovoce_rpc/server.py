@@ -22,6 +22,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from sottovoce.errors import SpecError, Unavailable
+from sottovoce_rpc.decoding import Decoding
 from sottovoce_rpc.logs import tell_no_texts
 from sottovoce_rpc.tasks import Tasks, drained
 
@@ -35,6 +36,7 @@ USUAL_PAGE, LONGEST_PAGE = 100, 1_000
 T = TypeVar("T")
 
 SERVER_OPTIONS = (
+    ("grpc.compression_enabled_algorithms_bitset", 1),  # none: a small message must not become a large one
     ("grpc.so_reuseport", 0),  # else a second server on a port in use would start without an error
     ("grpc.max_receive_message_length", MAX_MESSAGE),
     ("grpc.max_send_message_length", MAX_MESSAGE),
@@ -95,7 +97,7 @@ async def start_server(listen: str, add: Callable[[grpc.aio.Server], None], name
     Raises:
         Unavailable: the address cannot be listened on.
     """
-    server = grpc.aio.server(options=SERVER_OPTIONS)
+    server = grpc.aio.server(interceptors=[Decoding()], options=SERVER_OPTIONS)
     add(server)
     checks = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)

@@ -35,6 +35,8 @@ _PREFIX = "ERROR_REASON_"
 _KINDS = {errors_pb2.ErrorReason.Name(reason).removeprefix(_PREFIX): kind for kind, (reason, _) in _TABLE.items()}
 _DOMAIN = "sottovoce"
 _DETAILS = "grpc-status-details-bin"
+# Whoever cancels a call is told by `asyncio.CancelledError`: a status CANCELLED is of a server that cuts its calls as it ends.
+_BROKEN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 _LATE_S = 1.0
 _WRITE_FAILED = (grpc.StatusCode.INTERNAL, "Internal error from Core")  # gRPC's own words, in grpc.aio
 _NO_MESSAGE = "a message must be one of this method, got bytes that are none"
@@ -97,7 +99,10 @@ class Ending:
         call.add_done_callback(self._note)
 
     async def status(self) -> grpc.aio.AioRpcError:
-        """The status of the call, which is ending: whoever read from it was told so."""
+        """The status of the call, which is ending: whoever read from it was told so.
+
+        To be asked for before a write under way is cancelled: that cancels the call, which is then told nothing more.
+        """
         try:
             async with asyncio.timeout(_LATE_S):
                 return await asyncio.shield(self._status)
@@ -125,7 +130,7 @@ def _at_hand(answer: Coroutine[Any, Any, T]) -> T:
 def as_error(refusal: grpc.aio.AioRpcError, who: str) -> errors.SottovoceError:
     """What a failed call means to its caller: our own class where the status carries a reason that is known here."""
     text = refusal.details() or refusal.code().name
-    if refusal.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+    if refusal.code() in _BROKEN:
         return errors.Unavailable(f"cannot reach {who}: {text}")
     info = _info(refusal)
     kind = errors.SottovoceError if info is None else _KINDS.get(info.reason, errors.SottovoceError)

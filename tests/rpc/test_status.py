@@ -214,3 +214,11 @@ async def test_a_call_of_which_nothing_more_is_told_is_a_break(monkeypatch: pyte
         back = as_error(await Ending(call).status(), "the service")
         call.cancel()
     assert isinstance(back, errors.Unavailable)
+
+
+async def test_a_call_that_its_server_cuts_is_a_break(failing: tuple[Failing, str]) -> None:
+    """As a learner does that is told to end while a feeder is sending."""
+    handler, address = failing
+    handler.code, handler.trailers = grpc.StatusCode.CANCELLED, (("any-bin", b"x"),)
+    back = as_error(await failure(address), "the service")
+    assert (type(back), str(back)) == (errors.Unavailable, "cannot reach the service: odd")

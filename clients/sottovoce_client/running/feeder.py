@@ -141,11 +141,12 @@ async def _sent(call: grpc.aio.StreamStreamCall[Any, Any], sending: _Sending, re
     ending = Ending(call)
     try:
         async with beside(_said(call, sending)):
-            async for receipt in call:
-                sending.receive(receipt.next_sequence)
-                refused.over()
-    except grpc.aio.AioRpcError:
-        raise await ending.status() from None
+            try:
+                async for receipt in call:
+                    sending.receive(receipt.next_sequence)
+                    refused.over()
+            except grpc.aio.AioRpcError:
+                raise await ending.status() from None
     finally:
         call.cancel()
 

@@ -1,0 +1,56 @@
+"""Requests that are no message of their method are refused as such."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+
+from sottovoce_rpc.status import answering
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class Decoding(grpc.aio.ServerInterceptor):
+    """Reads single requests in gRPC's place, which answers UNKNOWN, with the text of an exception, and logs a traceback.
+
+    Messages of a stream are read where they are asked for, and refused there (`answering`).
+    """
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        """The handler of a method, which gets the message that the bytes are."""
+        found = await continuation(handler_call_details)
+        handler: Any = found
+        if handler is None or handler.request_streaming or handler.request_deserializer is None:
+            return found
+        decode = handler.request_deserializer
+        if not handler.response_streaming:
+
+            async def answer(raw: bytes, context: _Context) -> Any:
+                return await handler.unary_unary(await _decoded(decode, raw, context), context)
+
+            return grpc.unary_unary_rpc_method_handler(answer, None, handler.response_serializer)
+
+        if inspect.isasyncgenfunction(handler.unary_stream):
+
+            async def answers(raw: bytes, context: _Context) -> AsyncIterator[Any]:
+                async for each in handler.unary_stream(await _decoded(decode, raw, context), context):
+                    yield each
+
+            return grpc.unary_stream_rpc_method_handler(answers, None, handler.response_serializer)
+
+        async def written(raw: bytes, context: _Context) -> None:
+            await handler.unary_stream(await _decoded(decode, raw, context), context)
+
+        return grpc.unary_stream_rpc_method_handler(written, None, handler.response_serializer)
+
+
+async def _decoded(decode: Callable[[bytes], Any], raw: bytes, context: _Context) -> Any:
+    async with answering(context):
+        return decode(raw)
