@@ -24,6 +24,7 @@ from sottovoce_wire.v1 import coordinator_pb2, eavesdropper_pb2, eavesdropper_pb
 log = structlog.get_logger()
 
 _OPEN_S = 10.0
+_TAKEN_UP_S = 60.0
 _CLOSE_S = 60.0
 """For an eavesdropper to close a capture: it waits for what is on its way, and writes what it holds."""
 _KEPT_S = 2.0
@@ -83,7 +84,7 @@ class Captures:
             return Overhearing(), ""
         edges = book.routes() if capture == "relay" else []
         try:
-            return _overhearing(await self._asked(book.run_id, edges), edges), ""
+            return _overhearing(await self._asked(book.run_id, edges, patience_s=_TAKEN_UP_S), edges), ""
         except SottovoceError as error:
             return Overhearing(), _nothing(book.run_id, error)
 
@@ -92,7 +93,7 @@ class Captures:
         if not kept.overhearing.capture_id:
             return ""
         try:
-            await self._asked(kept.run_id)
+            await self._asked(kept.run_id, patience_s=_TAKEN_UP_S)
         except SottovoceError as error:
             return _nothing(kept.run_id, error)
         return ""
@@ -103,13 +104,16 @@ class Captures:
             with contextlib.suppress(SottovoceError):
                 await self._asked(book.run_id, spec=spec_to_wire(run.spec))
 
-    async def _asked(self, run_id: str, routes: Routes = (), spec: str = "") -> eavesdropper_pb2.OpenCaptureResponse:
+    async def _asked(
+        self, run_id: str, routes: Routes = (), spec: str = "", patience_s: float = _OPEN_S
+    ) -> eavesdropper_pb2.OpenCaptureResponse:
         """Have the eavesdropper go on with the capture of a run, if it does not.
 
         Args:
             run_id: the run.
             routes: where relays lead to from now on, where that has changed.
             spec: of the run from now on, where that has changed.
+            patience_s: for the answer. One that was started again reads what it has first; it goes on with that, whoever waits.
 
         Raises:
             NotReady: there is no eavesdropper.
@@ -120,7 +124,7 @@ class Captures:
         request = eavesdropper_pb2.OpenCaptureRequest(run_id=run_id, resume=True, routes=_to_wire(routes), spec=spec)
         async with channel(address) as to:
             try:
-                opened = await eavesdropper_pb2_grpc.EavesdropperStub(to).OpenCapture(request, timeout=_OPEN_S)
+                opened = await eavesdropper_pb2_grpc.EavesdropperStub(to).OpenCapture(request, timeout=patience_s)
             except grpc.aio.AioRpcError as error:
                 raise as_error(error, f"the eavesdropper at {address}") from None
         return opened

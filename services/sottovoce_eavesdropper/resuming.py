@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from sottovoce.auditing.noticing import Notice
-from sottovoce.errors import CaptureError, RemoteProtocolError
+from sottovoce.errors import CaptureError
 from sottovoce_eavesdropper.reading import Capture, open_capture
 from sottovoce_eavesdropper.records import CaptureFile, part_number
 from sottovoce_eavesdropper.storage import open_folder
 from sottovoce_rpc.codec import RoundCodec
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 COLUMNS = ("caller", "callee", "sender", "kind", "stream", "size", "payload")
 
@@ -65,30 +68,33 @@ def resumed(capture: Capture, *, allow_imports: bool) -> tuple[CaptureFile, Mapp
 
 def _take_up(file: CaptureFile, capture: Capture) -> dict[tuple[int, int], int]:
     """Count what was recorded, note up to which round, and recall it: it may be said again."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
     codec, streams = RoundCodec(file.fields), dict[tuple[int, int], int]()
     for route in file.routes:
         way = route["caller"], route["callee"]
         file.awaited |= {way: 0, way[::-1]: 0}
     for batch in capture.batches(COLUMNS):
-        for row in batch.to_pylist():
-            edge = row["caller"], row["callee"]
-            streams[edge] = max(streams.get(edge, 0), row["stream"])
-            if row["kind"] == "message":
-                file.messages, file.bytes = file.messages + 1, file.bytes + row["size"]
-                _note_round(file, codec, row)
+        edges = pa.Table.from_batches([batch]).group_by(["caller", "callee"]).aggregate([("stream", "max")])
+        for edge in edges.to_pylist():
+            way = edge["caller"], edge["callee"]
+            streams[way] = max(streams.get(way, 0), edge["stream_max"])
+        said = batch.filter(pc.equal(batch.column("kind"), "message"))
+        file.messages, file.bytes = file.messages + len(said), file.bytes + (pc.sum(said.column("size")).as_py() or 0)
+        _note_rounds(file, codec, said)
     return streams
 
 
-def _note_round(file: CaptureFile, codec: RoundCodec, row: Mapping[str, Any]) -> None:
-    sender, receiver = row["sender"], row["caller"] + row["callee"] - row["sender"]
-    try:
-        t, _, _ = codec.decode(row["payload"])
-    except RemoteProtocolError:
-        return
-    file.lookout.recall(sender, receiver, t, row["payload"])
-    if file.routes:
-        way = sender, receiver
-        file.awaited[way] = max(file.awaited[way], t + 1)
-    else:
-        file.gaps.known(sender)
-        file.gaps.came(sender, t=t)
+def _note_rounds(file: CaptureFile, codec: RoundCodec, said: pa.RecordBatch) -> None:
+    payloads = said.column("payload").to_pylist()
+    rows, rounds, _, _ = codec.decode_many(payloads)
+    caller, callee, sender = (said.column(name).to_numpy()[rows] for name in ("caller", "callee", "sender"))
+    ways = zip(sender.tolist(), (caller + callee - sender).tolist(), strict=True)
+    for row, way, t in zip(rows.tolist(), ways, rounds.tolist(), strict=True):
+        file.lookout.recall(*way, t, payloads[row])
+        if file.routes:
+            file.awaited[way] = max(file.awaited[way], t + 1)
+        else:
+            file.gaps.known(way[0])
+            file.gaps.came(way[0], t=t)

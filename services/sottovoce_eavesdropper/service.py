@@ -125,7 +125,8 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
     def __init__(self, config: EavesdropperConfig) -> None:
         self.config = config
         self._captures: dict[str, _Recording] = {}
-        self._taking_up = asyncio.Lock()
+        self._tasks = Tasks()
+        self._taking_up: dict[str, asyncio.Task[_Recording | None]] = {}
         self.service: Service | None = None
         self.address = ""
 
@@ -141,6 +142,7 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
 
     async def stop(self) -> None:
         """Write everything that is in memory, then end. A capture that nobody closed stays open for who comes after."""
+        await self._tasks.end()
         await asyncio.gather(*(self._close(each, drain_s=0.0, over=False) for each in self._captures.values()))
         if self.service is not None:
             await self.service.stop()
@@ -259,10 +261,13 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
         return self._captures[capture_id]
 
     async def _of_run(self, run_id: str) -> _Recording:
-        """The open capture of a run; one that was left open is taken up."""
-        async with self._taking_up:
-            own = [each for each in self._captures.values() if each.file.run_id == run_id]
-            if not own and (left := await self._take_up(run_id)) is not None:
+        """The open capture of a run; one that was left open is taken up, though whoever asked no longer waits for that."""
+        own = [each for each in self._captures.values() if each.file.run_id == run_id]
+        if not own:
+            if run_id not in self._taking_up:
+                taking = self._taking_up[run_id] = self._tasks.start(self._take_up(run_id))
+                taking.add_done_callback(lambda _: self._taking_up.pop(run_id))
+            if (left := await asyncio.shield(self._taking_up[run_id])) is not None:
                 return left
         for each in own:
             if each.file.open:

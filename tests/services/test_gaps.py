@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,14 +22,17 @@ from sottovoce_coordinator import captures
 from sottovoce_eavesdropper.gaps import Gaps
 from sottovoce_eavesdropper.reading import Capture, open_capture
 from sottovoce_eavesdropper.records import CaptureFile
-from sottovoce_eavesdropper.service import Eavesdropper
+from sottovoce_eavesdropper.resuming import resumed
+from sottovoce_eavesdropper.service import Eavesdropper, EavesdropperConfig
 from sottovoce_learner import mirror as mirrors
 from sottovoce_rpc.codec import RoundCodec
 from sottovoce_rpc.learner_status import LearnerState
+from sottovoce_rpc.server import channel
 from sottovoce_rpc.status import answering
+from sottovoce_wire.v1 import eavesdropper_pb2, eavesdropper_pb2_grpc
 from tests.examples import made_up, small_spec
 from tests.services.capturing import said_again
-from tests.services.network import network
+from tests.services.network import PATIENCE_S, network
 from tests.services.test_run import SHAPES
 
 NAMES, ROUNDS = ["ann", "ben", "cleo"], 200
@@ -193,6 +198,38 @@ async def test_an_eavesdropper_that_is_told_to_end_in_a_run_leaves_the_capture_t
     said_again(taken)
     assert all(rounds >= {0, ROUNDS - 1} for rounds in heard(taken))
     assert taken.complete == (not taken.facts["gaps"])
+
+
+async def test_a_capture_is_taken_up_once_however_often_somebody_gave_up_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of a long run takes longer to read than its coordinator waits, and it may be killed meanwhile."""
+    done, begun = threading.Event(), list[str]()
+
+    def slowly(left: Capture, *, allow_imports: bool) -> Any:
+        begun.append(left.name)
+        assert done.wait(PATIENCE_S)
+        return resumed(left, allow_imports=allow_imports)
+
+    async def opened(at: Eavesdropper, timeout_s: float, **asked: Any) -> str:
+        async with channel(at.address) as to:
+            request = eavesdropper_pb2.OpenCaptureRequest(run_id="run-1", **asked)
+            answer = await eavesdropper_pb2_grpc.EavesdropperStub(to).OpenCapture(request, timeout=timeout_s)
+        return str(answer.capture_id)
+
+    first, second = (Eavesdropper(EavesdropperConfig(folder=tmp_path)) for _ in range(2))
+    await first.start()
+    capture_id = await opened(first, PATIENCE_S)
+    await first.stop()
+    monkeypatch.setattr("sottovoce_eavesdropper.service.resumed", slowly)
+    await second.start()
+    for _ in range(3):
+        with pytest.raises(grpc.aio.AioRpcError, match="Deadline Exceeded"):
+            await opened(second, 1.0, resume=True)
+    done.set()
+    assert await opened(second, PATIENCE_S, resume=True) == capture_id
+    assert len(begun) == 1
+    await second.stop()
 
 
 @given(st.lists(st.integers(0, 30), max_size=60))
