@@ -24,7 +24,8 @@ from sottovoce_learner.service import LearnerConfig
 from tests.examples import made_up, small_spec
 from tests.faults.processes import Process, chance, command, free_port, learners
 from tests.faults.promises import price
-from tests.faults.trial import COORDINATOR, EAVESDROPPER, ENDING_S, overheard
+from tests.faults.stage import COORDINATOR, EAVESDROPPER, ENDING_S
+from tests.faults.trial import overheard
 
 NAMES = tuple(f"l{k:02d}" for k in range(20))
 TOGETHER = 5
@@ -212,7 +213,7 @@ async def _watched(run: _Soak, running: asyncio.Future[Outcome], seconds: float)
 def _wrong(run: _Soak) -> list[str]:
     """What no fault excuses."""
     broken, known, said = list[str](), dict[tuple[int, int], bytes](), [0] * len(NAMES)
-    for sender, t, payload in overheard(run.folder / "captures"):
+    for sender, t, payload in overheard(run.folder / "captures", run.spec):
         said[sender] = max(said[sender], t + 1)
         if known.setdefault((sender, t), payload) != payload:
             broken.append(f"{NAMES[sender]} has two contents of round {t}")

@@ -10,7 +10,8 @@ import pytest
 from tests.faults.catalogue import EVERY
 from tests.faults.page import Row, page
 from tests.faults.promises import price, promises
-from tests.faults.trial import NAMES, UNDISTURBED, Trial, spec_of, tracebacks
+from tests.faults.stage import NAMES, spec_of, tracebacks
+from tests.faults.trial import UNDISTURBED, Trial
 
 SPEC = spec_of("paced", 0.1, 60.0)
 ROUNDS = SPEC.rounds
@@ -21,6 +22,7 @@ GOOD = Trial(
     UNDISTURBED,
     0,
     SPEC,
+    True,
     True,
     "finished",
     "",
@@ -53,8 +55,8 @@ def test_a_good_trial_breaks_nothing() -> None:
         ({"spent": {**COST, 1: COST[1] * 0.999}}, "the ledger of ben says"),
         ({"spent": {**COST, 1: COST[1] * 1.001}}, "and all rounds cost"),
         ({"calm": {**(GOOD.calm or {}), (0, 3): b"other"}}, "ann said something else in round 3"),
-        ({"told": (ROUNDS, ROUNDS - 1, ROUNDS)}, "all must have done 5 rounds: the coordinator says (5, 4, 5)"),
-        ({"own": (ROUNDS, ROUNDS)}, "they say (5, 5)"),
+        ({"told": (ROUNDS, ROUNDS - 1, ROUNDS)}, "must have done [5, 5, 5] rounds: the coordinator says [5, 4, 5]"),
+        ({"own": (ROUNDS, ROUNDS, -1)}, "they say [5, 5, -1]"),
         ({"left": ("ben",)}, "ben did not end when it was told to"),
         ({"crashed": ("ben: Traceback",)}, "unexpected: ben: Traceback"),
     ],
