@@ -56,9 +56,11 @@ def _one_content(trial: Trial) -> Iterator[str]:
 
 def _all_heard(trial: Trial) -> Iterator[str]:
     """Everything that was said is in the capture, and everything in the capture was written down by who said it."""
+    network = build_run(trial.spec, FEATURES).network
     due = {(sender, t) for sender in range(len(NAMES)) for t in _due(trial.spec, sender)}
-    for where, said in (("capture", trial.overheard), ("logs", trial.logged)):
-        missing = due - _rounds(said)
+    heard = {(sender, t) for sender, t in due if network.at(t).told_by(sender)}
+    for where, said, wanted in (("capture", trial.overheard, heard), ("logs", trial.logged, due)):
+        missing = wanted - _rounds(said)
         if missing and not (where == "capture" and trial.fault.blind):
             yield f"{len(missing)} rounds are missing in the {where}, the first of them {min(missing)}"
     if unwritten := _rounds(trial.overheard) - _rounds(trial.logged) - due:

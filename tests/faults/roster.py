@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import signal
 from collections.abc import Awaitable, Callable
 
+import grpc
 from rich.console import Console
 
 from sottovoce.errors import NotReady, SpecError, Unavailable
@@ -40,13 +42,16 @@ _SECOND = 2
 
 
 async def _run(stage: Stage) -> coordinator_pb2.Run:
-    """The run as its coordinator has it."""
-    async with channel(stage.address(COORDINATOR)) as to:
-        stub = coordinator_pb2_grpc.CoordinatorStub(to)
-        (run,) = (await stub.ListRuns(coordinator_pb2.ListRunsRequest(), timeout=ENDING_S)).runs
-        request = coordinator_pb2.GetRunRequest(run_id=run.run_id)
-        whole: coordinator_pb2.Run = await stub.GetRun(request, timeout=ENDING_S)
-        return whole
+    """The run as its coordinator has it, once that is there."""
+    while True:
+        async with channel(stage.address(COORDINATOR)) as to:
+            stub = coordinator_pb2_grpc.CoordinatorStub(to)
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                (run,) = (await stub.ListRuns(coordinator_pb2.ListRunsRequest(), timeout=ENDING_S)).runs
+                request = coordinator_pb2.GetRunRequest(run_id=run.run_id)
+                whole: coordinator_pb2.Run = await stub.GetRun(request, timeout=ENDING_S)
+                return whole
+        await asyncio.sleep(_LOOK_S)
 
 
 async def _leave(stage: Stage, name: str) -> None:
@@ -212,6 +217,18 @@ async def _killed_for_good(stage: Stage) -> None:
     await _until_lost(stage, name)
 
 
+async def _two_killed(stage: Stage) -> None:
+    """One of them after the other; who is left goes on alone."""
+    await stage.sometime()
+    names = stage.random.sample(NAMES, 2)
+    for name in names:
+        await stage.kill(name)
+        _hush(stage, name)
+        await asyncio.sleep(stage.random.uniform(0.0, 2.0))
+    for name in names:
+        await _until_lost(stage, name)
+
+
 async def _killed_and_back(stage: Stage) -> None:
     """Too late, with its log."""
     await _killed_for_good(stage)
@@ -227,6 +244,18 @@ async def _thawed(stage: Stage) -> None:
     await _until_lost(stage, name)
     stage.processes[name].signal(signal.SIGCONT)
     await _until_silent(stage, name)
+
+
+async def _thawed_too_late_to_rest(stage: Stage) -> None:
+    """Another one leaves meanwhile: all rest for that, but for who is frozen."""
+    await stage.sometime()
+    name, leaver = stage.random.sample(NAMES, 2)
+    stage.processes[name].signal(signal.SIGSTOP)
+    leaving = asyncio.ensure_future(_leave(stage, leaver))
+    await _until_lost(stage, name)
+    stage.processes[name].signal(signal.SIGCONT)
+    await _until_silent(stage, name)
+    await leaving
 
 
 async def _cut_off(stage: Stage) -> None:
@@ -322,8 +351,10 @@ ROSTER = (
     _changing("one leaves, another is frozen", LEAVES, _frozen),
     _changing("one leaves, a link is cut", LEAVES, _cut, linked=True),
     _losing("killed for good, and lost", _killed_for_good),
+    _losing("two killed for good, and lost", _two_killed),
     _losing("killed, lost, and back", _killed_and_back),
     _losing("frozen, lost, and thawed", _thawed),
+    _losing("frozen, lost, and thawed, while one leaves", _thawed_too_late_to_rest),
     _losing("cut off from its coordinator, lost, and back", _cut_off, linked=True),
     _losing("lost, and the coordinator dies of it", _lost_while(*_COORDINATORS)),
     _losing("lost by an operator, another dies of it", _lost_and_told),

@@ -19,8 +19,6 @@ from tests.examples import made_up
 from tests.faults.stage import NOISE_SEED
 from tests.faults.trial import FEATURES, Said
 
-_NEAR = {"rtol": 1e-9, "atol": 1e-12}
-
 Decoded = Mapping[tuple[int, int], Message]
 """Messages by sender and round."""
 
@@ -35,11 +33,12 @@ def unlike(spec: RunSpec, said: Decoded) -> tuple[int, int] | None:
     """Sender and round of the first message that is not what the simulator says; None: all are."""
     run = build_run(spec, FEATURES)
     used = _used(spec, said) if run.late else None
-    for step in simulate(run, made_up(spec), _keyed(spec), used=used):
+    for step in simulate(run, made_up(spec), keyed(spec), used=used):
         for i in range(spec.n_learners):
             own = said.get((i, step.t))
             if own is not None and not all(
-                np.allclose(own[name], wanted[i, 0], **_NEAR) for name, wanted in step.message.fields.items()
+                np.allclose(own[name], wanted[i, 0], rtol=1e-9, atol=1e-12)
+                for name, wanted in step.message.fields.items()
             ):
                 return i, step.t
     return None
@@ -56,7 +55,7 @@ def _used(spec: RunSpec, said: Decoded) -> FloatArray:
     return np.array([*rows, rows[-1]])
 
 
-def _keyed(spec: RunSpec) -> Noise:
+def keyed(spec: RunSpec) -> Noise:
     """Of all learners, as each draws it."""
     own = [KeyedNoise(NOISE_SEED, spec.name, i) for i in range(spec.n_learners)]
 

@@ -7,9 +7,15 @@ from typing import Any
 
 import pytest
 
+from sottovoce.algorithms.interface import Message
+from sottovoce.running.run import build_run
+from sottovoce.running.simulator import simulate
+from sottovoce_rpc.codec import RoundCodec
+from tests.examples import made_up
 from tests.faults.catalogue import EVERY
 from tests.faults.page import Row, page
 from tests.faults.promises import price, promises
+from tests.faults.simulated import keyed
 from tests.faults.stage import NAMES, spec_of, tracebacks
 from tests.faults.trial import UNDISTURBED, Trial
 
@@ -57,6 +63,9 @@ def test_a_good_trial_breaks_nothing() -> None:
         ({"calm": {**(GOOD.calm or {}), (0, 3): b"other"}}, "ann said something else in round 3"),
         ({"told": (ROUNDS, ROUNDS - 1, ROUNDS)}, "must have done [5, 5, 5] rounds: the coordinator says [5, 4, 5]"),
         ({"own": (ROUNDS, ROUNDS, -1)}, "they say [5, 5, -1]"),
+        ({"silent": {"ben": 4}, "calm": None}, "ben was silent after 4 rounds, and has said round 4"),
+        ({"unread": "it has 4 of 5 rounds"}, "a transcript of the whole run: it has 4 of 5 rounds"),
+        ({"away": frozenset({"ben"})}, "away in the end must be ['ben'], and are []"),
         ({"left": ("ben",)}, "ben did not end when it was told to"),
         ({"crashed": ("ben: Traceback",)}, "unexpected: ben: Traceback"),
     ],
@@ -64,6 +73,39 @@ def test_a_good_trial_breaks_nothing() -> None:
 def test_whatever_breaks_is_noticed(change: dict[str, Any], words: str) -> None:
     (broken,) = promises(replace(GOOD, **change))
     assert words in broken
+
+
+LOST = {"learner": "cleo", "first_round": 4, "unheard": {"ann": 2, "ben": 2}}
+
+
+def _lost() -> Trial:
+    """A run that went on without its last learner, which said one round that nobody learned."""
+    document = {**SPEC.model_dump(mode="json"), "absences": [LOST]}
+    spec = SPEC.model_validate(document)
+    run = build_run(spec, 3)
+    codec = RoundCodec(run.field_shapes)
+    steps = list(simulate(run, made_up(spec), keyed(spec)))
+    who = {t: (0, 1, 2) if t < 3 else (0, 1) for t in range(ROUNDS)}
+    told = {(i, s.t): Message({"y": s.message["y"][i, 0]}) for s in steps for i in who[s.t]}
+    said = tuple((i, t, codec.encode(t, i, each)) for (i, t), each in told.items())
+    spent = {0: price(spec, 0, ROUNDS), 1: price(spec, 1, ROUNDS), 2: price(spec, 2, 3)}
+    changing = replace(UNDISTURBED, changing=True)
+    changed = {"overheard": said, "logged": said, "spent": spent, "calm": None, "away": frozenset({"cleo"})}
+    return replace(GOOD, fault=changing, spec=spec, silent={"cleo": 3}, own=(5, 5, -1), **changed)
+
+
+def test_a_run_that_lost_a_learner_must_be_what_the_simulator_says() -> None:
+    lost = _lost()
+    assert promises(lost) == []
+    few = tuple(each for each in lost.logged if each[:2] != (2, 1))
+    assert promises(replace(lost, logged=few, overheard=few)) == [
+        f"1 rounds are missing in the {where}, the first of them (2, 1)" for where in ("capture", "logs")
+    ]
+    sender, t, raw = lost.logged[7]
+    other = (*lost.logged[:7], (sender, t, raw[:-1] + bytes([raw[-1] ^ 1])), *lost.logged[8:])
+    (broken,) = promises(replace(lost, logged=other, overheard=other))
+    assert broken == f"{NAMES[sender]} said something else in round {t} than the simulator does"
+    assert promises(replace(lost, logged=other, overheard=other, keyed=False)) == []
 
 
 def test_a_run_that_may_end_must_say_why() -> None:
