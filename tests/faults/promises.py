@@ -96,7 +96,7 @@ def _silent(trial: Trial) -> Iterator[str]:
 
 
 def _transcribed(trial: Trial) -> Iterator[str]:
-    if trial.unread and not trial.fault.blind:
+    if trial.unread:
         yield f"the capture must be a transcript of the whole run: {trial.unread}"
 
 
@@ -108,11 +108,11 @@ def _who_is_away(trial: Trial) -> Iterator[str]:
 
 
 def _all_agree(trial: Trial) -> Iterator[str]:
-    """Coordinator and learners say the same, but for who was lost."""
+    """Coordinator and learners say the same, but for who was lost; who has ended says nothing."""
     those = [i for i in range(len(NAMES)) if i not in _lost(trial.spec)]
     due = [last_round(trial.spec, i) for i in those]
     told, own = [trial.told[i] for i in those], [trial.own[i] for i in those]
-    if (told, own) != (due, due):
+    if told != due or any(said not in (-1, wanted) for said, wanted in zip(own, due, strict=True)):
         yield f"learners {those} must have done {due} rounds: the coordinator says {told}, they say {own}"
 
 

@@ -17,7 +17,7 @@ from sottovoce_client.running import known
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 from sottovoce_rpc.server import channel
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc, learner_pb2, learner_pb2_grpc
-from tests.faults.stage import COORDINATOR, ENDING_S, NAMES, Stage, TooLate
+from tests.faults.stage import COORDINATOR, EAVESDROPPER, ENDING_S, NAMES, Stage, TooLate
 from tests.faults.trial import Fault
 from tests.services.network import said_rounds
 
@@ -34,6 +34,7 @@ _PLACE = NAMES[-1]
 
 _COORDINATORS = ("before all rest", "one was told to rest", "all rest", "a change is written", "one was told a change")
 _LEARNERS = ("told to rest", "rests", "before a ledger's line", "after a ledger's line", "prepared")
+_FULL = ("full in a change", "full when all rest")
 _SECOND = 2
 """They come by once when the run begins, and again when it changes."""
 
@@ -89,14 +90,19 @@ async def _until_lost(stage: Stage, name: str) -> None:
         await asyncio.sleep(_LOOK_S)
 
 
-async def _until_silent(stage: Stage, name: str) -> None:
-    """Until a learner that was lost knows it: its session is over."""
+async def _until(stage: Stage, name: str, *states: LearnerState) -> None:
+    """Until a learner is in one of these states, as it says itself."""
     while True:
         async with channel(stage.address(name)) as to:
             answer = await learner_pb2_grpc.LearnerStub(to).Status(learner_pb2.StatusRequest(), timeout=ENDING_S)
-        if LearnerStatus.from_wire(answer.status).state not in (LearnerState.CONNECTING, LearnerState.RUNNING):
-            break
+        if LearnerStatus.from_wire(answer.status).state in states:
+            return
         await asyncio.sleep(_LOOK_S)
+
+
+async def _until_silent(stage: Stage, name: str) -> None:
+    """Until a learner that was lost knows it: its session is over."""
+    await _until(stage, name, *(set(LearnerState) - {LearnerState.CONNECTING, LearnerState.RUNNING}))
     _hush(stage, name)
 
 
@@ -111,6 +117,18 @@ def _hush(stage: Stage, name: str) -> None:
 async def _leaves(stage: Stage) -> None:
     await stage.sometime()
     await _leave(stage, stage.chosen())
+
+
+def _leaves_for_good(end: Callable[[Stage, str], Awaitable[None]]) -> Act:
+    """Nobody needs its process any more, as soon as it has finished."""
+
+    async def act(stage: Stage) -> None:
+        await stage.sometime()
+        await _leave(stage, name := stage.chosen())
+        await _until(stage, name, LearnerState.FINISHED)
+        await end(stage, name)
+
+    return act
 
 
 async def _joins(stage: Stage) -> None:
@@ -191,6 +209,34 @@ async def _frozen(stage: Stage) -> None:
     name = stage.chosen()
     leaving = asyncio.ensure_future(_leave(stage, name))
     await stage.freeze(stage.chosen(name), stage.random.uniform(1.0, 3.0))
+    await leaving
+
+
+async def _eavesdropper_killed(stage: Stage) -> None:
+    await stage.sometime()
+    leaving = asyncio.ensure_future(_leave(stage, stage.chosen()))
+    await asyncio.sleep(stage.random.uniform(0.0, 0.2))
+    await stage.kill(EAVESDROPPER)
+    await stage.start(EAVESDROPPER)
+    await leaving
+
+
+async def _disk_full(stage: Stage) -> None:
+    """The coordinator's, and for a while; the operator is told, and asks again."""
+    stage.arm(COORDINATOR, stage.random.choice(_FULL))
+    await stage.sometime()
+    await _leave(stage, stage.chosen())
+
+
+async def _gone_or_back(stage: Stage) -> None:
+    """An operator sees a learner gone, and it may be back by then."""
+    await stage.sometime()
+    name = stage.chosen()
+    await stage.kill(name)
+    await asyncio.sleep(stage.random.uniform(0.0, 0.5))
+    leaving = asyncio.ensure_future(_leave(stage, name))
+    await asyncio.sleep(stage.random.uniform(0.0, 0.5))
+    await stage.start(name)
     await leaving
 
 
@@ -286,6 +332,12 @@ def _lost_while(*points: str) -> Act:
     return act
 
 
+async def _lost_on_a_full_disk(stage: Stage) -> None:
+    """The coordinator's, and for a while."""
+    stage.arm(COORDINATOR, stage.random.choice(_FULL))
+    await _killed_for_good(stage)
+
+
 async def _lost_and_told(stage: Stage) -> None:
     """An operator knows before the deadline, and another learner dies when it is told."""
     name = stage.chosen()
@@ -325,8 +377,10 @@ async def _late_by_a_link(stage: Stage) -> None:
     link.heal()
 
 
-def _changing(name: str, promise: str, act: Act, *, place: bool = False, linked: bool = False) -> Fault:
-    return Fault(name, promise, act, place=place, linked=linked, changing=True)
+def _changing(
+    name: str, promise: str, act: Act, *, place: bool = False, linked: bool = False, blind: bool = False
+) -> Fault:
+    return Fault(name, promise, act, place=place, linked=linked, blind=blind, changing=True)
 
 
 def _losing(name: str, act: Act, *, linked: bool = False) -> Fault:
@@ -339,6 +393,7 @@ def _holding(name: str, act: Act, *, linked: bool = False) -> Fault:
 
 ROSTER = (
     _changing("one leaves", LEAVES, _leaves),
+    _changing("one leaves and is told to end", LEAVES, _leaves_for_good(Stage.tell_to_end)),
     _changing("one joins", JOINS, _joins, place=True),
     _changing("one joins that was not there", JOINS, _joins_from_nowhere, place=True),
     _changing("one leaves, asked for by two at once", LEAVES, _leaves_twice),
@@ -351,12 +406,19 @@ ROSTER = (
     _changing("one leaves, another is frozen", LEAVES, _frozen),
     _changing("one leaves, a link is cut", LEAVES, _cut, linked=True),
     _losing("killed for good, and lost", _killed_for_good),
+    _changing(
+        "one leaves, eavesdropper killed", f"{LEAVES}; the capture may lack rounds", _eavesdropper_killed, blind=True
+    ),
+    _changing("one leaves, coordinator's disk full for a while", LEAVES, _disk_full),
+    _changing("one is killed and told to leave, and may be back", "the run finishes without it", _gone_or_back),
+    _losing("one leaves and is killed for good", _leaves_for_good(Stage.kill)),
     _losing("two killed for good, and lost", _two_killed),
     _losing("killed, lost, and back", _killed_and_back),
     _losing("frozen, lost, and thawed", _thawed),
     _losing("frozen, lost, and thawed, while one leaves", _thawed_too_late_to_rest),
     _losing("cut off from its coordinator, lost, and back", _cut_off, linked=True),
     _losing("lost, and the coordinator dies of it", _lost_while(*_COORDINATORS)),
+    _losing("lost, coordinator's disk full for a while", _lost_on_a_full_disk),
     _losing("lost by an operator, another dies of it", _lost_and_told),
     _holding("late: frozen", _late),
     _holding("late: killed", _late_and_killed),

@@ -213,7 +213,7 @@ async def _watched(run: _Soak, running: asyncio.Future[Outcome], seconds: float)
 def _wrong(run: _Soak) -> list[str]:
     """What no fault excuses."""
     broken, known, said = list[str](), dict[tuple[int, int], bytes](), [0] * len(NAMES)
-    for sender, t, payload in overheard(run.folder / "captures", run.spec):
+    for sender, t, payload in overheard(run.folder / "captures"):
         said[sender] = max(said[sender], t + 1)
         if known.setdefault((sender, t), payload) != payload:
             broken.append(f"{NAMES[sender]} has two contents of round {t}")

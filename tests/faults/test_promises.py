@@ -5,11 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from sottovoce.algorithms.interface import Message
+from sottovoce.arrays import FloatArray
+from sottovoce.running.late import on_time
 from sottovoce.running.run import build_run
 from sottovoce.running.simulator import simulate
+from sottovoce.spec import RunSpec
 from sottovoce_rpc.codec import RoundCodec
 from tests.examples import made_up
 from tests.faults.catalogue import EVERY
@@ -17,7 +21,7 @@ from tests.faults.page import Row, page
 from tests.faults.promises import price, promises
 from tests.faults.simulated import keyed
 from tests.faults.stage import NAMES, spec_of, tracebacks
-from tests.faults.trial import UNDISTURBED, Trial
+from tests.faults.trial import FEATURES, UNDISTURBED, Said, Trial
 
 SPEC = spec_of("paced", 0.1, 60.0)
 ROUNDS = SPEC.rounds
@@ -62,7 +66,7 @@ def test_a_good_trial_breaks_nothing() -> None:
         ({"spent": {**COST, 1: COST[1] * 1.001}}, "and all rounds cost"),
         ({"calm": {**(GOOD.calm or {}), (0, 3): b"other"}}, "ann said something else in round 3"),
         ({"told": (ROUNDS, ROUNDS - 1, ROUNDS)}, "must have done [5, 5, 5] rounds: the coordinator says [5, 4, 5]"),
-        ({"own": (ROUNDS, ROUNDS, -1)}, "they say [5, 5, -1]"),
+        ({"own": (ROUNDS, ROUNDS, 4)}, "they say [5, 5, 4]"),
         ({"silent": {"ben": 4}, "calm": None}, "ben was silent after 4 rounds, and has said round 4"),
         ({"unread": "it has 4 of 5 rounds"}, "a transcript of the whole run: it has 4 of 5 rounds"),
         ({"away": frozenset({"ben"})}, "away in the end must be ['ben'], and are []"),
@@ -76,36 +80,69 @@ def test_whatever_breaks_is_noticed(change: dict[str, Any], words: str) -> None:
 
 
 LOST = {"learner": "cleo", "first_round": 4, "unheard": {"ann": 2, "ben": 2}}
+CHANGING = replace(UNDISTURBED, changing=True)
 
 
-def _lost() -> Trial:
-    """A run that went on without its last learner, which said one round that nobody learned."""
-    document = {**SPEC.model_dump(mode="json"), "absences": [LOST]}
-    spec = SPEC.model_validate(document)
-    run = build_run(spec, 3)
+def simulated(spec: RunSpec, used: FloatArray | None = None) -> tuple[Said, ...]:
+    """What learners say in a run, but for those who are away."""
+    run = build_run(spec, FEATURES)
     codec = RoundCodec(run.field_shapes)
-    steps = list(simulate(run, made_up(spec), keyed(spec)))
-    who = {t: (0, 1, 2) if t < 3 else (0, 1) for t in range(ROUNDS)}
-    told = {(i, s.t): Message({"y": s.message["y"][i, 0]}) for s in steps for i in who[s.t]}
-    said = tuple((i, t, codec.encode(t, i, each)) for (i, t), each in told.items())
-    spent = {0: price(spec, 0, ROUNDS), 1: price(spec, 1, ROUNDS), 2: price(spec, 2, 3)}
-    changing = replace(UNDISTURBED, changing=True)
-    changed = {"overheard": said, "logged": said, "spent": spent, "calm": None, "away": frozenset({"cleo"})}
-    return replace(GOOD, fault=changing, spec=spec, silent={"cleo": 3}, own=(5, 5, -1), **changed)
+    return tuple(
+        (
+            i,
+            step.t,
+            codec.encode(step.t, i, Message({name: value[i, 0] for name, value in step.message.fields.items()})),
+        )
+        for step in simulate(run, made_up(spec), keyed(spec), used=used)
+        for i in range(len(NAMES))
+        if spec.roster.is_there(i, step.t)
+    )
+
+
+def lost() -> Trial:
+    """A run that went on without its last learner, which said a round that nobody learned, and not all that it might have."""
+    spec = SPEC.model_validate({**SPEC.model_dump(mode="json"), "absences": [LOST]})
+    said = tuple(each for each in simulated(spec) if each[:2] != (2, 3))
+    return replace(
+        GOOD,
+        fault=CHANGING,
+        spec=spec,
+        overheard=said,
+        logged=said,
+        spent={0: price(spec, 0, ROUNDS), 1: price(spec, 1, ROUNDS), 2: price(spec, 2, 3)},
+        own=(5, 5, -1),
+        calm=None,
+        away=frozenset({"cleo"}),
+        silent={"cleo": 3},
+    )
 
 
 def test_a_run_that_lost_a_learner_must_be_what_the_simulator_says() -> None:
-    lost = _lost()
-    assert promises(lost) == []
-    few = tuple(each for each in lost.logged if each[:2] != (2, 1))
-    assert promises(replace(lost, logged=few, overheard=few)) == [
+    good = lost()
+    assert promises(good) == []
+    few = tuple(each for each in good.logged if each[:2] != (2, 1))
+    assert promises(replace(good, logged=few, overheard=few)) == [
         f"1 rounds are missing in the {where}, the first of them (2, 1)" for where in ("capture", "logs")
     ]
-    sender, t, raw = lost.logged[7]
-    other = (*lost.logged[:7], (sender, t, raw[:-1] + bytes([raw[-1] ^ 1])), *lost.logged[8:])
-    (broken,) = promises(replace(lost, logged=other, overheard=other))
+    sender, t, raw = good.logged[7]
+    other = (*good.logged[:7], (sender, t, raw[:-1] + bytes([raw[-1] ^ 1])), *good.logged[8:])
+    (broken,) = promises(replace(good, logged=other, overheard=other))
     assert broken == f"{NAMES[sender]} said something else in round {t} than the simulator does"
-    assert promises(replace(lost, logged=other, overheard=other, keyed=False)) == []
+    assert promises(replace(good, logged=other, overheard=other, keyed=False)) == []
+
+
+def test_a_run_that_goes_on_without_late_messages_must_say_which_it_used() -> None:
+    spec = spec_of("paced", 0.1, 60.0, "hold")
+    network = build_run(spec, FEATURES).network
+    used = np.stack([on_time(network, t + 1) for t in range(ROUNDS)])
+    good = replace(GOOD, fault=replace(CHANGING, late="hold"), spec=spec, calm=None)
+    said = simulated(spec, used)
+    assert promises(replace(good, overheard=said, logged=said)) == ["nobody was late: this trial shows nothing"]
+    used[2, 0, 0] = 1
+    said = simulated(spec, used)
+    assert promises(replace(good, overheard=said, logged=said)) == []
+    other = tuple(each for each in said if each[:2] != (0, 3)) + tuple(e for e in simulated(spec) if e[:2] == (0, 3))
+    assert promises(replace(good, overheard=other, logged=other)) != []
 
 
 def test_a_run_that_may_end_must_say_why() -> None:

@@ -176,14 +176,14 @@ async def _found(fault: Fault, seed: int, stage: Stage, calm: Mapping[tuple[int,
         struck,
         state,
         reason,
-        tuple(overheard(stage.folder / "captures", spec)),
+        tuple(overheard(stage.folder / "captures")),
         tuple(_logged(stage.state)),
         spent,
         repaired,
         told,
         own,
         calm,
-        _unread(stage.folder / "captures", spec),
+        _unread(stage.folder / "captures", spec, blind=fault.blind),
         frozenset(stage.away),
         stage.silent,
         tuple(stage.crashed),
@@ -204,10 +204,11 @@ async def _own(stage: Stage) -> tuple[int, ...]:
     return tuple(found)
 
 
-def overheard(captures: Path, spec: RunSpec) -> list[Said]:
+def overheard(captures: Path) -> list[Said]:
     """What crossed the channels, once for each time."""
-    codec, found = RoundCodec(build_run(spec, FEATURES).field_shapes), list[Said]()
+    found = list[Said]()
     for capture in find_captures(open_folder(captures)):
+        codec = RoundCodec(capture.shapes)
         with contextlib.suppress(CaptureError):  # nothing was said
             for payload in capture.messages(("payload",))["payload"].to_pylist():
                 t, sender, _ = codec.decode(payload)
@@ -215,11 +216,15 @@ def overheard(captures: Path, spec: RunSpec) -> list[Said]:
     return found
 
 
-def _unread(captures: Path, spec: RunSpec) -> str:
-    """Why a capture is no transcript of all rounds."""
+def _unread(captures: Path, spec: RunSpec, *, blind: bool) -> str:
+    """Why a capture is no transcript of the run: of all its rounds, unless it may lack some."""
     run = build_run(spec, FEATURES)
     try:
         (capture,) = find_captures(open_folder(captures))
+        if capture.facts["spec"]["absences"] != spec.model_dump(mode="json")["absences"]:
+            return f"it says of who is away {capture.facts['spec']['absences']}"
+        if blind:
+            return ""
         said = capture.transcript(run.field_shapes, run.spec.n_learners, run.network)
     except (CaptureError, EquivocationError) as error:
         return str(error)

@@ -180,6 +180,36 @@ def _full_captures(nth: int) -> None:
     Folder.write = write  # type: ignore[method-assign]
 
 
+def _full_in_a_change(nth: int) -> None:
+    """From the n-th change of who takes part on, and for some seconds, a coordinator's disk takes nothing."""
+    true, calls = Amender._rest, 0
+
+    @wraps(true)
+    async def rest(self: Amender, course: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == nth:
+            _full_for_a_while(1)
+        await true(self, course)
+
+    Amender._rest = rest  # type: ignore[method-assign]
+
+
+def _full_when_all_rest(nth: int) -> None:
+    """As before, once all rest for that."""
+    true, calls = Store.amend, 0
+
+    @wraps(true)
+    def amend(self: Store, *arguments: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == nth:
+            _full_for_a_while(1)
+        true(self, *arguments)
+
+    Store.amend = amend  # type: ignore[assignment, method-assign]
+
+
 def _full_for_a_while(nth: int) -> None:
     """From the n-th write on, and for some seconds, a coordinator's disk takes nothing."""
     true, calls, until = Store._written, 0, math.inf
@@ -240,6 +270,8 @@ POINTS: dict[str, Callable[[int], None]] = {
     "no room for a while": _full(FULL_S),
     "full captures": _full_captures,
     "full for a while": _full_for_a_while,
+    "full in a change": _full_in_a_change,
+    "full when all rest": _full_when_all_rest,
     "read-only": _read_only,
     "before a grant": _dies(Store, "grant", after=False, when=_written_grant),
     "after a grant": _dies(Store, "grant", after=True, when=_written_grant),
