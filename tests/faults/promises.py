@@ -58,7 +58,7 @@ def _all_heard(trial: Trial) -> Iterator[str]:
     """Everything that was said is in the capture, and everything in the capture was written down by who said it."""
     network = build_run(trial.spec, FEATURES).network
     due = {(sender, t) for sender in range(len(NAMES)) for t in _due(trial.spec, sender)}
-    heard = {(sender, t) for sender, t in due if network.at(t).told_by(sender)}
+    heard = {(sender, t) for sender, t in due if network.heard(t)[sender]}
     for where, said, wanted in (("capture", trial.overheard, heard), ("logs", trial.logged, due)):
         missing = wanted - _rounds(said)
         if missing and not (where == "capture" and trial.fault.blind):
@@ -134,11 +134,8 @@ def _nothing_left(trial: Trial) -> Iterator[str]:
 
 def _due(spec: RunSpec, index: int) -> set[int]:
     """Rounds that a learner must have said: of one that was lost, those that others have learned."""
-    learned = [
-        max(each.unheard.values()) for each in spec.absences or () if each.unheard and each.learner == NAMES[index]
-    ]
     there = spec.roster.attendance(index, spec.rounds)
-    return {t for t in range(min([there.end, *learned])) if t in there}
+    return {t for t in range(there.end) if t in there and not spec.roster.doubtful(t)[index]}
 
 
 def _lost(spec: RunSpec) -> set[int]:

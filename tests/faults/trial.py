@@ -228,7 +228,8 @@ def _unread(captures: Path, spec: RunSpec, *, blind: bool) -> str:
         said = capture.transcript(run.field_shapes, run.spec.n_learners, run.network)
     except (CaptureError, EquivocationError) as error:
         return str(error)
-    return "" if said.rounds == spec.rounds else f"it has {said.rounds} of {spec.rounds} rounds"
+    rounds = 1 + max(t for t in range(spec.rounds) if run.network.heard(t).any())  # who is left alone is not overheard
+    return "" if said.rounds == rounds else f"it has {said.rounds} of {rounds} rounds"
 
 
 def _logged(state: Path) -> list[Said]:

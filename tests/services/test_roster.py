@@ -530,6 +530,20 @@ async def test_a_learner_is_lost_when_the_disk_has_room_for_it(tmp_path: Path, m
     require_simulated(outcome, spec, noise, 3)
 
 
+async def test_a_run_that_loses_two_at_once_is_overheard_to_its_end(tmp_path: Path) -> None:
+    """Nobody knows how far each of them heard the other: what they would have said is not waited for."""
+    spec = LOSABLE["ldp-dol"]
+    noise, _ = noise_for(build_run(spec, 3), tmp_path)
+    async with network(tmp_path, NAMES, noise=noise) as up:
+        running = asyncio.ensure_future(up.run(spec, made_up(spec)))
+        await up.until("dora", LearnerState.RUNNING, 10)
+        await asyncio.gather(up.leave("cleo"), up.leave("dora"))
+        outcome = await running
+    first = {each.learner: each.first_round for each in outcome.absences or ()}
+    assert first.keys() == {"cleo", "dora"} and len(set(first.values())) == 1
+    require_simulated(outcome, spec, noise, 2, 3)
+
+
 def test_of_two_that_are_lost_each_has_heard_the_other() -> None:
     """As far as others have heard it, it had: reports of those who are gone are old."""
     held = RunBook("r-1", build_run(LOSABLE["ldp-dol"], 3), 3, ("a:1", "b:2", "c:3", "d:4"))

@@ -45,6 +45,11 @@ class Network(ABC):
         """The weights of round t if everything that is said in it arrives: what conditions on weights are about."""
         return self.at(t)
 
+    def heard(self, t: int) -> Mask:
+        """`(learners,)`: those whose message of round t somebody hears."""
+        heard: Mask = self.at(t).neighbours.any(axis=0)
+        return heard
+
     @property
     def row_stochastic(self) -> bool:
         """Every learner's weights sum to one, in every round."""
@@ -185,6 +190,11 @@ class PartialNetwork(Network):
     def planned(self, t: int) -> Mixing:
         there = self.roster.there(t)
         return self.whole.at(t) if there.all() else self.among(t, there)
+
+    def heard(self, t: int) -> Mask:
+        """As of any network, but who may have been gone by then counts as nobody."""
+        heard: Mask = self.at(t).neighbours[~self.roster.doubtful(t)].any(axis=0)
+        return heard
 
     def _at(self, t: int) -> Mixing:
         return self.roster.deafened(self.planned(t), t)
