@@ -47,8 +47,7 @@ class Network(ABC):
 
     def heard(self, t: int) -> Mask:
         """`(learners,)`: those whose message of round t somebody hears."""
-        heard: Mask = self.at(t).neighbours.any(axis=0)
-        return heard
+        return np.asarray(self.at(t).neighbours.any(axis=0))
 
     @property
     def row_stochastic(self) -> bool:
@@ -193,8 +192,7 @@ class PartialNetwork(Network):
 
     def heard(self, t: int) -> Mask:
         """As of any network, but who may have been gone by then counts as nobody."""
-        heard: Mask = self.at(t).neighbours[~self.roster.doubtful(t)].any(axis=0)
-        return heard
+        return np.asarray(self.at(t).neighbours[~self.roster.doubtful(t)].any(axis=0))
 
     def _at(self, t: int) -> Mixing:
         return self.roster.deafened(self.planned(t), t)
