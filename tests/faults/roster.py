@@ -316,20 +316,15 @@ async def _cut_off(stage: Stage) -> None:
     await _until_silent(stage, name)
 
 
-def _lost_while(*points: str) -> Act:
-    """The coordinator dies, too, while the run goes on without a learner."""
-
-    async def act(stage: Stage) -> None:
-        stage.arm(COORDINATOR, stage.random.choice(points))
-        await stage.sometime()
-        name = stage.chosen()
-        await stage.kill(name)
-        _hush(stage, name)
-        await stage.death(COORDINATOR)
-        await stage.start(COORDINATOR)
-        await _until_lost(stage, name)
-
-    return act
+async def _coordinator_dies_of_a_loss(stage: Stage) -> None:
+    stage.arm(COORDINATOR, stage.random.choice(_COORDINATORS))
+    await stage.sometime()
+    name = stage.chosen()
+    await stage.kill(name)
+    _hush(stage, name)
+    await stage.death(COORDINATOR)
+    await stage.start(COORDINATOR)
+    await _until_lost(stage, name)
 
 
 async def _lost_on_a_full_disk(stage: Stage) -> None:
@@ -398,28 +393,28 @@ ROSTER = (
     _changing("one joins that was not there", JOINS, _joins_from_nowhere, place=True),
     _changing("one leaves, asked for by two at once", LEAVES, _leaves_twice),
     _changing("one leaves while another joins", "both: the run finishes", _leaves_and_joins, place=True),
-    _changing("one leaves and dies of it", LEAVES, _dies("leaves")),
-    _changing("one joins and dies of it", JOINS, _dies("joins"), place=True),
-    _changing("one leaves, another dies of it", LEAVES, _dies("another")),
+    _changing("one leaves and dies meanwhile", LEAVES, _dies("leaves")),
+    _changing("one joins and dies meanwhile", JOINS, _dies("joins"), place=True),
+    _changing("one leaves, another dies meanwhile", LEAVES, _dies("another")),
     *(_changing(f"one leaves, coordinator dies: {point}", LEAVES, _coordinator_dies(point)) for point in _COORDINATORS),
     _changing("one leaves, all are killed", LEAVES, _all_killed),
     _changing("one leaves, another is frozen", LEAVES, _frozen),
     _changing("one leaves, a link is cut", LEAVES, _cut, linked=True),
-    _losing("killed for good, and lost", _killed_for_good),
     _changing(
         "one leaves, eavesdropper killed", f"{LEAVES}; the capture may lack rounds", _eavesdropper_killed, blind=True
     ),
     _changing("one leaves, coordinator's disk full for a while", LEAVES, _disk_full),
     _changing("one is killed and told to leave, and may be back", "the run finishes without it", _gone_or_back),
+    _losing("killed for good, and lost", _killed_for_good),
     _losing("one leaves and is killed for good", _leaves_for_good(Stage.kill)),
     _losing("two killed for good, and lost", _two_killed),
     _losing("killed, lost, and back", _killed_and_back),
     _losing("frozen, lost, and thawed", _thawed),
     _losing("frozen, lost, and thawed, while one leaves", _thawed_too_late_to_rest),
     _losing("cut off from its coordinator, lost, and back", _cut_off, linked=True),
-    _losing("lost, and the coordinator dies of it", _lost_while(*_COORDINATORS)),
+    _losing("lost, and the coordinator dies meanwhile", _coordinator_dies_of_a_loss),
     _losing("lost, coordinator's disk full for a while", _lost_on_a_full_disk),
-    _losing("lost by an operator, another dies of it", _lost_and_told),
+    _losing("lost by an operator, another dies meanwhile", _lost_and_told),
     _holding("late: frozen", _late),
     _holding("late: killed", _late_and_killed),
     _holding("late: a link is cut", _late_by_a_link, linked=True),

@@ -228,8 +228,9 @@ def _unread(captures: Path, spec: RunSpec, *, blind: bool) -> str:
         said = capture.transcript(run.field_shapes, run.spec.n_learners, run.network)
     except (CaptureError, EquivocationError) as error:
         return str(error)
-    rounds = 1 + max(t for t in range(spec.rounds) if run.network.heard(t).any())  # who is left alone is not overheard
-    return "" if said.rounds == rounds else f"it has {said.rounds} of {rounds} rounds"
+    # Who is left alone is not overheard, and what was lost with two learners may be.
+    rounds = 1 + max(t for t in range(spec.rounds) if run.network.heard(t).any())
+    return "" if said.rounds >= rounds else f"it has {said.rounds} of {rounds} rounds"
 
 
 def _logged(state: Path) -> list[Said]:
