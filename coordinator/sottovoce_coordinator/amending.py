@@ -13,7 +13,7 @@ from functools import partial
 
 import structlog
 
-from sottovoce.errors import NotReady, SottovoceError
+from sottovoce.errors import NotReady, SottovoceError, Unavailable
 from sottovoce.running.amending import with_learner, without
 from sottovoce.running.run import Run, build_run, require_noise
 from sottovoce.spec import RunSpec
@@ -30,6 +30,8 @@ log = structlog.get_logger()
 Change = Callable[[RunSpec], RunSpec]
 
 RESTING = Stop("learners leave or join")
+_AGAIN_S = 1.0
+"""Between two tries to write that learners are lost."""
 
 
 class Amender:
@@ -81,7 +83,7 @@ class Amender:
         await self._operated(course, lambda spec: with_learner(spec, name, book.unsaid))
 
     async def lose(self, course: Course) -> None:
-        """Go on without learners that are lost, those who are lost meanwhile included.
+        """Go on without learners that are lost, those who are lost meanwhile included, as soon as that can be written.
 
         Raises:
             SottovoceError: the run cannot.
@@ -96,6 +98,9 @@ class Amender:
                 lost = frozenset(book.losing)
                 await self._amend(course, partial(_without, book=book, lost=lost))
                 book.losing -= lost
+            except Unavailable as error:  # a disk that is full: all wait for it, as for a grant
+                log.warning("not written", run_id=book.run_id, reason=str(error))
+                await asyncio.sleep(_AGAIN_S)
             finally:
                 course.resting = False
 

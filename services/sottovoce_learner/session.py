@@ -280,9 +280,12 @@ class Session:
         Raises:
             DataError: it has.
         """
-        # In lockstep, and where nobody waits for late ones, whoever hears this learner hears all that it says.
-        if next_round > self._said and (
-            self._plan.lockstep or (self._late_s is not None and neighbour in self._plan.part(self._done).told)
+        # In lockstep, and where nobody waits for late ones, whoever hears this learner hears all that it says. Who is away, and
+        # may join, hears nothing, and asks for what it may be told at the earliest.
+        if (
+            next_round > self._said
+            and (self._plan.lockstep or self._late_s is not None)
+            and neighbour in self._plan.part(0).told
         ):
             raise DataError(
                 f"learner {neighbour} has heard round {next_round - 1} of this learner, whose log has {self._said} rounds: its "

@@ -740,3 +740,42 @@ def test_canaries_are_where_learners_are_there() -> None:
         for step in simulate(run, known, SeededNoise(seed)):
             assert not test.take(step.t, step.by_sender())
         assert test.scored == 12
+
+
+@pytest.mark.parametrize(
+    ("unheard", "heard", "doubtful"),
+    [
+        ([{"ann": 5, "ben": 4, "dora": 5}], {4: [0, 1, 2, 3], 5: [0, 1, 3], 8: [0, 1, 3]}, {4: [], 5: [2], 8: []}),
+        # Two at once: nobody knows what one has heard of the other.
+        (
+            [{"ann": 5, "ben": 4, "dora": 8}, {"ann": 5, "ben": 5, "cleo": 8}],
+            {4: [0, 1, 2, 3], 5: [0, 1], 8: [0, 1]},
+            {4: [], 5: [2, 3], 8: []},
+        ),
+        # One after the other, and without a round in between.
+        (
+            [{"ann": 5, "ben": 4, "dora": 5}, {"ann": 6, "ben": 7, "cleo": 8}],
+            {5: [0, 1, 3], 6: [0, 1, 3], 7: [0, 1], 8: [0, 1]},
+            {5: [2], 6: [2], 7: [2, 3], 8: []},
+        ),
+    ],
+)
+def test_who_was_lost_counts_for_nobody_once_nobody_knows_of_it(
+    unheard: list[dict[str, int]], heard: dict[int, list[int]], doubtful: dict[int, list[int]]
+) -> None:
+    lost = zip(("cleo", "dora"), unheard, strict=False)
+    spec = spec_of([{"learner": name, "first_round": 8, "unheard": since} for name, since in lost])
+    network = build_run(spec, 3).network
+    assert {t: np.flatnonzero(spec.roster.doubtful(t)).tolist() for t in doubtful} == doubtful
+    assert {t: np.flatnonzero(network.heard(t)).tolist() for t in heard} == heard
+
+
+def test_who_was_lost_when_all_others_had_finished_was_heard_to_the_end() -> None:
+    lost = {"learner": "dora", "first_round": ROUNDS, "unheard": dict.fromkeys(NAMES[:3], ROUNDS)}
+    assert not any(spec_of([lost]).roster.doubtful(t).any() for t in range(ROUNDS))
+
+
+def test_who_has_only_a_place_has_heard_nobody() -> None:
+    lost = {"learner": "cleo", "first_round": 8, "unheard": {"ann": 5, "ben": 5, "dora": 8}}
+    roster = spec_of([{"learner": "dora"}, lost]).roster
+    assert [t for t in range(ROUNDS) if roster.doubtful(t).any()] == [5, 6, 7]

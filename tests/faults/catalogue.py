@@ -10,7 +10,9 @@ from sottovoce.errors import DataError
 from sottovoce_learner.log import Reading, read_log
 from sottovoce_learner.standing import Files, look, stand
 from tests.faults.link import Link
-from tests.faults.trial import COORDINATOR, EAVESDROPPER, NAMES, Fault, Stage
+from tests.faults.roster import ROSTER
+from tests.faults.stage import COORDINATOR, EAVESDROPPER, NAMES, Stage
+from tests.faults.trial import Fault
 
 Act = Callable[[Stage], Awaitable[None]]
 
@@ -367,5 +369,6 @@ CATALOGUE = {
     "A learner, or the coordinator, at a point": POINTS,
     "Disks": DISKS,
     "The network": NETWORK,
+    "Who takes part": ROSTER,
 }
 EVERY = tuple(fault for faults in CATALOGUE.values() for fault in faults)

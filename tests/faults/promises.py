@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator
 
 from sottovoce.running.run import build_run
 from sottovoce.spec import RunSpec
-from tests.faults.trial import NAMES, Said, Trial
+from tests.faults.simulated import anybody_late, decoded, unlike
+from tests.faults.stage import NAMES
+from tests.faults.trial import FEATURES, Said, Trial
 
-FEATURES = 3
 _ROUNDING = 1e-9
 
 
 def promises(trial: Trial) -> list[str]:
     """What was broken, a sentence each; none: all held."""
-    checks = (_was_struck, _ended, _one_content, _all_heard, _charged, _same_trajectory, _all_agree, _nothing_left)
+    checks = [_was_struck, _ended, _one_content, _charged, _same_trajectory, _silent, _nothing_left]
+    if trial.state == "finished":
+        checks += [_all_heard, _transcribed, _who_is_away, _all_agree, _as_simulated]
     return [broken for check in checks for broken in check(trial)]
+
+
+def last_round(spec: RunSpec, index: int) -> int:
+    """The round after the last one in which a learner takes part."""
+    return spec.roster.attendance(index, spec.rounds).end
 
 
 def price(spec: RunSpec, index: int, rounds: int) -> float:
     """Epsilon of so many rounds of one record each, by the spec."""
-    accountant = build_run(spec, FEATURES).algorithm.accountant(index)
-    losses = []
-    for t in range(rounds):
-        if t > 0:
-            accountant.advance(1)
-        losses.append(accountant.next_loss())
-    return math.fsum(losses)
+    return float(build_run(spec, FEATURES).guarantee(index).cumulative[rounds - 1]) if rounds else 0.0
 
 
 def _was_struck(trial: Trial) -> Iterator[str]:
@@ -55,13 +56,15 @@ def _one_content(trial: Trial) -> Iterator[str]:
 
 def _all_heard(trial: Trial) -> Iterator[str]:
     """Everything that was said is in the capture, and everything in the capture was written down by who said it."""
-    if trial.state != "finished":
-        return
-    due = {(sender, t) for sender in range(len(NAMES)) for t in range(trial.spec.rounds)}
-    for where, said in (("capture", trial.overheard), ("logs", trial.logged)):
-        missing = due - _rounds(said)
+    network = build_run(trial.spec, FEATURES).network
+    due = {(sender, t) for sender in range(len(NAMES)) for t in _due(trial.spec, sender)}
+    heard = {(sender, t) for sender, t in due if network.heard(t)[sender]}
+    for where, said, wanted in (("capture", trial.overheard, heard), ("logs", trial.logged, due)):
+        missing = wanted - _rounds(said)
         if missing and not (where == "capture" and trial.fault.blind):
             yield f"{len(missing)} rounds are missing in the {where}, the first of them {min(missing)}"
+    if unwritten := _rounds(trial.overheard) - _rounds(trial.logged) - due:
+        yield f"{len(unwritten)} rounds were said that are in no log, the first of them {min(unwritten)}"
 
 
 def _charged(trial: Trial) -> Iterator[str]:
@@ -71,7 +74,7 @@ def _charged(trial: Trial) -> Iterator[str]:
         due, spent = price(trial.spec, index, said), trial.spent[index]
         if spent < due * (1 - _ROUNDING):
             yield f"the ledger of {name} says {spent:.6g}, and {said} rounds that it said cost {due:.6g}"
-        all_rounds = price(trial.spec, index, trial.spec.rounds)
+        all_rounds = price(trial.spec, index, last_round(trial.spec, index))
         if trial.state == "finished" and index not in trial.repaired and spent > all_rounds * (1 + _ROUNDING):
             yield f"the ledger of {name} says {spent:.6g}, and all rounds cost {all_rounds:.6g}"
 
@@ -85,16 +88,62 @@ def _same_trajectory(trial: Trial) -> Iterator[str]:
             return
 
 
+def _silent(trial: Trial) -> Iterator[str]:
+    """Who was lost says no more once it knows."""
+    for name, rounds in trial.silent.items():
+        if more := [t for sender, t, _ in (*trial.overheard, *trial.logged) if sender == _index(name) and t >= rounds]:
+            yield f"{name} was silent after {rounds} rounds, and has said round {min(more)}"
+
+
+def _transcribed(trial: Trial) -> Iterator[str]:
+    if trial.unread:
+        yield f"the capture must be a transcript of the whole run: {trial.unread}"
+
+
+def _who_is_away(trial: Trial) -> Iterator[str]:
+    spec = trial.spec
+    away = {name for i, name in enumerate(NAMES) if last_round(spec, i) < spec.rounds} | {NAMES[i] for i in _lost(spec)}
+    if away != trial.away:
+        yield f"away in the end must be {sorted(trial.away)}, and are {sorted(away)}"
+
+
 def _all_agree(trial: Trial) -> Iterator[str]:
-    """Once a run has finished, coordinator and learners say the same."""
-    due = (trial.spec.rounds,) * len(NAMES)
-    if trial.state == "finished" and (trial.told, trial.own) != (due, due):
-        yield f"all must have done {trial.spec.rounds} rounds: the coordinator says {trial.told}, they say {trial.own}"
+    """Coordinator and learners say the same, but for who was lost; who has ended says nothing."""
+    those = [i for i in range(len(NAMES)) if i not in _lost(trial.spec)]
+    due = [last_round(trial.spec, i) for i in those]
+    told, own = [trial.told[i] for i in those], [trial.own[i] for i in those]
+    if told != due or any(said not in (-1, wanted) for said, wanted in zip(own, due, strict=True)):
+        yield f"learners {those} must have done {due} rounds: the coordinator says {told}, they say {own}"
+
+
+def _as_simulated(trial: Trial) -> Iterator[str]:
+    """Where the run changes on its way: by its spec as it is in the end, and the messages that updates used."""
+    if not trial.fault.changing:
+        return
+    said = decoded(trial.spec, (*trial.overheard, *trial.logged))
+    if trial.fault.late == "hold" and not anybody_late(said):
+        yield "nobody was late: this trial shows nothing"
+    if trial.keyed and (wrong := unlike(trial.spec, said)) is not None:
+        yield f"{NAMES[wrong[0]]} said something else in round {wrong[1]} than the simulator does"
 
 
 def _nothing_left(trial: Trial) -> Iterator[str]:
     yield from (f"{name} did not end when it was told to" for name in trial.left)
     yield from (f"unexpected: {words}" for words in trial.crashed)
+
+
+def _due(spec: RunSpec, index: int) -> set[int]:
+    """Rounds that a learner must have said: of one that was lost, those that others have learned."""
+    there = spec.roster.attendance(index, spec.rounds)
+    return {t for t in range(there.end) if t in there and not spec.roster.doubtful(t)[index]}
+
+
+def _lost(spec: RunSpec) -> set[int]:
+    return {_index(each.learner) for each in spec.absences or () if each.unheard}
+
+
+def _index(name: str) -> int:
+    return NAMES.index(name)
 
 
 def _rounds(said: tuple[Said, ...]) -> set[tuple[int, int]]:

@@ -24,7 +24,8 @@ from sottovoce_learner.service import LearnerConfig
 from tests.examples import made_up, small_spec
 from tests.faults.processes import Process, chance, command, free_port, learners
 from tests.faults.promises import price
-from tests.faults.trial import COORDINATOR, EAVESDROPPER, ENDING_S, overheard
+from tests.faults.stage import COORDINATOR, EAVESDROPPER, ENDING_S
+from tests.faults.trial import overheard
 
 NAMES = tuple(f"l{k:02d}" for k in range(20))
 TOGETHER = 5

@@ -5,12 +5,23 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from sottovoce.algorithms.interface import Message
+from sottovoce.arrays import FloatArray
+from sottovoce.running.late import on_time
+from sottovoce.running.run import build_run
+from sottovoce.running.simulator import simulate
+from sottovoce.spec import RunSpec
+from sottovoce_rpc.codec import RoundCodec
+from tests.examples import made_up
 from tests.faults.catalogue import EVERY
 from tests.faults.page import Row, page
 from tests.faults.promises import price, promises
-from tests.faults.trial import NAMES, UNDISTURBED, Trial, spec_of, tracebacks
+from tests.faults.simulated import keyed
+from tests.faults.stage import NAMES, spec_of, tracebacks
+from tests.faults.trial import FEATURES, UNDISTURBED, Said, Trial
 
 SPEC = spec_of("paced", 0.1, 60.0)
 ROUNDS = SPEC.rounds
@@ -21,6 +32,7 @@ GOOD = Trial(
     UNDISTURBED,
     0,
     SPEC,
+    True,
     True,
     "finished",
     "",
@@ -53,8 +65,11 @@ def test_a_good_trial_breaks_nothing() -> None:
         ({"spent": {**COST, 1: COST[1] * 0.999}}, "the ledger of ben says"),
         ({"spent": {**COST, 1: COST[1] * 1.001}}, "and all rounds cost"),
         ({"calm": {**(GOOD.calm or {}), (0, 3): b"other"}}, "ann said something else in round 3"),
-        ({"told": (ROUNDS, ROUNDS - 1, ROUNDS)}, "all must have done 5 rounds: the coordinator says (5, 4, 5)"),
-        ({"own": (ROUNDS, ROUNDS)}, "they say (5, 5)"),
+        ({"told": (ROUNDS, ROUNDS - 1, ROUNDS)}, "must have done [5, 5, 5] rounds: the coordinator says [5, 4, 5]"),
+        ({"own": (ROUNDS, ROUNDS, 4)}, "they say [5, 5, 4]"),
+        ({"silent": {"ben": 4}, "calm": None}, "ben was silent after 4 rounds, and has said round 4"),
+        ({"unread": "it has 4 of 5 rounds"}, "a transcript of the whole run: it has 4 of 5 rounds"),
+        ({"away": frozenset({"ben"})}, "away in the end must be ['ben'], and are []"),
         ({"left": ("ben",)}, "ben did not end when it was told to"),
         ({"crashed": ("ben: Traceback",)}, "unexpected: ben: Traceback"),
     ],
@@ -62,6 +77,72 @@ def test_a_good_trial_breaks_nothing() -> None:
 def test_whatever_breaks_is_noticed(change: dict[str, Any], words: str) -> None:
     (broken,) = promises(replace(GOOD, **change))
     assert words in broken
+
+
+LOST = {"learner": "cleo", "first_round": 4, "unheard": {"ann": 2, "ben": 2}}
+CHANGING = replace(UNDISTURBED, changing=True)
+
+
+def simulated(spec: RunSpec, used: FloatArray | None = None) -> tuple[Said, ...]:
+    """What learners say in a run, but for those who are away."""
+    run = build_run(spec, FEATURES)
+    codec = RoundCodec(run.field_shapes)
+    return tuple(
+        (
+            i,
+            step.t,
+            codec.encode(step.t, i, Message({name: value[i, 0] for name, value in step.message.fields.items()})),
+        )
+        for step in simulate(run, made_up(spec), keyed(spec), used=used)
+        for i in range(len(NAMES))
+        if spec.roster.is_there(i, step.t)
+    )
+
+
+def lost() -> Trial:
+    """A run that went on without its last learner, which said a round that nobody learned, and not all that it might have."""
+    spec = SPEC.model_validate({**SPEC.model_dump(mode="json"), "absences": [LOST]})
+    said = tuple(each for each in simulated(spec) if each[:2] != (2, 3))
+    return replace(
+        GOOD,
+        fault=CHANGING,
+        spec=spec,
+        overheard=said,
+        logged=said,
+        spent={0: price(spec, 0, ROUNDS), 1: price(spec, 1, ROUNDS), 2: price(spec, 2, 3)},
+        own=(5, 5, -1),
+        calm=None,
+        away=frozenset({"cleo"}),
+        silent={"cleo": 3},
+    )
+
+
+def test_a_run_that_lost_a_learner_must_be_what_the_simulator_says() -> None:
+    good = lost()
+    assert promises(good) == []
+    few = tuple(each for each in good.logged if each[:2] != (2, 1))
+    assert promises(replace(good, logged=few, overheard=few)) == [
+        f"1 rounds are missing in the {where}, the first of them (2, 1)" for where in ("capture", "logs")
+    ]
+    sender, t, raw = good.logged[7]
+    other = (*good.logged[:7], (sender, t, raw[:-1] + bytes([raw[-1] ^ 1])), *good.logged[8:])
+    (broken,) = promises(replace(good, logged=other, overheard=other))
+    assert broken == f"{NAMES[sender]} said something else in round {t} than the simulator does"
+    assert promises(replace(good, logged=other, overheard=other, keyed=False)) == []
+
+
+def test_a_run_that_goes_on_without_late_messages_must_say_which_it_used() -> None:
+    spec = spec_of("paced", 0.1, 60.0, "hold")
+    network = build_run(spec, FEATURES).network
+    used = np.stack([on_time(network, t + 1) for t in range(ROUNDS)])
+    good = replace(GOOD, fault=replace(CHANGING, late="hold"), spec=spec, calm=None)
+    said = simulated(spec, used)
+    assert promises(replace(good, overheard=said, logged=said)) == ["nobody was late: this trial shows nothing"]
+    used[2, 0, 0] = 1
+    said = simulated(spec, used)
+    assert promises(replace(good, overheard=said, logged=said)) == []
+    other = tuple(each for each in said if each[:2] != (0, 3)) + tuple(e for e in simulated(spec) if e[:2] == (0, 3))
+    assert promises(replace(good, overheard=other, logged=other)) != []
 
 
 def test_a_run_that_may_end_must_say_why() -> None:

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 import shutil
-import signal
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from random import Random
 
 import grpc
 
-from sottovoce.errors import CaptureError, DataError, SottovoceError
+from sottovoce.errors import CaptureError, DataError, EquivocationError, SottovoceError
+from sottovoce.running.run import build_run
 from sottovoce.spec import RunSpec
-from sottovoce_client.running.operate import Outcome, run_on
-from sottovoce_client.running.summary import Progress
+from sottovoce_client.running.operate import run_on
 from sottovoce_eavesdropper.reading import find_captures
 from sottovoce_eavesdropper.storage import open_folder
 from sottovoce_learner.ledger import Ledger
@@ -26,29 +23,19 @@ from sottovoce_rpc.codec import RoundCodec
 from sottovoce_rpc.learner_status import LearnerStatus
 from sottovoce_rpc.server import channel
 from sottovoce_wire.v1 import learner_pb2, learner_pb2_grpc
-from tests.examples import made_up, small_spec
-from tests.faults.link import Link
-from tests.faults.processes import Process, chance, command, free_port
-from tests.faults.victim import Point
+from tests.examples import made_up
+from tests.faults.processes import Process, chance, command
+from tests.faults.stage import COORDINATOR, ENDING_S, NAMES, Stage, TooLate, spec_of
 from tests.services.network import said_rounds
 
-NAMES = ("ann", "ben", "cleo")
-COORDINATOR, EAVESDROPPER = "coordinator", "eavesdropper"
-PATIENCE_S, ENDING_S = 300.0, 60.0
-"""For a run to end; for a service that is told to."""
-PERIOD_S, FREE_ROUNDS = 0.02, 150
-"""Of a paced clock; rounds a second that a run with a free clock is planned for."""
+PATIENCE_S = 300.0
+"""For a run to end."""
+FEATURES = 3
 AGAIN = 1_000
 """From the seed of a try that came too late to that of the next one, of the same clock and noise."""
-_SHAPES = {"y": (3,)}
-_LOOK_S = 0.02
 
 Said = tuple[int, int, bytes]
 """Sender, round, and the bytes."""
-
-
-class TooLate(Exception):
-    """The run was over before the fault was done: nothing was tried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +51,10 @@ class Fault:
         linked: learners are reached, and reach the coordinator, by links.
         blind: rounds may be missing in the capture.
         deadline_s: of the clock.
+        late: what becomes of who is late, by the clock.
+        place: one learner is away until it joins.
+        changing: who takes part, or who is waited for, changes: what is said is what the simulator says by the spec as it is in
+            the end.
     """
 
     name: str
@@ -74,6 +65,9 @@ class Fault:
     linked: bool = False
     blind: bool = False
     deadline_s: float = 60.0
+    late: str = "wait"
+    place: bool = False
+    changing: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +77,8 @@ class Trial:
     Attributes:
         fault: what was done.
         seed: by which it can be done again.
-        spec: what was run.
+        spec: what was run, as it was in the end.
+        keyed: the noise follows from a seed.
         struck: the fault was done to its end.
         state, reason: how the run ended.
         overheard: what crossed the channels.
@@ -92,7 +87,10 @@ class Trial:
         repaired: learners whose ledger was damaged, and repaired.
         told: how far the learners are, as the coordinator has it.
         own: how far they are, as they say themselves.
-        calm: what is said in an undisturbed run with the same noise; None: the noise is the operating system's.
+        calm: what is said in an undisturbed run with the same noise; None: this one is not to be compared with any.
+        unread: why the capture is no transcript of the whole run; empty: it is.
+        away: who must be away in the end.
+        silent: how many rounds had been said by who must say no more.
         crashed: what ended, or spoke, as only a bug does.
         left: processes that did not end when they were told to.
     """
@@ -100,6 +98,7 @@ class Trial:
     fault: Fault
     seed: int
     spec: RunSpec
+    keyed: bool
     struck: bool
     state: str
     reason: str
@@ -110,200 +109,11 @@ class Trial:
     told: tuple[int, ...]
     own: tuple[int, ...]
     calm: Mapping[tuple[int, int], bytes] | None
+    unread: str = ""
+    away: frozenset[str] = frozenset()
+    silent: Mapping[str, int] = field(default_factory=dict)
     crashed: tuple[str, ...] = ()
     left: tuple[str, ...] = ()
-
-
-def spec_of(clock: str, seconds: float, deadline_s: float) -> RunSpec:
-    """A run that lasts about so long where nothing happens to it."""
-    paced = clock == "paced"
-    chosen = {"mode": clock, "window": 10 if paced else 40, "deadline_s": deadline_s, "patience_s": deadline_s}
-    chosen |= {"period_s": PERIOD_S} if paced else {}
-    rounds = round(seconds / PERIOD_S if paced else seconds * FREE_ROUNDS)
-    return small_spec(rounds, list(NAMES), clock=chosen, capture="relay")
-
-
-@dataclass
-class Stage:
-    """The processes of one run, at addresses that they keep.
-
-    Attributes:
-        folder: for everything that they write.
-        spec: what is run.
-        keyed: the noise follows from a seed.
-        random: whatever is chosen by chance.
-        links: to each learner (its name), and from each to the coordinator (`NAME out`); none: there are no links.
-    """
-
-    folder: Path
-    spec: RunSpec
-    keyed: bool
-    random: Random
-    linked: bool
-    processes: dict[str, Process] = field(default_factory=dict)
-    links: dict[str, Link] = field(default_factory=dict)
-    stop: asyncio.Event = field(default_factory=asyncio.Event)
-    refusals: list[str] = field(default_factory=list)
-    crashed: list[str] = field(default_factory=list)
-    rounds: int = 0
-    over: bool = False
-    _points: dict[str, Point] = field(default_factory=dict)
-    _ports: dict[str, int] = field(default_factory=dict)
-    _started: int = 0
-    _begun: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def __post_init__(self) -> None:
-        self.folder.mkdir(parents=True)
-        self._ports = {name: free_port(self.random) for name in (COORDINATOR, EAVESDROPPER, *NAMES)}
-        if self.linked:
-            for name in NAMES:
-                self.links[name] = Link(free_port(self.random), self._ports[name])
-                self.links[f"{name} out"] = Link(free_port(self.random), self._ports[COORDINATOR])
-
-    @property
-    def state(self) -> Path:
-        """Where learners write."""
-        return self.folder / "learners"
-
-    def address(self, name: str) -> str:
-        """Where a service listens."""
-        return f"127.0.0.1:{self._ports[name]}"
-
-    def arm(self, name: str, point: str, nth: int = 1) -> None:
-        """The next process of this name is struck at a point."""
-        self._points[name] = Point(point, nth)
-
-    def chosen(self) -> str:
-        """A learner, by chance."""
-        return self.random.choice(NAMES)
-
-    # ---- processes ----------------------------------------------------------------------------------------
-
-    async def begin(self) -> None:
-        """Start all of them."""
-        for link in self.links.values():
-            await link.start()
-        await self.start(EAVESDROPPER)
-        await self.start(COORDINATOR)
-        await asyncio.gather(*map(self.start, NAMES))
-
-    async def start(self, name: str) -> None:
-        """Start a process, and wait until it listens or has ended."""
-        if name in self.processes:
-            self._look_at(name)
-        self._started += 1
-        log = self.folder / f"{self._started:02d}-{name}"
-        process = self.processes[name] = Process(
-            partial(command, self._command(name)), log, self._points.pop(name, None)
-        )
-        await process.up()
-
-    def _command(self, name: str) -> list[str]:
-        here = ["--listen", self.address(name)]
-        if name == EAVESDROPPER:
-            return [name, *here, "--folder", str(self.folder / "captures")]
-        if name == COORDINATOR:
-            return [name, *here, "--eavesdropper", self.address(EAVESDROPPER), "--state", str(self.folder / name)]
-        to = self.links[f"{name} out"].address if self.linked else self.address(COORDINATOR)
-        others = ["--advertise", self.links[name].address] if self.linked else []
-        noise = ["--noise-seed", "same"] if self.keyed else []
-        return ["learner", "--name", name, "--coordinator", to, *here, *others, "--state", str(self.state), *noise]
-
-    async def kill(self, name: str) -> None:
-        """As `kill -9` does."""
-        self.processes[name].signal(signal.SIGKILL)
-        await self.processes[name].over()
-
-    async def tell_to_end(self, name: str) -> None:
-        """As SIGTERM does."""
-        self.processes[name].signal(signal.SIGTERM)
-        await asyncio.wait_for(self.processes[name].over(), ENDING_S)
-
-    async def freeze(self, name: str, seconds: float) -> None:
-        """Stop it for a while, as SIGSTOP and SIGCONT do."""
-        self.processes[name].signal(signal.SIGSTOP)
-        await asyncio.sleep(seconds)
-        self.processes[name].signal(signal.SIGCONT)
-
-    async def death(self, name: str) -> None:
-        """Wait until a process has died at the point that it was armed with."""
-        process = self.processes[name]
-        process.killed = await process.over() == -signal.SIGKILL
-
-    async def says(self, name: str, words: str) -> None:
-        """Wait until a process has written these words to its log."""
-        while True:
-            if words in self.processes[name].words:
-                return
-            await asyncio.sleep(_LOOK_S)
-
-    async def comes_back(self, name: str) -> None:
-        """Start a process that may be refused: if it ends by itself, its last words are the reason, and the run is stopped."""
-        await self.start(name)
-        process = self.processes[name]
-        while True:
-            if process.code is not None:
-                self.refusals.append(f"exit {process.code}: {process.words.strip().splitlines()[-1]}")
-                self.stop.set()
-                return
-            if (
-                '"event": "state"' in process.words or '"directive refused"' in process.words
-            ):  # in the run, or out of it
-                return
-            await asyncio.sleep(_LOOK_S)
-
-    async def end(self) -> list[str]:
-        """Tell all to end, learners first; returns those that do not."""
-        left = []
-        for names in (NAMES, (COORDINATOR,), (EAVESDROPPER,)):
-            here = [name for name in names if name in self.processes]
-            for name in here:
-                self.processes[name].signal(signal.SIGTERM)
-            for name in here:
-                try:
-                    await asyncio.wait_for(self.processes[name].over(), ENDING_S)
-                except TimeoutError:
-                    left.append(name)
-                    self.processes[name].signal(signal.SIGKILL)
-                self._look_at(name)
-        for link in self.links.values():
-            await link.stop()
-        return left
-
-    def _look_at(self, name: str) -> None:
-        process = self.processes[name]
-        found = [*re.findall(r".*\bbug\b.*|.*internal error.*", process.words), *tracebacks(process.words)]
-        if process.code not in (0, 2) and not process.killed:
-            found.append(f"exit {process.code}")
-        self.crashed += [f"{name}: {line.strip()}" for line in found]
-
-    # ---- the run ------------------------------------------------------------------------------------------
-
-    def look(self, progress: Progress, state: str) -> None:
-        """Note how far the run is."""
-        self._begun.set()
-        self.rounds = max(self.rounds, min(progress.rounds))
-
-    async def until(self, share: float) -> None:
-        """Wait until the slowest learner has done so much of the rounds, and then for a moment."""
-        await self._begun.wait()
-        while True:
-            if self.rounds >= share * self.spec.rounds:
-                break
-            await asyncio.sleep(_LOOK_S)
-        await asyncio.sleep(self.random.uniform(0.0, 0.1))
-        if self.over:
-            raise TooLate
-
-    async def sometime(self) -> None:
-        """Wait until a moment in the run, by chance."""
-        await self.until(self.random.uniform(0.02, 0.4))
-
-
-def tracebacks(words: str) -> list[str]:
-    """Last lines of tracebacks; gRPC prints those of its own coroutines when it ends, which are no fault of ours."""
-    found = re.findall(r"Traceback \(most recent call last\):\n((?:  .*\n)*)(.*)", words)
-    return [error for frames, error in found if re.search(r'File "(?!src/python/grpcio/)', frames)]
 
 
 async def tried(fault: Fault, seed: int, folder: Path, seconds: float, calm: Calm) -> Trial:
@@ -316,9 +126,9 @@ async def tried(fault: Fault, seed: int, folder: Path, seconds: float, calm: Cal
         seconds: that the run lasts by itself.
         calm: the undisturbed runs.
     """
-    spec = spec_of("paced" if seed % 2 else "free", seconds, fault.deadline_s)
+    spec = spec_of("paced" if seed % 2 else "free", seconds, fault.deadline_s, fault.late, place=fault.place)
     keyed = seed // 2 % 2 == 0
-    expected = await calm.of(spec.clock.mode) if keyed else None
+    expected = await calm.of(spec.clock.mode) if keyed and not fault.changing else None
     stage = Stage(folder, spec, keyed, chance(f"{fault.name} {seed}"), fault.linked)
     try:
         return await _found(fault, seed, stage, expected)
@@ -328,15 +138,18 @@ async def tried(fault: Fault, seed: int, folder: Path, seconds: float, calm: Cal
 
 
 async def _found(fault: Fault, seed: int, stage: Stage, calm: Mapping[tuple[int, int], bytes] | None) -> Trial:
-    state, reason, struck = "hung", "", False
+    spec, state, reason, struck = stage.spec, "hung", "", False
     told = own = tuple[int, ...]()
     acting = asyncio.ensure_future(fault.act(stage))
     try:
         async with asyncio.timeout(PATIENCE_S):
             await asyncio.sleep(0)  # what it does before anything is started
             await stage.begin()
-            outcome = await _run(stage)
+            outcome = await run_on(
+                stage.address(COORDINATOR), spec, made_up(spec), stage.look, stage.stop, place=made_up
+            )
             stage.over = True
+            spec = spec.model_copy(update={"absences": outcome.absences})
             state, reason = outcome.state, outcome.detail
             told = tuple(status.rounds_done for status in outcome.statuses)
             with contextlib.suppress(TimeoutError):
@@ -354,36 +167,37 @@ async def _found(fault: Fault, seed: int, stage: Stage, calm: Mapping[tuple[int,
     if failed is not None:
         raise failed
     reason = "; ".join((reason, *stage.refusals)) if stage.refusals else reason
-    logged = tuple(_logged(stage.state))
     spent, repaired = await _ledgers(stage)
     return Trial(
         fault,
         seed,
-        stage.spec,
+        spec,
+        stage.keyed,
         struck,
         state,
         reason,
         tuple(overheard(stage.folder / "captures")),
-        logged,
+        tuple(_logged(stage.state)),
         spent,
         repaired,
         told,
         own,
         calm,
+        _unread(stage.folder / "captures", spec, blind=fault.blind),
+        frozenset(stage.away),
+        stage.silent,
         tuple(stage.crashed),
         tuple(left),
     )
 
 
-async def _run(stage: Stage) -> Outcome:
-    spec = stage.spec
-    return await run_on(stage.address(COORDINATOR), spec, made_up(spec), stage.look, stage.stop)
-
-
 async def _own(stage: Stage) -> tuple[int, ...]:
-    """How far the learners are, as they say themselves."""
+    """How far the learners are, as they say themselves; -1 where one is not there any more."""
     found = []
     for name in NAMES:
+        if stage.processes[name].code is not None:
+            found.append(-1)
+            continue
         async with channel(stage.address(name)) as to:
             answer = await learner_pb2_grpc.LearnerStub(to).Status(learner_pb2.StatusRequest(), timeout=ENDING_S)
         found.append(LearnerStatus.from_wire(answer.status).rounds_done)
@@ -392,13 +206,31 @@ async def _own(stage: Stage) -> tuple[int, ...]:
 
 def overheard(captures: Path) -> list[Said]:
     """What crossed the channels, once for each time."""
-    codec, found = RoundCodec(_SHAPES), list[Said]()
+    found = list[Said]()
     for capture in find_captures(open_folder(captures)):
+        codec = RoundCodec(capture.shapes)
         with contextlib.suppress(CaptureError):  # nothing was said
             for payload in capture.messages(("payload",))["payload"].to_pylist():
                 t, sender, _ = codec.decode(payload)
                 found.append((sender, t, payload))
     return found
+
+
+def _unread(captures: Path, spec: RunSpec, *, blind: bool) -> str:
+    """Why a capture is no transcript of the run: of all its rounds, unless it may lack some."""
+    run = build_run(spec, FEATURES)
+    try:
+        (capture,) = find_captures(open_folder(captures))
+        if capture.facts["spec"]["absences"] != spec.model_dump(mode="json")["absences"]:
+            return f"it says of who is away {capture.facts['spec']['absences']}"
+        if blind:
+            return ""
+        said = capture.transcript(run.field_shapes, run.spec.n_learners, run.network)
+    except (CaptureError, EquivocationError) as error:
+        return str(error)
+    # Who is left alone is not overheard, and what was lost with two learners may be.
+    rounds = 1 + max(t for t in range(spec.rounds) if run.network.heard(t).any())
+    return "" if said.rounds >= rounds else f"it has {said.rounds} of {rounds} rounds"
 
 
 def _logged(state: Path) -> list[Said]:

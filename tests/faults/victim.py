@@ -16,13 +16,18 @@ from functools import wraps
 from typing import Any, NamedTuple, NoReturn
 
 from sottovoce.errors import Unavailable
+from sottovoce_coordinator.amending import Amender
 from sottovoce_coordinator.store import Store
 from sottovoce_eavesdropper.storage import Folder
 from sottovoce_learner.entries import Kind
+from sottovoce_learner.service import Learner
 from sottovoce_learner.session import Session
 from sottovoce_learner.store import RunLog
+from sottovoce_learner.store import Store as Ledgers
 
 FULL_S = 3.0
+_TRANSPORT_S = 0.05
+"""For what was said last."""
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
 
@@ -103,10 +108,37 @@ def _told_one(nth: int) -> None:
         first = min(part.told)
         self.links[first].say(t, frame)
         await self.links[first].flushed()
-        await asyncio.sleep(0.05)  # for the transport
+        await asyncio.sleep(_TRANSPORT_S)
         _die()
 
     Session._say = say  # type: ignore[method-assign]
+
+
+def _tells_one(method: str) -> Callable[[int], None]:
+    """Death when one learner, and no other, was told what a step of a change tells all."""
+
+    def arm(nth: int) -> None:
+        true, calls = getattr(Amender, method), 0
+
+        @wraps(true)
+        def telling(self: Amender, *arguments: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == nth:
+                tell, told = self._members.tell, list[str]()
+
+                def to_one(run_id: str, directives: Any) -> None:
+                    if not told:
+                        told.extend(list(directives)[:1])
+                        tell(run_id, {told[0]: directives[told[0]]})
+
+                self._members.tell = to_one  # type: ignore[method-assign]
+                asyncio.get_running_loop().call_later(_TRANSPORT_S, _die)
+            return true(self, *arguments)
+
+        setattr(Amender, method, telling)
+
+    return arm
 
 
 def _full(seconds: float) -> Callable[[int], None]:
@@ -146,6 +178,36 @@ def _full_captures(nth: int) -> None:
         true(self, name, content)
 
     Folder.write = write  # type: ignore[method-assign]
+
+
+def _full_in_a_change(nth: int) -> None:
+    """From the n-th change of who takes part on, and for some seconds, a coordinator's disk takes nothing."""
+    true, calls = Amender._rest, 0
+
+    @wraps(true)
+    async def rest(self: Amender, course: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == nth:
+            _full_for_a_while(1)
+        await true(self, course)
+
+    Amender._rest = rest  # type: ignore[method-assign]
+
+
+def _full_when_all_rest(nth: int) -> None:
+    """As before, once all rest for that."""
+    true, calls = Store.amend, 0
+
+    @wraps(true)
+    def amend(self: Store, *arguments: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == nth:
+            _full_for_a_while(1)
+        true(self, *arguments)
+
+    Store.amend = amend  # type: ignore[assignment, method-assign]
 
 
 def _full_for_a_while(nth: int) -> None:
@@ -208,9 +270,21 @@ POINTS: dict[str, Callable[[int], None]] = {
     "no room for a while": _full(FULL_S),
     "full captures": _full_captures,
     "full for a while": _full_for_a_while,
+    "full in a change": _full_in_a_change,
+    "full when all rest": _full_when_all_rest,
     "read-only": _read_only,
     "before a grant": _dies(Store, "grant", after=False, when=_written_grant),
     "after a grant": _dies(Store, "grant", after=True, when=_written_grant),
     "before a confirmation": _dies(Store, "remember", after=False, when=_confirmation),
     "after a confirmation": _dies(Store, "remember", after=True, when=_confirmation),
+    "before all rest": _dies(Amender, "_rest", after=False),
+    "one was told to rest": _tells_one("_rest"),
+    "all rest": _dies(Amender, "_rest", after=True),
+    "a change is written": _dies(Store, "amend", after=True),
+    "one was told a change": _tells_one("_go_on"),
+    "told to rest": _dies(Learner, "_end_run", after=False),
+    "rests": _dies(Learner, "_end_run", after=True),
+    "before a ledger's line": _dies(Ledgers, "_open", after=False),
+    "after a ledger's line": _dies(Ledgers, "_open", after=True),
+    "prepared": _dies(Learner, "_prepare", after=True),
 }

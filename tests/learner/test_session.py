@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sottovoce.errors import LocalProtocolError, NotReady, RemoteProtocolError, SpecError
+from sottovoce.errors import DataError, LocalProtocolError, NotReady, RemoteProtocolError, SpecError
 from sottovoce.noise import SystemNoise
 from sottovoce.spec import parse_spec
 from sottovoce_learner import session as sessions
@@ -19,6 +19,7 @@ from sottovoce_learner.session import Session
 from sottovoce_rpc.codec import to_tensor
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_wire.v1 import learner_pb2
+from tests.examples import small_spec
 from tests.services.network import said_rounds
 
 
@@ -42,6 +43,16 @@ async def test_a_restarted_learner_says_the_last_round_of_its_run_as_it_was(tmp_
 def test_a_learner_that_was_assigned_but_never_spoke_may_be_assigned_again(tmp_path: Path) -> None:
     session(tmp_path)
     assert session(tmp_path).status.rounds_said == 0
+
+
+def test_who_is_away_has_heard_nothing_that_was_not_said(tmp_path: Path) -> None:
+    """It has a place in the run, and asks for the first round that it may be told; who is there cannot have heard any."""
+    place: dict[str, Any] = {"absences": [{"learner": "learner-2"}]}
+    own = Session(Role("run-1", small_spec(20, 3, **place), 3, 0, "learner-0"), SystemNoise(), tmp_path)
+    away = Session(Role("run-1", own.role.spec, 3, 2, "learner-2"), SystemNoise(), tmp_path)
+    own.require_own_past(2, away.inbox.next_round(0))
+    with pytest.raises(DataError, match="learner 1 has heard round 0 of this learner, whose log has 0 rounds"):
+        own.require_own_past(1, 1)
 
 
 def test_a_learner_is_assigned_under_its_own_name(tmp_path: Path) -> None:

@@ -22,10 +22,12 @@ from sottovoce_client.running import operate
 from sottovoce_client.running.evaluate import summarise
 from sottovoce_client.running.feeder import feed
 from sottovoce_client.running.operate import Outcome
+from sottovoce_coordinator import amending
 from sottovoce_coordinator.amending import Amender
 from sottovoce_coordinator.captures import Captures
 from sottovoce_coordinator.courses import Course
 from sottovoce_coordinator.runs import RunBook, RunState
+from sottovoce_coordinator.store import Store
 from sottovoce_eavesdropper.reading import _Listening, open_capture
 from sottovoce_learner import store
 from sottovoce_learner.ledger import Ledger
@@ -496,6 +498,50 @@ def test_whose_stream_breaks_while_all_rest_is_waited_for() -> None:
     assert held.busy == [2]
     held.rests(replace(running[2], state=LearnerState.STOPPED, rounds_said=6))
     assert not held.busy and held.unsaid == 6
+
+
+async def test_a_learner_is_lost_when_the_disk_has_room_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run waits for that, as for all that its coordinator cannot write."""
+    tries = []
+
+    def full(method: str) -> None:
+        write = getattr(Store, method)
+
+        def once(self: Store, *arguments: Any) -> None:
+            tries.append(method)
+            if tries.count(method) == 1:
+                raise Unavailable("the disk is full")
+            write(self, *arguments)
+
+        monkeypatch.setattr(Store, method, once)
+
+    monkeypatch.setattr(amending, "_AGAIN_S", 0.2)
+    spec = LOSABLE["ldp-dol"]
+    noise, _ = noise_for(build_run(spec, 3), tmp_path)
+    async with network(tmp_path, NAMES, noise=noise) as up:
+        running = asyncio.ensure_future(up.run(spec, made_up(spec)))
+        await up.until("dora", LearnerState.RUNNING, 10)
+        full("keep")
+        full("amend")
+        await up.leave("dora")
+        outcome = await running
+    assert tries.count("keep") > 1 and tries.count("amend") == 2
+    assert [each.learner for each in outcome.absences or ()] == ["dora"]
+    require_simulated(outcome, spec, noise, 3)
+
+
+async def test_a_run_that_loses_two_at_once_is_overheard_to_its_end(tmp_path: Path) -> None:
+    """Nobody knows how far each of them heard the other: what they would have said is not waited for."""
+    spec = LOSABLE["ldp-dol"]
+    noise, _ = noise_for(build_run(spec, 3), tmp_path)
+    async with network(tmp_path, NAMES, noise=noise) as up:
+        running = asyncio.ensure_future(up.run(spec, made_up(spec)))
+        await up.until("dora", LearnerState.RUNNING, 10)
+        await asyncio.gather(up.leave("cleo"), up.leave("dora"))
+        outcome = await running
+    first = {each.learner: each.first_round for each in outcome.absences or ()}
+    assert first.keys() == {"cleo", "dora"} and len(set(first.values())) == 1
+    require_simulated(outcome, spec, noise, 2, 3)
 
 
 def test_of_two_that_are_lost_each_has_heard_the_other() -> None:

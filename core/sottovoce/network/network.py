@@ -45,6 +45,10 @@ class Network(ABC):
         """The weights of round t if everything that is said in it arrives: what conditions on weights are about."""
         return self.at(t)
 
+    def heard(self, t: int) -> Mask:
+        """`(learners,)`: those whose message of round t somebody hears."""
+        return np.asarray(self.at(t).neighbours.any(axis=0))
+
     @property
     def row_stochastic(self) -> bool:
         """Every learner's weights sum to one, in every round."""
@@ -185,6 +189,10 @@ class PartialNetwork(Network):
     def planned(self, t: int) -> Mixing:
         there = self.roster.there(t)
         return self.whole.at(t) if there.all() else self.among(t, there)
+
+    def heard(self, t: int) -> Mask:
+        """As of any network, but who may have been gone by then counts as nobody."""
+        return np.asarray(self.at(t).neighbours[~self.roster.doubtful(t)].any(axis=0))
 
     def _at(self, t: int) -> Mixing:
         return self.roster.deafened(self.planned(t), t)

@@ -123,6 +123,30 @@ class Roster:
         """Who is there from round 0 and from every change on."""
         return tuple(self._there(t) for t in (0, *self.changes))
 
+    def doubtful(self, t: int) -> Mask:
+        """`(learners,)`: those who were lost, and of whom nobody who was there has learned what they said in the round."""
+        return self._doubts[bisect_right(self.changes, t)]
+
+    @cached_property
+    def _doubts(self) -> tuple[Mask, ...]:
+        """As `_stretches`."""
+        return tuple(self._doubtful(t) for t in (0, *self.changes))
+
+    def _doubtful(self, t: int) -> Mask:
+        lost = {each.learner: each.first_round for each in self.absences if each.unheard}
+
+        def learned(by: str, since: int, end: int) -> bool:
+            # Of one that was lost together with another one, nobody knows what it has learned.
+            return t < since and self.is_there(self._index[by], t) and not since == end == lost.get(by)
+
+        doubtful = np.zeros(len(self.names), dtype=bool)
+        for each in self.absences:
+            if each.unheard and t < each.first_round:
+                heard = any(learned(by, since, each.first_round) for by, since in each.unheard.items())
+                doubtful[self._index[each.learner]] = not heard
+        doubtful.setflags(write=False)
+        return doubtful
+
     def _there(self, t: int) -> Mask:
         there = np.ones(len(self.names), dtype=bool)
         for each in self.absences:

@@ -117,5 +117,5 @@ class Assembly(Generic[V]):
         """Those whose message of the next round somebody hears."""
         if self._network is None:
             return range(self._learners)
-        heard: list[int] = np.flatnonzero(self._network.at(self.next).neighbours.any(axis=0)).tolist()
+        heard: list[int] = np.flatnonzero(self._network.heard(self.next)).tolist()
         return heard
