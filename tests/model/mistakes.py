@@ -13,10 +13,10 @@ from sottovoce_learner.links import Link, _Stream
 from sottovoce_learner.store import RunLog
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_wire.v1 import learner_pb2
-from tests.model import parts
+from tests.model import folders
 from tests.model.machine import Step
-from tests.model.parts import Shape
-from tests.model.state import NONE, Coordinator, Faults, Session, State
+from tests.model.runs import Shape
+from tests.model.state import NONE, Coordinator, Faults, Process, State
 from tests.model.world import World
 
 # ---- what is written, and when -------------------------------------------------------------------------------------------
@@ -32,7 +32,7 @@ class DrawsAgain(World):
     """Who is started again draws the last round again, though it was written down."""
 
     def _believed(self, log: bytes) -> bytes:
-        without = parts.cut(log)
+        without = folders.cut(log)
         return log if without is None else without
 
 
@@ -98,7 +98,7 @@ class TakesAgain(World):
 
 
 class _KeepsOne(Link):
-    def __init__(self) -> None:
+    def __init__(self, keep: int) -> None:
         super().__init__(keep=1)
 
 
@@ -126,7 +126,8 @@ class FinishedLeaves(World):
     def _over(self, state: State, f: int) -> State:
         return self._hung_up(state, f)
 
-    def _silent(self, session: Session | None) -> bool:
+    def _silent(self, process: Process) -> bool:
+        session = process.session
         return session is None or session.state is LearnerState.FINISHED
 
 
@@ -153,7 +154,7 @@ class SpeaksUnconfirmed(World):
             if step.kind != "issued":
                 yield step
                 continue
-            after = self._briefed(step.after, f)
+            after = self._welcomed(self._put(step.after, f, Process(confirmed=True, joined=True)), f)
             yield step._replace(after=self._put(after, f, after.processes[f]._replace(written=True)))
 
     def _joins(self, state: State, f: int) -> Iterator[Step[State]]:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.model.machine import STUCK, Explored, Step, explore
 from tests.model.mistakes import MISTAKES, Mistake
-from tests.model.parts import Shape
+from tests.model.runs import Shape
 from tests.model.state import Faults
 from tests.model.world import World
 
