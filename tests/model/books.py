@@ -35,6 +35,7 @@ class Book(NamedTuple):
         attempt: how often all have begun anew.
         losing: learners that it is to go on without.
         unsure: who may speak by what a coordinator before this one, or a stream that broke, has told them.
+        reserved: rounds that a coordinator before this one may have granted.
     """
 
     state: RunState
@@ -44,6 +45,7 @@ class Book(NamedTuple):
     attempt: int = 0
     losing: frozenset[int] = frozenset()
     unsure: frozenset[int] = frozenset()
+    reserved: int = 0
 
     def shape(self, run: Shape) -> Shape:
         """The run as the book has it."""
@@ -58,6 +60,7 @@ def _book(run: Shape, book: Book, away: frozenset[int] = frozenset()) -> RunBook
     new = _blank(book.shape(run), book.attempt)
     new.state, new.statuses = book.state, [_status(run, i, each) for i, each in enumerate(book.statuses)]
     new.losing, new.unsure, new.away = set(book.losing), set(book.unsure), dict.fromkeys(away, NOW)
+    new.reserved = book.reserved
     new.clock.resume(book.granted)
     for i in range(run.learners):
         if book.state is RunState.RUNNING:  # before, the clock was told nothing
@@ -74,6 +77,7 @@ def _value(book: RunBook) -> Book:
         book.attempt,
         frozenset(book.losing),
         frozenset(book.unsure),
+        book.reserved,
     )
 
 
@@ -134,7 +138,7 @@ def busy(shape: Shape, book: Book, away: frozenset[int]) -> frozenset[int]:
 
 
 @cache
-def rested(shape: Shape, book: Book, learner: int, granted: int, said: int) -> Book:
+def rested(shape: Shape, book: Book, learner: int, granted: int, said: int, closed: bool) -> Book:
     """A learner is there again while all rest (`Conductor.take_back`, `_rest`).
 
     Args:
@@ -142,6 +146,7 @@ def rested(shape: Shape, book: Book, learner: int, granted: int, said: int) -> B
         learner: who it is.
         granted: to a process that never stopped, so it may speak until it is told to rest; 0: it does not speak.
         said: rounds, by its log.
+        closed: by its log the last one was learned, too.
     """
     now = _book(shape, book)
     now.back(learner)
@@ -149,7 +154,7 @@ def rested(shape: Shape, book: Book, learner: int, granted: int, said: int) -> B
     if granted:
         now.unsure.add(learner)
     else:
-        now.rest(learner, said)
+        now.rest(learner, said, closed)
     return _value(now)
 
 
@@ -170,6 +175,8 @@ def changed(shape: Shape, book: Book, verb: str, learner: int) -> str | None:
         verb: `leave`, `join` or `lose`; whoever is to be lost is in the book.
         learner: who leaves or joins.
     """
+    if verb != "lose" and book.losing:  # `Amender._operated`: not before they are lost
+        return None
     now = _book(shape, book)
     name = now.run.spec.names[learner]
     change: Callable[[RunSpec], RunSpec] = {
@@ -181,6 +188,12 @@ def changed(shape: Shape, book: Book, verb: str, learner: int) -> str | None:
         return absences_of(amending._changed(now.run, change, FEATURES).spec)
     except SottovoceError:
         return None
+
+
+@cache
+def ceiling(shape: Shape, book: Book) -> int:
+    """No round from this one on was ever granted."""
+    return _book(shape, book).ceiling
 
 
 @cache

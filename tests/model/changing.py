@@ -59,7 +59,8 @@ class Changing(Coordinating):
     def _rests(self, state: State, change: Change) -> State:
         """`Amender._rest`: that all will begin anew is written down, and then they are told to end what they do."""
         coordinator = state.coordinator._replace(change=change)
-        coordinator = coordinator._replace(kept=coordinator.record)
+        ceiling = books.ceiling(self.shape, coordinator.book) + self.shape.window
+        coordinator = coordinator._replace(kept=coordinator.record, reserved=max(coordinator.reserved, ceiling))
         processes = tuple(each._replace(told=(*each.told, RESTING)) if each.joined else each for each in state.processes)
         return state._replace(coordinator=coordinator, processes=processes)
 

@@ -92,13 +92,18 @@ class Coordinating(Learners):
             return state, LOST
         speaks = session is not None and (session.state is LearnerState.FINISHED or not process.resting)
         granted = session.granted if speaks and session is not None else 0
-        said = folders.rounds_said(self.shape, i, state.folders[f].log)
+        log = state.folders[f].log
+        said, closed = folders.rounds_said(self.shape, i, log), self._closed(i, log)
         if coordinator.change is not None:
-            book = books.rested(self.shape, book, i, granted, said)
+            book = books.rested(self.shape, book, i, granted, said, closed)
             return state._replace(coordinator=coordinator._replace(book=book)), RESTING
         book = books.taken_back(self.shape, book, i, max(granted, said))
         told = Begin(book.attempt, book.absences, book.granted)
         return state._replace(coordinator=self._granting(coordinator._replace(book=book))), told
+
+    def _closed(self, i: int, log: bytes) -> bool:
+        """What a learner that is started again tells of its last round."""
+        return folders.closed_by(self.shape, i, log)
 
     # ---- what fails -----------------------------------------------------------------------------------------
 

@@ -139,6 +139,13 @@ def rounds_said(shape: Shape, learner: int, log: bytes) -> int:
 
 
 @cache
+def closed_by(shape: Shape, learner: int, log: bytes) -> bool:
+    """Was all that was said learned, too, by a log (`standing.under_way`)?"""
+    reading = read(shape, learner, log)
+    return 0 < standing.said(reading) == standing.done(reading)
+
+
+@cache
 def learned(shape: Shape, learner: int, log: bytes) -> tuple[tuple[int, Said], ...]:
     """Each round whose inputs a log has, with them: those that were learned before something else was said, or at the end."""
     entries = read(shape, learner, log).entries

@@ -1,9 +1,9 @@
-"""Mistakes, one at a time: each is the world with one thing done wrong, small enough that what comes of it is easily seen."""
+"""Mistakes in what is written, said again and believed: each is the world with one thing done wrong."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar
 
 from sottovoce_coordinator.fencing import Claim, Membership
@@ -15,8 +15,7 @@ from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_wire.v1 import learner_pb2
 from tests.model import folders
 from tests.model.machine import Step
-from tests.model.runs import Shape
-from tests.model.state import NONE, Coordinator, Faults, Process, State
+from tests.model.state import Coordinator, Process, State
 from tests.model.world import World
 
 # ---- what is written, and when -------------------------------------------------------------------------------------------
@@ -195,53 +194,3 @@ class ForgetsMembers(World):
 
     def _forgets(self, coordinator: Coordinator) -> Coordinator:
         return coordinator._replace(members=(self.membership(),) * self.shape.learners)
-
-
-@dataclass(frozen=True, slots=True)
-class Mistake:
-    """A mistake, and the least world in which it shows.
-
-    Attributes:
-        world: what goes wrong.
-        breaks: the invariants that do not hold then.
-        faults: that it takes.
-        fed: learners with feeders.
-        rounds: of the run. What is said in the first one, before any record was learned, costs nothing.
-        learners: one, where neighbours play no part.
-    """
-
-    world: type[World]
-    breaks: tuple[str, ...]
-    faults: Faults = NONE
-    fed: tuple[int, ...] = ()
-    rounds: int = 1
-    learners: int = 2
-
-    @property
-    def shape(self) -> Shape:
-        """The run."""
-        return Shape(self.learners, self.rounds)
-
-    @property
-    def said(self) -> str:
-        """In words."""
-        return (self.world.__doc__ or "").removesuffix(".")
-
-
-MISTAKES = (
-    Mistake(SendsFirst, ("P1", "P2", "P6"), Faults(deaths=1), rounds=2),
-    Mistake(DrawsAgain, ("P1",), Faults(deaths=1)),
-    Mistake(ChargesLater, ("P2",), rounds=2),
-    Mistake(NoMark, ("P1", "P2"), Faults(deaths=1, cuts=1), learners=1, rounds=2),
-    Mistake(MarksMessagesOnly, ("P5",), Faults(deaths=1, cuts=1), fed=(0,), learners=1),
-    Mistake(ReceiptFirst, ("P5",), Faults(deaths=1), fed=(0,), learners=1),
-    Mistake(TakesAgain, ("P3",), Faults(answers=1), fed=(0,), rounds=2, learners=1),
-    Mistake(KeepsOne, ("P5",), Faults(deaths=1), rounds=2),
-    Mistake(ResendsNothing, ("P5",), Faults(streams=1)),
-    Mistake(FinishedLeaves, ("P5",), Faults(streams=1)),
-    Mistake(NoConfirmation, ("P5",), Faults(answers=1), learners=1),
-    Mistake(SpeaksUnconfirmed, ("P1",), Faults(deaths=1, copies=1), learners=1),
-    Mistake(NoIncarnations, ("P1",), Faults(deaths=1, copies=1), learners=1),
-    Mistake(ConfirmsAny, ("P1",), Faults(copies=1), learners=1),
-    Mistake(ForgetsMembers, ("P1",), Faults(deaths=1, copies=1, coordinator=1), learners=1),
-)

@@ -160,6 +160,7 @@ class Coordinator(NamedTuple):
             attempt=self.book.attempt + (self.change is not None),
             losing=frozenset(),
             unsure=frozenset(),
+            reserved=0,
         )
 
 

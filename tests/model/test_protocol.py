@@ -10,15 +10,16 @@ from pathlib import Path
 import pytest
 
 from tests.model.machine import STUCK, Explored, Step, explore
-from tests.model.mistakes import MISTAKES, Mistake
+from tests.model.catalogue import DROP, HOLD, JOIN, MISTAKES, Mistake
 from tests.model.runs import Shape
 from tests.model.state import Faults
-from tests.model.world import World
+from tests.model.world import BEGUN, HEARD, World
 
 pytestmark = pytest.mark.slow
 
 CHECKOUT = Path(__file__).resolve().parent.parent.parent
 
+DROP2 = DROP._replace(rounds=2)
 QUICK = {
     "nothing fails": World(Shape(2, 3)),
     "a death, three rounds": World(Shape(2, 3), Faults(deaths=1)),
@@ -30,6 +31,25 @@ QUICK = {
     "a copied folder": World(Shape(2, 1), Faults(copies=1)),
     "a copied folder, one learner": World(Shape(1, 1), Faults(deaths=1, answers=1, copies=1), chatty=True),
     "records, and a cut log": World(Shape(1, 2), Faults(deaths=1, answers=1, cuts=1), fed=(0,), chatty=True),
+    "late neighbours": World(HOLD._replace(window=2), begun=BEGUN, at_once=True),
+    "late neighbours, and a death": World(HOLD, Faults(deaths=1), begun=BEGUN, at_once=True),
+    "one leaves": World(DROP2, Faults(leave=1), begun=BEGUN, at_once=True),
+    "one leaves, and a death": World(DROP, Faults(leave=1, deaths=1), movable=(1,), begun=BEGUN, at_once=True),
+    "one leaves, and the coordinator dies": World(DROP, Faults(leave=1, coordinator=1), begun=BEGUN, at_once=True),
+    "one joins, and the coordinator dies": World(JOIN, Faults(join=1, coordinator=1), (1,), begun=BEGUN, at_once=True),
+    "one is lost, and lives": World(DROP2, Faults(streams=1, lost=1), begun=BEGUN, at_once=True),
+    "one is lost when a coordinator was started again": World(
+        DROP2._replace(window=1), Faults(coordinator=1, lost=1), movable=(1,), begun=BEGUN, at_once=True
+    ),
+    "one is lost, and another one dies": World(
+        DROP, Faults(deaths=1, streams=1, lost=1), begun=HEARD, at_once=True
+    ),
+    "one leaves, and others do not rest": World(DROP, Faults(leave=1, lost=1), movable=(1,), begun=BEGUN, at_once=True),
+    "the middle one is lost": World(
+        DROP._replace(learners=3, graph="path"), Faults(streams=1, lost=1), movable=(1,), begun=HEARD, at_once=True
+    ),
+    "one of three is lost": World(DROP._replace(learners=3), Faults(streams=1, lost=1), movable=(2,), begun=HEARD, at_once=True),
+    "one of three leaves": World(DROP._replace(learners=3), Faults(leave=1), movable=(2,), begun=BEGUN, at_once=True),
 }
 LONG = {
     "two deaths": World(Shape(2, 2), Faults(deaths=2)),
@@ -64,8 +84,8 @@ def explored(name: str) -> Explored:
 
 
 @cache
-def correct(shape: Shape, faults: Faults, fed: tuple[int, ...]) -> str | None:
-    return explore(World(shape, faults, fed)).broken
+def correct(shape: Shape, faults: Faults, fed: tuple[int, ...], begun: tuple[str, ...]) -> str | None:
+    return explore(World(shape, faults, fed, begun=begun, at_once=bool(begun))).broken
 
 
 @pytest.mark.parametrize("name", QUICK)
@@ -98,10 +118,10 @@ def test_every_kind_of_step_is_taken() -> None:
 )
 def test_every_mistake_is_found(mistake: Mistake, invariant: str) -> None:
     """And its world is correct without it: what is found is the mistake."""
-    found = explore(mistake.world(mistake.shape, mistake.faults, mistake.fed, judged=(invariant,)))
+    found = explore(mistake.judged(invariant))
     print(f"{mistake.said}: {found}")
     assert (found.broken or "").startswith(invariant)
-    assert correct(mistake.shape, mistake.faults, mistake.fed) is None
+    assert correct(mistake.shape, mistake.faults, mistake.fed, mistake.begun) is None
 
 
 @pytest.mark.parametrize("learners", [1, 2])

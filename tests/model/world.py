@@ -19,7 +19,10 @@ from tests.model.runs import Shape
 from tests.model.stage import Step
 from tests.model.state import NONE, Coordinator, Faults, Process, State, less, with_item
 
-_BEGINNING = ("issued", "confirmed", "called", "attached", "connected", "reported", "granted")
+BEGUN = ("issued", "confirmed", "called", "attached", "connected", "reported", "granted")
+"""What has happened where a run is under way: all have joined, met their neighbours, and been granted rounds."""
+HEARD = (*BEGUN, "said", "heard")
+"""And as many rounds were said and heard as can be before one is learned."""
 
 
 class World(Changing):
@@ -32,7 +35,7 @@ class World(Changing):
         chatty: learners report whenever something has changed, not only when it matters.
         movable: learners that may leave, join, or be lost while they are away (default: all).
         at_once: a stream is there in one step, from the call to where both ends use it.
-        begun: the run is under way: all have joined, met their neighbours, and been granted rounds.
+        begun: the kinds of steps that have been taken, as often as they could be, before anything fails.
         judged: the invariants that are looked at.
     """
 
@@ -45,19 +48,19 @@ class World(Changing):
         *,
         chatty: bool = False,
         at_once: bool = False,
-        begun: bool = False,
+        begun: tuple[str, ...] = (),
         judged: Collection[str] = promises.ALL,
     ) -> None:
         super().__init__(shape, fed, movable, chatty=chatty, at_once=at_once)
         self.faults, self.begun, self.judged = faults, begun, judged
 
     def start(self) -> State:
-        """Nobody has joined, or all have."""
+        """Nobody has joined, or the run is under way."""
         n, book = self.shape.learners, books.new_book(self.shape)
         each = tuple(folders.fresh_folder(self.shape, i, fed=i in self.fed) for i in range(n))
         coordinator = Coordinator(True, (self.membership(),) * n, book, book)
         state = State(each, (Process(),) * n, (), coordinator, (0,) * n, frozenset(), NONE)
-        while self.begun and (following := [s.after for s in self.steps(state) if s.kind in _BEGINNING]):
+        while following := [step.after for step in self.steps(state) if step.kind in self.begun]:
             state = following[0]
         return state._replace(faults=self.faults)
 
