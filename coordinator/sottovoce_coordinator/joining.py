@@ -216,7 +216,9 @@ async def introduced(events: AsyncIterator[coordinator_pb2.Event], origin: Origi
         raise RemoteProtocolError(
             f"a term is one more at each start of a coordinator, at most {_MOST_TERMS}, got {said.term}"
         )
-    return Member(claim, address, origin, said.run_id, said.granted, said.term, said.attempt, said.plan_hash, said.closed)
+    return Member(
+        claim, address, origin, said.run_id, said.granted, said.term, said.attempt, said.plan_hash, said.closed
+    )
 
 
 async def _next(events: AsyncIterator[coordinator_pb2.Event], what: str) -> coordinator_pb2.Event | None:

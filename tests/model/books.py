@@ -1,4 +1,4 @@
-"""What a coordinator decides in a run: grants, the end, who rests, and how the spec changes when learners leave, join or are lost."""
+"""What a coordinator decides in a run: grants, its end, who rests, and the spec when learners leave, join or are lost."""
 
 from __future__ import annotations
 

@@ -36,6 +36,11 @@ class Mistake:
         )
 
     @property
+    def right(self) -> World:
+        """The same without the mistake."""
+        return World(self.shape, self.faults, self.fed, begun=self.begun, at_once=bool(self.begun))
+
+    @property
     def said(self) -> str:
         """In words."""
         return (self.world.__doc__ or "").removesuffix(".")

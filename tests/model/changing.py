@@ -48,7 +48,9 @@ class Changing(Coordinating):
         """`Conductor._deadline` of a learner that is gone, and `Amender.lose`."""
         book = state.coordinator.book
         if book.losing:
-            yield machine.Step("losing", "all are told to rest, for learners are lost", self._rests(state, Change("lose")))
+            yield machine.Step(
+                "losing", "all are told to rest, for learners are lost", self._rests(state, Change("lose"))
+            )
             return
         for i in self.movable if state.faults.lost else ():
             if not self._is_here(state, i) and (missed := books.missed(self.shape, book, i)) != book:
@@ -61,7 +63,9 @@ class Changing(Coordinating):
         coordinator = state.coordinator._replace(change=change)
         ceiling = books.ceiling(self.shape, coordinator.book) + self.shape.window
         coordinator = coordinator._replace(kept=coordinator.record, reserved=max(coordinator.reserved, ceiling))
-        processes = tuple(each._replace(told=(*each.told, RESTING)) if each.joined else each for each in state.processes)
+        processes = tuple(
+            each._replace(told=(*each.told, RESTING)) if each.joined else each for each in state.processes
+        )
         return state._replace(coordinator=coordinator, processes=processes)
 
     # ---- it is written down ---------------------------------------------------------------------------------
@@ -77,7 +81,9 @@ class Changing(Coordinating):
             book = coordinator.book._replace(losing=coordinator.book.losing | busy)
             late = less(state._replace(coordinator=coordinator._replace(book=book)), "lost")
             step = self._written(late, change)
-            yield step._replace(kind="given up", text=f"{names} does not rest, and is given up; {step.text}", fault=True)
+            yield step._replace(
+                kind="given up", text=f"{names} does not rest, and is given up; {step.text}", fault=True
+            )
 
     def _waited_for(self, state: State) -> frozenset[int]:
         here = {self.shape.owner(f) for f, process in enumerate(state.processes) if process.joined}
@@ -85,20 +91,21 @@ class Changing(Coordinating):
         return books.busy(self.shape, state.coordinator.book, away)
 
     def _written(self, state: State, change: Change) -> Step:
-        """`Amender._amend`: the changed spec, durable before it is told. One that cannot be leaves the run as it was, or ends it."""
+        """`Amender._amend`: the changed spec, durable before it is told. One that cannot be changes nothing, or ends the run."""
         coordinator = state.coordinator
         absences = self._absences(coordinator.book, change)
-        if absences is None and change.verb == "lose":
+        if absences is not None:
+            after = coordinator._replace(change=change._replace(absences=absences))
+            after = after._replace(kept=after.record._replace(absences=absences))
+            kind, text = "written down", "the changed spec is written down"
+        elif change.verb == "lose":
             book = coordinator.book._replace(state=RunState.FAILED)
-            failed = self._granting(coordinator._replace(book=book, change=None))
-            return machine.Step("failed", "the run cannot go on so, and ends", state._replace(coordinator=failed))
-        if absences is None:
-            change = change._replace(absences=coordinator.kept.absences)
-            after = coordinator._replace(change=change)
-            return machine.Step("as before", "the run cannot go on so, and will go on as before", state._replace(coordinator=after))
-        after = coordinator._replace(change=change._replace(absences=absences))
-        after = after._replace(kept=after.record._replace(absences=absences))
-        return machine.Step("written down", "the changed spec is written down", state._replace(coordinator=after))
+            after = self._granting(coordinator._replace(book=book, change=None))
+            kind, text = "failed", "the run cannot go on so, and ends"
+        else:
+            after = coordinator._replace(change=change._replace(absences=coordinator.kept.absences))
+            kind, text = "as before", "the run cannot go on so, and will go on as before"
+        return machine.Step(kind, text, state._replace(coordinator=after))
 
     def _absences(self, book: Book, change: Change) -> str | None:
         """Who takes part from now on; None: the run cannot go on so."""

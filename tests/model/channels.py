@@ -100,7 +100,9 @@ Boxes = Callable[..., Inbox[bytes]]
 
 def _inbox(kind: Boxes, shape: Shape, learner: int, box: Box) -> Inbox[bytes]:
     plan, others = plan_of(shape, learner), neighbours(shape, learner)
-    last = {j: (about(shape, m)[1], m) for j, m in zip(others, box.last, strict=True) if m} if run_of(shape).late else None
+    last = (
+        {j: (about(shape, m)[1], m) for j, m in zip(others, box.last, strict=True) if m} if run_of(shape).late else None
+    )
     new = kind(plan.neighbours, plan.heard, reach(shape, learner).ahead, box.round, last=last)
     for j, messages in zip(others, box.heard, strict=True):
         for message in messages:

@@ -126,7 +126,9 @@ class Learners(Streams):
             for name, stage in self._openings(before, f, told.absences):
                 yield from self._death(stage, f, name, f"begins attempt {told.attempt}")
         elif told.over:
-            yield machine.Step("left out", f"{who} is told that the run goes on without it", self._obeys(before, f, told))
+            yield machine.Step(
+                "left out", f"{who} is told that the run goes on without it", self._obeys(before, f, told)
+            )
         else:
             yield machine.Step("rested", f"{who} rests", self._obeys(before, f, told))
 
@@ -200,7 +202,9 @@ class Learners(Streams):
         if session.done < min(session.said, folders.filled(self.intake, self.shape, i, state.folders[f])):
             if channels.complete(self.inbox, shape, i, session.box):
                 yield from self._learns(state, f, session, "learned", f"learns round {session.done}")
-            elif session.done < runs.attendance(shape, i).end - 1 and channels.enough(self.inbox, shape, i, session.box):
+            elif session.done < runs.attendance(shape, i).end - 1 and channels.enough(
+                self.inbox, shape, i, session.box
+            ):
                 what = f"learns round {session.done}, without those who are late"
                 yield from self._learns(state, f, session, "held", what)
 
@@ -253,7 +257,9 @@ class Learners(Streams):
         after = self._live(state, f, session._replace(said=t + 1, kept=kept))
         told = {i, *runs.told_in(shape, i, t)}
         streams = tuple(
-            self._loaded(stream, f, (message,)) if {*map(self.shape.owner, (stream.caller, stream.callee))} <= told else stream
+            self._loaded(stream, f, (message,))
+            if {*map(self.shape.owner, (stream.caller, stream.callee))} <= told
+            else stream
             for stream in state.streams
         )
         return after._replace(streams=streams, left=state.left | {message})

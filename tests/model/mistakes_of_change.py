@@ -128,7 +128,10 @@ class LosesFromTheReport(World):
     """A lost learner is away from the first round on that it has not reported."""
 
     def _absences(self, book: Book, change: Change) -> str | None:
-        absences, said = json.loads(super()._absences(book, change) or "null"), max(said for _, _, said in book.statuses)
+        absences, said = (
+            json.loads(super()._absences(book, change) or "null"),
+            max(said for _, _, said in book.statuses),
+        )
         for each in absences or ():
             each["first_round"] = min(each["first_round"], said)
             each["unheard"] = {name: min(t, said) for name, t in each["unheard"].items()}

@@ -89,8 +89,14 @@ def _untold(run: Shape, i: int, log: bytes) -> str | None:
             return f"learner {i} has used messages of rounds {rounds} in round {t}"
         if any(not t - run.window <= own <= t for own in rounds):
             return f"learner {i} has used messages of rounds {rounds} in round {t}: from too long before, or later ones"
-        if run.late == "hold" and said.frame and runs.states(run, said.frame)[: len(rounds)] != tuple(map(float, rounds)):
-            return f"learner {i} says that it used rounds {list(runs.states(run, said.frame))} in round {t}, not {rounds}"
+        if (
+            run.late == "hold"
+            and said.frame
+            and runs.states(run, said.frame)[: len(rounds)] != tuple(map(float, rounds))
+        ):
+            return (
+                f"learner {i} says that it used rounds {list(runs.states(run, said.frame))} in round {t}, not {rounds}"
+            )
     return None
 
 
@@ -98,7 +104,9 @@ def _nothing_over_changes(shape: Shape, state: State) -> str | None:
     run = state.coordinator.kept.shape(shape)
     for i in range(shape.learners):
         if (t := _changed_before(shape, run, i, state.folders[i])) is not None:
-            return f"learner {i} has said round {t}, in which by the spec of the run others take part than by its ledger"
+            return (
+                f"learner {i} has said round {t}, in which by the spec of the run others take part than by its ledger"
+            )
     return None
 
 

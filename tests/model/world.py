@@ -25,6 +25,9 @@ HEARD = (*BEGUN, "said", "heard")
 """And as many rounds were said and heard as can be before one is learned."""
 
 
+Terms = tuple[Shape, Faults, tuple[int, ...], tuple[int, ...], bool, bool, tuple[str, ...]]
+
+
 class World(Changing):
     """A run with its faults. Mistakes are subclasses (`mistakes.py`).
 
@@ -53,6 +56,8 @@ class World(Changing):
     ) -> None:
         super().__init__(shape, fed, movable, chatty=chatty, at_once=at_once)
         self.faults, self.begun, self.judged = faults, begun, judged
+        self.terms: Terms = (shape, faults, fed, self.movable, chatty, at_once, begun)
+        """What it is of: worlds that agree in these are one, unless there is a mistake in them."""
 
     def start(self) -> State:
         """Nobody has joined, or the run is under way."""
