@@ -287,8 +287,14 @@ class RunBook:
         return self.clock.granted > before
 
     def restore(self, state: RunState, statuses: Sequence[LearnerStatus], now: datetime) -> None:
-        """Go on where a coordinator before this one was; nobody is there yet."""
-        self.state, self.statuses = state, list(statuses)
+        """Go on where a coordinator before this one was; nobody is there yet, and nobody who was at rest stays so."""
+        self.state = state
+        self.statuses = [
+            replace(each, state=LearnerState.CONNECTING, detail="")
+            if each.state in _RESTING and i not in self.lost
+            else each
+            for i, each in enumerate(statuses)
+        ]
         for i in range(len(statuses)):
             self._progress(i)
             self.away[i] = now

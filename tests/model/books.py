@@ -179,13 +179,13 @@ def changed(shape: Shape, book: Book, verb: str, learner: int) -> str | None:
         return None
     now = _book(shape, book)
     name = now.run.spec.names[learner]
-    change: Callable[[RunSpec], RunSpec] = {
+    changes: dict[str, Callable[[RunSpec], RunSpec]] = {
         "leave": lambda spec: without(spec, name, now.unsaid),
         "join": lambda spec: with_learner(spec, name, now.unsaid),
         "lose": partial(amending._without, book=now, lost=book.losing),
-    }[verb]
+    }
     try:
-        return absences_of(amending._changed(now.run, change, FEATURES).spec)
+        return absences_of(amending._changed(now.run, changes[verb], FEATURES).spec)
     except SottovoceError:
         return None
 

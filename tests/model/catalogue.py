@@ -19,7 +19,7 @@ class Mistake:
         world: what goes wrong.
         breaks: the invariants that do not hold then.
         shape: of the run. What is said in the first round, before any record was learned, costs nothing.
-        faults, fed, begun: of the world; streams are there at once where the run is under way.
+        faults, fed, movable, begun: of the world; streams are there at once where the run is under way.
     """
 
     world: type[World]
@@ -27,18 +27,20 @@ class Mistake:
     shape: Shape
     faults: Faults = NONE
     fed: tuple[int, ...] = ()
+    movable: tuple[int, ...] | None = None
     begun: tuple[str, ...] = ()
 
     def judged(self, invariant: str) -> World:
         """Its world, held to one invariant."""
+        at_once = bool(self.begun)
         return self.world(
-            self.shape, self.faults, self.fed, begun=self.begun, at_once=bool(self.begun), judged=(invariant,)
+            self.shape, self.faults, self.fed, self.movable, begun=self.begun, at_once=at_once, judged=(invariant,)
         )
 
     @property
     def right(self) -> World:
         """The same without the mistake."""
-        return World(self.shape, self.faults, self.fed, begun=self.begun, at_once=bool(self.begun))
+        return World(self.shape, self.faults, self.fed, self.movable, begun=self.begun, at_once=bool(self.begun))
 
     @property
     def said(self) -> str:
@@ -77,7 +79,9 @@ MISTAKES = (
     Mistake(c.ChangesWhatWasSaid, ("P5", "P8"), DROP._replace(rounds=2), Faults(leave=1), begun=BEGUN),
     Mistake(c.TakesAnySpec, ("P7",), DROP._replace(rounds=2), Faults(leave=1), begun=BEGUN),
     Mistake(c.WaitsForNobody, ("P8",), DROP._replace(rounds=2), Faults(leave=1), begun=BEGUN),
-    Mistake(c.BriefsWhoReturns, ("P5",), DROP, Faults(leave=1, streams=1), begun=BEGUN),
+    Mistake(c.ChangesWithoutSome, ("P8",), DROP, Faults(leave=1, lost=1), movable=(1,), begun=HEARD),
+    Mistake(c.RestsOn, ("P8",), DROP, Faults(leave=2, coordinator=1), movable=(1,), begun=BEGUN),
+    Mistake(c.BriefsWhoReturns, ("P5", "P8"), DROP, Faults(leave=1, streams=1), begun=BEGUN),
     Mistake(c.LosesFromTheReport, ("P8",), DROP, Faults(streams=1, lost=1), begun=BEGUN),
     Mistake(c.ForgetsGrants, ("P8",), DROP._replace(rounds=2, window=1), Faults(coordinator=1, lost=1), begun=BEGUN),
     Mistake(c.CountsAsHeard, ("P5",), DROP, Faults(streams=1, lost=1), begun=BEGUN),

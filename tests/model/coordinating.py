@@ -47,9 +47,9 @@ class Coordinating(Learners):
             if session.granted < book.granted and coordinator.change is None and not process.told:
                 granted = self._live(state, f, session._replace(granted=book.granted))
                 yield machine.Step("granted", f"{self.shape.called(f)} is granted more", granted)
-        elif coordinator.change is not None and (after := books.rests(self.shape, book, i, status)) != book:
+        elif coordinator.change is not None and (rests := books.rests(self.shape, book, i, status)) != book:
             text = f"{self.shape.called(f)} reports of attempt {process.attempt}: {session.state.name.lower()}"
-            yield machine.Step("reported before", text, state._replace(coordinator=coordinator._replace(book=after)))
+            yield machine.Step("reported before", text, state._replace(coordinator=coordinator._replace(book=rests)))
 
     def _tells(self, coordinator: Coordinator, process: Process, i: int, session: Session) -> bool:
         """`Session._round`: when its state changes, or in time for the next grant. Chatty learners may at any time.

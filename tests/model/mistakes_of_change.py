@@ -103,7 +103,7 @@ class TakesAnySpec(ChangesWhatWasSaid):
     """The first changed round is one that somebody has said, and a learner takes whatever spec it is told."""
 
     @staticmethod
-    def amended(found: LedgerLine, line: LedgerLine, *rest: object) -> bool:  # type: ignore[override]
+    def amended(found: LedgerLine, line: LedgerLine, *rest: object) -> bool:
         return found.spec != line.spec
 
 
@@ -112,6 +112,25 @@ class WaitsForNobody(World):
 
     def _waited_for(self, state: State) -> frozenset[int]:
         return frozenset()
+
+
+class ChangesWithoutSome(World):
+    """Who leaves does so though others do not rest within the deadline."""
+
+    def _absences(self, book: Book, change: Change) -> str | None:
+        return super()._absences(book if change.verb == "lose" else book._replace(losing=frozenset()), change)
+
+
+class RestsOn(World):
+    """Who rested is taken for resting by a coordinator that is started again."""
+
+    def _coordinates(self, state: State) -> Iterator[Step[State]]:
+        kept = state.coordinator.kept
+        for step in super()._coordinates(state):
+            after = step.after.coordinator
+            if step.kind == "coordinator back":
+                after = after._replace(book=after.book._replace(statuses=kept.statuses))
+            yield step._replace(after=step.after._replace(coordinator=after))
 
 
 class BriefsWhoReturns(World):

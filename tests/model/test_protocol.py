@@ -35,13 +35,16 @@ QUICK = {
     "one leaves": World(DROP2, Faults(leave=1), begun=BEGUN, at_once=True),
     "one leaves, and a death": World(DROP, Faults(leave=1, deaths=1), movable=(1,), begun=BEGUN, at_once=True),
     "one leaves, and the coordinator dies": World(DROP, Faults(leave=1, coordinator=1), begun=BEGUN, at_once=True),
+    "one is to leave twice, and the coordinator dies": World(
+        DROP, Faults(leave=2, coordinator=1), movable=(1,), begun=BEGUN, at_once=True
+    ),
     "one joins, and the coordinator dies": World(JOIN, Faults(join=1, coordinator=1), (1,), begun=BEGUN, at_once=True),
     "one is lost, and lives": World(DROP2, Faults(streams=1, lost=1), begun=BEGUN, at_once=True),
     "one is lost when the coordinator was started again": World(
         DROP2._replace(window=1), Faults(coordinator=1, lost=1), begun=BEGUN, at_once=True
     ),
     "one is lost, and another one dies": World(DROP, Faults(deaths=1, streams=1, lost=1), begun=HEARD, at_once=True),
-    "one leaves, and others do not rest": World(DROP, Faults(leave=1, lost=1), movable=(1,), begun=BEGUN, at_once=True),
+    "one leaves, and others do not rest": World(DROP, Faults(leave=1, lost=1), movable=(1,), begun=HEARD, at_once=True),
     "one of three is lost": World(THREE, Faults(streams=1, lost=1), movable=(2,), begun=HEARD, at_once=True),
 }
 LONG = {

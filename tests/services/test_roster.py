@@ -490,16 +490,26 @@ def test_whose_stream_breaks_while_all_rest_is_waited_for() -> None:
     """It was not told before, and may say what it was granted; it may be in an attempt before this one."""
     held = RunBook("r-1", build_run(LOSABLE["ldp-dol"], 3), 3, ("a:1", "b:2", "c:3", "d:4"))
     running = [LearnerStatus(name, "r-1", LearnerState.RUNNING, rounds_done=4, rounds_said=5) for name in NAMES]
-    held.restore(RunState.RUNNING, [replace(each, state=LearnerState.STOPPED) for each in running], datetime.now(UTC))
+    held.restore(RunState.RUNNING, running, datetime.now(UTC))
     assert held.busy == [0, 1, 2, 3]  # nobody is back
     for i in range(4):
         held.back(i)
+        held.report(replace(running[i], state=LearnerState.STOPPED))
     held.unsure.add(2)
     assert held.busy == [2]
     held.rests(running[2])
     assert held.busy == [2]
     held.rests(replace(running[2], state=LearnerState.STOPPED, rounds_said=6))
     assert not held.busy and held.unsaid == 6
+
+
+def test_who_rested_under_a_coordinator_before_this_one_is_waited_for_when_it_is_back() -> None:
+    """It was briefed, and speaks, before it has said so."""
+    held = RunBook("r-1", build_run(LOSABLE["ldp-dol"], 3), 3, ("a:1", "b:2", "c:3", "d:4"))
+    rested = [LearnerStatus(name, "r-1", LearnerState.STOPPED, rounds_done=4, rounds_said=5) for name in NAMES]
+    held.restore(RunState.RUNNING, rested, datetime.now(UTC))
+    held.back(0)
+    assert 0 in held.busy
 
 
 def test_of_two_that_are_lost_each_has_heard_the_other() -> None:
