@@ -171,7 +171,11 @@ def _require_awake(course: Course) -> None:
 
 
 def _require_rest(book: RunBook) -> None:
-    """Who does not rest may have said more than it has told: what it leaves is known when it is lost."""
+    """Who does not rest may have said more than it has told, so it is lost before anybody leaves or joins.
+
+    Raises:
+        Unavailable: somebody does not.
+    """
     if book.losing:
         names = in_short([book.run.spec.names[i] for i in sorted(book.losing)])
         raise Unavailable(f"{names} did not rest within the deadline, and the run goes on without: try again then")

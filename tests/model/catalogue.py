@@ -19,7 +19,7 @@ class Mistake:
         world: what goes wrong.
         breaks: the invariants that do not hold then.
         shape: of the run. What is said in the first round, before any record was learned, costs nothing.
-        faults, fed, movable, begun: of the world; streams are there at once where the run is under way.
+        faults, fed, movable, begun: of the world.
     """
 
     world: type[World]
@@ -32,15 +32,12 @@ class Mistake:
 
     def judged(self, invariant: str) -> World:
         """Its world, held to one invariant."""
-        at_once = bool(self.begun)
-        return self.world(
-            self.shape, self.faults, self.fed, self.movable, begun=self.begun, at_once=at_once, judged=(invariant,)
-        )
+        return self.world(self.shape, self.faults, self.fed, self.movable, begun=self.begun, judged=(invariant,))
 
     @property
     def right(self) -> World:
         """The same without the mistake."""
-        return World(self.shape, self.faults, self.fed, self.movable, begun=self.begun, at_once=bool(self.begun))
+        return World(self.shape, self.faults, self.fed, self.movable, begun=self.begun)
 
     @property
     def said(self) -> str:

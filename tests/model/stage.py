@@ -25,8 +25,8 @@ class Stage:
     Args:
         shape: of the run.
         fed: learners whose records come from a feeder while the run goes on; the others have theirs.
-        chatty: learners report whenever something has changed, not only when it matters.
         movable: learners that may leave, join, or be lost while they are away (default: all).
+        chatty: learners report whenever something has changed, not only when it matters.
         at_once: a stream is there in one step, from the call to where both ends use it.
     """
 

@@ -30,22 +30,22 @@ QUICK = {
     "a copied folder": World(Shape(2, 1), Faults(copies=1)),
     "a copied folder, one learner": World(Shape(1, 1), Faults(deaths=1, answers=1, copies=1), chatty=True),
     "records, and a cut log": World(Shape(1, 2), Faults(deaths=1, answers=1, cuts=1), fed=(0,), chatty=True),
-    "late neighbours": World(HOLD._replace(window=2), begun=BEGUN, at_once=True),
-    "late neighbours, and a death": World(HOLD, Faults(deaths=1), begun=BEGUN, at_once=True),
-    "one leaves": World(DROP2, Faults(leave=1), begun=BEGUN, at_once=True),
-    "one leaves, and a death": World(DROP, Faults(leave=1, deaths=1), movable=(1,), begun=BEGUN, at_once=True),
-    "one leaves, and the coordinator dies": World(DROP, Faults(leave=1, coordinator=1), begun=BEGUN, at_once=True),
+    "late neighbours": World(HOLD._replace(window=2), begun=BEGUN),
+    "late neighbours, and a death": World(HOLD, Faults(deaths=1), begun=BEGUN),
+    "one leaves": World(DROP2, Faults(leave=1), begun=BEGUN),
+    "one leaves, and a death": World(DROP, Faults(leave=1, deaths=1), movable=(1,), begun=BEGUN),
+    "one leaves, and the coordinator dies": World(DROP, Faults(leave=1, coordinator=1), begun=BEGUN),
     "one is to leave twice, and the coordinator dies": World(
-        DROP, Faults(leave=2, coordinator=1), movable=(1,), begun=BEGUN, at_once=True
+        DROP, Faults(leave=2, coordinator=1), movable=(1,), begun=BEGUN
     ),
-    "one joins, and the coordinator dies": World(JOIN, Faults(join=1, coordinator=1), (1,), begun=BEGUN, at_once=True),
-    "one is lost, and lives": World(DROP2, Faults(streams=1, lost=1), begun=BEGUN, at_once=True),
+    "one joins, and the coordinator dies": World(JOIN, Faults(join=1, coordinator=1), (1,), begun=BEGUN),
+    "one is lost, and lives": World(DROP2, Faults(streams=1, lost=1), begun=BEGUN),
     "one is lost when the coordinator was started again": World(
-        DROP2._replace(window=1), Faults(coordinator=1, lost=1), begun=BEGUN, at_once=True
+        DROP2._replace(window=1), Faults(coordinator=1, lost=1), begun=BEGUN
     ),
-    "one is lost, and another one dies": World(DROP, Faults(deaths=1, streams=1, lost=1), begun=HEARD, at_once=True),
-    "one leaves, and others do not rest": World(DROP, Faults(leave=1, lost=1), movable=(1,), begun=HEARD, at_once=True),
-    "one of three is lost": World(THREE, Faults(streams=1, lost=1), movable=(2,), begun=HEARD, at_once=True),
+    "one is lost, and another one dies": World(DROP, Faults(deaths=1, streams=1, lost=1), begun=HEARD),
+    "one leaves, and others do not rest": World(DROP, Faults(leave=1, lost=1), movable=(1,), begun=HEARD),
+    "one of three is lost": World(THREE, Faults(streams=1, lost=1), movable=(2,), begun=HEARD),
 }
 LONG = {
     "two deaths": World(Shape(2, 2), Faults(deaths=2)),
@@ -63,25 +63,21 @@ LONG = {
     ),
     "records of two learners": World(Shape(2, 1), Faults(deaths=1, answers=1), fed=(0, 1)),
     "a cut log": World(Shape(2, 2), Faults(deaths=1, cuts=1)),
-    "late neighbours, four rounds": World(HOLD._replace(rounds=4, window=2), begun=BEGUN, at_once=True),
-    "late neighbours, lost streams": World(HOLD._replace(window=2), Faults(streams=1), begun=BEGUN, at_once=True),
-    "late neighbours, four rounds and a death": World(
-        HOLD._replace(rounds=4), Faults(deaths=1), begun=BEGUN, at_once=True
-    ),
-    "one of two rounds leaves, and a death": World(DROP2, Faults(leave=1, deaths=1), begun=BEGUN, at_once=True),
-    "one of two rounds leaves, and the coordinator dies": World(
-        DROP2, Faults(leave=1, coordinator=1), begun=BEGUN, at_once=True
-    ),
+    "late neighbours, four rounds": World(HOLD._replace(rounds=4, window=2), begun=BEGUN),
+    "late neighbours, lost streams": World(HOLD._replace(window=2), Faults(streams=1), begun=BEGUN),
+    "late neighbours, four rounds and a death": World(HOLD._replace(rounds=4), Faults(deaths=1), begun=BEGUN),
+    "one of two rounds leaves, and a death": World(DROP2, Faults(leave=1, deaths=1), begun=BEGUN),
+    "one of two rounds leaves, and the coordinator dies": World(DROP2, Faults(leave=1, coordinator=1), begun=BEGUN),
     "one is lost in its first round, and another one dies": World(
-        DROP, Faults(deaths=1, streams=1, lost=1), movable=(1,), begun=BEGUN, at_once=True
+        DROP, Faults(deaths=1, streams=1, lost=1), movable=(1,), begun=BEGUN
     ),
     "one is lost, and the coordinator dies": World(
-        DROP, Faults(streams=1, lost=1, coordinator=1), movable=(1,), begun=BEGUN, at_once=True
+        DROP, Faults(streams=1, lost=1, coordinator=1), movable=(1,), begun=BEGUN
     ),
     "the middle one of three is lost": World(
-        THREE._replace(graph="path", rounds=2), Faults(streams=1, lost=1), movable=(1,), begun=HEARD, at_once=True
+        THREE._replace(graph="path", rounds=2), Faults(streams=1, lost=1), movable=(1,), begun=HEARD
     ),
-    "one of three leaves": World(THREE, Faults(leave=1), movable=(2,), begun=BEGUN, at_once=True),
+    "one of three leaves": World(THREE, Faults(leave=1), movable=(2,), begun=BEGUN),
 }
 STEPS = {
     *(

@@ -25,7 +25,7 @@ HEARD = (*BEGUN, "said", "heard")
 """And as many rounds were said and heard as can be before one is learned."""
 
 
-Terms = tuple[Shape, Faults, tuple[int, ...], tuple[int, ...], bool, bool, tuple[str, ...]]
+Terms = tuple[Shape, Faults, tuple[int, ...], tuple[int, ...], bool, tuple[str, ...]]
 
 
 class World(Changing):
@@ -35,10 +35,10 @@ class World(Changing):
         shape: of the run.
         faults: that may happen, at most.
         fed: learners whose records come from a feeder while the run goes on; the others have theirs.
-        chatty: learners report whenever something has changed, not only when it matters.
         movable: learners that may leave, join, or be lost while they are away (default: all).
-        at_once: a stream is there in one step, from the call to where both ends use it.
-        begun: the kinds of steps that have been taken, as often as they could be, before anything fails.
+        chatty: learners report whenever something has changed, not only when it matters.
+        begun: the kinds of steps that have been taken, as often as they could be, before anything fails. Then a stream is there
+            in one step, from the call to where both ends use it.
         judged: the invariants that are looked at.
     """
 
@@ -50,13 +50,12 @@ class World(Changing):
         movable: tuple[int, ...] | None = None,
         *,
         chatty: bool = False,
-        at_once: bool = False,
         begun: tuple[str, ...] = (),
         judged: Collection[str] = promises.ALL,
     ) -> None:
-        super().__init__(shape, fed, movable, chatty=chatty, at_once=at_once)
+        super().__init__(shape, fed, movable, chatty=chatty, at_once=bool(begun))
         self.faults, self.begun, self.judged = faults, begun, judged
-        self.terms: Terms = (shape, faults, fed, self.movable, chatty, at_once, begun)
+        self.terms: Terms = (shape, faults, fed, self.movable, chatty, begun)
         """What it is of: worlds that agree in these are one, unless there is a mistake in them."""
 
     def start(self) -> State:
