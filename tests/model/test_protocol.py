@@ -74,10 +74,6 @@ LONG = {
     "one is lost, and the coordinator dies": World(
         DROP, Faults(streams=1, lost=1, coordinator=1), movable=(1,), begun=BEGUN
     ),
-    "the middle one of three is lost": World(
-        THREE._replace(graph="path", rounds=2), Faults(streams=1, lost=1), movable=(1,), begun=HEARD
-    ),
-    "one of three leaves": World(THREE, Faults(leave=1), movable=(2,), begun=BEGUN),
 }
 STEPS = {
     *(
