@@ -51,6 +51,7 @@ class Amender:
 
         Raises:
             NotReady: it is not in the run, or the run is changed already, or not running.
+            Unavailable: others did not rest, and are lost.
             SpecError: it is away, or the run cannot go on without it.
         """
         book = _required(course, name)
@@ -112,6 +113,7 @@ class Amender:
         try:
             await self._rest(course)
             try:
+                _require_rest(book)
                 await self._amend(course, change)
             except SottovoceError:
                 self._go_on(course, book.run)  # as before
@@ -122,7 +124,9 @@ class Amender:
     async def _rest(self, course: Course) -> None:
         """Everybody ends what it does; who does not within the deadline is lost."""
         book = course.book
-        self._store.keep({book.run_id: course.record()})  # who goes on after this one, does so anew
+        view, ceiling = course.record(), book.ceiling + book.run.spec.clock.window
+        self._store.keep({book.run_id: view})  # who goes on after this one, does so anew
+        self._store.grant(book.run_id, ceiling, 0, view)  # when all begin anew
         self._members.tell(book.run_id, {name: [RESTING] for name in book.index})
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(book.run.spec.clock.deadline_s):
@@ -171,11 +175,22 @@ def _require_awake(course: Course) -> None:
         raise NotReady(f"learners of run {course.book.run_id} are leaving or joining already: try again")
 
 
+def _require_rest(book: RunBook) -> None:
+    """Who does not rest may have said more than it has told, so it is lost before anybody leaves or joins.
+
+    Raises:
+        Unavailable: somebody does not.
+    """
+    if book.losing:
+        names = in_short([book.run.spec.names[i] for i in sorted(book.losing)])
+        raise Unavailable(f"{names} did not rest within the deadline, and the run goes on without: try again then")
+
+
 def _without(spec: RunSpec, *, book: RunBook, lost: frozenset[int]) -> RunSpec:
     """The spec without learners that are lost, and what their neighbours have not heard of them."""
     for i in sorted(lost - book.lost):
         # Nobody knows how much it has said of what was granted.
-        spec = without(spec, spec.names[i], book.clock.granted, book.unheard(i))
+        spec = without(spec, spec.names[i], book.ceiling, book.unheard(i))
     return spec
 
 

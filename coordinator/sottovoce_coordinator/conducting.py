@@ -151,7 +151,8 @@ class Conductor:
         if member is not None and member.granted:  # only its stream broke: it may speak until it is told to rest
             book.unsure.add(index)
         else:
-            book.rest(index, None if member is None else member.claim.journaled)
+            said, closed = (None, False) if member is None else (member.claim.journaled, member.closed)
+            book.rest(index, said, closed)
         self._members.tell(book.run_id, {book.run.spec.names[index]: [RESTING]})
         course.heard.set()
 

@@ -116,6 +116,7 @@ class Course:
             book.overhearing = Overhearing(kept.overhearing.capture_id, kept.overhearing.location)
         state = RunState(coordinator_pb2.RunState.Name(view.state).removeprefix("RUN_STATE_").lower())
         book.restore(state, [LearnerStatus.from_wire(each.status) for each in view.learners], now)
+        book.reserved = kept.granted
         return cls(book, view.started_at.ToDatetime(UTC), durable=view.durable, uncaptured=view.capture_error)
 
 

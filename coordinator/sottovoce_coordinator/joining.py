@@ -39,6 +39,7 @@ class Member:
     term: int = 0  # of the coordinator that it obeys in it, and no older one; in this attempt at a run of this plan
     attempt: int = 0
     plan_hash: bytes = b""
+    closed: bool = False  # by its log the last round that it has said was learned, too
     # None: that was the last one.
     directives: asyncio.Queue[coordinator_pb2.Directive | None] = field(default_factory=asyncio.Queue)
     displaced: asyncio.Event = field(default_factory=asyncio.Event)
@@ -215,7 +216,9 @@ async def introduced(events: AsyncIterator[coordinator_pb2.Event], origin: Origi
         raise RemoteProtocolError(
             f"a term is one more at each start of a coordinator, at most {_MOST_TERMS}, got {said.term}"
         )
-    return Member(claim, address, origin, said.run_id, said.granted, said.term, said.attempt, said.plan_hash)
+    return Member(
+        claim, address, origin, said.run_id, said.granted, said.term, said.attempt, said.plan_hash, said.closed
+    )
 
 
 async def _next(events: AsyncIterator[coordinator_pb2.Event], what: str) -> coordinator_pb2.Event | None:

@@ -69,6 +69,7 @@ class RunBook:
         away: when the streams of those ended who are gone, by index.
         losing: whom the run is to go on without, by its spec or an operator.
         unsure: who may speak by what a coordinator before this one, or a stream that broke, has told them.
+        reserved: no round from this one on was granted by a coordinator before this one.
     """
 
     run_id: str
@@ -85,6 +86,7 @@ class RunBook:
     away: dict[int, datetime] = field(default_factory=dict)
     losing: set[int] = field(default_factory=set)
     unsure: set[int] = field(default_factory=set)
+    reserved: int = 0
     clock: RoundClock = field(init=False)
     _announced: int = 1
     _told: str = field(init=False)
@@ -133,6 +135,11 @@ class RunBook:
         self._finish()
 
     @property
+    def ceiling(self) -> int:
+        """No round from this one on was ever granted. Who was granted how much is not known of those who are gone."""
+        return min(max(self.clock.granted, self.reserved), self.run.spec.rounds)
+
+    @property
     def unsaid(self) -> int:
         """The first round that nobody has said, where all rest."""
         return max(status.rounds_said for status in self.statuses)
@@ -155,7 +162,7 @@ class RunBook:
         more than that, nobody has heard.
         """
         return {
-            self.run.spec.names[i]: self.clock.granted if self._through(i) or i in self.losing else self._learned(i)
+            self.run.spec.names[i]: self.ceiling if self._through(i) or i in self.losing else self._learned(i)
             for i in sorted(self._ever[lost])
         }
 
@@ -280,8 +287,14 @@ class RunBook:
         return self.clock.granted > before
 
     def restore(self, state: RunState, statuses: Sequence[LearnerStatus], now: datetime) -> None:
-        """Go on where a coordinator before this one was; nobody is there yet."""
-        self.state, self.statuses = state, list(statuses)
+        """Go on where a coordinator before this one was; nobody is there yet, and nobody who was at rest stays so."""
+        self.state = state
+        self.statuses = [
+            replace(each, state=LearnerState.CONNECTING, detail="")
+            if each.state in _RESTING and i not in self.lost
+            else each
+            for i, each in enumerate(statuses)
+        ]
         for i in range(len(statuses)):
             self._progress(i)
             self.away[i] = now
@@ -358,12 +371,19 @@ class RunBook:
         """A learner's stream has ended; it may come back."""
         self.away[index] = now
 
-    def rest(self, index: int, said: int | None) -> None:
-        """A learner that was started again while all rest; so many rounds it has said, by its log."""
+    def rest(self, index: int, said: int | None, closed: bool = False) -> None:
+        """A learner that was started again while all rest.
+
+        Args:
+            index: the learner.
+            said: rounds, by its log; None: it does not tell.
+            closed: by its log the last one was learned, too.
+        """
         status = self.statuses[index]
         said = status.rounds_said if said is None else said
+        done = said if closed else status.rounds_done
         state = status.state if status.state is LearnerState.FINISHED else LearnerState.STOPPED
-        self.statuses[index] = replace(status, state=state, rounds_said=said)
+        self.statuses[index] = replace(status, state=state, rounds_done=done, rounds_said=said)
         self.unsure.discard(index)
 
     def rests(self, status: LearnerStatus) -> None:
@@ -379,11 +399,18 @@ class RunBook:
         self.unsure.discard(index)
 
     def miss(self, index: int, since: datetime) -> None:
-        """The deadline of a learner that was gone since then: the run fails if it still is, and something is left to do."""
-        if self.away.get(index) == since and self.needs(index):
+        """The deadline of a learner that was gone since then: the run fails if it still is, and something is left to do.
+
+        Where nothing is left to anybody, the run ends: a coordinator before this one may have died before it said so.
+        """
+        if self.away.get(index) != since:
+            return
+        if self.needs(index):
             gone = in_words(self.standings, [index])
             why = f"{gone}, and did not come back within {self.run.spec.clock.deadline_s:g} s"
             self._lose([index], why)
+        else:
+            self._finish()
 
     def end(self, state: RunState, detail: str) -> None:
         """End the run, once."""

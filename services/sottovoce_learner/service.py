@@ -304,12 +304,13 @@ class Learner:
             return {}
         if found is None:
             return {}
-        known = {"run_id": found.run_id, "journaled": found.said, "attempt": self._attempt}
+        line, closed = found
+        known = {"run_id": line.run_id, "journaled": line.said, "attempt": self._attempt, "closed": closed}
         try:
-            spec = found.parsed(imports=self.config.allow_imports)
+            spec = line.parsed(imports=self.config.allow_imports)
         except SpecError:  # it names code that may not be imported now
             return known
-        return {**known, "plan_hash": plan_hash(spec, found.n_features)}
+        return {**known, "plan_hash": plan_hash(spec, line.n_features)}
 
     # ---- the coordinator ----------------------------------------------------------------------------------
 

@@ -163,8 +163,8 @@ def stand(files: Files, *, copied: bool = False) -> Standing | None:
                 raise
 
 
-def under_way(files: Files) -> LedgerLine | None:
-    """The run that a learner was in last, if it is open, with what was said in it.
+def under_way(files: Files) -> tuple[LedgerLine, bool] | None:
+    """The run that a learner was in last, if it is open, with what was said in it, and whether all of that was learned, too.
 
     Raises:
         DataError: as `stand`.
@@ -172,7 +172,8 @@ def under_way(files: Files) -> LedgerLine | None:
     standing = stand(files)
     if standing is None or standing.opened is None or standing.log is None:
         return None
-    return replace(standing.opened, said=said(standing.log))
+    rounds = said(standing.log)
+    return replace(standing.opened, said=rounds), 0 < rounds == done(standing.log)
 
 
 def _required(standing: Standing) -> Standing | None:

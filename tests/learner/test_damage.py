@@ -21,7 +21,7 @@ from sottovoce_learner.ledger_line import LedgerLine
 from sottovoce_learner.log import PAGE, Durability
 from sottovoce_learner.mark import SLOT
 from sottovoce_learner.repair import repair
-from sottovoce_learner.standing import Files, stand
+from sottovoce_learner.standing import Files, stand, under_way
 from sottovoce_learner.store import RunLog, Store, Terms
 
 SIZE, ROUNDS, PRICE = 24, 3, 0.25
@@ -106,6 +106,21 @@ def changed(path: Path, raw: bytes) -> Iterator[None]:
         yield
     finally:
         path.write_bytes(was)
+
+
+def told(folder: Path) -> tuple[str, int, bool]:
+    found = under_way(Files(folder, NAME))
+    assert found is not None
+    return found[0].run_id, found[0].said, found[1]
+
+
+def test_whether_all_that_was_said_was_learned_is_known_by_the_log(tmp_path: Path) -> None:
+    log = open_run(tmp_path, "run-a")
+    assert told(tmp_path) == ("run-a", 0, False)
+    say(log, range(ROUNDS))
+    assert told(tmp_path) == ("run-a", ROUNDS, False)
+    log.close_rounds(ROUNDS, Said(b"", (bytes(SIZE),), ROUNDS, 1))
+    assert told(tmp_path) == ("run-a", ROUNDS, True)
 
 
 @pytest.mark.slow

@@ -1,9 +1,9 @@
-"""Mistakes, one at a time: each is the world with one thing done wrong, small enough that what comes of it is easily seen."""
+"""Mistakes in what is written, said again and believed: each is the world with one thing done wrong."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar
 
 from sottovoce_coordinator.fencing import Claim, Membership
@@ -13,10 +13,9 @@ from sottovoce_learner.links import Link, _Stream
 from sottovoce_learner.store import RunLog
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_wire.v1 import learner_pb2
-from tests.model import parts
+from tests.model import folders
 from tests.model.machine import Step
-from tests.model.parts import Shape
-from tests.model.state import NONE, Coordinator, Faults, Session, State
+from tests.model.state import Coordinator, Process, State
 from tests.model.world import World
 
 # ---- what is written, and when -------------------------------------------------------------------------------------------
@@ -32,7 +31,7 @@ class DrawsAgain(World):
     """Who is started again draws the last round again, though it was written down."""
 
     def _believed(self, log: bytes) -> bytes:
-        without = parts.cut(log)
+        without = folders.cut(log)
         return log if without is None else without
 
 
@@ -98,7 +97,7 @@ class TakesAgain(World):
 
 
 class _KeepsOne(Link):
-    def __init__(self) -> None:
+    def __init__(self, keep: int) -> None:
         super().__init__(keep=1)
 
 
@@ -126,7 +125,8 @@ class FinishedLeaves(World):
     def _over(self, state: State, f: int) -> State:
         return self._hung_up(state, f)
 
-    def _silent(self, session: Session | None) -> bool:
+    def _silent(self, process: Process) -> bool:
+        session = process.session
         return session is None or session.state is LearnerState.FINISHED
 
 
@@ -153,7 +153,7 @@ class SpeaksUnconfirmed(World):
             if step.kind != "issued":
                 yield step
                 continue
-            after = self._briefed(step.after, f)
+            after = self._welcomed(self._put(step.after, f, Process(confirmed=True, joined=True)), f)
             yield step._replace(after=self._put(after, f, after.processes[f]._replace(written=True)))
 
     def _joins(self, state: State, f: int) -> Iterator[Step[State]]:
@@ -194,53 +194,3 @@ class ForgetsMembers(World):
 
     def _forgets(self, coordinator: Coordinator) -> Coordinator:
         return coordinator._replace(members=(self.membership(),) * self.shape.learners)
-
-
-@dataclass(frozen=True, slots=True)
-class Mistake:
-    """A mistake, and the least world in which it shows.
-
-    Attributes:
-        world: what goes wrong.
-        breaks: the invariants that do not hold then.
-        faults: that it takes.
-        fed: learners with feeders.
-        rounds: of the run. What is said in the first one, before any record was learned, costs nothing.
-        learners: one, where neighbours play no part.
-    """
-
-    world: type[World]
-    breaks: tuple[str, ...]
-    faults: Faults = NONE
-    fed: tuple[int, ...] = ()
-    rounds: int = 1
-    learners: int = 2
-
-    @property
-    def shape(self) -> Shape:
-        """The run."""
-        return Shape(self.learners, self.rounds)
-
-    @property
-    def said(self) -> str:
-        """In words."""
-        return (self.world.__doc__ or "").removesuffix(".")
-
-
-MISTAKES = (
-    Mistake(SendsFirst, ("P1", "P2", "P6"), Faults(deaths=1), rounds=2),
-    Mistake(DrawsAgain, ("P1",), Faults(deaths=1)),
-    Mistake(ChargesLater, ("P2",), rounds=2),
-    Mistake(NoMark, ("P1", "P2"), Faults(deaths=1, cuts=1), learners=1, rounds=2),
-    Mistake(MarksMessagesOnly, ("P5",), Faults(deaths=1, cuts=1), fed=(0,), learners=1),
-    Mistake(ReceiptFirst, ("P5",), Faults(deaths=1), fed=(0,), learners=1),
-    Mistake(TakesAgain, ("P3",), Faults(answers=1), fed=(0,), rounds=2, learners=1),
-    Mistake(KeepsOne, ("P5",), Faults(deaths=1), rounds=2),
-    Mistake(ResendsNothing, ("P5",), Faults(streams=1)),
-    Mistake(FinishedLeaves, ("P5",), Faults(streams=1)),
-    Mistake(NoConfirmation, ("P5",), Faults(answers=1), learners=1),
-    Mistake(SpeaksUnconfirmed, ("P1",), Faults(deaths=1, copies=1), learners=1),
-    Mistake(NoIncarnations, ("P1",), Faults(deaths=1, copies=1), learners=1),
-    Mistake(ConfirmsAny, ("P1",), Faults(copies=1), learners=1),
-    Mistake(ForgetsMembers, ("P1",), Faults(deaths=1, copies=1, coordinator=1), learners=1),
-)

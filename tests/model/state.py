@@ -7,8 +7,11 @@ from typing import NamedTuple, TypeVar
 
 from sottovoce_coordinator.fencing import Membership
 from sottovoce_learner.bodies import Said
+from sottovoce_rpc.directives import Stop
 from sottovoce_rpc.learner_status import LearnerState
-from tests.model.parts import Book, Box, Folder
+from tests.model.books import Book
+from tests.model.channels import Box
+from tests.model.folders import Folder
 
 T = TypeVar("T")
 CALLER, CALLEE = 0, 1
@@ -25,6 +28,8 @@ class Faults(NamedTuple):
         copies: of the first learner's folder, made while it is down, and later put back or started beside it.
         hot: the same, made while it runs.
         cuts: of a folder's log, by its last entry, while its learner is down.
+        leave, join: an operator lets a learner that is there leave, or one that has a place join.
+        lost: a learner is given up, by a deadline or an operator, whether it lives or not.
     """
 
     deaths: int = 0
@@ -34,6 +39,9 @@ class Faults(NamedTuple):
     copies: int = 0
     hot: int = 0
     cuts: int = 0
+    leave: int = 0
+    join: int = 0
+    lost: int = 0
 
 
 NONE = Faults()
@@ -58,6 +66,17 @@ class Session(NamedTuple):
     known: tuple[int, ...]
 
 
+class Begin(NamedTuple):
+    """A briefing: the run as it is now, of which so much is granted."""
+
+    attempt: int
+    absences: str
+    granted: int
+
+
+Directive = Stop | Begin
+
+
 class Process(NamedTuple):
     """A learner's process.
 
@@ -65,8 +84,11 @@ class Process(NamedTuple):
         written: it was issued the incarnation of its folder, and has to confirm it.
         confirmed: it is that incarnation.
         joined: its stream to the coordinator is there.
-        out: it was refused, and has ended.
+        out: it was refused, or told that the run goes on without it, and has ended.
         session: None until it was confirmed.
+        attempt: at the run, that it was told last.
+        resting: it was told to rest, and not to begin since.
+        told: directives on their way to it.
     """
 
     written: bool = False
@@ -74,6 +96,9 @@ class Process(NamedTuple):
     joined: bool = False
     out: bool = False
     session: Session | None = None
+    attempt: int = 0
+    resting: bool = False
+    told: tuple[Directive, ...] = ()
 
 
 class Stream(NamedTuple):
@@ -94,6 +119,20 @@ class Stream(NamedTuple):
     asked: int
 
 
+class Change(NamedTuple):
+    """Learners leave, join or are lost: all rest until it is told.
+
+    Attributes:
+        verb: `leave`, `join` or `lose`.
+        learner: who leaves or joins.
+        absences: of the changed spec, once it is written down.
+    """
+
+    verb: str
+    learner: int = 0
+    absences: str = ""
+
+
 class Coordinator(NamedTuple):
     """The coordinator.
 
@@ -102,12 +141,27 @@ class Coordinator(NamedTuple):
         members: what it knows of each learner, durably.
         book: of the run.
         kept: the book as it was last written because something was about to be told.
+        reserved: rounds that may have been granted, as written.
+        change: that is under way.
     """
 
     up: bool
     members: tuple[Membership, ...]
     book: Book
     kept: Book
+    reserved: int = 0
+    change: Change | None = None
+
+    @property
+    def record(self) -> Book:
+        """The run as it would be written now: who rests will go on as after another attempt (`Course.record`)."""
+        return self.book._replace(
+            absences=self.kept.absences,
+            attempt=self.book.attempt + (self.change is not None),
+            losing=frozenset(),
+            unsure=frozenset(),
+            reserved=0,
+        )
 
 
 class State(NamedTuple):

@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 
 from sottovoce.errors import CaptureError, Unavailable
+from sottovoce.network.roster import Absence
 from sottovoce.noise import RecordedNoise, Recorder, SeededNoise
+from sottovoce.running.amending import require_amendment
 from sottovoce.running.replay import replay
 from sottovoce.running.run import Run, build_run
 from sottovoce.running.simulator import simulate
@@ -23,7 +25,7 @@ from sottovoce_client.running.evaluate import summarise
 from sottovoce_client.running.feeder import feed
 from sottovoce_client.running.operate import Outcome
 from sottovoce_coordinator import amending
-from sottovoce_coordinator.amending import Amender
+from sottovoce_coordinator.amending import RESTING, Amender
 from sottovoce_coordinator.captures import Captures
 from sottovoce_coordinator.courses import Course
 from sottovoce_coordinator.runs import RunBook, RunState
@@ -33,7 +35,7 @@ from sottovoce_learner import store
 from sottovoce_learner.ledger import Ledger
 from sottovoce_learner.service import Learner
 from sottovoce_learner.session import Session
-from sottovoce_rpc.directives import Assignment
+from sottovoce_rpc.directives import Assignment, Directive
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 from sottovoce_rpc.server import channel
 from sottovoce_rpc.specs import spec_from_wire
@@ -488,10 +490,11 @@ def test_whose_stream_breaks_while_all_rest_is_waited_for() -> None:
     """It was not told before, and may say what it was granted; it may be in an attempt before this one."""
     held = RunBook("r-1", build_run(LOSABLE["ldp-dol"], 3), 3, ("a:1", "b:2", "c:3", "d:4"))
     running = [LearnerStatus(name, "r-1", LearnerState.RUNNING, rounds_done=4, rounds_said=5) for name in NAMES]
-    held.restore(RunState.RUNNING, [replace(each, state=LearnerState.STOPPED) for each in running], datetime.now(UTC))
+    held.restore(RunState.RUNNING, running, datetime.now(UTC))
     assert held.busy == [0, 1, 2, 3]  # nobody is back
     for i in range(4):
         held.back(i)
+        held.report(replace(running[i], state=LearnerState.STOPPED))
     held.unsure.add(2)
     assert held.busy == [2]
     held.rests(running[2])
@@ -544,6 +547,15 @@ async def test_a_run_that_loses_two_at_once_is_overheard_to_its_end(tmp_path: Pa
     require_simulated(outcome, spec, noise, 2, 3)
 
 
+def test_who_rested_under_a_coordinator_before_this_one_is_waited_for_when_it_is_back() -> None:
+    """It was briefed, and speaks, before it has said so."""
+    held = RunBook("r-1", build_run(LOSABLE["ldp-dol"], 3), 3, ("a:1", "b:2", "c:3", "d:4"))
+    rested = [LearnerStatus(name, "r-1", LearnerState.STOPPED, rounds_done=4, rounds_said=5) for name in NAMES]
+    held.restore(RunState.RUNNING, rested, datetime.now(UTC))
+    held.back(0)
+    assert 0 in held.busy
+
+
 def test_of_two_that_are_lost_each_has_heard_the_other() -> None:
     """As far as others have heard it, it had: reports of those who are gone are old."""
     held = RunBook("r-1", build_run(LOSABLE["ldp-dol"], 3), 3, ("a:1", "b:2", "c:3", "d:4"))
@@ -553,6 +565,80 @@ def test_of_two_that_are_lost_each_has_heard_the_other() -> None:
     held.losing = {2, 3}
     assert held.unheard(2) == {"ann": 8, "ben": 8, "dora": 9}
     assert held.unheard(3) == {"ann": 8, "ben": 8, "cleo": 9}
+
+
+def without(held: RunBook, lost: int) -> RunSpec:
+    return amending._without(held.run.spec, book=held, lost=frozenset({lost}))
+
+
+def test_who_has_learned_its_last_round_before_it_died_has_heard_who_is_lost() -> None:
+    """By its log, which alone knows: it could not report that any more."""
+    held = RunBook("r-1", build_run(LOSABLE["ldp-dol"], 3), 3, ("a:1", "b:2", "c:3", "d:4"))
+    known = [LearnerStatus(name, "r-1", LearnerState.RUNNING, rounds_done=59, rounds_said=60) for name in NAMES]
+    held.restore(RunState.RUNNING, known, datetime.now(UTC))
+    held.losing = {3}
+    held.rest(0, 60, closed=True)
+    held.rest(1, 60, closed=False)
+    assert held.unheard(3) == {"ann": 60, "ben": 59, "cleo": 59}
+    left = without(held, 3)
+    require_amendment(held.run.spec.roster, left.roster, 0, said=60, done=60)
+    require_amendment(held.run.spec.roster, left.roster, 1, said=60, done=59)
+
+
+def test_a_lost_learner_may_have_said_what_a_coordinator_before_this_one_has_granted() -> None:
+    """It alone may have been told: how far the others were granted says nothing."""
+    kept, run = Store(None), build_run(LOSABLE["ldp-dol"], 3)
+    course = Course(RunBook("r-1", run, 3, ("a:1", "b:2", "c:3", "d:4")), datetime.now(UTC))
+    course.book.state = RunState.RUNNING
+    kept.begin(course.kept())
+    kept.grant("r-1", 12, 4, course.record())
+    (written,) = kept.runs()
+    again = Course.resumed(written, run, datetime.now(UTC)).book
+    assert again.clock.granted == 0
+    (absence,) = without(again, 3).absences or ()
+    assert absence.first_round == 16
+    again.clock.resume(59)
+    again.reserved = 64
+    assert [each.first_round for each in without(again, 3).absences or ()] == [60]  # of a run of 60 rounds
+
+
+def test_a_run_ends_though_its_coordinator_died_before_it_said_so_and_nobody_is_left() -> None:
+    lost: dict[str, Any] = {"learner": "dora", "first_round": 60, "unheard": dict.fromkeys(NAMES[:3], 60)}
+    run = build_run(LOSABLE["ldp-dol"].model_copy(update={"absences": (Absence(**lost),)}), 3)
+    held, now = RunBook("r-1", run, 3, ("a:1", "b:2", "c:3", "d:4")), datetime.now(UTC)
+    known = [LearnerStatus(name, "r-1", LearnerState.FINISHED, rounds_done=60, rounds_said=60) for name in NAMES[:3]]
+    held.restore(RunState.RUNNING, [*known, LearnerStatus("dora", "r-1", LearnerState.RUNNING)], now)
+    held.miss(0, now)
+    assert held.state is RunState.FINISHED
+
+
+async def test_nobody_leaves_by_what_those_who_do_not_rest_have_told_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may have said more than that: first they are lost."""
+    obey, learn = Learner._obey, Session._learn
+
+    async def slowly(self: Session, t: int) -> None:
+        await asyncio.sleep(0.03)
+        await learn(self, t)
+
+    async def deaf(self: Learner, run_id: str, told: Directive | None) -> None:
+        if told == RESTING and self.config.name == "ben":
+            await asyncio.sleep(PATIENCE_S)
+        await obey(self, run_id, told)
+
+    monkeypatch.setattr(Session, "_learn", slowly)
+    monkeypatch.setattr(Learner, "_obey", deaf)
+    spec = small_spec(**{**PLACE, **OPEN, "clock": {"window": 60, "late": "drop", "deadline_s": 4.0}})
+    async with network(tmp_path, NAMES) as up:
+        running = asyncio.ensure_future(up.run(spec, made_up(spec)))
+        await up.until("ann", LearnerState.RUNNING, 5)
+        run_id = up.learners["ann"].status.run_id
+        refusal = await refused(leave(up, run_id, "dora"))
+        assert "ben did not rest within the deadline" in (refusal.details() or "")
+        outcome = await running
+    assert outcome.state == "finished", outcome.detail
+    assert [each.learner for each in outcome.absences or ()] == ["ben"]
 
 
 async def test_who_cannot_be_fed_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

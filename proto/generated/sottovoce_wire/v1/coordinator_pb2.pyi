@@ -118,6 +118,7 @@ class Introduction(_message.Message):
     TERM_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     PLAN_HASH_FIELD_NUMBER: _builtins.int
+    CLOSED_FIELD_NUMBER: _builtins.int
     learner: _builtins.str
     address: _builtins.str
     """Where neighbours and feeders reach this learner."""
@@ -137,8 +138,10 @@ class Introduction(_message.Message):
     """
     attempt: _builtins.int
     plan_hash: _builtins.bytes
-    """12 to 15 are free for recovery: the epoch of the run and whether it has closed; the highest incarnation of each neighbour
-    that it has seen.
+    closed: _builtins.bool
+    """By its log, the last of the rounds journaled was learned, too: it was the last one, or one before an absence. Of the process
+    that never stopped, its reports say so.
+    13 to 15 are free for recovery: the epoch of the run; the highest incarnation of each neighbour that it has seen.
     """
     def __init__(
         self,
@@ -154,10 +157,11 @@ class Introduction(_message.Message):
         term: _builtins.int = ...,
         attempt: _builtins.int = ...,
         plan_hash: _builtins.bytes = ...,
+        closed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "attempt", b"attempt", "granted", b"granted", "incarnation", b"incarnation", "journaled", b"journaled", "learner", b"learner", "plan_hash", b"plan_hash", "rejoins", b"rejoins", "run_id", b"run_id", "store", b"store", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "attempt", b"attempt", "closed", b"closed", "granted", b"granted", "incarnation", b"incarnation", "journaled", b"journaled", "learner", b"learner", "plan_hash", b"plan_hash", "rejoins", b"rejoins", "run_id", b"run_id", "store", b"store", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

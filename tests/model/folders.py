@@ -1,0 +1,354 @@
+"""A learner's state folder: what it writes, what is read of it, and what a learner is that is started on it again."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from sottovoce.algorithms.interface import Who
+from sottovoce.errors import DataError, SottovoceError
+from sottovoce_learner import lines as ledger_lines
+from sottovoce_learner import standing
+from sottovoce_learner.bodies import Said
+from sottovoce_learner.books import Books
+from sottovoce_learner.entries import START, Entry, Kind, encode, walk
+from sottovoce_learner.intake import Intake
+from sottovoce_learner.ledger_line import LedgerLine
+from sottovoce_learner.links import Link
+from sottovoce_learner.log import About, Log, Reading, hashed, host
+from sottovoce_learner.mark import Mark, MarkFile
+from sottovoce_learner.recovery import Recovery
+from sottovoce_learner.store import RunLog, Terms
+from sottovoce_wire.v1 import learner_pb2
+from tests.model.channels import reach
+from tests.model.runs import (
+    FEATURES,
+    RUN,
+    SOURCE,
+    Shape,
+    attendance,
+    codec_of,
+    plan_of,
+    prices,
+    record,
+    run_of,
+)
+
+Amended = Callable[[LedgerLine, LedgerLine, Reading | None, Path], bool]
+
+
+class Folder(NamedTuple):
+    """A state folder.
+
+    Attributes:
+        incarnation: the learner's.
+        log: byte for byte.
+        mark: beside it.
+        absences: of the run's spec, each time that it was opened by another one: lines of the ledger.
+    """
+
+    incarnation: int
+    log: bytes
+    mark: Mark
+    absences: tuple[str, ...]
+
+    def shape(self, run: Shape) -> Shape:
+        """The run as the ledger has it."""
+        return run.amended(self.absences[-1])
+
+
+# ---- what stands in it -----------------------------------------------------------------------------------------------
+
+
+@cache
+def _lines(shape: Shape, learner: int, absences: tuple[str, ...]) -> tuple[ledger_lines.Line, ...]:
+    """The ledger of a learner that has opened the run, by these specs one after the other."""
+    raw, chain = ledger_lines.encode(ledger_lines.first(f"{learner:032x}", _name(shape, learner)), bytes(16))
+    for each in absences:
+        line = _line(shape.amended(each), learner)
+        opened = {
+            "kind": standing.OPENED,
+            "run_id": RUN,
+            "index": learner,
+            "n_features": FEATURES,
+            "spec": line.spec,
+        }
+        more, chain = ledger_lines.encode(opened, chain)
+        raw += more
+    return tuple(ledger_lines.walk(raw))
+
+
+def _name(shape: Shape, learner: int) -> str:
+    return run_of(shape).spec.names[learner]
+
+
+def _line(shape: Shape, learner: int) -> LedgerLine:
+    return LedgerLine(_name(shape, learner), RUN, learner, FEATURES, run_of(shape).spec.model_dump_json())
+
+
+@cache
+def read(shape: Shape, learner: int, log: bytes) -> Reading:
+    """A log as `log.read_log` reads it, without the segments' first pages."""
+    placed = walk(log)
+    entries, chains = tuple(each.entry for each in placed), tuple(each.chain for each in placed)
+    about = About(f"{learner:032x}", _name(shape, learner), RUN, "process")
+    return Reading(about, 0, START, entries, chains, Path("0.log"), len(log))
+
+
+def _standing(shape: Shape, learner: int, folder: Folder) -> standing.Standing:
+    files = standing.Files(Path("nowhere"), _name(shape, learner))
+    lines = _lines(shape, learner, folder.absences)
+    return standing.Standing(files, folder.mark, lines, read(shape, learner, folder.log))
+
+
+@cache
+def stands(shape: Shape, learner: int, folder: Folder) -> bool:
+    """Does all fit together? False: something was lost, and nothing is said from this folder."""
+    try:
+        standing._required(_standing(shape, learner, folder))
+    except DataError:
+        return False
+    return True
+
+
+@cache
+def charged(shape: Shape, learner: int, folder: Folder) -> float:
+    """Epsilon of the run, by its log; by what a repair would charge, where that is damaged."""
+    if stands(shape, learner, folder):
+        return standing.spent(read(shape, learner, folder.log))
+    most = standing.most_spent(_standing(shape, learner, folder))
+    return 0.0 if most is None else most
+
+
+@cache
+def cut(log: bytes) -> bytes | None:
+    """A log without its last entry; None: there is nothing to be lost but the first."""
+    placed = walk(log)
+    return log[: placed[-2].end] if len(placed) > 1 else None
+
+
+@cache
+def rounds_said(shape: Shape, learner: int, log: bytes) -> int:
+    """Rounds that were said, by a log."""
+    return standing.said(read(shape, learner, log))
+
+
+@cache
+def closed_by(shape: Shape, learner: int, log: bytes) -> bool:
+    """Was all that was said learned, too, by a log (`standing.under_way`)?"""
+    reading = read(shape, learner, log)
+    return 0 < standing.said(reading) == standing.done(reading)
+
+
+@cache
+def learned(shape: Shape, learner: int, log: bytes) -> tuple[tuple[int, Said], ...]:
+    """Each round whose inputs a log has, with them: those that were learned before something else was said, or at the end."""
+    entries = read(shape, learner, log).entries
+    return tuple((e.round - 1, Said.decode(e.body)) for e in entries if e.kind in (Kind.ROUND, Kind.CLOSE) and e.round)
+
+
+# ---- what is written -------------------------------------------------------------------------------------------------
+
+_WRITTEN = {Kind.GRANT: "reserved", Kind.BATCH: "kept", Kind.ROUND: "journaled", Kind.CLOSE: "closed"}
+
+
+class _MemoryLog(Log):
+    """A log in memory, and who is told of every write."""
+
+    def __init__(self, raw: bytes, written: Callable[[str], None]) -> None:
+        placed = walk(raw)
+        self.raw, self.sequence, self.chain, self._written = raw, len(placed), placed[-1].chain, written
+
+    def append(self, kind: Kind, t: int, spent: float, in_all: float, body: bytes, incarnation: int = 0) -> int:
+        raw, self.chain = encode(Entry(kind, self.sequence, t, spent, in_all, body, incarnation), self.chain)
+        self.raw += raw
+        self.sequence += 1
+        self._written(_WRITTEN[kind])
+        return self.sequence - 1
+
+    def sync(self) -> None:
+        pass
+
+
+class _MemoryMark(MarkFile):
+    """A mark in memory."""
+
+    def __init__(self, mark: Mark, written: Callable[[str], None]) -> None:
+        self.mark, self._written = mark, written
+
+    def write(self, mark: Mark) -> None:
+        self.mark = mark
+        self._written("marked")
+
+    def settle(self, mark: Mark, *, sync: bool = True) -> None:
+        self.write(mark)
+
+
+class Writes(NamedTuple):
+    """What a learner wrote: the folder after every write, with the name of what was written; all of it at last."""
+
+    names: tuple[str, ...]
+    folders: tuple[Folder, ...]
+
+
+def _written(kind: Callable[..., RunLog], shape: Shape, folder: Folder, what: Callable[[RunLog], None]) -> Writes:
+    names: list[str] = []
+    folders: list[Folder] = []
+
+    def note(name: str) -> None:
+        names.append(name)
+        folders.append(folder._replace(log=log.raw, mark=mark.mark))
+
+    log, mark = _MemoryLog(folder.log, note), _MemoryMark(folder.mark, note)
+    terms = Terms("process", codec_of(shape).length, shape.window, shape.rounds, None)
+    what(kind(log, mark, folder.mark, 0.0, terms, None))
+    return Writes(tuple(names), tuple(folders))
+
+
+@cache
+def said(kind: Callable[..., RunLog], shape: Shape, learner: int, folder: Folder, t: int, what: Said) -> Writes:
+    """A round is written down, and charged."""
+    after = prices(folder.shape(shape), learner)[t + 1]
+    return _written(kind, shape, folder, lambda log: log.say(t, after, what))
+
+
+@cache
+def closed(kind: Callable[..., RunLog], shape: Shape, folder: Folder, done: int, what: Said) -> Writes:
+    """The inputs of the learner's last round are written down."""
+    return _written(kind, shape, folder, lambda log: log.close_rounds(done, what))
+
+
+@cache
+def taken_in(
+    kind: Callable[..., RunLog], intake: Callable[..., Intake], shape: Shape, learner: int, folder: Folder, number: int
+) -> Writes:
+    """A feeder's batch is taken in, and settled; no writes where it was there already."""
+
+    def take(log: RunLog) -> None:
+        box = _intake(intake, shape, learner, folder)
+        with suppress(SottovoceError):  # what is refused changes nothing
+            box.put(record(number), lambda first: log.keep(first, record(number).SerializeToString(deterministic=True)))
+        log.settle()
+
+    return _written(kind, shape, folder, take)
+
+
+def _intake(kind: Callable[..., Intake], run: Shape, learner: int, folder: Folder) -> Intake:
+    """As `Session` and `Recovery` make and fill it."""
+    shape = folder.shape(run)
+    box = kind(FEATURES, run_of(shape).spec.loss, shape.rounds, attendance(shape, learner))
+    for entry in read(shape, learner, folder.log).entries:
+        if entry.kind is Kind.BATCH:
+            batch = learner_pb2.SampleBatch.FromString(entry.body)
+            batch.first_round = entry.round
+            box.put(batch)
+    return box
+
+
+@cache
+def records(shape: Shape, learner: int, log: bytes) -> tuple[int, ...]:
+    """The batches in a log, by their numbers, round by round."""
+    entries = read(shape, learner, log).entries
+    return tuple(learner_pb2.SampleBatch.FromString(each.body).sequence for each in entries if each.kind is Kind.BATCH)
+
+
+@cache
+def due_next(intake: Callable[..., Intake], shape: Shape, learner: int, folder: Folder) -> int:
+    """The batch that is due from the feeder, as a receipt says it."""
+    return _intake(intake, shape, learner, folder).next_sequence(SOURCE)
+
+
+@cache
+def filled(intake: Callable[..., Intake], shape: Shape, learner: int, folder: Folder) -> int:
+    """Rounds below this one have their records."""
+    return _intake(intake, shape, learner, folder).filled
+
+
+# ---- from its beginning, and from its log ----------------------------------------------------------------------------
+
+
+@cache
+def fresh_folder(shape: Shape, learner: int, *, fed: bool) -> Folder:
+    """Of a learner that has opened the run (`store.Store._opened`); without a feeder it has all its records already."""
+    absences = (shape.absences,)
+    lines, spec = _lines(shape, learner, absences), run_of(shape).spec
+    opening, chain = encode(Entry(Kind.OPEN, 0, 0, 0.0, 0.0, spec.model_dump_json().encode()), bytes(16))
+    mark = Mark(bytes.fromhex(f"{learner:032x}"), host(), len(lines), lines[-1].chain, run=hashed(RUN), chain=chain)
+    folder = Folder(0, opening, mark, absences)
+    for number in range(0 if fed else sum(map(len, attendance(shape, learner).stretches))):
+        folder = taken_in(RunLog, Intake, shape, learner, folder, number).folders[-1]
+    return folder
+
+
+@cache
+def opened(amended: Amended, shape: Shape, learner: int, folder: Folder, absences: str) -> Writes | None:
+    """The folder is opened by a spec (`store.Store.open_run`); None: by that one it cannot be.
+
+    What is torn is cut off, and a new mark counts all that is left. A spec with other absences is noted before.
+    """
+    before, after = (_line(each, learner) for each in (folder.shape(shape), shape.amended(absences)))
+    log, names, folders = read(shape, learner, folder.log), [], []
+    try:
+        changed = amended(before, after, log, Path("runs"))
+    except DataError:
+        return None
+    if changed:
+        folder = folder._replace(absences=(*folder.absences, absences))
+        names, folders = ["amended"], [folder]
+    lines = _lines(shape, learner, folder.absences)
+    mark = folder.mark._replace(
+        lines=len(lines),
+        lines_chain=lines[-1].chain,
+        sequence=log.next - 1,
+        chain=log.chains[-1],
+        spent=log.entries[-1].spent,
+    )
+    return Writes((*names, "opened"), (*folders, folder._replace(mark=mark)))
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """A learner, as its log has it.
+
+    Attributes:
+        said, done: rounds.
+        kept: messages that a neighbour may lack.
+        heard: the messages that were used last.
+    """
+
+    said: int
+    done: int
+    kept: tuple[tuple[int, bytes], ...]
+    heard: tuple[bytes, ...]
+
+
+@cache
+def recovered(link: Callable[[int], Link], shape: Shape, learner: int, log: bytes) -> Recovered | None:
+    """A learner that is started again (`Session._recover`, and then `_pass_absence`); None: its log does not fit the spec."""
+    run, there = run_of(shape), attendance(shape, learner)
+    new = link(reach(shape, learner).keep)
+    recovery = Recovery(
+        run.algorithm,
+        codec_of(shape),
+        plan_of(shape, learner),
+        there,
+        Books(run.algorithm.accountant(learner), None),
+        Intake(FEATURES, run.spec.loss, shape.rounds, there),
+        run.algorithm.start(Who(learner)),
+        lambda state, batch: None,
+        deque(maxlen=new._frames.maxlen),
+    )
+    try:
+        for entry in read(shape, learner, log).entries:
+            recovery.take(entry)
+    except DataError:
+        return None
+    recovery.pass_absence(there.end)
+    for t, message in recovery.frames:
+        new.say(t, message)
+    return Recovered(recovery.said, recovery.done, tuple(new._frames), recovery.heard)

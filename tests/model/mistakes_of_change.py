@@ -1,0 +1,183 @@
+"""Mistakes where rounds go on without late neighbours, and where learners leave, join or are lost."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+from sottovoce.errors import RemoteProtocolError
+from sottovoce_learner.inbox import Inbox
+from sottovoce_learner.ledger_line import LedgerLine
+from sottovoce_rpc.specs import plan_hash
+from sottovoce_wire.v1 import learner_pb2
+from tests.model import runs
+from tests.model.books import Book
+from tests.model.machine import Step
+from tests.model.state import Change, Coordinator, Directive, Session, State
+from tests.model.world import World
+
+# ---- late neighbours -------------------------------------------------------------------------------------------------
+
+
+class StatesWhatWasDue(World):
+    """A message says that the messages that were due were used."""
+
+    def _used(self, session: Session) -> tuple[int, ...]:
+        return tuple(session.done - 1 for _ in session.inputs.heard)
+
+
+class _Newest(Inbox[bytes]):
+    def take(self) -> dict[int, bytes]:
+        newest = {j: content for _, heard in sorted(self._heard.items()) for j, content in heard.items()}
+        return {**super().take(), **newest}
+
+
+class UsesTheNewest(World):
+    """The newest message is used, though it is of a later round."""
+
+    inbox = _Newest
+
+
+class _AnyAge(Inbox[bytes]):
+    @property
+    def enough(self) -> bool:
+        return all(self._next[j] > 0 for j in self._heard_in(self.round))
+
+
+class UsesAnyAge(World):
+    """The message that stands in may be as old as it likes."""
+
+    inbox = _AnyAge
+
+
+class _NoneOfThePast(Inbox[bytes]):
+    def put(self, neighbour: int, t: int, sender: int, content: bytes) -> bool:
+        if t < self.round:
+            raise RemoteProtocolError(f"round {t} is over")
+        return super().put(neighbour, t, sender, content)
+
+
+class RefusesThePast(World):
+    """A message of a round that went on without it is refused."""
+
+    inbox = _NoneOfThePast
+
+
+# ---- learners leave, join, and are lost ------------------------------------------------------------------------------
+
+
+class TellsFirst(World):
+    """A change is told before it is written down."""
+
+    def _written(self, state: State, change: Change) -> Step[State]:
+        step = super()._written(state, change)
+        kept = step.after.coordinator._replace(kept=state.coordinator.kept)
+        return step._replace(after=step.after._replace(coordinator=kept))
+
+    def _coordinates(self, state: State) -> Iterator[Step[State]]:
+        coordinator = state.coordinator
+        if coordinator.up and coordinator.change is None and coordinator.kept.absences != coordinator.book.absences:
+            kept = coordinator.record._replace(absences=coordinator.book.absences)
+            after = state._replace(coordinator=coordinator._replace(kept=kept))
+            yield Step("written down", "the changed spec is written down", after)
+        yield from super()._coordinates(state)
+
+
+class HearsOtherPlans(TellsFirst):
+    """A change is told before it is written down, and hellos do not compare plans."""
+
+    def _greeted(self, state: State, f: int, neighbour: int, hello: bytes) -> tuple[State, int] | None:
+        said = learner_pb2.ExchangeMessage.FromString(hello)
+        said.hello.plan_hash = plan_hash(runs.run_of(self._own(state, f)).spec, runs.FEATURES)
+        return super()._greeted(state, f, neighbour, said.SerializeToString())
+
+
+class ChangesWhatWasSaid(World):
+    """The first changed round is one that somebody has said."""
+
+    def _absences(self, book: Book, change: Change) -> str | None:
+        return super()._absences(_said(book, -1), change)
+
+
+class TakesAnySpec(ChangesWhatWasSaid):
+    """The first changed round is one that somebody has said, and a learner takes whatever spec it is told."""
+
+    @staticmethod
+    def amended(found: LedgerLine, line: LedgerLine, *rest: object) -> bool:
+        return found.spec != line.spec
+
+
+class WaitsForNobody(World):
+    """A change does not wait until all rest."""
+
+    def _waited_for(self, state: State) -> frozenset[int]:
+        return frozenset()
+
+
+class ChangesWithoutSome(World):
+    """Who leaves does so though others do not rest within the deadline."""
+
+    def _absences(self, book: Book, change: Change) -> str | None:
+        return super()._absences(book if change.verb == "lose" else book._replace(losing=frozenset()), change)
+
+
+class RestsOn(World):
+    """Who rested is taken for resting by a coordinator that is started again."""
+
+    def _coordinates(self, state: State) -> Iterator[Step[State]]:
+        kept = state.coordinator.kept
+        for step in super()._coordinates(state):
+            after = step.after.coordinator
+            if step.kind == "coordinator back":
+                after = after._replace(book=after.book._replace(statuses=kept.statuses))
+            yield step._replace(after=step.after._replace(coordinator=after))
+
+
+class BriefsWhoReturns(World):
+    """Who comes back while all rest is briefed as ever."""
+
+    def _taken_back(self, state: State, f: int) -> tuple[State, Directive | None]:
+        change = state.coordinator.change
+        as_ever = state._replace(coordinator=state.coordinator._replace(change=None))
+        after, told = super()._taken_back(as_ever, f)
+        return after._replace(coordinator=after.coordinator._replace(change=change)), told
+
+
+class LosesFromTheReport(World):
+    """A lost learner is away from the first round on that it has not reported."""
+
+    def _absences(self, book: Book, change: Change) -> str | None:
+        absences, said = (
+            json.loads(super()._absences(book, change) or "null"),
+            max(said for _, _, said in book.statuses),
+        )
+        for each in absences or ():
+            each["first_round"] = min(each["first_round"], said)
+            each["unheard"] = {name: min(t, said) for name, t in each["unheard"].items()}
+        return absences and json.dumps(absences)
+
+
+class ForgetsGrants(World):
+    """A coordinator that is started again does not know how far grants may have gone."""
+
+    def _forgets(self, coordinator: Coordinator) -> Coordinator:
+        return coordinator._replace(reserved=0)
+
+
+class CountsAsHeard(World):
+    """What a lost learner said counts as heard, whether it was learned or not."""
+
+    def _absences(self, book: Book, change: Change) -> str | None:
+        return super()._absences(_said(book, 1), change)
+
+
+class ForgetsWhatClosed(World):
+    """That the last round was learned is not told by a learner that is started again."""
+
+    def _closed(self, i: int, log: bytes) -> bool:
+        return False
+
+
+def _said(book: Book, more: int) -> Book:
+    """The same, as if each learner had said so many rounds more."""
+    return book._replace(statuses=tuple((state, done, max(said + more, 0)) for state, done, said in book.statuses))

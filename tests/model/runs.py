@@ -1,0 +1,184 @@
+"""A run, as small as it can be: who takes part in it, its messages, its records and what they cost.
+
+Here, in `folders.py`, `channels.py` and `books.py` stands nothing of the protocol: each function puts the product's objects
+together from values, calls them, and takes the result apart. So what is modelled is what runs, and a change of the product
+changes the model. All are remembered: a state asks what others have asked before.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from sottovoce.algorithms.interface import Message
+from sottovoce.arrays import as_floats
+from sottovoce.network.roster import Attendance
+from sottovoce.running.late import USED, slots, used_field
+from sottovoce.running.run import Run, build_run
+from sottovoce.spec import RunSpec
+from sottovoce_learner.books import Books
+from sottovoce_learner.plan import Plan
+from sottovoce_rpc.codec import RoundCodec, to_tensor
+from sottovoce_wire.v1 import learner_pb2
+from tests.examples import small_spec
+
+RUN, SOURCE, FEATURES = "run", "feeder", 1
+
+
+class Shape(NamedTuple):
+    """A run, and who takes part in it.
+
+    Attributes:
+        learners, rounds, window: how many.
+        graph: who hears whom.
+        late: what a round does without a neighbour that is late (`ClockSpec.late`).
+        absences: of its spec, as a document. A run that learners have left or joined is a run of another shape.
+    """
+
+    learners: int = 2
+    rounds: int = 2
+    window: int = 3
+    graph: str = "complete"
+    late: str = "wait"
+    absences: str = "[]"
+
+    def owner(self, f: int) -> int:
+        """The learner whose folder this is; behind those of all learners stands a copy of the first one's."""
+        return f if f < self.learners else 0
+
+    def called(self, f: int) -> str:
+        """The learner on this folder, in words."""
+        return f"learner {f}" if f < self.learners else "the copy of learner 0"
+
+    def amended(self, absences: str) -> Shape:
+        """The same run with other absences."""
+        return self._replace(absences=absences)
+
+
+def absences_of(spec: RunSpec) -> str:
+    """As a shape has them."""
+    return json.dumps([each.model_dump(mode="json") for each in spec.absences or ()])
+
+
+@cache
+def run_of(shape: Shape) -> Run:
+    """The run itself."""
+    clock: dict[str, Any] = {"window": shape.window, "late": shape.late}
+    absences = json.loads(shape.absences) or None
+    spec = small_spec(shape.rounds, shape.learners, clock=clock, topology={"graph": shape.graph}, absences=absences)
+    return build_run(spec, FEATURES)
+
+
+# ---- who takes part --------------------------------------------------------------------------------------------------
+
+
+def plan_of(shape: Shape, learner: int) -> Plan:
+    """Whom a learner hears and tells; new, for it remembers rounds."""
+    return Plan(run_of(shape).network, learner)
+
+
+@cache
+def neighbours(shape: Shape, learner: int) -> tuple[int, ...]:
+    """Of a learner, in order: everybody whom it may ever hear or tell."""
+    return tuple(sorted(plan_of(shape, learner).neighbours))
+
+
+@cache
+def attendance(shape: Shape, learner: int) -> Attendance:
+    """The rounds in which a learner takes part."""
+    return run_of(shape).attendance(learner)
+
+
+@cache
+def there(shape: Shape, t: int) -> frozenset[int]:
+    """Who takes part in a round."""
+    return frozenset(np.flatnonzero(run_of(shape).spec.roster.there(t)).tolist())
+
+
+@cache
+def heard_in(shape: Shape, learner: int, t: int) -> tuple[int, ...]:
+    """Whose messages a learner uses in a round."""
+    return tuple(plan_of(shape, learner).heard(t))
+
+
+@cache
+def told_in(shape: Shape, learner: int, t: int) -> tuple[int, ...]:
+    """To whom a learner's message of a round goes."""
+    return plan_of(shape, learner).part(t).told
+
+
+@cache
+def met(shape: Shape, learner: int, t: int) -> frozenset[int]:
+    """Whom a learner that begins in a round is connected with first (`Session._met`)."""
+    return (there(shape, t) - run_of(shape).spec.roster.lost_to(learner, t)) & {*neighbours(shape, learner)}
+
+
+@cache
+def lost(shape: Shape) -> frozenset[int]:
+    """Learners that the run goes on without, whether they live or not."""
+    spec = run_of(shape).spec
+    return frozenset(spec.names.index(each.learner) for each in spec.absences or () if each.unheard)
+
+
+# ---- messages and records --------------------------------------------------------------------------------------------
+
+
+@cache
+def codec_of(shape: Shape) -> RoundCodec:
+    """How a round looks on the wire: whoever takes part in it."""
+    return RoundCodec(run_of(shape).field_shapes)
+
+
+@cache
+def frame(shape: Shape, learner: int, t: int, content: int, used: tuple[int, ...] = ()) -> bytes:
+    """A message; other contents are other draws of the noise.
+
+    Args:
+        shape: of the run.
+        learner, t, content: whose, of which round, and the draw.
+        used: rounds whose messages the update before it used, where rounds go on without late neighbours.
+    """
+    run, codec = run_of(shape), codec_of(shape)
+    fields: Mapping[str, Any] = {name: np.full(size, float(content)) for name, size in codec.shapes.items()}
+    if run.late:
+        fields = {**fields, USED: used_field(used, slots(run.network))}
+    return codec.encode(t, learner, Message({**fields}))
+
+
+@cache
+def about(shape: Shape, message: bytes) -> tuple[int, int]:
+    """Sender and round of a message."""
+    t, sender, _ = codec_of(shape).decode(message)
+    return sender, t
+
+
+@cache
+def states(shape: Shape, message: bytes) -> tuple[float, ...]:
+    """The rounds that a message says were used, as they stand in it."""
+    return tuple(codec_of(shape).decode(message)[2].fields[USED].tolist())
+
+
+@cache
+def record(number: int) -> learner_pb2.SampleBatch:
+    """A feeder's batch: one record, which is its number."""
+    return learner_pb2.SampleBatch(
+        source=SOURCE,
+        sequence=number,
+        features=to_tensor(as_floats([[number / 10]])),
+        labels=to_tensor(as_floats([0.0])),
+    )
+
+
+@cache
+def prices(shape: Shape, learner: int) -> tuple[float, ...]:
+    """Epsilon of a run once its rounds below each were said; one in which the learner is away brings no record."""
+    books, spent = Books(run_of(shape).algorithm.accountant(learner), None), [0.0]
+    for t in range(shape.rounds):
+        books.charge(books.price(t))
+        books.round_over(int(t in attendance(shape, learner)))
+        spent.append(books.spent)
+    return tuple(spent)
