@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -587,12 +588,13 @@ def test_who_has_learned_its_last_round_before_it_died_has_heard_who_is_lost() -
 
 def test_a_lost_learner_may_have_said_what_a_coordinator_before_this_one_has_granted() -> None:
     """It alone may have been told: how far the others were granted says nothing."""
-    kept, run = Store(None), build_run(LOSABLE["ldp-dol"], 3)
+    run = build_run(LOSABLE["ldp-dol"], 3)
     course = Course(RunBook("r-1", run, 3, ("a:1", "b:2", "c:3", "d:4")), datetime.now(UTC))
     course.book.state = RunState.RUNNING
-    kept.begin(course.kept())
-    kept.grant("r-1", 12, 4, course.record())
-    (written,) = kept.runs()
+    with contextlib.closing(Store(None)) as kept:
+        kept.begin(course.kept())
+        kept.grant("r-1", 12, 4, course.record())
+        (written,) = kept.runs()
     again = Course.resumed(written, run, datetime.now(UTC)).book
     assert again.clock.granted == 0
     (absence,) = without(again, 3).absences or ()
