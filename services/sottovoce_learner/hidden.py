@@ -44,10 +44,13 @@ class DrawnAgain:
 
     Args:
         drawn: what was kept.
+
+    Attributes:
+        left: what is not yet drawn of it.
     """
 
     def __init__(self, drawn: bytes) -> None:
-        self._left = as_floats(np.frombuffer(drawn))
+        self.left = as_floats(np.frombuffer(drawn))
 
     def __call__(self, draw: Draw) -> FloatArray:
         """The next numbers.
@@ -56,10 +59,10 @@ class DrawnAgain:
             DataError: there are not so many.
         """
         count = math.prod(draw.shape)
-        if count > len(self._left):
-            left = len(self._left)
+        if count > len(self.left):
+            left = len(self.left)
             raise DataError(
                 f"a round needs {count} more numbers of noise, and its entry has {left}: another version wrote it"
             )
-        noise, self._left = self._left[:count].reshape(draw.shape), self._left[count:]
+        noise, self.left = self.left[:count].reshape(draw.shape), self.left[count:]
         return noise

@@ -119,8 +119,9 @@ class Recovery:
     def _having_said(self, entry: Entry, message: Message, drawn: bytes) -> Any:
         if not hides_noise(self.algorithm):
             return self.algorithm.overheard(self.state, message)[0]
-        state, formed = self.algorithm.speak(self.state, DrawnAgain(drawn))
-        if any(value.tobytes() != message[name].tobytes() for name, value in formed.fields.items()):
+        noise = DrawnAgain(drawn)
+        state, formed = self.algorithm.speak(self.state, noise)
+        if len(noise.left) or any(value.tobytes() != message[name].tobytes() for name, value in formed.fields.items()):
             raise _unlike(entry, "a message", "another one")
         return state
 

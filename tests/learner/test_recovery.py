@@ -17,6 +17,7 @@ from sottovoce.arrays import as_floats
 from sottovoce.errors import DataError
 from sottovoce.noise import KeyedNoise, Noise, SystemNoise
 from sottovoce.spec import RunSpec, parse_spec
+from sottovoce_learner.hidden import Kept
 from sottovoce_learner.ledger import Ledger
 from sottovoce_learner.links import Link
 from sottovoce_learner.packing import pack
@@ -328,6 +329,18 @@ async def test_noise_that_was_not_written_down_is_missed(tmp_path: Path) -> None
     with pytest.raises(
         DataError, match=r"needs \d+ more numbers of noise, and its entry has 0: another version wrote it"
     ):
+        crew.born(0)
+
+
+async def test_noise_that_is_left_over_was_drawn_for_something_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No message would show it."""
+    crew, drawn = Crew(tmp_path, hidden(), keyed=False), vars(Kept)["drawn"].fget
+    monkeypatch.setattr(Kept, "drawn", property(lambda kept: drawn(kept) + bytes(8)))
+    await crew.live(range(1))
+    crew.learners[0]._log.close()
+    with pytest.raises(DataError, match="and by the entries before it would be another one: it was written by another"):
         crew.born(0)
 
 
