@@ -200,7 +200,12 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
         for each in file.routes:
             route = eavesdropper_pb2.Route(caller=each["caller"], callee=each["callee"], target=each["target"])
             relays.append(Relay(route, file, streams=streams.get((route.caller, route.callee), 0)))
-            await relays[-1].listen(each["address"])
+        try:
+            for relay, each in zip(relays, file.routes, strict=True):
+                await relay.listen(each["address"])
+        except BaseException:  # a port that is taken may be free later, and then the others must be, too
+            await asyncio.gather(*(relay.stop() for relay in relays))
+            raise
         return self._recording(file, relays)
 
     async def CloseCapture(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import socket
 import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -200,6 +202,12 @@ async def test_an_eavesdropper_that_is_told_to_end_in_a_run_leaves_the_capture_t
     assert taken.complete == (not taken.facts["gaps"])
 
 
+async def opened(at: Eavesdropper, timeout_s: float, **asked: Any) -> eavesdropper_pb2.OpenCaptureResponse:
+    async with channel(at.address) as to:
+        request = eavesdropper_pb2.OpenCaptureRequest(run_id="run-1", **asked)
+        return await eavesdropper_pb2_grpc.EavesdropperStub(to).OpenCapture(request, timeout=timeout_s)
+
+
 async def test_a_capture_is_taken_up_once_however_often_somebody_gave_up_waiting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,15 +219,9 @@ async def test_a_capture_is_taken_up_once_however_often_somebody_gave_up_waiting
         assert done.wait(PATIENCE_S)
         return resumed(left, allow_imports=allow_imports)
 
-    async def opened(at: Eavesdropper, timeout_s: float, **asked: Any) -> str:
-        async with channel(at.address) as to:
-            request = eavesdropper_pb2.OpenCaptureRequest(run_id="run-1", **asked)
-            answer = await eavesdropper_pb2_grpc.EavesdropperStub(to).OpenCapture(request, timeout=timeout_s)
-        return str(answer.capture_id)
-
     first, second = (Eavesdropper(EavesdropperConfig(folder=tmp_path)) for _ in range(2))
     await first.start()
-    capture_id = await opened(first, PATIENCE_S)
+    capture_id = (await opened(first, PATIENCE_S)).capture_id
     await first.stop()
     monkeypatch.setattr("sottovoce_eavesdropper.service.resumed", slowly)
     await second.start()
@@ -227,8 +229,23 @@ async def test_a_capture_is_taken_up_once_however_often_somebody_gave_up_waiting
         with pytest.raises(grpc.aio.AioRpcError, match="Deadline Exceeded"):
             await opened(second, 1.0, resume=True)
     done.set()
-    assert await opened(second, PATIENCE_S, resume=True) == capture_id
+    assert (await opened(second, PATIENCE_S, resume=True)).capture_id == capture_id
     assert len(begun) == 1
+    await second.stop()
+
+
+async def test_a_capture_is_taken_up_when_its_last_port_is_free_again(tmp_path: Path) -> None:
+    first, second = (Eavesdropper(EavesdropperConfig(folder=tmp_path)) for _ in range(2))
+    await first.start()
+    routes = [eavesdropper_pb2.Route(caller=0, callee=i, target="127.0.0.1:1") for i in (1, 2)]
+    spec = json.dumps(spec_of("relay").model_dump(mode="json"))
+    relays = (await opened(first, PATIENCE_S, routes=routes, spec=spec)).relay_addresses
+    await first.stop()
+    await second.start()
+    host, port = relays[1].rsplit(":", 1)
+    with socket.create_server((host, int(port))), pytest.raises(grpc.aio.AioRpcError, match="cannot listen on"):
+        await opened(second, PATIENCE_S, resume=True)
+    assert (await opened(second, PATIENCE_S, resume=True)).relay_addresses == relays
     await second.stop()
 
 
