@@ -18,6 +18,7 @@ from sottovoce_learner.session import Session
 from sottovoce_rpc.codec import from_fields, read_hello, to_fields
 from sottovoce_rpc.server import HELLO_S, channel
 from sottovoce_rpc.specs import plan_hash
+from sottovoce_rpc.status import Ending
 from sottovoce_wire.v1 import learner_pb2
 
 log = structlog.get_logger()
@@ -95,12 +96,13 @@ async def keep_open(session: Session, neighbour: int, address: str) -> None:
         method: grpc.aio.StreamStreamMultiCallable[Any, Any] = to.stream_stream(_METHOD)
         while not session.silent:
             call = method()
+            ending = Ending(call)
             try:
                 await _converse(session, neighbour, call)
                 attempt = 0
             except (grpc.aio.AioRpcError, SottovoceError) as error:
                 attempt += 1
-                text = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
+                text = (await ending.status()).details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
                 log.warning("stream ended", neighbour=neighbour, attempt=attempt, reason=text)
             finally:
                 call.cancel()

@@ -110,7 +110,7 @@ class Mirror:
         try:
             await call
         except grpc.aio.AioRpcError:
-            raise await ending.status() from None
+            await ending.require_well()
 
     async def _pause(self) -> None:
         """Until there is a batch, or for a moment."""

@@ -34,7 +34,7 @@ from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 from sottovoce_rpc.logs import failure
 from sottovoce_rpc.server import HELLO_S, Service, announce, channel, is_loopback, serve_until_stopped, start_server
 from sottovoce_rpc.specs import plan_hash, spec_from_wire
-from sottovoce_rpc.status import answering, as_error
+from sottovoce_rpc.status import Ending, answering, as_error
 from sottovoce_rpc.tasks import Tasks, beside, drained
 from sottovoce_rpc.waiting import Waiting
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc, learner_pb2
@@ -192,6 +192,7 @@ class Learner:
     ) -> None:
         """Join, and obey until the stream of directives ends."""
         call = stub.Join()
+        ending = Ending(call)
         try:
             await self._join(call, address)
             joined.set()
@@ -205,10 +206,14 @@ class Learner:
             log.warning("coordinator away", reason=str(error))
         except asyncio.InvalidStateError:  # it broke while something was being written; the next attempt says why
             log.warning("coordinator away", reason="the stream broke")
-        except grpc.aio.AioRpcError as error:
-            refusal = as_error(error, f"the coordinator at {self.config.coordinator}")
-            # A bug over there is no reason to end here: runs of other operators may come.
-            if not isinstance(refusal, Unavailable) and error.code() is not grpc.StatusCode.INTERNAL:
+        except grpc.aio.AioRpcError:
+            status = await ending.status()
+            refusal = as_error(status, f"the coordinator at {self.config.coordinator}")
+            # Its end in the middle of a report is none to end here, nor is a bug over there: runs of other operators may come.
+            if not isinstance(refusal, Unavailable) and status.code() not in (
+                grpc.StatusCode.OK,
+                grpc.StatusCode.INTERNAL,
+            ):
                 raise refusal from None
             log.warning("coordinator away", reason=str(refusal))
         finally:

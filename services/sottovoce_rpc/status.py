@@ -110,6 +110,16 @@ class Ending:
             nothing, text = grpc.aio.Metadata(), "the stream broke while it was written to"
             return grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, nothing, nothing, text)
 
+    async def require_well(self) -> None:
+        """Whoever read from the call was told of a failure; it may be that of a write alone.
+
+        Raises:
+            AioRpcError: the peer says so, too, or nothing.
+        """
+        status = await self.status()
+        if status.code() is not grpc.StatusCode.OK:
+            raise status
+
     def _note(self, call: grpc.aio.Call) -> None:
         """Called with each status that the call is given."""
         code, text, trailers = _at_hand(call.code()), _at_hand(call.details()), _at_hand(call.trailing_metadata())

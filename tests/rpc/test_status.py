@@ -168,21 +168,22 @@ async def test_details_that_are_not_ours_do_no_harm(failing: tuple[Failing, str]
     assert str(got) == "the service: odd (INTERNAL)"
 
 
-class Refusing(grpc.GenericRpcHandler):
-    """A service that reads nothing."""
+class Unread(grpc.GenericRpcHandler):
+    """A service that reads nothing: it refuses, or is content."""
 
     def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any]:
         async def handle(requests: object, context: grpc.aio.ServicerContext[Any, Any]) -> None:
             async with answering(context):
-                raise errors.NotReady(WORDS)
+                if details.method == "/any/Refusing":
+                    raise errors.NotReady(WORDS)
 
         return grpc.stream_stream_rpc_method_handler(handle)
 
 
-async def test_a_refusal_is_told_however_much_is_being_written() -> None:
-    """GRPC tells most of these callers that a write failed (19 of 20, measured)."""
+async def written_to(method: str) -> AsyncIterator[Ending]:
+    """How calls end on which something is being written all the time."""
     server = grpc.aio.server()
-    server.add_generic_rpc_handlers((Refusing(),))
+    server.add_generic_rpc_handlers((Unread(),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
 
@@ -191,19 +192,32 @@ async def test_a_refusal_is_told_however_much_is_being_written() -> None:
             while True:
                 await call.write(b"x" * 1000)
 
-    told = []
     async with channel(f"127.0.0.1:{port}") as to:
         for _ in range(100):
-            call: grpc.aio.StreamStreamCall[bytes, bytes] = to.stream_stream("/any/Method")()
+            call: grpc.aio.StreamStreamCall[bytes, bytes] = to.stream_stream(method)()
             ending = Ending(call)
             writing = asyncio.create_task(write(call))
             with contextlib.suppress(grpc.RpcError):
                 await call.read()
             await writing
-            told.append(as_error(await ending.status(), "the service"))
+            yield ending
     await server.stop(0)
 
-    assert {(type(each), str(each)) for each in told} == {(errors.NotReady, WORDS)}
+
+async def test_a_refusal_is_told_however_much_is_being_written() -> None:
+    """GRPC tells most of these callers that a write failed (19 of 20, measured)."""
+    told = set()
+    async for ending in written_to("/any/Refusing"):
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await ending.require_well()
+        back = as_error(raised.value, "the service")
+        told.add((type(back), str(back)))
+    assert told == {(errors.NotReady, WORDS)}
+
+
+async def test_an_end_in_the_middle_of_a_write_is_no_failure() -> None:
+    async for ending in written_to("/any/Content"):
+        await ending.require_well()
 
 
 async def test_a_call_of_which_nothing_more_is_told_is_a_break(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,18 +8,20 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from sottovoce_wire.v1 import coordinator_pb2, eavesdropper_pb2, learner_pb2
 from tests.services.network import PATIENCE_S, Network, network, refused
 
-SERVICES = {
+HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]  # gRPC's own
+SERVICES: dict[str, Any] = {
     "coordinator": coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"],
     "eavesdropper": eavesdropper_pb2.DESCRIPTOR.services_by_name["Eavesdropper"],
     "learner": learner_pb2.DESCRIPTOR.services_by_name["Learner"],
 }
 METHODS = {
     f"/{service.full_name}/{method.name}": (house, method.client_streaming)
-    for house, service in SERVICES.items()
+    for house, service in (*SERVICES.items(), ("learner", HEALTH))
     for method in service.methods
 }
 
@@ -57,3 +59,14 @@ async def test_a_small_message_does_not_become_a_large_one(tmp_path: Path) -> No
         for method, (house, _) in METHODS.items():
             failure = await answered(address(up, house), method, bytes(2**20), compression=grpc.Compression.Gzip)
             assert failure.code() is grpc.StatusCode.UNIMPLEMENTED, method
+
+
+async def test_who_watches_the_health_of_a_service_is_answered(tmp_path: Path) -> None:
+    async with (
+        network(tmp_path, ["ann"]) as up,
+        grpc.aio.insecure_channel(up.addresses["ann"]) as channel,
+    ):
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        watching = stub.Watch(health_pb2.HealthCheckRequest(), timeout=PATIENCE_S)
+        assert (await watching.read()).status == health_pb2.HealthCheckResponse.SERVING
+        watching.cancel()

@@ -146,7 +146,7 @@ async def _sent(call: grpc.aio.StreamStreamCall[Any, Any], sending: _Sending, re
                     sending.receive(receipt.next_sequence)
                     refused.over()
             except grpc.aio.AioRpcError:
-                raise await ending.status() from None
+                await ending.require_well()
     finally:
         call.cancel()
 
