@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -229,9 +229,21 @@ class Capture:
         Raises:
             CaptureError: a part cannot be read or is missing.
         """
+        return self.by_part(("sender", "kind", "method", "payload"), lambda number: number > part)
+
+    def by_part(self, columns: Sequence[str], wanted: Callable[[int], bool]) -> Iterator[tuple[int, pa.RecordBatch]]:
+        """The records of some parts, each batch with the number of its part.
+
+        Args:
+            columns: which ones, of `records.schema()`.
+            wanted: the number of a part (they count from 1) to whether it is read.
+
+        Raises:
+            CaptureError: a part cannot be read or is missing.
+        """
         for name in self._parts():
-            if part_number(name) > part:
-                for batch in read_part(self.place, name, ("sender", "kind", "method", "payload")):
+            if wanted(part_number(name)):
+                for batch in read_part(self.place, name, columns):
                     yield part_number(name), batch
 
     def _parts(self) -> list[str]:

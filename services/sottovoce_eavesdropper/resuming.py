@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sottovoce.auditing.noticing import Notice
 from sottovoce.errors import CaptureError
+from sottovoce.running.assembly import KEPT
 from sottovoce_eavesdropper.reading import Capture, open_capture
 from sottovoce_eavesdropper.records import CaptureFile, part_number
 from sottovoce_eavesdropper.storage import open_folder
@@ -16,8 +18,6 @@ from sottovoce_rpc.codec import RoundCodec
 
 if TYPE_CHECKING:
     import pyarrow as pa
-
-COLUMNS = ("caller", "callee", "sender", "kind", "stream", "size", "payload")
 
 
 def left_open(place: str | Path, run_id: str) -> Capture | None:
@@ -67,34 +67,82 @@ def resumed(capture: Capture, *, allow_imports: bool) -> tuple[CaptureFile, Mapp
 
 
 def _take_up(file: CaptureFile, capture: Capture) -> dict[tuple[int, int], int]:
-    """Count what was recorded, note up to which round, and recall it: it may be said again."""
-    import pyarrow as pa
+    """Count what was recorded, note up to which round, and recall what was said last: it may be said again.
+
+    Payloads are read only where they say something: a long run's relays must not wait until all of it was read.
+    """
+    seen = _count(file, capture)
+    latest = _latest(seen.rows)
+    needed = latest | set(seen.last.values()) if file.routes else set(seen.rows)  # copies: each round that is missing
+    _note_rounds(file, capture, needed, latest)
+    return seen.streams
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What stands in the parts: rows of each, streams of each edge, and in which part a sender was last heard on an edge."""
+
+    rows: dict[int, int] = field(default_factory=dict)
+    streams: dict[tuple[int, int], int] = field(default_factory=dict)
+    last: dict[tuple[int, int, int], int] = field(default_factory=dict)
+
+
+def _count(file: CaptureFile, capture: Capture) -> _Seen:
     import pyarrow.compute as pc
 
-    codec, streams = RoundCodec(file.fields), dict[tuple[int, int], int]()
+    seen = _Seen()
+    for part, batch in capture.by_part(("caller", "callee", "sender", "kind", "stream", "size"), lambda _: True):
+        seen.rows[part] = seen.rows.get(part, 0) + len(batch)
+        for each in _groups(batch, ("caller", "callee"), [("stream", "max")]):
+            way = each["caller"], each["callee"]
+            seen.streams[way] = max(seen.streams.get(way, 0), each["stream_max"])
+        said = batch.filter(pc.equal(batch.column("kind"), "message"))
+        for each in _groups(said, ("caller", "callee", "sender"), [("size", "sum"), ("size", "count")]):
+            seen.last[each["caller"], each["callee"], each["sender"]] = part
+            file.messages, file.bytes = file.messages + each["size_count"], file.bytes + each["size_sum"]
+    return seen
+
+
+def _groups(batch: pa.RecordBatch, keys: Sequence[str], sums: Sequence[tuple[str, str]]) -> list[dict[str, int]]:
+    import pyarrow as pa
+
+    found: list[dict[str, int]] = pa.Table.from_batches([batch]).group_by(list(keys)).aggregate(list(sums)).to_pylist()
+    return found
+
+
+def _latest(rows: Mapping[int, int]) -> set[int]:
+    """The last parts, with as many rows as messages are remembered where memory is bounded."""
+    found, held = set[int](), 0
+    for part in sorted(rows, reverse=True):
+        if held >= KEPT:
+            break
+        found.add(part)
+        held += rows[part]
+    return found
+
+
+def _note_rounds(file: CaptureFile, capture: Capture, needed: Collection[int], latest: Collection[int]) -> None:
+    import pyarrow.compute as pc
+
+    codec = RoundCodec(file.fields)
     for route in file.routes:
         way = route["caller"], route["callee"]
         file.awaited |= {way: 0, way[::-1]: 0}
-    for batch in capture.batches(COLUMNS):
-        edges = pa.Table.from_batches([batch]).group_by(["caller", "callee"]).aggregate([("stream", "max")])
-        for edge in edges.to_pylist():
-            way = edge["caller"], edge["callee"]
-            streams[way] = max(streams.get(way, 0), edge["stream_max"])
+    for part, batch in capture.by_part(("caller", "callee", "sender", "kind", "payload"), needed.__contains__):
         said = batch.filter(pc.equal(batch.column("kind"), "message"))
-        file.messages, file.bytes = file.messages + len(said), file.bytes + (pc.sum(said.column("size")).as_py() or 0)
-        _note_rounds(file, codec, said)
-    return streams
+        payloads = said.column("payload").to_pylist()
+        rows, rounds, _, _ = codec.decode_many(payloads)
+        caller, callee, sender = (said.column(name).to_numpy()[rows] for name in ("caller", "callee", "sender"))
+        ways = zip(sender.tolist(), (caller + callee - sender).tolist(), strict=True)
+        for row, way, t in zip(rows.tolist(), ways, rounds.tolist(), strict=True):
+            if part in latest:
+                file.lookout.recall(*way, t, payloads[row])
+            _note_round(file, way, t)
 
 
-def _note_rounds(file: CaptureFile, codec: RoundCodec, said: pa.RecordBatch) -> None:
-    payloads = said.column("payload").to_pylist()
-    rows, rounds, _, _ = codec.decode_many(payloads)
-    caller, callee, sender = (said.column(name).to_numpy()[rows] for name in ("caller", "callee", "sender"))
-    ways = zip(sender.tolist(), (caller + callee - sender).tolist(), strict=True)
-    for row, way, t in zip(rows.tolist(), ways, rounds.tolist(), strict=True):
-        file.lookout.recall(*way, t, payloads[row])
-        if file.routes:
-            file.awaited[way] = max(file.awaited[way], t + 1)
-        else:
-            file.gaps.known(way[0])
-            file.gaps.came(way[0], t=t)
+def _note_round(file: CaptureFile, way: tuple[int, int], t: int) -> None:
+    if file.routes:
+        file.awaited[way] = max(file.awaited[way], t + 1)
+    else:
+        file.gaps.known(way[0])
+        file.gaps.came(way[0], t=t)

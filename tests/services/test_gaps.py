@@ -6,26 +6,31 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sottovoce.algorithms.interface import Message
 from sottovoce.errors import Unavailable
 from sottovoce.spec import RunSpec
 from sottovoce_client.running.evaluate import gaps_in
 from sottovoce_client.running.operate import Outcome
 from sottovoce_coordinator import captures
 from sottovoce_eavesdropper.gaps import Gaps
+from sottovoce_eavesdropper.lookout import Lookout, Row
+from sottovoce_eavesdropper.parts import read_part
 from sottovoce_eavesdropper.reading import Capture, open_capture
-from sottovoce_eavesdropper.records import CaptureFile
+from sottovoce_eavesdropper.records import CaptureFile, part_number
 from sottovoce_eavesdropper.resuming import resumed
 from sottovoce_eavesdropper.service import Eavesdropper, EavesdropperConfig
+from sottovoce_eavesdropper.storage import Folder
 from sottovoce_learner import mirror as mirrors
 from sottovoce_rpc.codec import RoundCodec
 from sottovoce_rpc.learner_status import LearnerState
@@ -232,6 +237,42 @@ async def test_a_capture_is_taken_up_once_however_often_somebody_gave_up_waiting
     assert (await opened(second, PATIENCE_S, resume=True)).capture_id == capture_id
     assert len(begun) == 1
     await second.stop()
+
+
+async def test_of_a_long_capture_only_the_last_messages_are_read_when_it_is_taken_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is anything forgotten: who fell silent long ago is known from the part in which it was last heard."""
+    codec, parts, silent = RoundCodec(SHAPES), 9, 4
+    message = Message({name: np.zeros(shape) for name, shape in SHAPES.items()})
+    routes = [{"caller": 0, "callee": i, "target": "127.0.0.1:1", "address": "127.0.0.1:1"} for i in (1, 2)]
+    file = CaptureFile(tmp_path / "run-1-a", "run-1-a", "run-1", "{}", fields=SHAPES, routes=routes)
+    for part in range(parts):
+        for t in range(3 * part, 3 * part + 3):
+            for callee in (1, 2) if part < silent else (1,):
+                payload = codec.encode(t, 0, message)
+                method = "/sottovoce_wire.v1.Learner/Exchange"
+                file.add(Row(0, callee, 0, "out", "message", part + 1, 1, method, 1, 1, len(payload), payload))
+        await file.flush()
+    file.describe()
+
+    read, recalled = list[int](), list[tuple[int, int, int]]()
+
+    def noting(place: Folder, name: str, columns: Sequence[str]) -> Any:
+        if "payload" in columns:
+            read.append(part_number(name))
+        return read_part(place, name, columns)
+
+    monkeypatch.setattr("sottovoce_eavesdropper.reading.read_part", noting)
+    monkeypatch.setattr("sottovoce_eavesdropper.resuming.KEPT", 6)  # two parts
+    monkeypatch.setattr(Lookout, "recall", lambda own, sender, receiver, t, _: recalled.append((sender, receiver, t)))
+    again, streams = resumed(open_capture(tmp_path / "run-1-a"), allow_imports=False)
+    assert read == [silent, parts - 1, parts]
+    assert recalled == [(0, 1, t) for t in range(3 * parts - 6, 3 * parts)]
+    assert again.awaited == {(0, 1): 3 * parts, (1, 0): 0, (0, 2): 3 * silent, (2, 0): 0}
+    assert streams == {(0, 1): parts, (0, 2): silent}
+    assert (again.messages, again.bytes) == (file.messages, file.bytes)
+    assert again.messages == 3 * (parts + silent)
 
 
 async def test_a_capture_is_taken_up_when_its_last_port_is_free_again(tmp_path: Path) -> None:
