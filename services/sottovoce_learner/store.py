@@ -28,7 +28,8 @@ from sottovoce_learner.mark import NO_RUN, Mark, MarkFile
 from sottovoce_learner.standing import CLOSED, OPENED, Files, Standing, done, said, stand
 
 SNAPSHOT_AFTER = 4 * 1024 * 1024
-"""Bytes by which a log has grown at least before a snapshot takes its place."""
+SNAPSHOT_ROUNDS = 1_000
+"""A snapshot takes the place of a log that has grown by so many bytes, or so many rounds: each is replayed after a death."""
 
 
 def claim(folder: Path, learner: str) -> TextIO:
@@ -87,12 +88,13 @@ class RunLog:
         self._log, self._mark_file, self._mark = log, mark_file, mark
         self._elsewhere, self._terms, self.reading = elsewhere, terms, reading
         self._open = True
-        self._grown = self._last_size = self._rounds = 0
+        self._grown = self._last_size = self._rounds = self._since = 0
         if reading is not None:
             self._rounds = said(reading)
             covered = reading.snapshot
             self._last_size = 0 if covered is None else covered.size
             self._grown = sum(len(entry.body) for entry in reading.entries)
+            self._since = sum(entry.kind is Kind.ROUND for entry in reading.entries)
 
     @property
     def spent(self) -> float:
@@ -113,7 +115,7 @@ class RunLog:
         if t >= self._mark.reserved.until or not spent <= self._mark.reserved.epsilon:
             self._reserve(t, spent)
         self._append(Kind.ROUND, t, spent, said.encode())
-        self._rounds = t + 1
+        self._rounds, self._since = t + 1, self._since + 1
         self._mark = self._mark._replace(spent=spent)
         self.settle()
 
@@ -130,9 +132,10 @@ class RunLog:
     def due(self) -> bool:
         """Has it grown so much that a snapshot should take its place?
 
-        In all, snapshots then write at most half of what the log does, and replay reads at most twice a snapshot.
+        But for the first one, snapshots then write at most half of what the log does, and replay reads at most twice a snapshot.
         """
-        return self._grown > max(SNAPSHOT_AFTER, 2 * self._last_size)
+        long = self._grown > SNAPSHOT_AFTER or self._since > SNAPSHOT_ROUNDS
+        return long and self._grown > 2 * self._last_size
 
     def turn(self) -> Callable[[bytes], Snapshot]:
         """Begin a segment; what stands before it may be replaced by a snapshot.
@@ -144,7 +147,7 @@ class RunLog:
             OSError: the segment could not be begun.
         """
         self._log.turn()
-        self._grown = 0
+        self._grown = self._since = 0
         return partial(write_snapshot, self._log.folder, self._log.sequence - 1, self._log.chain, self._mark.reserved)
 
     def covered(self, snapshot: Snapshot) -> None:

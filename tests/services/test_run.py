@@ -39,7 +39,7 @@ from sottovoce_learner.ledger import Ledger
 from sottovoce_learner.log import DiskFull
 from sottovoce_learner.repair import verify
 from sottovoce_learner.service import Learner
-from sottovoce_learner.store import SNAPSHOT_AFTER, RunLog
+from sottovoce_learner.store import SNAPSHOT_AFTER, SNAPSHOT_ROUNDS, RunLog
 from sottovoce_rpc.codec import RoundCodec, from_fields, read_hello
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_rpc.server import channel, listen_on
@@ -722,14 +722,19 @@ async def test_a_graph_file_stays_with_the_client(tmp_path: Path) -> None:
 # ---- what goes on after a death --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("grown", [SNAPSHOT_AFTER, 3_000], ids=["log", "snapshots"])
+@pytest.mark.parametrize(
+    ("grown", "rounds"),
+    [(SNAPSHOT_AFTER, SNAPSHOT_ROUNDS), (3_000, SNAPSHOT_ROUNDS), (SNAPSHOT_AFTER, 60)],
+    ids=["log", "snapshots by bytes", "snapshots by rounds"],
+)
 async def test_a_learner_that_is_started_again_goes_on_in_its_run(
-    tmp_path: Path, kept_logs: None, monkeypatch: pytest.MonkeyPatch, grown: int
+    tmp_path: Path, kept_logs: None, monkeypatch: pytest.MonkeyPatch, grown: int, rounds: int
 ) -> None:
     """With its records there already; its state folder has all that it needs, and its neighbours what it has not heard."""
     spec = small_spec(400, NAMES, capture="relay", clock={"deadline_s": PATIENCE_S})
     data = made_up(spec, records=3)
     monkeypatch.setattr(stores, "SNAPSHOT_AFTER", grown)
+    monkeypatch.setattr(stores, "SNAPSHOT_ROUNDS", rounds)
     async with network(tmp_path, NAMES) as up:
         run_id = (await up.start(spec, data.n_features)).run_id
         await up.feed(run_id, spec, data)
@@ -741,7 +746,7 @@ async def test_a_learner_that_is_started_again_goes_on_in_its_run(
         after = said_rounds(tmp_path / "journals", "ann")
     snapshots = list((tmp_path / "journals").glob("*@*/*.snapshot"))
     assert (end.state, end.detail) == (coordinator_pb2.RUN_STATE_FINISHED, "")
-    if grown == SNAPSHOT_AFTER:
+    if (grown, rounds) == (SNAPSHOT_AFTER, SNAPSHOT_ROUNDS):
         assert snapshots == []
         assert 5 <= len(before) < 400
         assert after[: len(before)] == before
