@@ -25,6 +25,7 @@ from sottovoce.errors import SottovoceError
 from sottovoce.spec import RunSpec, parse_spec
 from sottovoce_client.running.feeder import feed
 from sottovoce_client.running.local import LocalServices
+from sottovoce_rpc.principals import Role
 from sottovoce_rpc.server import channel
 from sottovoce_rpc.specs import spec_to_wire
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc, learner_pb2, learner_pb2_grpc
@@ -54,6 +55,7 @@ class Case:
     per_process: int = 1
     capture: Literal["none", "mirror", "relay"] = "none"
     durability: Literal["process", "power"] = "process"
+    tls: bool = False
     target: float | None = None
 
     @property
@@ -195,14 +197,20 @@ async def ring_of(case: Case, rounds: int, folder: Path) -> AsyncIterator[Ring]:
     spec, data = spec_of(case, rounds), data_of(case, rounds)
     began = time.monotonic()
     async with contextlib.AsyncExitStack() as stack:
-        services = await stack.enter_async_context(LocalServices(spec, folder, per_process=case.per_process))
-        to = await stack.enter_async_context(channel(services.coordinator))
+        services = await stack.enter_async_context(
+            LocalServices(spec, folder, per_process=case.per_process, tls=case.tls)
+        )
+        own = services.credentials
+        to = await stack.enter_async_context(channel(services.coordinator, Role.COORDINATOR, credentials=own))
         try:
             started = await _start(to, spec, data)
             joined = time.monotonic() - began
-            first = await stack.enter_async_context(channel(started.learners[0].address))
+            first = await stack.enter_async_context(channel(started.learners[0].address, Role.LEARNER, credentials=own))
             feeders = asyncio.gather(
-                *(feed(i.address, started.run_id, d) for i, d in zip(started.learners, data.learners, strict=True))
+                *(
+                    feed(i.address, started.run_id, d, credentials=own)
+                    for i, d in zip(started.learners, data.learners, strict=True)
+                )
             )
             stack.push_async_callback(_cancelled, feeders)
             yield Ring(_processes(), feeders, learner_pb2_grpc.LearnerStub(first), joined, began)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
-from sottovoce.errors import Unavailable
 from sottovoce.experiment import Experiment
 from sottovoce_client.running.operate import Outcome, run_on
 from sottovoce_client.running.summary import Progress
-from sottovoce_rpc.server import channel
+from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
+from sottovoce_rpc.principals import Role
+from sottovoce_rpc.server import channel, reach
 from sottovoce_rpc.tasks import Tasks
 
 CONNECT_S = 10.0
@@ -26,16 +28,17 @@ class Started:
         state: `connecting`, `running`, `finished`, `stopped` or `failed`, as of the last look.
     """
 
-    def __init__(self, coordinator: str, experiment: Experiment, tasks: Tasks) -> None:
+    def __init__(self, coordinator: str, experiment: Experiment, tasks: Tasks, credentials: Credentials) -> None:
         self.experiment, self.state = experiment, "connecting"
         # A few looks a second; the outcome holds all of them anyway. None: there will be no more.
         self._looks: asyncio.Queue[Progress | None] = asyncio.Queue()
         self._begun, self._stop = asyncio.Event(), asyncio.Event()
-        self._task = tasks.start(self._run(coordinator))
+        self._task = tasks.start(self._run(coordinator, credentials))
 
-    async def _run(self, coordinator: str) -> Outcome:
+    async def _run(self, coordinator: str, credentials: Credentials) -> Outcome:
+        own = self.experiment
         try:
-            outcome = await run_on(coordinator, self.experiment, self.experiment.records, self._look, self._stop)
+            outcome = await run_on(coordinator, own, own.records, self._look, self._stop, credentials=credentials)
             self.state = outcome.state
             return outcome
         finally:
@@ -87,8 +90,8 @@ class Deployment:
         coordinator: its address, `host:port`.
     """
 
-    def __init__(self, coordinator: str) -> None:
-        self.coordinator = coordinator
+    def __init__(self, coordinator: str, credentials: Credentials = NO_IDENTITY) -> None:
+        self.coordinator, self._credentials = coordinator, credentials
         self._started: list[Started] = []
         self._tasks = Tasks()
 
@@ -105,7 +108,7 @@ class Deployment:
             SottovoceError: the services refused it.
         """
         await asyncio.to_thread(lambda: experiment.prepared)  # reading files would hold up whoever else uses the loop
-        started = Started(self.coordinator, experiment, self._tasks)
+        started = Started(self.coordinator, experiment, self._tasks, self._credentials)
         self._started.append(started)
         await started.begin()
         return started
@@ -124,13 +127,19 @@ class Deployment:
 
 
 @asynccontextmanager
-async def connect(address: str) -> AsyncIterator[Deployment]:
+async def connect(
+    address: str, *, identity: str | Path | None = None, insecure: bool = False
+) -> AsyncIterator[Deployment]:
     """Services that are up, for an `async with` block. Runs that are started in it are stopped when it is left.
 
     Args:
         address: of the coordinator, `host:port`.
+        identity: folder with the identity of an operator, `tls.crt`, `tls.key` and `ca.crt`; None: this machine only.
+        insecure: without one, speak in the clear to other machines, too.
 
     Raises:
+        SpecError: it is on another machine, and there is no identity.
+        NotReady: the files of the identity cannot be used.
         Unavailable: nobody answers there within 10 s.
 
     >>> import asyncio
@@ -144,13 +153,10 @@ async def connect(address: str) -> AsyncIterator[Deployment]:
     500 45.3
     finished
     """
-    async with channel(address) as to:
-        try:
-            async with asyncio.timeout(CONNECT_S):
-                await to.channel_ready()
-        except TimeoutError:
-            raise Unavailable(f"no coordinator answers at {address} within {CONNECT_S:g} s") from None
-    deployment = Deployment(address)
+    credentials = Credentials(None if identity is None else Path(identity), insecure)
+    async with channel(address, Role.COORDINATOR, credentials=credentials) as to:
+        await reach(to, f"the coordinator at {address}", CONNECT_S)
+    deployment = Deployment(address, credentials)
     try:
         yield deployment
     finally:

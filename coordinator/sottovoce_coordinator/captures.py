@@ -15,6 +15,8 @@ from sottovoce_coordinator.courses import Course
 from sottovoce_coordinator.runs import Overhearing, RunBook
 from sottovoce_coordinator.store import KeptRun
 from sottovoce_rpc.codec import to_fields
+from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
+from sottovoce_rpc.principals import Role
 from sottovoce_rpc.server import channel
 from sottovoce_rpc.specs import spec_to_wire
 from sottovoce_rpc.status import as_error
@@ -41,10 +43,14 @@ class Captures:
     Args:
         address: the eavesdropper's; None: there is none.
         tasks: of the coordinator: nobody waits for a capture to be closed.
+        credentials: of the coordinator.
     """
 
-    def __init__(self, address: str | None, tasks: Tasks) -> None:
-        self.address, self._tasks = address, tasks
+    def __init__(self, address: str | None, tasks: Tasks, credentials: Credentials = NO_IDENTITY) -> None:
+        self.address, self._tasks, self._credentials = address, tasks, credentials
+
+    def _channel(self, address: str) -> grpc.aio.Channel:
+        return channel(address, Role.EAVESDROPPER, credentials=self._credentials)
 
     async def open(self, book: RunBook, request: coordinator_pb2.StartRunRequest) -> Overhearing:
         """Have a run captured, if its spec says so.
@@ -70,7 +76,7 @@ class Captures:
             world=request.world if request.HasField("world") else None,
             replica=request.replica if request.HasField("replica") else None,
         )
-        async with channel(address) as to:
+        async with self._channel(address) as to:
             try:
                 opened = await eavesdropper_pb2_grpc.EavesdropperStub(to).OpenCapture(opening, timeout=_OPEN_S)
             except grpc.aio.AioRpcError as error:
@@ -122,7 +128,7 @@ class Captures:
         if (address := self.address) is None:
             raise NotReady("this coordinator was given no eavesdropper (--eavesdropper)")
         request = eavesdropper_pb2.OpenCaptureRequest(run_id=run_id, resume=True, routes=_to_wire(routes), spec=spec)
-        async with channel(address) as to:
+        async with self._channel(address) as to:
             try:
                 opened = await eavesdropper_pb2_grpc.EavesdropperStub(to).OpenCapture(request, timeout=patience_s)
             except grpc.aio.AioRpcError as error:
@@ -168,7 +174,14 @@ class Captures:
     async def _close(self, address: str, book: RunBook) -> str:
         if book.run.spec.absences:  # learners may have left or joined while it was away
             await self.amend(book, book.run)
-        return await _close(address, book)
+        async with self._channel(address) as to:
+            try:
+                request = eavesdropper_pb2.CloseCaptureRequest(capture_id=book.overhearing.capture_id)
+                closed = await eavesdropper_pb2_grpc.EavesdropperStub(to).CloseCapture(request, timeout=_CLOSE_S)
+            except grpc.aio.AioRpcError as error:
+                log.warning("capture not closed", reason=error.details())
+                return str(as_error(error, f"the eavesdropper at {address}"))
+        return closed.capture.error or _whole(book, closed.capture.gaps)
 
 
 def _overhearing(opened: eavesdropper_pb2.OpenCaptureResponse, routes: Routes) -> Overhearing:
@@ -192,14 +205,3 @@ def _whole(book: RunBook, gaps: int) -> str:
     if not gaps or book.run.spec.capture_gap != "fail":
         return ""
     return f"the capture must be whole (capture_gap: fail), and {gaps} intervals of rounds are missing in it"
-
-
-async def _close(address: str, book: RunBook) -> str:
-    async with channel(address) as to:
-        try:
-            request = eavesdropper_pb2.CloseCaptureRequest(capture_id=book.overhearing.capture_id)
-            closed = await eavesdropper_pb2_grpc.EavesdropperStub(to).CloseCapture(request, timeout=_CLOSE_S)
-        except grpc.aio.AioRpcError as error:
-            log.warning("capture not closed", reason=error.details())
-            return str(as_error(error, f"the eavesdropper at {address}"))
-    return closed.capture.error or _whole(book, closed.capture.gaps)

@@ -10,12 +10,13 @@ from typing import Any
 
 import grpc
 
-from sottovoce.errors import NotReady, RemoteProtocolError, Unavailable
+from sottovoce.errors import NotReady, RemoteProtocolError, StrangerError, Unavailable
 from sottovoce.spec import LEARNER_NAME
 from sottovoce_coordinator.fencing import Claim, Membership
 from sottovoce_coordinator.runs import in_short, missing
 from sottovoce_coordinator.store import Store
 from sottovoce_rpc.directives import Confirmed, Directive, Issued, Origin, to_wire
+from sottovoce_rpc.principals import Principal
 from sottovoce_rpc.server import HELLO_S
 from sottovoce_wire.v1 import coordinator_pb2
 
@@ -195,10 +196,18 @@ class Members:
             raise NotReady(f"learners have left: {in_short(absent)}")
 
 
-async def introduced(events: AsyncIterator[coordinator_pb2.Event], origin: Origin) -> Member:
+async def introduced(
+    events: AsyncIterator[coordinator_pb2.Event], origin: Origin, caller: Principal | None = None
+) -> Member:
     """Who opened a stream.
 
+    Args:
+        events: what comes on it.
+        origin: of this coordinator.
+        caller: by its certificate, where it has shown one.
+
     Raises:
+        StrangerError: somebody else, by its certificate.
         RemoteProtocolError: it does not say, or by a name or an address that is none.
     """
     first = await _next(events, "an introduction")
@@ -207,6 +216,8 @@ async def introduced(events: AsyncIterator[coordinator_pb2.Event], origin: Origi
     name, address = first.introduction.learner, first.introduction.address
     if re.fullmatch(LEARNER_NAME, name) is None:
         raise RemoteProtocolError(f"a learner's name must match {LEARNER_NAME}, got {name[:80]!r}")
+    if caller is not None and caller.name != name:
+        raise StrangerError(f"{caller} must join as itself, got {name!r}")
     if len(address) > _LONGEST_ADDRESS:
         raise RemoteProtocolError(f"an address has at most {_LONGEST_ADDRESS} characters, got {len(address)}")
     said = first.introduction

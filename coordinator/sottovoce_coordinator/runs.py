@@ -251,6 +251,7 @@ class RunBook:
                 self.addresses[j] and relays.get((index, j), self.addresses[j]),
                 heard.get(j, 0.0),
                 j in told,
+                (index, j) in relays,
             )
             for j in sorted({*heard, *told, *ever})
         )

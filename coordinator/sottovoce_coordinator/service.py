@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import structlog
@@ -18,8 +18,10 @@ from sottovoce_coordinator.joining import Context, Member, Members, displacement
 from sottovoce_coordinator.runs import RunState
 from sottovoce_coordinator.starting import Starter
 from sottovoce_coordinator.store import Store
+from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.directives import Stop
 from sottovoce_rpc.learner_status import LearnerStatus
+from sottovoce_rpc.principals import Role
 from sottovoce_rpc.server import Service, announce, page, serve_until_stopped, start_server
 from sottovoce_rpc.status import answering
 from sottovoce_rpc.tasks import Tasks, beside
@@ -43,12 +45,14 @@ class CoordinatorConfig:
         eavesdropper: address of an eavesdropper, for runs that are captured.
         allow_imports: whether a run spec may name code to import.
         state: a folder; runs that are under way go on when a coordinator is started on it again. None: they end with it.
+        credentials: of this coordinator.
     """
 
     listen: str = "127.0.0.1:0"
     eavesdropper: str | None = None
     allow_imports: bool = False
     state: Path | None = None
+    credentials: Credentials = field(default_factory=Credentials)
 
 
 class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
@@ -59,7 +63,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         self._store = Store(config.state)
         self._tasks = Tasks()
         self._members, self._courses = Members(self._store), Courses(self._store)
-        self._captures = Captures(config.eavesdropper, self._tasks)
+        self._captures = Captures(config.eavesdropper, self._tasks, config.credentials)
         self._conductor = Conductor(self._store, self._members, self._captures, self._tasks)
         parts = self._store, self._members, self._courses, self._captures, self._conductor
         self._starter = Starter(*parts, imports=config.allow_imports)
@@ -67,13 +71,19 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         self.service: Service | None = None
 
     async def start(self) -> str:
-        """Take up what a coordinator before this one has left, and listen; returns the address."""
+        """Take up what a coordinator before this one has left, and listen; returns the address.
+
+        Raises:
+            SottovoceError: it cannot listen there, or its identity or its state cannot be used.
+        """
         try:
+            self.config.credentials.require(Role.COORDINATOR)
             await self._starter.restore()
             self.service = await start_server(
                 self.config.listen,
                 lambda server: coordinator_pb2_grpc.add_CoordinatorServicer_to_server(self, server),
                 [NAME],
+                self.config.credentials,
             )
         except BaseException:
             self._store.close()
@@ -107,7 +117,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
     async def Join(self, events: AsyncIterator[coordinator_pb2.Event], context: Context) -> None:  # type: ignore[override] # reads and writes, so it is no generator
         """Hold the stream of one learner: its reports come in, its directives go out."""
         async with answering(context):
-            member = await introduced(events, self._store.origin)
+            member = await introduced(events, self._store.origin, self.config.credentials.caller(context))
             await self._members.admit(member, events, context, journaled=self._journaled(member))
             try:
                 await self._welcome(member)
@@ -226,7 +236,9 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         async with answering(context):
             courses, following = page(self._courses.newest_first, request.page_size, request.page_token)
             runs = [course.view() for course in courses]
-            return coordinator_pb2.ListRunsResponse(runs=runs, next_page_token=following)
+            answer = coordinator_pb2.ListRunsResponse(runs=runs, next_page_token=following)
+            answer.now.GetCurrentTime()
+            return answer
 
     async def WatchRun(
         self, request: coordinator_pb2.WatchRunRequest, context: Context

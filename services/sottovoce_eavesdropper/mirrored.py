@@ -6,11 +6,15 @@ import json
 import time
 from dataclasses import dataclass
 
-from sottovoce.errors import RemoteProtocolError
+from sottovoce.errors import RemoteProtocolError, StrangerError
+from sottovoce.network.roster import names_of
 from sottovoce_eavesdropper.lookout import Row
 from sottovoce_eavesdropper.relay import MOST_PAYLOAD
+from sottovoce_rpc.principals import Principal
 from sottovoce_wire.v1 import eavesdropper_pb2
 
+_MOST_NAMED = 65_536
+"""Learners whose names are looked at: more are in no run."""
 _MOST_INDEX, _MOST_NS = 2**31 - 1, 2**63 - 1
 """Within the columns of a capture."""
 
@@ -22,10 +26,12 @@ class Participants:
     Attributes:
         learners: how many; as many as a column holds where nobody said.
         mirrored: whether learners send copies. Else a relay hears them, and a copy is somebody else's forgery.
+        names: of the learners, in their order; empty where nobody said.
     """
 
     learners: int
     mirrored: bool
+    names: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, spec: str) -> Participants:
@@ -34,7 +40,19 @@ class Participants:
         fields = document if isinstance(document, dict) else {}
         told = fields.get("learners")
         n = told if isinstance(told, int) else len(told) if isinstance(told, list) else 0
-        return cls(n if 0 < n <= _MOST_INDEX else _MOST_INDEX, fields.get("capture") == "mirror")
+        n = n if 0 < n <= _MOST_INDEX else _MOST_INDEX
+        names = names_of(told) if isinstance(told, int | list) and n <= _MOST_NAMED else ()
+        names = names if all(isinstance(name, str) for name in names) else ()
+        return cls(n, fields.get("capture") == "mirror", names)
+
+    def require_itself(self, index: int, caller: Principal | None) -> None:
+        """A learner that has shown a certificate speaks for itself; others cannot be told apart.
+
+        Raises:
+            StrangerError: it speaks for another one.
+        """
+        if caller is not None and self.names[index : index + 1] != (caller.name,):
+            raise StrangerError(f"{caller} must not speak for learner {index}")
 
     def require(self, *indices: int) -> None:
         """Refuse whoever is not one of them.
@@ -44,6 +62,11 @@ class Participants:
         """
         if wrong := [index for index in indices if index >= self.learners]:
             raise RemoteProtocolError(f"the capture is of {self.learners} learners, got learner {wrong[0]}")
+
+    def ends(self, route: eavesdropper_pb2.Route) -> tuple[str, str]:
+        """The names of who opens a stream and who accepts it; empty where nobody said."""
+        known = self.names if max(route.caller, route.callee) < len(self.names) else ()
+        return (known[route.caller], known[route.callee]) if known else ("", "")
 
     def rows(self, request: eavesdropper_pb2.MirrorRequest) -> list[Row]:
         """One for each receiver of each message, as a relay would have it, but without metadata or its own times.

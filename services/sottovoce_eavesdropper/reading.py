@@ -44,7 +44,7 @@ _FACTS = {
     "fields": dict,
 }
 """What `capture.json` must say."""
-_OFFERED = {"noticed": list, "noticed_count": int, "gaps": list, "routes": list}
+_OFFERED = {"noticed": list, "noticed_count": int, "gaps": list, "routes": list, "opener": str}
 
 
 @dataclass(frozen=True, slots=True)

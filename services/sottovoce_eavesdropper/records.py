@@ -90,6 +90,7 @@ class CaptureFile:
         fields: of a round, in their order, and their shapes; none: the capture is of no run of ours.
         routes: of the relays: caller, callee, target, and the address where each listens.
         gaps: in what is mirrored, or was relayed while the eavesdropper was away.
+        opener: who asked for it, `role/name`; empty: nobody who has shown a certificate.
         awaited: of a capture that is taken up again: (sender, receiver) to the round that is due, until one comes.
         parts: so many are written.
         messages, bytes: counts of messages (neither hellos nor metadata).
@@ -108,6 +109,7 @@ class CaptureFile:
     routes: Sequence[Mapping[str, Any]] = ()
     gaps: Gaps = field(default_factory=Gaps)
     awaited: dict[tuple[int, int], int] = field(default_factory=dict)
+    opener: str = ""
     messages: int = 0
     bytes: int = 0
     open: bool = True
@@ -235,6 +237,7 @@ class CaptureFile:
             "complete": self._complete,
             "gaps": self.gaps.facts(),
             "routes": list(self.routes),
+            "opener": self.opener,
             "messages": self.messages,
             "bytes": self.bytes,
             **self.lookout.facts(),

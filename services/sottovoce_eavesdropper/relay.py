@@ -16,10 +16,14 @@ from typing import Any
 
 import grpc
 
+from sottovoce.errors import StrangerError
 from sottovoce_eavesdropper.lookout import EXCHANGE, Row
 from sottovoce_eavesdropper.records import CaptureFile
+from sottovoce_rpc.access import Access
+from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
+from sottovoce_rpc.principals import Role
 from sottovoce_rpc.server import SERVER_OPTIONS, channel, listen_on
-from sottovoce_rpc.status import Ending
+from sottovoce_rpc.status import Ending, answering
 from sottovoce_rpc.tasks import beside
 from sottovoce_wire.v1 import eavesdropper_pb2
 
@@ -59,7 +63,9 @@ class Relay(grpc.GenericRpcHandler):
         route: who opens the stream, who accepts it, and where the latter listens.
         capture: gets the copies.
         streams: of this edge that were recorded before, by an eavesdropper that died.
-        to: leads to whoever accepts (default: a plain channel to the route's target).
+        ends: names of who opens the stream and who accepts it; empty: anybody.
+        credentials: of the eavesdropper, as which it stands in the middle where channels are encrypted.
+        to: leads to whoever accepts (default: a channel to the route's target, by the credentials).
         options: of the listening side.
     """
 
@@ -69,18 +75,34 @@ class Relay(grpc.GenericRpcHandler):
         capture: CaptureFile,
         *,
         streams: int = 0,
+        ends: tuple[str, str] = ("", ""),
+        credentials: Credentials = NO_IDENTITY,
         to: grpc.aio.Channel | None = None,
         options: _Options = SERVER_OPTIONS,
     ) -> None:
         self._route, self._capture = route, capture
         self._streams = streams
         self._connections: dict[str, int] = {}
-        self._server = grpc.aio.server(options=options)
-        self._to = to or channel(route.target or _NOWHERE)
+        self._ends, self._credentials = ends, credentials
+        self._own = to is None  # else of a service that is not ours, and of its clients
+        guards = [Access(credentials)] if self._own else []
+        self._server = grpc.aio.server(interceptors=guards, options=options)
+        self._to = to or self._channel()
+
+    def _channel(self) -> grpc.aio.Channel:
+        return channel(self._route.target or _NOWHERE, Role.LEARNER, self._ends[1], credentials=self._credentials)
 
     async def start(self, host: str) -> str:
         """Listen on a free port of `host`; returns the address."""
-        return await self.listen(f"{host}:0")
+        return await self.open(f"{host}:0")
+
+    async def open(self, listen: str) -> str:
+        """Listen as the eavesdropper does; returns the address.
+
+        Raises:
+            SottovoceError: the address cannot be listened on, or the identity cannot be used.
+        """
+        return await self.listen(listen, self._credentials.of_server(listen))
 
     async def listen(self, listen: str, credentials: grpc.ServerCredentials | None = None) -> str:
         """Listen on `host:port`, with TLS if there are credentials; returns the address.
@@ -98,7 +120,7 @@ class Relay(grpc.GenericRpcHandler):
         if target == self._route.target:
             return
         self._route.target, before = target, self._to
-        self._to = channel(target)
+        self._to = self._channel()
         await before.close()
 
     async def stop(self) -> None:
@@ -110,9 +132,22 @@ class Relay(grpc.GenericRpcHandler):
         """Every method is passed on as a stream of bytes in both directions; a unary call is a stream of one."""
 
         async def handle(requests: object, context: Context) -> None:
-            await self._pass(details.method, context)
+            async with answering(context):
+                if self._own:
+                    self._require_caller(context)
+                await self._pass(details.method, context)
 
         return grpc.stream_stream_rpc_method_handler(handle)
+
+    def _require_caller(self, context: Context) -> None:
+        """The learner that opens this edge, and nobody else who has shown a certificate.
+
+        Raises:
+            StrangerError: somebody else does.
+        """
+        caller, name = self._credentials.caller(context), self._ends[0]
+        if caller is not None and name and (caller.role, caller.name) != (Role.LEARNER, name):
+            raise StrangerError(f"{caller} must not speak for learner {name!r}")
 
     async def _pass(self, method: str, context: Context) -> None:
         stream = self._streams = self._streams + 1

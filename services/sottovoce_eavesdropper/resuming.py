@@ -56,6 +56,7 @@ def resumed(capture: Capture, *, allow_imports: bool) -> tuple[CaptureFile, Mapp
         facts["routes"],
         parts=max(map(part_number, capture.place.names()), default=0),
     )
+    file.opener = facts.get("opener", "")
     file.lookout.count = facts.get("noticed_count", 0)
     file.lookout.first = [Notice(**finding) for finding in facts.get("noticed", ())]
     for gap in facts.get("gaps", ()):  # of channels; those of copies follow from the rounds that came

@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 import structlog
 
-from sottovoce.errors import CaptureError, RemoteProtocolError, SpecError
+from sottovoce.errors import CaptureError, RemoteProtocolError, SpecError, StrangerError
 from sottovoce_eavesdropper.lookout import Row
 from sottovoce_eavesdropper.mirrored import Participants
 from sottovoce_eavesdropper.records import WRITE_S, CaptureFile, part_number
@@ -22,8 +22,10 @@ from sottovoce_eavesdropper.relay import FINISH_S, Relay
 from sottovoce_eavesdropper.resuming import left_open, resumed
 from sottovoce_eavesdropper.storage import Folder, open_folder
 from sottovoce_rpc.codec import RoundCodec, from_fields
+from sottovoce_rpc.credentials import Credentials
+from sottovoce_rpc.principals import Role
 from sottovoce_rpc.server import Service, announce, page, serve_until_stopped, start_server
-from sottovoce_rpc.specs import document_from_wire
+from sottovoce_rpc.specs import document_from_wire, require_run_id
 from sottovoce_rpc.status import answering
 from sottovoce_rpc.tasks import Tasks
 from sottovoce_wire.v1 import eavesdropper_pb2, eavesdropper_pb2_grpc
@@ -49,12 +51,14 @@ class EavesdropperConfig:
         folder: where captures are written: a path, or a URL for fsspec.
         advertise_host: name of this host for learners, where it differs from that of `listen`.
         allow_imports: whether a run spec may name code to import; without it, less can be noticed of such a run.
+        credentials: of this eavesdropper.
     """
 
     listen: str = "127.0.0.1:0"
     folder: str | Path = "sottovoce-captures"
     advertise_host: str | None = None
     allow_imports: bool = False
+    credentials: Credentials = field(default_factory=Credentials)
 
 
 @dataclass(slots=True)
@@ -82,6 +86,15 @@ class _Recording:
             self.file.gaps.over(sender, well=well)
             if not self.unsure:
                 self.mirrored.set()
+
+    def require_opener(self, caller: str) -> None:
+        """A capture is its coordinator's.
+
+        Raises:
+            StrangerError: another one asks.
+        """
+        if caller != self.file.opener:
+            raise StrangerError(f"the capture is of {self.file.opener or 'a coordinator without an identity'}")
 
     @property
     def unsure(self) -> bool:
@@ -131,11 +144,17 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
         self.address = ""
 
     async def start(self) -> str:
-        """Listen; returns the address."""
+        """Listen; returns the address.
+
+        Raises:
+            SottovoceError: it cannot listen there, or its identity cannot be used.
+        """
+        self.config.credentials.require(Role.EAVESDROPPER)
         self.service = await start_server(
             self.config.listen,
             lambda server: eavesdropper_pb2_grpc.add_EavesdropperServicer_to_server(self, server),
             [NAME],
+            self.config.credentials,
         )
         self.address = self._advertised(self.service.address)
         return self.address
@@ -154,8 +173,11 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
     ) -> eavesdropper_pb2.OpenCaptureResponse:
         """Begin a capture, with one relay per route; or take up one that was left open."""
         async with answering(context):
+            opener = self._caller(context)
+            require_run_id(request.run_id)
             if request.resume:
                 recording = await self._of_run(request.run_id)
+                recording.require_opener(opener)
                 await recording.lead(request.routes)
                 if request.spec:
                     await recording.amend(json.dumps(document_from_wire(request.spec)))
@@ -168,7 +190,11 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
             file = await asyncio.to_thread(
                 _begin, folder, capture_id, request, spec, allow_imports=self.config.allow_imports
             )
-            relays = [Relay(route, file) for route in request.routes]
+            file.opener = opener
+            relays = [
+                Relay(route, file, ends=who.ends(route), credentials=self.config.credentials)
+                for route in request.routes
+            ]
             addresses = [await relay.start(self._host()) for relay in relays]
             file.routes = [_route(*each) for each in zip(request.routes, addresses, strict=True)]
             await asyncio.to_thread(file.describe)
@@ -196,13 +222,15 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
         if left is None:
             return None
         file, streams = await asyncio.to_thread(resumed, left, allow_imports=self.config.allow_imports)
-        relays = []
+        relays, who = [], Participants.of(file.spec)
         for each in file.routes:
             route = eavesdropper_pb2.Route(caller=each["caller"], callee=each["callee"], target=each["target"])
-            relays.append(Relay(route, file, streams=streams.get((route.caller, route.callee), 0)))
+            before = streams.get((route.caller, route.callee), 0)
+            ends, credentials = who.ends(route), self.config.credentials
+            relays.append(Relay(route, file, streams=before, ends=ends, credentials=credentials))
         try:
             for relay, each in zip(relays, file.routes, strict=True):
-                await relay.listen(each["address"])
+                await relay.open(each["address"])
         except BaseException:  # a port that is taken may be free later, and then the others must be, too
             await asyncio.gather(*(relay.stop() for relay in relays))
             raise
@@ -214,6 +242,7 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
         """End a capture; once closed, closing it again says what was captured."""
         async with answering(context):
             capture = self._known(request.capture_id)
+            capture.require_opener(self._caller(context))
             await self._close(capture, drain_s=_MIRROR_DRAIN_S)
             return eavesdropper_pb2.CloseCaptureResponse(capture=_info(capture.file))
 
@@ -248,9 +277,10 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
         """Copies from a learner: one row per receiver."""
         taken = 0
         async with answering(context), contextlib.AsyncExitStack() as held:
-            capture = None
+            capture, caller = None, self.config.credentials.caller(context)
             async for request in requests:
                 of_run = capture or await self._of_run(request.run_id)
+                of_run.who.require_itself(request.sender, caller)
                 rows = of_run.who.rows(request)
                 if capture is None:
                     capture = of_run
@@ -259,6 +289,11 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
                 taken += len(request.messages)
                 await capture.file.room()
         return eavesdropper_pb2.MirrorResponse(messages=taken)
+
+    def _caller(self, context: Context) -> str:
+        """Who opens a capture, as it is written down; empty: nobody has a name here."""
+        caller = self.config.credentials.caller(context)
+        return "" if caller is None else str(caller)
 
     def _known(self, capture_id: str) -> _Recording:
         if capture_id not in self._captures:

@@ -14,8 +14,12 @@ import grpc
 import structlog
 
 from sottovoce.errors import NotReady, RemoteProtocolError, SottovoceError, StrangerError, Unavailable
+from sottovoce.spec import RunSpec
 from sottovoce_learner.session import Session
 from sottovoce_rpc.codec import from_fields, read_hello, to_fields
+from sottovoce_rpc.credentials import Credentials
+from sottovoce_rpc.directives import Neighbour
+from sottovoce_rpc.principals import Principal, Role
 from sottovoce_rpc.server import HELLO_S, channel
 from sottovoce_rpc.specs import plan_hash
 from sottovoce_rpc.status import Ending
@@ -41,11 +45,16 @@ def _hello(session: Session, neighbour: int) -> bytes:
     return learner_pb2.ExchangeMessage(hello=said).SerializeToString()
 
 
-def _greeted(session: Session, payload: bytes) -> tuple[int, int]:
+def _greeted(session: Session, payload: bytes, caller: Principal | None = None) -> tuple[int, int]:
     """Index of the other side, and the first round that it has not heard.
 
+    Args:
+        session: of the run.
+        payload: its Hello.
+        caller: who has opened the stream, where that is known.
+
     Raises:
-        StrangerError: of another run, not a neighbour, or an older process of one.
+        StrangerError: of another run, not a neighbour, or an older process of one; or it speaks in another one's name.
         DataError: it has heard rounds that this learner's log does not have.
         RemoteProtocolError: no Hello, or of another plan or other fields: the same words would mean something else.
     """
@@ -53,6 +62,7 @@ def _greeted(session: Session, payload: bytes) -> tuple[int, int]:
     if said.run_id != told.run_id:
         raise StrangerError(f"this learner is in another run than {said.run_id!r}")
     session.inbox.next_round(said.learner)
+    _require_itself(told.spec, said.learner, caller)
     if said.plan_hash != (ours := plan_hash(told.spec, told.n_features)):
         raise RemoteProtocolError(
             f"learner {said.learner} must have the plan {ours.hex()[:16]}, got {said.plan_hash.hex()[:16]}: it was told "
@@ -73,49 +83,75 @@ def _greeted(session: Session, payload: bytes) -> tuple[int, int]:
     return said.learner, said.next_round
 
 
-async def accept(session: Session | None, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+def _require_itself(spec: RunSpec, learner: int, caller: Principal | None) -> None:
+    """A neighbour speaks for itself; a relay for whoever speaks through it, where the run is overheard so.
+
+    Raises:
+        StrangerError: somebody else does.
+    """
+    if caller is None or (caller.role is Role.EAVESDROPPER and spec.capture == "relay"):
+        return
+    if (caller.role, caller.name) != (Role.LEARNER, spec.names[learner]):
+        raise StrangerError(f"{caller} must not speak for learner {spec.names[learner]!r}")
+
+
+async def accept(
+    session: Session | None, context: grpc.aio.ServicerContext[Any, Any], caller: Principal | None = None
+) -> None:
     """Serve a stream that a neighbour opened, until it ends.
+
+    Args:
+        session: of the run; None: there is none.
+        context: of the stream.
+        caller: who has opened it, where that is known.
 
     Raises:
         SottovoceError: the other side erred; the caller makes a status of it.
     """
     if session is None:
         raise NotReady("this learner is not in a run")
-    neighbour, next_round = _greeted(session, await _first(context))
+    neighbour, next_round = _greeted(session, await _first(context), caller)
     if neighbour > session.role.index:
         raise RemoteProtocolError(f"the lower index opens the stream: learner {neighbour} must wait for us")
     await context.write(_hello(session, neighbour))  # before the link's first write: one operation at a time
     await _hold(session, neighbour, context, next_round)
 
 
-async def keep_open(session: Session, neighbour: int, address: str) -> None:
+async def keep_open(session: Session, neighbour: Neighbour, credentials: Credentials) -> None:
     """Hold the stream to a neighbour open until cancelled."""
-    attempt = 0
-    async with channel(address) as to:
-        # No serialisers: bytes as they were journaled.
-        method: grpc.aio.StreamStreamMultiCallable[Any, Any] = to.stream_stream(_METHOD)
-        while not session.silent:
-            call = method()
-            ending = Ending(call)
-            try:
-                await _converse(session, neighbour, call)
-                attempt = 0
-            except (grpc.aio.AioRpcError, SottovoceError) as error:
-                attempt += 1
-                text = (await ending.status()).details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
-                log.warning("stream ended", neighbour=neighbour, attempt=attempt, reason=text)
-            finally:
-                call.cancel()
-            await asyncio.sleep(_BACKOFF_S[min(attempt, len(_BACKOFF_S) - 1)])
+    index, attempt = neighbour.index, 0
+    whom = (Role.EAVESDROPPER, "") if neighbour.relayed else (Role.LEARNER, session.role.spec.names[index])
+    while not session.silent:
+        try:
+            async with channel(neighbour.address, *whom, credentials=credentials) as to:  # a new one: it may be renewed
+                await _converse(session, index, to)
+            attempt = 0
+        except SottovoceError as error:
+            attempt += 1
+            log.warning("stream ended", neighbour=index, attempt=attempt, reason=str(error))
+        await asyncio.sleep(_BACKOFF_S[min(attempt, len(_BACKOFF_S) - 1)])
 
 
-async def _converse(session: Session, neighbour: int, call: grpc.aio.StreamStreamCall[Any, Any]) -> None:
-    """One stream, from hello to end."""
-    await call.write(_hello(session, neighbour))
-    peer, next_round = _greeted(session, await _first(call))
-    if peer != neighbour:
-        raise StrangerError(f"expected learner {neighbour} at its address, found learner {peer}")
-    await _hold(session, neighbour, call, next_round)
+async def _converse(session: Session, neighbour: int, to: grpc.aio.Channel) -> None:
+    """One stream, from hello to end.
+
+    Raises:
+        SottovoceError: it broke, or the other side erred.
+    """
+    # No serialisers: bytes as they were journaled.
+    method: grpc.aio.StreamStreamMultiCallable[Any, Any] = to.stream_stream(_METHOD)
+    call = method()
+    ending = Ending(call)
+    try:
+        await call.write(_hello(session, neighbour))
+        peer, next_round = _greeted(session, await _first(call))
+        if peer != neighbour:
+            raise StrangerError(f"expected learner {neighbour} at its address, found learner {peer}")
+        await _hold(session, neighbour, call, next_round)
+    except grpc.aio.AioRpcError:
+        raise Unavailable((await ending.status()).details() or "the stream broke") from None
+    finally:
+        call.cancel()
 
 
 async def _first(stream: Any) -> bytes:

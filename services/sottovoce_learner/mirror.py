@@ -15,6 +15,8 @@ from collections import deque
 import grpc
 import structlog
 
+from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
+from sottovoce_rpc.principals import Role
 from sottovoce_rpc.server import channel
 from sottovoce_rpc.status import Ending
 from sottovoce_wire.v1 import eavesdropper_pb2, eavesdropper_pb2_grpc
@@ -44,9 +46,11 @@ class Mirror:
         run_id: the run.
         sender: the learner's index.
         address: the eavesdropper.
+        credentials: of the learner.
     """
 
-    def __init__(self, run_id: str, sender: int, address: str) -> None:
+    def __init__(self, run_id: str, sender: int, address: str, credentials: Credentials = NO_IDENTITY) -> None:
+        self._credentials = credentials
         self._run_id, self._sender, self._address = run_id, sender, address
         self._waiting: deque[eavesdropper_pb2.MirroredMessage] = deque(maxlen=MOST_WAITING)
         self._sent: deque[eavesdropper_pb2.MirroredMessage] = deque(maxlen=AGAIN)
@@ -72,21 +76,20 @@ class Mirror:
     async def run(self) -> None:
         """Send batches until ended, or refused; an eavesdropper that is away is waited for."""
         attempts = 0
-        async with channel(self._address) as to:
-            stub = eavesdropper_pb2_grpc.EavesdropperStub(to)
-            while self._ended_at is None or time.monotonic() - self._ended_at < LAST_S:
-                began = time.monotonic()
+        while self._ended_at is None or time.monotonic() - self._ended_at < LAST_S:
+            began = time.monotonic()
+            async with channel(self._address, Role.EAVESDROPPER, credentials=self._credentials) as to:
                 try:
-                    await self._send(stub.Mirror())
+                    await self._send(eavesdropper_pb2_grpc.EavesdropperStub(to).Mirror())
                     return
                 except grpc.aio.AioRpcError as error:
                     log.warning("mirroring broke off", attempts=attempts, reason=error.details())
                     if error.code() in _REFUSED:
                         return
-                attempts = attempts + 1 if time.monotonic() - began < _BACKOFF_S[-1] else 0
-                self._waiting = deque([*self._sent, *self._waiting], self._waiting.maxlen)
-                self._sent.clear()
-                await asyncio.sleep(_JITTER.uniform(0.5, 1.0) * _BACKOFF_S[min(attempts, len(_BACKOFF_S) - 1)])
+            attempts = attempts + 1 if time.monotonic() - began < _BACKOFF_S[-1] else 0
+            self._waiting = deque([*self._sent, *self._waiting], self._waiting.maxlen)
+            self._sent.clear()
+            await asyncio.sleep(_JITTER.uniform(0.5, 1.0) * _BACKOFF_S[min(attempts, len(_BACKOFF_S) - 1)])
 
     async def _send(
         self, call: grpc.aio.StreamUnaryCall[eavesdropper_pb2.MirrorRequest, eavesdropper_pb2.MirrorResponse]

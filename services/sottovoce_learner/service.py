@@ -15,7 +15,15 @@ from typing import Any, Literal, TextIO
 import grpc
 import structlog
 
-from sottovoce.errors import DataError, NotReady, RemoteProtocolError, SottovoceError, SpecError, Unavailable
+from sottovoce.errors import (
+    DataError,
+    NotReady,
+    RemoteProtocolError,
+    SottovoceError,
+    SpecError,
+    StrangerError,
+    Unavailable,
+)
 from sottovoce.noise import KeyedNoise, Noise, OpenDpNoise, RecordedNoise, SystemNoise
 from sottovoce.running.transcript import read_noise
 from sottovoce.spec import LEARNER_NAME
@@ -27,13 +35,15 @@ from sottovoce_learner.role import Role
 from sottovoce_learner.session import Session
 from sottovoce_learner.standing import Files, under_way
 from sottovoce_learner.store import claim, end_run
-from sottovoce_rpc import directives
+from sottovoce_rpc import directives, principals
 from sottovoce_rpc.codec import from_tensor, to_tensor
-from sottovoce_rpc.directives import Directive, Epoch, Grant, Stop, from_wire
+from sottovoce_rpc.credentials import Credentials
+from sottovoce_rpc.directives import Directive, Epoch, Grant, Neighbour, Stop, from_wire
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 from sottovoce_rpc.logs import failure
-from sottovoce_rpc.server import HELLO_S, Service, announce, channel, is_loopback, serve_until_stopped, start_server
-from sottovoce_rpc.specs import plan_hash, spec_from_wire
+from sottovoce_rpc.loopback import is_loopback
+from sottovoce_rpc.server import HELLO_S, Service, announce, channel, reach, serve_until_stopped, start_server
+from sottovoce_rpc.specs import plan_hash, require_run_id, spec_from_wire
 from sottovoce_rpc.status import Ending, answering, as_error
 from sottovoce_rpc.tasks import Tasks, beside, drained
 from sottovoce_rpc.waiting import Waiting
@@ -70,6 +80,9 @@ class LearnerConfig:
         budget: epsilon that the owner allows in all runs together, by the ledger in `state_folder`; None: no limit.
         noise: what draws the noise: `sottovoce.noise.SystemNoise`, or OpenDP (extra `opendp`).
         noise_seed: a text that all noise follows from, with the name of the run: for tests and demos, on loopback only.
+        credentials: of this learner, whose name they must hold.
+        owners: who may see its ledger, ask for predictions, and bring records besides itself, as `role/name`.
+        feeders: who else may bring records besides `feeder/NAME`, as `role/name`.
     """
 
     name: str
@@ -83,6 +96,9 @@ class LearnerConfig:
     budget: float | None = None
     noise: _Sampler = "bitwise"
     noise_seed: str | None = None
+    credentials: Credentials = field(default_factory=Credentials)
+    owners: tuple[str, ...] = ()
+    feeders: tuple[str, ...] = ()
 
     @property
     def private(self) -> bool:
@@ -93,8 +109,8 @@ class LearnerConfig:
         """Refuse what would not protect anybody, or not be found.
 
         Raises:
-            SpecError: recorded or seeded noise on an address that others can reach, more than one way to get noise, or no
-                address to give to others.
+            SpecError: recorded or seeded noise on an address that others can reach, more than one way to get noise, no
+                address to give to others, or an owner or a feeder that is no identity.
         """
         if re.fullmatch(LEARNER_NAME, self.name) is None:
             raise SpecError(f"a learner's name is part of file names: it must match {LEARNER_NAME}, got {self.name!r}")
@@ -106,6 +122,8 @@ class LearnerConfig:
             raise SpecError(f"{kind} protects nobody and is allowed on loopback addresses only, got {addresses}")
         if self.noise_seed is not None and (self.recorded_noise is not None or self.noise != "bitwise"):
             raise SpecError("a noise seed goes with neither recorded noise nor OpenDP's, which takes no seed")
+        for each in (*self.owners, *self.feeders):
+            principals.Principal.of("any", each)
         if self.advertise is None and self.listen.startswith(("0.0.0.0:", "[::]:")):
             raise SpecError(
                 f"listening on all addresses ({self.listen}) needs --advertise HOST:PORT, the address for others"
@@ -143,11 +161,13 @@ class Learner:
         """Claim the state folder and listen; returns the address for others.
 
         Raises:
-            NotReady: another process is this learner, or the state folder cannot be written.
+            NotReady: another process is this learner, its state folder cannot be written, or its identity is another one's.
+            SpecError: other machines can reach the address, and it has no identity.
             DataError: its identity is damaged.
             Unavailable: the address cannot be listened on.
         """
         folder = self.config.state_folder
+        self.config.credentials.require(principals.Role.LEARNER, self.config.name)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             held = claim(folder, self.config.name)
@@ -155,7 +175,7 @@ class Learner:
                 self._identity = Identity.of(folder, self.config.name)
                 with contextlib.suppress(DataError):  # a damaged folder is told to whoever starts a run
                     await asyncio.to_thread(end_run, folder, self.config.name)  # what a death has left of it
-                self.service = await start_server(self.config.listen, self._add, [NAME])
+                self.service = await start_server(self.config.listen, self._add, [NAME], self.config.credentials)
             except BaseException:
                 held.close()
                 raise
@@ -170,15 +190,18 @@ class Learner:
         Raises:
             Unavailable: it could not be reached in the first place.
         """
-        async with channel(self.config.coordinator) as to:
-            await self._reachable(to)
+        async with self._to_coordinator() as to:
+            await reach(to, f"the coordinator at {self.config.coordinator}", self.config.join_timeout_s)
         attempts = 0
         while True:
             joined = asyncio.Event()
-            async with channel(self.config.coordinator) as to:  # a new one: an old one waits ever longer by itself
+            async with self._to_coordinator() as to:  # a new one: an old one waits ever longer by itself
                 await self._follow_once(coordinator_pb2_grpc.CoordinatorStub(to), address, joined)
             attempts = 0 if joined.is_set() else attempts + 1
             await asyncio.sleep(self._pause(attempts))
+
+    def _to_coordinator(self) -> grpc.aio.Channel:
+        return channel(self.config.coordinator, principals.Role.COORDINATOR, credentials=self.config.credentials)
 
     def _pause(self, attempts: int) -> float:
         """Seconds until the next attempt to join: longer each time, never as long as a run's deadline, and not all at once."""
@@ -241,16 +264,6 @@ class Learner:
             await self.service.stop()
         if self._claim is not None:
             self._claim.close()
-
-    async def _reachable(self, to: grpc.aio.Channel) -> None:
-        try:
-            async with asyncio.timeout(self.config.join_timeout_s):
-                await to.channel_ready()
-        except TimeoutError:
-            raise Unavailable(
-                f"cannot reach the coordinator at {self.config.coordinator} within {self.config.join_timeout_s:g} s: "
-                "is it running, and is the address right?"
-            ) from None
 
     async def _join(self, call: _JoinCall, address: str) -> None:
         """Introduce ourselves and be let in: with a new incarnation, written and confirmed, or with that of this process.
@@ -393,7 +406,8 @@ class Learner:
         await self._end_run()
         self._attempt, self._stopped = told.attempt, ""
         role = _role(run_id, told, self._identity, imports=self.config.allow_imports)
-        self._mirror = Mirror(run_id, told.index, told.mirror) if told.mirror else None
+        credentials = self.config.credentials
+        self._mirror = Mirror(run_id, told.index, told.mirror, credentials) if told.mirror else None
         if (before := self._of_run(run_id)) is not None:
             before.replaced.set()
         self._session = Session(
@@ -427,22 +441,23 @@ class Learner:
         )
         for neighbour in epoch.neighbours:
             if neighbour.index > session.role.index:
-                self._open(session, neighbour.index, neighbour.address)
+                self._open(session, neighbour)
         if begun:
             return
         if self._mirror is not None:
             self._copying.start(self._mirror.run(), "nothing more is mirrored")
         self._rounds.start(self._run(session), "the rounds broke off")
 
-    def _open(self, session: Session, neighbour: int, address: str) -> None:
+    def _open(self, session: Session, neighbour: Neighbour) -> None:
         """Hold the stream to a neighbour open, which may have come back elsewhere."""
-        before, opened = self._opened.get(neighbour, ("", None))
+        index, address = neighbour.index, neighbour.address
+        before, opened = self._opened.get(index, ("", None))
         if address in (before, ""):  # it is where it was, or has not joined yet
             return
         if opened is not None:
             opened.cancel()
-        task = self._channels.start(exchange.keep_open(session, neighbour, address), "a channel is given up")
-        self._opened[neighbour] = address, task
+        held = exchange.keep_open(session, neighbour, self.config.credentials)
+        self._opened[index] = address, self._channels.start(held, "a channel is given up")
 
     async def _run(self, session: Session) -> None:
         await session.run()
@@ -512,6 +527,24 @@ class Learner:
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(NAME, handlers),))
 
+    @property
+    def _owners(self) -> frozenset[str]:
+        return frozenset((f"{principals.Role.LEARNER}/{self.config.name}", *self.config.owners))
+
+    @property
+    def _feeders(self) -> frozenset[str]:
+        return self._owners | {f"{principals.Role.FEEDER}/{self.config.name}", *self.config.feeders}
+
+    def _require(self, context: Context, names: frozenset[str], *roles: principals.Role) -> None:
+        """Hold a call to whom its owner has named.
+
+        Raises:
+            StrangerError: the caller is not one of them, and has none of these roles.
+        """
+        caller = self.config.credentials.caller(context)
+        if caller is not None and str(caller) not in names and caller.role not in roles:
+            raise StrangerError(f"{caller} is not one whom the owner of {self.config.name!r} has named for this")
+
     def _in_run(self) -> Session:
         if self._session is None:
             raise NotReady("this learner is not in a run yet")
@@ -523,12 +556,13 @@ class Learner:
             if session is not None and not session.introduced:
                 raise NotReady("this learner does not know its neighbours yet")
             async with beside(_replacement(session)):
-                await exchange.accept(session, context)
+                await exchange.accept(session, context, self.config.credentials.caller(context))
 
     async def _ingest(
         self, batches: AsyncIterator[learner_pb2.SampleBatch], context: Context
     ) -> AsyncIterator[learner_pb2.IngestReceipt]:
         async with answering(context):
+            self._require(context, self._feeders)
             session = self._in_run()
             taken, source = 0, ""
             with session.receipts.stream():
@@ -542,6 +576,7 @@ class Learner:
 
     async def _predict(self, request: learner_pb2.PredictRequest, context: Context) -> learner_pb2.PredictResponse:
         async with answering(context):
+            self._require(context, self._owners)
             session = self._in_run()
             if not session.role.spec.telemetry.predict:
                 raise NotReady("predictions depend on private data; this run did not opt in (telemetry.predict)")
@@ -550,6 +585,7 @@ class Learner:
 
     async def _ledger(self, request: learner_pb2.LedgerRequest, context: Context) -> learner_pb2.LedgerResponse:
         async with answering(context):
+            self._require(context, self._owners)
             lines = await asyncio.to_thread(Ledger(self.config.state_folder).lines, self.config.name)
             return learner_pb2.LedgerResponse(
                 lines=[learner_pb2.LedgerLine(algorithm=line.algorithm, **asdict(line)) for line in lines],
@@ -557,7 +593,9 @@ class Learner:
             )
 
     async def _status(self, request: learner_pb2.StatusRequest, context: Context) -> learner_pb2.StatusResponse:
-        return learner_pb2.StatusResponse(status=self.status.to_wire())
+        async with answering(context):
+            self._require(context, self._feeders, principals.Role.OPERATOR, principals.Role.COORDINATOR)
+            return learner_pb2.StatusResponse(status=self.status.to_wire())
 
 
 async def _receipt(session: Session, source: str) -> learner_pb2.IngestReceipt:
@@ -609,8 +647,7 @@ def _role(run_id: str, told: directives.Assignment, own: Identity, *, imports: b
         RemoteProtocolError: it contradicts itself, or is another learner's.
         SpecError: the run spec is not valid.
     """
-    if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", run_id) is None:
-        raise RemoteProtocolError(f"a run id must be letters, digits, dots, dashes and underscores, got {run_id!r}")
+    require_run_id(run_id)
     spec = spec_from_wire(told.spec, imports=imports)
     return Role(run_id, spec, told.n_features, told.index, own.learner, own.incarnation)
 

@@ -36,6 +36,7 @@ class Neighbour:
         address: its own, or that of a relay in its place.
         weight: of its messages; 0: they do not come here.
         told: messages go to it.
+        relayed: a relay listens at the address.
     """
 
     index: int
@@ -43,6 +44,7 @@ class Neighbour:
     address: str
     weight: float
     told: bool
+    relayed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +139,14 @@ def _to_wire(run_id: str, told: Directive) -> coordinator_pb2.Directive:
             return pb.Directive(run_id=run_id, assignment=assignment)
         case Epoch(first_round, neighbours):
             named = [
-                pb.Neighbour(index=each.index, name=each.name, address=each.address, weight=each.weight, told=each.told)
+                pb.Neighbour(
+                    index=each.index,
+                    name=each.name,
+                    address=each.address,
+                    weight=each.weight,
+                    told=each.told,
+                    relayed=each.relayed,
+                )
                 for each in neighbours
             ]
             return pb.Directive(run_id=run_id, epoch=pb.TopologyEpoch(first_round=first_round, neighbours=named))
@@ -158,7 +167,9 @@ def from_wire(said: coordinator_pb2.Directive) -> Directive | None:
             told = said.assignment
             return Assignment(told.spec, told.n_features, told.index, told.mirror_address, told.attempt)
         case "epoch":
-            neighbours = (Neighbour(n.index, n.name, n.address, n.weight, n.told) for n in said.epoch.neighbours)
+            neighbours = (
+                Neighbour(n.index, n.name, n.address, n.weight, n.told, n.relayed) for n in said.epoch.neighbours
+            )
             return Epoch(said.epoch.first_round, tuple(neighbours))
         case "grant":
             return Grant(said.grant.until_round)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import ipaddress
 import json
 import os
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
@@ -22,8 +22,12 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from sottovoce.errors import SpecError, Unavailable
+from sottovoce_rpc.access import Access
+from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
 from sottovoce_rpc.decoding import Decoding
 from sottovoce_rpc.logs import tell_no_texts
+from sottovoce_rpc.principals import Role
+from sottovoce_rpc.status import handshake
 from sottovoce_rpc.tasks import Tasks, drained
 
 _DRAIN_S = 3.0
@@ -34,6 +38,8 @@ MAX_MESSAGE = 256 * 1024 * 1024
 USUAL_PAGE, LONGEST_PAGE = 100, 1_000
 
 T = TypeVar("T")
+
+Channel = grpc.aio.Channel
 
 SERVER_OPTIONS = (
     ("grpc.compression_enabled_algorithms_bitset", 1),  # none: a small message must not become a large one
@@ -56,20 +62,51 @@ CHANNEL_OPTIONS = (
 )
 
 
-def channel(address: str) -> grpc.aio.Channel:
-    """A channel to one of our services."""
-    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+def channel(
+    address: str, whom: Role | None = None, name: str = "", *, credentials: Credentials = NO_IDENTITY
+) -> Channel:
+    """A channel to one of our services.
+
+    Args:
+        address: where it listens.
+        whom: the role of whoever must be there, where this process has an identity.
+        name: its name; empty: whoever has that role.
+        credentials: of this process.
+
+    Raises:
+        SpecError: it is on another machine, and this process has no identity.
+        NotReady: the files of the identity cannot be used.
+    """
+    return credentials.channel(address, whom, name, CHANNEL_OPTIONS)
 
 
-def is_loopback(address: str) -> bool:
-    """True when nobody outside this machine can reach the address."""
-    host = address.removeprefix("ipv4:").removeprefix("ipv6:").rsplit(":", 1)[0].strip("[]")
-    if address.startswith("unix:") or host == "localhost":
-        return True
+async def reach(to: Channel, who: str, seconds: float) -> None:
+    """Wait until a service is there.
+
+    Args:
+        to: leads to it.
+        who: it is, for people.
+        seconds: to wait.
+
+    Raises:
+        Unavailable: it is not there by then, and why, as far as that is known.
+    """
     try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a name: who knows where it leads
-        return False
+        async with asyncio.timeout(seconds):
+            await to.channel_ready()
+    except TimeoutError:
+        why = await _why_not(to) or "is it running, and is the address right?"
+        raise Unavailable(f"cannot reach {who} within {seconds:g} s: {why}") from None
+
+
+async def _why_not(to: Channel) -> str:
+    """What the ends of a channel have against each other; empty: nothing is known."""
+    stub: Any = health_pb2_grpc.HealthStub(to)
+    try:
+        await stub.Check(health_pb2.HealthCheckRequest(), timeout=HELLO_S)
+    except grpc.aio.AioRpcError as error:
+        return handshake(error.details() or "")
+    return ""
 
 
 @dataclass(slots=True)
@@ -86,24 +123,30 @@ class Service:
         await self.server.stop(_GRACE_S)
 
 
-async def start_server(listen: str, add: Callable[[grpc.aio.Server], None], names: Iterable[str]) -> Service:
+async def start_server(
+    listen: str, add: Callable[[grpc.aio.Server], None], names: Iterable[str], credentials: Credentials = NO_IDENTITY
+) -> Service:
     """Start a server.
 
     Args:
         listen: `host:port`; port 0 picks a free one.
         add: registers the servicers.
         names: full names of the services, for health and reflection.
+        credentials: of this process.
 
     Raises:
+        SpecError: other machines can reach the address, and this process has no identity.
+        NotReady: the files of the identity cannot be used.
         Unavailable: the address cannot be listened on.
     """
-    server = grpc.aio.server(interceptors=[Decoding()], options=SERVER_OPTIONS)
+    secured = credentials.of_server(listen)
+    server = grpc.aio.server(interceptors=[Access(credentials), Decoding()], options=SERVER_OPTIONS)
     add(server)
     checks = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)
     services = [*names, ""]
     reflection.enable_server_reflection([*services[:-1], health.SERVICE_NAME, reflection.SERVICE_NAME], server)
-    address = listen_on(server, listen)
+    address = listen_on(server, listen, secured)
     await server.start()
     for name in services:
         await checks.set(name, health_pb2.HealthCheckResponse.SERVING)
@@ -122,7 +165,10 @@ def listen_on(server: grpc.aio.Server, listen: str, credentials: grpc.ServerCred
         port = 0
     if port == 0:
         raise Unavailable(f"cannot listen on {listen}: the port is in use, or the host is not this machine's")
-    return listen if listen.startswith("unix:") else f"{listen.rsplit(':', 1)[0]}:{port}"
+    if listen.startswith("unix:"):
+        Path(listen.removeprefix("unix:").removeprefix("//")).chmod(0o600)  # for this user alone
+        return listen
+    return f"{listen.rsplit(':', 1)[0]}:{port}"
 
 
 def announce(service: str, **facts: str) -> None:

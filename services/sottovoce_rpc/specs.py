@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Mapping
 
 import structlog
 
-from sottovoce.errors import SpecError
+from sottovoce.errors import RemoteProtocolError, SpecError
 from sottovoce.spec import RunSpec, parse_spec
 from sottovoce.spec_versions import stamped, tolerated
 from sottovoce_rpc.server import MAX_MESSAGE
@@ -71,3 +72,15 @@ def check_size(shapes: Mapping[str, tuple[int, ...]]) -> None:
     size = 8 * sum(math.prod(shape) for shape in shapes.values())
     if size > MAX_MESSAGE:
         raise SpecError(f"a message may have {MAX_MESSAGE} bytes, got {size}: n_features is too large")
+
+
+def require_run_id(run_id: str) -> None:
+    """Refuse what cannot be part of a file's name, as a run's id is.
+
+    Raises:
+        RemoteProtocolError: it cannot.
+    """
+    if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", run_id) is None:
+        raise RemoteProtocolError(
+            f"a run id must be at most 128 letters, digits, dots, dashes and underscores, got {run_id[:200]!r}"
+        )

@@ -39,6 +39,19 @@ _DETAILS = "grpc-status-details-bin"
 _BROKEN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 _LATE_S = 1.0
 _WRITE_FAILED = (grpc.StatusCode.INTERNAL, "Internal error from Core")  # gRPC's own words, in grpc.aio
+_HANDSHAKES = {
+    ("Hostname Verification",): "somebody else is there: its certificate names another one",
+    (
+        "CERTIFICATE_VERIFY_FAILED",
+    ): "its certificate is of no authority that this process believes (ca.crt), or out of its time",
+    ("WRONG_VERSION_NUMBER",): "it speaks in the clear, and this process has an identity: give it one, too",
+    (
+        "failed to connect",
+        "Socket closed",
+    ): "it is there and refuses: its channels are encrypted, and this process shows no "
+    "identity (--identity), or one that it does not believe",
+}
+"""What gRPC says of a channel that did not come about, in other words."""
 _NO_MESSAGE = "a message must be one of this method, got bytes that are none"
 
 T = TypeVar("T")
@@ -66,6 +79,8 @@ class answering:  # noqa: N801 - it reads as a function; a class, for its type s
         if isinstance(error, errors.SottovoceError):
             reason, code = next(_TABLE[each] for each in type(error).__mro__ if each in _TABLE)
             await self._context.abort(code, str(error), ((_DETAILS, _details(reason, code, error)),))
+        elif isinstance(error, NotImplementedError):  # of a service of gRPC's own, which has less than its contract
+            await self._context.abort(grpc.StatusCode.UNIMPLEMENTED, "not implemented")
         elif isinstance(error, Exception) and not isinstance(error, grpc.aio.BaseError):  # an abort, a lost connection
             log.error("bug", **failure(error))  # gRPC would send its text, and that may quote a record
             await self._context.abort(grpc.StatusCode.INTERNAL, "an internal error; the log of the service says where")
@@ -141,7 +156,7 @@ def as_error(refusal: grpc.aio.AioRpcError, who: str) -> errors.SottovoceError:
     """What a failed call means to its caller: our own class where the status carries a reason that is known here."""
     text = refusal.details() or refusal.code().name
     if refusal.code() in _BROKEN:
-        return errors.Unavailable(f"cannot reach {who}: {text}")
+        return errors.Unavailable(f"cannot reach {who}: {handshake(text) or text}")
     info = _info(refusal)
     kind = errors.SottovoceError if info is None else _KINDS.get(info.reason, errors.SottovoceError)
     if kind is errors.CheckFailed and info is not None:
@@ -152,6 +167,11 @@ def as_error(refusal: grpc.aio.AioRpcError, who: str) -> errors.SottovoceError:
     if info is None and refusal.code() is grpc.StatusCode.INVALID_ARGUMENT:
         return errors.SpecError(text)
     return errors.SottovoceError(f"{who}: {text} ({refusal.code().name})")
+
+
+def handshake(text: str) -> str:
+    """Why a channel did not come about, where gRPC's words say that its ends do not believe each other; else empty."""
+    return next((words for signs, words in _HANDSHAKES.items() if all(sign in text for sign in signs)), "")
 
 
 def _info(refusal: grpc.aio.AioRpcError) -> error_details_pb2.ErrorInfo | None:

@@ -69,6 +69,6 @@ async def test_what_is_refused_is_raised_at_the_start(tmp_path: Path) -> None:
 
 async def test_nobody_there_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deployment, "CONNECT_S", 0.2)
-    with pytest.raises(Unavailable, match=r"no coordinator answers at 127\.0\.0\.1:1 within"):
+    with pytest.raises(Unavailable, match=r"cannot reach the coordinator at 127\.0\.0\.1:1 within"):
         async with connect("127.0.0.1:1"):
             pass

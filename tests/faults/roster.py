@@ -372,6 +372,23 @@ async def _late_by_a_link(stage: Stage) -> None:
     link.heal()
 
 
+async def _everybody_killed(stage: Stage) -> None:
+    """All learners, in any order, and back in another one."""
+    await stage.sometime()
+    names = list(NAMES)
+    stage.random.shuffle(names)
+    await asyncio.gather(*map(stage.kill, names))
+    for name in stage.random.sample(names, len(names)):
+        await stage.start(name)
+
+
+async def _coordinator_killed(stage: Stage) -> None:
+    await stage.sometime()
+    await stage.kill(COORDINATOR)
+    await asyncio.sleep(stage.random.uniform(0.0, 2.0))
+    await stage.start(COORDINATOR)
+
+
 def _changing(
     name: str, promise: str, act: Act, *, place: bool = False, linked: bool = False, blind: bool = False
 ) -> Fault:
@@ -382,8 +399,8 @@ def _losing(name: str, act: Act, *, linked: bool = False) -> Fault:
     return Fault(name, LOST, act, linked=linked, deadline_s=_LOST_S, late="drop", changing=True)
 
 
-def _holding(name: str, act: Act, *, linked: bool = False) -> Fault:
-    return Fault(name, WAITED_FOR, act, linked=linked, late="hold", changing=True)
+def _holding(name: str, act: Act, *, linked: bool = False, late: str = "hold") -> Fault:
+    return Fault(name, WAITED_FOR, act, linked=linked, late=late, changing=True)
 
 
 ROSTER = (
@@ -418,4 +435,9 @@ ROSTER = (
     _holding("late: frozen", _late),
     _holding("late: killed", _late_and_killed),
     _holding("late: a link is cut", _late_by_a_link, linked=True),
+    _holding("nobody waits: frozen", _late, late="async"),
+    _holding("nobody waits: killed", _late_and_killed, late="async"),
+    _holding("nobody waits: all learners killed", _everybody_killed, late="async"),
+    _holding("nobody waits: coordinator killed", _coordinator_killed, late="async"),
+    _holding("nobody waits: a link is cut", _late_by_a_link, linked=True, late="async"),
 )

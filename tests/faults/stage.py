@@ -36,16 +36,25 @@ class TooLate(Exception):
 
 
 def spec_of(clock: str, seconds: float, deadline_s: float, late: str = "wait", *, place: bool = False) -> RunSpec:
-    """A run that lasts about so long where nothing happens to it; `place`: the last learner is away until it joins."""
-    paced = clock == "paced"
+    """A run that lasts about so long where nothing happens to it.
+
+    Args:
+        clock: `free` or `paced`.
+        seconds: that it lasts.
+        deadline_s: of the clock.
+        late: what becomes of who is late; `async`: by the clock that waits for nobody.
+        place: the last learner is away until it joins.
+    """
+    paced = clock == "paced" and late != "async"
     chosen: dict[str, Any] = {
-        "mode": clock,
+        "mode": late if late == "async" else clock,
         "window": 10 if paced else 40,
         "deadline_s": deadline_s,
         "patience_s": deadline_s,
     }
     chosen |= {"period_s": PERIOD_S} if paced else {}
-    chosen |= {"late": late, "late_s": LATE_S} if late == "hold" else {"late": late}
+    if late != "async":  # a clock of its own: nobody is waited for at all
+        chosen |= {"late": late, "late_s": LATE_S} if late == "hold" else {"late": late}
     rounds = round(seconds / PERIOD_S if paced else seconds * FREE_ROUNDS)
     absences = [{"learner": NAMES[-1]}] if place else None
     return small_spec(rounds, list(NAMES), clock=chosen, capture="relay", absences=absences)

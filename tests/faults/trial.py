@@ -51,7 +51,7 @@ class Fault:
         linked: learners are reached, and reach the coordinator, by links.
         blind: rounds may be missing in the capture.
         deadline_s: of the clock.
-        late: what becomes of who is late, by the clock.
+        late: what becomes of who is late, by the clock; `async`: the clock that waits for nobody.
         place: one learner is away until it joins.
         changing: who takes part, or who is waited for, changes: what is said is what the simulator says by the spec as it is in
             the end.

@@ -22,15 +22,26 @@ from sottovoce_learner.bodies import Said
 from sottovoce_learner.entries import Kind
 from sottovoce_learner.service import Learner, LearnerConfig
 from sottovoce_learner.standing import Files, look
+from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
+from sottovoce_rpc.principals import Role
 from sottovoce_rpc.server import channel
 from sottovoce_rpc.specs import spec_to_wire
 from sottovoce_rpc.status import Ending
 from sottovoce_rpc.tasks import Tasks
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc, learner_pb2, learner_pb2_grpc
+from tests.services.identities import Identities
 
 PATIENCE_S = 100.0
 """Longest that a test waits for something that must happen."""
+
+
+OPERATOR = "operator/alice"
+
+
+def credentials_of(identities: Identities | None, whom: str) -> Credentials:
+    """Of `role/name`, where channels are encrypted."""
+    return Credentials() if identities is None else identities.of(whom)
 
 
 @dataclass
@@ -40,6 +51,7 @@ class Network:
     Attributes:
         folder: for journals and captures.
         coordinator, eavesdropper: addresses.
+        identities: of all, where channels are encrypted.
         learners: by name.
         addresses: of the learners, by name.
         budget: what the owners of learners that join from now on allow.
@@ -48,6 +60,7 @@ class Network:
     folder: Path
     coordinator: str
     eavesdropper: str
+    identities: Identities | None = None
     learners: dict[str, Learner] = field(default_factory=dict)
     addresses: dict[str, str] = field(default_factory=dict)
     budget: float | None = None
@@ -61,12 +74,27 @@ class Network:
         state = self.folder / "journals"
         learner = Learner(
             LearnerConfig(
-                name, self.coordinator, state_folder=state, recorded_noise=noise, allow_imports=True, budget=self.budget
+                name,
+                self.coordinator,
+                state_folder=state,
+                recorded_noise=noise,
+                allow_imports=True,
+                budget=self.budget,
+                credentials=credentials_of(self.identities, f"learner/{name}"),
+                owners=(OPERATOR,),
             )
         )
         self.addresses[name] = await learner.start()
         self.learners[name] = learner
         self.follow(name)
+
+    @property
+    def operator(self) -> Credentials:
+        """Of who starts runs, and owns all learners."""
+        return credentials_of(self.identities, OPERATOR)
+
+    def _to_coordinator(self) -> grpc.aio.Channel:
+        return channel(self.coordinator, Role.COORDINATOR, credentials=self.operator)
 
     def follow(self, name: str) -> None:
         """Let a learner follow the coordinator."""
@@ -79,12 +107,13 @@ class Network:
 
     async def start(self, spec: RunSpec, n_features: int) -> coordinator_pb2.Run:
         """Start a run."""
-        async with channel(self.coordinator) as to:
+        async with self._to_coordinator() as to:
             request = coordinator_pb2.StartRunRequest(spec=spec_to_wire(spec), n_features=n_features)
             return await coordinator_pb2_grpc.CoordinatorStub(to).StartRun(request, timeout=PATIENCE_S)
 
     async def run(self, spec: RunSpec, data: PlacedData, stop: asyncio.Event | None = None, **more: Any) -> Outcome:
         """Run to the end, as the client does."""
+        more = {"credentials": self.operator, **more}
         running = run_on(self.coordinator, spec, data, lambda progress, state: None, stop, **more)
         return await asyncio.wait_for(running, PATIENCE_S)
 
@@ -92,7 +121,7 @@ class Network:
         """Feed all learners, but for those named."""
         await asyncio.gather(
             *(
-                feed(self.addresses[name], run_id, own)
+                feed(self.addresses[name], run_id, own, learner=name, credentials=self.operator)
                 for name, own in zip(spec.names, data.learners, strict=True)
                 if name not in but
             )
@@ -104,6 +133,15 @@ class Network:
         async with asyncio.timeout(PATIENCE_S):
             while True:
                 if name not in self.coordinating._members:
+                    return
+                await asyncio.sleep(0.01)
+
+    async def until_here(self, name: str) -> None:
+        """Wait until a learner has joined."""
+        assert self.coordinating is not None
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                if name in self.coordinating._members:
                     return
                 await asyncio.sleep(0.01)
 
@@ -125,7 +163,7 @@ class Network:
 
     async def watch(self, run_id: str) -> AsyncIterator[coordinator_pb2.Run]:
         """The run as it stands, until its end."""
-        async with channel(self.coordinator) as to:
+        async with self._to_coordinator() as to:
             request = coordinator_pb2.WatchRunRequest(run_id=run_id)
             async for view in coordinator_pb2_grpc.CoordinatorStub(to).WatchRun(request, timeout=PATIENCE_S):
                 yield view
@@ -140,7 +178,7 @@ class Network:
 
     async def status(self, name: str) -> LearnerStatus:
         """What a learner says of itself."""
-        async with channel(self.addresses[name]) as to:
+        async with channel(self.addresses[name], Role.LEARNER, name, credentials=self.operator) as to:
             stub = learner_pb2_grpc.LearnerStub(to)
             answer = await stub.Status(learner_pb2.StatusRequest(), timeout=PATIENCE_S)
             return LearnerStatus.from_wire(answer.status)
@@ -157,14 +195,22 @@ class Network:
 
 @asynccontextmanager
 async def network(
-    folder: Path, names: Sequence[str], *, noise: Path | None = None, durable: bool = False
+    folder: Path,
+    names: Sequence[str],
+    *,
+    noise: Path | None = None,
+    durable: bool = False,
+    identities: Identities | None = None,
 ) -> AsyncIterator[Network]:
     """All services for learners of these names."""
-    eavesdropper = Eavesdropper(EavesdropperConfig(folder=folder / "captures", allow_imports=True))
-    state = folder / "coordinator" if durable else None
-    config = CoordinatorConfig(eavesdropper=await eavesdropper.start(), allow_imports=True, state=state)
+    own, captures = credentials_of(identities, "eavesdropper/ear"), folder / "captures"
+    eavesdropper = Eavesdropper(EavesdropperConfig(folder=captures, allow_imports=True, credentials=own))
+    state, own = folder / "coordinator" if durable else None, credentials_of(identities, "coordinator/main")
+    config = CoordinatorConfig(
+        eavesdropper=await eavesdropper.start(), allow_imports=True, state=state, credentials=own
+    )
     coordinator = Coordinator(config)
-    up = Network(folder, await coordinator.start(), eavesdropper.address)
+    up = Network(folder, await coordinator.start(), eavesdropper.address, identities)
     up.coordinating, up.eavesdropping = coordinator, eavesdropper
     try:
         for name in names:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from sottovoce.errors import SottovoceError
-from sottovoce_client.cli.app import app, eavesdropper_app, ledger_app, runs_app, spec_app, transcript_app
+from sottovoce_client.cli.app import app, eavesdropper_app, ledger_app, pki_app, runs_app, spec_app, transcript_app
 
 # Importing them registers their commands: in the order of the help, which begins with what newcomers need.
 # isort: off
@@ -14,16 +14,30 @@ from sottovoce_client.cli import experiments as experiments
 from sottovoce_client.cli import transcripts as transcripts
 from sottovoce_client.cli import services as services
 from sottovoce_client.cli import operating as operating
+from sottovoce_client.cli import pki as pki
 from sottovoce_client.cli import auditing as auditing
 from sottovoce_client.cli import privacy as privacy
 from sottovoce_client.cli import specs as specs
 # isort: on
 
-__all__ = ["app", "auditing", "experiments", "main", "operating", "privacy", "runs", "services", "specs", "transcripts"]
+__all__ = [
+    "app",
+    "auditing",
+    "experiments",
+    "main",
+    "operating",
+    "pki",
+    "privacy",
+    "runs",
+    "services",
+    "specs",
+    "transcripts",
+]
 
 app.add_typer(runs_app, name="runs", rich_help_panel="Runs")
 app.add_typer(transcript_app, name="transcript", rich_help_panel="Runs")
 app.add_typer(eavesdropper_app, name="eavesdropper", rich_help_panel="Services")
+app.add_typer(pki_app, name="pki", rich_help_panel="Services")
 app.add_typer(ledger_app, name="ledger", rich_help_panel="Privacy")
 app.add_typer(spec_app, name="spec", rich_help_panel="Specs")
 

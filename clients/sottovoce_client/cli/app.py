@@ -28,6 +28,7 @@ app = typer.Typer(
 )
 spec_app = typer.Typer(no_args_is_help=True, help="Check and print run specs.")
 eavesdropper_app = typer.Typer(invoke_without_command=True)
+pki_app = typer.Typer(no_args_is_help=True, help="Identities: a certificate authority of your own.")
 ledger_app = typer.Typer(invoke_without_command=True)
 runs_app = typer.Typer(no_args_is_help=True, help="See the runs of a coordinator, stop them, take them up again.")
 transcript_app = typer.Typer(no_args_is_help=True, help="Look into what was overheard, or simulated.")
@@ -56,6 +57,24 @@ AllowImports = Annotated[
         "--allow-imports",
         envvar="SOTTOVOCE_ALLOW_IMPORTS",
         help="Import code that a run spec names (module:Class). Whoever starts a run can then run any installed code.",
+    ),
+]
+IdentityFolder = Annotated[
+    Path | None,
+    typer.Option(
+        "--identity",
+        envvar="SOTTOVOCE_IDENTITY",
+        help="Folder with tls.crt, tls.key and ca.crt: who this is, and whom it believes. Channels are encrypted. Of several "
+        "learners in one process: the folder with a folder learner-NAME for each.",
+        show_default="none: this machine only",
+    ),
+]
+Insecure = Annotated[
+    bool,
+    typer.Option(
+        "--insecure",
+        envvar="SOTTOVOCE_INSECURE",
+        help="Without an identity, speak in the clear to other machines, too: anybody in between may do anything.",
     ),
 ]
 LogLevel = Annotated[str, typer.Option(envvar="SOTTOVOCE_LOG_LEVEL", help="debug, info, warning or error.")]

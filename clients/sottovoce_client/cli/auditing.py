@@ -15,7 +15,17 @@ import typer
 
 from sottovoce.errors import SpecError
 from sottovoce.spec import RunSpec, load_spec
-from sottovoce_client.cli.app import AllowImports, LogLevel, app, folder_for, levels, prepared_from, results_of
+from sottovoce_client.cli.app import (
+    AllowImports,
+    IdentityFolder,
+    Insecure,
+    LogLevel,
+    app,
+    folder_for,
+    levels,
+    prepared_from,
+    results_of,
+)
 
 if TYPE_CHECKING:
     from sottovoce.experiment import Prepared
@@ -275,6 +285,8 @@ def watch(
     metrics: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="Serve e-values and alarms to Prometheus.")
     ] = None,
+    identity: IdentityFolder = None,
+    insecure: Insecure = False,
     allow_imports: AllowImports = False,
     log_level: LogLevel = "info",
 ) -> None:
@@ -284,8 +296,10 @@ def watch(
     """
     from sottovoce_client.lab.watching.watch import WatchRequest, where
     from sottovoce_client.lab.watching.watch import watch as follow
+    from sottovoce_rpc.credentials import Credentials
     from sottovoce_rpc.logs import configure_logs
 
     configure_logs(log_level)
     question = WatchRequest(alpha, tuple(learner or ()), canaries, commitment, keep_going, once, keys, allow_imports)
-    raise typer.Exit(follow(where(capture, eavesdropper, run), question, prepared_from, metrics=metrics))
+    source = where(capture, eavesdropper, run, Credentials(identity, insecure))
+    raise typer.Exit(follow(source, question, prepared_from, metrics=metrics))

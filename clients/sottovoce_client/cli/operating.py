@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from sottovoce_client.cli.app import app, runs_app
+from sottovoce_client.cli.app import IdentityFolder, Insecure, app, runs_app
 
 Coordinator = Annotated[str, typer.Option(envvar="SOTTOVOCE_COORDINATOR", help="Address of the coordinator.")]
 RunId = Annotated[str, typer.Argument(metavar="RUN", help="As `runs list` shows it.", show_default=False)]
@@ -15,31 +16,40 @@ HERE = "127.0.0.1:7400"
 
 
 @runs_app.command("list")
-def list_runs(coordinator: Coordinator = HERE) -> None:
+def list_runs(coordinator: Coordinator = HERE, identity: IdentityFolder = None, insecure: Insecure = False) -> None:
     """The runs that the coordinator remembers, the newest first: several may be under way, each on learners of its own."""
     from sottovoce_client.running import known
+    from sottovoce_rpc.credentials import Credentials
 
-    asyncio.run(known.list_runs(coordinator))
+    asyncio.run(known.list_runs(coordinator, credentials=Credentials(identity, insecure)))
 
 
 @runs_app.command("show")
-def show_run(run: RunId, coordinator: Coordinator = HERE) -> None:
+def show_run(
+    run: RunId, coordinator: Coordinator = HERE, identity: IdentityFolder = None, insecure: Insecure = False
+) -> None:
     """One run, and how its learners stand: rounds, epsilon, who is away."""
     from sottovoce_client.running import known
+    from sottovoce_rpc.credentials import Credentials
 
-    asyncio.run(known.show_run(coordinator, run))
+    asyncio.run(known.show_run(coordinator, run, credentials=Credentials(identity, insecure)))
 
 
 @runs_app.command("stop")
-def stop_run(run: RunId, coordinator: Coordinator = HERE) -> None:
+def stop_run(
+    run: RunId, coordinator: Coordinator = HERE, identity: IdentityFolder = None, insecure: Insecure = False
+) -> None:
     """End a run before its last round; other runs go on."""
     from sottovoce_client.running import known
+    from sottovoce_rpc.credentials import Credentials
 
-    asyncio.run(known.stop_run(coordinator, run))
+    asyncio.run(known.stop_run(coordinator, run, credentials=Credentials(identity, insecure)))
 
 
 @runs_app.command("resume")
-def resume_run(run: RunId, coordinator: Coordinator = HERE) -> None:
+def resume_run(
+    run: RunId, coordinator: Coordinator = HERE, identity: IdentityFolder = None, insecure: Insecure = False
+) -> None:
     """Take up a run that failed: its learners go on where their logs end.
 
     As long as none of them was in another run since. Who is not there is waited for. A capture that was closed is not gone on
@@ -47,15 +57,22 @@ def resume_run(run: RunId, coordinator: Coordinator = HERE) -> None:
     the run up and brings them.
     """
     from sottovoce_client.running import known
+    from sottovoce_rpc.credentials import Credentials
 
-    asyncio.run(known.resume_run(coordinator, run))
+    asyncio.run(known.resume_run(coordinator, run, credentials=Credentials(identity, insecure)))
 
 
 Learner = Annotated[str, typer.Argument(metavar="LEARNER", help="Its name.", show_default=False)]
 
 
 @runs_app.command("leave")
-def leave_run(run: RunId, learner: Learner, coordinator: Coordinator = HERE) -> None:
+def leave_run(
+    run: RunId,
+    learner: Learner,
+    coordinator: Coordinator = HERE,
+    identity: IdentityFolder = None,
+    insecure: Insecure = False,
+) -> None:
     """Let a run under way go on without a learner.
 
     One that is here says its last round, and the others hear it. One that is gone is lost to the run at once, and cannot take
@@ -63,27 +80,67 @@ def leave_run(run: RunId, learner: Learner, coordinator: Coordinator = HERE) -> 
     connected, or the algorithm's guarantee needs all learners.
     """
     from sottovoce_client.running import known
+    from sottovoce_rpc.credentials import Credentials
 
-    asyncio.run(known.leave_run(coordinator, run, learner))
+    asyncio.run(known.leave_run(coordinator, run, learner, credentials=Credentials(identity, insecure)))
 
 
 @runs_app.command("join")
-def join_run(run: RunId, learner: Learner, coordinator: Coordinator = HERE) -> None:
+def join_run(
+    run: RunId,
+    learner: Learner,
+    coordinator: Coordinator = HERE,
+    identity: IdentityFolder = None,
+    insecure: Insecure = False,
+) -> None:
     """Let a learner that is away by the run's spec, or has left, take part from now on."""
     from sottovoce_client.running import known
+    from sottovoce_rpc.credentials import Credentials
 
-    asyncio.run(known.join_run(coordinator, run, learner))
+    asyncio.run(known.join_run(coordinator, run, learner, credentials=Credentials(identity, insecure)))
 
 
 @app.command(rich_help_panel="Services")
 def rebind(
     learner: Learner,
     coordinator: Coordinator = HERE,
+    identity: IdentityFolder = None,
+    insecure: Insecure = False,
 ) -> None:
     """Let a learner whose state folder is lost join with another one.
 
     What it spent is then in no ledger that it has: its owner answers for a budget that leaves room for it.
     """
     from sottovoce_client.running import known
+    from sottovoce_rpc.credentials import Credentials
 
-    asyncio.run(known.rebind(coordinator, learner))
+    asyncio.run(known.rebind(coordinator, learner, credentials=Credentials(identity, insecure)))
+
+
+@app.command(rich_help_panel="Services")
+def doctor(
+    coordinator: Annotated[str | None, typer.Option(help="Address of a coordinator.", show_default="none")] = None,
+    eavesdropper: Annotated[str | None, typer.Option(help="Address of an eavesdropper.", show_default="none")] = None,
+    learner: Annotated[
+        list[str] | None, typer.Option(help="Address of a learner; repeat for several.", show_default="none")
+    ] = None,
+    state: Annotated[
+        list[Path] | None, typer.Option(help="A learner's state folder; repeat for several.", show_default="none")
+    ] = None,
+    identity: IdentityFolder = None,
+    insecure: Insecure = False,
+) -> None:
+    """Say what of a deployment is not as it must be, seen from here, and what to do: identity, services, clocks, folders.
+
+    Exits with 1 if anything is wrong.
+    """
+    from rich.console import Console
+
+    from sottovoce_client.doctor import Patient, examine, show
+    from sottovoce_rpc.credentials import Credentials
+    from sottovoce_rpc.principals import Role
+
+    given = ((Role.COORDINATOR, [coordinator]), (Role.EAVESDROPPER, [eavesdropper]), (Role.LEARNER, learner or []))
+    services = [(role, address) for role, addresses in given for address in addresses if address]
+    findings = asyncio.run(examine(Patient(Credentials(identity, insecure), services, state or [])))
+    raise typer.Exit(show(findings, Console()))

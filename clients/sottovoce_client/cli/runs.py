@@ -12,7 +12,18 @@ import yaml
 
 from sottovoce.errors import SpecError
 from sottovoce.spec import RunSpec, load_spec, parse_spec
-from sottovoce_client.cli.app import Canaries, Export, Out, SpecFile, app, folder_for, prepared_from, results_of
+from sottovoce_client.cli.app import (
+    Canaries,
+    Export,
+    IdentityFolder,
+    Insecure,
+    Out,
+    SpecFile,
+    app,
+    folder_for,
+    prepared_from,
+    results_of,
+)
 
 
 @app.command(rich_help_panel="Runs")
@@ -50,9 +61,12 @@ def up(
         Path | None, typer.Option(help="Use this noise instead of drawing it. Protects nobody: for tests.")
     ] = None,
     canaries: Canaries = 0,
+    tls: Annotated[
+        bool, typer.Option("--tls", help="Encrypt all channels, with identities made for this run.")
+    ] = False,
 ) -> None:
     """Start all services of a spec on this machine, run it, stop them."""
-    _up(load_spec(spec), out, per_process=per_process, noise=recorded_noise, canaries=canaries)
+    _up(load_spec(spec), out, per_process=per_process, noise=recorded_noise, canaries=canaries, tls=tls)
 
 
 @app.command(rich_help_panel="Runs")
@@ -75,11 +89,15 @@ def run(
             show_default=False,
         ),
     ] = "",
+    identity: IdentityFolder = None,
+    insecure: Insecure = False,
 ) -> None:
     """Run a spec on services that are already up, feeding the learners from here."""
     from sottovoce_client.running.conduct import again
     from sottovoce_client.running.operate import run_on
+    from sottovoce_rpc.credentials import Credentials
 
+    credentials = Credentials(identity, insecure)
     if resume and recover:
         raise SpecError("a run failed (--resume), or its coordinator lost it (--recover): give one of the two")
     _conduct(
@@ -94,6 +112,7 @@ def run(
             resume=resume,
             recover=recover,
             place=lambda spec: again(spec).data,
+            credentials=credentials,
         ),
         canaries,
     )
@@ -154,7 +173,15 @@ def compare(
     raise typer.Exit(run_all(sources, prepared_from, folder_for("compare", out), replicas=replicas, seed=seed))
 
 
-def _up(spec: RunSpec, out: Path | None, *, per_process: int, noise: Path | None = None, canaries: int = 0) -> None:
+def _up(
+    spec: RunSpec,
+    out: Path | None,
+    *,
+    per_process: int,
+    noise: Path | None = None,
+    canaries: int = 0,
+    tls: bool = False,
+) -> None:
     from sottovoce_client.running.launch import run_up
 
     folder = folder_for(spec.name, out)
@@ -162,7 +189,7 @@ def _up(spec: RunSpec, out: Path | None, *, per_process: int, noise: Path | None
         spec,
         folder,
         lambda prepared, watch, stop: run_up(
-            prepared.run.spec, prepared.data, folder, watch, stop, per_process=per_process, noise=noise
+            prepared.run.spec, prepared.data, folder, watch, stop, per_process=per_process, noise=noise, tls=tls
         ),
         canaries,
     )

@@ -14,6 +14,8 @@ from sottovoce.errors import SottovoceError, SpecError
 from sottovoce_client.cli.app import (
     AllowImports,
     ConfigFile,
+    IdentityFolder,
+    Insecure,
     Listen,
     LogLevel,
     StopWithStdin,
@@ -40,14 +42,17 @@ def coordinator(
             show_default="none: a run ends with its coordinator",
         ),
     ] = None,
+    identity: IdentityFolder = None,
+    insecure: Insecure = False,
     log_level: LogLevel = "info",
     stop_with_stdin: StopWithStdin = False,
     config: ConfigFile = None,
 ) -> None:
     """Start a [bold]coordinator[/] in the foreground: it distributes the topology and the round clock."""
     from sottovoce_coordinator.service import CoordinatorConfig, serve
+    from sottovoce_rpc.credentials import Credentials
 
-    deployed = CoordinatorConfig(listen, eavesdropper, allow_imports, state)
+    deployed = CoordinatorConfig(listen, eavesdropper, allow_imports, state, Credentials(identity, insecure))
     _serve(lambda: serve(deployed, with_stdin=stop_with_stdin), log_level)
 
 
@@ -88,6 +93,26 @@ def learner(
             help="Draw the same noise in every run of that name. Protects nobody: loopback only, for tests.",
         ),
     ] = None,
+    identity: IdentityFolder = None,
+    insecure: Insecure = False,
+    owner: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ROLE/NAME",
+            envvar="SOTTOVOCE_OWNER",
+            help="Who may see its ledger, ask it for predictions, and bring records; repeat for several.",
+            show_default="learner/NAME",
+        ),
+    ] = None,
+    feeder: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ROLE/NAME",
+            envvar="SOTTOVOCE_FEEDER",
+            help="Who may bring records, besides its owners; repeat for several.",
+            show_default="feeder/NAME",
+        ),
+    ] = None,
     allow_imports: AllowImports = False,
     log_level: LogLevel = "info",
     stop_with_stdin: StopWithStdin = False,
@@ -95,6 +120,7 @@ def learner(
 ) -> None:
     """Start a [bold]learner[/] in the foreground: it learns from its owner's stream and talks to its neighbours."""
     from sottovoce_learner.service import LearnerConfig, serve
+    from sottovoce_rpc.credentials import Credentials
 
     if len(name) > 1 and not listen.endswith(":0"):
         raise SpecError(f"several learners in one process need --listen HOST:0, got {listen}")
@@ -111,6 +137,9 @@ def learner(
             budget,
             noise,
             noise_seed,
+            Credentials(identity / f"learner-{each}" if identity and len(name) > 1 else identity, insecure),
+            tuple(owner or ()),
+            tuple(feeder or ()),
         )
         for each in name
     ]
@@ -129,6 +158,8 @@ def eavesdropper(
         str | None,
         typer.Option(envvar="SOTTOVOCE_ADVERTISE_HOST", help="Name of this host for learners, where it differs."),
     ] = None,
+    identity: IdentityFolder = None,
+    insecure: Insecure = False,
     allow_imports: AllowImports = False,
     log_level: LogLevel = "info",
     stop_with_stdin: StopWithStdin = False,
@@ -141,8 +172,9 @@ def eavesdropper(
     if context.invoked_subcommand is not None:
         return
     from sottovoce_eavesdropper.service import EavesdropperConfig, serve
+    from sottovoce_rpc.credentials import Credentials
 
-    deployed = EavesdropperConfig(listen, folder, advertise_host, allow_imports)
+    deployed = EavesdropperConfig(listen, folder, advertise_host, allow_imports, Credentials(identity, insecure))
     _serve(lambda: serve(deployed, with_stdin=stop_with_stdin), log_level)
 
 

@@ -13,6 +13,8 @@ import numpy as np
 from sottovoce.data import LearnerData
 from sottovoce.errors import NotReady, Unavailable
 from sottovoce_rpc.codec import to_tensor
+from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
+from sottovoce_rpc.principals import Role
 from sottovoce_rpc.server import channel
 from sottovoce_rpc.status import Ending, as_error
 from sottovoce_rpc.tasks import beside
@@ -77,7 +79,14 @@ class _Sending:
 
 
 async def feed(
-    address: str, run_id: str, data: LearnerData, source: str = "feeder", patience_s: float = _PATIENCE_S
+    address: str,
+    run_id: str,
+    data: LearnerData,
+    source: str = "feeder",
+    patience_s: float = _PATIENCE_S,
+    *,
+    learner: str = "",
+    credentials: Credentials = NO_IDENTITY,
 ) -> None:
     """Stream all of a learner's records into it; a broken connection is opened again where it ended.
 
@@ -87,6 +96,8 @@ async def feed(
         data: its records.
         source: what they are counted under.
         patience_s: how long it may be away; at least `_PATIENCE_S`.
+        learner: its name, which its certificate must hold; empty: any.
+        credentials: of the feeder.
 
     Raises:
         DataError: the learner refused the records.
@@ -96,7 +107,7 @@ async def feed(
     patience_s = max(patience_s, _PATIENCE_S)
     sending, away, refused = _Sending(data, source), _Failing(patience_s), _Failing(patience_s)
     now = asyncio.get_running_loop().time
-    async with channel(address) as to:
+    async with channel(address, Role.LEARNER, learner, credentials=credentials) as to:
         stub = learner_pb2_grpc.LearnerStub(to)
         while not sending.over:
             try:

@@ -16,7 +16,9 @@ from sottovoce.network.roster import Absence
 from sottovoce_client import terminal
 from sottovoce_client.running.operate import BY_OPERATOR, RESUME_S
 from sottovoce_client.wording import NOTHING, away_line, count, duration, number
+from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
 from sottovoce_rpc.learner_status import LearnerStatus
+from sottovoce_rpc.principals import Role
 from sottovoce_rpc.server import channel
 from sottovoce_rpc.status import as_error
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc, learner_pb2
@@ -26,26 +28,28 @@ CALL_S = 10.0
 T = TypeVar("T")
 
 
-async def list_runs(coordinator: str, console: Console | None = None) -> None:
+async def list_runs(coordinator: str, console: Console | None = None, credentials: Credentials = NO_IDENTITY) -> None:
     """Print the runs, the newest first.
 
     Raises:
         SottovoceError: the coordinator cannot be reached.
     """
     table = _table("run", "state", "started", "took", "rounds", "detail")
-    for run in await _all(coordinator):
+    for run in await _all(coordinator, credentials):
         table.add_row(run.run_id, _state(run), _started(run), _took(run), count(_rounds(run)), Text(run.detail))
     (console or Console()).print(table if table.row_count else "no runs")
 
 
-async def show_run(coordinator: str, run_id: str, console: Console | None = None) -> None:
+async def show_run(
+    coordinator: str, run_id: str, console: Console | None = None, credentials: Credentials = NO_IDENTITY
+) -> None:
     """Print one run, and how its learners stand.
 
     Raises:
         SottovoceError: there is none of this name, or the coordinator cannot be reached.
     """
     request = coordinator_pb2.GetRunRequest(run_id=run_id)
-    run = await _asked(coordinator, lambda stub: stub.GetRun(request, timeout=CALL_S))
+    run = await _asked(coordinator, credentials, lambda stub: stub.GetRun(request, timeout=CALL_S))
     console, facts = console or Console(), terminal.facts()
     planned = json.loads(run.spec)["rounds"]
     told = {
@@ -64,25 +68,29 @@ async def show_run(coordinator: str, run_id: str, console: Console | None = None
     console.print(_learners(run))
 
 
-async def stop_run(coordinator: str, run_id: str, console: Console | None = None) -> None:
+async def stop_run(
+    coordinator: str, run_id: str, console: Console | None = None, credentials: Credentials = NO_IDENTITY
+) -> None:
     """End a run before its last round; one that is over stays as it is.
 
     Raises:
         SottovoceError: there is none of this name, or the coordinator cannot be reached.
     """
     request = coordinator_pb2.StopRunRequest(run_id=run_id, reason=BY_OPERATOR)
-    run = await _asked(coordinator, lambda stub: stub.StopRun(request, timeout=CALL_S))
+    run = await _asked(coordinator, credentials, lambda stub: stub.StopRun(request, timeout=CALL_S))
     (console or Console()).print(Text(f"{run.run_id} {_state(run)}{f': {run.detail}' if run.detail else ''}"))
 
 
-async def resume_run(coordinator: str, run_id: str, console: Console | None = None) -> None:
+async def resume_run(
+    coordinator: str, run_id: str, console: Console | None = None, credentials: Credentials = NO_IDENTITY
+) -> None:
     """Take up a run that failed, and say what is not captured of it from now on.
 
     Raises:
         SottovoceError: it did not fail, or a learner is, or was since, in another run; or the coordinator cannot be reached.
     """
     request = coordinator_pb2.ResumeRunRequest(run_id=run_id)
-    run = await _asked(coordinator, lambda stub: stub.ResumeRun(request, timeout=RESUME_S))
+    run = await _asked(coordinator, credentials, lambda stub: stub.ResumeRun(request, timeout=RESUME_S))
     console = console or Console()
     console.print(Text(f"{run.run_id} {_state(run)} from round {count(_rounds(run))} on"))
     if away := [each.status.learner for each in run.learners if each.HasField("away_since")]:
@@ -91,63 +99,71 @@ async def resume_run(coordinator: str, run_id: str, console: Console | None = No
         console.print(Text(run.capture_error))
 
 
-async def leave_run(coordinator: str, run_id: str, learner: str, console: Console | None = None) -> None:
+async def leave_run(
+    coordinator: str, run_id: str, learner: str, console: Console | None = None, credentials: Credentials = NO_IDENTITY
+) -> None:
     """Let a run under way go on without a learner.
 
     Raises:
         SottovoceError: it cannot; or the coordinator cannot be reached.
     """
     request = coordinator_pb2.LeaveRunRequest(run_id=run_id, learner=learner)
-    await _asked(coordinator, lambda stub: stub.LeaveRun(request, timeout=RESUME_S))
-    await _say_since(coordinator, run_id, learner, console or Console())
+    await _asked(coordinator, credentials, lambda stub: stub.LeaveRun(request, timeout=RESUME_S))
+    await _say_since(coordinator, run_id, learner, console or Console(), credentials)
 
 
-async def join_run(coordinator: str, run_id: str, learner: str, console: Console | None = None) -> None:
+async def join_run(
+    coordinator: str, run_id: str, learner: str, console: Console | None = None, credentials: Credentials = NO_IDENTITY
+) -> None:
     """Let a learner that is away take part in a run under way.
 
     Raises:
         SottovoceError: it cannot; or the coordinator cannot be reached.
     """
     request = coordinator_pb2.JoinRunRequest(run_id=run_id, learner=learner)
-    await _asked(coordinator, lambda stub: stub.JoinRun(request, timeout=RESUME_S))
-    await _say_since(coordinator, run_id, learner, console or Console())
+    await _asked(coordinator, credentials, lambda stub: stub.JoinRun(request, timeout=RESUME_S))
+    await _say_since(coordinator, run_id, learner, console or Console(), credentials)
 
 
-async def _say_since(coordinator: str, run_id: str, learner: str, console: Console) -> None:
+async def _say_since(coordinator: str, run_id: str, learner: str, console: Console, credentials: Credentials) -> None:
     """In which rounds a learner is away, as the run is now."""
     request = coordinator_pb2.GetRunRequest(run_id=run_id)
-    run = await _asked(coordinator, lambda stub: stub.GetRun(request, timeout=CALL_S))
+    run = await _asked(coordinator, credentials, lambda stub: stub.GetRun(request, timeout=CALL_S))
     for each in json.loads(run.spec).get("absences") or ():
         if each["learner"] == learner:
             console.print(Text(away_line(Absence(**each))))
 
 
-async def rebind(coordinator: str, learner: str, console: Console | None = None) -> None:
+async def rebind(
+    coordinator: str, learner: str, console: Console | None = None, credentials: Credentials = NO_IDENTITY
+) -> None:
     """Let the next learner of this name in with whatever state folder it has.
 
     Raises:
         SottovoceError: nobody of this name has joined, or it is here; or the coordinator cannot be reached.
     """
     request = coordinator_pb2.RebindLearnerRequest(learner=learner)
-    await _asked(coordinator, lambda stub: stub.RebindLearner(request, timeout=CALL_S))
+    await _asked(coordinator, credentials, lambda stub: stub.RebindLearner(request, timeout=CALL_S))
     (console or Console()).print(
         Text(f"{learner} may join with another state folder; what it spent before is not in that")
     )
 
 
-async def _all(coordinator: str) -> list[coordinator_pb2.Run]:
+async def _all(coordinator: str, credentials: Credentials) -> list[coordinator_pb2.Run]:
     runs: list[coordinator_pb2.Run] = []
     request = coordinator_pb2.ListRunsRequest()
     while True:
-        page = await _asked(coordinator, lambda stub: stub.ListRuns(request, timeout=CALL_S))
+        page = await _asked(coordinator, credentials, lambda stub: stub.ListRuns(request, timeout=CALL_S))
         runs += page.runs
         if not page.next_page_token:
             return runs
         request.page_token = page.next_page_token
 
 
-async def _asked(coordinator: str, ask: Callable[[coordinator_pb2_grpc.CoordinatorAsyncStub], Awaitable[T]]) -> T:
-    async with channel(coordinator) as to:
+async def _asked(
+    coordinator: str, credentials: Credentials, ask: Callable[[coordinator_pb2_grpc.CoordinatorAsyncStub], Awaitable[T]]
+) -> T:
+    async with channel(coordinator, Role.COORDINATOR, credentials=credentials) as to:
         try:
             return await ask(coordinator_pb2_grpc.CoordinatorStub(to))
         except grpc.aio.AioRpcError as error:

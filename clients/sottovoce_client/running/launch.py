@@ -32,6 +32,7 @@ async def run_up(
     *,
     per_process: int = 1,
     noise: Path | None = None,
+    tls: bool = False,
 ) -> Outcome:
     """Start all services here, run the spec, stop them.
 
@@ -43,16 +44,18 @@ async def run_up(
         stop: when set, the run is stopped.
         per_process: learners in one process.
         noise: a file of recorded noise, for tests.
+        tls: whether channels are encrypted.
 
     Raises:
         SottovoceError: a service did not start, or the run was refused.
         ServiceDied: a service died, and the run's outcome with it.
         Interrupted: told to stop before the run had begun.
     """
-    async with LocalServices(spec, folder, per_process=per_process, noise=noise) as services:
+    async with LocalServices(spec, folder, per_process=per_process, noise=noise, tls=tls) as services:
         if stop.is_set():
             raise Interrupted("stopped before the run had begun")
-        return await while_alive(services, run_on(services.coordinator, spec, data, watch, stop), stop)
+        running = run_on(services.coordinator, spec, data, watch, stop, credentials=services.credentials)
+        return await while_alive(services, running, stop)
 
 
 async def while_alive(services: LocalServices, run: Coroutine[Any, Any, Outcome], stop: asyncio.Event) -> Outcome:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import shutil
 import signal
 import sys
 from collections.abc import Sequence
@@ -19,11 +20,14 @@ from typing import Self
 
 from sottovoce.errors import Unavailable
 from sottovoce.spec import RunSpec, code_to_import
+from sottovoce_client.pki import Authority
 from sottovoce_eavesdropper.service import DRAIN_S
+from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.tasks import Tasks
 
 _START_S = 300.0
 """A guard against a service that hangs, not a promise: one that dies is noticed at once, whatever the machine has to do."""
+_OPERATOR = "operator-local"
 _STOP_S = 3.5
 """How long a service may take to end; an eavesdropper also writes what it holds."""
 
@@ -68,12 +72,20 @@ class LocalServices:
         folder: for journals, captures and logs.
         per_process: learners in one process.
         noise: a file of recorded noise, for tests.
+        tls: whether channels are encrypted, with an authority made for these services.
+
+    Attributes:
+        coordinator: its address.
+        credentials: of an operator, who may also feed the learners.
     """
 
-    def __init__(self, spec: RunSpec, folder: Path, *, per_process: int = 1, noise: Path | None = None) -> None:
+    def __init__(
+        self, spec: RunSpec, folder: Path, *, per_process: int = 1, noise: Path | None = None, tls: bool = False
+    ) -> None:
         self._spec, self._folder, self._per_process, self._noise = spec, folder, per_process, noise
         self._processes: list[_Process] = []
-        self.coordinator = ""
+        self._identities = folder / "identities" if tls else None
+        self.coordinator, self.credentials = "", Credentials()
 
     async def __aenter__(self) -> Self:
         try:
@@ -106,16 +118,25 @@ class LocalServices:
             for process in self._processes:
                 process.kill()
             self._processes.clear()
+            if self._identities is not None:  # keys of nobody any more
+                await asyncio.to_thread(shutil.rmtree, self._identities, ignore_errors=True)
 
     # ---- starting -----------------------------------------------------------------------------------------
 
     async def _start_all(self) -> None:
+        if self._identities is not None:
+            await asyncio.to_thread(self._issue, self._identities)
+            self.credentials = Credentials(self._identities / _OPERATOR)
         more: list[str] = []
         if self._spec.capture != "none":
             captures = str(self._folder / "captures")
-            eavesdropper = await self._start("eavesdropper", ["eavesdropper", *self._imports, "--folder", captures])
+            eavesdropper = await self._start(
+                "eavesdropper", ["eavesdropper", *self._imports, *self._as("eavesdropper-local"), "--folder", captures]
+            )
             more = ["--eavesdropper", await self._announced(eavesdropper)]
-        coordinator = await self._start("coordinator", ["coordinator", *self._imports, *more])
+        coordinator = await self._start(
+            "coordinator", ["coordinator", *self._imports, *self._as("coordinator-local"), *more]
+        )
         self.coordinator = await self._announced(coordinator)
         names = self._spec.names
         groups = [names[k : k + self._per_process] for k in range(0, len(names), self._per_process)]
@@ -123,6 +144,17 @@ class LocalServices:
         for process, group in zip(learners, groups, strict=True):
             for _ in group:
                 await self._announced(process)
+
+    def _issue(self, folder: Path) -> None:
+        """An authority, and an identity for each service."""
+        authority = Authority.init(folder / "authority", "local")
+        learners = (f"learner/{name}" for name in self._spec.names)
+        for whom in ("coordinator/local", "eavesdropper/local", "operator/local", *learners):
+            authority.issue(whom, folder / whom.replace("/", "-", 1))
+
+    def _as(self, identity: str) -> list[str]:
+        """The option by which a service has an identity, or the folder where each of its learners finds its own."""
+        return [] if self._identities is None else ["--identity", str(self._identities / identity)]
 
     @property
     def _imports(self) -> list[str]:
@@ -132,6 +164,9 @@ class LocalServices:
     def _learner_command(self, names: Sequence[str]) -> list[str]:
         command = ["learner", "--coordinator", self.coordinator, "--state", str(self._folder / "journals")]
         command += self._imports
+        command += self._as(f"learner-{names[0]}" if len(names) == 1 else "")
+        if self._identities is not None:
+            command += ["--owner", _OPERATOR.replace("-", "/")]
         for name in names:
             command += ["--name", name]
         return command + (["--recorded-noise", str(self._noise)] if self._noise else [])

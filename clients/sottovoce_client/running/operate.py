@@ -19,7 +19,9 @@ from sottovoce.spec import RunSpec
 from sottovoce_client.running.feeder import feed
 from sottovoce_client.running.summary import Progress
 from sottovoce_rpc.codec import from_tensor, to_tensor
+from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
 from sottovoce_rpc.learner_status import LearnerStatus
+from sottovoce_rpc.principals import Role
 from sottovoce_rpc.server import channel
 from sottovoce_rpc.specs import spec_to_wire
 from sottovoce_rpc.status import as_error
@@ -76,6 +78,7 @@ async def run_on(
     resume: str = "",
     recover: str = "",
     place: Callable[[RunSpec], PlacedData] | None = None,
+    credentials: Credentials = NO_IDENTITY,
 ) -> Outcome:
     """Run a spec on services that are up.
 
@@ -89,13 +92,14 @@ async def run_on(
         resume: a run of this spec that failed, to be taken up again; empty: a new one begins.
         place: places the records where learners leave or join while it goes on (default: as they are placed).
         recover: a run of this spec that its coordinator has lost, to be taken up by another one; empty: a new one begins.
+        credentials: of an operator, who also feeds the learners.
 
     Raises:
         SpecError: the run that is to be taken up again is of another spec.
         SottovoceError: refused, or the coordinator could not be reached.
         Interrupted: told to stop before the run had begun.
     """
-    async with channel(coordinator) as to:
+    async with channel(coordinator, Role.COORDINATOR, credentials=credentials) as to:
         stub = coordinator_pb2_grpc.CoordinatorStub(to)
         try:
             told = spec.model_copy(update={"topology": spec.topology.without_files(spec.n_learners)})
@@ -104,7 +108,8 @@ async def run_on(
             )
             stop = stop or asyncio.Event()
             started = await _unless_told(_begun(stub, request, resume, recover), stop)
-            return await _Running(stub, started, spec, data, watch, stop, place or (lambda _: data)).to_its_end()
+            anew = place or (lambda _: data)
+            return await _Running(stub, started, spec, data, watch, stop, anew, credentials).to_its_end()
         except grpc.aio.AioRpcError as error:
             raise as_error(error, f"the coordinator at {coordinator}") from None
 
@@ -164,8 +169,9 @@ class _Running:
         watch: Watcher,
         stop: asyncio.Event,
         place: Callable[[RunSpec], PlacedData],
+        credentials: Credentials,
     ) -> None:
-        self._place, self._attempt = place, started.attempt
+        self._place, self._attempt, self._credentials = place, started.attempt, credentials
         self._stub, self._started, self._spec, self._data = stub, started, spec, data
         self._watch, self._stop = watch, stop
         self._began = time.monotonic()
@@ -189,7 +195,7 @@ class _Running:
         state, detail = _state(last), last.detail
         if last.detail == _UNFED and self._unfed is not None:  # else it ended for another reason, and they with it
             state, detail = "failed", f"records could not be delivered: {first_of(self._unfed)}"
-        predictions = await asyncio.gather(*map(self._predict, self._addresses))
+        predictions = await asyncio.gather(*map(self._predict, self._spec.names, self._addresses))
         location = self._started.capture_location
         return Outcome(
             run_id,
@@ -220,7 +226,16 @@ class _Running:
                 return
             async with Tasks() as tasks:
                 patience_s, own = self._spec.clock.deadline_s, self._data.learners[index]
-                feeding = tasks.start(feed(address, self._started.run_id, own, patience_s=patience_s))
+                feeding = tasks.start(
+                    feed(
+                        address,
+                        self._started.run_id,
+                        own,
+                        patience_s=patience_s,
+                        learner=self._spec.names[index],
+                        credentials=self._credentials,
+                    )
+                )
                 leaving = tasks.start(self._until_gone(index, address))
                 await asyncio.wait([feeding, leaving], return_when=asyncio.FIRST_COMPLETED)
                 if not feeding.done():
@@ -323,11 +338,11 @@ class _Running:
             left=frozenset(i for i in range(len(statuses)) if has_left(self._spec, i)),
         )
 
-    async def _predict(self, address: str) -> FloatArray | None:
+    async def _predict(self, name: str, address: str) -> FloatArray | None:
         """Labels on the held-out records; None where the run did not opt in or the learner is gone."""
         if not self._spec.telemetry.predict or not len(self._data.test_labels):
             return None
-        async with channel(address) as to:
+        async with channel(address, Role.LEARNER, name, credentials=self._credentials) as to:
             request = learner_pb2.PredictRequest(features=to_tensor(self._data.test_features))
             try:
                 answer = await learner_pb2_grpc.LearnerStub(to).Predict(request, timeout=_PREDICT_S)

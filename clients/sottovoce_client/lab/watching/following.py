@@ -14,6 +14,8 @@ from sottovoce.errors import CaptureError
 from sottovoce_eavesdropper.reading import Capture, open_capture
 from sottovoce_eavesdropper.records import part_number
 from sottovoce_eavesdropper.storage import Folder, open_folder
+from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
+from sottovoce_rpc.principals import Role
 from sottovoce_rpc.server import channel
 from sottovoce_rpc.status import as_error
 from sottovoce_wire.v1 import eavesdropper_pb2, eavesdropper_pb2_grpc
@@ -69,15 +71,16 @@ def _written(folder: Folder) -> float:
 
 
 @asynccontextmanager
-async def at_eavesdropper(address: str, run_id: str) -> AsyncIterator[Source]:
+async def at_eavesdropper(address: str, run_id: str, credentials: Credentials = NO_IDENTITY) -> AsyncIterator[Source]:
     """The capture of a run at an eavesdropper, fetched into a folder that is removed in the end.
 
     Args:
         address: of the eavesdropper.
         run_id: of the run.
+        credentials: of an operator.
     """
     with TemporaryDirectory(prefix="sottovoce-watch-") as folder:
-        async with channel(address) as to:
+        async with channel(address, Role.EAVESDROPPER, credentials=credentials) as to:
             yield _Fetched(eavesdropper_pb2_grpc.EavesdropperStub(to), address, run_id, Path(folder))
 
 

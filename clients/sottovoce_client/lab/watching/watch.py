@@ -28,6 +28,7 @@ from sottovoce_client.privacy.budget import learner_index
 from sottovoce_client.running.launch import run_async
 from sottovoce_eavesdropper.reading import Capture
 from sottovoce_rpc.codec import RoundCodec
+from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
 
 log = structlog.get_logger()
 
@@ -59,7 +60,9 @@ class WatchRequest:
     allow_imports: bool = False
 
 
-def where(place: str | None, eavesdropper: str | None, run_id: str | None) -> AbstractAsyncContextManager[Source]:
+def where(
+    place: str | None, eavesdropper: str | None, run_id: str | None, credentials: Credentials = NO_IDENTITY
+) -> AbstractAsyncContextManager[Source]:
     """Where the capture is: in a folder, or at an eavesdropper.
 
     Raises:
@@ -69,7 +72,7 @@ def where(place: str | None, eavesdropper: str | None, run_id: str | None) -> Ab
     if place is not None and eavesdropper is None and run_id is None:
         return nullcontext(InFolder(place))
     if place is None and eavesdropper is not None and run_id is not None:
-        return at_eavesdropper(eavesdropper, run_id)
+        return at_eavesdropper(eavesdropper, run_id, credentials)
     raise SpecError("watch needs a capture's folder, or --eavesdropper HOST:PORT and --run RUN_ID")
 
 

@@ -16,17 +16,17 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from sottovoce_wire.v1 import learner_pb2 as sottovoce__wire_dot_v1_dot_learner__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#sottovoce_wire/v1/coordinator.proto\x12\x11sottovoce_wire.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1fsottovoce_wire/v1/learner.proto\"\xaf\x01\n\x05\x45vent\x12\x37\n\x0cintroduction\x18\x01 \x01(\x0b\x32\x1f.sottovoce_wire.v1.IntroductionH\x00\x12+\n\x06report\x18\x02 \x01(\x0b\x32\x19.sottovoce_wire.v1.ReportH\x00\x12\x37\n\x0c\x63onfirmation\x18\x03 \x01(\x0b\x32\x1f.sottovoce_wire.v1.ConfirmationH\x00\x42\x07\n\x05\x65vent\"\xdb\x01\n\x0cIntroduction\x12\x0f\n\x07learner\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\r\n\x05store\x18\x03 \x01(\x0c\x12\x13\n\x0bincarnation\x18\x04 \x01(\x04\x12\x0f\n\x07rejoins\x18\x05 \x01(\x08\x12\x0e\n\x06run_id\x18\x06 \x01(\t\x12\x11\n\tjournaled\x18\x07 \x01(\x04\x12\x0f\n\x07granted\x18\x08 \x01(\x04\x12\x0c\n\x04term\x18\t \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\n \x01(\r\x12\x11\n\tplan_hash\x18\x0b \x01(\x0c\x12\x0e\n\x06\x63losed\x18\x0c \x01(\x08\"#\n\x0c\x43onfirmation\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\"u\n\x06Report\x12\x30\n\x06status\x18\x01 \x01(\x0b\x32 .sottovoce_wire.v1.LearnerStatus\x12(\n\x07waiting\x18\x02 \x01(\x0b\x32\x17.sottovoce_wire.v1.Wait\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\"V\n\x04Wait\x12\r\n\x05round\x18\x01 \x01(\x04\x12+\n\x05\x63\x61use\x18\x02 \x01(\x0e\x32\x1c.sottovoce_wire.v1.WaitCause\x12\x12\n\nneighbours\x18\x03 \x03(\r\"\xe1\x02\n\tDirective\x12\x0e\n\x06run_id\x18\x05 \x01(\t\x12\x33\n\nassignment\x18\x01 \x01(\x0b\x32\x1d.sottovoce_wire.v1.AssignmentH\x00\x12\x31\n\x05\x65poch\x18\x02 \x01(\x0b\x32 .sottovoce_wire.v1.TopologyEpochH\x00\x12)\n\x05grant\x18\x03 \x01(\x0b\x32\x18.sottovoce_wire.v1.GrantH\x00\x12\'\n\x04stop\x18\x04 \x01(\x0b\x32\x17.sottovoce_wire.v1.StopH\x00\x12+\n\x06issued\x18\x08 \x01(\x0b\x32\x19.sottovoce_wire.v1.IssuedH\x00\x12\x31\n\tconfirmed\x18\t \x01(\x0b\x32\x1c.sottovoce_wire.v1.ConfirmedH\x00\x12\x0c\n\x04term\x18\x06 \x01(\x04\x12\r\n\x05nonce\x18\x07 \x01(\x0c\x42\x0b\n\tdirective\"\x1d\n\x06Issued\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\" \n\tConfirmed\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\"t\n\nAssignment\x12\x0c\n\x04spec\x18\x02 \x01(\t\x12\x12\n\nn_features\x18\x03 \x01(\r\x12\r\n\x05index\x18\x04 \x01(\r\x12\x16\n\x0emirror_address\x18\x05 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x06 \x01(\rJ\x04\x08\x01\x10\x02R\x06run_id\"j\n\rTopologyEpoch\x12\x13\n\x0b\x66irst_round\x18\x03 \x01(\x04\x12\x30\n\nneighbours\x18\x04 \x03(\x0b\x32\x1c.sottovoce_wire.v1.NeighbourJ\x04\x08\x01\x10\x02J\x04\x08\x02\x10\x03R\x06run_id\"W\n\tNeighbour\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0e\n\x06weight\x18\x04 \x01(\x01\x12\x0c\n\x04told\x18\x05 \x01(\x08\"*\n\x05Grant\x12\x13\n\x0buntil_round\x18\x02 \x01(\x04J\x04\x08\x01\x10\x02R\x06run_id\"2\n\x04Stop\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0c\n\x04over\x18\x03 \x01(\x08J\x04\x08\x01\x10\x02R\x06run_id\"s\n\x0fStartRunRequest\x12\x0c\n\x04spec\x18\x01 \x01(\t\x12\x12\n\nn_features\x18\x02 \x01(\r\x12\x12\n\x05world\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x14\n\x07replica\x18\x04 \x01(\rH\x01\x88\x01\x01\x42\x08\n\x06_worldB\n\n\x08_replica\"0\n\x0eStopRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\"\n\x10ResumeRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"2\n\x0fLeaveRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07learner\x18\x02 \x01(\t\"1\n\x0eJoinRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07learner\x18\x02 \x01(\t\"E\n\x11RecoverRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04spec\x18\x02 \x01(\t\x12\x12\n\nn_features\x18\x03 \x01(\r\"\x1f\n\rGetRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"8\n\x0fListRunsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x12\n\npage_token\x18\x02 \x01(\t\"Q\n\x10ListRunsResponse\x12$\n\x04runs\x18\x01 \x03(\x0b\x32\x16.sottovoce_wire.v1.Run\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"!\n\x0fWatchRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"\'\n\x14RebindLearnerRequest\x12\x0f\n\x07learner\x18\x01 \x01(\t\"\x17\n\x15RebindLearnerResponse\"\xea\x02\n\x03Run\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12*\n\x05state\x18\x02 \x01(\x0e\x32\x1b.sottovoce_wire.v1.RunState\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\x12\x30\n\x08learners\x18\x04 \x03(\x0b\x32\x1e.sottovoce_wire.v1.Participant\x12.\n\nstarted_at\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x08\x65nded_at\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x12\n\ncapture_id\x18\x07 \x01(\t\x12\x18\n\x10\x63\x61pture_location\x18\x08 \x01(\t\x12\x0c\n\x04spec\x18\t \x01(\t\x12\x12\n\nn_features\x18\n \x01(\r\x12\x0f\n\x07\x64urable\x18\x0b \x01(\x08\x12\x15\n\rcapture_error\x18\x0c \x01(\t\x12\x0f\n\x07\x61ttempt\x18\r \x01(\r\"\x80\x01\n\x0bParticipant\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x30\n\x06status\x18\x02 \x01(\x0b\x32 .sottovoce_wire.v1.LearnerStatus\x12.\n\naway_since\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp*\x84\x01\n\tWaitCause\x12\x1a\n\x16WAIT_CAUSE_UNSPECIFIED\x10\x00\x12\x14\n\x10WAIT_CAUSE_GRANT\x10\x01\x12\x16\n\x12WAIT_CAUSE_RECORDS\x10\x02\x12\x18\n\x14WAIT_CAUSE_NEIGHBOUR\x10\x03\x12\x13\n\x0fWAIT_CAUSE_DISK\x10\x04*\x9b\x01\n\x08RunState\x12\x19\n\x15RUN_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14RUN_STATE_CONNECTING\x10\x01\x12\x15\n\x11RUN_STATE_RUNNING\x10\x02\x12\x16\n\x12RUN_STATE_FINISHED\x10\x03\x12\x15\n\x11RUN_STATE_STOPPED\x10\x04\x12\x14\n\x10RUN_STATE_FAILED\x10\x05\x32\xca\x06\n\x0b\x43oordinator\x12\x42\n\x04Join\x12\x18.sottovoce_wire.v1.Event\x1a\x1c.sottovoce_wire.v1.Directive(\x01\x30\x01\x12\x46\n\x08StartRun\x12\".sottovoce_wire.v1.StartRunRequest\x1a\x16.sottovoce_wire.v1.Run\x12\x44\n\x07StopRun\x12!.sottovoce_wire.v1.StopRunRequest\x1a\x16.sottovoce_wire.v1.Run\x12H\n\tResumeRun\x12#.sottovoce_wire.v1.ResumeRunRequest\x1a\x16.sottovoce_wire.v1.Run\x12\x46\n\x08LeaveRun\x12\".sottovoce_wire.v1.LeaveRunRequest\x1a\x16.sottovoce_wire.v1.Run\x12\x44\n\x07JoinRun\x12!.sottovoce_wire.v1.JoinRunRequest\x1a\x16.sottovoce_wire.v1.Run\x12J\n\nRecoverRun\x12$.sottovoce_wire.v1.RecoverRunRequest\x1a\x16.sottovoce_wire.v1.Run\x12\x42\n\x06GetRun\x12 .sottovoce_wire.v1.GetRunRequest\x1a\x16.sottovoce_wire.v1.Run\x12S\n\x08ListRuns\x12\".sottovoce_wire.v1.ListRunsRequest\x1a#.sottovoce_wire.v1.ListRunsResponse\x12H\n\x08WatchRun\x12\".sottovoce_wire.v1.WatchRunRequest\x1a\x16.sottovoce_wire.v1.Run0\x01\x12\x62\n\rRebindLearner\x12\'.sottovoce_wire.v1.RebindLearnerRequest\x1a(.sottovoce_wire.v1.RebindLearnerResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#sottovoce_wire/v1/coordinator.proto\x12\x11sottovoce_wire.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1fsottovoce_wire/v1/learner.proto\"\xaf\x01\n\x05\x45vent\x12\x37\n\x0cintroduction\x18\x01 \x01(\x0b\x32\x1f.sottovoce_wire.v1.IntroductionH\x00\x12+\n\x06report\x18\x02 \x01(\x0b\x32\x19.sottovoce_wire.v1.ReportH\x00\x12\x37\n\x0c\x63onfirmation\x18\x03 \x01(\x0b\x32\x1f.sottovoce_wire.v1.ConfirmationH\x00\x42\x07\n\x05\x65vent\"\xdb\x01\n\x0cIntroduction\x12\x0f\n\x07learner\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\r\n\x05store\x18\x03 \x01(\x0c\x12\x13\n\x0bincarnation\x18\x04 \x01(\x04\x12\x0f\n\x07rejoins\x18\x05 \x01(\x08\x12\x0e\n\x06run_id\x18\x06 \x01(\t\x12\x11\n\tjournaled\x18\x07 \x01(\x04\x12\x0f\n\x07granted\x18\x08 \x01(\x04\x12\x0c\n\x04term\x18\t \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\n \x01(\r\x12\x11\n\tplan_hash\x18\x0b \x01(\x0c\x12\x0e\n\x06\x63losed\x18\x0c \x01(\x08\"#\n\x0c\x43onfirmation\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\"u\n\x06Report\x12\x30\n\x06status\x18\x01 \x01(\x0b\x32 .sottovoce_wire.v1.LearnerStatus\x12(\n\x07waiting\x18\x02 \x01(\x0b\x32\x17.sottovoce_wire.v1.Wait\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\"V\n\x04Wait\x12\r\n\x05round\x18\x01 \x01(\x04\x12+\n\x05\x63\x61use\x18\x02 \x01(\x0e\x32\x1c.sottovoce_wire.v1.WaitCause\x12\x12\n\nneighbours\x18\x03 \x03(\r\"\xe1\x02\n\tDirective\x12\x0e\n\x06run_id\x18\x05 \x01(\t\x12\x33\n\nassignment\x18\x01 \x01(\x0b\x32\x1d.sottovoce_wire.v1.AssignmentH\x00\x12\x31\n\x05\x65poch\x18\x02 \x01(\x0b\x32 .sottovoce_wire.v1.TopologyEpochH\x00\x12)\n\x05grant\x18\x03 \x01(\x0b\x32\x18.sottovoce_wire.v1.GrantH\x00\x12\'\n\x04stop\x18\x04 \x01(\x0b\x32\x17.sottovoce_wire.v1.StopH\x00\x12+\n\x06issued\x18\x08 \x01(\x0b\x32\x19.sottovoce_wire.v1.IssuedH\x00\x12\x31\n\tconfirmed\x18\t \x01(\x0b\x32\x1c.sottovoce_wire.v1.ConfirmedH\x00\x12\x0c\n\x04term\x18\x06 \x01(\x04\x12\r\n\x05nonce\x18\x07 \x01(\x0c\x42\x0b\n\tdirective\"\x1d\n\x06Issued\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\" \n\tConfirmed\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\"t\n\nAssignment\x12\x0c\n\x04spec\x18\x02 \x01(\t\x12\x12\n\nn_features\x18\x03 \x01(\r\x12\r\n\x05index\x18\x04 \x01(\r\x12\x16\n\x0emirror_address\x18\x05 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x06 \x01(\rJ\x04\x08\x01\x10\x02R\x06run_id\"j\n\rTopologyEpoch\x12\x13\n\x0b\x66irst_round\x18\x03 \x01(\x04\x12\x30\n\nneighbours\x18\x04 \x03(\x0b\x32\x1c.sottovoce_wire.v1.NeighbourJ\x04\x08\x01\x10\x02J\x04\x08\x02\x10\x03R\x06run_id\"h\n\tNeighbour\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0e\n\x06weight\x18\x04 \x01(\x01\x12\x0c\n\x04told\x18\x05 \x01(\x08\x12\x0f\n\x07relayed\x18\x06 \x01(\x08\"*\n\x05Grant\x12\x13\n\x0buntil_round\x18\x02 \x01(\x04J\x04\x08\x01\x10\x02R\x06run_id\"2\n\x04Stop\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0c\n\x04over\x18\x03 \x01(\x08J\x04\x08\x01\x10\x02R\x06run_id\"s\n\x0fStartRunRequest\x12\x0c\n\x04spec\x18\x01 \x01(\t\x12\x12\n\nn_features\x18\x02 \x01(\r\x12\x12\n\x05world\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x14\n\x07replica\x18\x04 \x01(\rH\x01\x88\x01\x01\x42\x08\n\x06_worldB\n\n\x08_replica\"0\n\x0eStopRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\"\n\x10ResumeRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"2\n\x0fLeaveRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07learner\x18\x02 \x01(\t\"1\n\x0eJoinRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07learner\x18\x02 \x01(\t\"E\n\x11RecoverRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04spec\x18\x02 \x01(\t\x12\x12\n\nn_features\x18\x03 \x01(\r\"\x1f\n\rGetRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"8\n\x0fListRunsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x12\n\npage_token\x18\x02 \x01(\t\"z\n\x10ListRunsResponse\x12$\n\x04runs\x18\x01 \x03(\x0b\x32\x16.sottovoce_wire.v1.Run\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\x12\'\n\x03now\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"!\n\x0fWatchRunRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"\'\n\x14RebindLearnerRequest\x12\x0f\n\x07learner\x18\x01 \x01(\t\"\x17\n\x15RebindLearnerResponse\"\xea\x02\n\x03Run\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12*\n\x05state\x18\x02 \x01(\x0e\x32\x1b.sottovoce_wire.v1.RunState\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\x12\x30\n\x08learners\x18\x04 \x03(\x0b\x32\x1e.sottovoce_wire.v1.Participant\x12.\n\nstarted_at\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x08\x65nded_at\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x12\n\ncapture_id\x18\x07 \x01(\t\x12\x18\n\x10\x63\x61pture_location\x18\x08 \x01(\t\x12\x0c\n\x04spec\x18\t \x01(\t\x12\x12\n\nn_features\x18\n \x01(\r\x12\x0f\n\x07\x64urable\x18\x0b \x01(\x08\x12\x15\n\rcapture_error\x18\x0c \x01(\t\x12\x0f\n\x07\x61ttempt\x18\r \x01(\r\"\x80\x01\n\x0bParticipant\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x30\n\x06status\x18\x02 \x01(\x0b\x32 .sottovoce_wire.v1.LearnerStatus\x12.\n\naway_since\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp*\x84\x01\n\tWaitCause\x12\x1a\n\x16WAIT_CAUSE_UNSPECIFIED\x10\x00\x12\x14\n\x10WAIT_CAUSE_GRANT\x10\x01\x12\x16\n\x12WAIT_CAUSE_RECORDS\x10\x02\x12\x18\n\x14WAIT_CAUSE_NEIGHBOUR\x10\x03\x12\x13\n\x0fWAIT_CAUSE_DISK\x10\x04*\x9b\x01\n\x08RunState\x12\x19\n\x15RUN_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14RUN_STATE_CONNECTING\x10\x01\x12\x15\n\x11RUN_STATE_RUNNING\x10\x02\x12\x16\n\x12RUN_STATE_FINISHED\x10\x03\x12\x15\n\x11RUN_STATE_STOPPED\x10\x04\x12\x14\n\x10RUN_STATE_FAILED\x10\x05\x32\xca\x06\n\x0b\x43oordinator\x12\x42\n\x04Join\x12\x18.sottovoce_wire.v1.Event\x1a\x1c.sottovoce_wire.v1.Directive(\x01\x30\x01\x12\x46\n\x08StartRun\x12\".sottovoce_wire.v1.StartRunRequest\x1a\x16.sottovoce_wire.v1.Run\x12\x44\n\x07StopRun\x12!.sottovoce_wire.v1.StopRunRequest\x1a\x16.sottovoce_wire.v1.Run\x12H\n\tResumeRun\x12#.sottovoce_wire.v1.ResumeRunRequest\x1a\x16.sottovoce_wire.v1.Run\x12\x46\n\x08LeaveRun\x12\".sottovoce_wire.v1.LeaveRunRequest\x1a\x16.sottovoce_wire.v1.Run\x12\x44\n\x07JoinRun\x12!.sottovoce_wire.v1.JoinRunRequest\x1a\x16.sottovoce_wire.v1.Run\x12J\n\nRecoverRun\x12$.sottovoce_wire.v1.RecoverRunRequest\x1a\x16.sottovoce_wire.v1.Run\x12\x42\n\x06GetRun\x12 .sottovoce_wire.v1.GetRunRequest\x1a\x16.sottovoce_wire.v1.Run\x12S\n\x08ListRuns\x12\".sottovoce_wire.v1.ListRunsRequest\x1a#.sottovoce_wire.v1.ListRunsResponse\x12H\n\x08WatchRun\x12\".sottovoce_wire.v1.WatchRunRequest\x1a\x16.sottovoce_wire.v1.Run0\x01\x12\x62\n\rRebindLearner\x12\'.sottovoce_wire.v1.RebindLearnerRequest\x1a(.sottovoce_wire.v1.RebindLearnerResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'sottovoce_wire.v1.coordinator_pb2', _globals)
 if _descriptor._USE_C_DESCRIPTORS == False:
   DESCRIPTOR._options = None
-  _globals['_WAITCAUSE']._serialized_start=2749
-  _globals['_WAITCAUSE']._serialized_end=2881
-  _globals['_RUNSTATE']._serialized_start=2884
-  _globals['_RUNSTATE']._serialized_end=3039
+  _globals['_WAITCAUSE']._serialized_start=2807
+  _globals['_WAITCAUSE']._serialized_end=2939
+  _globals['_RUNSTATE']._serialized_start=2942
+  _globals['_RUNSTATE']._serialized_end=3097
   _globals['_EVENT']._serialized_start=125
   _globals['_EVENT']._serialized_end=300
   _globals['_INTRODUCTION']._serialized_start=303
@@ -48,39 +48,39 @@ if _descriptor._USE_C_DESCRIPTORS == False:
   _globals['_TOPOLOGYEPOCH']._serialized_start=1307
   _globals['_TOPOLOGYEPOCH']._serialized_end=1413
   _globals['_NEIGHBOUR']._serialized_start=1415
-  _globals['_NEIGHBOUR']._serialized_end=1502
-  _globals['_GRANT']._serialized_start=1504
-  _globals['_GRANT']._serialized_end=1546
-  _globals['_STOP']._serialized_start=1548
-  _globals['_STOP']._serialized_end=1598
-  _globals['_STARTRUNREQUEST']._serialized_start=1600
-  _globals['_STARTRUNREQUEST']._serialized_end=1715
-  _globals['_STOPRUNREQUEST']._serialized_start=1717
-  _globals['_STOPRUNREQUEST']._serialized_end=1765
-  _globals['_RESUMERUNREQUEST']._serialized_start=1767
-  _globals['_RESUMERUNREQUEST']._serialized_end=1801
-  _globals['_LEAVERUNREQUEST']._serialized_start=1803
-  _globals['_LEAVERUNREQUEST']._serialized_end=1853
-  _globals['_JOINRUNREQUEST']._serialized_start=1855
-  _globals['_JOINRUNREQUEST']._serialized_end=1904
-  _globals['_RECOVERRUNREQUEST']._serialized_start=1906
-  _globals['_RECOVERRUNREQUEST']._serialized_end=1975
-  _globals['_GETRUNREQUEST']._serialized_start=1977
-  _globals['_GETRUNREQUEST']._serialized_end=2008
-  _globals['_LISTRUNSREQUEST']._serialized_start=2010
-  _globals['_LISTRUNSREQUEST']._serialized_end=2066
-  _globals['_LISTRUNSRESPONSE']._serialized_start=2068
-  _globals['_LISTRUNSRESPONSE']._serialized_end=2149
-  _globals['_WATCHRUNREQUEST']._serialized_start=2151
-  _globals['_WATCHRUNREQUEST']._serialized_end=2184
-  _globals['_REBINDLEARNERREQUEST']._serialized_start=2186
-  _globals['_REBINDLEARNERREQUEST']._serialized_end=2225
-  _globals['_REBINDLEARNERRESPONSE']._serialized_start=2227
-  _globals['_REBINDLEARNERRESPONSE']._serialized_end=2250
-  _globals['_RUN']._serialized_start=2253
-  _globals['_RUN']._serialized_end=2615
-  _globals['_PARTICIPANT']._serialized_start=2618
-  _globals['_PARTICIPANT']._serialized_end=2746
-  _globals['_COORDINATOR']._serialized_start=3042
-  _globals['_COORDINATOR']._serialized_end=3884
+  _globals['_NEIGHBOUR']._serialized_end=1519
+  _globals['_GRANT']._serialized_start=1521
+  _globals['_GRANT']._serialized_end=1563
+  _globals['_STOP']._serialized_start=1565
+  _globals['_STOP']._serialized_end=1615
+  _globals['_STARTRUNREQUEST']._serialized_start=1617
+  _globals['_STARTRUNREQUEST']._serialized_end=1732
+  _globals['_STOPRUNREQUEST']._serialized_start=1734
+  _globals['_STOPRUNREQUEST']._serialized_end=1782
+  _globals['_RESUMERUNREQUEST']._serialized_start=1784
+  _globals['_RESUMERUNREQUEST']._serialized_end=1818
+  _globals['_LEAVERUNREQUEST']._serialized_start=1820
+  _globals['_LEAVERUNREQUEST']._serialized_end=1870
+  _globals['_JOINRUNREQUEST']._serialized_start=1872
+  _globals['_JOINRUNREQUEST']._serialized_end=1921
+  _globals['_RECOVERRUNREQUEST']._serialized_start=1923
+  _globals['_RECOVERRUNREQUEST']._serialized_end=1992
+  _globals['_GETRUNREQUEST']._serialized_start=1994
+  _globals['_GETRUNREQUEST']._serialized_end=2025
+  _globals['_LISTRUNSREQUEST']._serialized_start=2027
+  _globals['_LISTRUNSREQUEST']._serialized_end=2083
+  _globals['_LISTRUNSRESPONSE']._serialized_start=2085
+  _globals['_LISTRUNSRESPONSE']._serialized_end=2207
+  _globals['_WATCHRUNREQUEST']._serialized_start=2209
+  _globals['_WATCHRUNREQUEST']._serialized_end=2242
+  _globals['_REBINDLEARNERREQUEST']._serialized_start=2244
+  _globals['_REBINDLEARNERREQUEST']._serialized_end=2283
+  _globals['_REBINDLEARNERRESPONSE']._serialized_start=2285
+  _globals['_REBINDLEARNERRESPONSE']._serialized_end=2308
+  _globals['_RUN']._serialized_start=2311
+  _globals['_RUN']._serialized_end=2673
+  _globals['_PARTICIPANT']._serialized_start=2676
+  _globals['_PARTICIPANT']._serialized_end=2804
+  _globals['_COORDINATOR']._serialized_start=3100
+  _globals['_COORDINATOR']._serialized_end=3942
 # @@protoc_insertion_point(module_scope)

@@ -425,6 +425,7 @@ class Neighbour(_message.Message):
     ADDRESS_FIELD_NUMBER: _builtins.int
     WEIGHT_FIELD_NUMBER: _builtins.int
     TOLD_FIELD_NUMBER: _builtins.int
+    RELAYED_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     name: _builtins.str
     address: _builtins.str
@@ -433,6 +434,8 @@ class Neighbour(_message.Message):
     """Of its messages; 0: they do not come to this learner."""
     told: _builtins.bool
     """This learner's messages go to it."""
+    relayed: _builtins.bool
+    """A relay listens at the address: whoever opens the stream finds an eavesdropper there."""
     def __init__(
         self,
         *,
@@ -441,10 +444,11 @@ class Neighbour(_message.Message):
         address: _builtins.str = ...,
         weight: _builtins.float = ...,
         told: _builtins.bool = ...,
+        relayed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "index", b"index", "name", b"name", "told", b"told", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "index", b"index", "name", b"name", "relayed", b"relayed", "told", b"told", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -695,19 +699,25 @@ class ListRunsResponse(_message.Message):
 
     RUNS_FIELD_NUMBER: _builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    NOW_FIELD_NUMBER: _builtins.int
     next_page_token: _builtins.str
     """Empty: there are no more."""
     @_builtins.property
     def runs(self) -> _containers.RepeatedCompositeFieldContainer[Global___Run]: ...
+    @_builtins.property
+    def now(self) -> _timestamp_pb2.Timestamp:
+        """By the coordinator's clock."""
+
     def __init__(
         self,
         *,
         runs: _abc.Iterable[Global___Run] | None = ...,
         next_page_token: _builtins.str = ...,
+        now: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["now", b"now"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "runs", b"runs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "now", b"now", "runs", b"runs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,336 @@
+"""What a process shows of itself, and whom it believes: mutual TLS, or this machine's users alone.
+
+A folder holds what any authority can write (cert-manager does under these names):
+
+- `tls.crt`, `tls.key`: the certificate, with its chain, and its key;
+- `ca.crt`: the authorities that are believed;
+- `crl.pem`, if there is one: what they have revoked.
+
+Files are read again when they change. A process without an identity speaks in the clear, and only on this machine, where it
+answers its own user (and root) alone; unless it is told to speak to anybody (`insecure`).
+"""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import grpc
+import structlog
+from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+from sottovoce.errors import NotReady, SpecError, StrangerError
+from sottovoce_rpc.loopback import is_loopback, of_this_user
+from sottovoce_rpc.principals import Principal, Role, host_of
+
+CERTIFICATE, KEY, AUTHORITIES, REVOKED = "tls.crt", "tls.key", "ca.crt", "crl.pem"
+_MOST_FILE = 1024 * 1024
+_OVERRIDE = "grpc.ssl_target_name_override"
+SOON = timedelta(days=14)
+"""Before its end a certificate is warned of."""
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """What stands in the files, at one time."""
+
+    chain: bytes
+    key: bytes
+    authorities: bytes
+    principal: Principal
+    expires: datetime
+    revoked: frozenset[tuple[bytes, int]]
+    """By issuer and serial number."""
+
+
+@dataclass(slots=True)
+class Credentials:
+    """How a process speaks to others.
+
+    Args:
+        folder: with its identity; None: it has none.
+        insecure: without an identity, speak in the clear to other machines, too, and answer whoever asks.
+    """
+
+    folder: Path | None = None
+    insecure: bool = False
+    _loaded: _Loaded | None = field(default=None, init=False)
+    _seen: tuple[object, ...] = field(default=(), init=False)
+
+    def __post_init__(self) -> None:
+        if self.folder is not None and self.insecure:
+            raise SpecError(
+                "an identity and --insecure exclude each other: with an identity every channel is encrypted"
+            )
+
+    @property
+    def principal(self) -> Principal | None:
+        """Who this process is; None: it has no identity.
+
+        Raises:
+            NotReady: its files cannot be used.
+        """
+        return None if self.folder is None else self._current().principal
+
+    def require(self, role: Role, name: str = "") -> None:
+        """Of a service: its certificate is one of its kind.
+
+        Args:
+            role: that it must hold.
+            name: that it must hold; empty: any.
+
+        Raises:
+            NotReady: it holds others, or the files cannot be used.
+        """
+        own = self.principal
+        if own is not None and (own.role is not role or name not in ("", own.name)):
+            wanted = f"{role}/{name or 'NAME'}"
+            raise NotReady(
+                f"the identity in {self.folder} must be of {wanted}, got {own}: `sottovoce pki issue {wanted}`"
+            )
+
+    @property
+    def expires(self) -> datetime | None:
+        """When the certificate ends; None: there is none.
+
+        Raises:
+            NotReady: its files cannot be used.
+        """
+        return None if self.folder is None else self._current().expires
+
+    # ---- speaking -----------------------------------------------------------------------------------------
+
+    def channel(
+        self, address: str, whom: Role | None, name: str, options: Sequence[tuple[str, Any]]
+    ) -> grpc.aio.Channel:
+        """A channel to a service.
+
+        Args:
+            address: where it listens.
+            whom, name: who must be there, where there is an identity: a role, and a name or anybody (empty).
+            options: of the channel.
+
+        Raises:
+            SpecError: it is on another machine, and there is no identity.
+            NotReady: the files of the identity cannot be used.
+        """
+        if self.folder is None:
+            self._require_here(address)
+            return grpc.aio.insecure_channel(address, options=options)
+        if whom is None:
+            raise ValueError(f"a channel to {address} with an identity must say who is to be there")
+        now = self._current()
+        credentials = grpc.ssl_channel_credentials(now.authorities, now.key, now.chain)
+        host = host_of(now.principal.domain, whom, name)
+        return grpc.aio.secure_channel(address, credentials, options=[*options, (_OVERRIDE, host)])
+
+    def _require_here(self, address: str) -> None:
+        if not (self.insecure or is_loopback(address)):
+            raise SpecError(
+                f"{address} is reached from other machines, so channels to it must be encrypted: give this process an identity "
+                "(--identity FOLDER, from `sottovoce pki issue`), or let it speak in the clear (--insecure)"
+            )
+
+    # ---- answering ----------------------------------------------------------------------------------------
+
+    def of_server(self, listen: str) -> grpc.ServerCredentials | None:
+        """For a server; None: it speaks in the clear.
+
+        Args:
+            listen: where it listens.
+
+        Raises:
+            SpecError: others can reach it there, and there is no identity.
+            NotReady: the files of the identity cannot be used.
+        """
+        if self.folder is None:
+            self._require_here(listen)
+            return None
+        served = self._current()
+
+        def renewed() -> grpc.ServerCertificateConfiguration | None:
+            """Asked for before each handshake, in a thread of gRPC's; None: as before."""
+            nonlocal served
+            if (now := self._current()) is served:
+                return None
+            served = now
+            return _configuration(now)
+
+        return grpc.dynamic_ssl_server_credentials(
+            _configuration(served),
+            renewed,  # type: ignore[arg-type] # the stubs do not know that None means unchanged
+            require_client_authentication=True,
+        )
+
+    def caller(self, context: grpc.aio.ServicerContext[Any, Any]) -> Principal | None:
+        """Who calls; None: whoever this machine's user is, or anybody, where that was wanted.
+
+        Raises:
+            StrangerError: nobody who may be answered.
+        """
+        if self.folder is None:
+            if not (self.insecure or of_this_user(context.peer())):
+                raise StrangerError("another user of this machine")
+            return None
+        return self.known(next(iter(context.auth_context().get("x509_pem_cert", ())), b""))
+
+    def known(self, certificate: bytes) -> Principal:
+        """Whom a certificate names, which the handshake has found to be valid and of an authority that is believed.
+
+        Raises:
+            StrangerError: nobody of this deployment, or it was revoked, or has ended since.
+        """
+        now = self._current()
+        found = _parsed(certificate)
+        principal = named(found)
+        if principal is None or principal.domain != now.principal.domain:
+            raise StrangerError("a certificate that names nobody of this deployment")
+        if (found.issuer.public_bytes(), found.serial_number) in now.revoked:
+            raise StrangerError(f"a revoked certificate of {principal}")
+        if found.not_valid_after_utc < datetime.now(UTC):
+            raise StrangerError(f"a certificate of {principal} that has ended")
+        return principal
+
+    # ---- files --------------------------------------------------------------------------------------------
+
+    def _current(self) -> _Loaded:
+        """What the files say now; while they cannot be used, what they said before.
+
+        Raises:
+            NotReady: they never could.
+        """
+        folder = self.folder
+        if folder is None:
+            raise NotReady("this process has no identity")
+        if self._loaded is not None and _stamp(folder) == self._seen:
+            return self._loaded
+        try:
+            self._seen = _stamp(folder)
+            self._loaded = _load(folder)
+        except (
+            OSError,
+            ValueError,
+            TypeError,
+            UnsupportedAlgorithm,
+            NotReady,
+        ) as error:  # TypeError: a key with a password
+            why = f"the identity in {folder} cannot be used: {_in_words(error)}"
+            if self._loaded is None:
+                raise NotReady(why) from None
+            log.error("identity not renewed", reason=why)
+        return self._loaded
+
+
+NO_IDENTITY = Credentials()
+"""Of a process that speaks in the clear, on this machine."""
+
+
+def _stamp(folder: Path) -> tuple[object, ...]:
+    """Changes when a file does."""
+    found = []
+    for name in (CERTIFICATE, KEY, AUTHORITIES, REVOKED):
+        try:
+            about = (folder / name).stat()
+            found.append((about.st_mtime_ns, about.st_ino, about.st_size))
+        except OSError:
+            found.append((0, 0, 0))
+    return tuple(found)
+
+
+def _load(folder: Path) -> _Loaded:
+    """Read what stands in a folder.
+
+    Raises:
+        OSError: a file cannot be read.
+        ValueError: one holds something else.
+        NotReady: they do not fit each other, or others may read the key.
+    """
+    _require_private(folder / KEY)
+    chain, key, authorities = (_read(folder / name) for name in (CERTIFICATE, KEY, AUTHORITIES))
+    own, believed = x509.load_pem_x509_certificate(chain), x509.load_pem_x509_certificates(authorities)
+    if load_pem_private_key(key, None).public_key() != own.public_key():
+        raise NotReady(f"{KEY} must be the key of {CERTIFICATE}, and is another one's")
+    principal = named(own)
+    if principal is None:
+        raise NotReady(
+            f"{CERTIFICATE} must name its owner by one URI such as spiffe://ward.example/learner/north, got {_uris(own)[:5]}"
+        )
+    if own.not_valid_after_utc < datetime.now(UTC):
+        raise NotReady(
+            f"the certificate of {principal} has ended at {own.not_valid_after_utc:%Y-%m-%d %H:%M} UTC: renew it"
+        )
+    if (left := own.not_valid_after_utc - datetime.now(UTC)) < SOON:
+        log.warning("certificate ends soon", identity=str(principal), days=left.days)
+    revoked = _revoked(folder / REVOKED, believed)
+    return _Loaded(chain, key, authorities, principal, own.not_valid_after_utc, revoked)
+
+
+def _read(path: Path) -> bytes:
+    with path.open("rb") as file:
+        content = file.read(_MOST_FILE + 1)
+    if len(content) > _MOST_FILE:
+        raise ValueError(f"{path.name} must have at most {_MOST_FILE} bytes")
+    return content
+
+
+def _require_private(path: Path) -> None:
+    if (mode := stat.S_IMODE(path.stat().st_mode)) & 0o007:
+        raise NotReady(f"{path.name} must not be open to every user of this machine, got mode {mode:04o}: chmod 600 it")
+
+
+def _revoked(path: Path, believed: Sequence[x509.Certificate]) -> frozenset[tuple[bytes, int]]:
+    """Issuers and serial numbers of what was revoked."""
+    if not path.exists():
+        return frozenset()
+    listed = x509.load_pem_x509_crl(_read(path))
+    issuer = listed.issuer.public_bytes()
+    own = [each for each in believed if each.subject.public_bytes() == issuer]
+    if not any(listed.is_signature_valid(each.public_key()) for each in own):  # type: ignore[arg-type]
+        raise NotReady(f"{REVOKED} must be signed by an authority of {AUTHORITIES}")
+    return frozenset((issuer, each.serial_number) for each in listed)
+
+
+@lru_cache(maxsize=4_096)
+def _parsed(certificate: bytes) -> x509.Certificate:
+    """A certificate that a handshake has shown.
+
+    Raises:
+        StrangerError: there was none.
+    """
+    try:
+        return x509.load_pem_x509_certificate(certificate)
+    except ValueError:
+        raise StrangerError("no certificate") from None
+
+
+def _uris(certificate: x509.Certificate) -> list[str]:
+    try:
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except (x509.ExtensionNotFound, x509.DuplicateExtension, ValueError):
+        return []
+    return names.get_values_for_type(x509.UniformResourceIdentifier)
+
+
+def named(certificate: x509.Certificate) -> Principal | None:
+    """Whom a certificate names; None: nobody, or more than one."""
+    uris = _uris(certificate)
+    return Principal.from_uri(uris[0]) if len(uris) == 1 else None
+
+
+def _configuration(loaded: _Loaded) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration([(loaded.key, loaded.chain)], loaded.authorities)
+
+
+def _in_words(error: Exception) -> str:
+    if isinstance(error, OSError):
+        return f"{Path(error.filename or '').name}: {error.strerror}"
+    return " ".join(str(error).split())[:300]

@@ -1,0 +1,96 @@
+"""Who is at the other end of a channel: a role and a name, as they stand in its certificate.
+
+A principal is written as a URI (`spiffe://ward.example/learner/north`), as SPIFFE has it, so that any authority that can
+name workloads can name ours. As gRPC compares hosts and no URIs, a certificate also holds a host that follows from the name:
+who opens a channel to learner north insists on `north.learner.ward.example`, wherever that listens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+from urllib.parse import quote, unquote
+
+from sottovoce.errors import SpecError
+from sottovoce.spec import LEARNER_NAME
+
+_DOMAIN = r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?(\.[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)*"
+_LABEL = r"(?!.*--)[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
+_MOST_DOMAIN = 120
+_HASHED = 32
+"""Hexadecimal digits in the host of a name that is no label of a host; no label that is a name has two dashes in a row."""
+
+
+class Role(StrEnum):
+    """What a principal is in a deployment."""
+
+    LEARNER = "learner"
+    COORDINATOR = "coordinator"
+    EAVESDROPPER = "eavesdropper"
+    FEEDER = "feeder"
+    OPERATOR = "operator"
+
+
+@dataclass(frozen=True, slots=True)
+class Principal:
+    """A role and a name within a trust domain.
+
+    Attributes:
+        role: what it may be allowed, by `sottovoce_rpc.access`.
+        name: a learner's is that of the run spec.
+        domain: all principals of a deployment have the same.
+    """
+
+    role: Role
+    name: str
+    domain: str
+
+    @classmethod
+    def of(cls, domain: str, text: str) -> Principal:
+        """From `role/name`, as people write it.
+
+        Raises:
+            SpecError: it is none, or the domain is none.
+        """
+        role, _, name = text.partition("/")
+        if role not in frozenset(Role) or re.fullmatch(LEARNER_NAME, name) is None:
+            raise SpecError(
+                f"an identity must be ROLE/NAME with a role of {', '.join(Role)} and a name like a learner's, got {text[:100]!r}"
+            )
+        if len(domain) > _MOST_DOMAIN or re.fullmatch(_DOMAIN, domain) is None:
+            raise SpecError(f"a trust domain must look like ward.example, in small letters, got {domain[:200]!r}")
+        return cls(Role(role), name, domain)
+
+    @classmethod
+    def from_uri(cls, uri: str) -> Principal | None:
+        """Of a certificate; None: it names nobody of a deployment."""
+        found = re.fullmatch(r"spiffe://([^/]+)/([^/]+)/([^/]+)", uri)
+        if found is None:
+            return None
+        try:
+            return cls.of(found[1], f"{found[2]}/{unquote(found[3], errors='strict')}")
+        except (SpecError, UnicodeDecodeError):
+            return None
+
+    def __str__(self) -> str:
+        return f"{self.role}/{self.name}"
+
+    @property
+    def uri(self) -> str:
+        """As certificates hold it."""
+        return f"spiffe://{self.domain}/{self.role}/{quote(self.name, safe='')}"
+
+    @property
+    def host(self) -> str:
+        """What a client insists on that wants this principal and no other."""
+        return host_of(self.domain, self.role, self.name)
+
+
+def host_of(domain: str, role: Role, name: str = "") -> str:
+    """The host that certificates of a principal hold; without a name: of everybody in a role."""
+    if not name:
+        return f"{role}.{domain}"
+    label = name if re.fullmatch(_LABEL, name) else f"h--{hashlib.sha256(name.encode()).hexdigest()[:_HASHED]}"
+    return f"{label}.{role}.{domain}"

@@ -1,0 +1,59 @@
+"""Certificates for tests: an authority, and identities made when they are first asked for."""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+import grpc
+
+from sottovoce_client.pki import Authority
+from sottovoce_rpc.credentials import AUTHORITIES, CERTIFICATE, KEY, Credentials
+
+DOMAIN = "ward.example"
+
+
+@dataclass
+class Identities:
+    """All of one deployment.
+
+    Attributes:
+        folder: of the authority and the identities.
+    """
+
+    folder: Path
+    domain: str = DOMAIN
+    authority: Authority = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.authority = Authority.init(self.folder / "authority", self.domain)
+
+    def at(self, whom: str) -> Path:
+        """The folder of an identity."""
+        folder = self.folder / whom.replace("/", "-", 1)
+        if not (folder / KEY).exists():
+            self.authority.issue(whom, folder)
+        return folder
+
+    def of(self, whom: str) -> Credentials:
+        """The credentials of `role/name`."""
+        return Credentials(self.at(whom))
+
+
+class Elsewhen(datetime.datetime):
+    """A clock that is wrong by `off`: an authority that looks at it issues what has ended, or has not begun."""
+
+    off = datetime.timedelta()
+
+    @classmethod
+    def now(cls, tz: datetime.tzinfo | None = None) -> Self:
+        return super().now(tz) + cls.off
+
+
+def raw_channel(folder: Path | None, believes: Path, address: str, host: str) -> grpc.aio.Channel:
+    """A channel as a stranger opens it: with whatever certificate, or none, and believing whomever."""
+    pair = (None, None) if folder is None else ((folder / KEY).read_bytes(), (folder / CERTIFICATE).read_bytes())
+    credentials = grpc.ssl_channel_credentials((believes / AUTHORITIES).read_bytes(), *pair)
+    return grpc.aio.secure_channel(address, credentials, options=[("grpc.ssl_target_name_override", host)])

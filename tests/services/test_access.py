@@ -1,0 +1,197 @@
+"""Who may call what: the one table, held against real servers with real certificates."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2
+
+from sottovoce_client.running.operate import Outcome
+from sottovoce_learner.exchange import _hello
+from sottovoce_rpc.access import ACCESS
+from sottovoce_rpc.principals import Role
+from sottovoce_wire.v1 import coordinator_pb2, eavesdropper_pb2, learner_pb2
+from tests.examples import made_up, small_spec
+from tests.services.identities import Identities, raw_channel
+from tests.services.network import PATIENCE_S, Network, network, refused
+
+NAMES = ["ann", "ben", "cleo"]
+HOUSES = {
+    "coordinator": coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"],
+    "eavesdropper": eavesdropper_pb2.DESCRIPTOR.services_by_name["Eavesdropper"],
+    "learner": learner_pb2.DESCRIPTOR.services_by_name["Learner"],
+}
+COMMON = (
+    health_pb2.DESCRIPTOR.services_by_name["Health"],
+    reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"],
+)
+METHODS = [
+    (house, f"/{service.full_name}/{method.name}")
+    for house, own in HOUSES.items()
+    for service in (own, *COMMON)
+    for method in service.methods
+]
+CALLERS = ["learner/ann", "learner/ben", "learner/zoe", "coordinator/main", "coordinator/other", "eavesdropper/ear"]
+CALLERS += ["feeder/ann", "feeder/ben", "operator/alice", "operator/bob"]
+
+LEARNER, COORDINATOR, EAVESDROPPER = (
+    f"/{own.full_name}" for own in (HOUSES["learner"], HOUSES["coordinator"], HOUSES["eavesdropper"])
+)
+OWN = {"learner/ann", "operator/alice"}
+"""Ann's owners, as the network of these tests has it."""
+CONDITIONS = {
+    f"{LEARNER}/Ingest": OWN | {"feeder/ann"},
+    f"{LEARNER}/Predict": OWN,
+    f"{LEARNER}/Ledger": OWN,
+    f"{LEARNER}/Status": OWN | {"feeder/ann", "operator/bob", "coordinator/main", "coordinator/other"},
+}
+"""Of those in a fitting role, whom ann's owner has named."""
+
+
+def address(up: Network, house: str) -> str:
+    own = {"coordinator": up.coordinator, "eavesdropper": up.eavesdropper, "learner": up.addresses["ann"]}
+    return own[house]
+
+
+def host(house: str) -> str:
+    return f"{house}.ward.example"
+
+
+async def status(up: Network, ids: Identities, house: str, method: str, caller: str) -> grpc.StatusCode:
+    """With which an empty request is answered."""
+    async with raw_channel(ids.at(caller), ids.at(caller), address(up, house), host(house)) as to:
+        asked: Any = to.stream_stream(method)
+        first = await _first(asked(iter([b""]), timeout=PATIENCE_S))
+        return grpc.StatusCode.OK if first is None else first.code()
+
+
+async def _first(call: Any) -> grpc.aio.AioRpcError | None:
+    """The failure with which a call ends before it says anything."""
+    try:
+        await call.read()
+    except grpc.aio.AioRpcError as error:
+        return error
+    if call.done() and await call.code() is not grpc.StatusCode.OK:
+        return await refused(call)
+    call.cancel()
+    return None
+
+
+def test_every_method_of_every_service_is_in_the_table() -> None:
+    known = {method for _, method in METHODS}
+    assert known <= set(ACCESS)
+    assert all(method.startswith("/grpc.") for method in set(ACCESS) - known)  # which older versions have not all
+
+
+async def test_the_table_is_what_servers_do(tmp_path: Path) -> None:
+    """Every method, every caller: refused as the table says, and only then."""
+    ids = Identities(tmp_path / "ids")
+    async with network(tmp_path, ["ann"], identities=ids) as up:
+        for house, method in METHODS:
+            for caller in CALLERS:
+                allowed = Role(caller.split("/")[0]) in ACCESS[method].roles
+                allowed = allowed and caller in CONDITIONS.get(method, {caller})
+                denied = await status(up, ids, house, method, caller) is grpc.StatusCode.PERMISSION_DENIED
+                assert denied != allowed, (method, caller)
+
+
+async def run(up: Network, capture: str) -> Outcome:
+    spec = small_spec(30, NAMES, capture=capture, telemetry={"predict": True})
+    return await up.run(spec, made_up(spec))
+
+
+@pytest.mark.parametrize("capture", ["none", "relay", "mirror"])
+async def test_a_run_over_encrypted_channels(tmp_path: Path, capture: str) -> None:
+    async with network(tmp_path, NAMES, identities=Identities(tmp_path / "ids")) as up:
+        outcome = await run(up, capture)
+    assert (outcome.state, outcome.capture_error) == ("finished", "")
+    assert [status.rounds_done for status in outcome.statuses] == [30] * 3
+    assert all(each is not None for each in outcome.predictions)
+
+
+async def test_a_learner_joins_as_itself(tmp_path: Path) -> None:
+    ids = Identities(tmp_path / "ids")
+    async with network(tmp_path, ["ann"], identities=ids) as up:
+        introduction = coordinator_pb2.Introduction(learner="ann", address="127.0.0.1:1", store=b"x" * 16)
+        said = coordinator_pb2.Event(introduction=introduction).SerializeToString()
+        async with raw_channel(ids.at("learner/ben"), ids.at("learner/ben"), up.coordinator, host("coordinator")) as to:
+            call: Any = to.stream_stream(f"{COORDINATOR}/Join")
+            failure = await refused(call(iter([said]), timeout=PATIENCE_S))
+    assert (failure.code(), failure.details()) == (
+        grpc.StatusCode.PERMISSION_DENIED,
+        "learner/ben must join as itself, got 'ann'",
+    )
+
+
+async def test_a_neighbour_speaks_as_itself(tmp_path: Path) -> None:
+    """Cleo is in the run, too, and greets cleo's neighbour as ann; and an eavesdropper where nobody is overheard."""
+    ids = Identities(tmp_path / "ids")
+    async with network(tmp_path, NAMES, identities=ids) as up:
+        spec = small_spec(10_000, NAMES)
+        started = await up.start(spec, 3)
+        session = up.learners["ann"]._session
+        while session is None or not session.introduced:
+            session = await _later(up)
+        hello = _hello(session, 1)
+        for caller in ("learner/cleo", "eavesdropper/ear"):
+            async with raw_channel(
+                ids.at(caller), ids.at(caller), up.addresses["ben"], "ben.learner.ward.example"
+            ) as to:
+                call: Any = to.stream_stream(f"{LEARNER}/Exchange")
+                failure = await refused(call(iter([hello]), timeout=PATIENCE_S))
+            assert failure.code() is grpc.StatusCode.PERMISSION_DENIED
+            assert failure.details() == f"{caller} must not speak for learner 'ann'"
+        assert started.run_id
+
+
+async def _later(up: Network) -> Any:
+    await asyncio.sleep(0.01)
+    return up.learners["ann"]._session
+
+
+async def test_a_capture_is_its_coordinators(tmp_path: Path) -> None:
+    ids = Identities(tmp_path / "ids")
+    async with network(tmp_path, [], identities=ids) as up:
+
+        async def asked(caller: str, method: str, request: Any) -> Any:
+            async with raw_channel(ids.at(caller), ids.at(caller), up.eavesdropper, host("eavesdropper")) as to:
+                return await to.unary_unary(f"{EAVESDROPPER}/{method}")(request.SerializeToString(), timeout=PATIENCE_S)
+
+        opening = eavesdropper_pb2.OpenCaptureRequest(run_id="run-1")
+        raw = await asked("coordinator/main", "OpenCapture", opening)
+        capture_id = eavesdropper_pb2.OpenCaptureResponse.FromString(raw).capture_id
+        again = eavesdropper_pb2.OpenCaptureRequest(run_id="run-1", resume=True)
+        for method, request in (
+            ("OpenCapture", again),
+            ("CloseCapture", eavesdropper_pb2.CloseCaptureRequest(capture_id=capture_id)),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError, match="the capture is of coordinator/main") as failure:
+                await asked("coordinator/other", method, request)
+            assert failure.value.code() is grpc.StatusCode.PERMISSION_DENIED
+            await asked("coordinator/main", method, request)
+
+
+async def test_a_copy_is_of_whoever_sends_it(tmp_path: Path) -> None:
+    ids = Identities(tmp_path / "ids")
+    async with network(tmp_path, NAMES, identities=ids) as up:
+        spec = small_spec(10_000, NAMES, capture="mirror")
+        started = await up.start(spec, 3)
+        copy = eavesdropper_pb2.MirrorRequest(run_id=started.run_id, sender=1).SerializeToString()
+        async with raw_channel(
+            ids.at("learner/ann"), ids.at("learner/ann"), up.eavesdropper, host("eavesdropper")
+        ) as to:
+            call: Any = to.stream_unary(f"{EAVESDROPPER}/Mirror")
+            with pytest.raises(grpc.aio.AioRpcError, match="learner/ann must not speak for learner 1"):
+                await call(iter([copy]), timeout=PATIENCE_S)
+
+
+def test_the_page_shows_the_table() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "identities.md").read_text(encoding="utf-8")
+    for method, rule in ACCESS.items():
+        roles = "any" if rule.roles == set(Role) else ", ".join(role for role in Role if role in rule.roles)
+        assert f"| `{method.split('.')[-1]}` | {roles} | {rule.condition} |" in page, method
