@@ -69,7 +69,7 @@ def test_an_epoch_names_the_neighbours_and_relays_in_their_place() -> None:
     assignment, epoch, grant = held.briefing(1)
 
     assert isinstance(assignment, Assignment)
-    told = (Neighbour(0, "a", "a:1", weight[0], True, True), Neighbour(2, "c", "relay:7", weight[2], True))
+    told = (Neighbour(0, "a", "a:1", weight[0], True), Neighbour(2, "c", "relay:7", weight[2], True, True))
     assert epoch == Epoch(0, told)
     assert grant == Grant(0)
 
