@@ -219,7 +219,7 @@ _WAY_OUT = "restore it from where it is whole, or start with another folder: lea
 def _claim(folder: Path) -> TextIO:
     """Keep every other coordinator off this folder, until the file is closed or this process dies."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         file = (folder / f"{FILE}.lock").open("w", encoding="utf-8")
     except OSError as error:
         raise Unavailable(f"the state folder {folder} cannot be written: {error.strerror}") from None

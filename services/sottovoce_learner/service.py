@@ -169,7 +169,7 @@ class Learner:
         folder = self.config.state_folder
         self.config.credentials.require(principals.Role.LEARNER, self.config.name)
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # records lie below it
             held = claim(folder, self.config.name)
             try:
                 self._identity = Identity.of(folder, self.config.name)

@@ -28,6 +28,7 @@ _LEARNER, _COORDINATOR, _EAVESDROPPER = (
 _AGAIN_S = 5.0
 """How often whoever holds a stream is looked at again: certificates are revoked, and end."""
 _MOST_LOGGED = 20
+_NOBODY = "not allowed: whoever calls is not believed here"
 
 log = structlog.get_logger()
 
@@ -110,7 +111,7 @@ class Access(grpc.aio.ServerInterceptor):
             caller = self._credentials.caller(context)
         except StrangerError as error:
             self._note(method, context, str(error))
-            raise StrangerError("not allowed") from None
+            raise StrangerError(_NOBODY) from None
         if caller is not None:
             rule = ACCESS.get(method)
             if rule is None or caller.role not in rule.roles:

@@ -26,7 +26,7 @@ from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
-from sottovoce.errors import NotReady, SpecError, StrangerError
+from sottovoce.errors import NotReady, SpecError, StrangerError, Unavailable
 from sottovoce_rpc.loopback import is_loopback, of_this_user
 from sottovoce_rpc.principals import Principal, Role, host_of
 
@@ -176,6 +176,7 @@ class Credentials:
 
         Raises:
             StrangerError: nobody who may be answered.
+            Unavailable: its certificate has ended since it connected.
         """
         if self.folder is None:
             if not (self.insecure or of_this_user(context.peer())):
@@ -187,7 +188,8 @@ class Credentials:
         """Whom a certificate names, which the handshake has found to be valid and of an authority that is believed.
 
         Raises:
-            StrangerError: nobody of this deployment, or it was revoked, or has ended since.
+            StrangerError: nobody of this deployment, or it was revoked.
+            Unavailable: it has ended since.
         """
         now = self._current()
         found = _parsed(certificate)
@@ -197,7 +199,9 @@ class Credentials:
         if (found.issuer.public_bytes(), found.serial_number) in now.revoked:
             raise StrangerError(f"a revoked certificate of {principal}")
         if found.not_valid_after_utc < datetime.now(UTC):
-            raise StrangerError(f"a certificate of {principal} that has ended")
+            raise Unavailable(
+                "the certificate that this connection began with has ended: connect again, with a new one"
+            )
         return principal
 
     # ---- files --------------------------------------------------------------------------------------------

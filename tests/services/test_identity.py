@@ -19,7 +19,7 @@ from sottovoce_client import pki
 from sottovoce_client.running import known
 from sottovoce_coordinator.service import Coordinator, CoordinatorConfig
 from sottovoce_learner.service import Learner, LearnerConfig
-from sottovoce_rpc import access
+from sottovoce_rpc import access, credentials
 from sottovoce_rpc.credentials import AUTHORITIES, CERTIFICATE, KEY, REVOKED, Credentials
 from sottovoce_rpc.loopback import of_this_user
 from sottovoce_rpc.principals import Principal
@@ -155,6 +155,21 @@ async def test_what_is_revoked_is_refused_at_once_and_streams_end(
         )
 
 
+async def test_a_connection_outlives_its_certificate_by_a_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ben's is renewed, and then the one that he has joined with ends."""
+    monkeypatch.setattr(access, "_AGAIN_S", 0.05)
+    ids = Identities(tmp_path / "ids")
+    async with network(tmp_path, ["ben"], identities=ids) as up:
+        await up.until_here("ben")
+        ids.authority.renew(ids.at("learner/ben"), days=200)
+        monkeypatch.setattr(Elsewhen, "off", datetime.timedelta(days=100))
+        monkeypatch.setattr(credentials, "datetime", Elsewhen)
+        await up.until_gone("ben")
+        await up.until_here("ben")
+
+
 async def test_renewed_files_are_taken_up_while_a_service_runs(tmp_path: Path) -> None:
     """And a half-written renewal changes nothing."""
     ids = Identities(tmp_path / "ids")
@@ -229,7 +244,7 @@ async def test_another_user_of_this_machine_is_not_answered() -> None:
         await known.list_runs(at)
     finally:
         await coordinator.stop()
-    assert said.decode().strip() == "PERMISSION_DENIED: not allowed"
+    assert said.decode().strip() == "PERMISSION_DENIED: not allowed: whoever calls is not believed here"
 
 
 def test_whose_a_connection_is_is_read_off_the_kernels_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
