@@ -87,9 +87,10 @@ class Relay(grpc.GenericRpcHandler):
         self._own = to is None  # else of a service that is not ours, and of its clients
         guards = [Access(credentials)] if self._own else []
         self._server = grpc.aio.server(interceptors=guards, options=options)
-        self._to = to or self._channel()
+        self._to, self._before = to or self._channel(), list[grpc.aio.Channel]()
 
     def _channel(self) -> grpc.aio.Channel:
+        self._shown = self._credentials.expires
         return channel(self._route.target or _NOWHERE, Role.LEARNER, self._ends[1], credentials=self._credentials)
 
     async def start(self, host: str) -> str:
@@ -126,7 +127,15 @@ class Relay(grpc.GenericRpcHandler):
     async def stop(self) -> None:
         """Take no new call, let those under way end within `FINISH_S`, and cut what still passes then."""
         await self._server.stop(FINISH_S)
-        await self._to.close()
+        for each in (self._to, *self._before):
+            await each.close()
+
+    def _leading(self) -> grpc.aio.Channel:
+        """To whoever accepts; a new one where the identity was renewed since, and calls under way go on."""
+        if self._own and self._credentials.expires != self._shown:
+            self._before.append(self._to)
+            self._to = self._channel()
+        return self._to
 
     def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any]:
         """Every method is passed on as a stream of bytes in both directions; a unary call is a stream of one."""
@@ -156,7 +165,7 @@ class Relay(grpc.GenericRpcHandler):
         note_back = self._noter("back", stream, connection, method)
         note_out("metadata", _as_json({"method": method, "metadata": tuple(context.invocation_metadata() or ())}))
         metadata = _passable(context.invocation_metadata())
-        call: grpc.aio.StreamStreamCall[Any, Any] = self._to.stream_stream(method)(
+        call: grpc.aio.StreamStreamCall[Any, Any] = self._leading().stream_stream(method)(
             metadata=metadata, timeout=context.time_remaining()
         )
         ending, room = Ending(call), self._capture.room

@@ -120,7 +120,11 @@ async def accept(
 async def keep_open(session: Session, neighbour: Neighbour, credentials: Credentials) -> None:
     """Hold the stream to a neighbour open until cancelled."""
     index, attempt = neighbour.index, 0
-    whom = (Role.EAVESDROPPER, "") if neighbour.relayed else (Role.LEARNER, session.role.spec.names[index])
+    spec = session.role.spec
+    overheard = (
+        neighbour.relayed and spec.capture == "relay"
+    )  # else whoever is there must be the neighbour, whatever we are told
+    whom = (Role.EAVESDROPPER, "") if overheard else (Role.LEARNER, spec.names[index])
     while not session.silent:
         try:
             async with channel(neighbour.address, *whom, credentials=credentials) as to:  # a new one: it may be renewed

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
+from sottovoce.errors import Unavailable
 from sottovoce_client.running.operate import Outcome
+from sottovoce_eavesdropper.records import CaptureFile
+from sottovoce_eavesdropper.relay import Relay
+from sottovoce_learner import exchange
 from sottovoce_learner.exchange import _hello
+from sottovoce_learner.session import Session
 from sottovoce_rpc.access import ACCESS
+from sottovoce_rpc.credentials import Credentials
+from sottovoce_rpc.directives import Neighbour
 from sottovoce_rpc.principals import Role
 from sottovoce_wire.v1 import coordinator_pb2, eavesdropper_pb2, learner_pb2
 from tests.examples import made_up, small_spec
@@ -195,3 +203,43 @@ def test_the_page_shows_the_table() -> None:
     for method, rule in ACCESS.items():
         roles = "any" if rule.roles == set(Role) else ", ".join(role for role in Role if role in rule.roles)
         assert f"| `{method.split('.')[-1]}` | {roles} | {rule.condition} |" in page, method
+
+
+@pytest.mark.parametrize(
+    ("capture", "relayed", "whom"),
+    [
+        ("none", False, (Role.LEARNER, "ben")),
+        ("relay", True, (Role.EAVESDROPPER, "")),
+        ("relay", False, (Role.LEARNER, "ben")),
+        ("none", True, (Role.LEARNER, "ben")),  # the coordinator lies
+        ("mirror", True, (Role.LEARNER, "ben")),
+    ],
+)
+async def test_a_learner_lets_itself_be_overheard_only_where_the_spec_says_so(
+    monkeypatch: pytest.MonkeyPatch, capture: str, relayed: bool, whom: tuple[Role, str]
+) -> None:
+    asked = list[tuple[Role, str]]()
+
+    def noting(address: str, role: Role, name: str, **_: Any) -> None:
+        asked.append((role, name))
+        session.silent = True
+        raise Unavailable("nobody is there")
+
+    session = SimpleNamespace(role=SimpleNamespace(spec=small_spec(5, NAMES, capture=capture)), silent=False)
+    monkeypatch.setattr(exchange, "channel", noting)
+    await exchange.keep_open(
+        cast(Session, session), Neighbour(1, "mallory", "here:1", 0.5, True, relayed), Credentials()
+    )
+    assert asked == [whom]
+
+
+async def test_a_relay_leads_on_with_a_renewed_identity(tmp_path: Path) -> None:
+    ids = Identities(tmp_path / "ids")
+    file = CaptureFile(tmp_path / "run-1-a", "run-1-a", "run-1", "{}")
+    route = eavesdropper_pb2.Route(caller=0, callee=1, target="127.0.0.1:1")
+    relay = Relay(route, file, credentials=ids.of("eavesdropper/ear"))
+    before = relay._leading()
+    assert relay._leading() is before
+    ids.authority.renew(ids.at("eavesdropper/ear"), days=200)
+    assert relay._leading() is not before
+    await relay.stop()

@@ -107,19 +107,21 @@ async def feed(
     patience_s = max(patience_s, _PATIENCE_S)
     sending, away, refused = _Sending(data, source), _Failing(patience_s), _Failing(patience_s)
     now = asyncio.get_running_loop().time
-    async with channel(address, Role.LEARNER, learner, credentials=credentials) as to:
-        stub = learner_pb2_grpc.LearnerStub(to)
-        while not sending.over:
+    while not sending.over:
+        # A channel of its own for each try: the identity may have been renewed.
+        async with channel(address, Role.LEARNER, learner, credentials=credentials) as to:
+            stub = learner_pb2_grpc.LearnerStub(to)
             try:
                 await _ready(stub, run_id, address, patience_s)  # again after a break: it may have been started again
                 away.over()
                 await _sent(stub.Ingest(), sending, refused)
+                continue
             except grpc.aio.AioRpcError as error:
                 failure = as_error(error, f"the learner at {address}")
-                failing = away if isinstance(failure, Unavailable) else refused
-                if not isinstance(failure, Unavailable | NotReady) or failing.too_long(now()):
-                    raise failure from None
-                await asyncio.sleep(_RETRY_S)
+        failing = away if isinstance(failure, Unavailable) else refused
+        if not isinstance(failure, Unavailable | NotReady) or failing.too_long(now()):
+            raise failure
+        await asyncio.sleep(_RETRY_S)
 
 
 class _Failing:
