@@ -20,6 +20,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -30,6 +31,7 @@ from numpy.typing import NDArray
 BEGAN = time.monotonic()
 ROUND = struct.Struct("<Q")
 UNLIMITED = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
+OVERRIDE, HOST = "grpc.ssl_target_name_override", "learner.bench"
 OPTIONS = (*UNLIMITED, ("grpc.use_local_subchannel_pool", 1), ("grpc.so_reuseport", 0))
 
 
@@ -45,8 +47,8 @@ class Window:
 class Learner:
     """One learner: a server for the edge from below, and a stream to the neighbour above."""
 
-    def __init__(self, index: int, learners: int, dim: int) -> None:
-        self.index = index
+    def __init__(self, index: int, learners: int, dim: int, identity: Path | None = None) -> None:
+        self.index, self._identity = index, identity
         self.neighbours = sorted({(index - 1) % learners, (index + 1) % learners} - {index})
         self._value = np.full(dim, float(index))
         self._heard: defaultdict[int, list[bytes]] = defaultdict(list)
@@ -61,7 +63,12 @@ class Learner:
         server = grpc.aio.server(options=OPTIONS)
         handler = grpc.stream_stream_rpc_method_handler(self._answer)  # no serialiser: bytes are sent as they are
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("ring", {"exchange": handler}),))
-        port = server.add_insecure_port("127.0.0.1:0")
+        if self._identity is None:
+            port = server.add_insecure_port("127.0.0.1:0")
+        else:
+            key, chain, authorities = _pems(self._identity)
+            mutual = grpc.ssl_server_credentials([(key, chain)], authorities, require_client_auth=True)
+            port = server.add_secure_port("127.0.0.1:0", mutual)
         await server.start()
         self._kept.append(server)
         return f"127.0.0.1:{port}"
@@ -70,12 +77,20 @@ class Learner:
         """Open the streams to neighbours above, and wait for those from below."""
         for neighbour in self.neighbours:
             if neighbour > self.index:
-                channel = grpc.aio.insecure_channel(addresses[neighbour], options=OPTIONS)
+                channel = self._channel(addresses[neighbour])
                 call = channel.stream_stream("/ring/exchange")()
                 await call.wait_for_connection()
                 self._kept += [channel, asyncio.ensure_future(self._listen(call))]
                 self._link(call)
         await self._linked.wait()
+
+    def _channel(self, address: str) -> grpc.aio.Channel:
+        if self._identity is None:
+            return grpc.aio.insecure_channel(address, options=OPTIONS)
+        key, chain, authorities = _pems(self._identity)
+        return grpc.aio.secure_channel(
+            address, grpc.ssl_channel_credentials(authorities, key, chain), [*OPTIONS, (OVERRIDE, HOST)]
+        )
 
     async def run(self, first: int, rounds: int) -> None:
         """So many rounds."""
@@ -115,6 +130,12 @@ class Learner:
         return self._heard.pop(t)
 
 
+def _pems(folder: Path) -> tuple[bytes, bytes, bytes]:
+    """Key, certificate and authorities."""
+    key, chain, authorities = ((folder / name).read_bytes() for name in ("tls.key", "tls.crt", "ca.crt"))
+    return key, chain, authorities
+
+
 def _mean(messages: Sequence[bytes]) -> NDArray[np.float64]:
     total = np.frombuffer(messages[0], offset=ROUND.size).copy()
     for message in messages[1:]:
@@ -132,7 +153,7 @@ async def measured(learners: Sequence[Learner], warmup: int, rounds: int) -> Win
 
 async def together(options: argparse.Namespace) -> tuple[float, list[Window]]:
     """All learners in this process: seconds to the first round, and the window."""
-    learners = [Learner(i, options.learners, options.dim) for i in range(options.learners)]
+    learners = [Learner(i, options.learners, options.dim, options.identity) for i in range(options.learners)]
     addresses = [await learner.serve() for learner in learners]
     await asyncio.gather(*(learner.connect(addresses) for learner in learners))
     await asyncio.gather(*(learner.run(0, options.warmup) for learner in learners))
@@ -166,7 +187,7 @@ def work(index: int, options: argparse.Namespace, pipe: Connection) -> None:
     """One learner in a process of its own: address, addresses; ready, go; window."""
 
     async def run() -> None:
-        learner = Learner(index, options.learners, options.dim)
+        learner = Learner(index, options.learners, options.dim, options.identity)
         pipe.send(await learner.serve())
         await learner.connect(await asyncio.to_thread(pipe.recv))
         await learner.run(0, options.warmup)
@@ -184,6 +205,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in {"--learners": 5, "--dim": 117, "--rounds": 2000, "--warmup": 50}.items():
         parser.add_argument(name, type=int, default=default, help="default: %(default)s")
+    parser.add_argument(
+        "--identity", type=Path, help="folder with tls.crt, tls.key, ca.crt, of learner.bench: mutual TLS"
+    )
     layout = parser.add_mutually_exclusive_group()
     layout.add_argument("--single", action="store_true", help="all learners in one process (default)")
     layout.add_argument("--processes", action="store_true", help="a process for each")

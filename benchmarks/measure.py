@@ -23,6 +23,7 @@ import psutil
 from sottovoce.data import LearnerData, PlacedData
 from sottovoce.errors import SottovoceError
 from sottovoce.spec import RunSpec, parse_spec
+from sottovoce_client.pki import Authority
 from sottovoce_client.running.feeder import feed
 from sottovoce_client.running.local import LocalServices
 from sottovoce_rpc.principals import Role
@@ -76,6 +77,7 @@ class Floor:
     rounds: int
     dim: int = 117
     learners: int = 5
+    tls: bool = False
     layout: Literal["--processes", "--single"] = "--processes"
 
 
@@ -118,6 +120,10 @@ async def run_floor(script: Path, floor: Floor) -> Sample:
     numbers["--warmup"] = max(floor.rounds // 10, 20)
     arguments = [floor.layout, *(str(part) for pair in numbers.items() for part in pair)]
     with tempfile.TemporaryDirectory() as folder:  # it leaves its own behind where it is cut off
+        if floor.tls:
+            own = Path(folder) / "learner"
+            Authority.init(Path(folder) / "authority", "bench").issue("learner/any", own)
+            arguments += ["--identity", str(own)]
         environment = {key: value for key, value in os.environ.items() if key != EVENT_ENGINE} | {"TMPDIR": folder}
         said = await _output([sys.executable, str(script), *arguments], environment)
     facts = json.loads(said)

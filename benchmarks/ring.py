@@ -82,6 +82,11 @@ def groups(rounds: int) -> tuple[Group, ...]:
                 Case("mirror", rounds, capture="mirror", target=0.65),
                 Case("relay", rounds, capture="relay", target=0.33),
                 Case("power", large, durability="power"),
+            ),
+        ),
+        Group(
+            (Floor("floor-tls", rounds, tls=True),),
+            (
                 Case("tls", rounds, tls=True),
                 Case("tls-mirror", rounds, tls=True, capture="mirror"),
                 Case("tls-relay", rounds, tls=True, capture="relay"),
