@@ -207,7 +207,7 @@ class CaptureFile:
         rounds = json.loads(self.spec).get("rounds", 0)
         for way, due in self.awaited.items():
             ends = (each.end for i, each in self.gaps.attendances.items() if i in way)
-            if 0 < due < min(rounds, *ends):  # 0: in a network with directions nothing may ever pass there
+            if 0 < due < min((rounds, *ends)):  # 0: in a network with directions nothing may ever pass there
                 self.gaps.resumed(*way, due=due, t=None)
         if self.broken is None:
             self._complete = over and not self.gaps.facts()

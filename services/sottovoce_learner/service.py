@@ -184,7 +184,9 @@ class Learner:
             raise NotReady(f"the state folder {folder} cannot be written: {error.strerror}") from None
         self._claim = held
         if stat.S_IMODE(folder.stat().st_mode) & 0o077:
-            log.warning("other users may look into the state folder, and records lie in it: chmod 700", folder=str(folder))
+            log.warning(
+                "other users may look into the state folder, and records lie in it: chmod 700", folder=str(folder)
+            )
         return self.config.advertise or self.service.address
 
     async def follow(self, address: str) -> None:

@@ -275,6 +275,21 @@ async def test_of_a_long_capture_only_the_last_messages_are_read_when_it_is_take
     assert again.messages == 3 * (parts + silent)
 
 
+async def test_a_capture_that_is_closed_before_a_way_is_heard_again_says_so(tmp_path: Path) -> None:
+    """Its eavesdropper came back, and the run ended before a neighbour said anything more."""
+    codec, spec = RoundCodec(SHAPES), json.dumps(spec_of("relay").model_dump(mode="json"))
+    routes = [{"caller": 0, "callee": 1, "target": "127.0.0.1:1", "address": "127.0.0.1:1"}]
+    file = CaptureFile(tmp_path / "run-1-a", "run-1-a", "run-1", spec, 3, fields=SHAPES, routes=routes)
+    payload = codec.encode(7, 0, Message({name: np.zeros(shape) for name, shape in SHAPES.items()}))
+    file.add(Row(0, 1, 0, "out", "message", 1, 1, "/sottovoce_wire.v1.Learner/Exchange", 1, 1, len(payload), payload))
+    await file.flush()
+    file.describe()
+    again, _ = resumed(open_capture(tmp_path / "run-1-a"), allow_imports=False)
+    await again.close()
+    facts = open_capture(tmp_path / "run-1-a").facts
+    assert (facts["complete"], facts["gaps"]) == (False, [{"sender": 0, "receiver": 1, "from": 8, "to": None}])
+
+
 async def test_a_capture_is_taken_up_when_its_last_port_is_free_again(tmp_path: Path) -> None:
     first, second = (Eavesdropper(EavesdropperConfig(folder=tmp_path)) for _ in range(2))
     await first.start()
