@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from sottovoce.errors import BudgetExhausted
 from sottovoce.privacy.accountant import Accountant
-from sottovoce_learner.books import Books
+from sottovoce_learner.books import Books, Owned
 from tests.examples import small_run
 
 
@@ -70,14 +70,18 @@ def test_an_infinite_price_exceeds_every_budget() -> None:
 
 @pytest.mark.parametrize("price", [math.nan, -1.0])
 def test_what_has_no_price_is_not_said(price: float) -> None:
-    for books in (Books(Meter([price]), None), Books(Meter([price]), 2.0), Books(Meter([price]), None, own_budget=2.0)):
+    for books in (
+        Books(Meter([price]), None),
+        Books(Meter([price]), 2.0),
+        Books(Meter([price]), None, Owned(in_all=2.0)),
+    ):
         with pytest.raises(BudgetExhausted, match="the price of round 0 must be at least 0"):
             books.price(0)
 
 
 def test_what_was_spent_elsewhere_and_is_no_number_leaves_nothing() -> None:
     with pytest.raises(BudgetExhausted, match="above what this learner's owner allows"):
-        Books(Meter([0.5]), None, own_budget=2.0, elsewhere=math.nan).price(0)
+        Books(Meter([0.5]), None, Owned(in_all=2.0, elsewhere=math.nan)).price(0)
 
 
 def test_the_meter_hears_of_every_record() -> None:

@@ -15,6 +15,7 @@ from sottovoce_client.cli.app import (
     folder_for,
     ledger_app,
     levels,
+    policy_app,
     prepared_from,
     results_of,
 )
@@ -74,6 +75,37 @@ def ledger_moved(
     from sottovoce_client.privacy.ledger import own_ledger
 
     own_ledger(state, learner)
+
+
+@policy_app.command("show")
+def policy_show(
+    file: Annotated[
+        Path | None, typer.Argument(metavar="FILE", help="The policy, a YAML file.", show_default="the default policy")
+    ] = None,
+) -> None:
+    """Print a policy as YAML, with what each clause says: the default one is what a learner without --policy goes by."""
+    from sottovoce_client.privacy.policy import show_policy
+
+    show_policy(file)
+
+
+@policy_app.command("check")
+def policy_check(
+    spec: SpecFile,
+    learner: Annotated[str, typer.Option(help="Which learner of the spec.", show_default=False)],
+    policy: Annotated[
+        Path | None,
+        typer.Option(envvar="SOTTOVOCE_POLICY", help="Its owner's policy.", show_default="the default policy"),
+    ] = None,
+) -> None:
+    """Say whether a learner with a policy would take part in a run. Nothing is run; exits with 1 if it would not."""
+    from sottovoce.running.policy import load_policy
+    from sottovoce_client.privacy.budget import learner_index
+    from sottovoce_client.privacy.policy import check_policy
+
+    allowed, prepared = load_policy(policy), prepared_from(load_spec(spec))
+    fits = check_policy(prepared, allowed, learner_index(prepared.run.spec, learner))
+    raise typer.Exit(0 if fits else 1)
 
 
 @app.command(rich_help_panel="Privacy")

@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Self
 
 from sottovoce.errors import Unavailable
+from sottovoce.running.policy import Policy, dump_policy
 from sottovoce.spec import RunSpec, code_to_import
 from sottovoce_eavesdropper.service import DRAIN_S
 from sottovoce_rpc.tasks import Tasks
@@ -117,6 +118,8 @@ class LocalServices:
             more = ["--eavesdropper", await self._announced(eavesdropper)]
         coordinator = await self._start("coordinator", ["coordinator", *self._imports, *more])
         self.coordinator = await self._announced(coordinator)
+        policy = dump_policy(Policy.for_spec(self._spec))
+        await asyncio.to_thread(self._policy.write_text, policy, encoding="utf-8")
         names = self._spec.names
         groups = [names[k : k + self._per_process] for k in range(0, len(names), self._per_process)]
         learners = [await self._start(group[0], self._learner_command(group)) for group in groups]
@@ -125,13 +128,18 @@ class LocalServices:
                 await self._announced(process)
 
     @property
+    def _policy(self) -> Path:
+        """What the learners go by: this very spec, for others on this machine could start a run, too."""
+        return self._folder / "policy.yaml"
+
+    @property
     def _imports(self) -> list[str]:
-        """Leave to import code, only where this very spec needs it: others on this machine could start a run, too."""
+        """Leave to import code, only where this very spec needs it."""
         return ["--allow-imports"] if code_to_import(self._spec.model_dump(mode="json")) else []
 
     def _learner_command(self, names: Sequence[str]) -> list[str]:
         command = ["learner", "--coordinator", self.coordinator, "--state", str(self._folder / "journals")]
-        command += self._imports
+        command += ["--policy", str(self._policy), *self._imports]
         for name in names:
             command += ["--name", name]
         return command + (["--recorded-noise", str(self._noise)] if self._noise else [])
