@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import math
 import re
 import secrets
@@ -321,6 +322,7 @@ class Learner:
         line, closed = found
         known = {"run_id": line.run_id, "journaled": line.said, "attempt": self._attempt, "closed": closed}
         try:
+            self.config.policy.require_code(json.loads(line.spec))
             spec = line.parsed(imports=self.config.allow_imports)
         except SpecError:  # it names code that may not be imported now
             return known

@@ -102,7 +102,7 @@ COMMANDS = {
     "learner": "--join-timeout",
     "policy": "check",
     "policy show": "with what each clause says",
-    "policy check": "exits with 1 if it would not",
+    "policy check": "Which learner of the spec",
     "eavesdropper": "--advertise-host",
     "watch": "The chance of a false alarm",
     "spec": "schema",

@@ -108,7 +108,7 @@ def test_a_bad_policy_starts_nothing(tmp_path: Path, command: list[str]) -> None
 def test_local_services_have_a_policy_for_their_spec_alone(tmp_path: Path) -> None:
     spec = spec_of(telemetry={"accuracy": True}, capture="relay")
     command = LocalServices(spec, tmp_path)._learner_command(["ann"])
-    assert command[command.index("--policy") + 1] == str(tmp_path / "policy.yaml")
+    assert command[command.index("--policy") + 1] == str(tmp_path / "logs" / "policy.yaml")
     Policy.for_spec(spec).admit(spec, 31, 0)
 
 

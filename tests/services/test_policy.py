@@ -246,3 +246,17 @@ async def test_a_run_that_is_taken_up_again_is_held_against_the_policy_of_now(tm
         assert each.state == coordinator_pb2.RUN_STATE_FAILED
         assert "telemetry [], the spec asks for [accuracy]" in each.detail
     assert last.state == coordinator_pb2.RUN_STATE_FINISHED
+
+
+async def test_code_of_a_run_before_is_not_imported_once_its_owner_forbids_it(tmp_path: Path) -> None:
+    """A learner that is started again looks at the run that it has left open, to say which plan it follows."""
+    spec = asking({"algorithm": {"name": GOSSIP}})
+    async with network(tmp_path, NAMES) as up:
+        await up.start(spec, 3)
+        await up.until("ann", LearnerState.RUNNING)
+        await restarted(up, "ann", ALLOWING)
+        known = up.learners["ann"]._left_open()
+        await restarted(up, "ann", ALLOWING.model_copy(update={"imports": ()}))
+        forbidden = up.learners["ann"]._left_open()
+    assert known["run_id"] == forbidden["run_id"]
+    assert "plan_hash" in known and "plan_hash" not in forbidden

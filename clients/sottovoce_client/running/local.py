@@ -130,7 +130,7 @@ class LocalServices:
     @property
     def _policy(self) -> Path:
         """What the learners go by: this very spec, for others on this machine could start a run, too."""
-        return self._folder / "policy.yaml"
+        return self._folder / "logs" / "policy.yaml"
 
     @property
     def _imports(self) -> list[str]:

@@ -139,9 +139,7 @@ class Policy(Section):
         Raises:
             SpecError: it names code that may not be.
         """
-        named = tuple(dict.fromkeys(codes_to_import(document)))
-        fits = self.imports is None or set(named) <= set(self.imports)
-        self._require([Finding("imports", _listed(self.imports), _listed(named), fits)])
+        self._require([self._code(document)])
 
     def admit(self, spec: RunSpec, n_features: int, learner: int, *, mirrored: bool = False) -> Run:
         """The run, where a learner may take part in it.
@@ -166,7 +164,13 @@ class Policy(Section):
 
     def findings(self, run: Run, n_features: int, learner: int) -> list[Finding]:
         """Every clause, held against a run; arguments as of `admit`."""
-        return [*self._sizes(run.spec, n_features), *self._terms(run.spec), *self._promises(run, learner)]
+        code = self._code(run.spec.model_dump(mode="json"))
+        return [*self._sizes(run.spec, n_features), code, *self._terms(run.spec), *self._promises(run, learner)]
+
+    def _code(self, document: object) -> Finding:
+        named = dict.fromkeys(codes_to_import(document))
+        fits = self.imports is None or named.keys() <= set(self.imports)
+        return Finding("imports", _listed(self.imports), _listed(named), fits)
 
     def _sizes(self, spec: RunSpec, n_features: int) -> Iterator[Finding]:
         yield _at_most("most_features", self.most_features, n_features)
