@@ -11,7 +11,7 @@ from sottovoce.running.policy import DAYS
 
 
 @dataclass(frozen=True, slots=True)
-class Owned:
+class Allowance:
     """What a learner's owner allows, and what other runs have spent of it.
 
     Attributes:
@@ -29,7 +29,7 @@ class Owned:
     elsewhere: float = 0.0
 
 
-_NO_LIMITS = Owned()
+_NO_LIMITS = Allowance()
 
 
 class Books:
@@ -38,19 +38,19 @@ class Books:
     Args:
         accountant: meters the algorithm.
         budget: epsilon that must not be exceeded in this run, as its spec says; None for no limit.
-        owned: what its owner says.
+        allowance: its owner's.
     """
 
-    def __init__(self, accountant: Accountant, budget: float | None, owned: Owned = _NO_LIMITS) -> None:
-        self._accountant, self.owned = accountant, owned
+    def __init__(self, accountant: Accountant, budget: float | None, allowance: Allowance = _NO_LIMITS) -> None:
+        self._accountant, self.allowance = accountant, allowance
         allowed = "what this learner's owner allows"
         self._limits = (
             ("spent epsilon", 0.0, budget, "the budget of"),
-            ("epsilon spent in this run", 0.0, owned.per_run, f"{allowed} in one,"),
-            (f"epsilon spent in {DAYS} days", owned.lately, owned.per_month, f"{allowed} in so many,"),
-            ("epsilon spent in all runs", owned.elsewhere, owned.in_all, f"{allowed},"),
+            ("epsilon spent in this run", 0.0, allowance.per_run, f"{allowed} in one,"),
+            (f"epsilon spent in {DAYS} days", allowance.lately, allowance.per_month, f"{allowed} in so many,"),
+            ("epsilon spent in all runs", allowance.elsewhere, allowance.in_all, f"{allowed},"),
         )
-        self.budget = min((each for each in (budget, owned.per_run) if each is not None), default=None)
+        self.budget = min((each for each in (budget, allowance.per_run) if each is not None), default=None)
         """Epsilon that is not exceeded in this run, whatever other runs have cost; None: there is no limit."""
         self.spent = 0.0
         self.counts = array("I")

@@ -34,7 +34,7 @@ from sottovoce.running.assembly import KEPT, Recent
 from sottovoce.running.late import USED, slots, used_field
 from sottovoce.running.policy import DAYS, Policy
 from sottovoce_learner.bodies import Said
-from sottovoce_learner.books import Books, Owned
+from sottovoce_learner.books import Allowance, Books
 from sottovoce_learner.hidden import Kept, hides_noise
 from sottovoce_learner.inbox import Inbox
 from sottovoce_learner.intake import Intake
@@ -116,7 +116,7 @@ class Session:
         terms = Terms(spec.durability, self.codec.length, spec.clock.window, spec.rounds, role.budget)
         since = datetime.now(UTC) - timedelta(days=DAYS)
         others, self._log = open_log(state_folder, role, terms, since)
-        limits = Owned(policy.epsilon_per_run, policy.epsilon_per_month, own_budget, others.lately, others.in_all)
+        limits = Allowance(policy.epsilon_per_run, policy.epsilon_per_month, own_budget, others.lately, others.in_all)
         self._books = Books(self.algorithm.accountant(index), role.budget, limits)
         self._inputs = Said(b"")
         self._late_s, self._slots = spec.clock.hold_s, slots(run.network) if run.late else 0
@@ -172,8 +172,8 @@ class Session:
             bytes_sent=self._bytes,
             epsilon_spent=self._books.spent,
             epsilon_budget=self._books.budget,
-            epsilon_elsewhere=self._books.owned.elsewhere,
-            epsilon_own_budget=self._books.owned.in_all,
+            epsilon_elsewhere=self._books.allowance.elsewhere,
+            epsilon_own_budget=self._books.allowance.in_all,
             noise_is_not_private=not self._private,
             prequential_accuracy=self._correct / self._seen if self._seen else None,
         )

@@ -250,6 +250,15 @@ def test_a_run_that_is_too_large_is_refused_before_it_is_built(monkeypatch: pyte
     assert "most_parameters 10000000, the spec asks for 300000000" in refused(Policy(), classes)
 
 
+@pytest.mark.parametrize("name", ["dpsr", "dpps"])
+def test_a_number_for_every_round_and_learner_needs_room(name: str) -> None:
+    """What has none is refused in words before it is asked for."""
+    changes = next(each for each in FIELD["runs"] if each["name"] == name)
+    spec = parse_spec({**FIELD["common"], **changes, "rounds": 9_000_000, "learners": 16}, imports=False)
+    with pytest.raises(SpecError, match=r"9000000 rounds of 16 learners .* need more memory than there is"):
+        Policy().admit(spec, 6, 0)
+
+
 def test_code_is_refused_before_it_is_imported() -> None:
     document = {"algorithm": {"name": "os:path"}, "loss": {"kind": "a.b:C"}, "topology": {"graph": {"kind": "ring"}}}
     with pytest.raises(SpecError, match=r"allows imports \[a.b:C\], the spec asks for \[os:path, a.b:C\]$"):
