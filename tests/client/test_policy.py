@@ -13,8 +13,9 @@ import yaml
 from rich.console import Console
 
 from sottovoce.errors import SpecError
-from sottovoce.experiment import Prepared, prepare
+from sottovoce.experiment import prepare
 from sottovoce.running.policy import Policy, load_policy
+from sottovoce.running.run import build_run
 from sottovoce.spec import RunSpec, parse_spec
 from sottovoce_client.cli import app
 from sottovoce_client.privacy.policy import check_policy, show_policy
@@ -34,11 +35,7 @@ def console() -> tuple[Console, io.StringIO]:
 
 def checked(spec: RunSpec, policy: Policy) -> tuple[bool, str]:
     to, out = console()
-    return check_policy(prepared(spec), policy, 0, to), out.getvalue()
-
-
-def prepared(spec: RunSpec) -> Prepared:
-    return prepare(spec)
+    return check_policy(build_run(spec, 31), 31, policy, 0, to), out.getvalue()
 
 
 @pytest.mark.parametrize("path", [None, ALLOWING_FILE], ids=["default", "file"])
@@ -88,7 +85,12 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert command("policy", "check", str(path), "--learner", "ben") == 1
     assert "ben would not take part in run" in capsys.readouterr().out
     assert command("policy", "check", str(path), "--learner", "ben", "--policy", str(ALLOWING_FILE)) == 0
-    with pytest.raises(SpecError, match="--learner must be one of ann, ben, got zoe"):
+    path.write_text("{rounds: 5, learners: [ben], algorithm: ldp-dol, data: {source: theirs.csv}}", encoding="utf-8")
+    assert (
+        command("policy", "check", str(path), "--learner", "ben", "--features", "7") == 0
+    )  # by who has not their records
+    assert re.search(r"most_features +1000000 +7", capsys.readouterr().out)
+    with pytest.raises(SpecError, match="--learner must be one of ben, got zoe"):
         app(["policy", "check", str(path), "--learner", "zoe"], standalone_mode=False)
 
 
@@ -121,7 +123,7 @@ def test_the_services_of_the_readme_and_the_examples_run_by_default() -> None:
     namespace: dict[str, Any] = {"__name__": "example"}
     exec(compile(script, "services.py", "exec"), namespace)  # noqa: S102 - our own
     for spec in (parse_spec(wards, imports=False), namespace["experiment"]):
-        run = prepared(spec)
+        run = prepare(spec)
         for i in range(run.run.spec.n_learners):
             refused = [each for each in Policy().findings(run.run, run.data.n_features, i) if not each.fits]
             assert not refused, json.dumps([str(each) for each in refused])

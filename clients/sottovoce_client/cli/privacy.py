@@ -97,15 +97,24 @@ def policy_check(
         Path | None,
         typer.Option(envvar="SOTTOVOCE_POLICY", help="Its owner's policy.", show_default="the default policy"),
     ] = None,
+    features: Annotated[
+        int | None, typer.Option(min=1, help="Features of a record.", show_default="those of the spec's data")
+    ] = None,
 ) -> None:
     """Say whether a learner with a policy would take part in a run. Nothing is run; exits with 1 if it would not."""
     from sottovoce.running.policy import load_policy
+    from sottovoce.running.run import build_run
     from sottovoce_client.privacy.budget import learner_index
     from sottovoce_client.privacy.policy import check_policy
 
-    allowed, prepared = load_policy(policy), prepared_from(load_spec(spec))
-    fits = check_policy(prepared, allowed, learner_index(prepared.run.spec, learner))
-    raise typer.Exit(0 if fits else 1)
+    allowed, asked = load_policy(policy), load_spec(spec)
+    index = learner_index(asked, learner)
+    if features is None:
+        prepared = prepared_from(asked)
+        run, features = prepared.run, prepared.data.n_features
+    else:
+        run = build_run(asked, features)
+    raise typer.Exit(0 if check_policy(run, features, allowed, index) else 1)
 
 
 @app.command(rich_help_panel="Privacy")

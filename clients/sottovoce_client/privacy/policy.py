@@ -7,8 +7,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from sottovoce.experiment import Prepared
 from sottovoce.running.policy import DAYS, Policy, dump_policy, load_policy
+from sottovoce.running.run import Run
 from sottovoce_client import terminal
 from sottovoce_client.wording import number
 
@@ -26,11 +26,12 @@ def show_policy(path: Path | None, console: Console | None = None) -> None:
     (console or Console()).out(dump_policy(load_policy(path)), end="", highlight=False)
 
 
-def check_policy(prepared: Prepared, policy: Policy, learner: int, console: Console | None = None) -> bool:
+def check_policy(run: Run, n_features: int, policy: Policy, learner: int, console: Console | None = None) -> bool:
     """Print every clause of a policy beside what a run asks for.
 
     Args:
-        prepared: the run and its records, of which only the number of features matters.
+        run: the run.
+        n_features: of a record.
         policy: of the learner's owner.
         learner: its index.
         console: where to print (default: standard output).
@@ -38,8 +39,8 @@ def check_policy(prepared: Prepared, policy: Policy, learner: int, console: Cons
     Returns:
         Whether the learner would take part.
     """
-    out, run = console or Console(), prepared.run
-    findings = policy.findings(run, prepared.data.n_features, learner)
+    out = console or Console()
+    findings = policy.findings(run, n_features, learner)
     table = terminal.table("clause", "allows", "the run asks for", "")
     for each in findings:
         table.add_row(each.clause, Text(each.allows), Text(each.asks), "" if each.fits else "refused")
