@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from tests.examples import ALLOWING, made_up, small_spec
 from tests.gossip import GOSSIP
 from tests.services.network import PATIENCE_S, Network, network
 from tests.services.test_resume import resume
+from tests.services.test_roster import leave
 
 NAMES = ["ann", "ben"]
 ROUNDS = 6
@@ -260,3 +262,21 @@ async def test_code_of_a_run_before_is_not_imported_once_its_owner_forbids_it(tm
         forbidden = up.learners["ann"]._left_open()
     assert known["run_id"] == forbidden["run_id"]
     assert "plan_hash" in known and "plan_hash" not in forbidden
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+async def test_a_run_that_others_leave_is_held_against_the_policy_again(tmp_path: Path, allowed: bool) -> None:
+    names = [*NAMES, "cleo"]
+    clock = {"mode": "paced", "period_s": 0.02, "deadline_s": 100.0}
+    spec = small_spec(100, names, topology={"graph": "complete"}, clock=clock)
+    async with network(tmp_path, names) as up:
+        await restarted(up, "ann", Policy.for_spec(spec))
+        ann, running = up.learners["ann"], asyncio.ensure_future(up.run(spec, made_up(spec)))
+        await up.until("ann", LearnerState.RUNNING, 3)
+        if not allowed:
+            ann.config = replace(ann.config, policy=Policy(most_rounds=99))
+        await leave(up, ann.status.run_id, "cleo")
+        outcome = await running
+    assert outcome.state == ("finished" if allowed else "failed")
+    refused = "ann failed: the owner's policy (the default one) allows most_rounds 99, the spec asks for 100"
+    assert outcome.detail.startswith("" if allowed else refused)
