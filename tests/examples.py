@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from sottovoce.data import LearnerData, PlacedData
+from sottovoce.running.policy import load_policy
 from sottovoce.running.run import Run, build_run
 from sottovoce.spec import RunSpec, parse_spec
+
+ALLOWING_FILE = Path(__file__).with_name("allowing.yaml")
+ALLOWING = load_policy(ALLOWING_FILE)
+"""A policy under which any run goes on."""
 
 
 def small_spec(

@@ -16,6 +16,7 @@ import yaml
 from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from sottovoce.algorithms import AnyAlgorithm
+from sottovoce.algorithms.per_learner import spread
 from sottovoce.data.source import DataSpec
 from sottovoce.decision_sets import AnyDecisionSet, L2Ball
 from sottovoce.errors import SpecError
@@ -143,6 +144,11 @@ class RunSpec(Section):
         """Number of learners."""
         return len(self.names)
 
+    def budget_of(self, learner: int) -> float | None:
+        """Epsilon at which a learner of this index stops speaking; None: there is no limit."""
+        whole = self.privacy.budget
+        return None if whole is None else spread(whole, self.n_learners, "privacy.budget")[learner]
+
     @property
     def roster(self) -> Roster:
         """Who is there in which round."""
@@ -184,26 +190,27 @@ def parse_spec(document: object, *, imports: bool, source: str = "spec") -> RunS
         raise SpecError(explain(error, source, document)) from None
 
 
-def _fields_of(document: object, source: str) -> Mapping[Any, Any]:
+def _fields_of(document: object, source: str, what: str = "a run spec") -> Mapping[Any, Any]:
     if not isinstance(document, Mapping):
-        raise SpecError(f"{source}: a run spec must be a mapping of fields, got {type(document).__name__}")
+        raise SpecError(f"{source}: {what} must be a mapping of fields, got {type(document).__name__}")
     return document
 
 
 def code_to_import(section: object) -> str | None:
     """What a spec, as YAML or JSON gives it, names as `module:Class`; None: nothing."""
-    return next(_code_in(section), None)
+    return next(codes_to_import(section), None)
 
 
-def _code_in(section: object) -> Iterator[str]:
+def codes_to_import(section: object) -> Iterator[str]:
+    """All that a spec, as YAML or JSON gives it, names as `module:Class`."""
     if isinstance(section, Mapping):
         for key, value in section.items():
             if key in ("kind", "name", "module") and isinstance(value, str) and ":" in value:
                 yield value
-            yield from _code_in(value)
+            yield from codes_to_import(value)
     elif isinstance(section, list | tuple):
         for value in section:
-            yield from _code_in(value)
+            yield from codes_to_import(value)
 
 
 def load_spec(path: Path) -> RunSpec:
@@ -225,13 +232,27 @@ def read_document(path: Path) -> Mapping[Any, Any]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError(f"cannot read the run spec {path}: {error}") from None
+    return document_of(text, str(path))
+
+
+def document_of(text: str, source: str, what: str = "a run spec") -> Mapping[Any, Any]:
+    """What a text says as YAML, not checked yet.
+
+    Args:
+        text: of a file.
+        source: what errors call it.
+        what: it should be.
+
+    Raises:
+        SpecError: not YAML, or no mapping of fields.
+    """
     try:
         document = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError) as error:  # the latter: a date that there is not, a number without end
-        raise SpecError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+        raise SpecError(f"{source} is not YAML: {' '.join(str(error).split())}") from None
     except RecursionError:
-        raise SpecError(f"{path} must be a mapping of fields and sections, got one nested too deep") from None
-    return _fields_of(document, str(path))
+        raise SpecError(f"{source} must be a mapping of fields and sections, got one nested too deep") from None
+    return _fields_of(document, source, what)
 
 
 def dump_spec(spec: RunSpec) -> str:
@@ -244,17 +265,17 @@ def spec_schema() -> str:
     return json.dumps(RunSpec.model_json_schema(), indent=2)
 
 
-def explain(error: ValidationError, source: str, document: Mapping[Any, Any]) -> str:
-    """What is wrong with a document, a line per problem, each with the field, the value and what is allowed."""
-    return "\n".join(_explain(problem, source, document) for problem in error.errors())
+def explain(error: ValidationError, source: str, document: Mapping[Any, Any], model: type[Section] = RunSpec) -> str:
+    """What is wrong with a document of a model, a line per problem, each with the field, the value and what is allowed."""
+    return "\n".join(_explain(problem, source, document, model) for problem in error.errors())
 
 
-def _explain(problem: Any, source: str, document: Mapping[Any, Any]) -> str:
+def _explain(problem: Any, source: str, document: Mapping[Any, Any], model: type[Section]) -> str:
     """One pydantic problem as a line for a person."""
     where = ".".join(str(part) for part in problem["loc"]) or "spec"
     match problem["type"]:
         case "extra_forbidden":
-            known = _fields_at(problem["loc"][:-1], document)
+            known = _fields_at(problem["loc"][:-1], document, model)
             there = (
                 f"the fields are {', '.join(known)}"
                 if known
@@ -280,9 +301,9 @@ def _short(value: object) -> str:
     return short.repr(value)
 
 
-def _fields_at(place: tuple[int | str, ...], document: Any) -> tuple[str, ...]:
+def _fields_at(place: tuple[int | str, ...], document: Any, model: type[Section]) -> tuple[str, ...]:
     """The fields of the section at a place of a document; none where it is not known which it is."""
-    section: Any = RunSpec
+    section: Any = model
     for part in place:
         field = (
             section.model_fields.get(str(part)) if isinstance(section, type) and issubclass(section, Section) else None

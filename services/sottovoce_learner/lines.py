@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,12 @@ class Line:
     def kind(self) -> str:
         """store, opened, closed or repaired."""
         return str(self.facts.get("kind"))
+
+    @property
+    def at(self) -> datetime | None:
+        """When it was written; None: an earlier version did not say."""
+        said = self.facts.get("at")
+        return None if said is None else datetime.fromisoformat(said)
 
 
 def encode(facts: Facts, chain: bytes) -> tuple[bytes, bytes]:
@@ -76,6 +83,11 @@ def require_readable(lines: list[Line], learner: str, path: Path) -> None:
 def first(store: str, learner: str) -> Facts:
     """The first line of a ledger: its own number, and whose it is."""
     return {"kind": "store", "format": FORMAT, "store": store, "learner": learner}
+
+
+def dated(facts: Facts) -> Facts:
+    """The same with the time, by which it is known what was spent lately. Earlier versions pass it over."""
+    return {**facts, "at": datetime.now(UTC).isoformat(timespec="seconds")}
 
 
 def append(path: Path, line: bytes, at: int) -> None:

@@ -102,10 +102,12 @@ class Plan:
         """
         if self._always is not None and self.announced:
             self.announced = max(self.announced, until)
-        while self.announced < until:
+        looked_at = min(until, self.announced + self._network.horizon)  # later rounds repeat these
+        while self.announced < looked_at:
             if self.announced == 0 or self.part(self.announced) != self._last:
                 raise RemoteProtocolError(f"an epoch for round {self.announced} must come first, and it did not")
             self.announced += 1
+        self.announced = max(self.announced, until)
 
     def forget(self, t: int) -> None:
         """Round t is over."""

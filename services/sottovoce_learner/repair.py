@@ -150,7 +150,7 @@ def _repaired(files: Files, standing: Standing, why: str, charge: float | None) 
     }
     aside = _set_aside(files)
     prefix = _prefix(files, standing)
-    line, _ = ledger_lines.encode(facts, ledger_lines.walk(prefix)[-1].chain)
+    line, _ = ledger_lines.encode(ledger_lines.dated(facts), ledger_lines.walk(prefix)[-1].chain)
     _replace(files, prefix + line, known + added)
     for log in files.logs():
         shutil.rmtree(log)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
-from sottovoce.algorithms.per_learner import spread
 from sottovoce.errors import NotReady, RemoteProtocolError
 from sottovoce.spec import RunSpec
 from sottovoce_learner.ledger import Ledger
@@ -46,12 +46,25 @@ class Role:
     @property
     def budget(self) -> float | None:
         """Epsilon that it may spend in the run; None: there is no limit."""
-        whole = self.spec.privacy.budget
-        return None if whole is None else spread(whole, self.spec.n_learners, "privacy.budget")[self.index]
+        return self.spec.budget_of(self.index)
 
 
-def open_log(folder: Path, role: Role, terms: Terms) -> tuple[float, RunLog]:
-    """Epsilon of all other runs, and the log of this one.
+@dataclass(frozen=True, slots=True)
+class Others:
+    """What a learner has spent in other runs: in all, and in those that were charged lately."""
+
+    in_all: float
+    lately: float
+
+
+def open_log(folder: Path, role: Role, terms: Terms, since: datetime) -> tuple[Others, RunLog]:
+    """What all other runs have cost, and the log of this one.
+
+    Args:
+        folder: the state folder.
+        role: of the learner.
+        terms: what the log is kept by.
+        since: when lately begins.
 
     Raises:
         NotReady: the learner has been in another run since, or an earlier version has spoken in this one; or the log cannot be
@@ -64,10 +77,11 @@ def open_log(folder: Path, role: Role, terms: Terms) -> tuple[float, RunLog]:
             "an earlier version of this learner has spoken in this run: its journal counts, and cannot be gone on with; start a "
             "new run"
         )
-    store = Store(folder, role.name)
-    elsewhere = store.spent(but=role.run_id) + math.fsum(line.spent for line in old)
+    store, before = Store(folder, role.name), math.fsum(line.spent for line in old)
+    elsewhere = store.spent(but=role.run_id) + before
+    lately = store.spent_since(since, role.run_id, before)
     line = LedgerLine(role.name, role.run_id, role.index, role.n_features, role.spec.model_dump_json())
     try:
-        return elsewhere, store.open_run(line, terms, elsewhere)
+        return Others(elsewhere, lately), store.open_run(line, terms, elsewhere)
     except OSError as error:
         raise NotReady(f"the log of the run cannot be written: {error.strerror}") from None

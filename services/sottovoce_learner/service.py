@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import math
 import re
 import secrets
@@ -26,8 +27,9 @@ from sottovoce.errors import (
     Unavailable,
 )
 from sottovoce.noise import KeyedNoise, Noise, OpenDpNoise, RecordedNoise, SystemNoise
+from sottovoce.running.policy import Policy
 from sottovoce.running.transcript import read_noise
-from sottovoce.spec import LEARNER_NAME
+from sottovoce.spec import LEARNER_NAME, parse_spec
 from sottovoce_learner import exchange
 from sottovoce_learner.identity import Identity
 from sottovoce_learner.ledger import Ledger
@@ -44,7 +46,7 @@ from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 from sottovoce_rpc.logs import failure
 from sottovoce_rpc.loopback import is_loopback
 from sottovoce_rpc.server import HELLO_S, Service, announce, channel, reach, serve_until_stopped, start_server
-from sottovoce_rpc.specs import plan_hash, require_run_id, spec_from_wire
+from sottovoce_rpc.specs import document_from_wire, plan_hash, require_run_id
 from sottovoce_rpc.status import Ending, answering, as_error
 from sottovoce_rpc.tasks import Tasks, beside, drained
 from sottovoce_rpc.waiting import Waiting
@@ -59,6 +61,7 @@ _REJOIN_S, _LONGEST_REJOIN_S = 0.5, 10.0
 _JITTER = secrets.SystemRandom()
 _RECEIPT_EVERY = 16
 FLUSH_S = 1.0
+_LONGEST_RUN_ID = 128
 
 Context = grpc.aio.ServicerContext[Any, Any]
 _JoinCall = grpc.aio.StreamStreamCall[coordinator_pb2.Event, coordinator_pb2.Directive]
@@ -84,6 +87,7 @@ class LearnerConfig:
         credentials: of this learner, whose name they must hold.
         owners: who may see its ledger, ask for predictions, and bring records besides itself, as `role/name`.
         feeders: who else may bring records besides `feeder/NAME`, as `role/name`.
+        policy: in which runs it takes part, and what they may cost.
     """
 
     name: str
@@ -100,6 +104,12 @@ class LearnerConfig:
     credentials: Credentials = field(default_factory=Credentials)
     owners: tuple[str, ...] = ()
     feeders: tuple[str, ...] = ()
+    policy: Policy = field(default_factory=Policy)
+
+    @property
+    def own_budget(self) -> float | None:
+        """Epsilon that the owner allows in all runs together: the budget, or the policy's limit where that is smaller."""
+        return min((each for each in (self.budget, self.policy.epsilon) if each is not None), default=None)
 
     @property
     def private(self) -> bool:
@@ -330,6 +340,7 @@ class Learner:
         line, closed = found
         known = {"run_id": line.run_id, "journaled": line.said, "attempt": self._attempt, "closed": closed}
         try:
+            self.config.policy.require_code(json.loads(line.spec))
             spec = line.parsed(imports=self.config.allow_imports)
         except SpecError:  # it names code that may not be imported now
             return known
@@ -353,14 +364,14 @@ class Learner:
         except SottovoceError as error:
             log.error("directive refused", run_id=run_id, reason=str(error), **failure(error))
             self._refuse(run_id, str(error))
-        except Exception as error:  # noqa: BLE001 - a run that does not fit this machine, or own code that a spec names
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - a run that does not fit this machine, or own code that a spec names
             what = failure(error)
             log.error("directive refused", run_id=run_id, **what)
             cause = getattr(error, "strerror", None) or "an internal error"  # the system's word on a file
             self._refuse(run_id, f"{cause}, {what['kind']}; the learner's log says where")
 
     def _refuse(self, run_id: str, detail: str) -> None:
-        self._refused = (run_id, detail)
+        self._refused = (run_id[:_LONGEST_RUN_ID], detail)
         self._changed.set()
 
     @property
@@ -410,21 +421,21 @@ class Learner:
     async def _prepare(self, run_id: str, told: directives.Assignment) -> None:
         await self._end_run()
         self._attempt, self._stopped = told.attempt, ""
-        role = _role(run_id, told, self._identity, imports=self.config.allow_imports)
-        credentials = self.config.credentials
-        self._mirror = Mirror(run_id, told.index, told.mirror, credentials) if told.mirror else None
+        role = _role(run_id, told, self._identity, self.config)
+        mirror = Mirror(run_id, told.index, told.mirror, self.config.credentials) if told.mirror else None
         if (before := self._of_run(run_id)) is not None:
             before.replaced.set()
         self._session = Session(
             role,
             self._noise(role),
             self.config.state_folder,
-            self._mirror.copy if self._mirror else None,
+            mirror.copy if mirror else None,
+            policy=self.config.policy,
             private=self.config.private,
-            own_budget=self.config.budget,
+            own_budget=self.config.own_budget,
             changed=self._changed,
         )
-        self._refused = None
+        self._mirror, self._refused = mirror, None
 
     def _noise(self, role: Role) -> Noise:
         index = role.index
@@ -594,7 +605,7 @@ class Learner:
             lines = await asyncio.to_thread(Ledger(self.config.state_folder).lines, self.config.name)
             return learner_pb2.LedgerResponse(
                 lines=[learner_pb2.LedgerLine(algorithm=line.algorithm, **asdict(line)) for line in lines],
-                own_budget=self.config.budget,
+                own_budget=self.config.own_budget,
             )
 
     async def _status(self, request: learner_pb2.StatusRequest, context: Context) -> learner_pb2.StatusResponse:
@@ -645,15 +656,17 @@ async def _answer(call: _JoinCall) -> Directive | None:
     return from_wire(said)
 
 
-def _role(run_id: str, told: directives.Assignment, own: Identity, *, imports: bool) -> Role:
+def _role(run_id: str, told: directives.Assignment, own: Identity, config: LearnerConfig) -> Role:
     """What the coordinator said, checked: its run id becomes part of a file name.
 
     Raises:
         RemoteProtocolError: it contradicts itself, or is another learner's.
-        SpecError: the run spec is not valid.
+        SpecError: the run spec is not valid, or names code that may not be imported.
     """
     require_run_id(run_id)
-    spec = spec_from_wire(told.spec, imports=imports)
+    document = document_from_wire(told.spec)
+    config.policy.require_code(document)
+    spec = parse_spec(document, imports=config.allow_imports)
     return Role(run_id, spec, told.n_features, told.index, own.learner, own.incarnation)
 
 

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,9 +32,9 @@ from sottovoce.errors import (
 from sottovoce.noise import Noise
 from sottovoce.running.assembly import KEPT, Recent
 from sottovoce.running.late import USED, slots, used_field
-from sottovoce.running.run import build_run
+from sottovoce.running.policy import DAYS, Policy
 from sottovoce_learner.bodies import Said
-from sottovoce_learner.books import Books
+from sottovoce_learner.books import Allowance, Books
 from sottovoce_learner.hidden import Kept, hides_noise
 from sottovoce_learner.inbox import Inbox
 from sottovoce_learner.intake import Intake
@@ -81,14 +82,15 @@ class Session:
         noise: where noise comes from.
         state_folder: where the ledger and the logs of runs stand.
         mirror: is given every frame that was sent and who heard it, where the run is mirrored.
+        policy: of the learner's owner.
         private: False when the noise is not the operating system's.
-        own_budget: epsilon that the learner's owner allows in all runs together; None: no limit.
+        own_budget: epsilon that the owner allows in all runs together; None: no limit.
         changed: set when there is something to report.
 
     Raises:
         DataError: what stands in the state folder is damaged, so that what was spent is not known.
         NotReady: this learner has been in another run since.
-        SpecError: the spec cannot be run, or its messages are too long.
+        SpecError: the owner's policy does not allow the run, the spec cannot be run, or its messages are too long.
     """
 
     def __init__(
@@ -98,21 +100,24 @@ class Session:
         state_folder: Path,
         mirror: Callable[[bytes, list[int]], None] | None = None,
         *,
+        policy: Policy,
         private: bool = True,
         own_budget: float | None = None,
         changed: asyncio.Event | None = None,
     ) -> None:
         self.role, self._noise, self._mirror = role, noise, mirror
         spec, index = role.spec, role.index
-        run = build_run(spec, role.n_features)
+        run = policy.admit(spec, role.n_features, index, mirrored=mirror is not None)
         self.algorithm, self.loss = run.algorithm, run.loss
         check_size(run.field_shapes)
         self.codec = RoundCodec(run.field_shapes)
         self._state, self._hidden = self.algorithm.start(Who(index)), hides_noise(self.algorithm)
         self._name = role.name
         terms = Terms(spec.durability, self.codec.length, spec.clock.window, spec.rounds, role.budget)
-        elsewhere, self._log = open_log(state_folder, role, terms)
-        self._books = Books(self.algorithm.accountant(index), role.budget, own_budget=own_budget, elsewhere=elsewhere)
+        since = datetime.now(UTC) - timedelta(days=DAYS)
+        others, self._log = open_log(state_folder, role, terms, since)
+        limits = Allowance(policy.epsilon_per_run, policy.epsilon_per_month, own_budget, others.lately, others.in_all)
+        self._books = Books(self.algorithm.accountant(index), role.budget, limits)
         self._inputs = Said(b"")
         self._late_s, self._slots = spec.clock.hold_s, slots(run.network) if run.late else 0
         self._used: list[float] = []
@@ -167,8 +172,8 @@ class Session:
             bytes_sent=self._bytes,
             epsilon_spent=self._books.spent,
             epsilon_budget=self._books.budget,
-            epsilon_elsewhere=self._books.elsewhere,
-            epsilon_own_budget=self._books.own_budget,
+            epsilon_elsewhere=self._books.allowance.elsewhere,
+            epsilon_own_budget=self._books.allowance.in_all,
             noise_is_not_private=not self._private,
             prequential_accuracy=self._correct / self._seen if self._seen else None,
         )
@@ -241,13 +246,14 @@ class Session:
         self._plan.announce(first_round, weights, told)
 
     def grant(self, until_round: int) -> None:
-        """Rounds below `until_round` may be run.
+        """Rounds below `until_round` may be run, as far as they are planned.
 
         Raises:
             RemoteProtocolError: an epoch of them is missing.
         """
-        self._plan.require(until_round)
-        self._granted = max(self._granted, until_round)
+        until = min(until_round, self.role.spec.rounds)
+        self._plan.require(until)
+        self._granted = max(self._granted, until)
         self._wake()
 
     @property

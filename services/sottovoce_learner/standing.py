@@ -14,6 +14,7 @@ import hashlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import NoReturn
 
@@ -88,6 +89,23 @@ class Standing:
     def elsewhere(self) -> float:
         """Epsilon of all runs that are closed."""
         return math.fsum(line.facts["spent"] for line in self.lines if line.kind in (CLOSED, REPAIRED))
+
+    def spent_since(self, moment: datetime, but: str, before: float = 0.0) -> float:
+        """Epsilon of all runs but one that were charged since a moment: a run counts whole, as of its end.
+
+        Args:
+            moment: since when.
+            but: a run.
+            before: spent before the ledger began.
+        """
+        opened, at, late = self.opened, None, True
+        charges = [spent(self.log)] if opened is not None and opened.run_id != but and self.log is not None else []
+        for line in reversed(self.lines):
+            at = line.at or at  # a line without a date is from before the next one that has one: later it cannot be
+            late = at is None or at >= moment
+            if late and line.kind in (CLOSED, REPAIRED) and line.facts["run_id"] != but:
+                charges.append(line.facts["spent"])
+        return math.fsum([*charges, before if late else 0.0])
 
     def runs(self) -> Iterator[LedgerLine]:
         """Every run, with what it has cost."""

@@ -13,6 +13,7 @@ import secrets
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import TextIO
@@ -242,6 +243,10 @@ class Store:
         """Epsilon of all runs but one."""
         return math.fsum(run.spent for run in self._standing.runs() if run.run_id != but)
 
+    def spent_since(self, moment: datetime, but: str, before: float) -> float:
+        """As `Standing.spent_since`."""
+        return self._standing.spent_since(moment, but, before)
+
     def open_run(self, line: LedgerLine, terms: Terms, elsewhere: float) -> RunLog:
         """The log of a run: a new one, or the one that this learner was in. Any other run is closed by this.
 
@@ -316,7 +321,7 @@ class Store:
         """A store of its own number. Its first line is there before the mark: until then nothing rests on it."""
         self._files.folder.mkdir(parents=True, exist_ok=True)
         if standing is None:
-            facts = ledger_lines.first(secrets.token_hex(16), self._files.learner)
+            facts = ledger_lines.dated(ledger_lines.first(secrets.token_hex(16), self._files.learner))
             ledger_lines.append(self._files.runs, ledger_lines.encode(facts, bytes(16))[0], 0)
         founded = Standing(self._files, None, tuple(ledger_lines.walk(self._files.runs.read_bytes())), None)
         ledger_lines.require_readable(list(founded.lines), self._files.learner, self._files.runs)
@@ -331,7 +336,7 @@ class Store:
     def _note(self, facts: ledger_lines.Facts) -> None:
         """One more line; the mark follows when the run is open."""
         last = self._standing.lines[-1]
-        raw, _ = ledger_lines.encode(facts, last.chain)
+        raw, _ = ledger_lines.encode(ledger_lines.dated(facts), last.chain)
         ledger_lines.append(self._files.runs, raw, last.end)
         lines = tuple(ledger_lines.walk(self._files.runs.read_bytes()))
         self._standing = replace(self._standing, lines=lines)

@@ -7,6 +7,9 @@ from enum import Enum
 
 from sottovoce_wire.v1 import learner_pb2
 
+LONGEST_DETAIL = 4096
+"""Characters of what a status says in words."""
+
 
 class LearnerState(Enum):
     """Where a learner stands. What each means is said in `learner.proto`; one of a newer learner is `UNSPECIFIED`."""
@@ -63,8 +66,8 @@ class LearnerStatus:
         return min(limits, default=None)
 
     def to_wire(self) -> learner_pb2.LearnerStatus:
-        """As a message."""
-        return learner_pb2.LearnerStatus(**{**asdict(self), "state": self.state.value})
+        """As a message; of a detail that quotes what somebody sent, as much as a message may hold."""
+        return learner_pb2.LearnerStatus(**{**asdict(self), "state": self.state.value, "detail": _sayable(self.detail)})
 
     @classmethod
     def from_wire(cls, said: learner_pb2.LearnerStatus) -> LearnerStatus:
@@ -73,3 +76,9 @@ class LearnerStatus:
         given = {field.name for field, _ in said.ListFields()}  # what is absent or zero is what a status begins with
         values = {field.name: getattr(said, field.name) for field in fields(cls) if field.name in given}
         return cls(**{**values, "state": LearnerState(known)})
+
+
+def _sayable(text: str) -> str:
+    """A text without half characters, which no message holds, and no longer than anybody reads."""
+    whole = text.encode("utf-8", "backslashreplace").decode()
+    return whole if len(whole) <= LONGEST_DETAIL else f"{whole[: LONGEST_DETAIL - 1]}…"

@@ -21,7 +21,7 @@ from sottovoce_client.running.operate import Outcome, run_on
 from sottovoce_client.running.summary import Progress
 from sottovoce_learner.ledger import Ledger
 from sottovoce_learner.service import LearnerConfig
-from tests.examples import made_up, small_spec
+from tests.examples import ALLOWING, made_up, small_spec
 from tests.faults.processes import Process, chance, command, free_port, learners
 from tests.faults.promises import price
 from tests.faults.stage import COORDINATOR, EAVESDROPPER, ENDING_S
@@ -99,7 +99,7 @@ class _Soak:
 
     def _config(self, name: str) -> LearnerConfig:
         to, state = self.address(COORDINATOR), self.folder / "learners"
-        return LearnerConfig(name, to, self.address(name), state_folder=state)
+        return LearnerConfig(name, to, self.address(name), state_folder=state, policy=ALLOWING)
 
     def _command(self, name: str) -> list[str]:
         here = ["--listen", self.address(name)]

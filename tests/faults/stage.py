@@ -13,7 +13,7 @@ from typing import Any
 
 from sottovoce.spec import RunSpec
 from sottovoce_client.running.summary import Progress
-from tests.examples import small_spec
+from tests.examples import ALLOWING_FILE, small_spec
 from tests.faults.link import Link
 from tests.faults.processes import Process, command, free_port
 from tests.faults.victim import Point
@@ -148,7 +148,8 @@ class Stage:
         to = self.links[f"{name} out"].address if self.linked else self.address(COORDINATOR)
         others = ["--advertise", self.links[name].address] if self.linked else []
         noise = ["--noise-seed", NOISE_SEED] if self.keyed else []
-        return ["learner", "--name", name, "--coordinator", to, *here, *others, "--state", str(self.state), *noise]
+        where = [*here, *others, "--state", str(self.state), "--policy", str(ALLOWING_FILE)]
+        return ["learner", "--name", name, "--coordinator", to, *where, *noise]
 
     async def kill(self, name: str) -> None:
         """As `kill -9` does."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 from hypothesis import given
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from sottovoce.errors import BudgetExhausted
 from sottovoce.privacy.accountant import Accountant
-from sottovoce_learner.books import Books
+from sottovoce_learner.books import Allowance, Books
 from tests.examples import small_run
 
 
@@ -49,6 +50,57 @@ def test_spending_adds_up_and_never_exceeds_the_budget(losses: list[float], budg
     assert budget is None or books.spent <= budget
 
 
+limits = st.one_of(st.none(), st.floats(0.0, 50.0))
+others = st.floats(0.0, 20.0)
+
+
+@given(prices, limits, st.builds(Allowance, limits, limits, limits, others, others))
+def test_no_limit_of_the_owner_is_exceeded_and_none_stops_before(
+    losses: list[float], budget: float | None, allowed: Allowance
+) -> None:
+    books = Books(Meter(losses), budget, allowed)
+    before = (
+        (0.0, budget),
+        (0.0, allowed.per_run),
+        (allowed.lately, allowed.per_month),
+        (allowed.elsewhere, allowed.in_all),
+    )
+
+    def fits(spent: float) -> bool:
+        return all(limit is None or elsewhere + spent <= limit for elsewhere, limit in before)
+
+    for t, loss in enumerate(losses):
+        try:
+            books.charge(books.price(t))
+        except BudgetExhausted:
+            assert not fits(books.spent + loss)
+            return
+        books.round_over(1)
+        assert fits(books.spent)
+
+
+@pytest.mark.parametrize(
+    ("allowed", "text"),
+    [
+        (Allowance(per_run=2.0), "spent in this run from 1 to 2.5, above what this learner's owner allows in one, 2"),
+        (
+            Allowance(per_month=5.0, lately=3.0),
+            "spent in 30 days from 4 to 5.5, above what this learner's owner allows in so many, 5",
+        ),
+        (
+            Allowance(in_all=5.0, elsewhere=3.0),
+            "spent in all runs from 4 to 5.5, above what this learner's owner allows, 5",
+        ),
+    ],
+)
+def test_the_refusal_says_which_limit_of_the_owner_holds(allowed: Allowance, text: str) -> None:
+    books = Books(Meter([1.0, 1.5]), None, allowed)
+    books.charge(books.price(0))
+    books.round_over(1)
+    with pytest.raises(BudgetExhausted, match=re.escape(f"would bring the epsilon {text}")):
+        books.price(1)
+
+
 def test_the_refusal_says_what_would_be_spent() -> None:
     books = Books(Meter([1.0, 1.5]), 2.0)
     books.charge(books.price(0))
@@ -70,14 +122,18 @@ def test_an_infinite_price_exceeds_every_budget() -> None:
 
 @pytest.mark.parametrize("price", [math.nan, -1.0])
 def test_what_has_no_price_is_not_said(price: float) -> None:
-    for books in (Books(Meter([price]), None), Books(Meter([price]), 2.0), Books(Meter([price]), None, own_budget=2.0)):
+    for books in (
+        Books(Meter([price]), None),
+        Books(Meter([price]), 2.0),
+        Books(Meter([price]), None, Allowance(in_all=2.0)),
+    ):
         with pytest.raises(BudgetExhausted, match="the price of round 0 must be at least 0"):
             books.price(0)
 
 
 def test_what_was_spent_elsewhere_and_is_no_number_leaves_nothing() -> None:
     with pytest.raises(BudgetExhausted, match="above what this learner's owner allows"):
-        Books(Meter([0.5]), None, own_budget=2.0, elsewhere=math.nan).price(0)
+        Books(Meter([0.5]), None, Allowance(in_all=2.0, elsewhere=math.nan)).price(0)
 
 
 def test_the_meter_hears_of_every_record() -> None:

@@ -24,18 +24,19 @@ from sottovoce.noise import SystemNoise
 from sottovoce.privacy.accountant import ListedLosses
 from sottovoce.spec import parse_spec
 from sottovoce_client.privacy.ledger import show_ledger
-from sottovoce_learner.books import Books
+from sottovoce_learner.books import Allowance, Books
 from sottovoce_learner.ledger import Ledger
 from sottovoce_learner.ledger_line import LedgerLine
 from sottovoce_learner.role import Role
 from sottovoce_learner.session import Session
 from sottovoce_learner.store import Store, Terms, claim
+from tests.examples import ALLOWING
 
 
 def session(folder: Path, run_id: str, *, own_budget: float | None = None, name: str = "learner-0") -> Session:
     fixed = {"rounds": 9, "algorithm": {"name": "ldp-dol"}, "durability": "process"}
     spec = parse_spec({**fixed, "learners": [name, "another"]}, imports=True)
-    made = Session(Role(run_id, spec, 3, 0, name), SystemNoise(), folder, own_budget=own_budget)
+    made = Session(Role(run_id, spec, 3, 0, name), SystemNoise(), folder, policy=ALLOWING, own_budget=own_budget)
     made.announce(0, {1: 0.5}, [1])
     return made
 
@@ -84,7 +85,7 @@ async def test_an_owners_budget_spans_all_runs(tmp_path: Path) -> None:
 KILLED = """
 import asyncio, os, signal, sys
 from pathlib import Path
-from sottovoce_learner.books import Books
+from sottovoce_learner.books import Books, Allowance
 from tests.learner.test_ledger import session, spend
 
 def die(self, after):
@@ -238,7 +239,7 @@ def test_showing_imports_no_code_that_a_run_named(tmp_path: Path, monkeypatch: p
 
 def test_an_infinite_price_is_above_every_owners_budget() -> None:
     with pytest.raises(BudgetExhausted):
-        Books(ListedLosses(np.array([math.inf])), None, own_budget=1e300).price(0)
+        Books(ListedLosses(np.array([math.inf])), None, Allowance(in_all=1e300)).price(0)
 
 
 HOLDING = """

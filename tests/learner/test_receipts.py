@@ -24,6 +24,7 @@ from sottovoce_learner.service import Learner
 from sottovoce_learner.session import Session
 from sottovoce_rpc.codec import to_tensor
 from sottovoce_wire.v1 import learner_pb2
+from tests.examples import ALLOWING
 from tests.services.network import PATIENCE_S
 
 FOR_EVER_S = 10 * PATIENCE_S
@@ -136,7 +137,8 @@ SOURCES = 4
 def session(folder: Path) -> Session:
     """One that says nothing: no round is due."""
     document = {"rounds": 100, "learners": 2, "algorithm": {"name": "ldp-dol"}, "durability": "power"}
-    return Session(Role("run-1", parse_spec(document, imports=False), 3, 0, "learner-0"), SystemNoise(), folder)
+    role = Role("run-1", parse_spec(document, imports=False), 3, 0, "learner-0")
+    return Session(role, SystemNoise(), folder, policy=ALLOWING)
 
 
 class Feeders:

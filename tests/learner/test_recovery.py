@@ -27,6 +27,7 @@ from sottovoce_learner.session import Session
 from sottovoce_learner.store import RunLog, end_run
 from sottovoce_rpc.codec import to_tensor
 from sottovoce_wire.v1 import learner_pb2
+from tests.examples import ALLOWING
 
 ROUNDS, FEATURES = 6, 6
 FIELD: dict[str, Any] = yaml.safe_load(
@@ -68,7 +69,7 @@ class Crew:
     def born(self, index: int) -> Session:
         noise: Noise = KeyedNoise("secret", "run", index) if self.keyed else SystemNoise()
         role = Role("run-1", self.spec, FEATURES, index, self.spec.names[index])
-        made = Session(role, noise, self.folder / str(index))
+        made = Session(role, noise, self.folder / str(index), policy=ALLOWING)
         return made
 
     async def live(self, rounds: range, mortal: int = 0) -> None:

@@ -19,7 +19,7 @@ from sottovoce_learner.session import Session
 from sottovoce_rpc.codec import to_tensor
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_wire.v1 import learner_pb2
-from tests.examples import small_spec
+from tests.examples import ALLOWING, small_spec
 from tests.services.network import said_rounds
 
 
@@ -27,7 +27,7 @@ def session(folder: Path, run_id: str = "run-1") -> Session:
     spec = parse_spec(
         {"rounds": 5, "learners": 2, "algorithm": {"name": "ldp-dol"}, "durability": "process"}, imports=True
     )
-    return Session(Role(run_id, spec, 3, 0, "learner-0"), SystemNoise(), folder)
+    return Session(Role(run_id, spec, 3, 0, "learner-0"), SystemNoise(), folder, policy=ALLOWING)
 
 
 async def test_a_restarted_learner_says_the_last_round_of_its_run_as_it_was(tmp_path: Path) -> None:
@@ -48,8 +48,10 @@ def test_a_learner_that_was_assigned_but_never_spoke_may_be_assigned_again(tmp_p
 def test_who_is_away_has_heard_nothing_that_was_not_said(tmp_path: Path) -> None:
     """It has a place in the run, and asks for the first round that it may be told; who is there cannot have heard any."""
     place: dict[str, Any] = {"absences": [{"learner": "learner-2"}]}
-    own = Session(Role("run-1", small_spec(20, 3, **place), 3, 0, "learner-0"), SystemNoise(), tmp_path)
-    away = Session(Role("run-1", own.role.spec, 3, 2, "learner-2"), SystemNoise(), tmp_path)
+    own = Session(
+        Role("run-1", small_spec(20, 3, **place), 3, 0, "learner-0"), SystemNoise(), tmp_path, policy=ALLOWING
+    )
+    away = Session(Role("run-1", own.role.spec, 3, 2, "learner-2"), SystemNoise(), tmp_path, policy=ALLOWING)
     own.require_own_past(2, away.inbox.next_round(0))
     with pytest.raises(DataError, match="learner 1 has heard round 0 of this learner, whose log has 0 rounds"):
         own.require_own_past(1, 1)
@@ -77,7 +79,7 @@ async def test_another_run_begins_afresh_and_closes_the_one_before(tmp_path: Pat
 def test_a_message_that_no_channel_carries_is_refused_before_it_is_made(tmp_path: Path) -> None:
     spec = parse_spec({"rounds": 5, "learners": 2, "algorithm": {"name": "ldp-dol"}}, imports=True)
     with pytest.raises(SpecError, match="n_features is too large"):
-        Session(Role("run-1", spec, 2**40, 0, "learner-0"), SystemNoise(), tmp_path)
+        Session(Role("run-1", spec, 2**40, 0, "learner-0"), SystemNoise(), tmp_path, policy=ALLOWING)
 
 
 async def test_the_status_counts_what_was_said_and_what_was_done(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 
 from sottovoce.data import PlacedData
+from sottovoce.running.policy import Policy
 from sottovoce.spec import RunSpec
 from sottovoce_client.running.feeder import feed
 from sottovoce_client.running.operate import Outcome, run_on
@@ -30,6 +31,7 @@ from sottovoce_rpc.specs import spec_to_wire
 from sottovoce_rpc.status import Ending
 from sottovoce_rpc.tasks import Tasks
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc, learner_pb2, learner_pb2_grpc
+from tests.examples import ALLOWING
 from tests.services.identities import Identities
 
 PATIENCE_S = 100.0
@@ -54,7 +56,8 @@ class Network:
         identities: of all, where channels are encrypted.
         learners: by name.
         addresses: of the learners, by name.
-        budget: what the owners of learners that join from now on allow.
+        budget: epsilon in all runs that the owners of learners that join from now on allow.
+        policy: what they allow else.
     """
 
     folder: Path
@@ -64,6 +67,7 @@ class Network:
     learners: dict[str, Learner] = field(default_factory=dict)
     addresses: dict[str, str] = field(default_factory=dict)
     budget: float | None = None
+    policy: Policy = ALLOWING
     coordinating: Coordinator | None = None
     eavesdropping: Eavesdropper | None = None
     _tasks: Tasks = field(default_factory=Tasks)
@@ -82,6 +86,7 @@ class Network:
                 budget=self.budget,
                 credentials=credentials_of(self.identities, f"learner/{name}"),
                 owners=(OPERATOR,),
+                policy=self.policy,
             )
         )
         self.addresses[name] = await learner.start()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import shutil
 import signal
@@ -24,7 +25,7 @@ from sottovoce_eavesdropper.service import Eavesdropper, EavesdropperConfig
 from sottovoce_rpc.codec import RoundCodec
 from sottovoce_rpc.server import channel
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc
-from tests.examples import made_up, small_spec
+from tests.examples import ALLOWING_FILE, made_up, small_spec
 from tests.services.network import PATIENCE_S
 from tests.services.test_run import SHAPES
 
@@ -40,7 +41,10 @@ Started = tuple[subprocess.Popen[str], str]
 def service(*arguments: str) -> Iterator[Started]:
     """A process of ours and its address; killed at the end, if it still lives."""
     command = [sys.executable, "-m", "sottovoce_client", *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+    environment = {**os.environ, "SOTTOVOCE_POLICY": str(ALLOWING_FILE)}
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
         try:
             assert process.stdout is not None
             yield process, json.loads(process.stdout.readline())["address"]

@@ -5,7 +5,16 @@ from __future__ import annotations
 import sys
 
 from sottovoce.errors import SottovoceError
-from sottovoce_client.cli.app import app, eavesdropper_app, ledger_app, pki_app, runs_app, spec_app, transcript_app
+from sottovoce_client.cli.app import (
+    app,
+    eavesdropper_app,
+    ledger_app,
+    pki_app,
+    policy_app,
+    runs_app,
+    spec_app,
+    transcript_app,
+)
 
 # Importing them registers their commands: in the order of the help, which begins with what newcomers need.
 # isort: off
@@ -39,6 +48,7 @@ app.add_typer(transcript_app, name="transcript", rich_help_panel="Runs")
 app.add_typer(eavesdropper_app, name="eavesdropper", rich_help_panel="Services")
 app.add_typer(pki_app, name="pki", rich_help_panel="Services")
 app.add_typer(ledger_app, name="ledger", rich_help_panel="Privacy")
+app.add_typer(policy_app, name="policy", rich_help_panel="Privacy")
 app.add_typer(spec_app, name="spec", rich_help_panel="Specs")
 
 

@@ -30,6 +30,7 @@ spec_app = typer.Typer(no_args_is_help=True, help="Check and print run specs.")
 eavesdropper_app = typer.Typer(invoke_without_command=True)
 pki_app = typer.Typer(no_args_is_help=True, help="Identities: a certificate authority of your own.")
 ledger_app = typer.Typer(invoke_without_command=True)
+policy_app = typer.Typer(no_args_is_help=True, help="What a learner's owner allows: print it, hold a run against it.")
 runs_app = typer.Typer(no_args_is_help=True, help="See the runs of a coordinator, stop them, take them up again.")
 transcript_app = typer.Typer(no_args_is_help=True, help="Look into what was overheard, or simulated.")
 

@@ -15,6 +15,7 @@ from sottovoce_client.cli.app import (
     folder_for,
     ledger_app,
     levels,
+    policy_app,
     prepared_from,
     results_of,
 )
@@ -74,6 +75,46 @@ def ledger_moved(
     from sottovoce_client.privacy.ledger import own_ledger
 
     own_ledger(state, learner)
+
+
+@policy_app.command("show")
+def policy_show(
+    file: Annotated[
+        Path | None, typer.Argument(metavar="FILE", help="The policy, a YAML file.", show_default="the default policy")
+    ] = None,
+) -> None:
+    """Print a policy as YAML, with what each clause says: the default one is what a learner without --policy goes by."""
+    from sottovoce_client.privacy.policy import show_policy
+
+    show_policy(file)
+
+
+@policy_app.command("check")
+def policy_check(
+    spec: SpecFile,
+    learner: Annotated[str, typer.Option(help="Which learner of the spec.", show_default=False)],
+    policy: Annotated[
+        Path | None,
+        typer.Option(envvar="SOTTOVOCE_POLICY", help="Its owner's policy.", show_default="the default policy"),
+    ] = None,
+    features: Annotated[
+        int | None, typer.Option(min=1, help="Features of a record.", show_default="those of the spec's data")
+    ] = None,
+) -> None:
+    """Say whether a learner with a policy would take part in a run. Nothing is run; exits with 1 if it would not."""
+    from sottovoce.running.policy import load_policy
+    from sottovoce.running.run import build_run
+    from sottovoce_client.privacy.budget import learner_index
+    from sottovoce_client.privacy.policy import check_policy
+
+    allowed, asked = load_policy(policy), load_spec(spec)
+    index = learner_index(asked, learner)
+    if features is None:
+        prepared = prepared_from(asked)
+        run, features = prepared.run, prepared.data.n_features
+    else:
+        run = build_run(asked, features)
+    raise typer.Exit(0 if check_policy(run, features, allowed, index) else 1)
 
 
 @app.command(rich_help_panel="Privacy")

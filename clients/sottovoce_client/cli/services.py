@@ -78,6 +78,14 @@ def learner(
     join_timeout: Annotated[
         float, typer.Option(envvar="SOTTOVOCE_JOIN_TIMEOUT", help="Seconds to wait for the coordinator at the start.")
     ] = 30.0,
+    policy: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="SOTTOVOCE_POLICY",
+            help="YAML file that says in which runs it takes part, and what they may cost (`sottovoce policy`).",
+            show_default="that of `sottovoce policy show`",
+        ),
+    ] = None,
     recorded_noise: Annotated[
         Path | None,
         typer.Option(help="Use this noise instead of drawing it. Protects nobody: loopback only, for tests."),
@@ -119,9 +127,11 @@ def learner(
     config: ConfigFile = None,
 ) -> None:
     """Start a [bold]learner[/] in the foreground: it learns from its owner's stream and talks to its neighbours."""
+    from sottovoce.running.policy import load_policy
     from sottovoce_learner.service import LearnerConfig, serve
     from sottovoce_rpc.credentials import Credentials
 
+    allowed = load_policy(policy)
     if len(name) > 1 and not listen.endswith(":0"):
         raise SpecError(f"several learners in one process need --listen HOST:0, got {listen}")
     configs = [
@@ -140,6 +150,7 @@ def learner(
             Credentials(identity / f"learner-{each}" if identity and len(name) > 1 else identity, insecure),
             tuple(owner or ()),
             tuple(feeder or ()),
+            allowed,
         )
         for each in name
     ]

@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Self
 
 from sottovoce.errors import Unavailable
+from sottovoce.running.policy import Policy, dump_policy
 from sottovoce.spec import RunSpec, code_to_import
 from sottovoce_client.pki import Authority
 from sottovoce_eavesdropper.service import DRAIN_S
@@ -138,6 +139,8 @@ class LocalServices:
             "coordinator", ["coordinator", *self._imports, *self._as("coordinator-local"), *more]
         )
         self.coordinator = await self._announced(coordinator)
+        policy = dump_policy(Policy.for_spec(self._spec))
+        await asyncio.to_thread(self._policy.write_text, policy, encoding="utf-8")
         names = self._spec.names
         groups = [names[k : k + self._per_process] for k in range(0, len(names), self._per_process)]
         learners = [await self._start(group[0], self._learner_command(group)) for group in groups]
@@ -157,13 +160,18 @@ class LocalServices:
         return [] if self._identities is None else ["--identity", str(self._identities / identity)]
 
     @property
+    def _policy(self) -> Path:
+        """What the learners go by: this very spec, for others on this machine could start a run, too."""
+        return self._folder / "logs" / "policy.yaml"
+
+    @property
     def _imports(self) -> list[str]:
-        """Leave to import code, only where this very spec needs it: others on this machine could start a run, too."""
+        """Leave to import code, only where this very spec needs it."""
         return ["--allow-imports"] if code_to_import(self._spec.model_dump(mode="json")) else []
 
     def _learner_command(self, names: Sequence[str]) -> list[str]:
         command = ["learner", "--coordinator", self.coordinator, "--state", str(self._folder / "journals")]
-        command += self._imports
+        command += ["--policy", str(self._policy), *self._imports]
         command += self._as(f"learner-{names[0]}" if len(names) == 1 else "")
         if self._identities is not None:
             command += ["--owner", _OPERATOR.replace("-", "/")]

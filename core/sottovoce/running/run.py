@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import product
@@ -85,6 +86,20 @@ class Run:
             counts = attendance.mask().astype(np.int64)
         promised = guarantee(self.algorithm.accountant(learner), self.spec.rounds, counts, replaced)
         return promised.until(attendance.end)
+
+    def planned_epsilon(self, learner: int, most_rounds: int) -> float:
+        """Epsilon of one learner's messages, if every round brings `data.batch_size` records (for `all`: one).
+
+        Args:
+            learner: its index.
+            most_rounds: the first so many rounds count.
+        """
+        attendance, size = (
+            self.spec.roster.attendance(learner, min(self.spec.rounds, most_rounds)),
+            self.spec.data.batch_size,
+        )
+        counts = attendance.mask()[: attendance.end] * np.int64(1 if size == "all" else size)
+        return math.fsum(self.algorithm.accountant(learner).losses(counts))
 
 
 def _require_droppable(spec: RunSpec, setting: Setting, algorithm: Algorithm[Any]) -> None:

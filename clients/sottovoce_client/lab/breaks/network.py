@@ -17,6 +17,7 @@ from sottovoce.auditing.plan import AuditPlan, plan_audit
 from sottovoce.lab.selftest.bases import BASES
 from sottovoce.lab.selftest.power import CONFIDENCE
 from sottovoce.lab.selftest.trial import seen_by
+from sottovoce.running.policy import Policy
 from sottovoce_client.auditing.captures import audit_of, find
 from sottovoce_client.auditing.ledger import Entry
 from sottovoce_client.auditing.network import coins, in_turn
@@ -108,7 +109,10 @@ async def _services(broken: BrokenService, plan: AuditPlan, folder: Path) -> Asy
     eavesdropper = Eavesdropper(EavesdropperConfig(folder=folder / "captures"))
     coordinator = Coordinator(CoordinatorConfig(eavesdropper=await eavesdropper.start()))
     address = await coordinator.start()
-    learners = learners_of(broken, plan, lambda name: LearnerConfig(name, address, state_folder=folder / "journals"))
+    policy = Policy.for_spec(as_audited(plan.run.spec))
+    learners = learners_of(
+        broken, plan, lambda name: LearnerConfig(name, address, state_folder=folder / "journals", policy=policy)
+    )
     async with Tasks() as following:
         try:
             for learner in learners:

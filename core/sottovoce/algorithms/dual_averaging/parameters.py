@@ -18,7 +18,7 @@ from sottovoce.algorithms.dual_averaging.conditions import (
 from sottovoce.algorithms.noise_range import require_scales
 from sottovoce.algorithms.parameters import AlgorithmSpec
 from sottovoce.algorithms.setting import Caveat, Setting
-from sottovoce.arrays import FloatArray
+from sottovoce.arrays import MOST_NUMBERS, FloatArray
 from sottovoce.decision_sets import Box
 from sottovoce.errors import SpecError, require
 from sottovoce.network.network import Network
@@ -173,6 +173,8 @@ def blocks(dim: int, n_learners: int) -> Mask:
 
 def _push_weights(network: Network, rounds: int) -> FloatArray:
     """`(rounds, learners)`: `w_t` of push-sum, which depends on the network alone."""
+    if rounds * network.n_learners > MOST_NUMBERS:
+        raise MemoryError  # build_run says so in words
     weights = np.ones((rounds, network.n_learners))
     for t in range(rounds - 1):
         mixing = network.at(t)

@@ -26,7 +26,7 @@ from sottovoce.algorithms.gradient_descent.conditions import checked
 from sottovoce.algorithms.gradient_descent.dpsr import Dpsr
 from sottovoce.algorithms.parameters import AlgorithmSpec
 from sottovoce.algorithms.setting import Caveat, Setting
-from sottovoce.arrays import FloatArray
+from sottovoce.arrays import MOST_NUMBERS, FloatArray
 from sottovoce.errors import CheckFailed, SpecError
 
 
@@ -186,6 +186,8 @@ def _divided(schedule: Schedule, divisors: tuple[float, ...], t: int) -> float:
 
 def _own_shares(setting: Setting) -> FloatArray:
     """`[e_t]_i` of every round and learner, `(rounds, learners)`: the diagonal of `W_{t-1} … W_0`."""
+    if setting.rounds * setting.n_learners > MOST_NUMBERS:
+        raise MemoryError  # build_run says so in words
     product, shares = np.eye(setting.n_learners), np.empty((setting.rounds, setting.n_learners))
     for t in range(setting.rounds):
         shares[t] = np.diag(product)

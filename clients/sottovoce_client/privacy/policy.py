@@ -1,0 +1,56 @@
+"""`sottovoce policy`: what a learner's owner allows, and whether a run is within it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from sottovoce.running.policy import DAYS, Policy, dump_policy, load_policy
+from sottovoce.running.run import Run
+from sottovoce_client import terminal
+from sottovoce_client.wording import number
+
+
+def show_policy(path: Path | None, console: Console | None = None) -> None:
+    """Print a policy as YAML, with what each clause says.
+
+    Args:
+        path: its file; None: the default.
+        console: where to print (default: standard output).
+
+    Raises:
+        SpecError: it is no valid policy.
+    """
+    (console or Console()).out(dump_policy(load_policy(path)), end="", highlight=False)
+
+
+def check_policy(run: Run, n_features: int, policy: Policy, learner: int, console: Console | None = None) -> bool:
+    """Print every clause of a policy beside what a run asks for.
+
+    Args:
+        run: the run.
+        n_features: of a record.
+        policy: of the learner's owner.
+        learner: its index.
+        console: where to print (default: standard output).
+
+    Returns:
+        Whether the learner would take part.
+    """
+    out = console or Console()
+    findings = policy.findings(run, n_features, learner)
+    table = terminal.table("clause", "allows", "the run asks for", "")
+    for each in findings:
+        table.add_row(each.clause, Text(each.allows), Text(each.asks), "" if each.fits else "refused")
+    out.print(table)
+    fits = all(each.fits for each in findings)
+    verdict = "would take part" if fits else "would not take part"
+    out.out(f"{run.spec.names[learner]} {verdict} in {run.spec.name}", highlight=False)
+    limits = {f"{DAYS} days": policy.epsilon_per_month, "all runs": policy.epsilon}
+    told = [f"{number(limit)} in {what}" for what, limit in limits.items() if limit is not None]
+    if told and fits:
+        text = f"it stops where its ledger has reached epsilon {' or '.join(told)} (sottovoce ledger)"
+        out.out(text, highlight=False)
+    return fits

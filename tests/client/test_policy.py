@@ -1,0 +1,129 @@
+"""`sottovoce policy`, and what `sottovoce learner --policy` refuses to start with."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from rich.console import Console
+
+from sottovoce.errors import SpecError
+from sottovoce.experiment import prepare
+from sottovoce.running.policy import Policy, load_policy
+from sottovoce.running.run import build_run
+from sottovoce.spec import RunSpec, parse_spec
+from sottovoce_client.cli import app
+from sottovoce_client.privacy.policy import check_policy, show_policy
+from sottovoce_client.running.local import LocalServices
+from tests.examples import ALLOWING, ALLOWING_FILE
+
+
+def spec_of(**sections: Any) -> RunSpec:
+    document = {"rounds": 10, "learners": ["ann", "ben"], "algorithm": {"name": "ldp-dol"}, "data": {"batch_size": 16}}
+    return parse_spec({**document, **sections}, imports=True)
+
+
+def console() -> tuple[Console, io.StringIO]:
+    out = io.StringIO()
+    return Console(file=out, width=120), out
+
+
+def checked(spec: RunSpec, policy: Policy) -> tuple[bool, str]:
+    to, out = console()
+    return check_policy(build_run(spec, 31), 31, policy, 0, to), out.getvalue()
+
+
+@pytest.mark.parametrize("path", [None, ALLOWING_FILE], ids=["default", "file"])
+def test_a_policy_is_shown_whole(path: Path | None) -> None:
+    to, out = console()
+    show_policy(path, to)
+    assert yaml.safe_load(out.getvalue()) == load_policy(path).model_dump(mode="json")
+    assert out.getvalue().count("# ") > len(Policy.model_fields)
+
+
+def test_a_run_that_fits_is_told_clause_by_clause() -> None:
+    fits, text = checked(spec_of(privacy={"budget": 5.0}), Policy(epsilon=40.0))
+    rows = {line.split()[0]: line.split()[1:] for line in text.splitlines() if line.strip()}
+    assert fits and "refused" not in text
+    assert rows["epsilon_per_run"] == ["100", "5"] and rows["most_features"] == ["1000000", "31"]
+    assert "ann would take part in run" in text
+    assert "it stops where its ledger has reached epsilon 1,000 in 30 days or 40 in all runs" in text
+
+
+def test_a_run_that_does_not_fit_is_told_by_what() -> None:
+    fits, text = checked(spec_of(telemetry={"accuracy": True}, capture="mirror"), Policy(epsilon_per_run=0.5))
+    refused = {line.split()[0] for line in text.splitlines() if line.rstrip().endswith("refused")}
+    assert not fits and refused == {"telemetry", "epsilon_per_run"}
+    assert re.search(r"telemetry +\[\] +\[accuracy\] +refused", text)
+    assert re.search(r"recorded +\[relay, mirror\] +\[mirror\] *\n", text)
+    assert "ann would not take part in run" in text
+
+
+def test_without_a_limit_nothing_is_priced() -> None:
+    fits, text = checked(spec_of(algorithm={"name": "ldp-dol", "sigma": 1e-9}), ALLOWING)
+    assert fits and "not priced" in text and "it stops" not in text
+
+
+def command(*arguments: str) -> int:
+    """Its exit code."""
+    with pytest.raises(SystemExit) as end:
+        app(list(arguments))
+    assert isinstance(end.value.code, int)
+    return end.value.code
+
+
+def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "spec.yaml"
+    path.write_text(yaml.safe_dump(spec_of(telemetry={"predict": True}).model_dump(mode="json")), encoding="utf-8")
+    assert command("policy", "show") == 0
+    assert yaml.safe_load(capsys.readouterr().out) == Policy().model_dump(mode="json")
+    assert command("policy", "check", str(path), "--learner", "ben") == 1
+    assert "ben would not take part in run" in capsys.readouterr().out
+    assert command("policy", "check", str(path), "--learner", "ben", "--policy", str(ALLOWING_FILE)) == 0
+    path.write_text("{rounds: 5, learners: [ben], algorithm: ldp-dol, data: {source: theirs.csv}}", encoding="utf-8")
+    assert (
+        command("policy", "check", str(path), "--learner", "ben", "--features", "7") == 0
+    )  # by who has not their records
+    assert re.search(r"most_features +1000000 +7", capsys.readouterr().out)
+    with pytest.raises(SpecError, match="--learner must be one of ben, got zoe"):
+        app(["policy", "check", str(path), "--learner", "zoe"], standalone_mode=False)
+
+
+@pytest.mark.parametrize(
+    "command", [["policy", "show"], ["learner", "--name", "a", "--coordinator", "127.0.0.1:1", "--policy"]]
+)
+def test_a_bad_policy_starts_nothing(tmp_path: Path, command: list[str]) -> None:
+    path = tmp_path / "policy.yaml"
+    for text in ("", "telemtry: []", "epsilon: much"):
+        path.write_text(text, encoding="utf-8")
+        with pytest.raises(SpecError, match=r"policy\.yaml: "):
+            app([*command, str(path)], standalone_mode=False)
+    with pytest.raises(SpecError, match="cannot read the policy"):
+        app([*command, str(tmp_path / "none.yaml")], standalone_mode=False)
+
+
+def test_local_services_have_a_policy_for_their_spec_alone(tmp_path: Path) -> None:
+    spec = spec_of(telemetry={"accuracy": True}, capture="relay")
+    command = LocalServices(spec, tmp_path)._learner_command(["ann"])
+    assert command[command.index("--policy") + 1] == str(tmp_path / "logs" / "policy.yaml")
+    Policy.for_spec(spec).admit(spec, 31, 0)
+
+
+def test_the_services_of_the_readme_and_the_examples_run_by_default() -> None:
+    """Learners that are started without a policy, as these pages say."""
+    checkout = Path(__file__).parents[2]
+    readme = (checkout / "README.md").read_text(encoding="utf-8")
+    wards = yaml.safe_load(readme.partition("```yaml\n")[2].partition("```")[0])
+    script = (checkout / "examples" / "services.py").read_text(encoding="utf-8")
+    namespace: dict[str, Any] = {"__name__": "example"}
+    exec(compile(script, "services.py", "exec"), namespace)  # noqa: S102 - our own
+    for spec in (parse_spec(wards, imports=False), namespace["experiment"]):
+        run = prepare(spec)
+        for i in range(run.run.spec.n_learners):
+            refused = [each for each in Policy().findings(run.run, run.data.n_features, i) if not each.fits]
+            assert not refused, json.dumps([str(each) for each in refused])

@@ -1,0 +1,360 @@
+"""The policy of a learner's owner: what fits is let through, and of what does not every clause is named."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sottovoce.algorithms.setting import Caveat, Setting
+from sottovoce.errors import SpecError
+from sottovoce.privacy.accountant import ListedLosses
+from sottovoce.privacy.guarantee import Event, Grounds, ThreatModel
+from sottovoce.running import policy as module
+from sottovoce.running.policy import LONGEST_FILE, Guarantees, Policy, dump_policy, load_policy
+from sottovoce.running.run import build_run
+from sottovoce.spec import RunSpec, parse_spec
+from tests.examples import ALLOWING, small_run, small_spec
+from tests.gossip import Gossip, GossipSpec
+
+LOSS = 0.25
+"""Epsilon of a message of `Promising`."""
+
+
+class PromisingSpec(GossipSpec):
+    """Gossip that promises what its spec says."""
+
+    event: Event = Event.RECORD
+    threat_model: ThreatModel = ThreatModel.WIRE
+    proof: str = "not stated"
+
+    def build(self, setting: Setting) -> tuple[Promising, tuple[Caveat, ...]]:
+        grounds = Grounds(proof=self.proof, threat_model=self.threat_model)
+        return Promising(setting.dim, setting.rounds, self.scale, self.step, event=self.event, grounds=grounds), ()
+
+
+@dataclass(frozen=True)
+class Promising(Gossip):
+    event: Event = Event.RECORD
+    grounds: Grounds = field(default_factory=Grounds)
+
+    def accountant(self, learner: int) -> ListedLosses:
+        return ListedLosses(np.full(self.rounds, LOSS), event=self.event, grounds=self.grounds)
+
+
+NAME = "tests.core.test_policy:PromisingSpec"
+
+
+def promising(rounds: int = 10, learners: int = 3, **sections: Any) -> RunSpec:
+    promised = sections.pop("promised", {})
+    document = {"rounds": rounds, "learners": learners, "algorithm": {"name": NAME, **promised}, **sections}
+    return parse_spec(document, imports=True)
+
+
+def refused(policy: Policy, spec: RunSpec, n_features: int = 3, **more: Any) -> str:
+    """In which words."""
+    with pytest.raises(SpecError) as refusal:
+        policy.admit(spec, n_features, 0, **more)
+    return str(refusal.value)
+
+
+# ---- what is let through, and what is not ----------------------------------------------------------------------------
+
+TOLD = {"accuracy": True, "predict": True}
+WEAKER: dict[str, Callable[[RunSpec, int], Any]] = {
+    "algorithms": lambda spec, n_features: ("ldp-dol", "tests.gossip:GossipSpec"),
+    "epsilon_per_run": lambda spec, n_features: math.nextafter(LOSS * spec.rounds, 0.0),
+    "telemetry": lambda spec, n_features: ("predict",),
+    "recorded": lambda spec, n_features: ("mirror",),
+    "most_features": lambda spec, n_features: n_features - 1,
+    "most_parameters": lambda spec, n_features: n_features - 1,
+    "most_rounds": lambda spec, n_features: spec.rounds - 1,
+    "most_learners": lambda spec, n_features: spec.n_learners - 1,
+    "guarantees.adjacency": lambda spec, n_features: Event.LEARNER,
+    "guarantees.threat_model": lambda spec, n_features: ThreatModel.WIRE,
+    "guarantees.proof": lambda spec, n_features: True,
+}
+"""By clause: what it says where it just does not allow what `asking` asks for."""
+SIZES = {"most_features", "most_parameters", "most_rounds", "most_learners"}
+"""Clauses that are held against a run before it is built, and so without those about what it promises."""
+PROMISES = {"epsilon_per_run", "guarantees.adjacency", "guarantees.threat_model", "guarantees.proof"}
+
+
+def asking(rounds: int, learners: int) -> RunSpec:
+    """Asks for something by every clause."""
+    promised = {"event": "round", "threat_model": "neighbour"}
+    return promising(rounds, learners, promised=promised, telemetry=TOLD, capture="relay")
+
+
+def fitting(spec: RunSpec, n_features: int) -> dict[str, Any]:
+    """All that it asks for, and no more."""
+    return {
+        "algorithms": (NAME,),
+        "epsilon_per_run": LOSS * spec.rounds,
+        "telemetry": ("accuracy", "predict"),
+        "recorded": ("relay",),
+        "most_features": n_features,
+        "most_parameters": n_features,
+        "most_rounds": spec.rounds,
+        "most_learners": spec.n_learners,
+        "guarantees.adjacency": Event.ROUND,
+        "guarantees.threat_model": ThreatModel.NEIGHBOUR,
+        "guarantees.proof": False,
+    }
+
+
+def made(clauses: dict[str, Any]) -> Policy:
+    least = {name.partition(".")[2]: value for name, value in clauses.items() if "." in name}
+    return Policy(guarantees=Guarantees(**least), **{name: each for name, each in clauses.items() if "." not in name})
+
+
+@given(st.integers(2, 40), st.integers(2, 5), st.integers(2, 9), st.sets(st.sampled_from(sorted(WEAKER))))
+def test_what_fits_is_let_through_and_every_clause_that_is_violated_is_named(
+    rounds: int, learners: int, n_features: int, violated: set[str]
+) -> None:
+    spec = asking(rounds, learners)
+    clauses = fitting(spec, n_features) | {name: WEAKER[name](spec, n_features) for name in violated}
+    policy = made(clauses)
+    if not violated:
+        assert policy.admit(spec, n_features, learners - 1).spec == spec
+        return
+    text = refused(policy, spec, n_features)
+    assert "\n" not in text and text.startswith("the owner's policy (the default one) allows ")
+    named = set(re.findall(r"(?:allows|and) ([\w.]+) [^;]*?, the spec asks for ", text))
+    assert named == (violated - PROMISES if violated & SIZES else violated)
+
+
+def test_a_refusal_says_what_is_allowed_and_what_came(tmp_path: Path) -> None:
+    path = tmp_path / "policy.yaml"
+    path.write_text("{telemetry: [predict], recorded: never, epsilon_per_run: 2}", encoding="utf-8")
+    text = refused(load_policy(path), promising(telemetry={"accuracy": True}, capture="relay"))
+    assert text == (
+        "the owner's policy (policy.yaml) allows telemetry [predict], the spec asks for [accuracy]; and recorded never, the spec "
+        "asks for [relay]; and epsilon_per_run 2, the spec asks for 2.5"
+    )
+
+
+def test_each_promise_covers_the_weaker_ones() -> None:
+    """An event of a round is any record of it; one of a learner is any round of it."""
+    for least in Event:
+        fits = {each for each in Event if _admits(Guarantees(adjacency=least), {"event": each.value})}
+        assert fits == {Event.RECORD: set(Event), Event.ROUND: {Event.ROUND, Event.LEARNER}}.get(least, {Event.LEARNER})
+    wire, neighbour, output = ThreatModel.WIRE, ThreatModel.NEIGHBOUR, ThreatModel.OUTPUT
+    for model, enough in ((wire, {wire}), (neighbour, {wire, neighbour}), (output, {wire, neighbour, output})):
+        fits_too = {
+            each for each in ThreatModel if _admits(Guarantees(threat_model=model), {"threat_model": each.value})
+        }
+        assert fits_too == enough
+
+
+def _admits(least: Guarantees, promised: dict[str, str]) -> bool:
+    try:
+        Policy(guarantees=least).admit(promising(promised=promised), 3, 0)
+    except SpecError:
+        return False
+    return True
+
+
+def test_a_proof_that_is_stated_is_told_from_none() -> None:
+    stated = Policy(guarantees=Guarantees(proof=True))
+    stated.admit(promising(promised={"proof": "Lemma 3"}), 3, 0)
+    assert "guarantees.proof true, the spec asks for not stated" in refused(stated, promising())
+
+
+FIELD: dict[str, Any] = yaml.safe_load(
+    resources.files("sottovoce_client.running").joinpath("field.yaml").read_text("utf-8")
+)
+
+
+@pytest.mark.parametrize("changes", FIELD["runs"], ids=lambda run: str(run["name"]))
+def test_every_built_in_algorithm_names_its_proof_and_holds_on_the_wire(changes: dict[str, Any]) -> None:
+    """Those that hide nothing on the wire are refused by their price."""
+    spec = parse_spec({**FIELD["common"], **changes}, imports=False)
+    ALLOWING.model_copy(update={"guarantees": Guarantees(proof=True)}).admit(spec, 6, 0)
+
+
+# ---- what it costs ---------------------------------------------------------------------------------------------------
+
+
+def test_a_spec_whose_noise_is_all_but_switched_off_is_refused_by_default() -> None:
+    text = refused(Policy(), small_spec(algorithm={"sigma": 1e-9}))
+    assert re.search(r"allows epsilon_per_run 100, the spec asks for \d\.\d+e\+1[01]$", text)
+
+
+def test_where_nothing_is_promised_the_price_is_infinite() -> None:
+    without = parse_spec({"rounds": 3, "learners": 2, "algorithm": {"name": "tests.gossip:GossipSpec"}}, imports=True)
+    assert refused(Policy(), without).endswith("epsilon_per_run 100, the spec asks for inf")
+    ALLOWING.admit(without, 3, 0)
+
+
+def test_the_budget_of_the_spec_bounds_the_price() -> None:
+    """A learner stops there, whatever its rounds would cost."""
+    policy = Policy(epsilon_per_run=1.0)
+    policy.admit(promising(10, privacy={"budget": 1.0}), 3, 0)
+    assert refused(policy, promising(10, privacy={"budget": 1.5})).endswith("epsilon_per_run 1, the spec asks for 1.5")
+    assert refused(policy, promising(10, privacy={"budget": 3.0})).endswith("epsilon_per_run 1, the spec asks for 2.5")
+
+
+def test_every_learner_has_a_budget_of_its_own() -> None:
+    spec = promising(10, learners=2, privacy={"budget": [0.5, 1.5]})
+    policy = Policy(epsilon_per_run=1.0)
+    policy.admit(spec, 3, 0)
+    with pytest.raises(SpecError, match=r"epsilon_per_run 1, the spec asks for 1\.5"):
+        policy.admit(spec, 3, 1)
+
+
+def test_the_planned_price_is_that_of_the_guarantee() -> None:
+    """By the numbers of records that the spec names; who is away pays as if it spoke, and nothing after its last round."""
+    run = small_run(30, data={"batch_size": 4}, absences=[{"learner": "learner-1", "first_round": 20}])
+    for i in range(3):
+        counts = 4 * run.attendance(i).mask().astype(np.int64)
+        assert run.planned_epsilon(i, 1000) == pytest.approx(run.guarantee(i, counts).epsilon(), rel=1e-12)
+        assert run.planned_epsilon(i, 10) == pytest.approx(run.guarantee(i, counts).epsilon(10), rel=1e-12)
+
+
+def test_of_a_long_run_only_the_first_rounds_are_priced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it goes on the limit holds in any case: a check that takes minutes helps nobody."""
+    monkeypatch.setattr(module, "PRICED", 8)
+    Policy(epsilon_per_run=LOSS * 8).admit(promising(10), 3, 0)
+    assert refused(Policy(epsilon_per_run=LOSS * 7), promising(10)).endswith("the spec asks for 2")
+
+
+# ---- what a spec asks for beside -------------------------------------------------------------------------------------
+
+
+def test_a_mirror_is_asked_for_by_its_address_too() -> None:
+    """A coordinator may name one, whatever the spec says."""
+    policy, spec = Policy(recorded=("relay",)), promising()
+    policy.admit(spec, 3, 0)
+    assert "recorded [relay], the spec asks for [mirror]" in refused(policy, spec, mirrored=True)
+
+
+def test_a_run_that_is_too_large_is_refused_before_it_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    def built(*_: object) -> None:
+        raise AssertionError("it was built")
+
+    monkeypatch.setattr(module, "build_run", built)
+    assert "most_features 1000000, the spec asks for 4294967295" in refused(Policy(), promising(), 2**32 - 1)
+    assert "most_rounds 10000000, the spec asks for 9007199254740992" in refused(Policy(), promising(2**53))
+    classes = promising(loss={"kind": "softmax", "classes": 10**8})
+    assert "most_parameters 10000000, the spec asks for 300000000" in refused(Policy(), classes)
+
+
+@pytest.mark.parametrize("name", ["dpsr", "dpps"])
+def test_a_number_for_every_round_and_learner_needs_room(name: str) -> None:
+    """What has none is refused in words before it is asked for."""
+    changes = next(each for each in FIELD["runs"] if each["name"] == name)
+    spec = parse_spec({**FIELD["common"], **changes, "rounds": 9_000_000, "learners": 16}, imports=False)
+    with pytest.raises(SpecError, match=r"9000000 rounds of 16 learners .* need more memory than there is"):
+        Policy().admit(spec, 6, 0)
+
+
+def test_code_is_refused_before_it_is_imported() -> None:
+    document = {"algorithm": {"name": "os:path"}, "loss": {"kind": "a.b:C"}, "topology": {"graph": {"kind": "ring"}}}
+    with pytest.raises(SpecError, match=r"allows imports \[a.b:C\], the spec asks for \[os:path, a.b:C\]$"):
+        Policy(imports=("a.b:C",)).require_code(document)
+    Policy(imports=("a.b:C", "os:path")).require_code(document)
+    Policy().require_code(document)
+    Policy(imports=()).require_code({"algorithm": "ldp-dol"})
+
+
+def test_a_policy_for_a_spec_allows_it_and_no_other() -> None:
+    spec = asking(10, 3)
+    policy = Policy.for_spec(spec)
+    policy.admit(spec, 10**9, 2)
+    policy.require_code(spec.model_dump(mode="json"))
+    assert "most_rounds 10" in refused(policy, asking(11, 3))
+    assert "algorithms" in refused(policy, small_spec(10, 3))
+    plain = Policy.for_spec(small_spec(10, 3))
+    assert "recorded never" in refused(plain, small_spec(10, 3, capture="mirror"))
+    assert "telemetry []" in refused(plain, small_spec(10, 3, telemetry=TOLD))
+
+
+# ---- the file --------------------------------------------------------------------------------------------------------
+
+
+def test_a_policy_that_is_printed_is_read_as_the_same(tmp_path: Path) -> None:
+    other = Policy(algorithms=("dsgd",), telemetry=("accuracy",), recorded=(), epsilon=3.0, most_rounds=None)
+    for policy in (Policy(), other, ALLOWING):
+        path = tmp_path / "policy.yaml"
+        path.write_text(dump_policy(policy), encoding="utf-8")
+        assert load_policy(path).model_dump() == policy.model_dump()
+
+
+def test_every_clause_is_explained_where_it_is_printed() -> None:
+    text = dump_policy(Policy())
+    clauses = yaml.safe_load(text)
+    assert clauses == Policy().model_dump(mode="json")
+    for clause in (*Policy.model_fields.values(), *Guarantees.model_fields.values()):
+        assert clause.description
+        assert " ".join(clause.description.split()) in re.sub(r"\n *# ", " ", text)
+
+
+def test_the_page_shows_the_default() -> None:
+    page = Path(__file__).parents[2].joinpath("docs", "policy.md").read_text(encoding="utf-8")
+    assert re.findall(r"```yaml\n(.*?)```", page, re.DOTALL) == [dump_policy(Policy())]
+
+
+def test_the_default_is_finite() -> None:
+    for clause in ("epsilon_per_run", "epsilon_per_month", "most_features", "most_rounds", "most_learners"):
+        assert getattr(Policy(), clause) is not None
+    assert load_policy(None) == Policy()
+
+
+BAD = {
+    "": "p.yaml: a policy must be a mapping of clauses, got an empty file; `sottovoce policy show` prints one to begin with",
+    "# nothing\n": "p.yaml: a policy must be a mapping of fields, got NoneType",
+    "- telemetry\n": "p.yaml: a policy must be a mapping of fields, got list",
+    "{": "p.yaml is not YAML: ",
+    "telemtry: []": "p.yaml: unknown field telemtry; the fields are algorithms, imports, epsilon_per_run, ",
+    "guarantees: {prof: true}": "unknown field guarantees.prof; the fields are adjacency, threat_model, proof",
+    "epsilon_per_run: much": "p.yaml: epsilon_per_run: input should be a valid number, unable to parse",
+    "epsilon_per_run: .inf": "p.yaml: epsilon_per_run: input should be a finite number, got inf",
+    "epsilon: 0": "p.yaml: epsilon: input should be greater than 0, got 0",
+    "telemetry: accuracy": "p.yaml: telemetry: input should be a valid tuple, got 'accuracy'",
+    "telemetry: [loss]": "p.yaml: telemetry.0: input should be 'accuracy' or 'predict', got 'loss'",
+    "recorded: always": "p.yaml: recorded: input should be a valid tuple, got 'always'",
+    "algorithms: [lpd-dol]": "did you mean ldp-dol?",
+    "guarantees: {adjacency: person}": "guarantees.adjacency: input should be 'record', 'learner' or 'round', got 'person'",
+    "most_rounds: 1.5": "p.yaml: most_rounds: ",
+    "\x00": "p.yaml is not YAML: ",
+    f"# {'x' * LONGEST_FILE}": f"p.yaml: a policy has at most {LONGEST_FILE} bytes",
+    "[" * 4000: "p.yaml must be a mapping of fields and sections, got one nested too deep",
+}
+
+
+@pytest.mark.parametrize("text", BAD, ids=[f"{text[:30]!r}" for text in BAD])
+def test_a_bad_file_is_refused_in_a_line(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("p.yaml").write_text(text, encoding="utf-8")
+    with pytest.raises(SpecError) as refusal:
+        load_policy(Path("p.yaml"))
+    assert BAD[text] in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+def test_a_file_that_cannot_be_read_is_refused_in_a_line(tmp_path: Path) -> None:
+    (tmp_path / "latin.yaml").write_bytes(b"# caf\xe9")
+    for path in (tmp_path / "none.yaml", tmp_path, tmp_path / "latin.yaml"):
+        with pytest.raises(SpecError, match=re.escape(f"cannot read the policy {path}: ")) as refusal:
+            load_policy(path)
+        assert "\n" not in str(refusal.value)
+
+
+def test_a_file_without_end_is_not_read_to_it() -> None:
+    with pytest.raises(SpecError, match="a policy has at most"):
+        load_policy(Path("/dev/zero"))
+
+
+def test_what_a_policy_admits_is_what_is_run() -> None:
+    spec = small_spec(10)
+    assert ALLOWING.admit(spec, 3, 0).field_shapes == build_run(spec, 3).field_shapes
