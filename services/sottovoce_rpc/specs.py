@@ -82,5 +82,5 @@ def require_run_id(run_id: str) -> None:
     """
     if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", run_id) is None:
         raise RemoteProtocolError(
-            f"a run id must be at most 128 letters, digits, dots, dashes and underscores, got {run_id[:200]!r}"
+            f"a run id must be letters, digits, dots, dashes and underscores, at most 128, got {run_id[:200]!r}"
         )
