@@ -31,6 +31,8 @@ from sottovoce_learner.standing import CLOSED, OPENED, Files, Standing, done, sa
 SNAPSHOT_AFTER = 4 * 1024 * 1024
 SNAPSHOT_ROUNDS = 1_000
 """A snapshot takes the place of a log that has grown by so many bytes, or so many rounds: each is replayed after a death."""
+_A_ROUND = 4_096
+"""Bytes of snapshots that a round may cost, where rounds make one due: small beside what replaying it costs."""
 
 
 def claim(folder: Path, learner: str) -> TextIO:
@@ -133,10 +135,11 @@ class RunLog:
     def due(self) -> bool:
         """Has it grown so much that a snapshot should take its place?
 
-        But for the first one, snapshots then write at most half of what the log does, and replay reads at most twice a snapshot.
+        By bytes, snapshots write at most half of what the log does, and replay reads at most twice a snapshot. By rounds,
+        they write a page a round, and replay takes in as many rounds as a snapshot has pages, or `SNAPSHOT_ROUNDS`.
         """
-        long = self._grown > SNAPSHOT_AFTER or self._since > SNAPSHOT_ROUNDS
-        return long and self._grown > 2 * self._last_size
+        by_bytes = self._grown > max(SNAPSHOT_AFTER, 2 * self._last_size)
+        return by_bytes or self._since > max(SNAPSHOT_ROUNDS, self._last_size // _A_ROUND)
 
     def turn(self) -> Callable[[bytes], Snapshot]:
         """Begin a segment; what stands before it may be replaced by a snapshot.
