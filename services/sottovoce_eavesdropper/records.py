@@ -22,6 +22,7 @@ import structlog
 from sottovoce.errors import RemoteProtocolError
 from sottovoce.network.roster import Attendance, Roster
 from sottovoce.running.transcript import parquet
+from sottovoce.spec import MOST_ABSENCES, MOST_LEARNERS
 from sottovoce_eavesdropper.gaps import Gaps
 from sottovoce_eavesdropper.lookout import Lookout, Row
 from sottovoce_eavesdropper.storage import Folder, open_folder
@@ -286,6 +287,9 @@ def _part(rows: Sequence[Row], run: str, world: int | None, replica: int | None)
 def _attendances(spec: Mapping[str, Any]) -> dict[int, Attendance]:
     """In which rounds learners take part, where some are away; nobody has checked the spec that came with a capture."""
     try:
+        told = spec["learners"]
+        if (told if isinstance(told, int) else len(told)) > MOST_LEARNERS or len(spec["absences"]) > MOST_ABSENCES:
+            return {}  # of no run of ours
         roster, rounds = Roster.of_spec(spec), int(spec["rounds"])
         return {i: roster.attendance(i, rounds) for i in range(len(roster.names) if roster.absences else 0)}
     except (ValueError, TypeError, KeyError):
