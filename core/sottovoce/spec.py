@@ -121,7 +121,9 @@ class RunSpec(Section):
     loss: AnyLoss = Logistic()
     decision_set: AnyDecisionSet = L2Ball(radius=100.0)
     topology: Topology = Topology()
-    absences: Annotated[tuple[Absence, ...], Field(max_length=MOST_ABSENCES)] | None = None  # None, as for none: what earlier versions wrote stays the same plan
+    absences: Annotated[tuple[Absence, ...], Field(max_length=MOST_ABSENCES)] | None = (
+        None  # None, as for none: what earlier versions wrote stays the same plan
+    )
     """Who is away in which rounds: who joins late, leaves early, or pauses."""
     data: DataSpec = DataSpec()
     privacy: PrivacySpec = PrivacySpec()

@@ -102,7 +102,8 @@ class Mirror:
             grpc.aio.AioRpcError: it broke, or the eavesdropper refuses copies.
         """
         ending = Ending(call)
-        with contextlib.suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):  # it is over: its ending says why
+        # Where it is over, its ending says why.
+        with contextlib.suppress(asyncio.InvalidStateError, grpc.RpcError, grpc.aio.BaseError):
             while self._ended_at is None or self._waiting:
                 await self._pause()
                 batch = self._batch()

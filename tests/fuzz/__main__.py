@@ -20,14 +20,15 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of what is said")
     told = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="fuzz-"))
-    found, answers = asyncio.run(fuzz(folder, told.inputs, told.seed))
-    for (method, code), times in sorted(answers.items()):
+    tried = asyncio.run(fuzz(folder, told.inputs, told.seed))
+    for (method, code), times in sorted(tried.answers.items()):
         print(f"{method:16} {code:20} {times:8}")
-    for each in found:
+    for each in tried.broken:
         print(each)
-    print(f"{told.inputs} inputs for each service, seed {told.seed}: {'BROKEN' if found else 'all held'}")
-    print(f"memory below {MOST_MIB} MiB; files in {folder}")
-    return BROKEN if found else OK
+    memory = ", ".join(f"{house} {mib}" for house, mib in tried.mib.items())
+    print(f"{told.inputs} inputs for each service, seed {told.seed}: {'BROKEN' if tried.broken else 'all held'}")
+    print(f"most memory in MiB, of at most {MOST_MIB}: {memory}; files in {folder}")
+    return BROKEN if tried.broken else OK
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import struct
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from random import Random
@@ -13,7 +14,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-from sottovoce_wire.v1 import coordinator_pb2, eavesdropper_pb2, learner_pb2
+from sottovoce_wire.v1 import coordinator_pb2, eavesdropper_pb2, learner_pb2, tensor_pb2
 
 COORDINATOR, EAVESDROPPER, LEARNER = "coordinator", "eavesdropper", "learner"
 _SERVICES = {
@@ -46,6 +47,7 @@ _TEXTS = (
     "-",
     "[]",
 )
+_TENSORS = {"features": (1, 3), "labels": (1,)}
 _MANY = (0, 0, 1, 1, 2, 3, 17, 1_000)
 _DEEPEST = 4
 _BITS: dict[int, tuple[int, int]] = {
@@ -143,6 +145,13 @@ def message(random: Random, kind: type[Message], known: Known, depth: int = 0) -
 
 
 def _value(random: Random, field: Any, known: Known, depth: int) -> Any:
+    if field.name == "n_features" and random.random() < 0.6:
+        return 3
+    if field.name in _TENSORS and random.random() < 0.6:
+        shape = _TENSORS[field.name]
+        numbers = [random.choice((0.0, 0.0, 1.0, *_REAL)) for _ in range(math.prod(shape))]
+        data = struct.pack(f"<{len(numbers)}d", *numbers)
+        return tensor_pb2.Tensor(shape=shape, dtype=tensor_pb2.DATA_TYPE_FLOAT64, data=data)
     if field.message_type is not None:
         return message(random, GetMessageClass(field.message_type), known, depth + 1)
     if field.type == FieldDescriptor.TYPE_BYTES:
@@ -187,6 +196,8 @@ def spec(random: Random, text: str) -> str:
     if random.random() < 0.15:
         return random.choice(odd)
     document = json.loads(text)
+    if random.random() < 0.6:
+        document["learners"] = ["cleo"]  # who is in no run
     for _ in range(random.choice((0, 1, 1, 2))):
         _change(random, document)
     return json.dumps(document)

@@ -22,6 +22,7 @@ from sottovoce_learner.service import LearnerConfig
 from sottovoce_rpc.codec import RoundCodec, to_fields
 from sottovoce_rpc.server import channel
 from sottovoce_rpc.specs import plan_hash, spec_from_wire, spec_to_wire
+from sottovoce_rpc.status import Ending
 from sottovoce_wire.v1 import (
     coordinator_pb2,
     coordinator_pb2_grpc,
@@ -37,8 +38,8 @@ from tests.fuzz.hostile import COORDINATOR, EAVESDROPPER, LEARNER, Call, Known, 
 MOST_MIB = 1_024
 """What no service may ever hold of memory, whatever it is sent."""
 PATIENCE_S = 100.0
-_AT_ONCE = 24
-_NAMES = ("ann", "ben")
+_AT_ONCE = 48
+_NAMES, _IDLE = ("ann", "ben"), "cleo"
 _FEATURES = 3
 _HELD_OPEN = 16
 _BAD_WORDS = ('"event": "bug"', '"event": "not caught"', "Traceback", '"event": "tasks do not end"')
@@ -79,7 +80,26 @@ class Houses:
             await asyncio.gather(
                 self._strangers(house, random.randbytes(4_096)), *(one(*each) for each in enumerate(calls))
             )
-        return found + await self.broken()
+        return found + await self._ended() + await self.broken()
+
+    async def _ended(self) -> list[str]:
+        """End what strangers have begun, and every run of theirs and every capture can be ended."""
+        found = []
+        async with channel(self.addresses[COORDINATOR]) as to, channel(self.addresses[EAVESDROPPER]) as ear:
+            runs, captures = coordinator_pb2_grpc.CoordinatorStub(to), eavesdropper_pb2_grpc.EavesdropperStub(ear)
+            listed = await runs.ListRuns(coordinator_pb2.ListRunsRequest(), timeout=PATIENCE_S)
+            for run in listed.runs:
+                if run.run_id != self.known.run_id and not run.HasField("ended_at"):
+                    await runs.StopRun(coordinator_pb2.StopRunRequest(run_id=run.run_id), timeout=PATIENCE_S)
+            opened = await captures.ListCaptures(eavesdropper_pb2.ListCapturesRequest(), timeout=PATIENCE_S)
+            for capture in opened.captures:
+                if capture.open and capture.capture_id != self.known.capture_id:
+                    closing = eavesdropper_pb2.CloseCaptureRequest(capture_id=capture.capture_id)
+                    try:
+                        await captures.CloseCapture(closing, timeout=PATIENCE_S)
+                    except grpc.aio.AioRpcError as error:
+                        found.append(f"capture {capture.capture_id} is not closed: {error.code()}: {error.details()}")
+        return found
 
     async def _strangers(self, house: str, noise: bytes) -> None:
         """Connections on which no gRPC is spoken: some say nothing, some anything."""
@@ -161,21 +181,18 @@ def _known(run: coordinator_pb2.Run) -> Known:
 async def _answered(to: grpc.aio.Channel, said: Call) -> tuple[grpc.StatusCode, str]:
     """With what a call ends."""
     asked: Any = to.stream_stream(said.method)(timeout=said.deadline_s)
-    try:
+    ending = Ending(asked)
+    with contextlib.suppress(
+        grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError
+    ):  # it is over: its ending says why
         for each in said.payloads:
             await asked.write(each)
         if said.closes:
             await asked.done_writing()
         while await asked.read() is not grpc.aio.EOF:
             pass
-    except grpc.aio.AioRpcError as error:
-        return error.code(), error.details() or ""
-    except asyncio.InvalidStateError:  # it is over before all was said
-        pass
-    except asyncio.CancelledError:
-        if not asked.cancelled():
-            raise
-    return await asked.code(), await asked.details()
+    status = await ending.status()
+    return status.code(), status.details() or ""
 
 
 async def _served(house: str, address: str) -> None:
@@ -228,7 +245,9 @@ async def houses(folder: Path) -> AsyncIterator[Houses]:
         processes[COORDINATOR] = Process(partial(command, ["coordinator", *here, *ear]), folder / "coordinator")
         assert await processes[COORDINATOR].up(), processes[COORDINATOR].words
         to, state = processes[COORDINATOR].address, folder / "learners"
-        configs = [LearnerConfig(name, to, state_folder=state) for name in reversed(_NAMES)]  # ben is who is called
+        configs = [
+            LearnerConfig(name, to, state_folder=state) for name in ("ben", "ann", _IDLE)
+        ]  # ben is who is called
         processes[LEARNER] = Process(partial(learners, configs), folder / "learners-log")
         assert await processes[LEARNER].up(), processes[LEARNER].words
         up = Houses(processes, {house: process.address for house, process in processes.items()}, Known())
@@ -240,7 +259,22 @@ async def houses(folder: Path) -> AsyncIterator[Houses]:
         await asyncio.gather(*(process.over() for process in processes.values()))
 
 
-async def fuzz(folder: Path, inputs: int, seed: int, lot: int = 250) -> tuple[list[str], Counter[tuple[str, str]]]:
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """What came of it.
+
+    Attributes:
+        broken: what did not hold; the first lot after which something did not was the last.
+        answers: how often calls of a method ended with a status.
+        mib: the most memory that each service has held.
+    """
+
+    broken: list[str]
+    answers: Counter[tuple[str, str]]
+    mib: dict[str, int]
+
+
+async def fuzz(folder: Path, inputs: int, seed: int, lot: int = 250) -> Tried:
     """So many inputs for each service, in lots.
 
     Args:
@@ -248,15 +282,13 @@ async def fuzz(folder: Path, inputs: int, seed: int, lot: int = 250) -> tuple[li
         inputs: for each of them.
         seed: of what is said.
         lot: inputs after which all is looked at.
-
-    Returns:
-        What broke, and the first that did ends it; and how often calls of a method ended with a status.
     """
     async with houses(folder) as up:
+        broken: list[str] = []
         for first in range(0, inputs, lot):
             for house in up.processes:
-                await up.again()
-                found = await up.lot(house, f"{seed}-{house}-{first}", min(lot, inputs - first))
-                if found:
-                    return found, up.answers
-        return [], up.answers
+                if not broken:
+                    await up.again()
+                    broken = await up.lot(house, f"{seed}-{house}-{first}", min(lot, inputs - first))
+        alive = {house: each for house, each in up.processes.items() if each.code is None}
+        return Tried(broken, up.answers, {house: _resident(each.pid) for house, each in alive.items()})

@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from sottovoce.data import LearnerData
 from sottovoce.spec import MOST_ABSENCES
+from sottovoce_client.running.feeder import rounds_of_batch
 from sottovoce_coordinator import joining
 from sottovoce_coordinator.fencing import Claim
 from sottovoce_coordinator.joining import Member, displacement
@@ -23,7 +26,7 @@ from sottovoce_learner.mirror import Mirror
 from sottovoce_rpc import server
 from sottovoce_rpc.directives import Grant, Origin
 from sottovoce_rpc.learner_status import LearnerState
-from sottovoce_rpc.server import MAX_CONTROL, channel
+from sottovoce_rpc.server import MAX_CONTROL, MAX_MESSAGE, channel
 from sottovoce_rpc.specs import spec_to_wire
 from sottovoce_wire.v1 import (
     coordinator_pb2,
@@ -315,3 +318,35 @@ def test_a_batch_of_copies_fits_into_a_message() -> None:
     for _ in range(100):
         mirror.copy(frame(0, 0), [1])
     assert [len(mirror._batch()) for _ in range(3)] == [64, 36, 0]
+
+
+def test_a_batch_of_records_fits_into_a_message() -> None:
+    """Of a thousand pictures in a round, and of one; of many features; and a round alone may be as long as a message."""
+    for n_features, each, rounds in ((784, 1, 64), (784, 1_000, 21), (10_000, 100, 16), (2**20, 10, 1), (3, 0, 64)):
+        offsets = np.arange(200, dtype=np.int64) * each
+        features, order = np.broadcast_to(np.zeros(1), (1, n_features)), np.zeros(0, np.int64)
+        assert rounds_of_batch(LearnerData(features, np.zeros(1), order, offsets)) == rounds
+        assert rounds == 1 or 8 * (n_features + 1) * each * rounds < MAX_MESSAGE
+
+
+# ---- what is said around calls ---------------------------------------------------------------------------------------
+
+
+async def test_metadata_is_short(up: Network) -> None:
+    async with channel(up.coordinator) as to:
+        stub: Any = health_pb2_grpc.HealthStub(to)
+        long = (("x-long", "a" * 20_000),)
+        failure = await refused(stub.Check(health_pb2.HealthCheckRequest(), metadata=long, timeout=PATIENCE_S))
+        assert failure.code() is Code.RESOURCE_EXHAUSTED
+
+
+async def test_a_connection_without_calls_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And opened again when there is a call."""
+    monkeypatch.setattr(server, "SERVER_OPTIONS", changed("grpc.max_connection_idle_ms", 300))
+    async with network(tmp_path, ["ann"]) as up, channel(up.eavesdropper) as to:
+        stub: Any = health_pb2_grpc.HealthStub(to)
+        await stub.Check(health_pb2.HealthCheckRequest(), timeout=PATIENCE_S)
+        async with asyncio.timeout(PATIENCE_S):
+            await to.wait_for_state_change(grpc.ChannelConnectivity.READY)
+        await stub.Check(health_pb2.HealthCheckRequest(), timeout=PATIENCE_S)
+        await all_serve(up)
