@@ -205,7 +205,8 @@ class CaptureFile:
         """
         self.open = False
         await self.flush()
-        rounds = json.loads(self.spec).get("rounds", 0)
+        told = json.loads(self.spec).get("rounds")
+        rounds = told if isinstance(told, int) else 0
         for way, due in self.awaited.items():
             ends = (each.end for i, each in self.gaps.attendances.items() if i in way)
             if 0 < due < min(rounds, *ends):  # 0: in a network with directions nothing may ever pass there

@@ -183,9 +183,9 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
                 recording.require_opener(opener)
                 await recording.lead(request.routes)
                 if request.spec:
-                    await recording.amend(json.dumps(document_from_wire(request.spec)))
+                    await recording.amend(_spec(request.spec))
                 return self._opened(recording)
-            spec = json.dumps(document_from_wire(request.spec or "{}"))
+            spec = _spec(request.spec or "{}")
             who = Participants.of(spec)
             who.require(*(index for route in request.routes for index in (route.caller, route.callee)))
             with self._room(request.routes):
@@ -365,8 +365,20 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
         return f"{self.config.advertise_host or self._host()}:{address.rsplit(':', 1)[1]}"
 
 
+def _spec(text: str) -> str:
+    """A run spec as it is kept beside the records: a mapping of fields, which need not be right.
+
+    Raises:
+        SpecError: it is none.
+    """
+    document = document_from_wire(text)
+    if not isinstance(document, dict):
+        raise SpecError(f"a run spec must be a mapping of fields, got {type(document).__name__}")
+    return json.dumps(document)
+
+
 async def _listening(wanted: Iterable[tuple[Relay, str]]) -> tuple[list[Relay], list[str]]:
-    """Let relays listen, all or none; others are served in between.
+    """Let relays listen, all or none, each made when its turn comes: others are served in between.
 
     Args:
         wanted: relays, made one by one, and where each is to listen.
@@ -382,7 +394,6 @@ async def _listening(wanted: Iterable[tuple[Relay, str]]) -> tuple[list[Relay], 
         for relay, listen in wanted:
             relays.append(relay)
             addresses.append(await relay.open(listen))
-            await asyncio.sleep(0)
     except BaseException:
         await asyncio.gather(*(relay.stop() for relay in relays))
         raise

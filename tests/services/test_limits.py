@@ -22,6 +22,7 @@ from sottovoce_coordinator.fencing import Claim
 from sottovoce_coordinator.joining import Member, displacement
 from sottovoce_coordinator.starting import MOST_EDGES
 from sottovoce_eavesdropper import service as eavesdropping
+from sottovoce_eavesdropper.relay import Relay
 from sottovoce_learner.mirror import Mirror
 from sottovoce_rpc import server
 from sottovoce_rpc.directives import Grant, Origin
@@ -287,16 +288,45 @@ async def test_relays_are_so_many_and_none_is_opened_beyond(up: Network, monkeyp
     assert len((await opened(up, "run-2", routes(3))).relay_addresses) == 3
 
 
-async def test_others_are_served_while_relays_are_opened(up: Network) -> None:
-    opening = asyncio.ensure_future(opened(up, "run-1", routes(300)))
+@pytest.mark.parametrize("spec", ["[1]", "null", "1e999", '"x"', "[" * 100_000])
+async def test_the_spec_of_a_capture_is_a_mapping(up: Network, spec: str) -> None:
+    """When it is opened, and when it is taken up; what is none changes nothing."""
+    first = await opened(up, "run-1", [])
+    async with channel(up.eavesdropper) as to:
+        stub = eavesdropper_pb2_grpc.EavesdropperStub(to)
+        for resume in (False, True):
+            request = eavesdropper_pb2.OpenCaptureRequest(run_id="run-1", spec=spec, resume=resume)
+            failure = await refused(stub.OpenCapture(request, timeout=PATIENCE_S))
+            assert failure.code() is Code.INVALID_ARGUMENT
+            assert " run spec must be" in (failure.details() or "")
+        closing = eavesdropper_pb2.CloseCaptureRequest(capture_id=first.capture_id)
+        assert not (await stub.CloseCapture(closing, timeout=PATIENCE_S)).capture.open
+
+
+async def test_others_are_served_while_relays_are_opened(up: Network, monkeypatch: pytest.MonkeyPatch) -> None:
+    order = []
+
+    class Counted(Relay):
+        def __init__(self, *args: Any, **more: Any) -> None:
+            order.append("made")
+            super().__init__(*args, **more)
+
+        async def open(self, listen: str) -> str:
+            address = await super().open(listen)
+            order.append("opened")
+            return address
+
+    monkeypatch.setattr(eavesdropping, "Relay", Counted)
+    opening = asyncio.ensure_future(opened(up, "run-1", routes(200)))
     served = 0
     async with channel(up.eavesdropper) as to:
         stub = eavesdropper_pb2_grpc.EavesdropperStub(to)
         while not opening.done():
             await stub.ListCaptures(eavesdropper_pb2.ListCapturesRequest(), timeout=PATIENCE_S)
-            served += not opening.done()
-    assert len((await opening).relay_addresses) == 300
-    assert served > 1
+            served += 0 < len(order) < 400
+    assert len((await opening).relay_addresses) == 200
+    assert order == ["made", "opened"] * 200
+    assert served
 
 
 async def test_a_relay_in_the_clear_leads_to_this_machine_alone(up: Network) -> None:
