@@ -18,7 +18,7 @@ from sottovoce.errors import CaptureError, NotReady, RemoteProtocolError, SpecEr
 from sottovoce_eavesdropper.lookout import Row
 from sottovoce_eavesdropper.mirrored import Participants
 from sottovoce_eavesdropper.records import WRITE_S, CaptureFile, part_number
-from sottovoce_eavesdropper.relay import FINISH_S, Relay
+from sottovoce_eavesdropper.relay import FINISH_S, MOST_PAYLOAD, Relay
 from sottovoce_eavesdropper.resuming import left_open, resumed
 from sottovoce_eavesdropper.storage import Folder, open_folder
 from sottovoce_rpc.codec import RoundCodec, from_fields
@@ -39,6 +39,8 @@ DRAIN_S = FINISH_S + WRITE_S
 """How long it may take to write what it holds, once it is told to stop."""
 MOST_OPEN, MOST_RELAYS = 1_024, 4_096
 """Captures, and relays of all of them, at a time: each relay is a port, and its opening takes a millisecond or two."""
+_MOST_MESSAGE = MOST_PAYLOAD + 32 * 1024 * 1024
+"""Bytes of what learners copy: the longest message that is kept ends a batch of others."""
 _MOST_WORLD, _MOST_REPLICA = 2**7 - 1, 2**31 - 1
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -158,6 +160,7 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
             lambda server: eavesdropper_pb2_grpc.add_EavesdropperServicer_to_server(self, server),
             [NAME],
             self.config.credentials,
+            _MOST_MESSAGE,
         )
         self.address = self._advertised(self.service.address)
         return self.address

@@ -95,7 +95,8 @@ async def up(tmp_path: Path) -> AsyncIterator[Network]:
 
 
 async def raw(address: str, method: str, payload: bytes) -> grpc.aio.AioRpcError:
-    async with channel(address) as to:
+    any_size = [("grpc.max_send_message_length", -1)]
+    async with grpc.aio.insecure_channel(address, any_size) as to:
         call: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = to.stream_stream(method)
         return await refused(call(iter([payload]), timeout=PATIENCE_S))
 
@@ -111,6 +112,17 @@ async def test_what_is_longer_than_a_control_message_is_not_read(up: Network) ->
         failure = await raw(address, path, long)
         assert failure.code() is Code.INVALID_ARGUMENT
         assert failure.details() == f"a request must have at most {MAX_CONTROL} bytes, got {len(long)}"
+
+
+async def test_nobody_reads_what_is_longer_than_any_message(up: Network) -> None:
+    """Several at a time."""
+    long = bytes(eavesdropping._MOST_MESSAGE + 1)
+    for method in ("OpenCapture", "Mirror"):
+        failures = await asyncio.gather(*(raw(up.eavesdropper, f"{EAVESDROPPER}/{method}", long) for _ in range(3)))
+        assert {failure.code() for failure in failures} == {Code.RESOURCE_EXHAUSTED}
+    long = bytes(MAX_MESSAGE + 1)
+    failure = await raw(up.addresses["ann"], "/sottovoce_wire.v1.Learner/Status", long)
+    assert failure.code() is Code.RESOURCE_EXHAUSTED
 
 
 async def test_a_greeting_is_short_and_so_is_what_is_said_of_it(up: Network) -> None:
@@ -337,6 +349,28 @@ async def test_a_relay_in_the_clear_leads_to_this_machine_alone(up: Network) -> 
     assert failure.code() is Code.INVALID_ARGUMENT
     assert "192.0.2.1:80 is reached from other machines" in (failure.details() or "")
     assert up.eavesdropping is not None and not up.eavesdropping._opening and not up.eavesdropping._captures
+
+
+async def test_copies_come_few_at_a_time_and_go_to_learners_of_the_run(up: Network) -> None:
+    """Before anything is made of them."""
+    spec = spec_to_wire(small_spec(5, ["ann", "ben"], capture="mirror"))
+    some = eavesdropper_pb2.MirroredMessage()
+    for messages, text in (
+        ([some] * 100_000, "a request must have at most 1024 copies, got 100000"),
+        (
+            [eavesdropper_pb2.MirroredMessage(receivers=[1] * 500_000)],
+            "a message of 2 learners goes to fewer, got 500000",
+        ),
+    ):
+        async with channel(up.eavesdropper) as to:
+            stub = eavesdropper_pb2_grpc.EavesdropperStub(to)
+            opening = eavesdropper_pb2.OpenCaptureRequest(run_id="run-1", spec=spec)
+            first = await stub.OpenCapture(opening, timeout=PATIENCE_S)
+            copies = eavesdropper_pb2.MirrorRequest(run_id="run-1", sender=0, messages=messages)
+            failure = await refused(stub.Mirror(several(copies), timeout=PATIENCE_S))
+            assert (failure.code(), failure.details()) == (Code.INVALID_ARGUMENT, text)
+            closing = eavesdropper_pb2.CloseCaptureRequest(capture_id=first.capture_id)
+            await stub.CloseCapture(closing, timeout=PATIENCE_S)
 
 
 def test_a_batch_of_copies_fits_into_a_message() -> None:
