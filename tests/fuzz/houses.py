@@ -35,7 +35,7 @@ from tests.examples import small_spec
 from tests.faults.processes import Process, chance, command, learners
 from tests.fuzz.hostile import COORDINATOR, EAVESDROPPER, LEARNER, Call, Known, call
 
-MOST_MIB = 1_024
+MOST_MIB = 512
 """What no service may ever hold of memory, whatever it is sent."""
 PATIENCE_S = 100.0
 _AT_ONCE = 48
