@@ -329,10 +329,11 @@ async def test_others_are_served_while_relays_are_opened(up: Network, monkeypatc
             return address
 
     monkeypatch.setattr(eavesdropping, "Relay", Counted)
-    opening = asyncio.ensure_future(opened(up, "run-1", routes(200)))
     served = 0
     async with channel(up.eavesdropper) as to:
         stub = eavesdropper_pb2_grpc.EavesdropperStub(to)
+        await stub.ListCaptures(eavesdropper_pb2.ListCapturesRequest(), timeout=PATIENCE_S)
+        opening = asyncio.ensure_future(opened(up, "run-1", routes(200)))
         while not opening.done():
             await stub.ListCaptures(eavesdropper_pb2.ListCapturesRequest(), timeout=PATIENCE_S)
             served += 0 < len(order) < 400
