@@ -29,6 +29,7 @@ from sottovoce_rpc.directives import Grant, Origin
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_rpc.server import MAX_CONTROL, MAX_MESSAGE, channel
 from sottovoce_rpc.specs import spec_to_wire
+from sottovoce_rpc.status import Ending
 from sottovoce_wire.v1 import (
     coordinator_pb2,
     coordinator_pb2_grpc,
@@ -219,12 +220,14 @@ async def until_answered(stub: Any) -> None:
 async def joined(address: str, name: str) -> grpc.aio.AioRpcError | None:
     """How it goes where a learner of a name joins, and leaves at once; None: it was let in."""
     async with channel(address) as to:
-        join = coordinator_pb2_grpc.CoordinatorStub(to).Join
+        said = several(introducing(name), confirming(1))
+        call = coordinator_pb2_grpc.CoordinatorStub(to).Join(said, timeout=PATIENCE_S)
+        ending = Ending(call)
         try:
-            async for _ in join(several(introducing(name), confirming(1)), timeout=PATIENCE_S):
+            async for _ in call:
                 pass
-        except grpc.aio.AioRpcError as error:
-            return error
+        except grpc.aio.AioRpcError:
+            return await ending.status()
     return None
 
 
