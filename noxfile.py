@@ -103,6 +103,13 @@ def faults(session: nox.Session) -> None:
     session.run("python", "-m", "tests.faults", *session.posargs)
 
 
+@nox.session(python=PYTHONS[0])
+def fuzz(session: nox.Session) -> None:
+    """Hostile calls on real services; arguments go to the command, such as `-- --inputs 20000`."""
+    session.install(f"{wheel(session)}[audit,test]")
+    session.run("python", "-m", "tests.fuzz", *session.posargs)
+
+
 @nox.session
 def release(session: nox.Session) -> None:
     """The release that CHANGELOG.md names: check, build, test the wheel, commit and tag. `-- --publish` uploads it, too."""

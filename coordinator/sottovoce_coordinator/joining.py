@@ -22,6 +22,10 @@ from sottovoce_wire.v1 import coordinator_pb2
 
 _LONGEST_ADDRESS = 300
 """Characters of a learner's: a name of a host has at most 253."""
+MOST_HERE, MOST_KNOWN = 4_096, 65_536
+"""Learners that are here, and names that ever joined: these are kept for good."""
+_MOST_DIRECTIVES = 131_072
+"""On their way to a learner: twice what is announced at a time where the network changes."""
 _MOST_TERMS = 2**32
 """That any coordinator can have had: a learner may tell whatever it likes, and later ones have to outrank it."""
 
@@ -51,7 +55,10 @@ class Member:
         return self.claim.name
 
     def tell(self, run_id: str, directive: Directive) -> None:
-        """Say something as soon as the stream allows."""
+        """Say something as soon as the stream allows; that of a learner which reads nothing ends."""
+        if self.directives.qsize() >= _MOST_DIRECTIVES:
+            self.displaced.set()
+            return
         self.directives.put_nowait(to_wire(run_id, directive, self.origin))
 
 
@@ -89,6 +96,7 @@ class Members:
         Raises:
             SottovoceError: it may not be this learner.
         """
+        self._require_room(member.name)
         claim, known = member.claim, self._known.get(member.name, Membership())
         now = known.admit(claim, live=member.name in self._here, journaled=journaled)
         self._remember(member.name, now)
@@ -100,6 +108,19 @@ class Members:
             now = self._known[member.name].confirm(claim, event.confirmation.incarnation)
             self._remember(member.name, now)
         member.tell("", Confirmed(now.confirmed))
+
+    def _require_room(self, name: str) -> None:
+        """Refuse a learner beyond those that a coordinator serves.
+
+        Raises:
+            NotReady: there are as many.
+        """
+        if name not in self._here and len(self._here) >= MOST_HERE:
+            raise NotReady(f"a coordinator serves at most {MOST_HERE} learners at a time: let this one join another")
+        if name not in self._known and len(self._known) >= MOST_KNOWN:
+            raise NotReady(
+                f"a coordinator knows at most {MOST_KNOWN} learners by name: start another, on another state folder"
+            )
 
     def unbind(self, name: str) -> None:
         """Take whatever state folder the next learner of this name has.

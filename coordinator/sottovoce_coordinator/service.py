@@ -22,7 +22,7 @@ from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.directives import Stop
 from sottovoce_rpc.learner_status import LearnerStatus
 from sottovoce_rpc.principals import Role
-from sottovoce_rpc.server import Service, announce, page, serve_until_stopped, start_server
+from sottovoce_rpc.server import MAX_CONTROL, Service, announce, page, serve_until_stopped, start_server
 from sottovoce_rpc.status import answering
 from sottovoce_rpc.tasks import Tasks, beside
 from sottovoce_rpc.waiting import Waiting
@@ -84,6 +84,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
                 lambda server: coordinator_pb2_grpc.add_CoordinatorServicer_to_server(self, server),
                 [NAME],
                 self.config.credentials,
+                MAX_CONTROL,
             )
         except BaseException:
             self._store.close()

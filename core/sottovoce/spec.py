@@ -35,6 +35,8 @@ USUAL_PATIENCE_S = 4 * 3600.0
 USUAL_LATE_S = 1.0
 MOST_LEARNERS = 4096
 """The weights of a network are a matrix of learners by learners, and there are several of them."""
+MOST_ABSENCES = 4096
+"""Who is there is told apart for each of them."""
 
 
 class PrivacySpec(Section):
@@ -120,7 +122,9 @@ class RunSpec(Section):
     loss: AnyLoss = Logistic()
     decision_set: AnyDecisionSet = L2Ball(radius=100.0)
     topology: Topology = Topology()
-    absences: tuple[Absence, ...] | None = None  # None, as for none: what earlier versions wrote stays the same plan
+    absences: Annotated[tuple[Absence, ...], Field(max_length=MOST_ABSENCES)] | None = (
+        None  # None, as for none: what earlier versions wrote stays the same plan
+    )
     """Who is away in which rounds: who joins late, leaves early, or pauses."""
     data: DataSpec = DataSpec()
     privacy: PrivacySpec = PrivacySpec()

@@ -27,7 +27,7 @@ _TO_OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),  # the server may start after the relay
     ("grpc.max_reconnect_backoff_ms", 1_000),
 )
-_OURS = ("message_length", "algorithms_bitset")
+_OURS = ("message_length", "algorithms_bitset", "max_concurrent_streams", "connection_idle_ms", "metadata_size")
 _LISTEN_OPTIONS = (*(option for option in SERVER_OPTIONS if not option[0].endswith(_OURS)), *_ANY_SIZE)
 
 

@@ -15,6 +15,8 @@ from sottovoce_wire.v1 import eavesdropper_pb2
 
 _MOST_NAMED = 65_536
 """Learners whose names are looked at: more are in no run."""
+_MOST_COPIES = 1_024
+"""In one request: learners send far fewer at a time."""
 _MOST_INDEX, _MOST_NS = 2**31 - 1, 2**63 - 1
 """Within the columns of a capture."""
 
@@ -77,10 +79,16 @@ class Participants:
         if not self.mirrored:
             raise RemoteProtocolError("copies are taken where the run's capture is `mirror`, got a run of another one")
         self.require(request.sender)
+        if len(request.messages) > _MOST_COPIES:
+            raise RemoteProtocolError(f"a request must have at most {_MOST_COPIES} copies, got {len(request.messages)}")
         now = time.monotonic_ns()
         return [row for message in request.messages for row in self._rows(request.sender, message, now)]
 
     def _rows(self, sender: int, message: eavesdropper_pb2.MirroredMessage, now: int) -> list[Row]:
+        if len(message.receivers) > min(self.learners, _MOST_NAMED):
+            raise RemoteProtocolError(
+                f"a message of {self.learners} learners goes to fewer, got {len(message.receivers)}"
+            )
         self.require(*message.receivers)
         wall, size = 10**9 * message.sent_at.seconds + message.sent_at.nanos, len(message.payload)
         if size > MOST_PAYLOAD or abs(wall) > _MOST_NS:

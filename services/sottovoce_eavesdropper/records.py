@@ -22,6 +22,7 @@ import structlog
 from sottovoce.errors import RemoteProtocolError
 from sottovoce.network.roster import Attendance, Roster
 from sottovoce.running.transcript import parquet
+from sottovoce.spec import MOST_ABSENCES, MOST_LEARNERS
 from sottovoce_eavesdropper.gaps import Gaps
 from sottovoce_eavesdropper.lookout import Lookout, Row
 from sottovoce_eavesdropper.storage import Folder, open_folder
@@ -204,7 +205,8 @@ class CaptureFile:
         """
         self.open = False
         await self.flush()
-        rounds = json.loads(self.spec).get("rounds", 0)
+        told = json.loads(self.spec).get("rounds")
+        rounds = told if isinstance(told, int) else 0
         for way, due in self.awaited.items():
             ends = (each.end for i, each in self.gaps.attendances.items() if i in way)
             if 0 < due < min((rounds, *ends)):  # 0: in a network with directions nothing may ever pass there
@@ -286,6 +288,9 @@ def _part(rows: Sequence[Row], run: str, world: int | None, replica: int | None)
 def _attendances(spec: Mapping[str, Any]) -> dict[int, Attendance]:
     """In which rounds learners take part, where some are away; nobody has checked the spec that came with a capture."""
     try:
+        told = spec["learners"]
+        if (told if isinstance(told, int) else len(told)) > MOST_LEARNERS or len(spec["absences"]) > MOST_ABSENCES:
+            return {}  # of no run of ours
         roster, rounds = Roster.of_spec(spec), int(spec["rounds"])
         return {i: roster.attendance(i, rounds) for i in range(len(roster.names) if roster.absences else 0)}
     except (ValueError, TypeError, KeyError):

@@ -22,7 +22,7 @@ from sottovoce_eavesdropper.records import CaptureFile
 from sottovoce_rpc.access import Access
 from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
 from sottovoce_rpc.principals import Role
-from sottovoce_rpc.server import SERVER_OPTIONS, channel, listen_on
+from sottovoce_rpc.server import MOST_CALLS, SERVER_OPTIONS, Options, channel, listen_on
 from sottovoce_rpc.status import Ending, answering
 from sottovoce_rpc.tasks import beside
 from sottovoce_wire.v1 import eavesdropper_pb2
@@ -38,7 +38,6 @@ FINISH_S = 1.0
 
 _Note = Callable[[str, bytes], None]
 _Room = Callable[[], Awaitable[None]]
-_Options = tuple[tuple[str, int], ...]
 
 _TRANSPORT_KEYS = frozenset(
     {
@@ -78,7 +77,7 @@ class Relay(grpc.GenericRpcHandler):
         ends: tuple[str, str] = ("", ""),
         credentials: Credentials = NO_IDENTITY,
         to: grpc.aio.Channel | None = None,
-        options: _Options = SERVER_OPTIONS,
+        options: Options = SERVER_OPTIONS,
     ) -> None:
         self._route, self._capture = route, capture
         self._streams = streams
@@ -86,16 +85,12 @@ class Relay(grpc.GenericRpcHandler):
         self._ends, self._credentials = ends, credentials
         self._own = to is None  # else of a service that is not ours, and of its clients
         guards = [Access(credentials)] if self._own else []
-        self._server = grpc.aio.server(interceptors=guards, options=options)
+        self._server = grpc.aio.server(interceptors=guards, options=options, maximum_concurrent_rpcs=MOST_CALLS)
         self._to, self._before = to or self._channel(), list[grpc.aio.Channel]()
 
     def _channel(self) -> grpc.aio.Channel:
         self._shown = self._credentials.expires
         return channel(self._route.target or _NOWHERE, Role.LEARNER, self._ends[1], credentials=self._credentials)
-
-    async def start(self, host: str) -> str:
-        """Listen on a free port of `host`; returns the address."""
-        return await self.open(f"{host}:0")
 
     async def open(self, listen: str) -> str:
         """Listen as the eavesdropper does; returns the address.

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import uuid
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,11 @@ from typing import Any
 import grpc
 import structlog
 
-from sottovoce.errors import CaptureError, RemoteProtocolError, SpecError, StrangerError
+from sottovoce.errors import CaptureError, NotReady, RemoteProtocolError, SpecError, StrangerError
 from sottovoce_eavesdropper.lookout import Row
 from sottovoce_eavesdropper.mirrored import Participants
 from sottovoce_eavesdropper.records import WRITE_S, CaptureFile, part_number
-from sottovoce_eavesdropper.relay import FINISH_S, Relay
+from sottovoce_eavesdropper.relay import FINISH_S, MOST_PAYLOAD, Relay
 from sottovoce_eavesdropper.resuming import left_open, resumed
 from sottovoce_eavesdropper.storage import Folder, open_folder
 from sottovoce_rpc.codec import RoundCodec, from_fields
@@ -37,6 +37,10 @@ _CHUNK = 1024 * 1024
 _MIRROR_DRAIN_S = 3.0
 DRAIN_S = FINISH_S + WRITE_S
 """How long it may take to write what it holds, once it is told to stop."""
+MOST_OPEN, MOST_RELAYS = 1_024, 4_096
+"""Captures, and relays of all of them, at a time: each relay is a port, and its opening takes a millisecond or two."""
+_MOST_MESSAGE = MOST_PAYLOAD + 32 * 1024 * 1024
+"""Bytes of what learners copy: the longest message that is kept ends a batch of others."""
 _MOST_WORLD, _MOST_REPLICA = 2**7 - 1, 2**31 - 1
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -139,6 +143,7 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
         self.config = config
         self._captures: dict[str, _Recording] = {}
         self._tasks = Tasks()
+        self._opening: list[int] = []  # relays of captures that are being opened
         self._taking_up: dict[str, asyncio.Task[_Recording | None]] = {}
         self.service: Service | None = None
         self.address = ""
@@ -155,6 +160,7 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
             lambda server: eavesdropper_pb2_grpc.add_EavesdropperServicer_to_server(self, server),
             [NAME],
             self.config.credentials,
+            _MOST_MESSAGE,
         )
         self.address = self._advertised(self.service.address)
         return self.address
@@ -180,25 +186,51 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
                 recording.require_opener(opener)
                 await recording.lead(request.routes)
                 if request.spec:
-                    await recording.amend(json.dumps(document_from_wire(request.spec)))
+                    await recording.amend(_spec(request.spec))
                 return self._opened(recording)
-            capture_id = f"{request.run_id}-{uuid.uuid4().hex[:6]}"
-            spec = json.dumps(document_from_wire(request.spec or "{}"))
+            spec = _spec(request.spec or "{}")
             who = Participants.of(spec)
             who.require(*(index for route in request.routes for index in (route.caller, route.callee)))
-            folder = open_folder(self.config.folder).below(Path(capture_id).name).name
-            file = await asyncio.to_thread(
-                _begin, folder, capture_id, request, spec, allow_imports=self.config.allow_imports
+            with self._room(request.routes):
+                return self._opened(await self._begun(request, spec, opener))
+
+    async def _begun(self, request: eavesdropper_pb2.OpenCaptureRequest, spec: str, opener: str) -> _Recording:
+        capture_id, who = f"{request.run_id}-{uuid.uuid4().hex[:6]}", Participants.of(spec)
+        folder = open_folder(self.config.folder).below(Path(capture_id).name).name
+        file = await asyncio.to_thread(
+            _begin, folder, capture_id, request, spec, allow_imports=self.config.allow_imports
+        )
+        file.opener = opener
+        new = (
+            Relay(route, file, ends=who.ends(route), credentials=self.config.credentials) for route in request.routes
+        )
+        relays, addresses = await _listening((relay, f"{self._host()}:0") for relay in new)
+        file.routes = [_route(*each) for each in zip(request.routes, addresses, strict=True)]
+        await asyncio.to_thread(file.describe)
+        return self._recording(file, relays)
+
+    @contextlib.contextmanager
+    def _room(self, routes: Sequence[eavesdropper_pb2.Route]) -> Iterator[None]:
+        """While a capture is opened: refuse it beyond what is served, before a port is opened.
+
+        Raises:
+            RemoteProtocolError: a channel comes twice.
+            NotReady: there are as many captures or relays as are served.
+        """
+        if len({(route.caller, route.callee) for route in routes}) < len(routes):
+            raise RemoteProtocolError("the routes of a capture must be of different channels")
+        served = [*self._opening, *(len(each.relays) for each in self._captures.values() if not each.closed)]
+        captures, relays = len(served) + 1, sum(served) + len(routes)
+        if captures > MOST_OPEN or relays > MOST_RELAYS:
+            raise NotReady(
+                f"an eavesdropper serves at most {MOST_OPEN} captures and {MOST_RELAYS} relays at a time, asked for "
+                f"{captures} and {relays}: take `capture: mirror`, or another eavesdropper"
             )
-            file.opener = opener
-            relays = [
-                Relay(route, file, ends=who.ends(route), credentials=self.config.credentials)
-                for route in request.routes
-            ]
-            addresses = [await relay.start(self._host()) for relay in relays]
-            file.routes = [_route(*each) for each in zip(request.routes, addresses, strict=True)]
-            await asyncio.to_thread(file.describe)
-            return self._opened(self._recording(file, relays))
+        self._opening.append(len(routes))
+        try:
+            yield
+        finally:
+            self._opening.remove(len(routes))
 
     def _recording(self, file: CaptureFile, relays: list[Relay]) -> _Recording:
         who = Participants.of(file.spec)
@@ -222,18 +254,17 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
         if left is None:
             return None
         file, streams = await asyncio.to_thread(resumed, left, allow_imports=self.config.allow_imports)
-        relays, who = [], Participants.of(file.spec)
-        for each in file.routes:
-            route = eavesdropper_pb2.Route(caller=each["caller"], callee=each["callee"], target=each["target"])
-            before = streams.get((route.caller, route.callee), 0)
-            ends, credentials = who.ends(route), self.config.credentials
-            relays.append(Relay(route, file, streams=before, ends=ends, credentials=credentials))
-        try:
-            for relay, each in zip(relays, file.routes, strict=True):
-                await relay.open(each["address"])
-        except BaseException:  # a port that is taken may be free later, and then the others must be, too
-            await asyncio.gather(*(relay.stop() for relay in relays))
-            raise
+        who, credentials = Participants.of(file.spec), self.config.credentials
+
+        def known() -> Iterator[tuple[Relay, str]]:
+            for each in file.routes:
+                route = eavesdropper_pb2.Route(caller=each["caller"], callee=each["callee"], target=each["target"])
+                before = streams.get((route.caller, route.callee), 0)
+                yield Relay(route, file, streams=before, ends=who.ends(route), credentials=credentials), each["address"]
+
+        relays, _ = await _listening(
+            known()
+        )  # a port that is taken may be free later, and then the others must be, too
         return self._recording(file, relays)
 
     async def CloseCapture(
@@ -335,6 +366,41 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
 
     def _advertised(self, address: str) -> str:
         return f"{self.config.advertise_host or self._host()}:{address.rsplit(':', 1)[1]}"
+
+
+def _spec(text: str) -> str:
+    """A run spec as it is kept beside the records: a mapping of fields, which need not be right.
+
+    Raises:
+        SpecError: it is none.
+    """
+    document = document_from_wire(text)
+    if not isinstance(document, dict):
+        raise SpecError(f"a run spec must be a mapping of fields, got {type(document).__name__}")
+    return json.dumps(document)
+
+
+async def _listening(wanted: Iterable[tuple[Relay, str]]) -> tuple[list[Relay], list[str]]:
+    """Let relays listen, all or none, each made when its turn comes: others are served in between.
+
+    Args:
+        wanted: relays, made one by one, and where each is to listen.
+
+    Returns:
+        The relays, and where they listen.
+
+    Raises:
+        SottovoceError: one of them cannot.
+    """
+    relays, addresses = list[Relay](), list[str]()
+    try:
+        for relay, listen in wanted:
+            relays.append(relay)
+            addresses.append(await relay.open(listen))
+    except BaseException:
+        await asyncio.gather(*(relay.stop() for relay in relays))
+        raise
+    return relays, addresses
 
 
 def _route(route: eavesdropper_pb2.Route, address: str) -> dict[str, Any]:

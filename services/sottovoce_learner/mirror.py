@@ -24,6 +24,8 @@ from sottovoce_wire.v1 import eavesdropper_pb2, eavesdropper_pb2_grpc
 log = structlog.get_logger()
 
 _BATCH, FLUSH_S, MOST_WAITING = 64, 0.2, 20_000
+_BATCH_BYTES = 16 * 1024 * 1024
+"""Of a batch, but for its last copy: a message has a limit, however large a model is."""
 AGAIN = 1_024
 """Copies that are sent again on a new stream: nobody confirms them one by one."""
 _BACKOFF_S = (0.1, 0.2, 0.5, 1.0, 2.0)
@@ -100,10 +102,11 @@ class Mirror:
             grpc.aio.AioRpcError: it broke, or the eavesdropper refuses copies.
         """
         ending = Ending(call)
-        with contextlib.suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):  # it is over: its ending says why
+        # Where it is over, its ending says why.
+        with contextlib.suppress(asyncio.InvalidStateError, grpc.RpcError, grpc.aio.BaseError):
             while self._ended_at is None or self._waiting:
                 await self._pause()
-                batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), _BATCH))]
+                batch = self._batch()
                 self._sent.extend(batch)
                 if batch:
                     await call.write(
@@ -114,6 +117,14 @@ class Mirror:
             await call
         except grpc.aio.AioRpcError:
             await ending.require_well()
+
+    def _batch(self) -> list[eavesdropper_pb2.MirroredMessage]:
+        """The next copies that go out together."""
+        batch, size = list[eavesdropper_pb2.MirroredMessage](), 0
+        while self._waiting and len(batch) < _BATCH and size < _BATCH_BYTES:
+            batch.append(self._waiting.popleft())
+            size += len(batch[-1].payload)
+        return batch
 
     async def _pause(self) -> None:
         """Until there is a batch, or for a moment."""

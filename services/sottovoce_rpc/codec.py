@@ -23,6 +23,8 @@ Shapes = Mapping[str, tuple[int, ...]]
 """The fields of a message in their order, and the shape of each: `Algorithm.field_shapes()`."""
 
 MOST_AXES = 8
+_MOST_READ = 1024 * 1024
+"""Bytes of a greeting: what is longer is not read, for that would take several times as much memory."""
 LARGEST = 1e100
 """Of a number in a message: what is larger is no parameter, and its sums would overflow."""
 
@@ -174,6 +176,8 @@ def _within(values: FloatArray) -> bool:
 
 
 def _read(payload: bytes, kind: str, wanted: str) -> learner_pb2.ExchangeMessage:
+    if len(payload) > _MOST_READ:
+        raise RemoteProtocolError(f"expected {wanted}, got {len(payload)} bytes")
     try:
         said = learner_pb2.ExchangeMessage.FromString(payload)
     except DecodeError:

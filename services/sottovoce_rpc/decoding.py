@@ -8,7 +8,11 @@ from typing import Any
 
 import grpc
 
+from sottovoce.errors import RemoteProtocolError
 from sottovoce_rpc.status import answering
+
+_WITH_RECORDS = frozenset({"/sottovoce_wire.v1.Learner/Predict"})
+"""Single requests that may be as long as any message."""
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -17,7 +21,13 @@ class Decoding(grpc.aio.ServerInterceptor):
     """Reads single requests in gRPC's place, which answers UNKNOWN, with the text of an exception, and logs a traceback.
 
     Messages of a stream are read where they are asked for, and refused there (`answering`).
+
+    Args:
+        longest: bytes of a request without records: read, it may take ten times as much memory.
     """
+
+    def __init__(self, longest: int) -> None:
+        self._longest = longest
 
     async def intercept_service(
         self,
@@ -29,7 +39,8 @@ class Decoding(grpc.aio.ServerInterceptor):
         handler: Any = found
         if handler is None or handler.request_streaming or handler.request_deserializer is None:
             return found
-        decode = handler.request_deserializer
+        longest = None if handler_call_details.method in _WITH_RECORDS else self._longest
+        decode = _within(longest, handler.request_deserializer)
         if not handler.response_streaming:
 
             async def answer(raw: bytes, context: _Context) -> Any:
@@ -54,3 +65,12 @@ class Decoding(grpc.aio.ServerInterceptor):
 async def _decoded(decode: Callable[[bytes], Any], raw: bytes, context: _Context) -> Any:
     async with answering(context):
         return decode(raw)
+
+
+def _within(longest: int | None, decode: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    def bounded(raw: bytes) -> Any:
+        if longest is not None and len(raw) > longest:
+            raise RemoteProtocolError(f"a request must have at most {longest} bytes, got {len(raw)}")
+        return decode(raw)
+
+    return bounded

@@ -35,13 +35,19 @@ _GRACE_S = 0.5
 HELLO_S = 10.0
 """For whoever opens a stream to say who it is: one on which nobody speaks is not kept."""
 MAX_MESSAGE = 256 * 1024 * 1024
+"""Bytes of a message where models, records or copies of what was said are carried."""
+MAX_CONTROL = 8 * 1024 * 1024
+"""Bytes of what a coordinator is told: a spec with all edges that it serves has about one million."""
+MOST_CALLS = 4_096
+"""At a time, of one server: gRPC itself bounds neither calls nor connections."""
 USUAL_PAGE, LONGEST_PAGE = 100, 1_000
 
 T = TypeVar("T")
 
 Channel = grpc.aio.Channel
+Options = tuple[tuple[str, int], ...]
 
-SERVER_OPTIONS = (
+SERVER_OPTIONS: Options = (
     ("grpc.compression_enabled_algorithms_bitset", 1),  # none: a small message must not become a large one
     ("grpc.so_reuseport", 0),  # else a second server on a port in use would start without an error
     ("grpc.max_receive_message_length", MAX_MESSAGE),
@@ -49,6 +55,11 @@ SERVER_OPTIONS = (
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.keepalive_time_ms", 10_000),  # a caller that vanished without a word is noticed, too
     ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.server_handshake_timeout_ms", 10_000),  # who connects and says nothing costs a descriptor
+    ("grpc.max_concurrent_streams", 128),  # of a connection; a caller of ours has one for each service that it talks to
+    ("grpc.max_connection_idle_ms", 300_000),
+    ("grpc.max_metadata_size", 8 * 1024),
+    ("grpc.absolute_max_metadata_size", 16 * 1024),
 )
 CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE),
@@ -124,7 +135,11 @@ class Service:
 
 
 async def start_server(
-    listen: str, add: Callable[[grpc.aio.Server], None], names: Iterable[str], credentials: Credentials = NO_IDENTITY
+    listen: str,
+    add: Callable[[grpc.aio.Server], None],
+    names: Iterable[str],
+    credentials: Credentials = NO_IDENTITY,
+    max_message: int = MAX_MESSAGE,
 ) -> Service:
     """Start a server.
 
@@ -133,6 +148,7 @@ async def start_server(
         add: registers the servicers.
         names: full names of the services, for health and reflection.
         credentials: of this process.
+        max_message: bytes of what it is sent.
 
     Raises:
         SpecError: other machines can reach the address, and this process has no identity.
@@ -140,7 +156,11 @@ async def start_server(
         Unavailable: the address cannot be listened on.
     """
     secured = credentials.of_server(listen)
-    server = grpc.aio.server(interceptors=[Access(credentials), Decoding()], options=SERVER_OPTIONS)
+    options = {**dict(SERVER_OPTIONS), "grpc.max_receive_message_length": max_message}
+    interceptors = [Access(credentials), Decoding(MAX_CONTROL)]
+    server = grpc.aio.server(
+        interceptors=interceptors, options=tuple(options.items()), maximum_concurrent_rpcs=MOST_CALLS
+    )
     add(server)
     checks = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)

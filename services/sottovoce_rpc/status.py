@@ -37,6 +37,8 @@ _DOMAIN = "sottovoce"
 _DETAILS = "grpc-status-details-bin"
 # Whoever cancels a call is told by `asyncio.CancelledError`: a status CANCELLED is of a server that cuts its calls as it ends.
 _BROKEN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
+_MOST_TEXT = 1_500
+"""Bytes of an error's text: a caller takes a few thousand in all, and it goes out twice."""
 _LATE_S = 1.0
 _WRITE_FAILED = (grpc.StatusCode.INTERNAL, "Internal error from Core")  # gRPC's own words, in grpc.aio
 _HANDSHAKES = {
@@ -78,7 +80,8 @@ class answering:  # noqa: N801 - it reads as a function; a class, for its type s
             error = errors.RemoteProtocolError(_NO_MESSAGE)
         if isinstance(error, errors.SottovoceError):
             reason, code = next(_TABLE[each] for each in type(error).__mro__ if each in _TABLE)
-            await self._context.abort(code, str(error), ((_DETAILS, _details(reason, code, error)),))
+            text = _shortened(str(error))
+            await self._context.abort(code, text, ((_DETAILS, _details(reason, code, error, text)),))
         elif isinstance(error, NotImplementedError):  # of a service of gRPC's own, which has less than its contract
             await self._context.abort(grpc.StatusCode.UNIMPLEMENTED, "not implemented")
         elif isinstance(error, Exception) and not isinstance(error, grpc.aio.BaseError):  # an abort, a lost connection
@@ -86,16 +89,21 @@ class answering:  # noqa: N801 - it reads as a function; a class, for its type s
             await self._context.abort(grpc.StatusCode.INTERNAL, "an internal error; the log of the service says where")
 
 
-def _details(reason: errors_pb2.ErrorReason.ValueType, code: grpc.StatusCode, error: errors.SottovoceError) -> bytes:
+def _shortened(text: str) -> str:
+    raw = text.encode(errors="replace")
+    return text if len(raw) <= _MOST_TEXT else f"{raw[:_MOST_TEXT].decode(errors='ignore')} ..."
+
+
+def _details(
+    reason: errors_pb2.ErrorReason.ValueType, code: grpc.StatusCode, error: errors.SottovoceError, text: str
+) -> bytes:
     name = errors_pb2.ErrorReason.Name(reason).removeprefix(_PREFIX)
     info = error_details_pb2.ErrorInfo(reason=name, domain=_DOMAIN)
     if isinstance(error, errors.CheckFailed):
         info.metadata["code"] = error.code
     packed = any_pb2.Any()
     packed.Pack(info)
-    packed_status: bytes = status_pb2.Status(
-        code=code.value[0], message=str(error), details=[packed]
-    ).SerializeToString()
+    packed_status: bytes = status_pb2.Status(code=code.value[0], message=text, details=[packed]).SerializeToString()
     return packed_status
 
 

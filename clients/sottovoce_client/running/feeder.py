@@ -20,16 +20,17 @@ from sottovoce_rpc.status import Ending, as_error
 from sottovoce_rpc.tasks import beside
 from sottovoce_wire.v1 import learner_pb2, learner_pb2_grpc
 
-_ROUNDS_PER_BATCH = 64
+_ROUNDS_PER_BATCH, _BATCH_BYTES = 64, 128 * 1024 * 1024
+"""Of a batch: rounds, and bytes unless one round alone has more."""
 _AHEAD = 64
 """Batches that are sent before the learner has confirmed them; it does so every so often."""
 _PATIENCE_S, _RETRY_S = 60.0, 0.5
 
 
-def batch_of(data: LearnerData, source: str, sequence: int) -> learner_pb2.SampleBatch:
-    """One of a learner's batches, each of consecutive rounds."""
-    first = sequence * _ROUNDS_PER_BATCH
-    last = min(first + _ROUNDS_PER_BATCH, data.rounds)
+def batch_of(data: LearnerData, source: str, sequence: int, rounds: int = _ROUNDS_PER_BATCH) -> learner_pb2.SampleBatch:
+    """One of a learner's batches, each of so many consecutive rounds."""
+    first = sequence * rounds
+    last = min(first + rounds, data.rounds)
     rows = data.order[data.offsets[first] : data.offsets[last]]
     return learner_pb2.SampleBatch(
         source=source,
@@ -41,8 +42,11 @@ def batch_of(data: LearnerData, source: str, sequence: int) -> learner_pb2.Sampl
     )
 
 
-def _many(data: LearnerData) -> int:
-    return -(-data.rounds // _ROUNDS_PER_BATCH)
+def rounds_of_batch(data: LearnerData) -> int:
+    """Rounds in each of a learner's batches: the same whenever they are sent again."""
+    most = max(int(np.diff(data.offsets).max(initial=1)), 1)
+    width: int = data.features.shape[1] + 1
+    return max(1, min(_ROUNDS_PER_BATCH, _BATCH_BYTES // (8 * width * most)))
 
 
 class _Sending:
@@ -53,14 +57,15 @@ class _Sending:
     """
 
     def __init__(self, data: LearnerData, source: str) -> None:
-        self._data, self._source = data, source
+        self._data, self._source, self._rounds = data, source, rounds_of_batch(data)
+        self._many = -(-data.rounds // self._rounds)
         self.received = 0
         self._receipt = asyncio.Event()
 
     @property
     def over(self) -> bool:
         """Has the learner everything?"""
-        return self.received >= _many(self._data)
+        return self.received >= self._many
 
     def receive(self, count: int) -> None:
         """A receipt: the learner has so many."""
@@ -70,11 +75,11 @@ class _Sending:
     async def batches(self) -> AsyncIterator[learner_pb2.SampleBatch]:
         """From the first that it has not, on one stream."""
         due = self.received
-        while due < _many(self._data):
+        while due < self._many:
             while due >= self.received + _AHEAD:
                 self._receipt.clear()
                 await self._receipt.wait()
-            yield batch_of(self._data, self._source, due)
+            yield batch_of(self._data, self._source, due, self._rounds)
             due = max(due + 1, self.received)  # it may have had more already
 
 
@@ -166,7 +171,7 @@ async def _sent(call: grpc.aio.StreamStreamCall[Any, Any], sending: _Sending, re
 
 async def _said(call: grpc.aio.StreamStreamCall[Any, Any], sending: _Sending) -> None:
     """Send batches as receipts allow; whoever reads these is told why a stream ended."""
-    with contextlib.suppress(grpc.RpcError, grpc.aio.UsageError, asyncio.InvalidStateError):
+    with contextlib.suppress(grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError):
         async for batch in sending.batches():
             await call.write(batch)
         await call.done_writing()

@@ -1,0 +1,1 @@
+"""Hostile calls on real services."""

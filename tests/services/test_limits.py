@@ -1,0 +1,420 @@
+"""What costs memory, time or descriptors has a limit, and is refused before it is spent; others are served meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from sottovoce.data import LearnerData
+from sottovoce.spec import MOST_ABSENCES
+from sottovoce_client.running.feeder import rounds_of_batch
+from sottovoce_coordinator import joining
+from sottovoce_coordinator.fencing import Claim
+from sottovoce_coordinator.joining import Member, displacement
+from sottovoce_coordinator.starting import MOST_EDGES
+from sottovoce_eavesdropper import service as eavesdropping
+from sottovoce_eavesdropper.relay import Relay
+from sottovoce_learner.mirror import Mirror
+from sottovoce_rpc import server
+from sottovoce_rpc.directives import Grant, Origin
+from sottovoce_rpc.learner_status import LearnerState
+from sottovoce_rpc.server import MAX_CONTROL, MAX_MESSAGE, channel
+from sottovoce_rpc.specs import spec_to_wire
+from sottovoce_rpc.status import Ending
+from sottovoce_wire.v1 import (
+    coordinator_pb2,
+    coordinator_pb2_grpc,
+    eavesdropper_pb2,
+    eavesdropper_pb2_grpc,
+    learner_pb2,
+    tensor_pb2,
+)
+from tests.examples import made_up, small_spec
+from tests.services.capturing import frame, hello
+from tests.services.network import PATIENCE_S, Network, network, refused
+from tests.services.test_exchange_errors import confirming, exchange, introducing, several, start
+
+Code = grpc.StatusCode
+EAVESDROPPER = "/sottovoce_wire.v1.Eavesdropper"
+
+
+async def all_serve(up: Network, name: str = "ann") -> None:
+    """Coordinator, learner and eavesdropper answer, and a run of one learner ends well."""
+    assert (await up.status(name)).learner == name
+    async with channel(up.eavesdropper) as to:
+        stub = eavesdropper_pb2_grpc.EavesdropperStub(to)
+        await stub.ListCaptures(eavesdropper_pb2.ListCapturesRequest(), timeout=PATIENCE_S)
+    spec = small_spec(5, [name])
+    assert (await up.run(spec, made_up(spec))).state == "finished"
+
+
+# ---- sizes -----------------------------------------------------------------------------------------------------------
+
+LARGE: list[tuple[dict[str, Any], int, str]] = [
+    ({}, 2**32 - 1, "n_features is too large"),
+    ({"learners": 2_000_000}, 3, "learners"),
+    ({"learners": [f"l{k}" for k in range(20_000)]}, 3, "learners"),
+    ({"learners": 3_000, "topology": {"graph": {"kind": "complete"}}}, 3, "at most 1024 learners, got 3000"),
+    ({"clock": {"mode": "paced", "period_s": 1e-9}}, 3, "period_s: input should be greater than or equal to 0.002"),
+    ({"absences": [{"learner": "ann"}] * (MOST_ABSENCES + 1)}, 3, f"at most {MOST_ABSENCES} items"),
+]
+
+
+async def test_a_spec_beyond_what_is_served_is_refused(tmp_path: Path) -> None:
+    """Its learner is there, and lives."""
+    async with network(tmp_path, ["ann"]) as up:
+        for more, n_features, text in LARGE:
+            document = {**small_spec(5, ["ann"]).model_dump(mode="json"), **more}
+            failure = await start(up.coordinator, document, n_features)
+            assert (failure.code(), text in (failure.details() or "")) == (Code.INVALID_ARGUMENT, True), failure
+        await all_serve(up)
+
+
+def test_a_spec_of_all_edges_that_are_served_is_a_message() -> None:
+    names = [f"{k:04}{'x' * 59}" for k in range(1_024)]
+    edges = [[k // 64, 64 + k % 960] for k in range(MOST_EDGES)]
+    spec = small_spec(5, names, topology={"graph": {"kind": "edges", "edges": [[k, k + 1] for k in range(1_023)]}})
+    document = json.loads(spec_to_wire(spec))
+    document["topology"]["graph"]["edges"] = edges
+    assert 2 * len(json.dumps(document)) < MAX_CONTROL
+
+
+@pytest.fixture
+async def up(tmp_path: Path) -> AsyncIterator[Network]:
+    async with network(tmp_path, ["ann"]) as running:
+        yield running
+        await all_serve(running)
+
+
+async def raw(address: str, method: str, payload: bytes) -> grpc.aio.AioRpcError:
+    any_size = [("grpc.max_send_message_length", -1)]
+    async with grpc.aio.insecure_channel(address, any_size) as to:
+        call: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = to.stream_stream(method)
+        return await refused(call(iter([payload]), timeout=PATIENCE_S))
+
+
+async def test_what_is_longer_than_a_control_message_is_not_read(up: Network) -> None:
+    """A coordinator takes no longer one; an eavesdropper and a learner, which take models, do not look into it."""
+    long = bytes(MAX_CONTROL + 1)
+    for method in ("StartRun", "Join"):
+        failure = await raw(up.coordinator, f"/sottovoce_wire.v1.Coordinator/{method}", long)
+        assert failure.code() is Code.RESOURCE_EXHAUSTED, method
+    for address, method in ((up.eavesdropper, f"{EAVESDROPPER}/OpenCapture"), (up.addresses["ann"], "Status")):
+        path = method if method.startswith("/") else f"/sottovoce_wire.v1.Learner/{method}"
+        failure = await raw(address, path, long)
+        assert failure.code() is Code.INVALID_ARGUMENT
+        assert failure.details() == f"a request must have at most {MAX_CONTROL} bytes, got {len(long)}"
+
+
+async def test_nobody_reads_what_is_longer_than_any_message(up: Network) -> None:
+    """Several at a time."""
+    long = bytes(eavesdropping._MOST_MESSAGE + 1)
+    for method in ("OpenCapture", "Mirror"):
+        failures = await asyncio.gather(*(raw(up.eavesdropper, f"{EAVESDROPPER}/{method}", long) for _ in range(3)))
+        assert {failure.code() for failure in failures} == {Code.RESOURCE_EXHAUSTED}
+    long = bytes(MAX_MESSAGE + 1)
+    failure = await raw(up.addresses["ann"], "/sottovoce_wire.v1.Learner/Status", long)
+    assert failure.code() is Code.RESOURCE_EXHAUSTED
+
+
+async def test_a_greeting_is_short_and_so_is_what_is_said_of_it(up: Network) -> None:
+    await up.start(small_spec(5, ["ann"]), 3)
+    await up.until("ann", LearnerState.RUNNING)
+    fields = [tensor_pb2.Field(name=f"{k}", dtype=tensor_pb2.DATA_TYPE_FLOAT64) for k in range(200_000)]
+    failure = await exchange(up.addresses["ann"], hello(0, 0, fields=fields))
+    assert failure.code() is Code.INVALID_ARGUMENT
+    assert "expected a Hello first, got " in (failure.details() or "")
+    failure = await start(up.coordinator, {"colour " * 20_000: 1})
+    assert (failure.code(), len(failure.details() or "") < 2_000) == (Code.INVALID_ARGUMENT, True)
+    await stop_all(up)
+
+
+async def stop_all(up: Network) -> None:
+    async with channel(up.coordinator) as to:
+        stub = coordinator_pb2_grpc.CoordinatorStub(to)
+        for run in (await stub.ListRuns(coordinator_pb2.ListRunsRequest(), timeout=PATIENCE_S)).runs:
+            await stub.StopRun(coordinator_pb2.StopRunRequest(run_id=run.run_id), timeout=PATIENCE_S)
+
+
+async def test_a_tensor_has_few_axes(up: Network) -> None:
+    """Wherever one comes in: as records, as features, as a field of a capture."""
+    await up.start(small_spec(5, ["ann"], telemetry={"predict": True}), 3)
+    await up.until("ann", LearnerState.RUNNING)
+    axes = [2**64 - 1] * 20_000
+    tensor = tensor_pb2.Tensor(shape=axes, dtype=tensor_pb2.DATA_TYPE_FLOAT64)
+    batch = learner_pb2.SampleBatch(source="x", features=tensor, labels=tensor)
+    opening = eavesdropper_pb2.OpenCaptureRequest(run_id="x")
+    opening.fields.add(name="y", shape=axes, dtype=tensor_pb2.DATA_TYPE_FLOAT64)
+    for address, method, request in (
+        (up.addresses["ann"], "/sottovoce_wire.v1.Learner/Ingest", batch),
+        (up.addresses["ann"], "/sottovoce_wire.v1.Learner/Predict", learner_pb2.PredictRequest(features=tensor)),
+        (up.eavesdropper, f"{EAVESDROPPER}/OpenCapture", opening),
+    ):
+        failure = await raw(address, method, request.SerializeToString())
+        assert failure.code() is Code.INVALID_ARGUMENT
+        assert "may have 8 axes, got 20000" in (failure.details() or "")
+    await stop_all(up)
+
+
+# ---- calls and connections -------------------------------------------------------------------------------------------
+
+
+def changed(name: str, value: int) -> server.Options:
+    """The options of servers with another value of one that they have."""
+    options = dict(server.SERVER_OPTIONS)
+    assert name in options
+    return tuple({**options, name: value}.items())
+
+
+async def test_connections_on_which_nobody_speaks_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "SERVER_OPTIONS", changed("grpc.server_handshake_timeout_ms", 300))
+    async with network(tmp_path, ["ann"]) as up:
+        host, port = up.coordinator.rsplit(":", 1)
+        opened = [await asyncio.open_connection(host, int(port)) for _ in range(200)]
+        async with asyncio.timeout(PATIENCE_S):
+            for reader, _ in opened:
+                while await reader.read(1_024):
+                    pass
+        for _, writer in opened:
+            writer.close()
+        await all_serve(up)
+
+
+async def test_a_server_answers_so_many_calls_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "MOST_CALLS", 5)  # the learner's own stream is one
+    async with network(tmp_path, ["ann"]) as up, channel(up.coordinator) as to:
+        await up.until_here("ann")
+        stub: Any = health_pb2_grpc.HealthStub(to)
+        held = [stub.Watch(health_pb2.HealthCheckRequest(), timeout=PATIENCE_S) for _ in range(4)]
+        for call in held:
+            await call.read()
+        failure = await refused(stub.Check(health_pb2.HealthCheckRequest(), timeout=PATIENCE_S))
+        assert failure.code() is Code.RESOURCE_EXHAUSTED
+        for call in held:
+            call.cancel()
+        await until_answered(stub)
+        await all_serve(up)
+
+
+async def until_answered(stub: Any) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            with contextlib.suppress(grpc.aio.AioRpcError):  # the calls that were cancelled are still on their way out
+                await stub.Check(health_pb2.HealthCheckRequest(), timeout=PATIENCE_S)
+                return
+            await asyncio.sleep(0.01)
+
+
+# ---- joins -----------------------------------------------------------------------------------------------------------
+
+
+async def joined(address: str, name: str) -> grpc.aio.AioRpcError | None:
+    """How it goes where a learner of a name joins, and leaves at once; None: it was let in."""
+    async with channel(address) as to:
+        said = several(introducing(name), confirming(1))
+        call = coordinator_pb2_grpc.CoordinatorStub(to).Join(said, timeout=PATIENCE_S)
+        ending = Ending(call)
+        try:
+            async for _ in call:
+                pass
+        except grpc.aio.AioRpcError:
+            return await ending.status()
+    return None
+
+
+async def test_learners_are_so_many_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joining, "MOST_HERE", 1)
+    async with network(tmp_path, ["ann"]) as up:
+        await up.until_here("ann")
+        failure = await joined(up.coordinator, "zoe")
+        assert failure is not None and failure.code() is Code.FAILED_PRECONDITION
+        assert "a coordinator serves at most 1 learners at a time" in (failure.details() or "")
+        await all_serve(up)
+
+
+async def test_names_that_are_known_for_good_are_so_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joining, "MOST_KNOWN", 2)
+    async with network(tmp_path, ["ann"]) as up:
+        await up.until_here("ann")
+        assert await joined(up.coordinator, "zoe") is None
+        failure = await joined(up.coordinator, "yan")
+        assert failure is not None and failure.code() is Code.FAILED_PRECONDITION
+        assert "a coordinator knows at most 2 learners by name" in (failure.details() or "")
+        await all_serve(up)
+
+
+async def test_the_stream_of_a_learner_that_reads_nothing_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joining, "_MOST_DIRECTIVES", 3)
+    member = Member(Claim("ann", bytes(16)), "", Origin())
+    for t in range(3):
+        member.tell("run-1", Grant(t))
+    assert not member.displaced.is_set()
+    member.tell("run-1", Grant(3))
+    assert member.directives.qsize() == 3
+    with pytest.raises(Exception, match="learner ann"):
+        await displacement(member)
+
+
+# ---- captures --------------------------------------------------------------------------------------------------------
+
+
+def routes(number: int, target: str = "127.0.0.1:9") -> list[eavesdropper_pb2.Route]:
+    return [eavesdropper_pb2.Route(caller=0, callee=k + 1, target=target) for k in range(number)]
+
+
+def descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+async def opened(up: Network, run_id: str, wanted: list[eavesdropper_pb2.Route]) -> Any:
+    async with channel(up.eavesdropper) as to:
+        request = eavesdropper_pb2.OpenCaptureRequest(run_id=run_id, routes=wanted)
+        return await eavesdropper_pb2_grpc.EavesdropperStub(to).OpenCapture(request, timeout=PATIENCE_S)
+
+
+async def test_relays_are_so_many_and_none_is_opened_beyond(up: Network, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = descriptors()
+    failure = await refused(opened(up, "run-1", routes(eavesdropping.MOST_RELAYS + 1)))
+    assert failure.code() is Code.FAILED_PRECONDITION
+    assert "at most 1024 captures and 4096 relays at a time, asked for 1 and 4097" in (failure.details() or "")
+    failure = await refused(opened(up, "run-1", routes(1) * 2))
+    assert (failure.code(), failure.details()) == (
+        Code.INVALID_ARGUMENT,
+        "the routes of a capture must be of different channels",
+    )
+    assert descriptors() < before + 100
+    monkeypatch.setattr(eavesdropping, "MOST_RELAYS", 3)
+    first = await opened(up, "run-1", routes(2))
+    for _ in range(2):  # what was refused holds no place
+        failure = await refused(opened(up, "run-2", routes(2)))
+        assert "asked for 2 and 4" in (failure.details() or "")
+    async with channel(up.eavesdropper) as to:
+        closing = eavesdropper_pb2.CloseCaptureRequest(capture_id=first.capture_id)
+        await eavesdropper_pb2_grpc.EavesdropperStub(to).CloseCapture(closing, timeout=PATIENCE_S)
+    assert len((await opened(up, "run-2", routes(3))).relay_addresses) == 3
+
+
+@pytest.mark.parametrize("spec", ["[1]", "null", "1e999", '"x"', "[" * 100_000])
+async def test_the_spec_of_a_capture_is_a_mapping(up: Network, spec: str) -> None:
+    """When it is opened, and when it is taken up; what is none changes nothing."""
+    first = await opened(up, "run-1", [])
+    async with channel(up.eavesdropper) as to:
+        stub = eavesdropper_pb2_grpc.EavesdropperStub(to)
+        for resume in (False, True):
+            request = eavesdropper_pb2.OpenCaptureRequest(run_id="run-1", spec=spec, resume=resume)
+            failure = await refused(stub.OpenCapture(request, timeout=PATIENCE_S))
+            assert failure.code() is Code.INVALID_ARGUMENT
+            assert " run spec must be" in (failure.details() or "")
+        closing = eavesdropper_pb2.CloseCaptureRequest(capture_id=first.capture_id)
+        assert not (await stub.CloseCapture(closing, timeout=PATIENCE_S)).capture.open
+
+
+async def test_others_are_served_while_relays_are_opened(up: Network, monkeypatch: pytest.MonkeyPatch) -> None:
+    order = []
+
+    class Counted(Relay):
+        def __init__(self, *args: Any, **more: Any) -> None:
+            order.append("made")
+            super().__init__(*args, **more)
+
+        async def open(self, listen: str) -> str:
+            address = await super().open(listen)
+            order.append("opened")
+            return address
+
+    monkeypatch.setattr(eavesdropping, "Relay", Counted)
+    served = 0
+    async with channel(up.eavesdropper) as to:
+        stub = eavesdropper_pb2_grpc.EavesdropperStub(to)
+        await stub.ListCaptures(eavesdropper_pb2.ListCapturesRequest(), timeout=PATIENCE_S)
+        opening = asyncio.ensure_future(opened(up, "run-1", routes(200)))
+        while not opening.done():
+            await stub.ListCaptures(eavesdropper_pb2.ListCapturesRequest(), timeout=PATIENCE_S)
+            served += 0 < len(order) < 400
+    assert len((await opening).relay_addresses) == 200
+    assert order == ["made", "opened"] * 200
+    assert served
+
+
+async def test_a_relay_in_the_clear_leads_to_this_machine_alone(up: Network) -> None:
+    """Those that were opened before the one that may not be are closed again."""
+    failure = await refused(
+        opened(up, "run-1", [*routes(3), eavesdropper_pb2.Route(caller=5, callee=6, target="192.0.2.1:80")])
+    )
+    assert failure.code() is Code.INVALID_ARGUMENT
+    assert "192.0.2.1:80 is reached from other machines" in (failure.details() or "")
+    assert up.eavesdropping is not None and not up.eavesdropping._opening and not up.eavesdropping._captures
+
+
+async def test_copies_come_few_at_a_time_and_go_to_learners_of_the_run(up: Network) -> None:
+    """Before anything is made of them."""
+    spec = spec_to_wire(small_spec(5, ["ann", "ben"], capture="mirror"))
+    some = eavesdropper_pb2.MirroredMessage()
+    for messages, text in (
+        ([some] * 100_000, "a request must have at most 1024 copies, got 100000"),
+        (
+            [eavesdropper_pb2.MirroredMessage(receivers=[1] * 500_000)],
+            "a message of 2 learners goes to fewer, got 500000",
+        ),
+    ):
+        async with channel(up.eavesdropper) as to:
+            stub = eavesdropper_pb2_grpc.EavesdropperStub(to)
+            opening = eavesdropper_pb2.OpenCaptureRequest(run_id="run-1", spec=spec)
+            first = await stub.OpenCapture(opening, timeout=PATIENCE_S)
+            copies = eavesdropper_pb2.MirrorRequest(run_id="run-1", sender=0, messages=messages)
+            failure = await refused(stub.Mirror(several(copies), timeout=PATIENCE_S))
+            assert (failure.code(), failure.details()) == (Code.INVALID_ARGUMENT, text)
+            closing = eavesdropper_pb2.CloseCaptureRequest(capture_id=first.capture_id)
+            await stub.CloseCapture(closing, timeout=PATIENCE_S)
+
+
+def test_a_batch_of_copies_fits_into_a_message() -> None:
+    """Of models of ten million parameters, too."""
+    mirror = Mirror("run-1", 0, "127.0.0.1:1")
+    for _ in range(5):
+        mirror.copy(bytes(10_000_000), [1])
+    assert [len(mirror._batch()) for _ in range(4)] == [2, 2, 1, 0]
+    for _ in range(100):
+        mirror.copy(frame(0, 0), [1])
+    assert [len(mirror._batch()) for _ in range(3)] == [64, 36, 0]
+
+
+def test_a_batch_of_records_fits_into_a_message() -> None:
+    """Of a thousand pictures in a round, and of one; of many features; and a round alone may be as long as a message."""
+    for n_features, each, rounds in ((784, 1, 64), (784, 1_000, 21), (10_000, 100, 16), (2**20, 10, 1), (3, 0, 64)):
+        offsets = np.arange(200, dtype=np.int64) * each
+        features, order = np.broadcast_to(np.zeros(1), (1, n_features)), np.zeros(0, np.int64)
+        assert rounds_of_batch(LearnerData(features, np.zeros(1), order, offsets)) == rounds
+        assert rounds == 1 or 8 * (n_features + 1) * each * rounds < MAX_MESSAGE
+
+
+# ---- what is said around calls ---------------------------------------------------------------------------------------
+
+
+async def test_metadata_is_short(up: Network) -> None:
+    async with channel(up.coordinator) as to:
+        stub: Any = health_pb2_grpc.HealthStub(to)
+        long = (("x-long", "a" * 20_000),)
+        failure = await refused(stub.Check(health_pb2.HealthCheckRequest(), metadata=long, timeout=PATIENCE_S))
+        assert failure.code() is Code.RESOURCE_EXHAUSTED
+
+
+async def test_a_connection_without_calls_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And opened again when there is a call."""
+    monkeypatch.setattr(server, "SERVER_OPTIONS", changed("grpc.max_connection_idle_ms", 300))
+    async with network(tmp_path, ["ann"]) as up, channel(up.eavesdropper) as to:
+        stub: Any = health_pb2_grpc.HealthStub(to)
+        await stub.Check(health_pb2.HealthCheckRequest(), timeout=PATIENCE_S)
+        async with asyncio.timeout(PATIENCE_S):
+            await to.wait_for_state_change(grpc.ChannelConnectivity.READY)
+        await stub.Check(health_pb2.HealthCheckRequest(), timeout=PATIENCE_S)
+        await all_serve(up)
