@@ -184,7 +184,7 @@ class Authority:
         """All that were issued, the oldest first."""
         revoked = self._revoked()
         found = [_issued(path, revoked) for path in (self.folder / _ISSUED).glob("*.crt")]
-        return sorted(found, key=lambda each: (each.begins, str(each.principal)))
+        return sorted(found, key=lambda each: (each.begins, each.ends, str(each.principal)))
 
     # ---- inside -------------------------------------------------------------------------------------------
 

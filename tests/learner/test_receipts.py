@@ -145,7 +145,8 @@ class Feeders:
     """Feeders of one learner, each with one batch; none sends it before all are there."""
 
     def __init__(self, fed: Session) -> None:
-        self._learner, self._send = SimpleNamespace(_in_run=lambda: fed), asyncio.Event()
+        anybody = {"_require": lambda *_: None, "_feeders": frozenset[str]()}
+        self._learner, self._send = SimpleNamespace(_in_run=lambda: fed, **anybody), asyncio.Event()
         self.events: list[str] = []
 
     async def _batches(self, source: str) -> AsyncIterator[learner_pb2.SampleBatch]:
