@@ -7,7 +7,6 @@ Keys are of P-256, which every TLS library has.
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -15,6 +14,7 @@ from ipaddress import ip_address
 from pathlib import Path
 
 from cryptography import x509
+from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
@@ -87,7 +87,7 @@ class Authority:
             NotReady: there is one already, or the folder cannot be written.
         """
         Principal.of(domain, f"{Role.OPERATOR}/any")
-        if (folder / AUTHORITY_KEY).exists():
+        if (folder / AUTHORITIES).exists():  # written last: what died before it is begun again
             raise NotReady(f"there is an authority in {folder} already")
         key = ec.generate_private_key(ec.SECP256R1())
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"Sottovoce authority of {domain}")])
@@ -111,10 +111,9 @@ class Authority:
         )
         _make(folder)
         write_private(folder / AUTHORITY_KEY, _pem(key))
+        _write(folder / REVOKED, _list_of((), name, key))
         _write(folder / AUTHORITIES, certificate.public_bytes(serialization.Encoding.PEM))
-        made = cls(folder)
-        made._list(())
-        return made
+        return cls(folder)
 
     @property
     def domain(self) -> str:
@@ -143,7 +142,7 @@ class Authority:
             NotReady: the folder has an identity already, or cannot be written.
         """
         principal = Principal.of(self.domain, whom)
-        if (folder / KEY).exists():
+        if (folder / CERTIFICATE).exists():  # written last: what died before it is begun again
             raise NotReady(f"there is an identity in {folder} already: renew it with `sottovoce pki renew`")
         return self._issue(principal, folder, days, hosts)
 
@@ -177,7 +176,8 @@ class Authority:
             raise SpecError(
                 f"{whom} has no certificate that is valid; there are those of {', '.join(known) or 'nobody'}"
             )
-        self._list([*self._revoked(), *(each.serial for each in own)])
+        serials = [*self._revoked(), *(each.serial for each in own)]
+        _write(self.folder / REVOKED, _list_of(serials, self._certificate.subject, self._key))
         return own
 
     def issued(self) -> list[Issued]:
@@ -215,35 +215,32 @@ class Authority:
         _write(self.folder / _ISSUED / f"{certificate.serial_number:x}.crt", content)
         _make(folder)
         write_private(folder / KEY, _pem(key))
-        _write(folder / CERTIFICATE, content)
         for name in (AUTHORITIES, REVOKED):
-            shutil.copyfile(self.folder / name, folder / name)
+            _write(folder / name, (self.folder / name).read_bytes())
+        _write(folder / CERTIFICATE, content)
         return Issued(principal, certificate.serial_number, certificate.not_valid_before_utc, ends)
 
     def _signed(self, certificate: x509.Certificate) -> bool:
         try:
             certificate.verify_directly_issued_by(self._certificate)
-        except Exception:  # noqa: BLE001 - a bad signature, another issuer, another kind of key: each has its own error
+        except (ValueError, TypeError, InvalidSignature):  # another issuer, another kind of key, a bad signature
             return False
         return True
 
     def _revoked(self) -> list[int]:
         return _listed(self.folder)
 
-    def _list(self, serials: Iterable[int]) -> None:
-        """Write the list of what was revoked."""
-        now = datetime.now(UTC)
-        listed = (
-            x509.CertificateRevocationListBuilder()
-            .issuer_name(self._certificate.subject)
-            .last_update(now - _EARLY)
-            .next_update(now + timedelta(days=_LIST_DAYS))
-        )
-        for serial in dict.fromkeys(serials):
-            listed = listed.add_revoked_certificate(
-                x509.RevokedCertificateBuilder().serial_number(serial).revocation_date(now).build()
-            )
-        _write(self.folder / REVOKED, listed.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
+
+def _list_of(serials: Iterable[int], issuer: x509.Name, key: ec.EllipticCurvePrivateKey) -> bytes:
+    """The list of what an authority has revoked, as its file."""
+    now = datetime.now(UTC)
+    listed = x509.CertificateRevocationListBuilder(
+        issuer, last_update=now - _EARLY, next_update=now + timedelta(days=_LIST_DAYS)
+    )
+    for serial in dict.fromkeys(serials):
+        one = x509.RevokedCertificateBuilder().serial_number(serial).revocation_date(now).build()
+        listed = listed.add_revoked_certificate(one)
+    return listed.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
 
 
 def certificate_of(folder: Path) -> x509.Certificate:

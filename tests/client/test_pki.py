@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import stat
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -132,6 +135,40 @@ def test_what_cannot_be_done_is_said_in_a_line(here: Path, command: tuple[str, .
     with pytest.raises(type(result.exception), match=words):
         raise result.exception
     assert "\n" not in str(result.exception)
+
+
+def test_what_died_half_way_is_begun_again(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At any file: of an authority, of an identity, and of one that is renewed."""
+    real = os.replace
+
+    def dying(most: int) -> Callable[[], None]:
+        left = most
+
+        def replace(source: Path, target: Path) -> None:
+            nonlocal left
+            if left == 0:
+                raise KeyboardInterrupt  # nothing after it happens
+            left -= 1
+            real(source, target)
+
+        monkeypatch.setattr(os, "replace", replace)
+        return lambda: monkeypatch.setattr(os, "replace", real)
+
+    for most in range(9):
+        folder, own = here / f"authority-{most}", here / f"own-{most}"
+        for work in (
+            lambda folder=folder: Authority.init(folder, "ward.example"),
+            lambda folder=folder, own=own: Authority(folder).issue("learner/north", own),
+            lambda folder=folder, own=own: Authority(folder).renew(own),
+        ):
+            alive = dying(most)
+            with contextlib.suppress(KeyboardInterrupt):
+                work()
+                alive()
+                continue
+            alive()
+            work()
+        assert str(Credentials(own).principal) == "learner/north"
 
 
 def test_a_damaged_authority_is_said_so(here: Path) -> None:
