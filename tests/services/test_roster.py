@@ -290,7 +290,9 @@ async def test_a_learner_that_is_lost_is_told_so_and_free_for_other_runs(tmp_pat
         outcome = await running
         lines = {line.run_id: line for line in Ledger(tmp_path / "journals").lines("dora")}
     assert outcome.state == "finished", outcome.detail
-    assert lines[run_id].said >= 10 and lines[run_id].spent == outcome.statuses[3].epsilon_spent > 0
+    line, spent = lines[run_id], build_run(spec, 3).guarantee(3).cumulative
+    assert line.said >= 10 and line.spent == pytest.approx(spent[line.said - 1])
+    assert 0 < outcome.statuses[3].epsilon_spent <= line.spent  # what was heard of it before it went
 
 
 REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
