@@ -30,7 +30,7 @@ from sottovoce.errors import (
     Unavailable,
 )
 from sottovoce.noise import Noise
-from sottovoce.running.assembly import KEPT, Recent
+from sottovoce.running.assembly import Recent
 from sottovoce.running.late import USED, slots, used_field
 from sottovoce.running.policy import DAYS, Policy
 from sottovoce_learner.bodies import Said
@@ -61,6 +61,8 @@ T = TypeVar("T")
 
 AHEAD, MOST_HELD = 4096, 64 * 1024 * 1024
 """Rounds of records, and their bytes, that a learner takes in before it lets the feeder wait."""
+REMEMBERED = 1_024
+"""Rounds of a neighbour after which it is still noticed that it says another thing of one."""
 ROOM_S = 1.0
 """Between tries to write to a disk that is full."""
 
@@ -146,7 +148,7 @@ class Session:
         self.inbox: Inbox[_Received] = Inbox(
             self._plan.neighbours, self._plan.heard, ahead, self._done, last=self._used_last
         )
-        self._heard: Recent[tuple[int, int], bytes] = Recent(KEPT)
+        self._heard: Recent[tuple[int, int], bytes] = Recent(REMEMBERED * len(self.links))
         self._granted = self._told = 0
         self._lifecycle = (LearnerState.CONNECTING, "")
         self._private = private
