@@ -20,6 +20,7 @@ from sottovoce.network.network import Network
 from sottovoce.running.run import Run, build_run
 from sottovoce.spec import parse_spec
 from sottovoce_rpc.codec import RoundCodec, Shapes, from_fields, read_hello, to_fields
+from sottovoce_rpc.signatures import Signed
 
 log = structlog.get_logger()
 
@@ -32,19 +33,19 @@ EXCHANGE = frozenset({"/sottovoce_wire.v1.Learner/Exchange", ""})
 
 
 class Row(NamedTuple):
-    """One record of a channel: a message, or a hello, metadata or trailers.
+    """One record of a channel: a message, or a hello, a signature, metadata or trailers.
 
     Attributes:
         caller, callee: the edge, from the learner that opens the stream to the one that accepts it.
         sender: whose bytes these are.
         direction: `out`, from caller to callee, or `back`.
-        kind: `message`, `hello`, `metadata` or `trailers`.
+        kind: `message`, `hello`, `signature` (of what its sender has said), `metadata` or `trailers`.
         stream: counts the streams of an edge from 1; 0 where a learner mirrored the message.
         connection: counts the connections of an edge (its callers' addresses) from 1; 0 where mirrored.
         method: the gRPC method; empty where mirrored.
         wall_ns, mono_ns: Unix time and monotonic time, in nanoseconds.
         size: of the payload, in bytes.
-        payload: the gRPC message as it crossed the channel, a hello too; metadata and trailers as JSON.
+        payload: the gRPC message as it crossed the channel, a hello or a signature too; metadata and trailers as JSON.
         again: whether it was said before, on this edge and in the same bytes; the lookout knows.
     """
 
@@ -143,7 +144,7 @@ class Lookout:
 
     def _at(self, row: Row) -> tuple[bool, tuple[Notice, ...]]:
         """Whether a record was said before, and what is wrong with it."""
-        if row.method not in EXCHANGE or row.kind not in ("hello", "message"):
+        if row.method not in EXCHANGE or row.kind not in ("hello", "message", "signature"):
             return False, ()
         noticing = self._noticing
         other = row.callee if row.sender == row.caller else row.caller
@@ -151,6 +152,9 @@ class Lookout:
         try:
             if row.kind == "hello":
                 noticing.promised(sender=other, receiver=row.sender, stream=row.stream, t=self._lacks(row))
+                return False, ()
+            if row.kind == "signature":
+                self._require_signature(row)
                 return False, ()
             t, claimed, message = self._decoded.get(seen) or self._decode(row.payload, seen)
         except RemoteProtocolError as error:
@@ -164,6 +168,12 @@ class Lookout:
         if said.learner != row.sender or list(said.fields) != to_fields(self._codec.shapes):
             raise RemoteProtocolError(f"greets as learner {said.learner}, with fields {from_fields(said.fields)}")
         return said.next_round
+
+    def _require_signature(self, row: Row) -> None:
+        """It is one, and of its sender; whether it is right, only who knows its authority can say."""
+        said = Signed.decode("", row.payload).statement
+        if said.sender != row.sender:
+            raise RemoteProtocolError(f"signs as learner {said.sender}")
 
     def _decode(self, payload: bytes, seen: bytes) -> tuple[int, int, Message]:
         """Decode, and keep for the other neighbours, who hear the same a moment later."""

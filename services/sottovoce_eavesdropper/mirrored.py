@@ -11,6 +11,7 @@ from sottovoce.network.roster import names_of
 from sottovoce_eavesdropper.lookout import Row
 from sottovoce_eavesdropper.relay import MOST_PAYLOAD
 from sottovoce_rpc.principals import Principal
+from sottovoce_rpc.signatures import is_signature
 from sottovoce_wire.v1 import eavesdropper_pb2
 
 _MOST_NAMED = 65_536
@@ -96,9 +97,9 @@ class Participants:
             raise RemoteProtocolError(f"{text}, got {size} and {wall}")
         if sender in message.receivers or len(set(message.receivers)) < len(message.receivers):
             raise RemoteProtocolError(f"a message of learner {sender} must go to others, once to each")
-        rows = []
+        rows, kind = [], "signature" if is_signature(message.payload) else "message"
         for receiver in message.receivers:
             caller, callee = sorted((sender, receiver))
             direction = "out" if sender == caller else "back"
-            rows.append(Row(caller, callee, sender, direction, "message", 0, 0, "", wall, now, size, message.payload))
+            rows.append(Row(caller, callee, sender, direction, kind, 0, 0, "", wall, now, size, message.payload))
         return rows

@@ -1,8 +1,8 @@
 """The relay: stands in a learner's place for one edge, passes every byte on, and keeps a copy.
 
-It knows nothing of what passes: any gRPC method, any message; but that learners greet each other first, which is recorded as a
-hello. One listening port per edge tells whose traffic it is. What it cannot pass on is what gRPC itself adds: `user-agent`,
-`:authority` and compression are the relay's own.
+It knows nothing of what passes: any gRPC method, any message; but that learners greet each other first, and sign what they said,
+which is recorded as what it is. One listening port per edge tells whose traffic it is. What it cannot pass on is what gRPC itself
+adds: `user-agent`, `:authority` and compression are the relay's own.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from sottovoce_rpc.access import Access
 from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
 from sottovoce_rpc.principals import Role
 from sottovoce_rpc.server import MOST_CALLS, SERVER_OPTIONS, Options, channel, listen_on
+from sottovoce_rpc.signatures import is_signature
 from sottovoce_rpc.status import Ending, answering
 from sottovoce_rpc.tasks import beside
 from sottovoce_wire.v1 import eavesdropper_pb2
@@ -184,12 +185,12 @@ class Relay(grpc.GenericRpcHandler):
         caller, callee, add = self._route.caller, self._route.callee, self._capture.add
         sender, method = (caller if direction == "out" else callee), method[:_MOST_METHOD]
         # The first thing that is said, and no other: a hello in the middle is looked at as what it is, a wrong message.
-        greeting = method in EXCHANGE and bool(self._capture.fields)
+        greeting = ours = method in EXCHANGE and bool(self._capture.fields)
 
         def note(kind: str, payload: bytes) -> None:
             nonlocal greeting
             if kind == "message":
-                kind, greeting = "hello" if greeting else kind, False
+                kind, greeting = "hello" if greeting else "signature" if ours and is_signature(payload) else kind, False
             payload = payload[:MOST_PAYLOAD]
             now, mono, size = time.time_ns(), time.monotonic_ns(), len(payload)
             add(Row(caller, callee, sender, direction, kind, stream, connection, method, now, mono, size, payload))

@@ -1,7 +1,8 @@
 """Links: the stream to each neighbour, whoever opened it, and what is said again when it breaks.
 
-A link keeps the bytes of as many rounds as the neighbour may lack, exactly as they were journaled. When a stream is opened
-(again), the neighbour names the first round it has not heard, and the link goes on from there with the same bytes.
+A link keeps the bytes of as many rounds as the neighbour may lack, exactly as they were journaled, and the signatures that stand
+behind them. When a stream is opened (again), the neighbour names the first round it has not heard, and the link goes on from
+there with the same bytes; the signature before that may not have come, and is said again in any case.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Protocol
 
 import grpc
 
+from sottovoce_rpc.signatures import BLOCK
 from sottovoce_rpc.tasks import Tasks
 
 _QUIET_S = 1.0
@@ -36,7 +38,8 @@ class Link:
 
     def __init__(self, keep: int = 2) -> None:
         self._frames: deque[tuple[int, bytes]] = deque(maxlen=keep)
-        self._due: deque[bytes] = deque(maxlen=keep)
+        self._signatures: deque[tuple[int, Callable[[], bytes]]] = deque(maxlen=keep // BLOCK + 2)
+        self._due: deque[bytes] = deque(maxlen=2 * keep)
         self._stream: _Stream | None = None
         self._displaced: Callable[[], object] = lambda: None
         self._tasks = Tasks()
@@ -51,6 +54,18 @@ class Link:
         self._due.append(frame)
         self._kick()
 
+    def sign(self, t: int, signature: Callable[[], bytes]) -> None:
+        """Send a signature behind round t, where the neighbour was told anything of its block.
+
+        Args:
+            t: the round.
+            signature: makes it; again where it is said again, for the signer's certificate may have been renewed.
+        """
+        if any(t // BLOCK == said // BLOCK for said, _ in self._frames):
+            self._signatures.append((t, signature))
+            self._due.append(signature())
+            self._kick()
+
     def attach(self, stream: _Stream, next_round: int, displaced: Callable[[], object] = lambda: None) -> None:
         """A stream is there, and its other end has heard everything below `next_round`.
 
@@ -63,9 +78,16 @@ class Link:
             self._displaced()
         self._stream, self._displaced = stream, displaced
         self._due.clear()
-        self._due.extend(frame for t, frame in self._frames if t >= next_round)
+        self._due.extend(self._from(next_round))
         self.attached.set()
         self._kick()
+
+    def _from(self, next_round: int) -> list[bytes]:
+        """What a neighbour may lack that has heard everything below a round: a signature stands behind its round."""
+        before = [signature() for t, signature in self._signatures if t < next_round][-1:]
+        due = [(t, 0, frame) for t, frame in self._frames if t >= next_round]
+        due += [(t, 1, signature()) for t, signature in self._signatures if t >= next_round]
+        return [*before, *(payload for _, _, payload in sorted(due))]
 
     def has(self, stream: _Stream | None) -> bool:
         """True when this is the stream that the link writes to."""

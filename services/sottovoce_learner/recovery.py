@@ -25,8 +25,10 @@ from sottovoce_learner.entries import Entry, Kind
 from sottovoce_learner.hidden import DrawnAgain, hides_noise
 from sottovoce_learner.intake import Intake
 from sottovoce_learner.plan import Plan
+from sottovoce_learner.signing import Own
 from sottovoce_learner.snapshots import Image
 from sottovoce_rpc.codec import RoundCodec
+from sottovoce_rpc.signatures import digest
 from sottovoce_wire.v1 import learner_pb2
 
 
@@ -39,6 +41,7 @@ class Recovery:
         attendance: the rounds in which the learner takes part.
         books, intake: brought to where they were.
         state: of the algorithm.
+        own: brought to where it was.
         about_to_learn: told every batch before it is learned.
         frames: what was said last, by round, as much of it as a neighbour may lack.
         heard: the messages that were used last, as they came.
@@ -53,6 +56,7 @@ class Recovery:
     books: Books
     intake: Intake
     state: Any
+    own: Own
     about_to_learn: Callable[[Any, Batch], None]
     frames: deque[tuple[int, bytes]] = field(default_factory=deque)
     heard: tuple[bytes, ...] = ()
@@ -80,6 +84,7 @@ class Recovery:
         self.intake.restore(image.taken)
         self.state, self.frames = image.state, deque(image.frames, self.frames.maxlen)
         self.heard = image.heard
+        self.own.restore(image.signed)
         self.said, self.done = len(counts) + 1, len(counts)
 
     def take(self, entry: Entry) -> None:
@@ -114,6 +119,7 @@ class Recovery:
         self.books.charge(entry.spent)
         self.state = self._having_said(entry, message, said.drawn)
         self.frames.append((t, said.frame))
+        self.own.said(t, digest(said.frame))
         self.said = t + 1
 
     def _having_said(self, entry: Entry, message: Message, drawn: bytes) -> Any:

@@ -433,6 +433,7 @@ class Learner:
             policy=self.config.policy,
             private=self.config.private,
             own_budget=self.config.own_budget,
+            credentials=self.config.credentials,
             changed=self._changed,
         )
         self._mirror, self._refused = mirror, None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
@@ -27,6 +26,7 @@ from sottovoce.errors import (
     EquivocationError,
     NotReady,
     RemoteProtocolError,
+    StrangerError,
     Unavailable,
 )
 from sottovoce.noise import Noise
@@ -44,12 +44,16 @@ from sottovoce_learner.plan import Plan
 from sottovoce_learner.receipts import Receipts
 from sottovoce_learner.recovery import Recovery, away_for_a_round
 from sottovoce_learner.role import Role, open_log
+from sottovoce_learner.signing import Own, Unsigned
 from sottovoce_learner.snapshots import Image, Snapshots, named, read_image
 from sottovoce_learner.store import Terms
 from sottovoce_learner.waiting import Wait, waiting
+from sottovoce_rpc import principals
 from sottovoce_rpc.codec import RoundCodec
+from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 from sottovoce_rpc.logs import failure, worded_by_us
+from sottovoce_rpc.signatures import BLOCK, Signed, digest, is_signature
 from sottovoce_rpc.specs import check_size
 from sottovoce_rpc.tasks import beside
 from sottovoce_rpc.waiting import Cause, Waiting
@@ -87,6 +91,7 @@ class Session:
         policy: of the learner's owner.
         private: False when the noise is not the operating system's.
         own_budget: epsilon that the owner allows in all runs together; None: no limit.
+        credentials: of the learner: with an identity it signs what it says, and so must its neighbours.
         changed: set when there is something to report.
 
     Raises:
@@ -105,6 +110,7 @@ class Session:
         policy: Policy,
         private: bool = True,
         own_budget: float | None = None,
+        credentials: Credentials = NO_IDENTITY,
         changed: asyncio.Event | None = None,
     ) -> None:
         self.role, self._noise, self._mirror = role, noise, mirror
@@ -143,6 +149,8 @@ class Session:
         self._correct = self._seen = 0
         self._messages = self._bytes = self._said = self._done = 0
         self.links = {j: Link(keep) for j in sorted(self._plan.neighbours)}
+        self._credentials, self._own = credentials, Own(keep)
+        self._unsigned = None if credentials.principal is None else Unsigned()
         self._recover()
         self._pass_absence()
         self.inbox: Inbox[_Received] = Inbox(
@@ -193,6 +201,7 @@ class Session:
             self._books,
             self.intake,
             self._state,
+            self._own,
             self._predict_first,
             self._kept,
         )
@@ -213,6 +222,8 @@ class Session:
         for t, frame in self._kept:
             for j in self._plan.part(t).told:
                 self.links[j].say(t, frame)
+            if self._ends_block(t):
+                self._sign(t)
         self._log.reading = None
 
     def _pass_absence(self) -> None:
@@ -229,7 +240,14 @@ class Session:
         books, judged = self._books, (self._correct, self._seen)
         heard = () if self._used_last is None else self._inputs.heard
         return Image(
-            self._state, books.spent, books.counts.tobytes(), self.intake.taken(), tuple(self._kept), judged, heard
+            self._state,
+            books.spent,
+            books.counts.tobytes(),
+            self.intake.taken(),
+            tuple(self._kept),
+            judged,
+            heard,
+            self._own.blocks,
         )
 
     # ---- what the coordinator and the neighbours bring ----------------------------------------------------
@@ -264,23 +282,44 @@ class Session:
         return self._granted
 
     def hear(self, neighbour: int, payload: bytes) -> None:
-        """A neighbour's message, as it came.
+        """A neighbour's message, or its signature of several, as it came.
 
         Raises:
             EquivocationError: the neighbour has said something else in this round: two noisy copies of one state.
             RemoteProtocolError: it is not what is due from this neighbour.
+            StrangerError: it is signed by somebody else.
         """
+        if self._unsigned is not None and is_signature(payload):
+            signed = Signed.decode(self.role.run_id, payload)
+            if self._unsigned.waits(neighbour, signed.statement.block):
+                self._require_signer(neighbour, signed)
+                self._unsigned.signed(neighbour, signed.statement)
+            return
         t, sender, message = self.codec.decode(payload)
-        digest = hashlib.blake2b(payload, digest_size=16).digest()
+        if self._unsigned is not None:
+            self._unsigned.require_signed(neighbour, t)
+        said = digest(payload)
         try:
             complete = self.inbox.put(neighbour, t, sender, _Received(t, payload, message))
         except RemoteProtocolError:
-            if sender == neighbour and self._heard.get((neighbour, t), digest) != digest:
+            if sender == neighbour and self._heard.get((neighbour, t), said) != said:
                 raise EquivocationError(f"learner {neighbour} said two different things in round {t}") from None
             raise
-        self._heard[neighbour, t] = digest
+        self._heard[neighbour, t] = said
+        if self._unsigned is not None:
+            self._unsigned.heard(neighbour, t, said)
         if complete or self._late_s is not None:
             self._wake()
+
+    def _require_signer(self, neighbour: int, signed: Signed) -> None:
+        """A neighbour signs for itself.
+
+        Raises:
+            StrangerError: somebody else does.
+        """
+        signer, name = self._credentials.signer(signed), self.role.spec.names[neighbour]
+        if (signer.role, signer.name) != (principals.Role.LEARNER, name):
+            raise StrangerError(f"what learner {name!r} says must be signed by itself, got a signature of {signer}")
 
     def require_own_past(self, neighbour: int, next_round: int) -> None:
         """A neighbour cannot have heard what was never said: our log was set back, and those rounds must not be said again.
@@ -396,6 +435,9 @@ class Session:
             self._fail(error)
         finally:
             self._hungry.set()
+            with contextlib.suppress(NotReady):  # an identity that is gone: no reason to end otherwise
+                if self._said and not self._ends_block(self._said - 1):
+                    self._sign(self._said - 1)
             self._close_log()
 
     async def _all_rounds(self) -> None:
@@ -476,8 +518,28 @@ class Session:
             self.links[j].say(t, frame)
         if self._mirror is not None:
             self._mirror(frame, list(part.told))
+        if self._ends_block(t):
+            self._sign(t)
         if self._snapshots.due:
             self._snapshots.begin(self._image())
+
+    def _ends_block(self, t: int) -> bool:
+        """Is a round followed by a signature, once it was said?"""
+        return t % BLOCK == BLOCK - 1 or t + 1 not in self._attendance
+
+    def _sign(self, t: int) -> None:
+        """Tell whoever was told anything of the block that round t is in what was said in it, signed.
+
+        Raises:
+            NotReady: the identity cannot sign.
+        """
+        if self._unsigned is None:
+            return
+        statement = self._own.statement(self.role.run_id, self.role.index, t)
+        for link in self.links.values():
+            link.sign(t, lambda: self._credentials.signed(statement).encode())
+        if self._mirror is not None and (told := self._plan.part(t).told):
+            self._mirror(self._credentials.signed(statement).encode(), list(told))
 
     async def _learn(self, t: int) -> None:
         """Take in the round's records, and what was heard in it."""
@@ -516,6 +578,7 @@ class Session:
         self.receipts.now()  # the same sync was theirs
         self._books.charge(after)
         self._kept.append((t, frame))
+        self._own.said(t, digest(frame))
         self._said = t + 1
         self._messages += receivers
         self._bytes += len(frame) * receivers

@@ -235,3 +235,15 @@ def read_hello(payload: bytes) -> learner_pb2.Hello:
     if not (said.hello.HasField("learner") and said.hello.HasField("next_round")):
         raise RemoteProtocolError("a Hello must carry learner and next_round")
     return said.hello
+
+
+def read_signature(payload: bytes) -> learner_pb2.Signature:
+    """What a learner has said in a block of rounds, signed.
+
+    Raises:
+        RemoteProtocolError: it is another message, or says less than a signature must.
+    """
+    said = _read(payload, "signature", "a Signature").signature
+    if not (said.HasField("block") and said.HasField("sender")):
+        raise RemoteProtocolError("a Signature must carry block and sender")
+    return said

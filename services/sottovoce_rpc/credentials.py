@@ -24,11 +24,13 @@ import grpc
 import structlog
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
-from cryptography.hazmat.primitives.serialization import load_pem_private_key
+from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
+from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
 
 from sottovoce.errors import NotReady, SpecError, StrangerError, Unavailable
 from sottovoce_rpc.loopback import is_loopback, of_this_user
 from sottovoce_rpc.principals import Principal, Role, host_of
+from sottovoce_rpc.signatures import Signed, Statement, sign
 
 CERTIFICATE, KEY, AUTHORITIES, REVOKED = "tls.crt", "tls.key", "ca.crt", "crl.pem"
 _MOST_FILE = 1024 * 1024
@@ -45,6 +47,8 @@ class _Loaded:
 
     chain: bytes
     key: bytes
+    signing: PrivateKeyTypes
+    """The key, read."""
     authorities: bytes
     principal: Principal
     expires: datetime
@@ -204,6 +208,27 @@ class Credentials:
             )
         return principal
 
+    # ---- signing ------------------------------------------------------------------------------------------
+
+    def signed(self, statement: Statement) -> Signed:
+        """A statement, signed with the key of this identity.
+
+        Raises:
+            NotReady: the files of the identity cannot be used, or its key cannot sign.
+        """
+        now = self._current()
+        return Signed(statement, now.chain, sign(now.signing, statement.content))
+
+    def signer(self, signed: Signed) -> Principal:
+        """Who has signed a statement.
+
+        Raises:
+            StrangerError: nobody of this deployment, it was revoked, or the signature is another one's.
+            Unavailable: its certificate has ended.
+        """
+        found = signed.signer(self._current().authorities, datetime.now(UTC))
+        return self.known(found.public_bytes(Encoding.PEM))
+
     # ---- files --------------------------------------------------------------------------------------------
 
     def _current(self) -> _Loaded:
@@ -261,7 +286,8 @@ def _load(folder: Path) -> _Loaded:
     _require_private(folder / KEY)
     chain, key, authorities = (_read(folder / name) for name in (CERTIFICATE, KEY, AUTHORITIES))
     own, believed = x509.load_pem_x509_certificate(chain), x509.load_pem_x509_certificates(authorities)
-    if load_pem_private_key(key, None).public_key() != own.public_key():
+    signing = load_pem_private_key(key, None)
+    if signing.public_key() != own.public_key():
         raise NotReady(f"{KEY} must be the key of {CERTIFICATE}, and is another one's")
     principal = named(own)
     if principal is None:
@@ -275,7 +301,7 @@ def _load(folder: Path) -> _Loaded:
     if (left := own.not_valid_after_utc - datetime.now(UTC)) < SOON:
         log.warning("certificate ends soon", identity=str(principal), days=left.days)
     revoked = _revoked(folder / REVOKED, believed)
-    return _Loaded(chain, key, authorities, principal, own.not_valid_after_utc, revoked)
+    return _Loaded(chain, key, signing, authorities, principal, own.not_valid_after_utc, revoked)
 
 
 def _read(path: Path) -> bytes:

@@ -23,6 +23,7 @@ from sottovoce_learner.links import Link
 from sottovoce_learner.log import About, Log, Reading, hashed, host
 from sottovoce_learner.mark import Mark, MarkFile
 from sottovoce_learner.recovery import Recovery
+from sottovoce_learner.signing import Own
 from sottovoce_learner.store import RunLog, Terms
 from sottovoce_wire.v1 import learner_pb2
 from tests.model.channels import reach
@@ -340,6 +341,7 @@ def recovered(link: Callable[[int], Link], shape: Shape, learner: int, log: byte
         Books(run.algorithm.accountant(learner), None),
         Intake(FEATURES, run.spec.loss, shape.rounds, there),
         run.algorithm.start(Who(learner)),
+        Own(reach(shape, learner).keep),
         lambda state, batch: None,
         deque(maxlen=new._frames.maxlen),
     )

@@ -84,9 +84,9 @@ def _heard(table: pa.Table, lines: _Lines, run_id: bytes) -> Iterator[Overheard]
         )
         if whose != "others" and kind == "hello":
             heard = replace(heard, entries=tuple(_greeting(payloads[k].as_py(), run_id)))
-        elif whose != "others" and kind != "message":
+        elif whose != "others" and kind in ("metadata", "trailers"):
             heard = told(heard, payloads[k].as_py().replace(run_id, b""))
-        elif whose == "said":
+        elif whose == "said" and kind == "message":
             payload = payloads[k].as_py()
             heard = replace(heard, head=payload[:HEAD] if line == lines.opened else b"", digest=digest(payload))
         yield heard

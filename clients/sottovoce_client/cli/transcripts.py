@@ -48,3 +48,22 @@ def transcript_query(
     from sottovoce_client.transcripts.query import query
 
     query(folder, sql, out=out, as_csv=sys.stdout if as_csv else None)
+
+
+@transcript_app.command("verify")
+def transcript_verify(
+    capture: Annotated[str, typer.Argument(metavar="CAPTURE", help="Folder or URL of a capture.", show_default=False)],
+    ca: Annotated[
+        Path,
+        typer.Option(
+            "--ca", metavar="FILE", help="Authorities that are believed: ca.crt of any identity.", show_default=False
+        ),
+    ],
+) -> None:
+    """What of a capture its learners have signed, and whether one has said two things.
+
+    Exit code 1: one has, a signature is wrong, or nothing is signed.
+    """
+    from sottovoce_client.transcripts.verify import verify
+
+    raise typer.Exit(verify(capture, ca))

@@ -35,7 +35,8 @@ class Overheard:
     """One thing that passed.
 
     Attributes:
-        kind: `message`, `metadata` or `trailers`; between learners also `hello`, with which a stream begins.
+        kind: `message`, `metadata` or `trailers`; between learners also `hello`, with which a stream begins, and `signature`, of
+            what was said.
         method: the gRPC method.
         direction: `out`, to the service, or `back`.
         stream: counts the streams of the run from 0.
@@ -49,7 +50,7 @@ class Overheard:
         whose: `said` by the one who is audited, `told` to it, or `others`'. Of a foreign service everything counts as said.
     """
 
-    kind: Literal["message", "hello", "metadata", "trailers"]
+    kind: Literal["message", "hello", "signature", "metadata", "trailers"]
     method: str
     direction: Literal["out", "back"]
     stream: int

@@ -63,21 +63,25 @@ class ExchangeMessage(_message.Message):
 
     HELLO_FIELD_NUMBER: _builtins.int
     ROUND_FIELD_NUMBER: _builtins.int
+    SIGNATURE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello: ...
     @_builtins.property
     def round(self) -> Global___RoundMessage: ...
+    @_builtins.property
+    def signature(self) -> Global___Signature: ...
     def __init__(
         self,
         *,
         hello: Global___Hello | None = ...,
         round: Global___RoundMessage | None = ...,
+        signature: Global___Signature | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "message", b"message", "round", b"round"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "message", b"message", "round", b"round", "signature", b"signature"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "message", b"message", "round", b"round"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "message", b"message", "round", b"round", "signature", b"signature"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "round"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "round", "signature"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -185,6 +189,51 @@ class RoundMessage(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__values) -> _WhichOneofReturnType__values | None: ...
 
 Global___RoundMessage: _TypeAlias = RoundMessage  # noqa: Y015
+
+@_typing.final
+class Signature(_message.Message):
+    """What a learner has said in a block of rounds, signed with the key of its identity. It comes behind the last round of the
+    block that it says, and always has one length, whatever the data.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCK_FIELD_NUMBER: _builtins.int
+    SENDER_FIELD_NUMBER: _builtins.int
+    DIGESTS_FIELD_NUMBER: _builtins.int
+    CERTIFICATES_FIELD_NUMBER: _builtins.int
+    SIGNATURE_FIELD_NUMBER: _builtins.int
+    block: _builtins.int
+    sender: _builtins.int
+    digests: _builtins.bytes
+    """SHA-256 of the bytes of each round's ExchangeMessage, one behind the other; zeros where nothing was said."""
+    certificates: _builtins.bytes
+    """Of the signer, PEM, its own first."""
+    signature: _builtins.bytes
+    """Over the run's id and the first three fields (docs/identities.md)."""
+    def __init__(
+        self,
+        *,
+        block: _builtins.int | None = ...,
+        sender: _builtins.int | None = ...,
+        digests: _builtins.bytes = ...,
+        certificates: _builtins.bytes = ...,
+        signature: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_block", b"_block", "_sender", b"_sender", "block", b"block", "sender", b"sender"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_block", b"_block", "_sender", b"_sender", "block", b"block", "certificates", b"certificates", "digests", b"digests", "sender", b"sender", "signature", b"signature"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__block: _TypeAlias = _typing.Literal["block"]  # noqa: Y015
+    _WhichOneofArgType__block: _TypeAlias = _typing.Literal["_block", b"_block"]  # noqa: Y015
+    _WhichOneofReturnType__sender: _TypeAlias = _typing.Literal["sender"]  # noqa: Y015
+    _WhichOneofArgType__sender: _TypeAlias = _typing.Literal["_sender", b"_sender"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__block) -> _WhichOneofReturnType__block | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__sender) -> _WhichOneofReturnType__sender | None: ...
+
+Global___Signature: _TypeAlias = Signature  # noqa: Y015
 
 @_typing.final
 class SampleBatch(_message.Message):

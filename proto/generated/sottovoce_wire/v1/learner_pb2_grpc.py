@@ -48,7 +48,8 @@ class LearnerServicer(object):
 
     def Exchange(self, request_iterator, context):
         """The channel between two neighbours, both directions in one stream, opened by the learner with the lower index. The
-        caller says a Hello first, then the callee; after that each says its rounds, in order, and nothing else.
+        caller says a Hello first, then the callee; after that each says its rounds, in order, and, where learners have
+        identities, a Signature behind the last one of a block.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -35,7 +35,8 @@ class LearnerStub:
     def __new__(cls, channel: _aio.Channel) -> LearnerAsyncStub: ...
     Exchange: _grpc.StreamStreamMultiCallable[_learner_pb2.ExchangeMessage, _learner_pb2.ExchangeMessage]
     """The channel between two neighbours, both directions in one stream, opened by the learner with the lower index. The
-    caller says a Hello first, then the callee; after that each says its rounds, in order, and nothing else.
+    caller says a Hello first, then the callee; after that each says its rounds, in order, and, where learners have
+    identities, a Signature behind the last one of a block.
     """
     Ingest: _grpc.StreamStreamMultiCallable[_learner_pb2.SampleBatch, _learner_pb2.IngestReceipt]
     """Live data from the learner's owner. Private: this never crosses the channels between learners."""
@@ -52,7 +53,8 @@ class LearnerAsyncStub(LearnerStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Exchange: _aio.StreamStreamMultiCallable[_learner_pb2.ExchangeMessage, _learner_pb2.ExchangeMessage]  # type: ignore[assignment]
     """The channel between two neighbours, both directions in one stream, opened by the learner with the lower index. The
-    caller says a Hello first, then the callee; after that each says its rounds, in order, and nothing else.
+    caller says a Hello first, then the callee; after that each says its rounds, in order, and, where learners have
+    identities, a Signature behind the last one of a block.
     """
     Ingest: _aio.StreamStreamMultiCallable[_learner_pb2.SampleBatch, _learner_pb2.IngestReceipt]  # type: ignore[assignment]
     """Live data from the learner's owner. Private: this never crosses the channels between learners."""
@@ -72,7 +74,8 @@ class LearnerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_learner_pb2.ExchangeMessage], _abc.AsyncIterator[_learner_pb2.ExchangeMessage]]:
         """The channel between two neighbours, both directions in one stream, opened by the learner with the lower index. The
-        caller says a Hello first, then the callee; after that each says its rounds, in order, and nothing else.
+        caller says a Hello first, then the callee; after that each says its rounds, in order, and, where learners have
+        identities, a Signature behind the last one of a block.
         """
 
     @_abc_1.abstractmethod

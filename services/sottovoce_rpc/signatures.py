@@ -1,0 +1,223 @@
+"""What a learner has said, signed: nobody on the way can say another thing in its name, and it cannot deny what it said.
+
+To sign a message takes longer than to make it. So a learner signs the digests of a block of rounds together, behind the last
+one. Until then what it said is trusted as its channel is, and is no evidence. Who has heard only some rounds of a block can check
+these. Two signatures of one learner that disagree on a round prove to anybody that it has said two things in it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from datetime import datetime
+from functools import lru_cache
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519, padding, rsa
+from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes, PublicKeyTypes
+from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature, encode_dss_signature
+from cryptography.x509.verification import Criticality, ExtensionPolicy, PolicyBuilder, Store, VerificationError
+
+from sottovoce.errors import NotReady, RemoteProtocolError, StrangerError
+from sottovoce_rpc.codec import read_signature
+from sottovoce_wire.v1 import learner_pb2
+
+BLOCK = 32
+"""Rounds that are signed together."""
+DIGEST = 32
+"""Bytes of the digest of a message."""
+UNSAID = bytes(BLOCK * DIGEST)
+"""The digests of a block in which nothing was said."""
+_PURPOSE = b"sottovoce: digests of what a learner said in a block of rounds, 1\0"
+_MOST_CERTIFICATES = 64 * 1024
+_DEPTH = 4
+"""Authorities between one that is believed and a learner."""
+_PSS = padding.PSS(padding.MGF1(hashes.SHA256()), padding.PSS.DIGEST_LENGTH)
+_SIGNATURE = b"\x1a"
+"""Protobuf's tag of a Signature in an ExchangeMessage, its first byte."""
+
+
+def digest(frame: bytes) -> bytes:
+    """Of a round's message: SHA-256 of its bytes."""
+    return hashlib.sha256(frame).digest()
+
+
+def is_signature(payload: bytes) -> bool:
+    """Is this what stands in a stream behind a block of rounds?"""
+    return payload.startswith(_SIGNATURE)
+
+
+@dataclass(frozen=True, slots=True)
+class Statement:
+    """What a learner says that it said.
+
+    Attributes:
+        run_id: the run.
+        sender: its index.
+        block: rounds `BLOCK * block` to `BLOCK * (block + 1) - 1`.
+        digests: of each of them, one behind the other; zeros where it said nothing.
+    """
+
+    run_id: str
+    sender: int
+    block: int
+    digests: bytes
+
+    def __getitem__(self, t: int) -> bytes | None:
+        """The digest of round t; None: it is of another block, or the learner does not say that it said anything."""
+        k = t - BLOCK * self.block
+        if not 0 <= k < BLOCK:
+            return None
+        found = self.digests[DIGEST * k : DIGEST * (k + 1)]
+        return found if any(found) else None
+
+    @property
+    def content(self) -> bytes:
+        """What is signed."""
+        run = self.run_id.encode()
+        numbers = b"".join(n.to_bytes(8, "little") for n in (len(run), self.sender, self.block))
+        return b"".join((_PURPOSE, numbers, run, self.digests))
+
+
+@dataclass(frozen=True, slots=True)
+class Signed:
+    """A statement with a signature that nobody has checked yet.
+
+    Attributes:
+        statement: what is said.
+        certificates: of the signer, PEM, its own first.
+        signature: over the statement's content.
+    """
+
+    statement: Statement
+    certificates: bytes
+    signature: bytes
+
+    def encode(self) -> bytes:
+        """As it stands in a stream."""
+        said = self.statement
+        return learner_pb2.ExchangeMessage(
+            signature=learner_pb2.Signature(
+                block=said.block,
+                sender=said.sender,
+                digests=said.digests,
+                certificates=self.certificates,
+                signature=self.signature,
+            )
+        ).SerializeToString()
+
+    @classmethod
+    def decode(cls, run_id: str, payload: bytes) -> Signed:
+        """`encode` backwards.
+
+        Raises:
+            RemoteProtocolError: it is none.
+        """
+        said = read_signature(payload)
+        if len(said.digests) != len(UNSAID) or len(said.certificates) > _MOST_CERTIFICATES:
+            raise RemoteProtocolError(
+                f"a signature must have {len(UNSAID)} bytes of digests and at most {_MOST_CERTIFICATES} of certificates, got "
+                f"{len(said.digests)} and {len(said.certificates)}"
+            )
+        return cls(Statement(run_id, said.sender, said.block, said.digests), said.certificates, said.signature)
+
+    def signer(self, authorities: bytes, moment: datetime) -> x509.Certificate:
+        """The certificate of who has signed this.
+
+        Args:
+            authorities: that are believed, PEM.
+            moment: at which the certificates must be valid.
+
+        Raises:
+            StrangerError: none of theirs, or the signature is not of its key.
+        """
+        found = _leaf(self.certificates, authorities, moment.replace(second=0, microsecond=0))
+        if not _holds(found.public_key(), self.signature, self.statement.content):
+            raise StrangerError("a signature that is not of the key of its certificate")
+        return found
+
+
+# ---- keys ------------------------------------------------------------------------------------------------------------
+
+
+def sign(key: PrivateKeyTypes, content: bytes) -> bytes:
+    """A signature, of one length for one key.
+
+    Raises:
+        NotReady: with such a key nothing can be signed here.
+    """
+    match key:
+        case ec.EllipticCurvePrivateKey():
+            size = (key.curve.key_size + 7) // 8
+            parts = decode_dss_signature(key.sign(content, ec.ECDSA(hashes.SHA256())))
+            return b"".join(part.to_bytes(size, "big") for part in parts)
+        case ed25519.Ed25519PrivateKey():
+            return key.sign(content)
+        case rsa.RSAPrivateKey():
+            return key.sign(content, _PSS, hashes.SHA256())
+    raise NotReady(
+        f"the key of an identity must be of an elliptic curve, Ed25519 or RSA to sign, got {type(key).__name__}"
+    )
+
+
+def _holds(key: PublicKeyTypes, signature: bytes, content: bytes) -> bool:
+    """Is this a signature of the key?"""
+    try:
+        match key:
+            case ec.EllipticCurvePublicKey():
+                half = len(signature) // 2
+                parts = (int.from_bytes(part, "big") for part in (signature[:half], signature[half:]))
+                key.verify(encode_dss_signature(*parts), content, ec.ECDSA(hashes.SHA256()))
+            case ed25519.Ed25519PublicKey():
+                key.verify(signature, content)
+            case rsa.RSAPublicKey():
+                key.verify(signature, content, _PSS, hashes.SHA256())
+            case _:
+                return False
+    except (InvalidSignature, UnsupportedAlgorithm):  # of a curve that is not known here
+        return False
+    return True
+
+
+# ---- certificates ----------------------------------------------------------------------------------------------------
+
+
+def _authority(_: object, __: x509.Certificate, found: x509.BasicConstraints) -> None:
+    if not found.ca:
+        raise ValueError("who has signed a certificate is no authority")
+
+
+def _usage(_: object, __: x509.Certificate, found: x509.KeyUsage | None) -> None:
+    if found is not None and not found.key_cert_sign:
+        raise ValueError("who has signed a certificate must not sign any")
+
+
+# As gRPC's own handshake takes them: many an authority of one's own writes less than those of the web must.
+_AUTHORITIES = (
+    ExtensionPolicy.permit_all()
+    .require_present(x509.BasicConstraints, Criticality.AGNOSTIC, _authority)
+    .may_be_present(x509.KeyUsage, Criticality.AGNOSTIC, _usage)
+)
+
+
+@lru_cache(maxsize=4_096)
+def _leaf(certificates: bytes, authorities: bytes, moment: datetime) -> x509.Certificate:
+    """The first certificate of a chain that leads to somebody who is believed.
+
+    Raises:
+        StrangerError: it does not, or not at this moment.
+    """
+    try:
+        own, *between = x509.load_pem_x509_certificates(certificates)
+        policy = PolicyBuilder().store(Store(x509.load_pem_x509_certificates(authorities))).time(moment)
+        policy = policy.max_chain_depth(_DEPTH)
+        policy = policy.extension_policies(ca_policy=_AUTHORITIES, ee_policy=ExtensionPolicy.permit_all())
+        policy.build_client_verifier().verify(own, between)
+    except (ValueError, VerificationError) as error:
+        why = " ".join(str(error).split())[:200]
+        raise StrangerError(
+            f"a signature whose certificates do not lead to an authority that is believed: {why}"
+        ) from None
+    return own

@@ -1,0 +1,111 @@
+"""What a learner signs, what its neighbours owe it, and when a signature is said again. In memory."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sottovoce.errors import EquivocationError, RemoteProtocolError
+from sottovoce_learner.links import Link
+from sottovoce_learner.signing import Own, Unsigned
+from sottovoce_rpc.signatures import BLOCK, Statement, digest
+from tests.learner.test_links import Stream
+
+
+def frame(t: int, what: str = "") -> bytes:
+    return b"round %d %s" % (t, what.encode())
+
+
+def said(rounds: range, what: str = "") -> Own:
+    own = Own(keep=2 * BLOCK)
+    for t in rounds:
+        own.said(t, digest(frame(t, what)))
+    return own
+
+
+def heard(rounds: range) -> Unsigned:
+    unsigned = Unsigned()
+    for t in rounds:
+        unsigned.require_signed(1, t)
+        unsigned.heard(1, t, digest(frame(t)))
+    return unsigned
+
+
+def test_a_block_is_signed_whole_or_as_far_as_it_was_said() -> None:
+    own = said(range(BLOCK + 3))
+    whole, part = own.statement("run", 1, BLOCK - 1), own.statement("run", 1, BLOCK + 2)
+    assert (whole.block, part.block) == (0, 1)
+    assert [whole[t] for t in range(BLOCK)] == [digest(frame(t)) for t in range(BLOCK)]
+    assert [part[t] is None for t in range(BLOCK, 2 * BLOCK)] == [False] * 3 + [True] * (BLOCK - 3)
+
+
+def test_what_was_said_long_ago_is_forgotten_and_what_is_remembered_comes_back() -> None:
+    own, again = said(range(10 * BLOCK)), Own(keep=2 * BLOCK)
+    again.restore(own.blocks)
+    assert [block for block, _ in own.blocks] == [6, 7, 8, 9]
+    assert again.statement("run", 1, 9 * BLOCK) == own.statement("run", 1, 9 * BLOCK)
+
+
+def test_a_neighbour_signs_a_block_before_it_says_anything_of_another() -> None:
+    unsigned = heard(range(5, BLOCK))
+    with pytest.raises(
+        RemoteProtocolError, match=f"must sign what it said from round 5 on before it says round {BLOCK}"
+    ):
+        unsigned.require_signed(1, BLOCK)
+    unsigned.require_signed(2, BLOCK)  # of whom nothing was heard
+    assert unsigned.waits(1, 0)
+    unsigned.signed(1, said(range(BLOCK)).statement("run", 1, 0))
+    unsigned.require_signed(1, BLOCK)
+    assert not unsigned.waits(1, 0)  # what comes again, after a reconnect, is not looked at
+
+
+def test_what_is_signed_is_what_was_said() -> None:
+    with pytest.raises(EquivocationError, match="signed another message of round 3 than came here"):
+        heard(range(3, 9)).signed(1, said(range(BLOCK), "otherwise").statement("run", 1, 0))
+    with pytest.raises(RemoteProtocolError, match="did not sign what it said in round 8"):
+        heard(range(9)).signed(1, said(range(8)).statement("run", 1, 0))
+    with pytest.raises(RemoteProtocolError, match="learner 1 signed in the name of learner 2"):
+        heard(range(9)).signed(1, Statement("run", 2, 0, said(range(9)).statement("run", 1, 0).digests))
+
+
+def test_who_heard_some_rounds_checks_these() -> None:
+    unsigned = heard(range(7, 8))
+    unsigned.signed(1, said(range(BLOCK)).statement("run", 1, 0))
+    unsigned.require_signed(1, 5 * BLOCK)
+
+
+def test_a_block_that_was_signed_in_part_is_signed_again() -> None:
+    """Its learner was away for some rounds of it."""
+    unsigned = heard(range(4))
+    unsigned.signed(1, said(range(4)).statement("run", 1, 0))
+    for t in range(20, BLOCK):
+        unsigned.require_signed(1, t)
+        unsigned.heard(1, t, digest(frame(t)))
+    unsigned.signed(1, said(range(BLOCK)).statement("run", 1, 0))
+    unsigned.require_signed(1, BLOCK)
+
+
+@given(rounds=st.integers(1, 5 * BLOCK), lacking=st.integers(0, 2 * BLOCK), told=st.integers(1, 40))
+async def test_on_a_new_stream_signatures_stand_where_they_did(rounds: int, lacking: int, told: int) -> None:
+    """Behind the rounds that they sign; the last one before what is lacking comes again, for nobody knows whether it came."""
+    link, first, second = Link(keep=3 * BLOCK), Stream(), Stream()
+    due = list[tuple[int, bytes]]()
+    link.attach(first, 0)
+    for t in range(0, rounds):
+        if t % told == 0:
+            link.say(t, frame(t))
+            due.append((t, frame(t)))
+        if t % BLOCK == BLOCK - 1:
+            link.sign(t, lambda t=t: b"signature %d" % t)  # type: ignore[misc]
+            if any(each // BLOCK == t // BLOCK for each, _ in due):
+                due.append((t, b"signature %d" % t))
+        await link.flushed()
+    assert first.written == [payload for _, payload in due]
+
+    next_round = max(rounds - lacking, 0)
+    signatures = [payload for t, payload in due if payload.startswith(b"signature") and t < next_round]
+    link.attach(second, next_round)
+    await link.flushed()
+    assert second.written == signatures[-1:] + [payload for t, payload in due if t >= next_round]
+    await link.close()

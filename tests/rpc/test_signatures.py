@@ -1,0 +1,167 @@
+"""Signatures: of every kind of key, of one length, and of nobody else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import dsa, ec, ed25519, rsa
+from cryptography.hazmat.primitives.asymmetric.types import CertificateIssuerPrivateKeyTypes
+from cryptography.hazmat.primitives.serialization import Encoding
+from cryptography.x509.oid import NameOID
+
+from sottovoce.errors import NotReady, RemoteProtocolError, SottovoceError, StrangerError
+from sottovoce_rpc import credentials
+from sottovoce_rpc.credentials import Credentials
+from sottovoce_rpc.signatures import BLOCK, DIGEST, UNSAID, Signed, Statement, digest, is_signature, sign
+from sottovoce_wire.v1 import learner_pb2
+from tests.services.identities import Elsewhen, Identities
+
+NOW = datetime.now(UTC)
+SAID = Statement("run-1", 2, 3, digest(b"a round") + UNSAID[DIGEST:])
+KEYS: dict[str, Callable[[], CertificateIssuerPrivateKeyTypes]] = {
+    "P-256": lambda: ec.generate_private_key(ec.SECP256R1()),
+    "P-384": lambda: ec.generate_private_key(ec.SECP384R1()),
+    "P-521": lambda: ec.generate_private_key(ec.SECP521R1()),
+    "Ed25519": ed25519.Ed25519PrivateKey.generate,
+    "RSA": lambda: rsa.generate_private_key(65537, 2048),
+}
+
+
+def certificate(
+    name: str,
+    key: CertificateIssuerPrivateKeyTypes,
+    issuer: tuple[str, CertificateIssuerPrivateKeyTypes],
+    *,
+    ca: bool | None,
+    begins: datetime = NOW - timedelta(days=1),
+) -> x509.Certificate:
+    """As plain as an authority may write it; `ca=None`: it does not say whether it is one."""
+
+    def named(text: str) -> x509.Name:
+        return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
+
+    made = x509.CertificateBuilder().subject_name(named(name)).issuer_name(named(issuer[0]))
+    made = made.public_key(key.public_key()).serial_number(x509.random_serial_number())
+    made = made.not_valid_before(begins).not_valid_after(begins + timedelta(days=2))
+    if ca is not None:
+        made = made.add_extension(x509.BasicConstraints(ca=ca, path_length=None), critical=True)
+    else:
+        host = x509.SubjectAlternativeName([x509.DNSName("north.learner.ward.example")])
+        made = made.add_extension(host, critical=False)
+    return made.sign(issuer[1], None if isinstance(issuer[1], ed25519.Ed25519PrivateKey) else hashes.SHA256())
+
+
+def pem(*certificates: x509.Certificate) -> bytes:
+    return b"".join(each.public_bytes(Encoding.PEM) for each in certificates)
+
+
+@pytest.mark.parametrize("make", KEYS.values(), ids=KEYS)
+def test_every_kind_of_key_signs_in_one_length_and_for_itself_alone(
+    make: Callable[[], CertificateIssuerPrivateKeyTypes],
+) -> None:
+    root, key = ec.generate_private_key(ec.SECP256R1()), make()
+    authority = certificate("root", root, ("root", root), ca=True)
+    own = certificate("north", key, ("root", root), ca=None)
+    signed = [Signed(SAID, pem(own), sign(key, SAID.content)) for _ in range(20)]
+    again = [Signed.decode("run-1", each.encode()) for each in signed]
+    forged = replace(signed[0], signature=sign(make(), SAID.content))
+    halved = replace(signed[0], signature=signed[0].signature[:-1])
+
+    assert again == signed and all(is_signature(each.encode()) for each in signed)
+    assert len({len(each.encode()) for each in signed}) == 1
+    assert all(each.signer(pem(authority), NOW) == own for each in signed)
+    for wrong in (forged, halved, replace(signed[0], signature=b"")):
+        with pytest.raises(StrangerError, match="not of the key"):
+            wrong.signer(pem(authority), NOW)
+
+
+def test_what_is_signed_is_all_of_it() -> None:
+    """Another run, sender, block or digest is another statement."""
+    others = [
+        replace(SAID, run_id="run-2"),
+        replace(SAID, sender=1),
+        replace(SAID, block=4),
+        replace(SAID, digests=digest(b"another round") + UNSAID[DIGEST:]),
+        replace(SAID, digests=UNSAID[DIGEST:] + digest(b"a round")),
+    ]
+    assert len({SAID.content, *(each.content for each in others)}) == 6
+    assert [SAID[t] for t in (3 * BLOCK - 1, 3 * BLOCK, 3 * BLOCK + 1)] == [None, digest(b"a round"), None]
+
+
+def test_a_chain_must_lead_to_an_authority_by_authorities() -> None:
+    """Not by another learner: its certificate signs no certificates."""
+    root, middle, key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(3))
+    authority = certificate("root", root, ("root", root), ca=True)
+    signature = sign(key, SAID.content)
+
+    def signer(*between: x509.Certificate, moment: datetime = NOW) -> x509.Certificate:
+        own = certificate("north", key, ("middle", middle), ca=None)
+        return Signed(SAID, pem(own, *between), signature).signer(pem(authority), moment)
+
+    good = certificate("middle", middle, ("root", root), ca=True)
+    assert signer(good).subject.rfc4514_string() == "CN=north"
+    wrong = [
+        (),
+        (certificate("middle", middle, ("root", root), ca=False),),
+        (certificate("middle", middle, ("root", root), ca=None),),
+        (certificate("middle", middle, ("middle", middle), ca=True),),
+        (certificate("middle", middle, ("root", root), ca=True, begins=NOW - timedelta(days=9)),),
+    ]
+    for between in wrong:
+        with pytest.raises(StrangerError, match="do not lead to an authority"):
+            signer(*between)
+    with pytest.raises(StrangerError, match="do not lead to an authority"):
+        signer(good, moment=NOW + timedelta(days=3))
+
+
+def test_a_key_that_cannot_sign_is_refused() -> None:
+    with pytest.raises(NotReady, match="must be of an elliptic curve, Ed25519 or RSA"):
+        sign(dsa.generate_private_key(2048), b"")
+
+
+def test_who_signs_is_of_the_deployment_and_not_revoked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids, others = Identities(tmp_path / "ours"), Identities(tmp_path / "theirs")
+    north, south = ids.of("learner/north"), ids.of("learner/south")
+    signed = north.signed(SAID)
+
+    def refused(believer: Credentials, error: type[SottovoceError], why: str) -> None:
+        with pytest.raises(error, match=why):
+            believer.signer(signed)
+
+    assert str(south.signer(signed)) == "learner/north"
+    refused(others.of("learner/south"), StrangerError, "do not lead to an authority")
+    with monkeypatch.context() as patched:
+        patched.setattr(Elsewhen, "off", timedelta(days=91))
+        patched.setattr(credentials, "datetime", Elsewhen)
+        refused(south, StrangerError, "do not lead to an authority")
+    ids.authority.revoke("learner/north")
+    folder = ids.at("learner/south")
+    (folder / "crl.pem").write_bytes((ids.authority.folder / "crl.pem").read_bytes())
+    refused(south, StrangerError, "revoked")
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"sender": 1, "digests": UNSAID}, "must carry block and sender"),
+        ({"block": 1, "digests": UNSAID}, "must carry block and sender"),
+        ({"block": 1, "sender": 1, "digests": UNSAID[1:]}, "bytes of digests"),
+        ({"block": 1, "sender": 1, "digests": UNSAID, "certificates": bytes(65_537)}, "bytes of digests"),
+    ],
+)
+def test_what_is_no_signature_is_refused(fields: dict[str, object], why: str) -> None:
+    said = learner_pb2.ExchangeMessage(signature=learner_pb2.Signature(**fields))  # type: ignore[arg-type]
+    with pytest.raises(RemoteProtocolError, match=why):
+        Signed.decode("run-1", said.SerializeToString())
+
+
+def test_other_messages_are_no_signatures() -> None:
+    for payload in (b"", b"\x1a", b"\x1a\xff", b"\x12\x00", bytes(100), b"\x1a" + bytes(2**20)):
+        with pytest.raises(RemoteProtocolError):
+            Signed.decode("run-1", payload)

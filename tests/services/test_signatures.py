@@ -1,0 +1,175 @@
+"""Signed rounds over real channels: what a capture then proves, and what becomes of a forgery."""
+
+from __future__ import annotations
+
+import asyncio
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from sottovoce.errors import CaptureError, NotReady
+from sottovoce.spec import RunSpec
+from sottovoce_client.running.operate import Outcome
+from sottovoce_client.transcripts.verify import read, verify
+from sottovoce_eavesdropper import relay
+from sottovoce_eavesdropper.reading import open_capture
+from sottovoce_eavesdropper.records import CaptureFile
+from sottovoce_learner.session import Session
+from sottovoce_rpc.credentials import AUTHORITIES
+from sottovoce_rpc.learner_status import LearnerState
+from sottovoce_rpc.signatures import BLOCK, Signed, Statement, digest, is_signature
+from tests.examples import made_up, small_spec
+from tests.services.identities import Identities
+from tests.services.network import PATIENCE_S, network
+
+NAMES = ["ann", "ben", "cleo"]
+ROUNDS = 2 * BLOCK + 6
+
+
+def spec_of(capture: str = "relay") -> RunSpec:
+    return small_spec(ROUNDS, NAMES, capture=capture, clock={"deadline_s": PATIENCE_S})
+
+
+def shown(outcome: Outcome, ids: Identities) -> tuple[int, str]:
+    console = Console(file=StringIO(), width=120)
+    code = verify(outcome.capture or "", ids.authority.folder / AUTHORITIES, console)
+    return code, console.file.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("capture", ["relay", "mirror"])
+async def test_a_capture_proves_what_was_said(tmp_path: Path, capture: str) -> None:
+    """At the end of a run a relay may hear no last signature any more: what it says was used by then."""
+    ids, spec = Identities(tmp_path / "identities"), spec_of(capture)
+    async with network(tmp_path, NAMES, identities=ids) as up:
+        outcome = await up.run(spec, made_up(spec))
+    assert outcome.state == "finished", outcome.detail
+    found = open_capture(outcome.capture or "")
+    words = read(found, (ids.authority.folder / AUTHORITIES).read_bytes())
+    assert found.facts["noticed_count"] == 0 and found.complete
+    assert {name: len(own.heard) for name, own in words.items()} == dict.fromkeys(NAMES, ROUNDS)
+    assert all(own.evidence in (2 * BLOCK, ROUNDS) for own in words.values())
+    assert not any(own.twice or own.others or own.refused for own in words.values())
+    code, text = shown(outcome, ids)
+    assert code == 0 and "nobody has said two things" in text
+
+
+async def test_without_identities_nothing_is_signed(tmp_path: Path) -> None:
+    spec, ids = spec_of(), Identities(tmp_path / "identities")
+    async with network(tmp_path, NAMES) as up:
+        outcome = await up.run(spec, made_up(spec))
+    code, text = shown(outcome, ids)
+    assert code == 1 and "nothing is signed: the learners had no identities" in text
+    with pytest.raises(NotReady, match="no authorities in"):
+        verify(outcome.capture or "", tmp_path / "none.crt")
+    with pytest.raises(CaptureError, match="is not a capture"):
+        verify(str(tmp_path), ids.authority.folder / AUTHORITIES)
+
+
+async def test_a_learner_that_was_stopped_signs_what_it_said_before(tmp_path: Path) -> None:
+    """In the middle of a block, of which its log has the first half."""
+    ids, spec = Identities(tmp_path / "identities"), spec_of()
+    async with network(tmp_path, NAMES, identities=ids) as up:
+        running = asyncio.ensure_future(up.run(spec, made_up(spec)))
+        await up.until("ben", LearnerState.RUNNING, BLOCK // 2)
+        await up.leave("ben")
+        await up.until_gone("ben")
+        await up.join("ben")
+        outcome = await running
+    assert outcome.state == "finished", outcome.detail
+    words = read(open_capture(outcome.capture or ""), (ids.authority.folder / AUTHORITIES).read_bytes())
+    assert all(own.evidence in (2 * BLOCK, ROUNDS) for own in words.values())
+    assert not any(own.twice or own.others or own.refused for own in words.values())
+
+
+async def test_a_relay_that_says_something_else_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It forwards, in the name of ann, what she has not said; with its own copy of that it fools nobody either."""
+    ids, spec, stop = Identities(tmp_path / "identities"), spec_of(), asyncio.Event()
+    refusals = list[str]()
+
+    def forged(payload: bytes) -> bytes:
+        return payload[:-1] + bytes([payload[-1] ^ 0x80])  # the sign of the last number
+
+    true_pump, true_hear = relay._pump, Session.hear
+
+    async def pump(read: Any, write: Any, note: Any, room: Any) -> None:
+        passed = 0
+
+        async def replaced() -> Any:
+            nonlocal passed
+            payload = await read()
+            passed += 1
+            return forged(payload) if passed == 5 and not is_signature(payload) else payload
+
+        await true_pump(replaced, write, note, room)
+
+    def hear(self: Session, neighbour: int, payload: bytes) -> None:
+        try:
+            true_hear(self, neighbour, payload)
+        except Exception as error:
+            refusals.append(str(error))
+            stop.set()
+            raise
+
+    monkeypatch.setattr(relay, "_pump", pump)
+    monkeypatch.setattr(Session, "hear", hear)
+    async with network(tmp_path, NAMES, identities=ids) as up:
+        outcome = await up.run(spec, made_up(spec), stop)
+    code, text = shown(outcome, ids)
+
+    assert outcome.state != "finished"
+    assert "signed another message of round 3 than came here in its name" in refusals[0]
+    assert code == 1 and "has signed another message of round 3 than passed here: a forgery" in text
+
+
+async def test_who_does_not_sign_is_not_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids, spec, stop = Identities(tmp_path / "identities"), spec_of(), asyncio.Event()
+    true_sign, refusals, true_hear = Session._sign, list[str](), Session.hear
+
+    def sign(self: Session, t: int) -> None:
+        if self.role.name != "ben":
+            true_sign(self, t)
+
+    def hear(self: Session, neighbour: int, payload: bytes) -> None:
+        try:
+            true_hear(self, neighbour, payload)
+        except Exception as error:
+            refusals.append(str(error))
+            stop.set()
+            raise
+
+    monkeypatch.setattr(Session, "_sign", sign)
+    monkeypatch.setattr(Session, "hear", hear)
+    async with network(tmp_path, NAMES, identities=ids) as up:
+        outcome = await up.run(spec, made_up(spec), stop)
+    assert outcome.state != "finished" and set(refusals) == {
+        f"learner 1 must sign what it said from round 0 on before it says round {BLOCK}: is it older than this learner?"
+    }
+
+
+async def test_two_signatures_of_one_round_prove_that_two_things_were_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever records them, and whatever else: nobody but the learner can have made them."""
+    ids, spec = Identities(tmp_path / "identities"), spec_of()
+    true_add, added = CaptureFile.add, list[str]()
+
+    def add(self: CaptureFile, row: Any) -> None:
+        true_add(self, row)
+        if row.kind == "signature" and row.sender == 0 and not added:
+            said = Signed.decode(self.run_id, row.payload).statement
+            other = Statement(said.run_id, 0, said.block, digest(b"another") + said.digests[32:])
+            strangers = ids.of("learner/cleo").signed(other)
+            for each in (ids.of("learner/ann").signed(other), strangers):
+                true_add(self, row._replace(payload=each.encode()))
+            added.append(self.run_id)
+
+    monkeypatch.setattr(CaptureFile, "add", add)
+    async with network(tmp_path, NAMES, identities=ids) as up:
+        outcome = await up.run(spec, made_up(spec))
+    code, text = shown(outcome, ids)
+    assert added and code == 1
+    assert "ann has signed two messages of round 0: it said two things, and cannot deny it" in text
+    assert "ann: 1x refused: a signature of learner/cleo in the name of ann" in text
