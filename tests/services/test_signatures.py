@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,8 @@ async def test_a_capture_proves_what_was_said(tmp_path: Path, capture: str) -> N
     assert not any(own.twice or own.others or own.refused for own in words.values())
     code, text = shown(outcome, ids)
     assert code == 0 and "nobody has said two things" in text
+    code = verify(outcome.capture or "", Identities(tmp_path / "others").authority.folder / AUTHORITIES, Console())
+    assert code == 1
 
 
 async def test_without_identities_nothing_is_signed(tmp_path: Path) -> None:
@@ -64,8 +67,14 @@ async def test_without_identities_nothing_is_signed(tmp_path: Path) -> None:
     assert code == 1 and "nothing is signed: the learners had no identities" in text
     with pytest.raises(NotReady, match="no authorities in"):
         verify(outcome.capture or "", tmp_path / "none.crt")
-    with pytest.raises(CaptureError, match="is not a capture"):
-        verify(str(tmp_path), ids.authority.folder / AUTHORITIES)
+    with pytest.raises(NotReady, match="it holds no certificates"):
+        verify(outcome.capture or "", Path(__file__))
+    with pytest.raises(CaptureError, match="has neither captures nor"):
+        verify(str(ids.folder), ids.authority.folder / AUTHORITIES)
+    for name in ("one", "two"):
+        shutil.copytree(outcome.capture or "", tmp_path / "copies" / name)
+    with pytest.raises(CaptureError, match="must hold one capture, got 2"):
+        verify(str(tmp_path / "copies"), ids.authority.folder / AUTHORITIES)
 
 
 async def test_a_learner_that_was_stopped_signs_what_it_said_before(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from sottovoce.running.policy import Policy, dump_policy
 from sottovoce.spec import RunSpec, code_to_import
 from sottovoce_client.pki import Authority
 from sottovoce_eavesdropper.service import DRAIN_S
-from sottovoce_rpc.credentials import Credentials
+from sottovoce_rpc.credentials import AUTHORITIES, Credentials
 from sottovoce_rpc.tasks import Tasks
 
 _START_S = 300.0
@@ -149,11 +149,12 @@ class LocalServices:
                 await self._announced(process)
 
     def _issue(self, folder: Path) -> None:
-        """An authority, and an identity for each service."""
+        """An authority, and an identity for each service. Its certificate stays with the results, to verify signatures by."""
         authority = Authority.init(folder / "authority", "local")
         learners = (f"learner/{name}" for name in self._spec.names)
         for whom in ("coordinator/local", "eavesdropper/local", "operator/local", *learners):
             authority.issue(whom, folder / whom.replace("/", "-", 1))
+        shutil.copy(authority.folder / AUTHORITIES, self._folder / AUTHORITIES)
 
     def _as(self, identity: str) -> list[str]:
         """The option by which a service has an identity, or the folder where each of its learners finds its own."""

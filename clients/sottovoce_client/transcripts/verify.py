@@ -8,15 +8,17 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
+from cryptography import x509
 from rich.console import Console
 from rich.text import Text
 
 from sottovoce.errors import CaptureError, NotReady, RemoteProtocolError, StrangerError
 from sottovoce.network.roster import names_of
 from sottovoce_client import terminal
+from sottovoce_client.transcripts.query import find
 from sottovoce_client.wording import count
 from sottovoce_eavesdropper.lookout import EXCHANGE
-from sottovoce_eavesdropper.reading import Capture, open_capture
+from sottovoce_eavesdropper.reading import Capture
 from sottovoce_rpc.codec import RoundCodec
 from sottovoce_rpc.credentials import named
 from sottovoce_rpc.principals import Role
@@ -106,7 +108,7 @@ def verify(place: str, authorities: Path, console: Console | None = None) -> int
     """Print what of a capture is signed.
 
     Args:
-        place: a capture: a folder, or a URL.
+        place: a capture, or a folder with one: a path, or a URL.
         authorities: file of those that are believed, PEM.
 
     Returns:
@@ -119,9 +121,14 @@ def verify(place: str, authorities: Path, console: Console | None = None) -> int
     console = console or Console(markup=False, highlight=False)
     try:
         believed = authorities.read_bytes()
-    except OSError as error:
-        raise NotReady(f"no authorities in {authorities}: {error.strerror}") from None
-    found = read(open_capture(place), believed)
+        x509.load_pem_x509_certificates(believed)
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it holds no certificates (PEM)"
+        raise NotReady(f"no authorities in {authorities}: {why}") from None
+    captures = find(place).captures
+    if len(captures) != 1:
+        raise CaptureError(f"{place} must hold one capture, got {len(captures)}: name one")
+    found = read(captures[0], believed)
     table = terminal.table("learner")
     for head in ("rounds heard", "signed", "not signed"):
         table.add_column(head, justify="right")
@@ -134,7 +141,8 @@ def verify(place: str, authorities: Path, console: Console | None = None) -> int
         console.print(Text(line, style="bold red"))
     signed = any(words.signed for words in found.values())
     if not signed:
-        console.print(Text("nothing is signed: the learners had no identities", style="yellow"))
+        nobody = "by nobody whom these authorities know" if wrong else "the learners had no identities"
+        console.print(Text(f"nothing is signed: {nobody}", style="yellow"))
     elif not wrong:
         console.print(Text("nobody has said two things, as far as it is signed", style="green"))
     return 1 if wrong or not signed else 0
