@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from sottovoce.running.run import build_run
 from sottovoce.spec import RunSpec
+from sottovoce_rpc.signatures import BLOCK
 from tests.faults.simulated import anybody_late, decoded, unlike
 from tests.faults.stage import NAMES
 from tests.faults.trial import FEATURES, Said, Trial
@@ -16,9 +17,9 @@ _ROUNDING = 1e-9
 
 def promises(trial: Trial) -> list[str]:
     """What was broken, a sentence each; none: all held."""
-    checks = [_was_struck, _ended, _one_content, _charged, _same_trajectory, _silent, _nothing_left]
+    checks = [_was_struck, _ended, _one_content, _charged, _same_trajectory, _silent, _nothing_left, _one_signed]
     if trial.state == "finished":
-        checks += [_all_heard, _transcribed, _who_is_away, _all_agree, _as_simulated]
+        checks += [_all_heard, _transcribed, _who_is_away, _all_agree, _as_simulated, _proved]
     return [broken for check in checks for broken in check(trial)]
 
 
@@ -86,6 +87,23 @@ def _same_trajectory(trial: Trial) -> Iterator[str]:
         if trial.calm.get((sender, t)) != payload:
             yield f"{NAMES[sender]} said something else in round {t} than in an undisturbed run"
             return
+
+
+def _one_signed(trial: Trial) -> Iterator[str]:
+    """What passed in somebody's name is what it signed, once."""
+    for name, words in trial.signed.items():
+        if wrong := words.twice or words.others:
+            yield f"{name} has signed something else of round {wrong[0]} than it said"
+        yield from (f"a signature of {name} is refused: {why}" for why in words.refused)
+
+
+def _proved(trial: Trial) -> Iterator[str]:
+    """All that was overheard is signed, but for the last block: nobody waits for that at the end."""
+    for name, words in trial.signed.items():
+        whole = last_round(trial.spec, _index(name)) // BLOCK * BLOCK
+        missing = [t for t in words.heard if t < whole and not words.signed.get(t)]
+        if missing and not trial.fault.blind and _index(name) not in _lost(trial.spec):
+            yield f"{len(missing)} rounds of {name} are not signed, the first of them {min(missing)}"
 
 
 def _silent(trial: Trial) -> Iterator[str]:

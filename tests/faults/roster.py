@@ -15,6 +15,7 @@ from sottovoce.errors import NotReady, SpecError, Unavailable
 from sottovoce.network.roster import Absence
 from sottovoce_client.running import known
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
+from sottovoce_rpc.principals import Role
 from sottovoce_rpc.server import channel
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc, learner_pb2, learner_pb2_grpc
 from tests.faults.stage import COORDINATOR, EAVESDROPPER, ENDING_S, NAMES, Stage, TooLate
@@ -45,7 +46,7 @@ _SECOND = 2
 async def _run(stage: Stage) -> coordinator_pb2.Run:
     """The run as its coordinator has it, once that is there."""
     while True:
-        async with channel(stage.address(COORDINATOR)) as to:
+        async with channel(stage.address(COORDINATOR), Role.COORDINATOR, credentials=stage.credentials) as to:
             stub = coordinator_pb2_grpc.CoordinatorStub(to)
             with contextlib.suppress(grpc.aio.AioRpcError):
                 (run,) = (await stub.ListRuns(coordinator_pb2.ListRunsRequest(), timeout=ENDING_S)).runs
@@ -67,12 +68,12 @@ async def _join(stage: Stage, name: str) -> None:
     await _until_so(stage, known.join_run, name)
 
 
-async def _until_so(stage: Stage, ask: Callable[[str, str, str, Console], Awaitable[None]], name: str) -> None:
+async def _until_so(stage: Stage, ask: Callable[..., Awaitable[None]], name: str) -> None:
     """Ask again where nobody has answered, or it could not be now."""
     run_id = (await _run(stage)).run_id
     while not stage.over:
         try:
-            return await ask(stage.address(COORDINATOR), run_id, name, Console(quiet=True))
+            return await ask(stage.address(COORDINATOR), run_id, name, Console(quiet=True), stage.credentials)
         except SpecError:  # it is so: it was asked before
             return
         except (NotReady, Unavailable):
@@ -93,7 +94,7 @@ async def _until_lost(stage: Stage, name: str) -> None:
 async def _until(stage: Stage, name: str, *states: LearnerState) -> None:
     """Until a learner is in one of these states, as it says itself."""
     while True:
-        async with channel(stage.address(name)) as to:
+        async with channel(stage.address(name), Role.LEARNER, name, credentials=stage.credentials) as to:
             answer = await learner_pb2_grpc.LearnerStub(to).Status(learner_pb2.StatusRequest(), timeout=ENDING_S)
         if LearnerStatus.from_wire(answer.status).state in states:
             return

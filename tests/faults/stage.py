@@ -13,10 +13,13 @@ from typing import Any
 
 from sottovoce.spec import RunSpec
 from sottovoce_client.running.summary import Progress
+from sottovoce_rpc.credentials import AUTHORITIES, Credentials
 from tests.examples import ALLOWING_FILE, small_spec
 from tests.faults.link import Link
 from tests.faults.processes import Process, command, free_port
 from tests.faults.victim import Point
+from tests.services.identities import Identities
+from tests.services.network import OPERATOR
 
 NAMES = ("ann", "ben", "cleo")
 COORDINATOR, EAVESDROPPER = "coordinator", "eavesdropper"
@@ -68,6 +71,7 @@ class Stage:
         folder: for everything that they write.
         spec: what is run.
         keyed: the noise follows from a seed.
+        encrypted: all have identities, and learners sign what they say.
         random: whatever is chosen by chance.
         links: to each learner (its name), and from each to the coordinator (`NAME out`); none: there are no links.
         away: who must be away in the end.
@@ -77,6 +81,7 @@ class Stage:
     folder: Path
     spec: RunSpec
     keyed: bool
+    encrypted: bool
     random: Random
     linked: bool
     processes: dict[str, Process] = field(default_factory=dict)
@@ -92,9 +97,12 @@ class Stage:
     _ports: dict[str, int] = field(default_factory=dict)
     _started: int = 0
     _begun: asyncio.Event = field(default_factory=asyncio.Event)
+    _identities: Identities | None = None
 
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True)
+        if self.encrypted:
+            self._identities = Identities(self.folder / "identities")
         self._ports = {name: free_port(self.random) for name in (COORDINATOR, EAVESDROPPER, *NAMES)}
         if self.linked:
             for name in NAMES:
@@ -105,6 +113,16 @@ class Stage:
     def state(self) -> Path:
         """Where learners write."""
         return self.folder / "learners"
+
+    @property
+    def credentials(self) -> Credentials:
+        """Of who starts the run, and owns the learners."""
+        return Credentials() if self._identities is None else self._identities.of(OPERATOR)
+
+    @property
+    def authorities(self) -> bytes:
+        """That are believed; empty: nobody shows who it is."""
+        return b"" if self._identities is None else (self._identities.authority.folder / AUTHORITIES).read_bytes()
 
     def address(self, name: str) -> str:
         """Where a service listens."""
@@ -141,6 +159,9 @@ class Stage:
 
     def _command(self, name: str) -> list[str]:
         here = ["--listen", self.address(name)]
+        if self._identities is not None:
+            role = name if name in (COORDINATOR, EAVESDROPPER) else "learner"
+            here += ["--identity", str(self._identities.at(f"{role}/{name}"))]
         if name == EAVESDROPPER:
             return [name, *here, "--folder", str(self.folder / "captures")]
         if name == COORDINATOR:
@@ -148,6 +169,7 @@ class Stage:
         to = self.links[f"{name} out"].address if self.linked else self.address(COORDINATOR)
         others = ["--advertise", self.links[name].address] if self.linked else []
         noise = ["--noise-seed", NOISE_SEED] if self.keyed else []
+        others += ["--owner", OPERATOR] if self.encrypted else []
         where = [*here, *others, "--state", str(self.state), "--policy", str(ALLOWING_FILE)]
         return ["learner", "--name", name, "--coordinator", to, *where, *noise]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from sottovoce.running.late import on_time
 from sottovoce.running.run import build_run
 from sottovoce.running.simulator import simulate
 from sottovoce.spec import RunSpec
+from sottovoce_client.transcripts.verify import Words
 from sottovoce_rpc.codec import RoundCodec
 from tests.examples import made_up
 from tests.faults.catalogue import EVERY
@@ -77,6 +79,32 @@ def test_a_good_trial_breaks_nothing() -> None:
 def test_whatever_breaks_is_noticed(change: dict[str, Any], words: str) -> None:
     (broken,) = promises(replace(GOOD, **change))
     assert words in broken
+
+
+def signed(rounds: range, what: bytes = b"") -> dict[int, set[bytes]]:
+    return {t: {b"%d" % t + what} for t in rounds}
+
+
+@pytest.mark.parametrize(
+    ("words", "state", "broken"),
+    [
+        (Words(signed(range(80)), signed(range(64))), "finished", []),
+        (Words(signed(range(80)), signed(range(32))), "stopped", []),
+        (
+            Words(signed(range(80)), signed(range(40))),
+            "finished",
+            ["24 rounds of ben are not signed, the first of them 40"],
+        ),
+        (Words(signed(range(80)), signed(range(64), b"x")), "stopped", ["ben has signed something else of round 0"]),
+        (Words(refused=Counter({"nobody": 1})), "stopped", ["a signature of ben is refused: nobody"]),
+    ],
+)
+def test_what_is_signed_is_what_was_said_but_for_the_end(words: Words, state: str, broken: list[str]) -> None:
+    may_end = replace(UNDISTURBED, ends="gone")
+    spec = SPEC.model_copy(update={"rounds": 80})
+    plain = replace(GOOD, fault=may_end, state=state, reason="gone", spec=spec)
+    found = [each for each in promises(replace(plain, signed={"ben": words})) if each not in promises(plain)]
+    assert len(found) == len(broken) and all(part in each for part, each in zip(broken, found, strict=True))
 
 
 LOST = {"learner": "cleo", "first_round": 4, "unheard": {"ann": 2, "ben": 2}}

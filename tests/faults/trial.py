@@ -16,11 +16,13 @@ from sottovoce.errors import CaptureError, DataError, EquivocationError, Sottovo
 from sottovoce.running.run import build_run
 from sottovoce.spec import RunSpec
 from sottovoce_client.running.operate import run_on
+from sottovoce_client.transcripts.verify import Words, read
 from sottovoce_eavesdropper.reading import find_captures
 from sottovoce_eavesdropper.storage import open_folder
 from sottovoce_learner.ledger import Ledger
 from sottovoce_rpc.codec import RoundCodec
 from sottovoce_rpc.learner_status import LearnerStatus
+from sottovoce_rpc.principals import Role
 from sottovoce_rpc.server import channel
 from sottovoce_wire.v1 import learner_pb2, learner_pb2_grpc
 from tests.examples import made_up
@@ -93,6 +95,7 @@ class Trial:
         silent: how many rounds had been said by who must say no more.
         crashed: what ended, or spoke, as only a bug does.
         left: processes that did not end when they were told to.
+        signed: where channels are encrypted, what learners have said and signed, by name.
     """
 
     fault: Fault
@@ -114,6 +117,7 @@ class Trial:
     silent: Mapping[str, int] = field(default_factory=dict)
     crashed: tuple[str, ...] = ()
     left: tuple[str, ...] = ()
+    signed: Mapping[str, Words] = field(default_factory=dict)
 
 
 async def tried(fault: Fault, seed: int, folder: Path, seconds: float, calm: Calm) -> Trial:
@@ -121,7 +125,8 @@ async def tried(fault: Fault, seed: int, folder: Path, seconds: float, calm: Cal
 
     Args:
         fault: what is done.
-        seed: chooses clock (`seed % 2`), noise (`seed // 2 % 2`), moments and victims.
+        seed: chooses clock (`seed % 2`), noise (`seed // 2 % 2`), whether channels are encrypted (one of the two), moments and
+            victims.
         folder: a new one, for all files.
         seconds: that the run lasts by itself.
         calm: the undisturbed runs.
@@ -129,7 +134,8 @@ async def tried(fault: Fault, seed: int, folder: Path, seconds: float, calm: Cal
     spec = spec_of("paced" if seed % 2 else "free", seconds, fault.deadline_s, fault.late, place=fault.place)
     keyed = seed // 2 % 2 == 0
     expected = await calm.of(spec.clock.mode) if keyed and not fault.changing else None
-    stage = Stage(folder, spec, keyed, chance(f"{fault.name} {seed}"), fault.linked)
+    encrypted = (seed % 2 == 0) != keyed
+    stage = Stage(folder, spec, keyed, encrypted, chance(f"{fault.name} {seed}"), fault.linked)
     try:
         return await _found(fault, seed, stage, expected)
     except TooLate:
@@ -146,7 +152,13 @@ async def _found(fault: Fault, seed: int, stage: Stage, calm: Mapping[tuple[int,
             await asyncio.sleep(0)  # what it does before anything is started
             await stage.begin()
             outcome = await run_on(
-                stage.address(COORDINATOR), spec, made_up(spec), stage.look, stage.stop, place=made_up
+                stage.address(COORDINATOR),
+                spec,
+                made_up(spec),
+                stage.look,
+                stage.stop,
+                place=made_up,
+                credentials=stage.credentials,
             )
             stage.over = True
             spec = spec.model_copy(update={"absences": outcome.absences})
@@ -188,6 +200,7 @@ async def _found(fault: Fault, seed: int, stage: Stage, calm: Mapping[tuple[int,
         stage.silent,
         tuple(stage.crashed),
         tuple(left),
+        _signed(stage.folder / "captures", stage.authorities),
     )
 
 
@@ -198,7 +211,7 @@ async def _own(stage: Stage) -> tuple[int, ...]:
         if stage.processes[name].code is not None:
             found.append(-1)
             continue
-        async with channel(stage.address(name)) as to:
+        async with channel(stage.address(name), Role.LEARNER, name, credentials=stage.credentials) as to:
             answer = await learner_pb2_grpc.LearnerStub(to).Status(learner_pb2.StatusRequest(), timeout=ENDING_S)
         found.append(LearnerStatus.from_wire(answer.status).rounds_done)
     return tuple(found)
@@ -214,6 +227,12 @@ def overheard(captures: Path) -> list[Said]:
                 t, sender, _ = codec.decode(payload)
                 found.append((sender, t, payload))
     return found
+
+
+def _signed(captures: Path, authorities: bytes) -> dict[str, Words]:
+    """What a capture proves."""
+    found = list(find_captures(open_folder(captures))) if authorities else []
+    return read(found[0], authorities) if found else {}
 
 
 def _unread(captures: Path, spec: RunSpec, *, blind: bool) -> str:
@@ -285,7 +304,7 @@ class Calm:
     async def _made(self, clock: str) -> Mapping[tuple[int, int], bytes]:
         spec = spec_of(clock, self._seconds, PATIENCE_S)
         folder = self._folder / f"calm-{clock}"
-        trial = await _found(UNDISTURBED, 0, Stage(folder, spec, True, chance(clock), False), None)
+        trial = await _found(UNDISTURBED, 0, Stage(folder, spec, True, False, chance(clock), False), None)
         said = {(sender, t): payload for sender, t, payload in trial.overheard}
         if trial.state != "finished" or len(said) != len(NAMES) * spec.rounds or trial.crashed:
             raise RuntimeError(f"an undisturbed run must finish, got {trial.state} {trial.reason!r} {trial.crashed}")
