@@ -338,14 +338,14 @@ def _parsed(certificate: bytes) -> x509.Certificate:
     """
     try:
         return x509.load_pem_x509_certificate(certificate)
-    except ValueError:
+    except (ValueError, x509.InvalidVersion):
         raise StrangerError("no certificate") from None
 
 
 def _uris(certificate: x509.Certificate) -> list[str]:
     try:
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    except (x509.ExtensionNotFound, x509.DuplicateExtension, ValueError):
+    except (x509.ExtensionNotFound, x509.DuplicateExtension, x509.UnsupportedGeneralNameType, ValueError):
         return []
     return names.get_values_for_type(x509.UniformResourceIdentifier)
 

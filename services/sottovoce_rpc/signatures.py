@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, padding, rsa
 from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes, PublicKeyTypes
 from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature, encode_dss_signature
-from cryptography.x509.verification import Criticality, ExtensionPolicy, PolicyBuilder, Store, VerificationError
+from cryptography.x509.verification import Criticality, ExtensionPolicy, PolicyBuilder, Store
 
 from sottovoce.errors import NotReady, RemoteProtocolError, StrangerError
 from sottovoce_rpc.codec import read_signature
@@ -215,7 +215,7 @@ def _leaf(certificates: bytes, authorities: bytes, moment: datetime) -> x509.Cer
         policy = policy.max_chain_depth(_DEPTH)
         policy = policy.extension_policies(ca_policy=_AUTHORITIES, ee_policy=ExtensionPolicy.permit_all())
         policy.build_client_verifier().verify(own, between)
-    except (ValueError, VerificationError) as error:
+    except Exception as error:  # noqa: BLE001 - a stranger's bytes, in a library with many exceptions of its own
         why = " ".join(str(error).split())[:200]
         raise StrangerError(
             f"a signature whose certificates do not lead to an authority that is believed: {why}"

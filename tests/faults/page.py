@@ -18,15 +18,16 @@ Each try is a run of three learners, a coordinator with `--state` and an eavesdr
 about {seconds:g} s by itself. One thing goes wrong in it, at a moment and to a victim by chance. Half of the tries have a free
 clock, half a paced one. In half of them all processes have identities, channels are encrypted, and learners
 [sign](identities.md#what-is-signed) what they say. In half of them the noise is the operating system's; in the other half it
-follows from a seed, and then every message must be that of an undisturbed run, to the last bit; or, where who takes part or who is
-waited for changes, that of the simulator by the spec as it is in the end, to rounding.
+follows from a seed, and then every message must be that of an undisturbed run, to the last bit; or, where who takes part or who
+is waited for changes, that of the simulator by the spec as it is in the end, to rounding.
 
 After every try: the run has finished, or has ended for the reason that this fault must end it for; nobody has said two things in
 one round, on the wire or in a log; no ledger is below the price of what was overheard, nor, in a run that finished, above that of
 all rounds in which its learner takes part; coordinator and learners say the same; those who are away in the end are those who
 left or were lost, and who was lost says nothing once it knows; the capture is a transcript of the run; no signature in it is of
 anything else than was said, and all of it is signed but for the last block of rounds; no process is left when all were told to
-end, and none has ended or spoken as only a bug does. A promise is *held* where none of this was broken in any try. Code: `tests/faults/`.
+end, and none has ended or spoken as only a bug does. A promise is *held* where none of this was broken in any try. Code:
+`tests/faults/`.
 """
 
 

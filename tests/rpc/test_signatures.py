@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,8 @@ from cryptography.hazmat.primitives.asymmetric import dsa, ec, ed25519, rsa
 from cryptography.hazmat.primitives.asymmetric.types import CertificateIssuerPrivateKeyTypes
 from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509.oid import NameOID
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from sottovoce.errors import NotReady, RemoteProtocolError, SottovoceError, StrangerError
 from sottovoce_rpc import credentials
@@ -165,3 +169,31 @@ def test_other_messages_are_no_signatures() -> None:
     for payload in (b"", b"\x1a", b"\x1a\xff", b"\x12\x00", bytes(100), b"\x1a" + bytes(2**20)):
         with pytest.raises(RemoteProtocolError):
             Signed.decode("run-1", payload)
+
+
+@settings(max_examples=1_500)
+@given(data=st.data())
+def test_whatever_comes_in_place_of_a_signature_is_refused_in_our_words(data: st.DataObject) -> None:
+    """Certificates are a stranger's bytes, too, and their library has exceptions of its own."""
+    signed, authority = _good()
+    own = x509.load_pem_x509_certificate(signed.certificates).public_bytes(Encoding.DER)
+    der = bytearray(own)
+    for _ in range(data.draw(st.integers(1, 4))):
+        der[data.draw(st.integers(0, len(der) - 1))] = data.draw(st.integers(0, 255))
+    text = base64.encodebytes(bytes(der)).decode()
+    forged = f"-----BEGIN CERTIFICATE-----\n{text}-----END CERTIFICATE-----\n".encode()
+    own_first = data.draw(st.booleans())
+    chain = signed.certificates + forged if own_first else forged
+    try:
+        replace(signed, certificates=chain).signer(authority, NOW)
+    except StrangerError:
+        pass
+    else:
+        assert own_first or bytes(der) == own
+
+
+@cache
+def _good() -> tuple[Signed, bytes]:
+    root, key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
+    own = certificate("north", key, ("root", root), ca=None)
+    return Signed(SAID, pem(own), sign(key, SAID.content)), pem(certificate("root", root, ("root", root), ca=True))
