@@ -93,15 +93,31 @@ async def test_a_learner_that_was_stopped_signs_what_it_said_before(tmp_path: Pa
     assert not any(own.twice or own.others or own.refused for own in words.values())
 
 
+def refused(monkeypatch: pytest.MonkeyPatch, stop: asyncio.Event) -> list[str]:
+    """Why a learner did not take in what came, as it comes about; then the run is stopped."""
+    found, true_hear = list[str](), Session.hear
+
+    def hear(self: Session, neighbour: int, payload: bytes) -> None:
+        try:
+            true_hear(self, neighbour, payload)
+        except Exception as error:
+            found.append(str(error))
+            stop.set()
+            raise
+
+    monkeypatch.setattr(Session, "hear", hear)
+    return found
+
+
 async def test_a_relay_that_says_something_else_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It forwards, in the name of ann, what she has not said; with its own copy of that it fools nobody either."""
     ids, spec, stop = Identities(tmp_path / "identities"), spec_of(), asyncio.Event()
-    refusals = list[str]()
+    refusals = refused(monkeypatch, stop)
 
     def forged(payload: bytes) -> bytes:
         return payload[:-1] + bytes([payload[-1] ^ 0x80])  # the sign of the last number
 
-    true_pump, true_hear = relay._pump, Session.hear
+    true_pump = relay._pump
 
     async def pump(read: Any, write: Any, note: Any, room: Any) -> None:
         passed = 0
@@ -114,16 +130,7 @@ async def test_a_relay_that_says_something_else_is_found_out(tmp_path: Path, mon
 
         await true_pump(replaced, write, note, room)
 
-    def hear(self: Session, neighbour: int, payload: bytes) -> None:
-        try:
-            true_hear(self, neighbour, payload)
-        except Exception as error:
-            refusals.append(str(error))
-            stop.set()
-            raise
-
     monkeypatch.setattr(relay, "_pump", pump)
-    monkeypatch.setattr(Session, "hear", hear)
     async with network(tmp_path, NAMES, identities=ids) as up:
         outcome = await up.run(spec, made_up(spec), stop)
     code, text = shown(outcome, ids)
@@ -135,22 +142,13 @@ async def test_a_relay_that_says_something_else_is_found_out(tmp_path: Path, mon
 
 async def test_who_does_not_sign_is_not_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ids, spec, stop = Identities(tmp_path / "identities"), spec_of(), asyncio.Event()
-    true_sign, refusals, true_hear = Session._sign, list[str](), Session.hear
+    true_sign, refusals = Session._sign, refused(monkeypatch, stop)
 
     def sign(self: Session, t: int) -> None:
         if self.role.name != "ben":
             true_sign(self, t)
 
-    def hear(self: Session, neighbour: int, payload: bytes) -> None:
-        try:
-            true_hear(self, neighbour, payload)
-        except Exception as error:
-            refusals.append(str(error))
-            stop.set()
-            raise
-
     monkeypatch.setattr(Session, "_sign", sign)
-    monkeypatch.setattr(Session, "hear", hear)
     async with network(tmp_path, NAMES, identities=ids) as up:
         outcome = await up.run(spec, made_up(spec), stop)
     assert outcome.state != "finished" and set(refusals) == {
