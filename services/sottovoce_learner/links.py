@@ -14,7 +14,7 @@ from typing import Protocol
 
 import grpc
 
-from sottovoce_rpc.signatures import BLOCK
+from sottovoce_learner.signing import signatures_kept
 from sottovoce_rpc.tasks import Tasks
 
 _QUIET_S = 1.0
@@ -38,7 +38,7 @@ class Link:
 
     def __init__(self, keep: int = 2) -> None:
         self._frames: deque[tuple[int, bytes]] = deque(maxlen=keep)
-        self._signatures: deque[tuple[int, Callable[[], bytes]]] = deque(maxlen=keep // BLOCK + 2)
+        self._signatures: deque[tuple[int, Callable[[], bytes]]] = deque(maxlen=signatures_kept(keep))
         self._due: deque[bytes] = deque(maxlen=2 * keep)
         self._stream: _Stream | None = None
         self._displaced: Callable[[], object] = lambda: None
@@ -55,16 +55,15 @@ class Link:
         self._kick()
 
     def sign(self, t: int, signature: Callable[[], bytes]) -> None:
-        """Send a signature behind round t, where the neighbour was told anything of its block.
+        """Send a signature behind round t, of a block in which the neighbour was told anything.
 
         Args:
             t: the round.
             signature: makes it; again where it is said again, for the signer's certificate may have been renewed.
         """
-        if any(t // BLOCK == said // BLOCK for said, _ in self._frames):
-            self._signatures.append((t, signature))
-            self._due.append(signature())
-            self._kick()
+        self._signatures.append((t, signature))
+        self._due.append(signature())
+        self._kick()
 
     def attach(self, stream: _Stream, next_round: int, displaced: Callable[[], object] = lambda: None) -> None:
         """A stream is there, and its other end has heard everything below `next_round`.

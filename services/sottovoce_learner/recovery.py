@@ -84,7 +84,7 @@ class Recovery:
         self.intake.restore(image.taken)
         self.state, self.frames = image.state, deque(image.frames, self.frames.maxlen)
         self.heard = image.heard
-        self.own.restore(image.signed)
+        self.own.restore(image.vouched)
         self.said, self.done = len(counts) + 1, len(counts)
 
     def take(self, entry: Entry) -> None:
@@ -119,7 +119,7 @@ class Recovery:
         self.books.charge(entry.spent)
         self.state = self._having_said(entry, message, said.drawn)
         self.frames.append((t, said.frame))
-        self.own.said(t, digest(said.frame))
+        self.own.said(t, digest(said.frame), self.plan.part(t).told)
         self.said = t + 1
 
     def _having_said(self, entry: Entry, message: Message, drawn: bytes) -> Any:

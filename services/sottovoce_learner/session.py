@@ -222,6 +222,8 @@ class Session:
         for t, frame in self._kept:
             for j in self._plan.part(t).told:
                 self.links[j].say(t, frame)
+        for block in self._own.blocks:
+            t = min(BLOCK * (block + 1), self._said) - 1
             if self._ends_block(t):
                 self._sign(t)
         self._log.reading = None
@@ -246,8 +248,8 @@ class Session:
             self.intake.taken(),
             tuple(self._kept),
             judged,
+            self._own.vouched,
             heard,
-            self._own.blocks,
         )
 
     # ---- what the coordinator and the neighbours bring ----------------------------------------------------
@@ -528,18 +530,19 @@ class Session:
         return t % BLOCK == BLOCK - 1 or t + 1 not in self._attendance
 
     def _sign(self, t: int) -> None:
-        """Tell whoever was told anything of the block that round t is in what was said in it, signed.
+        """Tell whoever was told anything of the block of round t what was said in it, signed.
 
         Raises:
             NotReady: the identity cannot sign.
         """
         if self._unsigned is None:
             return
-        statement = self._own.statement(self.role.run_id, self.role.index, t)
-        for link in self.links.values():
-            link.sign(t, lambda: self._credentials.signed(statement).encode())
-        if self._mirror is not None and (told := self._plan.part(t).told):
-            self._mirror(self._credentials.signed(statement).encode(), list(told))
+        block = t // BLOCK
+        statement, told = self._own.statement(self.role.run_id, self.role.index, block), self._own.told(block)
+        for j in told:
+            self.links[j].sign(t, lambda: self._credentials.signed(statement).encode())
+        if self._mirror is not None and told:
+            self._mirror(self._credentials.signed(statement).encode(), told)
 
     async def _learn(self, t: int) -> None:
         """Take in the round's records, and what was heard in it."""
@@ -578,7 +581,7 @@ class Session:
         self.receipts.now()  # the same sync was theirs
         self._books.charge(after)
         self._kept.append((t, frame))
-        self._own.said(t, digest(frame))
+        self._own.said(t, digest(frame), self._plan.part(t).told)
         self._said = t + 1
         self._messages += receivers
         self._bytes += len(frame) * receivers

@@ -2,45 +2,82 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import chain
 
 from sottovoce.errors import EquivocationError, RemoteProtocolError
-from sottovoce.running.assembly import Recent
 from sottovoce_rpc.signatures import BLOCK, DIGEST, UNSAID, Statement
 
-Blocks = tuple[tuple[int, bytes], ...]
-"""Digests of what was said, by block."""
+
+@dataclass(frozen=True, slots=True)
+class Vouched:
+    """What `Own` remembers, in a snapshot.
+
+    Attributes:
+        blocks: digests of what was said, by block.
+        told: of each neighbour the last blocks in which it was told anything.
+    """
+
+    blocks: tuple[tuple[int, bytes], ...] = ()
+    told: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
 
 class Own:
     """What this learner said last, as its signatures say it.
+
+    Of each neighbour it remembers the blocks whose signature may not have come, however long ago it was told anything.
 
     Args:
         keep: rounds whose messages a neighbour may lack.
     """
 
     def __init__(self, keep: int) -> None:
-        self._blocks: Recent[int, bytes] = Recent(keep // BLOCK + 2)
+        self._most = signatures_kept(keep)
+        self._blocks: dict[int, bytes] = {}
+        self._told: dict[int, deque[int]] = {}
 
-    def said(self, t: int, digest: bytes) -> None:
-        """A round was said."""
+    def said(self, t: int, digest: bytes, told: Iterable[int]) -> None:
+        """A round was said, to some neighbours."""
         block, k = divmod(t, BLOCK)
+        for j in told:
+            own = self._told.setdefault(j, deque(maxlen=self._most))
+            if block not in own:
+                own.append(block)
+        if block not in self._blocks:
+            needed = set(chain.from_iterable(self._told.values()))
+            self._blocks = {each: known for each, known in self._blocks.items() if each in needed}
         known = self._blocks.get(block, UNSAID)
         self._blocks[block] = known[: DIGEST * k] + digest + known[DIGEST * (k + 1) :]
 
-    def statement(self, run_id: str, sender: int, t: int) -> Statement:
-        """What is signed behind round t."""
-        block = t // BLOCK
+    def statement(self, run_id: str, sender: int, block: int) -> Statement:
+        """What is signed of a block."""
         return Statement(run_id, sender, block, self._blocks[block])
 
-    @property
-    def blocks(self) -> Blocks:
-        """All that is remembered."""
-        return tuple(self._blocks.items())
+    def told(self, block: int) -> list[int]:
+        """Neighbours that were told anything of a block."""
+        return [j for j, own in self._told.items() if block in own]
 
-    def restore(self, blocks: Blocks) -> None:
-        """`blocks` backwards."""
-        self._blocks.update(blocks)
+    @property
+    def blocks(self) -> list[int]:
+        """Those that are remembered, the oldest first."""
+        return sorted(self._blocks)
+
+    @property
+    def vouched(self) -> Vouched:
+        """All that is remembered."""
+        return Vouched(tuple(self._blocks.items()), tuple((j, tuple(own)) for j, own in self._told.items()))
+
+    def restore(self, vouched: Vouched) -> None:
+        """`vouched` backwards."""
+        self._blocks = dict(vouched.blocks)
+        self._told = {j: deque(own, self._most) for j, own in vouched.told}
+
+
+def signatures_kept(keep: int) -> int:
+    """Signatures that a neighbour may lack which may lack so many rounds."""
+    return keep // BLOCK + 2
 
 
 class Unsigned:

@@ -15,7 +15,7 @@ from sottovoce_learner.bodies import Snapshot
 from sottovoce_learner.intake import Taken
 from sottovoce_learner.log import Reading
 from sottovoce_learner.packing import Unpackable, pack, unpack
-from sottovoce_learner.signing import Blocks
+from sottovoce_learner.signing import Vouched
 from sottovoce_learner.store import RunLog
 from sottovoce_rpc.logs import failure
 
@@ -33,8 +33,8 @@ class Image:
         taken: its intake.
         frames: what was said last, by round, as much of it as a neighbour may lack.
         judged: records that it predicted before it learned them: those that it got right, and all.
+        vouched: digests of what it said, in the blocks that it signs or may sign again.
         heard: where rounds may go on without late neighbours, the messages that it used last, as they came.
-        signed: digests of what it said, in the blocks that it signs or may sign again.
     """
 
     state: Any
@@ -43,8 +43,8 @@ class Image:
     taken: Taken
     frames: tuple[tuple[int, bytes], ...]
     judged: tuple[int, int]
+    vouched: Vouched
     heard: tuple[bytes, ...] = ()
-    signed: Blocks = ()
 
 
 def named(run: Run) -> dict[str, object]:

@@ -20,7 +20,7 @@ def frame(t: int, what: str = "") -> bytes:
 def said(rounds: range, what: str = "") -> Own:
     own = Own(keep=2 * BLOCK)
     for t in rounds:
-        own.said(t, digest(frame(t, what)))
+        own.said(t, digest(frame(t, what)), [2, 5])
     return own
 
 
@@ -34,7 +34,7 @@ def heard(rounds: range) -> Unsigned:
 
 def test_a_block_is_signed_whole_or_as_far_as_it_was_said() -> None:
     own = said(range(BLOCK + 3))
-    whole, part = own.statement("run", 1, BLOCK - 1), own.statement("run", 1, BLOCK + 2)
+    whole, part = own.statement("run", 1, 0), own.statement("run", 1, 1)
     assert (whole.block, part.block) == (0, 1)
     assert [whole[t] for t in range(BLOCK)] == [digest(frame(t)) for t in range(BLOCK)]
     assert [part[t] is None for t in range(BLOCK, 2 * BLOCK)] == [False] * 3 + [True] * (BLOCK - 3)
@@ -42,9 +42,18 @@ def test_a_block_is_signed_whole_or_as_far_as_it_was_said() -> None:
 
 def test_what_was_said_long_ago_is_forgotten_and_what_is_remembered_comes_back() -> None:
     own, again = said(range(10 * BLOCK)), Own(keep=2 * BLOCK)
-    again.restore(own.blocks)
-    assert [block for block, _ in own.blocks] == [6, 7, 8, 9]
-    assert again.statement("run", 1, 9 * BLOCK) == own.statement("run", 1, 9 * BLOCK)
+    again.restore(own.vouched)
+    assert own.blocks == again.blocks == [6, 7, 8, 9]
+    assert again.statement("run", 1, 9) == own.statement("run", 1, 9)
+    assert again.vouched == own.vouched and again.told(9) == [2, 5]
+
+
+def test_of_a_neighbour_that_hears_seldom_the_last_block_is_remembered_however_old() -> None:
+    own = Own(keep=1)
+    for t in range(10 * BLOCK):
+        own.said(t, digest(frame(t)), [2] if t != 3 else [2, 7])
+    assert own.blocks == [0, 8, 9] and own.told(0) == [7] and own.told(9) == [2]
+    assert own.statement("run", 1, 0)[3] == digest(frame(3))
 
 
 def test_a_neighbour_signs_a_block_before_it_says_anything_of_another() -> None:
@@ -96,10 +105,9 @@ async def test_on_a_new_stream_signatures_stand_where_they_did(rounds: int, lack
         if t % told == 0:
             link.say(t, frame(t))
             due.append((t, frame(t)))
-        if t % BLOCK == BLOCK - 1:
+        if t % BLOCK == BLOCK - 1 and any(each // BLOCK == t // BLOCK for each, _ in due):
             link.sign(t, lambda t=t: b"signature %d" % t)  # type: ignore[misc]
-            if any(each // BLOCK == t // BLOCK for each, _ in due):
-                due.append((t, b"signature %d" % t))
+            due.append((t, b"signature %d" % t))
         await link.flushed()
     assert first.written == [payload for _, payload in due]
 

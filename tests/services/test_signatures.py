@@ -23,8 +23,10 @@ from sottovoce_rpc.credentials import AUTHORITIES
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_rpc.signatures import BLOCK, Signed, Statement, digest, is_signature
 from tests.examples import made_up, small_spec
+from tests.gossip import gossip_spec
 from tests.services.identities import Identities
 from tests.services.network import PATIENCE_S, network
+from tests.services.test_changing import ways
 
 NAMES = ["ann", "ben", "cleo"]
 ROUNDS = 2 * BLOCK + 6
@@ -90,6 +92,31 @@ async def test_a_learner_that_was_stopped_signs_what_it_said_before(tmp_path: Pa
     assert outcome.state == "finished", outcome.detail
     words = read(open_capture(outcome.capture or ""), (ids.authority.folder / AUTHORITIES).read_bytes())
     assert all(own.evidence in (2 * BLOCK, ROUNDS) for own in words.values())
+    assert not any(own.twice or own.others or own.refused for own in words.values())
+
+
+def seldom() -> RunSpec:
+    """Dan hears ann in rounds 3 and 68 alone."""
+    usual, all_of_them = ways((0, 1), (1, 2), (2, 0)), ways((0, 1), (1, 2), (2, 0), (0, 3), (3, 0))
+    graphs = [all_of_them if t in (3, 68) else usual for t in range(ROUNDS)]
+    topology = {"sequence": {"kind": "periodic", "graphs": graphs}, "weights": "out_degree"}
+    clock = {"mode": "paced", "period_s": 0.02, "window": 7, "deadline_s": PATIENCE_S}
+    return gossip_spec(topology, ROUNDS, [*NAMES, "dan"], capture="relay", clock=clock)
+
+
+async def test_who_is_heard_seldom_signs_what_was_heard_also_after_a_restart(tmp_path: Path) -> None:
+    """By then ann has long forgotten the message that it signs."""
+    ids, spec = Identities(tmp_path / "identities"), seldom()
+    async with network(tmp_path, spec.names, identities=ids) as up:
+        running = asyncio.ensure_future(up.run(spec, made_up(spec)))
+        await up.until("ann", LearnerState.RUNNING, 12)
+        await up.leave("ann")
+        await up.until_gone("ann")
+        await up.join("ann")
+        outcome = await running
+    assert outcome.state == "finished", outcome.detail
+    words = read(open_capture(outcome.capture or ""), (ids.authority.folder / AUTHORITIES).read_bytes())
+    assert {3, 68} < set(words["ann"].heard) and words["ann"].evidence >= 2 * BLOCK
     assert not any(own.twice or own.others or own.refused for own in words.values())
 
 
