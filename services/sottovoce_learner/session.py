@@ -53,7 +53,7 @@ from sottovoce_rpc.codec import RoundCodec
 from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 from sottovoce_rpc.logs import failure, worded_by_us
-from sottovoce_rpc.signatures import BLOCK, Signed, digest, is_signature
+from sottovoce_rpc.signatures import BLOCK, Signed, Statement, digest, is_signature
 from sottovoce_rpc.specs import check_size
 from sottovoce_rpc.tasks import beside
 from sottovoce_rpc.waiting import Cause, Waiting
@@ -538,11 +538,25 @@ class Session:
         if self._unsigned is None:
             return
         block = t // BLOCK
-        statement, told = self._own.statement(self.role.run_id, self.role.index, block), self._own.told(block)
+        signature, told = (
+            self._signature(self._own.statement(self.role.run_id, self.role.index, block)),
+            self._own.told(block),
+        )
         for j in told:
-            self.links[j].sign(t, lambda: self._credentials.signed(statement).encode())
+            self.links[j].sign(t, signature)
         if self._mirror is not None and told:
-            self._mirror(self._credentials.signed(statement).encode(), told)
+            self._mirror(signature(), told)
+
+    def _signature(self, statement: Statement) -> Callable[[], bytes]:
+        """Makes a signature, once for all neighbours, and anew where the identity was renewed since."""
+        made = dict[datetime | None, bytes]()
+
+        def make() -> bytes:
+            if (until := self._credentials.expires) not in made:
+                made[until] = self._credentials.signed(statement).encode()
+            return made[until]
+
+        return make
 
     async def _learn(self, t: int) -> None:
         """Take in the round's records, and what was heard in it."""
