@@ -27,6 +27,7 @@ from sottovoce.errors import (
     EquivocationError,
     NotReady,
     RemoteProtocolError,
+    Rule,
     Unavailable,
 )
 from sottovoce.noise import Noise
@@ -50,6 +51,7 @@ from sottovoce_learner.waiting import Wait, waiting
 from sottovoce_rpc.codec import RoundCodec
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 from sottovoce_rpc.logs import failure, worded_by_us
+from sottovoce_rpc.misconduct import KnownBy, Misconduct
 from sottovoce_rpc.specs import check_size
 from sottovoce_rpc.tasks import beside
 from sottovoce_rpc.waiting import Cause, Waiting
@@ -140,6 +142,7 @@ class Session:
         self._alone = self._full = False
         self._correct = self._seen = 0
         self._messages = self._bytes = self._said = self._done = 0
+        self._rules_broken, self._misconduct = 0, dict[int, Misconduct]()
         self.links = {j: Link(keep) for j in sorted(self._plan.neighbours)}
         self._recover()
         self._pass_absence()
@@ -176,6 +179,7 @@ class Session:
             epsilon_own_budget=self._books.allowance.in_all,
             noise_is_not_private=not self._private,
             prequential_accuracy=self._correct / self._seen if self._seen else None,
+            rules_broken=self._rules_broken,
         )
 
     def _recover(self) -> None:
@@ -279,6 +283,22 @@ class Session:
         self._heard[neighbour, t] = digest
         if complete or self._late_s is not None:
             self._wake()
+
+    def notice(self, neighbour: int, rule: Rule, known_by: KnownBy) -> None:
+        """A neighbour broke a rule: the first time is told at once, and whatever it says later tells nothing new."""
+        self._rules_broken += 1
+        if neighbour in self._misconduct or self.ended:
+            return
+        found = Misconduct(neighbour, self.inbox.next_round(neighbour), rule, known_by)
+        self._misconduct[neighbour] = found
+        told = {"round": found.round, "rule": rule.name.lower(), "known_by": known_by.name.lower()}
+        log.warning("misconduct", learner=self._name, neighbour=neighbour, **told)
+        self._changed.set()
+
+    @property
+    def misconduct(self) -> tuple[Misconduct, ...]:
+        """What was noticed: of each neighbour the first rule that it broke."""
+        return tuple(self._misconduct.values())
 
     def require_own_past(self, neighbour: int, next_round: int) -> None:
         """A neighbour cannot have heard what was never said: our log was set back, and those rounds must not be said again.

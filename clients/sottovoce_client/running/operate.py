@@ -243,7 +243,7 @@ class _Running:
                 try:
                     return feeding.result()
                 except (Unavailable, NotReady):
-                    if self._spec.clock.late != "drop":  # else its coordinator says whether the run goes on without it
+                    if not self._spec.may_lose:  # else its coordinator says whether the run goes on without it
                         raise
 
     async def _until_gone(self, index: int, address: str) -> None:
