@@ -16,7 +16,7 @@ from sottovoce_coordinator.runs import Overhearing, RunBook, RunState, in_short
 from sottovoce_coordinator.store import KeptRun, Store, whatever_disk
 from sottovoce_rpc.directives import Stop
 from sottovoce_rpc.learner_status import LearnerStatus
-from sottovoce_rpc.misconduct import Misconduct
+from sottovoce_rpc.misconduct import noticed_of
 from sottovoce_rpc.specs import spec_to_wire
 from sottovoce_wire.v1 import coordinator_pb2, learner_pb2
 
@@ -119,8 +119,7 @@ class Course:
         state = RunState(coordinator_pb2.RunState.Name(view.state).removeprefix("RUN_STATE_").lower())
         book.restore(state, [LearnerStatus.from_wire(each.status) for each in view.learners], now)
         book.reserved = kept.granted
-        noticed = ((each.noticed_by, Misconduct.from_wire(each)) for each in view.misconduct)
-        book.misconduct = {(by, each.learner): each for by, each in noticed if each is not None}
+        book.misconduct = noticed_of(view)
         return cls(book, view.started_at.ToDatetime(UTC), durable=view.durable, uncaptured=view.capture_error)
 
 

@@ -115,7 +115,7 @@ async def accept(
     if neighbour > session.role.index:
         raise RemoteProtocolError(f"the lower index opens the stream: learner {neighbour} must wait for us")
     await context.write(_hello(session, neighbour))  # before the link's first write: one operation at a time
-    await _hold(session, neighbour, context, next_round, _known_by(caller and caller.role))
+    await _hold(session, neighbour, context, next_round, _known_by(None if caller is None else caller.role))
 
 
 async def keep_open(session: Session, neighbour: Neighbour, credentials: Credentials) -> None:

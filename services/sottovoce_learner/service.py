@@ -44,8 +44,8 @@ from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.directives import Directive, Epoch, Grant, Neighbour, Stop, from_wire
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 from sottovoce_rpc.logs import failure
-from sottovoce_rpc.misconduct import Misconduct
 from sottovoce_rpc.loopback import is_loopback
+from sottovoce_rpc.misconduct import Misconduct
 from sottovoce_rpc.server import HELLO_S, Service, announce, channel, reach, serve_until_stopped, start_server
 from sottovoce_rpc.specs import document_from_wire, plan_hash, require_run_id
 from sottovoce_rpc.status import Ending, answering, as_error

@@ -110,7 +110,7 @@ class Session:
         self.role, self._noise, self._mirror = role, noise, mirror
         spec, index = role.spec, role.index
         run = policy.admit(spec, role.n_features, index, mirrored=mirror is not None)
-        self.algorithm, self.loss = run.algorithm, run.loss
+        self.algorithm, self.loss, self._clipping = run.algorithm, run.loss, run.clipping
         check_size(run.field_shapes)
         self.codec = RoundCodec(run.field_shapes)
         self._state, self._hidden = self.algorithm.start(Who(index)), hides_noise(self.algorithm)
@@ -197,6 +197,7 @@ class Session:
             self._state,
             self._predict_first,
             self._kept,
+            clipping=self._clipping,
         )
         try:
             if (image := read_image(reading, self._named)) is not None:
@@ -503,7 +504,8 @@ class Session:
         self._inputs = Said(b"", tuple(here[j].frame for j in part.heard), self.intake.batches, batch.size)
         self._used = [float(here[j].round) for j in part.heard]
         self._predict_first(self._state, batch)
-        heard = HeardFromNeighbours(part.heard, {j: each.message for j, each in here.items()}, part.own)
+        used = {j: self._clipping.of(j, t, each.message) for j, each in here.items()}
+        heard = HeardFromNeighbours(part.heard, used, part.own)
         self._state = await self._computed(lambda: self.algorithm.listen(self._state, heard, batch))
         self._plan.forget(t)
         self._books.round_over(batch.size)

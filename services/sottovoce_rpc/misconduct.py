@@ -79,3 +79,15 @@ class Misconduct:
 def noticed_in(told: Iterable[coordinator_pb2.Misconduct]) -> tuple[Misconduct, ...]:
     """What is known here of what was told."""
     return tuple(each for each in map(Misconduct.from_wire, told) if each is not None)
+
+
+def noticed_of(run: coordinator_pb2.Run) -> dict[tuple[int, int], Misconduct]:
+    """What learners of a run noticed: by who noticed it, and who did it."""
+    found = ((said.noticed_by, Misconduct.from_wire(said)) for said in run.misconduct)
+    return {(by, each.learner): each for by, each in found if each is not None}
+
+
+def misconduct_lines(run: coordinator_pb2.Run) -> tuple[str, ...]:
+    """The same, as people read it."""
+    names = [each.status.learner for each in run.learners]
+    return tuple(each.in_words(names[whom], names[by]) for (by, whom), each in noticed_of(run).items())

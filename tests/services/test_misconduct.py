@@ -15,6 +15,8 @@ import pytest
 
 from sottovoce.algorithms.interface import Message
 from sottovoce.errors import Rule
+from sottovoce.noise import RecordedNoise
+from sottovoce.running.replay import Replay
 from sottovoce.running.run import build_run
 from sottovoce.spec import RunSpec
 from sottovoce_client.running.operate import Outcome
@@ -30,6 +32,8 @@ from tests.services.identities import Identities
 from tests.services.network import PATIENCE_S, Network, network
 from tests.services.test_roster import COMPLETE, as_amended, noise_for, transcript_of
 
+pytestmark = pytest.mark.misbehaves
+
 NAMES = ["ann", "ben", "cleo", "dora"]
 DORA, T, ROUNDS = 3, 10, 40
 LONG = {"window": 8, "deadline_s": 1000.0}
@@ -44,12 +48,17 @@ def _told(t: int, sender: int, value: float = 0.0) -> bytes:
     return encode_round(t, sender, Message({"y": np.full(3, value)}))
 
 
+def _twice(link: Link, say: Callable[[int, bytes], None], t: int, payload: bytes) -> None:
+    say(t, payload)
+    say(t, _told(t, DORA))
+
+
 WRONG: dict[Rule, Wrong] = {
     Rule.FORM: lambda link, say, t, payload: say(t, payload + b"\0"),
     Rule.NUMBERS: lambda link, say, t, payload: say(t, _told(t, DORA, np.nan)),
     Rule.TURN: lambda link, say, t, payload: say(t, _told(t + 5, DORA)),
     Rule.NAME: lambda link, say, t, payload: say(t, _told(t, 0)),
-    Rule.EQUIVOCATION: lambda link, say, t, payload: (say(t, payload), say(t, _told(t, DORA)))[0],
+    Rule.EQUIVOCATION: _twice,
 }
 
 
@@ -57,7 +66,8 @@ def misbehaving(
     monkeypatch: pytest.MonkeyPatch, wrong: Wrong, to: Collection[int], *, who: str = "dora", t: int = T
 ) -> None:
     """From its first session on, a learner says something wrong in a round to some of its neighbours."""
-    made, once = Session.__init__, []
+    made = Session.__init__
+    once: list[str] = []
 
     def make(session: Session, *args: Any, **more: Any) -> None:
         made(session, *args, **more)
@@ -68,7 +78,10 @@ def misbehaving(
             link = session.links[j]
 
             def say(at: int, payload: bytes, link: Link = link, usual: Any = link.say) -> None:
-                return wrong(link, usual, at, payload) if at == t else usual(at, payload)
+                if at == t:
+                    wrong(link, usual, at, payload)
+                else:
+                    usual(at, payload)
 
             monkeypatch.setattr(link, "say", say)
 
@@ -247,6 +260,50 @@ async def test_who_misbehaves_saves_itself_by_no_accusation(tmp_path: Path, monk
     (absence,) = outcome.absences or ()
     assert absence.learner == "dora"
     is_as_simulated(outcome, spec, noise)
+
+
+# ---- clip ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("policy", "same"), [("clip", True), (None, False)])
+async def test_what_is_clipped_is_clipped_alike_in_the_service_after_a_death_and_in_replay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str | None, same: bool
+) -> None:
+    """Dora says a huge number to all, once; ann is started again after that. What is said then follows by a run that clips."""
+    clock = {"mode": "paced", "period_s": 0.04, "window": 8, "deadline_s": 100.0}
+    spec = spec_of(policy, clock, capture="relay")
+    noise, honest = noise_for(build_run(spec, 3), tmp_path)
+    misbehaving(monkeypatch, lambda link, say, t, payload: say(t, _told(t, DORA, 1e99)), [0, 1, 2])
+    async with network(tmp_path, NAMES, noise=noise) as up:
+        running = asyncio.ensure_future(up.run(spec, made_up(spec)))
+        await up.until("ann", LearnerState.RUNNING, T + 2)
+        await up.leave("ann")
+        await up.until_gone("ann")
+        await up.join("ann", noise)
+        outcome = await running
+    assert (outcome.state, outcome.detail) == ("finished", "")
+    clips = build_run(spec.model_copy(update={"misconduct": "clip"}), 3)
+    said = transcript_of(outcome, clips)
+    assert said.fields["y"][T, DORA].max() == 1e99
+    with np.load(noise) as drawn:
+        drawn_y = drawn["y"]
+    differ = 0.0
+    for i in range(DORA):
+        machine, own = Replay(clips, i), made_up(spec).learners[i]
+        for t in range(ROUNDS):
+            expected = machine.says(RecordedNoise({"y": drawn_y[:, i : i + 1]}))["y"]
+            differ = max(differ, float(np.abs(expected[0] - said.fields["y"][t, i]).max()))
+            machine.step(said.messages(t, i, machine.concerned), own.batch(t))
+    assert (differ < 1e-9) == same
+    assert not np.allclose(said.fields["y"][T + 1, 0], honest.fields["y"][T + 1, 0])  # and it is no small matter
+
+
+async def test_what_cannot_be_clipped_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, ids = spec_of("clip"), Identities(tmp_path / "ids")
+    misbehaving(monkeypatch, WRONG[Rule.NUMBERS], [0])
+    async with network(tmp_path, NAMES, identities=ids) as up:
+        outcome = await up.run(spec, made_up(spec))
+    assert (outcome.state, outcome.detail) == ("failed", words(Rule.NUMBERS, "ann"))
 
 
 # ---- a coordinator that dies in between ------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
@@ -20,6 +20,7 @@ from sottovoce.network.network import Network, PartialNetwork
 from sottovoce.network.roster import Absence, Attendance, Roster
 from sottovoce.privacy.accountant import guarantee
 from sottovoce.privacy.guarantee import Guarantee
+from sottovoce.running.clipping import Clipping, clipping
 from sottovoce.running.late import USED, late_caveats, slots
 from sottovoce.spec import RunSpec
 
@@ -28,13 +29,15 @@ from sottovoce.spec import RunSpec
 class Run:
     """A run that may start: every check of its algorithm has passed.
 
-    `warnings` are the conditions that void a theorem without making the run unsafe.
+    `warnings` are the conditions that void a theorem without making the run unsafe; `clipping` is what becomes of messages
+    before they are used, by whoever hears them.
     """
 
     spec: RunSpec
     network: Network
     algorithm: Algorithm[Any]
     warnings: tuple[Caveat, ...]
+    clipping: Clipping = field(default_factory=Clipping)
 
     @property
     def loss(self) -> Loss:
@@ -180,4 +183,4 @@ def _built(spec: RunSpec, n_features: int) -> Run:
     if spec.clock.hold_s is not None:
         fields = tuple(algorithm.field_shapes())
         warnings = (*warnings, *late_caveats(algorithm.accountant(0), algorithm.name, fields, network))
-    return Run(spec, network, algorithm, warnings)
+    return Run(spec, network, algorithm, warnings, clipping(spec, algorithm))
