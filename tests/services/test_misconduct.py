@@ -38,7 +38,7 @@ NAMES = ["ann", "ben", "cleo", "dora"]
 DORA, T, ROUNDS = 3, 10, 40
 LONG = {"window": 8, "deadline_s": 1000.0}
 """Longer than a test has patience: nothing of what it waits for comes by a deadline."""
-SOON = {"window": 8, "deadline_s": 3.0}
+SOON = {"window": 8, "deadline_s": 10.0}
 
 Wrong = Callable[[Link, Callable[[int, bytes], None], int, bytes], None]
 """What is said in place of a round: the link, its usual way to say something, the round, and its true bytes."""
