@@ -19,6 +19,7 @@ from sottovoce_coordinator.runs import RunState, in_short
 from sottovoce_coordinator.store import Store, whatever_disk
 from sottovoce_rpc.directives import Directive
 from sottovoce_rpc.learner_status import LearnerStatus
+from sottovoce_rpc.misconduct import Misconduct
 from sottovoce_rpc.tasks import Tasks
 from sottovoce_rpc.waiting import Waiting
 
@@ -122,9 +123,16 @@ class Conductor:
 
     # ---- learners -----------------------------------------------------------------------------------------
 
-    def hear(self, course: Course, status: LearnerStatus, waiting: Waiting | None) -> None:
-        """A learner's progress."""
-        course.book.report(status, waiting)
+    def hear(
+        self, course: Course, status: LearnerStatus, waiting: Waiting | None, noticed: Sequence[Misconduct] = ()
+    ) -> None:
+        """A learner's progress, and what it has noticed of its neighbours."""
+        book = course.book
+        known = len(book.misconduct)
+        book.report(status, waiting, noticed)
+        for (_, whom), each in list(book.misconduct.items())[known:]:
+            text = each.in_words(book.run.spec.names[whom], status.learner)
+            log.warning("misconduct", run_id=book.run_id, detail=text)
         course.heard.set()
         self._judged(course)
         if not course.book.ended:
@@ -209,7 +217,8 @@ class Conductor:
             await self.amender.lose(course)
         except SottovoceError as error:
             names = in_short([course.book.run.spec.names[i] for i in sorted(course.book.losing)])
-            self.end(course, RunState.FAILED, f"{names} lost, and the run cannot go on without: {error}")
+            why = f"{names} lost, and the run cannot go on without: {error}"
+            self.end(course, RunState.FAILED, course.book.with_misconduct(why))
         self._judged(course)
 
     # ---- the end ------------------------------------------------------------------------------------------

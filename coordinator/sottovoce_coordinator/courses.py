@@ -16,6 +16,7 @@ from sottovoce_coordinator.runs import Overhearing, RunBook, RunState, in_short
 from sottovoce_coordinator.store import KeptRun, Store, whatever_disk
 from sottovoce_rpc.directives import Stop
 from sottovoce_rpc.learner_status import LearnerStatus
+from sottovoce_rpc.misconduct import noticed_of
 from sottovoce_rpc.specs import spec_to_wire
 from sottovoce_wire.v1 import coordinator_pb2, learner_pb2
 
@@ -78,6 +79,7 @@ class Course:
             durable=self.durable,
             capture_error=self._capture_error,
             attempt=book.attempt,
+            misconduct=[each.to_wire(by) for (by, _), each in book.misconduct.items()],
         )
         if whole:
             run.spec, run.n_features = spec_to_wire(book.run.spec), book.n_features
@@ -117,6 +119,7 @@ class Course:
         state = RunState(coordinator_pb2.RunState.Name(view.state).removeprefix("RUN_STATE_").lower())
         book.restore(state, [LearnerStatus.from_wire(each.status) for each in view.learners], now)
         book.reserved = kept.granted
+        book.misconduct = noticed_of(view)
         return cls(book, view.started_at.ToDatetime(UTC), durable=view.durable, uncaptured=view.capture_error)
 
 
@@ -146,6 +149,7 @@ def taken_up(kept: KeptRun, uncaptured: str) -> KeptRun:
     run.state = coordinator_pb2.RUN_STATE_RUNNING if begun else coordinator_pb2.RUN_STATE_CONNECTING
     run.detail, run.attempt, run.capture_error = "", run.attempt + 1, uncaptured
     run.ClearField("ended_at")
+    run.ClearField("misconduct")  # whoever takes it up knows of it
     for each in run.learners:
         if each.status.state != learner_pb2.LEARNER_STATE_FINISHED:
             each.status.state, each.status.detail = learner_pb2.LEARNER_STATE_CONNECTING, ""

@@ -12,8 +12,10 @@ from sottovoce.network.roster import Attendance
 from sottovoce.running.run import Run
 from sottovoce_coordinator.blame import Standing, blamed, in_words
 from sottovoce_coordinator.clock import RoundClock
+from sottovoce_coordinator.convicting import convicted
 from sottovoce_rpc.directives import Assignment, Directive, Epoch, Grant, Neighbour, Stop
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
+from sottovoce_rpc.misconduct import Misconduct
 from sottovoce_rpc.specs import spec_to_wire
 from sottovoce_rpc.waiting import Cause, Waiting
 
@@ -33,6 +35,8 @@ _RESTING = frozenset({LearnerState.STOPPED, LearnerState.FAILED, LearnerState.BU
 _SILENT = _RESTING | {LearnerState.FINISHED}
 _NAMED = 10
 """Learners that an error names."""
+_NOTICED = 3
+"""Of what was noticed, as much as a text tells."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +73,7 @@ class RunBook:
         away: when the streams of those ended who are gone, by index.
         losing: whom the run is to go on without, by its spec or an operator.
         unsure: who may speak by what a coordinator before this one, or a stream that broke, has told them.
+        misconduct: what was noticed, by who noticed it and who did it.
         reserved: no round from this one on was granted by a coordinator before this one.
     """
 
@@ -86,6 +91,7 @@ class RunBook:
     away: dict[int, datetime] = field(default_factory=dict)
     losing: set[int] = field(default_factory=set)
     unsure: set[int] = field(default_factory=set)
+    misconduct: dict[tuple[int, int], Misconduct] = field(default_factory=dict)
     reserved: int = 0
     clock: RoundClock = field(init=False)
     _announced: int = 1
@@ -124,9 +130,8 @@ class RunBook:
             # An absence that it has passed over may be another one now.
             status = replace(known, rounds_done=min(known.rounds_done, known.rounds_said))
             if i in self.lost:
-                self.statuses[i] = replace(
-                    status, state=LearnerState.STOPPED, detail="lost: the run goes on without it"
-                )
+                detail = self.with_misconduct("lost: the run goes on without it", of=i)
+                self.statuses[i] = replace(status, state=LearnerState.STOPPED, detail=detail)
             elif status.state in _RESTING:
                 self.statuses[i] = replace(status, state=LearnerState.CONNECTING, detail="")
             else:
@@ -267,13 +272,14 @@ class RunBook:
 
     # ---- what learners tell -------------------------------------------------------------------------------
 
-    def report(self, status: LearnerStatus, waiting: Waiting | None = None) -> bool:
+    def report(self, status: LearnerStatus, waiting: Waiting | None = None, noticed: Sequence[Misconduct] = ()) -> bool:
         """Take in a report; True when the grant has grown."""
         index = self.index[status.learner]
         if index in self.lost:
             return False
         self.unsure.discard(index)
         self.statuses[index], self.waits[index] = status, waiting
+        self._note(index, noticed)
         self._judge(status)
         before = self.clock.granted
         if self.state is RunState.CONNECTING and all(
@@ -286,6 +292,34 @@ class RunBook:
         elif self.state is RunState.RUNNING:
             self._progress(index)
         return self.clock.granted > before
+
+    def _note(self, by: int, noticed: Sequence[Misconduct]) -> None:
+        """What a learner has noticed of its neighbours; what it says of others is passed over."""
+        for each in noticed:
+            if each.learner in self._ever[by]:
+                known = replace(each, round=min(each.round, self.run.spec.rounds))
+                self.misconduct.setdefault((by, each.learner), known)
+        if self.misconduct:
+            self._enforce()
+
+    def _enforce(self) -> None:
+        """The run's policy, where it is known who broke a rule."""
+        found = [pair for pair, each in self.misconduct.items() if each.attributed and not self.lost & set(pair)]
+        if self.run.spec.misconduct != "drop":
+            for by, whom in found[:1]:
+                self.end(RunState.FAILED, self._said_of(by, whom))
+        elif self.state is RunState.RUNNING:
+            there = [{j for j in ever if not self._through(j)} for ever in self._ever]
+            self.losing |= convicted(found, there)
+
+    def _said_of(self, by: int, whom: int) -> str:
+        names = self.run.spec.names
+        return self.misconduct[by, whom].in_words(names[whom], names[by])
+
+    def with_misconduct(self, text: str, of: int | None = None) -> str:
+        """A text, and what was noticed of a learner; None: of all who are still in the run."""
+        found = [(by, whom) for by, whom in self.misconduct if (whom not in self.lost if of is None else whom == of)]
+        return "; ".join([text, *(self._said_of(*pair) for pair in found[:_NOTICED])])
 
     def restore(self, state: RunState, statuses: Sequence[LearnerStatus], now: datetime) -> None:
         """Go on where a coordinator before this one was; nobody is there yet, and nobody who was at rest stays so."""
@@ -346,7 +380,8 @@ class RunBook:
         if found == (who,):
             self._lose(found, f"{failed.learner} failed: {failed.detail}")
         elif any((waits := self.waits[i]) is not None and waits.cause is Cause.NEIGHBOUR for i in found):
-            self.end(RunState.FAILED, f"{in_words(standings, found)}: {failed.learner} {failed.detail}")  # a circle
+            why = f"{in_words(standings, found)}: {failed.learner} {failed.detail}"  # a circle
+            self.end(RunState.FAILED, self.with_misconduct(why))
         else:
             self._lose(found, f"{in_words(standings, found)}: {failed.learner} {failed.detail}")
 
@@ -355,7 +390,7 @@ class RunBook:
         if self.run.spec.clock.late == "drop" and self.state is RunState.RUNNING:
             self.losing |= set(learners) - self.lost
         else:
-            self.end(RunState.FAILED, why)
+            self.end(RunState.FAILED, self.with_misconduct(why))
 
     @property
     def standings(self) -> list[Standing]:

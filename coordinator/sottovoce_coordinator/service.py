@@ -21,6 +21,7 @@ from sottovoce_coordinator.store import Store
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.directives import Stop
 from sottovoce_rpc.learner_status import LearnerStatus
+from sottovoce_rpc.misconduct import noticed_in
 from sottovoce_rpc.principals import Role
 from sottovoce_rpc.server import MAX_CONTROL, Service, announce, page, serve_until_stopped, start_server
 from sottovoce_rpc.status import answering
@@ -177,7 +178,8 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
             raise StrangerError(f"a report on this stream must be of learner {member.name!r}, got {status.learner!r}")
         course = self._courses.with_learner(status.run_id, member.name)
         if course is not None and event.report.attempt == course.book.attempt:
-            self._conductor.hear(course, status, Waiting.from_wire(event.report))
+            noticed = noticed_in(event.report.misconduct)
+            self._conductor.hear(course, status, Waiting.from_wire(event.report), noticed)
         elif course is not None:
             self._conductor.rests(course, status)
 

@@ -6,6 +6,19 @@ status codes; the command line prints them in one line and exits with code 2.
 
 from __future__ import annotations
 
+from enum import Enum
+
+
+class Rule(Enum):
+    """What no correct neighbour does, whatever happens to it and to the network between; the value is that, in words."""
+
+    FORM = "something that is no message of the run's fields in its one encoding"
+    NUMBERS = "a number that is not finite, or too large for any parameter"
+    TURN = "a round that was not its turn"
+    NAME = "a message in the name of somebody else"
+    EQUIVOCATION = "two different things in one round"
+    SIGNATURE = "rounds that it did not sign, or with another key"
+
 
 class SottovoceError(Exception):
     """Base of every error that this project raises on purpose."""
@@ -47,7 +60,17 @@ class LocalProtocolError(SottovoceError):
 
 
 class RemoteProtocolError(SottovoceError):
-    """A peer broke the exchange protocol: wrong round, shape, sender, or a non-finite value."""
+    """A peer broke the exchange protocol: wrong round, shape, sender, or a non-finite value.
+
+    Attributes:
+        rule: that it has broken, where that is misconduct; None: a correct peer may get there, too.
+    """
+
+    rule: Rule | None = None
+
+    def __init__(self, text: str, rule: Rule | None = None) -> None:
+        super().__init__(text)
+        self.rule = rule or type(self).rule
 
 
 class StrangerError(RemoteProtocolError):
@@ -56,6 +79,8 @@ class StrangerError(RemoteProtocolError):
 
 class EquivocationError(RemoteProtocolError):
     """A peer said two different things in one round."""
+
+    rule = Rule.EQUIVOCATION
 
 
 class BudgetExhausted(SottovoceError):

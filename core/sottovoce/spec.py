@@ -134,6 +134,11 @@ class RunSpec(Section):
         None  # None, as for mark: what earlier versions wrote stays the same plan
     )
     """relay: every edge passes through the eavesdropper. mirror: learners copy their messages to it."""
+    misconduct: Literal["stop", "drop", "clip"] | None = (
+        None  # None, as for stop: what earlier versions wrote stays the same plan
+    )
+    """A neighbour does what no correct one does. stop: the run fails at once. drop: it goes on without a learner that most of its
+    neighbours accuse. clip: as stop, and numbers beyond what a correct one can say are clipped before they are used."""
     durability: Literal["process", "power"] = "power"
     """What a journaled message survives: kill -9 of the learner, or loss of power (fsync before every send)."""
     telemetry: TelemetrySpec = TelemetrySpec()
@@ -147,6 +152,11 @@ class RunSpec(Section):
     def n_learners(self) -> int:
         """Number of learners."""
         return len(self.names)
+
+    @property
+    def may_lose(self) -> bool:
+        """Whether it may go on without a learner that is lost."""
+        return "drop" in (self.clock.late, self.misconduct)
 
     def budget_of(self, learner: int) -> float | None:
         """Epsilon at which a learner of this index stops speaking; None: there is no limit."""

@@ -19,6 +19,7 @@ from sottovoce_learner.session import Session
 from sottovoce_rpc.codec import from_fields, read_hello, to_fields
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.directives import Neighbour
+from sottovoce_rpc.misconduct import KnownBy
 from sottovoce_rpc.principals import Principal, Role
 from sottovoce_rpc.server import HELLO_S, channel
 from sottovoce_rpc.specs import plan_hash
@@ -114,7 +115,7 @@ async def accept(
     if neighbour > session.role.index:
         raise RemoteProtocolError(f"the lower index opens the stream: learner {neighbour} must wait for us")
     await context.write(_hello(session, neighbour))  # before the link's first write: one operation at a time
-    await _hold(session, neighbour, context, next_round)
+    await _hold(session, neighbour, context, next_round, _known_by(None if caller is None else caller.role))
 
 
 async def keep_open(session: Session, neighbour: Neighbour, credentials: Credentials) -> None:
@@ -128,7 +129,7 @@ async def keep_open(session: Session, neighbour: Neighbour, credentials: Credent
     while not session.silent:
         try:
             async with channel(neighbour.address, *whom, credentials=credentials) as to:  # a new one: it may be renewed
-                await _converse(session, index, to)
+                await _converse(session, index, to, _known_by(whom[0] if credentials.principal else None))
             attempt = 0
         except SottovoceError as error:
             attempt += 1
@@ -136,7 +137,14 @@ async def keep_open(session: Session, neighbour: Neighbour, credentials: Credent
         await asyncio.sleep(_BACKOFF_S[min(attempt, len(_BACKOFF_S) - 1)])
 
 
-async def _converse(session: Session, neighbour: int, to: grpc.aio.Channel) -> None:
+def _known_by(role: Role | None) -> KnownBy:
+    """How it is known that a neighbour speaks: by the role in the certificate of whoever is there; None: it showed none."""
+    if role is None:
+        return KnownBy.NAME
+    return KnownBy.RELAY if role is Role.EAVESDROPPER else KnownBy.CERTIFICATE
+
+
+async def _converse(session: Session, neighbour: int, to: grpc.aio.Channel, known_by: KnownBy) -> None:
     """One stream, from hello to end.
 
     Raises:
@@ -151,7 +159,7 @@ async def _converse(session: Session, neighbour: int, to: grpc.aio.Channel) -> N
         peer, next_round = _greeted(session, await _first(call))
         if peer != neighbour:
             raise StrangerError(f"expected learner {neighbour} at its address, found learner {peer}")
-        await _hold(session, neighbour, call, next_round)
+        await _hold(session, neighbour, call, next_round, known_by)
     except grpc.aio.AioRpcError:
         raise Unavailable((await ending.status()).details() or "the stream broke") from None
     finally:
@@ -175,7 +183,7 @@ async def _first(stream: Any) -> bytes:
     return first
 
 
-async def _hold(session: Session, neighbour: int, stream: Any, next_round: int) -> None:
+async def _hold(session: Session, neighbour: int, stream: Any, next_round: int, known_by: KnownBy) -> None:
     """Use a stream until it ends.
 
     Another stream in this neighbour's name takes its place, and it must end then: the neighbour would wait on it for ever
@@ -189,7 +197,7 @@ async def _hold(session: Session, neighbour: int, stream: Any, next_round: int) 
         async with asyncio.timeout(None) as held:  # no deadline, unless displaced
             link.attach(stream, next_round, lambda: held.reschedule(now()))
             try:
-                await _listen(session, neighbour, stream)
+                await _listen(session, neighbour, stream, known_by)
             finally:
                 link.detach(stream)
                 await link.quiet()
@@ -197,7 +205,16 @@ async def _hold(session: Session, neighbour: int, stream: Any, next_round: int) 
         raise Unavailable(f"another stream of learner {neighbour} took the place of this one") from None
 
 
-async def _listen(session: Session, neighbour: int, stream: Any) -> None:
-    """Take in what comes until the stream ends."""
+async def _listen(session: Session, neighbour: int, stream: Any, known_by: KnownBy) -> None:
+    """Take in what comes until the stream ends.
+
+    Raises:
+        RemoteProtocolError: what came is not what is due.
+    """
     while (payload := await stream.read()) is not grpc.aio.EOF:
-        session.hear(neighbour, payload)
+        try:
+            session.hear(neighbour, payload)
+        except RemoteProtocolError as error:
+            if error.rule is not None:
+                session.notice(neighbour, error.rule, known_by)
+            raise

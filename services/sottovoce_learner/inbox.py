@@ -2,7 +2,8 @@
 
 The rules. A neighbour says each round in which we hear it once, in order. It may be so many rounds ahead of us, never more:
 one where it needs our message of every round to go on, else what the round clock grants beyond the slowest learner.
-Whatever else comes is its error, and changes nothing here.
+Whatever else comes is its error, and changes nothing here. A round that was said before is no misconduct: streams that break and
+are opened again may bring it twice.
 
 Where rounds go on without a neighbour that is late, its messages of rounds that are over still come, in order. The last one that
 is here may stand for the one that is missing, as long as it is not older than the clock lets anybody be ahead.
@@ -13,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Generic, TypeVar
 
-from sottovoce.errors import RemoteProtocolError, StrangerError
+from sottovoce.errors import RemoteProtocolError, Rule, StrangerError
 
 V = TypeVar("V")
 
@@ -71,10 +72,12 @@ class Inbox(Generic[V]):
         """
         due = self.next_round(neighbour)
         if sender != neighbour:
-            raise RemoteProtocolError(f"learner {neighbour} sent a message in the name of learner {sender}")
+            text = f"learner {neighbour} sent a message in the name of learner {sender}"
+            raise RemoteProtocolError(text, Rule.NAME)
         if t != due or t >= self.round + self._ahead:
             raise RemoteProtocolError(
-                f"learner {neighbour} must say round {due} next, got round {t} (we are in round {self.round})"
+                f"learner {neighbour} must say round {due} next, got round {t} (we are in round {self.round})",
+                None if t < due else Rule.TURN,
             )
         self._next[neighbour] = t + 1
         if t < self.round:

@@ -19,6 +19,7 @@ from sottovoce.arrays import Batch
 from sottovoce.errors import DataError
 from sottovoce.network.roster import Attendance
 from sottovoce.running.away import go_on_alone
+from sottovoce.running.clipping import Clipping
 from sottovoce_learner.bodies import Said
 from sottovoce_learner.books import Books
 from sottovoce_learner.entries import Entry, Kind
@@ -47,6 +48,7 @@ class Recovery:
         heard: the messages that were used last, as they came.
         said: rounds that were said.
         done: rounds that were learned, too; one less than `said` until the run is over.
+        clipping: of the run.
     """
 
     algorithm: Algorithm[Any]
@@ -62,6 +64,7 @@ class Recovery:
     heard: tuple[bytes, ...] = ()
     said: int = 0
     done: int = 0
+    clipping: Clipping = field(default_factory=Clipping)
 
     def restore(self, image: Image) -> None:
         """Stand where an image was made, before any entry was taken.
@@ -142,7 +145,8 @@ class Recovery:
         if batch.size != said.records or self.intake.filled <= t:
             raise _unlike(entry, f"{said.records} records in round {t}", f"{batch.size}")
         self.about_to_learn(self.state, batch)
-        self.state = self.algorithm.listen(self.state, HeardFromNeighbours(part.heard, messages, part.own), batch)
+        used = {j: self.clipping.of(j, t, message) for j, message in messages.items()}
+        self.state = self.algorithm.listen(self.state, HeardFromNeighbours(part.heard, used, part.own), batch)
         self.books.round_over(batch.size)
         self.plan.forget(t)
         self.done, self.heard = t + 1, said.heard

@@ -45,6 +45,7 @@ from sottovoce_rpc.directives import Directive, Epoch, Grant, Neighbour, Stop, f
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 from sottovoce_rpc.logs import failure
 from sottovoce_rpc.loopback import is_loopback
+from sottovoce_rpc.misconduct import Misconduct
 from sottovoce_rpc.server import HELLO_S, Service, announce, channel, reach, serve_until_stopped, start_server
 from sottovoce_rpc.specs import document_from_wire, plan_hash, require_run_id
 from sottovoce_rpc.status import Ending, answering, as_error
@@ -391,6 +392,11 @@ class Learner:
         """What it waits for in its run."""
         return self._session.waiting if self._session is not None and self._refused is None else None
 
+    @property
+    def _misconduct(self) -> tuple[Misconduct, ...]:
+        """What it has noticed of its neighbours in its run."""
+        return () if self._session is None or self._refused is not None else self._session.misconduct
+
     async def _obey(self, run_id: str, told: Directive | None) -> None:
         session = self._of_run(run_id)
         match told:
@@ -511,10 +517,11 @@ class Learner:
         pb, last = coordinator_pb2, None
         with contextlib.suppress(grpc.RpcError, grpc.aio.BaseError, grpc.aio.UsageError, asyncio.InvalidStateError):
             while True:
-                if (now := (self.status, self._waiting, self._attempt)) != last:
-                    status, waiting, attempt = now
+                if (now := (self.status, self._waiting, self._attempt, self._misconduct)) != last:
+                    status, waiting, attempt, noticed = now
                     waits = None if waiting is None else waiting.to_wire()
                     report = pb.Report(status=status.to_wire(), waiting=waits, attempt=attempt)
+                    report.misconduct.extend(each.to_wire() for each in noticed)
                     await call.write(pb.Event(report=report))
                     last = now
                 with contextlib.suppress(TimeoutError):

@@ -26,6 +26,7 @@ from sottovoce.errors import (
     EquivocationError,
     NotReady,
     RemoteProtocolError,
+    Rule,
     StrangerError,
     Unavailable,
 )
@@ -53,6 +54,7 @@ from sottovoce_rpc.codec import RoundCodec
 from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 from sottovoce_rpc.logs import failure, worded_by_us
+from sottovoce_rpc.misconduct import KnownBy, Misconduct
 from sottovoce_rpc.signatures import BLOCK, Signed, Statement, digest, is_signature
 from sottovoce_rpc.specs import check_size
 from sottovoce_rpc.tasks import beside
@@ -116,7 +118,7 @@ class Session:
         self.role, self._noise, self._mirror = role, noise, mirror
         spec, index = role.spec, role.index
         run = policy.admit(spec, role.n_features, index, mirrored=mirror is not None)
-        self.algorithm, self.loss = run.algorithm, run.loss
+        self.algorithm, self.loss, self._clipping = run.algorithm, run.loss, run.clipping
         check_size(run.field_shapes)
         self.codec = RoundCodec(run.field_shapes)
         self._state, self._hidden = self.algorithm.start(Who(index)), hides_noise(self.algorithm)
@@ -148,6 +150,7 @@ class Session:
         self._alone = self._full = False
         self._correct = self._seen = 0
         self._messages = self._bytes = self._said = self._done = 0
+        self._rules_broken, self._misconduct = 0, dict[int, Misconduct]()
         self.links = {j: Link(keep) for j in sorted(self._plan.neighbours)}
         self._credentials, self._own = credentials, Own(keep)
         self._unsigned = None if credentials.principal is None else Unsigned()
@@ -186,6 +189,7 @@ class Session:
             epsilon_own_budget=self._books.allowance.in_all,
             noise_is_not_private=not self._private,
             prequential_accuracy=self._correct / self._seen if self._seen else None,
+            rules_broken=self._rules_broken,
         )
 
     def _recover(self) -> None:
@@ -204,6 +208,7 @@ class Session:
             self._own,
             self._predict_first,
             self._kept,
+            clipping=self._clipping,
         )
         try:
             if (image := read_image(reading, self._named)) is not None:
@@ -321,7 +326,24 @@ class Session:
         """
         signer, name = self._credentials.signer(signed), self.role.spec.names[neighbour]
         if (signer.role, signer.name) != (principals.Role.LEARNER, name):
-            raise StrangerError(f"what learner {name!r} says must be signed by itself, got a signature of {signer}")
+            text = f"what learner {name!r} says must be signed by itself, got a signature of {signer}"
+            raise StrangerError(text, Rule.NAME)
+
+    def notice(self, neighbour: int, rule: Rule, known_by: KnownBy) -> None:
+        """A neighbour broke a rule: the first time is told at once, and whatever it says later tells nothing new."""
+        self._rules_broken += 1
+        if neighbour in self._misconduct or self.ended:
+            return
+        found = Misconduct(neighbour, self.inbox.next_round(neighbour), rule, known_by)
+        self._misconduct[neighbour] = found
+        told = {"round": found.round, "rule": rule.name.lower(), "known_by": known_by.name.lower()}
+        log.warning("misconduct", learner=self._name, neighbour=neighbour, **told)
+        self._changed.set()
+
+    @property
+    def misconduct(self) -> tuple[Misconduct, ...]:
+        """What was noticed: of each neighbour the first rule that it broke."""
+        return tuple(self._misconduct.values())
 
     def require_own_past(self, neighbour: int, next_round: int) -> None:
         """A neighbour cannot have heard what was never said: our log was set back, and those rounds must not be said again.
@@ -564,7 +586,8 @@ class Session:
         self._inputs = Said(b"", tuple(here[j].frame for j in part.heard), self.intake.batches, batch.size)
         self._used = [float(here[j].round) for j in part.heard]
         self._predict_first(self._state, batch)
-        heard = HeardFromNeighbours(part.heard, {j: each.message for j, each in here.items()}, part.own)
+        used = {j: self._clipping.of(j, t, each.message) for j, each in here.items()}
+        heard = HeardFromNeighbours(part.heard, used, part.own)
         self._state = await self._computed(lambda: self.algorithm.listen(self._state, heard, batch))
         self._plan.forget(t)
         self._books.round_over(batch.size)

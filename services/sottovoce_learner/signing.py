@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
 
-from sottovoce.errors import EquivocationError, RemoteProtocolError
+from sottovoce.errors import EquivocationError, RemoteProtocolError, Rule
 from sottovoce_rpc.signatures import BLOCK, DIGEST, UNSAID, Statement
 
 
@@ -99,7 +99,8 @@ class Unsigned:
         if waiting and (first := next(iter(waiting))) // BLOCK < t // BLOCK:
             raise RemoteProtocolError(
                 f"learner {neighbour} must sign what it said from round {first} on before it says round {t}: is it older than "
-                "this learner?"
+                "this learner?",
+                Rule.SIGNATURE,
             )
 
     def heard(self, neighbour: int, t: int, digest: bytes) -> None:
@@ -118,12 +119,14 @@ class Unsigned:
             EquivocationError: it has said one thing here, and signed another one.
         """
         if statement.sender != neighbour:
-            raise RemoteProtocolError(f"learner {neighbour} signed in the name of learner {statement.sender}")
+            text = f"learner {neighbour} signed in the name of learner {statement.sender}"
+            raise RemoteProtocolError(text, Rule.NAME)
         waiting = self._heard[neighbour]
         of_block = {t: own for t, own in waiting.items() if t // BLOCK == statement.block}
         for t, own in of_block.items():
             if (said := statement[t]) is None:
-                raise RemoteProtocolError(f"learner {neighbour} did not sign what it said in round {t}")
+                text = f"learner {neighbour} did not sign what it said in round {t}"
+                raise RemoteProtocolError(text, Rule.SIGNATURE)
             if said != own:
                 raise EquivocationError(
                     f"learner {neighbour} signed another message of round {t} than came here in its name: it, or whoever is in "

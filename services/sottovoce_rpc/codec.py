@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 
 from sottovoce.algorithms.interface import Message
 from sottovoce.arrays import FloatArray, IntArray
-from sottovoce.errors import LocalProtocolError, RemoteProtocolError
+from sottovoce.errors import LocalProtocolError, RemoteProtocolError, Rule
 from sottovoce_wire.v1 import learner_pb2, tensor_pb2
 
 _LITTLE = np.dtype("<f8")
@@ -161,13 +161,18 @@ class RoundCodec:
     def _refuse(self, payload: bytes) -> NoReturn:
         """Say what is wrong with bytes of another form, and quote nothing of them: they may be anything."""
         wanted = f"a round of {self.length} bytes, for the fields {self.shapes}"
-        _read(payload, "round", wanted)
-        raise RemoteProtocolError(f"expected {wanted}, got one of {len(payload)} bytes or in another encoding")
+        text = f"expected {wanted}, got one of {len(payload)} bytes or in another encoding"
+        try:
+            _read(payload, "round", wanted)
+        except RemoteProtocolError as error:
+            text = str(error)
+        raise RemoteProtocolError(text, Rule.FORM)
 
     def _out_of_bounds(self, flat: FloatArray) -> RemoteProtocolError:
         wrong = int(np.flatnonzero(~((flat >= -LARGEST) & (flat <= LARGEST)))[0])
         name = next(name for name, _, a, b in self._fields if a <= wrong < b)
-        return RemoteProtocolError(f"field {name!r} must be finite and within {LARGEST:g}, got a number that is not")
+        text = f"field {name!r} must be finite and within {LARGEST:g}, got a number that is not"
+        return RemoteProtocolError(text, Rule.NUMBERS)
 
 
 def _within(values: FloatArray) -> bool:

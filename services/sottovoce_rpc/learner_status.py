@@ -38,6 +38,7 @@ class LearnerStatus:
         epsilon_spent, epsilon_budget: in this run; None: no limit.
         epsilon_elsewhere, epsilon_own_budget: in other runs, and what the owner allows in all of them.
         noise_is_not_private: it is not the operating system's.
+        rules_broken: messages on the channels of neighbours that broke a rule, and changed nothing.
         prequential_accuracy: share of records that were predicted before they were learned; only where the run opted in.
     """
 
@@ -56,6 +57,7 @@ class LearnerStatus:
     epsilon_own_budget: float | None = None
     noise_is_not_private: bool = False
     prequential_accuracy: float | None = None
+    rules_broken: int = 0
 
     @property
     def limit(self) -> float | None:

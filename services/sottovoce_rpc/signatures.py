@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes, Pub
 from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature, encode_dss_signature
 from cryptography.x509.verification import Criticality, ExtensionPolicy, PolicyBuilder, Store
 
-from sottovoce.errors import NotReady, RemoteProtocolError, StrangerError
+from sottovoce.errors import NotReady, RemoteProtocolError, Rule, StrangerError
 from sottovoce_rpc.codec import read_signature
 from sottovoce_wire.v1 import learner_pb2
 
@@ -135,7 +135,7 @@ class Signed:
         """
         found = _leaf(self.certificates, authorities, moment.replace(second=0, microsecond=0))
         if not _holds(found.public_key(), self.signature, self.statement.content):
-            raise StrangerError("a signature that is not of the key of its certificate")
+            raise StrangerError("a signature that is not of the key of its certificate", Rule.SIGNATURE)
         return found
 
 

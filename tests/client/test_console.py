@@ -117,6 +117,29 @@ def test_a_change_of_state_is_said_at_once() -> None:
     assert [line.split()[2] for line in written(console).splitlines()[1:]] == ["connecting", "running"]
 
 
+NOTICED = ("Bergen said a round that was not its turn when round 3 was due, as Aarhus noticed", "and", "so", "on")
+
+
+def test_misconduct_is_said_at_once_and_once() -> None:
+    console = piped()
+    with run_console("run", 500, NAMES, console=console, clock=Clock()) as shown:
+        for known in (0, 1, 1, 3):
+            shown.update(replace(look(1), misconduct=NOTICED[:known]), "running", overheard=0)
+
+    lines = [line for line in written(console).splitlines() if line.startswith("misconduct: ")]
+    assert lines == [f"misconduct: {line}" for line in NOTICED[:3]]
+
+
+def test_the_live_display_has_room_for_misconduct() -> None:
+    console = terminal(width=60, height=20)
+    with run_console("run", 500, [f"ward-{i}" for i in range(40)], console=console, clock=Clock()) as shown:
+        shown.update(replace(look(1, learners=40), misconduct=NOTICED), "running", overheard=0)
+        text = written(console)
+    assert "misconduct: Bergen said a round that was not its turn" in text
+    assert text.count("misconduct: ") == 3
+    assert len(text.splitlines()) <= 20
+
+
 def test_unknown_accuracy_is_left_out() -> None:
     console = piped()
     with run_console("run", 10, NAMES, console=console, clock=Clock()) as shown:
@@ -261,3 +284,9 @@ def test_infinite_claims_are_shown() -> None:
     made = replace(learner("a"), swap_event=Swap(1.0, math.inf, math.inf, np.zeros(500)))
 
     assert "1 of ∞" in printed(summary_of(made))
+
+
+def test_the_summary_says_who_misbehaved() -> None:
+    text = " ".join(printed(summary(misconduct=NOTICED[:1]), width=160).split())
+    assert f"misconduct {NOTICED[0]}" in text
+    assert "misconduct" not in printed(summary())

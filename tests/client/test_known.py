@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from sottovoce.errors import NotReady, Unavailable
+from sottovoce.errors import NotReady, Rule, Unavailable
 from sottovoce_client.running.known import list_runs, rebind, resume_run, show_run, stop_run
 from sottovoce_rpc.learner_status import LearnerState
+from sottovoce_rpc.misconduct import KnownBy
 from tests.examples import made_up, small_spec
 from tests.services.network import network
 
@@ -53,6 +54,27 @@ async def test_runs_are_listed_shown_and_stopped(tmp_path: Path) -> None:
     assert f"{run_id} stopped: stopped by the operator" in text
     assert [line[:2] for line in lines[-2:]] == [[run_id, "stopped"], [done.run_id, "finished"]]
     assert outcome.state == "stopped"
+
+
+async def test_what_learners_noticed_of_each_other_is_shown(tmp_path: Path) -> None:
+    spec = small_spec(1000, NAMES, clock={"mode": "paced", "period_s": 0.05, "deadline_s": 100.0})
+    console, shown = screen()
+    async with network(tmp_path, NAMES) as up:
+        running = asyncio.ensure_future(up.run(spec, made_up(spec)))
+        await up.until("ann", LearnerState.RUNNING, 2)
+        session = up.learners["ann"]._in_run()
+        session.notice(1, Rule.EQUIVOCATION, KnownBy.NAME)
+        async for view in up.watch(session.role.run_id):
+            if view.misconduct:
+                break
+        await show_run(up.coordinator, session.role.run_id, console)
+        await stop_run(up.coordinator, session.role.run_id, console)
+        outcome = await running
+    (line,) = outcome.misconduct
+    assert line.startswith(
+        "somebody in the clear under the name of ben said two different things in one round when round "
+    )
+    assert f"misconduct {line}" in " ".join(shown.getvalue().split())
 
 
 async def test_a_run_that_failed_is_taken_up_again(tmp_path: Path) -> None:

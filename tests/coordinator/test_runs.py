@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
+from sottovoce.errors import Rule
 from sottovoce.network.graphs import Edges
 from sottovoce.running.run import build_run
 from sottovoce_coordinator.runs import Overhearing, RunBook, RunState, missing
 from sottovoce_rpc.directives import Assignment, Directive, Epoch, Grant, Neighbour
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
+from sottovoce_rpc.misconduct import KnownBy, Misconduct
 from sottovoce_rpc.specs import spec_from_wire
 from sottovoce_rpc.waiting import Cause, Waiting
 from tests.examples import small_run
@@ -265,3 +267,63 @@ def test_a_clock_that_waits_for_records_blames_who_has_none() -> None:
     failed = status("a", LearnerState.FAILED, ready=9, detail="waited 60 s for a grant of the coordinator in round 0")
     held.report(failed, Waiting(0, Cause.GRANT))
     assert held.detail.startswith("b has no records for round 0: a waited 60 s")
+
+
+# ---- what learners say of their neighbours ---------------------------------------------------------------------------
+
+
+def triangle(policy: str | None) -> RunBook:
+    return book(misconduct=policy, topology={"graph": "complete"})
+
+
+def of(learner: int, known_by: KnownBy = KnownBy.CERTIFICATE, t: int = 3) -> Misconduct:
+    return Misconduct(learner, t, Rule.TURN, known_by)
+
+
+def test_a_neighbour_that_breaks_a_rule_ends_the_run_whether_it_runs_yet_or_not() -> None:
+    for begun in (False, True):
+        held = triangle(None)
+        if begun:
+            running(held)
+        held.report(status("a", RUNNING), None, [of(1)])
+        assert held.state is RunState.FAILED
+        assert held.detail == "b said a round that was not its turn when round 3 was due, as a noticed"
+
+
+def test_what_is_said_before_the_run_begins_counts_when_it_has() -> None:
+    held = triangle("drop")
+    held.report(status("a", RUNNING), None, [of(1)])
+    held.report(status("c", RUNNING), None, [of(1)])
+    assert (held.state, held.losing) == (RunState.CONNECTING, set())
+    held.report(status("b", RUNNING))
+    held.report(status("a", RUNNING), None, [of(1)])
+    assert (held.state, held.losing) == (RunState.RUNNING, {1})
+
+
+@pytest.mark.parametrize("policy", ["stop", "drop"])
+def test_who_may_be_a_stranger_is_remembered_and_no_more(policy: str) -> None:
+    held = triangle(policy)
+    running(held)
+    for name in "ac":
+        held.report(status(name, RUNNING), None, [of(1, KnownBy.NAME)])
+    assert (held.state, held.losing, len(held.misconduct)) == (RunState.RUNNING, set(), 2)
+    held.report(status("a", LearnerState.FAILED, detail="its disk is gone"))
+    assert held.detail.startswith("a failed: its disk is gone; somebody in the clear under the name of b said a round")
+
+
+def test_the_first_word_on_a_neighbour_stands_and_none_is_on_oneself() -> None:
+    held = triangle("drop")
+    running(held)
+    for t in (3, 4, 10**12):
+        held.report(status("a", RUNNING), None, [of(1, t=t), of(0), of(7)])
+    assert held.misconduct == {(0, 1): of(1)}
+
+
+def test_a_text_tells_the_first_of_many() -> None:
+    held = triangle("drop")
+    running(held)
+    held.report(status("a", RUNNING), None, [of(1), of(2)])
+    held.report(status("b", RUNNING), None, [of(0)])
+    held.report(status("c", RUNNING), None, [of(0, KnownBy.NAME)])
+    assert held.with_misconduct("so").count(" noticed") == 3 < len(held.misconduct)
+    assert held.with_misconduct("so", of=2).count(" noticed") == 1

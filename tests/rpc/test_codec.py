@@ -10,7 +10,7 @@ from hypothesis.extra import numpy as hnp
 
 from sottovoce.algorithms.interface import Message
 from sottovoce.arrays import FloatArray
-from sottovoce.errors import LocalProtocolError, RemoteProtocolError
+from sottovoce.errors import LocalProtocolError, RemoteProtocolError, Rule
 from sottovoce_rpc.codec import (
     LARGEST,
     RoundCodec,
@@ -131,8 +131,9 @@ def test_a_message_has_one_length_whatever_it_says(values: FloatArray, t: int, s
 
 @given(st.binary(max_size=200))
 def test_garbage_is_refused(payload: bytes) -> None:
-    with pytest.raises(RemoteProtocolError):
+    with pytest.raises(RemoteProtocolError) as refused:
         CODEC.decode(payload)
+    assert refused.value.rule is Rule.FORM
 
 
 @given(st.integers(0, 10**6), st.integers(1, 255))
@@ -200,6 +201,7 @@ def test_a_refusal_quotes_no_number() -> None:
     with pytest.raises(RemoteProtocolError) as failure:
         CODEC.decode(said(np.array([123456.75, np.nan, 0.0])))
     assert "123456" not in str(failure.value)
+    assert failure.value.rule is Rule.NUMBERS
 
 
 @pytest.mark.parametrize(
@@ -266,5 +268,7 @@ def test_a_hello_comes_back() -> None:
     ids=["garbage", "nothing", "a round", "no round", "no learner"],
 )
 def test_what_is_no_hello_is_refused(payload: bytes, text: str) -> None:
-    with pytest.raises(RemoteProtocolError, match=text):
+    """And is no misconduct of a neighbour: nobody has said yet who it is."""
+    with pytest.raises(RemoteProtocolError, match=text) as refused:
         read_hello(payload)
+    assert refused.value.rule is None

@@ -225,6 +225,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.misbehaves
 async def test_wrong_messages_end_their_stream_and_nobody_is_harmed(tmp_path: Path) -> None:
     """Somebody who introduces itself as ben displaces his stream; ben opens another, and what was wrong has changed nothing."""
     async with run_that_ends_well(tmp_path, spec_of()) as (up, _, _):
@@ -235,6 +236,7 @@ async def test_wrong_messages_end_their_stream_and_nobody_is_harmed(tmp_path: Pa
             assert text in (failure.details() or "")
 
 
+@pytest.mark.misbehaves
 async def test_another_version_of_a_round_is_called_what_it_is(tmp_path: Path) -> None:
     async with run_that_ends_well(tmp_path, spec_of()) as (up, _, _):
         cleo = up.learners["cleo"]._in_run()
@@ -253,6 +255,7 @@ async def test_another_version_of_a_round_is_called_what_it_is(tmp_path: Path) -
             assert text in (failure.details() or "")
 
 
+@pytest.mark.misbehaves
 async def test_a_second_stream_in_the_same_name_ends_the_first(tmp_path: Path) -> None:
     async with run_that_ends_well(tmp_path, spec_of()) as (up, _, _):
         first = asyncio.ensure_future(exchange(up.addresses["cleo"], introduced(up)))

@@ -151,6 +151,7 @@ async def ended(
     return await up.end(run_id)
 
 
+@pytest.mark.misbehaves
 @pytest.mark.parametrize("wrong", [nan, beyond, early, long])
 async def test_a_neighbour_that_breaks_its_word_is_named_and_other_runs_go_on(
     tmp_path: Path, wrong: Any, monkeypatch: pytest.MonkeyPatch

@@ -35,6 +35,8 @@ LIVE_SECONDS = 0.125
 PLAIN_SECONDS = 2.0
 MOST_ROWS = 16
 """Learners that the final table shows at most."""
+MOST_NOTICED = 3
+"""Lines on misconduct that the live display shows at most."""
 _KINDS = {"consistent": "green", "refuted": "bold red", "open": "yellow"}
 _STATES = {"finished": "bold green", "stopped": "bold yellow", "failed": "bold red"}
 
@@ -113,6 +115,7 @@ class _Lines:
         self._console, self._rounds, self._clock = console, rounds, clock
         self._pace = _Pace(rounds)
         self._said_at, self._said_tenth, self._said_state = clock(), 0, ""
+        self._said_misconduct = 0
 
     def say(self, text: str) -> None:
         # As it is: neither wrapped at the 80 columns that a pipe is said to have, nor coloured, nor read as markup.
@@ -122,9 +125,13 @@ class _Lines:
         self._pace.look(progress)
         now, tenth = self._clock(), 10 * self._pace.done // max(1, self._rounds)
         state = _with_away(state, progress)
-        if now - self._said_at < PLAIN_SECONDS and (tenth, state) == (self._said_tenth, self._said_state):
+        known = (self._said_tenth, self._said_state, self._said_misconduct)
+        if now - self._said_at < PLAIN_SECONDS and (tenth, state, len(progress.misconduct)) == known:
             return
         self._said_at, self._said_tenth, self._said_state = now, tenth, state
+        for line in progress.misconduct[self._said_misconduct :]:
+            self.say(f"misconduct: {line}")
+        self._said_misconduct = len(progress.misconduct)
         self.say("  ".join(self._parts(progress, state, overheard)))
 
     def _parts(self, progress: Progress, state: str, overheard: int) -> Iterator[str]:
@@ -169,7 +176,9 @@ class _Display:
             (self._title, "bold"), ("  ", ""), (_with_away(state, progress), _STATES.get(state, "cyan"))
         )
         said = plural(overheard, "message")
-        return Group(head, self._bar(), self._table(progress), Text(f"{said} overheard", style="magenta"))
+        noticed = [_cut(f"misconduct: {line}") for line in progress.misconduct[:MOST_NOTICED]]
+        overheard_line = Text(f"{said} overheard", style="magenta")
+        return Group(head, self._bar(), self._table(progress), *noticed, overheard_line)
 
     def _bar(self) -> RenderableType:
         row = Table.grid(padding=(0, 2))
@@ -185,7 +194,7 @@ class _Display:
 
     def _table(self, progress: Progress) -> Table:
         table = _table("learner", "round", "accuracy", "ε spent", "ε budget", "messages")
-        fitting = max(3, self._live.console.height - 9)
+        fitting = max(3, self._live.console.height - 9 - min(len(progress.misconduct), MOST_NOTICED))
         cells = zip(progress.rounds, progress.accuracy, progress.epsilon, self._budgets, progress.messages, strict=True)
         rows = list(zip(self._names, cells, strict=True))
         for name, (done, accuracy, spent, budget, messages) in rows[:fitting]:
@@ -197,6 +206,11 @@ class _Display:
         if len(rows) > fitting:
             table.add_row(f"… {len(rows) - fitting} more", style="dim")
         return table
+
+
+def _cut(line: str) -> Text:
+    """On one line of the display, however long it is."""
+    return Text(line, style="bold red", no_wrap=True, overflow="ellipsis")
 
 
 def _with_away(state: str, progress: Progress) -> str:
@@ -281,6 +295,8 @@ def _facts(summary: RunSummary, report: Path | None) -> Iterator[tuple[str, Text
     yield "accuracy", Text(accuracies + (disagree if summary.disagreement is not None else ""))
     if summary.away:
         yield "away", Text("\n".join(summary.away))
+    if summary.misconduct:
+        yield "misconduct", Text("\n".join(summary.misconduct), style="bold red")
     if summary.capture is not None:
         heard = f"{plural(summary.capture.messages, 'message')}, {size(summary.capture.bytes)}, {summary.capture.mode}"
         if whole := whole_line(len(summary.capture.heard), summary.rounds_done):

@@ -63,6 +63,7 @@ def summarise(run: Run, data: PlacedData, outcome: Outcome) -> RunSummary:
         one_way=one_way(run.network),
         away=tuple(map(away_line, run.spec.absences or ())),
         not_captured=tuple(not_captured(outcome)),
+        misconduct=outcome.misconduct,
     )
 
 

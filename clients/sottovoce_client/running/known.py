@@ -18,6 +18,7 @@ from sottovoce_client.running.operate import BY_OPERATOR, RESUME_S
 from sottovoce_client.wording import NOTHING, away_line, count, duration, number
 from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
 from sottovoce_rpc.learner_status import LearnerStatus
+from sottovoce_rpc.misconduct import misconduct_lines
 from sottovoce_rpc.principals import Role
 from sottovoce_rpc.server import channel
 from sottovoce_rpc.status import as_error
@@ -58,6 +59,7 @@ async def show_run(
         "started": _started(run),
         "took": _took(run),
         "rounds": f"{count(_rounds(run))} of {count(planned)}",
+        "misconduct": "\n".join(misconduct_lines(run)),
         "capture": run.capture_location,
     }
     for name, text in told.items():

@@ -21,6 +21,7 @@ from sottovoce_client.running.summary import Progress
 from sottovoce_rpc.codec import from_tensor, to_tensor
 from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
 from sottovoce_rpc.learner_status import LearnerStatus
+from sottovoce_rpc.misconduct import misconduct_lines
 from sottovoce_rpc.principals import Role
 from sottovoce_rpc.server import channel
 from sottovoce_rpc.specs import spec_to_wire
@@ -51,6 +52,7 @@ class Outcome:
         capture: folder of the capture, or its URL; None where nothing was captured.
         capture_error: why the capture could not be written to its end, or be closed; empty: it could.
         absences: who was away when, with those who left or joined while it went on.
+        misconduct: what learners noticed of each other, in words.
         predictions: `(test records,)` labels by each learner on the held-out records; None where they could not be asked.
     """
 
@@ -64,6 +66,7 @@ class Outcome:
     predictions: tuple[FloatArray | None, ...]
     capture_error: str = ""
     absences: tuple[Absence, ...] | None = None
+    misconduct: tuple[str, ...] = ()
 
 
 async def run_on(
@@ -208,6 +211,7 @@ class _Running:
             tuple(predictions),
             last.capture_error,
             self._spec.absences,
+            misconduct_lines(last),
         )
 
     async def _feed(self) -> None:
@@ -243,7 +247,7 @@ class _Running:
                 try:
                     return feeding.result()
                 except (Unavailable, NotReady):
-                    if self._spec.clock.late != "drop":  # else its coordinator says whether the run goes on without it
+                    if not self._spec.may_lose:  # else its coordinator says whether the run goes on without it
                         raise
 
     async def _until_gone(self, index: int, address: str) -> None:
@@ -336,6 +340,7 @@ class _Running:
             messages=tuple(s.messages_sent for s in statuses),
             away=tuple(each.status.learner for each in view.learners if each.HasField("away_since")),
             left=frozenset(i for i in range(len(statuses)) if has_left(self._spec, i)),
+            misconduct=misconduct_lines(view),
         )
 
     async def _predict(self, name: str, address: str) -> FloatArray | None:

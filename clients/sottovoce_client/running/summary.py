@@ -22,6 +22,7 @@ class Progress:
         epsilon: spent.
         messages: sent.
         away: names of learners that are gone, for now or for good.
+        misconduct: what learners noticed of each other, in words.
         left: indices of those who have left, or were lost, and whose rounds do not count any more.
     """
 
@@ -32,6 +33,7 @@ class Progress:
     messages: tuple[int, ...]
     away: tuple[str, ...] = ()
     left: frozenset[int] = frozenset()
+    misconduct: tuple[str, ...] = ()
 
     @property
     def done(self) -> int:
@@ -184,6 +186,7 @@ class RunSummary:
         central_accuracy: of a non-private model trained on all records together.
         warnings: conditions of a theorem that do not hold, by code.
         private_noise: False where a learner's noise came from a recording or a seed.
+        misconduct: what learners noticed of each other, a line on each.
         noticed: by the eavesdropper; None without one, or where its capture cannot be read.
         not_captured: what the capture lacks, a line on each; nothing without one, or where it is complete.
     """
@@ -213,6 +216,7 @@ class RunSummary:
     one_way: tuple[tuple[int, int], ...] = ()
     away: tuple[str, ...] = ()
     not_captured: tuple[str, ...] = ()
+    misconduct: tuple[str, ...] = ()
 
     @property
     def rounds_done(self) -> int:

@@ -153,6 +153,18 @@ class OnLattice(Protocol):
 
 
 @runtime_checkable
+class Clippable(Protocol):
+    """An algorithm whose messages are decisions with noise on them: what no correct learner says can be told, and clipped."""
+
+    def clip_bounds(self, learner: int, t: int) -> Mapping[str, float]:
+        """Of each field of a learner's message of round t, what no number of it exceeds in absolute value.
+
+        But with a probability below `e^-64` a number; `mechanisms.largest_said` says so of Laplace noise.
+        """
+        ...
+
+
+@runtime_checkable
 class WithHiddenNoise(Protocol):
     """An algorithm whose state may hold noise that none of its messages shows: they do not tell the state then."""
 

@@ -16,6 +16,9 @@ import numpy as np
 from sottovoce.arrays import FloatArray, Scalars
 from sottovoce.noise import SMALLEST_SCALE, Draw, Law, Noise, grid, on_grid
 
+_FARTHEST, _ROUNDING = 65.0, 1e-9
+"""Scales that Laplace noise keeps within, with probability above `1 - e^-64`, the lattice included; and of float64, with room."""
+
 
 def say_laplace(noise: Noise, field: str, t: int, vector: FloatArray, scale: Scalars) -> FloatArray:
     """`vector (..., dim)` with independent Laplace noise of this scale on every coordinate.
@@ -50,6 +53,16 @@ def lattice_of(field: str, scale: float) -> dict[str, float]:
     A scale within rounding of a power of two has the finer of the two lattices.
     """
     return {field: float(grid(scale * (1.0 - 1e-9)))} if SMALLEST_SCALE <= scale < math.inf else {}
+
+
+def largest_said(largest: float, scale: float) -> float:
+    """What no number of a vector said by `say_laplace` exceeds, but with probability below `e^-64` each.
+
+    Args:
+        largest: of the vector's own numbers, in absolute value.
+        scale: of the noise; 0: none.
+    """
+    return largest * (1.0 + _ROUNDING) + _FARTHEST * scale
 
 
 def laplace_density(said: FloatArray, vector: FloatArray, scale: Scalars) -> FloatArray:

@@ -106,7 +106,8 @@ class Replay:
         weights = mixing.heard_by(self.learner)
         self.known = all(j in messages and _overheard(messages[j]) for j in weights)
         if self.known:
-            heard = HeardFromNeighbours(weights, messages, float(mixing.own[self.learner]))
+            used = {j: self.run.clipping.of(j, self.t, messages[j]) for j in weights}
+            heard = HeardFromNeighbours(weights, used, float(mixing.own[self.learner]))
             self._state = algorithm.listen(self._spoken, heard, stack(batches))
             self.t += 1
         return self._by_world(density)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
@@ -20,6 +20,7 @@ from sottovoce.network.network import Network, PartialNetwork
 from sottovoce.network.roster import Absence, Attendance, Roster
 from sottovoce.privacy.accountant import guarantee
 from sottovoce.privacy.guarantee import Guarantee
+from sottovoce.running.clipping import Clipping, clipping
 from sottovoce.running.late import USED, late_caveats, slots
 from sottovoce.spec import RunSpec
 
@@ -28,13 +29,15 @@ from sottovoce.spec import RunSpec
 class Run:
     """A run that may start: every check of its algorithm has passed.
 
-    `warnings` are the conditions that void a theorem without making the run unsafe.
+    `warnings` are the conditions that void a theorem without making the run unsafe; `clipping` is what becomes of messages
+    before they are used, by whoever hears them.
     """
 
     spec: RunSpec
     network: Network
     algorithm: Algorithm[Any]
     warnings: tuple[Caveat, ...]
+    clipping: Clipping = field(default_factory=Clipping)
 
     @property
     def loss(self) -> Loss:
@@ -103,11 +106,14 @@ class Run:
 
 
 def _require_droppable(spec: RunSpec, setting: Setting, algorithm: Algorithm[Any]) -> None:
-    """A run that is to go on without a learner that is gone must be one that can; which one it will be is not known.
+    """A run that is to go on without a learner that is lost must be one that can; which one it will be is not known.
 
     Raises:
-        CheckFailed: LATE_DROP.
+        CheckFailed: LATE_DROP or MISCONDUCT_DROP.
     """
+    code, instead = ("LATE_DROP", "clock.late to wait")
+    if spec.misconduct == "drop":
+        code, instead = ("MISCONDUCT_DROP", "misconduct to stop")
     network = setting.network
     whole = network.whole if isinstance(network, PartialNetwork) else network
     gone = Roster(spec.names, [Absence(learner=spec.names[-1], first_round=1)])
@@ -116,9 +122,11 @@ def _require_droppable(spec: RunSpec, setting: Setting, algorithm: Algorithm[Any
         if algorithm.accountant(0).shared:
             raise SpecError("all learners have the same records in all rounds")
         require_noise(algorithm, left, spec)
+        if spec.clock.hold_s is not None:
+            raise SpecError("rounds that go on without late neighbours need one graph for all rounds")
     except SpecError as error:
-        text = f"a run of {algorithm.name} cannot go on without a learner that is gone: {error}; set clock.late to wait"
-        raise CheckFailed("LATE_DROP", text) from None
+        text = f"a run of {algorithm.name} cannot go on without a learner that is gone: {error}; set {instead}"
+        raise CheckFailed(code, text) from None
 
 
 def require_noise(before: Algorithm[Any], after: Algorithm[Any], spec: RunSpec) -> None:
@@ -170,9 +178,9 @@ def _built(spec: RunSpec, n_features: int) -> Run:
     if spec.absences:
         text = "some learners are away in some rounds: the bounds on regret are for all learners in all rounds"
         warnings = (*warnings, Caveat("ABSENCES", text))
-    if spec.clock.late == "drop":
+    if spec.may_lose:
         _require_droppable(spec, setting, algorithm)
     if spec.clock.hold_s is not None:
         fields = tuple(algorithm.field_shapes())
         warnings = (*warnings, *late_caveats(algorithm.accountant(0), algorithm.name, fields, network))
-    return Run(spec, network, algorithm, warnings)
+    return Run(spec, network, algorithm, warnings, clipping(spec, algorithm))

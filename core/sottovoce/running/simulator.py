@@ -67,7 +67,7 @@ def simulate(
         state, message = algorithm.speak(state, noise if there.all() else hushed(noise, there))
         before = algorithm.decision(state)
         mixing = run.network.at(t)
-        heard = HeardByAll(mixing.neighbours, mixing.own, message)
+        heard = HeardByAll(mixing.neighbours, mixing.own, run.clipping.of_all(t, message))
         if used is not None:
             for name, said in earlier.items():
                 said.append(message[name])

@@ -31,7 +31,7 @@ from sottovoce.decision_sets import DecisionSet
 from sottovoce.losses import Loss, mean_gradient
 from sottovoce.network.network import Network
 from sottovoce.noise import Noise
-from sottovoce.noise.mechanisms import laplace_density, lattice_of, say_laplace
+from sottovoce.noise.mechanisms import laplace_density, largest_said, lattice_of, say_laplace
 from sottovoce.privacy.guarantee import Event
 from sottovoce.privacy.regularity import Regularity, regularity_of
 
@@ -106,6 +106,9 @@ class GossipDescent:
 
     def lattice(self, learner: int, t: int) -> dict[str, float]:
         return lattice_of("y", self.noise_scale(learner, t))
+
+    def clip_bounds(self, learner: int, t: int) -> dict[str, float]:
+        return {"y": largest_said(self.decision_set.largest_norm(self.dim), self.noise_scale(learner, t))}
 
     def noise_scale(self, learner: int, t: int) -> float:
         return self.noise[learner](t)

@@ -22,7 +22,7 @@ from sottovoce.algorithms.gradient_descent.algorithm import GossipDescent, State
 from sottovoce.algorithms.interface import Heard, Message, Who
 from sottovoce.arrays import Batch, FloatArray
 from sottovoce.noise import Noise
-from sottovoce.noise.mechanisms import certain_density
+from sottovoce.noise.mechanisms import certain_density, largest_said
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +80,10 @@ class Dpsr:
 
     def lattice(self, learner: int, t: int) -> dict[str, float]:
         return self.descent.lattice(learner, t)
+
+    def clip_bounds(self, learner: int, t: int) -> dict[str, float]:
+        """A share lies between 0 and 1."""
+        return {**self.descent.clip_bounds(learner, t), "e": largest_said(1.0, 0.0)}
 
     def noise_scale(self, learner: int, t: int) -> float:
         return self.descent.noise_scale(learner, t)

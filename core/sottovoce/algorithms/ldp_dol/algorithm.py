@@ -27,7 +27,7 @@ from sottovoce.losses import Loss
 from sottovoce.losses.history import History, start_history
 from sottovoce.network.network import Network
 from sottovoce.noise import Noise
-from sottovoce.noise.mechanisms import laplace_density, lattice_of, say_laplace
+from sottovoce.noise.mechanisms import laplace_density, largest_said, lattice_of, say_laplace
 from sottovoce.privacy.regularity import regularity_of
 
 
@@ -104,6 +104,9 @@ class LdpDol:
 
     def lattice(self, learner: int, t: int) -> dict[str, float]:
         return lattice_of("y", self.noise_scale(learner, t))
+
+    def clip_bounds(self, learner: int, t: int) -> dict[str, float]:
+        return {"y": largest_said(self.decision_set.largest_norm(self.dim), self.noise_scale(learner, t))}
 
     def noise_scale(self, learner: int, t: int) -> float:
         return self._scales(learner).laplace_scale(t)

@@ -21,6 +21,68 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _Rule:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RuleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Rule.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    RULE_UNSPECIFIED: _Rule.ValueType  # 0
+    RULE_FORM: _Rule.ValueType  # 1
+    """No message of the run's fields in its one encoding."""
+    RULE_NUMBERS: _Rule.ValueType  # 2
+    """A number that is not finite, or above 1e100."""
+    RULE_TURN: _Rule.ValueType  # 3
+    """A round later than the one that was due, or further ahead than it may be."""
+    RULE_NAME: _Rule.ValueType  # 4
+    """A message in the name of somebody else."""
+    RULE_EQUIVOCATION: _Rule.ValueType  # 5
+    """Other bytes in a round than it has said before, or signed."""
+    RULE_SIGNATURE: _Rule.ValueType  # 6
+    """A round before it has signed those of the block before, or a signature that is none."""
+
+class Rule(_Rule, metaclass=_RuleEnumTypeWrapper):
+    """What no correct neighbour does: docs/misconduct.md."""
+
+RULE_UNSPECIFIED: Rule.ValueType  # 0
+RULE_FORM: Rule.ValueType  # 1
+"""No message of the run's fields in its one encoding."""
+RULE_NUMBERS: Rule.ValueType  # 2
+"""A number that is not finite, or above 1e100."""
+RULE_TURN: Rule.ValueType  # 3
+"""A round later than the one that was due, or further ahead than it may be."""
+RULE_NAME: Rule.ValueType  # 4
+"""A message in the name of somebody else."""
+RULE_EQUIVOCATION: Rule.ValueType  # 5
+"""Other bytes in a round than it has said before, or signed."""
+RULE_SIGNATURE: Rule.ValueType  # 6
+"""A round before it has signed those of the block before, or a signature that is none."""
+Global___Rule: _TypeAlias = Rule  # noqa: Y015
+
+class _KnownBy:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _KnownByEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_KnownBy.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    KNOWN_BY_UNSPECIFIED: _KnownBy.ValueType  # 0
+    KNOWN_BY_NAME: _KnownBy.ValueType  # 1
+    """It said so, in the clear."""
+    KNOWN_BY_CERTIFICATE: _KnownBy.ValueType  # 2
+    KNOWN_BY_RELAY: _KnownBy.ValueType  # 3
+    """By that of a relay, which passes on what the neighbour says, or something else."""
+
+class KnownBy(_KnownBy, metaclass=_KnownByEnumTypeWrapper):
+    """How a learner knows who spoke."""
+
+KNOWN_BY_UNSPECIFIED: KnownBy.ValueType  # 0
+KNOWN_BY_NAME: KnownBy.ValueType  # 1
+"""It said so, in the clear."""
+KNOWN_BY_CERTIFICATE: KnownBy.ValueType  # 2
+KNOWN_BY_RELAY: KnownBy.ValueType  # 3
+"""By that of a relay, which passes on what the neighbour says, or something else."""
+Global___KnownBy: _TypeAlias = KnownBy  # noqa: Y015
+
 class _WaitCause:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -195,6 +257,7 @@ class Report(_message.Message):
     STATUS_FIELD_NUMBER: _builtins.int
     WAITING_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
+    MISCONDUCT_FIELD_NUMBER: _builtins.int
     attempt: _builtins.int
     """Of the assignment that it is about: what comes late from before the run was taken up again ends it no second time."""
     @_builtins.property
@@ -203,20 +266,63 @@ class Report(_message.Message):
     def waiting(self) -> Global___Wait:
         """What it has waited for, for a second or longer, or gave up waiting for; absent: nothing."""
 
+    @_builtins.property
+    def misconduct(self) -> _containers.RepeatedCompositeFieldContainer[Global___Misconduct]:
+        """Of each neighbour the first rule that it broke in this attempt, as this learner noticed."""
+
     def __init__(
         self,
         *,
         status: _learner_pb2.LearnerStatus | None = ...,
         waiting: Global___Wait | None = ...,
         attempt: _builtins.int = ...,
+        misconduct: _abc.Iterable[Global___Misconduct] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["status", b"status", "waiting", b"waiting"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "status", b"status", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "misconduct", b"misconduct", "status", b"status", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Report: _TypeAlias = Report  # noqa: Y015
+
+@_typing.final
+class Misconduct(_message.Message):
+    """A neighbour broke a rule. It holds nothing of what was said."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEARNER_FIELD_NUMBER: _builtins.int
+    ROUND_FIELD_NUMBER: _builtins.int
+    RULE_FIELD_NUMBER: _builtins.int
+    KNOWN_BY_FIELD_NUMBER: _builtins.int
+    NOTICED_BY_FIELD_NUMBER: _builtins.int
+    learner: _builtins.int
+    """Index of the neighbour."""
+    round: _builtins.int
+    """That was due from it."""
+    rule: Global___Rule.ValueType
+    known_by: Global___KnownBy.ValueType
+    noticed_by: _builtins.int
+    """In a Run: index of who noticed it. In a Report it is the learner of the stream, and this is absent."""
+    def __init__(
+        self,
+        *,
+        learner: _builtins.int = ...,
+        round: _builtins.int = ...,
+        rule: Global___Rule.ValueType = ...,
+        known_by: Global___KnownBy.ValueType = ...,
+        noticed_by: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_noticed_by", b"_noticed_by", "noticed_by", b"noticed_by"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_noticed_by", b"_noticed_by", "known_by", b"known_by", "learner", b"learner", "noticed_by", b"noticed_by", "round", b"round", "rule", b"rule"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__noticed_by: _TypeAlias = _typing.Literal["noticed_by"]  # noqa: Y015
+    _WhichOneofArgType__noticed_by: _TypeAlias = _typing.Literal["_noticed_by", b"_noticed_by"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__noticed_by) -> _WhichOneofReturnType__noticed_by | None: ...
+
+Global___Misconduct: _TypeAlias = Misconduct  # noqa: Y015
 
 @_typing.final
 class Wait(_message.Message):
@@ -793,6 +899,7 @@ class Run(_message.Message):
     DURABLE_FIELD_NUMBER: _builtins.int
     CAPTURE_ERROR_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
+    MISCONDUCT_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     state: Global___RunState.ValueType
     detail: _builtins.str
@@ -823,6 +930,10 @@ class Run(_message.Message):
     def ended_at(self) -> _timestamp_pb2.Timestamp:
         """Absent: it has not ended."""
 
+    @_builtins.property
+    def misconduct(self) -> _containers.RepeatedCompositeFieldContainer[Global___Misconduct]:
+        """What learners noticed of each other since the run was started, or taken up again after it had failed."""
+
     def __init__(
         self,
         *,
@@ -839,10 +950,11 @@ class Run(_message.Message):
         durable: _builtins.bool = ...,
         capture_error: _builtins.str = ...,
         attempt: _builtins.int = ...,
+        misconduct: _abc.Iterable[Global___Misconduct] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ended_at", b"ended_at", "started_at", b"started_at"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "capture_error", b"capture_error", "capture_id", b"capture_id", "capture_location", b"capture_location", "detail", b"detail", "durable", b"durable", "ended_at", b"ended_at", "learners", b"learners", "n_features", b"n_features", "run_id", b"run_id", "spec", b"spec", "started_at", b"started_at", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "capture_error", b"capture_error", "capture_id", b"capture_id", "capture_location", b"capture_location", "detail", b"detail", "durable", b"durable", "ended_at", b"ended_at", "learners", b"learners", "misconduct", b"misconduct", "n_features", b"n_features", "run_id", b"run_id", "spec", b"spec", "started_at", b"started_at", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -415,6 +415,7 @@ class LearnerStatus(_message.Message):
     EPSILON_ELSEWHERE_FIELD_NUMBER: _builtins.int
     EPSILON_OWN_BUDGET_FIELD_NUMBER: _builtins.int
     ROUNDS_SAID_FIELD_NUMBER: _builtins.int
+    RULES_BROKEN_FIELD_NUMBER: _builtins.int
     learner: _builtins.str
     run_id: _builtins.str
     state: Global___LearnerState.ValueType
@@ -440,6 +441,10 @@ class LearnerStatus(_message.Message):
     epsilon_own_budget: _builtins.float
     rounds_said: _builtins.int
     """Rounds whose message is journaled, and so charged and possibly said: `rounds_done` or one more."""
+    rules_broken: _builtins.int
+    """16 to 19 are free for recovery: what it waits for and since when, whether the run is closed, its incarnation.
+    Messages on the channels of neighbours that broke a rule (coordinator.proto), and changed nothing.
+    """
     def __init__(
         self,
         *,
@@ -458,10 +463,11 @@ class LearnerStatus(_message.Message):
         epsilon_elsewhere: _builtins.float = ...,
         epsilon_own_budget: _builtins.float | None = ...,
         rounds_said: _builtins.int = ...,
+        rules_broken: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_epsilon_budget", b"_epsilon_budget", "_epsilon_own_budget", b"_epsilon_own_budget", "_prequential_accuracy", b"_prequential_accuracy", "epsilon_budget", b"epsilon_budget", "epsilon_own_budget", b"epsilon_own_budget", "prequential_accuracy", b"prequential_accuracy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_epsilon_budget", b"_epsilon_budget", "_epsilon_own_budget", b"_epsilon_own_budget", "_prequential_accuracy", b"_prequential_accuracy", "bytes_sent", b"bytes_sent", "detail", b"detail", "epsilon_budget", b"epsilon_budget", "epsilon_elsewhere", b"epsilon_elsewhere", "epsilon_own_budget", b"epsilon_own_budget", "epsilon_spent", b"epsilon_spent", "learner", b"learner", "messages_sent", b"messages_sent", "noise_is_not_private", b"noise_is_not_private", "prequential_accuracy", b"prequential_accuracy", "rounds_done", b"rounds_done", "rounds_said", b"rounds_said", "rounds_with_data", b"rounds_with_data", "run_id", b"run_id", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_epsilon_budget", b"_epsilon_budget", "_epsilon_own_budget", b"_epsilon_own_budget", "_prequential_accuracy", b"_prequential_accuracy", "bytes_sent", b"bytes_sent", "detail", b"detail", "epsilon_budget", b"epsilon_budget", "epsilon_elsewhere", b"epsilon_elsewhere", "epsilon_own_budget", b"epsilon_own_budget", "epsilon_spent", b"epsilon_spent", "learner", b"learner", "messages_sent", b"messages_sent", "noise_is_not_private", b"noise_is_not_private", "prequential_accuracy", b"prequential_accuracy", "rounds_done", b"rounds_done", "rounds_said", b"rounds_said", "rounds_with_data", b"rounds_with_data", "rules_broken", b"rules_broken", "run_id", b"run_id", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__epsilon_budget: _TypeAlias = _typing.Literal["epsilon_budget"]  # noqa: Y015
     _WhichOneofArgType__epsilon_budget: _TypeAlias = _typing.Literal["_epsilon_budget", b"_epsilon_budget"]  # noqa: Y015
