@@ -98,11 +98,14 @@ def _one_signed(trial: Trial) -> Iterator[str]:
 
 
 def _proved(trial: Trial) -> Iterator[str]:
-    """All that was overheard is signed, but for the last block: nobody waits for that at the end."""
+    """All that was overheard is signed, but for the last block, for which nobody waits, and where nobody was left to hear it."""
+    network = build_run(trial.spec, FEATURES).network
     for name, words in trial.signed.items():
-        whole = last_round(trial.spec, _index(name)) // BLOCK * BLOCK
-        missing = [t for t in words.heard if t < whole and not words.signed.get(t)]
-        if missing and not trial.fault.blind and _index(name) not in _lost(trial.spec):
+        index = _index(name)
+        whole = last_round(trial.spec, index) // BLOCK * BLOCK
+        ends = {t: t // BLOCK * BLOCK + BLOCK - 1 for t in words.heard if t < whole and not words.signed.get(t)}
+        missing = [t for t, end in ends.items() if network.heard(end)[index]]
+        if missing and not trial.fault.blind and index not in _lost(trial.spec):
             yield f"{len(missing)} rounds of {name} are not signed, the first of them {min(missing)}"
 
 

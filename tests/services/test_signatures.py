@@ -140,6 +140,7 @@ def refused(monkeypatch: pytest.MonkeyPatch, stop: asyncio.Event) -> list[str]:
     return found
 
 
+@pytest.mark.misbehaves
 async def test_a_relay_that_says_something_else_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It forwards, in the name of ann, what she has not said; with its own copy of that it fools nobody either."""
     ids, spec, stop = Identities(tmp_path / "identities"), spec_of(), asyncio.Event()
@@ -171,6 +172,7 @@ async def test_a_relay_that_says_something_else_is_found_out(tmp_path: Path, mon
     assert code == 1 and "has signed another message of round 3 than passed here: a forgery" in text
 
 
+@pytest.mark.misbehaves
 async def test_who_does_not_sign_is_not_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ids, spec, stop = Identities(tmp_path / "identities"), spec_of(), asyncio.Event()
     true_sign, refusals = Session._sign, refused(monkeypatch, stop)
