@@ -24,7 +24,8 @@ from sottovoce.errors import DataError, SottovoceError
 from sottovoce_client import terminal
 from sottovoce_learner.ledger import Ledger
 from sottovoce_learner.repair import verify
-from sottovoce_rpc.credentials import REVOKED, SOON, Credentials
+from sottovoce_rpc.certificates import AUTHORITIES, CERTIFICATE, REVOKED
+from sottovoce_rpc.credentials import SOON, Credentials
 from sottovoce_rpc.principals import Role
 from sottovoce_rpc.server import channel, reach
 from sottovoce_rpc.status import as_error
@@ -131,6 +132,9 @@ def _identity(credentials: Credentials) -> Iterator[Finding]:
     soon = left < SOON
     text = f"{principal} of {principal.domain}, until {expires:%Y-%m-%d %H:%M} UTC"
     yield Finding("identity", "warning" if soon else "well", f"{text}: renew it" if soon else text)
+    if not credentials.rooted:
+        text = f"{CERTIFICATE} leads to no authority of {AUTHORITIES}: others may refuse it; are those between missing from it?"
+        yield Finding("chain", "warning", text)
     if not (folder / REVOKED).exists():
         yield Finding("revoked", "warning", f"no {REVOKED}: whoever was revoked is still believed here")
 
