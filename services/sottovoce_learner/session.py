@@ -105,7 +105,7 @@ class Session:
         own_budget: float | None = None,
         changed: asyncio.Event | None = None,
     ) -> None:
-        self.role, self._noise, self._mirror = role, noise, mirror
+        self.role, self.policy, self._noise, self._mirror = role, policy, noise, mirror
         spec, index = role.spec, role.index
         run = policy.admit(spec, role.n_features, index, mirrored=mirror is not None)
         self.algorithm, self.loss = run.algorithm, run.loss

@@ -13,6 +13,7 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
 from sottovoce.errors import Unavailable
+from sottovoce.running.policy import Policy
 from sottovoce_client.running.operate import Outcome
 from sottovoce_eavesdropper.records import CaptureFile
 from sottovoce_eavesdropper.relay import Relay
@@ -225,7 +226,8 @@ async def test_a_learner_lets_itself_be_overheard_only_where_the_spec_says_so(
         session.silent = True
         raise Unavailable("nobody is there")
 
-    session = SimpleNamespace(role=SimpleNamespace(spec=small_spec(5, NAMES, capture=capture)), silent=False)
+    role = SimpleNamespace(spec=small_spec(5, NAMES, capture=capture))
+    session = SimpleNamespace(role=role, silent=False, policy=Policy())
     monkeypatch.setattr(exchange, "channel", noting)
     await exchange.keep_open(
         cast(Session, session), Neighbour(1, "mallory", "here:1", 0.5, True, relayed), Credentials()
