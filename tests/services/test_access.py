@@ -24,6 +24,7 @@ from sottovoce_rpc.access import ACCESS
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.directives import Neighbour
 from sottovoce_rpc.principals import Role
+from sottovoce_rpc.status import Ending
 from sottovoce_wire.v1 import coordinator_pb2, eavesdropper_pb2, learner_pb2
 from tests.examples import made_up, small_spec
 from tests.services.identities import Identities, raw_channel
@@ -80,11 +81,12 @@ async def status(up: Network, ids: Identities, house: str, method: str, caller: 
 
 
 async def _first(call: Any) -> grpc.aio.AioRpcError | None:
-    """The failure with which a call ends before it says anything."""
+    """The failure with which a call ends before it says anything: the peer's, not that of a write on its way."""
+    ending = Ending(call)
     try:
         await call.read()
-    except grpc.aio.AioRpcError as error:
-        return error
+    except grpc.aio.AioRpcError:
+        return await ending.status()
     if call.done() and await call.code() is not grpc.StatusCode.OK:
         return await refused(call)
     call.cancel()
