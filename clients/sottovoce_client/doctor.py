@@ -8,7 +8,6 @@ import importlib.util
 import os
 import platform
 import shutil
-import stat
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -27,6 +26,7 @@ from sottovoce_learner.repair import verify
 from sottovoce_rpc.certificates import AUTHORITIES, CERTIFICATE, REVOKED
 from sottovoce_rpc.credentials import SOON, Credentials
 from sottovoce_rpc.principals import Role
+from sottovoce_rpc.private import open_to_others
 from sottovoce_rpc.server import channel, reach
 from sottovoce_rpc.status import as_error
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc
@@ -145,10 +145,8 @@ def _state(folder: Path) -> Iterator[Finding]:
     if not folder.is_dir():
         yield Finding(what, "wrong", "there is no such folder: give what the learner was started with as --state")
         return
-    if (mode := stat.S_IMODE(folder.stat().st_mode)) & 0o077:
-        yield Finding(
-            what, "warning", f"other users may look into it (mode {mode:04o}), and it may hold records: chmod 700 it"
-        )
+    if open_to_others(folder):
+        yield Finding(what, "warning", "other users may look into it, and it may hold records: chmod 700 it")
     if not os.access(folder, os.W_OK):
         yield Finding(what, "wrong", "it cannot be written: the learner would say nothing")
     free = shutil.disk_usage(folder).free

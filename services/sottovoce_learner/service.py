@@ -8,7 +8,6 @@ import json
 import math
 import re
 import secrets
-import stat
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -46,6 +45,7 @@ from sottovoce_rpc.directives import Directive, Epoch, Grant, Neighbour, Stop, f
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 from sottovoce_rpc.logs import failure
 from sottovoce_rpc.loopback import is_loopback
+from sottovoce_rpc.private import tell_if_open
 from sottovoce_rpc.server import HELLO_S, Service, announce, channel, reach, serve_until_stopped, start_server
 from sottovoce_rpc.specs import document_from_wire, plan_hash, require_run_id
 from sottovoce_rpc.status import Ending, answering, as_error
@@ -196,10 +196,7 @@ class Learner:
         except OSError as error:
             raise NotReady(f"the state folder {folder} cannot be written: {error.strerror}") from None
         self._claim = held
-        if stat.S_IMODE(folder.stat().st_mode) & 0o077:
-            log.warning(
-                "other users may look into the state folder, and records lie in it: chmod 700", folder=str(folder)
-            )
+        tell_if_open(folder, "state folder, and records lie in it")
         return self.config.advertise or self.service.address
 
     async def follow(self, address: str) -> None:

@@ -181,7 +181,7 @@ class LocalServices:
 
     async def _start(self, name: str, command: Sequence[str]) -> _Process:
         logs = self._folder / "logs"
-        logs.mkdir(parents=True, exist_ok=True)
+        logs.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = logs / f"{name}.log"
         with path.open("wb") as log:
             child = await asyncio.create_subprocess_exec(
