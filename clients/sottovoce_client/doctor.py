@@ -32,7 +32,7 @@ from sottovoce_rpc.status import as_error
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc
 
 State = Literal["well", "warning", "wrong"]
-_SIGNS: Mapping[State, str] = {"well": "[green]✓[/]", "warning": "[yellow]![/]", "wrong": "[red]✗[/]"}
+_SIGNS: Mapping[State, tuple[str, str]] = {"well": ("✓", "green"), "warning": ("!", "yellow"), "wrong": ("✗", "red")}
 _REACH_S = 10.0
 _MOST_SKEW_S = 30.0
 """Between two clocks: certificates begin a few minutes before they are issued, and times of runs are compared by people."""
@@ -94,7 +94,7 @@ def show(findings: Sequence[Finding], console: Console) -> int:
     for head in ("", "what", "found"):
         table.add_column(head, overflow="fold")
     for each in findings:
-        table.add_row(_SIGNS[each.state], Text(each.what), Text(each.text))
+        table.add_row(Text(*_SIGNS[each.state]), Text(each.what), Text(each.text))
     console.print(table)
     wrong, warned = (sum(each.state == state for each in findings) for state in ("wrong", "warning"))
     console.print("all is well" if not wrong + warned else f"{wrong} wrong, {warned} to look at")

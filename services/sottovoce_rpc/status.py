@@ -14,6 +14,7 @@ from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
 from sottovoce import errors
+from sottovoce.plain import plain
 from sottovoce_rpc.logs import failure
 from sottovoce_wire.v1 import errors_pb2
 
@@ -170,7 +171,7 @@ def _at_hand(answer: Coroutine[Any, Any, T]) -> T:
 
 def as_error(refusal: grpc.aio.AioRpcError, who: str) -> errors.SottovoceError:
     """What a failed call means to its caller: our own class where the status carries a reason that is known here."""
-    text = refusal.details() or refusal.code().name
+    text = plain("; ".join((refusal.details() or refusal.code().name).splitlines()))
     if refusal.code() in _BROKEN:
         return errors.Unavailable(f"cannot reach {who}: {handshake(text) or text}")
     info = _info(refusal)
