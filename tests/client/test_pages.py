@@ -46,15 +46,19 @@ def of_a_run(name: str) -> Page:
     learners = (learner(name, 20), *made.learners[1:])
     promise = replace(made.promise, algorithm=name, proof=name, constants=((name, 1.0, name),))
     capture = replace(made.capture, location=name, messages_of=name) if made.capture else None
-    told = {
+    told: dict[str, Any] = {
         "run_id": name,
         "detail": name,
         "away": (name,),
         "not_captured": (name,),
         "noticed": Noticed(1, (name,), name),
+        "name": name,
+        "data": name,
+        "learners": learners,
+        "warnings": ((name, name),),
+        "spec_yaml": name,
     }
-    named = {"name": name, "data": name, "learners": learners, "warnings": ((name, name),), "spec_yaml": name}
-    return run_page(replace(made, promise=promise, capture=capture, version=name, **told, **named))
+    return run_page(replace(made, promise=promise, capture=capture, version=name, **told))
 
 
 def of_an_audit(name: str) -> Page:

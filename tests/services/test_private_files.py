@@ -90,7 +90,8 @@ async def coordinating(state: Path) -> AsyncIterator[None]:
     pipe = asyncio.subprocess.PIPE
     child = await asyncio.create_subprocess_exec(sys.executable, *command, stdin=pipe, stdout=pipe)
     try:
-        assert child.stdout is not None and await asyncio.wait_for(child.stdout.readline(), PATIENCE_S)
+        assert child.stdout is not None
+        assert await asyncio.wait_for(child.stdout.readline(), PATIENCE_S) != b""
         yield
     finally:
         assert child.stdin is not None
