@@ -16,6 +16,9 @@ PYTHONS = ["3.11", "3.12", "3.13", "3.14"]
 QUICK = ["-m", "not slow and not long", "-k", "not [ray]"]
 TORCH_TESTS = ["tests/core/test_torch_loss.py", "tests/core/test_inversion.py", "tests/client/test_gallery.py"]
 
+LOCKS = {"services": ["fast"], "audit": ["audit", "fast"]}
+"""Locked dependencies, in deploy/requirements: the extras of each."""
+
 nox.options.default_venv_backend = "uv"
 nox.options.error_on_missing_interpreters = False
 nox.options.sessions = ["tests"]
@@ -108,6 +111,41 @@ def fuzz(session: nox.Session) -> None:
     """Hostile calls on real services; arguments go to the command, such as `-- --inputs 20000`."""
     session.install(f"{wheel(session)}[audit,test]")
     session.run("python", "-m", "tests.fuzz", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def lock(session: nox.Session) -> None:
+    """Write deploy/requirements: every version with its hashes, on all platforms and Pythons. `-- --upgrade` takes newer ones."""
+    wanted = ["--universal", "--generate-hashes", "--python-version", PYTHONS[0]]
+    for name, extras in LOCKS.items():
+        named = [option for extra in extras for option in ("--extra", extra)]
+        command = ["uv", "pip", "compile", "--quiet", *wanted, *named, *session.posargs, "pyproject.toml"]
+        environment = {"UV_CUSTOM_COMPILE_COMMAND": "nox -s lock"}
+        session.run(*command, "-o", f"deploy/requirements/{name}.txt", silent=True, env=environment)
+
+
+@nox.session
+def sbom(session: nox.Session) -> None:
+    """Of each lock a software bill of materials (CycloneDX), in dist."""
+    session.install("cyclonedx-bom")
+    version = nox.project.load_toml("pyproject.toml")["project"]["version"]
+    Path("dist").mkdir(exist_ok=True)
+    for name in LOCKS:
+        made = [
+            "--pyproject",
+            "pyproject.toml",
+            "--output-reproducible",
+            "-o",
+            f"dist/sottovoce-{version}-{name}.cdx.json",
+        ]
+        session.run("cyclonedx-py", "requirements", *made, f"deploy/requirements/{name}.txt")
+
+
+@nox.session
+def advisories(session: nox.Session) -> None:
+    """What is known of locked versions. Where no database answers, it says so, and fails; `-- --service osv` asks another."""
+    session.install("pip-audit")
+    session.run("python", ".ci/advisories.py", *session.posargs, *(f"deploy/requirements/{name}.txt" for name in LOCKS))
 
 
 @nox.session

@@ -8,7 +8,6 @@ import importlib.util
 import os
 import platform
 import shutil
-import stat
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -24,14 +23,16 @@ from sottovoce.errors import DataError, SottovoceError
 from sottovoce_client import terminal
 from sottovoce_learner.ledger import Ledger
 from sottovoce_learner.repair import verify
-from sottovoce_rpc.credentials import REVOKED, SOON, Credentials
+from sottovoce_rpc.certificates import AUTHORITIES, CERTIFICATE, REVOKED
+from sottovoce_rpc.credentials import SOON, Credentials
 from sottovoce_rpc.principals import Role
+from sottovoce_rpc.private import open_to_others
 from sottovoce_rpc.server import channel, reach
 from sottovoce_rpc.status import as_error
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc
 
 State = Literal["well", "warning", "wrong"]
-_SIGNS: Mapping[State, str] = {"well": "[green]✓[/]", "warning": "[yellow]![/]", "wrong": "[red]✗[/]"}
+_SIGNS: Mapping[State, tuple[str, str]] = {"well": ("✓", "green"), "warning": ("!", "yellow"), "wrong": ("✗", "red")}
 _REACH_S = 10.0
 _MOST_SKEW_S = 30.0
 """Between two clocks: certificates begin a few minutes before they are issued, and times of runs are compared by people."""
@@ -93,7 +94,7 @@ def show(findings: Sequence[Finding], console: Console) -> int:
     for head in ("", "what", "found"):
         table.add_column(head, overflow="fold")
     for each in findings:
-        table.add_row(_SIGNS[each.state], Text(each.what), Text(each.text))
+        table.add_row(Text(*_SIGNS[each.state]), Text(each.what), Text(each.text))
     console.print(table)
     wrong, warned = (sum(each.state == state for each in findings) for state in ("wrong", "warning"))
     console.print("all is well" if not wrong + warned else f"{wrong} wrong, {warned} to look at")
@@ -131,6 +132,9 @@ def _identity(credentials: Credentials) -> Iterator[Finding]:
     soon = left < SOON
     text = f"{principal} of {principal.domain}, until {expires:%Y-%m-%d %H:%M} UTC"
     yield Finding("identity", "warning" if soon else "well", f"{text}: renew it" if soon else text)
+    if not credentials.rooted:
+        text = f"{CERTIFICATE} leads to no authority of {AUTHORITIES}: others may refuse it; are those between missing from it?"
+        yield Finding("chain", "warning", text)
     if not (folder / REVOKED).exists():
         yield Finding("revoked", "warning", f"no {REVOKED}: whoever was revoked is still believed here")
 
@@ -141,10 +145,8 @@ def _state(folder: Path) -> Iterator[Finding]:
     if not folder.is_dir():
         yield Finding(what, "wrong", "there is no such folder: give what the learner was started with as --state")
         return
-    if (mode := stat.S_IMODE(folder.stat().st_mode)) & 0o077:
-        yield Finding(
-            what, "warning", f"other users may look into it (mode {mode:04o}), and it may hold records: chmod 700 it"
-        )
+    if open_to_others(folder):
+        yield Finding(what, "warning", "other users may look into it, and it may hold records: chmod 700 it")
     if not os.access(folder, os.W_OK):
         yield Finding(what, "wrong", "it cannot be written: the learner would say nothing")
     free = shutil.disk_usage(folder).free

@@ -22,7 +22,8 @@ from rich.console import Console
 
 from sottovoce.errors import NotReady, SpecError
 from sottovoce_client import terminal
-from sottovoce_rpc.credentials import AUTHORITIES, CERTIFICATE, KEY, REVOKED, SOON, named
+from sottovoce_rpc.certificates import AUTHORITIES, CERTIFICATE, KEY, REVOKED, named
+from sottovoce_rpc.credentials import SOON
 from sottovoce_rpc.principals import Principal, Role, host_of
 
 AUTHORITY_KEY = "ca.key"

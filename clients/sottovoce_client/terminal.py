@@ -1,11 +1,43 @@
-"""Tables on the terminal, alike in every command."""
+"""The terminal: text on it is text, whoever has written it; and tables, alike in every command."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from rich import box
+from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook
+from rich.segment import Segment
 from rich.table import Table
+
+from sottovoce.plain import plain_lines
+
+
+def console(**look: Any) -> Console:
+    """The terminal, or wherever standard output goes; `look` is Rich's.
+
+    Names, details and captures come from others: no text is taken for markup, and what would steer the terminal is shown escaped.
+    """
+    made = Console(**{"markup": False, "emoji": False, **look})
+    made.push_render_hook(_Plainly())
+    return made
+
+
+class _Plainly(RenderHook):
+    def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
+        return [_Shown(each) for each in renderables]
+
+
+@dataclass(frozen=True, slots=True)
+class _Shown:
+    """What is printed, once it has its place and style: lines are those of whoever prints."""
+
+    inner: ConsoleRenderable
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
+        for text, style, control in console.render(self.inner, options):
+            yield Segment(text if control else plain_lines(text), style, control)
 
 
 def table(*heads: str, **look: Any) -> Table:

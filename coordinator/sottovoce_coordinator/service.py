@@ -23,6 +23,7 @@ from sottovoce_rpc.directives import Stop
 from sottovoce_rpc.learner_status import LearnerStatus
 from sottovoce_rpc.misconduct import noticed_in
 from sottovoce_rpc.principals import Role
+from sottovoce_rpc.private import tell_if_open
 from sottovoce_rpc.server import MAX_CONTROL, Service, announce, page, serve_until_stopped, start_server
 from sottovoce_rpc.status import answering
 from sottovoce_rpc.tasks import Tasks, beside
@@ -90,6 +91,8 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         except BaseException:
             self._store.close()
             raise
+        if self.config.state is not None:
+            tell_if_open(self.config.state, "state folder, and runs and addresses stand in it")
         if self._store.durable:
             self._tasks.start(self._keep(), "progress is no longer written")
         return self.service.address

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sottovoce.errors import SpecError
+from sottovoce.plain import cell_of, plain
 
 Column = npt.NDArray[Any]
 SHOWN = 40
@@ -122,11 +123,11 @@ class Table:
     # ---- files -----------------------------------------------------------------------------------------------
 
     def to_csv(self, path: Path | str) -> None:
-        """Write a CSV file with a header; numbers in full, what is missing as an empty cell."""
+        """Write a CSV file with a header; numbers in full, what is missing as an empty cell, text as no spreadsheet runs it."""
         with Path(path).open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerow(self.columns)
-            writer.writerows([["" if _missing(cell) else cell for cell in row] for row in self.rows()])
+            writer.writerows([["" if _missing(cell) else cell_of(cell) for cell in row] for row in self.rows()])
 
     def to_latex(self, path: Path | str) -> None:
         r"""Write a `tabular` in the style of the package booktabs, for `\input`; numbers to four significant digits."""
@@ -185,7 +186,7 @@ def _missing(value: Any) -> bool:
 def _text(value: Any) -> str:
     if _missing(value):
         return "–"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    return f"{value:.4g}" if isinstance(value, float) else plain(str(value))
 
 
 def _line(cells: Sequence[str]) -> str:

@@ -24,6 +24,7 @@ from sottovoce_eavesdropper.storage import Folder, open_folder
 from sottovoce_rpc.codec import RoundCodec, from_fields
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.principals import Role
+from sottovoce_rpc.private import tell_if_open
 from sottovoce_rpc.server import Service, announce, page, serve_until_stopped, start_server
 from sottovoce_rpc.specs import document_from_wire, require_run_id
 from sottovoce_rpc.status import answering
@@ -163,6 +164,8 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
             _MOST_MESSAGE,
         )
         self.address = self._advertised(self.service.address)
+        if "://" not in str(self.config.folder):
+            tell_if_open(Path(self.config.folder), "folder of captures")
         return self.address
 
     async def stop(self) -> None:

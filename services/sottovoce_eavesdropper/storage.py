@@ -42,7 +42,7 @@ class Folder:
         Raises:
             OSError: it cannot be made.
         """
-        self._local.mkdir(parents=True, exist_ok=True)
+        self._local.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def write(self, name: str, content: bytes) -> None:
         """Write, or replace, a file: whole or not at all.

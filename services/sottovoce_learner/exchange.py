@@ -14,7 +14,7 @@ import grpc
 import structlog
 
 from sottovoce.errors import NotReady, RemoteProtocolError, SottovoceError, StrangerError, Unavailable
-from sottovoce.spec import RunSpec
+from sottovoce.running.policy import accepted
 from sottovoce_learner.session import Session
 from sottovoce_rpc.codec import from_fields, read_hello, to_fields
 from sottovoce_rpc.credentials import Credentials
@@ -63,7 +63,7 @@ def _greeted(session: Session, payload: bytes, caller: Principal | None = None) 
     if said.run_id != told.run_id:
         raise StrangerError(f"this learner is in another run than {said.run_id!r}")
     session.inbox.next_round(said.learner)
-    _require_itself(told.spec, said.learner, caller)
+    _require_itself(session, said.learner, caller)
     if said.plan_hash != (ours := plan_hash(told.spec, told.n_features)):
         raise RemoteProtocolError(
             f"learner {said.learner} must have the plan {ours.hex()[:16]}, got {said.plan_hash.hex()[:16]}: it was told "
@@ -84,13 +84,18 @@ def _greeted(session: Session, payload: bytes, caller: Principal | None = None) 
     return said.learner, said.next_round
 
 
-def _require_itself(spec: RunSpec, learner: int, caller: Principal | None) -> None:
-    """A neighbour speaks for itself; a relay for whoever speaks through it, where the run is overheard so.
+def _require_itself(session: Session, learner: int, caller: Principal | None) -> None:
+    """A neighbour speaks for itself; a relay that the owner accepts for whoever speaks through it, where the run is overheard so.
 
     Raises:
         StrangerError: somebody else does.
     """
-    if caller is None or (caller.role is Role.EAVESDROPPER and spec.capture == "relay"):
+    spec, accepts = session.role.spec, session.policy.eavesdroppers
+    if caller is None:
+        return
+    if caller.role is Role.EAVESDROPPER and spec.capture == "relay":
+        if accepts is not None and str(caller) not in accepts:
+            raise StrangerError(f"the owner of {session.role.name!r} accepts no recording by {caller}")
         return
     if (caller.role, caller.name) != (Role.LEARNER, spec.names[learner]):
         raise StrangerError(f"{caller} must not speak for learner {spec.names[learner]!r}")
@@ -125,11 +130,18 @@ async def keep_open(session: Session, neighbour: Neighbour, credentials: Credent
     overheard = (
         neighbour.relayed and spec.capture == "relay"
     )  # else whoever is there must be the neighbour, whatever we are told
-    whom = (Role.EAVESDROPPER, "") if overheard else (Role.LEARNER, spec.names[index])
+    role, names = (
+        (Role.EAVESDROPPER, accepted(session.policy.eavesdroppers))
+        if overheard
+        else (Role.LEARNER, (spec.names[index],))
+    )
     while not session.silent:
+        name = names[attempt % len(names)]
         try:
-            async with channel(neighbour.address, *whom, credentials=credentials) as to:  # a new one: it may be renewed
-                await _converse(session, index, to, _known_by(whom[0] if credentials.principal else None))
+            async with channel(
+                neighbour.address, role, name, credentials=credentials
+            ) as to:  # a new one: it may be renewed
+                await _converse(session, index, to, _known_by(role if credentials.principal else None))
             attempt = 0
         except SottovoceError as error:
             attempt += 1

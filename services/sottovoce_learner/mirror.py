@@ -11,6 +11,7 @@ import contextlib
 import secrets
 import time
 from collections import deque
+from collections.abc import Sequence
 
 import grpc
 import structlog
@@ -49,10 +50,18 @@ class Mirror:
         sender: the learner's index.
         address: the eavesdropper.
         credentials: of the learner.
+        names: of eavesdroppers that its owner accepts; an empty one: any.
     """
 
-    def __init__(self, run_id: str, sender: int, address: str, credentials: Credentials = NO_IDENTITY) -> None:
-        self._credentials = credentials
+    def __init__(
+        self,
+        run_id: str,
+        sender: int,
+        address: str,
+        credentials: Credentials = NO_IDENTITY,
+        names: Sequence[str] = ("",),
+    ) -> None:
+        self._credentials, self._names = credentials, names
         self._run_id, self._sender, self._address = run_id, sender, address
         self._waiting: deque[eavesdropper_pb2.MirroredMessage] = deque(maxlen=MOST_WAITING)
         self._sent: deque[eavesdropper_pb2.MirroredMessage] = deque(maxlen=AGAIN)
@@ -79,8 +88,8 @@ class Mirror:
         """Send batches until ended, or refused; an eavesdropper that is away is waited for."""
         attempts = 0
         while self._ended_at is None or time.monotonic() - self._ended_at < LAST_S:
-            began = time.monotonic()
-            async with channel(self._address, Role.EAVESDROPPER, credentials=self._credentials) as to:
+            began, name = time.monotonic(), self._names[attempts % len(self._names)]
+            async with channel(self._address, Role.EAVESDROPPER, name, credentials=self._credentials) as to:
                 try:
                     await self._send(eavesdropper_pb2_grpc.EavesdropperStub(to).Mirror())
                     return

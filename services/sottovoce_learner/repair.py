@@ -161,7 +161,7 @@ def _repaired(files: Files, standing: Standing, why: str, charge: float | None) 
 def _set_aside(files: Files) -> Path:
     """Keep a copy of everything, before anything is changed."""
     aside = files.folder / "damaged" / f"{files.learner}-{secrets.token_hex(4)}"
-    aside.mkdir(parents=True)
+    aside.mkdir(mode=0o700, parents=True)
     for path in (files.runs, files.mark):
         if path.exists():
             shutil.copy2(path, aside)

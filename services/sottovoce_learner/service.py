@@ -8,7 +8,7 @@ import json
 import math
 import re
 import secrets
-import stat
+from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -27,7 +27,7 @@ from sottovoce.errors import (
     Unavailable,
 )
 from sottovoce.noise import KeyedNoise, Noise, OpenDpNoise, RecordedNoise, SystemNoise
-from sottovoce.running.policy import Policy
+from sottovoce.running.policy import Policy, accepted
 from sottovoce.running.transcript import read_noise
 from sottovoce.spec import LEARNER_NAME, parse_spec
 from sottovoce_learner import exchange
@@ -46,6 +46,7 @@ from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 from sottovoce_rpc.logs import failure
 from sottovoce_rpc.loopback import is_loopback
 from sottovoce_rpc.misconduct import Misconduct
+from sottovoce_rpc.private import tell_if_open
 from sottovoce_rpc.server import HELLO_S, Service, announce, channel, reach, serve_until_stopped, start_server
 from sottovoce_rpc.specs import document_from_wire, plan_hash, require_run_id
 from sottovoce_rpc.status import Ending, answering, as_error
@@ -122,7 +123,7 @@ class LearnerConfig:
 
         Raises:
             SpecError: recorded or seeded noise on an address that others can reach, more than one way to get noise, no
-                address to give to others, or an owner or a feeder that is no identity.
+                address to give to others, an owner or a feeder that is no identity, or a policy that needs an identity.
         """
         if re.fullmatch(LEARNER_NAME, self.name) is None:
             raise SpecError(f"a learner's name is part of file names: it must match {LEARNER_NAME}, got {self.name!r}")
@@ -136,6 +137,8 @@ class LearnerConfig:
             raise SpecError("a noise seed goes with neither recorded noise nor OpenDP's, which takes no seed")
         for each in (*self.owners, *self.feeders):
             principals.Principal.of("any", each)
+        if self.credentials.folder is None:
+            self.policy.require_identity()
         if self.advertise is None and self.listen.startswith(("0.0.0.0:", "[::]:")):
             raise SpecError(
                 f"listening on all addresses ({self.listen}) needs --advertise HOST:PORT, the address for others"
@@ -194,10 +197,7 @@ class Learner:
         except OSError as error:
             raise NotReady(f"the state folder {folder} cannot be written: {error.strerror}") from None
         self._claim = held
-        if stat.S_IMODE(folder.stat().st_mode) & 0o077:
-            log.warning(
-                "other users may look into the state folder, and records lie in it: chmod 700", folder=str(folder)
-            )
+        tell_if_open(folder, "state folder, and records lie in it")
         return self.config.advertise or self.service.address
 
     async def follow(self, address: str) -> None:
@@ -206,18 +206,41 @@ class Learner:
         Raises:
             Unavailable: it could not be reached in the first place.
         """
-        async with self._to_coordinator() as to:
-            await reach(to, f"the coordinator at {self.config.coordinator}", self.config.join_timeout_s)
+        trusted = await self._reach()
         attempts = 0
         while True:
             joined = asyncio.Event()
-            async with self._to_coordinator() as to:  # a new one: an old one waits ever longer by itself
+            async with self._to_coordinator(trusted[0]) as to:  # a new one: an old one waits ever longer by itself
                 await self._follow_once(coordinator_pb2_grpc.CoordinatorStub(to), address, joined)
-            attempts = 0 if joined.is_set() else attempts + 1
+            if joined.is_set():
+                attempts = 0
+            else:
+                attempts += 1
+                trusted.rotate(-1)
             await asyncio.sleep(self._pause(attempts))
 
-    def _to_coordinator(self) -> grpc.aio.Channel:
-        return channel(self.config.coordinator, principals.Role.COORDINATOR, credentials=self.config.credentials)
+    async def _reach(self) -> deque[str]:
+        """Wait for a coordinator that its owner trusts; returns the names of all, that one's first.
+
+        Raises:
+            Unavailable: none is there.
+        """
+        trusted, at = deque(accepted(self.config.policy.coordinators)), self.config.coordinator
+        for left in reversed(range(len(trusted))):
+            who = f"coordinator/{trusted[0]}, whom its owner trusts," if trusted[0] else "the coordinator"
+            try:
+                async with self._to_coordinator(trusted[0]) as to:
+                    await reach(to, f"{who} at {at}", self.config.join_timeout_s / len(trusted))
+                    break
+            except Unavailable:
+                if not left:
+                    raise
+            trusted.rotate(-1)
+        return trusted
+
+    def _to_coordinator(self, name: str) -> grpc.aio.Channel:
+        """To the coordinator of a name, or to any."""
+        return channel(self.config.coordinator, principals.Role.COORDINATOR, name, credentials=self.config.credentials)
 
     def _pause(self, attempts: int) -> float:
         """Seconds until the next attempt to join: longer each time, never as long as a run's deadline, and not all at once."""
@@ -428,7 +451,8 @@ class Learner:
         await self._end_run()
         self._attempt, self._stopped = told.attempt, ""
         role = _role(run_id, told, self._identity, self.config)
-        mirror = Mirror(run_id, told.index, told.mirror, self.config.credentials) if told.mirror else None
+        to = accepted(self.config.policy.eavesdroppers)
+        mirror = Mirror(run_id, told.index, told.mirror, self.config.credentials, to) if told.mirror else None
         if (before := self._of_run(run_id)) is not None:
             before.replaced.set()
         self._session = Session(

@@ -115,7 +115,7 @@ class Session:
         credentials: Credentials = NO_IDENTITY,
         changed: asyncio.Event | None = None,
     ) -> None:
-        self.role, self._noise, self._mirror = role, noise, mirror
+        self.role, self.policy, self._noise, self._mirror = role, policy, noise, mirror
         spec, index = role.spec, role.index
         run = policy.admit(spec, role.n_features, index, mirrored=mirror is not None)
         self.algorithm, self.loss, self._clipping = run.algorithm, run.loss, run.clipping

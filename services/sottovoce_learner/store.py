@@ -286,7 +286,7 @@ class Store:
         folder = self._files.log(line.run_id)
         if reading is None:
             shutil.rmtree(folder, ignore_errors=True)  # begun, and nothing said in it
-            folder.mkdir()
+            folder.mkdir(mode=0o700)
         log = Log(folder, About(self._mark.store.hex(), line.learner, line.run_id, terms.durability), reading)
         if reading is None:
             log.append(Kind.OPEN, 0, 0.0, elsewhere, line.spec.encode())
@@ -322,7 +322,7 @@ class Store:
 
     def _founded(self, standing: Standing | None) -> tuple[Standing, Mark]:
         """A store of its own number. Its first line is there before the mark: until then nothing rests on it."""
-        self._files.folder.mkdir(parents=True, exist_ok=True)
+        self._files.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if standing is None:
             facts = ledger_lines.dated(ledger_lines.first(secrets.token_hex(16), self._files.learner))
             ledger_lines.append(self._files.runs, ledger_lines.encode(facts, bytes(16))[0], 0)

@@ -25,14 +25,25 @@ import structlog
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
-from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
+from cryptography.hazmat.primitives.serialization import Encoding
 
 from sottovoce.errors import NotReady, SpecError, StrangerError, Unavailable
+from sottovoce_rpc.certificates import (
+    AUTHORITIES,
+    CERTIFICATE,
+    KEY,
+    REVOKED,
+    certificates_in,
+    key_in,
+    leads_to,
+    named,
+    require_fit,
+    revoked_in,
+)
 from sottovoce_rpc.loopback import is_loopback, of_this_user
 from sottovoce_rpc.principals import Principal, Role, host_of
 from sottovoce_rpc.signatures import Signed, Statement, sign
 
-CERTIFICATE, KEY, AUTHORITIES, REVOKED = "tls.crt", "tls.key", "ca.crt", "crl.pem"
 _MOST_FILE = 1024 * 1024
 _OVERRIDE = "grpc.ssl_target_name_override"
 SOON = timedelta(days=14)
@@ -54,6 +65,8 @@ class _Loaded:
     expires: datetime
     revoked: frozenset[tuple[bytes, int]]
     """By issuer and serial number."""
+    rooted: bool
+    """Whether the chain leads to one of the authorities."""
 
 
 @dataclass(slots=True)
@@ -110,6 +123,15 @@ class Credentials:
             NotReady: its files cannot be used.
         """
         return None if self.folder is None else self._current().expires
+
+    @property
+    def rooted(self) -> bool:
+        """Whether the certificate, with its chain, is of an authority that this process itself believes; true without one.
+
+        Raises:
+            NotReady: its files cannot be used.
+        """
+        return self.folder is None or self._current().rooted
 
     # ---- speaking -----------------------------------------------------------------------------------------
 
@@ -186,10 +208,16 @@ class Credentials:
             if not (self.insecure or of_this_user(context.peer())):
                 raise StrangerError("another user of this machine")
             return None
-        return self.known(next(iter(context.auth_context().get("x509_pem_cert", ())), b""))
+        shown = context.auth_context()
+        certificate, chain = (next(iter(shown.get(name, ())), b"") for name in ("x509_pem_cert", "x509_pem_cert_chain"))
+        return self.known(certificate, chain)
 
-    def known(self, certificate: bytes) -> Principal:
+    def known(self, certificate: bytes, chain: bytes = b"") -> Principal:
         """Whom a certificate names, which the handshake has found to be valid and of an authority that is believed.
+
+        Args:
+            certificate: in PEM.
+            chain: what was shown with it, in PEM.
 
         Raises:
             StrangerError: nobody of this deployment, or it was revoked.
@@ -200,8 +228,8 @@ class Credentials:
         principal = named(found)
         if principal is None or principal.domain != now.principal.domain:
             raise StrangerError("a certificate that names nobody of this deployment")
-        if (found.issuer.public_bytes(), found.serial_number) in now.revoked:
-            raise StrangerError(f"a revoked certificate of {principal}")
+        if now.revoked and not now.revoked.isdisjoint({_numbered(found), *_numbers(chain)}):
+            raise StrangerError(f"a revoked certificate of {principal}, or of an authority between")
         if found.not_valid_after_utc < datetime.now(UTC):
             raise Unavailable(
                 "the certificate that this connection began with has ended: connect again, with a new one"
@@ -227,7 +255,7 @@ class Credentials:
             Unavailable: its certificate has ended.
         """
         found = signed.signer(self._current().authorities, datetime.now(UTC))
-        return self.known(found.public_bytes(Encoding.PEM))
+        return self.known(found.public_bytes(Encoding.PEM), signed.certificates)
 
     # ---- files --------------------------------------------------------------------------------------------
 
@@ -245,13 +273,7 @@ class Credentials:
         try:
             self._seen = _stamp(folder)
             self._loaded = _load(folder)
-        except (
-            OSError,
-            ValueError,
-            TypeError,
-            UnsupportedAlgorithm,
-            NotReady,
-        ) as error:  # TypeError: a key with a password
+        except (OSError, ValueError, UnsupportedAlgorithm, NotReady) as error:
             why = f"the identity in {folder} cannot be used: {_in_words(error)}"
             if self._loaded is None:
                 raise NotReady(why) from None
@@ -285,23 +307,20 @@ def _load(folder: Path) -> _Loaded:
     """
     _require_private(folder / KEY)
     chain, key, authorities = (_read(folder / name) for name in (CERTIFICATE, KEY, AUTHORITIES))
-    own, believed = x509.load_pem_x509_certificate(chain), x509.load_pem_x509_certificates(authorities)
-    signing = load_pem_private_key(key, None)
-    if signing.public_key() != own.public_key():
-        raise NotReady(f"{KEY} must be the key of {CERTIFICATE}, and is another one's")
-    principal = named(own)
-    if principal is None:
-        raise NotReady(
-            f"{CERTIFICATE} must name its owner by one URI such as spiffe://ward.example/learner/north, got {_uris(own)[:5]}"
-        )
+    (own, *between), believed = certificates_in(chain, CERTIFICATE), certificates_in(authorities, AUTHORITIES)
+    signing = key_in(key)
+    principal = require_fit([own, *between], signing)
     if own.not_valid_after_utc < datetime.now(UTC):
         raise NotReady(
             f"the certificate of {principal} has ended at {own.not_valid_after_utc:%Y-%m-%d %H:%M} UTC: renew it"
         )
     if (left := own.not_valid_after_utc - datetime.now(UTC)) < SOON:
         log.warning("certificate ends soon", identity=str(principal), days=left.days)
-    revoked = _revoked(folder / REVOKED, believed)
-    return _Loaded(chain, key, signing, authorities, principal, own.not_valid_after_utc, revoked)
+    revoked: frozenset[tuple[bytes, int]] = frozenset()
+    if (folder / REVOKED).exists():
+        revoked = revoked_in(_read(folder / REVOKED), [*believed, *between])
+    rooted = leads_to(own, between, believed)
+    return _Loaded(chain, key, signing, authorities, principal, own.not_valid_after_utc, revoked, rooted)
 
 
 def _read(path: Path) -> bytes:
@@ -314,19 +333,10 @@ def _read(path: Path) -> bytes:
 
 def _require_private(path: Path) -> None:
     if (mode := stat.S_IMODE(path.stat().st_mode)) & 0o007:
-        raise NotReady(f"{path.name} must not be open to every user of this machine, got mode {mode:04o}: chmod 600 it")
-
-
-def _revoked(path: Path, believed: Sequence[x509.Certificate]) -> frozenset[tuple[bytes, int]]:
-    """Issuers and serial numbers of what was revoked."""
-    if not path.exists():
-        return frozenset()
-    listed = x509.load_pem_x509_crl(_read(path))
-    issuer = listed.issuer.public_bytes()
-    own = [each for each in believed if each.subject.public_bytes() == issuer]
-    if not any(listed.is_signature_valid(each.public_key()) for each in own):  # type: ignore[arg-type]
-        raise NotReady(f"{REVOKED} must be signed by an authority of {AUTHORITIES}")
-    return frozenset((issuer, each.serial_number) for each in listed)
+        raise NotReady(
+            f"{path.name} must not be open to every user of this machine, got mode {mode:04o}: chmod 600 it, "
+            "or where it is a secret of Kubernetes, mount that with defaultMode 0440"
+        )
 
 
 @lru_cache(maxsize=4_096)
@@ -342,18 +352,21 @@ def _parsed(certificate: bytes) -> x509.Certificate:
         raise StrangerError("no certificate") from None
 
 
-def _uris(certificate: x509.Certificate) -> list[str]:
+def _numbered(certificate: x509.Certificate) -> tuple[bytes, int]:
+    return certificate.issuer.public_bytes(), certificate.serial_number
+
+
+@lru_cache(maxsize=4_096)
+def _numbers(chain: bytes) -> frozenset[tuple[bytes, int]]:
+    """Of certificates that a handshake has shown, by which lists of what was revoked name them.
+
+    Raises:
+        StrangerError: one cannot be read.
+    """
     try:
-        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    except (x509.ExtensionNotFound, x509.DuplicateExtension, x509.UnsupportedGeneralNameType, ValueError):
-        return []
-    return names.get_values_for_type(x509.UniformResourceIdentifier)
-
-
-def named(certificate: x509.Certificate) -> Principal | None:
-    """Whom a certificate names; None: nobody, or more than one."""
-    uris = _uris(certificate)
-    return Principal.from_uri(uris[0]) if len(uris) == 1 else None
+        return frozenset(map(_numbered, x509.load_pem_x509_certificates(chain))) if chain else frozenset()
+    except ValueError:
+        raise StrangerError("a chain of certificates that cannot be read") from None
 
 
 def _configuration(loaded: _Loaded) -> grpc.ServerCertificateConfiguration:

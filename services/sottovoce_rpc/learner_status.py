@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
 from enum import Enum
+from typing import Any
 
+from sottovoce.plain import plain
 from sottovoce_wire.v1 import learner_pb2
 
 LONGEST_DETAIL = 4096
@@ -76,7 +78,7 @@ class LearnerStatus:
         """Read a message."""
         known = said.state if said.state in {state.value for state in LearnerState} else 0
         given = {field.name for field, _ in said.ListFields()}  # what is absent or zero is what a status begins with
-        values = {field.name: getattr(said, field.name) for field in fields(cls) if field.name in given}
+        values = {field.name: _readable(getattr(said, field.name)) for field in fields(cls) if field.name in given}
         return cls(**{**values, "state": LearnerState(known)})
 
 
@@ -84,3 +86,8 @@ def _sayable(text: str) -> str:
     """A text without half characters, which no message holds, and no longer than anybody reads."""
     whole = text.encode("utf-8", "backslashreplace").decode()
     return whole if len(whole) <= LONGEST_DETAIL else f"{whole[: LONGEST_DETAIL - 1]}…"
+
+
+def _readable(value: Any) -> Any:
+    """What a learner says in words goes to terminals and logs."""
+    return plain(value) if isinstance(value, str) else value

@@ -10,13 +10,14 @@ import logging
 import sys
 import traceback
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, MutableMapping
 from types import FrameType
 from typing import Any
 
 import structlog
 
 from sottovoce import errors
+from sottovoce.plain import plain
 
 log = structlog.get_logger()
 
@@ -45,11 +46,16 @@ def configure_logs(level: str = "info") -> None:
             structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso"),
-            structlog.dev.ConsoleRenderer() if tty else structlog.processors.JSONRenderer(),
+            *([_plainly, structlog.dev.ConsoleRenderer()] if tty else [structlog.processors.JSONRenderer()]),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )
+
+
+def _plainly(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """On a terminal what others have said is text, on one line; JSON escapes it by itself."""
+    return {plain(name): plain(value) if isinstance(value, str) else value for name, value in event.items()}
 
 
 def failure(error: BaseException, own: Collection[str] = ()) -> dict[str, str]:

@@ -15,7 +15,7 @@ from functools import lru_cache
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes
-from cryptography.hazmat.primitives.asymmetric import ec, ed25519, padding, rsa
+from cryptography.hazmat.primitives.asymmetric import ec, padding, rsa
 from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes, PublicKeyTypes
 from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature, encode_dss_signature
 from cryptography.x509.verification import Criticality, ExtensionPolicy, PolicyBuilder, Store
@@ -153,13 +153,9 @@ def sign(key: PrivateKeyTypes, content: bytes) -> bytes:
             size = (key.curve.key_size + 7) // 8
             parts = decode_dss_signature(key.sign(content, ec.ECDSA(hashes.SHA256())))
             return b"".join(part.to_bytes(size, "big") for part in parts)
-        case ed25519.Ed25519PrivateKey():
-            return key.sign(content)
         case rsa.RSAPrivateKey():
             return key.sign(content, _PSS, hashes.SHA256())
-    raise NotReady(
-        f"the key of an identity must be of an elliptic curve, Ed25519 or RSA to sign, got {type(key).__name__}"
-    )
+    raise NotReady(f"the key of an identity must be of an elliptic curve or RSA to sign, got {type(key).__name__}")
 
 
 def _holds(key: PublicKeyTypes, signature: bytes, content: bytes) -> bool:
@@ -170,8 +166,6 @@ def _holds(key: PublicKeyTypes, signature: bytes, content: bytes) -> bool:
                 half = len(signature) // 2
                 parts = (int.from_bytes(part, "big") for part in (signature[:half], signature[half:]))
                 key.verify(encode_dss_signature(*parts), content, ec.ECDSA(hashes.SHA256()))
-            case ed25519.Ed25519PublicKey():
-                key.verify(signature, content)
             case rsa.RSAPublicKey():
                 key.verify(signature, content, _PSS, hashes.SHA256())
             case _:

@@ -14,6 +14,7 @@ from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
 from sottovoce import errors
+from sottovoce.plain import plain
 from sottovoce_rpc.logs import failure
 from sottovoce_wire.v1 import errors_pb2
 
@@ -42,16 +43,24 @@ _MOST_TEXT = 1_500
 _LATE_S = 1.0
 _WRITE_FAILED = (grpc.StatusCode.INTERNAL, "Internal error from Core")  # gRPC's own words, in grpc.aio
 _HANDSHAKES = {
-    ("Hostname Verification",): "somebody else is there: its certificate names another one",
+    (
+        "Hostname Verification",
+    ): "somebody else is there: its certificate names another one, or lacks the hosts that follow from "
+    "its name (NAME.ROLE.DOMAIN and ROLE.DOMAIN)",
+    ("CERTIFICATE_VERIFY_FAILED", "purpose"): "its certificate is not for a server (extended key usage)",
     (
         "CERTIFICATE_VERIFY_FAILED",
-    ): "its certificate is of no authority that this process believes (ca.crt), or out of its time",
+    ): "its certificate is of no authority that this process believes (ca.crt), comes without those "
+    "between it and the authority (tls.crt), or is out of its time",
+    (
+        "certificate signature failure",
+    ): "its certificate is of another authority than the one of that name that this process believes (ca.crt)",
     ("WRONG_VERSION_NUMBER",): "it speaks in the clear, and this process has an identity: give it one, too",
     (
         "failed to connect",
         "Socket closed",
     ): "it is there and refuses: its channels are encrypted, and this process shows no "
-    "identity (--identity), or one that it does not believe",
+    "identity (--identity), or one that it does not believe: `sottovoce doctor` looks at what it shows",
 }
 """What gRPC says of a channel that did not come about, in other words."""
 _NO_MESSAGE = "a message must be one of this method, got bytes that are none"
@@ -162,7 +171,7 @@ def _at_hand(answer: Coroutine[Any, Any, T]) -> T:
 
 def as_error(refusal: grpc.aio.AioRpcError, who: str) -> errors.SottovoceError:
     """What a failed call means to its caller: our own class where the status carries a reason that is known here."""
-    text = refusal.details() or refusal.code().name
+    text = plain("; ".join((refusal.details() or refusal.code().name).splitlines()))
     if refusal.code() in _BROKEN:
         return errors.Unavailable(f"cannot reach {who}: {handshake(text) or text}")
     info = _info(refusal)

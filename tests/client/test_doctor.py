@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 from sottovoce_client import doctor
 from sottovoce_client.cli import app
 from sottovoce_client.doctor import Finding, Patient, examine, show
-from sottovoce_rpc.credentials import REVOKED, Credentials
+from sottovoce_rpc.certificates import REVOKED
+from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.principals import Role
 from tests.examples import made_up, small_spec
 from tests.services.identities import Elsewhen, Identities

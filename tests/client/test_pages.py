@@ -26,6 +26,7 @@ from sottovoce_client.reports.drawing import Figure
 from sottovoce_client.reports.page import Page
 from sottovoce_client.reports.run_report import run_page
 from sottovoce_client.running.compare import Result, compare_page
+from sottovoce_client.running.summary import Noticed
 from tests.claims import SETUPS
 from tests.client.summaries import learner, summary
 from tests.client.test_report import Page as Parsed
@@ -43,7 +44,21 @@ def named(run: Run, name: str) -> Run:
 def of_a_run(name: str) -> Page:
     made = summary(3, 20)
     learners = (learner(name, 20), *made.learners[1:])
-    return run_page(replace(made, name=name, data=name, learners=learners, warnings=((name, name),), spec_yaml=name))
+    promise = replace(made.promise, algorithm=name, proof=name, constants=((name, 1.0, name),))
+    capture = replace(made.capture, location=name, messages_of=name) if made.capture else None
+    told: dict[str, Any] = {
+        "run_id": name,
+        "detail": name,
+        "away": (name,),
+        "not_captured": (name,),
+        "noticed": Noticed(1, (name,), name),
+        "name": name,
+        "data": name,
+        "learners": learners,
+        "warnings": ((name, name),),
+        "spec_yaml": name,
+    }
+    return run_page(replace(made, promise=promise, capture=capture, version=name, **told))
 
 
 def of_an_audit(name: str) -> Page:

@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 from sottovoce.errors import NotReady, SpecError
 from sottovoce_client.cli import app
 from sottovoce_client.pki import AUTHORITY_KEY, Authority, certificate_of
-from sottovoce_rpc.credentials import AUTHORITIES, CERTIFICATE, KEY, REVOKED, Credentials
+from sottovoce_rpc.certificates import AUTHORITIES, CERTIFICATE, KEY, REVOKED
+from sottovoce_rpc.credentials import Credentials
 from tests.services.identities import Elsewhen
 
 

@@ -13,7 +13,8 @@ from typing import Any
 
 from sottovoce.spec import RunSpec
 from sottovoce_client.running.summary import Progress
-from sottovoce_rpc.credentials import AUTHORITIES, Credentials
+from sottovoce_rpc.certificates import AUTHORITIES
+from sottovoce_rpc.credentials import Credentials
 from tests.examples import ALLOWING_FILE, small_spec
 from tests.faults.link import Link
 from tests.faults.processes import Process, command, free_port

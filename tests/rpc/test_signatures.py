@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
-from cryptography.hazmat.primitives.asymmetric import dsa, ec, ed25519, rsa
+from cryptography.hazmat.primitives.asymmetric import dsa, ec, rsa
 from cryptography.hazmat.primitives.asymmetric.types import CertificateIssuerPrivateKeyTypes
 from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509.oid import NameOID
@@ -32,7 +32,6 @@ KEYS: dict[str, Callable[[], CertificateIssuerPrivateKeyTypes]] = {
     "P-256": lambda: ec.generate_private_key(ec.SECP256R1()),
     "P-384": lambda: ec.generate_private_key(ec.SECP384R1()),
     "P-521": lambda: ec.generate_private_key(ec.SECP521R1()),
-    "Ed25519": ed25519.Ed25519PrivateKey.generate,
     "RSA": lambda: rsa.generate_private_key(65537, 2048),
 }
 
@@ -58,7 +57,7 @@ def certificate(
     else:
         host = x509.SubjectAlternativeName([x509.DNSName("north.learner.ward.example")])
         made = made.add_extension(host, critical=False)
-    return made.sign(issuer[1], None if isinstance(issuer[1], ed25519.Ed25519PrivateKey) else hashes.SHA256())
+    return made.sign(issuer[1], hashes.SHA256())
 
 
 def pem(*certificates: x509.Certificate) -> bytes:
@@ -125,7 +124,7 @@ def test_a_chain_must_lead_to_an_authority_by_authorities() -> None:
 
 
 def test_a_key_that_cannot_sign_is_refused() -> None:
-    with pytest.raises(NotReady, match="must be of an elliptic curve, Ed25519 or RSA"):
+    with pytest.raises(NotReady, match="must be of an elliptic curve or RSA"):
         sign(dsa.generate_private_key(2048), b"")
 
 

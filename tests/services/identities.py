@@ -5,14 +5,23 @@ from __future__ import annotations
 import datetime
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import Protocol, Self
 
 import grpc
 
 from sottovoce_client.pki import Authority
-from sottovoce_rpc.credentials import AUTHORITIES, CERTIFICATE, KEY, Credentials
+from sottovoce_rpc.certificates import AUTHORITIES, CERTIFICATE, KEY
+from sottovoce_rpc.credentials import Credentials
 
 DOMAIN = "ward.example"
+
+
+class Issuing(Protocol):
+    """Whoever gives everybody of a deployment an identity."""
+
+    def of(self, whom: str) -> Credentials:
+        """The credentials of `role/name`."""
+        ...
 
 
 @dataclass

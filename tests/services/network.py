@@ -32,7 +32,7 @@ from sottovoce_rpc.status import Ending
 from sottovoce_rpc.tasks import Tasks
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc, learner_pb2, learner_pb2_grpc
 from tests.examples import ALLOWING
-from tests.services.identities import Identities
+from tests.services.identities import Issuing
 
 PATIENCE_S = 100.0
 """Longest that a test waits for something that must happen."""
@@ -41,7 +41,7 @@ PATIENCE_S = 100.0
 OPERATOR = "operator/alice"
 
 
-def credentials_of(identities: Identities | None, whom: str) -> Credentials:
+def credentials_of(identities: Issuing | None, whom: str) -> Credentials:
     """Of `role/name`, where channels are encrypted."""
     return Credentials() if identities is None else identities.of(whom)
 
@@ -63,7 +63,7 @@ class Network:
     folder: Path
     coordinator: str
     eavesdropper: str
-    identities: Identities | None = None
+    identities: Issuing | None = None
     learners: dict[str, Learner] = field(default_factory=dict)
     addresses: dict[str, str] = field(default_factory=dict)
     budget: float | None = None
@@ -205,7 +205,7 @@ async def network(
     *,
     noise: Path | None = None,
     durable: bool = False,
-    identities: Identities | None = None,
+    identities: Issuing | None = None,
 ) -> AsyncIterator[Network]:
     """All services for learners of these names."""
     own, captures = credentials_of(identities, "eavesdropper/ear"), folder / "captures"

@@ -13,6 +13,7 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
 from sottovoce.errors import Unavailable
+from sottovoce.running.policy import Policy
 from sottovoce_client.running.operate import Outcome
 from sottovoce_eavesdropper.records import CaptureFile
 from sottovoce_eavesdropper.relay import Relay
@@ -23,6 +24,7 @@ from sottovoce_rpc.access import ACCESS
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.directives import Neighbour
 from sottovoce_rpc.principals import Role
+from sottovoce_rpc.status import Ending
 from sottovoce_wire.v1 import coordinator_pb2, eavesdropper_pb2, learner_pb2
 from tests.examples import made_up, small_spec
 from tests.services.identities import Identities, raw_channel
@@ -79,11 +81,12 @@ async def status(up: Network, ids: Identities, house: str, method: str, caller: 
 
 
 async def _first(call: Any) -> grpc.aio.AioRpcError | None:
-    """The failure with which a call ends before it says anything."""
+    """The failure with which a call ends before it says anything: the peer's, not that of a write on its way."""
+    ending = Ending(call)
     try:
         await call.read()
-    except grpc.aio.AioRpcError as error:
-        return error
+    except grpc.aio.AioRpcError:
+        return await ending.status()
     if call.done() and await call.code() is not grpc.StatusCode.OK:
         return await refused(call)
     call.cancel()
@@ -225,7 +228,8 @@ async def test_a_learner_lets_itself_be_overheard_only_where_the_spec_says_so(
         session.silent = True
         raise Unavailable("nobody is there")
 
-    session = SimpleNamespace(role=SimpleNamespace(spec=small_spec(5, NAMES, capture=capture)), silent=False)
+    role = SimpleNamespace(spec=small_spec(5, NAMES, capture=capture))
+    session = SimpleNamespace(role=role, silent=False, policy=Policy())
     monkeypatch.setattr(exchange, "channel", noting)
     await exchange.keep_open(
         cast(Session, session), Neighbour(1, "mallory", "here:1", 0.5, True, relayed), Credentials()

@@ -20,7 +20,8 @@ from sottovoce_client.running import known
 from sottovoce_coordinator.service import Coordinator, CoordinatorConfig
 from sottovoce_learner.service import Learner, LearnerConfig
 from sottovoce_rpc import access, credentials
-from sottovoce_rpc.credentials import AUTHORITIES, CERTIFICATE, KEY, REVOKED, Credentials
+from sottovoce_rpc.certificates import AUTHORITIES, CERTIFICATE, KEY, REVOKED
+from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.loopback import of_this_user
 from sottovoce_rpc.principals import Principal
 from sottovoce_rpc.server import channel
@@ -175,16 +176,16 @@ async def test_renewed_files_are_taken_up_while_a_service_runs(tmp_path: Path) -
     ids = Identities(tmp_path / "ids")
     own = ids.at("coordinator/main")
     async with network(tmp_path, [], identities=ids) as up:
-        before = await _shown(up.coordinator)
+        before = await shown(up.coordinator)
         ids.authority.renew(own)
-        renewed = await _shown(up.coordinator)
+        renewed = await shown(up.coordinator)
         assert renewed != before
         (own / KEY).write_bytes(b"half a k")
-        assert await _shown(up.coordinator) == renewed
+        assert await shown(up.coordinator) == renewed
         await known.list_runs(up.coordinator, credentials=up.operator)
 
 
-async def _shown(at: str) -> str:
+async def shown(at: str) -> str:
     """The certificate that a server shows."""
     import ssl
 

@@ -11,16 +11,20 @@ from typing import Any
 
 import pytest
 
+from sottovoce.errors import SpecError, Unavailable
 from sottovoce.privacy.guarantee import Event
 from sottovoce.running.policy import Guarantees, Policy
 from sottovoce.running.run import build_run
 from sottovoce.spec import RunSpec, parse_spec
+from sottovoce_eavesdropper.reading import open_capture
 from sottovoce_learner import lines
+from sottovoce_learner.service import Learner, LearnerConfig
 from sottovoce_learner.standing import Files, look
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_wire.v1 import coordinator_pb2
 from tests.examples import ALLOWING, made_up, small_spec
 from tests.gossip import GOSSIP
+from tests.services.identities import Identities
 from tests.services.network import PATIENCE_S, Network, network
 from tests.services.test_resume import resume
 from tests.services.test_roster import leave
@@ -129,6 +133,101 @@ async def test_the_same_process_takes_the_next_run_that_fits(tmp_path: Path) -> 
             for spec in (spec_of(), spec_of(telemetry={"accuracy": True}), spec_of(capture="mirror"))
         ]
     assert [each.state for each in outcomes] == ["finished", "failed", "finished"]
+
+
+# ---- whom its owner trusts -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("trusted", "joins"),
+    [(None, True), (("main",), True), (("other",), False), (("other", "main"), True), (("main", "other"), True)],
+)
+async def test_a_learner_joins_the_coordinators_that_its_owner_trusts(
+    tmp_path: Path, trusted: tuple[str, ...] | None, joins: bool
+) -> None:
+    ids = Identities(tmp_path / "ids")
+    names = None if trusted is None else tuple(f"coordinator/{each}" for each in trusted)
+    async with network(tmp_path, [], identities=ids) as up:
+        config = LearnerConfig(
+            "ann",
+            up.coordinator,
+            state_folder=tmp_path / "state",
+            join_timeout_s=4.0,
+            credentials=ids.of("learner/ann"),
+            policy=Policy(coordinators=names),
+        )
+        ann = Learner(config)
+        following = asyncio.ensure_future(ann.follow(await ann.start()))
+        if joins:
+            await up.until_here("ann")
+            following.cancel()
+        else:
+            with pytest.raises(
+                Unavailable, match=r"coordinator/other, whom its owner trusts, at .* somebody else is there"
+            ):
+                await following
+        await ann.stop()
+
+
+async def test_a_learner_leaves_a_coordinator_that_is_not_trusted_alone_when_it_comes_back(tmp_path: Path) -> None:
+    """Another one has taken the address of the one that the learner followed."""
+    ids = Identities(tmp_path / "ids")
+    async with network(tmp_path, [], identities=ids) as up:
+        up.policy = Policy(coordinators=("coordinator/main",))
+        await up.join("ann")
+        await up.join("ben")
+        await up.until_here("ann")
+        own = ids.at("coordinator/main")
+        kept = {name: (own / name).read_bytes() for name in ("tls.key", "tls.crt")}
+        for name in kept:
+            (own / name).write_bytes((ids.at("coordinator/other") / name).read_bytes())
+        await up.restart_coordinator()
+        up.policy = ALLOWING
+        await up.join("cleo")
+        await up.until_here("cleo")
+        assert up.coordinating is not None
+        assert "ann" not in up.coordinating._members and "ben" not in up.coordinating._members
+        for name, content in kept.items():
+            (own / name).write_bytes(content)
+        await up.restart_coordinator()
+        await up.until_here("ann")
+
+
+@pytest.mark.parametrize("careful", NAMES)
+@pytest.mark.parametrize(("named", "state"), [(("other",), "failed"), (("other", "ear"), "finished")])
+async def test_a_learner_is_recorded_by_whom_its_owner_accepts(
+    tmp_path: Path, careful: str, named: tuple[str, ...], state: str
+) -> None:
+    """Ann opens the stream, and ben accepts it; either one's owner decides."""
+    spec = spec_of(capture="relay", clock={"deadline_s": 4.0 if state == "failed" else 100.0})
+    accepting = ALLOWING.model_copy(update={"eavesdroppers": tuple(f"eavesdropper/{each}" for each in named)})
+    async with network(tmp_path, NAMES, identities=Identities(tmp_path / "ids")) as up:
+        await restarted(up, careful, accepting)
+        outcome = await up.run(spec, made_up(spec))
+        statuses = [await up.status(name) for name in NAMES]
+    assert outcome.state == state, outcome.detail
+    assert {each.rounds_done for each in statuses} == {0 if state == "failed" else ROUNDS}
+
+
+@pytest.mark.parametrize(("named", "copies"), [(("other",), False), (("other", "ear"), True)])
+async def test_copies_go_to_whom_its_owner_accepts(tmp_path: Path, named: tuple[str, ...], copies: bool) -> None:
+    spec = spec_of(capture="mirror")
+    accepting = ALLOWING.model_copy(update={"eavesdroppers": tuple(f"eavesdropper/{each}" for each in named)})
+    async with network(tmp_path, NAMES, identities=Identities(tmp_path / "ids")) as up:
+        await restarted(up, "ann", accepting)
+        outcome = await up.run(spec, made_up(spec))
+    assert outcome.state == "finished" and outcome.capture is not None
+    senders = set(open_capture(outcome.capture).messages(["sender"])["sender"].to_pylist())
+    assert senders == ({0, 1} if copies else {1})
+
+
+@pytest.mark.parametrize("clause", ["coordinators", "eavesdroppers"])
+async def test_whom_to_trust_needs_an_identity(tmp_path: Path, clause: str) -> None:
+    policy = Policy.model_validate({clause: [f"{clause.removesuffix('s')}/main"]})
+    with pytest.raises(
+        SpecError, match=f"names {clause}, and a learner without an identity cannot tell .*--identity FOLDER"
+    ):
+        Learner(LearnerConfig("ann", "127.0.0.1:1", state_folder=tmp_path, policy=policy))
 
 
 # ---- limits of what is spent -----------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from sottovoce_eavesdropper import relay
 from sottovoce_eavesdropper.reading import open_capture
 from sottovoce_eavesdropper.records import CaptureFile
 from sottovoce_learner.session import Session
-from sottovoce_rpc.credentials import AUTHORITIES
+from sottovoce_rpc.certificates import AUTHORITIES
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_rpc.signatures import BLOCK, Signed, Statement, digest, is_signature
 from tests.examples import made_up, small_spec

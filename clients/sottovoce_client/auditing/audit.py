@@ -26,6 +26,7 @@ from sottovoce.auditing.worlds import Worlds, chosen
 from sottovoce.errors import DataError, SpecError
 from sottovoce.experiment import Prepared
 from sottovoce.privacy.guarantee import ThreatModel
+from sottovoce_client import terminal
 from sottovoce_client.auditing.document import audit_file
 from sottovoce_client.auditing.report import audit_page
 from sottovoce_client.documents import write_json
@@ -136,7 +137,7 @@ def audit_to(
         SpecError: the question does not fit the run, or an extra is not installed.
         DataError: there is no record to swap.
     """
-    console = console or Console()
+    console = console or terminal.console()
     began = time.monotonic()
     with console.status("choosing the swap") as status:
         done = work(asked.plan(prepared), say=status.update)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 from sottovoce.errors import SottovoceError
+from sottovoce.plain import plain_lines
 from sottovoce_client.cli.app import (
     app,
     eavesdropper_app,
@@ -57,10 +58,10 @@ def main() -> None:
     try:
         app()
     except SottovoceError as error:
-        print(f"sottovoce: {error}", file=sys.stderr)
+        print(f"sottovoce: {plain_lines(str(error))}", file=sys.stderr)
         raise SystemExit(2) from None
     except OSError as error:  # a full disk, a folder that nobody may write to: what to do is its owner's to know
-        print(f"sottovoce: {error}", file=sys.stderr)
+        print(f"sottovoce: {plain_lines(str(error))}", file=sys.stderr)
         raise SystemExit(2) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from sottovoce.errors import SpecError
+from sottovoce.plain import plain
 from sottovoce.spec import RunSpec, load_spec
 from sottovoce_client.cli.app import (
     AllowImports,
@@ -189,7 +190,7 @@ def _made(prepared: Prepared, asked: AuditRequest, folder: Path, making: Abstrac
         with making as work:
             return audit_to(folder, prepared, asked, work)
     except Interrupted as stopped:  # which says in a line what there is
-        print(f"sottovoce: {stopped}", file=sys.stderr)
+        print(f"sottovoce: {plain(str(stopped))}", file=sys.stderr)
         return 130
 
 
@@ -216,12 +217,11 @@ def _work(
 
 
 def _from(captures: str, asked: AuditRequest, spec: RunSpec | None, out: Path | None) -> int:
-    from rich.console import Console
-
+    from sottovoce_client import terminal
     from sottovoce_client.auditing.audit import show
     from sottovoce_client.auditing.captures import from_captures
 
-    console = Console()
+    console = terminal.console()
     with console.status("reading captures") as status:
         done = from_captures(captures, asked, prepared_from, status.update, spec=spec)
     return show(done, asked.seed, folder_for("audit", out), console)

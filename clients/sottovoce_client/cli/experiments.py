@@ -37,9 +37,8 @@ def sweep(
 
     Writes sweep.parquet.
     """
-    from rich.console import Console
-
     from sottovoce.experiment import load
+    from sottovoce_client import terminal
     from sottovoce_client.reports.export import formats
     from sottovoce_client.running.plot import export_results
     from sottovoce_client.running.simulation import write_table
@@ -47,7 +46,7 @@ def sweep(
 
     asked, wanted = formats(export), dict(map(values_of, changes))
     options: dict[str, Any] = {"seed": seed, "vary_data": vary_data, "backend": backend, "jobs": jobs}
-    with Console().status("simulating") as status:
+    with terminal.console().status("simulating") as status:
         table = run_all(
             load(spec),
             wanted,

@@ -134,8 +134,7 @@ def doctor(
 
     Exits with 1 if anything is wrong.
     """
-    from rich.console import Console
-
+    from sottovoce_client import terminal
     from sottovoce_client.doctor import Patient, examine, show
     from sottovoce_rpc.credentials import Credentials
     from sottovoce_rpc.principals import Role
@@ -143,4 +142,4 @@ def doctor(
     given = ((Role.COORDINATOR, [coordinator]), (Role.EAVESDROPPER, [eavesdropper]), (Role.LEARNER, learner or []))
     services = [(role, address) for role, addresses in given for address in addresses if address]
     findings = asyncio.run(examine(Patient(Credentials(identity, insecure), services, state or [])))
-    raise typer.Exit(show(findings, Console()))
+    raise typer.Exit(show(findings, terminal.console()))

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
+from sottovoce_client import terminal
 from sottovoce_client.cli.app import pki_app
 
 AuthorityFolder = Annotated[
@@ -28,7 +28,7 @@ def init(
     from sottovoce_client.pki import Authority
 
     Authority.init(authority, domain, days)
-    Console().print(
+    terminal.console().print(
         Text(f"authority of {domain} in {authority}; next: sottovoce pki issue coordinator/main learner/NAME ...")
     )
 
@@ -56,7 +56,7 @@ def issue(
     """Issue identities: folders with a key, a certificate and whom to believe, for --identity."""
     from sottovoce_client.pki import Authority
 
-    own, console = Authority(authority), Console()
+    own, console = Authority(authority), terminal.console()
     for each in whom:
         folder = out / each.replace("/", "-", 1)
         issued = own.issue(each, folder, days=days, hosts=host or [])
@@ -75,7 +75,7 @@ def renew(
     """Give identities new keys and certificates. Services that run take them up by themselves."""
     from sottovoce_client.pki import Authority
 
-    own, console = Authority(authority), Console()
+    own, console = Authority(authority), terminal.console()
     for folder in folders:
         issued = own.renew(folder, days=days)
         console.print(Text(f"{issued.principal}: {folder}, until {issued.ends:%Y-%m-%d}"))
@@ -92,7 +92,7 @@ def revoke(
     """Take back certificates. A service honours that as soon as the new crl.pem is in the folder of its own identity."""
     from sottovoce_client.pki import Authority, spread
 
-    own, console = Authority(authority), Console()
+    own, console = Authority(authority), terminal.console()
     for each in whom:
         for issued in own.revoke(each):
             console.print(Text(f"{each}: certificate {issued.serial:x} is revoked"))
@@ -109,4 +109,4 @@ def show(
     """Who has certificates, and until when. Exits with 1 if one that is in use ends within two weeks."""
     from sottovoce_client.pki import shown
 
-    raise typer.Exit(shown(folder, Console()))
+    raise typer.Exit(shown(folder, terminal.console()))

@@ -261,8 +261,10 @@ def _serve(work: Callable[[], Coroutine[Any, Any, None]], log_level: str) -> Non
     import structlog
 
     from sottovoce_rpc.logs import configure_logs, failure
+    from sottovoce_rpc.private import keep_private
 
     configure_logs(log_level)
+    keep_private()
     try:
         with asyncio.Runner(loop_factory=_event_loop()) as runner:
             runner.run(work())

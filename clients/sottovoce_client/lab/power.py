@@ -76,7 +76,7 @@ def measure_power(
     Raises:
         SpecError: a mutant cannot be imported, or does not fit its run, or an extra is not installed.
     """
-    console, most = console or Console(), runs or LADDER[-1]
+    console, most = console or terminal.console(), runs or LADDER[-1]
     chosen = [*CATALOGUE, *map(mutant_named, mutants)]
     work: list[Callable[[], Power | Served]] = [
         partial(measure, mutant, audits=audits, seed=seed, most=most) for mutant in chosen

@@ -74,7 +74,7 @@ def self_test(
     Raises:
         SpecError: a mutant cannot be imported, or an extra is not installed.
     """
-    console = console or Console()
+    console = console or terminal.console()
     chosen = [*MUTANTS, *map(mutant_named, mutants)]
     work = [*_breaking(chosen, prepared, learner, runs, seed), *_correct(prepared, learner, alarms, seed)]
     outcomes: list[MutantOutcome] = []

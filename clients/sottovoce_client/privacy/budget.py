@@ -95,7 +95,7 @@ def budget(
     Raises:
         SpecError: no such learner, a delta out of range, or an extra is missing.
     """
-    console, run = console or Console(), prepared.run
+    console, run = console or terminal.console(), prepared.run
     chosen = [learner_index(run.spec, name) for name in names] or list(range(run.spec.n_learners))
     with console.status("adding up"):
         lines = [line_of(prepared, i, question) for i in chosen]

@@ -15,6 +15,7 @@ from sottovoce.budget.calibration import Calibrated, Per, Target, calibrate
 from sottovoce.errors import SpecError
 from sottovoce.experiment import Prepared
 from sottovoce.spec import RunSpec
+from sottovoce_client import terminal
 from sottovoce_client.privacy.budget import learner_index
 from sottovoce_client.wording import number
 
@@ -31,7 +32,7 @@ def calibrate_to(
         out: where to write (None: to standard output).
         console: where to say what was found.
     """
-    console = console or Console(stderr=True)
+    console = console or terminal.console(stderr=True)
     spec = prepared.run.spec
     with console.status("searching"):
         found = calibrate(spec, prepared.data, target)

@@ -86,7 +86,7 @@ def show_ledger(
             total = number(math.fsum(line.spent for line in own))
             table.add_row(name, "all runs", "", "", "", count(sum(line.said for line in own)), total, style="bold")
         table.add_section()
-    (console or Console()).print(table)
+    (console or terminal.console()).print(table)
 
 
 def verify_ledger(
@@ -104,7 +104,7 @@ def verify_ledger(
         SpecError: there is no such folder, or no ledger (of this learner) in it.
         DataError: something is lost or damaged, or a charge is another one than the spec asks for.
     """
-    out, ledger = console or Console(), _ledger_in(folder)
+    out, ledger = console or terminal.console(), _ledger_in(folder)
     _require(ledger, learner)
     names = ledger.learners() if learner is None else [learner]
     for name in names:
@@ -130,7 +130,7 @@ def repair_ledger(folder: Path, learner: str, charge: float | None, console: Con
     ledger = _ledger_in(folder)
     if charge is None:
         _require(ledger, learner)
-    done, out = repair(folder, learner, charge), console or Console()
+    done, out = repair(folder, learner, charge), console or terminal.console()
     if done.aside is None:
         text = f"nothing is lost: ε {number(done.in_all)} in all, as before"
     else:
@@ -154,4 +154,6 @@ def own_ledger(folder: Path, learner: str, console: Console | None = None) -> No
     """
     _require(_ledger_in(folder), learner)
     moved(folder, learner)
-    (console or Console()).print(f"{learner} goes on from {folder}", markup=False, highlight=False, soft_wrap=True)
+    (console or terminal.console()).print(
+        f"{learner} goes on from {folder}", markup=False, highlight=False, soft_wrap=True
+    )

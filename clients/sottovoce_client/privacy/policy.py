@@ -23,7 +23,7 @@ def show_policy(path: Path | None, console: Console | None = None) -> None:
     Raises:
         SpecError: it is no valid policy.
     """
-    (console or Console()).out(dump_policy(load_policy(path)), end="", highlight=False)
+    (console or terminal.console()).out(dump_policy(load_policy(path)), end="", highlight=False)
 
 
 def check_policy(run: Run, n_features: int, policy: Policy, learner: int, console: Console | None = None) -> bool:
@@ -39,7 +39,7 @@ def check_policy(run: Run, n_features: int, policy: Policy, learner: int, consol
     Returns:
         Whether the learner would take part.
     """
-    out = console or Console()
+    out = console or terminal.console()
     findings = policy.findings(run, n_features, learner)
     table = terminal.table("clause", "allows", "the run asks for", "")
     for each in findings:

@@ -21,6 +21,7 @@ from sottovoce.running.metrics import Metrics
 from sottovoce.running.run import build_run
 from sottovoce.running.simulator import simulate
 from sottovoce.spec import RunSpec
+from sottovoce_client import terminal
 from sottovoce_client.documents import write_json
 from sottovoce_client.reports.drawing import (
     BLUE,
@@ -91,7 +92,7 @@ def tradeoff(prepared: Prepared, folder: Path, trade: Trade, console: Console | 
     Raises:
         SpecError: too few levels, noise that cannot be calibrated, losses that do not fall, or no admissible level.
     """
-    console = console or Console()
+    console = console or terminal.console()
     measured = []
     for epsilon in trade.epsilons:
         with console.status(f"simulating at epsilon {number(epsilon)}"):

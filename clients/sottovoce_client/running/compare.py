@@ -21,6 +21,7 @@ from sottovoce.data.source import DataSpec
 from sottovoce.errors import SottovoceError, SpecError
 from sottovoce.experiment import Prepared
 from sottovoce.noise import SeededNoise
+from sottovoce.plain import plain
 from sottovoce.privacy.guarantee import Guarantee, ThreatModel, overall
 from sottovoce.running.metrics import Curves, Metrics
 from sottovoce.running.simulator import simulate
@@ -123,7 +124,7 @@ def compare(
         seed: of the noise, the same for each.
         console: where the table is printed.
     """
-    console = console or Console()
+    console = console or terminal.console()
     results, failures, first = [], [], None
     for source, load in sources:
         try:
@@ -230,7 +231,7 @@ def _table(results: Sequence[Result]) -> Table:
 def _as_markdown(results: Sequence[Result]) -> str:
     """The table for a page of documentation."""
     rule = ["---"] * 3 + ["---:"] * (len(HEADS) - 3)
-    rows = [HEADS, rule, *([cell.replace("|", "\\|") for cell in _row(result)] for result in results)]
+    rows = [HEADS, rule, *([plain(cell).replace("|", "\\|") for cell in _row(result)] for result in results)]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 

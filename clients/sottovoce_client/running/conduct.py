@@ -10,6 +10,7 @@ from typing import Any
 
 from sottovoce.algorithms.per_learner import spread
 from sottovoce.experiment import Prepared, prepare
+from sottovoce.plain import plain
 from sottovoce.spec import RunSpec, dump_spec
 from sottovoce_client.reports.run_report import run_page
 from sottovoce_client.running.console import print_summary, run_console
@@ -44,10 +45,10 @@ def conduct(prepared: Prepared, folder: Path, start: _Start) -> int:
         try:
             outcome: Outcome = run_async(lambda stop: start(prepared, watch, stop))
         except ServiceDied as death:
-            print(f"The run failed: {death}. What was overheard is kept in {folder / 'captures'}")
+            print(plain(f"The run failed: {death}. What was overheard is kept in {folder / 'captures'}"))
             return 1
         except Interrupted as told:
-            print(f"Nothing was run: {told}")
+            print(plain(f"Nothing was run: {told}"))
             return 130
     if outcome.state != "failed" and outcome.detail != BY_OPERATOR:
         if (outcome.absences or ()) != (spec.absences or ()):
@@ -74,17 +75,17 @@ def again(spec: RunSpec) -> Prepared:
 
 def _print_all(lines: Iterable[str]) -> None:
     for line in lines:
-        print(line)
+        print(plain(line))
 
 
 def _cut_short(outcome: Outcome) -> int:
     """Say what happened and what is left."""
     done = min((status.rounds_done for status in outcome.statuses), default=0)
-    print(f"The run {outcome.state} in round {done}: {outcome.detail}")
+    print(plain(f"The run {outcome.state} in round {done}: {outcome.detail}"))
     if outcome.capture is not None:
-        print(f"What was overheard is kept in {outcome.capture}")
+        print(plain(f"What was overheard is kept in {outcome.capture}"))
     _print_all(not_captured(outcome))
     noticed = noticed_in(outcome)
     if noticed is not None and noticed.count:
-        print(noticed_line(noticed.count, noticed.first))
+        print(plain(noticed_line(noticed.count, noticed.first)))
     return 130 if outcome.detail == BY_OPERATOR else 1

@@ -15,6 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from sottovoce.plain import plain
 from sottovoce_client import terminal
 from sottovoce_client.reports.verdict import exceeds, verdict_of
 from sottovoce_client.running.summary import LearnerSummary, Progress, RunSummary, Swap
@@ -64,7 +65,7 @@ def run_console(
         names: of the learners.
         budgets: where each learner stops; left out for nowhere.
     """
-    console = console or Console()
+    console = console or terminal.console()
     if plain or not console.is_terminal:
         lines = _Lines(console, rounds, clock)
         lines.say(f"{title}: {plural(len(names), 'learner')}, {plural(rounds, 'round')}")
@@ -119,7 +120,7 @@ class _Lines:
 
     def say(self, text: str) -> None:
         # As it is: neither wrapped at the 80 columns that a pipe is said to have, nor coloured, nor read as markup.
-        self._console.out(text, highlight=False)
+        self._console.out(plain(text), highlight=False)
 
     def update(self, progress: Progress, state: str, overheard: int) -> None:
         self._pace.look(progress)
@@ -236,7 +237,7 @@ def print_summary(summary: RunSummary, console: Console | None = None, report: P
     Args:
         report: where the report lies, if one was written.
     """
-    console = console or Console()
+    console = console or terminal.console()
     console.print(_state_line(summary))
     console.print(_learner_table(summary, console.width))
     facts = terminal.facts()

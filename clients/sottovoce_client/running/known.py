@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sottovoce.network.roster import Absence
+from sottovoce.plain import plain
 from sottovoce_client import terminal
 from sottovoce_client.running.operate import BY_OPERATOR, RESUME_S
 from sottovoce_client.wording import NOTHING, away_line, count, duration, number
@@ -37,8 +38,8 @@ async def list_runs(coordinator: str, console: Console | None = None, credential
     """
     table = _table("run", "state", "started", "took", "rounds", "detail")
     for run in await _all(coordinator, credentials):
-        table.add_row(run.run_id, _state(run), _started(run), _took(run), count(_rounds(run)), Text(run.detail))
-    (console or Console()).print(table if table.row_count else "no runs")
+        table.add_row(_said(run.run_id), _state(run), _started(run), _took(run), count(_rounds(run)), _said(run.detail))
+    (console or terminal.console()).print(table if table.row_count else "no runs")
 
 
 async def show_run(
@@ -51,7 +52,7 @@ async def show_run(
     """
     request = coordinator_pb2.GetRunRequest(run_id=run_id)
     run = await _asked(coordinator, credentials, lambda stub: stub.GetRun(request, timeout=CALL_S))
-    console, facts = console or Console(), terminal.facts()
+    console, facts = console or terminal.console(), terminal.facts()
     planned = json.loads(run.spec)["rounds"]
     told = {
         "state": _state(run),
@@ -64,8 +65,8 @@ async def show_run(
     }
     for name, text in told.items():
         if text:
-            facts.add_row(name, Text(text))
-    console.print(Text(run.run_id, style="bold"))
+            facts.add_row(name, _said(text))
+    console.print(_said(run.run_id, style="bold"))
     console.print(facts)
     console.print(_learners(run))
 
@@ -80,7 +81,7 @@ async def stop_run(
     """
     request = coordinator_pb2.StopRunRequest(run_id=run_id, reason=BY_OPERATOR)
     run = await _asked(coordinator, credentials, lambda stub: stub.StopRun(request, timeout=CALL_S))
-    (console or Console()).print(Text(f"{run.run_id} {_state(run)}{f': {run.detail}' if run.detail else ''}"))
+    (console or terminal.console()).print(_said(f"{run.run_id} {_state(run)}{f': {run.detail}' if run.detail else ''}"))
 
 
 async def resume_run(
@@ -93,12 +94,12 @@ async def resume_run(
     """
     request = coordinator_pb2.ResumeRunRequest(run_id=run_id)
     run = await _asked(coordinator, credentials, lambda stub: stub.ResumeRun(request, timeout=RESUME_S))
-    console = console or Console()
-    console.print(Text(f"{run.run_id} {_state(run)} from round {count(_rounds(run))} on"))
+    console = console or terminal.console()
+    console.print(_said(f"{run.run_id} {_state(run)} from round {count(_rounds(run))} on"))
     if away := [each.status.learner for each in run.learners if each.HasField("away_since")]:
-        console.print(Text(f"waiting for {', '.join(away)}"))
+        console.print(_said(f"waiting for {', '.join(away)}"))
     if run.capture_error:
-        console.print(Text(run.capture_error))
+        console.print(_said(run.capture_error))
 
 
 async def leave_run(
@@ -111,7 +112,7 @@ async def leave_run(
     """
     request = coordinator_pb2.LeaveRunRequest(run_id=run_id, learner=learner)
     await _asked(coordinator, credentials, lambda stub: stub.LeaveRun(request, timeout=RESUME_S))
-    await _say_since(coordinator, run_id, learner, console or Console(), credentials)
+    await _say_since(coordinator, run_id, learner, console or terminal.console(), credentials)
 
 
 async def join_run(
@@ -124,7 +125,7 @@ async def join_run(
     """
     request = coordinator_pb2.JoinRunRequest(run_id=run_id, learner=learner)
     await _asked(coordinator, credentials, lambda stub: stub.JoinRun(request, timeout=RESUME_S))
-    await _say_since(coordinator, run_id, learner, console or Console(), credentials)
+    await _say_since(coordinator, run_id, learner, console or terminal.console(), credentials)
 
 
 async def _say_since(coordinator: str, run_id: str, learner: str, console: Console, credentials: Credentials) -> None:
@@ -133,7 +134,7 @@ async def _say_since(coordinator: str, run_id: str, learner: str, console: Conso
     run = await _asked(coordinator, credentials, lambda stub: stub.GetRun(request, timeout=CALL_S))
     for each in json.loads(run.spec).get("absences") or ():
         if each["learner"] == learner:
-            console.print(Text(away_line(Absence(**each))))
+            console.print(_said(away_line(Absence(**each))))
 
 
 async def rebind(
@@ -146,8 +147,8 @@ async def rebind(
     """
     request = coordinator_pb2.RebindLearnerRequest(learner=learner)
     await _asked(coordinator, credentials, lambda stub: stub.RebindLearner(request, timeout=CALL_S))
-    (console or Console()).print(
-        Text(f"{learner} may join with another state folder; what it spent before is not in that")
+    (console or terminal.console()).print(
+        _said(f"{learner} may join with another state folder; what it spent before is not in that")
     )
 
 
@@ -180,8 +181,15 @@ def _learners(run: coordinator_pb2.Run) -> Table:
         away = each.HasField("away_since")
         state = f"away since {_moment(each.away_since.ToDatetime(UTC))}" if away else status.state.name.lower()
         state = "lost" if status.learner in lost else state
-        table.add_row(status.learner, each.address, state, count(status.rounds_done), number(status.epsilon_spent))
+        table.add_row(
+            _said(status.learner), _said(each.address), state, count(status.rounds_done), number(status.epsilon_spent)
+        )
     return table
+
+
+def _said(text: str, style: str = "") -> Text:
+    """What a coordinator says: it may have it from others."""
+    return Text(plain(text), style=style)
 
 
 def _table(*heads: str) -> Table:

@@ -23,7 +23,8 @@ from sottovoce.running.policy import Policy, dump_policy
 from sottovoce.spec import RunSpec, code_to_import
 from sottovoce_client.pki import Authority
 from sottovoce_eavesdropper.service import DRAIN_S
-from sottovoce_rpc.credentials import AUTHORITIES, Credentials
+from sottovoce_rpc.certificates import AUTHORITIES
+from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.tasks import Tasks
 
 _START_S = 300.0
@@ -182,7 +183,7 @@ class LocalServices:
 
     async def _start(self, name: str, command: Sequence[str]) -> _Process:
         logs = self._folder / "logs"
-        logs.mkdir(parents=True, exist_ok=True)
+        logs.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = logs / f"{name}.log"
         with path.open("wb") as log:
             child = await asyncio.create_subprocess_exec(

@@ -15,6 +15,7 @@ from sottovoce.arrays import FloatArray
 from sottovoce.data import PlacedData
 from sottovoce.errors import NotReady, SottovoceError, SpecError, Unavailable
 from sottovoce.network.roster import Absence
+from sottovoce.plain import plain
 from sottovoce.spec import RunSpec
 from sottovoce_client.running.feeder import feed
 from sottovoce_client.running.summary import Progress
@@ -203,13 +204,13 @@ class _Running:
         return Outcome(
             run_id,
             state,
-            detail,
+            plain(detail),
             seconds,
             tuple(_statuses(last)),
             tuple(self._progress),
             location or None,
             tuple(predictions),
-            last.capture_error,
+            plain(last.capture_error),
             self._spec.absences,
             misconduct_lines(last),
         )

@@ -112,7 +112,7 @@ def means(curves: Curves) -> dict[str, Any]:
 
 def print_metrics(curves: Curves, console: Console | None = None) -> None:
     """The final values: a table on a terminal, else a line each."""
-    console = console or Console()
+    console = console or terminal.console()
     table = terminal.table("metric")
     table.add_column(f"after {curves.rounds[-1]:,} rounds", justify="right")
     for name, curve in curves.curves.items():

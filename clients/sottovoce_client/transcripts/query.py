@@ -28,6 +28,7 @@ from sottovoce.arrays import FloatArray, IntArray
 from sottovoce.auditing.conversation import digest
 from sottovoce.data.files import import_extra
 from sottovoce.errors import CaptureError, SpecError
+from sottovoce.plain import cell_of
 from sottovoce.running.transcript import COLUMNS, parquet
 from sottovoce_client import terminal
 from sottovoce_eavesdropper.reading import Capture, open_capture, rounds_only
@@ -256,7 +257,7 @@ def query(place: str, sql: str, *, out: Path | None = None, as_csv: TextIO | Non
             elif as_csv is not None:
                 _write_csv(connection.execute(sql), as_csv)
             else:
-                _show(connection.execute(sql), Console(markup=False, highlight=False))
+                _show(connection.execute(sql), terminal.console(highlight=False))
         except duckdb.Error as error:
             raise SpecError(f"the query failed: {' '.join(str(error).split())[:600]}") from None
 
@@ -265,7 +266,7 @@ def _write_csv(answer: Any, to: TextIO) -> None:
     writer = csv.writer(to, lineterminator="\n")
     writer.writerow([column[0] for column in answer.description])
     while rows := answer.fetchmany(_FETCHED):
-        writer.writerows([cell.hex() if isinstance(cell, bytes) else cell for cell in row] for row in rows)
+        writer.writerows([cell.hex() if isinstance(cell, bytes) else cell_of(cell) for cell in row] for row in rows)
 
 
 def _write_parquet(answer: Any, path: Path) -> None:

@@ -145,7 +145,7 @@ def show(place: str, *, sender: int = 0, first: int = 3, console: Console | None
     Raises:
         CaptureError: there is nothing, or it cannot be read.
     """
-    console = console or Console(markup=False, highlight=False)
+    console = console or terminal.console(highlight=False)
     found = find(place)
     if len(found.captures) == 1:
         _one(found.captures[0], sender, first, console)

@@ -19,8 +19,8 @@ from sottovoce_client.transcripts.query import find
 from sottovoce_client.wording import count
 from sottovoce_eavesdropper.lookout import EXCHANGE
 from sottovoce_eavesdropper.reading import Capture
+from sottovoce_rpc.certificates import named
 from sottovoce_rpc.codec import RoundCodec
-from sottovoce_rpc.credentials import named
 from sottovoce_rpc.principals import Role
 from sottovoce_rpc.signatures import BLOCK, Signed, digest
 
@@ -118,7 +118,7 @@ def verify(place: str, authorities: Path, console: Console | None = None) -> int
         CaptureError: there is no capture, or it cannot be read.
         NotReady: the file of authorities cannot be read.
     """
-    console = console or Console(markup=False, highlight=False)
+    console = console or terminal.console(highlight=False)
     try:
         believed = authorities.read_bytes()
         x509.load_pem_x509_certificates(believed)
@@ -154,7 +154,7 @@ def _wrong(name: str, words: Words) -> Iterator[str]:
     if others := sorted(set(words.others) - set(words.twice)):
         yield f"{name} has signed another message of {_rounds(others)} than passed here: a forgery, or it said two things"
     for why, times in words.refused.most_common(_MOST_SHOWN):
-        yield f"{name}: {count(times)}x refused: {''.join(c for c in why if c.isprintable())}"
+        yield f"{name}: {count(times)}x refused: {why}"
 
 
 def _rounds(rounds: list[int]) -> str:

@@ -8,6 +8,7 @@ begins, when it is taken up again, and when it is changed.
 from __future__ import annotations
 
 import math
+import re
 import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from sottovoce.errors import SpecError
 from sottovoce.privacy.guarantee import Event, Grounds, ThreatModel
 from sottovoce.registry import Count, Positive, Section
 from sottovoce.running.run import Run, build_run
-from sottovoce.spec import RunSpec, codes_to_import, document_of, explain
+from sottovoce.spec import LEARNER_NAME, RunSpec, codes_to_import, document_of, explain
 
 LONGEST_FILE = 64 * 1024
 """Bytes of a policy's file: a few lines, and nobody's records."""
@@ -47,11 +48,31 @@ def _known(names: tuple[str, ...]) -> tuple[str, ...]:
     return names
 
 
+def _of_role(role: str) -> AfterValidator:
+    """Names of identities of one role: some, for none would be nobody to take part with."""
+
+    def fits(identity: str) -> bool:
+        own, _, name = identity.partition("/")
+        return own == role and re.fullmatch(LEARNER_NAME, name) is not None
+
+    def require(identities: tuple[str, ...]) -> tuple[str, ...]:
+        wrong = [each for each in identities if not fits(each)]
+        if wrong or not identities:
+            raise PydanticCustomError(
+                "identity", "must name one or more as {role}/NAME, got {got}", {"role": role, "got": str(wrong)}
+            )
+        return identities
+
+    return AfterValidator(require)
+
+
 def _ways(value: object) -> object:
     return () if value == "never" else value
 
 
 _Algorithms = Annotated[tuple[str, ...], AfterValidator(_known)]
+_Coordinators = Annotated[tuple[str, ...], _of_role("coordinator")]
+_Eavesdroppers = Annotated[tuple[str, ...], _of_role("eavesdropper")]
 _Telemetry = Literal["accuracy", "predict"]
 _Ways = Annotated[
     tuple[Literal["relay", "mirror"], ...],
@@ -102,6 +123,11 @@ class Policy(Section):
     recorded: _Ways = ("relay", "mirror")
     """Which recorded runs the learner takes part in: `relay` (the eavesdropper stands between learners), `mirror` (they copy
     their messages to it), or `never`. A guarantee holds for whoever hears every message."""
+    eavesdroppers: _Eavesdroppers | None = None
+    """Who may record, as `eavesdropper/NAME` of its certificate; null: any of the deployment. Needs an identity."""
+    coordinators: _Coordinators | None = None
+    """Which coordinators the learner joins, as `coordinator/NAME` of their certificates; null: any of the deployment. Needs an
+    identity."""
     most_features: Count | None = 1_000_000
     """Features of a record."""
     most_parameters: Count | None = 10_000_000
@@ -129,6 +155,20 @@ class Policy(Section):
             most_rounds=spec.rounds,
             most_learners=spec.n_learners,
         )
+
+    def require_identity(self) -> None:
+        """Of a learner that has none: without one, nobody can tell who is at the other end.
+
+        Raises:
+            SpecError: the policy names whom it trusts.
+        """
+        named = [name for name in ("coordinators", "eavesdroppers") if getattr(self, name) is not None]
+        if named:
+            clauses = " and ".join(named)
+            raise SpecError(
+                f"the owner's policy ({self._source}) names {clauses}, and a learner without an identity cannot tell who they "
+                f"are: give it one (--identity FOLDER), or take {clauses} out of the policy"
+            )
 
     def require_code(self, document: object) -> None:
         """Refuse code before it is imported.
@@ -208,6 +248,11 @@ class Policy(Section):
             f"{each.clause} {each.allows}, the spec asks for {each.asks}" for each in findings if not each.fits
         ]:
             raise SpecError(f"the owner's policy ({self._source}) allows {'; and '.join(refused)}")
+
+
+def accepted(identities: tuple[str, ...] | None) -> tuple[str, ...]:
+    """The names of a clause that names identities of one role; a single empty one: any."""
+    return ("",) if identities is None else tuple(each.partition("/")[2] for each in identities)
 
 
 @dataclass(frozen=True, slots=True)

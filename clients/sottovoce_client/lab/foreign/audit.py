@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from sottovoce.lab.foreign.audit import ForeignAudit, audit_conversations
+from sottovoce_client import terminal
 from sottovoce_client.auditing.audit import TableRow, guess_row, print_verdict
 from sottovoce_client.auditing.document import attempts_of
 from sottovoce_client.documents import write_json
@@ -47,7 +48,7 @@ def audit_foreign(
         SpecError: the decoder cannot be imported, or scipy or scikit-learn are not installed.
         CaptureError: no captures, or not of both worlds.
     """
-    console = console or Console()
+    console = console or terminal.console()
     reader = None if decoder is None else load_decoder(decoder)
     with console.status("reading the captures") as status:
         reading = read_runs(folder, reader, run_is)

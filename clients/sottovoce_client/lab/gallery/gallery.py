@@ -41,7 +41,7 @@ def gallery(folder: Path, epsilons: Sequence[float], runs: int, seed: int, conso
     Raises:
         SpecError: scikit-learn, scipy or plotly are not installed.
     """
-    console = console or Console()
+    console = console or terminal.console()
     with console.status("reading records off gradients"):
         linear = cases.exhibit("linear", cases.linear, epsilons, seed)
     with console.status("searching for records that fit a network's gradients"):
@@ -79,7 +79,7 @@ def gallery_of(
         SpecError: no attack fits its algorithm, or what the attack needs is not installed.
         DataError: the spec's data cannot be used.
     """
-    console, below = console or Console(), list(find_captures(open_folder(str(capture))))
+    console, below = console or terminal.console(), list(find_captures(open_folder(str(capture))))
     if not below:
         raise CaptureError(f"{capture} must be a capture, or a folder with one: there is no capture.json")
     found = below[-1]

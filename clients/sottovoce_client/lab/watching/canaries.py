@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 
 from sottovoce.errors import CaptureError, SottovoceError
 from sottovoce.experiment import Prepared
 from sottovoce.lab.watch.canaries import Canaries, Place, draw
+from sottovoce_client import terminal
 from sottovoce_client.wording import number
 
 _SECRET, _COMMITMENT = "canaries.json", "commitment.json"
@@ -40,7 +40,7 @@ def with_canaries(prepared: Prepared, count: int, folder: Path) -> Prepared:
     generator = np.random.default_rng(secrets.randbits(256))
     canaries = draw(prepared.run, prepared.data, count, generator)
     digest = save(canaries, folder)
-    Console(stderr=True, highlight=False).print(
+    terminal.console(stderr=True, highlight=False).print(
         f"{count} canaries for {number(canaries.claim)} epsilon or less; committed to: sha256 {digest}\n"
         "They replace records: the run learns less from those rounds.",
         soft_wrap=True,

@@ -20,6 +20,7 @@ from sottovoce.lab.watch.watch import Alarm, Watch
 from sottovoce.running.assembly import KEPT, Assembly
 from sottovoce.running.run import Run
 from sottovoce.spec import RunSpec, parse_spec
+from sottovoce_client import terminal
 from sottovoce_client.lab.watching import keys
 from sottovoce_client.lab.watching.canaries import canaries_beside, load, placed
 from sottovoce_client.lab.watching.following import InFolder, Source, at_eavesdropper
@@ -101,7 +102,7 @@ def watch(
     """
     if not 0.0 < question.alpha < 1.0:
         raise SpecError(f"--alpha must be in (0, 1), got {question.alpha}")
-    console = console or Console()
+    console = console or terminal.console()
     with ExitStack() as stack:
         served = stack.enter_context(Gauges(metrics)) if metrics else None
         if served is not None:

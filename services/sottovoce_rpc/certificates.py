@@ -1,0 +1,206 @@
+"""What the files of an identity must hold, whichever authority has written them.
+
+gRPC's TLS takes fewer keys than authorities make, and looks at what a certificate may be used for. What it would refuse in a
+handshake, in words of its own and at the other end, is refused here, where the files are read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
+from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
+from cryptography.x509.oid import ExtendedKeyUsageOID
+
+from sottovoce.errors import NotReady
+from sottovoce_rpc.principals import Principal, Role, host_of
+
+CERTIFICATE, KEY, AUTHORITIES, REVOKED = "tls.crt", "tls.key", "ca.crt", "crl.pem"
+_CURVES = (ec.SECP256R1, ec.SECP384R1)
+_LEAST_BITS = 2_048
+_KEYS = f"ECDSA on P-256 or P-384, or RSA of {_LEAST_BITS} bits or more"
+_SERVICES = (Role.LEARNER, Role.COORDINATOR, Role.EAVESDROPPER)
+"""Who is called; feeders and operators only call."""
+_SERVER, _CLIENT = ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH
+_LIST_BEGINS = b"-----BEGIN X509 CRL-----"
+_LIST = re.compile(rb"-----BEGIN X509 CRL-----.*?-----END X509 CRL-----", re.DOTALL)
+
+
+def certificates_in(raw: bytes, name: str) -> list[x509.Certificate]:
+    """All certificates of a file, at least one.
+
+    Raises:
+        NotReady: there is none, or one cannot be read.
+    """
+    try:
+        return x509.load_pem_x509_certificates(raw)
+    except ValueError:
+        raise NotReady(f"{name} must hold certificates in PEM, got none, or one that cannot be read") from None
+
+
+def key_in(raw: bytes) -> PrivateKeyTypes:
+    """The key of a file.
+
+    Raises:
+        NotReady: it holds none, or an encrypted one.
+    """
+    try:
+        return load_pem_private_key(raw, None)
+    except TypeError:
+        raise NotReady(
+            f"{KEY} must not be encrypted, for nobody is there to be asked: `openssl pkey -in {KEY} -out plain.key`, chmod 600"
+        ) from None
+    except (ValueError, UnsupportedAlgorithm):
+        raise NotReady(f"{KEY} must hold a private key in PEM ({_KEYS}), got none that can be read") from None
+
+
+def require_fit(chain: Sequence[x509.Certificate], key: PrivateKeyTypes) -> Principal:
+    """Whom a certificate names, where it and its key can be used.
+
+    Args:
+        chain: its own certificate, then those between it and an authority.
+        key: its own.
+
+    Raises:
+        NotReady: they do not fit each other, name nobody, or gRPC would not take them.
+    """
+    own = chain[0]
+    _require_own(key, chain)
+    principal = named(own)
+    if principal is None:
+        raise NotReady(
+            f"{CERTIFICATE} must name its owner by one URI such as spiffe://ward.example/learner/north, got {_uris(own)[:5]}"
+        )
+    _require_uses(own, principal)
+    if principal.role in _SERVICES:
+        _require_hosts(own, principal)
+    return principal
+
+
+def revoked_in(raw: bytes, signers: Sequence[x509.Certificate]) -> frozenset[tuple[bytes, int]]:
+    """Issuers and serial numbers of what was revoked.
+
+    Args:
+        raw: any number of lists in PEM, or one in DER.
+        signers: who may have signed them.
+
+    Raises:
+        NotReady: a list cannot be read, or is of somebody else.
+    """
+    found: set[tuple[bytes, int]] = set()
+    for listed in _lists_in(raw):
+        issuer = listed.issuer.public_bytes()
+        own = [each for each in signers if each.subject.public_bytes() == issuer]
+        if not any(listed.is_signature_valid(each.public_key()) for each in own):  # type: ignore[arg-type]
+            raise NotReady(
+                f"{REVOKED} must be signed by an authority of {AUTHORITIES}, or of the chain in {CERTIFICATE}"
+            )
+        found |= {(issuer, each.serial_number) for each in listed}
+    return frozenset(found)
+
+
+def leads_to(own: x509.Certificate, between: Sequence[x509.Certificate], roots: Sequence[x509.Certificate]) -> bool:
+    """Whether one of the roots has signed a certificate, by way of those between."""
+    reached = [own]
+    for each in reached:
+        if any(_signed(each, root) for root in roots):
+            return True
+        reached += [other for other in between if other not in reached and _signed(each, other)]
+    return False
+
+
+def named(certificate: x509.Certificate) -> Principal | None:
+    """Whom a certificate names; None: nobody, or more than one."""
+    uris = _uris(certificate)
+    return Principal.from_uri(uris[0]) if len(uris) == 1 else None
+
+
+# ---- inside ----------------------------------------------------------------------------------------------------
+
+
+def _require_own(key: PrivateKeyTypes, chain: Sequence[x509.Certificate]) -> None:
+    """Raises `NotReady` where a key is another certificate's, or of a kind that gRPC does not take."""
+    public = key.public_key()
+    if public != chain[0].public_key():
+        if any(public == each.public_key() for each in chain[1:]):
+            raise NotReady(
+                f"{CERTIFICATE} must begin with the certificate of {KEY}; those between it and an authority follow"
+            )
+        raise NotReady(f"{KEY} must be the key of {CERTIFICATE}, and is another one's")
+    if isinstance(key, rsa.RSAPrivateKey):
+        kind, fits = f"RSA of {key.key_size} bits", key.key_size >= _LEAST_BITS
+    elif isinstance(key, ec.EllipticCurvePrivateKey):
+        kind, fits = f"ECDSA on {key.curve.name}", isinstance(key.curve, _CURVES)
+    else:
+        kind, fits = type(key).__name__.removeprefix("_").removesuffix("PrivateKey"), False
+    if not fits:
+        raise NotReady(f"{KEY} must be of {_KEYS}, which gRPC takes, got {kind}: have another one issued")
+
+
+def _require_uses(own: x509.Certificate, principal: Principal) -> None:
+    """Raises `NotReady` where a certificate says what it may be used for, and that is not what it is used for."""
+    wanted = {"client auth": _CLIENT, **({"server auth": _SERVER} if principal.role in _SERVICES else {})}
+    try:
+        uses = own.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+        lacking = [name for name, use in wanted.items() if use not in uses]
+    except x509.ExtensionNotFound:  # then it may be used for anything
+        lacking = []
+    if lacking:
+        raise NotReady(
+            f"{CERTIFICATE} must be for {' and '.join(wanted)} (extended key usage), and is not for {' nor '.join(lacking)}: "
+            "have one issued for these usages, or for none in particular"
+        )
+    try:
+        signs = own.extensions.get_extension_for_class(x509.KeyUsage).value.digital_signature
+    except x509.ExtensionNotFound:
+        signs = True
+    if not signs:
+        raise NotReady(f"{CERTIFICATE} must be for digital signatures (key usage), and is not: have one issued that is")
+
+
+def _require_hosts(own: x509.Certificate, principal: Principal) -> None:
+    """Raises `NotReady` where a service's certificate lacks a host that its clients insist on."""
+    wanted = (principal.host, host_of(principal.domain, principal.role))
+    hosts = {each.lower() for each in _names(own, x509.DNSName)}
+    if lacking := [each for each in wanted if each not in hosts]:
+        raise NotReady(
+            f"{CERTIFICATE} must hold the hosts (DNS names) {' and '.join(wanted)} beside its URI, for whoever calls {principal} "
+            f"insists on them; it lacks {' and '.join(lacking)}: have one issued with them (docs/identities.md)"
+        )
+
+
+def _lists_in(raw: bytes) -> list[x509.CertificateRevocationList]:
+    """Raises `NotReady` where there is none, or one cannot be read: what it revokes would be believed."""
+    found = _LIST.findall(raw)
+    try:
+        if _LIST_BEGINS not in raw:
+            return [x509.load_der_x509_crl(raw)]
+        if len(found) == raw.count(_LIST_BEGINS):
+            return [x509.load_pem_x509_crl(each) for each in found]
+    except ValueError:
+        pass
+    raise NotReady(f"{REVOKED} must hold lists of what was revoked, in PEM, or one in DER, got what cannot be read")
+
+
+def _signed(certificate: x509.Certificate, by: x509.Certificate) -> bool:
+    try:
+        certificate.verify_directly_issued_by(by)
+    except (ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm):  # another issuer, kind of key, or signature
+        return False
+    return True
+
+
+def _uris(certificate: x509.Certificate) -> list[str]:
+    return _names(certificate, x509.UniformResourceIdentifier)
+
+
+def _names(certificate: x509.Certificate, kind: type[x509.DNSName] | type[x509.UniformResourceIdentifier]) -> list[str]:
+    try:
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except (x509.ExtensionNotFound, x509.DuplicateExtension, x509.UnsupportedGeneralNameType, ValueError):
+        return []
+    return names.get_values_for_type(kind)
