@@ -179,10 +179,18 @@ class Credentials:
             Unavailable: its certificate has ended since it connected.
         """
         if self.folder is None:
-            if not (self.insecure or of_this_user(context.peer())):
+            if not self.admits(context.peer()):
                 raise StrangerError("another user of this machine")
             return None
         return self.known(next(iter(context.auth_context().get("x509_pem_cert", ())), b""))
+
+    def admits(self, peer: str) -> bool:
+        """Whether a connection may be served at all: without an identity, this machine's user's, unless anybody's may be.
+
+        Args:
+            peer: as gRPC has it: `ipv4:127.0.0.1:40123`.
+        """
+        return self.folder is not None or self.insecure or of_this_user(peer)
 
     def known(self, certificate: bytes) -> Principal:
         """Whom a certificate names, which the handshake has found to be valid and of an authority that is believed.

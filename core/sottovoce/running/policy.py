@@ -54,7 +54,7 @@ def _ways(value: object) -> object:
 _Algorithms = Annotated[tuple[str, ...], AfterValidator(_known)]
 _Telemetry = Literal["accuracy", "predict"]
 _Ways = Annotated[
-    tuple[Literal["relay", "mirror"], ...],
+    tuple[Literal["relay", "mirror", "wiretap"], ...],
     BeforeValidator(_ways),
     PlainSerializer(lambda ways: list(ways) or "never"),
 ]
@@ -99,9 +99,10 @@ class Policy(Section):
     telemetry: tuple[_Telemetry, ...] = ()
     """What may leave the learner outside the guarantee: `accuracy` (prequential, to the coordinator), `predict` (answers of the
     private model, to whoever asks)."""
-    recorded: _Ways = ("relay", "mirror")
+    recorded: _Ways = ("relay", "mirror", "wiretap")
     """Which recorded runs the learner takes part in: `relay` (the eavesdropper stands between learners), `mirror` (they copy
-    their messages to it), or `never`. A guarantee holds for whoever hears every message."""
+    their messages to it), `wiretap` (it passes on what is encrypted, as anybody on the network may), or `never`. A guarantee
+    holds for whoever hears every message."""
     most_features: Count | None = 1_000_000
     """Features of a record."""
     most_parameters: Count | None = 10_000_000
