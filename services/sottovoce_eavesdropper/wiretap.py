@@ -19,7 +19,6 @@ import structlog
 from sottovoce.errors import Unavailable
 from sottovoce_eavesdropper.lookout import Row
 from sottovoce_eavesdropper.records import CaptureFile
-from sottovoce_eavesdropper.relay import FINISH_S
 from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
 from sottovoce_rpc.tasks import Tasks, first_of
 from sottovoce_wire.v1 import eavesdropper_pb2
@@ -28,6 +27,8 @@ log = structlog.get_logger()
 
 _PATIENCE_S = 10.0
 """For whoever accepts to be there, and for both ends to take the last bytes."""
+_LINGER_S = 0.1
+"""How long connections may take to end when a capture closes: the last bytes are on their way, but callers may keep the rest."""
 MOST_CONNECTIONS = 256
 """Of an edge, at a time: learners need one, and another one while they reconnect."""
 _READ = 64 * 1024
@@ -135,11 +136,11 @@ class Wiretap:
             await self._cut()
 
     async def stop(self) -> None:
-        """Take no new connection, let those under way end within `FINISH_S`, and cut what is left then."""
+        """Let connections under way end within `_LINGER_S`, then take no new one, and cut what is left."""
+        if self._under_way:
+            await asyncio.wait(self._under_way, timeout=_LINGER_S)
         if self._server is not None:
             self._server.close()
-        if self._under_way:
-            await asyncio.wait(self._under_way, timeout=FINISH_S)
         await self._cut()
 
     async def _cut(self) -> None:

@@ -35,10 +35,11 @@ class Overheard:
     """One thing that passed.
 
     Attributes:
-        kind: `message`, `metadata` or `trailers`; between learners also `hello`, with which a stream begins.
-        method: the gRPC method.
+        kind: `message`, `metadata` or `trailers`; between learners also `hello`, with which a stream begins. Of a wiretap
+            `ciphertext`, or `opened` and `closed`: a connection, and either side of it.
+        method: the gRPC method; between learners with the edge, and of a wiretap the edge alone.
         direction: `out`, to the service, or `back`.
-        stream: counts the streams of the run from 0.
+        stream: counts the streams of the run from 0; of a wiretap, the connections.
         seconds: since the run began.
         size: in bytes, all of it.
         head: the first `HEAD` bytes of a message.
@@ -49,7 +50,7 @@ class Overheard:
         whose: `said` by the one who is audited, `told` to it, or `others`'. Of a foreign service everything counts as said.
     """
 
-    kind: Literal["message", "hello", "metadata", "trailers"]
+    kind: Literal["message", "hello", "metadata", "trailers", "ciphertext", "opened", "closed"]
     method: str
     direction: Literal["out", "back"]
     stream: int
