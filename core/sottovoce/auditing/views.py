@@ -266,18 +266,18 @@ def _connections(run: Conversation) -> Iterator[_Item]:
 
 
 def _bursts(run: Conversation) -> Iterator[_Item]:
-    """What one side of a connection sends before the other one does: records and bytes."""
-    under_way: dict[tuple[str, int], list[float]] = {}
-    sides: dict[tuple[str, int], str] = {}
+    """How often one side of a connection sends so many records before the other one does."""
+    under_way: dict[tuple[str, int], tuple[str, int]] = {}
+    ended = Counter[tuple[str, int]]()
     for each in _tapped(run):
         key = each.method, each.stream
-        if sides.get(key) != each.place:
-            if key in sides:
-                yield sides[key], under_way[key]
-            sides[key], under_way[key] = each.place, [0.0, 0.0]
-        under_way[key][0] += 1.0
-        under_way[key][1] += each.size
-    yield from ((sides[key], own) for key, own in under_way.items())
+        place, records = under_way.get(key, (each.place, 0))
+        if place != each.place:
+            ended[place, records] += 1
+            records = 0
+        under_way[key] = each.place, records + 1
+    ended.update(under_way.values())
+    return ((burst, (count,)) for burst, count in ended.items())
 
 
 TAPPED: Mapping[str, _View] = {

@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 from sottovoce.auditing.audit import Audit
 from sottovoce.auditing.plan import AuditPlan, plan_audit
 from sottovoce.experiment import Prepared
-from sottovoce.lab.selftest.bases import BASES
+from sottovoce.lab.selftest.bases import BASES, Base
 from sottovoce.lab.selftest.power import CONFIDENCE
 from sottovoce.lab.selftest.trial import seen_by
 from sottovoce.running.policy import Policy
@@ -69,7 +69,7 @@ def measure_on_network(
     def found_by(runs: int, each: int) -> str:
         run, data = BASE.build()
         plan = plan_audit(run, data, ACCEPTING, runs=runs, confidence=CONFIDENCE, seed=each)
-        with _made(broken, plan, "relay") as made:
+        with made_with(broken, plan, "relay") as made:
             return _found_by(audit_of(plan, made, "real services", lambda what: None))
 
     return served(blank, found_by, rungs, seed)
@@ -80,27 +80,32 @@ def measure_by_wiretap(
 ) -> Served:
     """Run real services whose channels are encrypted in two worlds, and audit what wiretaps noted; arguments as above."""
     blank = Served(broken.name, broken.what, "by wiretap", broken.correct, max(rungs), audits, sure=broken.sure)
-    return served(blank, lambda runs, each: found_by_wiretap(broken, runs, each), rungs, seed)
+
+    def found_by(runs: int, each: int) -> str:
+        plan = plan_beside_numbers(BASE, runs, each)
+        with made_with(broken, plan, "wiretap") as made:
+            done = audit_ciphertext(plan, made, each, lambda what: None)
+        return max(done.found.bounds, key=lambda bound: bound.value).view if done.verdict.kind == "refuted" else ""
+
+    return served(blank, found_by, rungs, seed)
 
 
-def found_by_wiretap(broken: BrokenService, runs: int, seed: int) -> str:
-    """The view by which one audit refutes the claim; empty: it does not.
+def plan_beside_numbers(base: Base, runs: int, seed: int, confidence: float = CONFIDENCE) -> AuditPlan:
+    """An audit of what passes beside numbers, of the learner that opens streams.
 
     Args:
-        broken: what is wrong.
+        base: what runs.
         runs: of each world.
         seed: of coins and audit.
+        confidence: with which a correct learner is not refuted.
     """
-    run, data = BASE.build()
-    asked = AuditRequest(run.spec.names[CALLING], runs=runs, confidence=CONFIDENCE, seed=seed)
-    plan = plan_for_ciphertext(Prepared(run, data), asked)
-    with _made(broken, plan, "wiretap") as made:
-        done = audit_ciphertext(plan, made, seed, lambda what: None)
-    return max(done.found.bounds, key=lambda bound: bound.value).view if done.verdict.kind == "refuted" else ""
+    prepared = Prepared(*base.build())
+    learner = prepared.run.spec.names[CALLING]
+    return plan_for_ciphertext(prepared, AuditRequest(learner, runs=runs, confidence=confidence, seed=seed))
 
 
 @contextmanager
-def _made(broken: BrokenService, plan: AuditPlan, capture: Way) -> Iterator[Started]:
+def made_with(broken: BrokenService, plan: AuditPlan, capture: Way) -> Iterator[Started]:
     """All runs, as `sottovoce audit --on network` or `--on wiretap` makes them."""
     with tempfile.TemporaryDirectory() as folder, capture_logs():  # broken services have much to say
         pairs = in_turn(plan)
