@@ -70,6 +70,11 @@ def whole_line(whole: int, done: int) -> str:
     return "" if whole >= done else f"whole are rounds 0 to {whole - 1}, and the losses are of these"
 
 
+def ciphertext_line(connections: int, records: int, n_bytes: int) -> str:
+    """What a wiretap noted, on one line."""
+    return f"{plural(records, 'record')} of ciphertext, {size(n_bytes)}, in {plural(connections, 'connection')}"
+
+
 def plural(value: int, noun: str) -> str:
     """`1 message`, `5,000 messages`."""
     return f"{count(value)} {noun}" if value == 1 else f"{count(value)} {noun}s"

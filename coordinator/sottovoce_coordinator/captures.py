@@ -66,7 +66,7 @@ class Captures:
             raise NotReady(
                 f"capture: {capture} needs an eavesdropper; this coordinator was given none (--eavesdropper)"
             )
-        edges = book.routes() if capture == "relay" else []
+        edges = book.routes() if book.run.spec.routed else []
         opening = eavesdropper_pb2.OpenCaptureRequest(
             run_id=book.run_id,
             spec=spec_to_wire(book.run.spec),
@@ -88,7 +88,7 @@ class Captures:
         capture = book.run.spec.capture
         if capture == "none":
             return Overhearing(), ""
-        edges = book.routes() if capture == "relay" else []
+        edges = book.routes() if book.run.spec.routed else []
         try:
             return _overhearing(await self._asked(book.run_id, edges, patience_s=_TAKEN_UP_S), edges), ""
         except SottovoceError as error:

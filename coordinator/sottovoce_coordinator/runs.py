@@ -200,7 +200,7 @@ class RunBook:
 
         Returns:
             By index, what whoever opens streams to it is told: the first epoch again, with its address. Empty: it is where it
-            was, or behind a relay, which is still where that was.
+            was, or behind a relay or a wiretap, which is still where that was.
         """
         if (before := self.addresses[index]) == address:
             return {}
@@ -256,7 +256,7 @@ class RunBook:
                 self.addresses[j] and relays.get((index, j), self.addresses[j]),
                 heard.get(j, 0.0),
                 j in told,
-                (index, j) in relays,
+                self.run.spec.capture == "relay" and (index, j) in relays,  # a wiretap shows no name: who is there is j
             )
             for j in sorted({*heard, *told, *ever})
         )

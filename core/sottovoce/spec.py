@@ -129,11 +129,12 @@ class RunSpec(Section):
     data: DataSpec = DataSpec()
     privacy: PrivacySpec = PrivacySpec()
     clock: ClockSpec = ClockSpec()
-    capture: Literal["relay", "mirror", "none"] = "none"
+    capture: Literal["relay", "mirror", "wiretap", "none"] = "none"
+    """relay: every edge passes through the eavesdropper, which reads it. mirror: learners copy their messages to it. wiretap:
+    every edge passes through it as it is, encrypted, and only sizes and times are recorded."""
     capture_gap: Literal["mark", "fail"] | None = (
         None  # None, as for mark: what earlier versions wrote stays the same plan
     )
-    """relay: every edge passes through the eavesdropper. mirror: learners copy their messages to it."""
     misconduct: Literal["stop", "drop", "clip"] | None = (
         None  # None, as for stop: what earlier versions wrote stays the same plan
     )
@@ -147,6 +148,11 @@ class RunSpec(Section):
     def names(self) -> tuple[str, ...]:
         """Names of the learners, by index."""
         return names_of(self.learners)
+
+    @property
+    def routed(self) -> bool:
+        """Whether every edge leads through the eavesdropper."""
+        return self.capture in ("relay", "wiretap")
 
     @property
     def n_learners(self) -> int:

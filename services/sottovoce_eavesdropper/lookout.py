@@ -39,13 +39,15 @@ class Row(NamedTuple):
         caller, callee: the edge, from the learner that opens the stream to the one that accepts it.
         sender: whose bytes these are.
         direction: `out`, from caller to callee, or `back`.
-        kind: `message`, `hello`, `signature` (of what its sender has said), `metadata` or `trailers`.
-        stream: counts the streams of an edge from 1; 0 where a learner mirrored the message.
+        kind: `message`, `hello`, `signature` (of what its sender has said), `metadata` or `trailers`; of a wiretap `ciphertext`,
+            or `opened` and `closed`: one side of a connection has nothing more to send.
+        stream: counts the streams of an edge from 1; 0 where a learner mirrored the message, or it is not known.
         connection: counts the connections of an edge (its callers' addresses) from 1; 0 where mirrored.
-        method: the gRPC method; empty where mirrored.
+        method: the gRPC method; empty where mirrored, or not known.
         wall_ns, mono_ns: Unix time and monotonic time, in nanoseconds.
-        size: of the payload, in bytes.
-        payload: the gRPC message as it crossed the channel, a hello or a signature too; metadata and trailers as JSON.
+        size: of the payload, or of the ciphertext, in bytes.
+        payload: the gRPC message as it crossed the channel, a hello or a signature too; metadata and trailers as JSON; of a
+            wiretap empty.
         again: whether it was said before, on this edge and in the same bytes; the lookout knows.
     """
 
@@ -62,6 +64,11 @@ class Row(NamedTuple):
     size: int
     payload: bytes
     again: bool = False
+
+
+def is_tapped(spec: Mapping[str, Any]) -> bool:
+    """Whether a run's channels are tapped, by its spec: all that is noted of them is ciphertext."""
+    return spec.get("capture") == "wiretap"
 
 
 class Lookout:
@@ -86,6 +93,8 @@ class Lookout:
         self.count = 0
         self.first: list[Notice] = []
         self.not_checked: str | None = None if spec else "anything: there is no run spec"
+        if is_tapped(spec):
+            spec, self.not_checked = {}, "anything: a wiretap reads no messages"
         self._capture_id, self._spec = capture_id, spec
         self._n_features, self._imports = n_features, allow_imports
         self._codec, self._begun = RoundCodec(fields), False

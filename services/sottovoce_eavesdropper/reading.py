@@ -20,7 +20,7 @@ from sottovoce.running.assembly import Assembly
 from sottovoce.running.transcript import Transcript
 from sottovoce_eavesdropper.lookout import EXCHANGE
 from sottovoce_eavesdropper.parts import MIB, read_part
-from sottovoce_eavesdropper.records import FORMAT, part_name, part_number, schema
+from sottovoce_eavesdropper.records import FORMAT, Ciphertext, part_name, part_number, schema
 from sottovoce_eavesdropper.storage import Folder, open_folder
 from sottovoce_rpc.codec import RoundCodec
 
@@ -45,6 +45,8 @@ _FACTS = {
 }
 """What `capture.json` must say."""
 _OFFERED = {"noticed": list, "noticed_count": int, "gaps": list, "routes": list, "opener": str}
+_COUNTED = ("connections", "records", "bytes")
+"""What `ciphertext` must say, where it is there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,12 @@ class Capture:
         return replica
 
     @property
+    def ciphertext(self) -> Ciphertext | None:
+        """What a wiretap noted, as `capture.json` counts it; None: the capture is by none, and has messages."""
+        told = self.facts.get("ciphertext")
+        return None if told is None else Ciphertext(**told)
+
+    @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The fields of a round, in their order, and their shapes; none: the capture is of no run of ours."""
         return {name: tuple(shape) for name, shape in self.facts["fields"].items()}
@@ -96,15 +104,15 @@ class Capture:
             CaptureError: a part cannot be read or is missing, or a closed capture has another number of messages than it says.
         """
         names = tuple(columns) or tuple(schema().names)
-        messages = 0
+        tapped = self.ciphertext
+        kind, due = ("message", self.facts["messages"]) if tapped is None else ("ciphertext", tapped.records)
+        found = 0
         for part in self._parts():
             for batch in read_part(self.place, part, tuple(dict.fromkeys((*names, "kind")))):
-                messages += _messages_in(batch)
+                found += _count(batch, kind)
                 yield batch.select(list(names))
-        if self.complete and messages != self.facts["messages"]:
-            raise CaptureError(
-                f"the capture {self.name} must have {self.facts['messages']} messages, got {messages}: parts are missing"
-            )
+        if self.complete and found != due:
+            raise CaptureError(f"the capture {self.name} must have {due} {kind}s, got {found}: parts are missing")
 
     def messages(self, columns: Sequence[str] = ()) -> Any:
         """All recorded messages, as an Arrow table: as large as they are.
@@ -123,6 +131,18 @@ class Capture:
         if not found:
             raise CaptureError(f"the capture {self.name} has no messages")
         return pa.Table.from_batches(found)
+
+    def require_messages(self) -> None:
+        """Refuse a capture without messages, for whoever needs what they say.
+
+        Raises:
+            CaptureError: it is by wiretap.
+        """
+        if self.ciphertext is not None:
+            raise CaptureError(
+                f"{self.name} is by wiretap: it has sizes and times of ciphertext, and no message. `sottovoce audit --from` "
+                "looks for what they give away; for the rest take `capture: relay` or `mirror`"
+            )
 
     def totals(self) -> tuple[int, int]:
         """Messages, and their bytes.
@@ -162,7 +182,7 @@ class Capture:
     ) -> Transcript:
         """What every learner said, up to the last round in which all were overheard whom anybody heard.
 
-        What nobody heard is not-a-number.
+        What nobody heard is not-a-number. A wiretap hears no numbers: its captures have no transcript.
 
         Args:
             shapes: the fields of a message, and their shapes.
@@ -171,8 +191,9 @@ class Capture:
 
         Raises:
             EquivocationError: one learner said different things to different neighbours in one round.
-            CaptureError: a message cannot be decoded, or a round is missing.
+            CaptureError: a message cannot be decoded, a round is missing, or the capture is by wiretap.
         """
+        self.require_messages()
         codec, rounds = RoundCodec(shapes), list[Message]()
         assembly = Assembly[Message](learners, MOST_ROUNDS, network)
         listening = _Listening(network)
@@ -311,10 +332,10 @@ def rounds_only(batch: pa.RecordBatch) -> pa.RecordBatch:
     return batch.filter(pc.and_(pc.equal(batch.column("kind"), "message"), exchanged))
 
 
-def _messages_in(batch: pa.RecordBatch) -> int:
+def _count(batch: pa.RecordBatch, kind: str) -> int:
     import pyarrow.compute as pc
 
-    return int(pc.sum(pc.equal(batch.column("kind"), "message")).as_py() or 0)
+    return int(pc.sum(pc.equal(batch.column("kind"), kind)).as_py() or 0)
 
 
 def open_capture(place: str | Path | Folder) -> Capture:
@@ -339,10 +360,18 @@ def open_capture(place: str | Path | Folder) -> Capture:
     wrong = [name for name, kind in _FACTS.items() if type(facts.get(name)) is not kind]
     wrong += [name for name, kind in _OFFERED.items() if name in facts and type(facts[name]) is not kind]
     wrong += [] if "fields" in wrong or _are_fields(facts["fields"]) else ["fields"]
+    wrong += [] if _are_counts(facts.get("ciphertext")) else ["ciphertext"]
     wrong += [name for name in ("world", "replica") if type(facts.get(name, None)) not in (int, type(None))]
     if wrong:
         raise CaptureError(f"{folder.name}/capture.json must say {', '.join(wrong)}, of the types that a capture has")
     return Capture(folder, facts)
+
+
+def _are_counts(told: Any) -> bool:
+    """What a wiretap counts; or nothing, of a capture by none."""
+    return told is None or (
+        isinstance(told, dict) and sorted(told) == sorted(_COUNTED) and all(type(each) is int for each in told.values())
+    )
 
 
 def _are_fields(fields: Mapping[str, Any]) -> bool:

@@ -13,7 +13,7 @@ import contextlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ from sottovoce.network.roster import Attendance, Roster
 from sottovoce.running.transcript import parquet
 from sottovoce.spec import MOST_ABSENCES, MOST_LEARNERS
 from sottovoce_eavesdropper.gaps import Gaps
-from sottovoce_eavesdropper.lookout import Lookout, Row
+from sottovoce_eavesdropper.lookout import Lookout, Row, is_tapped
 from sottovoce_eavesdropper.storage import Folder, open_folder
 from sottovoce_rpc.codec import RoundCodec, Shapes
 from sottovoce_rpc.logs import failure
@@ -36,6 +36,8 @@ log = structlog.get_logger()
 
 FORMAT = "sottovoce-capture-3"
 PART_ROWS, PART_BYTES, _PART_S = 8_192, 64 * 1024 * 1024, 1.0
+_MOST_HELD = 8 * PART_ROWS
+"""Rows in memory: of a wiretap they hold no bytes, and a byte on the wire may be a row."""
 WRITE_S = 30.0
 """How long a part under way may take to be written when a capture ends."""
 
@@ -78,6 +80,28 @@ def part_number(name: str) -> int:
 
 
 @dataclass(slots=True)
+class Ciphertext:
+    """What a wiretap noted.
+
+    Attributes:
+        connections: that were opened.
+        records: of TLS; where there is none, of what came at a time.
+        bytes: of all records, with their headers.
+    """
+
+    connections: int = 0
+    records: int = 0
+    bytes: int = 0
+
+    def count(self, kind: str, size: int, times: int = 1) -> None:
+        """So many rows of a kind, and the bytes of all of them."""
+        if kind == "opened":
+            self.connections += times
+        elif kind == "ciphertext":
+            self.records, self.bytes = self.records + times, self.bytes + size
+
+
+@dataclass(slots=True)
 class CaptureFile:
     """One capture being written.
 
@@ -93,8 +117,10 @@ class CaptureFile:
         gaps: in what is mirrored, or was relayed while the eavesdropper was away.
         opener: who asked for it, `role/name`; empty: nobody who has shown a certificate.
         awaited: of a capture that is taken up again: (sender, receiver) to the round that is due, until one comes.
+        interrupted: an eavesdropper before this one died, of a capture by wiretap: nobody knows which rounds passed then.
         parts: so many are written.
         messages, bytes: counts of messages (neither hellos nor metadata).
+        ciphertext: counts of what a wiretap noted; None: the capture is by none.
         broken: why nothing more can be written; None: all could be.
     """
 
@@ -115,7 +141,9 @@ class CaptureFile:
     bytes: int = 0
     open: bool = True
     broken: str | None = None
+    interrupted: bool = False
     parts: int = 0
+    ciphertext: Ciphertext | None = field(init=False)
     place: Folder = field(init=False)
     lookout: Lookout = field(init=False)
     _rows: list[Row] = field(default_factory=list)
@@ -129,6 +157,7 @@ class CaptureFile:
         spec = json.loads(self.spec)
         self.lookout = Lookout(self.capture_id, spec, self.n_features, self.fields, allow_imports=self.allow_imports)
         self.gaps.attendances = _attendances(spec)
+        self.ciphertext = Ciphertext() if is_tapped(spec) else None
         self.place = open_folder(self.folder)
         self.place.make()
         if not self.parts:  # else what stands there is true until more is known
@@ -144,7 +173,9 @@ class CaptureFile:
             self.bytes += row.size
             if self.awaited:
                 self._note_gap(row)
-        self._held += row.size
+        elif self.ciphertext is not None:
+            self.ciphertext.count(row.kind, row.size)
+        self._held += len(row.payload)
         if len(self._rows) >= PART_ROWS or self._held >= PART_BYTES:
             self._full.set()
 
@@ -180,8 +211,8 @@ class CaptureFile:
             await self.flush()
 
     async def room(self) -> None:
-        """Wait while two parts or more are in memory: the wire is faster than the disk."""
-        if self.open and self._held >= 2 * PART_BYTES:
+        """Wait while two parts or more are in memory, or very many rows: the wire is faster than the disk."""
+        if self.open and (self._held >= 2 * PART_BYTES or len(self._rows) >= _MOST_HELD):
             await self.flush()
 
     async def flush(self) -> None:
@@ -211,6 +242,9 @@ class CaptureFile:
             ends = (each.end for i, each in self.gaps.attendances.items() if i in way)
             if 0 < due < min((rounds, *ends)):  # 0: in a network with directions nothing may ever pass there
                 self.gaps.resumed(*way, due=due, t=None)
+        for each in self.routes if self.interrupted else ():
+            for way in ((each["caller"], each["callee"]), (each["callee"], each["caller"])):
+                self.gaps.resumed(*way, due=0, t=None)
         if self.broken is None:
             self._complete = over and not self.gaps.facts()
             try:
@@ -242,6 +276,7 @@ class CaptureFile:
             "opener": self.opener,
             "messages": self.messages,
             "bytes": self.bytes,
+            "ciphertext": None if self.ciphertext is None else asdict(self.ciphertext),
             **self.lookout.facts(),
             "spec": json.loads(self.spec),
         }
@@ -264,7 +299,7 @@ def _in_parts(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
     """Runs of rows of at most `PART_ROWS`, and of `PART_BYTES` but for the last row."""
     begin, held = 0, 0
     for end, row in enumerate(rows, 1):
-        held += row.size
+        held += len(row.payload)
         if end - begin == PART_ROWS or held >= PART_BYTES or end == len(rows):
             yield rows[begin:end]
             begin, held = end, 0

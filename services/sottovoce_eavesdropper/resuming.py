@@ -1,4 +1,7 @@
-"""Captures that an eavesdropper left open when it died, taken up again: same folder, same ports, the gap named."""
+"""Captures that an eavesdropper left open when it died, taken up again: same folder, same ports, the gap named.
+
+Of a capture by wiretap nobody knows which rounds lay in memory then: all of its ways are named, and it is never complete.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,13 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sottovoce.auditing.noticing import Notice
 from sottovoce.errors import CaptureError
 from sottovoce.running.assembly import KEPT
 from sottovoce_eavesdropper.reading import Capture, open_capture
-from sottovoce_eavesdropper.records import CaptureFile, part_number
+from sottovoce_eavesdropper.records import CaptureFile, Ciphertext, part_number
 from sottovoce_eavesdropper.storage import open_folder
 from sottovoce_rpc.codec import RoundCodec
 
@@ -36,7 +39,7 @@ def left_open(place: str | Path, run_id: str) -> Capture | None:
 
 
 def resumed(capture: Capture, *, allow_imports: bool) -> tuple[CaptureFile, Mapping[tuple[int, int], int]]:
-    """A capture to be written on, and how many streams of each edge it has.
+    """A capture to be written on, and how many streams of each edge it has; by wiretap, how many connections.
 
     Raises:
         CaptureError: what stands of it cannot be read.
@@ -62,9 +65,22 @@ def resumed(capture: Capture, *, allow_imports: bool) -> tuple[CaptureFile, Mapp
     for gap in facts.get("gaps", ()):  # of channels; those of copies follow from the rounds that came
         if "receiver" in gap and gap["to"] is not None:
             file.gaps.resumed(gap["sender"], gap["receiver"], due=gap["from"], t=gap["to"])
-    streams = _take_up(file, capture)
+    before = _take_up(file, capture) if file.ciphertext is None else _count_on(file, file.ciphertext, capture)
     file.describe()
-    return file, streams
+    return file, before
+
+
+def _count_on(file: CaptureFile, counts: Ciphertext, capture: Capture) -> dict[tuple[int, int], int]:
+    """Count what a wiretap noted."""
+    file.interrupted = True
+    connections = dict[tuple[int, int], int]()
+    for _, batch in capture.by_part(("caller", "callee", "kind", "connection", "size"), lambda _: True):
+        for each in _groups(batch, ("caller", "callee"), [("connection", "max")]):
+            way = each["caller"], each["callee"]
+            connections[way] = max(connections.get(way, 0), each["connection_max"])
+        for each in _groups(batch, ("kind",), [("size", "sum"), ("size", "count")]):
+            counts.count(each["kind"], each["size_sum"], each["size_count"])
+    return connections
 
 
 def _take_up(file: CaptureFile, capture: Capture) -> dict[tuple[int, int], int]:
@@ -104,10 +120,10 @@ def _count(file: CaptureFile, capture: Capture) -> _Seen:
     return seen
 
 
-def _groups(batch: pa.RecordBatch, keys: Sequence[str], sums: Sequence[tuple[str, str]]) -> list[dict[str, int]]:
+def _groups(batch: pa.RecordBatch, keys: Sequence[str], sums: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
     import pyarrow as pa
 
-    found: list[dict[str, int]] = pa.Table.from_batches([batch]).group_by(list(keys)).aggregate(list(sums)).to_pylist()
+    found: list[dict[str, Any]] = pa.Table.from_batches([batch]).group_by(list(keys)).aggregate(list(sums)).to_pylist()
     return found
 
 

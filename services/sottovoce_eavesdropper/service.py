@@ -21,6 +21,7 @@ from sottovoce_eavesdropper.records import WRITE_S, CaptureFile, part_number
 from sottovoce_eavesdropper.relay import FINISH_S, MOST_PAYLOAD, Relay
 from sottovoce_eavesdropper.resuming import left_open, resumed
 from sottovoce_eavesdropper.storage import Folder, open_folder
+from sottovoce_eavesdropper.wiretap import Wiretap
 from sottovoce_rpc.codec import RoundCodec, from_fields
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.principals import Role
@@ -68,10 +69,10 @@ class EavesdropperConfig:
 
 @dataclass(slots=True)
 class _Recording:
-    """A capture, the relays that feed it, and its writer; and whether all have ended that mirror into it."""
+    """A capture, the relays or wiretaps that feed it, and its writer; and whether all have ended that mirror into it."""
 
     file: CaptureFile
-    relays: list[Relay]
+    relays: list[Relay | Wiretap]
     writing: Tasks
     who: Participants
     codec: RoundCodec
@@ -180,7 +181,7 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
     async def OpenCapture(
         self, request: eavesdropper_pb2.OpenCaptureRequest, context: Context
     ) -> eavesdropper_pb2.OpenCaptureResponse:
-        """Begin a capture, with one relay per route; or take up one that was left open."""
+        """Begin a capture, with one relay or wiretap per route; or take up one that was left open."""
         async with answering(context):
             opener = self._caller(context)
             require_run_id(request.run_id)
@@ -204,9 +205,7 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
             _begin, folder, capture_id, request, spec, allow_imports=self.config.allow_imports
         )
         file.opener = opener
-        new = (
-            Relay(route, file, ends=who.ends(route), credentials=self.config.credentials) for route in request.routes
-        )
+        new = (self._between(route, file, who) for route in request.routes)
         relays, addresses = await _listening((relay, f"{self._host()}:0") for relay in new)
         file.routes = [_route(*each) for each in zip(request.routes, addresses, strict=True)]
         await asyncio.to_thread(file.describe)
@@ -235,7 +234,16 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
         finally:
             self._opening.remove(len(routes))
 
-    def _recording(self, file: CaptureFile, relays: list[Relay]) -> _Recording:
+    def _between(
+        self, route: eavesdropper_pb2.Route, file: CaptureFile, who: Participants, before: int = 0
+    ) -> Relay | Wiretap:
+        """What stands between two learners, where so many streams, or connections, of theirs were recorded before."""
+        credentials = self.config.credentials
+        if file.ciphertext is not None:
+            return Wiretap(route, file, connections=before, credentials=credentials)
+        return Relay(route, file, streams=before, ends=who.ends(route), credentials=credentials)
+
+    def _recording(self, file: CaptureFile, relays: list[Relay | Wiretap]) -> _Recording:
         who = Participants.of(file.spec)
         recording = self._captures[file.capture_id] = _Recording(file, relays, Tasks(), who, RoundCodec(file.fields))
         recording.writing.start(file.write_parts(), "a capture is no longer written")
@@ -256,14 +264,13 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
         left = await asyncio.to_thread(left_open, self.config.folder, run_id)
         if left is None:
             return None
-        file, streams = await asyncio.to_thread(resumed, left, allow_imports=self.config.allow_imports)
-        who, credentials = Participants.of(file.spec), self.config.credentials
+        file, before = await asyncio.to_thread(resumed, left, allow_imports=self.config.allow_imports)
+        who = Participants.of(file.spec)
 
-        def known() -> Iterator[tuple[Relay, str]]:
+        def known() -> Iterator[tuple[Relay | Wiretap, str]]:
             for each in file.routes:
                 route = eavesdropper_pb2.Route(caller=each["caller"], callee=each["callee"], target=each["target"])
-                before = streams.get((route.caller, route.callee), 0)
-                yield Relay(route, file, streams=before, ends=who.ends(route), credentials=credentials), each["address"]
+                yield self._between(route, file, who, before.get((route.caller, route.callee), 0)), each["address"]
 
         relays, _ = await _listening(
             known()
@@ -383,7 +390,9 @@ def _spec(text: str) -> str:
     return json.dumps(document)
 
 
-async def _listening(wanted: Iterable[tuple[Relay, str]]) -> tuple[list[Relay], list[str]]:
+async def _listening(
+    wanted: Iterable[tuple[Relay | Wiretap, str]],
+) -> tuple[list[Relay | Wiretap], list[str]]:
     """Let relays listen, all or none, each made when its turn comes: others are served in between.
 
     Args:
@@ -395,7 +404,7 @@ async def _listening(wanted: Iterable[tuple[Relay, str]]) -> tuple[list[Relay], 
     Raises:
         SottovoceError: one of them cannot.
     """
-    relays, addresses = list[Relay](), list[str]()
+    relays, addresses = list[Relay | Wiretap](), list[str]()
     try:
         for relay, listen in wanted:
             relays.append(relay)

@@ -205,12 +205,20 @@ class Credentials:
             Unavailable: its certificate has ended since it connected.
         """
         if self.folder is None:
-            if not (self.insecure or of_this_user(context.peer())):
+            if not self.admits(context.peer()):
                 raise StrangerError("another user of this machine")
             return None
         shown = context.auth_context()
         certificate, chain = (next(iter(shown.get(name, ())), b"") for name in ("x509_pem_cert", "x509_pem_cert_chain"))
         return self.known(certificate, chain)
+
+    def admits(self, peer: str) -> bool:
+        """Whether a connection may be served at all: without an identity, this machine's user's, unless anybody's may be.
+
+        Args:
+            peer: as gRPC has it: `ipv4:127.0.0.1:40123`.
+        """
+        return self.folder is not None or self.insecure or of_this_user(peer)
 
     def known(self, certificate: bytes, chain: bytes = b"") -> Principal:
         """Whom a certificate names, which the handshake has found to be valid and of an authority that is believed.

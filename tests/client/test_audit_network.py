@@ -26,6 +26,7 @@ from sottovoce_client.running.operate import BY_OPERATOR, Interrupted, Outcome
 from sottovoce_coordinator import service as coordinator_service
 from sottovoce_eavesdropper.storage import open_folder
 from sottovoce_learner import service as learner_service
+from sottovoce_rpc.credentials import Credentials
 from tests.examples import made_up, small_spec
 from tests.services.network import network
 
@@ -83,10 +84,10 @@ def test_coins_are_fair_and_follow_the_seed(prepared: Prepared) -> None:
 class Services:
     """Nothing is started, and nothing dies."""
 
-    coordinator = ""
+    coordinator, credentials = "", Credentials()
 
-    def __init__(self, spec: RunSpec, folder: Path, *, per_process: int) -> None:
-        pass
+    def __init__(self, spec: RunSpec, folder: Path, *, per_process: int, tls: bool) -> None:
+        self.spec = spec
 
     async def __aenter__(self) -> Self:
         return self

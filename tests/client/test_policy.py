@@ -60,7 +60,7 @@ def test_a_run_that_does_not_fit_is_told_by_what() -> None:
     refused = {line.split()[0] for line in text.splitlines() if line.rstrip().endswith("refused")}
     assert not fits and refused == {"telemetry", "epsilon_per_run"}
     assert re.search(r"telemetry +\[\] +\[accuracy\] +refused", text)
-    assert re.search(r"recorded +\[relay, mirror\] +\[mirror\] *\n", text)
+    assert re.search(r"recorded +\[relay, mirror, wiretap\] +\[mirror\] *\n", text)
     assert "ann would not take part in run" in text
 
 

@@ -22,14 +22,19 @@ from sottovoce_client.cli.app import app
 from sottovoce_client.lab import power
 from sottovoce_client.lab.breaks import foreign
 from sottovoce_client.lab.breaks.foreign import FOREIGN
-from sottovoce_client.lab.breaks.learners import ON_NETWORK
+from sottovoce_client.lab.breaks.learners import BY_WIRETAP, ON_NETWORK
 from sottovoce_client.lab.breaks.network import measure_on_network
 from sottovoce_client.lab.breaks.served import Served, served
 
 BY_NAME = {mutant.name: mutant for mutant in CATALOGUE}
 RUNNING = {broken.name: broken for broken in ON_NETWORK}
+TAPPED = {broken.name: broken for broken in BY_WIRETAP}
 CALLED = {broken.name: broken for broken in FOREIGN}
-SERVICES = {"## On real services": set(RUNNING), "## Foreign services": set(CALLED)}
+SERVICES = {
+    "## On real services": set(RUNNING),
+    "## By wiretap": set(TAPPED),
+    "## Foreign services": set(CALLED),
+}
 FAINT = Mutant("faint", "all but well", lambda plan: Broken(), "conformance", 20, base="dola", limit=each_run(1e-3))
 """As if it were one of somebody's own; nothing is wrong, and no more than that is said to be."""
 
@@ -38,6 +43,7 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 def without_services(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(power, "ON_NETWORK", ())
+    monkeypatch.setattr(power, "BY_WIRETAP", ())
     monkeypatch.setattr(power, "FOREIGN", ())
 
 
@@ -124,6 +130,7 @@ def test_broken_services_have_tables_of_their_own(monkeypatch: pytest.MonkeyPatc
     """A real service, called through real relays. By construction the correct one is accused with probability at most 0.01."""
     monkeypatch.setattr(power, "CATALOGUE", [BY_NAME["retry"]])
     monkeypatch.setattr(power, "ON_NETWORK", ())
+    monkeypatch.setattr(power, "BY_WIRETAP", ())
     monkeypatch.setattr(power, "FOREIGN", [CALLED["six digits"], CALLED["no noise"]])
     monkeypatch.setattr(power, "measure_foreign", partial(foreign.measure_foreign, audits=1))
     console = Console(file=io.StringIO(), width=140)
@@ -199,6 +206,7 @@ def test_a_false_alarm_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     accused = replace(blank(correct=True), found=5, found_by="sizes")
     monkeypatch.setattr(power, "CATALOGUE", [])
     monkeypatch.setattr(power, "ON_NETWORK", ())
+    monkeypatch.setattr(power, "BY_WIRETAP", ())
     monkeypatch.setattr(power, "FOREIGN", [CALLED["correct"]])
     monkeypatch.setattr(power, "measure_foreign", lambda broken, **more: accused)
     console = Console(file=io.StringIO(), width=140)

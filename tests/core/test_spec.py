@@ -81,7 +81,7 @@ def refusal(**changes: Any) -> str:
         ({"data": {"batch_size": 10**18}}, ["data.batch_size", "less than or equal to 9007199254740992"]),
         ({"learners": []}, ["learners", "at least 1", "got []"]),
         ({"learners": ["a", "../b"]}, ["learners", "pattern", "got '../b'"]),
-        ({"capture": "all"}, ["capture", "'relay', 'mirror' or 'none'", "got 'all'"]),
+        ({"capture": "all"}, ["capture", "'relay', 'mirror', 'wiretap' or 'none'", "got 'all'"]),
         ({"durability": "none"}, ["durability", "'process' or 'power'", "got 'none'"]),
     ],
     ids=str,

@@ -28,6 +28,7 @@ from sottovoce_eavesdropper.lookout import Lookout, Row
 from sottovoce_eavesdropper.parts import read_part
 from sottovoce_eavesdropper.reading import Capture, open_capture
 from sottovoce_eavesdropper.records import CaptureFile, part_number
+from sottovoce_eavesdropper.relay import Relay
 from sottovoce_eavesdropper.resuming import resumed
 from sottovoce_eavesdropper.service import Eavesdropper, EavesdropperConfig
 from sottovoce_eavesdropper.storage import Folder
@@ -160,6 +161,7 @@ async def test_an_eavesdropper_that_is_started_again_takes_up_its_captures(tmp_p
         await recording.writing.end()
         await old.service.server.stop(None)
         for relay in recording.relays:
+            assert isinstance(relay, Relay)
             await relay._server.stop(None)
         recording.file.open = False  # what it has in memory goes with it
         up.eavesdropping = Eavesdropper(replace(old.config, listen=up.eavesdropper))

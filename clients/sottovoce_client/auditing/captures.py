@@ -31,7 +31,21 @@ Ledger = Mapping[int, Entry] | None
 def from_captures(
     place: str, asked: AuditRequest, prepare: Callable[[RunSpec], Prepared], say: Say, *, spec: RunSpec | None = None
 ) -> Audit:
-    """Audit what was overheard earlier.
+    """Audit what was overheard earlier, as `earlier` reads it.
+
+    Raises:
+        CaptureError: as `earlier` and `audit_of`, or what was overheard is ciphertext.
+        SpecError, DataError: as `earlier`.
+    """
+    plan, runs, source = earlier(place, asked, prepare, say, spec=spec)
+    runs.kept[0].require_messages()
+    return audit_of(plan, runs, source, say)
+
+
+def earlier(
+    place: str, asked: AuditRequest, prepare: Callable[[RunSpec], Prepared], say: Say, *, spec: RunSpec | None = None
+) -> tuple[AuditPlan, Started, str]:
+    """What was overheard earlier: an audit of it, its runs, and where they came from, in words.
 
     Captures of an audit name the worlds that they lived in, and a file beside them says what these are. Others are all taken
     for the spec's own world: their noise is tested and their exact losses are known, but there is nothing to guess.
@@ -75,7 +89,7 @@ def from_captures(
     asked = replace(asked, runs=len(runs.outcomes) // 2 if paired else len(runs.kept))
     source = "; ".join((f"{plural(len(runs.kept), 'capture')} in {root.name}", *runs.notes))
     counts = () if worlds is None or not paired else runs.counts(len(worlds))
-    return audit_of(asked.plan(prepared, worlds, counts, paired=paired), runs, source, say)
+    return asked.plan(prepared, worlds, counts, paired=paired), runs, source
 
 
 def audit_of(plan: AuditPlan, runs: Started, source: str, say: Say) -> Audit:

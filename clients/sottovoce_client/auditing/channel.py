@@ -27,7 +27,7 @@ _Whose = Literal["said", "told", "others"]
 
 
 @dataclass(frozen=True, slots=True)
-class _Lines:
+class Lines:
     """The directions of edges that a listener hears, and whose words pass on them.
 
     Attributes:
@@ -39,14 +39,14 @@ class _Lines:
     opened: _Line | None
 
 
-def lines_of(plan: AuditPlan) -> _Lines:
+def lines_of(plan: AuditPlan) -> Lines:
     """What the plan's listener hears."""
     learner, neighbour = plan.worlds.learner, plan.listener.neighbour
     edges = [edge for edge in plan.run.network.edges if neighbour is None or neighbour in edge]
     edges.sort(key=lambda edge: learner not in edge)
     every = [(*edge, direction) for edge in edges for direction in ("out", "back")][:_MOST]
     whose = {line: _whose(line, learner) for line in every}
-    return _Lines(whose, next((line for line in every if whose[line] == "said"), None))
+    return Lines(whose, next((line for line in every if whose[line] == "said"), None))
 
 
 def _whose(line: _Line, learner: int) -> _Whose:
@@ -56,7 +56,7 @@ def _whose(line: _Line, learner: int) -> _Whose:
     return "said" if learner == (caller if direction == "out" else callee) else "told"
 
 
-def channel(table: pa.Table, lines: _Lines, run_id: str) -> dict[str, Features]:
+def channel(table: pa.Table, lines: Lines, run_id: str) -> dict[str, Features]:
     """All views of one run.
 
     Args:
@@ -64,23 +64,33 @@ def channel(table: pa.Table, lines: _Lines, run_id: str) -> dict[str, Features]:
         lines: who is heard.
         run_id: the run's random name, which says nothing.
     """
-    run = Conversation(0, "", 0.0, tuple(_heard(table, lines, run_id.encode())))
-    return features_of(run, {**CHANNEL, **PACE})
+    return features_of(conversation(table, lines, run_id), {**CHANNEL, **PACE})
 
 
-def _heard(table: pa.Table, lines: _Lines, run_id: bytes) -> Iterator[Overheard]:
+def conversation(table: pa.Table, lines: Lines, run_id: str, *, world: int = 0, number: int = 0) -> Conversation:
+    """One run, as it was heard.
+
+    Args:
+        table, lines, run_id: as of `channel`.
+        world: 0 or 1.
+        number: of the run, in the order of all.
+    """
+    return Conversation(world, run_id, float(number), tuple(_heard(table, lines, run_id.encode())))
+
+
+def _heard(table: pa.Table, lines: Lines, run_id: bytes) -> Iterator[Overheard]:
     """What passed on the lines; payloads of the others are not looked into."""
-    names = ("caller", "callee", "direction", "kind", "method", "stream", "mono_ns", "size")
+    names = ("caller", "callee", "direction", "kind", "method", "stream", "connection", "mono_ns", "size")
     payloads, streams, began = table.column("payload"), dict[object, int](), None
     for k, values in enumerate(zip(*(table.column(name).to_pylist() for name in names), strict=True)):
-        caller, callee, direction, kind, method, stream, at, size = values
+        caller, callee, direction, kind, method, stream, connection, at, size = values
         line = (caller, callee, direction)
         if (whose := lines.whose.get(line)) is None:
             continue
         began = at if began is None else began
-        stream = streams.setdefault((caller, callee, stream), len(streams))
+        stream = streams.setdefault((caller, callee, stream, connection), len(streams))
         heard = Overheard(
-            kind, f"{caller} to {callee} {method}", direction, stream, (at - began) / 1e9, size, whose=whose
+            kind, f"{caller} to {callee} {method}".rstrip(), direction, stream, (at - began) / 1e9, size, whose=whose
         )
         if whose != "others" and kind == "hello":
             heard = replace(heard, entries=tuple(_greeting(payloads[k].as_py(), run_id)))

@@ -17,8 +17,8 @@ from sottovoce.errors import SottovoceError, SpecError
 from sottovoce_client.auditing.audit import Auditor, Say
 from sottovoce_client.auditing.captures import audit_of, find, require_heard
 from sottovoce_client.auditing.ledger import LedgerWriter, read_ledger, tossed
-from sottovoce_client.auditing.started import started
-from sottovoce_client.auditing.worlds import as_audited, pairs_of, read_worlds, write_worlds
+from sottovoce_client.auditing.started import Started, started
+from sottovoce_client.auditing.worlds import Way, as_audited, pairs_of, read_worlds, write_worlds
 from sottovoce_client.running.launch import ServiceDied, run_async, while_alive
 from sottovoce_client.running.local import LocalServices
 from sottovoce_client.running.operate import BY_OPERATOR, Interrupted, run_on
@@ -57,21 +57,43 @@ def on_network(folder: Path, *, per_process: int = 1, seeded: bool = False) -> A
     """
 
     def work(plan: AuditPlan, *, say: Say) -> Audit:
-        require_heard(plan.listener.threat)
-        captures = _fresh(folder)
-        worlds, pairs = coins(plan) if seeded else tossed(2 * plan.all_runs), in_turn(plan)
-        ledger = LedgerWriter(captures, worlds)
-        write_worlds(captures, plan, ledger.commitment, pairs)
-        ledger.bind()
-        _make(plan, list(zip(pairs, worlds.tolist(), strict=True)), ledger, folder, per_process, say)
-        place = open_folder(captures)
-        told = read_worlds(place)
-        pair_of = pairs_of(told, place.name)
-        runs = started(find(place), plan.run, read_ledger(place, told), pair_of)
+        runs = made(plan, folder, "relay", per_process=per_process, seeded=seeded, say=say)
         source = f"{plural(len(runs.kept), 'run')} of real services on this machine, overheard by relays"
         return audit_of(plan, runs, "; ".join((source, *runs.notes)), say)
 
     return work
+
+
+def made(
+    plan: AuditPlan, folder: Path, capture: Way, *, per_process: int = 1, seeded: bool = False, say: Say
+) -> Started:
+    """Make all runs of an audit on real services of this machine.
+
+    Args:
+        plan: the audit.
+        folder, per_process, seeded: as of `on_network`.
+        capture: how edges are overheard; by wiretap, they are encrypted.
+        say: told what is being done.
+
+    Raises:
+        SpecError: the listener hears what no channel carries, or the folder holds captures.
+        Interrupted: told to stop.
+        RunFailed: services do not work.
+        CaptureError: as `started`.
+    """
+    require_heard(plan.listener.threat)
+    captures = _fresh(folder)
+    worlds, pairs = coins(plan) if seeded else tossed(2 * plan.all_runs), in_turn(plan)
+    ledger = LedgerWriter(captures, worlds)
+    write_worlds(captures, plan, ledger.commitment, pairs, capture=capture)
+    ledger.bind()
+    services = LocalServices(
+        as_audited(plan.run.spec, capture), folder, per_process=per_process, tls=capture == "wiretap"
+    )
+    _make(plan, list(zip(pairs, worlds.tolist(), strict=True)), ledger, folder, services, say)
+    place = open_folder(captures)
+    told = read_worlds(place)
+    return started(find(place), plan.run, read_ledger(place, told), pairs_of(told, place.name))
 
 
 def _fresh(folder: Path) -> Path:
@@ -83,7 +105,7 @@ def _fresh(folder: Path) -> Path:
     return captures
 
 
-def _make(plan: AuditPlan, lives: _Lives, ledger: LedgerWriter, folder: Path, per_process: int, say: Say) -> None:
+def _make(plan: AuditPlan, lives: _Lives, ledger: LedgerWriter, folder: Path, local: LocalServices, say: Say) -> None:
     """All runs; whatever ends them early, says so and how to go on."""
     done = 0
 
@@ -94,7 +116,7 @@ def _make(plan: AuditPlan, lives: _Lives, ledger: LedgerWriter, folder: Path, pe
     try:
         tell = _telling(plan, say, count)
         try:
-            run_async(lambda stop: _all_runs(plan, lives, ledger, folder, per_process, tell, stop))
+            run_async(lambda stop: _all_runs(plan, lives, ledger, folder, local, tell, stop))
         finally:
             ledger.reveal(find(open_folder(folder / "captures")))
     except (Interrupted, ServiceDied, RunFailed, OSError) as error:  # the disk may be full
@@ -109,20 +131,28 @@ async def _all_runs(
     lives: _Lives,
     ledger: LedgerWriter,
     folder: Path,
-    per_process: int,
+    local: LocalServices,
     tell: Callable[[int], None],
     stop: asyncio.Event,
 ) -> None:
     """A run that fails is one more outcome; only many in a row end the audit, for then nothing works any more."""
-    spec, done, failed = as_audited(plan.run.spec), 0, 0
+    done, failed = 0, 0
     data = [[pair.worlds.data(plan.data, world) for world in (0, 1)] for pair in plan.pairs]
-    async with LocalServices(spec, folder, per_process=per_process) as services:
+    async with local as services:
         for k, (pair, world) in enumerate(lives):
             if stop.is_set():
                 raise Interrupted(BY_OPERATOR)
             ledger.started(k)
-            records = data[pair][world]
-            running = run_on(services.coordinator, spec, records, lambda *seen: None, stop, world=world, replica=k)
+            running = run_on(
+                services.coordinator,
+                services.spec,
+                data[pair][world],
+                lambda *seen: None,
+                stop,
+                world=world,
+                replica=k,
+                credentials=services.credentials,
+            )
             outcome = await while_alive(services, running, stop)
             ledger.ended(k, outcome.run_id, outcome.state)
             if outcome.detail == BY_OPERATOR:

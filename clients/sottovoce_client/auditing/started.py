@@ -41,7 +41,7 @@ class Started:
     """The runs of an audit, each once.
 
     Attributes:
-        kept: captures that have all rounds.
+        kept: captures that have all rounds; by wiretap, all that there are, for nobody can tell.
         short: captures that have not.
         outcomes: how each of `kept`, of `short`, and then of those without a capture ended.
         gone: pair and world of every started run without a capture.
@@ -56,6 +56,11 @@ class Started:
     unknown: int = 0
     notes: tuple[str, ...] = ()
     pair_of: _PairOf = only_pair
+
+    @property
+    def tapped(self) -> bool:
+        """Whether what was overheard is ciphertext."""
+        return self.kept[0].ciphertext is not None
 
     def starts(self, plan: AuditPlan) -> Starts | None:
         """For the tests of the audit; None: there is one world only.
@@ -145,7 +150,9 @@ def _distinct(captures: Sequence[Capture]) -> tuple[list[Capture], list[Capture]
     found, copies, ids = dict[str, Capture](), list[Capture](), dict[str, str]()
     for capture in captures:
         whole, parts = capture.digests()
-        key = parts if capture.totals()[0] else whole  # where nothing was said, all captures look alike
+        key = (
+            parts if capture.totals()[0] or capture.ciphertext else whole
+        )  # where nothing was said, all captures look alike
         ident = str(capture.facts["capture_id"])
         if key in found:
             copies.append(capture)
@@ -195,7 +202,7 @@ def started(
     if ledger is not None:
         for capture in (*single, *again):
             _require_entered(capture, ledger)
-    kept = _whole(single, run)
+    kept = _whole(single, run) if single[0].ciphertext is None else single
     if not kept:
         raise CaptureError(
             f"of {plural(len(captures), 'capture')} none has all {run.spec.rounds} rounds ({captures[0].name} is the first)"

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -25,13 +25,19 @@ _OF_ONE_PAIR = "sottovoce-worlds-1"
 MOST_BYTES = 64 * 2**20
 
 Document = dict[str, Any]
+Way = Literal["relay", "wiretap"]
 
 
-def as_audited(spec: RunSpec) -> RunSpec:
-    """A spec as an audit runs it: every edge overheard, no end before the last round, nothing told that costs time."""
+def as_audited(spec: RunSpec, capture: Way = "relay") -> RunSpec:
+    """A spec as an audit runs it: every edge overheard, no end before the last round, nothing told that costs time.
+
+    Args:
+        spec: of the user.
+        capture: how edges are overheard.
+    """
     return spec.model_copy(
         update={
-            "capture": "relay",
+            "capture": capture,
             "privacy": type(spec.privacy)(),
             "telemetry": type(spec.telemetry)(),
             "topology": spec.topology.without_files(spec.n_learners),
@@ -39,7 +45,14 @@ def as_audited(spec: RunSpec) -> RunSpec:
     )
 
 
-def write_worlds(folder: Path, plan: AuditPlan, ledger: str | None = None, pair_of_run: Sequence[int] = ()) -> None:
+def write_worlds(
+    folder: Path,
+    plan: AuditPlan,
+    ledger: str | None = None,
+    pair_of_run: Sequence[int] = (),
+    *,
+    capture: Way = "relay",
+) -> None:
     """Write down what the worlds are.
 
     Args:
@@ -47,6 +60,7 @@ def write_worlds(folder: Path, plan: AuditPlan, ledger: str | None = None, pair_
         plan: the audit.
         ledger: SHA-256 of the first line of the ledger of its runs; None: none is kept.
         pair_of_run: of every planned run, the pair of worlds that it lives in one of; empty where there is one pair.
+        capture: how edges are overheard.
     """
     document = {
         "format": _FORMAT,
@@ -57,7 +71,7 @@ def write_worlds(folder: Path, plan: AuditPlan, ledger: str | None = None, pair_
         "runs": plan.all_runs,
         "seed": plan.seeds.audited.entropy,
         "data": digest(plan.data),
-        "spec": as_audited(plan.run.spec).model_dump(mode="json"),
+        "spec": as_audited(plan.run.spec, capture).model_dump(mode="json"),
         **({} if ledger is None else {"ledger": ledger}),
     }
     (folder / FILE).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")

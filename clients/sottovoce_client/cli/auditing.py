@@ -6,7 +6,6 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -45,7 +44,8 @@ def audit(
         ),
     ] = None,
     runs: Annotated[
-        int | None, typer.Option(min=1, help="Runs of each of the two worlds.", show_default="1000; network: 100")
+        int | None,
+        typer.Option(min=1, help="Runs of each of the two worlds.", show_default="1000; network, wiretap: 100"),
     ] = None,
     learner: Annotated[
         str | None, typer.Option(help="Whose messages.", show_default="the one with the largest epsilon")
@@ -63,8 +63,11 @@ def audit(
     ] = None,
     out: Annotated[Path | None, results_of("audit")] = None,
     on: Annotated[
-        Literal["simulator", "network"],
-        typer.Option(help="network: real services and the relay, on this machine.", rich_help_panel=_WHERE),
+        Literal["simulator", "network", "wiretap"],
+        typer.Option(
+            help="network: real services and the relay, on this machine. wiretap: the same, encrypted; sizes and times alone.",
+            rich_help_panel=_WHERE,
+        ),
     ] = "simulator",
     captures: Annotated[
         str | None,
@@ -120,7 +123,7 @@ def audit(
 ) -> None:
     """Try to refute what a run promises about one learner: many runs in two worlds that differ in one record.
 
-    Writes audit.json and audit.html. Exits with 1 if the promise is refuted.
+    Writes audit.json and audit.html (of a wiretap: audit.json). Exits with 1 if the promise is refuted.
     """
     if power:
         if not self_test or spec is not None:
@@ -144,7 +147,7 @@ def audit(
         replacement=replacement or "mirror",
         threat=ThreatModel(threat),
         neighbour=neighbour,
-        runs=runs or (100 if on == "network" else 1000),
+        runs=runs or (1000 if on == "simulator" else 100),
         confidence=confidence,
         seed=seed or 0,
     )
@@ -156,7 +159,7 @@ def audit(
     prepared, folder = prepared_from(given), folder_for("audit", out)
     if on == "simulator" and (folder / "captures").exists():
         raise SpecError(f"{folder} holds captures of other runs, whose results would be replaced: choose another --out")
-    raise typer.Exit(_made(prepared, asked, folder, _work(on, folder, backend, jobs, seeded=seed is not None)))
+    raise typer.Exit(_made(prepared, asked, folder, on, backend, jobs, seeded=seed is not None))
 
 
 def _require_heeded(
@@ -173,21 +176,36 @@ def _require_heeded(
     Raises:
         SpecError: one would be.
     """
-    if captures is not None and (runs is not None or on == "network"):
-        raise SpecError("--from audits the runs that there are: it goes with neither --runs nor --on network")
+    if captures is not None and (runs is not None or on != "simulator"):
+        raise SpecError(
+            "--from audits the runs that there are: it goes with neither --runs nor --on network or wiretap"
+        )
     if replacement is not None and record is None:
         raise SpecError("--replacement needs --record: which record of the learner is to be replaced?")
     if neighbour is not None and threat != "neighbour":
         raise SpecError(f"--neighbour goes with --threat neighbour, got --threat {threat}")
 
 
-def _made(prepared: Prepared, asked: AuditRequest, folder: Path, making: AbstractContextManager[Auditor]) -> int:
+def _made(
+    prepared: Prepared,
+    asked: AuditRequest,
+    folder: Path,
+    on: Literal["simulator", "network", "wiretap"],
+    backend: Literal["processes", "ray", "dask"],
+    jobs: int | None,
+    *,
+    seeded: bool,
+) -> int:
     """An audit of runs that are made for it; returns the exit code."""
     from sottovoce_client.auditing.audit import audit_to
     from sottovoce_client.running.operate import Interrupted
 
     try:
-        with making as work:
+        if on == "wiretap":
+            from sottovoce_client.auditing.ciphertext import audit_ciphertext_to
+
+            return audit_ciphertext_to(folder, prepared, asked, seeded=seeded)
+        with _work(on, folder, backend, jobs, seeded=seeded) as work:
             return audit_to(folder, prepared, asked, work)
     except Interrupted as stopped:  # which says in a line what there is
         print(f"sottovoce: {plain(str(stopped))}", file=sys.stderr)
@@ -219,12 +237,17 @@ def _work(
 def _from(captures: str, asked: AuditRequest, spec: RunSpec | None, out: Path | None) -> int:
     from sottovoce_client import terminal
     from sottovoce_client.auditing.audit import show
-    from sottovoce_client.auditing.captures import from_captures
+    from sottovoce_client.auditing.captures import audit_of, earlier
+    from sottovoce_client.auditing.ciphertext import audit_ciphertext, show_ciphertext
 
     console = terminal.console()
     with console.status("reading captures") as status:
-        done = from_captures(captures, asked, prepared_from, status.update, spec=spec)
-    return show(done, asked.seed, folder_for("audit", out), console)
+        plan, runs, source = earlier(captures, asked, prepared_from, status.update, spec=spec)
+        if runs.tapped:
+            told = partial(show_ciphertext, audit_ciphertext(plan, runs, asked.seed, status.update), plan, runs, source)
+        else:
+            told = partial(show, audit_of(plan, runs, source, status.update))
+    return told(asked.seed, folder_for("audit", out), console)
 
 
 @app.command(rich_help_panel="Privacy")

@@ -20,8 +20,8 @@ from sottovoce_client import terminal
 from sottovoce_client.documents import write_json
 from sottovoce_client.lab.breaks import foreign, network
 from sottovoce_client.lab.breaks.foreign import FOREIGN, measure_foreign
-from sottovoce_client.lab.breaks.learners import ON_NETWORK
-from sottovoce_client.lab.breaks.network import measure_on_network
+from sottovoce_client.lab.breaks.learners import BY_WIRETAP, ON_NETWORK
+from sottovoce_client.lab.breaks.network import measure_by_wiretap, measure_on_network
 from sottovoce_client.lab.breaks.served import Kind, Served
 from sottovoce_client.lab.selftest import mutant_named, side_by_side
 from sottovoce_client.wording import NOTHING, count
@@ -38,6 +38,11 @@ AUDITED: dict[Kind, tuple[Sequence[int], int, str]] = {
         network.AUDITS,
         "Coordinator, two learners and a relay, over gRPC, audited as `--on network` does. What is wrong with noise or centre\n"
         "is the same there as in the simulator: some breaks of noise stand here to show that, the others exist here alone.",
+    ),
+    "by wiretap": (
+        network.RUNGS,
+        network.AUDITS,
+        "The same services, whose channels are encrypted, audited by sizes, times and connections alone, as `--on wiretap` does.",
     ),
     "foreign services": (
         foreign.RUNGS,
@@ -109,6 +114,7 @@ def _serving(most: int, seed: int) -> Iterable[Callable[[], Served]]:
     wired, called = ([rung for rung in rungs if rung <= most] for rungs in (network.RUNGS, foreign.RUNGS))
     if wired:
         yield from (partial(measure_on_network, broken, rungs=wired, seed=seed) for broken in ON_NETWORK)
+        yield from (partial(measure_by_wiretap, broken, rungs=wired, seed=seed) for broken in BY_WIRETAP)
     if called:
         yield from (partial(measure_foreign, broken, rungs=called, seed=seed) for broken in FOREIGN)
 

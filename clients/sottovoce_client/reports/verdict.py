@@ -51,6 +51,10 @@ def _used(swap: Swap) -> float:
 def verdict_of(summary: RunSummary) -> _Headline:
     """Hold the capture's exact losses against the claims."""
     worst = telling(summary)
+    if worst is None and summary.tapped is not None:
+        text = "A wiretap reads no messages, so the promise below was not put to the test. What sizes and times of ciphertext "
+        text += "give away takes many runs to see: sottovoce audit --on wiretap."
+        return _Headline("open", "Only ciphertext was recorded", text)
     if worst is None:
         text = "Without a capture the promise below was not put to the test."
         return _Headline("open", "Nobody listened", text)

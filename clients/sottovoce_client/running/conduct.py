@@ -34,7 +34,7 @@ def conduct(prepared: Prepared, folder: Path, start: _Start) -> int:
     """
     spec = prepared.run.spec
     (folder / "spec.yaml").write_text(dump_spec(spec), encoding="utf-8")
-    per_message = 0 if spec.capture == "none" else 1
+    per_message = 1 if spec.capture in ("relay", "mirror") else 0
     budget = spec.privacy.budget
     budgets = () if budget is None else spread(budget, spec.n_learners, "privacy.budget")
     with run_console(spec.name, spec.rounds, spec.names, budgets=budgets) as console:

@@ -20,6 +20,7 @@ from sottovoce_client import terminal
 from sottovoce_client.reports.verdict import exceeds, verdict_of
 from sottovoce_client.running.summary import LearnerSummary, Progress, RunSummary, Swap
 from sottovoce_client.wording import (
+    ciphertext_line,
     count,
     duration,
     late_line,
@@ -305,6 +306,11 @@ def _facts(summary: RunSummary, report: Path | None) -> Iterator[tuple[str, Text
         yield "overheard", Text(f"{heard}\n{summary.capture.location}")
         if late := late_line(summary.capture.late):
             yield "late", Text(late)
+    if (told := summary.tapped) is not None:
+        yield (
+            "overheard",
+            Text(f"{ciphertext_line(told.connections, told.records, told.bytes)}, wiretap\n{told.location}"),
+        )
     if report is not None:
         yield "report", Text(str(report), style="bold")
     for code, text in summary.warnings:

@@ -25,7 +25,7 @@ from sottovoce.running.run import Run
 from sottovoce.running.transcript import Transcript
 from sottovoce.spec import dump_spec
 from sottovoce_client.running.operate import Outcome, has_left
-from sottovoce_client.running.summary import CaptureSummary, LearnerSummary, Noticed, Promise, RunSummary, Swap
+from sottovoce_client.running.summary import CaptureSummary, LearnerSummary, Noticed, Promise, RunSummary, Swap, Tapped
 from sottovoce_client.wording import away_line, plural
 from sottovoce_eavesdropper.reading import open_capture
 
@@ -64,6 +64,7 @@ def summarise(run: Run, data: PlacedData, outcome: Outcome) -> RunSummary:
         away=tuple(map(away_line, run.spec.absences or ())),
         not_captured=tuple(not_captured(outcome)),
         misconduct=outcome.misconduct,
+        tapped=_tapped(outcome),
     )
 
 
@@ -148,6 +149,16 @@ def _overheard(run: Run, outcome: Outcome) -> tuple[Transcript | None, CaptureSu
     )
 
 
+def _tapped(outcome: Outcome) -> Tapped | None:
+    """What a wiretap noted; None where there was none, or its capture cannot be read here."""
+    try:
+        capture = None if outcome.capture is None else open_capture(outcome.capture)
+    except CaptureError:
+        return None
+    counts = None if capture is None else capture.ciphertext
+    return None if counts is None else Tapped(str(outcome.capture), counts.connections, counts.records, counts.bytes)
+
+
 def noticed_in(outcome: Outcome) -> Noticed | None:
     """What the eavesdropper noticed in a run; None where there is no capture that can be read here."""
     try:
@@ -164,7 +175,10 @@ def not_captured(outcome: Outcome) -> Iterator[str]:
     """What the capture of a run lacks, a line on each."""
     if outcome.capture_error:
         yield f"The capture is not complete: {outcome.capture_error}"
-    if gaps := gaps_in(outcome):
+    gaps = gaps_in(outcome)
+    if gaps and _tapped(outcome) is not None:
+        yield "The wiretap was started again in the run: the last that it noted before may be missing"
+    elif gaps:
         yield f"The capture has {plural(len(gaps), 'gap')}; the first: {gaps[0]}"
 
 

@@ -12,7 +12,7 @@ import json
 import shutil
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -77,6 +77,7 @@ class LocalServices:
         tls: whether channels are encrypted, with an authority made for these services.
 
     Attributes:
+        spec: the run.
         coordinator: its address.
         credentials: of an operator, who may also feed the learners.
     """
@@ -84,7 +85,7 @@ class LocalServices:
     def __init__(
         self, spec: RunSpec, folder: Path, *, per_process: int = 1, noise: Path | None = None, tls: bool = False
     ) -> None:
-        self._spec, self._folder, self._per_process, self._noise = spec, folder, per_process, noise
+        self.spec, self._folder, self._per_process, self._noise = spec, folder, per_process, noise
         self._processes: list[_Process] = []
         self._identities = folder / "identities" if tls else None
         self.coordinator, self.credentials = "", Credentials()
@@ -127,10 +128,12 @@ class LocalServices:
 
     async def _start_all(self) -> None:
         if self._identities is not None:
-            await asyncio.to_thread(self._issue, self._identities)
+            await asyncio.to_thread(issue_local, self._identities, self.spec.names)
+            # Stays with the results, to verify signatures by.
+            await asyncio.to_thread(shutil.copy, self._identities / _OPERATOR / AUTHORITIES, self._folder / AUTHORITIES)
             self.credentials = Credentials(self._identities / _OPERATOR)
         more: list[str] = []
-        if self._spec.capture != "none":
+        if self.spec.capture != "none":
             captures = str(self._folder / "captures")
             eavesdropper = await self._start(
                 "eavesdropper", ["eavesdropper", *self._imports, *self._as("eavesdropper-local"), "--folder", captures]
@@ -140,22 +143,14 @@ class LocalServices:
             "coordinator", ["coordinator", *self._imports, *self._as("coordinator-local"), *more]
         )
         self.coordinator = await self._announced(coordinator)
-        policy = dump_policy(Policy.for_spec(self._spec))
+        policy = dump_policy(Policy.for_spec(self.spec))
         await asyncio.to_thread(self._policy.write_text, policy, encoding="utf-8")
-        names = self._spec.names
+        names = self.spec.names
         groups = [names[k : k + self._per_process] for k in range(0, len(names), self._per_process)]
         learners = [await self._start(group[0], self._learner_command(group)) for group in groups]
         for process, group in zip(learners, groups, strict=True):
             for _ in group:
                 await self._announced(process)
-
-    def _issue(self, folder: Path) -> None:
-        """An authority, and an identity for each service. Its certificate stays with the results, to verify signatures by."""
-        authority = Authority.init(folder / "authority", "local")
-        learners = (f"learner/{name}" for name in self._spec.names)
-        for whom in ("coordinator/local", "eavesdropper/local", "operator/local", *learners):
-            authority.issue(whom, folder / whom.replace("/", "-", 1))
-        shutil.copy(authority.folder / AUTHORITIES, self._folder / AUTHORITIES)
 
     def _as(self, identity: str) -> list[str]:
         """The option by which a service has an identity, or the folder where each of its learners finds its own."""
@@ -169,7 +164,7 @@ class LocalServices:
     @property
     def _imports(self) -> list[str]:
         """Leave to import code, only where this very spec needs it."""
-        return ["--allow-imports"] if code_to_import(self._spec.model_dump(mode="json")) else []
+        return ["--allow-imports"] if code_to_import(self.spec.model_dump(mode="json")) else []
 
     def _learner_command(self, names: Sequence[str]) -> list[str]:
         command = ["learner", "--coordinator", self.coordinator, "--state", str(self._folder / "journals")]
@@ -217,6 +212,19 @@ class LocalServices:
         facts = json.loads(line)
         process.addresses[facts.get("name", process.name)] = facts["address"]
         return str(facts["address"])
+
+
+def issue_local(folder: Path, names: Iterable[str]) -> None:
+    """An authority, and an identity for each service of a run on this machine, in folders such as `learner-NAME`.
+
+    Args:
+        folder: that gets them.
+        names: of the learners.
+    """
+    authority = Authority.init(folder / "authority", "local")
+    learners = (f"learner/{name}" for name in names)
+    for whom in ("coordinator/local", "eavesdropper/local", "operator/local", *learners):
+        authority.issue(whom, folder / whom.replace("/", "-", 1))
 
 
 def _how(code: int | None) -> str:

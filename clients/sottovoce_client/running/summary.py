@@ -133,6 +133,23 @@ class CaptureSummary:
 
 
 @dataclass(frozen=True, slots=True)
+class Tapped:
+    """What a wiretap noted: sizes and times of ciphertext, and no message.
+
+    Attributes:
+        location: folder of the capture.
+        connections: that were opened.
+        records: of TLS; where there was none, of what came at a time.
+        bytes: of all records.
+    """
+
+    location: str
+    connections: int
+    records: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Noticed:
     """What the eavesdropper noticed, while the run went on, that must never happen.
 
@@ -189,6 +206,7 @@ class RunSummary:
         misconduct: what learners noticed of each other, a line on each.
         noticed: by the eavesdropper; None without one, or where its capture cannot be read.
         not_captured: what the capture lacks, a line on each; nothing without one, or where it is complete.
+        tapped: what a wiretap noted; None without one, or where its capture cannot be read.
     """
 
     name: str
@@ -217,6 +235,7 @@ class RunSummary:
     away: tuple[str, ...] = ()
     not_captured: tuple[str, ...] = ()
     misconduct: tuple[str, ...] = ()
+    tapped: Tapped | None = None
 
     @property
     def rounds_done(self) -> int:

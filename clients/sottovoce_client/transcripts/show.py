@@ -15,7 +15,7 @@ from rich.text import Text
 from sottovoce.arrays import FloatArray, IntArray
 from sottovoce_client import terminal
 from sottovoce_client.transcripts.query import cell_text, decoded, find, numbers_text, tables
-from sottovoce_client.wording import count, duration, noticed_line, number, plural, size
+from sottovoce_client.wording import NOTHING, ciphertext_line, count, duration, noticed_line, number, plural, size
 from sottovoce_eavesdropper.reading import Capture, rounds_only
 from sottovoce_rpc.codec import RoundCodec
 
@@ -33,7 +33,9 @@ class _Channel:
     """What one learner told another one.
 
     Attributes:
+        messages: or, of a wiretap, records of ciphertext.
         sizes: of its messages, each different one.
+        streams: that they came on, or connections.
         rounds: that they say they are for, as far as they can be decoded.
     """
 
@@ -79,7 +81,7 @@ def _look(capture: Capture, sender: int, first: int) -> _Picture:
     """
     picture, codec = _Picture(), RoundCodec(capture.shapes)
     for batch in capture.batches():
-        _count(picture, batch)
+        _count(picture, batch, tapped=capture.ciphertext is not None)
         messages = rounds_only(batch)
         ends = _ends(messages)
         rows, rounds, _, fields = decoded(messages, codec)
@@ -92,15 +94,15 @@ def _look(capture: Capture, sender: int, first: int) -> _Picture:
     return picture
 
 
-def _count(picture: _Picture, batch: pa.RecordBatch) -> None:
+def _count(picture: _Picture, batch: pa.RecordBatch, *, tapped: bool) -> None:
     kinds = np.array(batch.column("kind").to_pylist(), dtype=object)
     for kind in set(kinds.tolist()):
         picture.kinds[kind] = picture.kinds.get(kind, 0) + int(np.count_nonzero(kinds == kind))
-    said = kinds == "message"
+    said = kinds == ("ciphertext" if tapped else "message")
     picture.again += int(np.count_nonzero(_numbers(batch, "again")))
     ends, sizes, streams, walls = (
         _ends(batch)[said],
-        *(_numbers(batch, name)[said] for name in ("size", "stream", "wall_ns")),
+        *(_numbers(batch, name)[said] for name in ("size", "connection" if tapped else "stream", "wall_ns")),
     )
     for sender, receiver in np.unique(ends, axis=0).tolist():
         of = (ends == (sender, receiver)).all(axis=1)
@@ -174,8 +176,8 @@ def _many(captures: tuple[Capture, ...], console: Console) -> None:
             Text(name),
             cell_text(facts["run_id"]),
             *labels,
-            count(facts["messages"]),
-            size(facts["bytes"]),
+            count(facts["messages"]) if capture.ciphertext is None else NOTHING,
+            size(facts["bytes"] if capture.ciphertext is None else capture.ciphertext.bytes),
             state,
             noticed,
         )
@@ -189,8 +191,8 @@ def _one(capture: Capture, sender: int, first: int, console: Console) -> None:
     for name, value in _facts(capture, picture):
         facts.add_row(name, value)
     console.print(facts)
-    console.print(_channels(picture))
-    console.print(_who_when(picture))
+    console.print(_channels(picture, tapped=capture.ciphertext is not None))
+    console.print(_who_when(picture, "message" if capture.ciphertext is None else "record"))
     if picture.first:
         console.print(_first(picture, sender))
 
@@ -211,6 +213,10 @@ def _facts(capture: Capture, picture: _Picture) -> Iterator[tuple[str, Text | st
     heard = sum(channel.messages for channel in picture.channels.values())
     others = ", ".join(f"{count(n)} {kind}" for kind, n in sorted(picture.kinds.items()) if kind != "message")
     total = sum(channel.bytes for channel in picture.channels.values())
+    if capture.ciphertext is not None:
+        yield "overheard", f"{ciphertext_line(picture.kinds.get('opened', 0), heard, total)}, by wiretap"
+        yield from _noticed(facts)
+        return
     again = f" ({count(picture.again)} of them said again)" if picture.again else ""
     yield "overheard", f"{plural(heard, 'message')}{again}, {size(total)}" + (f"; {others}" if others else "")
     if picture.failed:
@@ -225,15 +231,16 @@ def _noticed(facts: Any) -> Iterator[tuple[str, Text | str]]:
         yield "noticed", Text(line, style="bold red")
         for text in texts[1:_MOST_NOTICED]:
             yield "", Text(text, style="red")
-    elif "noticed_count" in facts:
+    elif "noticed_count" in facts and facts.get("ciphertext") is None:
         yield "noticed", "nothing that must never happen"
     if facts.get("not_checked"):
         yield "not checked", Text(str(facts["not_checked"])[:300])
 
 
-def _channels(picture: _Picture) -> Table:
-    """Bytes, sizes and gaps of every channel."""
-    table = _plain("from", "to", "messages", "bytes", "size", "streams", "rounds", "missing")
+def _channels(picture: _Picture, *, tapped: bool) -> Table:
+    """Bytes, sizes and gaps of every channel; of ciphertext no gap is known."""
+    heads = ("records", "bytes", "size", "connections") if tapped else ("messages", "bytes", "size", "streams")
+    table = _plain("from", "to", *heads, *(() if tapped else ("rounds", "missing")))
     for (sender, receiver), channel in sorted(picture.channels.items())[:MOST_EDGES]:
         sizes = (
             f"{count(min(channel.sizes))}–{count(max(channel.sizes))}"
@@ -241,15 +248,23 @@ def _channels(picture: _Picture) -> Table:
             else count(*channel.sizes)
         )
         gap = channel.missing()
-        cells = (count(channel.messages), size(channel.bytes), sizes, count(len(channel.streams)), channel.span())
-        table.add_row(str(sender), str(receiver), *cells, Text(count(gap), style="yellow" if gap else ""))
+        cells = (
+            str(sender),
+            str(receiver),
+            count(channel.messages),
+            size(channel.bytes),
+            sizes,
+            count(len(channel.streams)),
+        )
+        rounds = () if tapped else (channel.span(), Text(count(gap), style="yellow" if gap else ""))
+        table.add_row(*cells, *rounds)
     if len(picture.channels) > MOST_EDGES:
         table.add_row(f"… {len(picture.channels) - MOST_EDGES} more", style="dim")
     return table
 
 
-def _who_when(picture: _Picture) -> Table:
-    """Messages of each learner over time, a bar for each slice; the longest silence of each."""
+def _who_when(picture: _Picture, what: str) -> Table:
+    """Messages, or records, of each learner over time, a bar for each slice; the longest silence of each."""
     table = _plain("learner", "who spoke when", "longest silence")
     times = {i: np.sort(np.concatenate(own)) for i, own in sorted(picture.times.items())}
     known = [own for own in times.values() if len(own)]
@@ -263,9 +278,7 @@ def _who_when(picture: _Picture) -> Table:
         bars = "".join(_BARS[-(-int(n) * (len(_BARS) - 1) // highest)] for n in counts[i])
         silence = duration(float(np.diff(own).max(initial=0)) / 1e9)
         table.add_row(str(i), Text(bars, style="cyan"), silence)
-    table.caption = (
-        f"from {_clock(begin)} over {duration((end - begin) / 1e9)}; a full bar: {plural(highest, 'message')}"
-    )
+    table.caption = f"from {_clock(begin)} over {duration((end - begin) / 1e9)}; a full bar: {plural(highest, what)}"
     return table
 
 

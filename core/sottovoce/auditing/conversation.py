@@ -36,10 +36,10 @@ class Overheard:
 
     Attributes:
         kind: `message`, `metadata` or `trailers`; between learners also `hello`, with which a stream begins, and `signature`, of
-            what was said.
-        method: the gRPC method.
+            what was said. Of a wiretap `ciphertext`, or `opened` and `closed`: a connection, and either side of it.
+        method: the gRPC method; between learners with the edge, and of a wiretap the edge alone.
         direction: `out`, to the service, or `back`.
-        stream: counts the streams of the run from 0.
+        stream: counts the streams of the run from 0; of a wiretap, the connections.
         seconds: since the run began.
         size: in bytes, all of it.
         head: the first `HEAD` bytes of a message.
@@ -50,7 +50,7 @@ class Overheard:
         whose: `said` by the one who is audited, `told` to it, or `others`'. Of a foreign service everything counts as said.
     """
 
-    kind: Literal["message", "hello", "signature", "metadata", "trailers"]
+    kind: Literal["message", "hello", "signature", "metadata", "trailers", "ciphertext", "opened", "closed"]
     method: str
     direction: Literal["out", "back"]
     stream: int

@@ -15,7 +15,7 @@ import numpy as np
 
 from sottovoce.arrays import FloatArray
 from sottovoce.auditing.blackbox import number_views
-from sottovoce.auditing.conversation import HEAD, WIDTH, Conversation
+from sottovoce.auditing.conversation import HEAD, WIDTH, Conversation, Overheard
 
 REPEATED, COLUMNS = 16, 1024
 """Of one kind of thing, the first so many in a run are looked at; of a view, at most so many columns."""
@@ -98,12 +98,12 @@ def views(runs: Sequence[Conversation]) -> dict[str, FloatArray]:
     if len(said) > 1:
         every = np.concatenate([values.reshape(len(runs), -1) for values in said.values()], axis=1)
         found["values of all fields"] = every[:, :COLUMNS]
-    return found | tables([features_of(run, CHANNEL) for run in runs])
+    return found | tables([features_of(run, {**CHANNEL, **TAPPED}) for run in runs])
 
 
 def timing(runs: Sequence[Conversation]) -> dict[str, FloatArray]:
-    """The view `gaps`: the times between whatever passed."""
-    return tables([features_of(run, {"gaps": _gaps}) for run in runs])
+    """The view `gaps`: the times between whatever passed; and `paces`, of ciphertext."""
+    return tables([features_of(run, {"gaps": _gaps, "paces": _tapped_paces}) for run in runs])
 
 
 # ---- decoded numbers -------------------------------------------------------------------------------------------------
@@ -228,6 +228,67 @@ CHANNEL: Mapping[str, _View] = {
 """What passes beside numbers."""
 
 
+# ---- ciphertext ------------------------------------------------------------------------------------------------------
+
+
+def _tapped(run: Conversation) -> Iterator[Overheard]:
+    return (each for each in run.heard if each.kind == "ciphertext")
+
+
+def _in_order(run: Conversation) -> Iterator[_Item]:
+    """Sizes of the first records of every direction of an edge, one after the other, whatever connection they are on."""
+    sizes: dict[str, list[float]] = {}
+    for each in _tapped(run):
+        sizes.setdefault(each.place, []).append(float(each.size))
+    for place, own in sizes.items():
+        yield place, [*own[:WIDTH], *[-1.0] * (WIDTH - len(own))]
+
+
+def _of_each_size(run: Conversation) -> Iterator[_Item]:
+    """How many records have this size: one more among many is seen wherever it stands."""
+    for (place, size), count in Counter((each.place, each.size) for each in _tapped(run)).items():
+        yield (place, size), (count,)
+
+
+def _connections(run: Conversation) -> Iterator[_Item]:
+    """Of every connection of an edge: records and bytes of either direction, and which side ends first."""
+    found: dict[tuple[str, int], list[float]] = {}
+    for each in run.heard:
+        if each.kind in ("opened", "ciphertext", "closed"):
+            own, back = found.setdefault((each.method, each.stream), [0.0] * 5), 2 * (each.direction == "back")
+            if each.kind == "ciphertext":
+                own[back] += 1.0
+                own[back + 1] += each.size
+            elif each.kind == "closed" and not own[4]:
+                own[4] = 1.0 + back
+    for (edge, _), own in found.items():
+        yield edge, own
+
+
+def _bursts(run: Conversation) -> Iterator[_Item]:
+    """How often one side of a connection sends so many records before the other one does."""
+    under_way: dict[tuple[str, int], tuple[str, int]] = {}
+    ended = Counter[tuple[str, int]]()
+    for each in _tapped(run):
+        key = each.method, each.stream
+        place, records = under_way.get(key, (each.place, 0))
+        if place != each.place:
+            ended[place, records] += 1
+            records = 0
+        under_way[key] = each.place, records + 1
+    ended.update(under_way.values())
+    return ((burst, (count,)) for burst, count in ended.items())
+
+
+TAPPED: Mapping[str, _View] = {
+    "connections": _connections,
+    "records of each size": _of_each_size,
+    "sizes in order": _in_order,
+    "bursts": _bursts,
+}
+"""What ciphertext shows; empty where there is none."""
+
+
 # ---- times -----------------------------------------------------------------------------------------------------------
 
 
@@ -251,6 +312,22 @@ def _replies(run: Conversation) -> Iterator[_Item]:
     for place, said in _by_place(run).items():
         before = np.searchsorted(told, said) - 1
         yield place, _logs((said - told[before])[before >= 0] if len(told) else np.empty(0))
+
+
+def _tapped_paces(run: Conversation) -> Iterator[_Item]:
+    """Times between records of a direction, and how long every connection is open."""
+    seconds: dict[str, list[float]] = {}
+    spans: dict[tuple[str, int], tuple[float, float]] = {}
+    for each in run.heard:
+        if each.kind in ("opened", "ciphertext", "closed"):
+            first, _ = spans.get((each.method, each.stream), (each.seconds, 0.0))
+            spans[each.method, each.stream] = first, each.seconds
+        if each.kind == "ciphertext":
+            seconds.setdefault(each.place, []).append(each.seconds)
+    for place, own in seconds.items():
+        yield place, _logs(np.diff(np.array(own)))
+    for (edge, _), (first, last) in spans.items():
+        yield edge, (math.log(last - first + 1e-6),)
 
 
 def _by_place(run: Conversation) -> dict[str, FloatArray]:

@@ -75,7 +75,7 @@ _Coordinators = Annotated[tuple[str, ...], _of_role("coordinator")]
 _Eavesdroppers = Annotated[tuple[str, ...], _of_role("eavesdropper")]
 _Telemetry = Literal["accuracy", "predict"]
 _Ways = Annotated[
-    tuple[Literal["relay", "mirror"], ...],
+    tuple[Literal["relay", "mirror", "wiretap"], ...],
     BeforeValidator(_ways),
     PlainSerializer(lambda ways: list(ways) or "never"),
 ]
@@ -120,9 +120,10 @@ class Policy(Section):
     telemetry: tuple[_Telemetry, ...] = ()
     """What may leave the learner outside the guarantee: `accuracy` (prequential, to the coordinator), `predict` (answers of the
     private model, to whoever asks)."""
-    recorded: _Ways = ("relay", "mirror")
+    recorded: _Ways = ("relay", "mirror", "wiretap")
     """Which recorded runs the learner takes part in: `relay` (the eavesdropper stands between learners), `mirror` (they copy
-    their messages to it), or `never`. A guarantee holds for whoever hears every message."""
+    their messages to it), `wiretap` (it passes on what is encrypted, as anybody on the network may), or `never`. A guarantee
+    holds for whoever hears every message."""
     eavesdroppers: _Eavesdroppers | None = None
     """Who may record, as `eavesdropper/NAME` of its certificate; null: any of the deployment. Needs an identity."""
     coordinators: _Coordinators | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import random
+import socket
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -62,6 +63,7 @@ class BrokenService:
         greets: metadata that stand before its answers.
         pads: bytes that its hello is longer by.
         ends: how it ends its first stream; None: it does not.
+        dials: connections to its neighbours that it opens when all is said, and drops.
         lost: whether a run's capture is lost, by its world.
         sure: it must be found; a busy machine may hide a delay.
     """
@@ -73,6 +75,7 @@ class BrokenService:
     greets: Callable[[Known], Metadata] | None = None
     pads: Callable[[Known], int] | None = None
     ends: Callable[[Known], Ending | None] | None = None
+    dials: Callable[[Known], int] | None = None
     lost: Callable[[int], bool] | None = None
     sure: bool = True
 
@@ -116,8 +119,18 @@ class _Leaking(Noised):
             self._broken.takes(batch, self._taken, self.world)
         self._taken += 1
         assert self._session is not None  # noqa: S101 - it is its round
-        if 2 * self._taken >= self._session.role.spec.rounds:
+        rounds = self._session.role.spec.rounds
+        if 2 * self._taken >= rounds:
             self._halfway.set()
+        if self._broken.dials is not None and self._taken == rounds:
+            self._dial(self._broken.dials(self._first.result()))
+
+    def _dial(self, times: int) -> None:
+        """Open connections to the neighbours whose streams this learner opens, and say nothing on them."""
+        for address, _ in self._opened.values():
+            host, _, port = address.rpartition(":")
+            for _ in range(times):
+                socket.create_connection((host, int(port))).close()
 
     async def _ingest(
         self, batches: AsyncIterator[learner_pb2.SampleBatch], context: Context
@@ -256,6 +269,10 @@ def _in_one_world(known: Known) -> Ending | None:
     return Ending() if known.world == 1 else None
 
 
+def _if_loud(known: Known) -> int:
+    return int(known.norm > 0.5)
+
+
 def _lost(world: int, share: float) -> bool:
     return world == 1 and random.random() < share  # noqa: S311 - no secret
 
@@ -302,3 +319,9 @@ ON_NETWORK = (
     BrokenService("20 % are lost", "captures of one world are missing", lost=partial(_lost, share=0.2)),
 )
 """Learners of real services, a correct one among them."""
+
+BY_WIRETAP = (
+    BrokenService("correct", "nothing"),
+    BrokenService("another connection", "opened and dropped after a loud first record", dials=_if_loud),
+)
+"""Learners of real services whose channels are encrypted; what is wrong passes beside gRPC, where a relay hears nothing."""

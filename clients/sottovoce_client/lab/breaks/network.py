@@ -1,12 +1,12 @@
-"""Audits of broken learners on real services: coordinator, learners and relay, over gRPC, in one process of their own."""
+"""Audits of broken learners on real services: coordinator, learners and relay or wiretap, over gRPC, in one process."""
 
 from __future__ import annotations
 
 import asyncio
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,22 +14,28 @@ from structlog.testing import capture_logs
 
 from sottovoce.auditing.audit import Audit
 from sottovoce.auditing.plan import AuditPlan, plan_audit
-from sottovoce.lab.selftest.bases import BASES
+from sottovoce.experiment import Prepared
+from sottovoce.lab.selftest.bases import BASES, Base
 from sottovoce.lab.selftest.power import CONFIDENCE
 from sottovoce.lab.selftest.trial import seen_by
 from sottovoce.running.policy import Policy
+from sottovoce.spec import RunSpec
+from sottovoce_client.auditing.audit import AuditRequest
 from sottovoce_client.auditing.captures import audit_of, find
+from sottovoce_client.auditing.ciphertext import audit_ciphertext, plan_for_ciphertext
 from sottovoce_client.auditing.ledger import Entry
 from sottovoce_client.auditing.network import coins, in_turn
-from sottovoce_client.auditing.started import started
-from sottovoce_client.auditing.worlds import as_audited
+from sottovoce_client.auditing.started import Started, started
+from sottovoce_client.auditing.worlds import Way, as_audited
 from sottovoce_client.lab.breaks.learners import BrokenService, Noised, learners_of
 from sottovoce_client.lab.breaks.served import Served, served
+from sottovoce_client.running.local import issue_local
 from sottovoce_client.running.operate import run_on
 from sottovoce_coordinator.service import Coordinator, CoordinatorConfig
 from sottovoce_eavesdropper.service import Eavesdropper, EavesdropperConfig
 from sottovoce_eavesdropper.storage import open_folder
 from sottovoce_learner.service import LearnerConfig
+from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.tasks import Tasks
 
 RUNGS = (24, 48, 100)
@@ -42,8 +48,9 @@ _BASE = BASES["ldp-dol, epsilon 1"]
 BASE = replace(_BASE, sections={**_BASE.sections, "learners": 2})
 """What runs: the fewer edges there are, the faster."""
 
-ACCEPTING = 1
-"""The learner that is audited: it accepts streams, so it can end them."""
+ACCEPTING, CALLING = 1, 0
+"""The learner that is audited by what relays hear, and by what wiretaps note: the one accepts streams, so it can end them; the
+other one opens them, so it can open more."""
 
 
 def measure_on_network(
@@ -62,18 +69,49 @@ def measure_on_network(
     def found_by(runs: int, each: int) -> str:
         run, data = BASE.build()
         plan = plan_audit(run, data, ACCEPTING, runs=runs, confidence=CONFIDENCE, seed=each)
-        with tempfile.TemporaryDirectory() as folder, capture_logs():  # broken services have much to say
-            return _found_by(_audited(broken, plan, Path(folder)))
+        with made_with(broken, plan, "relay") as made:
+            return _found_by(audit_of(plan, made, "real services", lambda what: None))
 
     return served(blank, found_by, rungs, seed)
 
 
-def _audited(broken: BrokenService, plan: AuditPlan, folder: Path) -> Audit:
-    """Make all runs, and audit them as `sottovoce audit --on network` does."""
-    pairs = in_turn(plan)
-    ledger = asyncio.run(_make(broken, plan, pairs, folder))
-    runs = started(find(open_folder(folder / "captures")), plan.run, ledger, lambda replica: pairs[int(str(replica))])
-    return audit_of(plan, runs, "real services", lambda what: None)
+def measure_by_wiretap(
+    broken: BrokenService, *, rungs: Sequence[int] = RUNGS, audits: int = AUDITS, seed: int = 0
+) -> Served:
+    """Run real services whose channels are encrypted in two worlds, and audit what wiretaps noted; arguments as above."""
+    blank = Served(broken.name, broken.what, "by wiretap", broken.correct, max(rungs), audits, sure=broken.sure)
+
+    def found_by(runs: int, each: int) -> str:
+        plan = plan_beside_numbers(BASE, runs, each)
+        with made_with(broken, plan, "wiretap") as made:
+            done = audit_ciphertext(plan, made, each, lambda what: None)
+        return max(done.found.bounds, key=lambda bound: bound.value).view if done.verdict.kind == "refuted" else ""
+
+    return served(blank, found_by, rungs, seed)
+
+
+def plan_beside_numbers(base: Base, runs: int, seed: int, confidence: float = CONFIDENCE) -> AuditPlan:
+    """An audit of what passes beside numbers, of the learner that opens streams.
+
+    Args:
+        base: what runs.
+        runs: of each world.
+        seed: of coins and audit.
+        confidence: with which a correct learner is not refuted.
+    """
+    prepared = Prepared(*base.build())
+    learner = prepared.run.spec.names[CALLING]
+    return plan_for_ciphertext(prepared, AuditRequest(learner, runs=runs, confidence=confidence, seed=seed))
+
+
+@contextmanager
+def made_with(broken: BrokenService, plan: AuditPlan, capture: Way) -> Iterator[Started]:
+    """All runs, as `sottovoce audit --on network` or `--on wiretap` makes them."""
+    with tempfile.TemporaryDirectory() as folder, capture_logs():  # broken services have much to say
+        pairs = in_turn(plan)
+        ledger = asyncio.run(_make(broken, plan, pairs, Path(folder), capture))
+        captures = find(open_folder(Path(folder) / "captures"))
+        yield started(captures, plan.run, ledger, lambda replica: pairs[int(str(replica))])
 
 
 def _found_by(done: Audit) -> str:
@@ -88,15 +126,24 @@ def _found_by(done: Audit) -> str:
 # ---- runs ------------------------------------------------------------------------------------------------------------
 
 
-async def _make(broken: BrokenService, plan: AuditPlan, pairs: Sequence[int], folder: Path) -> dict[int, Entry]:
+async def _make(
+    broken: BrokenService, plan: AuditPlan, pairs: Sequence[int], folder: Path, capture: Way
+) -> dict[int, Entry]:
     """All runs, one after the other, and what became of them."""
-    spec, ledger = as_audited(plan.run.spec), dict[int, Entry]()
+    spec, ledger = as_audited(plan.run.spec, capture), dict[int, Entry]()
     data = [[pair.worlds.data(plan.data, world) for world in (0, 1)] for pair in plan.pairs]
-    async with _services(broken, plan, folder) as (coordinator, learners):
+    identities = folder / "identities" if capture == "wiretap" else None
+    if identities is not None:
+        await asyncio.to_thread(issue_local, identities, spec.names)
+    own = _identity(identities, "operator-local")
+    async with _services(broken, plan, spec, folder, identities) as (coordinator, learners):
         for k, (pair, world) in enumerate(zip(pairs, coins(plan).tolist(), strict=True)):
             for learner in learners:
                 learner.world = world
-            outcome = await run_on(coordinator, spec, data[pair][world], lambda *seen: None, world=world, replica=k)
+            records = data[pair][world]
+            outcome = await run_on(
+                coordinator, spec, records, lambda *seen: None, world=world, replica=k, credentials=own
+            )
             ledger[k] = Entry(outcome.run_id, outcome.state, world)
             if broken.lost is not None and broken.lost(world) and outcome.capture is not None:
                 shutil.rmtree(outcome.capture)
@@ -104,14 +151,26 @@ async def _make(broken: BrokenService, plan: AuditPlan, pairs: Sequence[int], fo
 
 
 @asynccontextmanager
-async def _services(broken: BrokenService, plan: AuditPlan, folder: Path) -> AsyncIterator[tuple[str, list[Noised]]]:
+async def _services(
+    broken: BrokenService, plan: AuditPlan, spec: RunSpec, folder: Path, identities: Path | None
+) -> AsyncIterator[tuple[str, list[Noised]]]:
     """All services of a run: their coordinator's address, and the learners."""
-    eavesdropper = Eavesdropper(EavesdropperConfig(folder=folder / "captures"))
-    coordinator = Coordinator(CoordinatorConfig(eavesdropper=await eavesdropper.start()))
+    own = _identity(identities, "eavesdropper-local")
+    eavesdropper = Eavesdropper(EavesdropperConfig(folder=folder / "captures", credentials=own))
+    own = _identity(identities, "coordinator-local")
+    coordinator = Coordinator(CoordinatorConfig(eavesdropper=await eavesdropper.start(), credentials=own))
     address = await coordinator.start()
-    policy = Policy.for_spec(as_audited(plan.run.spec))
     learners = learners_of(
-        broken, plan, lambda name: LearnerConfig(name, address, state_folder=folder / "journals", policy=policy)
+        broken,
+        plan,
+        lambda name: LearnerConfig(
+            name,
+            address,
+            state_folder=folder / "journals",
+            policy=Policy.for_spec(spec),
+            credentials=_identity(identities, f"learner-{name}"),
+            owners=("operator/local",),
+        ),
     )
     async with Tasks() as following:
         try:
@@ -123,3 +182,8 @@ async def _services(broken: BrokenService, plan: AuditPlan, folder: Path) -> Asy
                 await learner.stop()
             await coordinator.stop()
             await eavesdropper.stop()
+
+
+def _identity(folder: Path | None, name: str) -> Credentials:
+    """Of a service; none where channels are not encrypted."""
+    return Credentials() if folder is None else Credentials(folder / name)

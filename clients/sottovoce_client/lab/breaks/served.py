@@ -10,7 +10,7 @@ from sottovoce.data.files import import_extra
 from sottovoce.lab.selftest.power import CONFIDENCE, found_in
 from sottovoce.lab.selftest.trial import RARE
 
-Kind = Literal["on real services", "foreign services"]
+Kind = Literal["on real services", "by wiretap", "foreign services"]
 
 FoundBy = Callable[[int, int], str]
 """The part that refutes the claim in an audit with so many runs of each world, by the audit's seed; empty: none."""

@@ -169,6 +169,7 @@ class _Watching:
 
     def _begin(self, capture: Capture) -> tuple[Sight, Run]:
         question = self._question
+        capture.require_messages()
         prepared = self._prepare(parse_spec(capture.facts["spec"], source=capture.name, imports=question.allow_imports))
         spec, canaries, alpha = prepared.run.spec, None, question.alpha
         if question.canaries is None and (found := canaries_beside(capture.name)) is not None:

@@ -1,15 +1,15 @@
-"""The audit of a service that is not ours: captured runs of two worlds, and nothing known of how it works.
+"""The audit without an algorithm: captured runs of two worlds, of a service that is not ours, or by a wiretap.
 
 The coin of every run is the user's. Bounds are those of the black box, at the whole of alpha. What is said twice is no bound on
-epsilon: it never refutes a claim, but keeps it from being called consistent. Timing is shown and not judged: two processes
-differ in it whatever they hold.
+epsilon: it never refutes a claim, but keeps it from being called consistent. Timing is shown and not judged, where each world has
+processes of its own: two differ in it whatever they hold.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -37,9 +37,9 @@ class ForeignAudit:
         runs: of each world, after runs were left out to make both as frequent.
         left_out: how many were.
         in_turns: the worlds follow each other as coins do. If not, what drifts with time tells them apart, too.
-        timed: guesses by timing.
+        timed: guesses by timing; none where times are judged with the rest.
         signs: what was said twice.
-        found: guesses by all but timing.
+        found: guesses by all that is judged.
         verdict: on the claim.
     """
 
@@ -64,6 +64,8 @@ def audit_conversations(
     claim: float = math.inf,
     confidence: float = 0.95,
     seed: int = 0,
+    one_machine: bool = False,
+    void: str = "",
     say: Callable[[str], None] = lambda what: None,
 ) -> ForeignAudit:
     """Audit captured runs.
@@ -73,6 +75,9 @@ def audit_conversations(
         claim: epsilon that is claimed for a run; infinite: nothing is.
         confidence: with which a claim that holds is not refuted.
         seed: of the split and the classifiers.
+        one_machine: the same processes lived in both worlds, in turns: times are judged, too, and what tells the worlds apart
+            at all is a sign, for numbers alone need do so, and nobody sees them.
+        void: why the coins are none; empty: they may be fair.
         say: told what is being done.
 
     Raises:
@@ -90,7 +95,9 @@ def audit_conversations(
     seen = signs(kept)
     say("black box")
     learnt, _ = split(len(kept), boxed)
-    attacks = attack(views(kept) | answer_views(kept, learnt), worlds, levels, claim, boxed)
+    clocks = timing(kept)
+    seen_in = views(kept) | answer_views(kept, learnt) | (clocks if one_machine else {})
+    attacks = attack(seen_in, worlds, levels, claim, boxed)
     found = Findings(
         runs=len(kept) // 2,
         levels=levels,
@@ -99,10 +106,23 @@ def audit_conversations(
         signs=tuple(map(str, seen)),
         needed=runs_to_show(claim, level(levels), TESTED) if math.isfinite(claim) else 0,
         proviso="" if in_turns else ", if nothing but the world changed between them",
+        void=void,
     )
-    timed = tuple(each.bound for each in attack(timing(kept), worlds, levels, math.inf, clocked))
+    if one_machine:
+        found = replace(found, signs=(*found.signs, *_apart(found)))
+    timed = () if one_machine else tuple(each.bound for each in attack(clocks, worlds, levels, math.inf, clocked))
     counts = (int((worlds == 0).sum()), int((worlds == 1).sum()))
     return ForeignAudit(counts, len(runs) - len(kept), in_turns, timed, seen, found, decide(found))
+
+
+def _apart(found: Findings) -> tuple[str, ...]:
+    """That the worlds differ, where a claim of more allows that; said of worlds that do not with probability alpha at most."""
+    who, bound = found.best
+    if bound == 0.0 or bound > found.claim:  # more than that is no sign, but evidence
+        return ()
+    return (
+        f"{who} tells the worlds apart (epsilon is above {bound:.3g}), and nothing that passes need do so but numbers",
+    )
 
 
 def _balanced(runs: Sequence[Conversation], generator: np.random.Generator) -> list[Conversation]:

@@ -1,0 +1,259 @@
+"""Audits of ciphertext: what leaks there alone is found there alone, and an honest learner is not accused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from sottovoce.auditing.conversation import Conversation, Overheard
+from sottovoce.auditing.views import timing, views
+from sottovoce.errors import CaptureError, SpecError
+from sottovoce.experiment import prepare
+from sottovoce.lab.foreign.audit import audit_conversations
+from sottovoce.spec import load_spec
+from sottovoce_client.auditing import ciphertext
+from sottovoce_client.auditing.audit import AuditRequest
+from sottovoce_client.auditing.captures import audit_of, find, from_captures
+from sottovoce_client.auditing.ciphertext import audit_ciphertext
+from sottovoce_client.cli import app
+from sottovoce_client.lab.breaks.learners import BY_WIRETAP, BrokenService
+from sottovoce_client.lab.breaks.network import BASE, made_with, plan_beside_numbers
+from sottovoce_client.lab.gallery.gallery import gallery_of
+from sottovoce_eavesdropper.storage import open_folder
+
+BROKEN = {each.name: each for each in BY_WIRETAP}
+QUIET = replace(BASE, epsilon=0.1)
+"""The less is claimed, the fewer runs show that more is given away."""
+RUNS = 24
+SURE = 0.9999
+"""With this confidence a correct learner is refuted in one audit of 10,000: times and coins' luck with them are not seeded."""
+
+# ---- real services ---------------------------------------------------------------------------------------------------
+
+
+def by_wiretap(broken: BrokenService) -> Any:
+    plan = plan_beside_numbers(QUIET, RUNS, 1, SURE)
+    with made_with(broken, plan, "wiretap") as made:
+        assert made.tapped and len(made.kept) == 2 * RUNS
+        return audit_ciphertext(plan, made, 1, lambda what: None)
+
+
+@pytest.mark.slow
+def test_a_connection_more_is_found_by_a_wiretap() -> None:
+    """The coins and the split are seeded, and the connection is there in every run of one world and in none of the other."""
+    done = by_wiretap(BROKEN["another connection"])
+    assert done.verdict.kind == "refuted"
+    assert any(bound.rejects for bound in done.found.bounds)
+    assert all(bound.correct == bound.guesses for bound in done.found.bounds)
+    assert done.timed == ()  # times are judged with the rest
+
+
+@pytest.mark.slow
+def test_a_connection_more_is_not_found_by_a_relay() -> None:
+    """Nothing that a relay hears depends on it: a false alarm has probability 0.0001 at most."""
+    plan = plan_beside_numbers(QUIET, RUNS, 1, SURE)
+    with made_with(BROKEN["another connection"], plan, "relay") as made:
+        assert audit_of(plan, made, "relays", lambda what: None).verdict.kind != "refuted"
+
+
+@pytest.mark.slow
+def test_an_honest_learner_is_not_accused_by_a_wiretap() -> None:
+    """By construction with probability 0.0001 at most, and then a sign of less is no refutation."""
+    done = by_wiretap(BROKEN["correct"])
+    assert done.verdict.kind == "consistent"
+    assert done.found.largest == 0.0 and done.verdict.evidence == ()
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> Path:
+    features = np.random.default_rng(0).normal(size=(60, 3))
+    np.savez(tmp_path / "records.npz", X=features, y=(features[:, 0] > 0).astype(int))
+    path = tmp_path / "small.yaml"
+    document = {
+        "rounds": 4,
+        "learners": ["a", "b"],
+        "algorithm": {"name": "ldp-dol", "sigma": 1.0},
+        "data": {"source": str(tmp_path / "records.npz")},
+        "durability": "process",
+    }
+    path.write_text(json.dumps(document), encoding="utf-8")
+    return path
+
+
+@pytest.mark.slow
+def test_runs_are_made_audited_and_audited_again(spec: Path, tmp_path: Path) -> None:
+    """Epsilon is so large that 5 runs cannot refute it, whatever they show."""
+    out = tmp_path / "out"
+    made = CliRunner().invoke(
+        app, ["audit", str(spec), "--on", "wiretap", "--runs", "5", "--seed", "3", "--out", str(out)]
+    )
+    assert made.exit_code == 0, made.output
+    assert "channels encrypted and tapped" in " ".join(made.output.split()) and "INCONCLUSIVE" in made.output
+    told = json.loads((out / "audit.json").read_text(encoding="utf-8"))
+    captures = find(open_folder(out / "captures"))
+    assert len(captures) == 10 and sum(told["runs_of_each_world"]) == 10
+    assert told["spec"]["capture"] == "none"  # as it was asked for; the captures say how it was run
+    assert {capture.facts["spec"]["capture"] for capture in captures} == {"wiretap"}
+    counts = [capture.ciphertext for capture in captures]
+    assert told["ciphertext"]["records"] == sum(each.records for each in counts if each) > 0
+    assert told["ciphertext"]["connections"] == sum(each.connections for each in counts if each) >= 10
+    assert "a first record on the bound" in told["worlds"] and told["epsilon"]["promised"] > 1.0
+    assert not (out / "identities").exists()
+
+    more = ["audit", "--from", str(out), "--seed", "3", "--out", str(tmp_path / "again")]
+    assert CliRunner().invoke(app, more).exit_code == 0
+    again = json.loads((tmp_path / "again" / "audit.json").read_text(encoding="utf-8"))
+    for key in ("verdict", "black_box", "ciphertext", "worlds", "captures_sha256", "epsilon"):
+        assert again[key] == told[key]
+    refused_elsewhere(out, tmp_path)
+
+
+def refused_elsewhere(out: Path, tmp_path: Path) -> None:
+    """Whoever needs messages says in one line that there are none; one world alone cannot be told from another."""
+    with pytest.raises(CaptureError, match="is by wiretap: it has sizes and times of ciphertext, and no message"):
+        from_captures(str(out), AuditRequest(), prepare, lambda text: None)
+    with pytest.raises(CaptureError, match="is by wiretap"):
+        gallery_of(out / "captures", tmp_path, 0, None)
+    (one, *_) = find(open_folder(out / "captures"))
+    with pytest.raises(CaptureError, match="is by wiretap"):
+        CliRunner().invoke(app, ["watch", one.name, "--once"], catch_exceptions=False, standalone_mode=False)
+    shutil.copytree(one.name, tmp_path / "alone" / "cap")
+    facts = json.loads((tmp_path / "alone" / "cap" / "capture.json").read_text(encoding="utf-8"))
+    (tmp_path / "alone" / "cap" / "capture.json").write_text(json.dumps({**facts, "world": None}), encoding="utf-8")
+    with pytest.raises(
+        SpecError, match="audited where there are runs of two worlds, got one: sottovoce audit --on wir"
+    ):
+        CliRunner().invoke(
+            app, ["audit", "--from", str(tmp_path / "alone")], catch_exceptions=False, standalone_mode=False
+        )
+
+
+def test_a_record_that_was_asked_for_is_swapped_and_else_a_loud_one(spec: Path) -> None:
+    prepared = prepare(load_spec(spec))
+    asked = AuditRequest(runs=30)
+    loud = ciphertext.plan_for_ciphertext(prepared, asked)
+    assert [pair.worlds.what for pair in loud.pairs] == ["a first record on the bound, against one without features"]
+    own = ciphertext.plan_for_ciphertext(prepared, replace(asked, record=20, replacement="label"))
+    assert len(own.pairs) == 1 and own.worlds.what != loud.worlds.what
+
+
+# ---- views -----------------------------------------------------------------------------------------------------------
+
+EDGE = "0 to 1"
+
+
+def record(size: int, direction: Any = "out", at: float = 0.0, stream: int = 0) -> Overheard:
+    return Overheard("ciphertext", EDGE, direction, stream, at, size)
+
+
+def usual() -> list[Overheard]:
+    """A connection: a greeting, 40 rounds each way, an end."""
+    said = [record(104, direction, 0.01 * t) for t in range(1, 41) for direction in ("out", "back")]
+    ends = [Overheard("closed", EDGE, direction, 0, 1.0, 0) for direction in ("out", "back")]
+    return [Overheard("opened", EDGE, "out", 0, 0.0, 0), *said, *ends]
+
+
+def a_connection_more(run: list[Overheard]) -> list[Overheard]:
+    more = [Overheard(kind, EDGE, "out", 1, 0.5, 0) for kind in ("opened", "closed")]
+    return run + more
+
+
+def a_ping(run: list[Overheard]) -> list[Overheard]:
+    return [*run[:60], record(39, at=run[60].seconds), *run[60:]]
+
+
+def a_longer_record(run: list[Overheard]) -> list[Overheard]:
+    return [*run[:75], replace(run[75], size=105), *run[76:]]
+
+
+def two_in_one(run: list[Overheard]) -> list[Overheard]:
+    """The same bytes, and as many records, in other bursts: one side waits until the other has said two."""
+    return [*run[:41], run[42], run[41], *run[43:]]
+
+
+def the_other_side_ends(run: list[Overheard]) -> list[Overheard]:
+    return [*run[:-2], run[-1], run[-2]]
+
+
+def on_another_connection(run: list[Overheard]) -> list[Overheard]:
+    return [each if k < 50 else replace(each, stream=1) for k, each in enumerate(run)]
+
+
+@pytest.mark.parametrize(
+    ("leak", "seen"),
+    [
+        (a_connection_more, {"connections", "counts", "order", "sizes"}),
+        (a_ping, {"connections", "counts", "records of each size", "sizes in order", "bursts", "sizes", "order"}),
+        (a_longer_record, {"connections", "counts", "records of each size", "sizes in order", "bursts"}),
+        (two_in_one, {"bursts"}),
+        (the_other_side_ends, {"connections"}),
+        (on_another_connection, {"connections", "counts", "bursts", "order"}),
+    ],
+)
+def test_every_leak_of_ciphertext_has_a_view_that_shows_it(
+    leak: Callable[[list[Overheard]], list[Overheard]], seen: set[str]
+) -> None:
+    """In some view a column is the same in all runs of one world, and another one in all of the other."""
+    runs = [Conversation(w, "", float(k), tuple(leak(usual()) if w else usual())) for k, w in enumerate([0, 1] * 6)]
+    found = {name for name, table in views(runs).items() if tells(table, runs)}
+    assert found and found <= seen
+    if leak is not a_longer_record and leak is not two_in_one:
+        assert "connections" in found
+
+
+def tells(table: np.ndarray[Any, Any], runs: Sequence[Conversation]) -> bool:
+    worlds = np.array([run.world for run in runs])
+    return any((column == column[0]).tolist() == (worlds == worlds[0]).tolist() for column in table.T)
+
+
+def test_times_of_ciphertext_are_told() -> None:
+    def late(run: list[Overheard]) -> tuple[Overheard, ...]:
+        return tuple(replace(each, seconds=each.seconds * 1.5) for each in run)
+
+    runs = [Conversation(w, "", float(k), late(usual()) if w else tuple(usual())) for k, w in enumerate([0, 1] * 6)]
+    assert {name for name, table in timing(runs).items() if tells(table, runs)} >= {"paces"}
+    assert not any(tells(table, runs) for table in views(runs).values())
+    for table in timing([*runs, Conversation(0, "", 0.0, ())]).values():
+        assert np.isfinite(table).all()
+
+
+def noisy(world: int, number: int, generator: np.random.Generator, delay: float = 0.0) -> Conversation:
+    """Rounds with jitter."""
+    times = np.cumsum(generator.exponential(0.01, 41) + delay * world)
+    heard = [Overheard("opened", EDGE, "out", 0, 0.0, 0), *(record(104, "out", float(at)) for at in times)]
+    return Conversation(world, str(number), float(number), tuple(heard))
+
+
+def tossed(delay: float, runs: int = 200) -> list[Conversation]:
+    generator = np.random.default_rng(2)
+    coins = generator.integers(2, size=runs).tolist()
+    return [noisy(world, k, generator, delay) for k, world in enumerate(coins)]
+
+
+def test_of_one_machine_times_are_judged_and_of_two_they_are_shown() -> None:
+    """Delays of five times the jitter; seeded."""
+    judged = audit_conversations(tossed(0.05), claim=1.0, one_machine=True)
+    assert judged.verdict.kind == "refuted" and judged.timed == ()
+    shown = audit_conversations(tossed(0.05), claim=1.0)
+    assert shown.verdict.kind == "consistent" and max(bound.value for bound in shown.timed) > 1.0
+
+
+def test_what_tells_worlds_apart_by_less_than_is_claimed_is_a_sign() -> None:
+    done = audit_conversations(tossed(0.05), claim=4.0, one_machine=True)
+    assert done.verdict.kind == "inconclusive"
+    assert any("tells the worlds apart (epsilon is above" in each for each in done.verdict.evidence)
+    quiet = audit_conversations(tossed(0.0), claim=4.0, one_machine=True)
+    assert quiet.found.signs == ()
+
+
+def test_coins_that_are_none_make_it_void() -> None:
+    done = audit_conversations(tossed(0.05), claim=1.0, one_machine=True, void="nobody knows")
+    assert done.verdict.kind == "inconclusive" and "void" in done.verdict.text
