@@ -21,6 +21,7 @@ from sottovoce.errors import CaptureError, StrangerError, Unavailable
 from sottovoce.running.policy import Policy
 from sottovoce_client.running.evaluate import not_captured
 from sottovoce_client.transcripts.show import show
+from sottovoce_client.transcripts.verify import read
 from sottovoce_eavesdropper import records, wiretap
 from sottovoce_eavesdropper.reading import Capture, open_capture
 from sottovoce_eavesdropper.records import CaptureFile
@@ -309,6 +310,8 @@ async def test_learners_insist_on_each_other_and_nothing_is_decrypted(
     assert {payload for (payload,) in rows(capture, "payload")} == {b""}
     with pytest.raises(CaptureError, match="is by wiretap: it has sizes and times of ciphertext, and no message"):
         capture.transcript({"y": (3,)}, spec.n_learners)
+    with pytest.raises(CaptureError, match="is by wiretap"):
+        read(capture, b"")
 
 
 def test_a_learner_takes_no_relays_word_in_a_run_that_is_tapped(tmp_path: Path) -> None:

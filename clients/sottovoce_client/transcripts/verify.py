@@ -65,8 +65,9 @@ def read(capture: Capture, authorities: bytes) -> dict[str, Words]:
         authorities: that are believed, PEM.
 
     Raises:
-        CaptureError: it cannot be read, or is of no run of ours.
+        CaptureError: it cannot be read, is by wiretap, or of no run of ours.
     """
+    capture.require_messages()
     names = names_of(capture.facts["spec"].get("learners", 0))
     if not names or not capture.shapes:
         raise CaptureError(f"{capture.name} is of no run of ours: in it nothing is signed")
