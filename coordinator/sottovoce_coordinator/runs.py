@@ -256,7 +256,7 @@ class RunBook:
                 self.addresses[j] and relays.get((index, j), self.addresses[j]),
                 heard.get(j, 0.0),
                 j in told,
-                self.run.spec.capture == "relay" and (index, j) in relays,  # a wiretap shows no name: who is there is j
+                self.run.spec.capture != "wiretap" and (index, j) in relays,  # behind a wiretap is j itself
             )
             for j in sorted({*heard, *told, *ever})
         )

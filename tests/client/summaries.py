@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from sottovoce.arrays import FloatArray
-from sottovoce_client.running.summary import CaptureSummary, LearnerSummary, Progress, Promise, RunSummary, Swap
+from sottovoce_client.running.summary import CaptureSummary, LearnerSummary, Progress, Promise, RunSummary, Swap, Tapped
 
 PLACES = ("Aarhus", "Bergen", "Cork", "Delft", "Espoo")
 WARNINGS = (
@@ -129,6 +129,11 @@ def unheard(made: RunSummary) -> RunSummary:
     """The same without a capture."""
     learners = tuple(replace(each, swap_event=None, swap_record=None) for each in made.learners)
     return replace(made, learners=learners, capture=None)
+
+
+def tapped(made: RunSummary) -> RunSummary:
+    """The same with ciphertext alone."""
+    return replace(unheard(made), tapped=Tapped("captures/cap", 3, 1204, 96_000))
 
 
 def boundless(made: RunSummary) -> RunSummary:

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from sottovoce_client.running.console import MOST_ROWS, print_summary, run_console
 from sottovoce_client.running.summary import Progress, RunSummary, Swap
-from tests.client.summaries import boundless, learner, looks, summary, summary_of, unasked, unheard, unstarted
+from tests.client.summaries import boundless, learner, looks, summary, summary_of, tapped, unasked, unheard, unstarted
 
 NAMES = ("Aarhus", "Bergen", "[red]Cork")
 ESCAPE = "\x1b"
@@ -219,6 +219,12 @@ def test_summary_fits(width: int, large: bool) -> None:
     assert max(map(cell_len, lines)) <= width
     table = "\n".join(lines[1:10])
     assert "…" not in table.replace("hospital-o…", "").replace("hospital-of-the-holy-sp…", "")
+
+
+def test_of_a_tapped_run_the_summary_says_what_was_recorded() -> None:
+    text = " ".join(printed(tapped(summary())).split())
+    assert "overheard 1,204 records of ciphertext, 96 kB, in 3 connections, wiretap captures/cap" in text
+    assert "Only ciphertext was recorded" in text
 
 
 def test_summary_says_everything() -> None:

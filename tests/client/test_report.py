@@ -21,7 +21,18 @@ from sottovoce_client.reports.plots import MOST_HEARD, stacked
 from sottovoce_client.reports.run_report import run_page
 from sottovoce_client.reports.verdict import exceeds, telling, verdict_of
 from sottovoce_client.running.summary import RunSummary, Swap
-from tests.client.summaries import boundless, capture, learner, looks, summary, summary_of, unasked, unheard, unstarted
+from tests.client.summaries import (
+    boundless,
+    capture,
+    learner,
+    looks,
+    summary,
+    summary_of,
+    tapped,
+    unasked,
+    unheard,
+    unstarted,
+)
 
 SECTIONS = (
     "Who spoke to whom",
@@ -97,6 +108,21 @@ def page(made: RunSummary) -> Page:
 
 def with_swap(made: RunSummary, swap: Swap) -> RunSummary:
     return replace(made, learners=(replace(made.learners[0], swap_event=swap), *made.learners[1:]))
+
+
+def test_of_a_tapped_run_the_page_says_what_was_recorded_and_what_was_not() -> None:
+    text = run_page(tapped(summary())).html()
+    for said in (
+        "Only ciphertext was recorded",
+        "Overheard ciphertext",
+        "1,204 records",
+        "96 kB in 3 connections, mode wiretap",
+        "needs a capture of messages",
+        "A wiretap reads no message, so there is no loss to measure",
+    ):
+        assert said in text
+    assert "Nobody listened" not in text and "nobody listened" not in text
+    assert verdict_of(tapped(summary())).kind == "open"
 
 
 def test_every_section_and_plot_is_there() -> None:

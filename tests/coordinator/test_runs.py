@@ -76,6 +76,14 @@ def test_an_epoch_names_the_neighbours_and_relays_in_their_place() -> None:
     assert grant == Grant(0)
 
 
+def test_behind_a_wiretap_is_the_neighbour_itself() -> None:
+    held = book(capture="wiretap")
+    held.overhearing = Overhearing(relays={(1, 2): "tap:7", (0, 1): "tap:6"})
+    _, epoch, _ = held.briefing(1)
+    assert isinstance(epoch, Epoch)
+    assert [(each.address, each.relayed) for each in epoch.neighbours] == [("a:1", False), ("tap:7", False)]
+
+
 def test_a_fixed_topology_has_one_epoch() -> None:
     held = book()
     running(held)
