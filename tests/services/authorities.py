@@ -48,16 +48,15 @@ class Signer:
     key: Key
 
     @classmethod
-    def of(cls, name: str, by: Signer | None = None, key: str = "P-256", *, identified: bool = True) -> Signer:
-        """A new one; `identified`: with identifiers of the keys, as all authorities of today write them."""
+    def of(cls, name: str, by: Signer | None = None, key: str = "P-256") -> Signer:
+        """A new one, with identifiers of the keys, as all authorities of today write them."""
         own = KEYS[key]()
         above = own if by is None else by.key
         builder = _builder(name, own, name if by is None else _name_of(by.certificate))
         builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-        if identified:
-            subject = x509.SubjectKeyIdentifier.from_public_key(own.public_key())
-            issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(above.public_key())
-            builder = builder.add_extension(subject, critical=False).add_extension(issuer, critical=False)
+        subject = x509.SubjectKeyIdentifier.from_public_key(own.public_key())
+        issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(above.public_key())
+        builder = builder.add_extension(subject, critical=False).add_extension(issuer, critical=False)
         return cls(builder.sign(above, _hash(above)), own)
 
     def revoking(self, *certificates: x509.Certificate) -> x509.CertificateRevocationList:
@@ -83,7 +82,6 @@ class Request:
         hosts: None: those that follow from the name.
         usages: extended ones; none: the certificate has no such extension.
         signs: whether its key usage says digital signatures; None: it has no such extension.
-        identified: with the identifier of its issuer's key.
     """
 
     key: str = "P-256"
@@ -92,7 +90,6 @@ class Request:
     hosts: Sequence[str] | None = None
     usages: Sequence[x509.ObjectIdentifier] = (SERVER, CLIENT)
     signs: bool | None = True
-    identified: bool = True
 
 
 @dataclass
@@ -158,9 +155,8 @@ class OtherAuthority:
             builder = builder.add_extension(x509.ExtendedKeyUsage(asked.usages), critical=False)
         if asked.signs is not None:
             builder = builder.add_extension(_usage(signs=asked.signs), critical=True)
-        if asked.identified:
-            above = x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer.key.public_key())
-            builder = builder.add_extension(above, critical=False)
+        above = x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer.key.public_key())
+        builder = builder.add_extension(above, critical=False)
         return builder.sign(issuer.key, _hash(issuer.key))
 
 
