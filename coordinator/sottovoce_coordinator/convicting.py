@@ -1,6 +1,6 @@
 """Who is to leave a run for what others say of it. Pure.
 
-Nothing proves what a learner says of its neighbour: messages carry no signature, and either of the two may lie. So one voice
+Nothing proves what a learner says of its neighbour: no message comes by here, and either of the two may lie. So one voice
 counts for nothing, and several only where they are most of those who can tell. Whoever accuses falsely and alone moves nobody.
 """
 

@@ -541,6 +541,23 @@ def test_or_else_dropping_late_ones_is_refused_before_the_start(name: str, text:
     assert "set clock.late to wait" in str(failure.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "clock", "text"),
+    [
+        ("pd-ftgl", {}, "needs all learners in all rounds"),
+        ("dpsda-c", {}, "all learners have the same records in all rounds"),
+        ("ldp-dol", {"late": "hold"}, "need one graph for all rounds"),
+        ("ldp-dol", {"mode": "async"}, "need one graph for all rounds"),
+    ],
+)
+def test_so_is_dropping_those_that_misbehave(name: str, clock: dict[str, Any], text: str) -> None:
+    with pytest.raises(CheckFailed) as failure:
+        build_run(of_algorithm(name, None, clock=clock, misconduct="drop"), 8)
+    assert failure.value.code == "MISCONDUCT_DROP"
+    assert text in str(failure.value) and "set misconduct to stop" in str(failure.value)
+    build_run(of_algorithm("ldp-dol", None, misconduct="drop"), 8)
+
+
 def test_rounds_that_do_not_wait_need_everybody_from_one_round_on() -> None:
     with pytest.raises(CheckFailed) as failure:
         build_run(spec_of(clock={"late": "hold"}), 3)
