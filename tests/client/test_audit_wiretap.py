@@ -27,6 +27,7 @@ from sottovoce_client.cli import app
 from sottovoce_client.lab.breaks.learners import BY_WIRETAP, BrokenService
 from sottovoce_client.lab.breaks.network import BASE, made_with, plan_beside_numbers
 from sottovoce_client.lab.gallery.gallery import gallery_of
+from sottovoce_client.lab.watching.watch import WatchRequest, watch, where
 from sottovoce_eavesdropper.storage import open_folder
 
 BROKEN = {each.name: each for each in BY_WIRETAP}
@@ -123,8 +124,9 @@ def refused_elsewhere(out: Path, tmp_path: Path) -> None:
     with pytest.raises(CaptureError, match="is by wiretap"):
         gallery_of(out / "captures", tmp_path, 0, None)
     (one, *_) = find(open_folder(out / "captures"))
+    question, source = WatchRequest(0.001, once=True), where(one.name, None, None)
     with pytest.raises(CaptureError, match="is by wiretap"):
-        CliRunner().invoke(app, ["watch", one.name, "--once"], catch_exceptions=False, standalone_mode=False)
+        watch(source, question, prepare)
     shutil.copytree(one.name, tmp_path / "alone" / "cap")
     facts = json.loads((tmp_path / "alone" / "cap" / "capture.json").read_text(encoding="utf-8"))
     (tmp_path / "alone" / "cap" / "capture.json").write_text(json.dumps({**facts, "world": None}), encoding="utf-8")
