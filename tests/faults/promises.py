@@ -103,7 +103,7 @@ def _proved(trial: Trial) -> Iterator[str]:
     for name, words in trial.signed.items():
         index = _index(name)
         whole = last_round(trial.spec, index) // BLOCK * BLOCK
-        ends = {t: t // BLOCK * BLOCK + BLOCK - 1 for t in words.heard if t < whole and not words.signed.get(t)}
+        ends = {t: t // BLOCK * BLOCK + BLOCK - 1 for t in words.unsigned if t < whole}
         missing = [t for t, end in ends.items() if network.heard(end)[index]]
         if missing and not trial.fault.blind and index not in _lost(trial.spec):
             yield f"{len(missing)} rounds of {name} are not signed, the first of them {min(missing)}"

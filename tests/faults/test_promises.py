@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +16,7 @@ from sottovoce.running.simulator import simulate
 from sottovoce.spec import RunSpec
 from sottovoce_client.transcripts.verify import Words
 from sottovoce_rpc.codec import RoundCodec
+from sottovoce_rpc.signatures import BLOCK, DIGEST, Statement, digest
 from tests.examples import made_up
 from tests.faults.catalogue import EVERY
 from tests.faults.page import Row, page
@@ -81,29 +81,34 @@ def test_whatever_breaks_is_noticed(change: dict[str, Any], words: str) -> None:
     assert words in broken
 
 
-def signed(rounds: range, what: bytes = b"") -> dict[int, set[bytes]]:
-    return {t: {b"%d" % t + what} for t in rounds}
+def words(said: int, signed: int, what: bytes = b"", refused: str = "") -> Words:
+    """Of so many rounds, of which so many are signed."""
+    found = Words()
+    for t in range(said):
+        found.passed(t, digest(b"%d" % t))
+    for block in range(-(-signed // BLOCK)):
+        rounds = range(BLOCK * block, BLOCK * (block + 1))
+        digests = [digest(b"%d" % t + what) if t < signed else bytes(DIGEST) for t in rounds]
+        found.sign(Statement("run", 1, block, b"".join(digests)))
+    found.refused.update([refused] if refused else [])
+    return found
 
 
 @pytest.mark.parametrize(
-    ("words", "state", "broken"),
+    ("told", "state", "broken"),
     [
-        (Words(signed(range(80)), signed(range(64))), "finished", []),
-        (Words(signed(range(80)), signed(range(32))), "stopped", []),
-        (
-            Words(signed(range(80)), signed(range(40))),
-            "finished",
-            ["24 rounds of ben are not signed, the first of them 40"],
-        ),
-        (Words(signed(range(80)), signed(range(64), b"x")), "stopped", ["ben has signed something else of round 0"]),
-        (Words(refused=Counter({"nobody": 1})), "stopped", ["a signature of ben is refused: nobody"]),
+        (words(80, 64), "finished", []),
+        (words(80, 32), "stopped", []),
+        (words(80, 40), "finished", ["24 rounds of ben are not signed, the first of them 40"]),
+        (words(80, 64, b"x"), "stopped", ["ben has signed something else of round 0"]),
+        (words(0, 0, refused="nobody"), "stopped", ["a signature of ben is refused: nobody"]),
     ],
 )
-def test_what_is_signed_is_what_was_said_but_for_the_end(words: Words, state: str, broken: list[str]) -> None:
+def test_what_is_signed_is_what_was_said_but_for_the_end(told: Words, state: str, broken: list[str]) -> None:
     may_end = replace(UNDISTURBED, ends="gone")
     spec = SPEC.model_copy(update={"rounds": 80})
     plain = replace(GOOD, fault=may_end, state=state, reason="gone", spec=spec)
-    found = [each for each in promises(replace(plain, signed={"ben": words})) if each not in promises(plain)]
+    found = [each for each in promises(replace(plain, signed={"ben": told})) if each not in promises(plain)]
     assert len(found) == len(broken) and all(part in each for part, each in zip(broken, found, strict=True))
 
 

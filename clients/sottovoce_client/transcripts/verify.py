@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -22,39 +21,86 @@ from sottovoce_eavesdropper.reading import Capture
 from sottovoce_rpc.certificates import named
 from sottovoce_rpc.codec import RoundCodec
 from sottovoce_rpc.principals import Role
-from sottovoce_rpc.signatures import BLOCK, Signed, digest
+from sottovoce_rpc.signatures import BLOCK, DIGEST, UNSAID, Signed, Statement, digest
 
 _MOST_SHOWN = 5
 
 
-@dataclass(slots=True)
 class Words:
-    """What one learner has said and signed.
+    """What one learner has said and signed: of a round that passed as it was signed a bit is kept, and no more."""
 
-    Attributes:
-        heard: round to the digests of what passed in its name.
-        signed: round to the digests that it signed.
-        refused: why signatures in its name count for nothing, how often.
-    """
+    def __init__(self) -> None:
+        self.refused: Counter[str] = Counter()
+        """Why signatures in its name count for nothing, how often."""
+        self._signed: dict[int, bytes] = {}  # the first digests of each block
+        self._twice: set[int] = set()
+        self._as_signed: defaultdict[int, int] = defaultdict(int)  # a bit for each round, by block
+        self._else: defaultdict[int, set[bytes]] = defaultdict(set)  # what passed and is not signed, or not yet
 
-    heard: dict[int, set[bytes]] = field(default_factory=lambda: defaultdict(set))
-    signed: dict[int, set[bytes]] = field(default_factory=lambda: defaultdict(set))
-    refused: Counter[str] = field(default_factory=Counter)
+    def passed(self, t: int, said: bytes) -> None:
+        """Something passed in its name."""
+        if self._digest(t) == said:
+            self._as_signed[t // BLOCK] |= 1 << t % BLOCK
+        else:
+            self._else[t].add(said)
+
+    def sign(self, statement: Statement) -> None:
+        """It has signed a block."""
+        block, first = statement.block, BLOCK * statement.block
+        known = bytearray(self._signed.get(block, UNSAID))
+        for t in range(first, first + BLOCK):
+            if (said := statement[t]) is None:
+                continue
+            if self._digest(t) not in (None, said):
+                self._twice.add(t)
+                continue
+            known[DIGEST * (t - first) : DIGEST * (t - first + 1)] = said
+            if said in self._else.get(t, ()):
+                self._else[t].discard(said)
+                self._as_signed[block] |= 1 << t - first
+                if not self._else[t]:
+                    del self._else[t]
+        self._signed[block] = bytes(known)
 
     @property
-    def twice(self) -> list[int]:
-        """Rounds of which it has signed two messages: proof that it said two things."""
-        return sorted(t for t, own in self.signed.items() if len(own) > 1)
-
-    @property
-    def others(self) -> list[int]:
-        """Rounds in which something passed in its name that it has not signed, though it signed another message of them."""
-        return sorted(t for t, own in self.heard.items() if (vouched := self.signed.get(t)) and own - vouched)
+    def heard(self) -> int:
+        """Rounds in which anything passed in its name."""
+        return sum(map(int.bit_count, self._as_signed.values())) + sum(not self._has_passed(t) for t in self._else)
 
     @property
     def evidence(self) -> int:
         """Rounds in which all that passed in its name is signed by it."""
-        return sum(own <= self.signed.get(t, set()) for t, own in self.heard.items())
+        return self.heard - len(self._else)
+
+    @property
+    def unsigned(self) -> list[int]:
+        """Rounds that it has not signed."""
+        return sorted(t for t in self._else if self._digest(t) is None)
+
+    @property
+    def twice(self) -> list[int]:
+        """Rounds of which it has signed two messages: proof that it said two things."""
+        return sorted(self._twice)
+
+    @property
+    def others(self) -> list[int]:
+        """Rounds in which something passed in its name that it has not signed, though it signed another message of them."""
+        return sorted(t for t in self._else if self._digest(t) is not None)
+
+    @property
+    def signs(self) -> bool:
+        """Whether it has signed anything."""
+        return bool(self._signed)
+
+    def _digest(self, t: int) -> bytes | None:
+        """Of what it has signed first of a round."""
+        block, k = divmod(t, BLOCK)
+        found = self._signed.get(block, UNSAID)[DIGEST * k : DIGEST * (k + 1)]
+        return found if any(found) else None
+
+    def _has_passed(self, t: int) -> bool:
+        """Has what it signed of a round passed?"""
+        return bool(self._as_signed.get(t // BLOCK, 0) >> t % BLOCK & 1)
 
 
 def read(capture: Capture, authorities: bytes) -> dict[str, Words]:
@@ -79,7 +125,7 @@ def read(capture: Capture, authorities: bytes) -> dict[str, Words]:
             words = found[names[sender]]
             if kind == "message":
                 try:
-                    words.heard[codec.decode(payload)[0]].add(digest(payload))
+                    words.passed(codec.decode(payload)[0], digest(payload))
                 except RemoteProtocolError:  # no round: `transcript show` says so
                     continue
             elif kind == "signature":
@@ -99,10 +145,7 @@ def _take(
     if who is None or (who.role, who.name) != (Role.LEARNER, name) or signed.statement.sender != sender:
         words.refused[f"a signature of {who or 'nobody of a deployment'} in the name of {name}"] += 1
         return
-    first = BLOCK * signed.statement.block
-    for t in range(first, first + BLOCK):
-        if (said := signed.statement[t]) is not None:
-            words.signed[t].add(said)
+    words.sign(signed.statement)
 
 
 def verify(place: str, authorities: Path, console: Console | None = None) -> int:
@@ -134,13 +177,13 @@ def verify(place: str, authorities: Path, console: Console | None = None) -> int
     for head in ("rounds heard", "signed", "not signed"):
         table.add_column(head, justify="right")
     for name, words in found.items():
-        heard = len(words.heard)
-        table.add_row(Text(name), count(heard), count(words.evidence), count(heard - words.evidence))
+        heard, evidence = words.heard, words.evidence
+        table.add_row(Text(name), count(heard), count(evidence), count(heard - evidence))
     console.print(table)
     wrong = [line for name, words in found.items() for line in _wrong(name, words)]
     for line in wrong:
         console.print(Text(line, style="bold red"))
-    signed = any(words.signed for words in found.values())
+    signed = any(words.signs for words in found.values())
     if not signed:
         nobody = "by nobody whom these authorities know" if wrong else "the learners had no identities"
         console.print(Text(f"nothing is signed: {nobody}", style="yellow"))

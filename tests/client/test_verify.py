@@ -1,0 +1,44 @@
+"""What is counted of a capture, whatever comes when: messages before and behind their signatures, again, and forged."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sottovoce_client.transcripts.verify import Words
+from sottovoce_rpc.signatures import BLOCK, DIGEST, Statement, digest
+
+ROUNDS = 2 * BLOCK
+SAID = st.tuples(st.integers(0, ROUNDS - 1), st.sampled_from(["it", "it", "it", "else"]))
+SIGNED = st.tuples(st.integers(0, 1), st.sets(st.integers(0, BLOCK - 1)), st.sampled_from(["it", "it", "else"]))
+
+
+def of(t: int, what: str) -> bytes:
+    return digest(f"{t} {what}".encode())
+
+
+@given(st.lists(st.one_of(SAID, SIGNED), max_size=60))
+def test_it_is_what_sets_would_say(events: list[tuple[int, str] | tuple[int, set[int], str]]) -> None:
+    words = Words()
+    passed, signed = {t: set[bytes]() for t in range(ROUNDS)}, {t: list[bytes]() for t in range(ROUNDS)}
+    for event in events:
+        if len(event) == 2:
+            t, what = event
+            words.passed(t, of(t, what))
+            passed[t].add(of(t, what))
+        else:
+            block, which, what = event
+            rounds = [BLOCK * block + k for k in range(BLOCK)]
+            digests = [of(t, what) if t % BLOCK in which else bytes(DIGEST) for t in rounds]
+            words.sign(Statement("run", 0, block, b"".join(digests)))
+            for t in rounds:
+                signed[t] += [of(t, what)] if t % BLOCK in which else []
+
+    heard = [t for t in range(ROUNDS) if passed[t]]
+    first = {t: set(own[:1]) for t, own in signed.items()}
+    assert words.heard == len(heard)
+    assert words.evidence == sum(passed[t] <= first[t] for t in heard)
+    assert words.unsigned == [t for t in heard if not signed[t]]
+    assert words.others == [t for t in heard if signed[t] and passed[t] - first[t]]
+    assert words.twice == [t for t in range(ROUNDS) if len(set(signed[t])) > 1]
+    assert words.signs == any(len(event) == 3 for event in events)
