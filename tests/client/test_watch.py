@@ -123,7 +123,9 @@ def test_code_that_a_capture_names_is_imported_only_where_allowed(
     (tmp_path / "named_by_a_capture.py").write_text("Spec = None", encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     capture: Any = SimpleNamespace(
-        name="capture", facts={"spec": {"rounds": 3, "algorithm": {"name": "named_by_a_capture:Spec"}}}
+        name="capture",
+        require_messages=lambda: None,
+        facts={"spec": {"rounds": 3, "algorithm": {"name": "named_by_a_capture:Spec"}}},
     )
     source: Any = SimpleNamespace()
     with pytest.raises(SpecError, match="--allow-imports"):

@@ -37,6 +37,8 @@ BETWEEN_S = (2.0, 6.0)
 MOST_ROUNDS_S = 200
 """More a second than any machine makes."""
 RECORDS = 1_000
+LOSS = {"kind": "least_squares"}
+"""What was learned is kept as sums: with a loss that keeps all records a learner grows with them."""
 PATIENCE_S = 120.0
 
 
@@ -160,7 +162,7 @@ async def soak(folder: Path, minutes: float, seed: int) -> bool:
     rounds = max(100, round(minutes * 60 * MOST_ROUNDS_S))
     clock = {"window": 100, "deadline_s": PATIENCE_S, "patience_s": PATIENCE_S}
     topology = {"graph": {"kind": "ring"}}
-    spec = small_spec(rounds, list(NAMES), clock=clock, capture="relay", topology=topology)
+    spec = small_spec(rounds, list(NAMES), clock=clock, capture="relay", topology=topology, loss=LOSS)
     run = _Soak(folder, chance(seed), spec)
     used, broken = list[Usage](), list[str]()
     try:

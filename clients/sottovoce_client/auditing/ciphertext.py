@@ -21,6 +21,7 @@ from sottovoce.auditing.swaps import others
 from sottovoce.errors import SpecError
 from sottovoce.experiment import Prepared
 from sottovoce.lab.foreign.audit import ForeignAudit, audit_conversations
+from sottovoce_client import terminal
 from sottovoce_client.auditing.audit import AuditRequest, Say, TableRow, guess_row, print_verdict
 from sottovoce_client.auditing.channel import conversation, lines_of
 from sottovoce_client.auditing.document import attempts_of
@@ -52,7 +53,7 @@ def audit_ciphertext_to(
         Interrupted: told to stop.
         RunFailed: services do not work.
     """
-    console = console or Console()
+    console = console or terminal.console()
     with console.status("choosing the swap") as status:
         plan = plan_for_ciphertext(prepared, asked)
         runs = made(plan, folder, "wiretap", seeded=seeded, say=status.update)
