@@ -90,9 +90,9 @@ def _require_itself(session: Session, learner: int, caller: Principal | None) ->
     Raises:
         StrangerError: somebody else does.
     """
-    spec, accepts = session.role.spec, session.policy.eavesdroppers
     if caller is None:
         return
+    spec, accepts = session.role.spec, session.policy.eavesdroppers
     if caller.role is Role.EAVESDROPPER and spec.capture == "relay":
         if accepts is not None and str(caller) not in accepts:
             raise StrangerError(f"the owner of {session.role.name!r} accepts no recording by {caller}")
