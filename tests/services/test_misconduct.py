@@ -53,6 +53,7 @@ def _twice(link: Link, say: Callable[[int, bytes], None], t: int, payload: bytes
     say(t, _told(t, DORA))
 
 
+# Who does not sign: test_signatures.py.
 WRONG: dict[Rule, Wrong] = {
     Rule.FORM: lambda link, say, t, payload: say(t, payload + b"\0"),
     Rule.NUMBERS: lambda link, say, t, payload: say(t, _told(t, DORA, np.nan)),
@@ -123,7 +124,7 @@ async def noticed(up: Network, run_id: str) -> list[tuple[int | None, Misconduct
 # ---- stop ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rule", Rule)
+@pytest.mark.parametrize("rule", WRONG)
 async def test_the_run_fails_at_once_and_says_who_and_how(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: Rule
 ) -> None:
@@ -177,7 +178,7 @@ async def test_a_run_that_was_stopped_for_it_is_taken_up_again(tmp_path: Path, m
 # ---- drop ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rule", Rule)
+@pytest.mark.parametrize("rule", WRONG)
 async def test_the_run_goes_on_without_whom_its_neighbours_accuse(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: Rule
 ) -> None:

@@ -71,7 +71,7 @@ async def test_what_learners_and_eavesdroppers_write_is_their_users_alone(tmp_pa
 
 
 def folders_of(folder: Path) -> dict[str, Path]:
-    return {each.name: each for each in folder.iterdir()}
+    return {each.name: each for each in folder.iterdir() if each.is_dir()}
 
 
 @asynccontextmanager

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from sottovoce.errors import CaptureError, NotReady
+from sottovoce.errors import CaptureError, NotReady, Rule
 from sottovoce.spec import RunSpec
 from sottovoce_client.running.operate import Outcome
 from sottovoce_client.transcripts.verify import read, verify
@@ -174,8 +174,9 @@ async def test_a_relay_that_says_something_else_is_found_out(tmp_path: Path, mon
 
 @pytest.mark.misbehaves
 async def test_who_does_not_sign_is_not_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ids, spec, stop = Identities(tmp_path / "identities"), spec_of(), asyncio.Event()
-    true_sign, refusals = Session._sign, refused(monkeypatch, stop)
+    """And is told of at once: the run fails before any deadline."""
+    ids, spec = Identities(tmp_path / "identities"), spec_of()
+    true_sign, refusals = Session._sign, refused(monkeypatch, asyncio.Event())
 
     def sign(self: Session, t: int) -> None:
         if self.role.name != "ben":
@@ -183,10 +184,12 @@ async def test_who_does_not_sign_is_not_heard(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(Session, "_sign", sign)
     async with network(tmp_path, NAMES, identities=ids) as up:
-        outcome = await up.run(spec, made_up(spec), stop)
-    assert outcome.state != "finished" and set(refusals) == {
+        outcome = await up.run(spec, made_up(spec))
+    assert set(refusals) == {
         f"learner 1 must sign what it said from round 0 on before it says round {BLOCK}: is it older than this learner?"
     }
+    said = f"ben, or the relay in between, said {Rule.SIGNATURE.value} when round {BLOCK} was due, as "
+    assert outcome.state == "failed" and outcome.detail.startswith(said)
 
 
 async def test_two_signatures_of_one_round_prove_that_two_things_were_said(
