@@ -210,7 +210,7 @@ async def test_who_joins_takes_part_from_then_on(tmp_path: Path) -> None:
     np.testing.assert_allclose(said.fields["y"], simulated.fields["y"], rtol=1e-9, atol=1e-12)
 
 
-DROP = {"mode": "paced", "period_s": 0.04, "window": 8, "late": "drop", "deadline_s": 2.0}
+DROP = {"mode": "paced", "period_s": 0.04, "window": 8, "late": "drop", "deadline_s": 4.0}
 LOSABLE = {
     "ldp-dol": small_spec(**{**PLACE, **OPEN, "clock": DROP}),
     **{

@@ -362,7 +362,9 @@ async def test_an_eavesdropper_that_is_started_again_taps_on_and_says_that_somet
     sizes = [row[4] for row in noted if row[3] == "ciphertext"]
     assert told is not None and (told.records, told.bytes) == (len(sizes), sum(sizes))
     opened = [row[:3] for row in noted if row[3] == "opened"]
-    assert len(opened) == len(set(opened)) == told.connections > len(edges)
+    assert len(opened) == len(set(opened)) == told.connections
+    # Those of before may have been in memory alone when it was killed.
+    assert told.connections >= len(edges) + (not killed)
 
 
 async def test_what_is_there_is_shown(tmp_path: Path) -> None:
