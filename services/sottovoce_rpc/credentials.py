@@ -57,8 +57,8 @@ class _Loaded:
     """What stands in the files, at one time."""
 
     chain: bytes
-    key: bytes
-    signing: PrivateKeyTypes
+    key: bytes = field(repr=False)
+    signing: PrivateKeyTypes = field(repr=False)
     """The key, read."""
     authorities: bytes
     principal: Principal

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from functools import lru_cache
 
 from cryptography import x509
@@ -31,7 +31,7 @@ DIGEST = 32
 UNSAID = bytes(BLOCK * DIGEST)
 """The digests of a block in which nothing was said."""
 _PURPOSE = b"sottovoce: digests of what a learner said in a block of rounds, 1\0"
-_MOST_CERTIFICATES = 64 * 1024
+_MOST_CERTIFICATES = 16 * 1024
 _DEPTH = 4
 """Authorities between one that is believed and a learner."""
 _PSS = padding.PSS(padding.MGF1(hashes.SHA256()), padding.PSS.DIGEST_LENGTH)
@@ -133,7 +133,9 @@ class Signed:
         Raises:
             StrangerError: none of theirs, or the signature is not of its key.
         """
-        found = _leaf(self.certificates, authorities, moment.replace(second=0, microsecond=0))
+        # A minute is found to be right once. Its end: a certificate may have been issued in it.
+        minute = moment.replace(second=0, microsecond=0) + timedelta(minutes=1)
+        found = _leaf(self.certificates, authorities, minute)
         if not _holds(found.public_key(), self.signature, self.statement.content):
             raise StrangerError("a signature that is not of the key of its certificate", Rule.SIGNATURE)
         return found
@@ -196,7 +198,7 @@ _AUTHORITIES = (
 )
 
 
-@lru_cache(maxsize=4_096)
+@lru_cache(maxsize=256)
 def _leaf(certificates: bytes, authorities: bytes, moment: datetime) -> x509.Certificate:
     """The first certificate of a chain that leads to somebody who is believed.
 

@@ -123,6 +123,23 @@ def test_a_chain_must_lead_to_an_authority_by_authorities() -> None:
         signer(good, moment=NOW + timedelta(days=3))
 
 
+def test_a_certificate_that_was_issued_a_moment_ago_is_believed() -> None:
+    """By authorities that do not date back, too."""
+    root, key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
+    now = datetime(2030, 1, 1, 12, 0, 30, tzinfo=UTC)
+    authority = certificate("root", root, ("root", root), ca=True, begins=now - timedelta(days=1))
+    signed = Signed(SAID, pem(certificate("north", key, ("root", root), ca=None, begins=now)), sign(key, SAID.content))
+    assert signed.signer(pem(authority), now).subject.rfc4514_string() == "CN=north"
+    with pytest.raises(StrangerError, match="do not lead to an authority"):
+        signed.signer(pem(authority), now - timedelta(minutes=2))
+
+
+def test_nothing_shows_a_key(tmp_path: Path) -> None:
+    own = Identities(tmp_path).of("learner/north")
+    own.signed(SAID)
+    assert "_Loaded" in repr(own) and "PRIVATE KEY" not in repr(own)
+
+
 def test_a_key_that_cannot_sign_is_refused() -> None:
     with pytest.raises(NotReady, match="must be of an elliptic curve or RSA"):
         sign(dsa.generate_private_key(2048), b"")
@@ -155,7 +172,7 @@ def test_who_signs_is_of_the_deployment_and_not_revoked(tmp_path: Path, monkeypa
         ({"sender": 1, "digests": UNSAID}, "must carry block and sender"),
         ({"block": 1, "digests": UNSAID}, "must carry block and sender"),
         ({"block": 1, "sender": 1, "digests": UNSAID[1:]}, "bytes of digests"),
-        ({"block": 1, "sender": 1, "digests": UNSAID, "certificates": bytes(65_537)}, "bytes of digests"),
+        ({"block": 1, "sender": 1, "digests": UNSAID, "certificates": bytes(16_385)}, "bytes of digests"),
     ],
 )
 def test_what_is_no_signature_is_refused(fields: dict[str, object], why: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 from io import StringIO
 from pathlib import Path
@@ -73,6 +74,13 @@ async def test_without_identities_nothing_is_signed(tmp_path: Path) -> None:
         verify(outcome.capture or "", Path(__file__))
     with pytest.raises(CaptureError, match="has neither captures nor"):
         verify(str(ids.folder), ids.authority.folder / AUTHORITIES)
+    hostile = tmp_path / "hostile"
+    shutil.copytree(outcome.capture or "", hostile)
+    facts = json.loads((hostile / "capture.json").read_text())
+    for learners in (2**40, "ann", [1, 2], None):
+        (hostile / "capture.json").write_text(json.dumps({**facts, "spec": {**facts["spec"], "learners": learners}}))
+        with pytest.raises(CaptureError, match="is of no run of ours"):
+            verify(str(hostile), ids.authority.folder / AUTHORITIES)
     for name in ("one", "two"):
         shutil.copytree(outcome.capture or "", tmp_path / "copies" / name)
     with pytest.raises(CaptureError, match="must hold one capture, got 2"):

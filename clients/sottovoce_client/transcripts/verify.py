@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -12,11 +13,11 @@ from rich.console import Console
 from rich.text import Text
 
 from sottovoce.errors import CaptureError, NotReady, RemoteProtocolError, StrangerError
-from sottovoce.network.roster import names_of
 from sottovoce_client import terminal
 from sottovoce_client.transcripts.query import find
 from sottovoce_client.wording import count
 from sottovoce_eavesdropper.lookout import EXCHANGE
+from sottovoce_eavesdropper.mirrored import Participants
 from sottovoce_eavesdropper.reading import Capture
 from sottovoce_rpc.certificates import named
 from sottovoce_rpc.codec import RoundCodec
@@ -114,7 +115,7 @@ def read(capture: Capture, authorities: bytes) -> dict[str, Words]:
         CaptureError: it cannot be read, is by wiretap, or of no run of ours.
     """
     capture.require_messages()
-    names = names_of(capture.facts["spec"].get("learners", 0))
+    names = Participants.of(json.dumps(capture.facts["spec"])).names
     if not names or not capture.shapes:
         raise CaptureError(f"{capture.name} is of no run of ours: in it nothing is signed")
     found, codec = {name: Words() for name in names}, RoundCodec(capture.shapes)
