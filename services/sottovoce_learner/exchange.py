@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 import structlog
 
-from sottovoce.errors import NotReady, RemoteProtocolError, SottovoceError, StrangerError, Unavailable
+from sottovoce.errors import RemoteProtocolError, SottovoceError, StrangerError, Unavailable
 from sottovoce.running.policy import accepted
 from sottovoce_learner.session import Session
 from sottovoce_rpc.codec import from_fields, read_hello, to_fields
@@ -102,20 +102,18 @@ def _require_itself(session: Session, learner: int, caller: Principal | None) ->
 
 
 async def accept(
-    session: Session | None, context: grpc.aio.ServicerContext[Any, Any], caller: Principal | None = None
+    session: Session, context: grpc.aio.ServicerContext[Any, Any], caller: Principal | None = None
 ) -> None:
     """Serve a stream that a neighbour opened, until it ends.
 
     Args:
-        session: of the run; None: there is none.
+        session: of the run.
         context: of the stream.
         caller: who has opened it, where that is known.
 
     Raises:
         SottovoceError: the other side erred; the caller makes a status of it.
     """
-    if session is None:
-        raise NotReady("this learner is not in a run")
     neighbour, next_round = _greeted(session, await _first(context), caller)
     if neighbour > session.role.index:
         raise RemoteProtocolError(f"the lower index opens the stream: learner {neighbour} must wait for us")

@@ -1,18 +1,15 @@
-"""The learner's gRPC face, and its side of the conversation with the coordinator."""
+"""A learner process: it follows its coordinator from run to run, and serves whoever may ask it something (`face.py`)."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
-import math
-import re
 import secrets
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
-from typing import Any, Literal, TextIO
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, TextIO
 
 import grpc
 import structlog
@@ -23,126 +20,44 @@ from sottovoce.errors import (
     RemoteProtocolError,
     SottovoceError,
     SpecError,
-    StrangerError,
     Unavailable,
 )
 from sottovoce.noise import KeyedNoise, Noise, OpenDpNoise, RecordedNoise, SystemNoise
-from sottovoce.running.policy import Policy, accepted
+from sottovoce.running.policy import accepted
 from sottovoce.running.transcript import read_noise
-from sottovoce.spec import LEARNER_NAME, parse_spec
+from sottovoce.spec import parse_spec
 from sottovoce_learner import exchange
+from sottovoce_learner.config import LearnerConfig
+from sottovoce_learner.face import NAME, Face
 from sottovoce_learner.identity import Identity
-from sottovoce_learner.ledger import Ledger
 from sottovoce_learner.mirror import Mirror
 from sottovoce_learner.role import Role
 from sottovoce_learner.session import Session
 from sottovoce_learner.standing import Files, under_way
 from sottovoce_learner.store import claim, end_run
 from sottovoce_rpc import directives, principals
-from sottovoce_rpc.codec import from_tensor, to_tensor
-from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.directives import Directive, Epoch, Grant, Neighbour, Stop, from_wire
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 from sottovoce_rpc.logs import failure
-from sottovoce_rpc.loopback import is_loopback
 from sottovoce_rpc.misconduct import Misconduct
 from sottovoce_rpc.private import tell_if_open
 from sottovoce_rpc.server import HELLO_S, Service, announce, channel, reach, serve_until_stopped, start_server
 from sottovoce_rpc.specs import document_from_wire, plan_hash, require_run_id
-from sottovoce_rpc.status import Ending, answering, as_error
+from sottovoce_rpc.status import Ending, as_error
 from sottovoce_rpc.tasks import Tasks, beside, drained
 from sottovoce_rpc.waiting import Waiting
-from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc, learner_pb2
+from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc
 
 log = structlog.get_logger()
 
-NAME = "sottovoce_wire.v1.Learner"
 REPORT_S = 0.25
 _REJOIN_S, _LONGEST_REJOIN_S = 0.5, 10.0
 """Between two attempts to join: the first pause, and the longest: a run that is started waits twice as long for its learners."""
 _JITTER = secrets.SystemRandom()
-_RECEIPT_EVERY = 16
 FLUSH_S = 1.0
 _LONGEST_RUN_ID = 128
 
-Context = grpc.aio.ServicerContext[Any, Any]
 _JoinCall = grpc.aio.StreamStreamCall[coordinator_pb2.Event, coordinator_pb2.Directive]
-_Sampler = Literal["bitwise", "opendp"]
-
-
-@dataclass(frozen=True, slots=True)
-class LearnerConfig:
-    """How a learner is deployed.
-
-    Attributes:
-        name: its name, unique at its coordinator.
-        coordinator: address of the coordinator.
-        listen: `host:port` to listen on; port 0 picks one.
-        advertise: address for others, where it differs from `listen`.
-        state_folder: where journals stand.
-        join_timeout_s: how long the coordinator may be unreachable at the start.
-        recorded_noise: a file of noise to use in place of the operating system's: for tests, on loopback only.
-        allow_imports: whether a run spec may name code to import.
-        budget: epsilon that the owner allows in all runs together, by the ledger in `state_folder`; None: no limit.
-        noise: what draws the noise: `sottovoce.noise.SystemNoise`, or OpenDP (extra `opendp`).
-        noise_seed: a text that all noise follows from, with the name of the run: for tests and demos, on loopback only.
-        credentials: of this learner, whose name they must hold.
-        owners: who may see its ledger, ask for predictions, and bring records besides itself, as `role/name`.
-        feeders: who else may bring records besides `feeder/NAME`, as `role/name`.
-        policy: in which runs it takes part, and what they may cost.
-    """
-
-    name: str
-    coordinator: str
-    listen: str = "127.0.0.1:0"
-    advertise: str | None = None
-    state_folder: Path = field(default_factory=lambda: Path("sottovoce-state"))
-    join_timeout_s: float = 30.0
-    recorded_noise: Path | None = None
-    allow_imports: bool = False
-    budget: float | None = None
-    noise: _Sampler = "bitwise"
-    noise_seed: str | None = None
-    credentials: Credentials = field(default_factory=Credentials)
-    owners: tuple[str, ...] = ()
-    feeders: tuple[str, ...] = ()
-    policy: Policy = field(default_factory=Policy)
-
-    @property
-    def own_budget(self) -> float | None:
-        """Epsilon that the owner allows in all runs together: the budget, or the policy's limit where that is smaller."""
-        return min((each for each in (self.budget, self.policy.epsilon) if each is not None), default=None)
-
-    @property
-    def private(self) -> bool:
-        """False where the noise could be known beforehand."""
-        return self.recorded_noise is None and self.noise_seed is None
-
-    def check(self) -> None:
-        """Refuse what would not protect anybody, or not be found.
-
-        Raises:
-            SpecError: recorded or seeded noise on an address that others can reach, more than one way to get noise, no
-                address to give to others, an owner or a feeder that is no identity, or a policy that needs an identity.
-        """
-        if re.fullmatch(LEARNER_NAME, self.name) is None:
-            raise SpecError(f"a learner's name is part of file names: it must match {LEARNER_NAME}, got {self.name!r}")
-        if self.budget is not None and not 0 < self.budget < math.inf:
-            raise SpecError(f"a learner's budget must be a positive number, got {self.budget:g}")
-        addresses = [self.listen, *([self.advertise] if self.advertise else [])]
-        if not self.private and not all(map(is_loopback, addresses)):
-            kind = "seeded noise" if self.recorded_noise is None else "recorded noise"
-            raise SpecError(f"{kind} protects nobody and is allowed on loopback addresses only, got {addresses}")
-        if self.noise_seed is not None and (self.recorded_noise is not None or self.noise != "bitwise"):
-            raise SpecError("a noise seed goes with neither recorded noise nor OpenDP's, which takes no seed")
-        for each in (*self.owners, *self.feeders):
-            principals.Principal.of("any", each)
-        if self.credentials.folder is None:
-            self.policy.require_identity()
-        if self.advertise is None and self.listen.startswith(("0.0.0.0:", "[::]:")):
-            raise SpecError(
-                f"listening on all addresses ({self.listen}) needs --advertise HOST:PORT, the address for others"
-            )
 
 
 class Learner:
@@ -168,6 +83,7 @@ class Learner:
         self._identity = Identity(config.name, b"")  # until the state folder is claimed
         self._confirmed = False  # this process is that incarnation
         self._origin = directives.Origin()  # whom it obeys
+        self.face = Face(config, self.in_run, lambda: self.status)
         self.service: Service | None = None
 
     # ---- life ---------------------------------------------------------------------------------------------
@@ -190,7 +106,7 @@ class Learner:
                 self._identity = Identity.of(folder, self.config.name)
                 with contextlib.suppress(DataError):  # a damaged folder is told to whoever starts a run
                     await asyncio.to_thread(end_run, folder, self.config.name)  # what a death has left of it
-                self.service = await start_server(self.config.listen, self._add, [NAME], self.config.credentials)
+                self.service = await start_server(self.config.listen, self.face.add_to, [NAME], self.config.credentials)
             except BaseException:
                 held.close()
                 raise
@@ -410,6 +326,16 @@ class Learner:
             idle if session is None else session.status, run_id=run_id, state=LearnerState.FAILED, detail=detail
         )
 
+    def in_run(self) -> Session:
+        """Its session in the run of now.
+
+        Raises:
+            NotReady: it is in none.
+        """
+        if self._session is None:
+            raise NotReady("this learner is not in a run yet")
+        return self._session
+
     @property
     def _waiting(self) -> Waiting | None:
         """What it waits for in its run."""
@@ -552,120 +478,6 @@ class Learner:
                     async with asyncio.timeout(REPORT_S):
                         await self._changed.wait()
                 self._changed.clear()
-
-    # ---- the gRPC face ------------------------------------------------------------------------------------
-
-    def _add(self, server: grpc.aio.Server) -> None:
-        """By hand rather than by the generated function: Exchange passes bytes through, encoded once for all neighbours."""
-        pb = learner_pb2
-        handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
-            "Exchange": grpc.stream_stream_rpc_method_handler(self._exchange),
-            "Ingest": grpc.stream_stream_rpc_method_handler(
-                self._ingest, pb.SampleBatch.FromString, pb.IngestReceipt.SerializeToString
-            ),
-            "Predict": grpc.unary_unary_rpc_method_handler(
-                self._predict, pb.PredictRequest.FromString, pb.PredictResponse.SerializeToString
-            ),
-            "Ledger": grpc.unary_unary_rpc_method_handler(
-                self._ledger, pb.LedgerRequest.FromString, pb.LedgerResponse.SerializeToString
-            ),
-            "Status": grpc.unary_unary_rpc_method_handler(
-                self._status, pb.StatusRequest.FromString, pb.StatusResponse.SerializeToString
-            ),
-        }
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(NAME, handlers),))
-
-    @property
-    def _owners(self) -> frozenset[str]:
-        return frozenset((f"{principals.Role.LEARNER}/{self.config.name}", *self.config.owners))
-
-    @property
-    def _feeders(self) -> frozenset[str]:
-        return self._owners | {f"{principals.Role.FEEDER}/{self.config.name}", *self.config.feeders}
-
-    def _require(self, context: Context, names: frozenset[str], *roles: principals.Role) -> None:
-        """Hold a call to whom its owner has named.
-
-        Raises:
-            StrangerError: the caller is not one of them, and has none of these roles.
-        """
-        caller = self.config.credentials.caller(context)
-        if caller is not None and str(caller) not in names and caller.role not in roles:
-            raise StrangerError(f"{caller} is not one whom the owner of {self.config.name!r} has named for this")
-
-    def _in_run(self) -> Session:
-        if self._session is None:
-            raise NotReady("this learner is not in a run yet")
-        return self._session
-
-    async def _exchange(self, requests: AsyncIterator[bytes], context: Context) -> None:
-        async with answering(context):
-            session = self._session
-            if session is not None and not session.introduced:
-                raise NotReady("this learner does not know its neighbours yet")
-            async with beside(_replacement(session)):
-                await exchange.accept(session, context, self.config.credentials.caller(context))
-
-    async def _ingest(
-        self, batches: AsyncIterator[learner_pb2.SampleBatch], context: Context
-    ) -> AsyncIterator[learner_pb2.IngestReceipt]:
-        async with answering(context):
-            self._require(context, self._feeders)
-            session = self._in_run()
-            taken, source = 0, ""
-            with session.receipts.stream():
-                async for batch in batches:
-                    await session.feed(batch)
-                    taken, source = taken + 1, batch.source
-                    # At once what is due: more may be here than its feeder knows.
-                    if taken == 1 or taken % _RECEIPT_EVERY == 0:
-                        yield await _receipt(session, source)
-                yield await _receipt(session, source)
-
-    async def _predict(self, request: learner_pb2.PredictRequest, context: Context) -> learner_pb2.PredictResponse:
-        async with answering(context):
-            self._require(context, self._owners)
-            session = self._in_run()
-            if not session.role.spec.telemetry.predict:
-                raise NotReady("predictions depend on private data; this run did not opt in (telemetry.predict)")
-            scores, labels, rounds = session.predict(from_tensor(request.features))
-            return learner_pb2.PredictResponse(scores=to_tensor(scores), labels=to_tensor(labels), rounds_done=rounds)
-
-    async def _ledger(self, request: learner_pb2.LedgerRequest, context: Context) -> learner_pb2.LedgerResponse:
-        async with answering(context):
-            self._require(context, self._owners)
-            lines = await asyncio.to_thread(Ledger(self.config.state_folder).lines, self.config.name)
-            return learner_pb2.LedgerResponse(
-                lines=[learner_pb2.LedgerLine(algorithm=line.algorithm, **asdict(line)) for line in lines],
-                own_budget=self.config.own_budget,
-            )
-
-    async def _status(self, request: learner_pb2.StatusRequest, context: Context) -> learner_pb2.StatusResponse:
-        async with answering(context):
-            self._require(context, self._feeders, principals.Role.OPERATOR, principals.Role.COORDINATOR)
-            return learner_pb2.StatusResponse(status=self.status.to_wire())
-
-
-async def _receipt(session: Session, source: str) -> learner_pb2.IngestReceipt:
-    """What is in keeping of a source: not what another stream of it brings meanwhile.
-
-    Raises:
-        NotReady: it cannot be kept.
-    """
-    receipt = learner_pb2.IngestReceipt(next_sequence=session.intake.next_sequence(source))
-    await session.settled()
-    return receipt
-
-
-async def _replacement(session: Session | None) -> None:
-    """A run that is taken up again: neighbours have to greet who this learner is from now on.
-
-    Raises:
-        Unavailable: it is.
-    """
-    if session is not None:
-        await session.replaced.wait()
-        raise Unavailable("this learner takes the run up again")
 
 
 async def _told(call: _JoinCall) -> coordinator_pb2.Directive | None:

@@ -11,7 +11,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,19 +23,16 @@ from sottovoce.arrays import Batch, FloatArray
 from sottovoce.errors import (
     BudgetExhausted,
     DataError,
-    EquivocationError,
     NotReady,
-    RemoteProtocolError,
     Rule,
-    StrangerError,
     Unavailable,
 )
 from sottovoce.noise import Noise
-from sottovoce.running.assembly import Recent
 from sottovoce.running.late import USED, slots, used_field
 from sottovoce.running.policy import DAYS, Policy
 from sottovoce_learner.bodies import Said
 from sottovoce_learner.books import Allowance, Books
+from sottovoce_learner.hearing import Hearing, Received
 from sottovoce_learner.hidden import Kept, hides_noise
 from sottovoce_learner.inbox import Inbox
 from sottovoce_learner.intake import Intake
@@ -45,17 +42,16 @@ from sottovoce_learner.plan import Plan
 from sottovoce_learner.receipts import Receipts
 from sottovoce_learner.recovery import Recovery, away_for_a_round
 from sottovoce_learner.role import Role, open_log
-from sottovoce_learner.signing import Own, Unsigned
+from sottovoce_learner.signing import Own
 from sottovoce_learner.snapshots import Image, Snapshots, named, read_image
 from sottovoce_learner.store import Terms
 from sottovoce_learner.waiting import Wait, waiting
-from sottovoce_rpc import principals
 from sottovoce_rpc.codec import RoundCodec
 from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 from sottovoce_rpc.logs import failure, worded_by_us
 from sottovoce_rpc.misconduct import KnownBy, Misconduct
-from sottovoce_rpc.signatures import BLOCK, Signed, Statement, digest, is_signature
+from sottovoce_rpc.signatures import BLOCK, Statement, digest
 from sottovoce_rpc.specs import check_size
 from sottovoce_rpc.tasks import beside
 from sottovoce_rpc.waiting import Cause, Waiting
@@ -67,19 +63,8 @@ T = TypeVar("T")
 
 AHEAD, MOST_HELD = 4096, 64 * 1024 * 1024
 """Rounds of records, and their bytes, that a learner takes in before it lets the feeder wait."""
-REMEMBERED = 1_024
-"""Rounds of a neighbour after which it is still noticed that it says another thing of one."""
 ROOM_S = 1.0
 """Between tries to write to a disk that is full."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Received:
-    """A neighbour's message: of which round, as it came, and what it says."""
-
-    round: int
-    frame: bytes
-    message: Message
 
 
 class Session:
@@ -142,7 +127,7 @@ class Session:
         # Where nobody waits for late ones, a neighbour may be as far behind in what it has heard of us.
         keep = 2 * ahead + 1 if run.late else ahead
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=keep)
-        self._used_last: Mapping[int, tuple[int, _Received]] | None = {} if run.late else None
+        self._used_last: Mapping[int, tuple[int, Received]] | None = {} if run.late else None
         self._named = named(run)
         self._snapshots = Snapshots(self._name, self._log, self._named)
         self._wait_is: Wait | None = None
@@ -150,16 +135,14 @@ class Session:
         self._alone = self._full = False
         self._correct = self._seen = 0
         self._messages = self._bytes = self._said = self._done = 0
-        self._rules_broken, self._misconduct = 0, dict[int, Misconduct]()
         self.links = {j: Link(keep) for j in sorted(self._plan.neighbours)}
         self._credentials, self._own = credentials, Own(keep)
-        self._unsigned = None if credentials.principal is None else Unsigned()
         self._recover()
         self._pass_absence()
-        self.inbox: Inbox[_Received] = Inbox(
+        self.inbox: Inbox[Received] = Inbox(
             self._plan.neighbours, self._plan.heard, ahead, self._done, last=self._used_last
         )
-        self._heard: Recent[tuple[int, int], bytes] = Recent(REMEMBERED * len(self.links))
+        self._hearing = Hearing(role, self.codec, self.inbox, len(self.links), credentials)
         self._granted = self._told = 0
         self._lifecycle = (LearnerState.CONNECTING, "")
         self._private = private
@@ -189,7 +172,7 @@ class Session:
             epsilon_own_budget=self._books.allowance.in_all,
             noise_is_not_private=not self._private,
             prequential_accuracy=self._correct / self._seen if self._seen else None,
-            rules_broken=self._rules_broken,
+            rules_broken=self._hearing.rules_broken,
         )
 
     def _recover(self) -> None:
@@ -223,7 +206,7 @@ class Session:
         self._kept = recovery.frames
         if self._used_last is not None:
             decoded = ((frame, *self.codec.decode(frame)) for frame in recovery.heard)
-            self._used_last = {sender: (t, _Received(t, frame, message)) for frame, t, sender, message in decoded}
+            self._used_last = {sender: (t, Received(t, frame, message)) for frame, t, sender, message in decoded}
         for t, frame in self._kept:
             for j in self._plan.part(t).told:
                 self.links[j].say(t, frame)
@@ -292,50 +275,16 @@ class Session:
         """A neighbour's message, or its signature of several, as it came.
 
         Raises:
-            EquivocationError: the neighbour has said something else in this round: two noisy copies of one state.
             RemoteProtocolError: it is not what is due from this neighbour.
-            StrangerError: it is signed by somebody else.
         """
-        if self._unsigned is not None and is_signature(payload):
-            signed = Signed.decode(self.role.run_id, payload)
-            if self._unsigned.waits(neighbour, signed.statement.block):
-                self._require_signer(neighbour, signed)
-                self._unsigned.signed(neighbour, signed.statement)
-            return
-        t, sender, message = self.codec.decode(payload)
-        if self._unsigned is not None:
-            self._unsigned.require_signed(neighbour, t)
-        said = digest(payload)
-        try:
-            complete = self.inbox.put(neighbour, t, sender, _Received(t, payload, message))
-        except RemoteProtocolError:
-            if sender == neighbour and self._heard.get((neighbour, t), said) != said:
-                raise EquivocationError(f"learner {neighbour} said two different things in round {t}") from None
-            raise
-        self._heard[neighbour, t] = said
-        if self._unsigned is not None:
-            self._unsigned.heard(neighbour, t, said)
-        if complete or self._late_s is not None:
+        if self._hearing.take(neighbour, payload) or self._late_s is not None:
             self._wake()
 
-    def _require_signer(self, neighbour: int, signed: Signed) -> None:
-        """A neighbour signs for itself.
-
-        Raises:
-            StrangerError: somebody else does.
-        """
-        signer, name = self._credentials.signer(signed), self.role.spec.names[neighbour]
-        if (signer.role, signer.name) != (principals.Role.LEARNER, name):
-            text = f"what learner {name!r} says must be signed by itself, got a signature of {signer}"
-            raise StrangerError(text, Rule.NAME)
-
     def notice(self, neighbour: int, rule: Rule, known_by: KnownBy) -> None:
-        """A neighbour broke a rule: the first time is told at once, and whatever it says later tells nothing new."""
-        self._rules_broken += 1
-        if neighbour in self._misconduct or self.ended:
+        """A neighbour broke a rule: the first time is told at once, as long as the run goes on here."""
+        self._hearing.rules_broken += 1
+        if self.ended or (found := self._hearing.notice(neighbour, rule, known_by)) is None:
             return
-        found = Misconduct(neighbour, self.inbox.next_round(neighbour), rule, known_by)
-        self._misconduct[neighbour] = found
         told = {"round": found.round, "rule": rule.name.lower(), "known_by": known_by.name.lower()}
         log.warning("misconduct", learner=self._name, neighbour=neighbour, **told)
         self._changed.set()
@@ -343,7 +292,7 @@ class Session:
     @property
     def misconduct(self) -> tuple[Misconduct, ...]:
         """What was noticed: of each neighbour the first rule that it broke."""
-        return tuple(self._misconduct.values())
+        return self._hearing.misconduct
 
     def require_own_past(self, neighbour: int, next_round: int) -> None:
         """A neighbour cannot have heard what was never said: our log was set back, and those rounds must not be said again.
@@ -557,7 +506,7 @@ class Session:
         Raises:
             NotReady: the identity cannot sign.
         """
-        if self._unsigned is None:
+        if self._credentials.principal is None:
             return
         block = t // BLOCK
         signature, told = (

@@ -19,7 +19,8 @@ import sottovoce_eavesdropper.service  # noqa: F401 - imported once, before proc
 from sottovoce_client.cli.services import _serve
 from sottovoce_client.entry import main, settle
 from sottovoce_learner import service as learner_service
-from sottovoce_learner.service import LearnerConfig, serve
+from sottovoce_learner.config import LearnerConfig
+from sottovoce_learner.service import serve
 from tests.faults.victim import Point, strike
 
 _LOOK_S = 0.02

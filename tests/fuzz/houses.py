@@ -18,7 +18,7 @@ import numpy as np
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from sottovoce.algorithms.interface import Message
-from sottovoce_learner.service import LearnerConfig
+from sottovoce_learner.config import LearnerConfig
 from sottovoce_rpc.codec import RoundCodec, to_fields
 from sottovoce_rpc.server import channel
 from sottovoce_rpc.specs import plan_hash, spec_from_wire, spec_to_wire

@@ -10,8 +10,9 @@ import pytest
 
 from sottovoce.errors import SpecError
 from sottovoce.noise import Draw, KeyedNoise, OpenDpNoise, SystemNoise, grid
+from sottovoce_learner.config import LearnerConfig
 from sottovoce_learner.role import Role
-from sottovoce_learner.service import Learner, LearnerConfig
+from sottovoce_learner.service import Learner
 from tests.examples import small_spec
 
 

@@ -18,11 +18,13 @@ from sottovoce.errors import NotReady
 from sottovoce.noise import SystemNoise
 from sottovoce.spec import parse_spec
 from sottovoce_learner import receipts as module
+from sottovoce_learner.config import LearnerConfig
+from sottovoce_learner.face import Face
 from sottovoce_learner.receipts import Receipts
 from sottovoce_learner.role import Role
-from sottovoce_learner.service import Learner
 from sottovoce_learner.session import Session
 from sottovoce_rpc.codec import to_tensor
+from sottovoce_rpc.credentials import Credentials
 from sottovoce_wire.v1 import learner_pb2
 from tests.examples import ALLOWING
 from tests.services.network import PATIENCE_S
@@ -145,8 +147,14 @@ class Feeders:
     """Feeders of one learner, each with one batch; none sends it before all are there."""
 
     def __init__(self, fed: Session) -> None:
-        anybody = {"_require": lambda *_: None, "_feeders": frozenset[str]()}
-        self._learner, self._send = SimpleNamespace(_in_run=lambda: fed, **anybody), asyncio.Event()
+        self._face, self._send = (
+            Face(
+                LearnerConfig("ann", "127.0.0.1:1", credentials=Credentials(insecure=True)),
+                lambda: fed,
+                lambda: fed.status,
+            ),
+            asyncio.Event(),
+        )
         self.events: list[str] = []
 
     async def _batches(self, source: str) -> AsyncIterator[learner_pb2.SampleBatch]:
@@ -156,7 +164,9 @@ class Feeders:
 
     async def _feeds(self, source: str) -> list[int]:
         found = []
-        async for receipt in Learner._ingest(cast(Any, self._learner), self._batches(source), cast(Any, None)):
+        async for receipt in self._face.ingest(
+            self._batches(source), cast(Any, SimpleNamespace(peer=lambda: "somewhere"))
+        ):
             self.events.append("receipt")
             found.append(receipt.next_sequence)
         return found

@@ -288,7 +288,7 @@ class Learners(Streams):
     # ---- records --------------------------------------------------------------------------------------------
 
     def _feeds(self, state: State, f: int) -> Iterator[Step]:
-        """`Learner._ingest`: a batch is written down, settled, and answered with a receipt. Gaps are never sent."""
+        """`Face.ingest`: a batch is written down, settled, and answered with a receipt. Gaps are never sent."""
         i, process = self.shape.owner(f), state.processes[f]
         session = process.session
         if i not in self.fed or session is None or session.state in (LearnerState.FINISHED, LearnerState.STOPPED):

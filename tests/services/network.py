@@ -20,8 +20,9 @@ from sottovoce_client.running.operate import Outcome, run_on
 from sottovoce_coordinator.service import Coordinator, CoordinatorConfig
 from sottovoce_eavesdropper.service import Eavesdropper, EavesdropperConfig
 from sottovoce_learner.bodies import Said
+from sottovoce_learner.config import LearnerConfig
 from sottovoce_learner.entries import Kind
-from sottovoce_learner.service import Learner, LearnerConfig
+from sottovoce_learner.service import Learner
 from sottovoce_learner.standing import Files, look
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus

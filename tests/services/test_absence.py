@@ -56,7 +56,7 @@ async def test_a_channel_on_which_nothing_passes_is_named_by_its_ends(
         run = await up.start(spec, 3)
         feeding = asyncio.ensure_future(up.feed(run.run_id, spec, data))
         await up.until("cleo", LearnerState.RUNNING, 3)
-        cut = {id(up.learners["ben"]._in_run().links[2]), id(up.learners["cleo"]._in_run().links[1])}
+        cut = {id(up.learners["ben"].in_run().links[2]), id(up.learners["cleo"].in_run().links[1])}
         monkeypatch.setattr(Link, "say", lambda own, t, frame: None if id(own) in cut else say(own, t, frame))
         end = await up.end(run.run_id)
         await asyncio.gather(feeding, return_exceptions=True)

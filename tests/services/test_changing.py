@@ -60,7 +60,7 @@ def told(spec: RunSpec) -> FloatArray:
 
 
 def decisions(up: Network) -> list[FloatArray]:
-    sessions = [up.learners[name]._in_run() for name in NAMES]
+    sessions = [up.learners[name].in_run() for name in NAMES]
     return [session.algorithm.decision(session._state) for session in sessions]
 
 
@@ -143,7 +143,7 @@ async def test_a_learner_that_is_not_waited_for_is_rounds_ahead_and_a_broken_str
         run_id = (await up.start(spec, 3)).run_id
         await up.feed(run_id, spec, data, but=["cleo"])
         cleo = up.learners["cleo"]
-        await eventually(lambda: cleo._session is not None and cleo._in_run().inbox.next_round(1) == 4)
+        await eventually(lambda: cleo._session is not None and cleo.in_run().inbox.next_round(1) == 4)
         assert [(await up.status(name)).rounds_done for name in NAMES] == [2, 3, 0, 1]
         await feed(up.addresses["cleo"], run_id, data.learners[2])
         end = await up.end(run_id)

@@ -19,7 +19,8 @@ from sottovoce.algorithms.setting import Caveat, Setting
 from sottovoce.running.policy import Policy
 from sottovoce.running.run import build_run
 from sottovoce_client.running.feeder import feed
-from sottovoce_learner.service import Learner, LearnerConfig
+from sottovoce_learner.config import LearnerConfig
+from sottovoce_learner.service import Learner
 from sottovoce_rpc.directives import Assignment, Confirmed, Directive, Epoch, Grant, Issued, Neighbour, Stop
 from sottovoce_rpc.learner_status import LONGEST_DETAIL
 from sottovoce_rpc.specs import spec_to_wire

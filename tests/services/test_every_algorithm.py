@@ -45,7 +45,7 @@ async def test_the_network_equals_the_simulator(tmp_path: Path, changes: dict[st
 
     async with network(tmp_path, spec.names, noise=tmp_path / "noise.npz") as up:
         outcome = await up.run(spec, data)
-        sessions = [up.learners[name]._in_run() for name in spec.names]
+        sessions = [up.learners[name].in_run() for name in spec.names]
         decisions = np.stack([session.algorithm.decision(session._state) for session in sessions])
 
     assert (outcome.state, outcome.detail) == ("finished", "")

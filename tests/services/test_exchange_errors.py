@@ -31,7 +31,8 @@ from sottovoce_coordinator.runs import RunBook
 from sottovoce_coordinator.service import Coordinator, CoordinatorConfig
 from sottovoce_eavesdropper.service import Eavesdropper, EavesdropperConfig
 from sottovoce_learner import exchange as exchanging
-from sottovoce_learner.service import Learner, LearnerConfig
+from sottovoce_learner.config import LearnerConfig
+from sottovoce_learner.service import Learner
 from sottovoce_rpc.codec import to_fields, to_tensor
 from sottovoce_rpc.directives import Assignment
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
@@ -82,7 +83,7 @@ async def run_that_ends_well(folder: Path, spec: RunSpec) -> AsyncIterator[tuple
         await feed(up.addresses["cleo"], run_id, data.learners[2])
         end = await up.end(run_id)
         assert (end.state, end.detail) == (coordinator_pb2.RUN_STATE_FINISHED, "")
-        sessions = [up.learners[name]._in_run() for name in NAMES]
+        sessions = [up.learners[name].in_run() for name in NAMES]
         decisions = [session.algorithm.decision(session._state) for session in sessions]
         np.testing.assert_allclose(decisions, last, rtol=1e-12, atol=1e-12)
 
@@ -97,9 +98,9 @@ def reason(failure: grpc.aio.AioRpcError) -> str:
 
 def introduced(up: Network, **more: Any) -> bytes:
     """Ben's hello to cleo, changed in part."""
-    told = up.learners["cleo"]._in_run().role
+    told = up.learners["cleo"].in_run().role
     usual = {"learner": 1, "next_round": 0, "run_id": told.run_id, "plan_hash": plan_hash(told.spec, 3)}
-    usual["incarnation"] = up.learners["ben"]._in_run().role.incarnation
+    usual["incarnation"] = up.learners["ben"].in_run().role.incarnation
     return hello(**{**usual, **more})
 
 
@@ -239,7 +240,7 @@ async def test_wrong_messages_end_their_stream_and_nobody_is_harmed(tmp_path: Pa
 @pytest.mark.misbehaves
 async def test_another_version_of_a_round_is_called_what_it_is(tmp_path: Path) -> None:
     async with run_that_ends_well(tmp_path, spec_of()) as (up, _, _):
-        cleo = up.learners["cleo"]._in_run()
+        cleo = up.learners["cleo"].in_run()
         async with asyncio.timeout(PATIENCE_S):
             while True:
                 if cleo.inbox.next_round(1) > 0:

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from sottovoce.errors import NotReady, StrangerError
+from sottovoce_learner.config import LearnerConfig
 from sottovoce_learner.identity import Identity
-from sottovoce_learner.service import Learner, LearnerConfig
+from sottovoce_learner.service import Learner
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_rpc.server import channel
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc

@@ -18,7 +18,8 @@ from sottovoce.errors import NotReady, SpecError, Unavailable
 from sottovoce_client import pki
 from sottovoce_client.running import known
 from sottovoce_coordinator.service import Coordinator, CoordinatorConfig
-from sottovoce_learner.service import Learner, LearnerConfig
+from sottovoce_learner.config import LearnerConfig
+from sottovoce_learner.service import Learner
 from sottovoce_rpc import access, credentials
 from sottovoce_rpc.certificates import AUTHORITIES, CERTIFICATE, KEY, REVOKED
 from sottovoce_rpc.credentials import Credentials

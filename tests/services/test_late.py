@@ -168,7 +168,7 @@ async def test_a_channel_on_which_nothing_passes_is_noticed_before_the_budget_is
     async with network(tmp_path, NAMES) as up:
         running = asyncio.ensure_future(up.run(spec, made_up(spec)))
         await up.until("ann", LearnerState.RUNNING, 10)
-        cut += [up.learners["ann"]._in_run().links[1], up.learners["ben"]._in_run().links[0]]
+        cut += [up.learners["ann"].in_run().links[1], up.learners["ben"].in_run().links[0]]
         outcome = await running
     assert outcome.state == "failed"
     assert re.match("no messages pass between ann and ben in round [0-9]+: ", outcome.detail)

@@ -205,7 +205,7 @@ async def test_labels_reach_the_capture_and_no_learner(tmp_path: Path) -> None:
     spec = small_spec(ROUNDS, ["ann", "ben"], capture="relay", topology={"graph": "path"})
     async with network(tmp_path, ["ann", "ben"]) as up:
         outcome = await run_on(up.coordinator, spec, made_up(spec), lambda *seen: None, world=1, replica=9)
-        assignments = [str(learner._in_run().role) for learner in up.learners.values()]
+        assignments = [str(learner.in_run().role) for learner in up.learners.values()]
     assert outcome.capture is not None
     capture = open_capture(outcome.capture)
     assert (capture.facts["world"], capture.facts["replica"], capture.facts["n_features"]) == (1, 9, 3)

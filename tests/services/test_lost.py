@@ -92,7 +92,7 @@ async def its_end(up: Network, run_id: str, each: Work) -> coordinator_pb2.Run:
 
 
 def sessions(up: Network) -> list[Session]:
-    return [up.learners[name]._in_run() for name in NAMES]
+    return [up.learners[name].in_run() for name in NAMES]
 
 
 @pytest.mark.parametrize("clock", CLOCKS, ids=lambda clock: clock.get("mode", "free"))

@@ -313,7 +313,7 @@ async def test_what_cannot_be_clipped_stops_the_run(tmp_path: Path, monkeypatch:
 async def until_noticed(up: Network, *names: str) -> None:
     async with asyncio.timeout(PATIENCE_S):
         while True:
-            if all(up.learners[name]._in_run().misconduct for name in names):
+            if all(up.learners[name].in_run().misconduct for name in names):
                 return
             await asyncio.sleep(0.01)
 

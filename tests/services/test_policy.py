@@ -18,7 +18,8 @@ from sottovoce.running.run import build_run
 from sottovoce.spec import RunSpec, parse_spec
 from sottovoce_eavesdropper.reading import open_capture
 from sottovoce_learner import lines
-from sottovoce_learner.service import Learner, LearnerConfig
+from sottovoce_learner.config import LearnerConfig
+from sottovoce_learner.service import Learner
 from sottovoce_learner.standing import Files, look
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_wire.v1 import coordinator_pb2

@@ -17,7 +17,8 @@ from sottovoce_client.running.local import LocalServices
 from sottovoce_client.running.operate import run_on
 from sottovoce_coordinator.service import Coordinator, CoordinatorConfig
 from sottovoce_eavesdropper.service import Eavesdropper, EavesdropperConfig
-from sottovoce_learner.service import Learner, LearnerConfig
+from sottovoce_learner.config import LearnerConfig
+from sottovoce_learner.service import Learner
 from sottovoce_rpc.private import open_to_others
 from tests.examples import made_up, small_spec
 from tests.services.network import PATIENCE_S

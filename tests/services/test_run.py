@@ -101,9 +101,7 @@ async def test_a_run_equals_its_simulation_and_the_capture_shows_it(tmp_path: Pa
     noise, said, last = recorded(spec, data, tmp_path / "noise.npz")
     async with network(tmp_path, NAMES, noise=noise) as up:
         outcome = await up.run(spec, data)
-        decisions = [
-            up.learners[name]._in_run().algorithm.decision(up.learners[name]._in_run()._state) for name in NAMES
-        ]
+        decisions = [up.learners[name].in_run().algorithm.decision(up.learners[name].in_run()._state) for name in NAMES]
         if capture != "none":
             closed(outcome)
 
@@ -361,7 +359,7 @@ async def test_a_learner_that_is_told_to_end_finishes_the_message_on_its_way(tmp
         await up.until("ben", LearnerState.RUNNING, rounds)
         leaving = up.learners["ben"]
         await up.leave("ben")
-        assert leaving._in_run().status.state == LearnerState.STOPPED
+        assert leaving.in_run().status.state == LearnerState.STOPPED
         outcome = await running
         table = closed(outcome).messages()
     entries = said_rounds(tmp_path / "journals", "ben")
@@ -383,7 +381,7 @@ async def test_a_learner_does_not_end_before_its_last_message_is_written(
         await up.start(spec, 3)
         await up.until("ben", LearnerState.RUNNING)
         await eventually_said(up.learners["ben"])
-        up.learners["ben"]._in_run().links[2].attach(slow, 0)
+        up.learners["ben"].in_run().links[2].attach(slow, 0)
         leaving = asyncio.ensure_future(up.leave("ben"))
         done, _ = await asyncio.wait([leaving], timeout=1.5)
         assert not done
@@ -396,7 +394,7 @@ async def test_a_learner_does_not_end_before_its_last_message_is_written(
 async def eventually_said(learner: Learner) -> None:
     """Wait until a learner, which has no records yet, has said round 0."""
     async with asyncio.timeout(PATIENCE_S):
-        while learner._in_run().status.messages_sent == 0:  # noqa: ASYNC110 - the status is no event
+        while learner.in_run().status.messages_sent == 0:  # noqa: ASYNC110 - the status is no event
             await asyncio.sleep(0.01)
 
 
@@ -460,9 +458,7 @@ async def test_a_broken_stream_is_opened_again_and_the_same_bytes_are_said_again
     async with network(tmp_path, NAMES, noise=noise) as up:
         outcome = await up.run(spec, data)
         capture = closed(outcome)
-        decisions = [
-            up.learners[name]._in_run().algorithm.decision(up.learners[name]._in_run()._state) for name in NAMES
-        ]
+        decisions = [up.learners[name].in_run().algorithm.decision(up.learners[name].in_run()._state) for name in NAMES]
 
     assert left == []
     assert (outcome.state, outcome.detail) == ("finished", "")
@@ -557,7 +553,7 @@ async def test_a_full_disk_is_waited_for(tmp_path: Path, monkeypatch: pytest.Mon
         room.set()
         outcome = await running
         found = np.stack(
-            [up.learners[name]._in_run().algorithm.decision(up.learners[name]._in_run()._state) for name in NAMES]
+            [up.learners[name].in_run().algorithm.decision(up.learners[name].in_run()._state) for name in NAMES]
         )
     assert (outcome.state, outcome.detail) == ("finished", "")
     assert len(set(tried)) == 1 or kind is Kind.BATCH
@@ -793,7 +789,7 @@ async def test_a_feeder_makes_no_more_than_its_learner_takes(tmp_path: Path, mon
         run_id = (await up.start(spec, data.n_features)).run_id
         feeding = asyncio.ensure_future(up.feed(run_id, spec, data, but=NAMES[1:]))
         async with asyncio.timeout(PATIENCE_S):
-            while not up.learners["ann"]._session or not up.learners["ann"]._in_run()._has_enough():  # noqa: ASYNC110
+            while not up.learners["ann"]._session or not up.learners["ann"].in_run()._has_enough():  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         await asyncio.sleep(0.5)
         assert 64 <= made[0] < 200

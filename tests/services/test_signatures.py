@@ -121,7 +121,7 @@ async def test_who_is_heard_seldom_signs_what_was_heard_also_after_a_death(
         running = asyncio.ensure_future(up.run(spec, made_up(spec)))
         await up.until("ann", LearnerState.RUNNING, 12)
         with monkeypatch.context() as dying:
-            dying.setattr(up.learners["ann"]._in_run(), "_sign", lambda t: None)  # as it would when it is told to end
+            dying.setattr(up.learners["ann"].in_run(), "_sign", lambda t: None)  # as it would when it is told to end
             await up.leave("ann")
         await up.until_gone("ann")
         await up.join("ann")

@@ -128,7 +128,8 @@ def learner(
 ) -> None:
     """Start a [bold]learner[/] in the foreground: it learns from its owner's stream and talks to its neighbours."""
     from sottovoce.running.policy import load_policy
-    from sottovoce_learner.service import LearnerConfig, serve
+    from sottovoce_learner.config import LearnerConfig
+    from sottovoce_learner.service import serve
     from sottovoce_rpc.credentials import Credentials
 
     allowed = load_policy(policy)

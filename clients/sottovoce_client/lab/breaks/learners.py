@@ -22,8 +22,10 @@ from sottovoce.errors import BudgetExhausted
 from sottovoce.lab.selftest.breaking import Altered
 from sottovoce.lab.selftest.catalogue import CATALOGUE
 from sottovoce.noise import Noise, SeededNoise
+from sottovoce_learner.config import LearnerConfig
+from sottovoce_learner.face import Context, Face
 from sottovoce_learner.role import Role
-from sottovoce_learner.service import Context, Learner, LearnerConfig
+from sottovoce_learner.service import Learner
 from sottovoce_rpc import directives
 from sottovoce_rpc.codec import from_tensor
 from sottovoce_rpc.tasks import Tasks
@@ -105,25 +107,31 @@ class _Leaking(Noised):
 
     def __init__(self, config: LearnerConfig, noise: NoiseOf | None, broken: BrokenService) -> None:
         super().__init__(config, noise)
-        self._broken = broken
+        self.broken = broken
+        self.face = _LeakingFace(self)
 
     async def _prepare(self, run_id: str, told: directives.Assignment) -> None:
         await super()._prepare(run_id, told)
         assert self._session is not None  # noqa: S101 - it was made
-        self._first: asyncio.Future[Known] = asyncio.get_running_loop().create_future()
-        self._halfway, self._ended, self._taken = asyncio.Event(), False, 0
+        self.first: asyncio.Future[Known] = asyncio.get_running_loop().create_future()
+        self.halfway, self.ended, self._taken = asyncio.Event(), False, 0
         self._session.algorithm = _Taking(self._session.algorithm, self._take)
 
+    @property
+    def introduced(self) -> bool:
+        """True when it is in a run, and knows its neighbours."""
+        return self._session is not None and self._session.introduced
+
     def _take(self, batch: Batch) -> None:
-        if self._broken.takes is not None:
-            self._broken.takes(batch, self._taken, self.world)
+        if self.broken.takes is not None:
+            self.broken.takes(batch, self._taken, self.world)
         self._taken += 1
         assert self._session is not None  # noqa: S101 - it is its round
         rounds = self._session.role.spec.rounds
         if 2 * self._taken >= rounds:
-            self._halfway.set()
-        if self._broken.dials is not None and self._taken == rounds:
-            self._dial(self._broken.dials(self._first.result()))
+            self.halfway.set()
+        if self.broken.dials is not None and self._taken == rounds:
+            self._dial(self.broken.dials(self.first.result()))
 
     def _dial(self, times: int) -> None:
         """Open connections to the neighbours whose streams this learner opens, and say nothing on them."""
@@ -132,42 +140,50 @@ class _Leaking(Noised):
             for _ in range(times):
                 socket.create_connection((host, int(port))).close()
 
-    async def _ingest(
+
+class _LeakingFace(Face):
+    """What it answers to feeders and neighbours."""
+
+    def __init__(self, learner: _Leaking) -> None:
+        super().__init__(learner.config, learner.in_run, lambda: learner.status)
+        self._learner, self._broken = learner, learner.broken
+
+    async def ingest(
         self, batches: AsyncIterator[learner_pb2.SampleBatch], context: Context
     ) -> AsyncIterator[learner_pb2.IngestReceipt]:
-        async for receipt in super()._ingest(self._looked_at(batches), context):
+        async for receipt in super().ingest(self._looked_at(batches), context):
             yield receipt
 
     async def _looked_at(
         self, batches: AsyncIterator[learner_pb2.SampleBatch]
     ) -> AsyncIterator[learner_pb2.SampleBatch]:
         async for batch in batches:
-            if not self._first.done():
+            if not self._learner.first.done():
                 norm = float(np.linalg.norm(from_tensor(batch.features)[0]))
-                self._first.set_result(Known(norm, self.world))
+                self._learner.first.set_result(Known(norm, self._learner.world))
             yield batch
 
-    async def _exchange(self, requests: AsyncIterator[bytes], context: Context) -> None:
-        broken, session = self._broken, self._session
-        if session is not None and session.introduced:
+    async def exchange(self, requests: AsyncIterator[bytes], context: Context) -> None:
+        broken, learner = self._broken, self._learner
+        if learner.introduced:
             if broken.greets is not None:
-                await context.send_initial_metadata(broken.greets(await self._first))
+                await context.send_initial_metadata(broken.greets(await learner.first))
             if broken.pads is not None:
-                context = cast(Context, _Padded(context, broken.pads(await self._first)))
-            if broken.ends is not None and not self._ended and (ending := broken.ends(await self._first)):
+                context = cast(Context, _Padded(context, broken.pads(await learner.first)))
+            if broken.ends is not None and not learner.ended and (ending := broken.ends(await learner.first)):
                 await self._end_halfway(requests, context, ending)
                 return
-        await super()._exchange(requests, context)
+        await super().exchange(requests, context)
 
     async def _end_halfway(self, requests: AsyncIterator[bytes], context: Context, ending: Ending) -> None:
         async with Tasks() as tasks:
-            serving = tasks.start(super()._exchange(requests, context))
-            halfway = tasks.start(self._halfway.wait())
+            serving = tasks.start(super().exchange(requests, context))
+            halfway = tasks.start(self._learner.halfway.wait())
             await asyncio.wait([serving, halfway], return_when=asyncio.FIRST_COMPLETED)
             if serving.done():
                 serving.result()
                 return
-        self._ended = True
+        self._learner.ended = True
         context.set_trailing_metadata(ending.trailers)
         await context.abort(ending.code, ending.text)
 

@@ -1,0 +1,93 @@
+"""How a learner is deployed."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from sottovoce.errors import SpecError
+from sottovoce.running.policy import Policy
+from sottovoce.spec import LEARNER_NAME
+from sottovoce_rpc import principals
+from sottovoce_rpc.credentials import Credentials
+from sottovoce_rpc.loopback import is_loopback
+
+_Sampler = Literal["bitwise", "opendp"]
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerConfig:
+    """How a learner is deployed.
+
+    Attributes:
+        name: its name, unique at its coordinator.
+        coordinator: address of the coordinator.
+        listen: `host:port` to listen on; port 0 picks one.
+        advertise: address for others, where it differs from `listen`.
+        state_folder: where journals stand.
+        join_timeout_s: how long the coordinator may be unreachable at the start.
+        recorded_noise: a file of noise to use in place of the operating system's: for tests, on loopback only.
+        allow_imports: whether a run spec may name code to import.
+        budget: epsilon that the owner allows in all runs together, by the ledger in `state_folder`; None: no limit.
+        noise: what draws the noise: `sottovoce.noise.SystemNoise`, or OpenDP (extra `opendp`).
+        noise_seed: a text that all noise follows from, with the name of the run: for tests and demos, on loopback only.
+        credentials: of this learner, whose name they must hold.
+        owners: who may see its ledger, ask for predictions, and bring records besides itself, as `role/name`.
+        feeders: who else may bring records besides `feeder/NAME`, as `role/name`.
+        policy: in which runs it takes part, and what they may cost.
+    """
+
+    name: str
+    coordinator: str
+    listen: str = "127.0.0.1:0"
+    advertise: str | None = None
+    state_folder: Path = field(default_factory=lambda: Path("sottovoce-state"))
+    join_timeout_s: float = 30.0
+    recorded_noise: Path | None = None
+    allow_imports: bool = False
+    budget: float | None = None
+    noise: _Sampler = "bitwise"
+    noise_seed: str | None = None
+    credentials: Credentials = field(default_factory=Credentials)
+    owners: tuple[str, ...] = ()
+    feeders: tuple[str, ...] = ()
+    policy: Policy = field(default_factory=Policy)
+
+    @property
+    def own_budget(self) -> float | None:
+        """Epsilon that the owner allows in all runs together: the budget, or the policy's limit where that is smaller."""
+        return min((each for each in (self.budget, self.policy.epsilon) if each is not None), default=None)
+
+    @property
+    def private(self) -> bool:
+        """False where the noise could be known beforehand."""
+        return self.recorded_noise is None and self.noise_seed is None
+
+    def check(self) -> None:
+        """Refuse what would not protect anybody, or not be found.
+
+        Raises:
+            SpecError: recorded or seeded noise on an address that others can reach, more than one way to get noise, no
+                address to give to others, an owner or a feeder that is no identity, or a policy that needs an identity.
+        """
+        if re.fullmatch(LEARNER_NAME, self.name) is None:
+            raise SpecError(f"a learner's name is part of file names: it must match {LEARNER_NAME}, got {self.name!r}")
+        if self.budget is not None and not 0 < self.budget < math.inf:
+            raise SpecError(f"a learner's budget must be a positive number, got {self.budget:g}")
+        addresses = [self.listen, *([self.advertise] if self.advertise else [])]
+        if not self.private and not all(map(is_loopback, addresses)):
+            kind = "seeded noise" if self.recorded_noise is None else "recorded noise"
+            raise SpecError(f"{kind} protects nobody and is allowed on loopback addresses only, got {addresses}")
+        if self.noise_seed is not None and (self.recorded_noise is not None or self.noise != "bitwise"):
+            raise SpecError("a noise seed goes with neither recorded noise nor OpenDP's, which takes no seed")
+        for each in (*self.owners, *self.feeders):
+            principals.Principal.of("any", each)
+        if self.credentials.folder is None:
+            self.policy.require_identity()
+        if self.advertise is None and self.listen.startswith(("0.0.0.0:", "[::]:")):
+            raise SpecError(
+                f"listening on all addresses ({self.listen}) needs --advertise HOST:PORT, the address for others"
+            )

@@ -1,0 +1,153 @@
+"""The learner's gRPC face: what its neighbours, its owner and whoever brings records may ask of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import asdict
+from typing import Any
+
+import grpc
+
+from sottovoce.errors import NotReady, StrangerError, Unavailable
+from sottovoce_learner import exchange
+from sottovoce_learner.config import LearnerConfig
+from sottovoce_learner.ledger import Ledger
+from sottovoce_learner.session import Session
+from sottovoce_rpc import principals
+from sottovoce_rpc.codec import from_tensor, to_tensor
+from sottovoce_rpc.learner_status import LearnerStatus
+from sottovoce_rpc.status import answering
+from sottovoce_rpc.tasks import beside
+from sottovoce_wire.v1 import learner_pb2
+
+NAME = "sottovoce_wire.v1.Learner"
+_RECEIPT_EVERY = 16
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class Face:
+    """What may be asked of a learner, and by whom.
+
+    Args:
+        config: of the learner.
+        in_run: its session in the run of now, or NotReady.
+        status: of now.
+    """
+
+    def __init__(
+        self, config: LearnerConfig, in_run: Callable[[], Session], status: Callable[[], LearnerStatus]
+    ) -> None:
+        self._config, self._in_run, self._now = config, in_run, status
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """By hand rather than by the generated function: Exchange passes bytes through, encoded once for all neighbours."""
+        pb = learner_pb2
+        handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+            "Exchange": grpc.stream_stream_rpc_method_handler(self.exchange),
+            "Ingest": grpc.stream_stream_rpc_method_handler(
+                self.ingest, pb.SampleBatch.FromString, pb.IngestReceipt.SerializeToString
+            ),
+            "Predict": grpc.unary_unary_rpc_method_handler(
+                self.predict, pb.PredictRequest.FromString, pb.PredictResponse.SerializeToString
+            ),
+            "Ledger": grpc.unary_unary_rpc_method_handler(
+                self.ledger, pb.LedgerRequest.FromString, pb.LedgerResponse.SerializeToString
+            ),
+            "Status": grpc.unary_unary_rpc_method_handler(
+                self.status, pb.StatusRequest.FromString, pb.StatusResponse.SerializeToString
+            ),
+        }
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(NAME, handlers),))
+
+    @property
+    def _owners(self) -> frozenset[str]:
+        return frozenset((f"{principals.Role.LEARNER}/{self._config.name}", *self._config.owners))
+
+    @property
+    def _feeders(self) -> frozenset[str]:
+        return self._owners | {f"{principals.Role.FEEDER}/{self._config.name}", *self._config.feeders}
+
+    def _require(self, context: Context, names: frozenset[str], *roles: principals.Role) -> None:
+        """Hold a call to whom its owner has named.
+
+        Raises:
+            StrangerError: the caller is not one of them, and has none of these roles.
+        """
+        caller = self._config.credentials.caller(context)
+        if caller is not None and str(caller) not in names and caller.role not in roles:
+            raise StrangerError(f"{caller} is not one whom the owner of {self._config.name!r} has named for this")
+
+    async def exchange(self, requests: AsyncIterator[bytes], context: Context) -> None:
+        """A stream that a neighbour opens, or a relay for it."""
+        async with answering(context):
+            session = self._in_run()
+            if not session.introduced:
+                raise NotReady("this learner does not know its neighbours yet")
+            async with beside(_replacement(session)):
+                await exchange.accept(session, context, self._config.credentials.caller(context))
+
+    async def ingest(
+        self, batches: AsyncIterator[learner_pb2.SampleBatch], context: Context
+    ) -> AsyncIterator[learner_pb2.IngestReceipt]:
+        """Records, answered by receipts for what is in keeping."""
+        async with answering(context):
+            self._require(context, self._feeders)
+            session = self._in_run()
+            taken, source = 0, ""
+            with session.receipts.stream():
+                async for batch in batches:
+                    await session.feed(batch)
+                    taken, source = taken + 1, batch.source
+                    # At once what is due: more may be here than its feeder knows.
+                    if taken == 1 or taken % _RECEIPT_EVERY == 0:
+                        yield await _receipt(session, source)
+                yield await _receipt(session, source)
+
+    async def predict(self, request: learner_pb2.PredictRequest, context: Context) -> learner_pb2.PredictResponse:
+        """What the model in use says of records, where the run opted in."""
+        async with answering(context):
+            self._require(context, self._owners)
+            session = self._in_run()
+            if not session.role.spec.telemetry.predict:
+                raise NotReady("predictions depend on private data; this run did not opt in (telemetry.predict)")
+            scores, labels, rounds = session.predict(from_tensor(request.features))
+            return learner_pb2.PredictResponse(scores=to_tensor(scores), labels=to_tensor(labels), rounds_done=rounds)
+
+    async def ledger(self, request: learner_pb2.LedgerRequest, context: Context) -> learner_pb2.LedgerResponse:
+        """What all runs have cost."""
+        async with answering(context):
+            self._require(context, self._owners)
+            lines = await asyncio.to_thread(Ledger(self._config.state_folder).lines, self._config.name)
+            return learner_pb2.LedgerResponse(
+                lines=[learner_pb2.LedgerLine(algorithm=line.algorithm, **asdict(line)) for line in lines],
+                own_budget=self._config.own_budget,
+            )
+
+    async def status(self, request: learner_pb2.StatusRequest, context: Context) -> learner_pb2.StatusResponse:
+        """How far it is."""
+        async with answering(context):
+            self._require(context, self._feeders, principals.Role.OPERATOR, principals.Role.COORDINATOR)
+            return learner_pb2.StatusResponse(status=self._now().to_wire())
+
+
+async def _receipt(session: Session, source: str) -> learner_pb2.IngestReceipt:
+    """What is in keeping of a source: not what another stream of it brings meanwhile.
+
+    Raises:
+        NotReady: it cannot be kept.
+    """
+    receipt = learner_pb2.IngestReceipt(next_sequence=session.intake.next_sequence(source))
+    await session.settled()
+    return receipt
+
+
+async def _replacement(session: Session) -> None:
+    """A run that is taken up again: neighbours have to greet who this learner is from now on.
+
+    Raises:
+        Unavailable: it is.
+    """
+    await session.replaced.wait()
+    raise Unavailable("this learner takes the run up again")
