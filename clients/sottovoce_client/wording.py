@@ -75,6 +75,22 @@ def ciphertext_line(connections: int, records: int, n_bytes: int) -> str:
     return f"{plural(records, 'record')} of ciphertext, {size(n_bytes)}, in {plural(connections, 'connection')}"
 
 
+def at_best_line(most: float, needed: float, claim: float) -> str:
+    """The most that so many runs show, and what fewer cannot.
+
+    Args:
+        most: the largest bound on epsilon that they could give.
+        needed: runs of each world with which the claim could be refuted at all; 0: any number.
+        claim: the claimed epsilon.
+    """
+    told = f"At best so many runs show ε {number(most, 3)}."
+    if not needed:
+        return told
+    if math.isinf(needed):
+        return f"{told} No number of runs that anybody makes could refute ε {number(claim)}."
+    return f"{told} With fewer than {plural(int(needed), 'run')} of each world, ε {number(claim)} could not be refuted."
+
+
 def plural(value: int, noun: str) -> str:
     """`1 message`, `5,000 messages`."""
     return f"{count(value)} {noun}" if value == 1 else f"{count(value)} {noun}s"

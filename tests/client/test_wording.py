@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from sottovoce_client.wording import count, duration, number, plural, share, share_range, size
+from sottovoce_client.wording import at_best_line, count, duration, number, plural, share, share_range, size
 
 
 @pytest.mark.parametrize(
@@ -60,3 +60,10 @@ def test_shares() -> None:
 
 def test_counts() -> None:
     assert (count(5_000), plural(1, "edge"), plural(0, "edge")) == ("5,000", "1 edge", "0 edges")
+
+
+def test_what_so_many_runs_cannot_show() -> None:
+    assert at_best_line(0.8, 0, 2.0) == "At best so many runs show ε 0.8."
+    few, never = at_best_line(0.8, 1_234, 2.0), at_best_line(0.8, math.inf, 955.0)
+    assert "fewer than 1,234 runs of each world" in few and "ε 2 could not" in few
+    assert never.endswith("No number of runs that anybody makes could refute ε 955.")

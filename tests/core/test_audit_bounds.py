@@ -11,6 +11,7 @@ from scipy.stats import binom
 
 from sottovoce.arrays import FloatArray
 from sottovoce.auditing.bounds import (
+    MOST_RUNS,
     Bound,
     ceiling,
     epsilon_lower_bound,
@@ -65,7 +66,17 @@ def test_more_runs_decide_only_what_is_above_the_claim() -> None:
 @pytest.mark.parametrize("epsilon", [0.0, 0.5, 3.0])
 def test_so_many_runs_and_no_fewer_show_an_epsilon(epsilon: float) -> None:
     runs = runs_to_show(epsilon, 0.01)
-    assert ceiling(runs, 0.01) > epsilon >= ceiling(runs - 1, 0.01)
+    assert ceiling(int(runs), 0.01) > epsilon >= ceiling(int(runs) - 1, 0.01)
+
+
+@pytest.mark.parametrize("epsilon", [25.0, 95.6, 710.0, 1e6, math.inf])
+def test_what_nobody_makes_is_no_number(epsilon: float) -> None:
+    assert runs_to_show(epsilon, 0.01) == math.inf
+
+
+def test_more_epsilon_takes_more_runs_until_nobody_makes_them() -> None:
+    shown = [runs_to_show(float(epsilon), 0.01) for epsilon in np.linspace(0.0, 40.0, 200)]
+    assert shown == sorted(shown) and max(each for each in shown if math.isfinite(each)) <= MOST_RUNS
 
 
 # ---- validity --------------------------------------------------------------------------------------------------------

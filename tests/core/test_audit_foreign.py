@@ -333,6 +333,14 @@ def test_too_few_runs_say_how_many_are_needed() -> None:
     assert f"{done.found.needed:,} of each world" in done.verdict.text
 
 
+@pytest.mark.parametrize("claim", [50.0, 955.0, 1e9])
+def test_a_claim_that_nobody_could_refute_is_said_to_be_one(claim: float) -> None:
+    done = audited(conversations(noised, 40), claim, 0.95)
+
+    assert (done.verdict.kind, done.found.needed) == ("inconclusive", math.inf)
+    assert "more than anybody makes of each world are needed" in done.verdict.text
+
+
 @pytest.mark.parametrize("claim", [0.1, 1.0, 4.0])
 def test_the_runs_needed_are_those_that_suffice(claim: float) -> None:
     tested = int(0.4 * 2 * runs_to_show(claim, level(ONE_FAMILY), TESTED))

@@ -300,7 +300,7 @@ def guess_row(bound: Bound) -> TableRow:
     """One guesser."""
     blind = bound.family == "black box" and not bound.view
     seen = f"{bound.name}: nothing to look at" if blind else bound.name
-    result = f"{bound.correct:,} of {bound.guesses:,} right"
+    result = f"{bound.correct:,} of {bound.guesses:,} right" if bound.guesses else "sure of none"
     return bound.family, seen, result, number(bound.value, 3), number(bound.claim)
 
 

@@ -29,7 +29,7 @@ from sottovoce_client.auditing.network import made
 from sottovoce_client.auditing.started import Started
 from sottovoce_client.auditing.worlds import digest
 from sottovoce_client.documents import write_json
-from sottovoce_client.wording import ciphertext_line, count, number, plural
+from sottovoce_client.wording import at_best_line, ciphertext_line, count, plural
 from sottovoce_eavesdropper.records import Ciphertext
 
 
@@ -188,8 +188,4 @@ def _notes(done: ForeignAudit, plan: AuditPlan, runs: Started, source: str) -> I
     yield "What the numbers say was not looked at: sottovoce audit --on network reads them."
     if done.left_out:
         yield f"Worlds were not equally frequent: {plural(done.left_out, 'run')} left out."
-    needed = ""
-    if done.found.needed:
-        fewer = f"fewer than {plural(done.found.needed, 'run')} of each world"
-        needed = f" With {fewer}, ε {number(done.found.claim)} could not be refuted."
-    yield f"At best so many runs show ε {number(done.most, 3)}.{needed}"
+    yield at_best_line(done.most, done.found.needed, done.found.claim)

@@ -91,10 +91,23 @@ def runs_needed(epsilon: float, alpha: float = 0.05, share: float = 0.9) -> int:
     return math.ceil((quantile / (1.0 - share)) ** 2 * (1.0 + math.exp(epsilon)) / epsilon**2)
 
 
-def runs_to_show(epsilon: float, alpha: float, of: float = 1.0) -> int:
-    """Runs of each world whose coins, all guessed right, give a bound above epsilon; `of` is the share that is guessed."""
+MOST_RUNS = 10**9
+"""More than anybody makes."""
+
+
+def runs_to_show(epsilon: float, alpha: float, of: float = 1.0) -> float:
+    """Runs of each world whose coins, all guessed right, give a bound above epsilon; infinite where that is above `MOST_RUNS`.
+
+    Args:
+        epsilon: above which.
+        alpha: one minus the confidence.
+        of: the share of runs that is guessed.
+    """
+    if epsilon > math.log(2 * MOST_RUNS):  # each run shows less than a coin that falls so once in as many times
+        return math.inf
     right = math.log(alpha) / -math.log1p(math.exp(-epsilon))
-    return math.ceil((math.floor(right) + 1) / of / 2)
+    runs = math.ceil((math.floor(right) + 1) / of / 2)
+    return runs if runs <= MOST_RUNS else math.inf
 
 
 def ceiling(runs: int, alpha: float) -> float:

@@ -80,7 +80,7 @@ class Findings:
     rounds: RoundBounds | None = None
     signs: tuple[str, ...] = ()
     paired: bool = True
-    needed: int = 0
+    needed: float = 0
     proviso: str = ""
     void: str = ""
     most: float = 0.0
@@ -201,7 +201,8 @@ def _hints(found: Findings) -> Iterator[str]:
     """What keeps a claim from being called consistent, and how many runs would settle it."""
     if found.runs < found.needed:
         few = f"so few could not refute an epsilon of {found.claim:.4g}, whatever they show"
-        yield f"{few}: {found.needed:,} of each world are needed"
+        many = "more than anybody makes" if math.isinf(found.needed) else f"{found.needed:,}"
+        yield f"{few}: {many} of each world are needed"
     if found.blind:
         yield f"this audit could not have found even {found.blind}: it takes more runs, or somebody who hears more"
     yield from found.signs

@@ -15,7 +15,7 @@ from sottovoce_client.auditing.audit import TableRow, guess_row, print_verdict
 from sottovoce_client.auditing.document import attempts_of
 from sottovoce_client.documents import write_json
 from sottovoce_client.lab.foreign.runs import Reading, RunIs, load_decoder, read_runs
-from sottovoce_client.wording import NOTHING, count, number, plural
+from sottovoce_client.wording import NOTHING, at_best_line, count, plural
 
 
 def audit_foreign(
@@ -131,8 +131,4 @@ def _notes(done: ForeignAudit, reading: Reading, run_is: RunIs) -> Iterator[str]
         yield f"{plural(reading.cut, 'run')} said more than is looked at."
     for failure in reading.failures:
         yield f"The decoder failed on {failure}"
-    needed = ""
-    if done.found.needed:
-        fewer = f"fewer than {plural(done.found.needed, 'run')} of each world"
-        needed = f" With {fewer}, ε {number(done.found.claim)} could not be refuted."
-    yield f"At best so many runs show ε {number(done.most, 3)}.{needed}"
+    yield at_best_line(done.most, done.found.needed, done.found.claim)
