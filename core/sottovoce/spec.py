@@ -255,6 +255,34 @@ def read_document(path: Path) -> Mapping[Any, Any]:
     return document_of(text, str(path))
 
 
+_MERGE = "tag:yaml.org,2002:merge"
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML in which nothing is said twice: of two limits under one name, the first would be lost without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        said = set[Any]()
+        for key, _ in node.value:
+            name = key.value if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE else None
+            if name in said:
+                raise yaml.constructor.ConstructorError(None, None, f"{name!r} stands there twice", key.start_mark)
+            if name is not None:
+                said.add(name)
+        return super().construct_mapping(node, deep)
+
+
+def parse_yaml(text: str) -> Any:
+    """What a text says as YAML.
+
+    Raises:
+        YAMLError: it is none, or a mapping has a key twice.
+        ValueError: it holds a date that there is not, or a number without end.
+        RecursionError: it is nested too deep.
+    """
+    return yaml.load(text, _Loader)  # noqa: S506 - a safe loader
+
+
 def document_of(text: str, source: str, what: str = "a run spec") -> Mapping[Any, Any]:
     """What a text says as YAML, not checked yet.
 
@@ -267,7 +295,7 @@ def document_of(text: str, source: str, what: str = "a run spec") -> Mapping[Any
         SpecError: not YAML, or no mapping of fields.
     """
     try:
-        document = yaml.safe_load(text)
+        document = parse_yaml(text)
     except (yaml.YAMLError, ValueError) as error:  # the latter: a date that there is not, a number without end
         raise SpecError(f"{source} is not YAML: {' '.join(str(error).split())}") from None
     except RecursionError:

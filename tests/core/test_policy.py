@@ -316,6 +316,7 @@ BAD = {
     "# nothing\n": "p.yaml: a policy must be a mapping of fields, got NoneType",
     "- telemetry\n": "p.yaml: a policy must be a mapping of fields, got list",
     "{": "p.yaml is not YAML: ",
+    "epsilon: 1\nepsilon: 1000": "p.yaml is not YAML: 'epsilon' stands there twice",
     "telemtry: []": "p.yaml: unknown field telemtry; the fields are algorithms, imports, epsilon_per_run, ",
     "guarantees: {prof: true}": "unknown field guarantees.prof; the fields are adjacency, threat_model, proof",
     "epsilon_per_run: much": "p.yaml: epsilon_per_run: input should be a valid number, unable to parse",

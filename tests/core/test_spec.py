@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from sottovoce.errors import CheckFailed, SpecError
 from sottovoce.running.run import build_run
-from sottovoce.spec import RunSpec, dump_spec, load_spec, parse_spec, spec_schema
+from sottovoce.spec import RunSpec, dump_spec, load_spec, parse_spec, parse_yaml, spec_schema
 
 LEAST: dict[str, Any] = {"rounds": 10, "algorithm": {"name": "ldp-dol"}}
 
@@ -135,6 +135,24 @@ def test_a_file_must_be_yaml(tmp_path: Path, content: str) -> None:
     with pytest.raises(SpecError, match=r"s\.yaml is not YAML: ") as failure:
         load_spec(path)
     assert "\n" not in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["rounds: 5\nrounds: 6", "{rounds: 5, algorithm: {name: ldp-dol, sigma: 1, sigma: 2}}", "rounds: 5\n'rounds': 6"],
+)
+def test_nothing_is_said_twice(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "s.yaml"
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(
+        SpecError, match=r"s\.yaml is not YAML: '(rounds|sigma)' stands there twice in .* line \d, column \d"
+    ):
+        load_spec(path)
+
+
+def test_what_is_merged_may_be_said_again() -> None:
+    said = parse_yaml("usual: &u {a: 1, b: 2}\nown: {<<: *u, b: 3}\nboth: {<<: [*u, {c: 4}], 'a': 5}")
+    assert said["own"] == {"a": 1, "b": 3} and said["both"] == {"a": 5, "b": 2, "c": 4}
 
 
 @pytest.mark.parametrize(

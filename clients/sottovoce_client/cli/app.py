@@ -12,7 +12,7 @@ import typer
 import yaml
 
 from sottovoce.errors import SpecError
-from sottovoce.spec import RunSpec
+from sottovoce.spec import RunSpec, parse_yaml
 
 app = typer.Typer(
     name="sottovoce",
@@ -86,8 +86,8 @@ def _config(context: typer.Context, path: Path | None) -> Path | None:
     """Defaults from a file: weaker than flags and environment."""
     if path is not None:
         try:
-            defaults = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-        except (OSError, yaml.YAMLError) as error:
+            defaults = parse_yaml(path.read_text(encoding="utf-8")) or {}
+        except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
             raise SpecError(f"cannot read the configuration {path}: {' '.join(str(error).split())}") from None
         known = {parameter.name for parameter in context.command.params}
         if not isinstance(defaults, dict) or not defaults.keys() <= known:
