@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """PD-FTGL and PD-OCG on the letter data set, as Wang et al. (ICML 2025) ran them: nine learners, 150,000 rounds.
 
-Multiclass logistic regression on 26 x 16 matrices in a trace-norm ball. letter.npz comes from the folder SOTTOVOCE_DATA; without
-it, scikit-learn's digits (10 x 64) stand in. Prints time, speed, peak memory and the average loss; nothing is asserted.
+Multiclass logistic regression on 26 x 16 matrices in a trace-norm ball. `sottovoce data fetch letter` brings the records; without
+them, scikit-learn's digits (10 x 64) stand in. Prints time, speed, peak memory and the average loss; nothing is asserted.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import os
 import resource
 import sys
 import time
-from pathlib import Path
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before numpy: one core
 import numpy as np
@@ -21,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sottovoce.arrays import Batch
+from sottovoce.data.folders import data_folders, find
 from sottovoce.errors import SottovoceError
 from sottovoce.experiment import prepare
 from sottovoce.noise import SeededNoise
@@ -30,8 +30,7 @@ from sottovoce.spec import RunSpec, parse_spec
 
 def source() -> tuple[str, int, int]:
     """Data set, its classes and its features."""
-    letter = Path(os.environ.get("SOTTOVOCE_DATA", "nowhere"), "letter.npz")
-    return ("letter", 26, 16) if letter.is_file() else ("digits", 10, 64)
+    return ("letter", 26, 16) if find("letter", data_folders()) else ("digits", 10, 64)
 
 
 def spec_of(algorithm: str, rounds: int) -> RunSpec:
@@ -54,7 +53,7 @@ def spec_of(algorithm: str, rounds: int) -> RunSpec:
 
 def run(algorithm: str, rounds: int) -> tuple[float, float, float]:
     """Seconds, mean loss of all learners over all rounds, and accuracy on held-out records at the end."""
-    prepared = prepare(spec_of(algorithm, rounds), data_folder=os.environ.get("SOTTOVOCE_DATA"))
+    prepared = prepare(spec_of(algorithm, rounds), folders=data_folders())
     data, loss = prepared.data, prepared.run.loss
     total, seconds, began, decision = 0.0, 0.0, time.perf_counter(), None
     for step in simulate(prepared.run, data, SeededNoise(0)):

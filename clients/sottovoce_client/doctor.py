@@ -39,7 +39,7 @@ _MOST_SKEW_S = 30.0
 _LEAST_FREE = 1024**3
 """Bytes on a disk with a state folder."""
 _EXTRAS = {
-    "audit": ("pyarrow", "duckdb", "jinja2", "plotly", "scipy"),
+    "audit": ("pyarrow", "duckdb", "jinja2", "plotly", "pooch", "scipy"),
     "fast": ("uvloop",),
     "accounting": ("dp_accounting",),
 }

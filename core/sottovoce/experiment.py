@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +17,7 @@ from pydantic.functional_validators import ModelWrapValidatorHandler
 
 from sottovoce.budget.lattice_slack import check_lattice
 from sottovoce.data import LearnerData, PlacedData, load_dataset
+from sottovoce.data.folders import data_folders
 from sottovoce.errors import SpecError
 from sottovoce.privacy.guarantee import Guarantee, overall
 from sottovoce.running.placement import place
@@ -38,18 +38,18 @@ class Prepared:
         return int(np.argmax([self.run.guarantee(i, each).epsilon() for i, each in enumerate(counts)]))
 
 
-def prepare(spec: RunSpec, *, data_folder: str | None = None) -> Prepared:
+def prepare(spec: RunSpec, *, folders: Sequence[Path] = ()) -> Prepared:
     """Load and place the data, and check the run.
 
     Args:
         spec: the run spec.
-        data_folder: where downloaded public data sets lie.
+        folders: where data sets that have a name are looked for (`data_folders`).
 
     Raises:
         SpecError: the spec cannot be run as it is.
         DataError: its data cannot be used.
     """
-    dataset = load_dataset(spec.data, spec.loss, folder=Path(data_folder) if data_folder else None)
+    dataset = load_dataset(spec.data, spec.loss, folders=folders)
     data = place(spec, dataset)
     run = build_run(spec, data.n_features)
     if run.algorithm.accountant(0).shared and not all(_same(data.learners[0], other) for other in data.learners[1:]):
@@ -70,7 +70,7 @@ class Experiment(RunSpec):
 
     Every field of a spec file is a keyword here, and a section is what a file would say (a word, or a mapping of fields) or an
     object of the section's class. It is a value: nothing changes it, and `replace` makes another. Records are loaded and placed
-    when they are first needed ($SOTTOVOCE_DATA: where public data sets lie that are not shipped).
+    when they are first needed (data sets that have a name, in $SOTTOVOCE_DATA or where `sottovoce data fetch` puts them).
 
     Raises:
         SpecError: one line per problem, each with the field, the value and what is allowed.
@@ -157,7 +157,7 @@ class Experiment(RunSpec):
             SpecError: it cannot be run as it is; `CheckFailed`: by a condition of the algorithm, which the error names.
             DataError: its data cannot be used.
         """
-        return prepare(self, data_folder=os.environ.get("SOTTOVOCE_DATA"))
+        return prepare(self, folders=data_folders())
 
     @property
     def run(self) -> Run:

@@ -122,7 +122,7 @@ def refused_elsewhere(out: Path, tmp_path: Path) -> None:
     with pytest.raises(CaptureError, match="is by wiretap: it has sizes and times of ciphertext, and no message"):
         from_captures(str(out), AuditRequest(), prepare, lambda text: None)
     with pytest.raises(CaptureError, match="is by wiretap"):
-        gallery_of(out / "captures", tmp_path, 0, None)
+        gallery_of(out / "captures", tmp_path, 0, ())
     (one, *_) = find(open_folder(out / "captures"))
     question, source = WatchRequest(0.001, once=True), where(one.name, None, None)
     with pytest.raises(CaptureError, match="is by wiretap"):

@@ -94,6 +94,8 @@ def eventually(holds: Callable[[], bool]) -> None:
 COMMANDS = {
     "": "Start with sottovoce demo",
     "demo": "--print-spec",
+    "data": "describe",
+    "data fetch": "--from",
     "up": "--per-process",
     "run": "--coordinator",
     "simulate": "--record-noise",

@@ -90,7 +90,7 @@ async def captured(folder: Path, algorithm: dict[str, Any], **sections: Any) -> 
 def shown(capture: Path, folder: Path) -> tuple[str, dict[str, Any]]:
     """What is printed, and gallery.json."""
     out = io.StringIO()
-    command.gallery_of(capture, folder, 0, None, Console(file=out, width=120))
+    command.gallery_of(capture, folder, 0, (), Console(file=out, width=120))
     return out.getvalue(), json.loads((folder / "gallery.json").read_text(encoding="utf-8"))
 
 
@@ -120,4 +120,4 @@ async def test_one_capture_does_not_show_membership(tmp_path: Path) -> None:
 
 def test_what_is_no_capture_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CaptureError):
-        command.gallery_of(tmp_path / "none", tmp_path, 0, None)
+        command.gallery_of(tmp_path / "none", tmp_path, 0, ())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from sottovoce.data import Dataset, load_dataset
+from sottovoce.data.folders import cache_folder, data_folders
 from sottovoce.data.source import DataSpec
 from sottovoce.errors import DataError, SpecError
 from sottovoce.losses.hinge import Hinge
@@ -23,8 +24,8 @@ LOGISTIC, RIDGE = Logistic(), Ridge()
 Save = Callable[..., Path]
 
 
-def load(source: object, loss: Loss = LOGISTIC, folder: Path | None = None, **fields: Any) -> Dataset:
-    return load_dataset(DataSpec(source=str(source), **fields), loss, folder=folder)
+def load(source: object, loss: Loss = LOGISTIC, folders: Sequence[Path] = (), **fields: Any) -> Dataset:
+    return load_dataset(DataSpec(source=str(source), **fields), loss, folders=folders)
 
 
 @pytest.fixture
@@ -75,14 +76,44 @@ def test_pyarrow_missing_says_what_to_install(csv: Callable[[str], Path], monkey
         load(csv("a,y\n1,0\n2,1\n"))
 
 
-def test_public_data_set_without_folder_says_what_to_download() -> None:
-    with pytest.raises(SpecError, match=r"download UCI 'Mushroom' .*set SOTTOVOCE_DATA"):
+def test_public_data_set_without_folder_says_how_to_get_it() -> None:
+    with pytest.raises(SpecError, match=r"`sottovoce data fetch mushrooms` gets it.*SOTTOVOCE_DATA is not set"):
         load("mushrooms")
 
 
-def test_public_data_set_missing_in_folder_says_where_to_put_it(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match=f"save it as {tmp_path / 'poker'}.npz"):
-        load("poker", folder=tmp_path)
+def test_public_data_set_that_is_not_here_says_where_it_was_looked_for(tmp_path: Path) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+    with pytest.raises(SpecError, match=f"fetch poker`.*looked at {one}/poker.npz, {other}/poker.npz"):
+        load("poker", folders=[one, other])
+
+
+def test_the_first_folder_that_has_a_data_set_wins(tmp_path: Path) -> None:
+    folders = [tmp_path / "missing", tmp_path / "first", tmp_path / "second"]
+    for k, folder in enumerate(folders[1:], 1):
+        folder.mkdir()
+        np.savez(folder / "letter.npz", X=np.full((2, 1), k), y=[0, 1])
+    assert load("letter", folders=folders).features.tolist() == [[1], [1]]
+    assert load("letter", folders=folders[::-1]).features.tolist() == [[2], [2]]
+
+
+def test_folders_are_the_variable_then_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("platformdirs")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("SOTTOVOCE_DATA", raising=False)
+    (cache,) = data_folders()
+    assert cache == cache_folder()
+    monkeypatch.setenv("SOTTOVOCE_DATA", "")
+    assert data_folders() == (cache,)
+    monkeypatch.setenv("SOTTOVOCE_DATA", str(tmp_path))
+    assert data_folders() == (tmp_path, cache)
+
+
+def test_without_what_knows_the_cache_the_variable_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "platformdirs", None)
+    monkeypatch.setenv("SOTTOVOCE_DATA", str(tmp_path))
+    assert data_folders() == (tmp_path,)
+    monkeypatch.delenv("SOTTOVOCE_DATA")
+    assert data_folders() == ()
 
 
 @pytest.mark.parametrize(
@@ -98,7 +129,7 @@ def test_public_data_set_missing_in_folder_says_where_to_put_it(tmp_path: Path) 
 def test_public_data_sets(
     data_folder: Path, source: str, records: int, features: int, test_records: int | None, positive: int | None
 ) -> None:
-    dataset = load(source, folder=data_folder)
+    dataset = load(source, folders=[data_folder])
     assert dataset.features.shape == (records, features)
     assert (None if dataset.test is None else dataset.test.features.shape) == (
         None if test_records is None else (test_records, features)
@@ -108,17 +139,17 @@ def test_public_data_sets(
 
 
 def test_mushrooms_are_one_hot_without_the_stalk_root(data_folder: Path) -> None:
-    assert (load("mushrooms", folder=data_folder).features.sum(axis=1) == 21).all()
+    assert (load("mushrooms", folders=[data_folder]).features.sum(axis=1) == 21).all()
 
 
 def test_letters_split_in_the_middle_of_the_alphabet(data_folder: Path) -> None:
-    dataset = load("letter", folder=data_folder)
+    dataset = load("letter", folders=[data_folder])
     assert dataset.classes is not None
     assert np.array_equal(dataset.labels, (dataset.classes >= 13).astype(float))
 
 
 def test_mnist_images_become_rows(data_folder: Path) -> None:
-    dataset = load("mnist", folder=data_folder, positive=(3, 7))
+    dataset = load("mnist", folders=[data_folder], positive=(3, 7))
     assert dataset.features.shape == (60000, 784)
     assert dataset.test is not None
     assert dataset.test.features.shape == (10000, 784)
@@ -225,7 +256,8 @@ def test_file_that_is_no_archive_is_refused(tmp_path: Path) -> None:
     ("source", "message"),
     [
         ("nowhere.npz", "must be a file that exists, got nowhere.npz"),
-        ("mushroms", "must be one of breast_cancer, .*got"),
+        ("mushroms", "must be one of breast_cancer, .*got mushroms; did you mean mushrooms"),
+        ("nothing-like-it", "must be one of breast_cancer, .*got nothing-like-it$"),
     ],
 )
 def test_unknown_source_is_refused(source: str, message: str) -> None:

@@ -8,6 +8,7 @@ from sottovoce.errors import SottovoceError
 from sottovoce.plain import plain_lines
 from sottovoce_client.cli.app import (
     app,
+    data_app,
     eavesdropper_app,
     ledger_app,
     pki_app,
@@ -21,6 +22,7 @@ from sottovoce_client.cli.app import (
 # isort: off
 from sottovoce_client.cli import runs as runs
 from sottovoce_client.cli import experiments as experiments
+from sottovoce_client.cli import data as data
 from sottovoce_client.cli import transcripts as transcripts
 from sottovoce_client.cli import services as services
 from sottovoce_client.cli import operating as operating
@@ -33,6 +35,7 @@ from sottovoce_client.cli import specs as specs
 __all__ = [
     "app",
     "auditing",
+    "data",
     "experiments",
     "main",
     "operating",
@@ -44,6 +47,7 @@ __all__ = [
     "transcripts",
 ]
 
+app.add_typer(data_app, name="data", rich_help_panel="Runs")
 app.add_typer(runs_app, name="runs", rich_help_panel="Runs")
 app.add_typer(transcript_app, name="transcript", rich_help_panel="Runs")
 app.add_typer(eavesdropper_app, name="eavesdropper", rich_help_panel="Services")

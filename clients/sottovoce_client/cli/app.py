@@ -26,6 +26,7 @@ app = typer.Typer(
         "Start with [bold]sottovoce demo[/]: five learners, a coordinator and an eavesdropper on this machine."
     ),
 )
+data_app = typer.Typer(no_args_is_help=True, help="Data sets that have a name: list, fetch and describe them.")
 spec_app = typer.Typer(no_args_is_help=True, help="Check and print run specs.")
 eavesdropper_app = typer.Typer(invoke_without_command=True)
 pki_app = typer.Typer(no_args_is_help=True, help="Identities: a certificate authority of your own.")
@@ -141,9 +142,10 @@ def prepared_from(spec: RunSpec) -> Any:
     Raises:
         SottovoceError: the spec cannot be run as it is, or its data cannot be used.
     """
+    from sottovoce.data.folders import data_folders
     from sottovoce.experiment import prepare
 
-    return prepare(spec, data_folder=os.environ.get("SOTTOVOCE_DATA"))
+    return prepare(spec, folders=data_folders())
 
 
 def folder_for(name: str, out: Path | None) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -268,6 +267,7 @@ def gallery(
 
     Writes gallery.json and gallery.html. Searching in a network's gradients needs the extra torch.
     """
+    from sottovoce.data.folders import data_folders
     from sottovoce_client.lab.gallery.gallery import gallery as show
     from sottovoce_client.lab.gallery.gallery import gallery_of
 
@@ -275,7 +275,7 @@ def gallery(
     if capture is None:
         show(folder, levels(epsilons)[::-1], runs, seed)  # from little noise to much
     else:
-        gallery_of(capture, folder, seed, os.environ.get("SOTTOVOCE_DATA"), allow_imports=allow_imports)
+        gallery_of(capture, folder, seed, data_folders(), allow_imports=allow_imports)
 
 
 @app.command(rich_help_panel="Privacy")

@@ -30,7 +30,9 @@ from sottovoce_client.cli.app import (
 def demo(
     data: Annotated[
         str | None,
-        typer.Option(help="breast_cancer, digits, mushrooms, adult, letter …, or a .npz, .csv or .parquet file."),
+        typer.Option(
+            help="A name (sottovoce data list), or a .npz, .csv or .parquet file.", show_default="breast_cancer"
+        ),
     ] = None,
     rounds: Annotated[int | None, typer.Option(min=1, help="Rounds to run.", show_default="500")] = None,
     out: Out = None,

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable, Coroutine, Iterable
 from pathlib import Path
 from typing import Any
 
 from sottovoce.algorithms.per_learner import spread
+from sottovoce.data.folders import data_folders
 from sottovoce.experiment import Prepared, prepare
 from sottovoce.plain import plain
 from sottovoce.spec import RunSpec, dump_spec
@@ -70,7 +70,7 @@ def again(spec: RunSpec) -> Prepared:
     Raises:
         SottovoceError: its data cannot be used any more.
     """
-    return prepare(spec, data_folder=os.environ.get("SOTTOVOCE_DATA"))
+    return prepare(spec, folders=data_folders())
 
 
 def _print_all(lines: Iterable[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -10,6 +11,8 @@ import numpy as np
 
 from sottovoce.arrays import FloatArray, IntArray, as_floats
 from sottovoce.data.files import AnyArray, RawTable, import_extra, read_columns, read_npz
+from sottovoce.data.folders import VARIABLE, find
+from sottovoce.data.known import KNOWN, nearest
 from sottovoce.data.labels import map_labels
 from sottovoce.data.source import DataSpec
 from sottovoce.errors import DataError, SpecError
@@ -50,37 +53,22 @@ class Dataset:
     test: Labelled | None = None
 
 
-_SKLEARN = ("breast_cancer", "digits")
-"""Shipped with scikit-learn."""
-
-_FILES = {
-    "mushrooms": "UCI 'Mushroom' (https://archive.ics.uci.edu/dataset/73) as X_onehot (8124, 112) and y",
-    "adult": "UCI 'Adult' (https://archive.ics.uci.edu/dataset/2) as num_*, cat_* and y_* of train and test, "
-    "num_columns, cat_columns and values_<column>",
-    "a9a": "LIBSVM 'a9a' (https://www.csie.ntu.edu.tw/~cjlin/libsvmtools/datasets) as X_train, y_train, X_test, y_test",
-    "letter": "UCI 'Letter Recognition' (https://archive.ics.uci.edu/dataset/59) as X (20000, 16) and y",
-    "mnist": "MNIST (http://yann.lecun.com/exdb/mnist) as X_train (60000, 28, 28), y_train, X_test, y_test",
-    "poker": "UCI 'Poker Hand' (https://archive.ics.uci.edu/dataset/158) as X_train, y_train, X_test, y_test",
-}
-"""Public data sets that we do not ship: what to download, and the arrays to save."""
-
 _READABLE = (".npz", ".csv", ".parquet")
 
 
-def load_dataset(data: DataSpec, loss: Loss, *, folder: Path | None = None) -> Dataset:
+def load_dataset(data: DataSpec, loss: Loss, *, folders: Sequence[Path] = ()) -> Dataset:
     """Read the records of `data.source` and map their labels to the domain of the loss.
 
     Args:
         data: where records come from.
         loss: what labels are mapped to: 0 and 1, class numbers, or numbers as they are.
-        folder: where the `.npz` files of the public data sets lie (the client passes $SOTTOVOCE_DATA).
+        folders: where the `.npz` files of data sets that have a name are looked for (`data_folders`).
 
     Raises:
         SpecError: there is no such source, or what reads it is not installed.
         DataError: its records are unusable; the message names the row and the column.
     """
-    table = _read(data, folder)
-    _check(table, data.source)
+    table = read_source(data, folders)
     labels = table.labels if table.test is None else np.concatenate([table.labels, table.test[1]])
     mapped, classes = map_labels(labels, loss, data.positive)
     n = len(table.features)
@@ -90,32 +78,50 @@ def load_dataset(data: DataSpec, loss: Loss, *, folder: Path | None = None) -> D
     return Dataset(data.source, table.features, mapped[:n], classes[:n], learner, names, rounds, test)
 
 
-def _read(data: DataSpec, folder: Path | None) -> RawTable:
+def read_source(data: DataSpec, folders: Sequence[Path] = ()) -> RawTable:
+    """The records of `data.source` as they stand there; labels are float64 or text.
+
+    Raises:
+        SpecError, DataError: as `load_dataset`.
+    """
+    table = _read(data, folders)
+    _check(table, data.source)
+    return table
+
+
+def _read(data: DataSpec, folders: Sequence[Path]) -> RawTable:
     """The source as a table whose labels are float64 or text."""
-    if data.source in _SKLEARN:
+    known = KNOWN.get(data.source)
+    if known is not None and not known.originals:
         loaders = import_extra("sklearn.datasets", "scikit-learn", f"data.source {data.source}")
         features, labels = getattr(loaders, f"load_{data.source}")(return_X_y=True)
         return RawTable(as_floats(features), as_floats(labels))
-    if data.source in _FILES:
-        return _plain(read_npz(_public_file(data.source, folder)), data.source)
+    if known is not None:
+        return _plain(read_npz(_public_file(data.source, folders)), data.source)
     path = Path(data.source)
     if path.suffix.lower() not in _READABLE:
-        known = ", ".join((*_SKLEARN, *_FILES))
-        raise SpecError(f"data.source must be one of {known}, or a path to a {', '.join(_READABLE)} file, got {path}")
+        raise SpecError(
+            f"data.source must be one of {', '.join(KNOWN)}, or a path to a {', '.join(_READABLE)} file, got {path}"
+            f"{nearest(data.source)}"
+        )
     if not path.is_file():
         raise SpecError(f"data.source must be a file that exists, got {path} (looked for at {path.absolute()})")
     return _plain(read_npz(path) if path.suffix.lower() == ".npz" else read_columns(path, data.label), data.source)
 
 
-def _public_file(source: str, folder: Path | None) -> Path:
-    """Where a public data set lies, or what to download and where to put it."""
-    if folder is None:
-        place = f"save it as {source}.npz in a folder of your choice, and set SOTTOVOCE_DATA to that folder"
-    elif not (folder / f"{source}.npz").is_file():
-        place = f"save it as {folder / source}.npz"
-    else:
-        return folder / f"{source}.npz"
-    raise SpecError(f"data.source {source} is not shipped: download {_FILES[source]}, {place}")
+def _public_file(source: str, folders: Sequence[Path]) -> Path:
+    """Where a public data set lies.
+
+    Raises:
+        SpecError: nowhere; with the command that gets it, and where it was looked for.
+    """
+    if (path := find(source, folders)) is not None:
+        return path
+    places = ", ".join(str(folder / f"{source}.npz") for folder in folders) or f"no folder, for {VARIABLE} is not set"
+    raise SpecError(
+        f"data.source {source} is not on this machine: `sottovoce data fetch {source}` gets it, or set {VARIABLE} to a folder "
+        f"that has {source}.npz; looked at {places}"
+    )
 
 
 def _plain(table: RawTable, source: str) -> RawTable:

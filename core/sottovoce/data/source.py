@@ -14,7 +14,7 @@ class DataSpec(Section):
     """Where records come from, who gets which, and in what order."""
 
     source: str = "breast_cancer"
-    """`breast_cancer` and `digits` (shipped with scikit-learn), or a path to a `.npz`, `.csv` or `.parquet` file."""
+    """The name of a data set (`sottovoce data list` shows them), or a path to a `.npz`, `.csv` or `.parquet` file."""
     label: str | None = None
     """Label column of a `.csv` or `.parquet` file (default: `label`, else `y`, else the last column)."""
     positive: tuple[int | str, ...] | None = None

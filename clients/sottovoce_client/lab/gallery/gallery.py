@@ -59,7 +59,7 @@ def gallery_of(
     capture: Path,
     folder: Path,
     seed: int,
-    data_folder: str | None,
+    folders: Sequence[Path],
     console: Console | None = None,
     *,
     allow_imports: bool = False,
@@ -70,7 +70,7 @@ def gallery_of(
         capture: its folder.
         folder: where to.
         seed: of searches.
-        data_folder: where downloaded public data sets lie: the originals.
+        folders: where data sets that have a name are looked for: the originals.
         console: where to print (default: standard output).
         allow_imports: import code that the capture's spec names.
 
@@ -86,7 +86,7 @@ def gallery_of(
     if not found.facts.get("spec"):
         raise CaptureError(f"the capture {capture} must have a run spec to be attacked, and has none")
     spec = parse_spec(found.facts["spec"], source=str(capture), imports=allow_imports)
-    prepared = prepare(spec, data_folder=data_folder)
+    prepared = prepare(spec, folders=folders)
     run = prepared.run
     if isinstance(run.algorithm, DualAveraging):
         raise SpecError("membership is guessed over many runs, a capture is one; see sottovoce audit")

@@ -1,0 +1,87 @@
+"""Data sets that have a name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.text import Text
+
+from sottovoce.data.folders import data_folders, find
+from sottovoce.errors import SpecError
+from sottovoce_client import terminal
+from sottovoce_client.cli.app import data_app
+
+
+@data_app.command("list")
+def list_() -> None:
+    """Show every data set that has a name: what is in it, its licence, and whether it is on this machine."""
+    from sottovoce_client.data.catalogue import show
+
+    show(data_folders(), terminal.console())
+
+
+@data_app.command("fetch")
+def fetch(
+    names: Annotated[
+        list[str], typer.Argument(metavar="NAME...", help="As `sottovoce data list` shows them.", show_default=False)
+    ],
+    folder: Annotated[
+        Path | None, typer.Option(help="Where to put them.", show_default="$SOTTOVOCE_DATA, else your cache")
+    ] = None,
+    elsewhere: Annotated[
+        str,
+        typer.Option(
+            "--from",
+            metavar="PLACE",
+            help="A folder or URL that has the original files, in place of their owners' servers.",
+            show_default=False,
+        ),
+    ] = "",
+) -> None:
+    """Download data sets from their owners, check them, and keep them as runs read them. One that is here is left as it is."""
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    from sottovoce_client.data.catalogue import known
+    from sottovoce_client.data.fetch import fetch as bring
+
+    sources, console = [known(name) for name in dict.fromkeys(names)], terminal.console()
+    folders = (folder,) if folder else data_folders()
+    if not folders:
+        raise SpecError("there is no folder to put data sets in: give one with --folder, or set SOTTOVOCE_DATA to one")
+    for source in sources:
+        if not source.originals:
+            console.print(f"{source.name}: scikit-learn ships it, there is nothing to fetch")
+            continue
+        if (path := find(source.name, folders)) is not None:
+            console.print(Text(f"{source.name}: here already, {path}"))
+            continue
+        columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+            done = bring(source, folders[0], progress, elsewhere=elsewhere)
+        for each in done.came:
+            checked = "as published" if each.known else "no checksum of it is known: compare it with a copy you trust"
+            console.print(Text(f"{each.name}: {each.digest}, {checked}"))
+        console.print(Text(f"{source.name}: {done.path} (licence: {source.licence})"))
+
+
+@data_app.command("describe")
+def describe(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME|FILE", help="A name, or a .npz, .csv or .parquet file of your own.", show_default=False
+        ),
+    ],
+    label: Annotated[
+        str | None, typer.Option(help="Label column of a file.", show_default="label, else y, else the last one")
+    ] = None,
+) -> None:
+    """Show what a data set holds: records, features and their ranges, classes, source, licence, and a spec that uses it.
+
+    Of a file of your own these are figures of its records: nothing protects them.
+    """
+    from sottovoce_client.data.describe import describe as show
+
+    show(source, data_folders(), terminal.console(), label)

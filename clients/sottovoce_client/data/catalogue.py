@@ -1,0 +1,67 @@
+"""`sottovoce data list`: every data set that has a name, and whether it is on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from sottovoce.data.folders import VARIABLE, cache_folder, find
+from sottovoce.data.known import KNOWN, KnownSource, nearest
+from sottovoce.errors import SpecError
+from sottovoce_client import terminal
+
+
+def known(name: str) -> KnownSource:
+    """The data set of this name.
+
+    Raises:
+        SpecError: there is none; with the nearest, if one is near.
+    """
+    if (found := KNOWN.get(name)) is not None:
+        return found
+    raise SpecError(f"there is no data set {name!r}: it must be one of {', '.join(KNOWN)}{nearest(name)}")
+
+
+def show(folders: Sequence[Path], console: Console) -> None:
+    """Print the table.
+
+    Args:
+        folders: where data sets are looked for.
+        console: where to print.
+    """
+    table = terminal.table()
+    table.add_column("name", no_wrap=True)
+    for head in ("records", "held out", "features", "classes"):
+        table.add_column(head, justify="right")
+    for head in ("task", "licence"):
+        table.add_column(head, overflow="fold")
+    table.add_column("download", justify="right", no_wrap=True)
+    table.add_column("here", no_wrap=True)
+    for source in KNOWN.values():
+        numbers = (source.records, source.held_out, source.features, len(source.classes))
+        counts = [f"{number:,}" if number else "–" for number in numbers]
+        table.add_row(source.name, *counts, source.task, source.licence, _size(source.download), _here(source, folders))
+    console.print(table)
+    for folder in folders:
+        console.print(Text(f"{_called(folder)}: {folder}{f' (${VARIABLE})' if _called(folder) == 'yours' else ''}"))
+    console.print("to get one that is not here: sottovoce data fetch NAME")
+
+
+def _size(download: int) -> str:
+    """In megabytes."""
+    return "–" if not download else f"{download / 1e6:.1f} MB" if download < 1e8 else f"{download / 1e6:.0f} MB"
+
+
+def _here(source: KnownSource, folders: Sequence[Path]) -> str:
+    """In which folder it is."""
+    if not source.originals:
+        return "shipped"
+    path = find(source.name, folders)
+    return "no" if path is None else _called(path.parent)
+
+
+def _called(folder: Path) -> str:
+    return "cache" if folder == cache_folder() else "yours"

@@ -1,0 +1,220 @@
+"""`sottovoce data describe`: what a data set holds, as a run would read it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from rich.console import Console
+from rich.text import Text
+
+from sottovoce.arrays import FloatArray
+from sottovoce.data.dataset import read_source
+from sottovoce.data.files import RawTable
+from sottovoce.data.folders import find
+from sottovoce.data.known import KNOWN, KnownSource
+from sottovoce.data.source import DataSpec
+from sottovoce_client import terminal
+from sottovoce_client.data.catalogue import known as named
+from sottovoce_client.data.fetch import digest_of
+
+_MOST_ROWS = 24
+"""Of features that are shown, and of classes."""
+_BLOCK = 64
+"""Features that are looked at together, so that a large table needs no second copy of itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """Neighbouring columns of one kind and range.
+
+    Attributes:
+        first, last: their names, or their numbers from 0.
+        columns: how many they are.
+        kind: `constant`, `0 or 1`, `whole numbers` or `numbers`.
+        least, most: of all their values.
+    """
+
+    first: str
+    last: str
+    columns: int
+    kind: str
+    least: float
+    most: float
+
+
+def features_of(table: RawTable) -> list[Feature]:
+    """The columns of a table; neighbours of one kind and range are one entry."""
+    found: list[Feature] = []
+    names = table.columns or [str(k) for k in range(table.features.shape[1])]
+    for name, kind, least, most in zip(names, *_kinds(table.features), strict=True):
+        last = found[-1] if found else None
+        if last is not None and (last.kind, last.least, last.most) == (kind, least, most):
+            found[-1] = Feature(last.first, name, last.columns + 1, kind, least, most)
+        else:
+            found.append(Feature(name, name, 1, kind, least, most))
+    return found
+
+
+def _kinds(features: FloatArray) -> tuple[list[str], list[float], list[float]]:
+    """Kind, least and largest value of every column of `(records, features)`."""
+    least, most = features.min(axis=0), features.max(axis=0)
+    kinds = []
+    for start in range(0, features.shape[1], _BLOCK):
+        block = features[:, start : start + _BLOCK]
+        whole = (block == np.floor(block)).all(axis=0)
+        for low, high, integers in zip(least[start:], most[start:], whole, strict=False):
+            kinds.append(_kind(low, high, integers))
+    return kinds, least.tolist(), most.tolist()
+
+
+def _kind(least: float, most: float, whole: bool) -> str:
+    if least == most:
+        return "constant"
+    if not whole:
+        return "numbers"
+    return "0 or 1" if (least, most) == (0, 1) else "whole numbers"
+
+
+def classes_of(table: RawTable) -> list[tuple[str, int]] | None:
+    """Labels in ascending order, and how many records to learn from have each; None: they are numbers of a regression.
+
+    These are numbers some of which are not whole, or more than a thousand different ones.
+    """
+    held_out = table.labels[:0] if table.test is None else table.test[1]
+    labels = np.unique(np.concatenate([table.labels, held_out]))
+    counts = np.bincount(np.searchsorted(labels, table.labels), minlength=len(labels))
+    if labels.dtype.kind == "f" and (len(labels) > 1_000 or not (labels == np.floor(labels)).all()):
+        return None
+    texts = [f"{label:g}" if labels.dtype.kind == "f" else str(label) for label in labels]
+    return list(zip(texts, counts.tolist(), strict=True))
+
+
+def example(source: str, table: RawTable, label: str | None = None) -> str:
+    """A run spec that learns from it, as YAML; `label` is the label column, where it was said."""
+    classes = classes_of(table)
+    data: dict[str, Any] = {"source": source, **({"label": label} if label else {})}
+    document: dict[str, Any] = {
+        "name": "example",
+        "rounds": 500,
+        "algorithm": "ldp-dol",
+        "loss": "logistic",
+        "data": data,
+    }
+    if table.round is not None:
+        document["rounds"] = int(np.max(table.round.astype(np.float64))) + 1
+    else:
+        data |= {"scale": "standard", "batch_size": 4, "reuse": True}
+    if table.learner is not None:
+        named = table.learner.dtype.kind in "US"
+        known = np.unique(table.learner)
+        document["learners"] = [str(name) for name in known] if named else int(known.astype(np.float64).max()) + 1
+    if classes is None:
+        bound = float(np.ceil(np.abs(table.labels).max()))
+        document["loss"] = {"kind": "ridge", "label_bound": bound or 1.0}
+    elif len(classes) > 2:
+        document["loss"] = {"kind": "softmax", "classes": len(classes)}
+    return yaml.safe_dump(document, sort_keys=False, default_flow_style=None, allow_unicode=True)
+
+
+# ---- on the terminal -------------------------------------------------------------------------------------------------
+
+
+def describe(source: str, folders: Sequence[Path], console: Console, label: str | None = None) -> None:
+    """Print what a data set holds.
+
+    Args:
+        source: as `data.source`: a name, or a path.
+        folders: where data sets that have a name are looked for.
+        console: where to print.
+        label: the label column of a file.
+
+    Raises:
+        SpecError: there is no such source.
+        DataError: its records are unusable.
+    """
+    known = KNOWN.get(source) if Path(source).suffix else named(source)
+    path = find(source, folders) if known else Path(source)
+    if known and known.originals and path is None:
+        console.print(_facts([*_about(known), ("here", f"no: sottovoce data fetch {source}"), *_originals(known)]))
+        return
+    table = read_source(DataSpec(source=source, label=label), folders)
+    rows = [*_about(known)] if known else [("source", source)]
+    rows += [*_held(table, known)]
+    if path is not None and (known is None or known.originals):
+        rows.append(("file", f"{path}, {path.stat().st_size:,} bytes, {digest_of(path.read_bytes())}"))
+    rows += [*_originals(known)] if known else []
+    console.print(_facts(rows))
+    _print_features(table, console)
+    classes = classes_of(table)
+    if classes is None or len(classes) > 1:
+        console.print("\nA spec that uses it:\n", style="dim")
+        console.print(Text(example(source, table, label)), end="", soft_wrap=True)
+
+
+def _facts(rows: Sequence[tuple[str, str]]) -> Any:
+    grid = terminal.facts()
+    for name, text in rows:
+        grid.add_row(name, Text(text))
+    return grid
+
+
+def _about(known: KnownSource) -> Iterator[tuple[str, str]]:
+    yield "source", f"{known.name}: {known.title}"
+    yield "task", known.task
+    more = f", and {known.held_out:,} held out for tests" if known.held_out else ""
+    yield "published", f"{known.records:,} records{more}; {known.features:,} features; {len(known.classes)} classes"
+    yield "licence", known.licence
+    yield "cite", known.citation
+    yield "page", known.page
+
+
+def _originals(known: KnownSource) -> Iterator[tuple[str, str]]:
+    for original in known.originals:
+        yield "original", f"{original.name}, {original.digest or 'no checksum is known'}"
+
+
+def _held(table: RawTable, known: KnownSource | None) -> Iterator[tuple[str, str]]:
+    held_out = f", and {len(table.test[1]):,} held out for tests" if table.test is not None else ""
+    yield "records", f"{len(table.features):,}{held_out}"
+    yield "features", f"{table.features.shape[1]:,}"
+    classes = classes_of(table)
+    if classes is None:
+        yield "labels", f"numbers from {_number(table.labels.min())} to {_number(table.labels.max())}"
+    else:
+        names = known.classes if known and len(known.classes) == len(classes) else [""] * len(classes)
+        shown = [
+            f"{label}{f' {name}' if name not in ('', label) else ''}: {count:,}"
+            for (label, count), name in zip(classes, names, strict=True)
+        ]
+        more = f"; … {len(shown) - _MOST_ROWS:,} more" if len(shown) > _MOST_ROWS + 4 else ""
+        yield f"{len(classes):,} classes", "; ".join(shown[: _MOST_ROWS if more else None]) + more
+    if table.learner is not None:
+        known_learners = np.unique(table.learner)
+        yield "learners", f"{len(known_learners):,} in the column learner, which says whose a record is"
+    if table.round is not None:
+        yield "rounds", "in the column round, which says when a record is learned"
+
+
+def _print_features(table: RawTable, console: Console) -> None:
+    found = features_of(table)
+    shown = terminal.table("feature", "kind")
+    for head in ("how many", "least", "largest"):
+        shown.add_column(head, justify="right")
+    for each in found[:_MOST_ROWS]:
+        name = each.first if each.columns == 1 else f"{each.first} … {each.last}"
+        shown.add_row(Text(name), each.kind, f"{each.columns:,}", _number(each.least), _number(each.most))
+    console.print()
+    console.print(shown)
+    if rest := found[_MOST_ROWS:]:
+        least, most = min(each.least for each in rest), max(each.most for each in rest)
+        console.print(f"… and {sum(each.columns for each in rest):,} more, from {_number(least)} to {_number(most)}")
+
+
+def _number(value: float) -> str:
+    """In full where it is whole."""
+    return f"{value:,.0f}" if value.is_integer() and abs(value) < 1e15 else f"{value:.4g}"

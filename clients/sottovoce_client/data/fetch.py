@@ -1,0 +1,302 @@
+"""`sottovoce data fetch`: downloads the files that a data set's owner publishes, checks them, and writes what a run reads.
+
+All is done in a folder of its own beside the result, which is moved to its place when it is whole: a fetch that fails or is
+interrupted leaves nothing.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+from rich.progress import Progress
+
+from sottovoce.data.files import import_extra
+from sottovoce.data.folders import VARIABLE
+from sottovoce.data.known import KnownSource, Original
+from sottovoce.errors import DataError, NotReady, SpecError, Unavailable
+from sottovoce_client.data.convert import convert
+from sottovoce_client.data.unpack import gunzip, unzip
+
+RETRIES = 2
+"""How often a download is begun anew that broke off, or that a server in trouble did not give; after 1 s, then 2."""
+MOST_BYTES = 1 << 29
+"""Of a download, as it comes."""
+_TIMEOUT_S = 30
+_PAGES = (b"<!doctype", b"<html", b"<head", b"<?xml", b"<script")
+_CHUNK = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Came:
+    """An original that came.
+
+    Attributes:
+        name: its owner's.
+        place: from where.
+        digest: of its content: `sha256:` or `md5:` and hexadecimal figures.
+        known: whether there was a digest to hold it against.
+    """
+
+    name: str
+    place: str
+    digest: str
+    known: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """A data set that is here now.
+
+    Attributes:
+        path: its file.
+        came: what it was made from.
+    """
+
+    path: Path
+    came: tuple[Came, ...]
+
+
+def fetch(
+    source: KnownSource, folder: Path, progress: Progress, *, elsewhere: str = "", retries: int = RETRIES
+) -> Fetched:
+    """Download, check, convert and store a data set.
+
+    Args:
+        source: that has originals.
+        folder: where to; made where it is missing.
+        progress: shows how far it is.
+        elsewhere: a folder, or a URL of one, that has the originals; empty: where their owners have them.
+        retries: how often a download that broke off is begun anew.
+
+    Raises:
+        Unavailable: an original could not be had from any of its places.
+        DataError: they came, and cannot be converted.
+        NotReady: the folder cannot be written, or there is no room in it.
+        SpecError: `elsewhere` is nowhere; or what downloads or reads is not installed.
+    """
+    with _workplace(folder, source) as work:
+        files, came = {}, []
+        for original in source.originals:
+            place, content = _had(original, source, _places(original, elsewhere), _Carrier(work, progress, retries))
+            kind = (original.digest or "sha256").partition(":")[0]
+            came.append(Came(original.name, place, digest_of(content, kind), original.digest is not None))
+            files[original.name] = content
+        progress.add_task(f"{source.name}: converting", total=None)
+        arrays: dict[str, Any] = convert(source, files)
+        draft, path = work / f"{source.name}.npz", folder / f"{source.name}.npz"
+        np.savez_compressed(draft, **arrays)
+        os.replace(draft, path)
+    return Fetched(path, tuple(came))
+
+
+def digest_of(content: bytes, kind: str = "sha256") -> str:
+    """`KIND:` and hexadecimal figures."""
+    return f"{kind}:{hashlib.new(kind, content, usedforsecurity=False).hexdigest()}"
+
+
+@contextmanager
+def _workplace(folder: Path, source: KnownSource) -> Iterator[Path]:
+    """A folder in which to work, on the disk of the result."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{source.name}-", dir=folder) as work:
+            yield Path(work)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            text = f"there is no room for {source.name} on the disk of {folder}, and nothing was kept: free some"
+        else:
+            text = f"cannot write to the folder {folder}: {error.strerror or error}"
+        raise NotReady(f"{text}, or give another folder with --folder or {VARIABLE}") from None
+
+
+# ---- where originals are ---------------------------------------------------------------------------------------------
+
+
+def _places(original: Original, elsewhere: str) -> tuple[str, ...]:
+    """Where to ask for an original, in this order."""
+    if not elsewhere:
+        return original.places
+    name = urlsplit(original.places[0]).path.rpartition("/")[2]
+    if "://" in elsewhere:
+        if urlsplit(elsewhere).scheme not in ("http", "https"):
+            raise SpecError(f"--from must be a folder, or a URL of http or https, got {elsewhere}")
+        return (f"{elsewhere.rstrip('/')}/{name}",)
+    if not Path(elsewhere).is_dir():
+        raise SpecError(f"--from must be a folder that exists, or a URL of http or https, got {elsewhere}")
+    paths = [Path(elsewhere) / name, Path(elsewhere) / original.name]  # as it is published, or unpacked already
+    return (str(next((path for path in paths if path.is_file()), paths[0])),)
+
+
+def _had(original: Original, source: KnownSource, places: tuple[str, ...], carrier: _Carrier) -> tuple[str, bytes]:
+    """The content of an original, from the first of its places that has it, and that place."""
+    refusals = []
+    for place in places:
+        try:
+            return place, _checked(_unpacked(carrier.bring(place, original), place, original), original)
+        except (Unavailable, DataError) as error:
+            refusals.append(f"  {place}: {error}")
+    files = ", ".join(each.name for each in source.originals)
+    lines = [
+        f"{source.name} could not be fetched, and nothing was kept:",
+        *refusals,
+        f"Without internet: fetch it on another machine, and copy {source.name}.npz into a folder that {VARIABLE} names;",
+        f"or give a folder or URL that has its originals ({files}) with --from.",
+    ]
+    raise Unavailable("\n".join(lines))
+
+
+def _unpacked(content: bytes, place: str, original: Original) -> bytes:
+    most = 2 * original.size + (1 << 20)
+    if content[:512].lstrip(b"\xef\xbb\xbf \t\r\n").lower().startswith(_PAGES):
+        raise DataError(
+            "a web page came in place of the file: of a proxy, or of a network that wants you to sign in; open the address in "
+            "a browser, or set HTTPS_PROXY"
+        )
+    url, _, member = place.partition("#")
+    if member:
+        return unzip(content, member, most)
+    return gunzip(content, most) if url.endswith(".gz") and not original.name.endswith(".gz") else content
+
+
+def _checked(content: bytes, original: Original) -> bytes:
+    """The content, if it is what its owner published.
+
+    Raises:
+        DataError: it is not.
+    """
+    if original.digest is None:
+        return content
+    kind, _, wanted = original.digest.partition(":")
+    found = digest_of(content, kind).partition(":")[2]
+    if found != wanted:
+        raise DataError(
+            f"{original.name} must have the {kind} {wanted}, got {found} ({len(content):,} bytes): it was damaged or changed on "
+            f"the way, or its owner has published another version"
+        )
+    return content
+
+
+# ---- downloads -------------------------------------------------------------------------------------------------------
+
+
+class _Meter:
+    """A progress bar as pooch drives one; ends a download that is longer than it may be."""
+
+    def __init__(self, progress: Progress, what: str) -> None:
+        self._progress, self._task = progress, progress.add_task(what, total=None)
+        self.received = 0
+
+    @property
+    def total(self) -> int:
+        return 0
+
+    @total.setter
+    def total(self, size: int) -> None:
+        self._progress.update(self._task, total=size or None)
+
+    def update(self, size: int) -> None:
+        self.received += size
+        if self.received > MOST_BYTES + _CHUNK:
+            raise DataError(f"it must be at most {MOST_BYTES:,} bytes, and is more")
+        self._progress.update(self._task, completed=self.received)
+
+    def reset(self) -> None:
+        self.received = 0
+
+    def close(self) -> None:
+        """The task goes when its carrier has what it wanted."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Carrier:
+    """Brings files from where they lie.
+
+    Attributes:
+        work: a folder for downloads.
+        progress: shows how far they are.
+        retries: how often one that broke off is begun anew.
+    """
+
+    work: Path
+    progress: Progress
+    retries: int
+
+    def bring(self, place: str, original: Original) -> bytes:
+        """What lies there.
+
+        Raises:
+            Unavailable: it cannot be had.
+            DataError: it is longer than anything that is expected.
+        """
+        if "://" not in place:
+            try:
+                return Path(place).read_bytes()
+            except OSError as error:
+                raise Unavailable(f"cannot be read: {error.strerror}") from None
+        path = self._downloaded(place.partition("#")[0], original)
+        content = path.read_bytes()
+        path.unlink()
+        return content
+
+    def _downloaded(self, url: str, original: Original) -> Path:
+        pooch = import_extra("pooch", "pooch", "sottovoce data fetch")
+        errors = import_extra("requests.exceptions", "requests", "sottovoce data fetch")
+        pooch.get_logger().setLevel("ERROR")  # what goes wrong is said by us
+        meter = _Meter(self.progress, original.name)
+        once = pooch.HTTPDownloader(
+            progressbar=meter, chunk_size=_CHUNK, timeout=_TIMEOUT_S, headers={"Accept-Encoding": "identity"}
+        )
+
+        def download(place: str, output: str, _: object) -> None:
+            meter.reset()
+            try:
+                once(place, output, None)
+            except errors.RequestException as error:
+                if _worth_another_try(error, meter.received, errors):
+                    raise
+                raise Unavailable(_why(error, meter.received, errors)) from None
+
+        keeper = pooch.create(
+            path=self.work, base_url="", registry={"file": None}, urls={"file": url}, retry_if_failed=self.retries
+        )
+        try:
+            return Path(keeper.fetch("file", downloader=download))
+        except errors.RequestException as error:
+            raise Unavailable(_why(error, meter.received, errors)) from None
+
+
+def _worth_another_try(error: Any, received: int, errors: Any) -> bool:
+    """Whether a server or a connection was in trouble that may pass soon."""
+    if isinstance(error, errors.HTTPError):
+        status = error.response.status_code
+        return bool(status == 429 or status >= 500)
+    return received > 0 or isinstance(error, errors.Timeout | errors.ChunkedEncodingError)
+
+
+def _why(error: Any, received: int, errors: Any) -> str:
+    """What went wrong, in words."""
+    if isinstance(error, errors.HTTPError):
+        return f"the server answered {error.response.status_code} {error.response.reason}".rstrip()
+    if isinstance(error, errors.SSLError):
+        return (
+            "its certificate is not believed; behind a proxy that reads along, name its authority in REQUESTS_CA_BUNDLE"
+        )
+    if isinstance(error, errors.ProxyError):
+        return "the proxy that HTTPS_PROXY or HTTP_PROXY names cannot be reached"
+    if received or isinstance(error, errors.ChunkedEncodingError):
+        return f"the connection broke off after about {received:,} bytes"
+    if isinstance(error, errors.Timeout):
+        return f"no answer within {_TIMEOUT_S} s"
+    if isinstance(error, errors.ConnectionError):
+        return "cannot be reached: no internet, or no such server"
+    return f"cannot be fetched ({type(error).__name__})"

@@ -1,0 +1,341 @@
+"""`sottovoce data`: real downloads from a server on this machine, the ways in which they fail, and what is said of data sets."""
+
+from __future__ import annotations
+
+import errno
+import gzip
+import io
+import tarfile
+import zipfile
+from collections.abc import Iterator
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+
+import numpy as np
+import pytest
+import yaml
+from rich.progress import Progress
+from typer.testing import CliRunner
+
+from sottovoce.data.dataset import read_source
+from sottovoce.data.files import read_npz
+from sottovoce.data.known import KNOWN, KnownSource, Original
+from sottovoce.data.source import DataSpec
+from sottovoce.errors import DataError, NotReady, SottovoceError, SpecError, Unavailable
+from sottovoce.experiment import prepare
+from sottovoce.spec import parse_spec
+from sottovoce_client.cli import app
+from sottovoce_client.data.convert import convert
+from sottovoce_client.data.describe import example
+from sottovoce_client.data.fetch import Fetched, digest_of
+from sottovoce_client.data.fetch import fetch as bring
+from sottovoce_client.data.unpack import gunzip, untar, unzip
+from tests.originals import idx, rebuilt
+
+pytest.importorskip("pooch")
+LETTERS = b"T,2,8,3,5,1,8,13,0,6,6,10,8,0,8,0,8\nI,5,12,3,7,2,10,5,5,4,13,3,9,2,8,4,10\n"
+
+
+class Server(ThreadingHTTPServer):
+    """What it has, by path: bytes; or a number, the status that it answers; bytes in a list end early."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Answer)
+        self.has: dict[str, bytes | int | list[bytes]] = {}
+        self.asked: list[str] = []
+        self.url = f"http://127.0.0.1:{self.server_port}"
+
+
+class Answer(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_GET(self) -> None:
+        self.server.asked.append(self.path)
+        found = self.server.has.get(self.path, 404)
+        if isinstance(found, int):
+            self.send_error(found)
+            return
+        body, more = (found[0], 1_000) if isinstance(found, list) else (found, 0)
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body) + more))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    with Server() as made:
+        thread = Thread(target=made.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield made
+        made.shutdown()
+        thread.join()
+
+
+def letters(*places: str, digest: str | None = None) -> KnownSource:
+    """Two letters, at these places."""
+    original = Original("letter-recognition.data", places, len(LETTERS), digest or digest_of(LETTERS))
+    return replace(KNOWN["letter"], records=2, originals=(original,))
+
+
+def fetch(source: KnownSource, folder: Path, elsewhere: str = "", retries: int = 0) -> Fetched:
+    return bring(source, folder, Progress(disable=True), elsewhere=elsewhere, retries=retries)
+
+
+# ---- what comes ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["mushrooms", "adult", "a9a", "letter", "poker", "mnist"])
+def test_originals_become_the_arrays_that_are_known(
+    name: str, data_folder: Path, server: Server, tmp_path: Path
+) -> None:
+    """From a server of ours, with the checksums that the product has; poker's test file is there in part alone."""
+    pytest.importorskip("sklearn")
+    source, originals = KNOWN[name], rebuilt(name, data_folder)
+    if name == "poker":
+        train, test = source.originals
+        source = replace(source, held_out=18_488, originals=(train, replace(test, digest=None)))
+    for original, content in zip(source.originals, originals.values(), strict=True):
+        file = original.places[0].rpartition("/")[2]
+        server.has[f"/{file}"] = gzip.compress(content, 1) if file.endswith(".gz") else content
+    done = fetch(source, tmp_path, server.url)
+    with np.load(done.path) as made, np.load(data_folder / f"{name}.npz") as wanted:
+        assert set(made.files) == {each.removesuffix("_part") for each in wanted.files}
+        for each in wanted.files:
+            found = made[each.removesuffix("_part")]
+            assert found.dtype == wanted[each].dtype
+            assert np.array_equal(found, wanted[each])
+    assert [path.name for path in tmp_path.iterdir()] == [f"{name}.npz"]
+
+
+def test_a_digest_that_is_not_known_is_told(server: Server, tmp_path: Path) -> None:
+    source = letters(f"{server.url}/letters")
+    server.has["/letters"] = LETTERS
+    (came,) = fetch(source, tmp_path).came
+    assert came.known and came.digest == digest_of(LETTERS)
+    unknown = replace(source, originals=(replace(source.originals[0], digest=None),))
+    (came,) = fetch(unknown, tmp_path / "other").came
+    assert not came.known and came.digest == digest_of(LETTERS)
+
+
+def test_the_next_place_is_asked_and_may_be_an_archive(server: Server, tmp_path: Path) -> None:
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("letter-recognition.data", LETTERS)
+    server.has["/letters.zip"] = packed.getvalue()
+    done = fetch(letters(f"{server.url}/gone", f"{server.url}/letters.zip#letter-recognition.data"), tmp_path)
+    assert server.asked == ["/gone", "/letters.zip"]
+    assert read_npz(done.path).features.shape == (2, 16)
+
+
+@pytest.mark.parametrize("name", ["letter-recognition.data", "letter-recognition.data.gz"])
+def test_originals_in_a_folder_need_no_network(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(gzip.compress(LETTERS) if name.endswith(".gz") else LETTERS)
+    done = fetch(letters("http://nowhere.invalid/letter-recognition.data.gz"), tmp_path / "made", str(tmp_path))
+    assert read_npz(done.path).labels.tolist() == [19, 8]
+
+
+def test_what_broke_off_is_begun_anew(server: Server, tmp_path: Path) -> None:
+    server.has["/letters"] = [LETTERS]
+    with pytest.raises(Unavailable, match="the connection broke off"):
+        fetch(letters(f"{server.url}/letters"), tmp_path, retries=1)
+    assert server.asked == ["/letters", "/letters"]
+
+
+# ---- what does not ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        (404, "the server answered 404"),
+        (500, "the server answered 500"),
+        (LETTERS + b"X", "must have the sha256 .*got .*damaged or changed"),
+        (b"", "must have the sha256 .*0 bytes"),
+        (b"\xef\xbb\xbf \n<!DOCTYPE html><html>sign in</html>", "a web page came in place of the file"),
+        ([LETTERS[:20]], "the connection broke off"),
+    ],
+)
+def test_what_is_not_the_original_is_refused_and_nothing_stays(
+    answer: bytes | int | list[bytes], why: str, server: Server, tmp_path: Path
+) -> None:
+    server.has["/letters"] = answer
+    with pytest.raises(Unavailable, match=f"(?s)letter could not be fetched.*{why}.*Without internet.*SOTTOVOCE_DATA"):
+        fetch(letters(f"{server.url}/letters"), tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_client_error_is_not_tried_again(server: Server, tmp_path: Path) -> None:
+    with pytest.raises(Unavailable):
+        fetch(letters(f"{server.url}/gone"), tmp_path, retries=2)
+    assert server.asked == ["/gone"]
+
+
+def test_a_gzip_file_that_ends_early_is_refused(server: Server, tmp_path: Path) -> None:
+    server.has["/letters.gz"] = gzip.compress(LETTERS)[:-9]
+    with pytest.raises(Unavailable, match="the gzip file ends too early"):
+        fetch(letters(f"{server.url}/letters.gz"), tmp_path)
+
+
+def test_nobody_there_is_told_so(server: Server, tmp_path: Path) -> None:
+    server.server_close()
+    with pytest.raises(Unavailable, match="cannot be reached: no internet, or no such server"):
+        fetch(letters(f"{server.url}/letters"), tmp_path)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_leaves_nothing(
+    number: int, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(number, "full")
+
+    server.has["/letters"] = LETTERS
+    monkeypatch.setattr(np, "savez_compressed", full)
+    with pytest.raises(NotReady, match=r"there is no room for letter on the disk of .*nothing was kept"):
+        fetch(letters(f"{server.url}/letters"), tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(NotReady, match=r"cannot write to the folder .*--folder"):
+        fetch(letters("http://nowhere.invalid/x"), tmp_path / "file")
+
+
+@pytest.mark.parametrize("elsewhere", ["no-such-folder", "ftp://nowhere.invalid"])
+def test_a_place_that_is_none_is_refused(elsewhere: str, tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="--from must be a folder"):
+        fetch(letters("http://nowhere.invalid/x"), tmp_path, elsewhere)
+
+
+# ---- other people's archives -----------------------------------------------------------------------------------------
+
+
+def tarred(*members: tuple[tarfile.TarInfo, bytes]) -> bytes:
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz") as archive:
+        for about, content in members:
+            about.size = len(content)
+            archive.addfile(about, io.BytesIO(content))
+    return packed.getvalue()
+
+
+def test_archives_are_held_to_what_was_expected() -> None:
+    link = tarfile.TarInfo("a")
+    link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+    with pytest.raises(DataError, match="must be a file, and is something else"):
+        untar(tarred((link, b"")), ["a"], 1 << 20)
+    with pytest.raises(DataError, match="must hold a, and does not"):
+        untar(tarred((tarfile.TarInfo("../a"), b"x")), ["a"], 1 << 20)
+    with pytest.raises(DataError, match="at most 1,000 bytes"):
+        gunzip(gzip.compress(bytes(100_000)), 1_000)
+    with pytest.raises(DataError, match="must be a zip archive"):
+        unzip(b"PK\x03\x04 no", "a", 1_000)
+    with pytest.raises(DataError, match="must be a gzip file"):
+        gunzip(b"no", 1_000)
+
+
+# ---- conversions of which there is no original here ------------------------------------------------------------------
+
+
+def test_cifar10_pictures() -> None:
+    planes = np.arange(3 * 32 * 32, dtype=np.uint8).reshape(3, 32, 32)
+    batch = bytes([7]) + planes.tobytes()
+    names = [*(f"data_batch_{k}.bin" for k in range(1, 6)), "test_batch.bin"]
+    packed = tarred(*((tarfile.TarInfo(f"cifar-10-batches-bin/{name}"), batch) for name in names))
+    arrays = convert(replace(KNOWN["cifar10"], records=5, held_out=1), {"cifar-10-binary.tar.gz": packed})
+    assert arrays["X_train"].shape == (5, 32, 32, 3)
+    assert np.array_equal(arrays["X_test"][0, :, :, 2], planes[2])
+    assert arrays["y_train"].tolist() == [7] * 5
+
+
+def test_covtype() -> None:
+    row = ",".join(map(str, [2596, 51, -3, *range(51), 5]))
+    arrays = convert(
+        replace(KNOWN["covtype"], records=2), {"covtype.data.gz": gzip.compress(f"{row}\n{row}\n".encode())}
+    )
+    assert arrays["X"].shape == (2, 54) and arrays["X"][0, :3].tolist() == [2596, 51, -3]
+    assert arrays["y"].tolist() == [5, 5]
+
+
+def test_electricity() -> None:
+    pytest.importorskip("scipy")
+    names = ["date", "period", "nswprice", "nswdemand", "vicprice", "vicdemand", "transfer"]
+    head = "".join(f"@attribute {name} numeric\n" for name in names)
+    text = f"% made up\n@relation e\n{head}@attribute day {{1,2,3}}\n@attribute class {{UP,DOWN}}\n@data\n"
+    rows = "0,0.5,1,2,3,4,5,2,UP\n0,1,1,2,3,4,5,3,DOWN\n"
+    arrays = convert(replace(KNOWN["electricity"], records=2), {"electricity.arff": (text + rows).encode()})
+    assert arrays["X"][:, 7].tolist() == [2, 3]
+    assert arrays["y"].tolist() == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("name", "files", "why"),
+    [
+        ("letter", {"letter-recognition.data": b"T,1\n"}, "record 1 must have 17 fields, got 2"),
+        ("letter", {"letter-recognition.data": LETTERS}, "must hold 20,000 records, got 2"),
+        ("letter", {"letter-recognition.data": b"\xff\xfe"}, "cannot be read as UCI 'Letter"),
+        ("electricity", {"electricity.arff": b"no"}, "cannot be read as OpenML"),
+        ("mnist", {"train-images-idx3-ubyte": idx(np.zeros(3, np.uint8))}, "cannot be read as The MNIST"),
+    ],
+)
+def test_files_of_another_form_are_refused(name: str, files: dict[str, bytes], why: str) -> None:
+    pytest.importorskip("scipy")
+    with pytest.raises(DataError, match=why):
+        convert(KNOWN[name], files)
+
+
+# ---- the commands ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    pytest.importorskip("platformdirs")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("SOTTOVOCE_DATA", raising=False)
+    monkeypatch.setenv("COLUMNS", "200")
+    return tmp_path / "cache" / "sottovoce" / "data"
+
+
+def said(*arguments: str) -> str:
+    done = CliRunner().invoke(app, ["data", *arguments])
+    if isinstance(done.exception, SottovoceError):
+        raise done.exception
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_a_second_fetch_finds_it(cache: Path, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "letter-recognition.data").write_bytes(LETTERS)
+    monkeypatch.setitem(KNOWN, "letter", letters("http://nowhere.invalid/letter-recognition.data"))
+    assert "as published" in said("fetch", "letter", "--from", str(tmp_path))
+    assert (cache / "letter.npz").is_file()
+    assert "here already" in said("fetch", "letter", "digits")
+    assert "cache" in said("list")
+
+
+def test_unknown_and_missing_data_sets(cache: Path) -> None:
+    with pytest.raises(SpecError, match="did you mean mushrooms"):
+        said("fetch", "mushrom")
+    with pytest.raises(SpecError, match="did you mean mushrooms"):
+        said("describe", "mushrom")
+    assert "no: sottovoce data fetch poker" in said("describe", "poker")
+
+
+@pytest.mark.parametrize("labels", [["a", "b", "a", "b"], [0, 1, 2, 2], [0.5, 1.5, 2.0, 3.0]])
+def test_the_spec_that_describe_shows_can_be_run(labels: list[float] | list[str], cache: Path, tmp_path: Path) -> None:
+    path = tmp_path / "mine.npz"
+    np.savez(path, X=np.arange(80.0).reshape(40, 2), y=np.array(labels * 10))
+    text = example(str(path), read_source(DataSpec(source=str(path))))
+    assert text in said("describe", str(path))
+    spec = parse_spec(yaml.safe_load(text), source="example", imports=False)
+    assert prepare(spec).data.n_features == 3  # with the intercept
