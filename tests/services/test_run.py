@@ -817,18 +817,20 @@ async def test_a_feeder_that_comes_back_is_told_at_once_what_is_due(tmp_path: Pa
 
 
 async def test_a_learner_whose_folder_was_set_back_says_nothing(tmp_path: Path) -> None:
-    """All of it, to an earlier moment, on the same disk: its neighbours know what it has said."""
+    """All of it, to an earlier moment, on the same disk: its coordinator or its neighbours know what it has said."""
     spec = small_spec(100_000, NAMES, clock={"deadline_s": 5.0})
     data, state = made_up(small_spec(ROUNDS, NAMES), records=200), tmp_path / "journals"
     async with network(tmp_path, NAMES) as up:
         run_id = (await up.start(spec, data.n_features)).run_id
-        await up.feed(run_id, spec, data)
+        await eventually_said(up.learners["ann"])  # and writes nothing more until there are records
         early = {path: path.read_bytes() for path in state.rglob("*") if path.is_file() and "ann" in str(path)}
+        await up.feed(run_id, spec, data)
         await up.until("ann", LearnerState.RUNNING, 10)
         await up.leave("ann")
         for path, raw in early.items():
             path.write_bytes(raw)
         before = said_rounds(state, "ann")
         await up.join("ann")
-        await up.until("ann", LearnerState.FAILED)
+        over = await up.end(run_id)
+        assert over.state == coordinator_pb2.RUN_STATE_FAILED, over.detail
         assert said_rounds(state, "ann") == before
