@@ -330,8 +330,9 @@ async def test_a_coordinator_that_is_started_again_is_told_again(
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(RunBook, "_enforce", lambda book: None)
             running = asyncio.ensure_future(up.run(spec, made_up(spec)))
-            await up.until("ann", LearnerState.RUNNING)
-            await until_noticed(up, "ann", "ben", "cleo")
+            for name in NAMES[:DORA]:
+                await up.until(name, LearnerState.RUNNING)
+            await until_noticed(up, *NAMES[:DORA])
         await up.restart_coordinator()
         outcome = await running
     if policy == "stop":

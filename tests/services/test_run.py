@@ -394,7 +394,7 @@ async def test_a_learner_does_not_end_before_its_last_message_is_written(
 async def eventually_said(learner: Learner) -> None:
     """Wait until a learner, which has no records yet, has said round 0."""
     async with asyncio.timeout(PATIENCE_S):
-        while learner.in_run().status.messages_sent == 0:  # noqa: ASYNC110 - the status is no event
+        while learner._session is None or learner.in_run().status.messages_sent == 0:  # noqa: ASYNC110 - no event
             await asyncio.sleep(0.01)
 
 
