@@ -22,7 +22,7 @@ from sottovoce.errors import SpecError
 from sottovoce.privacy.guarantee import Guarantee, overall
 from sottovoce.running.placement import place
 from sottovoce.running.run import Run, build_run
-from sottovoce.spec import RunSpec, dump_spec, explain, read_document
+from sottovoce.spec import RunSpec, dump_spec, explain, read_document, with_schema
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,7 +96,8 @@ class Experiment(RunSpec):
     @model_validator(mode="wrap")
     @classmethod
     def _explained(cls, fields: Any, handler: ModelWrapValidatorHandler[Self], info: ValidationInfo) -> Self:
-        """The errors of a spec file, in the same words."""
+        """The errors of a spec file, in the same words; and a schema that is named as a file is read."""
+        fields = with_schema(fields, Path())
         try:
             return handler(fields)
         except ValidationError as error:
@@ -214,7 +215,8 @@ def load(path: Path | str) -> Experiment:
     """An experiment from a spec file (YAML), as the command line reads it.
 
     Args:
-        path: the file. A relative `data.source` in it is looked for from the working directory.
+        path: the file. A relative `data.source` in it is looked for from the working directory, a `data.schema` from the
+            file's own folder.
 
     Raises:
         SpecError: unreadable, not YAML, or not a valid spec: one line per problem.

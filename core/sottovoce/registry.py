@@ -72,14 +72,15 @@ class Registry(Generic[SectionT]):
     Attributes:
         base: what all of them derive from.
         built_in: name to `module:Class`, imported when asked for, or to a class of the module that `base` stands in.
-        group: of the entry points by which packages offer more, and the family's name in errors.
+        group: of the entry points by which packages offer more, and the family's name in errors; None: there are no others
+            than the built-in classes.
         key: the field that names the kind.
         default: the kind where a section does not say; None: it must.
     """
 
     base: type[SectionT]
     built_in: Mapping[str, str]
-    group: str
+    group: str | None
     key: str = "kind"
     default: str | None = None
 
@@ -94,14 +95,15 @@ class Registry(Generic[SectionT]):
         Raises:
             SpecError: there is none, or it cannot be imported.
         """
-        offered = {} if name in self.built_in or ":" in name else self._offered
+        closed = self.group is None
+        offered = {} if name in self.built_in or ":" in name or closed else self._offered
         where = self._place(name) or offered.get(name)
-        if where is None and ":" not in name:
+        if where is None and (":" not in name or closed):
             known = {*self.built_in, *offered}
             near = difflib.get_close_matches(name, known, 1)
             hint = f"; did you mean {near[0]}?" if near else ""
-            listed = ", ".join(sorted(known))
-            raise SpecError(f"{self.key} must be one of {listed}, or module:Class of your own, got {name!r}{hint}")
+            listed = ", ".join(sorted(known)) + ("" if closed else ", or module:Class of your own")
+            raise SpecError(f"{self.key} must be one of {listed}, got {name!r}{hint}")
         if where is None:
             refuse_code(name, imports=imports)
         found = load(where or name, self.key)
@@ -170,7 +172,7 @@ class Registry(Generic[SectionT]):
                 dict.fromkeys([*([] if kind == self.default else [self.key]), *each.get("required", ())])
             )
         words = [name for name, each in classes.items() if set(self._needed(each)) <= {self.key}]
-        return {"anyOf": [{"enum": words}, *listed]}
+        return {"anyOf": [*([{"enum": words}] if words else []), *listed]}
 
     def _needed(self, section: type[SectionT]) -> list[str]:
         return [name for name, field in section.model_fields.items() if field.is_required()]

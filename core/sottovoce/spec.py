@@ -17,6 +17,7 @@ from pydantic import Field, ValidationError, ValidationInfo, field_validator, mo
 
 from sottovoce.algorithms import AnyAlgorithm
 from sottovoce.algorithms.per_learner import spread
+from sottovoce.data.schema import Schema
 from sottovoce.data.source import DataSpec
 from sottovoce.decision_sets import AnyDecisionSet, L2Ball
 from sottovoce.errors import SpecError
@@ -221,16 +222,18 @@ def code_to_import(section: object) -> str | None:
     return next(codes_to_import(section), None)
 
 
-def codes_to_import(section: object) -> Iterator[str]:
-    """All that a spec, as YAML or JSON gives it, names as `module:Class`."""
+def codes_to_import(section: object, place: tuple[object, ...] = ()) -> Iterator[str]:
+    """All that a spec, as YAML or JSON gives it, names as `module:Class`; `place` is that of a section in the spec."""
+    if place == ("data", "schema"):  # what it names are columns
+        return
     if isinstance(section, Mapping):
         for key, value in section.items():
             if key in ("kind", "name", "module") and isinstance(value, str) and ":" in value:
                 yield value
-            yield from codes_to_import(value)
+            yield from codes_to_import(value, (*place, key))
     elif isinstance(section, list | tuple):
         for value in section:
-            yield from codes_to_import(value)
+            yield from codes_to_import(value, (*place, None))
 
 
 def load_spec(path: Path) -> RunSpec:
@@ -243,16 +246,50 @@ def load_spec(path: Path) -> RunSpec:
 
 
 def read_document(path: Path) -> Mapping[Any, Any]:
-    """What a YAML file says, not checked yet.
+    """What a YAML file says, not checked yet; a schema that it names as a file stands in it.
 
     Raises:
-        SpecError: unreadable, not YAML, or no mapping of fields.
+        SpecError: unreadable, not YAML, or no mapping of fields; or its schema is.
     """
+    document: Mapping[Any, Any] = with_schema(_read(path, "a run spec"), path.parent)
+    return document
+
+
+def _read(path: Path, what: str) -> Mapping[Any, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(f"cannot read the run spec {path}: {error}") from None
-    return document_of(text, str(path))
+        raise SpecError(f"cannot read {what.replace('a ', 'the ', 1)} {path}: {error}") from None
+    return document_of(text, str(path), what)
+
+
+def with_schema(document: Any, folder: Path) -> Any:
+    """A document with its schema in place, where `data.schema` is the path of a file.
+
+    Args:
+        document: of a spec.
+        folder: that a relative path begins in.
+
+    Raises:
+        SpecError: the schema's file is unreadable, not YAML, or no mapping of fields.
+    """
+    data = document.get("data") if isinstance(document, Mapping) else None
+    if not isinstance(data, Mapping) or not isinstance(named := data.get("schema"), str | Path):
+        return document
+    return {**document, "data": {**data, "schema": _read(folder / named, "a schema")}}
+
+
+def load_schema(path: Path) -> Schema:
+    """Read a schema of records from a YAML file.
+
+    Raises:
+        SpecError: unreadable, not YAML, or not a valid schema: one line per problem.
+    """
+    document = _read(path, "a schema")
+    try:
+        return Schema.model_validate(document)
+    except ValidationError as error:
+        raise SpecError(explain(error, str(path), document, Schema)) from None
 
 
 _MERGE = "tag:yaml.org,2002:merge"
@@ -334,7 +371,8 @@ def _explain(problem: Any, source: str, document: Mapping[Any, Any], model: type
             return f"{source}: field {where} is required"
         case "kind":  # a registry's own words
             text = problem["msg"]
-            dot, field = "." if text.startswith(("kind", "name")) else ": ", "field " if " is required" in text else ""
+            dot = "." if text.startswith(("kind", "name", "type")) else ": "
+            field = "field " if " is required" in text else ""
             return f"{source}: {field}{where}{dot}{text}"
         case _:
             text = problem["msg"].removeprefix("Value error, ")

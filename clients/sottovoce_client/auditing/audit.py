@@ -21,6 +21,7 @@ from sottovoce.auditing.audit import Audit
 from sottovoce.auditing.bounds import Bound, runs_needed
 from sottovoce.auditing.levels import Family
 from sottovoce.auditing.plan import AuditPlan, plan_audit
+from sottovoce.auditing.swaps import mirrored
 from sottovoce.auditing.verdict import Findings, Verdict
 from sottovoce.auditing.worlds import Worlds, chosen
 from sottovoce.errors import DataError, SpecError
@@ -185,7 +186,7 @@ def _swap(prepared: Prepared, learner: int, row: int, replacement: str) -> World
 def _replacement(prepared: Prepared, learner: int, row: int, text: str) -> tuple[Any, float]:
     own = prepared.data.learners[learner]
     if text == "mirror":
-        return -own.features[row], float(own.labels[row])
+        return mirrored(own.features[row], prepared.run.spec.data.schema), float(own.labels[row])
     if text == "label":
         others = [float(value) for value in np.unique(own.labels) if value != own.labels[row]]
         if not others:

@@ -143,7 +143,7 @@ def compare(
     return 1 if failures else 0
 
 
-_SAME = ("source", "label", "positive", "test_fraction", "scale", "intercept", "seed")
+_SAME = ("source", "schema", "label", "positive", "test_fraction", "scale", "intercept", "seed")
 """Fields of `data` that choose the records and hold some of them out; who gets which, and when, may differ."""
 
 

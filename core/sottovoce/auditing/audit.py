@@ -463,7 +463,7 @@ def _sweep(plan: AuditPlan, transcript: Transcript) -> tuple[LearnerLoss, ...]:
         return ()
     found = []
     for i, own in enumerate(data.learners):
-        if len(own.order) and (tried := swaps(data, i)):
+        if len(own.order) and (tried := swaps(data, i, schema=plan.run.spec.data.schema)):
             claim = plan.run.guarantee(i, np.diff(own.offsets)).epsilon()
             found.append(LearnerLoss(i, claim, search(plan.run, transcript, (i,), own, tried, peak).score))
     return tuple(found)

@@ -11,6 +11,7 @@ from sottovoce.arrays import FloatArray
 from sottovoce.auditing.simulated import BYTES, Share, children, overhear
 from sottovoce.auditing.worlds import Worlds, told
 from sottovoce.data import LearnerData, PlacedData
+from sottovoce.data.schema import Schema
 from sottovoce.errors import DataError
 from sottovoce.noise import SeededNoise
 from sottovoce.running.replay import Losses
@@ -71,13 +72,21 @@ def peak(losses: Losses) -> FloatArray:
 # ---- what is tried ---------------------------------------------------------------------------------------------------
 
 
-def swaps(data: PlacedData, learner: int, *, every_use: bool = False) -> list[_Swap]:
+def mirrored(record: FloatArray, schema: Schema | None) -> FloatArray:
+    """The mirror image of a record, `(features,)` each, or the opposite that a schema allows, with the same intercept."""
+    if schema is None:
+        return -record
+    return np.concatenate([schema.opposite(record[: schema.width]), record[schema.width :]])
+
+
+def swaps(data: PlacedData, learner: int, *, every_use: bool = False, schema: Schema | None = None) -> list[_Swap]:
     """Replacements of a learner's first record: itself with the other label, its mirror image, other learners' records.
 
     Args:
         data: of all learners.
         learner: its index.
         every_use: in all rounds that use the record, not only in the first.
+        schema: of the records, where there is one: what is tried is allowed by it.
 
     Raises:
         DataError: the learner has no record.
@@ -89,10 +98,11 @@ def swaps(data: PlacedData, learner: int, *, every_use: bool = False) -> list[_S
     features, label = own.features[row], float(own.labels[row])
     labels = np.unique(np.concatenate([each.labels for each in data.learners]))
     other = float(labels[labels != label][0]) if np.any(labels != label) else label
+    mirror = mirrored(features, schema)
     tried = [
         (features, other, "itself with the other label"),
-        (-features, label, "its mirror image"),
-        (-features, other, "its mirror image with the other label"),
+        (mirror, label, "its mirror image"),
+        (mirror, other, "its mirror image with the other label"),
     ]
     others = [each for i, each in enumerate(data.learners) if i != learner]
     pool = np.concatenate([each.features for each in others]) if others else own.features
@@ -111,12 +121,22 @@ def _extremes(run: Run, data: PlacedData, learner: int) -> list[tuple[LearnerDat
     """First records on the loss's bound against their mirror image: all weight in one feature, or the same in all."""
     own, n = data.learners[learner], data.n_features
     label = max(own.labels.tolist(), key=abs)
+    if (schema := run.spec.data.schema) is not None:
+        record = _made(run, schema.extreme())
+        first, second = (own.with_use(0, each, label) for each in (record, mirrored(record, schema)))
+        what = "a first record at the ends of its schema, against its mirror image"
+        return [(first, (second, what))] if _differ(first, second) else []
     size = _bound(run, own)
     made = (
         (size * np.eye(n)[0], "a first record with all weight in one feature, against its mirror image"),
         (np.full(n, size / np.sqrt(n)), "a first record with equal weight in all features, against its mirror image"),
     )
     return [(own.with_use(0, record, label), (own.with_use(0, -record, label), what)) for record, what in made]
+
+
+def _made(run: Run, features: FloatArray) -> FloatArray:
+    """A record that a schema allows, as it would be placed."""
+    return np.append(features, 1.0) if run.spec.data.intercept else features
 
 
 def _bound(run: Run, own: LearnerData) -> float:
@@ -181,10 +201,10 @@ def worst(
     Raises:
         DataError: the learner has no record, or there is no other one.
     """
-    own, common = data.learners[learner], swaps(data, learner)
-    if as_they_are and not common:
-        raise DataError(f"learner {learner}'s first record must have another one to be swapped for, and has none")
+    own, common = data.learners[learner], swaps(data, learner, schema=run.spec.data.schema)
     made = [(first, [swap]) for first, swap in _extremes(run, data, learner)]
+    if not common and (as_they_are or not made):
+        raise DataError(f"learner {learner}'s first record must have another one to be swapped for, and has none")
     groups = [(own, common), *([] if as_they_are else made)] if common else made[:1] + made
     shared, rounds = run.guarantee(learner).shared, _screened(run, learner)
     found: list[tuple[float, Worlds]] = []
@@ -211,16 +231,20 @@ def others(run: Run, data: PlacedData, learner: int, known: Worlds) -> list[Worl
     own, labels = data.learners[learner], np.unique(np.concatenate([each.labels for each in data.learners]))
     label, middle = float(own.labels[own.order[0]]), len(own.order) // 2
     features, later = own.features[own.order[0]], own.features[own.order[middle]]
-    loud = _bound(run, own) * np.eye(data.n_features)[0]
-    silent = own.with_use(0, np.zeros(data.n_features), label)
-    different = labels[labels != label]
-    tried = [(own.with_use(0, loud, label), silent, "a first record on the bound, against one without features")]
+    schema, different = run.spec.data.schema, labels[labels != label]
+    if schema is None:
+        loud, silent = _bound(run, own) * np.eye(data.n_features)[0], np.zeros(data.n_features)
+        what = "a first record on the bound, against one without features"
+    else:
+        loud, silent = _made(run, schema.extreme()), _made(run, schema.quiet())
+        what = "a first record at the ends of its schema, against one in the middle"
+    tried = [(own.with_use(0, loud, label), own.with_use(0, silent, label), what)]
     if len(different):
         other = own.with_use(0, features, float(different[0]))
         tried.append((own, other, "the first record against itself with the other label"))
     if middle:
-        mirrored = own.with_use(middle, -later, float(own.labels[own.order[middle]]))
-        tried.append((own, mirrored, "a record of a middle round against its mirror image"))
+        turned = own.with_use(middle, mirrored(later, schema), float(own.labels[own.order[middle]]))
+        tried.append((own, turned, "a record of a middle round against its mirror image"))
     return [
         Worlds(learner, first, second, what, known.shared)
         for first, second, what in tried
@@ -246,7 +270,8 @@ def most_telling(
         learner: whose record is swapped.
         every_use: swap the record in all rounds that use it, not only in the first.
     """
-    own, tried = data.learners[learner], swaps(data, learner, every_use=every_use)
+    own = data.learners[learner]
+    tried = swaps(data, learner, every_use=every_use, schema=run.spec.data.schema)
     if not tried:
         return None
     best = search(run, transcript.until(_screened(run, learner)), (learner,), own, tried, _possible)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from sottovoce.arrays import FloatArray, IntArray, as_floats
-from sottovoce.data.files import AnyArray, RawTable, import_extra, read_columns, read_npz
+from sottovoce.data.cells import normal
+from sottovoce.data.encoding import Encoded, Encoder
+from sottovoce.data.files import AnyArray, RawTable, import_extra, read_cells, read_columns, read_npz
 from sottovoce.data.folders import VARIABLE, find
 from sottovoce.data.known import KNOWN, nearest
 from sottovoce.data.labels import map_labels
+from sottovoce.data.schema import Schema
 from sottovoce.data.source import DataSpec
 from sottovoce.errors import DataError, SpecError
 from sottovoce.losses import Loss
@@ -53,7 +56,8 @@ class Dataset:
     test: Labelled | None = None
 
 
-_READABLE = (".npz", ".csv", ".parquet")
+SCHEMA_READS = (".csv", ".parquet")
+_READABLE = (".npz", *SCHEMA_READS)
 
 
 def load_dataset(data: DataSpec, loss: Loss, *, folders: Sequence[Path] = ()) -> Dataset:
@@ -68,6 +72,8 @@ def load_dataset(data: DataSpec, loss: Loss, *, folders: Sequence[Path] = ()) ->
         SpecError: there is no such source, or what reads it is not installed.
         DataError: its records are unusable; the message names the row and the column.
     """
+    if data.schema is not None:
+        return _by_schema(data, data.schema, loss)
     table = read_source(data, folders)
     labels = table.labels if table.test is None else np.concatenate([table.labels, table.test[1]])
     mapped, classes = map_labels(labels, loss, data.positive)
@@ -104,9 +110,57 @@ def _read(data: DataSpec, folders: Sequence[Path]) -> RawTable:
             f"data.source must be one of {', '.join(KNOWN)}, or a path to a {', '.join(_READABLE)} file, got {path}"
             f"{nearest(data.source)}"
         )
+    _there(path)
+    return _plain(read_npz(path) if path.suffix.lower() == ".npz" else read_columns(path, data.label), data.source)
+
+
+def _by_schema(data: DataSpec, schema: Schema, loss: Loss) -> Dataset:
+    """The records of a file as its schema reads them, all of them."""
+    encoder, path = Encoder.of(schema, loss, data.positive), Path(data.source)
+    if path.suffix.lower() not in SCHEMA_READS:
+        raise SpecError(f"data.schema reads {' and '.join(SCHEMA_READS)} files, got the source {data.source}")
+    columns, learner, rounds = read_cells(_there(path))
+    found = encode_file(encoder, columns, path)
+    if not len(found.fits):
+        raise DataError(f"{path} must hold at least one record")
+    if found.refused:
+        told = "; ".join(f"{times} {reason}" for reason, times in found.reasons.items())
+        row, why = next(iter(found.refused.items()))
+        raise DataError(
+            f"{path}: {len(found.refused)} of {len(found.fits)} records do not fit the schema: {told}; the first is row {row} "
+            f"(counted from 0), {why}"
+        )
+    owners, names = _learner_column(learner, data.source)
+    placed = None if rounds is None else _indices(rounds, "round", data.source)
+    return Dataset(data.source, found.features, found.labels, found.classes, owners, names, placed)
+
+
+def encode_file(encoder: Encoder, columns: Mapping[str, Any], path: Path) -> Encoded:
+    """Encode the columns of a file, which must be those of the schema.
+
+    Raises:
+        DataError: a field has no column, or a column is neither declared nor ignored.
+    """
+    schema, there = encoder.schema, {normal(name) for name in columns}
+    declared = [*schema.features, schema.label.name]
+    if lacking := [name for name in declared if name not in there]:
+        raise DataError(f"{path} must have a column for every field of the schema, and has none for {_listed(lacking)}")
+    if odd := sorted(there - {*declared, *schema.ignored}):
+        raise DataError(
+            f"{path}: every column must be in the schema, and {_listed(odd)} is not: declare it, or name it under ignored"
+        )
+    return encoder.columns(columns)
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(map(repr, names))
+
+
+def _there(path: Path) -> Path:
+    """The file, where there is one."""
     if not path.is_file():
         raise SpecError(f"data.source must be a file that exists, got {path} (looked for at {path.absolute()})")
-    return _plain(read_npz(path) if path.suffix.lower() == ".npz" else read_columns(path, data.label), data.source)
+    return path
 
 
 def _public_file(source: str, folders: Sequence[Path]) -> Path:

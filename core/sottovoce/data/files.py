@@ -14,10 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from sottovoce.arrays import FloatArray, as_floats
+from sottovoce.data.cells import normal
 from sottovoce.errors import DataError, SpecError
 
 AnyArray = npt.NDArray[Any]
-_PLACEMENT_COLUMNS = ("learner", "round")
+PLACEMENT = ("learner", "round")
+"""Columns that say who learns a record, and when."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -168,7 +170,7 @@ def read_columns(path: Path, label: str | None) -> RawTable:
     if len(set(names)) != len(names):
         raise DataError(f"{path}: column names must differ, got {names}")
     label = _label_column(names, label, path)
-    features = [name for name in names if name != label and name not in _PLACEMENT_COLUMNS]
+    features = [name for name in names if name != label and name not in PLACEMENT]
     if not features:
         raise DataError(f"{path} must have a feature column beside {label!r}, got the columns {names}")
     columns = {name: _values(table, name, path) for name in names}
@@ -180,12 +182,53 @@ def read_columns(path: Path, label: str | None) -> RawTable:
     return RawTable(as_floats(matrix), columns[label], tuple(features), columns.get("learner"), columns.get("round"))
 
 
-def _arrow_table(path: Path) -> Any:
-    """The file as a pyarrow table."""
+def read_cells(path: Path) -> tuple[dict[str, Any], AnyArray | None, AnyArray | None]:
+    """Read a `.csv` (with a header line) or `.parquet` file as a schema needs it: nothing is taken for a number yet.
+
+    Args:
+        path: the file; its suffix tells the format.
+
+    Returns:
+        Columns by name, text of a `.csv`; and the columns `learner` and `round`, as `RawTable` has them, where there are such.
+
+    Raises:
+        DataError: unreadable, or an empty cell among those that place a record.
+        SpecError: pyarrow is not installed.
+    """
+    table = _arrow_table(path, as_text=True)
+    names: list[str] = list(table.column_names)
+    if len({normal(name) for name in names}) != len(names):
+        raise DataError(f"{path}: column names must differ, got {names}")
+    placed = {normal(name): name for name in names if normal(name) in PLACEMENT}
+    columns = {name: _cells(table.column(name)) for name in names if name not in placed.values()}
+    learner, rounds = (_values(table, placed[name], path) if name in placed else None for name in PLACEMENT)
+    return columns, learner, rounds
+
+
+def _cells(column: Any) -> Any:
+    """A column as numbers where all are, else as a list."""
+    types = import_extra("pyarrow", "pyarrow", "reading columns").types
+    if types.is_timestamp(column.type):  # nanoseconds are for pandas
+        column = column.cast(
+            import_extra("pyarrow", "pyarrow", "reading columns").timestamp("us", column.type.tz), safe=False
+        )
+    numeric = types.is_integer(column.type) or types.is_floating(column.type)
+    return column.to_numpy() if numeric and not column.null_count else column.to_pylist()
+
+
+def _arrow_table(path: Path, *, as_text: bool = False) -> Any:
+    """The file as a pyarrow table; `as_text`: with the cells of a `.csv` as they stand there, but for those of `PLACEMENT`."""
     arrow = import_extra("pyarrow", "pyarrow", f"reading {path.suffix} files")
     try:
         if path.suffix.lower() == ".csv":
-            return import_extra("pyarrow.csv", "pyarrow", "reading .csv files").read_csv(path)
+            csv = import_extra("pyarrow.csv", "pyarrow", "reading .csv files")
+            if not as_text:
+                return csv.read_csv(path)
+            lines = csv.ParseOptions(newlines_in_values=True)
+            with csv.open_csv(path, parse_options=lines) as first:
+                names = [name for name in first.schema.names if normal(name) not in PLACEMENT]
+            text = csv.ConvertOptions(column_types=dict.fromkeys(names, arrow.string()))
+            return csv.read_csv(path, parse_options=lines, convert_options=text)
         # One file, not a data set: a folder named a=b on the way to it must not become a column.
         return import_extra("pyarrow.parquet", "pyarrow", "reading .parquet files").ParquetFile(path).read()
     except OSError as error:
@@ -202,7 +245,7 @@ def _unquoted(text: str) -> str:
 
 def _label_column(names: list[str], label: str | None, path: Path) -> str:
     """The label column that was asked for, or the default one."""
-    candidates = [name for name in names if name not in _PLACEMENT_COLUMNS]
+    candidates = [name for name in names if name not in PLACEMENT]
     if label is None and candidates:
         return next((name for name in ("label", "y") if name in candidates), candidates[-1])
     if label not in candidates:

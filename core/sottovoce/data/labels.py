@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from sottovoce.arrays import FloatArray, IntArray, as_floats
@@ -38,26 +40,41 @@ def map_labels(labels: AnyArray, loss: Loss, positive: tuple[int | str, ...] | N
         if labels.dtype.kind != "f":
             raise DataError(f"labels of the {loss.kind} loss must be numbers, got text: {_listed(_texts(distinct))}")
         return as_floats(labels), classes
-    if not loss.binary:
-        if len(distinct) > loss.n_classes:
-            found = f"{len(distinct)} labels: {_listed(_texts(distinct))}"
-            raise SpecError(
-                f"loss.classes must be at least the number of labels that occur, got {loss.n_classes} for {found}"
-            )
-        return as_floats(classes), classes
-    if len(distinct) < 2:
+    if loss.binary and len(distinct) < 2:
         only = _listed(_texts(distinct))
         raise DataError(f"the {loss.kind} loss needs at least two distinct labels, got only {only}")
-    return _is_positive(distinct, positive)[classes], classes
+    return class_labels(_texts(distinct), loss, positive, "that occur")[classes], classes
 
 
-def _is_positive(distinct: AnyArray, positive: tuple[int | str, ...] | None) -> FloatArray:
+def class_labels(
+    classes: Sequence[str], loss: Loss, positive: tuple[int | str, ...] | None, these: str = "that are declared"
+) -> FloatArray:
+    """What each of some classes is in the domain of the loss, `(classes,)`: as `map_labels`, in the order given.
+
+    Args:
+        classes: at least two where the loss has two.
+        loss: the loss of the run, which must have classes.
+        positive: labels that count as 1.
+        these: which classes, in errors.
+
+    Raises:
+        SpecError: `positive` names another label, or all of them; or there are more than the loss has.
+    """
+    if loss.binary:
+        return _is_positive(classes, positive, these)
+    if len(classes) > (loss.n_classes or 0):
+        found = f"{len(classes)} labels: {_listed(classes)}"
+        raise SpecError(f"loss.classes must be at least the number of labels {these}, got {loss.n_classes} for {found}")
+    return np.arange(len(classes), dtype=np.float64)
+
+
+def _is_positive(texts: Sequence[str], positive: tuple[int | str, ...] | None, these: str) -> FloatArray:
     """`(labels,)`: 1.0 where the label counts as 1."""
     if positive is None:
-        return as_floats(2 * np.arange(len(distinct)) >= len(distinct))
-    texts, wanted = _texts(distinct), {str(label) for label in positive}
+        return as_floats(2 * np.arange(len(texts)) >= len(texts))
+    wanted = {str(label) for label in positive}
     if unknown := sorted(wanted - set(texts)):
-        raise SpecError(f"data.positive must name labels that occur ({_listed(texts)}), got {_listed(unknown)}")
+        raise SpecError(f"data.positive must name labels {these} ({_listed(texts)}), got {_listed(unknown)}")
     if not 0 < len(wanted) < len(texts):
         raise SpecError(f"data.positive must name some of the labels {_listed(texts)}, not all, got {list(positive)}")
     return as_floats([text in wanted for text in texts])
@@ -70,6 +87,6 @@ def _texts(distinct: AnyArray) -> list[str]:
     return [str(int(label)) if float(label).is_integer() else str(label) for label in distinct]
 
 
-def _listed(texts: list[str]) -> str:
+def _listed(texts: Sequence[str]) -> str:
     """The first few, for a message."""
     return ", ".join(texts[:_SHOWN]) + (", ..." if len(texts) > _SHOWN else "")

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt
+from pydantic import Field, NonNegativeInt, model_validator
 
 from sottovoce.data.partition import AnyPartition, Iid
+from sottovoce.data.schema import Schema
 from sottovoce.registry import Count, Section
 
+with warnings.catch_warnings():
+    # Pydantic says that the name hides a method, which it gave up for `model_json_schema` and nothing here calls.
+    warnings.filterwarnings("ignore", 'Field name "schema"', UserWarning)
 
-class DataSpec(Section):
+    class _Described(Section):
+        schema: Schema | None = None  # type: ignore[assignment]
+        """What the fields of a `.csv` or `.parquet` file, and of live records, may say; None: all are numbers."""
+
+
+class DataSpec(_Described):
     """Where records come from, who gets which, and in what order."""
 
     source: str = "breast_cancer"
@@ -18,7 +28,8 @@ class DataSpec(Section):
     label: str | None = None
     """Label column of a `.csv` or `.parquet` file (default: `label`, else `y`, else the last column)."""
     positive: tuple[int | str, ...] | None = None
-    """Labels that count as 1 in a binary problem (default: the later half of the sorted labels)."""
+    """Labels that count as 1 in a binary problem (default: the later half of the sorted labels; of those of a schema, in its
+    order)."""
     partition: AnyPartition = Iid()
     """Ignored where the file carries a `learner` column."""
     order: Literal["given", "shuffled"] = "shuffled"
@@ -37,3 +48,11 @@ class DataSpec(Section):
     """Append a constant feature."""
     seed: NonNegativeInt = 0
     """For the split, the partition and the order. Not for noise."""
+
+    @model_validator(mode="after")
+    def _schema_says_it(self) -> DataSpec:
+        if self.schema is not None and self.label is not None:
+            raise ValueError("label must be left out with a schema, which says which field it is")
+        if self.schema is not None and self.scale != "none":
+            raise ValueError("scale must be none with a schema, which scales by declared bounds")
+        return self

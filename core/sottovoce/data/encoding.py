@@ -1,0 +1,161 @@
+"""Records as a schema reads them: features, labels in the domain of the loss, and why a record does not fit.
+
+One record, a batch of live ones and a whole file go through the same code. Whoever refuses a record says why by words of the
+schema alone, which is public; how many there are of which kind depends on the records, and is for their owner.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from sottovoce.arrays import BoolArray, FloatArray, IntArray
+from sottovoce.data.cells import Cells, Flaw, cells_of, normal
+from sottovoce.data.labels import class_labels
+from sottovoce.data.schema import Schema
+from sottovoce.errors import DataError, SpecError
+from sottovoce.losses import Loss
+
+UNDECLARED = "a field that is neither declared nor ignored, or is there twice"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Encoded:
+    """Records as they are learned.
+
+    Attributes:
+        features: `(fitting, width)`, within [-1, 1].
+        labels: `(fitting,)` in the domain of the loss; `(0,)` where none were asked for.
+        classes: `(fitting,)` class of each record, in the schema's order; None: the label is a number, or was not asked for.
+        fits: `(records,)`: which records those are.
+        refused: why the others do not fit, by their place among all; a field's name and a reason, in words.
+    """
+
+    features: FloatArray
+    labels: FloatArray
+    classes: IntArray | None
+    fits: BoolArray
+    refused: Mapping[int, str]
+
+    @property
+    def reasons(self) -> dict[str, int]:
+        """How many records were refused for which reason, most of them first."""
+        return dict(Counter(self.refused.values()).most_common())
+
+
+@dataclass(frozen=True, slots=True)
+class Encoder:
+    """A schema beside a loss. `Encoder.of` makes one.
+
+    Attributes:
+        schema: what records may say.
+        values: what each class is for the loss, `(classes,)`; None: the label is a number.
+    """
+
+    schema: Schema
+    values: tuple[float, ...] | None
+
+    @classmethod
+    def of(cls, schema: Schema, loss: Loss, positive: tuple[int | str, ...] | None = None) -> Encoder:
+        """An encoder of records for a loss.
+
+        Args:
+            schema: what records may say.
+            loss: what labels are for.
+            positive: labels that count as 1 in a binary problem; None: the later half of them.
+
+        Raises:
+            SpecError: the label is of another type than the loss needs, has more classes, or `positive` does not fit.
+        """
+        label = schema.label
+        if loss.n_classes is None:
+            if label.classes is not None:
+                raise SpecError(f"data.schema.label must be a number for the {loss.kind} loss, got type {label.type}")
+            return cls(schema, None)
+        if label.classes is None:
+            raise SpecError(
+                f"data.schema.label must be a category or a boolean for the {loss.kind} loss, got type {label.type}"
+            )
+        return cls(schema, tuple(class_labels(label.classes, loss, positive).tolist()))
+
+    def columns(self, columns: Mapping[str, Any], *, labelled: bool = True) -> Encoded:
+        """Encode many records.
+
+        Args:
+            columns: by name, one value for each record: lists, arrays of NumPy, Arrow, pandas or polars. A field without a
+                column is missing in every record.
+            labelled: they have a label.
+
+        Raises:
+            DataError: the columns differ in length, or are none.
+        """
+        cells = {name: cells_of(column, name) for name, column in columns.items()}
+        lengths = {len(column) for column in cells.values()}
+        if len(lengths) > 1:
+            raise DataError(f"fields must have equally many values, got {sorted(lengths)}")
+        n = lengths.pop() if lengths else 0
+        named, odd = self._named(cells)
+        return self._encode({name: cells[own] for name, own in named.items()}, np.full(n, odd), labelled=labelled)
+
+    def records(self, records: Sequence[Mapping[str, Any]], *, labelled: bool = True) -> Encoded:
+        """Encode records that are mappings of a field's name to its value, such as JSON has; as `columns`.
+
+        A field that a record leaves out is missing.
+
+        Raises:
+            DataError: one is no mapping.
+        """
+        if not all(isinstance(record, Mapping) for record in records):
+            raise DataError("a record must be a mapping of fields to values")
+        found = [self._named(record) for record in records]
+        cells: dict[str, Cells] = {
+            field: [
+                record[named[field]] if field in named else None
+                for record, (named, _) in zip(records, found, strict=True)
+            ]
+            for field in (*self.schema.features, self.schema.label.name)
+        }
+        return self._encode(cells, np.array([odd for _, odd in found], dtype=bool), labelled=labelled)
+
+    def _named(self, record: Mapping[Any, Any]) -> tuple[dict[str, str], bool]:
+        """Declared fields that are there, by the names that they are there by; and whether there are others."""
+        schema, named, odd = self.schema, dict[str, str](), False
+        for given in record:
+            name = normal(given) if isinstance(given, str) else ""
+            declared = name in schema.features or name == schema.label.name
+            odd |= name in named or not (declared or name in schema.ignored)
+            named[name] = given
+        return named, odd
+
+    def _encode(self, cells: Mapping[str, Cells], odd: BoolArray, *, labelled: bool) -> Encoded:
+        schema, n = self.schema, len(odd)
+        nothing: Cells = [None] * n
+        features, at = np.zeros((n, schema.width)), 0
+        refused = dict.fromkeys(np.flatnonzero(odd).tolist(), UNDECLARED)
+        for name, feature in schema.features.items():
+            end = at + len(feature.names(name))
+            flaws = feature.encode(cells.get(name, nothing), schema.missing, features[:, at:end])
+            _refuse(refused, name, flaws)
+            at = end
+        told = np.zeros(n)
+        if labelled:
+            told, flaws = schema.label.read(cells.get(schema.label.name, nothing), schema.missing)
+            _refuse(refused, schema.label.name, flaws)
+        fits = np.ones(n, dtype=bool)
+        fits[list(refused)] = False
+        labels = told[fits] if labelled else np.empty(0)
+        classes = None
+        if labelled and self.values is not None:
+            classes = labels.astype(np.int64)
+            labels = np.asarray(self.values)[classes]
+        return Encoded(features[fits], labels, classes, fits, dict(sorted(refused.items())))
+
+
+def _refuse(refused: dict[int, str], name: str, flaws: IntArray) -> None:
+    """Add what does not fit, where nothing before it did not."""
+    for row in np.flatnonzero(flaws).tolist():
+        refused.setdefault(row, f"{name}: {Flaw(int(flaws[row])).words}")
