@@ -20,7 +20,7 @@ from sottovoce.data import LearnerData, PlacedData, load_dataset
 from sottovoce.data.folders import data_folders
 from sottovoce.errors import SpecError
 from sottovoce.privacy.guarantee import Guarantee, overall
-from sottovoce.running.placement import place
+from sottovoce.running.placement import place, unplaced
 from sottovoce.running.run import Run, build_run
 from sottovoce.spec import RunSpec, dump_spec, explain, read_document, with_schema
 
@@ -38,23 +38,31 @@ class Prepared:
         return int(np.argmax([self.run.guarantee(i, each).epsilon() for i, each in enumerate(counts)]))
 
 
-def prepare(spec: RunSpec, *, folders: Sequence[Path] = ()) -> Prepared:
+def prepare(spec: RunSpec, *, folders: Sequence[Path] = (), live: bool = False) -> Prepared:
     """Load and place the data, and check the run.
 
     Args:
         spec: the run spec.
         folders: where data sets that have a name are looked for (`data_folders`).
+        live: whether records may come later, from elsewhere; there are none then.
 
     Raises:
-        SpecError: the spec cannot be run as it is.
+        SpecError: the spec cannot be run as it is, or has no records yet.
         DataError: its data cannot be used.
     """
-    dataset = load_dataset(spec.data, spec.loss, folders=folders)
-    data = place(spec, dataset)
+    if spec.data.live and not live:
+        raise SpecError(
+            "data.source: live has no records before services run it (sottovoce up, sottovoce run): name a data set or a file"
+        )
+    data = unplaced(spec) if spec.data.live else place(spec, load_dataset(spec.data, spec.loss, folders=folders))
     run = build_run(spec, data.n_features)
     if run.algorithm.accountant(0).shared and not all(_same(data.learners[0], other) for other in data.learners[1:]):
         raise SpecError(
             f"{spec.algorithm.name} needs the same records at every learner in every round: set data.partition to shared"
+        )
+    if run.algorithm.accountant(0).shared and spec.data.live:
+        raise SpecError(
+            f"{spec.algorithm.name} needs the same records at every learner in every round, and live ones are each learner's own"
         )
     slack = check_lattice(run)
     return Prepared(replace(run, warnings=run.warnings + slack), data)

@@ -17,12 +17,14 @@ from sottovoce_learner.session import Session
 from sottovoce_rpc import principals
 from sottovoce_rpc.codec import from_tensor, to_tensor
 from sottovoce_rpc.learner_status import LearnerStatus
+from sottovoce_rpc.specs import spec_to_wire
 from sottovoce_rpc.status import answering
-from sottovoce_rpc.tasks import beside
+from sottovoce_rpc.tasks import Tasks, beside
 from sottovoce_wire.v1 import learner_pb2
 
 NAME = "sottovoce_wire.v1.Learner"
-_RECEIPT_EVERY = 16
+_RECEIPT_EVERY, _LULL_S = 16, 0.002
+"""Batches between receipts on a stream that does not pause, and how long a pause is."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -48,6 +50,9 @@ class Face:
             "Exchange": grpc.stream_stream_rpc_method_handler(self.exchange),
             "Ingest": grpc.stream_stream_rpc_method_handler(
                 self.ingest, pb.SampleBatch.FromString, pb.IngestReceipt.SerializeToString
+            ),
+            "Intake": grpc.unary_unary_rpc_method_handler(
+                self.intake, pb.IntakeRequest.FromString, pb.IntakeResponse.SerializeToString
             ),
             "Predict": grpc.unary_unary_rpc_method_handler(
                 self.predict, pb.PredictRequest.FromString, pb.PredictResponse.SerializeToString
@@ -97,13 +102,27 @@ class Face:
             session = self._in_run()
             taken, source = 0, ""
             with session.receipts.stream():
-                async for batch in batches:
-                    await session.feed(batch)
-                    taken, source = taken + 1, batch.source
-                    # At once what is due: more may be here than its feeder knows.
-                    if taken == 1 or taken % _RECEIPT_EVERY == 0:
-                        yield await _receipt(session, source)
+                async with Tasks() as tasks:
+                    coming = tasks.start(_next(batches))
+                    while (batch := await coming) is not None:
+                        coming = tasks.start(_next(batches))
+                        await session.feed(batch)
+                        taken, source = taken + 1, batch.source
+                        # At once what is due: more may be here than its feeder knows. Then seldom, and in every lull.
+                        if taken == 1 or taken % _RECEIPT_EVERY == 0 or not await _at_once(coming):
+                            yield await _receipt(session, source)
                 yield await _receipt(session, source)
+
+    async def intake(self, request: learner_pb2.IntakeRequest, context: Context) -> learner_pb2.IntakeResponse:
+        """What whoever brings records needs before the first one."""
+        async with answering(context):
+            self._require(context, self._feeders)
+            session = self._in_run()
+            role, receipt = session.role, await _receipt(session, request.source)
+            spec = spec_to_wire(role.spec)
+            return learner_pb2.IntakeResponse(
+                run_id=role.run_id, spec=spec, n_features=role.n_features, receipt=receipt
+            )
 
     async def predict(self, request: learner_pb2.PredictRequest, context: Context) -> learner_pb2.PredictResponse:
         """What the model in use says of records, where the run opted in."""
@@ -138,9 +157,19 @@ async def _receipt(session: Session, source: str) -> learner_pb2.IngestReceipt:
     Raises:
         NotReady: it cannot be kept.
     """
-    receipt = learner_pb2.IngestReceipt(next_sequence=session.intake.next_sequence(source))
+    intake = session.intake
+    receipt = learner_pb2.IngestReceipt(next_sequence=intake.next_sequence(source), position=intake.position(source))
     await session.settled()
     return receipt
+
+
+async def _next(batches: AsyncIterator[learner_pb2.SampleBatch]) -> learner_pb2.SampleBatch | None:
+    return await anext(batches, None)
+
+
+async def _at_once(coming: asyncio.Task[object]) -> bool:
+    """Is there more, or the end, within a moment?"""
+    return bool((await asyncio.wait([coming], timeout=_LULL_S))[0])
 
 
 async def _replacement(session: Session) -> None:

@@ -1,13 +1,15 @@
-"""The intake: records from the learner's owner, cut into rounds. No network, no clock.
+"""The intake: records from the learner's owner, on their way to rounds. No network, no clock.
 
-Every source counts its batches from 0. A batch that was taken in already is passed over, a gap is refused, so a feeder
-that reconnects neither loses nor doubles a record.
+Every source counts its batches from 0, or says where each of its live records stands. What was taken in already is passed over, a
+gap between batches is refused, so a feeder that reconnects neither loses nor doubles a record.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
@@ -18,6 +20,7 @@ from sottovoce.data import check_batch
 from sottovoce.errors import DataError, NotReady, RemoteProtocolError
 from sottovoce.losses.loss import Loss
 from sottovoce.network.roster import Attendance
+from sottovoce.spec import RunSpec
 from sottovoce_rpc.codec import from_tensor
 from sottovoce_wire.v1 import learner_pb2
 
@@ -33,15 +36,19 @@ class Taken:
 
     Attributes:
         next: the batch that is due from each source.
-        filled: rounds below this one have their records.
+        filled: rounds below this one have their records; of live records, have taken theirs.
         batches: taken in.
-        waiting: records that wait for their round.
+        waiting: records that wait, by their round; of live records all together, under the round to come.
+        last: position of the last record of each source that says positions.
+        records: taken in.
     """
 
     next: dict[str, int]
     filled: int
     batches: int
     waiting: dict[int, Batch]
+    last: dict[str, int] = field(default_factory=dict)
+    records: int = 0
 
     def packed(self) -> tuple[Any, ...]:
         """For a snapshot: all records in one table, and how many are of which round."""
@@ -50,45 +57,67 @@ class Taken:
         rows = [
             np.concatenate(parts) for parts in zip(*((each.features, each.labels) for each in batches), strict=True)
         ]
-        return self.next, self.filled, self.batches, np.array(list(self.waiting), np.int64), sizes, rows
+        rounds = np.array(list(self.waiting), np.int64)
+        return self.next, self.filled, self.batches, rounds, sizes, rows, self.last, self.records
 
     @classmethod
     def unpacked(cls, value: tuple[Any, ...]) -> Taken:
-        """`packed` backwards."""
-        due, filled, count, rounds, sizes, rows = value
+        """`packed` backwards; versions before live records wrote neither positions nor how many records there were."""
+        due, filled, count, rounds, sizes, rows, *more = value
         cut = (np.split(each, np.cumsum(sizes)[:-1]) for each in rows)
-        return cls(due, filled, count, dict(zip(rounds.tolist(), map(Batch, *cut), strict=True)) if rows else {})
+        waiting = dict(zip(rounds.tolist(), map(Batch, *cut), strict=True)) if rows else {}
+        return cls(due, filled, count, waiting, *more)
 
 
-class Intake:
-    """Batches by round.
+def intake_for(spec: RunSpec, n_features: int, attendance: Attendance | None = None) -> Intake:
+    """The intake of a learner in a run.
+
+    Args:
+        spec: of the run.
+        n_features: features of a record, with the intercept.
+        attendance: the rounds in which the learner takes part, and learns something (default: all).
+    """
+    attendance = attendance or Attendance((range(spec.rounds),), spec.rounds)
+    if not spec.data.live:
+        return Planned(n_features, spec.loss, spec.rounds, attendance)
+    most = spec.data.batch_size
+    return Live(n_features, spec.loss, attendance, 1 if most == "all" else most, patient=spec.clock.mode != "paced")
+
+
+class Intake(ABC):
+    """Records on their way to rounds.
 
     Args:
         n_features: features of a record.
         loss: of the run.
-        rounds: planned rounds of the run.
-        attendance: the rounds in which the learner takes part, and learns something (default: all).
     """
 
-    def __init__(self, n_features: int, loss: Loss, rounds: int, attendance: Attendance | None = None) -> None:
-        self._n_features, self._loss, self._rounds = n_features, loss, rounds
-        self._attendance = attendance or Attendance((range(rounds),), rounds)
+    def __init__(self, n_features: int, loss: Loss) -> None:
+        self._n_features, self._loss = n_features, loss
         self._next: dict[str, int] = {}
-        self._batches: dict[int, Batch] = {}
+        self._last: dict[str, int] = {}
         self._nothing = Batch.empty(n_features)
-        self.filled = 0
-        """Rounds below this one have their records."""
-        self.held = 0
-        """Bytes of records that wait for their round."""
-        self.batches = 0
-        """Batches taken in."""
+        self.waiting = self.held = 0
+        """Records that wait for their round, and their bytes."""
+        self.batches = self.records = 0
+        """Taken in."""
 
     def next_sequence(self, source: str) -> int:
         """The batch that is due from a source."""
         return self._next.get(source, 0)
 
+    def position(self, source: str) -> int | None:
+        """Where the last record of a source stands in it; None: there is none, or it does not say."""
+        return self._last.get(source)
+
+    def covers(self, batch: learner_pb2.SampleBatch) -> bool:
+        """Is all of a batch taken in already?"""
+        if batch.positions:
+            return batch.positions[-1] <= self._last.get(batch.source, -1)
+        return batch.sequence < self.next_sequence(batch.source)
+
     def put(self, batch: learner_pb2.SampleBatch, keep: Callable[[int], None] = lambda first: None) -> None:
-        """Take a batch in, whole or not at all.
+        """Take a batch in, whole or not at all; of one with positions, what is new.
 
         Args:
             batch: what came.
@@ -101,34 +130,57 @@ class Intake:
                 are kept.
         """
         self._require_bounds(batch)
-        due = self.next_sequence(batch.source)
-        if batch.sequence < due:
+        if self.covers(batch):
             return
-        if batch.sequence > due:
+        due = self.next_sequence(batch.source)
+        if not batch.positions and batch.sequence > due:
             raise NotReady(f"source {batch.source!r} must send batch {due} next, got batch {batch.sequence}")
         features, labels = from_tensor(batch.features), from_tensor(batch.labels)
         check_batch(features, labels, self._n_features, self._loss)
         first, counts = self._rounds_of(batch, len(labels))
+        old = self._known(batch, len(labels))
         keep(first)
-        self._file(first, counts, features, labels)
-        self._next[batch.source] = due + 1
+        self._file(first, counts, features[old:], labels[old:])
+        self._next[batch.source] = due + (not batch.positions)
+        if batch.positions:
+            self._last[batch.source] = batch.positions[-1]
         self.batches += 1
+        self.records += len(labels) - old
 
+    def replay(self, first: int, batch: learner_pb2.SampleBatch) -> None:
+        """Take in again what was kept; errors as `put`.
+
+        Args:
+            first: what `keep` was called with.
+            batch: what was kept.
+        """
+        self.put(batch)
+
+    @property
+    @abstractmethod
+    def filled(self) -> int:
+        """Rounds below this one have their records."""
+
+    @abstractmethod
+    def take(self, t: int, records: int | None = None) -> Batch:
+        """The records of a round, once; rounds come in order.
+
+        Args:
+            t: the round, below `filled`.
+            records: how many live ones, where a log says so.
+        """
+
+    @abstractmethod
     def taken(self) -> Taken:
         """What it holds now."""
-        return Taken(dict(self._next), self.filled, self.batches, dict(self._batches))
 
     def restore(self, taken: Taken) -> None:
         """Hold what another one held."""
-        self._next, self._batches = dict(taken.next), dict(taken.waiting)
-        self.filled, self.batches = taken.filled, taken.batches
-        self.held = sum(map(_bytes, self._batches.values()))
-
-    def take(self, t: int) -> Batch:
-        """The records of a round below `filled`, once."""
-        taken = self._batches.pop(t, self._nothing)
-        self.held -= _bytes(taken)
-        return taken
+        self._next, self._last = dict(taken.next), dict(taken.last)
+        self.batches, self.records = taken.batches, taken.records
+        self.waiting = self.held = 0
+        for batch in taken.waiting.values():
+            self._hold(batch)
 
     def _require_bounds(self, batch: learner_pb2.SampleBatch) -> None:
         if len(batch.source) > _LONGEST_NAME:
@@ -138,13 +190,83 @@ class Intake:
         if len(batch.counts) > _MOST_COUNTS:
             raise RemoteProtocolError(f"a batch must be of at most {_MOST_COUNTS} rounds, got {len(batch.counts)}")
 
+    def _known(self, batch: learner_pb2.SampleBatch, records: int) -> int:
+        """How many records of a batch, its first ones, are here already."""
+        if not batch.positions:
+            return 0
+        positions = np.array(batch.positions, np.uint64)
+        if len(positions) != records or (positions[1:] <= positions[:-1]).any():
+            raise RemoteProtocolError(
+                f"positions must be one for each of {records} records, each above the one before it, got {len(positions)}"
+            )
+        last = self._last.get(batch.source)
+        return 0 if last is None else int(np.searchsorted(positions, np.uint64(last), side="right"))
+
+    def _hold(self, batch: Batch, sign: int = 1) -> None:
+        """Records wait, or (-1) wait no longer."""
+        self.waiting += sign * batch.size
+        self.held += sign * (batch.features.nbytes + batch.labels.nbytes)
+
+    @abstractmethod
     def _rounds_of(self, batch: learner_pb2.SampleBatch, records: int) -> tuple[int, list[int]]:
+        """The first round that a batch is for, and how many records each round from there on has of it."""
+
+    @abstractmethod
+    def _file(self, first: int, counts: list[int], features: FloatArray, labels: FloatArray) -> None:
+        """Hold records for their rounds."""
+
+
+class Planned(Intake):
+    """Every record is for a round that it names, or the next that has none yet.
+
+    Args:
+        n_features, loss: as `Intake`.
+        rounds: planned rounds of the run.
+        attendance: the rounds in which the learner takes part, and learns something.
+    """
+
+    def __init__(self, n_features: int, loss: Loss, rounds: int, attendance: Attendance) -> None:
+        super().__init__(n_features, loss)
+        self._rounds, self._attendance = rounds, attendance
+        self._batches: dict[int, Batch] = {}
+        self._filled = 0
+
+    @property
+    def filled(self) -> int:
+        """Rounds below this one have their records."""
+        return self._filled
+
+    def take(self, t: int, records: int | None = None) -> Batch:
+        """The records of a round."""
+        taken = self._batches.pop(t, self._nothing)
+        self._hold(taken, -1)
+        return taken
+
+    def replay(self, first: int, batch: learner_pb2.SampleBatch) -> None:
+        """For the rounds that it was for then."""
+        batch.first_round = first
+        self.put(batch)
+
+    def taken(self) -> Taken:
+        """What it holds now."""
+        return Taken(dict(self._next), self._filled, self.batches, dict(self._batches), dict(self._last), self.records)
+
+    def restore(self, taken: Taken) -> None:
+        """Hold what another one held."""
+        super().restore(taken)
+        self._batches, self._filled = dict(taken.waiting), taken.filled
+
+    def _rounds_of(self, batch: learner_pb2.SampleBatch, records: int) -> tuple[int, list[int]]:
+        if batch.positions:
+            raise RemoteProtocolError(
+                "positions must be left out: this run knows which record is for which round; number the batches (sequence)"
+            )
         counts = list(batch.counts) or [records]
-        first = batch.first_round if batch.HasField("first_round") else self._attendance.following(self.filled)
+        first = batch.first_round if batch.HasField("first_round") else self._attendance.following(self._filled)
         if sum(counts) != records:
             raise DataError(f"the counts of a batch must add up to its records, {records}, got {sum(counts)}")
-        if first < self.filled:
-            raise RemoteProtocolError(f"records must be for round {self.filled} or later, got round {first}")
+        if first < self._filled:
+            raise RemoteProtocolError(f"records must be for round {self._filled} or later, got round {first}")
         if first + len(counts) > self._rounds:
             raise DataError(
                 f"the run has rounds 0 to {self._rounds - 1}, got records for round {first + len(counts) - 1}"
@@ -156,9 +278,73 @@ class Intake:
         for t, (count, end) in enumerate(zip(counts, ends, strict=True), start=first):
             if count and t in self._attendance:
                 self._batches[t] = filed = Batch(features[end - count : end], labels[end - count : end])
-                self.held += _bytes(filed)
-        self.filled = first + len(counts)
+                self._hold(filed)
+        self._filled = first + len(counts)
 
 
-def _bytes(batch: Batch) -> int:
-    return batch.features.nbytes + batch.labels.nbytes
+class Live(Intake):
+    """Records wait in the order in which they came, and a round takes what is there.
+
+    Args:
+        n_features, loss: as `Intake`.
+        attendance: the rounds in which the learner takes part: in others it learns nothing, and records wait.
+        most: records that a round takes.
+        patient: a round waits for a record; else it takes what is there, if it is nothing.
+    """
+
+    def __init__(self, n_features: int, loss: Loss, attendance: Attendance, most: int, *, patient: bool) -> None:
+        super().__init__(n_features, loss)
+        self._attendance, self._most, self._patient = attendance, most, patient
+        self._queue: deque[Batch] = deque()
+        self._done = 0
+
+    @property
+    def filled(self) -> int:
+        """Rounds below this one have taken their records, or would find some."""
+        return self._done + max(-(-self.waiting // self._most), 0 if self._patient else 1)
+
+    def take(self, t: int, records: int | None = None) -> Batch:
+        """The oldest records, as many as a round takes."""
+        self._done = t + 1
+        if t not in self._attendance:
+            return self._nothing
+        wanted = min(self.waiting, self._most if records is None else records)
+        parts = []
+        while wanted:
+            first = self._queue.popleft()
+            if first.size > wanted:
+                self._queue.appendleft(Batch(first.features[wanted:], first.labels[wanted:]))
+                first = Batch(first.features[:wanted], first.labels[:wanted])
+            parts.append(first)
+            wanted -= first.size
+        taken = _joined(parts) if parts else self._nothing
+        self._hold(taken, -1)
+        return taken
+
+    def taken(self) -> Taken:
+        """What it holds now."""
+        waiting = {self._done: _joined(list(self._queue))} if self._queue else {}
+        return Taken(dict(self._next), self._done, self.batches, waiting, dict(self._last), self.records)
+
+    def restore(self, taken: Taken) -> None:
+        """Hold what another one held."""
+        super().restore(taken)
+        self._queue, self._done = deque(taken.waiting.values()), taken.filled
+
+    def _rounds_of(self, batch: learner_pb2.SampleBatch, records: int) -> tuple[int, list[int]]:
+        if batch.HasField("first_round") or batch.counts:
+            raise RemoteProtocolError(
+                "first_round and counts must be left out: the rounds of this run take live records as they come"
+            )
+        return self._done, [records]
+
+    def _file(self, first: int, counts: list[int], features: FloatArray, labels: FloatArray) -> None:
+        if len(labels):
+            self._queue.append(filed := Batch(features, labels))
+            self._hold(filed)
+
+
+def _joined(parts: list[Batch]) -> Batch:
+    if len(parts) == 1:
+        return parts[0]
+    return Batch(np.concatenate([part.features for part in parts]), np.concatenate([part.labels for part in parts]))

@@ -97,9 +97,7 @@ class Recovery:
             DataError: it does not follow from those before: the log was written by another version, or for another spec.
         """
         if entry.kind is Kind.BATCH:
-            batch = learner_pb2.SampleBatch.FromString(entry.body)
-            batch.first_round = entry.round
-            self.intake.put(batch)
+            self.intake.replay(entry.round, learner_pb2.SampleBatch.FromString(entry.body))
         elif entry.kind in (Kind.ROUND, Kind.CLOSE):
             said = Said.decode(entry.body)
             self.pass_absence(entry.round)
@@ -141,7 +139,7 @@ class Recovery:
             raise _unlike(
                 entry, f"messages of {sorted(messages)} in round {t}", f"of {sorted(part.heard)} in {self.done}"
             )
-        batch = self.intake.take(t)
+        batch = self.intake.take(t, said.records)
         if batch.size != said.records or self.intake.filled <= t:
             raise _unlike(entry, f"{said.records} records in round {t}", f"{batch.size}")
         self.about_to_learn(self.state, batch)

@@ -35,7 +35,7 @@ from sottovoce_learner.books import Allowance, Books
 from sottovoce_learner.hearing import Hearing, Received
 from sottovoce_learner.hidden import Kept, hides_noise
 from sottovoce_learner.inbox import Inbox
-from sottovoce_learner.intake import Intake
+from sottovoce_learner.intake import intake_for
 from sottovoce_learner.links import Link
 from sottovoce_learner.log import DiskFull
 from sottovoce_learner.plan import Plan
@@ -118,7 +118,7 @@ class Session:
         self._used: list[float] = []
         self._roster = spec.roster
         self._attendance = self._roster.attendance(index, spec.rounds)
-        self.intake = Intake(role.n_features, spec.loss, spec.rounds, self._attendance)
+        self.intake = intake_for(spec, role.n_features, self._attendance)
         self._plan = Plan(run.network, index)
         # Elsewhere a neighbour goes as far as the clock lets it: a window beyond the slowest learner, which may die, and stand a
         # round before what it has reported.
@@ -173,6 +173,8 @@ class Session:
             noise_is_not_private=not self._private,
             prequential_accuracy=self._correct / self._seen if self._seen else None,
             rules_broken=self._hearing.rules_broken,
+            records=self.intake.records,
+            records_waiting=self.intake.waiting,
         )
 
     def _recover(self) -> None:
@@ -318,11 +320,14 @@ class Session:
         Raises:
             DataError: they do not fit the run.
             Unavailable: the run is taken up again: its next session takes them.
+            NotReady: the run is over, and what is live comes to none of its rounds.
         """
         while self._has_enough() and not self.ended:
             self._hungry.clear()
             await self._hungry.wait()
-        if self.ended and batch.sequence >= self.intake.next_sequence(batch.source):
+        if self.ended and not self.intake.covers(batch):
+            if self.role.spec.data.live:
+                raise NotReady(f"run {self.role.run_id} is over for this learner ({self._lifecycle[0].name.lower()})")
             # No receipt for what is not kept. The end of the run is told by the coordinator, and ends the feeder, too.
             await self.replaced.wait()
             raise Unavailable("this learner takes the run up again")

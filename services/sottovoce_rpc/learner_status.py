@@ -41,6 +41,7 @@ class LearnerStatus:
         epsilon_elsewhere, epsilon_own_budget: in other runs, and what the owner allows in all of them.
         noise_is_not_private: it is not the operating system's.
         rules_broken: messages on the channels of neighbours that broke a rule, and changed nothing.
+        records, records_waiting: taken in, and those of them that wait for their round.
         prequential_accuracy: share of records that were predicted before they were learned; only where the run opted in.
     """
 
@@ -60,6 +61,8 @@ class LearnerStatus:
     noise_is_not_private: bool = False
     prequential_accuracy: float | None = None
     rules_broken: int = 0
+    records: int = 0
+    records_waiting: int = 0
 
     @property
     def limit(self) -> float | None:

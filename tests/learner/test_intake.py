@@ -13,16 +13,17 @@ from sottovoce.arrays import FloatArray
 from sottovoce.errors import DataError, NotReady, RemoteProtocolError, SottovoceError
 from sottovoce.losses.logistic import Logistic
 from sottovoce.losses.quadratic import Ridge
+from sottovoce.network.roster import Attendance
 from sottovoce_learner import intake as intaking
-from sottovoce_learner.intake import Intake
+from sottovoce_learner.intake import Intake, Planned
 from sottovoce_rpc.codec import to_tensor
 from sottovoce_wire.v1 import learner_pb2, tensor_pb2
 
 ROUNDS = 10
 
 
-def intake(kind: str = "logistic", rounds: int = ROUNDS) -> Intake:
-    return Intake(2, Ridge() if kind == "ridge" else Logistic(), rounds)
+def intake(kind: str = "logistic", rounds: int = ROUNDS) -> Planned:
+    return Planned(2, Ridge() if kind == "ridge" else Logistic(), rounds, Attendance((range(rounds),), rounds))
 
 
 def batch(sequence: int, features: Any, labels: Any = None, **fields: Any) -> learner_pb2.SampleBatch:

@@ -17,7 +17,7 @@ from sottovoce_learner import standing
 from sottovoce_learner.bodies import Said
 from sottovoce_learner.books import Books
 from sottovoce_learner.entries import START, Entry, Kind, encode, walk
-from sottovoce_learner.intake import Intake
+from sottovoce_learner.intake import Planned
 from sottovoce_learner.ledger_line import LedgerLine
 from sottovoce_learner.links import Link
 from sottovoce_learner.log import About, Log, Reading, hashed, host
@@ -226,7 +226,7 @@ def closed(kind: Callable[..., RunLog], shape: Shape, folder: Folder, done: int,
 
 @cache
 def taken_in(
-    kind: Callable[..., RunLog], intake: Callable[..., Intake], shape: Shape, learner: int, folder: Folder, number: int
+    kind: Callable[..., RunLog], intake: Callable[..., Planned], shape: Shape, learner: int, folder: Folder, number: int
 ) -> Writes:
     """A feeder's batch is taken in, and settled; no writes where it was there already."""
 
@@ -239,7 +239,7 @@ def taken_in(
     return _written(kind, shape, folder, take)
 
 
-def _intake(kind: Callable[..., Intake], run: Shape, learner: int, folder: Folder) -> Intake:
+def _intake(kind: Callable[..., Planned], run: Shape, learner: int, folder: Folder) -> Planned:
     """As `Session` and `Recovery` make and fill it."""
     shape = folder.shape(run)
     box = kind(FEATURES, run_of(shape).spec.loss, shape.rounds, attendance(shape, learner))
@@ -259,13 +259,13 @@ def records(shape: Shape, learner: int, log: bytes) -> tuple[int, ...]:
 
 
 @cache
-def due_next(intake: Callable[..., Intake], shape: Shape, learner: int, folder: Folder) -> int:
+def due_next(intake: Callable[..., Planned], shape: Shape, learner: int, folder: Folder) -> int:
     """The batch that is due from the feeder, as a receipt says it."""
     return _intake(intake, shape, learner, folder).next_sequence(SOURCE)
 
 
 @cache
-def filled(intake: Callable[..., Intake], shape: Shape, learner: int, folder: Folder) -> int:
+def filled(intake: Callable[..., Planned], shape: Shape, learner: int, folder: Folder) -> int:
     """Rounds below this one have their records."""
     return _intake(intake, shape, learner, folder).filled
 
@@ -282,7 +282,7 @@ def fresh_folder(shape: Shape, learner: int, *, fed: bool) -> Folder:
     mark = Mark(bytes.fromhex(f"{learner:032x}"), host(), len(lines), lines[-1].chain, run=hashed(RUN), chain=chain)
     folder = Folder(0, opening, mark, absences)
     for number in range(0 if fed else sum(map(len, attendance(shape, learner).stretches))):
-        folder = taken_in(RunLog, Intake, shape, learner, folder, number).folders[-1]
+        folder = taken_in(RunLog, Planned, shape, learner, folder, number).folders[-1]
     return folder
 
 
@@ -339,7 +339,7 @@ def recovered(link: Callable[[int], Link], shape: Shape, learner: int, log: byte
         plan_of(shape, learner),
         there,
         Books(run.algorithm.accountant(learner), None),
-        Intake(FEATURES, run.spec.loss, shape.rounds, there),
+        Planned(FEATURES, run.spec.loss, shape.rounds, there),
         run.algorithm.start(Who(learner)),
         Own(reach(shape, learner).keep),
         lambda state, batch: None,

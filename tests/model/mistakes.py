@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from sottovoce_coordinator.fencing import Claim, Membership
 from sottovoce_learner.bodies import Said
-from sottovoce_learner.intake import Intake
+from sottovoce_learner.intake import Planned
 from sottovoce_learner.links import Link, _Stream
 from sottovoce_learner.store import RunLog
 from sottovoce_rpc.learner_status import LearnerState
@@ -81,7 +81,7 @@ class ReceiptFirst(World):
     FEEDS: ClassVar[tuple[str, ...]] = ("acknowledged", "written")
 
 
-class _TakesAgain(Intake):
+class _TakesAgain(Planned):
     def put(self, batch: learner_pb2.SampleBatch, keep: Callable[[int], None] = lambda first: None) -> None:
         self._next[batch.source] = min(batch.sequence, self.next_sequence(batch.source))
         super().put(batch, keep)

@@ -8,7 +8,7 @@ from typing import ClassVar, TypeAlias
 from sottovoce_coordinator.fencing import Membership
 from sottovoce_learner import store
 from sottovoce_learner.inbox import Inbox
-from sottovoce_learner.intake import Intake
+from sottovoce_learner.intake import Planned
 from sottovoce_learner.links import Link
 from sottovoce_learner.store import RunLog
 from tests.model import machine
@@ -34,7 +34,7 @@ class Stage:
     FEEDS: ClassVar[tuple[str, ...]] = ("written", "acknowledged")
     membership: type[Membership] = Membership
     run_log: Callable[..., RunLog] = RunLog
-    intake: Callable[..., Intake] = Intake
+    intake: Callable[..., Planned] = Planned
     link: Callable[[int], Link] = Link
     inbox: Callable[..., Inbox[bytes]] = Inbox
     amended: Amended = staticmethod(store._amended)

@@ -136,7 +136,7 @@ def levels(text: str, least: int = 1) -> tuple[float, ...]:
     return tuple(found)
 
 
-def prepared_from(spec: RunSpec) -> Any:
+def prepared_from(spec: RunSpec, *, live: bool = False) -> Any:
     """The run and its data, ready to start.
 
     Raises:
@@ -145,7 +145,7 @@ def prepared_from(spec: RunSpec) -> Any:
     from sottovoce.data.folders import data_folders
     from sottovoce.experiment import prepare
 
-    return prepare(spec, folders=data_folders())
+    return prepare(spec, folders=data_folders(), live=live)
 
 
 def folder_for(name: str, out: Path | None) -> Path:

@@ -203,7 +203,7 @@ def _conduct(
     """Prepare, run while the console shows it, then summarise."""
     from sottovoce_client.running.conduct import conduct
 
-    folder, prepared = folder_for(spec.name, out), prepared_from(spec)
+    folder, prepared = folder_for(spec.name, out), prepared_from(spec, live=True)
     if canaries:
         from sottovoce_client.lab.watching.canaries import with_canaries
 

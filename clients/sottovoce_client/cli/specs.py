@@ -11,7 +11,7 @@ from sottovoce_client.cli.app import SpecFile, app, prepared_from, spec_app
 @spec_app.command("check")
 def spec_check(spec: SpecFile) -> None:
     """Check a spec, its algorithm's conditions and its data, without running anything."""
-    prepared = prepared_from(load_spec(spec))
+    prepared = prepared_from(load_spec(spec), live=True)
     for finding in prepared.run.warnings:
         typer.echo(f"warning: {finding.text} [{finding.code}]")
     typer.echo(f"{spec}: {prepared.run.spec.n_learners} learners, {prepared.data.n_features} features: fine")

@@ -70,7 +70,7 @@ def again(spec: RunSpec) -> Prepared:
     Raises:
         SottovoceError: its data cannot be used any more.
     """
-    return prepare(spec, folders=data_folders())
+    return prepare(spec, folders=data_folders(), live=True)
 
 
 def _print_all(lines: Iterable[str]) -> None:

@@ -206,6 +206,9 @@ def _learner(
         first = run.guarantee(index, counts, own.uses_by_round(int(own.order[0])))
     losses = record_losses(run.algorithm.accountant(index), own, run.attendance(index).end)
     record = np.cumsum(dearest_losses(losses, event.per_round))
+    charged = event.cumulative
+    if run.spec.data.live:  # which records came, the learner alone knows; each is learned once
+        charged = record = _as_charged(outcome, index, run.spec.rounds)
     said = status.rounds_said
     swaps: tuple[Swap | None, Swap | None] = (None, None)
     heard = 0 if transcript is None else transcript.unbroken(index, run.attendance(index))
@@ -217,8 +220,8 @@ def _learner(
         )
     return LearnerSummary(
         name=run.spec.names[index],
-        records=len(np.unique(own.order)),
-        most_uses=int(own.uses().max(initial=0)),
+        records=status.records if run.spec.data.live else len(np.unique(own.order)),
+        most_uses=min(status.records, 1) if run.spec.data.live else int(own.uses().max(initial=0)),
         rounds=status.rounds_done,
         left=has_left(run.spec, index),
         test_accuracy=accuracy,
@@ -228,15 +231,23 @@ def _learner(
         spent=status.epsilon_spent,
         budget=status.limit,
         paper=_last(event.paper, said),
-        event=_last(event.cumulative, said),
+        event=_last(charged, said),
         record=_last(record, said),
         infinite_horizon=event.infinite_horizon,
         paper_curve=event.paper,
-        event_curve=event.cumulative,
+        event_curve=charged,
         record_curve=record,
         swap_event=swaps[0],
         swap_record=swaps[1],
     )
+
+
+def _as_charged(outcome: Outcome, index: int, rounds: int) -> FloatArray:
+    """`(rounds,)` what a learner said that it had spent, where it said so, and between that on a line."""
+    last = outcome.statuses[index]
+    looks = sorted({(look.rounds[index], look.epsilon[index]) for look in outcome.progress})
+    done, spent = zip(*looks, (last.rounds_said, last.epsilon_spent), strict=True)
+    return np.maximum.accumulate(np.interp(np.arange(1, rounds + 1), done, spent))
 
 
 def _swap(

@@ -216,6 +216,8 @@ class _Running:
         )
 
     async def _feed(self) -> None:
+        if self._spec.data.live:  # others bring them
+            return
         async with asyncio.TaskGroup() as group:
             for index in range(len(self._addresses)):
                 group.create_task(self._feed_one(index))

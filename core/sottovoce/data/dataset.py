@@ -72,6 +72,8 @@ def load_dataset(data: DataSpec, loss: Loss, *, folders: Sequence[Path] = ()) ->
         SpecError: there is no such source, or what reads it is not installed.
         DataError: its records are unusable; the message names the row and the column.
     """
+    if data.live:
+        raise SpecError(f"data.source must be where records are, got {data.source}, whose records come later")
     if data.schema is not None:
         return _by_schema(data, data.schema, loss)
     table = read_source(data, folders)

@@ -61,6 +61,19 @@ def place(spec: RunSpec, dataset: Dataset) -> PlacedData:
     return PlacedData(tuple(learners), prepare(test.features), test.labels)
 
 
+def unplaced(spec: RunSpec) -> PlacedData:
+    """The data of a run of live records, before there are any.
+
+    Raises:
+        SpecError: more rounds than there is memory for.
+    """
+    width = spec.data.width or 0
+    if spec.rounds > MOST_NUMBERS:
+        raise SpecError(f"rounds must be at most {MOST_NUMBERS}, got {spec.rounds}")
+    nobody = LearnerData(np.empty((0, width)), np.empty(0), np.empty(0, np.int64), np.zeros(spec.rounds + 1, np.int64))
+    return PlacedData((nobody,) * spec.n_learners, np.empty((0, width)), np.empty(0))
+
+
 # ---- held-out part ---------------------------------------------------------------------------------------
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from sottovoce.errors import CaptureError, SottovoceError
+from sottovoce.errors import CaptureError, SottovoceError, SpecError
 from sottovoce.experiment import Prepared
 from sottovoce.lab.watch.canaries import Canaries, Place, draw
 from sottovoce_client import terminal
@@ -37,6 +37,8 @@ def with_canaries(prepared: Prepared, count: int, folder: Path) -> Prepared:
     Raises:
         SpecError: this run cannot have so many.
     """
+    if prepared.run.spec.data.live:
+        raise SpecError("canaries take the places of records that are there before the run, and live ones are not")
     generator = np.random.default_rng(secrets.randbits(256))
     canaries = draw(prepared.run, prepared.data, count, generator)
     digest = save(canaries, folder)

@@ -237,8 +237,11 @@ Global___Signature: _TypeAlias = Signature  # noqa: Y015
 
 @_typing.final
 class SampleBatch(_message.Message):
-    """Records for consecutive rounds. Sequence numbers count the batches of one source from 0 without gaps, so that a
-    reconnect neither loses nor doubles a record.
+    """Records of one source, which it numbers so that a reconnect neither loses nor doubles one: its batches, from 0 without
+    gaps (sequence), or each record (positions).
+
+    In a run of live records (data.source: live) the learner's rounds take them in the order in which they came; in every
+    other run a batch is for consecutive rounds.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -249,13 +252,17 @@ class SampleBatch(_message.Message):
     COUNTS_FIELD_NUMBER: _builtins.int
     FEATURES_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
+    POSITIONS_FIELD_NUMBER: _builtins.int
     source: _builtins.str
     sequence: _builtins.int
+    """Not looked at where there are positions."""
     first_round: _builtins.int
-    """The first round that these records are for. Left out (live data): the next round that has none yet."""
+    """The first round that these records are for. Left out: the next round that has none yet. None in a run of live records."""
     @_builtins.property
     def counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Number of records for each round from first_round on; a round may have none. Empty: all records are for one round."""
+        """Number of records for each round from first_round on; a round may have none. Empty: all records are for one round.
+        None in a run of live records.
+        """
 
     @_builtins.property
     def features(self) -> _tensor_pb2.Tensor:
@@ -264,6 +271,12 @@ class SampleBatch(_message.Message):
     @_builtins.property
     def labels(self) -> _tensor_pb2.Tensor:
         """(records)"""
+
+    @_builtins.property
+    def positions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """(records), ascending, of live records alone: where each stands in its source. One that is at or below the last that
+        is in keeping is passed over. Gaps are the source's own affair.
+        """
 
     def __init__(
         self,
@@ -274,10 +287,11 @@ class SampleBatch(_message.Message):
         counts: _abc.Iterable[_builtins.int] | None = ...,
         features: _tensor_pb2.Tensor | None = ...,
         labels: _tensor_pb2.Tensor | None = ...,
+        positions: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_first_round", b"_first_round", "features", b"features", "first_round", b"first_round", "labels", b"labels"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_first_round", b"_first_round", "counts", b"counts", "features", b"features", "first_round", b"first_round", "labels", b"labels", "sequence", b"sequence", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_first_round", b"_first_round", "counts", b"counts", "features", b"features", "first_round", b"first_round", "labels", b"labels", "positions", b"positions", "sequence", b"sequence", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__first_round: _TypeAlias = _typing.Literal["first_round"]  # noqa: Y015
     _WhichOneofArgType__first_round: _TypeAlias = _typing.Literal["_first_round", b"_first_round"]  # noqa: Y015
@@ -290,20 +304,78 @@ class IngestReceipt(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NEXT_SEQUENCE_FIELD_NUMBER: _builtins.int
+    POSITION_FIELD_NUMBER: _builtins.int
     next_sequence: _builtins.int
     """Every batch of this source below this number is in the learner's keeping."""
+    position: _builtins.int
+    """Every record of this source up to this position is in the learner's keeping. Absent: none."""
     def __init__(
         self,
         *,
         next_sequence: _builtins.int = ...,
+        position: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_position", b"_position", "position", b"position"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_position", b"_position", "next_sequence", b"next_sequence", "position", b"position"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__position: _TypeAlias = _typing.Literal["position"]  # noqa: Y015
+    _WhichOneofArgType__position: _TypeAlias = _typing.Literal["_position", b"_position"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__position) -> _WhichOneofReturnType__position | None: ...
+
+Global___IngestReceipt: _TypeAlias = IngestReceipt  # noqa: Y015
+
+@_typing.final
+class IntakeRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SOURCE_FIELD_NUMBER: _builtins.int
+    source: _builtins.str
+    def __init__(
+        self,
+        *,
+        source: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_sequence", b"next_sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___IngestReceipt: _TypeAlias = IngestReceipt  # noqa: Y015
+Global___IntakeRequest: _TypeAlias = IntakeRequest  # noqa: Y015
+
+@_typing.final
+class IntakeResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    SPEC_FIELD_NUMBER: _builtins.int
+    N_FEATURES_FIELD_NUMBER: _builtins.int
+    RECEIPT_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    spec: _builtins.str
+    """The run spec, as JSON: with it, the schema of records."""
+    n_features: _builtins.int
+    """Of a record, with the intercept where the spec has one."""
+    @_builtins.property
+    def receipt(self) -> Global___IngestReceipt:
+        """What is in keeping of the source."""
+
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        spec: _builtins.str = ...,
+        n_features: _builtins.int = ...,
+        receipt: Global___IngestReceipt | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["receipt", b"receipt"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["n_features", b"n_features", "receipt", b"receipt", "run_id", b"run_id", "spec", b"spec"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___IntakeResponse: _TypeAlias = IntakeResponse  # noqa: Y015
 
 @_typing.final
 class PredictRequest(_message.Message):
@@ -416,6 +488,8 @@ class LearnerStatus(_message.Message):
     EPSILON_OWN_BUDGET_FIELD_NUMBER: _builtins.int
     ROUNDS_SAID_FIELD_NUMBER: _builtins.int
     RULES_BROKEN_FIELD_NUMBER: _builtins.int
+    RECORDS_FIELD_NUMBER: _builtins.int
+    RECORDS_WAITING_FIELD_NUMBER: _builtins.int
     learner: _builtins.str
     run_id: _builtins.str
     state: Global___LearnerState.ValueType
@@ -445,6 +519,9 @@ class LearnerStatus(_message.Message):
     """16 to 19 are free for recovery: what it waits for and since when, whether the run is closed, its incarnation.
     Messages on the channels of neighbours that broke a rule (coordinator.proto), and changed nothing.
     """
+    records: _builtins.int
+    """Records taken in, and those of them that wait for their round."""
+    records_waiting: _builtins.int
     def __init__(
         self,
         *,
@@ -464,10 +541,12 @@ class LearnerStatus(_message.Message):
         epsilon_own_budget: _builtins.float | None = ...,
         rounds_said: _builtins.int = ...,
         rules_broken: _builtins.int = ...,
+        records: _builtins.int = ...,
+        records_waiting: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_epsilon_budget", b"_epsilon_budget", "_epsilon_own_budget", b"_epsilon_own_budget", "_prequential_accuracy", b"_prequential_accuracy", "epsilon_budget", b"epsilon_budget", "epsilon_own_budget", b"epsilon_own_budget", "prequential_accuracy", b"prequential_accuracy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_epsilon_budget", b"_epsilon_budget", "_epsilon_own_budget", b"_epsilon_own_budget", "_prequential_accuracy", b"_prequential_accuracy", "bytes_sent", b"bytes_sent", "detail", b"detail", "epsilon_budget", b"epsilon_budget", "epsilon_elsewhere", b"epsilon_elsewhere", "epsilon_own_budget", b"epsilon_own_budget", "epsilon_spent", b"epsilon_spent", "learner", b"learner", "messages_sent", b"messages_sent", "noise_is_not_private", b"noise_is_not_private", "prequential_accuracy", b"prequential_accuracy", "rounds_done", b"rounds_done", "rounds_said", b"rounds_said", "rounds_with_data", b"rounds_with_data", "rules_broken", b"rules_broken", "run_id", b"run_id", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_epsilon_budget", b"_epsilon_budget", "_epsilon_own_budget", b"_epsilon_own_budget", "_prequential_accuracy", b"_prequential_accuracy", "bytes_sent", b"bytes_sent", "detail", b"detail", "epsilon_budget", b"epsilon_budget", "epsilon_elsewhere", b"epsilon_elsewhere", "epsilon_own_budget", b"epsilon_own_budget", "epsilon_spent", b"epsilon_spent", "learner", b"learner", "messages_sent", b"messages_sent", "noise_is_not_private", b"noise_is_not_private", "prequential_accuracy", b"prequential_accuracy", "records", b"records", "records_waiting", b"records_waiting", "rounds_done", b"rounds_done", "rounds_said", b"rounds_said", "rounds_with_data", b"rounds_with_data", "rules_broken", b"rules_broken", "run_id", b"run_id", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__epsilon_budget: _TypeAlias = _typing.Literal["epsilon_budget"]  # noqa: Y015
     _WhichOneofArgType__epsilon_budget: _TypeAlias = _typing.Literal["_epsilon_budget", b"_epsilon_budget"]  # noqa: Y015

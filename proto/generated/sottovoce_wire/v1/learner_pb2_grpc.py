@@ -25,6 +25,11 @@ class LearnerStub(object):
                 request_serializer=sottovoce__wire_dot_v1_dot_learner__pb2.SampleBatch.SerializeToString,
                 response_deserializer=sottovoce__wire_dot_v1_dot_learner__pb2.IngestReceipt.FromString,
                 )
+        self.Intake = channel.unary_unary(
+                '/sottovoce_wire.v1.Learner/Intake',
+                request_serializer=sottovoce__wire_dot_v1_dot_learner__pb2.IntakeRequest.SerializeToString,
+                response_deserializer=sottovoce__wire_dot_v1_dot_learner__pb2.IntakeResponse.FromString,
+                )
         self.Predict = channel.unary_unary(
                 '/sottovoce_wire.v1.Learner/Predict',
                 request_serializer=sottovoce__wire_dot_v1_dot_learner__pb2.PredictRequest.SerializeToString,
@@ -62,6 +67,13 @@ class LearnerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Intake(self, request, context):
+        """What whoever brings records needs before the first one: the run, what a record is in it, and what is here already.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Predict(self, request, context):
         """The model in use. Answers only where the run opted in (telemetry.predict): outside the privacy guarantee.
         """
@@ -94,6 +106,11 @@ def add_LearnerServicer_to_server(servicer, server):
                     servicer.Ingest,
                     request_deserializer=sottovoce__wire_dot_v1_dot_learner__pb2.SampleBatch.FromString,
                     response_serializer=sottovoce__wire_dot_v1_dot_learner__pb2.IngestReceipt.SerializeToString,
+            ),
+            'Intake': grpc.unary_unary_rpc_method_handler(
+                    servicer.Intake,
+                    request_deserializer=sottovoce__wire_dot_v1_dot_learner__pb2.IntakeRequest.FromString,
+                    response_serializer=sottovoce__wire_dot_v1_dot_learner__pb2.IntakeResponse.SerializeToString,
             ),
             'Predict': grpc.unary_unary_rpc_method_handler(
                     servicer.Predict,
@@ -152,6 +169,23 @@ class Learner(object):
         return grpc.experimental.stream_stream(request_iterator, target, '/sottovoce_wire.v1.Learner/Ingest',
             sottovoce__wire_dot_v1_dot_learner__pb2.SampleBatch.SerializeToString,
             sottovoce__wire_dot_v1_dot_learner__pb2.IngestReceipt.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def Intake(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/sottovoce_wire.v1.Learner/Intake',
+            sottovoce__wire_dot_v1_dot_learner__pb2.IntakeRequest.SerializeToString,
+            sottovoce__wire_dot_v1_dot_learner__pb2.IntakeResponse.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 

@@ -40,6 +40,8 @@ class LearnerStub:
     """
     Ingest: _grpc.StreamStreamMultiCallable[_learner_pb2.SampleBatch, _learner_pb2.IngestReceipt]
     """Live data from the learner's owner. Private: this never crosses the channels between learners."""
+    Intake: _grpc.UnaryUnaryMultiCallable[_learner_pb2.IntakeRequest, _learner_pb2.IntakeResponse]
+    """What whoever brings records needs before the first one: the run, what a record is in it, and what is here already."""
     Predict: _grpc.UnaryUnaryMultiCallable[_learner_pb2.PredictRequest, _learner_pb2.PredictResponse]
     """The model in use. Answers only where the run opted in (telemetry.predict): outside the privacy guarantee."""
     Status: _grpc.UnaryUnaryMultiCallable[_learner_pb2.StatusRequest, _learner_pb2.StatusResponse]
@@ -58,6 +60,8 @@ class LearnerAsyncStub(LearnerStub):
     """
     Ingest: _aio.StreamStreamMultiCallable[_learner_pb2.SampleBatch, _learner_pb2.IngestReceipt]  # type: ignore[assignment]
     """Live data from the learner's owner. Private: this never crosses the channels between learners."""
+    Intake: _aio.UnaryUnaryMultiCallable[_learner_pb2.IntakeRequest, _learner_pb2.IntakeResponse]  # type: ignore[assignment]
+    """What whoever brings records needs before the first one: the run, what a record is in it, and what is here already."""
     Predict: _aio.UnaryUnaryMultiCallable[_learner_pb2.PredictRequest, _learner_pb2.PredictResponse]  # type: ignore[assignment]
     """The model in use. Answers only where the run opted in (telemetry.predict): outside the privacy guarantee."""
     Status: _aio.UnaryUnaryMultiCallable[_learner_pb2.StatusRequest, _learner_pb2.StatusResponse]  # type: ignore[assignment]
@@ -85,6 +89,14 @@ class LearnerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_learner_pb2.IngestReceipt], _abc.AsyncIterator[_learner_pb2.IngestReceipt]]:
         """Live data from the learner's owner. Private: this never crosses the channels between learners."""
+
+    @_abc_1.abstractmethod
+    def Intake(
+        self,
+        request: _learner_pb2.IntakeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_learner_pb2.IntakeResponse, _abc.Awaitable[_learner_pb2.IntakeResponse]]:
+        """What whoever brings records needs before the first one: the run, what a record is in it, and what is here already."""
 
     @_abc_1.abstractmethod
     def Predict(
