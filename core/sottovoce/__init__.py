@@ -18,6 +18,7 @@ __all__ = (
     "__version__",
     "audit",
     "connect",
+    "connect_learner",
     "load",
     "simulate",
     "sweep",
@@ -38,6 +39,7 @@ _PLACES = {
     # Of the client, which knows the network and this machine's processes. The core imports neither: it names them by string
     # alone, for who has the door has the whole house.
     "connect": "sottovoce_client.deployment",
+    "connect_learner": "sottovoce_client.live.learner",
     "sweep": "sottovoce_client.running.sweep",
 }
 """Where each name is defined."""

@@ -393,7 +393,7 @@ class Session:
     @property
     def ended(self) -> bool:
         """True when nothing more will be said."""
-        return self._lifecycle[0] not in (LearnerState.CONNECTING, LearnerState.RUNNING)
+        return not self._lifecycle[0].under_way
 
     @property
     def silent(self) -> bool:

@@ -25,6 +25,11 @@ class LearnerState(Enum):
     FAILED = learner_pb2.LEARNER_STATE_FAILED
     STOPPED = learner_pb2.LEARNER_STATE_STOPPED
 
+    @property
+    def under_way(self) -> bool:
+        """Is more to be said?"""
+        return self in (LearnerState.CONNECTING, LearnerState.RUNNING)
+
 
 @dataclass(frozen=True, slots=True)
 class LearnerStatus:

@@ -1,0 +1,311 @@
+"""A learner, from its owner's programs: records in, predictions out."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import grpc
+import numpy as np
+
+from sottovoce.arrays import FloatArray
+from sottovoce.data.live import LiveRecords
+from sottovoce.errors import DataError, NotReady
+from sottovoce.spec import RunSpec
+from sottovoce_client.live.sending import At, Sender, intake, position_of
+from sottovoce_rpc.codec import from_tensor, to_tensor
+from sottovoce_rpc.credentials import Credentials
+from sottovoce_rpc.learner_status import LearnerStatus
+from sottovoce_rpc.server import reach
+from sottovoce_rpc.specs import spec_from_wire
+from sottovoce_rpc.tasks import Tasks
+from sottovoce_wire.v1 import learner_pb2, learner_pb2_grpc
+
+T = TypeVar("T")
+
+CONNECT_S = 10.0
+_CALL_S, _LOOK_S = 30.0, 0.5
+_NO_RUN_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What the model in use says of records.
+
+    Attributes:
+        labels: `(records,)`: names of classes where the schema has a name for each, else numbers of the loss's domain.
+        scores: `(records, ...)`, as the loss scores.
+        rounds_done: that the model has learned from.
+    """
+
+    labels: list[str | float]
+    scores: FloatArray
+    rounds_done: int
+
+
+class ConnectedLearner:
+    """A learner in a run of live records. `connect_learner` makes it.
+
+    Attributes:
+        run_id: of the run.
+        spec: of the run.
+        records: what a record is in it, and why one does not fit.
+        source: under which records are counted.
+    """
+
+    def __init__(
+        self, at: At, stub: Any, told: learner_pb2.IntakeResponse, source: str, patience_s: float, tasks: Tasks
+    ) -> None:
+        self._at, self._stub = at, stub
+        self.run_id, self.source = told.run_id, source
+        self.spec: RunSpec = spec_from_wire(told.spec, imports=True)
+        self.records = LiveRecords.of(self.spec.data, self.spec.loss)
+        self._sender = Sender(at, source, told.run_id, position_of(told.receipt), patience_s, tasks)
+        self._turn = asyncio.Lock()
+
+    @property
+    def position(self) -> int:
+        """Of the last record of this source that was fed; -1: there is none. Whoever goes on begins with the next."""
+        return self._sender.last
+
+    async def feed(self, records: Any, labels: Any = None, *, positions: Sequence[int] | None = None) -> int:
+        """Bring records. It comes back when they are in the learner's keeping, and survive its death: each is learned once.
+
+        Args:
+            records: with a schema, mappings of fields to values, or a table (of pandas, polars or Arrow, or a mapping of
+                fields to columns); without, numbers `(records, features)`.
+            labels: `(records,)`; None: they are a field of the records.
+            positions: where each record stands in its source, ascending: one at or below `position` is passed over. None: they
+                are counted on.
+
+        Returns:
+            How many were new.
+
+        Raises:
+            DataError: one of them does not fit, by its number and a reason; none of them was sent.
+            NotReady: the run is over.
+            Unavailable: the learner is away for too long.
+        """
+        found = self.records.encode(records, labels)
+        if found.refused:
+            row, why = next(iter(found.refused.items()))
+            more = "" if len(found.refused) == 1 else f", and {len(found.refused) - 1} more do not fit"
+            raise DataError(f"record {row} (counted from 0) does not fit: {why}{more}")
+        async with self._turn:
+            return await self._fed(found.features, found.labels, positions)
+
+    async def _fed(self, features: FloatArray, labels: FloatArray, positions: Sequence[int] | None) -> int:
+        last, n = self._sender.last, len(labels)
+        given = [*range(last + 1, last + 1 + n)] if positions is None else [int(each) for each in positions]
+        rising = all(before < after for before, after in pairwise([-1, *given]))
+        if len(given) != n or not rising:
+            raise DataError(f"positions must be one for each of {n} records, ascending from 0, got {len(given)}")
+        old = int(np.searchsorted(given, last, side="right"))
+        if old < n:
+            await self._sender.send(features[old:], labels[old:], given[old:])
+        return n - old
+
+    async def predict(self, records: Any) -> Prediction:
+        """What the model in use says of records, where the run opted in (`telemetry.predict`).
+
+        Args:
+            records: as for `feed`; a label in them is not looked at.
+
+        Raises:
+            DataError: one of them does not fit.
+            NotReady: the run did not opt in.
+            Unavailable: the learner does not answer.
+        """
+        found = self.records.encode(records, labelled=False)
+        if found.refused:
+            row, why = next(iter(found.refused.items()))
+            raise DataError(f"record {row} (counted from 0) does not fit: {why}")
+        request = learner_pb2.PredictRequest(features=to_tensor(found.features))
+        answer = await self._asked(self._stub.Predict(request, timeout=_CALL_S))
+        labels = self.records.named(from_tensor(answer.labels))
+        return Prediction(labels, from_tensor(answer.scores), answer.rounds_done)
+
+    async def status(self) -> LearnerStatus:
+        """How far the learner is, and what it has spent.
+
+        Raises:
+            Unavailable: it does not answer.
+        """
+        answer = await self._asked(self._stub.Status(learner_pb2.StatusRequest(), timeout=_CALL_S))
+        return LearnerStatus.from_wire(answer.status)
+
+    async def watch(self, every_s: float = _LOOK_S) -> AsyncIterator[LearnerStatus]:
+        """`status` again and again, until the run is over.
+
+        Args:
+            every_s: seconds between two looks.
+        """
+        while (status := await self.status()).run_id == self.run_id:
+            yield status
+            if not status.state.under_way:
+                return
+            await asyncio.sleep(every_s)
+
+    async def _asked(self, call: Any) -> Any:
+        try:
+            return await call
+        except grpc.aio.AioRpcError as error:
+            raise self._at.error(error) from None
+
+
+class PlainLearner:
+    """The same without `await`: a `ConnectedLearner` on a thread of its own. `with connect_learner(...)` makes it.
+
+    Attributes:
+        run_id, spec, records, source: as of `ConnectedLearner`.
+    """
+
+    def __init__(self, learner: ConnectedLearner, loop: asyncio.AbstractEventLoop) -> None:
+        self._learner, self._loop = learner, loop
+        self.run_id, self.spec, self.records, self.source = (
+            learner.run_id,
+            learner.spec,
+            learner.records,
+            learner.source,
+        )
+
+    @property
+    def position(self) -> int:
+        """As of `ConnectedLearner`."""
+        return self._learner.position
+
+    def feed(self, records: Any, labels: Any = None, *, positions: Sequence[int] | None = None) -> int:
+        """As of `ConnectedLearner`."""
+        return self._wait(self._learner.feed(records, labels, positions=positions))
+
+    def predict(self, records: Any) -> Prediction:
+        """As of `ConnectedLearner`."""
+        return self._wait(self._learner.predict(records))
+
+    def status(self) -> LearnerStatus:
+        """As of `ConnectedLearner`."""
+        return self._wait(self._learner.status())
+
+    def watch(self, every_s: float = _LOOK_S) -> Iterator[LearnerStatus]:
+        """As of `ConnectedLearner`."""
+        looks = self._learner.watch(every_s)
+
+        async def look() -> LearnerStatus | None:
+            return await anext(looks, None)
+
+        while (status := self._wait(look())) is not None:
+            yield status
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+
+class connect_learner:  # noqa: N801 - it reads as a function, and is entered in two ways
+    """A learner that is in a run of live records (`data.source: live`), for an `async with` block, or a plain `with`.
+
+    Args:
+        address: of the learner, `host:port`.
+        source: what your records are counted under. Who feeds under the same name later goes on where this one ended.
+        name: of the learner, which its certificate must hold (default: any).
+        identity: folder with the identity of the learner's owner or feeder, `tls.crt`, `tls.key` and `ca.crt`; None: this machine
+            only.
+        insecure: without one, speak in the clear to other machines, too.
+        patience_s: how long the learner may be away, or between two runs, before a call fails.
+
+    Raises:
+        SpecError: it is on another machine, and there is no identity; or the records of its run are not live.
+        NotReady: it is in no run, for longer than `patience_s`; or the files of the identity cannot be used.
+        Unavailable: nobody answers there.
+
+    >>> import asyncio
+    >>> async def main() -> None:
+    ...     async with connect_learner("host:7001", source="ward 3") as learner:
+    ...         await learner.feed([{"age": 61, "ward": "icu", "outcome": "home"}])
+    ...         print((await learner.predict([{"age": 70, "ward": "icu"}])).labels)
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        source: str = "client",
+        name: str = "",
+        identity: str | Path | None = None,
+        insecure: bool = False,
+        patience_s: float = 60.0,
+    ) -> None:
+        folder = None if identity is None else Path(identity)
+        self._at = At(address, name, Credentials(folder, insecure))
+        self._source, self._patience_s = source, patience_s
+        self._tasks = Tasks()
+        self._channel: Any = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+
+    async def __aenter__(self) -> ConnectedLearner:
+        at = self._at
+        self._channel = at.channel()
+        try:
+            await reach(self._channel, f"the learner at {at.address}", min(CONNECT_S, self._patience_s))
+            stub = learner_pb2_grpc.LearnerStub(self._channel)
+            told = await self._in_a_run(stub)
+            return ConnectedLearner(at, stub, told, self._source, self._patience_s, self._tasks)
+        except BaseException:
+            await self._channel.close()
+            raise
+
+    async def _in_a_run(self, stub: Any) -> learner_pb2.IntakeResponse:
+        """Wait until it is in one."""
+        until = asyncio.get_running_loop().time() + self._patience_s
+        while True:
+            try:
+                return await intake(stub, self._source)
+            except grpc.aio.AioRpcError as failure:
+                error = self._at.error(failure)
+                if not isinstance(error, NotReady) or asyncio.get_running_loop().time() > until:
+                    raise error from None
+            await asyncio.sleep(_NO_RUN_S)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._tasks.end()
+        await self._channel.close()
+
+    def __enter__(self) -> PlainLearner:
+        self._loop = loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=loop.run_forever, name="sottovoce", daemon=True)
+        self._thread.start()
+        try:
+            entered: Future[ConnectedLearner] = asyncio.run_coroutine_threadsafe(self.__aenter__(), loop)
+            return PlainLearner(entered.result(), loop)
+        except BaseException:
+            self._end()
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._loop is not None  # noqa: S101 - it was entered
+        try:
+            asyncio.run_coroutine_threadsafe(self.__aexit__(kind, error, trace), self._loop).result()
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        loop, thread = self._loop, self._thread
+        assert loop is not None  # noqa: S101 - it was entered
+        assert thread is not None  # noqa: S101
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        with suppress(RuntimeError):
+            loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.close()

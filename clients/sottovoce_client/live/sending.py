@@ -1,0 +1,245 @@
+"""Sending: live records into a learner, each exactly once, whatever happens to the connection, the learner or its neighbours."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from sottovoce.arrays import FloatArray
+from sottovoce.errors import DataError, NotReady, RemoteProtocolError, SottovoceError, Unavailable
+from sottovoce_rpc.codec import to_tensor
+from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
+from sottovoce_rpc.principals import Role
+from sottovoce_rpc.server import channel
+from sottovoce_rpc.status import Ending, as_error
+from sottovoce_rpc.tasks import Tasks, beside
+from sottovoce_wire.v1 import learner_pb2, learner_pb2_grpc
+
+BATCH_RECORDS, _BATCH_BYTES = 1_024, 4 * 1024 * 1024
+"""Of a batch: records, and bytes unless one record has more."""
+WAITING = 32 * BATCH_RECORDS
+"""Records that may wait for their receipts before more are taken."""
+_CALL_S, _RETRY_S = 30.0, 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class At:
+    """Where a learner is, and who asks it.
+
+    Attributes:
+        address: `host:port`.
+        name: of the learner, which its certificate must hold; empty: any.
+        credentials: of who asks.
+    """
+
+    address: str
+    name: str = ""
+    credentials: Credentials = NO_IDENTITY
+
+    def channel(self) -> Any:
+        """A channel of its own for each try: the identity may have been renewed."""
+        return channel(self.address, Role.LEARNER, self.name, credentials=self.credentials)
+
+    def error(self, failure: grpc.aio.AioRpcError) -> SottovoceError:
+        """A failed call, as ours."""
+        return as_error(failure, f"the learner at {self.address}")
+
+
+async def intake(stub: Any, source: str) -> learner_pb2.IntakeResponse:
+    """What a learner says to whoever brings records; gRPC's errors.
+
+    Args:
+        stub: of the learner.
+        source: under which they are counted.
+    """
+    request = learner_pb2.IntakeRequest(source=source)
+    answer: learner_pb2.IntakeResponse = await stub.Intake(request, wait_for_ready=True, timeout=_CALL_S)
+    return answer
+
+
+def position_of(receipt: learner_pb2.IngestReceipt) -> int:
+    """Of the last record that is in keeping; -1: there is none."""
+    return receipt.position if receipt.HasField("position") else -1
+
+
+@dataclass(eq=False, slots=True)
+class _Batch:
+    """Records on their way."""
+
+    features: FloatArray
+    labels: FloatArray
+    positions: list[int]
+    kept: asyncio.Future[None]
+
+
+class Sender:
+    """Sends records under one source, in one run. It reconnects and sends again what has no receipt, in a task of its own.
+
+    Args:
+        at: where the learner is.
+        source: under which records are counted.
+        run_id: the run that they are for.
+        position: of the last record that is in keeping.
+        patience_s: how long the learner may be away, or take nothing in.
+        tasks: that own the sending.
+    """
+
+    def __init__(self, at: At, source: str, run_id: str, position: int, patience_s: float, tasks: Tasks) -> None:
+        self._at, self._source, self._run_id, self._patience_s = at, source, run_id, patience_s
+        self._kept = self._last = position
+        self._batches: deque[_Batch] = deque()
+        self._records = 0
+        self._more, self._less = asyncio.Event(), asyncio.Event()
+        self._failing_since: float | None = None
+        self._over: SottovoceError | None = None
+        tasks.start(self._run(), "records are not sent")
+
+    @property
+    def waiting(self) -> int:
+        """Records without a receipt."""
+        return self._records
+
+    @property
+    def last(self) -> int:
+        """Position of the last record that was given to it; -1: there is none."""
+        return self._last
+
+    async def send(self, features: FloatArray, labels: FloatArray, positions: list[int]) -> None:
+        """Send records; comes back when they are in the learner's keeping.
+
+        Args:
+            features: `(records, features)`, as they are learned.
+            labels: `(records,)`.
+            positions: ascending, above all before. At most one `send` waits for room at a time.
+
+        Raises:
+            DataError: the learner refuses them; the records before them are in its keeping.
+            NotReady: the run is over, or another one.
+            Unavailable: the learner is away for too long.
+        """
+        waits = []
+        rows = max(1, min(BATCH_RECORDS, _BATCH_BYTES // (8 * (features.shape[1] + 1))))
+        for at in range(0, len(labels), rows):
+            while self._records >= WAITING and self._over is None:
+                self._less.clear()
+                await self._less.wait()
+            if self._over is not None:
+                raise self._over
+            kept = asyncio.get_running_loop().create_future()
+            batch = _Batch(features[at : at + rows], labels[at : at + rows], positions[at : at + rows], kept)
+            self._batches.append(batch)
+            self._records += len(batch.labels)
+            self._last = batch.positions[-1]
+            waits.append(kept)
+            self._more.set()
+        await asyncio.gather(*waits)
+
+    async def _run(self) -> None:
+        """Send what there is, on one stream after the other, until it has to be given up."""
+        now = asyncio.get_running_loop().time
+        refused: SottovoceError | None = None
+        try:
+            while True:
+                try:
+                    await self._on_one_stream(refused)
+                except (DataError, RemoteProtocolError) as error:  # of the first that has no receipt then
+                    refused = error
+                    continue
+                except (Unavailable, NotReady) as error:
+                    refused = None
+                    self._failing_since = self._failing_since or now()
+                    if self._over is not None or (self._batches and now() - self._failing_since > self._patience_s):
+                        self._give_up(error)
+                        return
+                await asyncio.sleep(_RETRY_S)
+        except SottovoceError as error:
+            self._give_up(error)
+        finally:
+            self._give_up(Unavailable("the sending of records was ended"))
+
+    async def _on_one_stream(self, refused: SottovoceError | None) -> None:
+        """Until it breaks.
+
+        Args:
+            refused: why the learner did not take the first batch that it has not, on the stream before.
+
+        Raises:
+            SottovoceError: why.
+        """
+        async with self._at.channel() as to:
+            stub = learner_pb2_grpc.LearnerStub(to)
+            try:
+                told = await intake(stub, self._source)
+                if told.run_id != self._run_id:
+                    self._over = NotReady(
+                        f"run {self._run_id} is over for this learner; it is in run {told.run_id} now"
+                    )
+                    raise self._over
+                self._receive(told.receipt)
+                if refused is not None and self._batches:
+                    self._done(refused)
+                call = stub.Ingest()
+                ending = Ending(call)
+                async with beside(self._said(call)):
+                    try:
+                        async for receipt in call:
+                            self._receive(receipt)
+                    except grpc.aio.AioRpcError:
+                        await ending.require_well()
+            except grpc.aio.AioRpcError as error:
+                raise self._at.error(error) from None
+        raise Unavailable(f"the learner at {self._at.address} ended the stream of records")
+
+    async def _said(self, call: grpc.aio.StreamStreamCall[Any, Any]) -> None:
+        """Whoever reads the receipts is told why a stream ended."""
+        with contextlib.suppress(grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError):
+            async for batch in self._unsent():
+                await call.write(batch)
+
+    async def _unsent(self) -> AsyncIterator[learner_pb2.SampleBatch]:
+        """Every batch, once on a stream."""
+        sent = self._kept
+        while True:
+            self._more.clear()
+            for batch in list(self._batches):
+                if batch.positions[-1] > sent:
+                    sent = batch.positions[-1]
+                    yield learner_pb2.SampleBatch(
+                        source=self._source,
+                        features=to_tensor(batch.features),
+                        labels=to_tensor(batch.labels),
+                        positions=batch.positions,
+                    )
+            await self._more.wait()
+
+    def _receive(self, receipt: learner_pb2.IngestReceipt) -> None:
+        """So much is in keeping."""
+        if position_of(receipt) > self._kept:
+            self._failing_since = None
+        self._kept = max(self._kept, position_of(receipt))
+        while self._batches and self._batches[0].positions[-1] <= self._kept:
+            self._done(None)
+
+    def _give_up(self, why: SottovoceError) -> None:
+        """Nothing more is sent."""
+        self._over = self._over or why
+        while self._batches:
+            self._done(self._over)
+        self._less.set()
+
+    def _done(self, why: SottovoceError | None) -> None:
+        batch = self._batches.popleft()
+        self._records -= len(batch.labels)
+        self._less.set()
+        if batch.kept.done():  # nobody waits any more
+            return
+        if why is None:
+            batch.kept.set_result(None)
+        else:
+            batch.kept.set_exception(why)
