@@ -123,6 +123,9 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         """Hold the stream of one learner: its reports come in, its directives go out."""
         async with answering(context):
             member = await introduced(events, self._store.origin, self.config.credentials.caller(context))
+            await context.send_initial_metadata(
+                ()
+            )  # before anything may end the stream: gRPC sends no status until this is out
             await self._members.admit(member, events, context, journaled=self._journaled(member))
             try:
                 await self._welcome(member)

@@ -90,8 +90,16 @@ class Face:
             session = self._in_run()
             if not session.introduced:
                 raise NotReady("this learner does not know its neighbours yet")
+            await self._open(context)
             async with beside(_replacement(session)):
                 await exchange.accept(session, context, self._config.credentials.caller(context))
+
+    async def _open(self, context: Context) -> None:
+        """Send what opens the answers, before anything may end them.
+
+        Until it has gone out gRPC sends no status, and whoever has opened the stream would wait for ever.
+        """
+        await context.send_initial_metadata(())
 
     async def ingest(
         self, batches: AsyncIterator[learner_pb2.SampleBatch], context: Context

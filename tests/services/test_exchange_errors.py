@@ -33,6 +33,7 @@ from sottovoce_eavesdropper.service import Eavesdropper, EavesdropperConfig
 from sottovoce_learner import exchange as exchanging
 from sottovoce_learner.config import LearnerConfig
 from sottovoce_learner.service import Learner
+from sottovoce_learner.session import Session
 from sottovoce_rpc.codec import to_fields, to_tensor
 from sottovoce_rpc.directives import Assignment
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
@@ -267,6 +268,26 @@ async def test_a_second_stream_in_the_same_name_ends_the_first(tmp_path: Path) -
         assert (failure.code(), reason(failure)) == (Code.UNAVAILABLE, "Unavailable")
         assert failure.details() == DISPLACED
         assert (await second).code() is Code.INVALID_ARGUMENT
+
+
+@pytest.mark.misbehaves
+async def test_a_stream_that_ends_as_it_opens_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GRPC sends no status while what opens the answers is on its way: who has opened the stream would wait for ever."""
+    async with run_that_ends_well(tmp_path, spec_of()) as (up, _, _):
+        cleo = up.learners["cleo"].in_run()
+
+        def greeting(session: Session, neighbour: int) -> bytes:
+            """The run is taken up again just then."""
+            if session is cleo:
+                session.replaced.set()
+            return say(session, neighbour)
+
+        say = exchanging._hello
+        with monkeypatch.context() as patched:
+            patched.setattr(exchanging, "_hello", greeting)
+            failure = await spoken(up.addresses["cleo"], introduced(up))
+        cleo.replaced.clear()
+        assert (failure.code(), failure.details()) == (Code.UNAVAILABLE, "this learner takes the run up again")
 
 
 async def test_a_learner_without_a_run_says_so(tmp_path: Path) -> None:

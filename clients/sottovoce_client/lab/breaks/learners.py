@@ -166,14 +166,17 @@ class _LeakingFace(Face):
     async def exchange(self, requests: AsyncIterator[bytes], context: Context) -> None:
         broken, learner = self._broken, self._learner
         if learner.introduced:
-            if broken.greets is not None:
-                await context.send_initial_metadata(broken.greets(await learner.first))
             if broken.pads is not None:
                 context = cast(Context, _Padded(context, broken.pads(await learner.first)))
             if broken.ends is not None and not learner.ended and (ending := broken.ends(await learner.first)):
                 await self._end_halfway(requests, context, ending)
                 return
         await super().exchange(requests, context)
+
+    async def _open(self, context: Context) -> None:
+        greets = self._broken.greets
+        greeting = () if greets is None else greets(await self._learner.first)
+        await context.send_initial_metadata(greeting)
 
     async def _end_halfway(self, requests: AsyncIterator[bytes], context: Context, ending: Ending) -> None:
         async with Tasks() as tasks:
