@@ -14,7 +14,7 @@ import grpc
 from sottovoce.arrays import FloatArray
 from sottovoce.errors import DataError, NotReady, RemoteProtocolError, SottovoceError, Unavailable
 from sottovoce_rpc.codec import to_tensor
-from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
+from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.principals import Role
 from sottovoce_rpc.server import channel
 from sottovoce_rpc.status import Ending, as_error
@@ -39,8 +39,8 @@ class At:
     """
 
     address: str
-    name: str = ""
-    credentials: Credentials = NO_IDENTITY
+    name: str
+    credentials: Credentials
 
     def channel(self) -> Any:
         """A channel of its own for each try: the identity may have been renewed."""
