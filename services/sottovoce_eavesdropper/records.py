@@ -193,13 +193,14 @@ class CaptureFile:
         self.lookout.amend(document)
         self.gaps.attendances = _attendances(document)
 
-    def describe(self) -> None:
-        """Write down what the capture is.
+    async def describe(self) -> None:
+        """Write down what the capture is: one at a time, so that what stands there is whole, and the newest.
 
         Raises:
             OSError: it cannot be written.
         """
-        self._describe()
+        async with self._writing:
+            await _to_its_end(self._describe)
 
     async def write_parts(self) -> None:
         """Write parts as they fill up, until cancelled."""
@@ -222,7 +223,7 @@ class CaptureFile:
             if not rows:
                 return
             try:
-                await _to_its_end(self._write, rows)
+                await _to_its_end(lambda: self._write(rows))
             except Exception as error:  # noqa: BLE001 - a full disk must not fill the memory as well, nor any bug
                 self.open, self.broken = False, getattr(error, "strerror", None) or type(error).__name__
                 reason = {"reason": str(error)} if isinstance(error, OSError) else failure(error)
@@ -248,7 +249,7 @@ class CaptureFile:
         if self.broken is None:
             self._complete = over and not self.gaps.facts()
             try:
-                await asyncio.to_thread(self._describe)
+                await self.describe()
             except OSError as error:
                 self._complete, self.broken = False, error.strerror or str(error)
 
@@ -283,14 +284,14 @@ class CaptureFile:
         self.place.write("capture.json", json.dumps(facts, indent=2).encode())
 
 
-async def _to_its_end(work: Callable[[Sequence[Row]], None], rows: Sequence[Row]) -> None:
+async def _to_its_end(work: Callable[[], None]) -> None:
     """Write in a thread, and await it when cancelled, too: a thread cannot be stopped half way."""
-    writing = asyncio.get_running_loop().run_in_executor(None, work, rows)
+    writing = asyncio.get_running_loop().run_in_executor(None, work)
     try:
         await asyncio.shield(writing)
     except asyncio.CancelledError:
         await asyncio.wait([writing])
-        if (error := writing.exception()) is not None:  # of more weight: rows are lost
+        if (error := writing.exception()) is not None:  # of more weight: what it was to write is lost
             raise error from None
         raise
 

@@ -66,7 +66,6 @@ def resumed(capture: Capture, *, allow_imports: bool) -> tuple[CaptureFile, Mapp
         if "receiver" in gap and gap["to"] is not None:
             file.gaps.resumed(gap["sender"], gap["receiver"], due=gap["from"], t=gap["to"])
     before = _take_up(file, capture) if file.ciphertext is None else _count_on(file, file.ciphertext, capture)
-    file.describe()
     return file, before
 
 

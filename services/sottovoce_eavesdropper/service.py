@@ -119,7 +119,7 @@ class _Recording:
         if now == list(self.file.routes):
             return
         self.file.routes = now
-        await asyncio.to_thread(self.file.describe)  # for an eavesdropper after this one
+        await self.file.describe()  # for an eavesdropper after this one
         for relay, each in zip(self.relays, now, strict=True):
             await relay.lead(each["target"])
 
@@ -127,7 +127,7 @@ class _Recording:
         """Learners leave or join: the run has another spec from now on."""
         if spec != self.file.spec:
             self.file.amend(spec)
-            await asyncio.to_thread(self.file.describe)
+            await self.file.describe()
 
     def take(self, request: eavesdropper_pb2.MirrorRequest, rows: Iterable[Row]) -> None:
         """Record copies."""
@@ -208,7 +208,7 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
         new = (self._between(route, file, who) for route in request.routes)
         relays, addresses = await _listening((relay, f"{self._host()}:0") for relay in new)
         file.routes = [_route(*each) for each in zip(request.routes, addresses, strict=True)]
-        await asyncio.to_thread(file.describe)
+        await file.describe()
         return self._recording(file, relays)
 
     @contextlib.contextmanager
@@ -265,6 +265,7 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
         if left is None:
             return None
         file, before = await asyncio.to_thread(resumed, left, allow_imports=self.config.allow_imports)
+        await file.describe()
         who = Participants.of(file.spec)
 
         def known() -> Iterator[tuple[Relay | Wiretap, str]]:

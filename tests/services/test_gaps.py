@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
 import threading
+import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -256,7 +258,7 @@ async def test_of_a_long_capture_only_the_last_messages_are_read_when_it_is_take
                 method = "/sottovoce_wire.v1.Learner/Exchange"
                 file.add(Row(0, callee, 0, "out", "message", part + 1, 1, method, 1, 1, len(payload), payload))
         await file.flush()
-    file.describe()
+    await file.describe()
 
     read, recalled = list[int](), list[tuple[int, int, int]]()
 
@@ -285,11 +287,31 @@ async def test_a_capture_that_is_closed_before_a_way_is_heard_again_says_so(tmp_
     payload = codec.encode(7, 0, Message({name: np.zeros(shape) for name, shape in SHAPES.items()}))
     file.add(Row(0, 1, 0, "out", "message", 1, 1, "/sottovoce_wire.v1.Learner/Exchange", 1, 1, len(payload), payload))
     await file.flush()
-    file.describe()
+    await file.describe()
     again, _ = resumed(open_capture(tmp_path / "run-1-a"), allow_imports=False)
     await again.close()
     facts = open_capture(tmp_path / "run-1-a").facts
     assert (facts["complete"], facts["gaps"]) == (False, [{"sender": 0, "receiver": 1, "from": 8, "to": None}])
+
+
+async def test_a_capture_that_is_closed_while_it_is_described_is_described_as_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One writes at a time: else the file could be half of each, or that of before."""
+    place = os.replace
+
+    def slowly(before: Path, after: Path) -> None:
+        time.sleep(0.1)
+        place(before, after)
+
+    file = CaptureFile(tmp_path / "run-1-a", "run-1-a", "run-1", "{}", fields=SHAPES)
+    monkeypatch.setattr("sottovoce_eavesdropper.storage.os.replace", slowly)
+    amending = [asyncio.ensure_future(file.describe()) for _ in range(3)]
+    await asyncio.sleep(0.05)
+    amending[1].cancel()
+    await asyncio.gather(file.close(), *amending, return_exceptions=True)
+    assert (file.broken, [each.exception() for each in amending if not each.cancelled()]) == (None, [None, None])
+    assert open_capture(tmp_path / "run-1-a").complete
 
 
 async def test_a_capture_is_taken_up_when_its_last_port_is_free_again(tmp_path: Path) -> None:

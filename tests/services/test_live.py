@@ -11,9 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sottovoce.arrays import FloatArray
-from sottovoce.data.live import LiveRecords
-from sottovoce.errors import DataError, NotReady, SpecError
+from sottovoce.arrays import FloatArray, as_floats
 from sottovoce.spec import RunSpec
 from sottovoce_client.live.learner import ConnectedLearner, connect_learner
 from sottovoce_learner.session import Session
@@ -33,7 +31,7 @@ def spec_of(rounds: int = 60, most: int = 1, **more: Any) -> RunSpec:
 def numbered(first: int, count: int) -> tuple[FloatArray, FloatArray]:
     """Records that can be told apart, all of norm 1 or less."""
     angle = np.arange(first, first + count) / 1_000.0
-    return np.column_stack([np.cos(angle), np.sin(angle)]) / 2, np.arange(first, first + count) % 2.0
+    return np.column_stack([np.cos(angle), np.sin(angle)]) / 2, as_floats(np.arange(first, first + count) % 2)
 
 
 @pytest.fixture
@@ -76,13 +74,15 @@ async def fed(up: Network, name: str, count: int, at_a_time: int = 1) -> None:
             assert await learner.feed(*numbered(first, size)) == size
 
 
-async def test_each_record_is_learned_once_in_its_order(tmp_path: Path, learned: dict[str, dict[int, list[int]]]) -> None:
+async def test_each_record_is_learned_once_in_its_order(
+    tmp_path: Path, learned: dict[str, dict[int, list[int]]]
+) -> None:
     async with network(tmp_path, NAMES) as up:
         run_id = (await up.start(spec_of(), 3)).run_id
         await asyncio.gather(fed(up, "ann", 60), fed(up, "ben", 60, 7), fed(up, "cleo", 60, 60))
         end = await up.end(run_id)
     assert (end.state, end.detail) == (coordinator_pb2.RUN_STATE_FINISHED, "")
-    assert {name: all_of(rounds) for name, rounds in learned.items()} == dict.fromkeys(NAMES, list(range(60)))
+    assert {name: all_of(rounds) for name, rounds in learned.items()} == {key: list(range(60)) for key in NAMES}
     assert all(each.status.records == 60 and each.status.records_waiting == 0 for each in end.learners)
 
 
@@ -100,7 +100,9 @@ async def test_a_paced_round_takes_what_is_there(tmp_path: Path, learned: dict[s
     assert sorted(learned["cleo"]) == list(range(40)), "a round without records is a round"
 
 
-async def test_a_learner_that_dies_goes_on_where_it_stood(tmp_path: Path, learned: dict[str, dict[int, list[int]]]) -> None:
+async def test_a_learner_that_dies_goes_on_where_it_stood(
+    tmp_path: Path, learned: dict[str, dict[int, list[int]]]
+) -> None:
     spec = spec_of(120, most=2, clock={"mode": "data", "window": 5, "deadline_s": 100.0})
     async with network(tmp_path, NAMES) as up:
         run_id = (await up.start(spec, 3)).run_id
@@ -119,4 +121,4 @@ async def test_a_learner_that_dies_goes_on_where_it_stood(tmp_path: Path, learne
         end = await up.end(run_id)
     assert address != up.addresses["ben"]
     assert (end.state, end.detail) == (coordinator_pb2.RUN_STATE_FINISHED, "")
-    assert {name: all_of(rounds) for name, rounds in learned.items()} == dict.fromkeys(NAMES, list(range(240)))
+    assert {name: all_of(rounds) for name, rounds in learned.items()} == {key: list(range(240)) for key in NAMES}
