@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -16,7 +15,7 @@ from typing import Any, TypeVar
 import grpc
 import numpy as np
 
-from sottovoce.arrays import FloatArray
+from sottovoce.arrays import FloatArray, IntArray
 from sottovoce.data.live import LiveRecords
 from sottovoce.errors import DataError, NotReady
 from sottovoce.spec import RunSpec
@@ -99,18 +98,14 @@ class ConnectedLearner:
             row, why = next(iter(found.refused.items()))
             more = "" if len(found.refused) == 1 else f", and {len(found.refused) - 1} more do not fit"
             raise DataError(f"record {row} (counted from 0) does not fit: {why}{more}")
-        async with self._turn:
-            return await self._fed(found.features, found.labels, positions)
-
-    async def _fed(self, features: FloatArray, labels: FloatArray, positions: Sequence[int] | None) -> int:
-        last, n = self._sender.last, len(labels)
-        given = [*range(last + 1, last + 1 + n)] if positions is None else [int(each) for each in positions]
-        rising = all(before < after for before, after in pairwise([-1, *given]))
-        if len(given) != n or not rising:
-            raise DataError(f"positions must be one for each of {n} records, ascending from 0, got {len(given)}")
-        old = int(np.searchsorted(given, last, side="right"))
-        if old < n:
-            await self._sender.send(features[old:], labels[old:], given[old:])
+        n, given = len(found.labels), None if positions is None else _rising(positions, len(found.labels))
+        async with self._turn:  # who came first is sent first
+            first = self._sender.last + 1
+            places = np.arange(first, first + n) if given is None else given
+            old = int(np.searchsorted(places, first))
+            again = self._sender.under_way(int(places[old - 1])) if old else []
+            kept = again + await self._sender.put(found.features[old:], found.labels[old:], places[old:])
+        await asyncio.gather(*map(asyncio.shield, kept))
         return n - old
 
     async def predict(self, records: Any) -> Prediction:
@@ -159,6 +154,21 @@ class ConnectedLearner:
             return await call
         except grpc.aio.AioRpcError as error:
             raise self._at.error(error) from None
+
+
+def _rising(positions: Sequence[int], records: int) -> IntArray:
+    """Positions as they may be.
+
+    Raises:
+        DataError: they are not.
+    """
+    try:
+        given = np.asarray(positions, dtype=np.int64)
+    except (TypeError, ValueError, OverflowError):
+        given = np.empty(0, np.int64)
+    if given.shape != (records,) or (np.diff(given, prepend=-1) <= 0).any():
+        raise DataError(f"positions must be whole numbers, one for each of {records} records, ascending from 0")
+    return given
 
 
 class PlainLearner:

@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 
-from sottovoce.arrays import FloatArray
+from sottovoce.arrays import FloatArray, IntArray
 from sottovoce.errors import DataError, NotReady, RemoteProtocolError, SottovoceError, Unavailable
 from sottovoce_rpc.codec import to_tensor
 from sottovoce_rpc.credentials import Credentials
@@ -110,35 +110,43 @@ class Sender:
         """Position of the last record that was given to it; -1: there is none."""
         return self._last
 
-    async def send(self, features: FloatArray, labels: FloatArray, positions: list[int]) -> None:
-        """Send records; comes back when they are in the learner's keeping.
+    async def put(self, features: FloatArray, labels: FloatArray, positions: IntArray) -> list[asyncio.Future[None]]:
+        """Take records on, as soon as there is room; one call at a time.
 
         Args:
             features: `(records, features)`, as they are learned.
             labels: `(records,)`.
-            positions: ascending, above all before. At most one `send` waits for room at a time.
+            positions: `(records,)`, ascending, above all before.
+
+        Returns:
+            What is done when they are in the learner's keeping, or raises why they are not.
 
         Raises:
-            DataError: the learner refuses them; the records before them are in its keeping.
             NotReady: the run is over, or another one.
-            Unavailable: the learner is away for too long.
+            Unavailable: the learner was away for too long.
         """
-        waits = []
-        rows = max(1, min(BATCH_RECORDS, _BATCH_BYTES // (8 * (features.shape[1] + 1))))
+        rows, waits = max(1, min(BATCH_RECORDS, _BATCH_BYTES // (8 * (features.shape[1] + 1)))), []
         for at in range(0, len(labels), rows):
             while self._records >= WAITING and self._over is None:
                 self._less.clear()
                 await self._less.wait()
             if self._over is not None:
                 raise self._over
-            kept = asyncio.get_running_loop().create_future()
-            batch = _Batch(features[at : at + rows], labels[at : at + rows], positions[at : at + rows], kept)
-            self._batches.append(batch)
-            self._records += len(batch.labels)
-            self._last = batch.positions[-1]
+            kept: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            kept.add_done_callback(
+                lambda kept: kept.cancelled() or kept.exception()
+            )  # whoever waited may wait no longer
+            end = at + rows
             waits.append(kept)
+            self._batches.append(_Batch(features[at:end], labels[at:end], positions[at:end].tolist(), kept))
+            self._records += len(labels[at:end])
+            self._last = int(positions[at:end][-1])
             self._more.set()
-        await asyncio.gather(*waits)
+        return waits
+
+    def under_way(self, position: int) -> list[asyncio.Future[None]]:
+        """As `put` gives them, of records up to a position that were put before."""
+        return [batch.kept for batch in self._batches if batch.positions[0] <= position]
 
     async def _run(self) -> None:
         """Send what there is, on one stream after the other, until it has to be given up."""

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from sottovoce.data import PlacedData
 from sottovoce.errors import SottovoceError, Unavailable
+from sottovoce.plain import plain
 from sottovoce.spec import RunSpec
+from sottovoce_client.documents import write_json
 from sottovoce_client.running.local import LocalServices
 from sottovoce_client.running.operate import Interrupted, Outcome, Watcher, run_on
 from sottovoce_rpc.tasks import Tasks
@@ -54,8 +56,17 @@ async def run_up(
     async with LocalServices(spec, folder, per_process=per_process, noise=noise, tls=tls) as services:
         if stop.is_set():
             raise Interrupted("stopped before the run had begun")
+        if spec.data.live:
+            _tell_feeders(services.learners, folder)
         running = run_on(services.coordinator, spec, data, watch, stop, credentials=services.credentials)
         return await while_alive(services, running, stop)
+
+
+def _tell_feeders(learners: Mapping[str, str], folder: Path) -> None:
+    """Where records are to be brought, for people and, in `learners.json`, for programs."""
+    write_json(folder / "learners.json", learners)
+    for name, address in learners.items():
+        print(plain(f"{name} takes records at {address}"))
 
 
 async def while_alive(services: LocalServices, run: Coroutine[Any, Any, Outcome], stop: asyncio.Event) -> Outcome:

@@ -124,6 +124,12 @@ class LocalServices:
             if self._identities is not None:  # keys of nobody any more
                 await asyncio.to_thread(shutil.rmtree, self._identities, ignore_errors=True)
 
+    @property
+    def learners(self) -> dict[str, str]:
+        """Where each learner listens."""
+        known = {name: address for process in self._processes for name, address in process.addresses.items()}
+        return {name: known[name] for name in self.spec.names}
+
     # ---- starting -----------------------------------------------------------------------------------------
 
     async def _start_all(self) -> None:

@@ -1,0 +1,187 @@
+#!/usr/bin/env python3
+"""How fast a learner takes live records in, and how soon it answers while it learns.
+
+Ingest: records of d = 117 into one learner of two, over loopback, with receipts that outlive the learner's process; beside a bare
+gRPC stream of the same messages, whose server answers every sixteenth and does nothing else. They take turns, each server in a
+process of its own. Predict: one record a call, so many calls a second, while rounds go on. Nothing is asserted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import multiprocessing
+import statistics
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from sottovoce.experiment import prepare
+from sottovoce.spec import parse_spec
+from sottovoce_client.live.learner import ConnectedLearner, connect_learner
+from sottovoce_client.running.local import LocalServices
+from sottovoce_client.running.operate import run_on
+from sottovoce_rpc.codec import to_tensor
+from sottovoce_wire.v1 import learner_pb2
+
+DIM, EVERY, METHOD = 117, 16, "/bare.Bare/Stream"
+TARGETS = {"records/s": "50,000", "of the floor": "0.5", "predict p99, ms": "10"}
+
+
+def spec_of(period_s: float) -> Any:
+    """Two learners whose rounds take whatever is there."""
+    document = {
+        "rounds": 1_000_000,
+        "learners": ["one", "two"],
+        "algorithm": {"name": "ldp-dol", "sigma": 1.0},
+        "loss": "least_squares",
+        "data": {"source": "live", "features": DIM - 1, "batch_size": 10_000},
+        "clock": {"mode": "paced", "period_s": period_s},
+        "telemetry": {"predict": True},
+        "durability": "process",
+    }
+    return parse_spec(document, imports=False)
+
+
+@asynccontextmanager
+async def learner(period_s: float) -> AsyncIterator[tuple[ConnectedLearner, LocalServices]]:
+    """The first learner of a run, in a process of its own."""
+    spec, stop = spec_of(period_s), asyncio.Event()
+    with tempfile.TemporaryDirectory() as folder:
+        async with LocalServices(spec, Path(folder)) as services:
+            data = prepare(spec, live=True).data
+            running = asyncio.ensure_future(run_on(services.coordinator, spec, data, lambda *_: None, stop))
+            try:
+                async with connect_learner(services.learners["one"], source="bench") as one:
+                    yield one, services
+            finally:
+                stop.set()
+                await running
+
+
+async def ingest(batch: int, seconds: float, in_flight: int) -> tuple[float, float]:
+    """Records/s, and MiB by which the learner's process grew in the second half."""
+    rng = np.random.default_rng(0)
+    features, labels = rng.normal(size=(batch, DIM - 1)) / DIM, rng.uniform(-1, 1, batch)
+    async with learner(0.1) as (one, services):
+        process = next(p for p in services._processes if "one" in p.addresses)
+        memory = psutil.Process(process.child.pid).memory_info
+        sent, sizes, began = 0, [], time.monotonic()
+        while time.monotonic() - began < seconds:
+            await asyncio.gather(*(one.feed(features, labels) for _ in range(in_flight)))
+            sent += in_flight * batch
+            sizes.append(memory().rss / 2**20)
+        return sent / (time.monotonic() - began), sizes[-1] - sizes[len(sizes) // 2]
+
+
+async def predict(rate: int, seconds: float) -> list[float]:
+    """Milliseconds from when each call was due to its answer."""
+    record, took = np.zeros((1, DIM - 1)), list[float]()
+
+    async def one_call(due: float) -> None:
+        await one.predict(record)
+        took.append(1e3 * (time.monotonic() - due))
+
+    async with learner(0.01) as (one, _):
+        await one.feed(np.zeros((1_000, DIM - 1)), np.zeros(1_000))
+        began, calls = time.monotonic(), []
+        for k in range(int(rate * seconds)):
+            due = began + k / rate
+            await asyncio.sleep(max(0.0, due - time.monotonic()))
+            calls.append(asyncio.ensure_future(one_call(due)))
+        await asyncio.gather(*calls)
+    return took
+
+
+# ---- the floor -------------------------------------------------------------------------------------------------------
+
+
+def bare_server(told: Connection) -> None:
+    """Takes messages, and answers every sixteenth."""
+
+    async def stream(requests: AsyncIterator[Any], context: Any) -> AsyncIterator[bytes]:
+        count = 0
+        async for _ in requests:
+            count += 1
+            if count % EVERY == 0:
+                yield count.to_bytes(8, "little")
+
+    async def serve() -> None:
+        server = grpc.aio.server(options=[("grpc.max_receive_message_length", -1)])
+        handlers = {"Stream": grpc.stream_stream_rpc_method_handler(stream)}
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("bare.Bare", handlers),))
+        told.send(server.add_insecure_port("127.0.0.1:0"))
+        await server.start()
+        await server.wait_for_termination()
+
+    asyncio.run(serve())
+
+
+async def floor(batch: int, seconds: float) -> float:
+    """Records/s of a bare stream, at most 32 batches ahead of the answers."""
+    ours, theirs = multiprocessing.get_context("spawn").Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=bare_server, args=(theirs,), daemon=True)
+    process.start()
+    rows = np.zeros((batch, DIM))
+    message = learner_pb2.SampleBatch(
+        source="bench", features=to_tensor(rows), labels=to_tensor(rows[:, 0]), positions=range(batch)
+    )
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{ours.recv()}") as to:
+            call: Any = to.stream_stream(METHOD, request_serializer=learner_pb2.SampleBatch.SerializeToString)()
+            sent = done = 0
+            began = time.monotonic()
+            while time.monotonic() - began < seconds:
+                await call.write(message)
+                sent += 1
+                while sent - done >= 2 * EVERY:
+                    done = int.from_bytes(await call.read(), "little")
+            return sent * batch / (time.monotonic() - began)
+    finally:
+        process.kill()
+        process.join()
+
+
+# ---- all of it -------------------------------------------------------------------------------------------------------
+
+
+def measured(batch: int, seconds: float, in_flight: int) -> tuple[float, float, float]:
+    """Records/s and growth of ours, and records/s of the floor, in turn."""
+    return *asyncio.run(ingest(batch, seconds, in_flight)), asyncio.run(floor(batch, seconds))
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--rate", type=int, default=500, help="Predict calls a second.")
+    given = parser.parse_args()
+    table = Table("records in a batch", "records/s", "floor", "ratio", "growth, MiB")
+    for batch, in_flight in ((1_024, 8), (256, 16), (16, 64), (1, 256)):
+        found = [measured(batch, given.seconds, in_flight) for _ in range(given.repeats)]
+        ours, grown, bare = (statistics.median(each) for each in zip(*found, strict=True))
+        ratio = statistics.median(own / least for own, _, least in found)
+        table.add_row(f"{batch:,}", f"{ours:,.0f}", f"{bare:,.0f}", f"{ratio:.2f}", f"{grown:+.1f}")
+    console = Console(width=100)
+    console.print(table)
+    took = asyncio.run(predict(given.rate, given.seconds))
+    p50, p99 = np.percentile(took, [50, 99])
+    console.print(
+        f"predict, {given.rate} calls/s, 100 rounds/s: p50 {p50:.2f} ms, p99 {p99:.2f} ms, most {max(took):.2f} ms"
+    )
+    console.print("targets: " + ", ".join(f"{name} {value}" for name, value in TARGETS.items()))
+
+
+if __name__ == "__main__":
+    main()
