@@ -63,6 +63,7 @@ ACCESS: Mapping[str, Rule] = {
     f"{_LEARNER}/Ingest": _rule(*Role, condition="one of the learner's owners or feeders (`--owner`, `--feeder`)"),
     f"{_LEARNER}/Predict": _OWNER,
     f"{_LEARNER}/Ledger": _OWNER,
+    f"{_LEARNER}/Intake": _rule(*Role, condition="as `Ingest`"),
     f"{_LEARNER}/Status": _rule(*Role, condition="as `Ingest`, or an operator, or a coordinator"),
     f"{_COORDINATOR}/Join": _rule(Role.LEARNER, condition="as itself"),
     f"{_COORDINATOR}/StartRun": _RUNS,

@@ -56,6 +56,7 @@ OWN = {"learner/ann", "operator/alice"}
 """Ann's owners, as the network of these tests has it."""
 CONDITIONS = {
     f"{LEARNER}/Ingest": OWN | {"feeder/ann"},
+    f"{LEARNER}/Intake": OWN | {"feeder/ann"},
     f"{LEARNER}/Predict": OWN,
     f"{LEARNER}/Ledger": OWN,
     f"{LEARNER}/Status": OWN | {"feeder/ann", "operator/bob", "coordinator/main", "coordinator/other"},

@@ -10,23 +10,30 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from sottovoce.running.placement import unplaced
 from sottovoce.spec import RunSpec
+from sottovoce_client.live.learner import ConnectedLearner, connect_learner
 from sottovoce_client.running.operate import Outcome, run_on
 from sottovoce_client.running.summary import Progress
 from sottovoce_eavesdropper.reading import open_capture
 from sottovoce_eavesdropper.service import Eavesdropper, EavesdropperConfig
+from sottovoce_learner.entries import Kind
+from sottovoce_learner.standing import Files, look
 from sottovoce_rpc.codec import RoundCodec
+from sottovoce_rpc.learner_status import LearnerStatus
 from sottovoce_rpc.server import channel
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc
+from sottovoce_wire.v1.learner_pb2 import SampleBatch
 from tests.examples import ALLOWING_FILE, made_up, small_spec
-from tests.services.network import PATIENCE_S
+from tests.services.network import PATIENCE_S, said_rounds
 from tests.services.test_run import SHAPES
 
 pytestmark = pytest.mark.slow
@@ -241,3 +248,56 @@ async def test_a_state_that_was_set_back_where_it_stands_is_refused(tmp_path: Pa
 def _tell_when_begun(begun: asyncio.Event, progress: Progress, state: str) -> None:
     if min(progress.rounds) >= 5:
         begun.set()
+
+
+# ---- live records ----------------------------------------------------------------------------------------------------
+
+
+async def until_learned(learner: ConnectedLearner) -> AsyncIterator[LearnerStatus]:
+    """Looks at a learner until some rounds after the one that took its last record are over, too."""
+    last = None
+    async for status in learner.watch(0.02):
+        yield status
+        if last is None and status.records_waiting == 0:
+            last = status.rounds_done
+        if last is not None and status.rounds_done >= last + 3:
+            return
+
+
+async def test_live_records_are_learned_once_by_a_learner_that_is_killed_while_they_come(tmp_path: Path) -> None:
+    """By its log: so many records in all rounds together, and each in one batch that is in keeping."""
+    wanted, deaths, state = 600, 3, tmp_path / "state"
+    clock = {"mode": "paced", "period_s": 0.02, "window": 5, "deadline_s": 100.0}
+    data = {"source": "live", "features": 2, "batch_size": 3}
+    spec = small_spec(100_000, NAMES, clock=clock, data=data)
+    with ExitStack() as stack:
+        _, to = stack.enter_context(service("coordinator", "--listen", "127.0.0.1:0"))
+        others = [part for name in ("ann", "cleo") for part in ("--name", name)]
+        where = ("--coordinator", to, "--state", str(state))
+        stack.enter_context(service("learner", *others, *where))
+        own = ("learner", "--name", "ben", *where, "--listen")
+        process, address = stack.enter_context(service(*own, "127.0.0.1:0"))
+        running = asyncio.ensure_future(run_on(to, spec, unplaced(spec), lambda *_: None))
+        async with connect_learner(address, source="stream", patience_s=PATIENCE_S) as learner:
+
+            async def feed() -> None:
+                rows = np.arange(2.0 * wanted).reshape(wanted, 2) / wanted
+                for first in range(0, wanted, 5):
+                    await learner.feed(rows[first : first + 5], rows[first : first + 5, 0] > 1.0)
+
+            feeding = asyncio.ensure_future(feed())
+            for death in range(deaths):
+                while learner.position < (death + 1) * wanted // (deaths + 1):  # noqa: ASYNC110 - a number is no event
+                    await asyncio.sleep(0.005)
+                process.send_signal(signal.SIGKILL)
+                await asyncio.to_thread(process.wait)
+                process, _ = stack.enter_context(service(*own, address))
+            await asyncio.wait_for(feeding, PATIENCE_S)
+            taken = [each async for each in until_learned(learner)]
+            assert taken[-1].records == wanted
+    await asyncio.gather(running, return_exceptions=True)  # all were killed
+    log = look(Files(state, "ben")).log
+    assert log is not None
+    kept = [SampleBatch.FromString(entry.body).positions for entry in log.entries if entry.kind is Kind.BATCH]
+    assert [place for places in kept for place in places] == list(range(wanted))
+    assert sum(said.records for _, said in said_rounds(state, "ben")) == wanted

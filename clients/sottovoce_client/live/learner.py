@@ -6,8 +6,8 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -257,8 +257,6 @@ class connect_learner:  # noqa: N801 - it reads as a function, and is entered in
         self._source, self._patience_s = source, patience_s
         self._tasks = Tasks()
         self._channel: Any = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
 
     async def __aenter__(self) -> ConnectedLearner:
         at = self._at
@@ -291,31 +289,22 @@ class connect_learner:  # noqa: N801 - it reads as a function, and is entered in
         await self._channel.close()
 
     def __enter__(self) -> PlainLearner:
-        self._loop = loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=loop.run_forever, name="sottovoce", daemon=True)
-        self._thread.start()
-        try:
-            entered: Future[ConnectedLearner] = asyncio.run_coroutine_threadsafe(self.__aenter__(), loop)
-            return PlainLearner(entered.result(), loop)
-        except BaseException:
-            self._end()
-            raise
+        loop = _background()
+        entered: Future[ConnectedLearner] = asyncio.run_coroutine_threadsafe(self.__aenter__(), loop)
+        return PlainLearner(entered.result(), loop)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        assert self._loop is not None  # noqa: S101 - it was entered
-        try:
-            asyncio.run_coroutine_threadsafe(self.__aexit__(kind, error, trace), self._loop).result()
-        finally:
-            self._end()
+        asyncio.run_coroutine_threadsafe(self.__aexit__(kind, error, trace), _background()).result()
 
-    def _end(self) -> None:
-        loop, thread = self._loop, self._thread
-        assert loop is not None  # noqa: S101 - it was entered
-        assert thread is not None  # noqa: S101
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        with suppress(RuntimeError):
-            loop.run_until_complete(loop.shutdown_asyncgens())
-        loop.close()
+
+@cache
+def _background() -> asyncio.AbstractEventLoop:
+    """A loop for programs without one, on a thread that lasts as long as the process.
+
+    gRPC shares a queue between a process's loops: one that is closed would break the others.
+    """
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="sottovoce", daemon=True).start()
+    return loop
