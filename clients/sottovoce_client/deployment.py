@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from sottovoce.experiment import Experiment
+from sottovoce.data import PlacedData
+from sottovoce.experiment import Experiment, prepare
 from sottovoce_client.running.operate import Outcome, run_on
 from sottovoce_client.running.summary import Progress
 from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
@@ -28,8 +29,10 @@ class Started:
         state: `connecting`, `running`, `finished`, `stopped` or `failed`, as of the last look.
     """
 
-    def __init__(self, coordinator: str, experiment: Experiment, tasks: Tasks, credentials: Credentials) -> None:
-        self.experiment, self.state = experiment, "connecting"
+    def __init__(
+        self, coordinator: str, experiment: Experiment, data: PlacedData, tasks: Tasks, credentials: Credentials
+    ) -> None:
+        self.experiment, self.state, self._data = experiment, "connecting", data
         # A few looks a second; the outcome holds all of them anyway. None: there will be no more.
         self._looks: asyncio.Queue[Progress | None] = asyncio.Queue()
         self._begun, self._stop = asyncio.Event(), asyncio.Event()
@@ -38,7 +41,7 @@ class Started:
     async def _run(self, coordinator: str, credentials: Credentials) -> Outcome:
         own = self.experiment
         try:
-            outcome = await run_on(coordinator, own, own.records, self._look, self._stop, credentials=credentials)
+            outcome = await run_on(coordinator, own, self._data, self._look, self._stop, credentials=credentials)
             self.state = outcome.state
             return outcome
         finally:
@@ -83,6 +86,10 @@ class Started:
         return await self.outcome()
 
 
+def _records_of(experiment: Experiment) -> PlacedData:
+    return prepare(experiment, live=True).data if experiment.data.live else experiment.records
+
+
 class Deployment:
     """Services that are up, by their coordinator. `connect` makes it.
 
@@ -96,7 +103,7 @@ class Deployment:
         self._tasks = Tasks()
 
     async def start(self, experiment: Experiment) -> Started:
-        """Start an experiment, and stream its records from this process into the learners.
+        """Start an experiment, and stream its records from this process into the learners, but for live ones.
 
         Args:
             experiment: what to run. Learners join by the names that it gives them, and wait for the coordinator to tell them.
@@ -107,8 +114,9 @@ class Deployment:
             DataError: its data cannot be used.
             SottovoceError: the services refused it.
         """
-        await asyncio.to_thread(lambda: experiment.prepared)  # reading files would hold up whoever else uses the loop
-        started = Started(self.coordinator, experiment, self._tasks, self._credentials)
+        # Reading files would hold up whoever else uses the loop.
+        data = await asyncio.to_thread(_records_of, experiment)
+        started = Started(self.coordinator, experiment, data, self._tasks, self._credentials)
         self._started.append(started)
         await started.begin()
         return started

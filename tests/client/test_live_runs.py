@@ -1,0 +1,101 @@
+"""Runs of live records, from the command line and from Python: what runs them, and what cannot."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+import sottovoce as sv
+from sottovoce.errors import SpecError
+from sottovoce.experiment import prepare
+from sottovoce_client.live.learner import connect_learner
+from sottovoce_client.running.conduct import conduct
+from sottovoce_client.running.launch import run_up
+from tests.examples import small_spec
+from tests.services.network import network
+
+LIVE = {"source": "live", "features": 2, "batch_size": 5}
+CLOCK = {"mode": "paced", "period_s": 0.01}
+
+
+def document(**data: Any) -> dict[str, Any]:
+    return {"rounds": 5, "learners": 3, "algorithm": "ldp-dol", "data": {**LIVE, **data}}
+
+
+WRONG = [
+    ({"features": None}, "source: live needs a schema, or features"),
+    ({"features": 0}, "features"),
+    ({"batch_size": "all"}, "batch_size must be a number for live records"),
+    ({"scale": "standard"}, "scale must be left out with source: live"),
+    ({"reuse": True}, "reuse must be left out with source: live"),
+    ({"partition": "by_label"}, "partition must be left out with source: live"),
+    ({"test_fraction": 0.5}, "test_fraction must be left out with source: live"),
+    ({"positive": [1]}, "positive must be left out without a schema"),
+    ({"source": "breast_cancer"}, "features must be left out but with source: live"),
+]
+
+
+@pytest.mark.parametrize(("data", "text"), WRONG, ids=[text for _, text in WRONG])
+def test_a_spec_says_nothing_of_records_that_are_nowhere_yet(data: dict[str, Any], text: str) -> None:
+    with pytest.raises(SpecError, match=text):
+        sv.Experiment(**document(**data))
+
+
+def test_what_needs_records_beforehand_says_so() -> None:
+    experiment = sv.Experiment(**document())
+    for work in (lambda: experiment.records, lambda: sv.simulate(experiment), lambda: sv.audit(experiment)):
+        with pytest.raises(SpecError, match="live has no records before services run it"):
+            work()
+    shared = sv.Experiment(**{**document(), "algorithm": {"name": "dpsda-c", "sigma": 1.0}})
+    with pytest.raises(SpecError, match="live ones are each learner's own"):
+        prepare(shared, live=True)
+
+
+def test_a_spec_with_all_its_defaults_is_the_same_spec() -> None:
+    experiment = sv.Experiment(**document())
+    assert sv.Experiment(**yaml.safe_load(experiment.to_yaml())) == experiment
+
+
+def test_up_says_where_records_go_and_what_they_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spec = small_spec(60, ["north", "south"], data=LIVE, clock=CLOCK)
+
+    async def start(prepared: Any, watch: Any, stop: asyncio.Event) -> Any:
+        async def feed() -> None:
+            place = tmp_path / "learners.json"
+            while not place.exists():  # noqa: ASYNC110 - a file is no event
+                await asyncio.sleep(0.01)
+            async with connect_learner(json.loads(place.read_text())["north"]) as learner:
+                await learner.feed(np.ones((7, 2)), np.ones(7))
+
+        feeding = asyncio.ensure_future(feed())
+        outcome = await run_up(prepared.run.spec, prepared.data, tmp_path, watch, stop)
+        await feeding
+        return outcome
+
+    assert conduct(prepare(spec, live=True), tmp_path, start) == 0
+    said = capsys.readouterr().out
+    assert "north takes records at 127.0.0.1:" in said
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    north, south = summary["learners"]
+    assert (north["records"], south["records"], north["most_uses"], south["most_uses"]) == (7, 0, 1, 0)
+    assert north["event"] == north["record"] == pytest.approx(north["spent"])
+    assert (north["event"] > 0.0, south["event"]) == (True, 0.0)
+    assert len(north["event_curve"]) == 60
+
+
+async def test_a_deployment_runs_it_and_others_feed_it(tmp_path: Path) -> None:
+    async with network(tmp_path, ["a", "b", "c"]) as up:
+        experiment = sv.Experiment(**{**document(), "learners": ["a", "b", "c"], "clock": {"deadline_s": 100.0}})
+        async with sv.connect(up.coordinator) as deployment:
+            started = await deployment.start(experiment)
+            for name in ("a", "b", "c"):
+                async with sv.connect_learner(up.addresses[name]) as learner:
+                    await learner.feed(np.ones((25, 2)), np.ones(25))
+            outcome = await started.outcome()
+    assert (outcome.state, [each.records_waiting for each in outcome.statuses]) == ("finished", [0, 0, 0])
