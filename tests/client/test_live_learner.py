@@ -16,10 +16,11 @@ import pytest
 from sottovoce.data.live import LiveRecords
 from sottovoce.errors import DataError, NotReady, SpecError, Unavailable
 from sottovoce.losses.logistic import Logistic
-from sottovoce.spec import RunSpec
+from sottovoce.spec import RunSpec, parse_spec
 from sottovoce_client.live.learner import ConnectedLearner, PlainLearner, connect_learner
 from sottovoce_rpc.learner_status import LearnerState
 from tests.examples import small_spec
+from tests.gossip import GOSSIP
 from tests.services.identities import Identities
 from tests.services.network import OPERATOR, Network, network
 
@@ -242,6 +243,21 @@ async def test_who_is_not_there_is_said(tmp_path: Path) -> None:
         with pytest.raises(SpecError, match=r"only one with data\.source live takes others"):
             async with connect_learner(up.addresses["ann"]):
                 pass
+
+
+async def test_code_that_a_spec_names_is_imported_here_only_where_that_is_allowed(tmp_path: Path) -> None:
+    """Whoever starts runs says what stands in it."""
+    data = {"source": "live", "features": 2}
+    spec = parse_spec(
+        {"rounds": 1000, "learners": NAMES, "algorithm": GOSSIP, "data": data, "clock": CLOCK}, imports=True
+    )
+    async with network(tmp_path, NAMES) as up:
+        await up.start(spec, 3)
+        with pytest.raises(SpecError, match="code that a spec from elsewhere names, got"):
+            async with connect_learner(up.addresses["ann"]):
+                pass
+        async with connect_learner(up.addresses["ann"], allow_imports=True) as learner:
+            assert await learner.feed(np.ones((1, 2)), [0]) == 1
 
 
 def test_what_pandas_does_not_have_is_missing() -> None:

@@ -61,11 +61,19 @@ class ConnectedLearner:
     """
 
     def __init__(
-        self, at: At, stub: Any, told: learner_pb2.IntakeResponse, source: str, patience_s: float, tasks: Tasks
+        self,
+        at: At,
+        stub: Any,
+        told: learner_pb2.IntakeResponse,
+        source: str,
+        patience_s: float,
+        tasks: Tasks,
+        *,
+        imports: bool,
     ) -> None:
         self._at, self._stub = at, stub
         self.run_id, self.source = told.run_id, source
-        self.spec: RunSpec = spec_from_wire(told.spec, imports=True)
+        self.spec: RunSpec = spec_from_wire(told.spec, imports=imports)
         self.records = LiveRecords.of(self.spec.data, self.spec.loss)
         self._sender = Sender(at, source, told.run_id, position_of(told.receipt), patience_s, tasks)
         self._turn = asyncio.Lock()
@@ -229,6 +237,8 @@ class connect_learner:  # noqa: N801 - it reads as a function, and is entered in
             only.
         insecure: without one, speak in the clear to other machines, too.
         patience_s: how long the learner may be away, or between two runs, before a call fails.
+        allow_imports: import code that the run's spec names (`module:Class`); whoever starts runs can then have any installed
+            code run here.
 
     Raises:
         SpecError: it is on another machine, and there is no identity; or the records of its run are not live.
@@ -251,10 +261,11 @@ class connect_learner:  # noqa: N801 - it reads as a function, and is entered in
         identity: str | Path | None = None,
         insecure: bool = False,
         patience_s: float = 60.0,
+        allow_imports: bool = False,
     ) -> None:
         folder = None if identity is None else Path(identity)
         self._at = At(address, name, Credentials(folder, insecure))
-        self._source, self._patience_s = source, patience_s
+        self._source, self._patience_s, self._imports = source, patience_s, allow_imports
         self._tasks = Tasks()
         self._channel: Any = None
 
@@ -265,7 +276,7 @@ class connect_learner:  # noqa: N801 - it reads as a function, and is entered in
             await reach(self._channel, f"the learner at {at.address}", min(CONNECT_S, self._patience_s))
             stub = learner_pb2_grpc.LearnerStub(self._channel)
             told = await self._in_a_run(stub)
-            return ConnectedLearner(at, stub, told, self._source, self._patience_s, self._tasks)
+            return ConnectedLearner(at, stub, told, self._source, self._patience_s, self._tasks, imports=self._imports)
         except BaseException:
             await self._channel.close()
             raise
