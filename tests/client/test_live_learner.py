@@ -248,9 +248,7 @@ async def test_who_is_not_there_is_said(tmp_path: Path) -> None:
 async def test_code_that_a_spec_names_is_imported_here_only_where_that_is_allowed(tmp_path: Path) -> None:
     """Whoever starts runs says what stands in it."""
     data = {"source": "live", "features": 2}
-    spec = parse_spec(
-        {"rounds": 1000, "learners": NAMES, "algorithm": GOSSIP, "data": data, "clock": CLOCK}, imports=True
-    )
+    spec = parse_spec({"rounds": 1000, "learners": NAMES, "algorithm": GOSSIP, "data": data}, imports=True)
     async with network(tmp_path, NAMES) as up:
         await up.start(spec, 3)
         with pytest.raises(SpecError, match="code that a spec from elsewhere names, got"):
