@@ -25,6 +25,7 @@ from sottovoce.data.schema import MOST_FEATURES, Schema
 from sottovoce.data.source import DataSpec
 from sottovoce.errors import DataError, SpecError
 from sottovoce.experiment import Experiment, load, prepare
+from sottovoce.lab.watch.canaries import draw
 from sottovoce.losses.logistic import Logistic
 from sottovoce.losses.quadratic import Ridge
 from sottovoce.losses.softmax import Softmax
@@ -835,6 +836,25 @@ def test_an_audit_swaps_records_that_the_schema_allows(adult: Callable[..., Data
     for pair in planned.pairs:
         for records in (pair.worlds.first, pair.worlds.second):
             assert all(allowed(schema, row) for row in records.features.tolist()), pair.worlds.what
+
+
+def test_canaries_are_records_that_the_schema_allows(adult: Callable[..., DataSpec]) -> None:
+    data = adult().model_dump(mode="json")
+    prepared = prepare(parse_spec({"rounds": 5, "learners": 2, "algorithm": "ldp-dol", "data": data}, imports=False))
+    schema = prepared.run.spec.data.schema
+    assert schema is not None
+    canaries = draw(prepared.run, prepared.data, 2, np.random.default_rng(0))
+    first, second = (canaries.record(0, coin, prepared.data.n_features).tolist() for coin in (0, 1))
+    assert first != second and allowed(schema, first) and allowed(schema, second)
+    for own in canaries.in_data(prepared.data).learners:
+        assert all(allowed(schema, row) for row in own.features.tolist())
+
+    only = of_one({"type": "category", "categories": ["a"]}).model_dump(mode="json")
+    Path(data["source"]).write_text("x,y\na,a\na,b\na,a\na,b\n", encoding="utf-8")
+    spec = {"rounds": 5, "learners": 1, "algorithm": "ldp-dol", "data": {**data, "schema": only}}
+    prepared = prepare(parse_spec(spec, imports=False))
+    with pytest.raises(SpecError, match=r"two different records, and data\.schema allows one only"):
+        draw(prepared.run, prepared.data, 1, np.random.default_rng(0))
 
 
 def test_what_is_made_up_is_at_the_ends_and_in_the_middle() -> None:

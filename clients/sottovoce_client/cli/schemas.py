@@ -37,7 +37,7 @@ def check(
     schema: Annotated[Path, typer.Argument(metavar="SCHEMA", help="The schema, a YAML file.", show_default=False)],
     records: Annotated[
         Path | None,
-        typer.Argument(metavar="[FILE]", help="Records of your own: a .csv or .parquet file.", show_default=False),
+        typer.Argument(metavar="FILE", help="Records of your own: a .csv or .parquet file.", show_default=False),
     ] = None,
     spec: Annotated[
         Path | None, typer.Option(help="A run spec whose loss the label must suit.", show_default=False)
