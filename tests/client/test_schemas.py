@@ -361,3 +361,19 @@ def test_canaries_of_a_schema_are_kept_whole(prepared: Prepared, folder: Path) -
     other = replace(found, pair=(found.pair[0][1:], found.pair[1][1:]))
     with pytest.raises(CaptureError, match="records here have 10 features"):
         kept.placed(prepared, other)
+
+
+# ---- the page --------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_shows_what_is(folder: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "schema.md").read_text(encoding="utf-8")
+    files = re.findall(r"^`(\S+)`:\n\n```\w+\n(.*?)```", page, re.MULTILINE | re.DOTALL)
+    assert [name for name, _ in files] == ["wards.csv", "schema.yaml", "spec.yaml"]
+    for name, text in files:
+        (folder / name).write_text(text, encoding="utf-8")
+    (shown,) = re.findall(r"`schema check` on these records:\n\n```text\n(.*?)```", page, re.DOTALL)
+    assert told("check", "schema.yaml", "wards.csv") == " ".join(shown.split())
+    assert "fine" in told("spec.yaml", group="spec check")
+    told("spec.yaml", "--out", "out", group="simulate")
+    assert (folder / "out" / "transcript.parquet").is_file()

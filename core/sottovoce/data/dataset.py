@@ -124,10 +124,8 @@ def _by_schema(data: DataSpec, schema: Schema, loss: Loss) -> Dataset:
     if found.refused:
         told = "; ".join(f"{reason} ({times:,})" for reason, times in found.reasons.items())
         row, why = next(iter(found.refused.items()))
-        raise DataError(
-            f"{path}: {len(found.refused)} of {len(found.fits)} records do not fit the schema: {told}; the first is row {row} "
-            f"(counted from 0), {why}"
-        )
+        counts = f"{len(found.refused):,} of {len(found.fits):,} records do not fit the schema"
+        raise DataError(f"{path}: {counts}: {told}; the first is row {row} (counted from 0), {why}")
     owners, names = _learner_column(learner, data.source)
     placed = None if rounds is None else _indices(rounds, "round", data.source)
     return Dataset(data.source, found.features, found.labels, found.classes, owners, names, placed)
