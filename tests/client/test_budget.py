@@ -179,6 +179,15 @@ def test_calibrate_changes_the_noise_and_nothing_else(records: Path, tmp_path: P
         assert 0.999 * target <= spent <= target
 
 
+def test_calibrate_takes_an_algorithm_by_its_name_alone(records: Path) -> None:
+    source = written(records)
+    document = {**yaml.safe_load(source.read_text(encoding="utf-8")), "algorithm": "ldp-dol"}
+    source.write_text(yaml.safe_dump(document), encoding="utf-8")
+    result = CliRunner().invoke(app, ["calibrate", str(source), "--epsilon", "3"])
+    assert result.exit_code == 0, result.output
+    assert yaml.safe_load(result.stdout)["algorithm"].keys() == {"name", "sigma"}
+
+
 def test_calibrate_writes_to_standard_output(records: Path) -> None:
     result = CliRunner().invoke(app, ["calibrate", str(written(records)), "--epsilon", "3", "--per", "record"])
     assert result.exit_code == 0

@@ -111,6 +111,9 @@ COMMANDS = {
     "spec check": "without running anything",
     "spec show": "all defaults filled in",
     "spec schema": "JSON schema",
+    "schema": "infer",
+    "schema infer": "a sample that is public",
+    "schema check": "how many records of a file fit",
     "version": "Print the version",
 }
 

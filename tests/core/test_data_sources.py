@@ -255,7 +255,7 @@ def test_file_that_is_no_archive_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("nowhere.npz", "must be a file that exists, got nowhere.npz"),
+        ("nowhere.npz", "must be in a file that exists, got nowhere.npz"),
         ("mushroms", "must be one of breast_cancer, .*got mushroms; did you mean mushrooms"),
         ("nothing-like-it", "must be one of breast_cancer, .*got nothing-like-it$"),
     ],
@@ -313,7 +313,11 @@ def test_parquet(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "error", "message"),
     [
-        ("a,city,y\n1,x,0\n2,z,1\n", DataError, "column 'city' must be numeric, got type string"),
+        (
+            "a,city,y\n1,x,0\n2,z,1\n",
+            DataError,
+            "column 'city' must be numeric, got type string; declare its fields in a schema",
+        ),
         ("a,b,y\n1,2,0\n3,,1\n", DataError, r"row 1 \(counted from 0\), column 'b' must hold a value"),
         ("a,b,y\n1,2,0\n3,nan,1\n", DataError, "row 1 .*column 'b' must hold a value"),
         ("a,b,y\n1,inf,0\n3,4,1\n", DataError, "row 0 .*column 'b' must be a finite number, got inf"),

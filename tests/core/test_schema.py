@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import math
@@ -18,11 +19,13 @@ from hypothesis import strategies as st
 
 from sottovoce.auditing.plan import plan_audit
 from sottovoce.data import load_dataset
+from sottovoce.data.columns import read_cells, read_columns
 from sottovoce.data.encoding import UNDECLARED, Encoded, Encoder
 from sottovoce.data.schema import MOST_FEATURES, Schema
 from sottovoce.data.source import DataSpec
 from sottovoce.errors import DataError, SpecError
 from sottovoce.experiment import Experiment, load, prepare
+from sottovoce.lab.watch.canaries import draw
 from sottovoce.losses.logistic import Logistic
 from sottovoce.losses.quadratic import Ridge
 from sottovoce.losses.softmax import Softmax
@@ -194,8 +197,8 @@ def test_a_number_is_a_number_in_whatever_clothes(value: Any) -> None:
     [
         ("five", "not a number"), ("1_0", "not a number"), ("1 000", "not a number"), ("5%", "not a number"),
         ("0x5", "not a number"), ("٥", "not a number"), ("５", "not a number"), ("--5", "not a number"),
-        ("1,5", "a number with a comma (write 1234.5)"), ("1,000.5", "a number with a comma (write 1234.5)"),
-        ("1.000,5", "a number with a comma (write 1234.5)"),
+        ("1,5", "a number with a comma, write 1234.5"), ("1,000.5", "a number with a comma, write 1234.5"),
+        ("1.000,5", "a number with a comma, write 1234.5"),
         (True, "not a number"), (np.bool_(False), "not a number"), (b"5", "not a number"), ([5], "not a number"),
         ({"a": 5}, "not a number"), (5j, "not a number"), (datetime.date(2020, 1, 1), "not a number"),
         (np.datetime64("2020-01-01", "ns"), "not a number"), (np.timedelta64(5, "ns"), "not a number"),
@@ -295,7 +298,7 @@ def test_a_date_counts_by_its_day_in_utc(value: Any, expected: float) -> None:
     ids=repr,
 )  # fmt: skip
 def test_what_is_no_iso_date_is_refused(value: Any) -> None:
-    assert column(DAYS, [value])[1] == {0: "not a date (write 2020-01-31)"}
+    assert column(DAYS, [value])[1] == {0: "not a date, write 2020-01-31"}
 
 
 def test_dates_of_numpy_and_beyond() -> None:
@@ -304,7 +307,7 @@ def test_dates_of_numpy_and_beyond() -> None:
     assert found == [[-1.0]] and set(refused) == {1, 2, 3}
     assert (refused[1], refused[2]) == ("beyond its bounds", "missing")
     assert column({**DAYS, "beyond": "clip"}, ["1970-01-01", "2999-12-31"])[0] == [[-1.0], [1.0]]
-    assert column(DAYS, np.array([1.0, 2.0]))[1] == dict.fromkeys(range(2), "not a date (write 2020-01-31)")
+    assert column(DAYS, np.array([1.0, 2.0]))[1] == dict.fromkeys(range(2), "not a date, write 2020-01-31")
 
 
 # ---- labels ----------------------------------------------------------------------------------------------------------
@@ -330,6 +333,24 @@ def test_a_boolean_label_is_two_classes_and_a_number_is_scaled() -> None:
     found = cost.columns({"x": [1] * 4, "y": ["0", 750, 1001, ""]})
     assert found.labels.tolist() == [-1.0, 0.5] and found.classes is None
     assert found.refused == {2: "y: beyond its bounds", 3: "y: missing"}
+
+
+@pytest.mark.parametrize(
+    ("label", "positive", "values"),
+    [
+        ({"type": "boolean"}, (True,), [0.0, 1.0]),  # which a spec keeps as 1
+        ({"type": "boolean"}, ("no",), [1.0, 0.0]),
+        ({"type": "category", "categories": [1, 2]}, ("1.0",), [1.0, 0.0]),
+        ({"type": "category", "categories": ["1", "2"]}, (1,), [1.0, 0.0]),
+        ({"type": "category", "categories": ["e\u0301", "a"]}, ("é",), [1.0, 0.0]),
+    ],
+)
+def test_positive_labels_are_named_as_records_name_them(
+    tmp_path: Path, label: Any, positive: tuple[int | str, ...], values: list[float]
+) -> None:
+    spec = load_spec(spec_file(tmp_path, of_one("boolean", label).model_dump(mode="json"), positive=list(positive)))
+    assert spec.data.schema is not None
+    assert Encoder.of(spec.data.schema, Logistic(), spec.data.positive).values == tuple(values)
 
 
 @pytest.mark.parametrize(
@@ -400,6 +421,24 @@ def test_columns_are_lists_of_equal_length() -> None:
     with pytest.raises(DataError, match="must be a mapping"):
         ENCODER.records([[1, 2]])  # type: ignore[list-item]
     assert ENCODER.records([]).features.shape == (0, WARDS_SCHEMA.width)
+
+
+@pytest.mark.parametrize("dtype", ["Int64", "float64", "float32", "object"])
+def test_what_pandas_takes_for_no_value_is_missing(dtype: str) -> None:
+    pandas = pytest.importorskip("pandas")
+    flagged = {**TENS, "missing": "flag"}
+    assert column(flagged, pandas.Series([5, None], dtype=dtype)) == ([[0.0, 0.0], [0.0, 1.0]], {})
+    words = pandas.Series(["a", None], dtype="category" if dtype == "object" else None)
+    kind = {"type": "category", "categories": ["a"], "missing": "flag"}
+    assert column(kind, words) == ([[1.0, 0.0], [0.0, 1.0]], {})
+    (row,) = pandas.DataFrame({"x": pandas.Series([None], dtype="Int64")}).to_dict("records")
+    assert reason_of({**RECORD, "age": row["x"]}) == "age: missing"
+
+
+def test_columns_of_polars_are_columns() -> None:
+    polars = pytest.importorskip("polars")
+    assert column(TENS, polars.Series([5.0, None, math.nan])) == ([[0.0]], {1: "missing", 2: "not a finite number"})
+    assert column(DAYS, polars.Series([datetime.date(2020, 1, 2)])) == ([[0.0]], {})
 
 
 # ---- one by one, all at once, by file --------------------------------------------------------------------------------
@@ -499,8 +538,6 @@ def test_typed_columns_are_the_same_by_csv_and_parquet(tmp_path: Path) -> None:
 
 
 def from_file(path: Path) -> tuple[Any, ...]:
-    from sottovoce.data.files import read_cells
-
     return told(ENCODER.columns(read_cells(path)[0]))
 
 
@@ -573,11 +610,11 @@ def test_columns_that_place_a_record_keep_their_meaning(adult: Callable[..., Dat
         (
             "b,50,",
             "b,5 0,",
-            r"1 of 8 records do not fit the schema: 1 age: not a number; the first is row 1 \(counted from 0\)",
+            r"1 of 8 records do not fit the schema: age: not a number \(1\); the first is row 1 \(counted from 0\)",
         ),
         ("b,50,", 'b,"50,5",', "age: a number with a comma"),
-        (">50K", "50K", "4 of 8 records .*4 income: none of its categories; the first is row 2"),
-        ("b,50, Self-emp", "b,500, Self", r"1 age: beyond its bounds; the first"),
+        (">50K", "50K", r"4 of 8 records .*: income: none of its categories \(4\); the first is row 2"),
+        ("b,50, Self-emp", "b,500, Self", r"schema: age: beyond its bounds \(1\); the first"),
     ],
 )
 def test_a_file_that_does_not_fit_is_refused(adult: Callable[..., DataSpec], old: str, new: str, message: str) -> None:
@@ -598,11 +635,92 @@ def test_a_file_of_windows_reads_alike(adult: Callable[..., DataSpec]) -> None:
     assert np.array_equal(plain.features, windows.features)
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (ROWS.replace(",", ";").encode(), "must have commas between its columns, and has semicolons: save it with commas"),
+        (b"sep=;\n" + ROWS.replace(",", ";").encode(), "has semicolons"),
+        (ROWS.replace(",", "\t").encode(), "has tabs"),
+        (ROWS.replace("Doe", "Doé").encode("latin-1"), "must be UTF-8"),
+        (ROWS.replace("name", "nåme").encode("latin-1"), "must be UTF-8"),
+        (ROWS.encode("utf-16"), "must be UTF-8"),
+        (ROWS.replace("name,", '"nåm\ne",').encode("latin-1"), "must be UTF-8"),
+        (ROWS.replace("e,28,", "e,28,28,").encode(), "Expected 7 columns, got 8"),
+        (ROWS.replace('"Doe, J."', '"Doe, J.').encode(), "must be a readable"),
+        (ROWS.partition("\n")[2].encode(), "must begin with a line of column names"),
+        (ROWS.replace("name, age", ", age").encode(), "'' is not: declare it"),
+        (b"", "it has no record"),
+        (b"\xef\xbb\xbf\r\n", "it has no record"),
+        (b"name, age", "it has no record"),
+        (ROWS.splitlines()[0].encode() + b"\n", "must hold at least one record"),
+        (b"\0" * 99, "must"),
+    ],
+    ids=range(16),
+)  # fmt: skip
+def test_a_file_that_is_written_otherwise_is_refused(
+    adult: Callable[..., DataSpec], content: bytes, message: str
+) -> None:
+    data = adult()
+    Path(data.source).write_bytes(content)
+    with pytest.raises(DataError, match=message) as refused:
+        load_dataset(data, Logistic())
+    assert not any(word in str(refused.value) for word in ("Doe", "State-gov", "39"))
+
+
+def test_names_of_columns_that_may_be_a_record_are_not_quoted(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    path = tmp_path / "x.csv"
+    path.write_text("63,145,63,1\n41,130,41,0\n", encoding="utf-8")
+    for read in (lambda: read_cells(path), lambda: read_columns(path, None)):
+        with pytest.raises(DataError, match=r"columns 0 and 2 .* have the same; is its first line a header") as refused:
+            read()
+        assert "63" not in str(refused.value).replace(str(path), "")
+
+
+@given(
+    st.lists(st.binary(max_size=30), max_size=6),
+    st.sampled_from([b",", b";", b"\t", b"\n", b"\r\n", b'"', b"\0", b"\xff"]),
+)
+def test_whatever_a_file_holds_it_is_read_or_refused(
+    tmp_path_factory: pytest.TempPathFactory, parts: list[bytes], between: bytes
+) -> None:
+    pytest.importorskip("pyarrow")
+    path = tmp_path_factory.mktemp("any") / "x.csv"
+    for content in (between.join(parts), b"age,ward\n" + between.join(parts)):
+        path.write_bytes(content)
+        for read in (lambda: read_cells(path), lambda: read_columns(path, None)):
+            with contextlib.suppress(DataError, SpecError):
+                read()
+
+
+def test_what_python_has_no_value_for_fits_no_field(tmp_path: Path) -> None:
+    """And is no reason to end with an error that quotes it."""
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    late, day = 317_000_000_000_000_000, 1_577_923_200_000_000
+    broken = arrow.Array.from_buffers(
+        arrow.string(), 2, [*arrow.array(["é", "a"]).buffers()[:2], arrow.py_buffer(b"\xff\xffa")]
+    )
+    columns = {
+        "x": arrow.array([late, day], arrow.timestamp("us")),
+        "w": broken,
+        "t": arrow.array([1, 2], arrow.time64("ns")),
+        "n": arrow.array([10**30, 5], arrow.decimal128(38)),
+    }
+    parquet.write_table(arrow.table(columns), path := tmp_path / "x.parquet")
+    cells = read_cells(path)[0]
+    assert column(DAYS, cells["x"]) == ([[0.0]], {0: "not a date, write 2020-01-31"})
+    assert column({"type": "category", "categories": ["a"]}, cells["w"])[1] == {0: "none of its categories"}
+    assert column(TENS, cells["t"])[1] == dict.fromkeys(range(2), "not a number")
+    assert column({**TENS, "beyond": "clip"}, cells["n"])[0] == [[1.0], [0.0]]
+    with pytest.raises(DataError, match=r"'x' must hold numbers or text, got type timestamp\[us\]"):
+        read_columns(path, "n")
+
+
 def test_a_schema_reads_files_alone(tmp_path: Path) -> None:
     for source in ("breast_cancer", str(tmp_path / "x.npz")):
-        with pytest.raises(SpecError, match=r"data\.schema reads \.csv and \.parquet files"):
+        with pytest.raises(SpecError, match=r"a schema reads \.csv and \.parquet files"):
             load_dataset(DataSpec.model_validate({"source": source, "schema": ADULT}), Logistic())
-    with pytest.raises(SpecError, match="must be a file that exists"):
+    with pytest.raises(SpecError, match="must be in a file that exists"):
         load_dataset(DataSpec.model_validate({"source": str(tmp_path / "x.csv"), "schema": ADULT}), Logistic())
 
 
@@ -718,6 +836,25 @@ def test_an_audit_swaps_records_that_the_schema_allows(adult: Callable[..., Data
     for pair in planned.pairs:
         for records in (pair.worlds.first, pair.worlds.second):
             assert all(allowed(schema, row) for row in records.features.tolist()), pair.worlds.what
+
+
+def test_canaries_are_records_that_the_schema_allows(adult: Callable[..., DataSpec]) -> None:
+    data = adult().model_dump(mode="json")
+    prepared = prepare(parse_spec({"rounds": 5, "learners": 2, "algorithm": "ldp-dol", "data": data}, imports=False))
+    schema = prepared.run.spec.data.schema
+    assert schema is not None
+    canaries = draw(prepared.run, prepared.data, 2, np.random.default_rng(0))
+    first, second = (canaries.record(0, coin, prepared.data.n_features).tolist() for coin in (0, 1))
+    assert first != second and allowed(schema, first) and allowed(schema, second)
+    for own in canaries.in_data(prepared.data).learners:
+        assert all(allowed(schema, row) for row in own.features.tolist())
+
+    only = of_one({"type": "category", "categories": ["a"]}).model_dump(mode="json")
+    Path(data["source"]).write_text("x,y\na,a\na,b\na,a\na,b\n", encoding="utf-8")
+    spec = {"rounds": 5, "learners": 1, "algorithm": "ldp-dol", "data": {**data, "schema": only}}
+    prepared = prepare(parse_spec(spec, imports=False))
+    with pytest.raises(SpecError, match=r"two different records, and data\.schema allows one only"):
+        draw(prepared.run, prepared.data, 1, np.random.default_rng(0))
 
 
 def test_what_is_made_up_is_at_the_ends_and_in_the_middle() -> None:

@@ -21,9 +21,11 @@ from sottovoce.auditing.audit import Audit
 from sottovoce.auditing.bounds import Bound, runs_needed
 from sottovoce.auditing.levels import Family
 from sottovoce.auditing.plan import AuditPlan, plan_audit
-from sottovoce.auditing.swaps import mirrored
+from sottovoce.auditing.swaps import as_placed, mirrored
 from sottovoce.auditing.verdict import Findings, Verdict
 from sottovoce.auditing.worlds import Worlds, chosen
+from sottovoce.data.encoding import Encoder
+from sottovoce.data.schema import Schema
 from sottovoce.errors import DataError, SpecError
 from sottovoce.experiment import Prepared
 from sottovoce.privacy.guarantee import ThreatModel
@@ -59,7 +61,8 @@ class AuditRequest:
     Attributes:
         learner: its name; None: the one that may spend most.
         record: row of the learner's record to swap, in all of its uses; None: the swap that shows most.
-        replacement: what for: `mirror`, `label`, `LEARNER:ROW`, or a JSON file with `features` and `label`.
+        replacement: what for: `mirror`, `label`, `LEARNER:ROW`, or a JSON file with `features` and `label`; under a schema, with
+            the fields of a record.
         threat: who listens.
         neighbour: name of the neighbour that listens.
         runs: of each world.
@@ -193,9 +196,7 @@ def _replacement(prepared: Prepared, learner: int, row: int, text: str) -> tuple
             raise SpecError("--replacement label needs a second label among the learner's records, and there is none")
         return own.features[row], others[0]
     if text.endswith(".json"):
-        features, label = _from_file(Path(text))
-        _require_bounded(prepared, features, label, text)
-        return features, label
+        return _from_file(Path(text), prepared)
     name, _, number_ = text.rpartition(":")
     if not number_.isdigit():
         raise SpecError(f"--replacement must be mirror, label, LEARNER:ROW or a .json file, got {text}")
@@ -222,14 +223,29 @@ def _require_bounded(prepared: Prepared, features: FloatArray, label: float, whe
         )
 
 
-def _from_file(path: Path) -> tuple[FloatArray, float]:
+def _from_file(path: Path, prepared: Prepared) -> tuple[FloatArray, float]:
+    """A record that was made up: as it would be placed, or, where the run has a schema, in its fields."""
+    schema = prepared.run.spec.data.schema
+    holds = "features (a list of numbers) and label" if schema is None else "the fields of a record, its label included"
     try:
         told = json.loads(path.read_text(encoding="utf-8"))
-        return np.asarray(told["features"], dtype=np.float64), float(told["label"])
+        if not isinstance(told, dict):
+            raise TypeError(type(told).__name__)
+        if schema is not None:
+            return _by_schema(told, schema, prepared, path)
+        features, label = np.asarray(told["features"], dtype=np.float64), float(told["label"])
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise SpecError(
-            f"--replacement {path} must hold a JSON object with features (a list of numbers) and label: {error!r}"
-        ) from None
+        raise SpecError(f"--replacement {path} must hold a JSON object with {holds}: {error!r}") from None
+    _require_bounded(prepared, features, label, str(path))
+    return features, label
+
+
+def _by_schema(record: dict[str, Any], schema: Schema, prepared: Prepared, path: Path) -> tuple[FloatArray, float]:
+    spec = prepared.run.spec
+    found = Encoder.of(schema, spec.loss, spec.data.positive).records([record])
+    if found.refused:
+        raise DataError(f"--replacement {path} must be a record that the schema allows: {found.refused[0]}")
+    return as_placed(prepared.run, found.features[0]), float(found.labels[0])
 
 
 def print_verdict(

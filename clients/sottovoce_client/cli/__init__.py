@@ -14,6 +14,7 @@ from sottovoce_client.cli.app import (
     pki_app,
     policy_app,
     runs_app,
+    schema_app,
     spec_app,
     transcript_app,
 )
@@ -30,6 +31,7 @@ from sottovoce_client.cli import pki as pki
 from sottovoce_client.cli import auditing as auditing
 from sottovoce_client.cli import privacy as privacy
 from sottovoce_client.cli import specs as specs
+from sottovoce_client.cli import schemas as schemas
 # isort: on
 
 __all__ = [
@@ -42,6 +44,7 @@ __all__ = [
     "pki",
     "privacy",
     "runs",
+    "schemas",
     "services",
     "specs",
     "transcripts",
@@ -55,6 +58,7 @@ app.add_typer(pki_app, name="pki", rich_help_panel="Services")
 app.add_typer(ledger_app, name="ledger", rich_help_panel="Privacy")
 app.add_typer(policy_app, name="policy", rich_help_panel="Privacy")
 app.add_typer(spec_app, name="spec", rich_help_panel="Specs")
+app.add_typer(schema_app, name="schema", rich_help_panel="Specs")
 
 
 def main() -> None:

@@ -27,6 +27,9 @@ app = typer.Typer(
     ),
 )
 data_app = typer.Typer(no_args_is_help=True, help="Data sets that have a name: list, fetch and describe them.")
+schema_app = typer.Typer(
+    no_args_is_help=True, help="What the fields of a record may say: draft a schema, check it and records against it."
+)
 spec_app = typer.Typer(no_args_is_help=True, help="Check and print run specs.")
 eavesdropper_app = typer.Typer(invoke_without_command=True)
 pki_app = typer.Typer(no_args_is_help=True, help="Identities: a certificate authority of your own.")

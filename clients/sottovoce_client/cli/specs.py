@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from sottovoce.plain import plain
 from sottovoce.spec import dump_spec, load_spec, spec_schema
 from sottovoce_client.cli.app import SpecFile, app, prepared_from, spec_app
 
@@ -14,6 +15,11 @@ def spec_check(spec: SpecFile) -> None:
     prepared = prepared_from(load_spec(spec), live=True)
     for finding in prepared.run.warnings:
         typer.echo(f"warning: {finding.text} [{finding.code}]")
+    if prepared.run.spec.data.schema is not None:
+        from sottovoce_client.schemas import used_lines
+
+        for line in used_lines(prepared.run.spec, prepared.run.spec.data.schema):
+            typer.echo(plain(line))
     typer.echo(f"{spec}: {prepared.run.spec.n_learners} learners, {prepared.data.n_features} features: fine")
 
 

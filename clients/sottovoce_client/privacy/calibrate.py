@@ -14,7 +14,7 @@ from sottovoce.algorithms.parameters import AlgorithmSpec
 from sottovoce.budget.calibration import Calibrated, Per, Target, calibrate
 from sottovoce.errors import SpecError
 from sottovoce.experiment import Prepared
-from sottovoce.spec import RunSpec
+from sottovoce.spec import RunSpec, read_document
 from sottovoce_client import terminal
 from sottovoce_client.privacy.budget import learner_index
 from sottovoce_client.wording import number
@@ -54,10 +54,13 @@ def calibrate_to(
 
 
 def _with_algorithm(source: Path, before: AlgorithmSpec, found: Calibrated) -> dict[str, Any]:
-    """The document of a file with those parameters of the algorithm that have changed."""
-    document: dict[str, Any] = yaml.safe_load(source.read_text(encoding="utf-8"))
+    """The document of a file, its schema in place, with those parameters of the algorithm that have changed."""
+    document: dict[str, Any] = dict(read_document(source))
     old, new = (each.model_dump(mode="json") for each in (before, found.spec.algorithm))
-    document["algorithm"] = document["algorithm"] | {key: new[key] for key in new if new[key] != old[key]}
+    named = document["algorithm"]
+    document["algorithm"] = ({"name": named} if isinstance(named, str) else named) | {
+        key: new[key] for key in new if new[key] != old[key]
+    }
     return document
 
 

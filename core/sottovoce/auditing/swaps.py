@@ -122,7 +122,7 @@ def _extremes(run: Run, data: PlacedData, learner: int) -> list[tuple[LearnerDat
     own, n = data.learners[learner], data.n_features
     label = max(own.labels.tolist(), key=abs)
     if (schema := run.spec.data.schema) is not None:
-        record = _made(run, schema.extreme())
+        record = as_placed(run, schema.extreme())
         first, second = (own.with_use(0, each, label) for each in (record, mirrored(record, schema)))
         what = "a first record at the ends of its schema, against its mirror image"
         return [(first, (second, what))] if _differ(first, second) else []
@@ -134,7 +134,7 @@ def _extremes(run: Run, data: PlacedData, learner: int) -> list[tuple[LearnerDat
     return [(own.with_use(0, record, label), (own.with_use(0, -record, label), what)) for record, what in made]
 
 
-def _made(run: Run, features: FloatArray) -> FloatArray:
+def as_placed(run: Run, features: FloatArray) -> FloatArray:
     """A record that a schema allows, as it would be placed."""
     return np.append(features, 1.0) if run.spec.data.intercept else features
 
@@ -236,7 +236,7 @@ def others(run: Run, data: PlacedData, learner: int, known: Worlds) -> list[Worl
         loud, silent = _bound(run, own) * np.eye(data.n_features)[0], np.zeros(data.n_features)
         what = "a first record on the bound, against one without features"
     else:
-        loud, silent = _made(run, schema.extreme()), _made(run, schema.quiet())
+        loud, silent = as_placed(run, schema.extreme()), as_placed(run, schema.quiet())
         what = "a first record at the ends of its schema, against one in the middle"
     tried = [(own.with_use(0, loud, label), own.with_use(0, silent, label), what)]
     if len(different):

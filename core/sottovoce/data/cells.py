@@ -51,12 +51,12 @@ FITS = 0
 _WORDS = {
     Flaw.MISSING: "missing",
     Flaw.NO_NUMBER: "not a number",
-    Flaw.COMMA: "a number with a comma (write 1234.5)",
+    Flaw.COMMA: "a number with a comma, write 1234.5",
     Flaw.NOT_FINITE: "not a finite number",
     Flaw.BEYOND: "beyond its bounds",
     Flaw.NO_CATEGORY: "none of its categories",
     Flaw.NO_BOOLEAN: "neither true nor false",
-    Flaw.NO_DATE: "not a date (write 2020-01-31)",
+    Flaw.NO_DATE: "not a date, write 2020-01-31",
 }
 
 
@@ -81,7 +81,7 @@ def plain_value(value: Any) -> Plain | Other:
         value = float(value) if isinstance(value, np.floating) else value.item()
     if isinstance(value, str):
         return normal(value)
-    if value is None or value is np.ma.masked:
+    if value is None or value is np.ma.masked or type(value).__name__ == "NAType":  # the latter is pandas'
         return None
     if isinstance(value, Decimal):
         return str(value)
@@ -183,6 +183,8 @@ class Missing:
 def cells_of(column: Any, name: str) -> Cells:
     """A column of any library, as numbers in an array or else as a list.
 
+    What pandas takes for no value, NaN among numbers too, is None.
+
     Args:
         column: a list, a NumPy array, an Arrow array, a pandas or polars series.
         name: what errors call it.
@@ -192,6 +194,8 @@ def cells_of(column: Any, name: str) -> Cells:
     """
     if hasattr(column, "to_pylist"):
         return list(column.to_pylist())
+    if hasattr(column, "isna"):
+        return [None if gone else value for value, gone in zip(column, column.isna(), strict=True)]
     if isinstance(column, np.ndarray):
         if column.ndim != 1:
             raise DataError(f"field {name!r} must be a list of values, got an array of {column.ndim} axes")

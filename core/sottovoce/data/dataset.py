@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from sottovoce.arrays import FloatArray, IntArray, as_floats
 from sottovoce.data.cells import normal
+from sottovoce.data.columns import read_cells, read_columns
 from sottovoce.data.encoding import Encoded, Encoder
-from sottovoce.data.files import AnyArray, RawTable, import_extra, read_cells, read_columns, read_npz
+from sottovoce.data.files import AnyArray, RawTable, import_extra, read_npz
 from sottovoce.data.folders import VARIABLE, find
 from sottovoce.data.known import KNOWN, nearest
 from sottovoce.data.labels import map_labels
@@ -57,6 +58,8 @@ class Dataset:
 
 
 SCHEMA_READS = (".csv", ".parquet")
+_SHOWN = 12
+"""How many columns an error message lists."""
 _READABLE = (".npz", *SCHEMA_READS)
 
 
@@ -118,50 +121,62 @@ def _read(data: DataSpec, folders: Sequence[Path]) -> RawTable:
 
 def _by_schema(data: DataSpec, schema: Schema, loss: Loss) -> Dataset:
     """The records of a file as its schema reads them, all of them."""
-    encoder, path = Encoder.of(schema, loss, data.positive), Path(data.source)
-    if path.suffix.lower() not in SCHEMA_READS:
-        raise SpecError(f"data.schema reads {' and '.join(SCHEMA_READS)} files, got the source {data.source}")
-    columns, learner, rounds = read_cells(_there(path))
-    found = encode_file(encoder, columns, path)
-    if not len(found.fits):
-        raise DataError(f"{path} must hold at least one record")
+    path = Path(data.source)
+    found, learner, rounds = encode_file(path, Encoder.of(schema, loss, data.positive))
     if found.refused:
-        told = "; ".join(f"{times} {reason}" for reason, times in found.reasons.items())
+        told = "; ".join(f"{reason} ({times:,})" for reason, times in found.reasons.items())
         row, why = next(iter(found.refused.items()))
-        raise DataError(
-            f"{path}: {len(found.refused)} of {len(found.fits)} records do not fit the schema: {told}; the first is row {row} "
-            f"(counted from 0), {why}"
-        )
+        counts = f"{len(found.refused):,} of {len(found.fits):,} records do not fit the schema"
+        raise DataError(f"{path}: {counts}: {told}; the first is row {row} (counted from 0), {why}")
     owners, names = _learner_column(learner, data.source)
     placed = None if rounds is None else _indices(rounds, "round", data.source)
     return Dataset(data.source, found.features, found.labels, found.classes, owners, names, placed)
 
 
-def encode_file(encoder: Encoder, columns: Mapping[str, Any], path: Path) -> Encoded:
-    """Encode the columns of a file, which must be those of the schema.
+def encode_file(path: Path, encoder: Encoder) -> tuple[Encoded, AnyArray | None, AnyArray | None]:
+    """Encode the records of a file, whose columns must be those of the schema; and its columns `learner` and `round`.
 
     Raises:
-        DataError: a field has no column, or a column is neither declared nor ignored.
+        SpecError: there is no such file, or it is of another format.
+        DataError: it is unreadable, a field has no column, a column is neither declared nor ignored, or there is no record.
     """
+    columns, learner, rounds = read_cells(schema_reads(path))
     schema, there = encoder.schema, {normal(name) for name in columns}
     declared = [*schema.features, schema.label.name]
-    if lacking := [name for name in declared if name not in there]:
+    lacking = [name for name in declared if name not in there]
+    if len(lacking) == len(declared):  # what stands there may be a record
+        raise DataError(f"{path} must begin with a line of column names, and none of them is a field of the schema")
+    if lacking:
         raise DataError(f"{path} must have a column for every field of the schema, and has none for {_listed(lacking)}")
     if odd := sorted(there - {*declared, *schema.ignored}):
         raise DataError(
             f"{path}: every column must be in the schema, and {_listed(odd)} is not: declare it, or name it under ignored"
         )
-    return encoder.columns(columns)
+    found = encoder.columns(columns)
+    if not len(found.fits):
+        raise DataError(f"{path} must hold at least one record")
+    return found, learner, rounds
+
+
+def schema_reads(path: Path) -> Path:
+    """A file that a schema can read, by its name.
+
+    Raises:
+        SpecError: there is no such file, or it is of another format.
+    """
+    if path.suffix.lower() not in SCHEMA_READS:
+        raise SpecError(f"a schema reads {' and '.join(SCHEMA_READS)} files, got {path}")
+    return _there(path)
 
 
 def _listed(names: list[str]) -> str:
-    return ", ".join(map(repr, names))
+    return ", ".join(map(repr, names[:_SHOWN])) + (", ..." if len(names) > _SHOWN else "")
 
 
 def _there(path: Path) -> Path:
     """The file, where there is one."""
     if not path.is_file():
-        raise SpecError(f"data.source must be a file that exists, got {path} (looked for at {path.absolute()})")
+        raise SpecError(f"records must be in a file that exists, got {path} (looked for at {path.absolute()})")
     return path
 
 

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from sottovoce.arrays import BoolArray, FloatArray, IntArray
-from sottovoce.data.cells import Cells, Flaw, cells_of, normal
+from sottovoce.data.cells import FITS, Cells, Flaw, Missing, cells_of, normal
+from sottovoce.data.fields import Label
 from sottovoce.data.labels import class_labels
 from sottovoce.data.schema import Schema
 from sottovoce.errors import DataError, SpecError
@@ -80,7 +81,8 @@ class Encoder:
             raise SpecError(
                 f"data.schema.label must be a category or a boolean for the {loss.kind} loss, got type {label.type}"
             )
-        return cls(schema, tuple(class_labels(label.classes, loss, positive).tolist()))
+        named = None if positive is None else tuple(_class_named(each, label, label.classes) for each in positive)
+        return cls(schema, tuple(class_labels(label.classes, loss, named).tolist()))
 
     def columns(self, columns: Mapping[str, Any], *, labelled: bool = True) -> Encoded:
         """Encode many records.
@@ -153,6 +155,12 @@ class Encoder:
             classes = labels.astype(np.int64)
             labels = np.asarray(self.values)[classes]
         return Encoded(features[fits], labels, classes, fits, dict(sorted(refused.items())))
+
+
+def _class_named(told: int | str, label: Label, classes: tuple[str, ...]) -> str:
+    """The class that a word or a number means, read as a label's value is; the word itself where it means none."""
+    (place,), (flaw,) = label.read([told], Missing())
+    return str(told) if flaw != FITS else classes[int(place)]
 
 
 def _refuse(refused: dict[int, str], name: str, flaws: IntArray) -> None:

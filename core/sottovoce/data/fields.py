@@ -1,277 +1,19 @@
-"""What a field of a record may say, by the type that a schema gives: a number, a date, a category, true or false.
-
-Reading has two steps. `parse` finds what a value is, in the field's own unit: a number, a day, the place of a category. `settle`
-holds all of them against what is declared, and scales. So a column of numbers is read at once, any other one value by value, and
-both come to the same.
-"""
+"""A field of a record: a feature, which becomes numbers that are learned from, or the label."""
 
 from __future__ import annotations
 
-import datetime
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from functools import cached_property
-from typing import Annotated, Any, Literal, NamedTuple
+from abc import abstractmethod
+from typing import Annotated, Literal
 
 import numpy as np
-from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny
+from pydantic import Field, SerializeAsAny
 
-from sottovoce.arrays import FloatArray, IntArray, as_floats
-from sottovoce.data.cells import FITS, Cells, Flaw, Missing, Other, Plain, day_of, normal, number_of, plain_value
-from sottovoce.registry import Finite, Registry, Section
+from sottovoce.arrays import FloatArray, IntArray
+from sottovoce.data.cells import FITS, Cells, Flaw, Missing
+from sottovoce.data.typed import BooleanType, Categories, CategoryType, DateType, NumberType, Reading, Typed
+from sottovoce.registry import Registry
 
-LONGEST = 200
-"""Characters of a name or a category."""
-_LONG = 1024
-"""Bits of a whole number that is no code any more."""
-
-
-class Reading(NamedTuple):
-    """A column as it was read: `(records,)` each.
-
-    Attributes:
-        values: what it says; of no meaning where there is a flaw.
-        flaws: `Flaw` of each value.
-    """
-
-    values: FloatArray
-    flaws: IntArray
-
-
-# ---- what a schema file may say --------------------------------------------------------------------------
-
-_QUOTE = "YAML reads yes, no, on and off as true and false, and 2020-01-31 as a date: put quotes around what is text"
-
-
-def _words(value: object) -> object:
-    """Text and numbers, as a file meant them."""
-    for each in value if isinstance(value, list | tuple) else ():
-        if isinstance(each, bool) or not isinstance(each, str | int | float):
-            raise ValueError(f"must be text or numbers ({_QUOTE})")
-    return value
-
-
-def _bounds_of_numbers(value: object) -> object:
-    if isinstance(value, list | tuple) and any(isinstance(each, bool) for each in value):
-        raise ValueError(f"must be two numbers ({_QUOTE})")
-    return value
-
-
-def _bounds_of_days(value: object) -> object:
-    if isinstance(value, list | tuple) and not all(map(_is_day, value)):
-        raise ValueError("must be two days such as 2020-01-31")
-    return value
-
-
-def _is_day(value: object) -> bool:
-    """A day without a time, as YAML or JSON has it."""
-    return type(value) is datetime.date or (
-        isinstance(value, str) and len(value) == len("2020-01-31") and not isinstance(day_of(value), Flaw)
-    )
-
-
-def _ordered(bounds: Any) -> Any:
-    if not bounds[0] < bounds[1]:
-        raise ValueError("the first bound must be below the second one")
-    return bounds
-
-
-def _distinct(categories: tuple[str | int | float, ...]) -> tuple[str | int | float, ...]:
-    """Categories as they are compared."""
-    kinds = {isinstance(each, str) for each in categories}
-    if len(kinds) > 1:
-        raise ValueError(f"must be all text or all numbers: put quotes around {_unquoted(categories)} if it is text")
-    made = tuple(normal(each) if isinstance(each, str) else each for each in categories)
-    if any(not np.isfinite(float(each)) for each in made if not isinstance(each, str)):
-        raise ValueError("numbers must be finite")
-    if any(not 0 < len(each) <= LONGEST for each in made if isinstance(each, str)):
-        raise ValueError(f"must be texts of 1 to {LONGEST} characters")
-    if len({each if isinstance(each, str) else float(each) for each in made}) < len(made):
-        raise ValueError("must differ in more than blanks, Unicode's forms, or how a number is written")
-    return made
-
-
-def _unquoted(categories: tuple[str | int | float, ...]) -> str:
-    return str(next(each for each in categories if not isinstance(each, str)))
-
-
-Words = Annotated[tuple[str | int | float, ...], BeforeValidator(_words)]
-_Bounds = Annotated[tuple[Finite, Finite], BeforeValidator(_bounds_of_numbers), AfterValidator(_ordered)]
-_Days = Annotated[tuple[datetime.date, datetime.date], BeforeValidator(_bounds_of_days), AfterValidator(_ordered)]
-_Categories = Annotated[Words, AfterValidator(_distinct)]
 _Beyond = Literal["refuse", "clip"]
-
-
-# ---- types -----------------------------------------------------------------------------------------------
-
-
-class Typed(Section, ABC):
-    """A field of one type: a feature, or the label."""
-
-    type: str
-
-    def read(self, cells: Cells, missing: Missing) -> Reading:
-        """Read a column.
-
-        Args:
-            cells: `(records,)`.
-            missing: what counts as no value.
-        """
-        if isinstance(cells, np.ndarray):
-            numbers = as_floats(cells)
-            if (parsed := self.parse_numbers(numbers)) is not None:
-                flaws = np.where(missing.among(numbers), Flaw.MISSING.value, parsed.flaws)
-                return self.settle(Reading(parsed.values, flaws))
-        return self.settle(self._one_by_one(cells, missing))
-
-    def _one_by_one(self, cells: Cells, missing: Missing) -> Reading:
-        values, flaws = np.zeros(len(cells)), np.zeros(len(cells), dtype=np.int64)
-        known: dict[object, float | Flaw] = {}
-        for i, cell in enumerate(cells):
-            try:
-                found = known.get(key := (type(cell), cell))
-            except TypeError:  # a list or the like, that no field takes
-                key, found = None, None
-            if found is None:
-                value = plain_value(cell)
-                found = known[key] = Flaw.MISSING if missing.has(value) else self.parse(value)
-            if isinstance(found, Flaw):
-                flaws[i] = found.value
-            else:
-                values[i] = found
-        return Reading(values, flaws)
-
-    @abstractmethod
-    def parse(self, value: Plain | Other) -> float | Flaw:
-        """What a value is, in the field's own unit."""
-
-    def parse_numbers(self, numbers: FloatArray) -> Reading | None:
-        """The same of many numbers, `(records,)`; None: not at once."""
-        return None
-
-    def settle(self, reading: Reading) -> Reading:
-        """What was parsed, scaled and held against what is declared."""
-        return reading
-
-    @property
-    @abstractmethod
-    def takes(self) -> str:
-        """What it may say, in words."""
-
-
-def _scaled(reading: Reading, low: float, high: float, beyond: _Beyond) -> Reading:
-    """Onto [-1, 1]."""
-    values, flaws = reading
-    within = np.clip(values, low, high)
-    if beyond == "refuse":
-        flaws = np.where((flaws == FITS) & (within != values), Flaw.BEYOND.value, flaws)
-    scaled: FloatArray = np.clip(2.0 * ((within - low) / (high - low)) - 1.0, -1.0, 1.0)
-    return Reading(scaled, flaws)
-
-
-class _Number(Typed):
-    type: Literal["number"] = "number"
-    bounds: _Bounds
-
-    def parse(self, value: Plain | Other) -> float | Flaw:
-        return number_of(value)
-
-    def parse_numbers(self, numbers: FloatArray) -> Reading:
-        fits = np.isfinite(numbers)
-        return Reading(np.where(fits, numbers, 0.0), np.where(fits, FITS, Flaw.NOT_FINITE.value))
-
-    def settle(self, reading: Reading) -> Reading:
-        return _scaled(reading, *self.bounds, getattr(self, "beyond", "refuse"))
-
-    @property
-    def takes(self) -> str:
-        return "{:g} to {:g}".format(*self.bounds)
-
-
-class _Category(Typed):
-    type: Literal["category"] = "category"
-    categories: Annotated[_Categories, Field(min_length=1)]
-
-    @cached_property
-    def _places(self) -> Mapping[object, int]:
-        return {each if isinstance(each, str) else float(each): k for k, each in enumerate(self.categories)}
-
-    @property
-    def _of_text(self) -> bool:
-        return isinstance(self.categories[0], str)
-
-    def parse(self, value: Plain | Other) -> float | Flaw:
-        told: object = value
-        if not self._of_text:
-            told = number_of(value)
-        elif isinstance(value, int) and not isinstance(value, bool):  # a code of digits alone
-            told = str(value) if value.bit_length() < _LONG else None
-        place = self._places.get(told)
-        return Flaw.NO_CATEGORY if place is None else float(place)
-
-    def parse_numbers(self, numbers: FloatArray) -> Reading | None:
-        if self._of_text:
-            return None
-        known = as_floats(self.categories)
-        order = np.argsort(known)
-        places = order[np.minimum(np.searchsorted(known[order], numbers), len(known) - 1)]
-        flaws = np.where(known[places] == numbers, FITS, Flaw.NO_CATEGORY.value)
-        return Reading(places.astype(np.float64), flaws)
-
-    @property
-    def words(self) -> tuple[str, ...]:
-        """The categories as text: the number 1.0 is `1`."""
-        return tuple(
-            str(int(each)) if isinstance(each, float) and each.is_integer() else str(each) for each in self.categories
-        )
-
-    @property
-    def takes(self) -> str:
-        return ", ".join(self.words)
-
-
-_TRUE, _FALSE = ("true", "t", "yes", "y", "on"), ("false", "f", "no", "n", "off")
-
-
-class _Boolean(Typed):
-    type: Literal["boolean"] = "boolean"
-
-    def parse(self, value: Plain | Other) -> float | Flaw:
-        if isinstance(value, bool):
-            return 1.0 if value else -1.0
-        told = value.casefold() if isinstance(value, str) else None
-        number = number_of(value)
-        if told in _TRUE or number == 1.0:
-            return 1.0
-        return -1.0 if told in _FALSE or number == 0.0 else Flaw.NO_BOOLEAN
-
-    def parse_numbers(self, numbers: FloatArray) -> Reading:
-        flaws = np.where((numbers == 0.0) | (numbers == 1.0), FITS, Flaw.NO_BOOLEAN.value)
-        return Reading(np.where(numbers == 1.0, 1.0, -1.0), flaws)
-
-    @property
-    def takes(self) -> str:
-        return "true, false"
-
-
-class _Date(Typed):
-    type: Literal["date"] = "date"
-    bounds: _Days
-
-    def parse(self, value: Plain | Other) -> float | Flaw:
-        return day_of(value)
-
-    def parse_numbers(self, numbers: FloatArray) -> Reading:
-        return Reading(np.zeros(len(numbers)), np.full(len(numbers), Flaw.NO_DATE.value))
-
-    def settle(self, reading: Reading) -> Reading:
-        low, high = (day.toordinal() for day in self.bounds)
-        return _scaled(reading, low, high, getattr(self, "beyond", "refuse"))
-
-    @property
-    def takes(self) -> str:
-        return "{} to {}".format(*self.bounds)
-
 
 # ---- features --------------------------------------------------------------------------------------------
 
@@ -322,11 +64,15 @@ class Feature(Typed):
         """The features of a value that is far from this one, `(features,)` each; what is missing stays missing."""
 
 
-class Number(_Number, Feature):
+class Number(NumberType, Feature):
     """A number within declared bounds, which are scaled onto [-1, 1]."""
 
     beyond: _Beyond = "refuse"
     """A value beyond the bounds. refuse: the record does not fit. clip: it counts as the bound."""
+
+    @property
+    def clips(self) -> bool:
+        return self.beyond == "clip"
 
     @property
     def calm(self) -> float:
@@ -336,11 +82,15 @@ class Number(_Number, Feature):
         return _negated(features)
 
 
-class Date(_Date, Feature):
+class Date(DateType, Feature):
     """A day between two declared ones, which are scaled onto [-1, 1]."""
 
     beyond: _Beyond = "refuse"
     """A day beyond the bounds: as of a number."""
+
+    @property
+    def clips(self) -> bool:
+        return self.beyond == "clip"
 
     @property
     def calm(self) -> float:
@@ -351,14 +101,14 @@ class Date(_Date, Feature):
         return _negated(features)
 
 
-class Boolean(_Boolean, Feature):
+class Boolean(BooleanType, Feature):
     """True, which is 1, or false, which is -1."""
 
     def opposite(self, features: FloatArray) -> FloatArray:
         return _negated(features)
 
 
-class Category(_Category, Feature):
+class Category(CategoryType, Feature):
     """One of declared words or numbers: a feature for each, 1 where it is that one, else 0."""
 
     def _names(self, name: str) -> tuple[str, ...]:
@@ -402,21 +152,21 @@ class Label(Typed):
         return None
 
 
-class NumberLabel(_Number, Label):
+class NumberLabel(NumberType, Label):
     """A number within declared bounds, which are scaled onto [-1, 1]."""
 
 
-class CategoryLabel(_Category, Label):
+class CategoryLabel(CategoryType, Label):
     """One of declared words or numbers: classes 0, 1, ... in this order."""
 
-    categories: Annotated[_Categories, Field(min_length=2)]
+    categories: Annotated[Categories, Field(min_length=2)]
 
     @property
     def classes(self) -> tuple[str, ...]:
         return self.words
 
 
-class BooleanLabel(_Boolean, Label):
+class BooleanLabel(BooleanType, Label):
     """False, which is class 0, or true, which is class 1."""
 
     def settle(self, reading: Reading) -> Reading:

@@ -16,8 +16,9 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from sottovoce.arrays import FloatArray
 from sottovoce.data.cells import Missing, normal
-from sottovoce.data.fields import LONGEST, AnyFeature, AnyLabel, Label, Words
+from sottovoce.data.fields import AnyFeature, AnyLabel, Label
 from sottovoce.data.files import PLACEMENT
+from sottovoce.data.typed import LONGEST, Words
 from sottovoce.registry import Section
 
 MOST_FEATURES = 2**16

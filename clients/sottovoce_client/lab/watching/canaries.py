@@ -93,10 +93,13 @@ def _parsed(document: dict[str, Any]) -> Canaries:
     places = tuple(Place(int(each["round"]), int(each["learner"])) for each in document["places"])
     coins = tuple(int(coin) for coin in document["coins"])
     size, label, tau, claim = (float(document[name]) for name in ("size", "label", "tau", "claim"))
-    window = int(document["window"])
+    window, pair = int(document["window"]), document.get("pair")
+    if pair is not None:
+        first, second = (tuple(map(float, record)) for record in pair)
+        pair = first, second
     if len(places) != len(coins) or list(places) != sorted(set(places)) or window < 1 or not math.isfinite(claim):
         raise ValueError("places in order, a coin for each, a window and a finite claim are needed")
-    return Canaries(places, coins, window, size, label, tau, claim)
+    return Canaries(places, coins, window, size, label, tau, claim, pair)
 
 
 def placed(prepared: Prepared, canaries: Canaries) -> Prepared:
@@ -105,6 +108,8 @@ def placed(prepared: Prepared, canaries: Canaries) -> Prepared:
     Raises:
         CaptureError: they are of another run.
     """
+    if canaries.pair is not None and {*map(len, canaries.pair)} != {prepared.data.n_features}:
+        raise CaptureError(f"these canaries are of another run: records here have {prepared.data.n_features} features")
     for place in canaries.places:
         own = prepared.data.learners[place.learner : place.learner + 1]
         if not own or not 0 <= place.round < own[0].rounds or not len(own[0].rows(place.round)):

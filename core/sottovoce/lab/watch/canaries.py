@@ -1,9 +1,10 @@
 """Canaries (Steinke, Nasr, Jagielski 2023): fair coins, hidden in the records of a real run, that its messages should not tell.
 
 At every place, a learner's round, a coin decides which of two records replaces the first record of that round: one on the
-loss's bound, with all its weight in one feature, or its mirror image. The places of a learner are `window` rounds apart, so
-the messages of the `window` rounds after a place show its coin alone, given the coins before. Their exact loss
-`log p(messages | 0) - log p(messages | 1)` is the best hint there is; below `tau` nobody guesses.
+loss's bound, with all its weight in one feature, or its mirror image (under a schema: one at its ends, or its opposite). The
+places of a learner are `window` rounds apart, so the messages of the `window` rounds after a place show its coin alone, given
+the coins before. Their exact loss `log p(messages | 0) - log p(messages | 1)` is the best hint there is; below `tau` nobody
+guesses.
 
 Why bets on the guesses, in order, are fair. Fix all coins but the k-th. The two worlds that are left are adjacent, so given all
 messages up to the end of the window, and all other coins, the k-th coin is guessed right with probability at most
@@ -25,6 +26,7 @@ import numpy as np
 from sottovoce.algorithms.interface import Message
 from sottovoce.arrays import Batch, FloatArray
 from sottovoce.auditing.bounds import threshold
+from sottovoce.auditing.swaps import as_placed, mirrored
 from sottovoce.data import LearnerData, PlacedData
 from sottovoce.errors import SpecError
 from sottovoce.lab.watch.sequential import EpsilonBound, Guesses
@@ -59,6 +61,7 @@ class Canaries:
         label: of all records.
         tau: from which absolute loss on to guess.
         claim: the largest epsilon that is promised for the swap at any place, by the end of its window.
+        pair: the two records, `(features,)` each, where the run has a schema, which allows them.
     """
 
     places: tuple[Place, ...]
@@ -68,9 +71,12 @@ class Canaries:
     label: float
     tau: float
     claim: float
+    pair: tuple[tuple[float, ...], tuple[float, ...]] | None = None
 
     def record(self, k: int, coin: int, n_features: int) -> FloatArray:
         """The record `(features,)` that stands at place k for this coin."""
+        if self.pair is not None:
+            return np.array(self.pair[coin])
         record = np.zeros(n_features)
         record[k % n_features] = -self.size if coin else self.size
         return record
@@ -106,8 +112,8 @@ def draw(run: Run, data: PlacedData, count: int, generator: np.random.Generator)
         generator: of places, coins and simulated noise: for a real run seeded with entropy.
 
     Raises:
-        SpecError: a canary would not be one event, nothing finite is promised, or there are not so many places; or the run does
-            not wait for late neighbours.
+        SpecError: a canary would not be one event, nothing finite is promised, or there are not so many places; the run does not
+            wait for late neighbours, or its schema allows one record only.
     """
     run.require_waiting("guessing canaries")
     _require_events(run, data)
@@ -121,7 +127,7 @@ def draw(run: Run, data: PlacedData, count: int, generator: np.random.Generator)
         raise SpecError(
             f"canaries test a finite promise of {run.spec.algorithm.name}, and it promises epsilon {claim:g}"
         )
-    blank = Canaries(places, (0,) * count, window, *_extreme(run, data), 0.0, claim)
+    blank = Canaries(places, (0,) * count, window, *_extreme(run, data), 0.0, claim, _pair(run))
     other, coins = (tuple(generator.integers(0, 2, count).tolist()) for _ in range(2))
     tau = _rehearsed(run, data, replace(blank, coins=other), int(generator.integers(2**63)))
     return replace(blank, coins=coins, tau=tau)
@@ -166,6 +172,16 @@ def _extreme(run: Run, data: PlacedData) -> tuple[float, float]:
     longest = max(float(np.linalg.norm(own.features, axis=1).max(initial=0.0)) for own in data.learners)
     label = max((float(b) for own in data.learners for b in np.unique(own.labels)), key=abs)
     return (bound if math.isfinite(bound) else longest), label
+
+
+def _pair(run: Run) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
+    """Two records that a schema allows, far from each other; None: there is no schema."""
+    if (schema := run.spec.data.schema) is None:
+        return None
+    first = as_placed(run, schema.extreme())
+    if (first == (second := mirrored(first, schema))).all():
+        raise SpecError("canaries are two different records, and data.schema allows one only")
+    return tuple(first.tolist()), tuple(second.tolist())
 
 
 def _rehearsed(run: Run, data: PlacedData, canaries: Canaries, seed: int) -> float:

@@ -1,0 +1,199 @@
+"""`sottovoce schema`: one drafted from public records, and what one says, by itself or beside a file of records."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from sottovoce.data.columns import read_cells
+from sottovoce.data.dataset import encode_file, schema_reads
+from sottovoce.data.drafting import Draft, draft
+from sottovoce.data.encoding import Encoded, Encoder
+from sottovoce.data.fields import Category, Date, Number
+from sottovoce.data.schema import Schema
+from sottovoce.errors import SpecError
+from sottovoce.losses import Loss
+from sottovoce.losses.logistic import Logistic
+from sottovoce.losses.quadratic import Ridge
+from sottovoce.losses.softmax import Softmax
+from sottovoce.spec import RunSpec
+from sottovoce_client import terminal
+from sottovoce_client.wording import NOTHING, count, number, plural
+
+_MOST_WORDS = 12
+"""Of a list that is shown."""
+PUBLIC = (
+    "The sample must be public: bounds and categories are read off it, and stand in a spec that everybody sees. Never draft from "
+    "records that are to be protected."
+)
+
+
+# ---- drafting --------------------------------------------------------------------------------------------------------
+
+
+def infer(sample: Path, label: str | None, out: Path | None, console: Console | None = None) -> None:
+    """Draft a schema from public records, and write it.
+
+    Args:
+        sample: a `.csv` or `.parquet` file.
+        label: its label column; None: `label`, else `y`, else the last one.
+        out: where to write; None: to standard output.
+        console: where to say what was found.
+
+    Raises:
+        SpecError: there is no such file or label, or a file at `out` already.
+        DataError: the sample gives no schema.
+    """
+    console = console or terminal.console(stderr=True)
+    if out is not None and out.exists():
+        raise SpecError(_there_already(out))
+    made = draft(read_cells(schema_reads(sample))[0], label)
+    console.print(PUBLIC, style="bold")
+    if out is None:
+        print(made.text, end="")
+        return
+    try:
+        with out.open("x", encoding="utf-8") as file:
+            file.write(made.text)
+    except FileExistsError:
+        raise SpecError(_there_already(out)) from None
+    except OSError as error:
+        raise SpecError(f"cannot write {out}: {error.strerror}") from None
+    _print_draft(made, console)
+    console.print(Text(f"{out}: put what is possible in place of what was seen"), soft_wrap=True)
+
+
+def _there_already(out: Path) -> str:
+    return f"there is a file {out} already: give another --out, or move it away"
+
+
+def _print_draft(made: Draft, console: Console) -> None:
+    table = terminal.table("column", "taken for", "seen")
+    for each in (*made.features, *made.ignored):
+        table.add_row(Text(each.name), "ignored" if each.field is None else each.field["type"], Text(each.why))
+    table.add_row(Text(made.label.name), f"label: {(made.label.field or {})['type']}", "")
+    console.print(table)
+
+
+# ---- what one says ---------------------------------------------------------------------------------------------------
+
+
+def check(
+    schema: Schema, records: Path | None = None, spec: RunSpec | None = None, console: Console | None = None
+) -> bool:
+    """Print what a schema says; and how many records of a file fit it.
+
+    Args:
+        schema: it.
+        records: a `.csv` or `.parquet` file of one's own.
+        spec: a run that would use it: whose loss its label must suit.
+        console: where to print.
+
+    Returns:
+        Whether all records fit.
+
+    Raises:
+        SpecError: there is no such file, or the label does not suit the run.
+        DataError: the file cannot be read, or its columns are not those of the schema.
+    """
+    console = console or terminal.console()
+    encoder = Encoder.of(schema, spec.loss, spec.data.positive) if spec else Encoder.of(schema, _usual(schema))
+    found = None if records is None else encode_file(records, encoder)[0]
+    console.print(_fields(schema))
+    grid = terminal.facts()
+    for name, text in _facts(encoder, spec):
+        grid.add_row(name, Text(text))
+    console.print(grid)
+    if records is None or found is None:
+        return True
+    _print_fit(records, found, console)
+    return not found.refused
+
+
+def _usual(schema: Schema) -> Loss:
+    """A loss that the label suits."""
+    classes = schema.label.classes
+    if classes is None:
+        return Ridge()
+    return Logistic() if len(classes) == 2 else Softmax(classes=len(classes))
+
+
+def _fields(schema: Schema) -> Table:
+    table = terminal.table("field", "type")
+    table.add_column("may say", overflow="fold")
+    table.add_column("missing")
+    table.add_column("beyond")
+    table.add_column("features", justify="right")
+    for name, feature in schema.features.items():
+        beyond = feature.beyond if isinstance(feature, Number | Date) else NOTHING
+        says = _listed(feature.words if isinstance(feature, Category) else (feature.takes,))
+        table.add_row(Text(name), feature.type, Text(says), feature.missing, beyond, count(len(feature.names(name))))
+    return table
+
+
+def _facts(encoder: Encoder, spec: RunSpec | None) -> Iterator[tuple[str, str]]:
+    schema = encoder.schema
+    yield "label", label_line(encoder)
+    yield "ignored", _listed(schema.ignored) or NOTHING
+    yield "no value", _listed([*map(str, schema.missing_values), "empty text"])
+    fields = plural(len(schema.features), "field")
+    yield "features", f"{plural(schema.width, 'number')} of {fields}, each within [-1, 1]"
+    yield "l2 norm", norm_line(schema, spec)
+
+
+def label_line(encoder: Encoder) -> str:
+    """What is learned: `outcome: 0 is home; 1 is died`."""
+    label, values = encoder.schema.label, encoder.values
+    if values is None:
+        return f"{label.name}: a number from {label.takes}, scaled onto [-1, 1]"
+    meant: dict[float, list[str]] = {value: [] for value in sorted(values)}
+    for word, value in zip(label.classes or (), values, strict=True):
+        meant[value].append(word)
+    return f"{label.name}: " + "; ".join(f"{value:g} is {_listed(words)}" for value, words in meant.items())
+
+
+def used_lines(spec: RunSpec, schema: Schema) -> Iterator[str]:
+    """What a run makes of its schema: features, and what is learned."""
+    names = (*schema.names, *(["intercept"] if spec.data.intercept else []))
+    yield f"features: {_listed(names, 60)}"
+    yield f"label {label_line(Encoder.of(schema, spec.loss, spec.data.positive))}"
+
+
+def norm_line(schema: Schema, spec: RunSpec | None) -> str:
+    """How long a record may be, and what a loss makes of that."""
+    fields, intercept = len(schema.features), spec is None or spec.data.intercept
+    bound = math.sqrt(fields + intercept)
+    told = f"at most {number(bound)}{', the intercept included' if intercept else ''}"
+    if spec is None:
+        return f"{told}; a loss scales down what is longer than its feature_bound"
+    limit = spec.loss.feature_bound
+    if bound <= limit:
+        return f"{told}: within loss.feature_bound, {number(limit)}"
+    return f"{told}; what is longer than loss.feature_bound, {number(limit)}, is scaled down to it"
+
+
+def _listed(words: Sequence[str], most: int = _MOST_WORDS) -> str:
+    more = f", and {count(len(words) - most)} more" if len(words) > most else ""
+    return ", ".join(words[:most]) + more
+
+
+def _print_fit(records: Path, found: Encoded, console: Console) -> None:
+    """How many fit, and why the others do not: never what they say."""
+    all_, fitting = len(found.fits), int(found.fits.sum())
+    console.print()
+    console.print(Text(f"{records}: {count(fitting)} of {plural(all_, 'record')} fit"), highlight=False)
+    if found.refused:
+        first = {why: row for row, why in reversed([*found.refused.items()])}
+        table = terminal.table("refused", "why")
+        table.columns[0].justify = "right"
+        table.add_column("the first is row", justify="right")
+        for why, times in found.reasons.items():
+            table.add_row(count(times), Text(why), count(first[why]))
+        console.print(table)
+        console.print("Of a record the first reason counts; rows are counted from 0.", style="dim")
+    console.print("These are figures of the records themselves: nothing protects them.", style="dim")
