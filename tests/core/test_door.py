@@ -33,6 +33,7 @@ NAMES = [
     "__version__",
     "audit",
     "connect",
+    "connect_learner",
     "load",
     "simulate",
     "sweep",
