@@ -113,7 +113,7 @@ class Intake(ABC):
     def covers(self, batch: learner_pb2.SampleBatch) -> bool:
         """Is all of a batch taken in already?"""
         if batch.positions:
-            return batch.positions[-1] <= self._last.get(batch.source, -1)
+            return max(batch.positions) <= self._last.get(batch.source, -1)
         return batch.sequence < self.next_sequence(batch.source)
 
     def put(self, batch: learner_pb2.SampleBatch, keep: Callable[[int], None] = lambda first: None) -> None:

@@ -113,6 +113,7 @@ def test_away_it_learns_nothing_and_records_wait() -> None:
 WRONG = [
     (batch([1, 1]), RemoteProtocolError, "each above the one before"),
     (batch([7, 6]), RemoteProtocolError, "each above the one before"),
+    (batch([5, 0]), RemoteProtocolError, "each above the one before"),  # its last one is here, its first is not
     (batch([1, 2], positions=[1]), RemoteProtocolError, "one for each of 2 records"),
     (batch([1], positions=[1, 2]), RemoteProtocolError, "one for each of 1 records"),
     (batch([1], first_round=3), RemoteProtocolError, "first_round and counts must be left out"),
