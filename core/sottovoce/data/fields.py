@@ -64,8 +64,8 @@ class Feature(Typed):
         """The features of a value that is far from this one, `(features,)` each; what is missing stays missing."""
 
 
-class Number(NumberType, Feature):
-    """A number within declared bounds, which are scaled onto [-1, 1]."""
+class _Bounded(Feature):
+    """A feature with declared bounds."""
 
     beyond: _Beyond = "refuse"
     """A value beyond the bounds. refuse: the record does not fit. clip: it counts as the bound."""
@@ -74,31 +74,25 @@ class Number(NumberType, Feature):
     def clips(self) -> bool:
         return self.beyond == "clip"
 
-    @property
-    def calm(self) -> float:
-        return 0.0
-
     def opposite(self, features: FloatArray) -> FloatArray:
         return _negated(features)
 
 
-class Date(DateType, Feature):
-    """A day between two declared ones, which are scaled onto [-1, 1]."""
-
-    beyond: _Beyond = "refuse"
-    """A day beyond the bounds: as of a number."""
+class Number(NumberType, _Bounded):
+    """A number within declared bounds, which are scaled onto [-1, 1]."""
 
     @property
-    def clips(self) -> bool:
-        return self.beyond == "clip"
+    def calm(self) -> float:
+        return 0.0
+
+
+class Date(DateType, _Bounded):
+    """A day between two declared ones, which are scaled onto [-1, 1]."""
 
     @property
     def calm(self) -> float:
         low, high = (day.toordinal() for day in self.bounds)
         return float(self.settle(Reading(np.array([float((low + high) // 2)]), np.zeros(1, dtype=np.int64))).values[0])
-
-    def opposite(self, features: FloatArray) -> FloatArray:
-        return _negated(features)
 
 
 class Boolean(BooleanType, Feature):
