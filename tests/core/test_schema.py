@@ -208,7 +208,7 @@ def test_a_number_is_a_number_in_whatever_clothes(value: Any) -> None:
         (-1e-9, "beyond its bounds"), ("10.1", "beyond its bounds"), (10**400, "beyond its bounds"),
         ("1e400", "beyond its bounds"), ("9" * 400, "beyond its bounds"), (Decimal("1e400"), "beyond its bounds"),
         (None, "missing"), ("", "missing"), ("  ", "missing"), ("na", "missing"), ("?", "missing"), (np.ma.masked, "missing"),
-        (np.datetime64("NaT"), "missing"),
+        (np.datetime64("NaT", "s"), "missing"),
     ],
     ids=repr,
 )  # fmt: skip
