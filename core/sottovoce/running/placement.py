@@ -62,15 +62,10 @@ def place(spec: RunSpec, dataset: Dataset) -> PlacedData:
 
 
 def unplaced(spec: RunSpec) -> PlacedData:
-    """The data of a run of live records, before there are any.
-
-    Raises:
-        SpecError: more rounds than there is memory for.
-    """
+    """The data of a run of live records, before there are any."""
     width = spec.data.width or 0
-    if spec.rounds > MOST_NUMBERS:
-        raise SpecError(f"rounds must be at most {MOST_NUMBERS}, got {spec.rounds}")
-    nobody = LearnerData(np.empty((0, width)), np.empty(0), np.empty(0, np.int64), np.zeros(spec.rounds + 1, np.int64))
+    nothing = np.broadcast_to(np.int64(0), spec.rounds + 1)  # however many rounds, in no memory
+    nobody = LearnerData(np.empty((0, width)), np.empty(0), np.empty(0, np.int64), nothing)
     return PlacedData((nobody,) * spec.n_learners, np.empty((0, width)), np.empty(0))
 
 
