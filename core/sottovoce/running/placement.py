@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import numpy as np
@@ -63,10 +63,31 @@ def place(spec: RunSpec, dataset: Dataset) -> PlacedData:
 
 def unplaced(spec: RunSpec) -> PlacedData:
     """The data of a run of live records, before there are any."""
-    width = spec.data.width or 0
     nothing = np.broadcast_to(np.int64(0), spec.rounds + 1)  # however many rounds, in no memory
-    nobody = LearnerData(np.empty((0, width)), np.empty(0), np.empty(0, np.int64), nothing)
-    return PlacedData((nobody,) * spec.n_learners, np.empty((0, width)), np.empty(0))
+    return _live(spec, [nothing] * spec.n_learners)
+
+
+def foreseen(spec: RunSpec, each: int) -> PlacedData:
+    """The data of a run of live records, if every round brings so many, each of them once. What they say nobody knows.
+
+    Raises:
+        SpecError: more than there may be.
+    """
+    if (most := spec.rounds * each) > MOST_NUMBERS:
+        raise SpecError(f"rounds times records must be at most {MOST_NUMBERS}, got {most}: look at fewer rounds")
+    parts = [spec.roster.attendance(i, spec.rounds).mask() for i in range(spec.n_learners)]
+    return _live(spec, [np.concatenate([[0], np.cumsum(each * part, dtype=np.int64)]) for part in parts])
+
+
+def _live(spec: RunSpec, offsets: Sequence[IntArray]) -> PlacedData:
+    width, zero = spec.data.width or 0, np.zeros(())
+
+    def of(ends: IntArray) -> LearnerData:
+        many = int(ends[-1])
+        features, labels = np.broadcast_to(zero, (many, width)), np.broadcast_to(zero, many)
+        return LearnerData(features, labels, np.arange(many, dtype=np.int64), ends)
+
+    return PlacedData(tuple(map(of, offsets)), np.empty((0, width)), np.empty(0))
 
 
 # ---- held-out part ---------------------------------------------------------------------------------------
