@@ -58,13 +58,13 @@ def prepare(spec: RunSpec, *, folders: Sequence[Path] = (), live: bool = False) 
     return _checked(spec, data)
 
 
-def foresee(spec: RunSpec, rounds: int | None, each: int) -> Prepared:
-    """A run of live records as if every round brought so many: what it costs follows from their numbers alone.
+def foresee(spec: RunSpec, rounds: int | None, rate: float) -> Prepared:
+    """A run of live records as if they came evenly: what it costs follows from their numbers alone.
 
     Args:
         spec: the run spec.
         rounds: look at so many (None: all that are planned).
-        each: records of a round.
+        rate: records a round on average.
 
     Raises:
         SpecError: its records are not live, no number of rounds is known, or it cannot be run as it is.
@@ -77,7 +77,7 @@ def foresee(spec: RunSpec, rounds: int | None, each: int) -> Prepared:
         raise SpecError("this run has no planned end: give the number of rounds to look at (--rounds)")
     if rounds is not None:
         spec = spec.model_copy(update={"rounds": rounds})
-    return _checked(spec, foreseen(spec, each))
+    return _checked(spec, foreseen(spec, rate))
 
 
 def _checked(spec: RunSpec, data: PlacedData) -> Prepared:

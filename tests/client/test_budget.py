@@ -267,20 +267,27 @@ def live(tmp_path: Path, **changes: Any) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("each", [1, 8])
-def test_live_records_are_priced_by_how_many_a_round_brings(each: int, tmp_path: Path) -> None:
-    command = ["budget", live(tmp_path), "--records", str(each), "--uses", "--out", str(tmp_path)]
+@pytest.mark.parametrize(
+    ("rate", "counts"), [(1, [1] * 15), (8, [8] * 15), (0.25, [1, 0, 0, 0] * 4), (1.5, [2, 1] * 8)]
+)
+def test_live_records_are_priced_by_how_many_come(rate: float, counts: list[int], tmp_path: Path) -> None:
+    command = ["budget", live(tmp_path), "--records", str(rate), "--uses", "--out", str(tmp_path)]
     said = CliRunner().invoke(app, command)
     assert said.exit_code == 0, said.output
-    noun = "record" if each == 1 else "records"
-    assert f"if every one of 15 rounds brings {each} {noun}: fewer cost more" in said.output
+    come = "1 record comes" if rate == 1 else f"{rate:g} records come"
+    assert f"if {come} a round, in 15 rounds; fewer cost more" in said.output
     document = json.loads((tmp_path / "budget.json").read_text())
-    meter = load_spec(Path(live(tmp_path)))
-    run = build_run(meter, 3)
+    run = build_run(load_spec(Path(live(tmp_path))), 3)
     for i, learner in enumerate(document["learners"]):
-        due = math.fsum(run.algorithm.accountant(i).losses(np.full(15, each)))
+        due = math.fsum(run.algorithm.accountant(i).losses(np.array(counts[:15])))
         assert learner["epsilon"]["event"] == learner["epsilon"]["record"] == pytest.approx(due, rel=1e-12)
-    assert f"brings {each} {noun}. Fewer" in (tmp_path / "budget.html").read_text()
+    assert f"{come} a round, in 15 rounds; fewer" in (tmp_path / "budget.html").read_text()
+
+
+@pytest.mark.parametrize("rate", [0.0, -1.0, 8.5, math.nan])
+def test_no_more_come_than_a_round_takes(rate: float, tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"records a round must be above 0 and at most data\.batch_size, 8, got"):
+        CliRunner().invoke(app, ["budget", live(tmp_path), "--records", str(rate)], catch_exceptions=False)
 
 
 def test_without_an_end_it_is_priced_for_as_many_rounds_as_asked_for(tmp_path: Path) -> None:

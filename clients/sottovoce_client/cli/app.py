@@ -60,11 +60,10 @@ LiveRounds = Annotated[
     typer.Option("--rounds", min=1, help="Of live records: over so many rounds.", show_default="those of the spec"),
 ]
 LiveRecords = Annotated[
-    int | None,
+    float | None,
     typer.Option(
         "--records",
-        min=1,
-        help="Of live records: as if every round brought so many. Fewer cost more where a round takes their mean.",
+        help="Of live records: as if so many came a round, 0.1: one in ten rounds. Fewer cost more where means are learned from.",
         show_default="1",
     ),
 ]
@@ -164,7 +163,7 @@ def prepared_from(spec: RunSpec, *, live: bool = False) -> Any:
     return prepare(spec, folders=data_folders(), live=live)
 
 
-def priced_from(spec: RunSpec, rounds: int | None, records: int | None) -> Any:
+def priced_from(spec: RunSpec, rounds: int | None, records: float | None) -> Any:
     """The run, and how many records its rounds bring: of live ones, as many as are asked for.
 
     Raises:
@@ -173,7 +172,7 @@ def priced_from(spec: RunSpec, rounds: int | None, records: int | None) -> Any:
     from sottovoce.experiment import foresee
 
     if spec.data.live or rounds is not None or records is not None:
-        return foresee(spec, rounds, records or 1)
+        return foresee(spec, rounds, 1.0 if records is None else records)
     return prepared_from(spec)
 
 

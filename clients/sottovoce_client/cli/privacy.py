@@ -141,8 +141,8 @@ def budget(
     from sottovoce_client.privacy.budget import budget as show
 
     prepared = priced_from(load_spec(spec), rounds, records)
-    each = (records or 1) if prepared.run.spec.data.live else None
-    show(prepared, folder_for("budget", out), learner or [], Question(delta, group, uses, each))
+    rate = (1.0 if records is None else records) if prepared.run.spec.data.live else None
+    show(prepared, folder_for("budget", out), learner or [], Question(delta, group, uses, rate))
 
 
 @app.command(rich_help_panel="Privacy")

@@ -76,21 +76,20 @@ class Question:
     """What to ask of every learner: a delta, the size of a group, and whether records are charged for all of their uses.
 
     Attributes:
-        each: records that every round is taken to bring, where they are live.
+        rate: records a round that are supposed to come, where they are live.
     """
 
     delta: float | None = None
     group: int | None = None
     uses: bool = False
-    each: int | None = None
+    rate: float | None = None
 
     def supposed(self, run: Run) -> str:
         """What the numbers suppose; nothing where the data say it."""
-        return (
-            ""
-            if self.each is None
-            else f"if every one of {plural(run.spec.rounds, 'round')} brings {plural(self.each, 'record')}"
-        )
+        if self.rate is None:
+            return ""
+        come = "1 record comes" if self.rate == 1.0 else f"{number(self.rate)} records come"
+        return f"if {come} a round, in {plural(run.spec.rounds, 'round')}"
 
 
 def budget(
@@ -118,7 +117,7 @@ def budget(
         for line in lines:
             console.out(_plain(line, question), highlight=False)
     if supposed := question.supposed(run):
-        console.print(f"{supposed}: fewer cost more where a round takes their mean", highlight=False, soft_wrap=True)
+        console.print(f"{supposed}; fewer cost more where means are learned from", highlight=False, soft_wrap=True)
     for text in _facts(run, lines):
         console.print(text, highlight=False, markup=False, soft_wrap=True)
     write_json(folder / "budget.json", _document(run, lines, question))
@@ -257,7 +256,7 @@ def _document(run: Run, lines: Sequence[BudgetLine], question: Question) -> dict
         "rounds": run.spec.rounds,
         "delta": question.delta,
         "group": question.group,
-        "records_a_round": question.each,  # of live ones, supposed
+        "records_a_round": question.rate,  # of live ones, supposed
         "uses": question.uses,  # whether records were charged for all of their uses
         "together": learners_loss(line.event for line in lines),  # epsilon of an event at every one of these learners
         "learners": [_learner(line, question) for line in lines],

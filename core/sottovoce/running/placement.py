@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -67,16 +68,26 @@ def unplaced(spec: RunSpec) -> PlacedData:
     return _live(spec, [nothing] * spec.n_learners)
 
 
-def foreseen(spec: RunSpec, each: int) -> PlacedData:
-    """The data of a run of live records, if every round brings so many, each of them once. What they say nobody knows.
+def foreseen(spec: RunSpec, rate: float) -> PlacedData:
+    """The data of a run of live records, if they come evenly, each of them once. What they say nobody knows.
+
+    Args:
+        spec: of the run.
+        rate: records a round on average; below 1, most rounds bring none. The first brings some.
 
     Raises:
-        SpecError: more than there may be.
+        SpecError: no such rate, or more records than there may be.
     """
-    if (most := spec.rounds * each) > MOST_NUMBERS:
-        raise SpecError(f"rounds times records must be at most {MOST_NUMBERS}, got {most}: look at fewer rounds")
+    most = spec.data.batch_size
+    if not 0.0 < rate <= (math.inf if most == "all" else most):
+        raise SpecError(f"records a round must be above 0 and at most data.batch_size, {most}, got {rate:g}")
+    if spec.rounds * max(rate, 1.0) > MOST_NUMBERS:
+        raise SpecError(
+            f"rounds and records must be at most {MOST_NUMBERS} each: look at fewer rounds, got {spec.rounds}"
+        )
+    counts = np.diff(np.ceil(np.arange(spec.rounds + 1) * rate)).astype(np.int64)
     parts = [spec.roster.attendance(i, spec.rounds).mask() for i in range(spec.n_learners)]
-    return _live(spec, [np.concatenate([[0], np.cumsum(each * part, dtype=np.int64)]) for part in parts])
+    return _live(spec, [np.concatenate([[0], np.cumsum(counts * part)]) for part in parts])
 
 
 def _live(spec: RunSpec, offsets: Sequence[IntArray]) -> PlacedData:
