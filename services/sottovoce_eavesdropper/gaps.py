@@ -46,6 +46,13 @@ class Gaps:
         """Copies of a learner came before; where none come any more, the end is missing."""
         self._senders.setdefault(sender, _Sender(broken=True))
 
+    def silent(self, learners: int) -> None:
+        """Of so many learners, all that is copied should have come: of one that never began everything is missing."""
+        for learner in range(learners):
+            attendance = self.attendances.get(learner)
+            if (learner,) not in self._senders and (attendance is None or attendance.stretches):
+                self.known(learner)
+
     def resumed(self, *way: int, due: int, t: int | None) -> None:
         """A way is overheard again, from round t on, where rounds below `due` had come; None: it never was."""
         own = self._senders.setdefault(way, _Sender())

@@ -366,6 +366,8 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
                     await capture.mirrored.wait()
         await asyncio.gather(*(relay.stop() for relay in capture.relays))
         await capture.writing.end(WRITE_S)
+        if over and capture.who.mirrored:
+            capture.file.gaps.silent(capture.who.learners)
         await capture.file.close(over=over)
         capture.closed = True
         log.info(

@@ -136,6 +136,25 @@ async def test_a_mirror_that_does_not_come_back_leaves_a_gap_to_the_end(
     assert all(text.endswith("to the end") for text in gaps_in(outcome))
 
 
+async def test_learners_that_never_copied_anything_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mirrors, "LAST_S", 0.5)
+    cut, spec = Cut(monkeypatch), spec_of()
+    cut.on = True
+    async with network(tmp_path, NAMES) as up:
+        outcome = await up.run(spec, made_up(spec))
+    capture = open_capture(outcome.capture or "")
+    assert outcome.state == "finished" and capture.facts["messages"] == 0 and not capture.complete
+    assert capture.facts["gaps"] == [{"sender": i, "from": 0, "to": None} for i in range(3)]
+    assert gaps_in(outcome)[0].startswith("learner 0, rounds 0 to the end")
+
+
+async def test_who_takes_no_part_is_not_missing(tmp_path: Path) -> None:
+    spec = small_spec(20, NAMES, capture="mirror", topology={"graph": "complete"}, absences=[{"learner": "cleo"}])
+    async with network(tmp_path, NAMES) as up:
+        outcome = await up.run(spec, made_up(spec))
+    assert outcome.state == "finished" and open_capture(outcome.capture or "").complete
+
+
 async def test_a_full_disk_is_said_to_whoever_asked_for_the_capture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
