@@ -1,4 +1,4 @@
-"""Records that a program hands over and does not wait for: they are brought behind its back, many at a time, and none silently lost."""
+"""Records that a program hands over and does not wait for: brought many at a time, and none silently lost."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ class Prequential:
     """Metrics, drift and calibration of predictions, as their labels become known. It sends nothing.
 
     Predict a record before you feed it. Metrics that ask for probabilities (`requires_labels` is false) get those, where the
-    loss gives some; numbers are compared as they are.
+    loss gives some. Those for two classes (`LogLoss`, `ROCAUC`) then take the class that counts as 1 for the positive one.
 
     Args:
         metrics: of River, or whatever has `update(y_true, y_pred)`.
@@ -108,7 +108,8 @@ class Prequential:
     """
 
     def __init__(self, *metrics: Metric, drift: Drift | None = None, bins: int = 10) -> None:
-        self.metrics, self.records = metrics, 0
+        self.metrics = tuple(each for some in metrics for each in (some if isinstance(some, Sequence) else [some]))
+        self.records = 0
         self.drifts: deque[int] = deque(maxlen=_MOST_DRIFTS)
         self.calibration = Calibration(bins)
         self._drift = drift
@@ -127,7 +128,7 @@ class Prequential:
         if len(true) != len(prediction.labels):
             raise DataError(f"labels must be one for each of {len(prediction.labels)} predictions, got {len(true)}")
         for metric in self.metrics:
-            for label, told in zip(true, _told(prediction, metric), strict=True):
+            for label, told in zip(*_compared(true, prediction, metric), strict=True):
                 metric.update(label, told)
         self._look_for_drift(true, prediction)
         if prediction.probabilities is not None:
@@ -144,13 +145,16 @@ class Prequential:
                 self.drifts.append(n)
 
 
-def _told(prediction: Prediction, metric: Metric) -> list[Any]:
-    """What a metric compares: labels, or each class's chance."""
-    if getattr(metric, "requires_labels", True):
-        return list(prediction.labels)
-    if prediction.probabilities is None or prediction.classes is None:
+def _compared(true: list[Any], prediction: Prediction, metric: Metric) -> tuple[list[Any], list[Any]]:
+    """What a metric compares with what: labels, or labels with each class's chance."""
+    classes, chances = prediction.classes, prediction.probabilities
+    if classes is None or getattr(metric, "requires_labels", True):
+        return true, list(prediction.labels)
+    if chances is None:
         raise DataError(f"{type(metric).__name__} must be given probabilities, and the loss of this run gives none")
-    return [dict(zip(prediction.classes, row, strict=True)) for row in prediction.probabilities.tolist()]
+    if len(classes) == 2:  # River's metrics look for the chance of True, whatever the classes are called
+        true, classes = [label == classes[1] for label in true], (False, True)
+    return true, [dict(zip(classes, row, strict=True)) for row in chances.tolist()]
 
 
 def _plain(labels: Iterable[Any]) -> list[Any]:

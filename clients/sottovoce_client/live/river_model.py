@@ -1,4 +1,4 @@
-"""A learner as a model of River (https://riverml.xyz), the last step of a pipeline. River is an extra: import this where it is used."""
+"""A learner as a model of River (https://riverml.xyz), to end a pipeline with. It is an extra: import this where it is used."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ class _Model:
         data = learner.spec.data
         if data.schema is not None and features is not None:
             raise SpecError("features must be left out: the schema of the run names them")
-        if data.schema is None and (features is None or len(set(features)) != len(features) or len(features) != data.features):
+        if data.schema is None and (
+            features is None or len(set(features)) != len(features) or len(features) != data.features
+        ):
             got = "none" if features is None else f"{len(set(features))}"
             raise SpecError(f"features must be {data.features} different names, for this run has no schema, got {got}")
 
@@ -70,7 +72,9 @@ class _Model:
 
     def _learner_of(self) -> PlainLearner:
         if not self._learns:
-            raise SpecError("a clone must only predict: a record that several clones bring would be learned by each of them")
+            raise SpecError(
+                "a clone must only predict: a record that several clones bring would be learned by each of them"
+            )
         return self.learner
 
     def _rows(self, records: list[dict[Any, Any]]) -> Any:
@@ -78,7 +82,9 @@ class _Model:
         if self.features is None:
             return records
         if any(not isinstance(each, Mapping) or set(each) != set(self.features) for each in records):
-            raise DataError(f"a record must have the {len(self.features)} features that as_river was told, and no others")
+            raise DataError(
+                f"a record must have the {len(self.features)} features that as_river was told, and no others"
+            )
         return [[each[name] for name in self.features] for each in records]
 
     def _table(self, X: Any) -> Any:
@@ -86,11 +92,13 @@ class _Model:
         if self.features is None:
             return X
         if set(X.columns) != set(self.features):
-            raise DataError(f"records must have the {len(self.features)} features that as_river was told, and no others")
+            raise DataError(
+                f"records must have the {len(self.features)} features that as_river was told, and no others"
+            )
         return X[list(self.features)].to_numpy()
 
 
-class RiverClassifier(_Model, base.MiniBatchClassifier):
+class RiverClassifier(_Model, base.MiniBatchClassifier):  # type: ignore[misc]  # as if River had no types
     """A learner of classes, as River has it. `PlainLearner.as_river` makes it.
 
     Labels are as the records have them where the run has a schema, else 0, 1, ....
@@ -117,7 +125,7 @@ class RiverClassifier(_Model, base.MiniBatchClassifier):
         return pd.DataFrame(chances_of(found.probabilities, self.learner), index=X.index, columns=found.classes)
 
 
-class RiverRegressor(_Model, base.MiniBatchRegressor):
+class RiverRegressor(_Model, base.MiniBatchRegressor):  # type: ignore[misc]
     """A learner of numbers, as River has it. `PlainLearner.as_river` makes it."""
 
 

@@ -44,7 +44,9 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no ty
             NotReady, Unavailable: some that were sent before are not kept.
         """
         if not self._learns:
-            raise SpecError("a clone must only predict: a record that several clones bring would be learned by each of them")
+            raise SpecError(
+                "a clone must only predict: a record that several clones bring would be learned by each of them"
+            )
         self.learner.send(X, list(y))
         return self
 
@@ -120,7 +122,7 @@ class SklearnClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
         """Scores, `(records,)` or `(records, classes)`."""
         return self.learner.predict(X).scores
 
-    @available_if(_has_probabilities)
+    @available_if(_has_probabilities)  # type: ignore[untyped-decorator]
     def predict_proba(self, X: Any) -> Any:
         """Each class's chance, `(records, classes)`."""
         return self.learner.predict(X).probabilities
