@@ -168,6 +168,8 @@ class ConnectedLearner:
                     together.append(coming.get_nowait())
                 if over := together[-1] is _END:
                     together.pop()
+                if not together:
+                    break
                 found = self.records.encode(together, labelled=False)
                 fitting = min(found.refused, default=len(together))
                 if fitting:
