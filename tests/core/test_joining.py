@@ -77,9 +77,7 @@ def test_what_is_joined_and_what_is_counted_is_what_the_rules_say(told: list[tup
     assert labelled == counts.joined + counts.without_record + counts.labelled_again
 
 
-events = st.lists(
-    st.tuples(st.floats(0.0, 5.0), st.lists(st.floats(0.0, 14.0), max_size=2)), min_size=1, max_size=12
-)
+events = st.lists(st.tuples(st.floats(0.0, 5.0), st.lists(st.floats(0.0, 14.0), max_size=2)), min_size=1, max_size=12)
 """Events: how long after the one before, and how long after it its labels come: in time, twice, late, or never."""
 
 
@@ -130,7 +128,9 @@ def test_time_alone_gives_up_what_waits() -> None:
     assert (join.waiting, join.counts.expired, join.counts.never_labelled) == (0, 1, 1)
 
 
-@pytest.mark.parametrize(("window_s", "most", "name"), [(0.0, 1, "window_s"), (float("nan"), 1, "window_s"), (1.0, 0, "most")])
+@pytest.mark.parametrize(
+    ("window_s", "most", "name"), [(0.0, 1, "window_s"), (float("nan"), 1, "window_s"), (1.0, 0, "most")]
+)
 def test_bounds_are_positive(window_s: float, most: int, name: str) -> None:
     with pytest.raises(SpecError, match=f"{name} must be positive"):
         LabelJoin[str](window_s, most)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from sottovoce.data.files import import_extra
 from sottovoce.errors import SottovoceError, SpecError
@@ -39,6 +39,10 @@ class PlainLearner:
             learner.records,
             learner.source,
         )
+
+    def __deepcopy__(self, memo: object) -> Self:
+        """A connection is one, whoever copies what holds it."""
+        return self
 
     @property
     def position(self) -> int:

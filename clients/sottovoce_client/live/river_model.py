@@ -70,6 +70,9 @@ class _Model:
         made._learns = False
         return made
 
+    def __deepcopy__(self, memo: object) -> Self:
+        return self.clone()
+
     def _learner_of(self) -> PlainLearner:
         if not self._learns:
             raise SpecError(

@@ -75,6 +75,9 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no ty
         made._learns = False
         return made
 
+    def __deepcopy__(self, memo: object) -> Self:
+        return self.__sklearn_clone__()
+
 
 def _has_probabilities(self: Any) -> bool:
     if self.learner.spec.loss.probabilities(np.zeros((1, *self._tail))) is None:
