@@ -44,7 +44,7 @@ def wheel(session: nox.Session) -> str:
 @nox.session(python=PYTHONS)
 def tests(session: nox.Session) -> None:
     """All tests, on every Python; arguments go to pytest."""
-    session.install(f"{wheel(session)}[audit,test]")
+    session.install(f"{wheel(session)}[audit,river,test]")
     session.run("pytest", *session.posargs)
 
 

@@ -151,10 +151,10 @@ def test_labels_are_told_as_the_records_have_them() -> None:
 def test_probabilities_are_those_that_the_loss_means() -> None:
     scores = np.array([-800.0, 0.0, np.log(3.0)])
     found = Logistic().probabilities(scores)
-    np.testing.assert_allclose(found, [[1, 0], [0.5, 0.5], [0.25, 0.75]], atol=1e-12)
+    np.testing.assert_allclose(found, np.array([[1, 0], [0.5, 0.5], [0.25, 0.75]]), atol=1e-12)
     several = Softmax(classes=3).probabilities(np.array([[1000.0, 1000.0, 0.0], np.log([1.0, 2.0, 5.0])]))
     assert several is not None
-    np.testing.assert_allclose(several, [[0.5, 0.5, 0], [0.125, 0.25, 0.625]], atol=1e-12)
+    np.testing.assert_allclose(several, np.array([[0.5, 0.5, 0], [0.125, 0.25, 0.625]]), atol=1e-12)
     assert PassGlm(score_bound=2.0).probabilities(scores) is LeastSquares().probabilities(scores) is None
 
 
@@ -192,7 +192,7 @@ def of_classes(classes: tuple[Any, ...] = ("home", "died"), chances: Any = HOME)
 
 def test_metrics_are_told_labels_or_probabilities() -> None:
     labels, chances, drift = Kept(), Kept(requires_labels=False), Third()
-    judged = Prequential(labels, chances, drift=drift)
+    judged = Prequential([labels, chances], drift=drift)  # as River's sum of metrics is
     judged.update(np.array(["home", "home"]), of_classes())
     judged.update(["died", "died"], of_classes())
     assert labels.told == [("home", "home"), ("home", "died"), ("died", "home"), ("died", "died")]

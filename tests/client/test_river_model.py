@@ -158,7 +158,7 @@ def test_rivers_metrics_take_what_prequential_tells_them() -> None:
     rng = np.random.default_rng(3)
     rolling = utils.Rolling(metrics.Accuracy(), window_size=100)
     accuracy, f1, loss, area = metrics.Accuracy(), metrics.F1(pos_val="died"), metrics.LogLoss(), metrics.ROCAUC()
-    judged = Prequential(accuracy + f1, loss, area, rolling, drift=drift.ADWIN())
+    judged = Prequential(accuracy, f1, loss, area, rolling, drift=drift.ADWIN())
     for step in range(20):
         chances = rng.uniform(0.0, 1.0, 100)
         true = np.where((chances > 0.5) == (step < 10), "died", "home")  # what was right is wrong from then on

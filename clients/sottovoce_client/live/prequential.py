@@ -87,12 +87,12 @@ class Prequential:
     loss gives some. Those for two classes (`LogLoss`, `ROCAUC`) then take the class that counts as 1 for the positive one.
 
     Args:
-        metrics: of River, or whatever has `update(y_true, y_pred)`.
+        metrics: of River, or whatever has `update(y_true, y_pred)`; or several, such as River's sums of metrics.
         drift: is told 0 for a label that was right and 1 for one that was not; of numbers, the distance.
         bins: of the calibration.
 
     Attributes:
-        metrics: as given.
+        metrics: as given, one by one.
         records: that were judged.
         drifts: after how many records each drift was detected; the latest thousand.
         calibration: of probabilities.
@@ -107,8 +107,10 @@ class Prequential:
     (1, 2)
     """
 
-    def __init__(self, *metrics: Metric, drift: Drift | None = None, bins: int = 10) -> None:
-        self.metrics = tuple(each for some in metrics for each in (some if isinstance(some, Sequence) else [some]))
+    def __init__(self, *metrics: Metric | Sequence[Metric], drift: Drift | None = None, bins: int = 10) -> None:
+        self.metrics: tuple[Metric, ...] = tuple(
+            each for some in metrics for each in (some if isinstance(some, Sequence) else [some])
+        )
         self.records = 0
         self.drifts: deque[int] = deque(maxlen=_MOST_DRIFTS)
         self.calibration = Calibration(bins)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -84,7 +84,7 @@ class _Model:
         """Records as `feed` takes them."""
         if self.features is None:
             return records
-        if any(not isinstance(each, Mapping) or set(each) != set(self.features) for each in records):
+        if any(set(each) != set(self.features) for each in records):
             raise DataError(
                 f"a record must have the {len(self.features)} features that as_river was told, and no others"
             )
