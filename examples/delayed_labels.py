@@ -5,8 +5,9 @@ Start the run of docs/live.md in another terminal: `sottovoce up wards.yaml` say
 
 import asyncio
 import heapq
-import random
 import sys
+
+import numpy as np
 
 import sottovoce as sv
 
@@ -15,12 +16,12 @@ DAY_S = 86_400
 
 def events(n):
     """Admissions, and outcomes some days later; of some patients nobody ever hears: time, kind, patient, and what is told."""
-    rng, told = random.Random(1), []
+    rng, told = np.random.default_rng(1), []
     for patient in range(n):
-        at, age = patient * 600.0, rng.randint(0, 120)
-        heapq.heappush(told, (at, "admitted", patient, {"age": age, "ward": rng.choice(["icu", "surgery"])}))
+        at, age = patient * 600.0, int(rng.integers(0, 121))
+        heapq.heappush(told, (at, "admitted", patient, {"age": age, "ward": str(rng.choice(["icu", "surgery"]))}))
         if rng.random() < 0.9:
-            later = at + rng.expovariate(1 / (3 * DAY_S))
+            later = at + rng.exponential(3 * DAY_S)
             heapq.heappush(told, (later, "outcome", patient, "died" if age > 70 else "home"))
     while told:
         yield heapq.heappop(told)

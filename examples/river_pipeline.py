@@ -3,20 +3,20 @@
 Start the run of docs/live.md in another terminal: `sottovoce up wards.yaml` says where each learner takes records.
 """
 
-import random
 import sys
 
+import numpy as np
 from river import compose, drift, evaluate, metrics
 
 import sottovoce as sv
 
 
 def admissions(n, seed):
-    rng = random.Random(seed)
+    rng = np.random.default_rng(seed)
     for _ in range(n):
-        age, ward = rng.randint(0, 120), rng.choice(["icu", "surgery"])
-        died = age / 120 + 0.4 * (ward == "icu") + rng.gauss(0, 0.1) > 0.8
-        yield {"age": age, "ward": ward, "bed": rng.randint(1, 40)}, "died" if died else "home"
+        age, ward = int(rng.integers(0, 121)), str(rng.choice(["icu", "surgery"]))
+        died = age / 120 + 0.4 * (ward == "icu") + rng.normal(0, 0.1) > 0.8
+        yield {"age": age, "ward": ward, "bed": int(rng.integers(1, 41))}, "died" if died else "home"
 
 
 def main(address):
