@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +36,18 @@ async def test_records_that_are_sent_are_all_kept_when_the_block_ends(tmp_path: 
                 learner.send({"age": [1, 2], "ward": ["icu", None]}, ["home", "died"])
                 learner.flush()
                 assert learner.position == 501
+                for _ in range(20):
+                    learner.send([RECORD])
+                learner.feed([RECORD], positions=[1_000])  # behind them
                 learner.send([RECORD])
 
         await asyncio.to_thread(program)
         async with connect_learner(up.addresses["ann"]) as again:
-            assert again.position == 502
+            assert again.position == 1_001
+            async for status in again.watch(0.01):
+                if status.records_waiting == 0:
+                    break
+            assert status.records == 524
 
 
 async def test_what_was_sent_and_is_not_kept_is_said(tmp_path: Path) -> None:
@@ -66,6 +74,18 @@ async def test_what_was_sent_and_is_not_kept_is_said(tmp_path: Path) -> None:
         await up.start(spec_of({"features": 2}, rounds=30), 3)
         with pytest.raises(OSError, match="of its own"):
             await asyncio.to_thread(program, told=False, fails=OSError)
+
+
+async def test_a_library_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def program(learner: PlainLearner) -> None:
+        with pytest.raises(SpecError, match=r"as_river needs river: pip install 'sottovoce\[river\]'"):
+            learner.as_river()
+        with pytest.raises(SpecError, match=r"as_sklearn needs scikit-learn: pip install 'sottovoce\[audit\]'"):
+            learner.as_sklearn()
+
+    monkeypatch.setitem(sys.modules, "river", None)
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    await plainly(tmp_path, spec_of(NUMBERS), program)
 
 
 # ---- scikit-learn ----------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 
 import numpy as np
 
@@ -36,6 +37,7 @@ class Behind:
         self._records, self._bringing = 0, False
         self._error: SottovoceError | None = None
         self._told = False
+        self._task: Future[None] | None = None  # its owner
 
     def put(self, features: FloatArray, labels: FloatArray) -> None:
         """Hand records over, as soon as there is room.
@@ -50,7 +52,7 @@ class Behind:
             self._records += len(labels)
             begins, self._bringing = not self._bringing, True
         if begins:
-            asyncio.run_coroutine_threadsafe(self._bring_all(), self._loop)
+            self._task = asyncio.run_coroutine_threadsafe(self._bring_all(), self._loop)
 
     def flush(self) -> None:
         """Wait until all that was handed over is kept.

@@ -50,7 +50,12 @@ class PlainLearner:
         return self._learner.position
 
     def feed(self, records: Any, labels: Any = None, *, positions: Sequence[int] | None = None) -> int:
-        """As of `ConnectedLearner`."""
+        """As of `ConnectedLearner`; behind all that was sent before.
+
+        Raises:
+            NotReady, Unavailable: also as `send`.
+        """
+        self._behind.flush()
         return self._wait(self._learner.feed(records, labels, positions=positions))
 
     def send(self, records: Any, labels: Any = None) -> None:
