@@ -18,7 +18,7 @@ ALLOWING = load_policy(ALLOWING_FILE)
 
 
 def small_spec(
-    rounds: int = 20, learners: Any = 3, *, algorithm: dict[str, Any] | None = None, **sections: Any
+    rounds: int | None = 20, learners: Any = 3, *, algorithm: dict[str, Any] | None = None, **sections: Any
 ) -> RunSpec:
     """A spec that needs no file; `algorithm` changes single parameters, `sections` whole sections."""
     chosen = {"name": "ldp-dol", "sigma": 1.0, "varsigma": 0.1, **(algorithm or {})}

@@ -38,6 +38,16 @@ def count(value: int) -> str:
     return f"{value:,}"
 
 
+def planned(rounds: int | None) -> str:
+    """`5,000 rounds`; None: no end is planned."""
+    return "rounds until it is stopped" if rounds is None else plural(rounds, "round")
+
+
+def reached_of(done: int, rounds: int | None) -> str:
+    """`40 of 500 rounds`; None: no end was planned."""
+    return plural(done, "round") if rounds is None else f"{count(done)} of {plural(rounds, 'round')}"
+
+
 def noticed_line(findings: int, first: Sequence[str]) -> str:
     """What the eavesdropper noticed, on one line; empty for nothing."""
     if not findings:

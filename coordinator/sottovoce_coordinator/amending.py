@@ -20,7 +20,7 @@ from sottovoce.spec import RunSpec
 from sottovoce_coordinator.captures import Captures
 from sottovoce_coordinator.courses import Course
 from sottovoce_coordinator.joining import Members
-from sottovoce_coordinator.runs import RunBook, in_short
+from sottovoce_coordinator.runs import RunBook, RunState, in_short
 from sottovoce_coordinator.store import Store
 from sottovoce_rpc.directives import Stop
 from sottovoce_rpc.specs import spec_to_wire
@@ -164,6 +164,9 @@ def _required(course: Course, name: str) -> RunBook:
     book = course.book
     if name not in book.index:
         raise NotReady(f"run {book.run_id} has no learner {name!r}; there are {in_short(sorted(book.index))}")
+    if book.state is RunState.RUNNING and not book.clock.granted:
+        why = "it is only beginning, or its coordinator was started again and its learners are coming back"
+        raise NotReady(f"run {book.run_id} has no round under way, {why}: ask again in a moment")
     if book.ended or not book.clock.granted:
         raise NotReady(f"learners leave and join a run that is running, and run {book.run_id} is {book.state.value}")
     _require_awake(course)

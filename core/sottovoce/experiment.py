@@ -20,7 +20,7 @@ from sottovoce.data import LearnerData, PlacedData, load_dataset
 from sottovoce.data.folders import data_folders
 from sottovoce.errors import SpecError
 from sottovoce.privacy.guarantee import Guarantee, overall
-from sottovoce.running.placement import place, unplaced
+from sottovoce.running.placement import foreseen, place, unplaced
 from sottovoce.running.run import Run, build_run
 from sottovoce.spec import RunSpec, dump_spec, explain, read_document, with_schema
 
@@ -55,6 +55,33 @@ def prepare(spec: RunSpec, *, folders: Sequence[Path] = (), live: bool = False) 
             "data.source: live has no records before services run it (sottovoce up, sottovoce run): name a data set or a file"
         )
     data = unplaced(spec) if spec.data.live else place(spec, load_dataset(spec.data, spec.loss, folders=folders))
+    return _checked(spec, data)
+
+
+def foresee(spec: RunSpec, rounds: int | None, rate: float) -> Prepared:
+    """A run of live records as if they came evenly: what it costs follows from their numbers alone.
+
+    Args:
+        spec: the run spec.
+        rounds: look at so many (None: all that are planned).
+        rate: records a round on average.
+
+    Raises:
+        SpecError: its records are not live, no number of rounds is known, or it cannot be run as it is.
+    """
+    if not spec.data.live:
+        raise SpecError(
+            f"how many records a round brings is known where they come from {spec.data.source}: give neither"
+        )
+    if rounds is None and spec.endless:
+        raise SpecError("this run has no planned end: give the number of rounds to look at (--rounds)")
+    if rounds is not None:
+        spec = spec.model_copy(update={"rounds": rounds})
+    return _checked(spec, foreseen(spec, rate))
+
+
+def _checked(spec: RunSpec, data: PlacedData) -> Prepared:
+    """Raises `SpecError` where the run cannot be."""
     run = build_run(spec, data.n_features)
     if run.algorithm.accountant(0).shared and not all(_same(data.learners[0], other) for other in data.learners[1:]):
         raise SpecError(

@@ -63,6 +63,8 @@ SectionT = TypeVar("SectionT", bound=Section)
 
 Count = Annotated[int, Field(gt=0, le=2**53)]
 """A number of things: whole in a float64, and within the integers of the wire and of NumPy."""
+ENDLESS = 2**54
+"""As a number of rounds: no end is planned. It is more than any run can do, and than any `Count`."""
 
 
 @dataclass(frozen=True, eq=False)

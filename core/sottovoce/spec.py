@@ -10,10 +10,18 @@ import json
 import reprlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import yaml
-from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    PlainSerializer,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from sottovoce.algorithms import AnyAlgorithm
 from sottovoce.algorithms.per_learner import spread
@@ -25,7 +33,7 @@ from sottovoce.losses import AnyLoss
 from sottovoce.losses.logistic import Logistic
 from sottovoce.network.roster import Absence, Roster, check_absences, names_of
 from sottovoce.network.topology import Topology
-from sottovoce.registry import Count, Positive, Registry, Section
+from sottovoce.registry import ENDLESS, Count, Positive, Registry, Section
 
 LEARNER_NAME = r"^\w[\w .-]{0,62}$"
 """It is part of file names: no slashes."""
@@ -38,6 +46,17 @@ MOST_LEARNERS = 4096
 """The weights of a network are a matrix of learners by learners, and there are several of them."""
 MOST_ABSENCES = 4096
 """Who is there is told apart for each of them."""
+
+
+if TYPE_CHECKING:
+    Rounds = int
+else:
+    Rounds = Annotated[
+        Count | None,
+        AfterValidator(lambda rounds: ENDLESS if rounds is None else rounds),
+        PlainSerializer(lambda rounds: None if rounds == ENDLESS else rounds, return_type=int | None),
+    ]
+    """How many; null: no end is planned (`ENDLESS`)."""
 
 
 class PrivacySpec(Section):
@@ -113,7 +132,8 @@ class RunSpec(Section):
     """A whole run."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")] = "run"
-    rounds: Count
+    rounds: Rounds
+    """How many; null: until it is stopped, or a learner's budget is spent. For live records."""
     learners: (
         Annotated[int, Field(gt=0, le=MOST_LEARNERS)]
         | Annotated[tuple[_LearnerName, ...], Field(min_length=1, max_length=MOST_LEARNERS)]
@@ -144,6 +164,11 @@ class RunSpec(Section):
     durability: Literal["process", "power"] = "power"
     """What a journaled message survives: kill -9 of the learner, or loss of power (fsync before every send)."""
     telemetry: TelemetrySpec = TelemetrySpec()
+
+    @property
+    def endless(self) -> bool:
+        """Whether no end is planned."""
+        return self.rounds == ENDLESS
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -181,6 +206,12 @@ class RunSpec(Section):
         if absences and {"rounds", "learners"} <= before.data.keys():  # else these are wrong, and said to be
             check_absences(Roster(names_of(before.data["learners"]), absences), before.data["rounds"])
         return absences
+
+    @model_validator(mode="after")
+    def _records_go_on(self) -> RunSpec:
+        if self.endless and not self.data.live:
+            raise ValueError(f"rounds: null needs records that go on, data.source: live, got {self.data.source}")
+        return self
 
     @model_validator(mode="after")
     def _names_differ(self) -> RunSpec:

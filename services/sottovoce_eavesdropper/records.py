@@ -21,6 +21,7 @@ import structlog
 
 from sottovoce.errors import RemoteProtocolError
 from sottovoce.network.roster import Attendance, Roster
+from sottovoce.registry import ENDLESS
 from sottovoce.running.transcript import parquet
 from sottovoce.spec import MOST_ABSENCES, MOST_LEARNERS
 from sottovoce_eavesdropper.gaps import Gaps
@@ -237,8 +238,8 @@ class CaptureFile:
         """
         self.open = False
         await self.flush()
-        told = json.loads(self.spec).get("rounds")
-        rounds = told if isinstance(told, int) else 0
+        told = json.loads(self.spec).get("rounds", 0)
+        rounds = ENDLESS if told is None else told if isinstance(told, int) else 0
         for way, due in self.awaited.items():
             ends = (each.end for i, each in self.gaps.attendances.items() if i in way)
             if 0 < due < min((rounds, *ends)):  # 0: in a network with directions nothing may ever pass there
@@ -327,7 +328,7 @@ def _attendances(spec: Mapping[str, Any]) -> dict[int, Attendance]:
         told = spec["learners"]
         if (told if isinstance(told, int) else len(told)) > MOST_LEARNERS or len(spec["absences"]) > MOST_ABSENCES:
             return {}  # of no run of ours
-        roster, rounds = Roster.of_spec(spec), int(spec["rounds"])
+        roster, rounds = Roster.of_spec(spec), int(spec["rounds"] or ENDLESS)
         return {i: roster.attendance(i, rounds) for i in range(len(roster.names) if roster.absences else 0)}
     except (ValueError, TypeError, KeyError):
         return {}

@@ -138,6 +138,7 @@ def tapped(made: RunSummary) -> RunSummary:
 
 def boundless(made: RunSummary) -> RunSummary:
     """The same where nothing finite is promised: every epsilon is infinite from the second message on."""
+    assert made.rounds is not None
     curve = np.where(np.arange(made.rounds) > 0, math.inf, 0.0)
     infinite: dict[str, Any] = dict.fromkeys(("spent", "paper", "event", "record", "infinite_horizon"), math.inf)
     infinite |= dict.fromkeys(("paper_curve", "event_curve", "record_curve"), curve)

@@ -19,6 +19,7 @@ from sottovoce.budget.calibration import epsilons
 from sottovoce.budget.composition import epsilon_at
 from sottovoce.errors import SpecError
 from sottovoce.experiment import Prepared, prepare
+from sottovoce.running.run import build_run
 from sottovoce.spec import load_spec
 from sottovoce_client.cli import app
 from sottovoce_client.cli.app import levels
@@ -255,6 +256,57 @@ def test_tradeoff_writes_what_it_promises(records: Path, tmp_path: Path) -> None
     assert len(document["measured"]) == 4
     assert document["optimum"]["lowest"] <= document["optimum"]["alpha"] <= document["optimum"]["highest"]
     assert loaded_and_plots(tmp_path / "tradeoff.html") == ([], ["plot-balance", "plot-accuracy"])
+
+
+LIVE = {**SMALL, "data": {"source": "live", "features": 2, "batch_size": 8}}
+
+
+def live(tmp_path: Path, **changes: Any) -> str:
+    path = tmp_path / "live.yaml"
+    path.write_text(yaml.safe_dump({**LIVE, **changes}), encoding="utf-8")
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("rate", "counts"), [(1, [1] * 15), (8, [8] * 15), (0.25, [1, 0, 0, 0] * 4), (1.5, [2, 1] * 8)]
+)
+def test_live_records_are_priced_by_how_many_come(rate: float, counts: list[int], tmp_path: Path) -> None:
+    command = ["budget", live(tmp_path), "--records", str(rate), "--uses", "--out", str(tmp_path)]
+    said = CliRunner().invoke(app, command)
+    assert said.exit_code == 0, said.output
+    come = "1 record comes" if rate == 1 else f"{rate:g} records come"
+    assert f"if {come} a round, in 15 rounds; fewer cost more" in said.output
+    document = json.loads((tmp_path / "budget.json").read_text())
+    run = build_run(load_spec(Path(live(tmp_path))), 3)
+    for i, learner in enumerate(document["learners"]):
+        due = math.fsum(run.algorithm.accountant(i).losses(np.array(counts[:15])))
+        assert learner["epsilon"]["event"] == learner["epsilon"]["record"] == pytest.approx(due, rel=1e-12)
+    assert f"{come} a round, in 15 rounds; fewer" in (tmp_path / "budget.html").read_text()
+
+
+@pytest.mark.parametrize("rate", [0.0, -1.0, 8.5, math.nan])
+def test_no_more_come_than_a_round_takes(rate: float, tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"records a round must be above 0 and at most data\.batch_size, 8, got"):
+        CliRunner().invoke(app, ["budget", live(tmp_path), "--records", str(rate)], catch_exceptions=False)
+
+
+def test_without_an_end_it_is_priced_for_as_many_rounds_as_asked_for(tmp_path: Path) -> None:
+    source = live(tmp_path, rounds=None)
+    with pytest.raises(SpecError, match=r"no planned end: give the number of rounds to look at \(--rounds\)"):
+        CliRunner().invoke(app, ["budget", source], catch_exceptions=False)
+    said = CliRunner().invoke(app, ["calibrate", source, "--epsilon", "1", "--rounds", "200", "--records", "4"])
+    assert said.exit_code == 0, said.output
+    found = yaml.safe_load(said.stdout)
+    assert found["rounds"] is None
+    run = build_run(load_spec(Path(live(tmp_path, rounds=200, algorithm=found["algorithm"]))), 3)
+    assert math.fsum(run.algorithm.accountant(0).losses(np.full(200, 4))) == pytest.approx(1.0, rel=1e-2)
+
+
+def test_records_of_a_file_are_counted_there(records: Path) -> None:
+    with pytest.raises(
+        SpecError, match=r"how many records a round brings is known where they come from .*: give neither"
+    ):
+        CliRunner().invoke(app, ["budget", str(written(records)), "--records", "2"], catch_exceptions=False)
 
 
 def test_what_goes_wrong_is_an_error_of_the_spec(records: Path, tmp_path: Path) -> None:

@@ -89,6 +89,41 @@ def test_up_says_where_records_go_and_what_they_cost(tmp_path: Path, capsys: pyt
     assert len(north["event_curve"]) == 60
 
 
+@pytest.mark.parametrize("ending", ["told", "spent"])
+def test_a_run_without_an_end_ends_well(ending: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    more = {"capture": "relay"} if ending == "told" else {"privacy": {"budget": 0.5}}
+    spec = small_spec(None, ["north", "south"], data=LIVE, clock=CLOCK, **more)
+
+    async def start(prepared: Any, watch: Any, stop: asyncio.Event) -> Any:
+        async def feed() -> None:
+            place = tmp_path / "learners.json"
+            while not place.exists():  # noqa: ASYNC110 - a file is no event
+                await asyncio.sleep(0.01)
+            async with connect_learner(json.loads(place.read_text())["north"]) as learner:
+                await learner.feed(np.ones((7, 2)), np.ones(7))
+                async for status in learner.watch(0.01):
+                    if status.rounds_done >= 20 and ending == "told":
+                        return stop.set()
+
+        feeding = asyncio.ensure_future(feed())
+        outcome = await run_up(prepared.run.spec, prepared.data, tmp_path, watch, stop)
+        await asyncio.gather(feeding, return_exceptions=True)
+        return outcome
+
+    assert conduct(prepare(spec, live=True), tmp_path, start) == 0
+    said = capsys.readouterr().out
+    assert "run: 2 learners, rounds until it is stopped" in said
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    north = summary["learners"][0]
+    assert (summary["state"], summary["rounds"], north["records"]) == ("stopped", None, 7)
+    assert north["rounds"] > 0
+    assert (summary["capture"] is not None) == (ending == "told")
+    assert len(north["event_curve"]) == len(north["paper_curve"]) >= north["rounds"]
+    assert 0.0 < north["event"] <= 0.5 or ending == "told"
+    assert yaml.safe_load((tmp_path / "spec.yaml").read_text())["rounds"] is None
+    assert "until it is stopped" not in (tmp_path / "report.html").read_text()
+
+
 async def test_a_deployment_runs_it_and_others_feed_it(tmp_path: Path) -> None:
     async with network(tmp_path, ["a", "b", "c"]) as up:
         experiment = sv.Experiment(**{**document(), "learners": ["a", "b", "c"], "clock": {"deadline_s": 100.0}})

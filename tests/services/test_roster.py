@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
 
+import grpc
 import numpy as np
 import pytest
 
@@ -347,6 +348,15 @@ async def leave(up: Network, run_id: str, name: str) -> None:
     await ask(up, "LeaveRun", coordinator_pb2.LeaveRunRequest(run_id=run_id, learner=name))
 
 
+async def left(up: Network, run_id: str, name: str) -> str | None:
+    """None, or why it may not leave now."""
+    try:
+        await leave(up, run_id, name)
+    except grpc.aio.AioRpcError as error:
+        return error.details() or ""
+    return None
+
+
 def require_simulated(outcome: Outcome, spec: RunSpec, noise: Path, *lost: int) -> None:
     """What was overheard is what the simulator says by the spec as it is in the end; of who was lost, what was heard."""
     assert outcome.state == "finished", outcome.detail
@@ -482,7 +492,9 @@ async def test_who_leaves_is_waited_for_where_the_coordinator_was_started_again(
         await up.until("ann", LearnerState.RUNNING, 10)
         run_id = up.learners["ann"].status.run_id
         await up.restart_coordinator()
-        await leave(up, run_id, name)
+        async with asyncio.timeout(PATIENCE_S):
+            while (refusal := await left(up, run_id, name)) is not None:
+                assert "has no round under way" in refusal
         outcome = await running
     (absence,) = outcome.absences or ()
     assert absence.learner == name and absence.first_round >= 10 and not absence.unheard

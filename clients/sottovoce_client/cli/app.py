@@ -55,6 +55,18 @@ Export = Annotated[
         show_default="none",
     ),
 ]
+LiveRounds = Annotated[
+    int | None,
+    typer.Option("--rounds", min=1, help="Of live records: over so many rounds.", show_default="those of the spec"),
+]
+LiveRecords = Annotated[
+    float | None,
+    typer.Option(
+        "--records",
+        help="Of live records: as if so many came a round, 0.1: one in ten rounds. Fewer cost more where means are learned from.",
+        show_default="1",
+    ),
+]
 Listen = Annotated[str, typer.Option(envvar="SOTTOVOCE_LISTEN", help="host:port to listen on; port 0 picks one.")]
 AllowImports = Annotated[
     bool,
@@ -149,6 +161,19 @@ def prepared_from(spec: RunSpec, *, live: bool = False) -> Any:
     from sottovoce.experiment import prepare
 
     return prepare(spec, folders=data_folders(), live=live)
+
+
+def priced_from(spec: RunSpec, rounds: int | None, records: float | None) -> Any:
+    """The run, and how many records its rounds bring: of live ones, as many as are asked for.
+
+    Raises:
+        SottovoceError: as `prepared_from`; or something was asked for that the data say.
+    """
+    from sottovoce.experiment import foresee
+
+    if spec.data.live or rounds is not None or records is not None:
+        return foresee(spec, rounds, 1.0 if records is None else records)
+    return prepared_from(spec)
 
 
 def folder_for(name: str, out: Path | None) -> Path:

@@ -10,6 +10,8 @@ import typer
 from sottovoce.spec import load_spec
 from sottovoce_client.cli.app import (
     AllowImports,
+    LiveRecords,
+    LiveRounds,
     SpecFile,
     app,
     folder_for,
@@ -17,6 +19,7 @@ from sottovoce_client.cli.app import (
     levels,
     policy_app,
     prepared_from,
+    priced_from,
     results_of,
 )
 
@@ -110,7 +113,7 @@ def policy_check(
     allowed, asked = load_policy(policy), load_spec(spec)
     index = learner_index(asked, learner)
     if features is None:
-        prepared = prepared_from(asked)
+        prepared = prepared_from(asked, live=True)
         run, features = prepared.run, prepared.data.n_features
     else:
         run = build_run(asked, features)
@@ -126,6 +129,8 @@ def budget(
     ] = None,
     group: Annotated[int | None, typer.Option(min=1, help="Also for so many records of one learner.")] = None,
     uses: Annotated[bool, typer.Option("--uses", help="Also per record, in all of its uses.")] = False,
+    rounds: LiveRounds = None,
+    records: LiveRecords = None,
     out: Annotated[Path | None, results_of("budget")] = None,
 ) -> None:
     """Say what a run promises: epsilon of every learner, and what it rests on. Nothing is run.
@@ -135,8 +140,9 @@ def budget(
     from sottovoce_client.privacy.budget import Question
     from sottovoce_client.privacy.budget import budget as show
 
-    prepared = prepared_from(load_spec(spec))
-    show(prepared, folder_for("budget", out), learner or [], Question(delta, group, uses))
+    prepared = priced_from(load_spec(spec), rounds, records)
+    rate = (1.0 if records is None else records) if prepared.run.spec.data.live else None
+    show(prepared, folder_for("budget", out), learner or [], Question(delta, group, uses, rate))
 
 
 @app.command(rich_help_panel="Privacy")
@@ -150,6 +156,8 @@ def calibrate(
     per: Annotated[
         Literal["event", "record"], typer.Option(help="For an event, or a record in all of its uses.")
     ] = "event",
+    rounds: LiveRounds = None,
+    records: LiveRecords = None,
     out: Annotated[
         Path | None, typer.Option("--out", help="File to write the spec to.", show_default="standard output")
     ] = None,
@@ -157,7 +165,7 @@ def calibrate(
     """Write a spec with the noise that a privacy budget asks for."""
     from sottovoce_client.privacy.calibrate import calibrate_to, target_of
 
-    prepared = prepared_from(load_spec(spec))
+    prepared = priced_from(load_spec(spec), rounds, records)
     calibrate_to(spec, prepared, target_of(prepared.run.spec, epsilon, learner or [], horizon, per), out)
 
 

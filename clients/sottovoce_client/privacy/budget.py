@@ -33,7 +33,7 @@ from sottovoce_client.reports.drawing import PINK, Figure, diamond
 from sottovoce_client.reports.page import Column, Page, PageTable
 from sottovoce_client.reports.plots import KINDS, spent_plot
 from sottovoce_client.reports.run_report import grounds
-from sottovoce_client.wording import number
+from sottovoce_client.wording import number, plural
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,11 +73,23 @@ class BudgetLine:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What to ask of every learner: a delta, the size of a group, and whether records are charged for all of their uses."""
+    """What to ask of every learner: a delta, the size of a group, and whether records are charged for all of their uses.
+
+    Attributes:
+        rate: records a round that are supposed to come, where they are live.
+    """
 
     delta: float | None = None
     group: int | None = None
     uses: bool = False
+    rate: float | None = None
+
+    def supposed(self, run: Run) -> str:
+        """What the numbers suppose; nothing where the data say it."""
+        if self.rate is None:
+            return ""
+        come = "1 record comes" if self.rate == 1.0 else f"{number(self.rate)} records come"
+        return f"if {come} a round, in {plural(run.spec.rounds, 'round')}"
 
 
 def budget(
@@ -104,6 +116,8 @@ def budget(
     else:
         for line in lines:
             console.out(_plain(line, question), highlight=False)
+    if supposed := question.supposed(run):
+        console.print(f"{supposed}; fewer cost more where means are learned from", highlight=False, soft_wrap=True)
     for text in _facts(run, lines):
         console.print(text, highlight=False, markup=False, soft_wrap=True)
     write_json(folder / "budget.json", _document(run, lines, question))
@@ -242,6 +256,7 @@ def _document(run: Run, lines: Sequence[BudgetLine], question: Question) -> dict
         "rounds": run.spec.rounds,
         "delta": question.delta,
         "group": question.group,
+        "records_a_round": question.rate,  # of live ones, supposed
         "uses": question.uses,  # whether records were charged for all of their uses
         "together": learners_loss(line.event for line in lines),  # epsilon of an event at every one of these learners
         "learners": [_learner(line, question) for line in lines],
@@ -284,6 +299,7 @@ def budget_page(run: Run, lines: Sequence[BudgetLine], question: Question) -> Pa
     title = "What the messages may tell"
     values = {
         "run": run,
+        "supposed": question.supposed(run),
         "promise": lines[0].guarantee,
         "warned": [(finding.code, finding.text) for finding in run.warnings],
         "together": _together(run, lines) if len(lines) > 1 else "",

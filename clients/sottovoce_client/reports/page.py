@@ -18,7 +18,7 @@ from typing import Any, Literal
 from sottovoce_client import wording
 from sottovoce_client.reports.drawing import Figure, extra
 
-_FILTERS = ("number", "count", "plural", "share", "share_range", "size", "duration")
+_FILTERS = ("number", "count", "plural", "share", "share_range", "size", "duration", "reached_of")
 """Functions of `wording` that templates may use."""
 
 

@@ -26,8 +26,8 @@ _Start = Callable[[Prepared, Watcher, asyncio.Event], Coroutine[Any, Any, Outcom
 def conduct(prepared: Prepared, folder: Path, start: _Start) -> int:
     """Run, show, summarise; returns the exit code.
 
-    0: finished. 1: failed, stopped by a learner whose budget was used up, or the capture could not be written. 130: stopped by
-    the operator.
+    0: finished; without a planned end (`rounds: null`), stopped. 1: failed, stopped by a learner whose budget was used up, or
+    the capture could not be written. 130: stopped by the operator.
 
     Raises:
         SottovoceError: the run was refused, or a service did not start.
@@ -37,7 +37,7 @@ def conduct(prepared: Prepared, folder: Path, start: _Start) -> int:
     per_message = 1 if spec.capture in ("relay", "mirror") else 0
     budget = spec.privacy.budget
     budgets = () if budget is None else spread(budget, spec.n_learners, "privacy.budget")
-    with run_console(spec.name, spec.rounds, spec.names, budgets=budgets) as console:
+    with run_console(spec.name, None if spec.endless else spec.rounds, spec.names, budgets=budgets) as console:
 
         def watch(progress: Progress, state: str) -> None:
             console.update(progress, state, overheard=per_message * sum(progress.messages))
@@ -50,7 +50,7 @@ def conduct(prepared: Prepared, folder: Path, start: _Start) -> int:
         except Interrupted as told:
             print(plain(f"Nothing was run: {told}"))
             return 130
-    if outcome.state != "failed" and outcome.detail != BY_OPERATOR:
+    if outcome.state != "failed" and (spec.endless or outcome.detail != BY_OPERATOR):
         if (outcome.absences or ()) != (spec.absences or ()):
             prepared = again(spec.model_copy(update={"absences": outcome.absences}))
             (folder / "spec.yaml").write_text(dump_spec(prepared.run.spec), encoding="utf-8")
@@ -60,7 +60,8 @@ def conduct(prepared: Prepared, folder: Path, start: _Start) -> int:
         run_page(summary).write(report)
         print_summary(summary, report=report)
         _print_all(summary.not_captured)
-        return 0 if outcome.state == "finished" and not outcome.capture_error else 1
+        over = outcome.state == "finished" or spec.endless
+        return 0 if over and not outcome.capture_error else 1
     return _cut_short(outcome)
 
 

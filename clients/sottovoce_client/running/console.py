@@ -26,7 +26,9 @@ from sottovoce_client.wording import (
     late_line,
     noticed_line,
     number,
+    planned,
     plural,
+    reached_of,
     share,
     share_range,
     size,
@@ -48,7 +50,7 @@ _Clock = Callable[[], float]
 @contextmanager
 def run_console(
     title: str,
-    rounds: int,
+    rounds: int | None,
     names: Sequence[str],
     plain: bool = False,
     *,
@@ -62,14 +64,14 @@ def run_console(
     `progress`, the run's `state` in a word, and messages `overheard`; what comes too soon after the last it leaves out.
 
     Args:
-        rounds: planned.
+        rounds: planned; None: no end is.
         names: of the learners.
         budgets: where each learner stops; left out for nowhere.
     """
     console = console or terminal.console()
     if plain or not console.is_terminal:
         lines = _Lines(console, rounds, clock)
-        lines.say(f"{title}: {plural(len(names), 'learner')}, {plural(rounds, 'round')}")
+        lines.say(f"{title}: {plural(len(names), 'learner')}, {planned(rounds)}")
         yield lines
         return
     # No refreshing thread: nothing changes between two updates.
@@ -80,7 +82,7 @@ def run_console(
 class _Pace:
     """Speed over the last few looks, so that a slow start is forgotten."""
 
-    def __init__(self, rounds: int) -> None:
+    def __init__(self, rounds: int | None) -> None:
         self._planned = rounds
         self._looks: deque[tuple[float, int]] = deque(maxlen=40)
 
@@ -102,8 +104,8 @@ class _Pace:
 
     @property
     def left(self) -> str:
-        """Time to go, in words."""
-        missing = self._planned - self.done
+        """Time to go, in words; nothing where that is not known."""
+        missing = (self._planned or 0) - self.done
         return duration(math.ceil(missing / self.speed)) if self.speed > 0 and missing > 0 else ""
 
 
@@ -113,7 +115,7 @@ class _Pace:
 class _Lines:
     """A line about every two seconds, at every tenth of the rounds, and when the state changes."""
 
-    def __init__(self, console: Console, rounds: int, clock: _Clock) -> None:
+    def __init__(self, console: Console, rounds: int | None, clock: _Clock) -> None:
         self._console, self._rounds, self._clock = console, rounds, clock
         self._pace = _Pace(rounds)
         self._said_at, self._said_tenth, self._said_state = clock(), 0, ""
@@ -125,7 +127,7 @@ class _Lines:
 
     def update(self, progress: Progress, state: str, overheard: int) -> None:
         self._pace.look(progress)
-        now, tenth = self._clock(), 10 * self._pace.done // max(1, self._rounds)
+        now, tenth = self._clock(), 10 * self._pace.done // self._rounds if self._rounds else 0
         state = _with_away(state, progress)
         known = (self._said_tenth, self._said_state, self._said_misconduct)
         if now - self._said_at < PLAIN_SECONDS and (tenth, state, len(progress.misconduct)) == known:
@@ -137,7 +139,7 @@ class _Lines:
         self.say("  ".join(self._parts(progress, state, overheard)))
 
     def _parts(self, progress: Progress, state: str, overheard: int) -> Iterator[str]:
-        yield f"round {self._pace.done}/{self._rounds}"
+        yield f"round {self._pace.done}" + (f"/{self._rounds}" if self._rounds else "")
         yield state
         yield f"{number(self._pace.speed, 3)} rounds/s"
         if any(value is not None for value in progress.accuracy):
@@ -156,7 +158,7 @@ class _Display:
         self,
         live: Live,
         title: str,
-        rounds: int,
+        rounds: int | None,
         names: Sequence[str],
         budgets: Sequence[float | None],
         clock: _Clock,
@@ -184,14 +186,13 @@ class _Display:
 
     def _bar(self) -> RenderableType:
         row = Table.grid(padding=(0, 2))
-        bar = ProgressBar(total=max(1, self._rounds), completed=self._pace.done, width=28)
+        done, speed = f"round {count(self._pace.done)}", f"{number(self._pace.speed, 3)} rounds/s"
+        if self._rounds is None:
+            row.add_row(done, speed, "until it is stopped")
+            return row
+        bar = ProgressBar(total=self._rounds, completed=self._pace.done, width=28)
         left = f"{self._pace.left} left" if self._pace.left else ""
-        row.add_row(
-            bar,
-            f"round {count(self._pace.done)}/{count(self._rounds)}",
-            f"{number(self._pace.speed, 3)} rounds/s",
-            left,
-        )
+        row.add_row(bar, f"{done}/{count(self._rounds)}", speed, left)
         return row
 
     def _table(self, progress: Progress) -> Table:
@@ -248,7 +249,7 @@ def print_summary(summary: RunSummary, console: Console | None = None, report: P
 
 
 def _state_line(summary: RunSummary) -> Text:
-    reached = f"{count(summary.rounds_done)} of {plural(summary.rounds, 'round')} in {duration(summary.seconds)}"
+    reached = f"{reached_of(summary.rounds_done, summary.rounds)} in {duration(summary.seconds)}"
     line = Text.assemble((summary.name, "bold"), " ", (summary.state, _STATES.get(summary.state, "cyan")))
     line.append(f": {reached}, {number(summary.rounds_per_second)} rounds/s")
     if summary.detail and summary.state != "finished":

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import datetime
+import math
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 
 import numpy as np
 
-from sottovoce.arrays import FloatArray
+from sottovoce.arrays import FloatArray, as_floats
 from sottovoce.auditing.swaps import most_telling
 from sottovoce.budget.composition import dearest_losses, record_losses
-from sottovoce.data import PlacedData
+from sottovoce.data import LearnerData, PlacedData
 from sottovoce.errors import CaptureError, EquivocationError
 from sottovoce.losses.hinge import Hinge, SmoothedHinge
 from sottovoce.losses.logistic import Logistic, PassGlm
@@ -20,6 +22,7 @@ from sottovoce.losses.quadratic import Squared
 from sottovoce.losses.softmax import Softmax
 from sottovoce.losses.torch import TorchLoss
 from sottovoce.network.network import Network
+from sottovoce.privacy.accountant import guarantee as promised_by
 from sottovoce.running.late import USED, lateness
 from sottovoce.running.run import Run
 from sottovoce.running.transcript import Transcript
@@ -43,12 +46,12 @@ def summarise(run: Run, data: PlacedData, outcome: Outcome) -> RunSummary:
         data=run.spec.data.source,
         state=outcome.state,
         detail=outcome.detail,
-        rounds=run.spec.rounds,
+        rounds=None if run.spec.endless else run.spec.rounds,
         seconds=outcome.seconds,
         n_features=data.n_features,
         test_records=len(data.test_labels),
         edges=run.network.edges,
-        promise=_promise(run),
+        promise=_promise(run, outcome),
         learners=learners,
         disagreement=_disagreement(predictions),
         central_accuracy=central_accuracy(run, data),
@@ -110,8 +113,10 @@ def central_accuracy(run: Run, data: PlacedData) -> float | None:
     return _accuracy(model.predict(test), data.test_labels)
 
 
-def _promise(run: Run) -> Promise:
-    guarantee = run.guarantee(0)
+def _promise(run: Run, outcome: Outcome) -> Promise:
+    live = run.spec.data.live
+    said = max((1, *(status.rounds_said for status in outcome.statuses)))
+    guarantee = promised_by(run.algorithm.accountant(0), said) if live else run.guarantee(0)
     return Promise(
         algorithm=run.algorithm.name,
         threat_model=guarantee.grounds.threat_model.value,
@@ -199,29 +204,21 @@ def _learner(
     run: Run, data: PlacedData, outcome: Outcome, transcript: Transcript | None, index: int, accuracy: float | None
 ) -> LearnerSummary:
     own, status = data.learners[index], outcome.statuses[index]
-    counts = np.diff(own.offsets)
-    event = run.guarantee(index, counts)
-    first = event
-    if len(own.order):
-        first = run.guarantee(index, counts, own.uses_by_round(int(own.order[0])))
-    losses = record_losses(run.algorithm.accountant(index), own, run.attendance(index).end)
-    record = np.cumsum(dearest_losses(losses, event.per_round))
-    charged = event.cumulative
-    if run.spec.data.live:  # which records came, the learner alone knows; each is learned once
-        charged = record = _as_charged(outcome, index, run.spec.rounds)
-    said = status.rounds_said
+    said, live = status.rounds_said, run.spec.data.live
+    spent = _as_charged(run, outcome, index) if live else _planned(run, own, index)
     swaps: tuple[Swap | None, Swap | None] = (None, None)
     heard = 0 if transcript is None else transcript.unbroken(index, run.attendance(index))
     if transcript is not None and heard and len(own.order):
+        every = run.guarantee(index, np.diff(own.offsets), own.uses_by_round(int(own.order[0]))).cumulative
         transcript = transcript.until(heard)
         swaps = (
-            _swap(run, transcript, data, index, event.cumulative, every_use=False),
-            _swap(run, transcript, data, index, first.cumulative, every_use=True),
+            _swap(run, transcript, data, index, spent.event, every_use=False),
+            _swap(run, transcript, data, index, every, every_use=True),
         )
     return LearnerSummary(
         name=run.spec.names[index],
-        records=status.records if run.spec.data.live else len(np.unique(own.order)),
-        most_uses=min(status.records, 1) if run.spec.data.live else int(own.uses().max(initial=0)),
+        records=status.records if live else len(np.unique(own.order)),
+        most_uses=min(status.records, 1) if live else int(own.uses().max(initial=0)),
         rounds=status.rounds_done,
         left=has_left(run.spec, index),
         test_accuracy=accuracy,
@@ -230,24 +227,47 @@ def _learner(
         bytes=status.bytes_sent,
         spent=status.epsilon_spent,
         budget=status.limit,
-        paper=_last(event.paper, said),
-        event=_last(charged, said),
-        record=_last(record, said),
-        infinite_horizon=event.infinite_horizon,
-        paper_curve=event.paper,
-        event_curve=charged,
-        record_curve=record,
+        paper=_last(spent.paper, said),
+        event=_last(spent.event, said),
+        record=_last(spent.record, said),
+        infinite_horizon=spent.infinite_horizon,
+        paper_curve=spent.paper,
+        event_curve=spent.event,
+        record_curve=spent.record,
         swap_event=swaps[0],
         swap_record=swaps[1],
     )
 
 
-def _as_charged(outcome: Outcome, index: int, rounds: int) -> FloatArray:
-    """`(rounds,)` what a learner said that it had spent, where it said so, and between that on a line."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Spent:
+    """Cumulative epsilon of a learner, `(rounds,)`: by the paper, of one event, and of the dearest record in all of its uses."""
+
+    paper: FloatArray
+    event: FloatArray
+    record: FloatArray
+    infinite_horizon: float
+
+
+def _planned(run: Run, own: LearnerData, index: int) -> _Spent:
+    """By the records of all planned rounds."""
+    event = run.guarantee(index, np.diff(own.offsets))
+    losses = record_losses(run.algorithm.accountant(index), own, run.attendance(index).end)
+    record = as_floats(np.cumsum(dearest_losses(losses, event.per_round)))
+    return _Spent(event.paper, event.cumulative, record, event.infinite_horizon)
+
+
+def _as_charged(run: Run, outcome: Outcome, index: int) -> _Spent:
+    """By what a learner of live records said that it had spent, where it said so, and between that on a line.
+
+    Which records came, it alone knows; each is learned once.
+    """
     last = outcome.statuses[index]
     looks = sorted({(look.rounds[index], look.epsilon[index]) for look in outcome.progress})
     done, spent = zip(*looks, (last.rounds_said, last.epsilon_spent), strict=True)
-    return np.maximum.accumulate(np.interp(np.arange(1, rounds + 1), done, spent))
+    rounds = max(1, last.rounds_said)
+    charged = as_floats(np.maximum.accumulate(np.interp(np.arange(1, rounds + 1), done, spent)))
+    return _Spent(run.algorithm.accountant(index).paper(rounds), charged, charged, math.inf)
 
 
 def _swap(

@@ -59,7 +59,9 @@ async def show_run(
         "detail": run.detail,
         "started": _started(run),
         "took": _took(run),
-        "rounds": f"{count(_rounds(run))} of {count(planned)}",
+        "rounds": f"{count(_rounds(run))}, no end planned"
+        if planned is None
+        else f"{count(_rounds(run))} of {count(planned)}",
         "misconduct": "\n".join(misconduct_lines(run)),
         "capture": run.capture_location,
     }

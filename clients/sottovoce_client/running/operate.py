@@ -33,6 +33,8 @@ from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc, learner_pb2
 _CALL_S, _PREDICT_S, _AGAIN_S = 40.0, 30.0, 1.0
 RESUME_S = 100.0
 """To take a run up again: its capture may still have to be closed."""
+MOST_LOOKS = 4_096
+"""At a run that are kept for its report; of more, every second one."""
 _GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 """How a call ends whose service dies or is told to end."""
 BY_OPERATOR = "stopped by the operator"
@@ -331,6 +333,8 @@ class _Running:
             self._moved.set()
             self._moved = asyncio.Event()
         self._progress.append(self._look(view))
+        if len(self._progress) > MOST_LOOKS:  # however long the run lasts
+            del self._progress[1:-1:2]
         self._watch(self._progress[-1], _state(view))
 
     def _look(self, view: coordinator_pb2.Run) -> Progress:

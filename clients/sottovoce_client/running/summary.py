@@ -196,6 +196,7 @@ class RunSummary:
     Attributes:
         promise: what was promised, and what that rests on.
         state: `finished`, `stopped` or `failed`; `detail` says why.
+        rounds: planned; None: no end was.
         seconds: from the first round to the end.
         edges: pairs of learner indices.
         one_way: pairs of them, of which the first speaks to the second and never hears it.
@@ -214,7 +215,7 @@ class RunSummary:
     data: str
     state: str
     detail: str
-    rounds: int
+    rounds: int | None
     seconds: float
     n_features: int
     test_records: int

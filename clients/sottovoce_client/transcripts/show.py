@@ -204,7 +204,9 @@ def _facts(capture: Capture, picture: _Picture) -> Iterator[tuple[str, Text | st
     yield "run", Text(", ".join([cell_text(facts["run_id"]), *labels]))
     algorithm = spec.get("algorithm")
     if isinstance(algorithm, dict):
-        yield "spec", Text(f"{cell_text(algorithm.get('name'))}, {cell_text(spec.get('rounds'))} rounds planned")
+        rounds = spec.get("rounds", "?")
+        planned = "no end" if rounds is None else f"{cell_text(rounds)} rounds"
+        yield "spec", Text(f"{cell_text(algorithm.get('name'))}, {planned} planned")
     if not capture.complete:
         yield (
             "state",

@@ -10,6 +10,7 @@ from sottovoce.errors import CheckFailed
 from sottovoce.losses import Loss
 from sottovoce.network.fixed import FixedNetwork
 from sottovoce.network.network import Network, PartialNetwork
+from sottovoce.registry import ENDLESS
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,7 @@ class Setting:
     """The surroundings of an algorithm.
 
     Attributes:
-        rounds: planned.
+        rounds: planned; `ENDLESS`: no end is.
         n_features: features of a record.
         loss: of one record.
         decision_set: where parameters may lie.
@@ -80,6 +81,20 @@ class Setting:
             "this algorithm needs one undirected graph with symmetric weights for all rounds, got a network that changes, is "
             "directed, or has in_degree or out_degree weights; give topology.graph, undirected, with other weights",
         )
+
+    def require_end(self, what: str) -> None:
+        """Refuse a run without a planned end.
+
+        Args:
+            what: needs one.
+
+        Raises:
+            CheckFailed: ENDLESS.
+        """
+        if self.rounds >= ENDLESS:
+            raise CheckFailed(
+                "ENDLESS", f"{what} needs a number of rounds, got rounds: null; give one, or another algorithm"
+            )
 
     def per_learner(self, value: PerLearner, field: str) -> tuple[float, ...]:
         """`value` as one number per learner.

@@ -13,6 +13,8 @@ from sottovoce.running.run import Run
 SHARE = 1e-3
 """Of epsilon: what rounding may cost without a word."""
 
+_LOOKED = 20_000
+"""Rounds; longer runs are judged by the first so many."""
 _SMALLEST = 0.01
 """An epsilon below which nobody goes: a run that is fine with it is not looked at any closer."""
 
@@ -41,6 +43,6 @@ def check_lattice(run: Run) -> tuple[Caveat, ...]:
 
 def _share(run: Run, learner: int, message: float) -> tuple[float, int, float, float]:
     """Of the slack in a learner's epsilon, the learner, the slack at most, and the epsilon; 0 where nothing is promised."""
-    losses = run.algorithm.accountant(learner).losses(np.ones(run.spec.rounds, np.int64))
+    losses = run.algorithm.accountant(learner).losses(np.ones(min(run.spec.rounds, _LOOKED), np.int64))
     epsilon, slack = math.fsum(losses), int(np.count_nonzero(losses)) * message
     return (slack / epsilon if 0.0 < epsilon < math.inf else 0.0), learner, slack, epsilon

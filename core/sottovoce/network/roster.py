@@ -66,9 +66,9 @@ class Attendance:
         """The first round from `t` on in which it takes part; `rounds`: there is none."""
         return next((max(t, stretch.start) for stretch in self.stretches if t < stretch.stop), self.rounds)
 
-    def mask(self) -> Mask:
-        """`(rounds,)`: whether it takes part."""
-        mask = np.zeros(self.rounds, dtype=bool)
+    def mask(self, rounds: int | None = None) -> Mask:
+        """`(rounds,)`: whether it takes part in the first so many rounds (default: in all that are planned)."""
+        mask = np.zeros(self.rounds if rounds is None else rounds, dtype=bool)
         for stretch in self.stretches:
             mask[stretch.start : stretch.stop] = True
         return mask

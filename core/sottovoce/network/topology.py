@@ -9,14 +9,14 @@ import numpy as np
 from pydantic import model_validator
 
 from sottovoce.arrays import FloatArray
-from sottovoce.errors import CheckFailed
+from sottovoce.errors import CheckFailed, SpecError
 from sottovoce.network.fixed import FixedNetwork
 from sottovoce.network.graphs import AnyGraph, AnyGraphSequence, Graph
 from sottovoce.network.mixing import Mixing
 from sottovoce.network.network import ChangingNetwork, Network, PartialNetwork, PeriodicNetwork, cut_off, reached
 from sottovoce.network.roster import Mask, Roster
 from sottovoce.network.weights import AnyWeights, MetropolisWeights
-from sottovoce.registry import Section
+from sottovoce.registry import ENDLESS, Section
 
 
 class Topology(Section):
@@ -116,6 +116,9 @@ class Topology(Section):
     def _of_sequence(self, n: int, rounds: int) -> Network:
         assert self.sequence is not None  # noqa: S101 - asked before
         if (period := self.sequence.period) is None:
+            if rounds >= ENDLESS:
+                text = "a sequence of graphs that does not repeat needs a number of rounds, got rounds: null"
+                raise SpecError(f"topology.sequence: {text}; give one, or one graph")
             return ChangingNetwork(self.sequence, self.weights, n, rounds)
         return PeriodicNetwork(
             tuple(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import numpy as np
@@ -62,16 +63,42 @@ def place(spec: RunSpec, dataset: Dataset) -> PlacedData:
 
 
 def unplaced(spec: RunSpec) -> PlacedData:
-    """The data of a run of live records, before there are any.
+    """The data of a run of live records, before there are any."""
+    nothing = np.broadcast_to(np.int64(0), spec.rounds + 1)  # however many rounds, in no memory
+    return _live(spec, [nothing] * spec.n_learners)
+
+
+def foreseen(spec: RunSpec, rate: float) -> PlacedData:
+    """The data of a run of live records, if they come evenly, each of them once. What they say nobody knows.
+
+    Args:
+        spec: of the run.
+        rate: records a round on average; below 1, most rounds bring none. The first brings some.
 
     Raises:
-        SpecError: more rounds than there is memory for.
+        SpecError: no such rate, or more records than there may be.
     """
-    width = spec.data.width or 0
-    if spec.rounds > MOST_NUMBERS:
-        raise SpecError(f"rounds must be at most {MOST_NUMBERS}, got {spec.rounds}")
-    nobody = LearnerData(np.empty((0, width)), np.empty(0), np.empty(0, np.int64), np.zeros(spec.rounds + 1, np.int64))
-    return PlacedData((nobody,) * spec.n_learners, np.empty((0, width)), np.empty(0))
+    most = spec.data.batch_size
+    if not 0.0 < rate <= (math.inf if most == "all" else most):
+        raise SpecError(f"records a round must be above 0 and at most data.batch_size, {most}, got {rate:g}")
+    if spec.rounds * max(rate, 1.0) > MOST_NUMBERS:
+        raise SpecError(
+            f"rounds and records must be at most {MOST_NUMBERS} each: look at fewer rounds, got {spec.rounds}"
+        )
+    counts = np.diff(np.ceil(np.arange(spec.rounds + 1) * rate)).astype(np.int64)
+    parts = [spec.roster.attendance(i, spec.rounds).mask() for i in range(spec.n_learners)]
+    return _live(spec, [np.concatenate([[0], np.cumsum(counts * part)]) for part in parts])
+
+
+def _live(spec: RunSpec, offsets: Sequence[IntArray]) -> PlacedData:
+    width, zero = spec.data.width or 0, np.zeros(())
+
+    def of(ends: IntArray) -> LearnerData:
+        many = int(ends[-1])
+        features, labels = np.broadcast_to(zero, (many, width)), np.broadcast_to(zero, many)
+        return LearnerData(features, labels, np.arange(many, dtype=np.int64), ends)
+
+    return PlacedData(tuple(map(of, offsets)), np.empty((0, width)), np.empty(0))
 
 
 # ---- held-out part ---------------------------------------------------------------------------------------

@@ -134,7 +134,7 @@ class Policy(Section):
     most_parameters: Count | None = 10_000_000
     """Numbers in the model, and so in a message: features times classes, mostly."""
     most_rounds: Count | None = 10_000_000
-    """Rounds of a run."""
+    """Rounds of a run. One that is to go on until it is stopped (`rounds: null`) has more than any number."""
     most_learners: Count | None = 1024
     """Learners of a run."""
 
@@ -153,7 +153,7 @@ class Policy(Section):
             recorded=() if spec.capture == "none" else (spec.capture,),
             most_features=None,
             most_parameters=None,
-            most_rounds=spec.rounds,
+            most_rounds=None if spec.endless else spec.rounds,
             most_learners=spec.n_learners,
         )
 
@@ -216,7 +216,7 @@ class Policy(Section):
     def _sizes(self, spec: RunSpec, n_features: int) -> Iterator[Finding]:
         yield _at_most("most_features", self.most_features, n_features)
         yield _at_most("most_parameters", self.most_parameters, spec.loss.dim(n_features))
-        yield _at_most("most_rounds", self.most_rounds, spec.rounds)
+        yield _at_most("most_rounds", self.most_rounds, spec.rounds, "rounds without an end" if spec.endless else "")
         yield _at_most("most_learners", self.most_learners, spec.n_learners)
 
     def _terms(self, spec: RunSpec, *, mirrored: bool = False) -> Iterator[Finding]:
@@ -326,8 +326,9 @@ def _clauses(section: Section, indent: str) -> Iterator[str]:
 _ANYTHING = "anything"
 
 
-def _at_most(clause: str, limit: int | None, asked: int) -> Finding:
-    return Finding(clause, _ANYTHING if limit is None else str(limit), str(asked), limit is None or asked <= limit)
+def _at_most(clause: str, limit: int | None, asked: int, shown: str = "") -> Finding:
+    fits = limit is None or asked <= limit
+    return Finding(clause, _ANYTHING if limit is None else str(limit), shown or str(asked), fits)
 
 
 def _at_least(clause: str, least: Any, promised: Any, order: tuple[Any, ...]) -> Finding:

@@ -82,8 +82,10 @@ class Run:
             replaced: `(rounds,)` how many of them differ between the worlds (default: the dearest event).
 
         Raises:
-            SpecError: numbers of another shape, or below 0, or more replaced than there are.
+            SpecError: no end is planned; numbers of another shape, or below 0, or more replaced than there are.
         """
+        if self.spec.endless:
+            raise SpecError("what all rounds cost together is known for a number of rounds, got rounds: null: give one")
         attendance = self.attendance(learner)
         if counts is None and self.spec.absences:
             counts = attendance.mask().astype(np.int64)

@@ -70,7 +70,7 @@ class Transcript:
         values = next(iter(self.fields.values()))[:, learner]
         unheard: BoolArray = np.asarray(np.isnan(values.reshape(len(values), -1)).any(axis=1))
         if attendance is not None:
-            unheard &= attendance.mask()[: len(unheard)]
+            unheard &= attendance.mask(len(unheard))
         return int(unheard.argmax()) if unheard.any() else self.rounds
 
     def message(self, t: int, sender: int) -> Message:

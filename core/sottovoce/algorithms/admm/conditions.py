@@ -12,7 +12,6 @@ from typing import cast
 
 import numpy as np
 
-from sottovoce.algorithms.admm.accounting import paper_epsilon
 from sottovoce.algorithms.admm.calibrations import Calibration, DualCalibration, Node, PrimalCalibration, Unperturbed
 from sottovoce.algorithms.admm.local import ROUNDING
 from sottovoce.algorithms.noise_range import require_scales
@@ -119,7 +118,7 @@ def _findings(calibration: Calibration, nodes: Sequence[Node], rounds: int) -> I
     objective = calibration if isinstance(calibration, DualCalibration) else getattr(calibration, "last", None)
     if objective is not None:
         yield from _objective_findings(objective, nodes)
-    largest = max(float(paper_epsilon(each, rounds)[-1]) for each in nodes)
+    largest = max((rounds - 2) * each.alpha + each.final_alpha for each in nodes) if rounds > 1 else 0.0
     if largest > _LARGE_LOSS:
         text = f"cumulative loss {largest:.6g} over {rounds - 1} iterations"
         yield Caveat("BUDGET", f"{text}: what protects is the sum, not the alpha of one; lower alpha or rounds")

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,6 +29,8 @@ from sottovoce.noise import GRID_BITS
 from sottovoce.noise.mechanisms import laplace_loss
 from sottovoce.privacy.accountant import FirstRecord, metered
 from sottovoce.privacy.guarantee import Constant, Event, Grounds, Mechanism
+
+Carry = Callable[[int], float]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,7 +44,7 @@ class DualSensitivity:
         smoothness: G, Lipschitz constant of that part in the decision; infinite: unknown.
         ridge: r.
         diameter: l2, of the part of the decision set in which the learner's decisions can differ.
-        carry: `(rounds,)` Lipschitz constant c_t of the decision of round t in the clean dual vector.
+        carry: from a planned round t to c_t, the Lipschitz constant of its decision in the clean dual vector.
         later: bound on c_t beyond the planned rounds; infinite: unknown.
     """
 
@@ -51,12 +54,12 @@ class DualSensitivity:
     smoothness: float
     ridge: float
     diameter: float
-    carry: FloatArray
+    carry: Carry
     later: float
 
     def step(self, t: int, difference: float, replaced: bool) -> float:
         """`D_{t+1}` from `D_t`."""
-        moved = min(self.diameter, float(self.carry[t]) * difference)
+        moved = min(self.diameter, self.carry(t) * difference)
         data = 2.0 * self.gradient_bound
         if not replaced:
             data = min(data, self.smoothness * moved) if moved else 0.0
@@ -156,7 +159,7 @@ def _constants(sensitivity: DualSensitivity) -> dict[str, Constant]:
             sensitivity.gradient_bound, "clipping of the block's gradient, or the loss on rows scaled to feature_bound"
         ),
     }
-    if np.any(sensitivity.carry):
+    if sensitivity.later:
         constants |= {
             "smoothness": Constant(sensitivity.smoothness, "the loss, on rows scaled to feature_bound"),
             "ridge": Constant(sensitivity.ridge, "the loss, exactly"),

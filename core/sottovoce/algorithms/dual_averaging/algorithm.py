@@ -21,11 +21,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
-from sottovoce.algorithms.dual_averaging.accounting import DualAveragingAccountant, DualSensitivity
+from sottovoce.algorithms.dual_averaging.accounting import Carry, DualAveragingAccountant, DualSensitivity
 from sottovoce.algorithms.interface import Heard, Message, Who
 from sottovoce.arrays import Batch, FloatArray
 from sottovoce.decision_sets import Box, DecisionSet
@@ -148,7 +149,7 @@ class DualAveraging:
 
     def _step_size(self, t: int) -> float:
         """`alpha_t`; in round 0 there is nothing that it could scale."""
-        return self.step / math.sqrt(max(t, 1))
+        return _step_size(self.step, t)
 
     def _block_gradient(self, state: State, batch: Batch) -> FloatArray:
         """u_t, zero off the own block. The exact ridge stays outside the clip: it is no record's."""
@@ -189,10 +190,6 @@ class DualAveraging:
     def sensitivity(self, learner: int) -> DualSensitivity:
         """What moves one learner's messages."""
         block = int(self.owned[learner].sum())
-        alpha = np.array([self._step_size(t) for t in range(self.rounds)])
-        # Each entry replaced by the largest from there on.
-        growing = np.maximum.accumulate((alpha / self.push_weights[:, learner])[::-1])[::-1]
-        carry = np.zeros(self.rounds) if self.noised else growing
         beyond = math.inf if self.push else self._step_size(self.rounds)  # w is not known beyond the planned rounds
         return DualSensitivity(
             block=block,
@@ -201,9 +198,19 @@ class DualAveraging:
             smoothness=self.loss.smoothness if self.mean else math.inf,
             ridge=self.loss.ridge,
             diameter=self.decision_set.diameter(block if isinstance(self.decision_set, Box) else self.dim),
-            carry=carry,
+            carry=self._carry(learner),
             later=0.0 if self.noised else beyond,
         )
+
+    def _carry(self, learner: int) -> Carry:
+        """c_t, by round: never less than a later one."""
+        if self.noised:
+            return _nothing
+        if not self.push:
+            return partial(_step_size, self.step)
+        steps = np.array([self._step_size(t) for t in range(self.rounds)]) / self.push_weights[:, learner]
+        largest: list[float] = np.maximum.accumulate(steps[::-1])[::-1].tolist()
+        return largest.__getitem__
 
     def _natural_bound(self) -> float:
         """l2 bound on the data gradient of a round without clipping."""
@@ -217,6 +224,14 @@ class DualAveraging:
             return 2.0 * math.sqrt(self.dim) * self.gradient_bound / self.sigma
         whole = min(self._natural_bound(), math.sqrt(len(self.owned)) * self.clip)
         return 2.0 * self.factor * whole / self.sigma
+
+
+def _nothing(t: int) -> float:
+    return 0.0
+
+
+def _step_size(step: float, t: int) -> float:
+    return step / math.sqrt(max(t, 1))
 
 
 def _perturbed(state: State) -> Mask | np.bool_:

@@ -21,7 +21,6 @@ from sottovoce.algorithms.setting import Caveat, Setting
 from sottovoce.arrays import MOST_NUMBERS, FloatArray
 from sottovoce.decision_sets import Box
 from sottovoce.errors import SpecError, require
-from sottovoce.network.network import Network
 from sottovoce.registry import LARGEST, SMALLEST
 
 
@@ -82,7 +81,7 @@ class _DualAveragingSpec(AlgorithmSpec):
             shared=shared,
             owned=owned,
             noisy=noisy,
-            push_weights=_push_weights(network, rounds) if push else np.ones((1, setting.n_learners)),
+            push_weights=_push_weights(setting) if push else np.ones((1, setting.n_learners)),
             loss=setting.loss,
             decision_set=setting.decision_set,
         )
@@ -92,6 +91,7 @@ class _DualAveragingSpec(AlgorithmSpec):
         require(unscaled.sigma == 0 or bound < math.inf, "CLIP", f"{text}, {got}")
         algorithm = unscaled
         if self.epsilon is not None:
+            setting.require_end("noise that follows from the epsilon of all rounds (give sigma instead)")
             # Losses of all learners add up where they hold the same loss; elsewhere they are all alike up to w.
             parts = [unscaled.sensitivity(i) for i in range(setting.n_learners)]
             groups = [parts] if shared else [[part] for part in parts]
@@ -171,8 +171,10 @@ def blocks(dim: int, n_learners: int) -> Mask:
     return mask
 
 
-def _push_weights(network: Network, rounds: int) -> FloatArray:
+def _push_weights(setting: Setting) -> FloatArray:
     """`(rounds, learners)`: `w_t` of push-sum, which depends on the network alone."""
+    setting.require_end("push-sum, whose weights are those of all rounds,")
+    network, rounds = setting.network, setting.rounds
     if rounds * network.n_learners > MOST_NUMBERS:
         raise MemoryError  # build_run says so in words
     weights = np.ones((rounds, network.n_learners))

@@ -93,8 +93,9 @@ def problem_of(setting: Setting) -> Problem:
     """Read off the setting.
 
     Raises:
-        CheckFailed: ORIGIN.
+        CheckFailed: ORIGIN or ENDLESS.
     """
+    setting.require_end("an algorithm whose regularization follows from the number of rounds")
     if not setting.decision_set.contains_origin:
         raise CheckFailed("ORIGIN", "the decision set must contain the origin (Assumption 3.1), got one that does not")
     radius = setting.decision_set.largest_norm(setting.dim)

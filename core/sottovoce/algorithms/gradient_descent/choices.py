@@ -143,6 +143,8 @@ class CalibratedNoise(Section):
 
     def _factor(self, epsilon: float, setting: Setting, change: float) -> float:
         """`sqrt(n) C / epsilon`, less what the lattice costs."""
+        if self.charged == "every_round":
+            setting.require_end("noise that shares its epsilon among all rounds (charged: every_round)")
         lattice = setting.dim * 2.0**-GRID_BITS
         share = epsilon / (setting.rounds if self.charged == "every_round" else 1) - lattice
         text = f"noise.epsilon must be above {lattice:.3g} a message, what rounding to the lattice costs"

@@ -186,6 +186,7 @@ def _divided(schedule: Schedule, divisors: tuple[float, ...], t: int) -> float:
 
 def _own_shares(setting: Setting) -> FloatArray:
     """`[e_t]_i` of every round and learner, `(rounds, learners)`: the diagonal of `W_{t-1} … W_0`."""
+    setting.require_end("dpsr, which divides the steps of all rounds beforehand,")
     if setting.rounds * setting.n_learners > MOST_NUMBERS:
         raise MemoryError  # build_run says so in words
     product, shares = np.eye(setting.n_learners), np.empty((setting.rounds, setting.n_learners))
