@@ -44,7 +44,7 @@ def wheel(session: nox.Session) -> str:
 @nox.session(python=PYTHONS)
 def tests(session: nox.Session) -> None:
     """All tests, on every Python; arguments go to pytest."""
-    session.install(f"{wheel(session)}[audit,test]")
+    session.install(f"{wheel(session)}[audit,river,test]")
     session.run("pytest", *session.posargs)
 
 
@@ -74,7 +74,7 @@ def torch(session: nox.Session) -> None:
 @nox.session(python=PYTHONS)
 def coverage(session: nox.Session) -> None:
     """The quick tests, and how much of every house they reach: no less than its floor. Cheap from Python 3.12 on."""
-    session.install(f"{wheel(session)}[audit,test]")
+    session.install(f"{wheel(session)}[audit,river,test]")
     folder = Path(session.create_tmp()).resolve()
     sysmon = {} if session.python == "3.11" else {"COVERAGE_CORE": "sysmon"}
     environment = {"COVERAGE_FILE": str(folder / "coverage"), **sysmon}

@@ -3,7 +3,8 @@
 
 Ingest: records of d = 117 into one learner of two, over loopback, with receipts that outlive the learner's process; beside a bare
 gRPC stream of the same messages, whose server answers every sixteenth and does nothing else. They take turns, each server in a
-process of its own. Predict: one record a call, so many calls a second, while rounds go on. Nothing is asserted.
+process of its own. Predict: one record a call, so many calls a second, while rounds go on; and a stream of records, as fast as
+it is answered. Nothing is asserted.
 """
 
 from __future__ import annotations
@@ -103,6 +104,21 @@ async def predict(rate: int, seconds: float) -> list[float]:
     return took
 
 
+async def predictions(seconds: float) -> float:
+    """Records/s of a stream, one by one."""
+    record, began = np.zeros(DIM - 1), time.monotonic()
+
+    async def coming() -> AsyncIterator[Any]:
+        while time.monotonic() - began < seconds:
+            yield record
+
+    async with learner(0.01) as (one, _):
+        began, answered = time.monotonic(), 0
+        async for _ in one.predictions(coming()):
+            answered += 1
+        return answered / (time.monotonic() - began)
+
+
 # ---- the floor -------------------------------------------------------------------------------------------------------
 
 
@@ -180,6 +196,7 @@ def main() -> None:
     console.print(
         f"predict, {given.rate} calls/s, 100 rounds/s: p50 {p50:.2f} ms, p99 {p99:.2f} ms, most {max(took):.2f} ms"
     )
+    console.print(f"predictions of a stream: {asyncio.run(predictions(given.seconds)):,.0f} records/s")
     console.print("targets: " + ", ".join(f"{name} {value}" for name, value in TARGETS.items()))
 
 

@@ -10,7 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
+from sottovoce.spec import parse_spec
 from tests.services.network import network
 
 CHECKOUT = Path(__file__).resolve().parent.parent
@@ -26,6 +28,12 @@ WRITES = {"sweep": ["sweep.csv", "sweep.pdf", "sweep.svg", "sweep.tex"]}
 NEEDS = {"sweep": ["matplotlib"]}
 OTHERS = {"gossip", "services"}
 """Scripts with a test of their own."""
+LIVE = {
+    "delayed_labels": r"JoinCounts\(joined=\d\d, .*labelled_again=0\)\n(\d\d) predictions judged",
+    "river_pipeline": r"Accuracy: \d+\.\d+%\n.*Accuracy: .* ROCAUC: .* drifts \[",
+    "sklearn_pipeline": r"(accuracy \d\.\d\d\n){10}\['home' 'died'\]",
+}
+"""What scripts print that learn on the learner of docs/live.md."""
 
 
 async def _output(folder: Path, name: str, *arguments: str) -> str:
@@ -40,7 +48,7 @@ async def _output(folder: Path, name: str, *arguments: str) -> str:
 
 
 def test_every_script_is_tried() -> None:
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*SAYS, *OTHERS}
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*SAYS, *OTHERS, *LIVE}
 
 
 @pytest.mark.parametrize("name", SAYS)
@@ -58,6 +66,21 @@ async def test_services_that_are_up_run_an_experiment(tmp_path: Path) -> None:
 
     assert said.splitlines()[-1] == "finished"
     assert "round 50, epsilon" in said
+
+
+@pytest.mark.parametrize("name", LIVE)
+async def test_a_learner_of_live_records_learns_from_a_script(name: str, tmp_path: Path) -> None:
+    needs = {"river_pipeline": "river", "sklearn_pipeline": "sklearn"}
+    if name in needs:
+        pytest.importorskip(needs[name])
+    page = (CHECKOUT / "docs" / "live.md").read_text(encoding="utf-8")
+    document = yaml.safe_load(re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)[0])
+    spec = parse_spec(document, imports=False)
+    async with network(tmp_path, list(spec.names)) as up:
+        await up.start(spec, spec.data.width or 0)
+        said = await _output(tmp_path, name, up.addresses["north"])
+
+    assert re.fullmatch(f"{LIVE[name]}.*", said.rstrip(), re.DOTALL), said
 
 
 def test_gossip_is_what_the_page_shows() -> None:

@@ -11,6 +11,8 @@ __all__ = (
     "DataError",
     "Experiment",
     "Guarantee",
+    "LabelJoin",
+    "Prequential",
     "Simulation",
     "SottovoceError",
     "SpecError",
@@ -29,6 +31,7 @@ _PLACES = {
     "DataError": "sottovoce.errors",
     "Experiment": "sottovoce.experiment",
     "Guarantee": "sottovoce.privacy.guarantee",
+    "LabelJoin": "sottovoce.data.joining",
     "Simulation": "sottovoce.door",
     "SottovoceError": "sottovoce.errors",
     "SpecError": "sottovoce.errors",
@@ -38,6 +41,7 @@ _PLACES = {
     "simulate": "sottovoce.door",
     # Of the client, which knows the network and this machine's processes. The core imports neither: it names them by string
     # alone, for who has the door has the whole house.
+    "Prequential": "sottovoce_client.live.prequential",
     "connect": "sottovoce_client.deployment",
     "connect_learner": "sottovoce_client.live.learner",
     "sweep": "sottovoce_client.running.sweep",

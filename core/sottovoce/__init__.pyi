@@ -1,6 +1,7 @@
 # What type checkers and editors see of the door: a stub, for the names of the client may be imported here, and not by the core.
 
 from sottovoce.auditing.audit import Audit as Audit
+from sottovoce.data.joining import LabelJoin as LabelJoin
 from sottovoce.door import Simulation as Simulation
 from sottovoce.door import audit as audit
 from sottovoce.door import simulate as simulate
@@ -13,6 +14,7 @@ from sottovoce.privacy.guarantee import Guarantee as Guarantee
 from sottovoce.table import Table as Table
 from sottovoce_client.deployment import connect as connect
 from sottovoce_client.live.learner import connect_learner as connect_learner
+from sottovoce_client.live.prequential import Prequential as Prequential
 from sottovoce_client.running.sweep import sweep as sweep
 
 __all__: tuple[str, ...]

@@ -26,6 +26,8 @@ NAMES = [
     "DataError",
     "Experiment",
     "Guarantee",
+    "LabelJoin",
+    "Prequential",
     "Simulation",
     "SottovoceError",
     "SpecError",

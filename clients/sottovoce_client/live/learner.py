@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import numpy as np
@@ -28,10 +28,13 @@ from sottovoce_rpc.specs import spec_from_wire
 from sottovoce_rpc.tasks import Tasks
 from sottovoce_wire.v1 import learner_pb2, learner_pb2_grpc
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from sottovoce_client.live.plain import PlainLearner
 
 CONNECT_S = 10.0
 _CALL_S, _LOOK_S = 30.0, 0.5
+_MOST_CALLS, _AHEAD = 64, 1_024
+"""Predictions asked for at a time, and records read ahead of them."""
 _NO_RUN_S = 0.2
 
 
@@ -40,14 +43,19 @@ class Prediction:
     """What the model in use says of records.
 
     Attributes:
-        labels: `(records,)`: names of classes where the schema has a name for each, else numbers of the loss's domain.
+        labels: `(records,)`: classes, as the records have them where the schema has a label for each, else by number; or
+            numbers, in the unit of the records.
         scores: `(records, ...)`, as the loss scores.
         rounds_done: that the model has learned from.
+        classes: that there are; None: labels are numbers.
+        probabilities: `(records, classes)`; None: the loss gives none.
     """
 
     labels: list[str | float]
     scores: FloatArray
     rounds_done: int
+    classes: tuple[str | float, ...] | None = None
+    probabilities: FloatArray | None = None
 
 
 class ConnectedLearner:
@@ -76,7 +84,7 @@ class ConnectedLearner:
         self.spec: RunSpec = spec_from_wire(told.spec, imports=imports)
         self.records = LiveRecords.of(self.spec.data, self.spec.loss)
         self._sender = Sender(at, source, told.run_id, position_of(told.receipt), patience_s, tasks)
-        self._turn = asyncio.Lock()
+        self._tasks, self._turn, self._calls = tasks, asyncio.Lock(), asyncio.Semaphore(_MOST_CALLS)
 
     @property
     def position(self) -> int:
@@ -101,20 +109,26 @@ class ConnectedLearner:
             NotReady: the run is over.
             Unavailable: the learner is away for too long.
         """
-        found = self.records.encode(records, labels)
-        if found.refused:
-            row, why = next(iter(found.refused.items()))
-            more = "" if len(found.refused) == 1 else f", and {len(found.refused) - 1} more do not fit"
-            raise DataError(f"record {row} (counted from 0) does not fit: {why}{more}")
-        n, given = len(found.labels), None if positions is None else _rising(positions, len(found.labels))
+        found = self.records.fitting(records, labels)
+        given = None if positions is None else _rising(positions, len(found.labels))
+        return await self.feed_encoded(found.features, found.labels, given)
+
+    async def feed_encoded(self, features: FloatArray, labels: FloatArray, positions: IntArray | None = None) -> int:
+        """As `feed`, of what `records.encode` gave.
+
+        Args:
+            features: `(records, features)`.
+            labels: `(records,)`.
+            positions: `(records,)`, ascending.
+        """
         async with self._turn:  # who came first is sent first
             first = self._sender.last + 1
-            places = np.arange(first, first + n) if given is None else given
+            places = np.arange(first, first + len(labels)) if positions is None else positions
             old = int(np.searchsorted(places, first))
             again = self._sender.under_way(int(places[old - 1])) if old else []
-            kept = again + await self._sender.put(found.features[old:], found.labels[old:], places[old:])
+            kept = again + await self._sender.put(features[old:], labels[old:], places[old:])
         await asyncio.gather(*map(asyncio.shield, kept))
-        return n - old
+        return len(labels) - old
 
     async def predict(self, records: Any) -> Prediction:
         """What the model in use says of records, where the run opted in (`telemetry.predict`).
@@ -127,14 +141,54 @@ class ConnectedLearner:
             NotReady: the run did not opt in.
             Unavailable: the learner does not answer.
         """
-        found = self.records.encode(records, labelled=False)
-        if found.refused:
-            row, why = next(iter(found.refused.items()))
-            raise DataError(f"record {row} (counted from 0) does not fit: {why}")
-        request = learner_pb2.PredictRequest(features=to_tensor(found.features))
-        answer = await self._asked(self._stub.Predict(request, timeout=_CALL_S))
-        labels = self.records.named(from_tensor(answer.labels))
-        return Prediction(labels, from_tensor(answer.scores), answer.rounds_done)
+        return await self._predicted(self.records.fitting(records, labelled=False).features)
+
+    async def predictions(self, records: AsyncIterable[Any]) -> AsyncGenerator[Prediction, None]:
+        """What the model in use says of each record of a stream, in order, however fast they come.
+
+        One call at a time is under way; what came meanwhile is asked for together in the next one.
+
+        Args:
+            records: each a mapping of fields to values, or numbers `(features,)`.
+
+        Yields:
+            A prediction of one record for each of them.
+
+        Raises:
+            DataError: one of them does not fit, by its number and a reason; those before it are answered.
+            NotReady, Unavailable: as `predict`.
+        """
+        coming: asyncio.Queue[Any] = asyncio.Queue(_AHEAD)
+        reading = self._tasks.start(_read(records, coming))
+        try:
+            at, over = 0, False
+            while not over:
+                together = [await coming.get()]
+                while not coming.empty():
+                    together.append(coming.get_nowait())
+                if over := together[-1] is _END:
+                    together.pop()
+                if not together:
+                    break
+                found = self.records.encode(together, labelled=False)
+                fitting = min(found.refused, default=len(together))
+                if fitting:
+                    for each in _apart(await self._predicted(found.features[:fitting])):
+                        yield each
+                if found.refused:
+                    raise DataError(f"record {at + fitting} (counted from 0) does not fit: {found.refused[fitting]}")
+                at += len(together)
+            await reading  # it may have failed
+        finally:
+            reading.cancel()
+
+    async def _predicted(self, features: FloatArray) -> Prediction:
+        async with self._calls:  # of which a connection has few, and more would be refused
+            request = learner_pb2.PredictRequest(features=to_tensor(features))
+            answer = await self._asked(self._stub.Predict(request, timeout=_CALL_S))
+        scores, labels = from_tensor(answer.scores), from_tensor(answer.labels)
+        classes, chances = self.records.classes, self.spec.loss.probabilities(scores)
+        return Prediction(self.records.told(scores, labels), scores, answer.rounds_done, classes, chances)
 
     async def status(self) -> LearnerStatus:
         """How far the learner is, and what it has spent.
@@ -164,6 +218,27 @@ class ConnectedLearner:
             raise self._at.error(error) from None
 
 
+_END = object()
+
+
+async def _read(records: AsyncIterable[Any], into: asyncio.Queue[Any]) -> None:
+    """Read a stream, not much faster than it is taken, and say when it is over."""
+    reading = asyncio.current_task()
+    try:
+        async for each in records:
+            await into.put(each)
+    finally:
+        if reading is None or not reading.cancelling():  # else nobody takes anything more
+            await into.put(_END)
+
+
+def _apart(found: Prediction) -> Iterator[Prediction]:
+    """Each record's own."""
+    for row, label in enumerate(found.labels):
+        chances = None if found.probabilities is None else found.probabilities[row : row + 1]
+        yield Prediction([label], found.scores[row : row + 1], found.rounds_done, found.classes, chances)
+
+
 def _rising(positions: Sequence[int], records: int) -> IntArray:
     """Positions as they may be.
 
@@ -177,53 +252,6 @@ def _rising(positions: Sequence[int], records: int) -> IntArray:
     if given.shape != (records,) or (np.diff(given, prepend=-1) <= 0).any():
         raise DataError(f"positions must be whole numbers, one for each of {records} records, ascending from 0")
     return given
-
-
-class PlainLearner:
-    """The same without `await`: a `ConnectedLearner` on a thread of its own. `with connect_learner(...)` makes it.
-
-    Attributes:
-        run_id, spec, records, source: as of `ConnectedLearner`.
-    """
-
-    def __init__(self, learner: ConnectedLearner, loop: asyncio.AbstractEventLoop) -> None:
-        self._learner, self._loop = learner, loop
-        self.run_id, self.spec, self.records, self.source = (
-            learner.run_id,
-            learner.spec,
-            learner.records,
-            learner.source,
-        )
-
-    @property
-    def position(self) -> int:
-        """As of `ConnectedLearner`."""
-        return self._learner.position
-
-    def feed(self, records: Any, labels: Any = None, *, positions: Sequence[int] | None = None) -> int:
-        """As of `ConnectedLearner`."""
-        return self._wait(self._learner.feed(records, labels, positions=positions))
-
-    def predict(self, records: Any) -> Prediction:
-        """As of `ConnectedLearner`."""
-        return self._wait(self._learner.predict(records))
-
-    def status(self) -> LearnerStatus:
-        """As of `ConnectedLearner`."""
-        return self._wait(self._learner.status())
-
-    def watch(self, every_s: float = _LOOK_S) -> Iterator[LearnerStatus]:
-        """As of `ConnectedLearner`."""
-        looks = self._learner.watch(every_s)
-
-        async def look() -> LearnerStatus | None:
-            return await anext(looks, None)
-
-        while (status := self._wait(look())) is not None:
-            yield status
-
-    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
 
 class connect_learner:  # noqa: N801 - it reads as a function, and is entered in two ways
@@ -300,14 +328,20 @@ class connect_learner:  # noqa: N801 - it reads as a function, and is entered in
         await self._channel.close()
 
     def __enter__(self) -> PlainLearner:
+        from sottovoce_client.live.plain import PlainLearner
+
         loop = _background()
         entered: Future[ConnectedLearner] = asyncio.run_coroutine_threadsafe(self.__aenter__(), loop)
-        return PlainLearner(entered.result(), loop)
+        self._plain = PlainLearner(entered.result(), loop)
+        return self._plain
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        asyncio.run_coroutine_threadsafe(self.__aexit__(kind, error, trace), _background()).result()
+        try:
+            self._plain.end(kind)
+        finally:
+            asyncio.run_coroutine_threadsafe(self.__aexit__(kind, error, trace), _background()).result()
 
 
 @cache

@@ -145,9 +145,22 @@ class Label(Typed):
         """What the class numbers 0, 1, ... stand for; None: it is a number."""
         return None
 
+    @property
+    def values(self) -> tuple[str | float, ...]:
+        """The classes as a record has them: words, numbers, or False and True."""
+        return self.classes or ()
+
+    def unscaled(self, labels: FloatArray) -> FloatArray:
+        """Numbers as a record has them, of such as are learned, `(...)`."""
+        return labels
+
 
 class NumberLabel(NumberType, Label):
     """A number within declared bounds, which are scaled onto [-1, 1]."""
+
+    def unscaled(self, labels: FloatArray) -> FloatArray:
+        low, high = self.bounds
+        return low + (labels + 1.0) * ((high - low) / 2.0)
 
 
 class CategoryLabel(CategoryType, Label):
@@ -159,6 +172,10 @@ class CategoryLabel(CategoryType, Label):
     def classes(self) -> tuple[str, ...]:
         return self.words
 
+    @property
+    def values(self) -> tuple[str | float, ...]:
+        return self.categories
+
 
 class BooleanLabel(BooleanType, Label):
     """False, which is class 0, or true, which is class 1."""
@@ -169,6 +186,10 @@ class BooleanLabel(BooleanType, Label):
     @property
     def classes(self) -> tuple[str, ...]:
         return ("false", "true")
+
+    @property
+    def values(self) -> tuple[str | float, ...]:
+        return (False, True)
 
 
 LABELS: Registry[Label] = Registry(

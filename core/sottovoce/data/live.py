@@ -107,14 +107,51 @@ class LiveRecords:
             as_floats(features[fits]), given[fits] if labelled else given, None, fits, dict(sorted(refused.items()))
         )
 
-    def named(self, labels: FloatArray) -> list[str | float]:
-        """Labels that a model gives, `(records,)`, by the names of their classes where each class has a label of its own."""
-        values = None if self.encoder is None else self.encoder.values
-        classes = None if self.encoder is None else self.encoder.schema.label.classes
-        if values is None or classes is None or len(set(values)) < len(values):
-            return list(labels.tolist())
-        by_value = dict(zip(values, classes, strict=True))
-        return [by_value[value] for value in labels.tolist()]
+    def fitting(self, records: Any, labels: Any = None, *, labelled: bool = True) -> Encoded:
+        """As `encode`, of records that all fit.
+
+        Raises:
+            DataError: one of them does not, by its number and a reason.
+        """
+        found = self.encode(records, labels, labelled=labelled)
+        if found.refused:
+            row, why = next(iter(found.refused.items()))
+            more = "" if len(found.refused) == 1 else f", and {len(found.refused) - 1} more do not fit"
+            raise DataError(f"record {row} (counted from 0) does not fit: {why}{more}")
+        return found
+
+    @property
+    def folded(self) -> bool:
+        """Do several of the schema's labels count as one class of the loss?"""
+        values = () if self.encoder is None else self.encoder.values or ()
+        return len(set(values)) < len(values)
+
+    @property
+    def classes(self) -> tuple[str | float, ...] | None:
+        """What the loss's classes 0, 1, ... are called; None: labels are numbers.
+
+        As the records have them, where the schema has a label for each; else, and beyond those, by their numbers.
+        """
+        n = self.loss.n_classes
+        if n is None:
+            return None
+        called: list[str | float] = list(range(n))
+        if self.encoder is not None and self.encoder.values is not None and not self.folded:
+            for place, label in zip(self.encoder.values, self.encoder.schema.label.values, strict=True):
+                called[int(place)] = label
+        return tuple(called)
+
+    def told(self, scores: FloatArray, labels: FloatArray) -> list[str | float]:
+        """What a model says of records, as they have their labels.
+
+        Args:
+            scores: `(records, ...)`.
+            labels: `(records,)`, which the loss makes of them where it has classes.
+        """
+        classes = self.classes
+        if classes is not None:
+            return [classes[int(label)] for label in labels]
+        return list((scores if self.encoder is None else self.encoder.schema.label.unscaled(scores)).tolist())
 
 
 def _columns(table: Any) -> Mapping[str, Any] | None:

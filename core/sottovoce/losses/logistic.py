@@ -53,6 +53,9 @@ class Logistic(MarginLoss):
     def value(self, scores: FloatArray, labels: FloatArray) -> FloatArray:
         return np.logaddexp(0.0, scores) - labels * scores
 
+    def probabilities(self, scores: FloatArray) -> FloatArray:
+        return np.stack([sigmoid(-scores), sigmoid(scores)], axis=-1)
+
 
 class PassGlm(Quadratic):
     """The logistic loss's quadratic approximation (PASS-GLM: Huggins, Adams & Broderick 2017, with M = 2). P = 1/2.

@@ -104,6 +104,10 @@ class Loss(Section, ABC):
     def classify(self, scores: FloatArray) -> FloatArray:
         """Scores as labels of the loss's domain, `(..., records)`."""
 
+    def probabilities(self, scores: FloatArray) -> FloatArray | None:
+        """What scores say of each class's chance, `(..., records, classes)`; None: they say no such thing."""
+        return None
+
 
 def mean_gradient(loss: Loss, theta: FloatArray, batch: Batch) -> FloatArray:
     """Mean of the batch's clipped data gradients, without the ridge: `(..., dim)`; zero for a round without records."""

@@ -75,6 +75,11 @@ class Softmax(Loss):
     def classify(self, scores: FloatArray) -> FloatArray:
         return as_floats(scores.argmax(axis=-1))
 
+    def probabilities(self, scores: FloatArray) -> FloatArray:
+        chances: FloatArray = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        chances /= chances.sum(axis=-1, keepdims=True)
+        return chances
+
     def _scores(self, theta: FloatArray, features: FloatArray) -> FloatArray:
         """`(..., classes, records)`."""
         scores: FloatArray = np.matmul(self._matrix(theta, features), features.swapaxes(-1, -2))
