@@ -1,0 +1,404 @@
+"""Asking the services: once a second for all browsers together, and not at all while nobody looks."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass, replace
+from datetime import UTC
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import grpc
+from pydantic_core import to_json
+
+import sottovoce
+from sottovoce.errors import NotReady, SottovoceError
+from sottovoce.plain import plain
+from sottovoce_client.web.files import Files, Results
+from sottovoce_client.web.plans import Plan, Way, plan_of
+from sottovoce_client.web.view import (
+    CaptureLine,
+    Count,
+    Course,
+    History,
+    Look,
+    Page,
+    Problem,
+    RunLine,
+    RunView,
+    WatchView,
+    run_view,
+)
+from sottovoce_client.web.watching import read_watch
+from sottovoce_rpc.credentials import Credentials
+from sottovoce_rpc.learner_status import LearnerStatus
+from sottovoce_rpc.misconduct import misconduct_lines
+from sottovoce_rpc.principals import Role
+from sottovoce_rpc.server import channel
+from sottovoce_rpc.status import as_error
+from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc, eavesdropper_pb2, eavesdropper_pb2_grpc
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+LOOK_S = 1.0
+_LISTS_S, _FILES_S = 5.0, 10.0
+"""How often lists are asked for, and the folder is looked through."""
+_CALL_S = 4.0
+_MOST_RUNS, _MOST_CAPTURES = 50, 50
+MOST_LOOKING = 32
+"""Browsers at a time."""
+_KNOWN = 16
+"""Runs whose looks are remembered."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where services listen, and who asks them.
+
+    Attributes:
+        coordinator, eavesdropper: addresses; empty: there is none.
+        identity: folder of an operator's; None: there is none.
+    """
+
+    coordinator: str = ""
+    eavesdropper: str = ""
+    identity: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the console was asked to show.
+
+    Attributes:
+        folder: of results, in whose `services.json` addresses stand while `sottovoce up` runs there; None: there is none.
+        places: given by hand; they win.
+        watch: where a watch tells its numbers; empty: there is none.
+        insecure: speak in the clear to other machines, too.
+    """
+
+    folder: Path | None = None
+    places: Places = Places()  # noqa: RUF009 - it is frozen
+    watch: str = ""
+    insecure: bool = False
+
+    def now(self) -> Places:
+        """Where services are now.
+
+        Raises:
+            NotReady: nobody says where the coordinator is.
+        """
+        found = _told_in(self.folder)
+        places = Places(
+            self.places.coordinator or found.coordinator,
+            self.places.eavesdropper or ("" if self.places.coordinator else found.eavesdropper),
+            self.places.identity or found.identity,
+        )
+        if not places.coordinator:
+            raise NotReady(f"no run is up in {self.folder}: `sottovoce up` writes services.json there while one is")
+        return places
+
+
+def _told_in(folder: Path | None) -> Places:
+    """What `services.json` says; nothing where there is none."""
+    try:
+        told = json.loads((folder / "services.json").read_text(encoding="utf-8")) if folder is not None else {}
+        identity = Path(told["identity"]) if told.get("identity") else None
+        return Places(str(told.get("coordinator") or ""), str(told.get("eavesdropper") or ""), identity)
+    except (OSError, ValueError, TypeError, AttributeError):
+        return Places()
+
+
+class Gathering:
+    """What is known, for all who look; `run` asks for it."""
+
+    def __init__(self, asked: Asked, clock: Callable[[], float] = time.monotonic) -> None:
+        self._asked, self._clock = asked, clock
+        self.files = Files(asked.folder)
+        self._services: _Services | None = None
+        self._lookers: Counter[str] = Counter()
+        self._wanted, self._ended = asyncio.Event(), False
+        self._changed, self._turn = asyncio.Condition(), 0
+        self._pages: dict[str, bytes] = {}
+        self._known: dict[str, tuple[int, Plan, History, RunView]] = {}
+        self._runs: tuple[RunLine, ...] = ()
+        self._captures: tuple[CaptureLine, ...] = ()
+        self._results, self._watched = Results(), tuple[WatchView, ...]()
+        self._problems: dict[str, Problem] = {}
+        self._due: dict[str, float] = {}
+
+    @property
+    def full(self) -> bool:
+        """Whether nobody more may look."""
+        return self._lookers.total() >= MOST_LOOKING
+
+    @property
+    def turn(self) -> int:
+        """How often it has looked."""
+        return self._turn
+
+    async def pages(self, run_id: str) -> AsyncIterator[bytes]:
+        """The page as JSON, again at every look; ends when the console does.
+
+        Args:
+            run_id: the run to look at; empty: the newest, one under way before others.
+        """
+        seen = 0
+        with self._looking(run_id):
+            while not self._ended:
+                async with self._changed:
+                    await self._changed.wait_for(lambda: self._ended or (self._turn > seen and run_id in self._pages))
+                seen = self._turn
+                if run_id in self._pages and not self._ended:
+                    yield self._pages[run_id]
+
+    @contextmanager
+    def _looking(self, run_id: str) -> Iterator[None]:
+        self._lookers[run_id] += 1
+        self._wanted.set()
+        try:
+            yield
+        finally:
+            self._lookers[run_id] -= 1
+            self._lookers += Counter()  # drops who is at zero
+            if not self._lookers:
+                self._wanted.clear()
+                self._pages.clear()  # whoever looks next sees what is, not what was
+
+    async def end(self) -> None:
+        """Let all who look go."""
+        async with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    async def run(self) -> None:
+        """Look once a second while anybody does, until cancelled."""
+        async with AsyncExitStack() as stack:
+            while True:
+                await self._wanted.wait()
+                await self._look(stack)
+                await asyncio.sleep(LOOK_S)
+
+    # ---- one look -----------------------------------------------------------------------------------------
+
+    async def _look(self, stack: AsyncExitStack) -> None:
+        await self._try("services", self._connect(stack))
+        if self._services is not None:
+            await self._every(_LISTS_S, "runs", self._list_runs)
+            if self._services.eavesdropper is not None:
+                await self._every(_LISTS_S, "captures", self._list_captures)
+        await self._every(_FILES_S, "files", self._look_through)
+        if self._asked.watch:
+            await self._every(2 * LOOK_S, "watch", self._watch)
+        looked = {wanted: wanted or self._newest() for wanted in tuple(self._lookers)}
+        for run_id in set(looked.values()) - {""} if self._services is not None else ():
+            await self._try(f"run {run_id}", self._ask(run_id))
+        asked = {f"run {run_id}" for run_id in looked.values()}
+        for stale in [what for what in self._problems if what.startswith("run ") and what not in asked]:
+            del self._problems[stale]
+        self._pages = {wanted: to_json(self._page(run_id), inf_nan_mode="strings") for wanted, run_id in looked.items()}
+        async with self._changed:
+            self._turn += 1
+            self._changed.notify_all()
+
+    async def _every(self, seconds: float, what: str, work: Callable[[], Awaitable[None]]) -> None:
+        """Do so where it is due; what failed is due at once."""
+        if what in self._problems or self._clock() >= self._due.get(what, 0.0):
+            self._due[what] = self._clock() + seconds
+            await self._try(what, work())
+
+    async def _try(self, what: str, work: Awaitable[None]) -> None:
+        """Do something, and remember why it could not be done, and since when."""
+        try:
+            await work
+            self._problems.pop(what, None)
+        except SottovoceError as error:
+            before = self._problems.get(what)
+            self._problems[what] = Problem(plain(str(error)), time.time() if before is None else before.since)
+
+    async def _connect(self, stack: AsyncExitStack) -> None:
+        """To where the services are now."""
+        try:
+            places = await asyncio.to_thread(self._asked.now)
+        except NotReady:
+            self._services = None
+            await stack.aclose()
+            raise
+        if self._services is None or self._services.places != places:
+            self._services = None
+            await stack.aclose()
+            self._services = await _Services.reach(places, self._asked.insecure, stack)
+            self._due.clear()
+
+    async def _list_runs(self) -> None:
+        assert self._services is not None  # noqa: S101 - `_look` has seen to it
+        self._runs = tuple(map(_run_line, await self._services.runs()))
+
+    async def _list_captures(self) -> None:
+        assert self._services is not None  # noqa: S101 - as above
+        self._captures = tuple(map(_capture_line, await self._services.captures()))
+
+    async def _look_through(self) -> None:
+        self._results = await asyncio.to_thread(self.files.results)
+
+    async def _watch(self) -> None:
+        self._watched = ()  # what is old is not shown
+        self._watched = await asyncio.to_thread(read_watch, self._asked.watch)
+
+    async def _ask(self, run_id: str) -> None:
+        """How a run stands."""
+        assert self._services is not None  # noqa: S101 - as above
+        told = await self._services.run(run_id)
+        known = self._known.get(run_id)
+        if known is None or known[0] != told.attempt:  # or learners have left or joined
+            known = (told.attempt, plan_of(told.spec), History())
+        attempt, plan, history = known[:3]
+        heard = None if plan.capture == "none" else await self._services.heard(run_id)
+        history.add(_look_at(told, heard, self._clock()))
+        self._known.pop(run_id, None)
+        self._known[run_id] = (attempt, plan, history, run_view(_course(told), plan, history))
+        while len(self._known) > _KNOWN:
+            self._known.pop(next(iter(self._known)))
+
+    def _newest(self) -> str:
+        """The run to look at where nobody says which: under way before others, then the newest."""
+        under_way = [each.run_id for each in self._runs if each.ended is None]
+        return next(iter([*under_way, *(each.run_id for each in self._runs)]), "")
+
+    def _page(self, run_id: str) -> Page:
+        shown = self._known[run_id][3] if run_id in self._known else None
+        own = {
+            what: told
+            for what, told in self._problems.items()
+            if not what.startswith("run ") or what == f"run {run_id}"
+        }
+        away = bool(own.keys() & {"services", "runs", f"run {run_id}"})
+        if shown is not None and away and (ended := self._results.ended.get(run_id)) is not None:
+            shown = replace(
+                shown, state=ended[0], detail=ended[1]
+            )  # its services are gone; its results say how it ended
+        watched = [each for each in self._watched if shown is not None and each.run == shown.name]
+        return Page(
+            at=time.time(),
+            version=sottovoce.__version__,
+            run=shown,
+            runs=self._runs,
+            captures=merged(self._captures, self._results.captures),
+            reports=self._results.reports,
+            watch=watched[0] if watched else None,
+            problems=tuple({each.text: each for each in own.values()}.values()),
+            folder=plain(str(self._asked.folder or "")),
+        )
+
+
+class _Services:
+    """Channels to a coordinator and, where there is one, an eavesdropper."""
+
+    def __init__(self, places: Places, coordinator: Any, eavesdropper: Any) -> None:
+        self.places, self.coordinator, self.eavesdropper = places, coordinator, eavesdropper
+
+    @classmethod
+    async def reach(cls, places: Places, insecure: bool, stack: AsyncExitStack) -> _Services:
+        """Open the channels; they find out by themselves who is there."""
+        credentials = Credentials(places.identity, insecure)
+        to = await stack.enter_async_context(channel(places.coordinator, Role.COORDINATOR, credentials=credentials))
+        coordinator, eavesdropper = coordinator_pb2_grpc.CoordinatorStub(to), None
+        if places.eavesdropper:
+            to = await stack.enter_async_context(
+                channel(places.eavesdropper, Role.EAVESDROPPER, credentials=credentials)
+            )
+            eavesdropper = eavesdropper_pb2_grpc.EavesdropperStub(to)
+        return cls(places, coordinator, eavesdropper)
+
+    async def runs(self) -> list[coordinator_pb2.Run]:
+        request = coordinator_pb2.ListRunsRequest(page_size=_MOST_RUNS)
+        return list((await self._of_coordinator(self.coordinator.ListRuns(request, timeout=_CALL_S))).runs)
+
+    async def run(self, run_id: str) -> coordinator_pb2.Run:
+        request = coordinator_pb2.GetRunRequest(run_id=run_id)
+        return await self._of_coordinator(self.coordinator.GetRun(request, timeout=_CALL_S))
+
+    async def captures(self) -> list[eavesdropper_pb2.CaptureInfo]:
+        request = eavesdropper_pb2.ListCapturesRequest(page_size=_MOST_CAPTURES)
+        answer = self.eavesdropper.ListCaptures(request, timeout=_CALL_S)
+        return list((await _answer(answer, f"the eavesdropper at {self.places.eavesdropper}")).captures)
+
+    async def heard(self, run_id: str) -> Mapping[Way, Count] | None:
+        """What the eavesdropper counted on every way; None: nobody tells."""
+        return None
+
+    async def _of_coordinator(self, call: Awaitable[T]) -> T:
+        return await _answer(call, f"the coordinator at {self.places.coordinator}")
+
+
+async def _answer(call: Awaitable[T], who: str) -> T:
+    try:
+        return await call
+    except grpc.aio.AioRpcError as error:
+        raise as_error(error, who) from None
+
+
+# ---- what was said, as values ------------------------------------------------------------------------------------------
+
+
+def _course(run: coordinator_pb2.Run) -> Course:
+    notices = [*misconduct_lines(run), *([run.capture_error] if run.capture_error else [])]
+    line = _run_line(run)
+    return Course(
+        line.run_id,
+        line.state,
+        line.detail,
+        line.started,
+        line.ended,
+        tuple(map(plain, notices)),
+        plain(run.capture_location),
+    )
+
+
+def _run_line(run: coordinator_pb2.Run) -> RunLine:
+    statuses = tuple(LearnerStatus.from_wire(each.status) for each in run.learners)
+    return RunLine(
+        run_id=plain(run.run_id),
+        state=coordinator_pb2.RunState.Name(run.state).removeprefix("RUN_STATE_").lower(),
+        detail=plain(run.detail),
+        started=run.started_at.ToDatetime(UTC).timestamp(),
+        ended=run.ended_at.ToDatetime(UTC).timestamp() if run.HasField("ended_at") else None,
+        round=Look(0.0, statuses).round,
+    )
+
+
+def _look_at(run: coordinator_pb2.Run, heard: Mapping[Way, Count] | None, at: float) -> Look:
+    return Look(
+        at,
+        tuple(LearnerStatus.from_wire(each.status) for each in run.learners),
+        tuple(plain(each.address) for each in run.learners),
+        tuple(
+            each.away_since.ToDatetime(UTC).timestamp() if each.HasField("away_since") else None
+            for each in run.learners
+        ),
+        heard,
+    )
+
+
+def _capture_line(told: eavesdropper_pb2.CaptureInfo) -> CaptureLine:
+    state = told.error or ("open" if told.open else "closed")
+    if told.gaps:
+        state += f"; rounds are missing in {told.gaps} places"
+    location = plain(told.location)
+    return CaptureLine(
+        Path(location).name or location, plain(told.run_id), location, plain(state), told.messages, told.bytes
+    )
+
+
+def merged(told: tuple[CaptureLine, ...], found: tuple[CaptureLine, ...]) -> tuple[CaptureLine, ...]:
+    """Captures that the eavesdropper tells of, with where they can be opened; then those that only lie in the folder."""
+    by_name = {each.name: each for each in found}
+    own = [replace(each, path=by_name[each.name].path) if each.name in by_name else each for each in told]
+    return (*own, *(each for each in found if each.name not in {one.name for one in told}))

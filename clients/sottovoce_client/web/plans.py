@@ -1,0 +1,85 @@
+"""What a run's spec says that does not change from look to look."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from pydantic import ValidationError
+
+from sottovoce.errors import SottovoceError
+from sottovoce.network.roster import Absence, Roster, names_of
+from sottovoce.network.topology import Topology
+from sottovoce_rpc.specs import document_from_wire
+
+_FEW_ROUNDS = 64
+"""Of a network that changes more often, every edge is taken to lead both ways."""
+
+Way = tuple[int, int]
+"""From whom to whom: indices of learners."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is known of a run from its spec; code that it names is not imported.
+
+    Attributes:
+        name: of the run.
+        rounds: planned.
+        algorithm: by name.
+        learners: names.
+        ways: who says something to whom; empty where only code of the run could tell.
+        capture: how it is overheard: `none`, `relay`, `mirror` or `wiretap`.
+        clock: its mode, with the period where it has one.
+        live: whether records come while it goes on.
+        lost: names of learners that the run goes on without.
+    """
+
+    name: str
+    rounds: int
+    algorithm: str
+    learners: tuple[str, ...]
+    ways: tuple[Way, ...]
+    capture: str
+    clock: str
+    live: bool
+    lost: frozenset[str] = frozenset()
+
+
+def plan_of(spec: str) -> Plan:
+    """Read a spec as it crosses the wire.
+
+    Raises:
+        SpecError: it is not JSON, or of a format that is none.
+    """
+    document: Any = document_from_wire(spec)
+    names = names_of(document["learners"])
+    absences = tuple(Absence(**each) for each in document.get("absences") or ())
+    clock, algorithm = document.get("clock") or {}, document["algorithm"]
+    period = clock.get("period_s")
+    return Plan(
+        name=str(document.get("name") or "run"),
+        rounds=int(document["rounds"]),
+        algorithm=str(algorithm.get("name") if isinstance(algorithm, Mapping) else algorithm),
+        learners=names,
+        ways=_ways(document, names, absences),
+        capture=str(document.get("capture") or "none"),
+        clock=f"{clock.get('mode') or 'free'}{f', {period:g} s' if period else ''}",
+        live=(document.get("data") or {}).get("source") == "live",
+        lost=frozenset(each.learner for each in absences if each.unheard),
+    )
+
+
+def _ways(document: Mapping[str, Any], names: tuple[str, ...], absences: tuple[Absence, ...]) -> tuple[Way, ...]:
+    """Who says something to whom in any round."""
+    try:
+        topology = Topology.model_validate(document.get("topology") or {})
+        network = topology.network(len(names), int(document["rounds"]), Roster(names, absences))
+        if network.horizon > _FEW_ROUNDS:
+            return tuple(way for i, j in network.edges for way in ((i, j), (j, i)))
+        heard = np.any([network.at(t).neighbours > 0 for t in range(network.horizon)], axis=0)
+    except (SottovoceError, ValidationError):  # a graph of one's own, which only its code could tell
+        return ()
+    return tuple((int(speaker), int(listener)) for speaker, listener in np.argwhere(heard.T))

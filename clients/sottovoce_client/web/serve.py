@@ -1,0 +1,85 @@
+"""The console as a process: it prints its address, and serves until it is told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from sottovoce.data.files import import_extra
+from sottovoce.errors import SpecError, Unavailable
+from sottovoce_client.web.app import console_app
+from sottovoce_client.web.gather import Asked, Gathering
+from sottovoce_client.web.guard import token_of
+from sottovoce_rpc.loopback import is_loopback
+from sottovoce_rpc.server import serve_until_stopped
+from sottovoce_rpc.tasks import Tasks
+
+_CLOSE_S = 1
+
+
+async def serve_console(asked: Asked, listen: str, token_file: Path | None) -> None:
+    """Serve until told to stop.
+
+    Args:
+        asked: what to show.
+        listen: host:port of this machine; port 0 picks one.
+        token_file: keeps the token for the next time; None: there is a new one each time.
+
+    Raises:
+        SpecError: others could reach the address, the token cannot be used, or the extra is not installed.
+        Unavailable: the address is taken.
+    """
+    uvicorn = import_extra("uvicorn", "uvicorn", "the console", "console")
+    import_extra("starlette", "starlette", "the console", "console")
+    token, listening = token_of(token_file), _listening(listen)
+    host, port = listening.getsockname()[:2]
+    gathering = Gathering(asked)
+    app = console_app(gathering, token, f"sottovoce-console-{port}")
+    config = uvicorn.Config(
+        app, lifespan="off", log_config=None, access_log=False, server_header=False, timeout_graceful_shutdown=_CLOSE_S
+    )
+    server = _without_signals(uvicorn.Server)(config)
+    shown = f"[{host}]" if ":" in host else host
+    print(f"console: http://{shown}:{port}/?token={token}", flush=True)
+    async with Tasks() as tasks:
+        serving = tasks.start(server.serve([listening]))
+
+        async def stop() -> None:
+            await gathering.end()
+            server.should_exit = True
+            await serving
+
+        await serve_until_stopped(stop, [gathering.run(), asyncio.shield(serving)])
+
+
+def _listening(listen: str) -> socket.socket:
+    """A socket of this machine alone."""
+    host, _, port = listen.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise SpecError(f"--listen must be HOST:PORT, got {listen}")
+    if not is_loopback(listen):
+        raise SpecError(
+            f"the console answers on this machine alone, got {listen}: listen on 127.0.0.1, and come from another machine by "
+            f"`ssh -L {port}:127.0.0.1:{port} HOST`"
+        )
+    try:
+        return socket.create_server(
+            (host.strip("[]"), int(port)), family=socket.AF_INET6 if ":" in host else socket.AF_INET
+        )
+    except OSError as error:
+        raise Unavailable(f"the console cannot listen on {listen}: {error.strerror or error}") from None
+
+
+def _without_signals(server: Any) -> Any:
+    """A server of uvicorn's that leaves signals to us."""
+
+    class Quiet(server):  # type: ignore[misc] # the extra may be missing where types are checked
+        @contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            yield
+
+    return Quiet
