@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -59,10 +60,9 @@ class Files:
                 captures.append(line)
             found = (self._report(folder / name, summary) for name in names if name.endswith(PAGES))
             reports += [each for each in found if each is not None]
-        newest = {"key": lambda line: line.modified, "reverse": True}
-        return Results(
-            tuple(sorted(captures, **newest)[:_MOST_LISTED]), tuple(sorted(reports, **newest)[:_MOST_LISTED]), ended
-        )
+        captures.sort(key=lambda line: line.modified, reverse=True)
+        reports.sort(key=lambda line: line.modified, reverse=True)
+        return Results(tuple(captures[:_MOST_LISTED]), tuple(reports[:_MOST_LISTED]), ended)
 
     def opened(self, path: str) -> tuple[bytes, str] | None:
         """The content of a file that is listed, and its media type; None: there is no such, or it is not for looking at.
@@ -90,15 +90,11 @@ class Files:
 
     def _folders(self, root: Path) -> Iterator[tuple[Path, list[str]]]:
         """Folders below, a bounded number of them, with the names of their files."""
-        seen = 0
-        for where, folders, names in os.walk(root):
+        for where, folders, names in islice(os.walk(root), _MOST_FOLDERS):
             place = Path(where)
             deep = len(place.relative_to(root).parts)
             folders[:] = [] if deep >= _DEEP else sorted(filter(_open, folders), reverse=True)
             yield place, names
-            seen += 1
-            if seen >= _MOST_FOLDERS:
-                return
 
     def _report(self, path: Path, summary: Mapping[str, Any] | None) -> ReportLine | None:
         try:
@@ -117,7 +113,8 @@ class Files:
             return None
         path = (folder / FACTS).relative_to(self.root).as_posix()
         modified = self._read[folder / FACTS][0]
-        return CaptureLine(plain(folder.name), facts[0], str(folder), *facts[1:], plain(path), modified)
+        run_id, state, messages, size = facts
+        return CaptureLine(plain(folder.name), run_id, plain(str(folder)), state, messages, size, plain(path), modified)
 
     def _summary(self, folder: Path) -> dict[str, str] | None:
         found: dict[str, str] | None = self._json(folder / "summary.json", _MOST_SUMMARY, _of_summary)

@@ -85,7 +85,7 @@ class Asked:
     """
 
     folder: Path | None = None
-    places: Places = Places()  # noqa: RUF009 - it is frozen
+    places: Places = Places()
     watch: str = ""
     insecure: bool = False
 
@@ -116,6 +116,16 @@ def _told_in(folder: Path | None) -> Places:
         return Places()
 
 
+@dataclass(slots=True)
+class _Seen:
+    """A run that is, or was, looked at."""
+
+    attempt: int
+    plan: Plan
+    history: History
+    view: RunView | None = None
+
+
 class Gathering:
     """What is known, for all who look; `run` asks for it."""
 
@@ -127,7 +137,7 @@ class Gathering:
         self._wanted, self._ended = asyncio.Event(), False
         self._changed, self._turn = asyncio.Condition(), 0
         self._pages: dict[str, bytes] = {}
-        self._known: dict[str, tuple[int, Plan, History, RunView]] = {}
+        self._known: dict[str, _Seen] = {}
         self._runs: tuple[RunLine, ...] = ()
         self._captures: tuple[CaptureLine, ...] = ()
         self._results, self._watched = Results(), tuple[WatchView, ...]()
@@ -150,14 +160,17 @@ class Gathering:
         Args:
             run_id: the run to look at; empty: the newest, one under way before others.
         """
-        seen = 0
         with self._looking(run_id):
-            while not self._ended:
-                async with self._changed:
-                    await self._changed.wait_for(lambda: self._ended or (self._turn > seen and run_id in self._pages))
-                seen = self._turn
-                if run_id in self._pages and not self._ended:
-                    yield self._pages[run_id]
+            turn = 0
+            while await self._next(turn, run_id):
+                turn = self._turn
+                yield self._pages[run_id]
+
+    async def _next(self, turn: int, run_id: str) -> bool:
+        """Wait for a look after that one; False: there is none any more."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._ended or (self._turn > turn and run_id in self._pages))
+        return not self._ended
 
     @contextmanager
     def _looking(self, run_id: str) -> Iterator[None]:
@@ -256,14 +269,13 @@ class Gathering:
         """How a run stands."""
         assert self._services is not None  # noqa: S101 - as above
         told = await self._services.run(run_id)
-        known = self._known.get(run_id)
-        if known is None or known[0] != told.attempt:  # or learners have left or joined
-            known = (told.attempt, plan_of(told.spec), History())
-        attempt, plan, history = known[:3]
-        heard = None if plan.capture == "none" else await self._services.heard(run_id)
-        history.add(_look_at(told, heard, self._clock()))
-        self._known.pop(run_id, None)
-        self._known[run_id] = (attempt, plan, history, run_view(_course(told), plan, history))
+        seen = self._known.pop(run_id, None)
+        if seen is None or seen.attempt != told.attempt:  # or learners have left or joined
+            seen = _Seen(told.attempt, plan_of(told.spec), History())
+        self._known[run_id] = seen
+        heard = None if seen.plan.capture == "none" else await self._services.heard(run_id)
+        seen.history.add(_look_at(told, heard, self._clock()))
+        seen.view = run_view(_course(told), seen.plan, seen.history)
         while len(self._known) > _KNOWN:
             self._known.pop(next(iter(self._known)))
 
@@ -273,7 +285,7 @@ class Gathering:
         return next(iter([*under_way, *(each.run_id for each in self._runs)]), "")
 
     def _page(self, run_id: str) -> Page:
-        shown = self._known[run_id][3] if run_id in self._known else None
+        shown = self._known[run_id].view if run_id in self._known else None
         own = {
             what: told
             for what, told in self._problems.items()

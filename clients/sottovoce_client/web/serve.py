@@ -53,7 +53,10 @@ async def serve_console(asked: Asked, listen: str, token_file: Path | None) -> N
             server.should_exit = True
             await serving
 
-        await serve_until_stopped(stop, [gathering.run(), asyncio.shield(serving)])
+        async def served() -> None:
+            await asyncio.shield(serving)
+
+        await serve_until_stopped(stop, [gathering.run(), served()])
 
 
 def _listening(listen: str) -> socket.socket:
