@@ -32,7 +32,8 @@ class Plan:
         learners: names.
         ways: who says something to whom; empty where only code of the run could tell.
         capture: how it is overheard: `none`, `relay`, `mirror` or `wiretap`.
-        clock: its mode, with the period where it has one.
+        clock: its mode.
+        period_s: of a round, where the clock paces them.
         live: whether records come while it goes on.
         lost: names of learners that the run goes on without.
     """
@@ -44,6 +45,7 @@ class Plan:
     ways: tuple[Way, ...]
     capture: str
     clock: str
+    period_s: float | None
     live: bool
     lost: frozenset[str] = frozenset()
 
@@ -58,7 +60,6 @@ def plan_of(spec: str) -> Plan:
     names = names_of(document["learners"])
     absences = tuple(Absence(**each) for each in document.get("absences") or ())
     clock, algorithm = document.get("clock") or {}, document["algorithm"]
-    period = clock.get("period_s")
     return Plan(
         name=str(document.get("name") or "run"),
         rounds=int(document["rounds"]),
@@ -66,7 +67,8 @@ def plan_of(spec: str) -> Plan:
         learners=names,
         ways=_ways(document, names, absences),
         capture=str(document.get("capture") or "none"),
-        clock=f"{clock.get('mode') or 'free'}{f', {period:g} s' if period else ''}",
+        clock=str(clock.get("mode") or "free"),
+        period_s=clock.get("period_s"),
         live=(document.get("data") or {}).get("source") == "live",
         lost=frozenset(each.learner for each in absences if each.unheard),
     )

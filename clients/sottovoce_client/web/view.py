@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from sottovoce_client.web.plans import Plan, Way
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 
-WINDOW_S = 10.0
-"""Rates are of so many seconds: slow enough to read, and quick enough to see that something stopped."""
+WINDOW_S, FEW_ROUNDS = 10.0, 5
+"""Rates are of so many seconds, or paced rounds: slow enough to read, and quick enough to see that something stopped."""
 KEPT = 180
 """Looks at a run that are remembered: three minutes."""
 _OVER = (LearnerState.FINISHED, LearnerState.STOPPED)
@@ -113,6 +113,7 @@ class RunView:
     detail: str
     algorithm: str
     clock: str
+    period_s: float | None
     capture: str
     live: bool
     started: float
@@ -232,11 +233,10 @@ class History:
         """One more."""
         self.looks.append(look)
 
-    @property
-    def before(self) -> Look | None:
+    def before(self, window_s: float) -> Look | None:
         """What to compare the last look with: the first one within the window; None: there is none."""
         now = self.looks[-1].at
-        within = (each for each in self.looks if now - each.at <= WINDOW_S)
+        within = (each for each in self.looks if now - each.at <= window_s)
         found = next(within)
         return found if found.at < now else None
 
@@ -249,7 +249,7 @@ class History:
 
 def run_view(course: Course, plan: Plan, history: History) -> RunView:
     """A run, of what its coordinator said now and before."""
-    now, before = history.looks[-1], history.before
+    now, before = history.looks[-1], history.before(max(WINDOW_S, FEW_ROUNDS * (plan.period_s or 0.0)))
     rate = None if before is None else _rate(now.round, before.round, now.at - before.at)
     over = course.ended is not None
     left = max(0, plan.rounds - now.round)
@@ -260,6 +260,7 @@ def run_view(course: Course, plan: Plan, history: History) -> RunView:
         detail=course.detail,
         algorithm=plan.algorithm,
         clock=plan.clock,
+        period_s=plan.period_s,
         capture=plan.capture,
         live=plan.live,
         started=course.started,

@@ -84,7 +84,7 @@ function link(said, href) {
 }
 
 // Rows of a table: `cells` says of an item what stands in each, as text, or as what fills it.
-function rows(body, items, cells, kind) {
+function rows(body, items, cells) {
   while (body.rows.length > items.length) body.deleteRow(-1);
   const heads = [...body.parentElement.tHead.rows[0].cells];
   items.forEach((item, i) => {
@@ -101,7 +101,6 @@ function rows(body, items, cells, kind) {
       if (typeof cell === "function") cell(row.cells[k]);
       else text(row.cells[k], cell);
     });
-    name(row, kind ? kind(item) : "");
   });
 }
 // A cell whose elements are made once, of a template, and then changed.
@@ -129,10 +128,10 @@ function head(page) {
   document.title = now ? `${now.name}: ${now.state}` : "Sottovoce console";
   text(at("name"), now ? now.name : "No run yet");
   at("state").hidden = !now;
-  for (const id of ["cards", "run", "learners"]) at(id).hidden = !now;
+  for (const id of ["cards", "graph-part", "notices-part", "learners"]) at(id).hidden = !now;
   const facts = at("facts");
   const told = now
-    ? [now.run_id, `${now.algorithm}`, plural(now.learners.length, "learner"), `clock ${now.clock}`, `started ${moment(now.started)}`, now.ended ? `took ${duration(now.ended - now.started)}` : `for ${duration(page.at - now.started)}`]
+    ? [now.run_id, `${now.algorithm}`, plural(now.learners.length, "learner"), now.period_s ? `${now.clock}, a round every ${duration(now.period_s)}` : now.clock, `started ${moment(now.started)}`, now.ended ? `took ${duration(now.ended - now.started)}` : `for ${duration(page.at - now.started)}`]
     : ["This page shows the first one as soon as it begins"];
   while (facts.children.length > told.length) facts.lastChild.remove();
   told.forEach((said, i) => text(facts.children[i] || facts.appendChild(make("span")), said));
@@ -167,11 +166,12 @@ function cards(now) {
   figure("records", count(sum("records")), " taken in");
   text(at("records-note"), `${now.learners.some((each) => each.arrival !== null) ? `${number(sum("arrival"))} a second, ` : ""}${count(sum("waiting"))} waiting`);
   const flow = now.edges.reduce((all, each) => all + each.there + each.back, 0);
-  figure("traffic", number(now.ended ? 0 : flow), " messages/s");
+  figure("traffic", number(now.ended ? 0 : flow), ` ${unit(now)}/s`);
   const sent = now.edges.reduce((all, each) => all + each.messages, 0);
   text(at("traffic-note"), `${count(sent)} so far, ${size(now.edges.reduce((all, each) => all + each.bytes_s, 0))}/s`);
 }
 
+const unit = (now) => (now.capture === "wiretap" && now.counted_by === "eavesdropper" ? "TLS records" : "messages");
 const grade = (part) => (part >= 1 ? "bad" : part >= 0.9 ? "near" : "");
 
 function pace(values) {
@@ -185,12 +185,12 @@ function pace(values) {
 
 // ---- the graph: learners on a circle ---------------------------------------------------------------------------------
 
-const WIDTH = 720, HEIGHT = 560, FEW = 16;
+const WIDTH = 720, HEIGHT = 500, FEW = 16;
 let drawn = "";
 
 function place(i, n) {
   const angle = (2 * Math.PI * i) / n - Math.PI / 2;
-  const reach = n === 1 ? 0 : n <= FEW ? 200 : 190;
+  const reach = n === 1 ? 0 : n <= FEW ? 180 : 175;
   return { x: WIDTH / 2 + reach * Math.cos(angle), y: HEIGHT / 2 + reach * Math.sin(angle), angle };
 }
 
@@ -243,7 +243,7 @@ function graph(now) {
     const part = flows ? rates[i] / fastest : edge.messages / most;
     give(line, { class: flows ? "edge flows" : "edge", "stroke-width": (slim * (1 + (flows ? 6 : 3) * part)).toFixed(2) });
     if (head) give(head, { class: flows ? "arrow flows" : "arrow" });
-    text(title, `${name_a(edge)} ${edge.one_way ? "→" : "–"} ${name_b(edge)}: ${number(rates[i])} messages/s, ${size(edge.bytes_s)}/s; ${count(edge.messages)} so far`);
+    text(title, `${name_a(edge)} ${edge.one_way ? "→" : "–"} ${name_b(edge)}: ${number(rates[i])} ${unit(now)}/s, ${size(edge.bytes_s)}/s; ${count(edge.messages)} so far`);
   });
   now.learners.forEach((each, i) => {
     const [title] = at("nodes").children[i].children;
@@ -254,7 +254,7 @@ function graph(now) {
   const listened = now.counted_by === "eavesdropper" ? "As the eavesdropper counts" : "As learners count what they say";
   const busiest = now.edges[rates.indexOf(fastest)];
   text(at("graph-words"), !now.edges.length ? "No edges are known: the graph is of the run’s own code, or there is one learner."
-    : `${plural(now.learners.length, "learner")}, ${plural(now.edges.length, "edge")}. ${listened}; ${fastest > 0 && !now.ended ? `the wider, the more a second: up to ${number(fastest)} messages, ${name_a(busiest)} and ${name_b(busiest)}.` : "nothing passes now; the wider, the more has passed."}`);
+    : `${plural(now.learners.length, "learner")}, ${plural(now.edges.length, "edge")}. ${listened}; ${fastest > 0 && !now.ended ? `the wider, the more a second: up to ${number(fastest)} ${unit(now)}, ${name_a(busiest)} and ${name_b(busiest)}.` : "nothing passes now; the wider, the more has passed."}`);
   if (at("edge-details").open) edges(now);
   at("edge-details").hidden = !now.edges.length;
 }
@@ -358,19 +358,34 @@ const linked = (said, href, more) => (cell) => {
   text(cell.lastChild, more || "");
 };
 
+// The newest few, and all when asked for.
+const SHORT = 6, unfolded = new Set();
+function list(id, found, cells) {
+  const short = found.length > SHORT && !unfolded.has(id), more = at(`all-${id}`);
+  rows(at(`${id}-rows`), short ? found.slice(0, SHORT) : found, cells);
+  more.hidden = !short;
+  text(more, `Show all ${found.length}`);
+  at(`no-${id}`).hidden = found.length > 0;
+  at(`${id}-rows`).parentElement.hidden = !found.length;
+}
+
 function lists(page) {
-  rows(at("run-rows"), page.runs, (each) => [
-    linked(each.run_id, `?run=${encodeURIComponent(each.run_id)}`, each.detail),
+  const here = (each) => (page.run && each.run_id === page.run.run_id ? "shown here" : "");
+  list("runs", page.runs, (each) => [
+    linked(each.run_id, `?run=${encodeURIComponent(each.run_id)}`, [here(each), each.detail].filter(Boolean).join(": ")),
     pill(each.state), moment(each.started), duration(Math.max(0, (each.ended || page.at) - each.started)), count(each.round),
-  ], (each) => (page.run && each.run_id === page.run.run_id ? "current" : ""));
-  rows(at("capture-rows"), page.captures, (each) => [linked(each.name, each.path ? open(each.path) : "", each.location), each.state, count(each.messages), size(each.bytes)]);
-  rows(at("report-rows"), page.reports, (each) => [linked(each.title, open(each.path)), each.path, moment(each.modified), size(each.bytes)]);
-  for (const [id, found] of [["runs", page.runs], ["captures", page.captures], ["reports", page.reports]]) {
-    at(`no-${id}`).hidden = found.length > 0;
-    at(`no-${id}`).previousElementSibling.hidden = !found.length;
-  }
+  ]);
+  list("captures", page.captures, (each) => [linked(each.name, each.path ? open(each.path) : "", each.path ? "" : each.location), each.state, count(each.messages), size(each.bytes)]);
+  list("reports", page.reports, (each) => [linked(each.title, open(each.path), each.path), moment(each.modified), size(each.bytes)]);
   text(at("no-reports"), page.folder ? `None yet in ${page.folder}.` : "No folder of results was given: sottovoce console FOLDER.");
   text(at("foot"), `This page shows, and changes nothing. Sottovoce ${page.version}${page.folder ? `; results in ${page.folder}` : ""}.`);
+}
+for (const id of ["runs", "captures", "reports"]) {
+  at(`all-${id}`).addEventListener("click", () => {
+    unfolded.add(id);
+    if (latest) lists(latest);
+    at(`${id}-rows`).rows[SHORT]?.querySelector("a")?.focus();
+  });
 }
 
 function problems(told) {
