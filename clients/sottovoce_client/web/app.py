@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from importlib import resources
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-from sottovoce_client.web.gather import Gathering
+from sottovoce_client.web.files import Files
 from sottovoce_client.web.guard import Guard
 from sottovoce_rpc.loopback import of_this_user
 
@@ -23,11 +24,29 @@ _SANDBOX = {
 }
 
 
-def console_app(gathering: Gathering, token: str, cookie: str, ours: Callable[[str], bool] = of_this_user) -> Guard:
+class Known(Protocol):
+    """What the console knows; of a real one it is a `Gathering`."""
+
+    @property
+    def files(self) -> Files:
+        """What may be opened."""
+        ...
+
+    @property
+    def full(self) -> bool:
+        """Whether nobody more may look."""
+        ...
+
+    def pages(self, run_id: str) -> AsyncIterator[bytes]:
+        """The page as JSON, again and again; of this run, or of the newest."""
+        ...
+
+
+def console_app(known: Known, token: str, cookie: str, ours: Callable[[str], bool] = of_this_user) -> Guard:
     """The console as an ASGI application.
 
     Args:
-        gathering: what is known.
+        known: what is shown.
         token: that opens the page.
         cookie: name of the cookie that keeps the token.
         ours: whether the other end of a connection is this user's.
@@ -46,15 +65,13 @@ def console_app(gathering: Gathering, token: str, cookie: str, ours: Callable[[s
         return Response(content[name], media_type=_KINDS[name])
 
     async def events(request: Request) -> Response:
-        if gathering.full:
+        if known.full:
             return PlainTextResponse("Too many pages are open.\n", 503, {"Retry-After": "10"})
         run_id = request.query_params.get("run", "")[:200]
-        return StreamingResponse(_sent(gathering.pages(run_id)), media_type="text/event-stream")
+        return StreamingResponse(_sent(known.pages(run_id)), media_type="text/event-stream")
 
     async def opened(request: Request) -> Response:
-        import asyncio
-
-        found = await asyncio.to_thread(gathering.files.opened, request.path_params["path"])
+        found = await asyncio.to_thread(known.files.opened, request.path_params["path"])
         if found is None:
             return PlainTextResponse("There is nothing of this name to open.\n", 404)
         return Response(found[0], headers=_SANDBOX, media_type=found[1])

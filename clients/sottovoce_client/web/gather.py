@@ -131,7 +131,7 @@ class Gathering:
 
     def __init__(self, asked: Asked, clock: Callable[[], float] = time.monotonic) -> None:
         self._asked, self._clock = asked, clock
-        self.files = Files(asked.folder)
+        self._files = Files(asked.folder)
         self._services: _Services | None = None
         self._lookers: Counter[str] = Counter()
         self._wanted, self._ended = asyncio.Event(), False
@@ -145,14 +145,14 @@ class Gathering:
         self._due: dict[str, float] = {}
 
     @property
+    def files(self) -> Files:
+        """What may be opened."""
+        return self._files
+
+    @property
     def full(self) -> bool:
         """Whether nobody more may look."""
         return self._lookers.total() >= MOST_LOOKING
-
-    @property
-    def turn(self) -> int:
-        """How often it has looked."""
-        return self._turn
 
     async def pages(self, run_id: str) -> AsyncIterator[bytes]:
         """The page as JSON, again at every look; ends when the console does.
@@ -259,7 +259,7 @@ class Gathering:
         self._captures = tuple(map(_capture_line, await self._services.captures()))
 
     async def _look_through(self) -> None:
-        self._results = await asyncio.to_thread(self.files.results)
+        self._results = await asyncio.to_thread(self._files.results)
 
     async def _watch(self) -> None:
         self._watched = ()  # what is old is not shown

@@ -33,16 +33,12 @@ async def serve_console(asked: Asked, listen: str, token_file: Path | None) -> N
         SpecError: others could reach the address, the token cannot be used, or the extra is not installed.
         Unavailable: the address is taken.
     """
-    uvicorn = import_extra("uvicorn", "uvicorn", "the console", "console")
     import_extra("starlette", "starlette", "the console", "console")
     token, listening = token_of(token_file), _listening(listen)
     host, port = listening.getsockname()[:2]
     gathering = Gathering(asked)
     app = console_app(gathering, token, f"sottovoce-console-{port}")
-    config = uvicorn.Config(
-        app, lifespan="off", log_config=None, access_log=False, server_header=False, timeout_graceful_shutdown=_CLOSE_S
-    )
-    server = _without_signals(uvicorn.Server)(config)
+    server = server_of(app)
     shown = f"[{host}]" if ":" in host else host
     print(f"console: http://{shown}:{port}/?token={token}", flush=True)
     async with Tasks() as tasks:
@@ -77,12 +73,26 @@ def _listening(listen: str) -> socket.socket:
         raise Unavailable(f"the console cannot listen on {listen}: {error.strerror or error}") from None
 
 
-def _without_signals(server: Any) -> Any:
-    """A server of uvicorn's that leaves signals to us."""
+def server_of(app: Any) -> Any:
+    """A server of uvicorn's for an application; it leaves signals to us, and believes no proxy about who asks.
 
-    class Quiet(server):  # type: ignore[misc] # the extra may be missing where types are checked
+    Raises:
+        SpecError: the extra is not installed.
+    """
+    uvicorn = import_extra("uvicorn", "uvicorn", "the console", "console")
+
+    class Quiet(uvicorn.Server):  # type: ignore[name-defined, misc] # the extra may be missing where types are checked
         @contextmanager
         def capture_signals(self) -> Iterator[None]:
             yield
 
-    return Quiet
+    config = uvicorn.Config(
+        app,
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        timeout_graceful_shutdown=_CLOSE_S,
+    )
+    return Quiet(config)
