@@ -186,7 +186,12 @@ function pace(values) {
 // ---- the graph: learners on a circle ---------------------------------------------------------------------------------
 
 const WIDTH = 720, HEIGHT = 500, FEW = 16;
+const phone = matchMedia("(max-width: 620px)");
 let drawn = "";
+phone.addEventListener("change", () => {
+  drawn = "";
+  if (latest?.run) graph(latest.run);
+});
 
 function place(i, n) {
   const angle = (2 * Math.PI * i) / n - Math.PI / 2;
@@ -196,7 +201,8 @@ function place(i, n) {
 
 function plan(now) {
   const n = now.learners.length;
-  at("graph").setAttribute("class", n > FEW ? "many" : "");
+  // Without names, as on a phone, the circle has all the room.
+  give(at("graph"), { class: n > FEW ? "many" : "", viewBox: n > FEW && phone.matches ? "165 55 390 390" : `0 0 ${WIDTH} ${HEIGHT}` });
   at("edges").replaceChildren(...now.edges.map((edge) => {
     const a = place(edge.a, n), b = place(edge.b, n);
     const ends = { x1: a.x.toFixed(1), y1: a.y.toFixed(1), x2: b.x.toFixed(1), y2: b.y.toFixed(1) };
@@ -262,6 +268,8 @@ function graph(now) {
 function edges(now) {
   rows(at("edge-rows"), now.edges, (each) => [`${now.learners[each.a]?.name} ${each.one_way ? "→" : "–"} ${now.learners[each.b]?.name}`, number(each.there), each.one_way ? NOTHING : number(each.back), size(each.bytes_s), count(each.messages)]);
 }
+
+const SHORT = 6, unfolded = new Set();
 
 // ---- tables ----------------------------------------------------------------------------------------------------------
 
@@ -333,7 +341,13 @@ function power(log) {
 function watch(told) {
   at("watch").hidden = !told;
   if (!told) return;
-  const all = told.together ? [...told.learners, { ...told.together, name: "together" }] : told.learners;
+  const together = told.together ? [{ ...told.together, name: "together" }] : [];
+  // Of many, those that come nearest to an alarm.
+  const nearest = [...told.learners].sort((a, b) => Number(b.e) - Number(a.e));
+  const short = told.learners.length > FEW && !unfolded.has("watch");
+  const all = [...together, ...(short ? nearest.slice(0, SHORT) : told.learners)];
+  at("all-watch").hidden = !short;
+  text(at("all-watch"), `Show all ${told.learners.length}`);
   const line = told.together?.line;
   text(at("watch-words"), told.alarms ? `ALARM: the noise is not what is claimed (${plural(told.alarms, "alarm")}).`
     : `No alarm so far, in round ${count(Math.max(0, ...all.map((each) => each.rounds)))}.${line ? ` Together they raise it from ${power(line)} on.` : ""}`);
@@ -359,7 +373,6 @@ const linked = (said, href, more) => (cell) => {
 };
 
 // The newest few, and all when asked for.
-const SHORT = 6, unfolded = new Set();
 function list(id, found, cells) {
   const short = found.length > SHORT && !unfolded.has(id), more = at(`all-${id}`);
   rows(at(`${id}-rows`), short ? found.slice(0, SHORT) : found, cells);
@@ -380,10 +393,10 @@ function lists(page) {
   text(at("no-reports"), page.folder ? `None yet in ${page.folder}.` : "No folder of results was given: sottovoce console FOLDER.");
   text(at("foot"), `This page shows, and changes nothing. Sottovoce ${page.version}${page.folder ? `; results in ${page.folder}` : ""}.`);
 }
-for (const id of ["runs", "captures", "reports"]) {
+for (const id of ["runs", "captures", "reports", "watch"]) {
   at(`all-${id}`).addEventListener("click", () => {
     unfolded.add(id);
-    if (latest) lists(latest);
+    if (latest) show(latest);
     at(`${id}-rows`).rows[SHORT]?.querySelector("a")?.focus();
   });
 }
