@@ -129,7 +129,8 @@ class Told:
                 turn = self._turn
                 yield to_json(self._page, inf_nan_mode="strings")
             async with self._changed:
-                await self._changed.wait_for(lambda turn=turn: self._ended or self._turn != turn)
+                while not self._ended and self._turn == turn:
+                    await self._changed.wait()
 
 
 def free_port() -> int:

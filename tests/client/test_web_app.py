@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from typer.testing import CliRunner
 
 from sottovoce.errors import SpecError, Unavailable
+from sottovoce_client.cli import app
 from sottovoce_client.web.app import console_app
 from sottovoce_client.web.files import Files
 from sottovoce_client.web.guard import is_own_host, token_of
 from sottovoce_client.web.serve import _listening
 from tests.client.consoles import COOKIE, TOKEN, Told, a_page
 
+GUARD_S = 100.0
 HERE = "http://127.0.0.1:7480"
 FACTS = {"run_id": "run-1", "complete": True, "messages": 12, "bytes": 1200, "noticed_count": 0}
 
@@ -261,3 +265,39 @@ def test_a_token_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
         token_of(place)
     with pytest.raises(SpecError, match="cannot be used"):
         token_of(tmp_path / "no" / "folder")
+
+
+# ---- as a process ----------------------------------------------------------------------------------------------------
+
+
+async def test_the_command_prints_the_address_and_ends_when_told_though_somebody_looks(tmp_path: Path) -> None:
+    where = ("--coordinator", "127.0.0.1:9", "--listen", "127.0.0.1:0", "--token-file", str(tmp_path / "token"))
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "sottovoce_client", "console", str(tmp_path), *where, stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        assert process.stdout is not None
+        said = (await process.stdout.readline()).decode()
+        address, token = said.removeprefix("console: ").strip(), (tmp_path / "token").read_text().strip()
+        assert address.startswith("http://127.0.0.1:") and address.endswith(f"/?token={token}")
+        async with httpx.AsyncClient(timeout=GUARD_S) as client:
+            assert (await client.get(address)).status_code == 200
+            async with client.stream("GET", httpx.URL(address).join("/events")) as answer:
+                assert answer.headers["content-type"].startswith("text/event-stream")
+                lines = answer.aiter_lines()
+                while not (line := await anext(lines)).startswith("data: "):
+                    pass
+                (problem,) = json.loads(line.removeprefix("data: "))["problems"]
+                assert problem["text"].startswith("the coordinator at 127.0.0.1:9")
+                process.terminate()
+                async with asyncio.timeout(GUARD_S):
+                    assert await process.wait() == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["console", str(tmp_path / "none")])
+    assert isinstance(done.exception, SpecError) and "FOLDER must be a folder of results" in str(done.exception)

@@ -9,8 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import pytest_asyncio
+from playwright.async_api import Browser, async_playwright, expect
 from playwright.async_api import Page as Tab
-from playwright.async_api import async_playwright, expect
 
 from sottovoce_client.web.view import Page, Problem
 from tests.client.consoles import NOON, TOKEN, Told, a_page, free_port, served
@@ -19,50 +20,55 @@ CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 GUARD_MS = 60_000.0
 """Longest that a test waits for what must happen."""
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on the PATH")
+pytestmark = [
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on the PATH"),
+    pytest.mark.asyncio(loop_scope="module"),
+]
 expect.set_options(timeout=GUARD_MS)
 
 HOSTILE = "<img src=x onerror=document.title='broken'>"
 
 
-@asynccontextmanager
-async def tab(**look: Any) -> AsyncIterator[Tab]:
-    """An empty one; at its end the page has had no error."""
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def browser() -> AsyncIterator[Browser]:
+    """One for all: a test has a context of its own."""
     async with async_playwright() as playwright:
-        browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        try:
-            context = await browser.new_context(**{"reduced_motion": "reduce", **look})
-            page = await context.new_page()
-            page.set_default_timeout(GUARD_MS)
-            errors: list[str] = []
-            page.on("pageerror", lambda error: errors.append(str(error)))
-            page.on(
-                "console", lambda said: errors.append(said.text) if "Content Security Policy" in said.text else None
-            )
-            yield page
-            assert errors == []
-        finally:
-            await browser.close()
+        started = await playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield started
+        await started.close()
 
 
 @asynccontextmanager
-async def shown(page: Page, **look: Any) -> AsyncIterator[tuple[Tab, Told]]:
+async def tab(browser: Browser, **look: Any) -> AsyncIterator[Tab]:
+    """An empty one; at its end the page has had no error."""
+    context = await browser.new_context(**{"reduced_motion": "reduce", **look})
+    page, errors = await context.new_page(), list[str]()
+    page.set_default_timeout(GUARD_MS)
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("console", lambda said: errors.append(said.text) if "Content Security Policy" in said.text else None)
+    yield page
+    await context.close()
+    assert errors == []
+
+
+@asynccontextmanager
+async def shown(browser: Browser, page: Page, **look: Any) -> AsyncIterator[tuple[Tab, Told]]:
     """A page of a console that was opened by its address, and has heard from it."""
     told = Told(page)
-    async with tab(**look) as browser, served(told, free_port()) as address:
-        await browser.goto(address)
-        await expect(browser.locator("body.waiting")).to_have_count(0)
-        yield browser, told
+    async with tab(browser, **look) as opened, served(told, free_port()) as address:
+        await opened.goto(address)
+        await expect(opened.locator("body.waiting")).to_have_count(0)
+        yield opened, told
 
 
-async def test_what_is_known_is_shown_and_follows() -> None:
-    async with shown(a_page()) as (browser, told):
-        assert TOKEN not in browser.url  # it is in a cookie by now
-        assert TOKEN not in await browser.evaluate("document.cookie")
-        await expect(browser.locator("h1")).to_have_text("run")
-        await expect(browser.locator("#round")).to_have_text("20 of 1,000")
-        await expect(browser.locator("#rate")).to_have_text("1 rounds/s")
-        rows = browser.locator("#learner-rows tr")
+async def test_what_is_known_is_shown_and_follows(browser: Browser) -> None:
+    async with shown(browser, a_page()) as (seen, told):
+        assert TOKEN not in seen.url  # it is in a cookie by now
+        assert TOKEN not in await seen.evaluate("document.cookie")
+        await expect(seen.locator("h1")).to_have_text("run")
+        await expect(seen.locator("#round")).to_have_text("20 of 1,000")
+        await expect(seen.locator("#rate")).to_have_text("1 rounds/s")
+        rows = seen.locator("#learner-rows tr")
         await expect(rows).to_have_count(3)
         assert [text.strip() for text in await rows.first.locator("th, td").all_inner_texts()][:4] == [
             "learner-0",
@@ -70,24 +76,22 @@ async def test_what_is_known_is_shown_and_follows() -> None:
             "20",
             "1 of 4",
         ]
-        await expect(browser.locator("#nodes .node")).to_have_count(3)
-        await expect(browser.locator("#edges .flows")).to_have_count(3)
-        await expect(browser.locator("#captures-rows a")).to_have_attribute(
-            "href", "files/captures/run-1-ab/capture.json"
-        )
-        await expect(browser.locator("#reports-rows a")).to_have_attribute("href", "files/old/report.html")
-        await expect(browser.locator("#watch-rows tr")).to_have_count(4)
+        await expect(seen.locator("#nodes .node")).to_have_count(3)
+        await expect(seen.locator("#edges .flows")).to_have_count(3)
+        await expect(seen.locator("#captures-rows a")).to_have_attribute("href", "files/captures/run-1-ab/capture.json")
+        await expect(seen.locator("#reports-rows a")).to_have_attribute("href", "files/old/report.html")
+        await expect(seen.locator("#watch-rows tr")).to_have_count(4)
         assert told.asked == [""]
         page = a_page()
         assert page.run is not None
         await told.put(replace(page, run=replace(page.run, round=21, state="failed", detail="gone", ended=NOON + 21.0)))
-        await expect(browser.locator("#round")).to_have_text("21 of 1,000")
-        await expect(browser.locator("#state")).to_have_text("failed")
-        await expect(browser.locator("#said")).to_contain_text("The run is failed")
-        await expect(browser.locator("#notices")).to_contain_text("The run failed: gone")
+        await expect(seen.locator("#round")).to_have_text("21 of 1,000")
+        await expect(seen.locator("#state")).to_have_text("failed")
+        await expect(seen.locator("#said")).to_contain_text("The run is failed")
+        await expect(seen.locator("#notices")).to_contain_text("The run failed: gone")
 
 
-async def test_text_of_others_is_text() -> None:
+async def test_text_of_others_is_text(browser: Browser) -> None:
     page = a_page()
     assert page.run is not None
     learners = tuple(replace(each, name=HOSTILE, notices=(HOSTILE,), address=HOSTILE) for each in page.run.learners)
@@ -95,55 +99,55 @@ async def test_text_of_others_is_text() -> None:
     lines = tuple(replace(each, detail=HOSTILE, run_id=HOSTILE) for each in page.runs)
     captures = tuple(replace(each, name=HOSTILE, state=HOSTILE, path=HOSTILE) for each in page.captures)
     hostile = replace(page, run=run, runs=lines, captures=captures, problems=(Problem(HOSTILE, NOON),))
-    async with shown(hostile) as (browser, _):
-        await expect(browser.locator("h1")).to_have_text(HOSTILE)
-        await expect(browser.locator("#problems")).to_contain_text(HOSTILE)
-        assert await browser.locator("img, iframe, object").count() == 0
-        assert await browser.title() == f"{HOSTILE}: running"
+    async with shown(browser, hostile) as (seen, _):
+        await expect(seen.locator("h1")).to_have_text(HOSTILE)
+        await expect(seen.locator("#problems")).to_contain_text(HOSTILE)
+        assert await seen.locator("img, iframe, object").count() == 0
+        assert await seen.title() == f"{HOSTILE}: running"
 
 
-async def test_another_run_is_looked_at_by_its_link() -> None:
-    async with shown(a_page()) as (browser, told):
-        await browser.locator("#runs-rows a", has_text="run-0").click()
-        await browser.wait_for_url("**/?run=run-0")
-        await expect(browser.locator("body.waiting")).to_have_count(0)
+async def test_another_run_is_looked_at_by_its_link(browser: Browser) -> None:
+    async with shown(browser, a_page()) as (seen, told):
+        await seen.locator("#runs-rows a", has_text="run-0").click()
+        await seen.wait_for_url("**/?run=run-0")
+        await expect(seen.locator("body.waiting")).to_have_count(0)
         assert told.asked == ["", "run-0"]
 
 
 @pytest.mark.parametrize("n", [1, 5, 50])
-async def test_nothing_is_scrolled_sideways(n: int) -> None:
+async def test_nothing_is_scrolled_sideways(browser: Browser, n: int) -> None:
     """Not on a phone, and not with fifty learners."""
-    async with shown(a_page(n), viewport={"width": 360, "height": 740}) as (browser, _):
+    async with shown(browser, a_page(n), viewport={"width": 360, "height": 740}) as (seen, _):
         for width in (360, 768, 1280):
-            await browser.set_viewport_size({"width": width, "height": 740})
-            await expect(browser.locator("#learner-rows tr")).to_have_count(n)
-            assert await browser.evaluate("document.documentElement.scrollWidth") <= width
+            await seen.set_viewport_size({"width": width, "height": 740})
+            await expect(seen.locator("#learner-rows tr")).to_have_count(n)
+            assert await seen.evaluate("document.documentElement.scrollWidth") <= width
 
 
-async def test_fifty_learners_have_names_that_do_not_meet() -> None:
-    async with shown(a_page(50), viewport={"width": 1280, "height": 900}) as (browser, _):
-        await expect(browser.locator("#nodes .node")).to_have_count(50)
-        await expect(browser.locator("#watch-rows tr")).to_have_count(7)  # all together, and the six that are nearest
+async def test_fifty_learners_have_names_that_do_not_meet(browser: Browser) -> None:
+    async with shown(browser, a_page(50), viewport={"width": 1280, "height": 900}) as (seen, _):
+        await expect(seen.locator("#nodes .node")).to_have_count(50)
+        await expect(seen.locator("#watch-rows tr")).to_have_count(7)  # all together, and the six that are nearest
         apart = """[...document.querySelectorAll('#nodes text')].map((each) => {
-            const spot = each.getScreenCTM(), box = each.getBBox();
-            return [spot.e + spot.a * box.x + spot.c * box.y, spot.f + spot.b * box.x + spot.d * box.y, box.height * Math.hypot(spot.c, spot.d)];
+            const { a, b, c, d, e, f } = each.getScreenCTM(), { x, y, height } = each.getBBox();
+            return [e + a * x + c * y, f + b * x + d * y, height * Math.hypot(c, d)];
         })"""
-        places = await browser.evaluate(apart)
+        places = await seen.evaluate(apart)
         for (x, y, height), (u, v, _) in zip(places, places[1:] + places[:1], strict=True):
             assert ((x - u) ** 2 + (y - v) ** 2) ** 0.5 > 0.8 * height
-        await browser.set_viewport_size({"width": 360, "height": 740})
-        await expect(browser.locator("#nodes text").first).to_be_hidden()
+        await seen.set_viewport_size({"width": 360, "height": 740})
+        await expect(seen.locator("#nodes text").first).to_be_hidden()
 
 
-async def test_everything_is_reached_by_keyboard_in_its_order() -> None:
-    async with shown(a_page(20)) as (browser, _):
-        seen = []
-        for _ in range(9):
-            await browser.keyboard.press("Tab")
-            seen.append(await browser.evaluate("document.activeElement.textContent.trim()"))
-            outline = await browser.evaluate("getComputedStyle(document.activeElement).outlineStyle")
-            assert outline == "solid", seen[-1]
-        assert seen[:7] == [
+async def test_everything_is_reached_by_keyboard_in_its_order(browser: Browser) -> None:
+    async with shown(browser, a_page(20)) as (seen, _):
+        reached = []
+        for _ in range(7):
+            await seen.keyboard.press("Tab")
+            reached.append(await seen.evaluate("document.activeElement.textContent.trim()"))
+            outline = await seen.evaluate("getComputedStyle(document.activeElement).outlineStyle")
+            assert outline == "solid", reached[-1]
+        assert reached == [
             "To the learners",
             "Edges as a table",
             "Show all 20",
@@ -154,14 +158,14 @@ async def test_everything_is_reached_by_keyboard_in_its_order() -> None:
         ]
 
 
-async def test_the_keyboard_opens_and_skips() -> None:
-    async with shown(a_page()) as (browser, _):
-        await browser.keyboard.press("Tab")
-        await browser.keyboard.press("Enter")
-        await expect(browser.locator("#learners")).to_be_focused()
-        await browser.locator("summary").focus()
-        await browser.keyboard.press("Enter")
-        await expect(browser.locator("#edge-rows tr")).to_have_count(3)
+async def test_the_keyboard_opens_and_skips(browser: Browser) -> None:
+    async with shown(browser, a_page()) as (seen, _):
+        await seen.keyboard.press("Tab")
+        await seen.keyboard.press("Enter")
+        await expect(seen.locator("#learners")).to_be_focused()
+        await seen.locator("summary").focus()
+        await seen.keyboard.press("Enter")
+        await expect(seen.locator("#edge-rows tr")).to_have_count(3)
 
 
 CONTRASTS = """() => {
@@ -190,7 +194,7 @@ CONTRASTS = """() => {
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-async def test_text_stands_out_from_its_ground(scheme: Any) -> None:
+async def test_text_stands_out_from_its_ground(browser: Browser, scheme: Any) -> None:
     """By WCAG's AA, for the smallest text: 4.5 to 1, in every state that a page may be in."""
     page = a_page(8)
     assert page.run is not None
@@ -203,32 +207,32 @@ async def test_text_stands_out_from_its_ground(scheme: Any) -> None:
     assert page.watch is not None
     watch = replace(page.watch, alarms=1, learners=tuple(replace(each, e=99.0) for each in page.watch.learners))
     many = replace(page, run=run, watch=watch, problems=(Problem("the coordinator is away", NOON),))
-    async with shown(many, color_scheme=scheme) as (browser, told):
-        assert await browser.evaluate(CONTRASTS) == []
+    async with shown(browser, many, color_scheme=scheme) as (seen, told):
+        assert await seen.evaluate(CONTRASTS) == []
         await told.end()
-        await expect(browser.locator("#lost")).to_be_visible()
-        assert await browser.evaluate(CONTRASTS) == []
+        await expect(seen.locator("#lost")).to_be_visible()
+        assert await seen.evaluate(CONTRASTS) == []
 
 
-async def test_a_page_whose_console_is_gone_says_since_when_and_comes_back_by_itself() -> None:
+async def test_a_page_whose_console_is_gone_says_since_when_and_comes_back_by_itself(browser: Browser) -> None:
     port, told, again = free_port(), Told(a_page()), Told(a_page(4))
-    async with tab() as browser:
+    async with tab(browser) as seen:
         async with served(told, port) as address:
-            await browser.goto(address)
-            await expect(browser.locator("#learner-rows tr")).to_have_count(3)
-        await expect(browser.locator("#lost")).to_contain_text("Not connected since")
-        await expect(browser.locator("#said")).to_contain_text("Not connected since")
+            await seen.goto(address)
+            await expect(seen.locator("#learner-rows tr")).to_have_count(3)
+        await expect(seen.locator("#lost")).to_contain_text("Not connected since")
+        await expect(seen.locator("#said")).to_contain_text("Not connected since")
         async with served(again, port):
-            await expect(browser.locator("#learner-rows tr")).to_have_count(4)
-            await expect(browser.locator("#lost")).to_be_hidden()
-            await expect(browser.locator("#said")).to_contain_text("Connected again")
-            await expect(browser.locator("body.stale")).to_have_count(0)
+            await expect(seen.locator("#learner-rows tr")).to_have_count(4)
+            await expect(seen.locator("#lost")).to_be_hidden()
+            await expect(seen.locator("#said")).to_contain_text("Connected again")
+            await expect(seen.locator("body.stale")).to_have_count(0)
         async with served(Told(a_page()), port, token="c" * 30):
-            await expect(browser.locator("#lost")).to_contain_text("another token")
+            await expect(seen.locator("#lost")).to_contain_text("another token")
 
 
-async def test_nobody_looks_from_a_page_without_a_run() -> None:
-    async with shown(Page(at=NOON, version="1")) as (browser, _):
-        await expect(browser.locator("h1")).to_have_text("No run yet")
-        await expect(browser.locator("#no-runs")).to_be_visible()
-        await expect(browser.locator("#learners")).to_be_hidden()
+async def test_nobody_looks_from_a_page_without_a_run(browser: Browser) -> None:
+    async with shown(browser, Page(at=NOON, version="1")) as (seen, _):
+        await expect(seen.locator("h1")).to_have_text("No run yet")
+        await expect(seen.locator("#no-runs")).to_be_visible()
+        await expect(seen.locator("#learners")).to_be_hidden()

@@ -450,27 +450,29 @@ function show(page) {
 // ---- the connection: it comes back by itself -------------------------------------------------------------------------
 
 const SILENT_MS = 12000, AGAIN_MS = 1500;
-let stream = null, silent = 0, again = 0, lost = null, last = null;
+let stream = null, silent = 0, again = 0, lost = null, last = null, reason = "";
 
 function connected() {
   clearTimeout(silent);
   silent = setTimeout(() => { disconnected(); reopen(); }, SILENT_MS);
   if (lost) {
     lost = null;
+    reason = "";
     at("lost").hidden = true;
     tell("Connected again");
   }
 }
 
 function disconnected(why) {
+  reason = why || reason;
   lost = lost || last || new Date();
   document.body.classList.add("stale");
   filled(at("lost"), "lost", () => [make("strong"), document.createTextNode("")]);
   const since = `Not connected since ${moment(lost / 1000)}. `;
-  if (at("lost").hidden) tell(since + (why || ""));
+  if (at("lost").hidden) tell(since + reason);
   at("lost").hidden = false;
   text(at("lost").firstChild, since);
-  const more = why || "What is shown is of then; this page tries again by itself.";
+  const more = reason || "What is shown is of then; this page tries again by itself.";
   if (at("lost").lastChild.data !== more) at("lost").lastChild.data = more;
 }
 
