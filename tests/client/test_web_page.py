@@ -153,8 +153,8 @@ async def test_everything_is_reached_by_keyboard_in_its_order(browser: Browser) 
             "Show all 20",
             "run-1",
             "run-0",
-            "old, finished",
             "run-1-ab",
+            "old, finished",
         ]
 
 

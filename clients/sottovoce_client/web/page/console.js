@@ -37,6 +37,7 @@ function size(bytes) {
 }
 
 function duration(seconds) {
+  if (seconds < 10) return `${number(seconds, 2)} s`;
   if (seconds < 60) return `${Math.round(seconds)} s`;
   if (seconds < 3600) return `${Math.floor(seconds / 60)} min ${String(Math.round(seconds) % 60).padStart(2, "0")} s`;
   if (seconds < 172800) return `${Math.floor(seconds / 3600)} h ${String(Math.floor(seconds / 60) % 60).padStart(2, "0")} min`;
