@@ -164,7 +164,7 @@ function cards(now) {
   share(at("spent-bar"), most ? most.part : 0);
   text(at("spent-note"), most ? `${most.name}: ε ${number(most.epsilon)} of ${number(most.limit)}` : "no learner has a limit");
   const sum = (key) => now.learners.reduce((all, each) => all + (each[key] || 0), 0);
-  figure("records", count(sum("records")), " taken in");
+  figure("records", count(sum("records")), " in all");
   text(at("records-note"), `${now.learners.some((each) => each.arrival !== null) ? `${number(sum("arrival"))} a second, ` : ""}${count(sum("waiting"))} waiting`);
   const flow = now.edges.reduce((all, each) => all + each.there + each.back, 0);
   figure("traffic", number(now.ended ? 0 : flow), ` ${unit(now)}/s`);
@@ -383,11 +383,18 @@ function list(id, found, cells) {
   at(`${id}-rows`).parentElement.hidden = !found.length;
 }
 
+// Text, and a smaller note below it, unless there is none.
+const noted = (said, note, without) => (cell) => {
+  const [first, second] = filled(cell, "noted", () => [make("span"), make("small")]).children;
+  text(first, said);
+  text(second, without ? "" : note);
+};
+
 function lists(page) {
   const here = (each) => (page.run && each.run_id === page.run.run_id ? "shown here" : "");
   list("runs", page.runs, (each) => [
     linked(each.run_id, `?run=${encodeURIComponent(each.run_id)}`, [here(each), each.detail].filter(Boolean).join(": ")),
-    pill(each.state), moment(each.started), duration(Math.max(0, (each.ended || page.at) - each.started)), count(each.round),
+    pill(each.state), noted(moment(each.started), `took ${duration(Math.max(0, (each.ended || page.at) - each.started))}`, !each.ended), count(each.round),
   ]);
   list("captures", page.captures, (each) => [linked(each.name, each.path ? open(each.path) : "", each.path ? "" : each.location), each.state, count(each.messages), size(each.bytes)]);
   list("reports", page.reports, (each) => [linked(each.title, open(each.path), each.path), moment(each.modified), size(each.bytes)]);
