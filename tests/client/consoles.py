@@ -7,6 +7,7 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -129,8 +130,10 @@ class Told:
                 turn = self._turn
                 yield to_json(self._page, inf_nan_mode="strings")
             async with self._changed:
-                while not self._ended and self._turn == turn:
-                    await self._changed.wait()
+                await self._changed.wait_for(partial(self._new_since, turn))
+
+    def _new_since(self, turn: int) -> bool:
+        return self._ended or self._turn != turn
 
 
 def free_port() -> int:

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from sottovoce.errors import SpecError, Unavailable
 from sottovoce_client.cli import app
 from sottovoce_client.web.app import console_app
-from sottovoce_client.web.files import Files
+from sottovoce_client.web.files import End, Files
 from sottovoce_client.web.guard import is_own_host, token_of
 from sottovoce_client.web.serve import _listening
 from tests.client.consoles import COOKIE, TOKEN, Told, a_page
@@ -212,7 +212,7 @@ def test_what_can_be_opened_is_listed(results: Path) -> None:
     assert report.title == "wards, finished"
     (capture,) = found.captures
     assert (capture.state, capture.messages, capture.bytes) == ("complete", 12, 1200)
-    assert found.ended == {"run-1": ("finished", "")}
+    assert found.ended == {"run-1": End("finished", "", (results / "summary.json").stat().st_mtime)}
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"run_id": 1, "messages": "many"}', "null"])

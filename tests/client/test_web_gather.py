@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import pytest
 
 from sottovoce.errors import NotReady
 from sottovoce_client.lab.watching.view import Gauges
-from sottovoce_client.web.gather import MOST_LOOKING, Asked, Gathering, Places
+from sottovoce_client.web.gather import MOST_LOOKING, Asked, Gathering, Places, merged
+from sottovoce_client.web.view import CaptureLine
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_rpc.tasks import Tasks
 from tests.client.test_watch import a_sight
@@ -99,6 +101,31 @@ async def test_services_that_go_are_told_and_what_was_known_stays(tmp_path: Path
         later = await until(lambda page: page["problems"])
         assert later["problems"][0]["since"] == page["problems"][0]["since"]
         await asyncio.wait([running])
+
+
+async def test_results_say_how_a_run_ended_whose_services_are_gone(tmp_path: Path) -> None:
+    spec, results = small_spec(1000, NAMES, clock=PACED), tmp_path / "results"
+    results.mkdir()
+    async with network(tmp_path, NAMES) as up, looking(asked_of(up, results)) as until:
+        running = asyncio.ensure_future(up.run(spec, made_up(spec)))
+        page = await until(lambda page: page["run"] and page["runs"])
+        run_id = page["run"]["run_id"]
+        told = {"name": "run", "run_id": run_id, "state": "finished", "detail": ""}
+        (results / "summary.json").write_text(json.dumps(told))
+        assert up.coordinating is not None
+        await up.coordinating.stop()
+        page = await until(lambda page: page["problems"] and page["run"]["state"] == "finished")
+        assert page["runs"][0]["state"] == "finished" and page["run"]["ended"] == page["runs"][0]["ended"]
+        await asyncio.wait([running])
+
+
+def test_of_a_capture_whose_eavesdropper_is_gone_the_folder_says_how_it_ended() -> None:
+    told = CaptureLine("a", "run-1", "/far/a", "open", 5, 500)
+    found = CaptureLine("a", "run-1", "/far/a", "complete", 7, 700, "captures/a/capture.json", 1.0)
+    older = CaptureLine("b", "run-0", "/far/b", "complete", 7, 700, "captures/b/capture.json", 0.5)
+    assert merged((told,), (found, older)) == (replace(told, path=found.path), older)
+    assert merged((told,), (found, older), gone=True) == (found, older)
+    assert merged((told,), ()) == (told,)
 
 
 async def test_services_are_found_where_up_says_that_they_are(tmp_path: Path) -> None:

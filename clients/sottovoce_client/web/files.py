@@ -26,12 +26,21 @@ _MOST_FACTS, _MOST_SUMMARY = 4 * 1024 * 1024, 64 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
+class End:
+    """How a run ended, and when that was written down (Unix time)."""
+
+    state: str
+    detail: str
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
 class Results:
-    """What there is to open, the newest first; `ended` is how runs ended, by id, as their summaries say: state and detail."""
+    """What there is to open, the newest first; `ended` is how runs ended, by id, as their summaries say."""
 
     captures: tuple[CaptureLine, ...] = ()
     reports: tuple[ReportLine, ...] = ()
-    ended: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    ended: Mapping[str, End] = field(default_factory=dict)
 
 
 class Files:
@@ -51,11 +60,12 @@ class Files:
             return Results()
         captures: list[CaptureLine] = []
         reports: list[ReportLine] = []
-        ended: dict[str, tuple[str, str]] = {}
+        ended: dict[str, End] = {}
         for folder, names in self._folders(self.root):
             summary = self._summary(folder) if "summary.json" in names else None
             if summary is not None:
-                ended[summary["run_id"]] = (summary["state"], summary["detail"])
+                written = self._read[folder / "summary.json"][0]
+                ended[summary["run_id"]] = End(summary["state"], summary["detail"], written)
             if FACTS in names and (line := self._capture(folder)) is not None:
                 captures.append(line)
             found = (self._report(folder / name, summary) for name in names if name.endswith(PAGES))

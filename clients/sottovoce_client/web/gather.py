@@ -19,7 +19,7 @@ from pydantic_core import to_json
 import sottovoce
 from sottovoce.errors import NotReady, SottovoceError
 from sottovoce.plain import plain
-from sottovoce_client.web.files import Files, Results
+from sottovoce_client.web.files import End, Files, Results
 from sottovoce_client.web.plans import Plan, Way, plan_of
 from sottovoce_client.web.view import (
     CaptureLine,
@@ -292,17 +292,18 @@ class Gathering:
             if not what.startswith("run ") or what == f"run {run_id}"
         }
         away = bool(own.keys() & {"services", "runs", f"run {run_id}"})
-        if shown is not None and away and (ended := self._results.ended.get(run_id)) is not None:
-            shown = replace(
-                shown, state=ended[0], detail=ended[1]
-            )  # its services are gone; its results say how it ended
+        # What services that are gone said last is old: their results say how it ended.
+        ended = self._results.ended if away else {}
+        if shown is not None and run_id in ended:
+            end = ended[run_id]
+            shown = replace(shown, state=end.state, detail=end.detail, ended=shown.ended or end.at)
         watched = [each for each in self._watched if shown is not None and each.run == shown.name]
         return Page(
             at=time.time(),
             version=sottovoce.__version__,
             run=shown,
-            runs=self._runs,
-            captures=merged(self._captures, self._results.captures),
+            runs=tuple(as_ended(each, ended.get(each.run_id)) for each in self._runs),
+            captures=merged(self._captures, self._results.captures, gone=away),
             reports=self._results.reports,
             watch=watched[0] if watched else None,
             problems=tuple({each.text: each for each in own.values()}.values()),
@@ -416,8 +417,28 @@ def _capture_line(told: eavesdropper_pb2.CaptureInfo) -> CaptureLine:
     )
 
 
-def merged(told: tuple[CaptureLine, ...], found: tuple[CaptureLine, ...]) -> tuple[CaptureLine, ...]:
-    """Captures that the eavesdropper tells of, with where they can be opened; then those that only lie in the folder."""
+def as_ended(line: RunLine, end: End | None) -> RunLine:
+    """A run in the list, as its results say that it ended; None: they say nothing."""
+    if end is None:
+        return line
+    return replace(line, state=end.state, detail=end.detail, ended=line.ended or end.at)
+
+
+def merged(
+    told: tuple[CaptureLine, ...], found: tuple[CaptureLine, ...], *, gone: bool = False
+) -> tuple[CaptureLine, ...]:
+    """Captures that the eavesdropper tells of, with where they can be opened; then those that only lie in the folder.
+
+    Args:
+        told: by the eavesdropper.
+        found: in the folder.
+        gone: it tells nothing any more: what lies in the folder is newer.
+    """
     by_name = {each.name: each for each in found}
-    own = [replace(each, path=by_name[each.name].path) if each.name in by_name else each for each in told]
+    own = [each if each.name not in by_name else as_found(each, by_name[each.name], gone) for each in told]
     return (*own, *(each for each in found if each.name not in {one.name for one in told}))
+
+
+def as_found(told: CaptureLine, found: CaptureLine, gone: bool) -> CaptureLine:
+    """A capture of which both say something."""
+    return found if gone else replace(told, path=found.path)

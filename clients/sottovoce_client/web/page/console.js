@@ -165,11 +165,12 @@ function cards(now) {
   text(at("spent-note"), most ? `${most.name}: ε ${number(most.epsilon)} of ${number(most.limit)}` : "no learner has a limit");
   const sum = (key) => now.learners.reduce((all, each) => all + (each[key] || 0), 0);
   figure("records", count(sum("records")), " in all");
-  text(at("records-note"), `${now.learners.some((each) => each.arrival !== null) ? `${number(sum("arrival"))} a second, ` : ""}${count(sum("waiting"))} waiting`);
+  text(at("records-note"), `${!now.ended && now.learners.some((each) => each.arrival !== null) ? `${number(sum("arrival"))} a second, ` : ""}${count(sum("waiting"))} waiting`);
   const flow = now.edges.reduce((all, each) => all + each.there + each.back, 0);
   figure("traffic", number(now.ended ? 0 : flow), ` ${unit(now)}/s`);
   const sent = now.edges.reduce((all, each) => all + each.messages, 0);
-  text(at("traffic-note"), `${count(sent)} so far, ${size(now.edges.reduce((all, each) => all + each.bytes_s, 0))}/s`);
+  const bytes = now.edges.reduce((all, each) => all + each.bytes_s, 0);
+  text(at("traffic-note"), `${count(sent)} so far${now.ended ? "" : `, ${size(bytes)}/s`}`);
 }
 
 const unit = (now) => (now.capture === "wiretap" && now.counted_by === "eavesdropper" ? "TLS records" : "messages");
@@ -409,11 +410,13 @@ for (const id of ["runs", "captures", "reports", "watch"]) {
   });
 }
 
-function problems(told) {
+// Nothing is amiss where a run is over, and its services with it.
+function problems(told, calm) {
   const list = at("problems");
   while (list.children.length > told.length) list.lastChild.remove();
   told.forEach((each, i) => {
     const banner = list.children[i] || list.appendChild(make("div", undefined, "banner"));
+    name(banner, calm ? "banner calm" : "banner");
     filled(banner, "problem", () => [make("strong"), document.createTextNode("")]);
     text(banner.firstChild, `Since ${moment(each.since)}: `);
     if (banner.lastChild.data !== each.text) banner.lastChild.data = each.text;
@@ -441,7 +444,7 @@ function aloud(page, noticed) {
 function show(page) {
   document.body.classList.remove("waiting");
   head(page);
-  problems(page.problems);
+  problems(page.problems, !page.run || Boolean(page.run.ended));
   document.body.classList.toggle("stale", page.problems.length > 0 && Boolean(page.run) && !page.run.ended && page.problems.some((each) => /coordinator|no run is up/.test(each.text)));
   let noticed = [];
   if (page.run) {
