@@ -97,7 +97,7 @@ async def test_services_that_go_are_told_and_what_was_known_stays(tmp_path: Path
         await up.coordinating.stop()
         page = await until(lambda page: page["problems"])
         assert up.coordinator in page["problems"][0]["text"]
-        assert page["run"]["name"] == spec.name
+        assert page["run"]["name"] == spec.name and page["gone"]
         later = await until(lambda page: page["problems"])
         assert later["problems"][0]["since"] == page["problems"][0]["since"]
         await asyncio.wait([running])

@@ -106,6 +106,16 @@ async def test_text_of_others_is_text(browser: Browser) -> None:
         assert await seen.title() == f"{HOSTILE}: running"
 
 
+async def test_a_run_whose_coordinator_does_not_answer_is_not_said_to_run(browser: Browser) -> None:
+    async with shown(browser, a_page(gone=True, problems=(Problem("nobody is there", NOON),))) as (seen, told):
+        await expect(seen.locator("#state")).to_have_text("no answer")
+        await expect(seen.locator("#problems")).to_contain_text("nobody is there")
+        await expect(seen.locator("body.stale")).to_have_count(1)
+        await told.put(a_page())
+        await expect(seen.locator("#state")).to_have_text("running")
+        await expect(seen.locator("body.stale")).to_have_count(0)
+
+
 async def test_another_run_is_looked_at_by_its_link(browser: Browser) -> None:
     async with shown(browser, a_page()) as (seen, told):
         await seen.locator("#runs-rows a", has_text="run-0").click()

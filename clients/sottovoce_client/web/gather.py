@@ -308,6 +308,7 @@ class Gathering:
             watch=watched[0] if watched else None,
             problems=tuple({each.text: each for each in own.values()}.values()),
             folder=plain(str(self._asked.folder or "")),
+            gone=away,
         )
 
 

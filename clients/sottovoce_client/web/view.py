@@ -207,6 +207,7 @@ class Page:
         watch: of this run.
         problems: who does not answer.
         folder: of the results; empty: none was given.
+        gone: whether the coordinator does not answer, so that what is shown of the run is old.
     """
 
     at: float
@@ -218,6 +219,7 @@ class Page:
     watch: WatchView | None = None
     problems: tuple[Problem, ...] = ()
     folder: str = ""
+    gone: bool = False
 
 
 # ---- how it is made ----------------------------------------------------------------------------------------------------

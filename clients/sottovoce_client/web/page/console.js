@@ -114,7 +114,7 @@ function filled(cell, key, build) {
 }
 const GOOD = ["finished", "running", "complete"];
 const BAD = ["failed", "lost", "budget exhausted"];
-const NEAR = ["away", "connecting", "stopped"];
+const NEAR = ["away", "connecting", "stopped", "no answer"];
 const tone = (state) => (BAD.includes(state) ? "bad" : NEAR.includes(state) ? "near" : GOOD.includes(state) ? "good" : "");
 const pill = (state) => (cell) => {
   const [shown] = filled(cell, "pill", () => [make("span")]).children;
@@ -123,6 +123,9 @@ const pill = (state) => (cell) => {
 };
 
 // ---- the parts of the page -------------------------------------------------------------------------------------------
+
+// Is the run under way as far as is known, and nobody there who would know?
+const unanswered = (page) => page.gone && Boolean(page.run) && !page.run.ended;
 
 function head(page) {
   const now = page.run;
@@ -137,8 +140,9 @@ function head(page) {
   while (facts.children.length > told.length) facts.lastChild.remove();
   told.forEach((said, i) => text(facts.children[i] || facts.appendChild(make("span")), said));
   if (now) {
-    name(at("state"), `state ${tone(now.state)}`.trim());
-    text(at("state"), now.state);
+    const state = unanswered(page) ? "no answer" : now.state;
+    name(at("state"), `state ${tone(state)}`.trim());
+    text(at("state"), state);
   }
 }
 
@@ -445,7 +449,7 @@ function show(page) {
   document.body.classList.remove("waiting");
   head(page);
   problems(page.problems, !page.run || Boolean(page.run.ended));
-  document.body.classList.toggle("stale", page.problems.length > 0 && Boolean(page.run) && !page.run.ended && page.problems.some((each) => /coordinator|no run is up/.test(each.text)));
+  document.body.classList.toggle("stale", unanswered(page));
   let noticed = [];
   if (page.run) {
     cards(page.run);
