@@ -14,7 +14,8 @@ import pytest
 
 from sottovoce.errors import NotReady
 from sottovoce_client.lab.watching.view import Gauges
-from sottovoce_client.web.gather import MOST_LOOKING, Asked, Gathering, Places, merged
+from sottovoce_client.web.gather import MOST_LOOKING, Gathering, merged
+from sottovoce_client.web.services import Asked, Places
 from sottovoce_client.web.view import CaptureLine
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_rpc.tasks import Tasks

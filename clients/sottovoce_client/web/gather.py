@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, replace
-from datetime import UTC
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
-import grpc
 from pydantic_core import to_json
 
 import sottovoce
 from sottovoce.errors import NotReady, SottovoceError
 from sottovoce.plain import plain
 from sottovoce_client.web.files import End, Files, Results
-from sottovoce_client.web.plans import Plan, Way, plan_of
+from sottovoce_client.web.plans import Plan, plan_of
+from sottovoce_client.web.services import Asked, Services, capture_line, course_of, look_at, run_line
 from sottovoce_client.web.view import (
     CaptureLine,
-    Count,
-    Course,
     History,
-    Look,
     Page,
     Problem,
     RunLine,
@@ -35,13 +29,6 @@ from sottovoce_client.web.view import (
     run_view,
 )
 from sottovoce_client.web.watching import read_watch
-from sottovoce_rpc.credentials import Credentials
-from sottovoce_rpc.learner_status import LearnerStatus
-from sottovoce_rpc.misconduct import misconduct_lines
-from sottovoce_rpc.principals import Role
-from sottovoce_rpc.server import channel
-from sottovoce_rpc.status import as_error
-from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc, eavesdropper_pb2, eavesdropper_pb2_grpc
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -49,71 +36,10 @@ if TYPE_CHECKING:
 LOOK_S = 1.0
 _LISTS_S, _FILES_S = 5.0, 10.0
 """How often lists are asked for, and the folder is looked through."""
-_CALL_S = 4.0
-_MOST_RUNS, _MOST_CAPTURES = 50, 50
 MOST_LOOKING = 32
 """Browsers at a time."""
 _KNOWN = 16
 """Runs whose looks are remembered."""
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Places:
-    """Where services listen, and who asks them.
-
-    Attributes:
-        coordinator, eavesdropper: addresses; empty: there is none.
-        identity: folder of an operator's; None: there is none.
-    """
-
-    coordinator: str = ""
-    eavesdropper: str = ""
-    identity: Path | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """What the console was asked to show.
-
-    Attributes:
-        folder: of results, in whose `services.json` addresses stand while `sottovoce up` runs there; None: there is none.
-        places: given by hand; they win.
-        watch: where a watch tells its numbers; empty: there is none.
-        insecure: speak in the clear to other machines, too.
-    """
-
-    folder: Path | None = None
-    places: Places = Places()
-    watch: str = ""
-    insecure: bool = False
-
-    def now(self) -> Places:
-        """Where services are now.
-
-        Raises:
-            NotReady: nobody says where the coordinator is.
-        """
-        found = _told_in(self.folder)
-        places = Places(
-            self.places.coordinator or found.coordinator,
-            self.places.eavesdropper or ("" if self.places.coordinator else found.eavesdropper),
-            self.places.identity or found.identity,
-        )
-        if not places.coordinator:
-            raise NotReady(f"no run is up in {self.folder}: `sottovoce up` writes services.json there while one is")
-        return places
-
-
-def _told_in(folder: Path | None) -> Places:
-    """What `services.json` says; nothing where there is none."""
-    try:
-        told = json.loads((folder / "services.json").read_text(encoding="utf-8")) if folder is not None else {}
-        identity = Path(told["identity"]) if told.get("identity") else None
-        return Places(str(told.get("coordinator") or ""), str(told.get("eavesdropper") or ""), identity)
-    except (OSError, ValueError, TypeError, AttributeError):
-        return Places()
 
 
 @dataclass(slots=True)
@@ -132,7 +58,7 @@ class Gathering:
     def __init__(self, asked: Asked, clock: Callable[[], float] = time.monotonic) -> None:
         self._asked, self._clock = asked, clock
         self._files = Files(asked.folder)
-        self._services: _Services | None = None
+        self._services: Services | None = None
         self._lookers: Counter[str] = Counter()
         self._wanted, self._ended = asyncio.Event(), False
         self._changed, self._turn = asyncio.Condition(), 0
@@ -247,16 +173,16 @@ class Gathering:
         if self._services is None or self._services.places != places:
             self._services = None
             await stack.aclose()
-            self._services = await _Services.reach(places, self._asked.insecure, stack)
+            self._services = await Services.reach(places, self._asked.insecure, stack)
             self._due.clear()
 
     async def _list_runs(self) -> None:
         assert self._services is not None  # noqa: S101 - `_look` has seen to it
-        self._runs = tuple(map(_run_line, await self._services.runs()))
+        self._runs = tuple(map(run_line, await self._services.runs()))
 
     async def _list_captures(self) -> None:
         assert self._services is not None  # noqa: S101 - as above
-        self._captures = tuple(map(_capture_line, await self._services.captures()))
+        self._captures = tuple(map(capture_line, await self._services.captures()))
 
     async def _look_through(self) -> None:
         self._results = await asyncio.to_thread(self._files.results)
@@ -274,8 +200,8 @@ class Gathering:
             seen = _Seen(told.attempt, plan_of(told.spec), History())
         self._known[run_id] = seen
         heard = None if seen.plan.capture == "none" else await self._services.heard(run_id)
-        seen.history.add(_look_at(told, heard, self._clock()))
-        seen.view = run_view(_course(told), seen.plan, seen.history)
+        seen.history.add(look_at(told, heard, self._clock()))
+        seen.view = run_view(course_of(told), seen.plan, seen.history)
         while len(self._known) > _KNOWN:
             self._known.pop(next(iter(self._known)))
 
@@ -312,110 +238,7 @@ class Gathering:
         )
 
 
-class _Services:
-    """Channels to a coordinator and, where there is one, an eavesdropper."""
-
-    def __init__(self, places: Places, coordinator: Any, eavesdropper: Any) -> None:
-        self.places, self.coordinator, self.eavesdropper = places, coordinator, eavesdropper
-
-    @classmethod
-    async def reach(cls, places: Places, insecure: bool, stack: AsyncExitStack) -> _Services:
-        """Open the channels; they find out by themselves who is there."""
-        credentials = Credentials(places.identity, insecure)
-        to = await stack.enter_async_context(channel(places.coordinator, Role.COORDINATOR, credentials=credentials))
-        coordinator, eavesdropper = coordinator_pb2_grpc.CoordinatorStub(to), None
-        if places.eavesdropper:
-            to = await stack.enter_async_context(
-                channel(places.eavesdropper, Role.EAVESDROPPER, credentials=credentials)
-            )
-            eavesdropper = eavesdropper_pb2_grpc.EavesdropperStub(to)
-        return cls(places, coordinator, eavesdropper)
-
-    async def runs(self) -> list[coordinator_pb2.Run]:
-        request = coordinator_pb2.ListRunsRequest(page_size=_MOST_RUNS)
-        return list((await self._of_coordinator(self.coordinator.ListRuns(request, timeout=_CALL_S))).runs)
-
-    async def run(self, run_id: str) -> coordinator_pb2.Run:
-        request = coordinator_pb2.GetRunRequest(run_id=run_id)
-        return await self._of_coordinator(self.coordinator.GetRun(request, timeout=_CALL_S))
-
-    async def captures(self) -> list[eavesdropper_pb2.CaptureInfo]:
-        request = eavesdropper_pb2.ListCapturesRequest(page_size=_MOST_CAPTURES)
-        answer = self.eavesdropper.ListCaptures(request, timeout=_CALL_S)
-        return list((await _answer(answer, f"the eavesdropper at {self.places.eavesdropper}")).captures)
-
-    async def heard(self, run_id: str) -> Mapping[Way, Count] | None:
-        """What the eavesdropper counted on every way; None: nobody tells."""
-        if self.eavesdropper is None:
-            return None
-        request = eavesdropper_pb2.ListCapturesRequest(run_id=run_id, page_size=1)
-        try:
-            (capture,) = (await self.eavesdropper.ListCaptures(request, timeout=_CALL_S)).captures
-        except (grpc.aio.AioRpcError, ValueError):  # its list says why; it knows no such capture
-            return None
-        return {(way.sender, way.receiver): (way.messages, way.bytes) for way in capture.ways} or None
-
-    async def _of_coordinator(self, call: Awaitable[T]) -> T:
-        return await _answer(call, f"the coordinator at {self.places.coordinator}")
-
-
-async def _answer(call: Awaitable[T], who: str) -> T:
-    try:
-        return await call
-    except grpc.aio.AioRpcError as error:
-        raise as_error(error, who) from None
-
-
-# ---- what was said, as values ------------------------------------------------------------------------------------------
-
-
-def _course(run: coordinator_pb2.Run) -> Course:
-    notices = [*misconduct_lines(run), *([run.capture_error] if run.capture_error else [])]
-    line = _run_line(run)
-    return Course(
-        line.run_id,
-        line.state,
-        line.detail,
-        line.started,
-        line.ended,
-        tuple(map(plain, notices)),
-        plain(run.capture_location),
-    )
-
-
-def _run_line(run: coordinator_pb2.Run) -> RunLine:
-    statuses = tuple(LearnerStatus.from_wire(each.status) for each in run.learners)
-    return RunLine(
-        run_id=plain(run.run_id),
-        state=coordinator_pb2.RunState.Name(run.state).removeprefix("RUN_STATE_").lower(),
-        detail=plain(run.detail),
-        started=run.started_at.ToDatetime(UTC).timestamp(),
-        ended=run.ended_at.ToDatetime(UTC).timestamp() if run.HasField("ended_at") else None,
-        round=Look(0.0, statuses).round,
-    )
-
-
-def _look_at(run: coordinator_pb2.Run, heard: Mapping[Way, Count] | None, at: float) -> Look:
-    return Look(
-        at,
-        tuple(LearnerStatus.from_wire(each.status) for each in run.learners),
-        tuple(plain(each.address) for each in run.learners),
-        tuple(
-            each.away_since.ToDatetime(UTC).timestamp() if each.HasField("away_since") else None
-            for each in run.learners
-        ),
-        heard,
-    )
-
-
-def _capture_line(told: eavesdropper_pb2.CaptureInfo) -> CaptureLine:
-    state = told.error or ("open" if told.open else "closed")
-    if told.gaps:
-        state += f"; rounds are missing in {told.gaps} places"
-    location = plain(told.location)
-    return CaptureLine(
-        Path(location).name or location, plain(told.run_id), location, plain(state), told.messages, told.bytes
-    )
+# ---- what services say, and results ---------------------------------------------------------------------------------
 
 
 def as_ended(line: RunLine, end: End | None) -> RunLine:
