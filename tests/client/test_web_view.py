@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
 
 from sottovoce.errors import SpecError
 from sottovoce_client.web.plans import plan_of
+from sottovoce_client.web.services import run_line
 from sottovoce_client.web.view import History, Look, edge_views, learner_views, run_view
 from sottovoce_client.web.watching import watch_views
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_rpc.specs import spec_to_wire
+from sottovoce_wire.v1 import coordinator_pb2
 from tests.client.consoles import COURSE, NOON, a_run, look, plan, status
 from tests.examples import small_spec
 
@@ -45,6 +48,17 @@ def test_a_graph_that_only_code_could_tell_is_left_out() -> None:
 def test_a_spec_that_is_none_is_refused() -> None:
     with pytest.raises(SpecError, match="must be JSON"):
         plan_of("{")
+
+
+@pytest.mark.parametrize("change", [{"learners": None}, {"rounds": "many"}, {"absences": [{"who": 1}]}, {"clock": 3}])
+def test_a_spec_that_says_things_otherwise_is_refused(change: dict[str, object]) -> None:
+    document = json.loads(spec_to_wire(small_spec(7, 3)))
+    with pytest.raises(SpecError, match="cannot read"):
+        plan_of(json.dumps({**document, **change}))
+
+
+def test_a_state_of_a_newer_coordinator_is_said_to_be_one() -> None:
+    assert run_line(coordinator_pb2.Run(run_id="run-1", state=99)).state == "of a newer version"  # type: ignore[arg-type]
 
 
 def test_rates_are_of_the_last_seconds() -> None:

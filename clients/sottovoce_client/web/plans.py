@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from pydantic import ValidationError
 
-from sottovoce.errors import SottovoceError
+from sottovoce.errors import SottovoceError, SpecError
 from sottovoce.network.roster import Absence, Roster, names_of
 from sottovoce.network.topology import Topology
 from sottovoce_rpc.specs import document_from_wire
@@ -54,9 +54,16 @@ def plan_of(spec: str) -> Plan:
     """Read a spec as it crosses the wire.
 
     Raises:
-        SpecError: it is not JSON, or of a format that is none.
+        SpecError: it is not JSON, of a format that is none, or of a version that says things otherwise.
     """
     document: Any = document_from_wire(spec)
+    try:
+        return _plan(document)
+    except (LookupError, TypeError, ValueError, AttributeError):
+        raise SpecError("the run's spec is of a version that this console cannot read") from None
+
+
+def _plan(document: Any) -> Plan:
     names = names_of(document["learners"])
     absences = tuple(Absence(**each) for each in document.get("absences") or ())
     clock, algorithm = document.get("clock") or {}, document["algorithm"]

@@ -27,6 +27,8 @@ from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc, eavesdroppe
 _CALL_S = 4.0
 _MOST_RUNS, _MOST_CAPTURES = 50, 50
 
+_STATES = {value: name.removeprefix("RUN_STATE_").lower() for name, value in coordinator_pb2.RunState.items()}
+
 T = TypeVar("T")
 
 
@@ -164,7 +166,7 @@ def run_line(run: coordinator_pb2.Run) -> RunLine:
     statuses = tuple(LearnerStatus.from_wire(each.status) for each in run.learners)
     return RunLine(
         run_id=plain(run.run_id),
-        state=coordinator_pb2.RunState.Name(run.state).removeprefix("RUN_STATE_").lower(),
+        state=_STATES.get(run.state, "of a newer version"),
         detail=plain(run.detail),
         started=run.started_at.ToDatetime(UTC).timestamp(),
         ended=run.ended_at.ToDatetime(UTC).timestamp() if run.HasField("ended_at") else None,
