@@ -121,6 +121,7 @@ class CaptureFile:
         interrupted: an eavesdropper before this one died, of a capture by wiretap: nobody knows which rounds passed then.
         parts: so many are written.
         messages, bytes: counts of messages (neither hellos nor metadata).
+        ways: the same counts, from (sender, receiver), of a run of ours; of a wiretap, records of TLS.
         ciphertext: counts of what a wiretap noted; None: the capture is by none.
         broken: why nothing more can be written; None: all could be.
     """
@@ -144,6 +145,7 @@ class CaptureFile:
     broken: str | None = None
     interrupted: bool = False
     parts: int = 0
+    ways: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
     ciphertext: Ciphertext | None = field(init=False)
     place: Folder = field(init=False)
     lookout: Lookout = field(init=False)
@@ -172,13 +174,23 @@ class CaptureFile:
         if row.kind == "message":
             self.messages += 1
             self.bytes += row.size
+            self.passed(row.caller, row.callee, row.sender, row.size)
             if self.awaited:
                 self._note_gap(row)
         elif self.ciphertext is not None:
             self.ciphertext.count(row.kind, row.size)
+            if row.kind == "ciphertext":
+                self.passed(row.caller, row.callee, row.sender, row.size)
         self._held += len(row.payload)
         if len(self._rows) >= PART_ROWS or self._held >= PART_BYTES:
             self._full.set()
+
+    def passed(self, caller: int, callee: int, sender: int, size: int, times: int = 1) -> None:
+        """So many messages, or records of TLS, passed on an edge, and the bytes of all of them."""
+        if self.fields or self.ciphertext is not None:  # else who speaks is not known, nor how many there are
+            way = sender, caller + callee - sender
+            known, n_bytes = self.ways.get(way, (0, 0))
+            self.ways[way] = known + times, n_bytes + size
 
     def _note_gap(self, row: Row) -> None:
         """The first round of a way since the capture was taken up again."""

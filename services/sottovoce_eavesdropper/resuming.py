@@ -71,14 +71,19 @@ def resumed(capture: Capture, *, allow_imports: bool) -> tuple[CaptureFile, Mapp
 
 def _count_on(file: CaptureFile, counts: Ciphertext, capture: Capture) -> dict[tuple[int, int], int]:
     """Count what a wiretap noted."""
+    import pyarrow.compute as pc
+
     file.interrupted = True
     connections = dict[tuple[int, int], int]()
-    for _, batch in capture.by_part(("caller", "callee", "kind", "connection", "size"), lambda _: True):
+    for _, batch in capture.by_part(("caller", "callee", "sender", "kind", "connection", "size"), lambda _: True):
         for each in _groups(batch, ("caller", "callee"), [("connection", "max")]):
             way = each["caller"], each["callee"]
             connections[way] = max(connections.get(way, 0), each["connection_max"])
         for each in _groups(batch, ("kind",), [("size", "sum"), ("size", "count")]):
             counts.count(each["kind"], each["size_sum"], each["size_count"])
+        tapped = batch.filter(pc.equal(batch.column("kind"), "ciphertext"))
+        for each in _groups(tapped, ("caller", "callee", "sender"), [("size", "sum"), ("size", "count")]):
+            file.passed(each["caller"], each["callee"], each["sender"], each["size_sum"], each["size_count"])
     return connections
 
 
@@ -116,6 +121,7 @@ def _count(file: CaptureFile, capture: Capture) -> _Seen:
         for each in _groups(said, ("caller", "callee", "sender"), [("size", "sum"), ("size", "count")]):
             seen.last[each["caller"], each["callee"], each["sender"]] = part
             file.messages, file.bytes = file.messages + each["size_count"], file.bytes + each["size_sum"]
+            file.passed(each["caller"], each["callee"], each["sender"], each["size_sum"], each["size_count"])
     return seen
 
 

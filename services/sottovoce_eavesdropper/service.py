@@ -296,7 +296,8 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
             newest = reversed(self._captures.items())
             wanted = {key: c.file for key, c in newest if request.run_id in ("", c.file.run_id)}
             files, following = page(wanted, request.page_size, request.page_token)
-            return eavesdropper_pb2.ListCapturesResponse(captures=map(_info, files), next_page_token=following)
+            infos = [_info(each, ways=bool(request.run_id)) for each in files]
+            return eavesdropper_pb2.ListCapturesResponse(captures=infos, next_page_token=following)
 
     async def StreamCapture(
         self, request: eavesdropper_pb2.StreamCaptureRequest, context: Context
@@ -452,7 +453,8 @@ def _begin(
         raise CaptureError(f"cannot write to the folder {folder}: {error.strerror or error}") from None
 
 
-def _info(file: CaptureFile) -> eavesdropper_pb2.CaptureInfo:
+def _info(file: CaptureFile, *, ways: bool = False) -> eavesdropper_pb2.CaptureInfo:
+    told = file.ways.items() if ways else ()
     return eavesdropper_pb2.CaptureInfo(
         capture_id=file.capture_id,
         run_id=file.run_id,
@@ -462,6 +464,10 @@ def _info(file: CaptureFile) -> eavesdropper_pb2.CaptureInfo:
         open=file.open,
         error=file.broken or "",
         gaps=file.gaps.missing if file.open else len(file.gaps.facts()),
+        ways=[
+            eavesdropper_pb2.Way(sender=sender, receiver=receiver, messages=messages, bytes=n_bytes)
+            for (sender, receiver), (messages, n_bytes) in told
+        ],
     )
 
 

@@ -35,6 +35,14 @@ def memory_url() -> str:
     return f"memory://captures-{uuid.uuid4().hex}/cap"
 
 
+async def test_what_passed_on_each_way_is_counted(tmp_path: Path) -> None:
+    size = len(frame(0, 0))
+    file = await captured(tmp_path / "cap", conversation(5))
+    assert file.ways == {(0, 1): (5, 5 * size), (1, 0): (5, 5 * size)}
+    nobody = await captured(tmp_path / "foreign", conversation(5), fields={})
+    assert nobody.ways == {}
+
+
 # ---- where they lie --------------------------------------------------------------------------------------------------
 
 

@@ -294,7 +294,7 @@ async def test_of_a_long_capture_only_the_last_messages_are_read_when_it_is_take
     assert recalled == [(0, 1, t) for t in range(3 * parts - 6, 3 * parts)]
     assert again.awaited == {(0, 1): 3 * parts, (1, 0): 0, (0, 2): 3 * silent, (2, 0): 0}
     assert streams == {(0, 1): parts, (0, 2): silent}
-    assert (again.messages, again.bytes) == (file.messages, file.bytes)
+    assert (again.messages, again.bytes, again.ways) == (file.messages, file.bytes, file.ways)
     assert again.messages == 3 * (parts + silent)
 
 

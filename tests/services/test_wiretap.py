@@ -108,7 +108,7 @@ def test_a_stream_that_stops_being_tls_is_told_as_it_comes_from_there_on() -> No
 
 
 async def test_bytes_pass_as_they_are_and_are_not_kept(tmp_path: Path) -> None:
-    async with tapped(tmp_path) as (port, _, _):
+    async with tapped(tmp_path) as (port, _, file):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         said = b"".join(record(size) for size in (0, 1, 16_384)) * 20
         writer.write(said)
@@ -124,6 +124,7 @@ async def test_bytes_pass_as_they_are_and_are_not_kept(tmp_path: Path) -> None:
     assert {(row[0], row[5]) for row in noted} == {("out", 0), ("back", 1)}
     told = capture.ciphertext
     assert told is not None and (told.connections, told.records, told.bytes) == (1, 120, 2 * len(said))
+    assert file.ways == {(0, 1): (60, len(said)), (1, 0): (60, len(said))}
     assert capture.complete and capture.totals() == (0, 0)
     assert capture.facts["not_checked"] == "anything: a wiretap reads no messages"
 

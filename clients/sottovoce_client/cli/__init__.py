@@ -27,6 +27,7 @@ from sottovoce_client.cli import data as data
 from sottovoce_client.cli import transcripts as transcripts
 from sottovoce_client.cli import services as services
 from sottovoce_client.cli import operating as operating
+from sottovoce_client.cli import console as console
 from sottovoce_client.cli import pki as pki
 from sottovoce_client.cli import auditing as auditing
 from sottovoce_client.cli import privacy as privacy
@@ -37,6 +38,7 @@ from sottovoce_client.cli import schemas as schemas
 __all__ = [
     "app",
     "auditing",
+    "console",
     "data",
     "experiments",
     "main",

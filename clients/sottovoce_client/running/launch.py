@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -58,8 +59,21 @@ async def run_up(
             raise Interrupted("stopped before the run had begun")
         if spec.data.live:
             _tell_feeders(services.learners, folder)
-        running = run_on(services.coordinator, spec, data, watch, stop, credentials=services.credentials)
-        return await while_alive(services, running, stop)
+        with _told(services, folder / "services.json"):
+            running = run_on(services.coordinator, spec, data, watch, stop, credentials=services.credentials)
+            return await while_alive(services, running, stop)
+
+
+@contextmanager
+def _told(services: LocalServices, place: Path) -> Iterator[None]:
+    """Where the services are, for `sottovoce console`, while they are there."""
+    identity = services.credentials.folder
+    at = {"coordinator": services.coordinator, "eavesdropper": services.eavesdropper}
+    write_json(place, {**at, "identity": None if identity is None else str(identity.resolve())})
+    try:
+        yield
+    finally:
+        place.unlink(missing_ok=True)
 
 
 def _tell_feeders(learners: Mapping[str, str], folder: Path) -> None:

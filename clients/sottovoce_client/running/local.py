@@ -79,6 +79,7 @@ class LocalServices:
     Attributes:
         spec: the run.
         coordinator: its address.
+        eavesdropper: its address; empty where nobody listens.
         credentials: of an operator, who may also feed the learners.
     """
 
@@ -88,7 +89,7 @@ class LocalServices:
         self.spec, self._folder, self._per_process, self._noise = spec, folder, per_process, noise
         self._processes: list[_Process] = []
         self._identities = folder / "identities" if tls else None
-        self.coordinator, self.credentials = "", Credentials()
+        self.coordinator, self.eavesdropper, self.credentials = "", "", Credentials()
 
     async def __aenter__(self) -> Self:
         try:
@@ -144,7 +145,8 @@ class LocalServices:
             eavesdropper = await self._start(
                 "eavesdropper", ["eavesdropper", *self._imports, *self._as("eavesdropper-local"), "--folder", captures]
             )
-            more = ["--eavesdropper", await self._announced(eavesdropper)]
+            self.eavesdropper = await self._announced(eavesdropper)
+            more = ["--eavesdropper", self.eavesdropper]
         coordinator = await self._start(
             "coordinator", ["coordinator", *self._imports, *self._as("coordinator-local"), *more]
         )

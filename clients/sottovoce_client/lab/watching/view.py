@@ -236,8 +236,12 @@ class Gauges:
         def gauge(name: str, text: str, *labels: str) -> Any:
             return prometheus_client.Gauge(f"sottovoce_watch_{name}", text, ("run", *labels), registry=registry)
 
-        self._e = gauge("log_e_value", "Natural logarithm of the e-value since round 0.", "learner")
+        self._e = gauge(
+            "log_e_value", "Natural logarithm of the e-value since round 0; learner is empty: of all.", "learner"
+        )
         self._change = gauge("change_log_e_value", "The same for a change on the way.", "learner")
+        self._line = gauge("log_threshold", "From where on log_e_value is an alarm.", "learner")
+        self._change_line = gauge("change_log_threshold", "From where on change_log_e_value is an alarm.", "learner")
         self._alarms = gauge("alarms", "Alarms so far; learner is empty where none stands out.", "learner")
         self._round = gauge("round", "Rounds watched.", "learner")
         self._bound = gauge("epsilon_lower_bound", "Lower bound on epsilon from canaries.")
@@ -257,12 +261,21 @@ class Gauges:
     def update(self, sight: Sight) -> None:
         """Give these numbers from now on."""
         blamed = [None if alarm.learner is None else sight.names[alarm.learner] for alarm in sight.alarms]
-        for each in sight.watch.learners:
+        watch, title = sight.watch, sight.title
+        self._tell("", title, watch.e, watch.change, (watch.threshold, watch.change_threshold))
+        for each in watch.learners:
             name = sight.names[each.learner]
-            self._e.labels(sight.title, name).set(each.e)
-            self._change.labels(sight.title, name).set(each.change)
+            lines = (watch.threshold + watch.alone, watch.change_threshold + watch.alone)
+            self._tell(name, title, each.e, each.change, lines)
             self._round.labels(sight.title, name).set(each.rounds)
             self._alarms.labels(sight.title, name).set(blamed.count(name))
         self._alarms.labels(sight.title, "").set(blamed.count(None))
         if sight.canaries is not None:
             self._bound.labels(sight.title).set(sight.canaries.bound)
+
+    def _tell(self, learner: str, title: str, e: float, change: float, lines: tuple[float, float]) -> None:
+        """E-values, and from where on they are an alarm."""
+        for gauge, value in zip(
+            (self._e, self._change, self._line, self._change_line), (e, change, *lines), strict=True
+        ):
+            gauge.labels(title, learner).set(value)

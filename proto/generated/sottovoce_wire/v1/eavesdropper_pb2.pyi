@@ -154,6 +154,7 @@ class CaptureInfo(_message.Message):
     OPEN_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     GAPS_FIELD_NUMBER: _builtins.int
+    WAYS_FIELD_NUMBER: _builtins.int
     capture_id: _builtins.str
     run_id: _builtins.str
     location: _builtins.str
@@ -164,6 +165,10 @@ class CaptureInfo(_message.Message):
     """Why it could not be written to its end; empty: it could."""
     gaps: _builtins.int
     """Intervals of rounds that are missing."""
+    @_builtins.property
+    def ways(self) -> _containers.RepeatedCompositeFieldContainer[Global___Way]:
+        """What passed on each way, where the captures of one run are asked for."""
+
     def __init__(
         self,
         *,
@@ -175,14 +180,45 @@ class CaptureInfo(_message.Message):
         open: _builtins.bool = ...,
         error: _builtins.str = ...,
         gaps: _builtins.int = ...,
+        ways: _abc.Iterable[Global___Way] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "capture_id", b"capture_id", "error", b"error", "gaps", b"gaps", "location", b"location", "messages", b"messages", "open", b"open", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "capture_id", b"capture_id", "error", b"error", "gaps", b"gaps", "location", b"location", "messages", b"messages", "open", b"open", "run_id", b"run_id", "ways", b"ways"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CaptureInfo: _TypeAlias = CaptureInfo  # noqa: Y015
+
+@_typing.final
+class Way(_message.Message):
+    """From one learner to another: messages, or of a wiretap TLS records, and their bytes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SENDER_FIELD_NUMBER: _builtins.int
+    RECEIVER_FIELD_NUMBER: _builtins.int
+    MESSAGES_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    sender: _builtins.int
+    receiver: _builtins.int
+    messages: _builtins.int
+    bytes: _builtins.int
+    def __init__(
+        self,
+        *,
+        sender: _builtins.int = ...,
+        receiver: _builtins.int = ...,
+        messages: _builtins.int = ...,
+        bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "messages", b"messages", "receiver", b"receiver", "sender", b"sender"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Way: _TypeAlias = Way  # noqa: Y015
 
 @_typing.final
 class ListCapturesRequest(_message.Message):

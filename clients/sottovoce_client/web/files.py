@@ -1,0 +1,167 @@
+"""Results in a folder that can be opened: pages, and what captures say of themselves. Nothing else of it is ever read.
+
+Beside them lie logs of learners, which hold records, keys, and coins of canaries: so what may be opened is listed by name,
+and folders of services are not even looked into.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from pydantic_core import from_json
+
+from sottovoce.plain import plain
+from sottovoce_client.web.view import CaptureLine, ReportLine
+
+PAGES, FACTS = ".html", "capture.json"
+"""What may be opened: files that end so, and files of this name."""
+_CLOSED = frozenset({"journals", "identities", "logs", "authority", "ledger"})
+_DEEP, _MOST_FOLDERS, _MOST_LISTED = 5, 2_000, 100
+_MOST_FACTS, _MOST_SUMMARY = 4 * 1024 * 1024, 64 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """How a run ended, and when that was written down (Unix time)."""
+
+    state: str
+    detail: str
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """What there is to open, the newest first; `ended` is how runs ended, by id, as their summaries say."""
+
+    captures: tuple[CaptureLine, ...] = ()
+    reports: tuple[ReportLine, ...] = ()
+    ended: Mapping[str, End] = field(default_factory=dict)
+
+
+class Files:
+    """A folder of results, looked through now and then.
+
+    Args:
+        root: the folder; None: there is none.
+    """
+
+    def __init__(self, root: Path | None) -> None:
+        self.root = None if root is None else root.resolve()
+        self._read: dict[Path, tuple[float, Any]] = {}
+
+    def results(self) -> Results:
+        """What there is now. Blocks on the disk."""
+        if self.root is None:
+            return Results()
+        captures: list[CaptureLine] = []
+        reports: list[ReportLine] = []
+        ended: dict[str, End] = {}
+        for folder, names in self._folders(self.root):
+            summary = self._summary(folder) if "summary.json" in names else None
+            if summary is not None:
+                written = self._read[folder / "summary.json"][0]
+                ended[summary["run_id"]] = End(summary["state"], summary["detail"], written)
+            if FACTS in names and (line := self._capture(folder)) is not None:
+                captures.append(line)
+            found = (self._report(folder / name, summary) for name in names if name.endswith(PAGES))
+            reports += [each for each in found if each is not None]
+        captures.sort(key=lambda line: line.modified, reverse=True)
+        reports.sort(key=lambda line: line.modified, reverse=True)
+        return Results(tuple(captures[:_MOST_LISTED]), tuple(reports[:_MOST_LISTED]), ended)
+
+    def opened(self, path: str) -> tuple[bytes, str] | None:
+        """The content of a file that is listed, and its media type; None: there is no such, or it is not for looking at.
+
+        Args:
+            path: below the folder, with `/` between.
+        """
+        if self.root is None or "\0" in path:
+            return None
+        parts = Path(path).parts
+        asked = self.root.joinpath(*parts)
+        allowed = asked.name.endswith(PAGES) or asked.name == FACTS
+        if not (allowed and all(_open(part) for part in parts)):
+            return None
+        try:
+            real = asked.resolve(strict=True)  # a link may lead anywhere
+            if real != asked or not real.is_relative_to(self.root) or not real.is_file():
+                return None
+            kind = "text/html" if asked.name.endswith(PAGES) else "text/plain"
+            return real.read_bytes(), f"{kind}; charset=utf-8"
+        except OSError:
+            return None
+
+    # ---- looking ------------------------------------------------------------------------------------------
+
+    def _folders(self, root: Path) -> Iterator[tuple[Path, list[str]]]:
+        """Folders below, a bounded number of them, with the names of their files."""
+        for where, folders, names in islice(os.walk(root), _MOST_FOLDERS):
+            place = Path(where)
+            deep = len(place.relative_to(root).parts)
+            folders[:] = [] if deep >= _DEEP else sorted(filter(_open, folders), reverse=True)
+            yield place, names
+
+    def _report(self, path: Path, summary: Mapping[str, Any] | None) -> ReportLine | None:
+        try:
+            facts = path.lstat()
+        except OSError:
+            return None
+        assert self.root is not None  # noqa: S101 - else nothing was found
+        relative = path.relative_to(self.root).as_posix()
+        ours = summary is not None and path.name == "report.html"
+        title = f"{summary['name']}, {summary['state']}" if ours and summary is not None else path.stem
+        return ReportLine(plain(relative), plain(title), facts.st_size, facts.st_mtime)
+
+    def _capture(self, folder: Path) -> CaptureLine | None:
+        facts = self._json(folder / FACTS, _MOST_FACTS, _of_capture)
+        if facts is None or self.root is None:
+            return None
+        path = (folder / FACTS).relative_to(self.root).as_posix()
+        modified = self._read[folder / FACTS][0]
+        run_id, state, messages, size = facts
+        return CaptureLine(plain(folder.name), run_id, plain(str(folder)), state, messages, size, plain(path), modified)
+
+    def _summary(self, folder: Path) -> dict[str, str] | None:
+        found: dict[str, str] | None = self._json(folder / "summary.json", _MOST_SUMMARY, _of_summary)
+        return found
+
+    def _json(self, path: Path, most: int, take: Any) -> Any:
+        """What a file says, read again when it has changed; None: nothing that is understood."""
+        try:
+            now = path.lstat()
+            known = self._read.get(path)
+            if known is None or known[0] != now.st_mtime:
+                said = take(from_json(path.read_bytes())) if now.st_size <= most and not path.is_symlink() else None
+                known = self._read[path] = (now.st_mtime, said)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            return None
+        return known[1]
+
+
+def _open(name: str) -> bool:
+    """Whether this part of a path may be looked into."""
+    return name not in _CLOSED and not name.startswith(".") and "/" not in name
+
+
+def _of_capture(facts: Mapping[str, Any]) -> tuple[str, str, int, int]:
+    """Its run, how it is, messages and bytes."""
+    noticed = int(facts.get("noticed_count") or 0)
+    state = "complete" if facts.get("complete") else "not complete"
+    told = f"{state}; noticed what must never happen: {noticed}" if noticed else state
+    tapped = facts.get("ciphertext") or {}
+    messages, size = int(facts.get("messages") or 0), int(facts.get("bytes") or 0)
+    return (
+        plain(str(facts["run_id"])),
+        told,
+        messages or int(tapped.get("records") or 0),
+        size or int(tapped.get("bytes") or 0),
+    )
+
+
+def _of_summary(said: Mapping[str, Any]) -> dict[str, str]:
+    return {key: plain(str(said[key])) for key in ("name", "run_id", "state", "detail")}

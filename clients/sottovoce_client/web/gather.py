@@ -1,0 +1,268 @@
+"""Asking the services: once a second for all browsers together, and not at all while nobody looks."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from pydantic_core import to_json
+
+import sottovoce
+from sottovoce.errors import NotReady, SottovoceError
+from sottovoce.plain import plain
+from sottovoce_client.web.files import End, Files, Results
+from sottovoce_client.web.plans import Plan, plan_of
+from sottovoce_client.web.services import Asked, Services, capture_line, course_of, look_at, run_line
+from sottovoce_client.web.view import (
+    CaptureLine,
+    History,
+    Page,
+    Problem,
+    RunLine,
+    RunView,
+    WatchView,
+    run_view,
+)
+from sottovoce_client.web.watching import read_watch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+LOOK_S = 1.0
+_LISTS_S, _FILES_S = 5.0, 10.0
+"""How often lists are asked for, and the folder is looked through."""
+MOST_LOOKING = 32
+"""Browsers at a time."""
+_KNOWN = 16
+"""Runs whose looks are remembered."""
+
+
+@dataclass(slots=True)
+class _Seen:
+    """A run that is, or was, looked at."""
+
+    attempt: int
+    plan: Plan
+    history: History
+    view: RunView | None = None
+
+
+class Gathering:
+    """What is known, for all who look; `run` asks for it."""
+
+    def __init__(self, asked: Asked, clock: Callable[[], float] = time.monotonic) -> None:
+        self._asked, self._clock = asked, clock
+        self._files = Files(asked.folder)
+        self._services: Services | None = None
+        self._lookers: Counter[str] = Counter()
+        self._wanted, self._ended = asyncio.Event(), False
+        self._changed, self._turn = asyncio.Condition(), 0
+        self._pages: dict[str, bytes] = {}
+        self._known: dict[str, _Seen] = {}
+        self._runs: tuple[RunLine, ...] = ()
+        self._captures: tuple[CaptureLine, ...] = ()
+        self._results, self._watched = Results(), tuple[WatchView, ...]()
+        self._problems: dict[str, Problem] = {}
+        self._due: dict[str, float] = {}
+
+    @property
+    def files(self) -> Files:
+        """What may be opened."""
+        return self._files
+
+    @property
+    def full(self) -> bool:
+        """Whether nobody more may look."""
+        return self._lookers.total() >= MOST_LOOKING
+
+    async def pages(self, run_id: str) -> AsyncIterator[bytes]:
+        """The page as JSON, again at every look; ends when the console does.
+
+        Args:
+            run_id: the run to look at; empty: the newest, one under way before others.
+        """
+        with self._looking(run_id):
+            turn = 0
+            while await self._next(turn, run_id):
+                turn = self._turn
+                yield self._pages[run_id]
+
+    async def _next(self, turn: int, run_id: str) -> bool:
+        """Wait for a look after that one; False: there is none any more."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._ended or (self._turn > turn and run_id in self._pages))
+        return not self._ended
+
+    @contextmanager
+    def _looking(self, run_id: str) -> Iterator[None]:
+        self._lookers[run_id] += 1
+        self._wanted.set()
+        try:
+            yield
+        finally:
+            self._lookers[run_id] -= 1
+            self._lookers += Counter()  # drops who is at zero
+            if not self._lookers:
+                self._wanted.clear()
+                self._pages.clear()  # whoever looks next sees what is, not what was
+
+    async def end(self) -> None:
+        """Let all who look go."""
+        async with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    async def run(self) -> None:
+        """Look once a second while anybody does, until cancelled."""
+        async with AsyncExitStack() as stack:
+            while True:
+                await self._wanted.wait()
+                await self._look(stack)
+                await asyncio.sleep(LOOK_S)
+
+    # ---- one look -----------------------------------------------------------------------------------------
+
+    async def _look(self, stack: AsyncExitStack) -> None:
+        await self._try("services", self._connect(stack))
+        if self._services is not None:
+            await self._every(_LISTS_S, "runs", self._list_runs)
+            if self._services.eavesdropper is not None:
+                await self._every(_LISTS_S, "captures", self._list_captures)
+        await self._every(_FILES_S, "files", self._look_through)
+        if self._asked.watch:
+            await self._every(2 * LOOK_S, "watch", self._watch)
+        looked = {wanted: wanted or self._newest() for wanted in tuple(self._lookers)}
+        for run_id in set(looked.values()) - {""} if self._services is not None else ():
+            await self._try(f"run {run_id}", self._ask(run_id))
+        asked = {f"run {run_id}" for run_id in looked.values()}
+        for stale in [what for what in self._problems if what.startswith("run ") and what not in asked]:
+            del self._problems[stale]
+        self._pages = {wanted: to_json(self._page(run_id), inf_nan_mode="strings") for wanted, run_id in looked.items()}
+        async with self._changed:
+            self._turn += 1
+            self._changed.notify_all()
+
+    async def _every(self, seconds: float, what: str, work: Callable[[], Awaitable[None]]) -> None:
+        """Do so where it is due; what failed is due at once."""
+        if what in self._problems or self._clock() >= self._due.get(what, 0.0):
+            self._due[what] = self._clock() + seconds
+            await self._try(what, work())
+
+    async def _try(self, what: str, work: Awaitable[None]) -> None:
+        """Do something, and remember why it could not be done, and since when."""
+        try:
+            await work
+            self._problems.pop(what, None)
+        except SottovoceError as error:
+            before = self._problems.get(what)
+            self._problems[what] = Problem(plain(str(error)), time.time() if before is None else before.since)
+
+    async def _connect(self, stack: AsyncExitStack) -> None:
+        """To where the services are now."""
+        try:
+            places = await asyncio.to_thread(self._asked.now)
+        except NotReady:
+            self._services = None
+            await stack.aclose()
+            raise
+        if self._services is None or self._services.places != places:
+            self._services = None
+            await stack.aclose()
+            self._services = await Services.reach(places, self._asked.insecure, stack)
+            self._due.clear()
+
+    async def _list_runs(self) -> None:
+        assert self._services is not None  # noqa: S101 - `_look` has seen to it
+        self._runs = tuple(map(run_line, await self._services.runs()))
+
+    async def _list_captures(self) -> None:
+        assert self._services is not None  # noqa: S101 - as above
+        self._captures = tuple(map(capture_line, await self._services.captures()))
+
+    async def _look_through(self) -> None:
+        self._results = await asyncio.to_thread(self._files.results)
+
+    async def _watch(self) -> None:
+        self._watched = ()  # what is old is not shown
+        self._watched = await asyncio.to_thread(read_watch, self._asked.watch)
+
+    async def _ask(self, run_id: str) -> None:
+        """How a run stands."""
+        assert self._services is not None  # noqa: S101 - as above
+        told = await self._services.run(run_id)
+        seen = self._known.pop(run_id, None)
+        if seen is None or seen.attempt != told.attempt:  # or learners have left or joined
+            seen = _Seen(told.attempt, plan_of(told.spec), History())
+        self._known[run_id] = seen
+        heard = None if seen.plan.capture == "none" else await self._services.heard(run_id)
+        seen.history.add(look_at(told, heard, self._clock()))
+        seen.view = run_view(course_of(told), seen.plan, seen.history)
+        while len(self._known) > _KNOWN:
+            self._known.pop(next(iter(self._known)))
+
+    def _newest(self) -> str:
+        """The run to look at where nobody says which: under way before others, then the newest."""
+        under_way = [each.run_id for each in self._runs if each.ended is None]
+        return next(iter([*under_way, *(each.run_id for each in self._runs)]), "")
+
+    def _page(self, run_id: str) -> Page:
+        shown = self._known[run_id].view if run_id in self._known else None
+        own = {
+            what: told
+            for what, told in self._problems.items()
+            if not what.startswith("run ") or what == f"run {run_id}"
+        }
+        away = bool(own.keys() & {"services", "runs", f"run {run_id}"})
+        # What services that are gone said last is old: their results say how it ended.
+        ended = self._results.ended if away else {}
+        if shown is not None and run_id in ended:
+            end = ended[run_id]
+            shown = replace(shown, state=end.state, detail=end.detail, ended=shown.ended or end.at)
+        watched = [each for each in self._watched if shown is not None and each.run == shown.name]
+        return Page(
+            at=time.time(),
+            version=sottovoce.__version__,
+            run=shown,
+            runs=tuple(as_ended(each, ended.get(each.run_id)) for each in self._runs),
+            captures=merged(self._captures, self._results.captures, gone=away),
+            reports=self._results.reports,
+            watch=watched[0] if watched else None,
+            problems=tuple({each.text: each for each in own.values()}.values()),
+            folder=plain(str(self._asked.folder or "")),
+            gone=away,
+        )
+
+
+# ---- what services say, and results ---------------------------------------------------------------------------------
+
+
+def as_ended(line: RunLine, end: End | None) -> RunLine:
+    """A run in the list, as its results say that it ended; None: they say nothing."""
+    if end is None:
+        return line
+    return replace(line, state=end.state, detail=end.detail, ended=line.ended or end.at)
+
+
+def merged(
+    told: tuple[CaptureLine, ...], found: tuple[CaptureLine, ...], *, gone: bool = False
+) -> tuple[CaptureLine, ...]:
+    """Captures that the eavesdropper tells of, with where they can be opened; then those that only lie in the folder.
+
+    Args:
+        told: by the eavesdropper.
+        found: in the folder.
+        gone: it tells nothing any more: what lies in the folder is newer.
+    """
+    by_name = {each.name: each for each in found}
+    own = [each if each.name not in by_name else as_found(each, by_name[each.name], gone) for each in told]
+    return (*own, *(each for each in found if each.name not in {one.name for one in told}))
+
+
+def as_found(told: CaptureLine, found: CaptureLine, gone: bool) -> CaptureLine:
+    """A capture of which both say something."""
+    return found if gone else replace(told, path=found.path)

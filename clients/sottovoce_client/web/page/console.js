@@ -1,0 +1,528 @@
+// Shows what the console sends, once a second. All text is set as text: names and details come from others.
+"use strict";
+
+const at = (id) => document.getElementById(id);
+const address = new URL(location.href);
+const run = address.searchParams.get("run") || "";
+if (address.searchParams.has("token")) {
+  // It is in a cookie now; in the address it would be seen over one's shoulder, and copied.
+  address.searchParams.delete("token");
+  history.replaceState(null, "", address);
+}
+
+// ---- numbers, as the project's other pages write them ----------------------------------------------------------------
+
+const NOTHING = "–";
+const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
+const count = (value) => whole.format(value);
+const plural = (value, noun) => `${count(value)} ${noun}${value === 1 ? "" : "s"}`;
+
+function number(value, digits = 3) {
+  if (value === null || value === undefined) return NOTHING;
+  const given = Number(value);
+  if (Number.isNaN(given)) return NOTHING;
+  if (!Number.isFinite(given)) return given > 0 ? "∞" : "−∞";
+  const size = Math.abs(given);
+  if (size !== 0 && (size < 1e-4 || size >= 1e7)) return given.toExponential(digits - 1).replace("e+", "e").replaceAll("-", "−");
+  return given.toLocaleString("en", { maximumSignificantDigits: size >= 1000 ? 15 : digits, maximumFractionDigits: size >= 1000 ? 0 : 6, roundingPriority: size >= 1000 ? "lessPrecision" : "auto" }).replace("-", "−");
+}
+
+function size(bytes) {
+  if (bytes < 999.5) return plural(Math.round(bytes), "byte");
+  for (const unit of ["kB", "MB", "GB"]) {
+    bytes /= 1000;
+    if (bytes < 999.5) return `${Number(bytes.toPrecision(3))} ${unit}`;
+  }
+  return `${Number((bytes / 1000).toPrecision(3))} TB`;
+}
+
+function duration(seconds) {
+  if (seconds < 10) return `${number(seconds, 2)} s`;
+  if (seconds < 60) return `${Math.round(seconds)} s`;
+  if (seconds < 3600) return `${Math.floor(seconds / 60)} min ${String(Math.round(seconds) % 60).padStart(2, "0")} s`;
+  if (seconds < 172800) return `${Math.floor(seconds / 3600)} h ${String(Math.floor(seconds / 60) % 60).padStart(2, "0")} min`;
+  return plural(Math.floor(seconds / 86400), "day");
+}
+
+function moment(unix) {
+  const when = new Date(unix * 1000);
+  const time = when.toLocaleTimeString("en-GB");
+  return when.toDateString() === new Date().toDateString() ? time : `${when.toLocaleDateString("en-CA")} ${time}`;
+}
+
+const shared = (part, all) => (all > 0 ? Math.min(1, Number(part) / all) : Number(part) > 0 ? 1 : 0);
+
+// ---- elements: made once, changed where something has changed --------------------------------------------------------
+
+function text(element, said) {
+  if (element.textContent !== said) element.textContent = said;
+  return element;
+}
+function name(element, said) {
+  if (element.className !== said) element.className = said;
+}
+function give(element, values) {
+  for (const [key, value] of Object.entries(values)) {
+    if (element.getAttribute(key) !== String(value)) element.setAttribute(key, value);
+  }
+  return element;
+}
+function make(tag, said, kind) {
+  const made = document.createElement(tag);
+  if (said !== undefined) made.textContent = said;
+  if (kind) made.className = kind;
+  return made;
+}
+const draw = (tag, values) => give(document.createElementNS("http://www.w3.org/2000/svg", tag), values || {});
+function share(bar, part) {
+  const width = `${(100 * part).toFixed(1)}%`;
+  if (bar.style.width !== width) bar.style.width = width;
+}
+function link(said, href) {
+  const made = make("a", said);
+  made.href = href;
+  return made;
+}
+
+// Rows of a table: `cells` says of an item what stands in each, as text, or as what fills it.
+function rows(body, items, cells) {
+  while (body.rows.length > items.length) body.deleteRow(-1);
+  const heads = [...body.parentElement.tHead.rows[0].cells];
+  items.forEach((item, i) => {
+    const fresh = i >= body.rows.length;
+    const row = fresh ? body.insertRow() : body.rows[i];
+    const told = cells(item, i);
+    told.forEach((cell, k) => {
+      if (fresh) {
+        const made = make(k ? "td" : "th", undefined, heads[k].className);
+        if (k) made.dataset.name = heads[k].textContent;
+        else made.scope = "row";
+        row.append(made);
+      }
+      if (typeof cell === "function") cell(row.cells[k]);
+      else text(row.cells[k], cell);
+    });
+  });
+}
+// A cell whose elements are made once, of a template, and then changed.
+function filled(cell, key, build) {
+  if (cell.dataset.key !== key) {
+    cell.dataset.key = key;
+    cell.replaceChildren(...build());
+  }
+  return cell;
+}
+const GOOD = ["finished", "running", "complete"];
+const BAD = ["failed", "lost", "budget exhausted"];
+const NEAR = ["away", "connecting", "stopped", "no answer"];
+const tone = (state) => (BAD.includes(state) ? "bad" : NEAR.includes(state) ? "near" : GOOD.includes(state) ? "good" : "");
+const pill = (state) => (cell) => {
+  const [shown] = filled(cell, "pill", () => [make("span")]).children;
+  name(shown, `state ${tone(state)}`.trim());
+  text(shown, state);
+};
+
+// ---- the parts of the page -------------------------------------------------------------------------------------------
+
+// Is the run under way as far as is known, and nobody there who would know?
+const unanswered = (page) => page.gone && Boolean(page.run) && !page.run.ended;
+
+function head(page) {
+  const now = page.run;
+  document.title = now ? `${now.name}: ${now.state}` : "Sottovoce console";
+  text(at("name"), now ? now.name : "No run yet");
+  at("state").hidden = !now;
+  for (const id of ["cards", "graph-part", "notices-part", "learners"]) at(id).hidden = !now;
+  const facts = at("facts");
+  const told = now
+    ? [now.run_id, `${now.algorithm}`, plural(now.learners.length, "learner"), now.period_s ? `${now.clock}, a round every ${duration(now.period_s)}` : now.clock, `started ${moment(now.started)}`, now.ended ? `took ${duration(now.ended - now.started)}` : `for ${duration(page.at - now.started)}`]
+    : ["This page shows the first one as soon as it begins"];
+  while (facts.children.length > told.length) facts.lastChild.remove();
+  told.forEach((said, i) => text(facts.children[i] || facts.appendChild(make("span")), said));
+  if (now) {
+    const state = unanswered(page) ? "no answer" : now.state;
+    name(at("state"), `state ${tone(state)}`.trim());
+    text(at("state"), state);
+  }
+}
+
+function figure(id, said, more) {
+  const place = at(id);
+  filled(place, "figure", () => [document.createTextNode(""), make("small")]);
+  if (place.firstChild.data !== said) place.firstChild.data = said;
+  text(place.lastChild, more || "");
+}
+
+function cards(now) {
+  figure("round", count(now.round), ` of ${count(now.rounds)}`);
+  share(at("done"), shared(now.round, now.rounds));
+  text(at("left"), now.left_s !== null ? `${duration(now.left_s)} to go` : now.ended ? now.detail || "over" : "");
+  figure("rate", number(now.rate), " rounds/s");
+  pace(now.pace);
+  text(at("pace-note"), now.ended ? "on average" : now.pace.length > 1 ? `the last ${duration(now.pace.length)}` : "");
+  const limited = now.learners.filter((each) => each.limit !== null).map((each) => ({ ...each, part: shared(each.epsilon, each.limit) }));
+  const most = limited.reduce((a, b) => (a && a.part >= b.part ? a : b), null);
+  const largest = now.learners.reduce((a, b) => Math.max(a, Number(b.epsilon)), 0);
+  figure("spent", most ? `${number(100 * most.part)} %` : `ε ${number(largest)}`);
+  name(at("spent-meter"), `meter ${most ? grade(most.part) : "none"}`.trim());
+  share(at("spent-bar"), most ? most.part : 0);
+  text(at("spent-note"), most ? `${most.name}: ε ${number(most.epsilon)} of ${number(most.limit)}` : "no learner has a limit");
+  const sum = (key) => now.learners.reduce((all, each) => all + (each[key] || 0), 0);
+  figure("records", count(sum("records")), " in all");
+  text(at("records-note"), `${!now.ended && now.learners.some((each) => each.arrival !== null) ? `${number(sum("arrival"))} a second, ` : ""}${count(sum("waiting"))} waiting`);
+  const flow = now.edges.reduce((all, each) => all + each.there + each.back, 0);
+  figure("traffic", number(now.ended ? 0 : flow), ` ${unit(now)}/s`);
+  const sent = now.edges.reduce((all, each) => all + each.messages, 0);
+  const bytes = now.edges.reduce((all, each) => all + each.bytes_s, 0);
+  text(at("traffic-note"), `${count(sent)} so far${now.ended ? "" : `, ${size(bytes)}/s`}`);
+}
+
+const unit = (now) => (now.capture === "wiretap" && now.counted_by === "eavesdropper" ? "TLS records" : "messages");
+const grade = (part) => (part >= 1 ? "bad" : part >= 0.9 ? "near" : "");
+
+function pace(values) {
+  const [area, line] = at("pace").children;
+  const top = Math.max(...values, 1e-9) * 1.1;
+  const step = 180 / Math.max(values.length - 1, 1);
+  const points = values.map((value, i) => `${(i * step).toFixed(1)},${(29 - (27 * value) / top).toFixed(1)}`);
+  give(line, { d: points.length > 1 ? `M${points.join("L")}` : "" });
+  give(area, { d: points.length > 1 ? `M0,30L${points.join("L")}L180,30Z` : "" });
+}
+
+// ---- the graph: learners on a circle ---------------------------------------------------------------------------------
+
+const WIDTH = 720, HEIGHT = 500, FEW = 16;
+const phone = matchMedia("(max-width: 620px)");
+let drawn = "";
+phone.addEventListener("change", () => {
+  drawn = "";
+  if (latest?.run) graph(latest.run);
+});
+
+function place(i, n) {
+  const angle = (2 * Math.PI * i) / n - Math.PI / 2;
+  const reach = n === 1 ? 0 : n <= FEW ? 180 : 175;
+  return { x: WIDTH / 2 + reach * Math.cos(angle), y: HEIGHT / 2 + reach * Math.sin(angle), angle };
+}
+
+function plan(now) {
+  const n = now.learners.length;
+  // Without names, as on a phone, the circle has all the room.
+  give(at("graph"), { class: n > FEW ? "many" : "", viewBox: n > FEW && phone.matches ? "165 55 390 390" : `0 0 ${WIDTH} ${HEIGHT}` });
+  at("edges").replaceChildren(...now.edges.map((edge) => {
+    const a = place(edge.a, n), b = place(edge.b, n);
+    const ends = { x1: a.x.toFixed(1), y1: a.y.toFixed(1), x2: b.x.toFixed(1), y2: b.y.toFixed(1) };
+    const group = draw("g");
+    group.append(draw("title"), draw("line", { class: "edge", ...ends }), draw("line", { class: "touch", ...ends }));
+    if (edge.one_way) group.append(draw("path", { class: "arrow", d: arrow(a, b) }));
+    return group;
+  }));
+  at("nodes").replaceChildren(...now.learners.map((learner, i) => {
+    const { x, y, angle } = place(i, n);
+    const group = draw("g", { class: "node", transform: `translate(${x.toFixed(1)} ${y.toFixed(1)})` });
+    const label = draw("text", n > FEW ? radial(angle) : around(angle, n));
+    label.textContent = learner.name.length > 14 ? `${learner.name.slice(0, 13)}…` : learner.name;
+    group.append(draw("title"), draw("circle", { r: n > FEW ? 6.5 : 15 }), label);
+    return group;
+  }));
+}
+
+function arrow(a, b) {
+  const length = Math.hypot(b.x - a.x, b.y - a.y) || 1, ux = (b.x - a.x) / length, uy = (b.y - a.y) / length;
+  const x = b.x - 20 * ux, y = b.y - 20 * uy, corner = (s) => `${(x - 12 * ux + s * 6 * uy).toFixed(1)},${(y - 12 * uy - s * 6 * ux).toFixed(1)}`;
+  return `M${x.toFixed(1)},${y.toFixed(1)}L${corner(1)}L${corner(-1)}Z`;
+}
+function around(angle, n) {
+  const across = n === 1 ? 0 : Math.cos(angle), down = n === 1 ? 1 : Math.sin(angle);
+  return { x: (28 * across).toFixed(1), y: (34 * down + 6).toFixed(1), "text-anchor": Math.abs(across) < 0.3 ? "middle" : across > 0 ? "start" : "end" };
+}
+function radial(angle) {
+  const left = Math.cos(angle) < -1e-9, turn = (angle * 180) / Math.PI + (left ? 180 : 0);
+  return { transform: `rotate(${turn.toFixed(1)})`, x: left ? -12 : 12, y: 4, "text-anchor": left ? "end" : "start" };
+}
+
+function graph(now) {
+  const shape = JSON.stringify([now.run_id, now.learners.map((each) => each.name), now.edges.map((each) => [each.a, each.b, each.one_way])]);
+  if (shape !== drawn) plan(now);
+  drawn = shape;
+  const rates = now.edges.map((each) => each.there + each.back), fastest = Math.max(0, ...rates);
+  const most = Math.max(1, ...now.edges.map((each) => each.messages)), slim = now.edges.length > 60 ? 0.35 : 1;
+  const [name_a, name_b] = [(each) => now.learners[each.a]?.name, (each) => now.learners[each.b]?.name];
+  now.edges.forEach((edge, i) => {
+    const [title, line, , head] = at("edges").children[i].children;
+    const flows = !now.ended && rates[i] > 0;
+    // Where nothing flows, how much did.
+    const part = flows ? rates[i] / fastest : edge.messages / most;
+    give(line, { class: flows ? "edge flows" : "edge", "stroke-width": (slim * (1 + (flows ? 6 : 3) * part)).toFixed(2) });
+    if (head) give(head, { class: flows ? "arrow flows" : "arrow" });
+    text(title, `${name_a(edge)} ${edge.one_way ? "→" : "–"} ${name_b(edge)}: ${number(rates[i])} ${unit(now)}/s, ${size(edge.bytes_s)}/s; ${count(edge.messages)} so far`);
+  });
+  now.learners.forEach((each, i) => {
+    const [title] = at("nodes").children[i].children;
+    const look = ["running", "connecting"].includes(each.state) ? "" : each.state === "away" ? "gone" : tone(each.state) || "idle";
+    give(at("nodes").children[i], { class: `node ${look}`.trim() });
+    text(title, `${each.name}: ${each.state}, round ${count(each.rounds)}`);
+  });
+  const listened = now.counted_by === "eavesdropper" ? "As the eavesdropper counts" : "As learners count what they say";
+  const busiest = now.edges[rates.indexOf(fastest)];
+  text(at("graph-words"), !now.edges.length ? "No edges are known: the graph is of the run’s own code, or there is one learner."
+    : `${plural(now.learners.length, "learner")}, ${plural(now.edges.length, "edge")}. ${listened}; ${fastest > 0 && !now.ended ? `the wider, the more a second: up to ${number(fastest)} ${unit(now)}, ${name_a(busiest)} and ${name_b(busiest)}.` : "nothing passes now; the wider, the more has passed."}`);
+  if (at("edge-details").open) edges(now);
+  at("edge-details").hidden = !now.edges.length;
+}
+
+function edges(now) {
+  rows(at("edge-rows"), now.edges, (each) => [`${now.learners[each.a]?.name} ${each.one_way ? "→" : "–"} ${now.learners[each.b]?.name}`, number(each.there), each.one_way ? NOTHING : number(each.back), size(each.bytes_s), count(each.messages)]);
+}
+
+const SHORT = 6, unfolded = new Set();
+
+// ---- tables ----------------------------------------------------------------------------------------------------------
+
+function learners(now) {
+  document.body.classList.toggle("accurate", now.learners.some((each) => each.accuracy !== null));
+  rows(at("learner-rows"), now.learners, (each) => [
+    (cell) => text(give(filled(cell, "name", () => [make("span")]), { title: each.address }).firstChild, each.name),
+    (cell) => {
+      const [shown, since] = filled(cell, "state", () => [make("span"), make("small")]).children;
+      name(shown, `state ${tone(each.state)}`.trim());
+      text(shown, each.state);
+      text(since, each.away_since ? `since ${moment(each.away_since)}` : "");
+    },
+    count(each.rounds),
+    (cell) => budget(cell, each),
+    count(each.records),
+    each.arrival === null ? NOTHING : `${number(each.arrival)}/s`,
+    count(each.waiting),
+    each.accuracy === null ? NOTHING : `${(100 * each.accuracy).toFixed(1)} %`,
+  ]);
+}
+
+function budget(cell, each) {
+  cell.classList.add("budget");
+  const [said, meter, more] = filled(cell, "budget", () => {
+    const bar = make("div", undefined, "meter");
+    bar.append(make("i"));
+    return [make("span"), bar, make("small")];
+  }).children;
+  const limited = each.limit !== null, part = limited ? shared(each.epsilon, each.limit) : 0;
+  text(said, limited ? `${number(each.epsilon)} of ${number(each.limit)}` : `${number(each.epsilon)}, no limit`);
+  name(meter, `meter ${limited ? grade(part) : "none"}`.trim());
+  give(meter, { role: "img", "aria-label": limited ? `${number(100 * part)} % used` : "no limit" });
+  share(meter.firstChild, part);
+  text(more, each.own_limit === null ? "" : `its owner allows ${number(each.own_limit)} in all runs; ${number(each.elsewhere)} in others`);
+}
+
+function notices(now, captures) {
+  const told = [
+    ...(now.ended && now.state !== "finished" ? [["bad", "", `The run ${now.state}${now.detail ? `: ${now.detail}` : ""}`]] : []),
+    ...now.notices.map((said) => ["bad", "", said]),
+    ...captures.filter((each) => each.run_id === now.run_id && /noticed|missing/.test(each.state)).map((each) => ["bad", "", `capture: ${each.state}`]),
+    ...now.learners.flatMap((each) => (each.away_since ? [["near", each.name, `is away since ${moment(each.away_since)}`]] : [])),
+    ...now.learners.flatMap((each) => each.notices.map((said) => ["near", each.name, said])),
+  ];
+  const list = at("notices"), shown = told.slice(0, 40);
+  if (told.length > shown.length) shown.push(["", "", `and ${told.length - shown.length} more`]);
+  if (!shown.length) shown.push(["", "", "Nothing to tell."]);
+  while (list.children.length > shown.length) list.lastChild.remove();
+  shown.forEach(([kind, who, said], i) => {
+    const item = list.children[i] || list.appendChild(make("li"));
+    filled(item, "notice", () => [make("b"), document.createTextNode("")]);
+    name(item, kind);
+    text(item.firstChild, who ? `${who} ` : "");
+    if (item.lastChild.data !== said) item.lastChild.data = said;
+  });
+  return told.map(([, who, said]) => (who ? `${who}: ${said}` : said));
+}
+
+// An e-value of its logarithm.
+function power(log) {
+  const given = Number(log);
+  if (!Number.isFinite(given)) return given > 0 ? "∞" : "0";
+  if (given > -7 && given < 11) return number(Math.exp(given), given < 4 ? 2 : 3);
+  const ten = given / Math.LN10, exponent = Math.floor(ten);
+  return `${Math.min(9, Math.round(10 ** (ten - exponent)))}e${exponent}`.replace("-", "−");
+}
+
+function watch(told) {
+  at("watch").hidden = !told;
+  if (!told) return;
+  const together = told.together ? [{ ...told.together, name: "together" }] : [];
+  // Of many, those that come nearest to an alarm.
+  const nearest = [...told.learners].sort((a, b) => Number(b.e) - Number(a.e));
+  const short = told.learners.length > FEW && !unfolded.has("watch");
+  const all = [...together, ...(short ? nearest.slice(0, SHORT) : told.learners)];
+  at("all-watch").hidden = !short;
+  text(at("all-watch"), `Show all ${told.learners.length}`);
+  const line = told.together?.line;
+  text(at("watch-words"), told.alarms ? `ALARM: the noise is not what is claimed (${plural(told.alarms, "alarm")}).`
+    : `No alarm so far, in round ${count(Math.max(0, ...all.map((each) => each.rounds)))}.${line ? ` Together they raise it from ${power(line)} on.` : ""}`);
+  name(at("watch-words"), told.alarms ? "note over" : "note");
+  rows(at("watch-rows"), all, (each) => [
+    each.name,
+    (cell) => { name(cell, each.line !== null && Number(each.e) >= each.line ? "over" : ""); text(cell, power(each.e)); },
+    (cell) => {
+      const [meter] = filled(cell, "meter", () => { const bar = make("div", undefined, "meter"); bar.append(make("i")); return [bar]; }).children;
+      const part = each.line ? Math.max(0, Math.min(1, Number(each.e) / each.line)) : 0;
+      name(meter, `meter ${part >= 1 ? "bad" : part >= 0.5 ? "near" : ""}`.trim());
+      share(meter.firstChild, part);
+    },
+    each.change === null ? NOTHING : power(each.change),
+  ]);
+}
+
+const open = (path) => `files/${path.split("/").map(encodeURIComponent).join("/")}`;
+const linked = (said, href, more) => (cell) => {
+  filled(cell, `link ${href}`, () => [href ? link("", href) : make("span"), make("small")]);
+  text(cell.firstChild, said);
+  text(cell.lastChild, more || "");
+};
+
+// The newest few, and all when asked for.
+function list(id, found, cells) {
+  const short = found.length > SHORT && !unfolded.has(id), more = at(`all-${id}`);
+  rows(at(`${id}-rows`), short ? found.slice(0, SHORT) : found, cells);
+  more.hidden = !short;
+  text(more, `Show all ${found.length}`);
+  at(`no-${id}`).hidden = found.length > 0;
+  at(`${id}-rows`).parentElement.hidden = !found.length;
+}
+
+// Text, and a smaller note below it, unless there is none.
+const noted = (said, note, without) => (cell) => {
+  const [first, second] = filled(cell, "noted", () => [make("span"), make("small")]).children;
+  text(first, said);
+  text(second, without ? "" : note);
+};
+
+function lists(page) {
+  const here = (each) => (page.run && each.run_id === page.run.run_id ? "shown here" : "");
+  list("runs", page.runs, (each) => [
+    linked(each.run_id, `?run=${encodeURIComponent(each.run_id)}`, [here(each), each.detail].filter(Boolean).join(": ")),
+    pill(each.state), noted(moment(each.started), `took ${duration(Math.max(0, (each.ended || page.at) - each.started))}`, !each.ended), count(each.round),
+  ]);
+  list("captures", page.captures, (each) => [linked(each.name, each.path ? open(each.path) : "", each.path ? "" : each.location), each.state, count(each.messages), size(each.bytes)]);
+  list("reports", page.reports, (each) => [linked(each.title, open(each.path), each.path), moment(each.modified), size(each.bytes)]);
+  text(at("no-reports"), page.folder ? `None yet in ${page.folder}.` : "No folder of results was given: sottovoce console FOLDER.");
+  text(at("foot"), `This page shows, and changes nothing. Sottovoce ${page.version}${page.folder ? `; results in ${page.folder}` : ""}.`);
+}
+for (const id of ["runs", "captures", "reports", "watch"]) {
+  at(`all-${id}`).addEventListener("click", () => {
+    unfolded.add(id);
+    if (latest) show(latest);
+    at(`${id}-rows`).rows[SHORT]?.querySelector("a")?.focus();
+  });
+}
+
+// Nothing is amiss where a run is over, and its services with it.
+function problems(told, calm) {
+  const list = at("problems");
+  while (list.children.length > told.length) list.lastChild.remove();
+  told.forEach((each, i) => {
+    const banner = list.children[i] || list.appendChild(make("div", undefined, "banner"));
+    name(banner, calm ? "banner calm" : "banner");
+    filled(banner, "problem", () => [make("strong"), document.createTextNode("")]);
+    text(banner.firstChild, `Since ${moment(each.since)}: `);
+    if (banner.lastChild.data !== each.text) banner.lastChild.data = each.text;
+  });
+}
+
+// ---- what is said aloud: only what changes, and matters --------------------------------------------------------------
+
+let before = null;
+function tell(said) {
+  text(at("said"), said);
+}
+function aloud(page, noticed) {
+  const now = page.run && { id: page.run.run_id, state: page.run.state, noticed, alarms: page.watch ? page.watch.alarms : 0, problems: page.problems.length };
+  if (before && now && before.id === now.id) {
+    const news = now.noticed.filter((each) => !before.noticed.includes(each)).slice(0, 3);
+    if (now.state !== before.state) news.unshift(`The run is ${now.state}`);
+    if (now.alarms > before.alarms) news.unshift("The watch raises an alarm");
+    if (now.problems > before.problems) news.unshift(page.problems[0].text);
+    if (news.length) tell(news.join(". "));
+  }
+  before = now;
+}
+
+function show(page) {
+  document.body.classList.remove("waiting");
+  head(page);
+  problems(page.problems, !page.run || Boolean(page.run.ended));
+  document.body.classList.toggle("stale", unanswered(page));
+  let noticed = [];
+  if (page.run) {
+    cards(page.run);
+    graph(page.run);
+    noticed = notices(page.run, page.captures);
+    watch(page.watch);
+    learners(page.run);
+  }
+  lists(page);
+  aloud(page, noticed);
+}
+
+// ---- the connection: it comes back by itself -------------------------------------------------------------------------
+
+const SILENT_MS = 12000, AGAIN_MS = 1500;
+let stream = null, silent = 0, again = 0, lost = null, last = null, reason = "";
+
+function connected() {
+  clearTimeout(silent);
+  silent = setTimeout(() => { disconnected(); reopen(); }, SILENT_MS);
+  if (lost) {
+    lost = null;
+    reason = "";
+    at("lost").hidden = true;
+    tell("Connected again");
+  }
+}
+
+function disconnected(why) {
+  reason = why || reason;
+  lost = lost || last || new Date();
+  document.body.classList.add("stale");
+  filled(at("lost"), "lost", () => [make("strong"), document.createTextNode("")]);
+  const since = `Not connected since ${moment(lost / 1000)}. `;
+  if (at("lost").hidden) tell(since + reason);
+  at("lost").hidden = false;
+  text(at("lost").firstChild, since);
+  const more = reason || "What is shown is of then; this page tries again by itself.";
+  if (at("lost").lastChild.data !== more) at("lost").lastChild.data = more;
+}
+
+function reopen() {
+  if (stream) stream.close();
+  clearTimeout(again);
+  stream = new EventSource(`events${run ? `?run=${encodeURIComponent(run)}` : ""}`);
+  stream.onmessage = (event) => {
+    last = new Date();
+    connected();
+    const page = JSON.parse(event.data);
+    latest = page;
+    show(page);
+  };
+  stream.onerror = () => {
+    disconnected();
+    if (stream.readyState !== EventSource.CLOSED) return; // it tries again by itself
+    again = setTimeout(async () => {
+      try {
+        const answer = await fetch("console.css", { cache: "no-store" });
+        if (answer.status === 403) disconnected("The console was started again with another token: open the address that it printed.");
+      } catch { /* nobody is there yet */ }
+      reopen();
+    }, AGAIN_MS);
+  };
+}
+
+let latest = null;
+at("edge-details").addEventListener("toggle", () => { if (latest && latest.run) edges(latest.run); });
+// Nobody looks at a page that is hidden, so nobody need be asked.
+document.addEventListener("visibilitychange", () => {
+  if (document.hidden) {
+    clearTimeout(silent);
+    clearTimeout(again);
+    if (stream) stream.close();
+  } else reopen();
+});
+if (!document.hidden) reopen();

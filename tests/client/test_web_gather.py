@@ -1,0 +1,195 @@
+"""Asking real services: what the console comes to know, and how it takes it that they are gone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sottovoce.errors import NotReady
+from sottovoce_client.lab.watching.view import Gauges
+from sottovoce_client.web.gather import MOST_LOOKING, Gathering, merged
+from sottovoce_client.web.services import Asked, Places
+from sottovoce_client.web.view import CaptureLine
+from sottovoce_rpc.learner_status import LearnerState
+from sottovoce_rpc.tasks import Tasks
+from tests.client.test_watch import a_sight
+from tests.examples import made_up, small_spec
+from tests.services.network import PATIENCE_S, Network, network
+
+NAMES = ["ann", "ben", "eve"]
+PACED = {"mode": "paced", "period_s": 0.05, "deadline_s": 100.0}
+
+
+@asynccontextmanager
+async def looking(asked: Asked, run_id: str = "") -> AsyncIterator[Callable[[Callable[[Any], bool]], Any]]:
+    """A console that is looked at; gives what waits for a page of which something holds."""
+    gathering = Gathering(asked)
+    async with Tasks() as tasks:
+        tasks.start(gathering.run(), "the console")
+        pages = gathering.pages(run_id)
+
+        async def until(holds: Callable[[Any], bool]) -> Any:
+            async with asyncio.timeout(PATIENCE_S):
+                async for page in pages:
+                    if holds(told := json.loads(page)):
+                        return told
+            raise AssertionError("the console ended")
+
+        try:
+            yield until
+        finally:
+            await pages.aclose()  # type: ignore[attr-defined]
+
+
+def asked_of(up: Network, folder: Path | None = None, watch: str = "") -> Asked:
+    return Asked(folder, Places(up.coordinator, up.eavesdropper, up.operator.folder), watch)
+
+
+async def test_a_run_is_seen_from_its_beginning_to_its_end(tmp_path: Path) -> None:
+    spec = small_spec(1000, NAMES, clock=PACED, capture="relay", privacy={"budget": 1e6})
+    with Gauges("127.0.0.1:0") as metrics:
+        async with network(tmp_path, NAMES) as up, looking(asked_of(up, tmp_path, metrics.address)) as until:
+            nothing = await until(lambda page: True)
+            assert (nothing["run"], nothing["runs"], nothing["problems"]) == (None, [], [])
+            stop = asyncio.Event()
+            running = asyncio.ensure_future(up.run(spec, made_up(spec), stop))
+            page = await until(lambda page: page["run"] and page["run"]["rate"] and page["captures"])
+            run, (capture, *_) = page["run"], page["captures"]
+            assert (run["state"], run["rounds"], run["counted_by"]) == ("running", 1000, "eavesdropper")
+            assert [each["name"] for each in run["learners"]] == NAMES
+            assert {each["limit"] for each in run["learners"]} == {1e6}
+            assert all(each["records"] > 0 and each["arrival"] is not None for each in run["learners"])
+            assert all(each["messages"] > 0 for each in run["edges"]) and len(run["edges"]) == 3
+            assert (capture["run_id"], capture["state"]) == (run["run_id"], "open")
+            page = await until(lambda page: any(each["path"] for each in page["captures"]))
+            metrics.update(a_sight())  # of another run
+            await up.leave("ben")
+            page = await until(lambda page: page["run"]["learners"][1]["state"] == "away")
+            assert page["run"]["learners"][1]["away_since"] > page["run"]["started"]
+            assert page["watch"] is None
+            stop.set()
+            outcome = await running
+            page = await until(lambda page: page["run"]["state"] == outcome.state == "stopped")
+            assert page["run"]["detail"] == "stopped by the operator" and page["run"]["ended"]
+
+
+async def test_a_run_that_nobody_knows_is_a_problem(tmp_path: Path) -> None:
+    async with network(tmp_path, NAMES) as up, looking(asked_of(up), "nothing") as until:
+        page = await until(lambda page: page["problems"])
+        (problem,) = page["problems"]
+        assert problem["text"].startswith("the coordinator at") or "no run 'nothing'" in problem["text"]
+        assert page["run"] is None
+
+
+async def test_services_that_go_are_told_and_what_was_known_stays(tmp_path: Path) -> None:
+    spec = small_spec(1000, NAMES, clock=PACED)
+    async with network(tmp_path, NAMES) as up, looking(asked_of(up)) as until:
+        running = asyncio.ensure_future(up.run(spec, made_up(spec)))
+        await up.until("ann", LearnerState.RUNNING, 2)
+        await until(lambda page: page["run"])
+        assert up.coordinating is not None
+        await up.coordinating.stop()
+        page = await until(lambda page: page["problems"])
+        assert up.coordinator in page["problems"][0]["text"]
+        assert page["run"]["name"] == spec.name and page["gone"]
+        later = await until(lambda page: page["problems"])
+        assert later["problems"][0]["since"] == page["problems"][0]["since"]
+        await asyncio.wait([running])
+
+
+async def test_results_say_how_a_run_ended_whose_services_are_gone(tmp_path: Path) -> None:
+    spec, results = small_spec(1000, NAMES, clock=PACED), tmp_path / "results"
+    results.mkdir()
+    async with network(tmp_path, NAMES) as up, looking(asked_of(up, results)) as until:
+        running = asyncio.ensure_future(up.run(spec, made_up(spec)))
+        page = await until(lambda page: page["run"] and page["runs"])
+        run_id = page["run"]["run_id"]
+        told = {"name": "run", "run_id": run_id, "state": "finished", "detail": ""}
+        (results / "summary.json").write_text(json.dumps(told))
+        assert up.coordinating is not None
+        await up.coordinating.stop()
+        page = await until(lambda page: page["problems"] and page["run"]["state"] == "finished")
+        assert page["runs"][0]["state"] == "finished" and page["run"]["ended"] == page["runs"][0]["ended"]
+        await asyncio.wait([running])
+
+
+def test_of_a_capture_whose_eavesdropper_is_gone_the_folder_says_how_it_ended() -> None:
+    told = CaptureLine("a", "run-1", "/far/a", "open", 5, 500)
+    found = CaptureLine("a", "run-1", "/far/a", "complete", 7, 700, "captures/a/capture.json", 1.0)
+    older = CaptureLine("b", "run-0", "/far/b", "complete", 7, 700, "captures/b/capture.json", 0.5)
+    assert merged((told,), (found, older)) == (replace(told, path=found.path), older)
+    assert merged((told,), (found, older), gone=True) == (found, older)
+    assert merged((told,), ()) == (told,)
+
+
+async def test_services_are_found_where_up_says_that_they_are(tmp_path: Path) -> None:
+    results = tmp_path / "results"
+    results.mkdir()
+    place = results / "services.json"
+    async with network(tmp_path, NAMES) as up, looking(Asked(results)) as until:
+        page = await until(lambda page: page["problems"])
+        assert "no run is up in" in page["problems"][0]["text"]
+        place.write_text(json.dumps({"coordinator": up.coordinator, "eavesdropper": up.eavesdropper, "identity": None}))
+        await until(lambda page: not page["problems"])
+        place.write_text("nonsense")
+        await until(lambda page: page["problems"])
+
+
+async def test_nobody_is_asked_while_nobody_looks() -> None:
+    gathering = Gathering(Asked(None, Places("127.0.0.1:9")))
+    looks: list[int] = []
+
+    async def look(_: object) -> None:
+        looks.append(1)
+
+    gathering._look = look  # type: ignore[method-assign, assignment]
+    async with Tasks() as tasks:
+        tasks.start(gathering.run(), "the console")
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert looks == []
+        with gathering._looking(""):
+            while not looks:  # noqa: ASYNC110 - it is another task's turn
+                await asyncio.sleep(0)
+        assert not gathering._wanted.is_set()
+
+
+async def test_so_many_may_look_and_no_more() -> None:
+    gathering = Gathering(Asked(None, Places("127.0.0.1:9")))
+    with ExitStack() as stack:
+        for _ in range(MOST_LOOKING):
+            assert not gathering.full
+            stack.enter_context(gathering._looking(""))
+        assert gathering.full
+    assert not gathering.full
+
+
+async def test_the_end_lets_everybody_go() -> None:
+    gathering = Gathering(Asked(None, Places("127.0.0.1:9")))
+    waiting = asyncio.ensure_future(anext(gathering.pages(""), None))
+    await asyncio.sleep(0)
+    await gathering.end()
+    assert await waiting is None
+
+
+def test_addresses_given_by_hand_win(tmp_path: Path) -> None:
+    (tmp_path / "services.json").write_text(
+        json.dumps({"coordinator": "a:1", "eavesdropper": "b:2", "identity": "/id"})
+    )
+    assert Asked(tmp_path).now() == Places("a:1", "b:2", Path("/id"))
+    assert Asked(tmp_path, Places("c:3")).now() == Places("c:3", "", Path("/id"))
+    assert Asked(tmp_path, Places("c:3", "d:4", Path("/own"))).now() == Places("c:3", "d:4", Path("/own"))
+
+
+@pytest.mark.parametrize("text", ["[]", "1", '{"coordinator": null}', ""])
+def test_services_of_nowhere(tmp_path: Path, text: str) -> None:
+    (tmp_path / "services.json").write_text(text)
+    with pytest.raises(NotReady, match="no run is up in"):
+        Asked(tmp_path).now()

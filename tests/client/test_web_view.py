@@ -1,0 +1,153 @@
+"""What the console shows, of what is known."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from sottovoce.errors import SpecError
+from sottovoce_client.web.plans import plan_of
+from sottovoce_client.web.services import run_line
+from sottovoce_client.web.view import History, Look, edge_views, learner_views, run_view
+from sottovoce_client.web.watching import watch_views
+from sottovoce_rpc.learner_status import LearnerState
+from sottovoce_rpc.specs import spec_to_wire
+from sottovoce_wire.v1 import coordinator_pb2
+from tests.client.consoles import COURSE, NOON, a_run, look, plan, status
+from tests.examples import small_spec
+
+
+def test_a_plan_is_what_a_spec_says() -> None:
+    clock = {"mode": "paced", "period_s": 0.5}
+    made = plan_of(spec_to_wire(small_spec(7, ["ann", "ben", "eve"], name="trial", clock=clock, capture="mirror")))
+    assert (made.name, made.rounds, made.algorithm, made.learners) == ("trial", 7, "ldp-dol", ("ann", "ben", "eve"))
+    assert (made.capture, made.clock, made.period_s, made.live) == ("mirror", "paced", 0.5, False)
+    assert set(made.ways) == {(0, 1), (1, 0), (1, 2), (2, 1), (0, 2), (2, 0)}
+
+
+def test_a_directed_edge_leads_one_way() -> None:
+    one = plan(3, topology=DIRECTED)
+    edges = edge_views(one.ways, look(0.0), None)
+    assert {(each.a, each.b) for each in edges if each.one_way} == set(one.ways)
+
+
+DIRECTED = {
+    "graph": {"kind": "edges", "edges": [[0, 1], [1, 2], [2, 0]], "directed": True},
+    "weights": {"kind": "out_degree"},
+}
+
+
+def test_a_graph_that_only_code_could_tell_is_left_out() -> None:
+    document = spec_to_wire(small_spec(7, 3)).replace('"kind": "ring"', '"kind": "somebody.else:Graph"')
+    assert "somebody.else" in document
+    assert plan_of(document).ways == ()
+
+
+def test_a_spec_that_is_none_is_refused() -> None:
+    with pytest.raises(SpecError, match="must be JSON"):
+        plan_of("{")
+
+
+@pytest.mark.parametrize("change", [{"learners": None}, {"rounds": "many"}, {"absences": [{"who": 1}]}, {"clock": 3}])
+def test_a_spec_that_says_things_otherwise_is_refused(change: dict[str, object]) -> None:
+    document = json.loads(spec_to_wire(small_spec(7, 3)))
+    with pytest.raises(SpecError, match="cannot read"):
+        plan_of(json.dumps({**document, **change}))
+
+
+def test_a_state_of_a_newer_coordinator_is_said_to_be_one() -> None:
+    assert run_line(coordinator_pb2.Run(run_id="run-1", state=99)).state == "of a newer version"  # type: ignore[arg-type]
+
+
+def test_rates_are_of_the_last_seconds() -> None:
+    run = a_run()
+    assert run.rate == pytest.approx(1.0)
+    assert run.left_s == pytest.approx(980.0)
+    assert run.pace == (1.0,) * 20
+    assert [each.arrival for each in run.learners] == pytest.approx([5.0] * 3)
+    first, *_ = run.edges
+    assert (first.there, first.back, first.bytes_s, first.messages) == pytest.approx((1.0, 1.0, 200.0, 40))
+
+
+def test_slow_rounds_are_looked_at_for_longer() -> None:
+    slow = plan(3, clock={"mode": "paced", "period_s": 20.0})
+    history = History()
+    for second in range(121):
+        history.add(look(float(second), rounds=second // 20))
+    assert run_view(COURSE, slow, history).rate == pytest.approx(0.05)
+
+
+def test_one_look_knows_no_rate() -> None:
+    history = History()
+    history.add(look(5.0))
+    run = run_view(COURSE, plan(), history)
+    assert (run.rate, run.left_s, run.pace) == (None, None, ())
+    assert [each.arrival for each in run.learners] == [None] * 3
+
+
+def test_a_run_that_is_over_went_at_its_mean_rate() -> None:
+    over = a_run(course=replace(COURSE, state="finished", ended=NOON + 40.0))
+    assert (over.rate, over.left_s) == (0.5, None)
+
+
+def test_what_the_eavesdropper_counts_goes_before_what_learners_say() -> None:
+    ways = plan().ways
+    before = look(0.0, heard=dict.fromkeys(ways, (10, 1000)))
+    now = look(2.0, heard={**dict.fromkeys(ways, (14, 1400)), (0, 1): (20, 9000)})
+    (first, *_) = edge_views(ways, now, before)
+    assert (first.there, first.back, first.bytes_s, first.messages) == (5.0, 2.0, 4200.0, 34)
+    again = edge_views(ways, now, look(0.0))  # it was not asked before: nothing to compare with
+    assert {each.there for each in again} == {0.0}
+
+
+def test_counts_that_began_anew_are_no_rate() -> None:
+    assert {each.there for each in edge_views(plan().ways, look(5.0, rounds=1), look(0.0, rounds=9))} == {0.0}
+
+
+def test_rows_say_how_learners_stand() -> None:
+    statuses = (
+        status(0, epsilon_spent=3.7),
+        status(1, state=LearnerState.BUDGET_EXHAUSTED, detail="that would be above the budget of 4"),
+        status(2, noise_is_not_private=True, rules_broken=2, epsilon_own_budget=3.0, epsilon_elsewhere=1.5),
+    )
+    now = Look(0.0, statuses, away_since=(None, None, NOON))
+    ann, ben, eve = learner_views(plan(), now, None)
+    assert (ann.state, ann.limit, ann.notices) == ("running", 4.0, ("its budget is nearly used up",))
+    assert (ben.state, ben.notices) == ("budget exhausted", ("that would be above the budget of 4",))
+    assert (eve.state, eve.away_since, eve.limit, eve.own_limit, eve.elsewhere) == ("away", NOON, 1.5, 3.0, 1.5)
+    assert eve.notices[0] == "its noise is not private: this run protects nobody"
+    assert eve.notices[-1] == "messages that broke a rule on its channels: 2"
+    lost = replace(plan(), lost=frozenset({"learner-2"}))
+    assert learner_views(lost, now, None)[2].state == "lost"
+
+
+def test_a_round_is_one_that_all_have_done_who_have_more_to_do() -> None:
+    done = status(0, 30, state=LearnerState.STOPPED)
+    assert Look(0.0, (done, status(1, 12), status(2, 13))).round == 12
+    assert Look(0.0, (done,)).round == 30
+    assert Look(0.0, ()).round == 0
+
+
+WATCH = """
+# TYPE sottovoce_watch_log_e_value gauge
+sottovoce_watch_log_e_value{learner="",run="wards"} 0.5
+sottovoce_watch_log_e_value{learner="north",run="wards"} 2.5
+sottovoce_watch_log_threshold{learner="north",run="wards"} 12.0
+sottovoce_watch_change_log_e_value{learner="north",run="wards"} -Inf
+sottovoce_watch_round{learner="north",run="wards"} 17.0
+sottovoce_watch_alarms{learner="north",run="wards"} 1.0
+sottovoce_watch_alarms{learner="",run="wards"} 0.0
+python_info 1.0
+"""
+
+
+def test_what_a_watch_tells_prometheus() -> None:
+    pytest.importorskip("prometheus_client")
+    (told,) = watch_views(WATCH)
+    assert (told.run, told.alarms) == ("wards", 1)
+    assert told.together is not None and (told.together.e, told.together.line) == (0.5, None)
+    (north,) = told.learners
+    assert (north.name, north.e, north.line, north.rounds) == ("north", 2.5, 12.0, 17)
+    assert north.change == float("-inf") and north.change_line is None
