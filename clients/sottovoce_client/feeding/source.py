@@ -20,6 +20,17 @@ class Message:
     position: int
 
 
+@dataclass(frozen=True, slots=True)
+class Unreadable(Message):
+    """What stands where a record should, and is none.
+
+    Attributes:
+        reason: why, in words that quote nothing of it.
+    """
+
+    reason: str
+
+
 class Part(Protocol):
     """Messages in order: a file, a stream, one partition of a topic. A learner counts the records of each under a name of its own.
 
