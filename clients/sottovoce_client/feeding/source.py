@@ -32,7 +32,7 @@ class Unreadable(Message):
 
 
 class Part(Protocol):
-    """Messages in order: a file, a stream, one partition of a topic. A learner counts the records of each under a name of its own.
+    """Messages in order: a file, a stream, one partition of a topic. A learner counts each under a name of its own.
 
     Attributes:
         name: that tells it from the other parts of what is fed; the same whenever the same is fed.

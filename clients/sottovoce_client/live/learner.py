@@ -16,6 +16,7 @@ import grpc
 import numpy as np
 
 from sottovoce.arrays import FloatArray, IntArray
+from sottovoce.data.encoding import Encoded
 from sottovoce.data.live import LiveRecords
 from sottovoce.errors import DataError, NotReady
 from sottovoce.spec import RunSpec
@@ -88,7 +89,7 @@ class ConnectedLearner:
 
         Args:
             records: with a schema, mappings of fields to values, or a table (of pandas, polars or Arrow, or a mapping of
-                fields to columns); without, numbers `(records, features)`.
+                fields to columns); without, numbers `(records, features)`. Or what `records.encode` gave: of that, what fits.
             labels: `(records,)`; None: they are a field of the records.
             positions: where each record stands in its source, ascending: one at or below `position` is passed over. None: they
                 are counted on.
@@ -101,8 +102,8 @@ class ConnectedLearner:
             NotReady: the run is over.
             Unavailable: the learner is away for too long.
         """
-        found = self.records.encode(records, labels)
-        if found.refused:
+        found = records if isinstance(records, Encoded) else self.records.encode(records, labels)
+        if found.refused and found is not records:
             row, why = next(iter(found.refused.items()))
             more = "" if len(found.refused) == 1 else f", and {len(found.refused) - 1} more do not fit"
             raise DataError(f"record {row} (counted from 0) does not fit: {why}{more}")

@@ -1,0 +1,206 @@
+"""Feeders: from files that grow, standard input and HTTP into a learner."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from sottovoce_client.cli.app import AllowImports, IdentityFolder, Insecure, LogLevel, feed_app
+
+if TYPE_CHECKING:
+    from sottovoce_client.feeding.pump import Target, Terms
+    from sottovoce_client.feeding.source import Part
+
+Learner = Annotated[
+    str,
+    typer.Option(
+        "--learner",
+        "-l",
+        metavar="HOST:PORT",
+        envvar="SOTTOVOCE_LEARNER",
+        help="Address of the learner.",
+        show_default=False,
+    ),
+]
+Name = Annotated[
+    str, typer.Option("--name", help="Of the learner, which its certificate must hold.", show_default="any")
+]
+Source = Annotated[
+    str,
+    typer.Option(
+        "--source",
+        envvar="SOTTOVOCE_SOURCE",
+        help="Under which the learner counts the records: what is fed under one name must be the same, or go on.",
+        show_default="as what is fed is called",
+    ),
+]
+Map = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--map",
+        metavar="FIELD=PATH",
+        help="Where a field stands, as age=patient.age; repeat for several.",
+        show_default="by its own name",
+    ),
+]
+IgnoreUnknown = Annotated[
+    bool,
+    typer.Option(
+        "--ignore-unknown",
+        help="Leave out fields that neither the schema nor a map knows, in place of refusing the message.",
+    ),
+]
+DeadLetters = Annotated[
+    Path | None,
+    typer.Option(
+        "--dead-letters",
+        metavar="FILE",
+        help="Where messages go that are no records, as JSON lines.",
+        show_default="dropped, and counted",
+    ),
+]
+Patience = Annotated[
+    float, typer.Option(min=0.0, metavar="SECONDS", help="How long the learner may be away, or between two runs.")
+]
+Follow = Annotated[bool, typer.Option("--follow", help="Wait for more at a file's end.")]
+Delimiter = Annotated[str, typer.Option(help="Between values of CSV.")]
+Files = Annotated[
+    list[Path], typer.Argument(metavar="FILE...", help="Each is a source by its name.", show_default=False)
+]
+
+
+@feed_app.command("csv")
+def csv(
+    files: Files,
+    learner: Learner,
+    delimiter: Delimiter = ",",
+    follow: Follow = False,
+    source: Source = "",
+    map_: Map = None,
+    ignore_unknown: IgnoreUnknown = False,
+    dead_letters: DeadLetters = None,
+    patience: Patience = 60.0,
+    name: Name = "",
+    identity: IdentityFolder = None,
+    insecure: Insecure = False,
+    allow_imports: AllowImports = False,
+    log_level: LogLevel = "info",
+) -> None:
+    """Feed CSV files with a header, each record once."""
+    from sottovoce_client.feeding.files import csv_files
+
+    target = _target(learner, source, name, identity, insecure, patience, allow_imports)
+    _feed(
+        csv_files(files, delimiter=delimiter, follow=follow),
+        target,
+        _terms(map_, ignore_unknown, dead_letters),
+        log_level,
+    )
+
+
+@feed_app.command("jsonl")
+def jsonl(
+    files: Files,
+    learner: Learner,
+    follow: Follow = False,
+    source: Source = "",
+    map_: Map = None,
+    ignore_unknown: IgnoreUnknown = False,
+    dead_letters: DeadLetters = None,
+    patience: Patience = 60.0,
+    name: Name = "",
+    identity: IdentityFolder = None,
+    insecure: Insecure = False,
+    allow_imports: AllowImports = False,
+    log_level: LogLevel = "info",
+) -> None:
+    """Feed files with a JSON object on each line, each record once."""
+    from sottovoce_client.feeding.files import jsonl_files
+
+    target = _target(learner, source, name, identity, insecure, patience, allow_imports)
+    _feed(jsonl_files(files, follow=follow), target, _terms(map_, ignore_unknown, dead_letters), log_level)
+
+
+@feed_app.command("parquet")
+def parquet(
+    files: Files,
+    learner: Learner,
+    source: Source = "",
+    map_: Map = None,
+    ignore_unknown: IgnoreUnknown = False,
+    dead_letters: DeadLetters = None,
+    patience: Patience = 60.0,
+    name: Name = "",
+    identity: IdentityFolder = None,
+    insecure: Insecure = False,
+    allow_imports: AllowImports = False,
+    log_level: LogLevel = "info",
+) -> None:
+    """Feed Parquet files, each record once (extra `audit`)."""
+    from sottovoce_client.feeding.parquet import parquet_files
+
+    target = _target(learner, source, name, identity, insecure, patience, allow_imports)
+    _feed(parquet_files(files), target, _terms(map_, ignore_unknown, dead_letters), log_level)
+
+
+@feed_app.command("stdin")
+def stdin(
+    learner: Learner,
+    form: Annotated[Literal["jsonl", "csv"], typer.Option("--form", help="How records are written.")] = "jsonl",
+    delimiter: Delimiter = ",",
+    position: Annotated[
+        str,
+        typer.Option(
+            metavar="FIELD",
+            help="Field that says where a record stands: a whole number that rises. What is sent again is then learned once.",
+            show_default="counted on",
+        ),
+    ] = "",
+    source: Source = "",
+    map_: Map = None,
+    ignore_unknown: IgnoreUnknown = False,
+    dead_letters: DeadLetters = None,
+    patience: Patience = 60.0,
+    name: Name = "",
+    identity: IdentityFolder = None,
+    insecure: Insecure = False,
+    allow_imports: AllowImports = False,
+    log_level: LogLevel = "info",
+) -> None:
+    """Feed what comes on standard input, until it ends."""
+    from sottovoce_client.feeding.forms import Csv, JsonLines
+    from sottovoce_client.feeding.standard_input import StandardInput
+
+    target = _target(learner, "", name, identity, insecure, patience, allow_imports)
+    part = StandardInput(source or "stdin", Csv(delimiter) if form == "csv" else JsonLines(), position)
+    _feed([part], target, _terms(map_, ignore_unknown, dead_letters, position), log_level)
+
+
+def _target(
+    learner: str,
+    source: str,
+    name: str,
+    identity: Path | None,
+    insecure: bool,
+    patience_s: float,
+    allow_imports: bool,
+) -> Target:
+    from sottovoce_client.feeding.pump import Target
+
+    return Target(learner, source, name, identity, insecure, patience_s, allow_imports)
+
+
+def _terms(maps: list[str] | None, ignore_unknown: bool, dead_letters: Path | None, position: str = "") -> Terms:
+    from sottovoce_client.feeding.pump import Terms
+
+    return Terms(tuple(maps or ()), ignore_unknown, position, dead_letters)
+
+
+def _feed(parts: Sequence[Part], target: Target, terms: Terms, log_level: str) -> None:
+    from sottovoce_client.feeding.conduct import conduct, feeding
+
+    raise typer.Exit(conduct(feeding(lambda: nullcontext(parts), target, terms), log_level))
