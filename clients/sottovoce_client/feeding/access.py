@@ -1,4 +1,4 @@
-"""Entering a broker: who feeds, and whom it believes. Passwords come from files and the environment, never from a command line."""
+"""Entering a broker: who feeds, and whom it believes. Passwords come from files and the environment alone."""
 
 from __future__ import annotations
 

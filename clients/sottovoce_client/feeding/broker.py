@@ -1,8 +1,9 @@
-"""What all brokers have in common: where to begin, how long they may be away, and messages that are gone. It is counted, and said."""
+"""What brokers have in common: where to begin, how long they may be away, and messages that are gone, which are counted."""
 
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Literal
 
 import structlog
@@ -12,8 +13,14 @@ from sottovoce.errors import Unavailable
 log = structlog.get_logger()
 
 Begin = Literal["committed", "start", "new"]
-"""Where a feeder begins whose learner has no record of a source in this run: where the one before it ended (and at the oldest message where
-there was none), at the oldest message that is there, or with what comes from now on."""
+"""Where a feeder begins whose learner has no record of a source in this run: where the one before it ended (at the oldest message
+where there was none), at the oldest message that is there, or with what comes from now on."""
+REFUSED = "{} refuses these credentials, or is not believed: {}"
+NOBODY = re.compile(
+    r"authori[sz]ation violation|permissions violation|not authori[sz]ed|authentication|certificate.verify.failed",
+    re.IGNORECASE,
+)
+"""What is said where no patience helps: the broker does not know the feeder, or the feeder does not believe it."""
 _FIRST_S, _MOST_S = 0.2, 5.0
 
 
@@ -57,7 +64,7 @@ class Patience:
 
 
 class Gone:
-    """Messages that the source did not have any more when they were due. They are counted, and said whenever twice as many are gone.
+    """Messages that a source did not have any more when they were due: their number is said whenever it has doubled.
 
     Args:
         what: of the source, in messages.

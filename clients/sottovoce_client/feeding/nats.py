@@ -1,8 +1,8 @@
 """Records from NATS: a stream of JetStream, read by sequence.
 
-A learner's position is a stream sequence, and what is read begins behind it: a consumer that redelivers would bring a message after a
-later one, and the learner would pass over it. So the server's consumer acknowledges nothing, lasts as long as it is used, and is made
-anew where a number is missing. How far a learner is for good stands in a key-value bucket, with when the stream was made.
+A learner's position is a stream sequence, and what is read begins behind it: a consumer that redelivers would bring a message
+after a later one, and the learner would pass over it. So the server's consumer acknowledges nothing, lasts as long as it is used,
+and is made anew where a number is missing. How far a learner is for good stands in a key-value bucket, with when the stream was made.
 """
 
 from __future__ import annotations
@@ -20,16 +20,13 @@ from typing import Any
 from sottovoce.data.files import import_extra
 from sottovoce.errors import DataError, NotReady
 from sottovoce_client.feeding.access import Access, address_of
-from sottovoce_client.feeding.broker import Begin, Gone, Patience, why_of
+from sottovoce_client.feeding.broker import NOBODY, REFUSED, Begin, Gone, Patience, why_of
 from sottovoce_client.feeding.source import Message, Part, Unreadable
 
 BUCKET, EMPTY = "sottovoce", "an empty message"
 """Of the bookmarks: how far each feeder's learner is, beyond a run; and why a message is no record."""
 _BATCH, _FETCH_S, _CALL_S, _UNUSED_S, _LOOK_S = 512, 0.25, 5.0, 60.0, 10.0
 _PING_S, _CLOSE_S = 10, 1.0
-_REFUSAL = re.compile(
-    r"authorization violation|permissions violation|authentication|certificate verify failed", re.IGNORECASE
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +114,8 @@ class _Link:
             NotReady: no patience helps: the server knows us not, or we it.
         """
         for each in (*self._said, error):
-            if _REFUSAL.search(str(each)):
-                raise NotReady(f"{self.what} refuses these credentials, or is not believed: {why_of(each)}") from None
+            if NOBODY.search(str(each)):
+                raise NotReady(REFUSED.format(self.what, why_of(each))) from None
         return why_of(error)
 
     async def close(self) -> None:
@@ -203,9 +200,7 @@ class _Stream:
         except self._link.api_errors.NotFoundError:
             raise DataError(f"{self._link.what} has no stream {self._stream}") from None
         if (retention := str(getattr(info.config.retention, "value", info.config.retention))) != "limits":
-            raise DataError(
-                f"stream {self._stream} must keep messages by limits, not by {retention}: what was delivered could not be read again"
-            )
+            raise DataError(f"stream {self._stream} must keep messages by limits, not by {retention}, to be read again")
         return info
 
     async def _look(self, after: int) -> None:
@@ -222,7 +217,7 @@ class _Stream:
 
     def _anew(self, why: str) -> DataError:
         return DataError(
-            f"stream {self._stream} is not the one it was: {why}. What it has now is fed under another --source, or in another run"
+            f"stream {self._stream} is not the one it was: {why}. Feed what it has now under another --source"
         )
 
     # ---- reading -----------------------------------------------------------------------------------------------------
@@ -305,7 +300,7 @@ async def open_nats(
     Args:
         servers: such as `nats://host:4222`; one of them is enough.
         stream: its name.
-        subject: messages of this one alone, perhaps with wildcards; empty: all. What retention took away is counted exactly for all.
+        subject: messages of this one alone, perhaps with wildcards; empty: all, and what is gone is counted exactly.
         group: what the bookmark is kept under: one for each learner.
         begin: where, if the learner has no record of it in this run.
         access: user and password, or a password alone, which is a token.
