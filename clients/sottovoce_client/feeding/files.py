@@ -50,7 +50,7 @@ async def in_thread(work: Callable[..., T], *arguments: Any) -> T:
 
 @dataclass(frozen=True, slots=True)
 class LinesOfFile:
-    """A file of lines. A position is the byte at which a record begins, and a checksum of it, of what is before it, and of the header.
+    """A file of lines. A position is where a record begins, and a checksum of it, of what is before it and the header.
 
     Attributes:
         path: of the file.
@@ -84,14 +84,15 @@ class LinesOfFile:
 
 
 class _Reading:
-    """A file from some place on, to its end or for ever.
-
-    Attributes are what has been read and not yet used (`_rest`), where that begins (`_at`), and what stands before it (`_before`).
-    """
+    """A file from some place on, to its end or for ever."""
 
     def __init__(self, of: LinesOfFile, file: BinaryIO, form: Form) -> None:
         self._of, self._file, self._form = of, file, form
-        self._at, self._rest, self._before = 0, b"", b""
+        self._at, self._rest, self._before = (
+            0,
+            b"",
+            b"",
+        )  # what was read and not used, where that begins, what is before it
         self._header, self._ended, self._gone = 0, False, ""
 
     async def begin(self, after: int) -> None:

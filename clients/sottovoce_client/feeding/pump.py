@@ -117,7 +117,7 @@ async def feed(parts: Sequence[Part], target: Target, terms: Terms, account: Acc
         )
     if len(parts) > MOST_PARTS:
         raise SpecError(f"one feeder takes at most {MOST_PARTS} sources, got {len(parts)}: start several")
-    account.dead_letters = terms.dead_letters is not None
+    account.kept = "" if terms.dead_letters is None else f"written to {terms.dead_letters}"
     async with AsyncExitStack() as stack:
         dead = None if terms.dead_letters is None else stack.enter_context(dead_letters(terms.dead_letters))
         learners = list[ConnectedLearner]()

@@ -107,8 +107,8 @@ def _reasons(account: Account) -> Iterator[Text]:
     refused: Counter[str] = account.refused
     if not refused:
         return
-    if account.dead_letters:
-        yield Text(f"{plural(refused.total(), 'message')} refused, and written down:", style="yellow")
+    if account.kept:
+        yield Text(f"{plural(refused.total(), 'message')} refused, and {account.kept}:", style="yellow")
     else:
         yield Text(f"{plural(refused.total(), 'message')} refused and DROPPED:", style="bold red")
     for reason, times in refused.most_common(MOST_REASONS):
