@@ -187,7 +187,7 @@ def http(
     learner: Learner,
     listen: Annotated[
         str, typer.Option(envvar="SOTTOVOCE_LISTEN", help="host:port to listen on; port 0 picks one.")
-    ] = "127.0.0.1:7480",
+    ] = "127.0.0.1:7490",
     token_file: Annotated[
         Path | None,
         typer.Option(

@@ -60,7 +60,7 @@ class Listening:
         most_bytes: of a request's body.
     """
 
-    listen: str = "127.0.0.1:7480"
+    listen: str = "127.0.0.1:7490"
     token_file: Path | None = None
     tls_cert: Path | None = None
     tls_key: Path | None = None
