@@ -176,7 +176,7 @@ async def test_parquet_goes_on_behind_any_row(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="is not the file whose records were fed up to row 1700"):
         await read(part, found[1_700].position)
     for wrong in (b"", b"PAR1 and no more", b"\0" * 100):
-        with pytest.raises(DataError, match="cannot read .* as Parquet"):
+        with pytest.raises(DataError, match=r"cannot read .* as Parquet"):
             await read(parquet_files([wrote(path, wrong)])[0])
 
 
