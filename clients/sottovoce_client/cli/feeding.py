@@ -66,6 +66,15 @@ DeadLetters = Annotated[
 Patience = Annotated[
     float, typer.Option(min=0.0, metavar="SECONDS", help="How long the learner may be away, or between two runs.")
 ]
+Position = Annotated[
+    str,
+    typer.Option(
+        "--position",
+        metavar="FIELD",
+        help="Field that says where a record stands: a whole number that rises. What is sent again is then learned once.",
+        show_default="counted on",
+    ),
+]
 Follow = Annotated[bool, typer.Option("--follow", help="Wait for more at a file's end.")]
 Delimiter = Annotated[str, typer.Option(help="Between values of CSV.")]
 Files = Annotated[
@@ -152,14 +161,7 @@ def stdin(
     learner: Learner,
     form: Annotated[Literal["jsonl", "csv"], typer.Option("--form", help="How records are written.")] = "jsonl",
     delimiter: Delimiter = ",",
-    position: Annotated[
-        str,
-        typer.Option(
-            metavar="FIELD",
-            help="Field that says where a record stands: a whole number that rises. What is sent again is then learned once.",
-            show_default="counted on",
-        ),
-    ] = "",
+    position: Position = "",
     source: Source = "",
     map_: Map = None,
     ignore_unknown: IgnoreUnknown = False,
@@ -178,6 +180,68 @@ def stdin(
     target = _target(learner, "", name, identity, insecure, patience, allow_imports)
     part = StandardInput(source or "stdin", Csv(delimiter) if form == "csv" else JsonLines(), position)
     _feed([part], target, _terms(map_, ignore_unknown, dead_letters, position), log_level)
+
+
+@feed_app.command("http")
+def http(
+    learner: Learner,
+    listen: Annotated[
+        str, typer.Option(envvar="SOTTOVOCE_LISTEN", help="host:port to listen on; port 0 picks one.")
+    ] = "127.0.0.1:7490",
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="File with the bearer token that every request must have.", show_default="this machine's user alone"
+        ),
+    ] = None,
+    tls_cert: Annotated[Path | None, typer.Option(help="PEM file: clients speak TLS.", show_default=False)] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="PEM file with its key.", show_default=False)] = None,
+    when_full: Annotated[
+        Literal["wait", "reject"],
+        typer.Option("--when-full", help="Whether a request that finds no room waits, or is refused (429)."),
+    ] = "wait",
+    most_bytes: Annotated[int, typer.Option(min=1, help="Bytes of a request at most.")] = 1024 * 1024,
+    position: Position = "",
+    source: Source = "http",
+    map_: Map = None,
+    ignore_unknown: IgnoreUnknown = False,
+    patience: Patience = 60.0,
+    name: Name = "",
+    identity: IdentityFolder = None,
+    insecure: Annotated[
+        bool,
+        typer.Option(
+            "--insecure",
+            envvar="SOTTOVOCE_INSECURE",
+            help="Listen on other addresses without a token and TLS, too; and without an identity, speak to a learner on another "
+            "machine in the clear.",
+        ),
+    ] = False,
+    allow_imports: AllowImports = False,
+    log_level: LogLevel = "info",
+) -> None:
+    """Feed what clients POST to /records, as JSON (extra `feed`). They are answered when the learner has it in keeping."""
+    from sottovoce.data.files import import_extra
+
+    for module in ("starlette", "uvicorn"):
+        import_extra(module, module, "sottovoce feed http", "feed")
+    from sottovoce_client import terminal
+    from sottovoce_client.feeding.conduct import conduct
+    from sottovoce_client.feeding.endpoint import Listening, serve
+    from sottovoce_rpc.server import announce
+
+    listening = Listening(listen, token_file, tls_cert, tls_key, insecure, most_bytes)
+    target = _target(learner, source, name, identity, insecure and identity is None, patience, allow_imports)
+    console = terminal.console()
+
+    def tell(address: str) -> None:
+        if console.is_terminal:
+            console.print(f"POST records to {address}")
+        else:
+            announce("feeder", address=address)
+
+    work = serve(target, _terms(map_, ignore_unknown, None, position), listening, when_full, tell)
+    raise typer.Exit(conduct(work, log_level))
 
 
 def _target(

@@ -91,7 +91,7 @@ class Fields:
         self._take(message, (), found)
         return found
 
-    def _take(self, message: Mapping[str, Any], at: tuple[str, ...], found: dict[str, Any]) -> None:
+    def _take(self, message: Mapping[Any, Any], at: tuple[str, ...], found: dict[str, Any]) -> None:
         """What stands in an object, and in those below it into which a map leads."""
         for given, value in message.items():
             here = (*at, normal(given) if isinstance(given, str) else "")
@@ -114,15 +114,24 @@ def object_of(body: bytes) -> Mapping[str, Any]:
     Raises:
         Unfit: it is none, or has a name twice, so that nobody knows which is meant.
     """
+    found = json_of(body)
+    if not isinstance(found, dict):
+        raise Unfit(NO_OBJECT)
+    return found
+
+
+def json_of(body: bytes) -> Any:
+    """What JSON says.
+
+    Raises:
+        Unfit: it is none, or an object in it has a name twice.
+    """
     try:
-        found = json.loads(body.decode("utf-8"), object_pairs_hook=_once)
+        return json.loads(body.decode("utf-8"), object_pairs_hook=_once)
     except UnicodeDecodeError:
         raise Unfit(NOT_UTF8) from None
     except (ValueError, RecursionError):
         raise Unfit(NO_OBJECT) from None
-    if not isinstance(found, dict):
-        raise Unfit(NO_OBJECT)
-    return found
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -50,7 +50,7 @@ async def in_thread(work: Callable[..., T], *arguments: Any) -> T:
 
 @dataclass(frozen=True, slots=True)
 class LinesOfFile:
-    """A file of lines. A position is the byte at which a record begins, and a checksum of it, of what is before it, and of the header.
+    """A file of lines. A position is where a record begins, and a checksum of it, of what is before it and the header.
 
     Attributes:
         path: of the file.
@@ -84,14 +84,15 @@ class LinesOfFile:
 
 
 class _Reading:
-    """A file from some place on, to its end or for ever.
-
-    Attributes are what has been read and not yet used (`_rest`), where that begins (`_at`), and what stands before it (`_before`).
-    """
+    """A file from some place on, to its end or for ever."""
 
     def __init__(self, of: LinesOfFile, file: BinaryIO, form: Form) -> None:
         self._of, self._file, self._form = of, file, form
-        self._at, self._rest, self._before = 0, b"", b""
+        self._at, self._rest, self._before = (
+            0,
+            b"",
+            b"",
+        )  # what was read and not used, where that begins, what is before it
         self._header, self._ended, self._gone = 0, False, ""
 
     async def begin(self, after: int) -> None:
@@ -176,6 +177,8 @@ class _Reading:
             raise DataError(
                 f"{self._of.path}: the line at byte {self._at} has no end within {2 * LONGEST:,} bytes: these are no lines"
             )
+        if self._of.follow:
+            self._require_same()
         stretch = await in_thread(self._file.read, _AT_ONCE)
         if stretch:
             self._rest += stretch
@@ -185,14 +188,10 @@ class _Reading:
             await self._wait()
 
     async def _wait(self) -> None:
-        """Until a file is longer; or it is known that it never will be.
-
-        Raises:
-            DataError: it is shorter, or says something else where it was read already.
-        """
+        """Until a file is longer or shorter; or it is known that it never will be."""
         own, path = self._file.fileno(), self._of.path
         read = self._at + len(self._rest)
-        while (size := os.fstat(own).st_size) == read:
+        while os.fstat(own).st_size == read:
             try:
                 there = path.stat()
             except FileNotFoundError:  # moved away, and the next one is not there yet
@@ -205,10 +204,17 @@ class _Reading:
                 )
                 return
             await asyncio.sleep(_LOOK_S)
-        known = self._before + self._rest
-        if size < read or os.pread(own, len(known), read - len(known)) != known:
+
+    def _require_same(self) -> None:
+        """What was read stands where it did.
+
+        Raises:
+            DataError: it does not.
+        """
+        own, known, read = self._file.fileno(), self._before + self._rest, self._at + len(self._rest)
+        if os.fstat(own).st_size < read or os.pread(own, len(known), read - len(known)) != known:
             raise DataError(
-                f"{path} was cut or written anew after byte {read - len(self._rest)} was read: feed what it holds now under "
+                f"{self._of.path} was cut or written anew after byte {self._at} was read: feed what it holds now under "
                 "another --source, and all of it is learned"
             )
 

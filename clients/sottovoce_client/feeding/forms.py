@@ -117,7 +117,7 @@ class Csv:
             return None
         values, _, after = found
         names = [normal(each) for each in values] if isinstance(values, list) else []
-        if len(set(names)) < len(names) or not all(names):
+        if not names or len(set(names)) < len(names) or not all(names):
             raise DataError(
                 f"a CSV must begin with a header, {len(names)} names that differ: these do not, or are no CSV in UTF-8"
             )

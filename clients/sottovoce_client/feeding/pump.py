@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sottovoce.errors import DataError, NotReady, SottovoceError, SpecError
+from sottovoce.errors import DataError, NotReady, SottovoceError, SpecError, Unavailable
 from sottovoce_client.feeding.dead_letters import DeadLetters, Letter, dead_letters, letter_of
 from sottovoce_client.feeding.fields import Fields
 from sottovoce_client.feeding.sieve import Sieve, Sifted
@@ -30,6 +30,8 @@ MOST_PARTS, WAITING, _AT_ONCE = 256, 8_192, 1_024
 """Parts of one feeder; messages of a part that wait; and that are fed at once."""
 HOPELESS = 100
 """After so many messages of a part of which none is a record, a feeder that would drop them stops."""
+DRAIN_S = 10.0
+"""What was read is fed for so long when a feeder is told to end; the rest is read again next time."""
 _LOOK_S, _OVER_S = 1.0, 2.0
 
 
@@ -117,7 +119,7 @@ async def feed(parts: Sequence[Part], target: Target, terms: Terms, account: Acc
         )
     if len(parts) > MOST_PARTS:
         raise SpecError(f"one feeder takes at most {MOST_PARTS} sources, got {len(parts)}: start several")
-    account.dead_letters = terms.dead_letters is not None
+    account.kept = "" if terms.dead_letters is None else f"written to {terms.dead_letters}"
     async with AsyncExitStack() as stack:
         dead = None if terms.dead_letters is None else stack.enter_context(dead_letters(terms.dead_letters))
         learners = list[ConnectedLearner]()
@@ -135,27 +137,41 @@ async def feed(parts: Sequence[Part], target: Target, terms: Terms, account: Acc
             Pump(part, learner, sieve, dead, tally)
             for part, learner, tally in zip(parts, learners, account.tallies, strict=True)
         ]
-        await _all((pump.run(stop) for pump in pumps), learners[0], account, stop)
+        once = any(getattr(part, "once", False) for part in parts)
+        works = [pump.run(stop) for pump in pumps]
+        await _all(works, until_over(learners[0], account), stop, target.patience_s if once else DRAIN_S)
+        if once and account.waiting:
+            raise Unavailable(
+                f"the learner took nothing more: {account.waiting} messages that were read are fed by nobody"
+            )
 
 
 async def _all(
-    works: Iterable[Coroutine[Any, Any, None]], learner: ConnectedLearner, account: Account, stop: asyncio.Event
+    works: Sequence[Coroutine[Any, Any, None]],
+    looking: Coroutine[Any, Any, None],
+    stop: asyncio.Event,
+    drain_s: float,
 ) -> None:
-    """Pump until all is done. Where one fails the others end well, and its error is raised."""
+    """Pump until all is done, the run is over, or so long after it was told to stop. One that fails tells the others to."""
+
+    async def late() -> None:
+        await stop.wait()
+        await asyncio.sleep(drain_s)
+
     async with Tasks() as tasks:
-        over = tasks.start(until_over(learner, account))
+        over, overdue = tasks.start(looking), tasks.start(late())
         pumping = {tasks.start(work) for work in works}
         failed: BaseException | None = None
-        while pumping:
-            done, pumping = await asyncio.wait({*pumping, over}, return_when=asyncio.FIRST_COMPLETED)
-            failed = failed or next((error for each in done if (error := each.exception()) is not None), None)
+        while pumping and not (over.done() or overdue.done()):
+            done, _ = await asyncio.wait({*pumping, over, overdue}, return_when=asyncio.FIRST_COMPLETED)
+            failed = failed or next((error for each in done & pumping if (error := each.exception()) is not None), None)
+            pumping -= done
             if failed is not None:
                 stop.set()
-            if over in done:
-                if pumping:
-                    await asyncio.wait(pumping, timeout=_OVER_S)
-                break
-            pumping.discard(over)
+        if over.done() and pumping:
+            stop.set()
+            await asyncio.wait(pumping, timeout=_OVER_S)  # they have a reason of their own, perhaps
+            failed = failed or over.exception()
         if failed is not None:
             raise failed
 

@@ -107,8 +107,8 @@ def _reasons(account: Account) -> Iterator[Text]:
     refused: Counter[str] = account.refused
     if not refused:
         return
-    if account.dead_letters:
-        yield Text(f"{plural(refused.total(), 'message')} refused, and written down:", style="yellow")
+    if account.kept:
+        yield Text(f"{plural(refused.total(), 'message')} refused, and {account.kept}:", style="yellow")
     else:
         yield Text(f"{plural(refused.total(), 'message')} refused and DROPPED:", style="bold red")
     for reason, times in refused.most_common(MOST_REASONS):
@@ -119,31 +119,27 @@ def _reasons(account: Account) -> Iterator[Text]:
 
 def print_summary(account: Account, seconds: float, console: Console) -> None:
     """What feeding came to."""
+    for line in _summary(account, seconds):
+        console.print(line, soft_wrap=True)
+
+
+def _summary(account: Account, seconds: float) -> Iterator[Text]:
     if not account.run_id:
-        console.print("Nothing was fed: no learner was in a run.")
+        yield Text("Nothing was fed: no learner was in a run.")
         return
     speed = number(account.fed / seconds if seconds else 0.0, 3)
-    sources = plural(len(account.tallies), "source")
-    fed = plural(account.fed, "record")
-    console.print(Text(f"Fed {fed} of {sources} to run {account.run_id} in {duration(seconds)}, {speed} records/s."))
+    fed, sources = plural(account.fed, "record"), plural(len(account.tallies), "source")
+    yield Text(f"Fed {fed} of {sources} to run {account.run_id} in {duration(seconds)}, {speed} records/s.")
     if account.again:
-        console.print(
-            Text(f"{plural(account.again, 'message')} came a second time, and {_were(account.again)} passed over.")
-        )
-    for line in _reasons(account):
-        console.print(line)
+        yield Text(f"{plural(account.again, 'message')} came a second time, and {_were(account.again)} passed over.")
+    yield from _reasons(account)
     if account.dropped:
-        console.print(
-            Text("What was dropped is kept nowhere by this feeder: --dead-letters FILE keeps it.", style="bold red")
-        )
+        yield Text("What was dropped is kept nowhere by this feeder: --dead-letters FILE keeps it.", style="bold red")
     elif written := sum(each.written for each in account.tallies):
-        console.print(Text(f"{count(written)} of them had been written down before."))
+        yield Text(f"{count(written)} of them had been written before.")
     if account.waiting:
-        console.print(
-            Text(
-                f"{plural(account.waiting, 'message')} had been read and {_were(account.waiting)} not fed.",
-                style="yellow",
-            )
+        yield Text(
+            f"{plural(account.waiting, 'message')} had been read and {_were(account.waiting)} not fed.", style="yellow"
         )
 
 

@@ -29,12 +29,14 @@ class StandardInput:
         form: how records are written.
         position: field that says where a record stands; empty: they are counted on from where the learner stands.
         file: where they come from.
+        once: what was read and is not fed is lost.
     """
 
     name: str
     form: Form
     position: str = ""
     file: BinaryIO = field(default_factory=lambda: sys.stdin.buffer)
+    once: bool = field(default=True, init=False)
 
     async def keep(self, position: int) -> None:
         """What was read is gone."""

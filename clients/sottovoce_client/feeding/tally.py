@@ -37,13 +37,13 @@ class Account:
         tallies: one for each source.
         run_id: that is fed; empty: no learner has been reached yet.
         status: of the learner, when it was last asked; None: it does not answer.
-        dead_letters: refused messages go to a file; False: they are dropped.
+        kept: what becomes of refused messages, as "written to a file"; empty: they are dropped.
     """
 
     tallies: list[Tally] = field(default_factory=list)
     run_id: str = ""
     status: LearnerStatus | None = None
-    dead_letters: bool = False
+    kept: str = ""
 
     @property
     def fed(self) -> int:
@@ -68,4 +68,4 @@ class Account:
     @property
     def dropped(self) -> int:
         """Refused messages that are kept nowhere."""
-        return 0 if self.dead_letters else self.refused.total()
+        return 0 if self.kept else self.refused.total()
