@@ -26,6 +26,7 @@ from sottovoce_client.cli import runs as runs
 from sottovoce_client.cli import experiments as experiments
 from sottovoce_client.cli import data as data
 from sottovoce_client.cli import feeding as feeding
+from sottovoce_client.cli import brokers as brokers
 from sottovoce_client.cli import transcripts as transcripts
 from sottovoce_client.cli import services as services
 from sottovoce_client.cli import operating as operating

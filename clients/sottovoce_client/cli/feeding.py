@@ -102,11 +102,11 @@ def csv(
     """Feed CSV files with a header, each record once."""
     from sottovoce_client.feeding.files import csv_files
 
-    target = _target(learner, source, name, identity, insecure, patience, allow_imports)
+    target = target_of(learner, source, name, identity, insecure, patience, allow_imports)
     _feed(
         csv_files(files, delimiter=delimiter, follow=follow),
         target,
-        _terms(map_, ignore_unknown, dead_letters),
+        terms_of(map_, ignore_unknown, dead_letters),
         log_level,
     )
 
@@ -130,8 +130,8 @@ def jsonl(
     """Feed files with a JSON object on each line, each record once."""
     from sottovoce_client.feeding.files import jsonl_files
 
-    target = _target(learner, source, name, identity, insecure, patience, allow_imports)
-    _feed(jsonl_files(files, follow=follow), target, _terms(map_, ignore_unknown, dead_letters), log_level)
+    target = target_of(learner, source, name, identity, insecure, patience, allow_imports)
+    _feed(jsonl_files(files, follow=follow), target, terms_of(map_, ignore_unknown, dead_letters), log_level)
 
 
 @feed_app.command("parquet")
@@ -152,8 +152,8 @@ def parquet(
     """Feed Parquet files, each record once (extra `audit`)."""
     from sottovoce_client.feeding.parquet import parquet_files
 
-    target = _target(learner, source, name, identity, insecure, patience, allow_imports)
-    _feed(parquet_files(files), target, _terms(map_, ignore_unknown, dead_letters), log_level)
+    target = target_of(learner, source, name, identity, insecure, patience, allow_imports)
+    _feed(parquet_files(files), target, terms_of(map_, ignore_unknown, dead_letters), log_level)
 
 
 @feed_app.command("stdin")
@@ -177,9 +177,9 @@ def stdin(
     from sottovoce_client.feeding.forms import Csv, JsonLines
     from sottovoce_client.feeding.standard_input import StandardInput
 
-    target = _target(learner, "", name, identity, insecure, patience, allow_imports)
+    target = target_of(learner, "", name, identity, insecure, patience, allow_imports)
     part = StandardInput(source or "stdin", Csv(delimiter) if form == "csv" else JsonLines(), position)
-    _feed([part], target, _terms(map_, ignore_unknown, dead_letters, position), log_level)
+    _feed([part], target, terms_of(map_, ignore_unknown, dead_letters, position), log_level)
 
 
 @feed_app.command("http")
@@ -231,7 +231,7 @@ def http(
     from sottovoce_rpc.server import announce
 
     listening = Listening(listen, token_file, tls_cert, tls_key, insecure, most_bytes)
-    target = _target(learner, source, name, identity, insecure and identity is None, patience, allow_imports)
+    target = target_of(learner, source, name, identity, insecure and identity is None, patience, allow_imports)
     console = terminal.console()
 
     def tell(address: str) -> None:
@@ -240,11 +240,11 @@ def http(
         else:
             announce("feeder", address=address)
 
-    work = serve(target, _terms(map_, ignore_unknown, None, position), listening, when_full, tell)
+    work = serve(target, terms_of(map_, ignore_unknown, None, position), listening, when_full, tell)
     raise typer.Exit(conduct(work, log_level))
 
 
-def _target(
+def target_of(
     learner: str,
     source: str,
     name: str,
@@ -258,7 +258,7 @@ def _target(
     return Target(learner, source, name, identity, insecure, patience_s, allow_imports)
 
 
-def _terms(maps: list[str] | None, ignore_unknown: bool, dead_letters: Path | None, position: str = "") -> Terms:
+def terms_of(maps: list[str] | None, ignore_unknown: bool, dead_letters: Path | None, position: str = "") -> Terms:
     from sottovoce_client.feeding.pump import Terms
 
     return Terms(tuple(maps or ()), ignore_unknown, position, dead_letters)

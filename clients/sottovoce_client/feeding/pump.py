@@ -222,7 +222,7 @@ class Pump:
         self._read: deque[Message] = deque()
         self._more, self._room = asyncio.Event(), asyncio.Event()
         self._written = Counter[Letter]()
-        self._last = self._kept = learner.position
+        self._last = learner.position
 
     async def run(self, stop: asyncio.Event) -> None:
         """Until the part ends or it is told to stop; what was read by then is fed.
@@ -271,8 +271,7 @@ class Pump:
             records, positions = sifted.fitting
             self._tally.fed += await self._learner.feed(records, positions=positions)
         self._tally.waiting -= len(messages)
-        if self._last > self._kept and not self._hopeless:
-            self._kept = self._last
+        if not self._hopeless:  # where all came again, too: a broker waits for its receipt
             await self._part.keep(self._last)
 
     @property

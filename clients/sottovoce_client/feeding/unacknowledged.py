@@ -16,10 +16,17 @@ import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
+from urllib.parse import quote
 
 from sottovoce.errors import DataError, NotReady
 
 _MOST_LINES = 4 * 65_536
+
+
+def usual_place(client: str) -> Path:
+    """File of a session, in this user's folder for what outlasts a process."""
+    folder = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state", "sottovoce")
+    return folder / f"{quote(client, safe='')}.mqtt"
 
 
 class Unacknowledged:
