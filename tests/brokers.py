@@ -51,7 +51,8 @@ class Server:
 
     async def start(self) -> None:
         """It answers."""
-        self.process = subprocess.Popen(self.command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        silent = subprocess.DEVNULL
+        self.process = subprocess.Popen(self.command, stdout=silent, stderr=silent)  # noqa: ASYNC220 - it is waited for below
         async with asyncio.timeout(PATIENCE_S):
             while True:
                 assert self.process.poll() is None, f"{self.command[0]} has ended"

@@ -96,7 +96,7 @@ async def test_it_begins_where_it_is_told_to(brokers: Brokers) -> None:
     async with open_kafka(**options_of(brokers, begin="new")) as parts:
         messages: Any = parts[0].read(-1)
         following = asyncio.ensure_future(anext(messages))
-        while await parts[0]._link.consumer.committed(parts[0]._partition) is None:  # type: ignore[attr-defined]
+        while await parts[0]._link.consumer.committed(parts[0]._partition) is None:  # type: ignore[attr-defined]  # noqa: ASYNC110 - a server's state is no event
             await asyncio.sleep(0.01)
         brokers.write(10, 11)
         assert numbers(await following) == [10]
@@ -156,7 +156,7 @@ async def test_who_is_not_known_is_told_so_at_once() -> None:
         answering.add(asyncio.ensure_future(refuse(reader, writer)))
 
     async with await asyncio.start_server(answer, "127.0.0.1") as at:
-        access = Access(user="ann", password="wrong")
+        access = Access("ann", "wrong")
         with pytest.raises(NotReady, match="refuses these credentials") as refused:
             async with open_kafka(**options_of(at.sockets[0].getsockname()[1], access=access, sasl="PLAIN")):
                 pass
@@ -177,15 +177,15 @@ for line in sys.stdin:
 
 async def test_brokers_that_hang_and_come_back_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sottovoce_client.feeding.kafka._CALL_S", 2.0)
-    pipes = {"stdin": asyncio.subprocess.PIPE, "stdout": asyncio.subprocess.PIPE}
-    process = await asyncio.create_subprocess_exec(sys.executable, "-c", APART, **pipes)
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", APART, stdin=pipe, stdout=pipe)
     assert process.stdin is not None and process.stdout is not None
     try:
         port = int(await process.stdout.readline())
+        process.stdin.write(b"0 10\n")
+        await process.stdout.readline()
         with capture_logs() as logs:
             async with open_kafka(**options_of(port)) as parts:
-                process.stdin.write(b"0 10\n")
-                await process.stdout.readline()
                 messages: Any = parts[0].read(-1)
                 found = [*await anext(messages)]
                 following = asyncio.ensure_future(anext(messages))

@@ -126,17 +126,17 @@ async def test_patience_ends(tmp_path: Path) -> None:
 async def test_who_is_not_known_is_told_so_at_once(tmp_path: Path) -> None:
     (tmp_path / "users").write_text("user default on >right ~* +@all\nuser ben on >right ~* -@all +ping +exists\n")
     async with server(tmp_path, "--aclfile", str(tmp_path / "users")) as at:
-        for access in (Access(password="wrong"), Access(), Access(user="ann", password="right")):
+        for access in (Access("", "wrong"), Access(), Access("ann", "right")):
             with pytest.raises(NotReady, match="refuses these credentials") as refused:
                 async with open_redis(**options_of(at, access=access)):
                     pass
             assert "right" not in str(refused.value)
         async with client(at, password="right") as to:
             await add(to, 0, 1)
-        async with open_redis(**options_of(at, access=Access(user="ben", password="right"))) as (part,):
+        async with open_redis(**options_of(at, access=Access("ben", "right"))) as (part,):
             with pytest.raises(NotReady, match="permissions"):
                 await take(part, 1)
-        async with open_redis(**options_of(at, access=Access(password="right"))) as (part,):
+        async with open_redis(**options_of(at, access=Access("", "right"))) as (part,):
             assert len(await take(part, 1)) == 1
 
 

@@ -253,12 +253,14 @@ def target_of(
     patience_s: float,
     allow_imports: bool,
 ) -> Target:
+    """The learner that options name."""
     from sottovoce_client.feeding.pump import Target
 
     return Target(learner, source, name, identity, insecure, patience_s, allow_imports)
 
 
 def terms_of(maps: list[str] | None, ignore_unknown: bool, dead_letters: Path | None, position: str = "") -> Terms:
+    """What options say of messages."""
     from sottovoce_client.feeding.pump import Terms
 
     return Terms(tuple(maps or ()), ignore_unknown, position, dead_letters)

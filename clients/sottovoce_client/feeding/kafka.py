@@ -1,7 +1,7 @@
 """Records from topics, by Kafka's protocol: each partition is a part, and offsets are positions.
 
-Partitions are assigned by hand, so that no rebalance takes one away, and read behind the learner's position. The offset of a consumer
-group is written when records are in the learner's keeping; it is where the next run's feeder begins.
+Partitions are assigned by hand, so that no rebalance takes one away, and read behind the learner's position. The offset of a
+consumer group is written when records are in the learner's keeping; it is where the next run's feeder begins.
 """
 
 from __future__ import annotations

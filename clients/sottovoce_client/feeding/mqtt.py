@@ -1,7 +1,7 @@
 """Records from MQTT 5, with QoS 1: acknowledged when they are in the learner's keeping.
 
-A broker of MQTT knows no positions. A field of the message says one, or positions are counted on from the learner's; then what the
-broker sends again is told by its packet identifier. The library speaks on a thread of its own; all state is the event loop's.
+A broker of MQTT knows no positions. A field of the message says one, or positions are counted on from the learner's; then what
+the broker sends again is told by its packet identifier. The library speaks on a thread of its own; all state is the event loop's.
 """
 
 from __future__ import annotations

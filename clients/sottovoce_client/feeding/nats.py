@@ -2,7 +2,8 @@
 
 A learner's position is a stream sequence, and what is read begins behind it: a consumer that redelivers would bring a message
 after a later one, and the learner would pass over it. So the server's consumer acknowledges nothing, lasts as long as it is used,
-and is made anew where a number is missing. How far a learner is for good stands in a key-value bucket, with when the stream was made.
+and is made anew where a number is missing. How far a learner is for good stands in a key-value bucket, with when the stream was
+made.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class _Link:
         backoff = import_extra("redis.backoff", "redis", "feeding from Redis", "feed")
         self.errors = import_extra("redis.exceptions", "redis", "feeding from Redis", "feed")
         scheme, host, port = address_of(server, {"redis": 6379, "rediss": 6379})
-        tls = {}
+        tls = dict[str, Any]()
         if scheme == "rediss" or access.context() is not None:
             files = {"ssl_ca_certs": access.ca, "ssl_certfile": access.certificate, "ssl_keyfile": access.key}
             tls = {"ssl": True, "ssl_check_hostname": True}
