@@ -225,7 +225,7 @@ async def test_a_token_and_tls_let_in_whom_they_should(tmp_path: Path) -> None:
     ids, token = Identities(tmp_path / "ids", "localhost"), "0123456789abcdef"
     (tmp_path / "token").write_text(f"{token}\n")
     own = ids.at("learner/ann")
-    more = {"token_file": tmp_path / "token", "tls_cert": own / "tls.crt", "tls_key": own / "tls.key"}
+    more: dict[str, Any] = {"token_file": tmp_path / "token", "tls_cert": own / "tls.crt", "tls_key": own / "tls.key"}
     trust = ssl.create_default_context(cafile=str(own / "ca.crt"))
     trust.check_hostname = False
     async with (
@@ -248,7 +248,7 @@ async def test_a_token_and_tls_let_in_whom_they_should(tmp_path: Path) -> None:
 
 async def test_an_endpoint_ends_when_it_is_told_to(tmp_path: Path) -> None:
     with pytest.raises(Unavailable, match="cannot reach"):
-        await serve(Target("127.0.0.1:1", "a", patience_s=0.2), Terms(), Listening(), "wait", str)(
+        await serve(Target("127.0.0.1:1", "a", patience_s=0.2), Terms(), Listening(), "wait", print)(
             Account(), asyncio.Event()
         )
     async with ann_in(tmp_path, spec_of({"schema": SCHEMA})) as (up, _):
@@ -260,6 +260,6 @@ async def test_an_endpoint_ends_when_it_is_told_to(tmp_path: Path) -> None:
             assert (await client.post(address, json=RECORD)).status_code == 200
             busy = Listening(address.removeprefix("http://").removesuffix("/records"))
             with pytest.raises(SpecError, match="cannot listen on"):
-                await serve(Target(up.addresses["ann"], "b"), Terms(), busy, "wait", str)(Account(), asyncio.Event())
+                await serve(Target(up.addresses["ann"], "b"), Terms(), busy, "wait", print)(Account(), asyncio.Event())
         stop.set()
         await serving_it

@@ -20,7 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from sottovoce.errors import DataError, NotReady, SottovoceError, SpecError, Unavailable
+from sottovoce.errors import DataError, NotReady, RemoteProtocolError, SottovoceError, SpecError, Unavailable
 from sottovoce_client.feeding.conduct import Work
 from sottovoce_client.feeding.fields import Unfit, json_of
 from sottovoce_client.feeding.pump import Target, Terms, unless
@@ -246,7 +246,7 @@ def _unfed(error: SottovoceError) -> Response:
     if isinstance(error, Unavailable | NotReady):
         text = "the learner is away, or in no run: it may have taken these records. With source and positions, send them again"
         return Answer(503, text, retry_s=5.0).response
-    if isinstance(error, DataError):
+    if isinstance(error, DataError | RemoteProtocolError):  # the latter is the learner's, as of too many sources
         return Answer(400, str(error)).response
     log.error("records are not fed", reason=str(error))
     return Answer(500, "the feeder cannot feed: see its log").response

@@ -19,6 +19,8 @@ from sottovoce_rpc.tasks import Tasks
 MOST_SOURCES = 64
 """That are connected at once."""
 
+_MOST_TALLIES, _OTHERS = 1_024, "others"
+
 WhenFull = Literal["wait", "reject"]
 
 
@@ -221,13 +223,20 @@ class Sinks:
             except SottovoceError:
                 await connection.__aexit__(None, None, None)
                 raise
-            tally = next((each for each in self.account.tallies if each.source == source), None)
-            if tally is None:
-                self.account.tallies.append(tally := Tally(source))
+            tally = self._tally(source)
             self.account.run_id = learner.run_id
             sink = _Sink(connection, learner, sieve, tally, learner.position)
         self._sinks[source] = sink  # the last one in order was used last
         return sink
+
+    def _tally(self, source: str) -> Tally:
+        """Of a source; of all that are too many, one together."""
+        if len(self.account.tallies) >= _MOST_TALLIES:
+            source = _OTHERS
+        found = next((each for each in self.account.tallies if each.source == source), None)
+        if found is None:
+            self.account.tallies.append(found := Tally(source))
+        return found
 
     async def _make_room(self) -> None:
         if len(self._sinks) >= MOST_SOURCES:

@@ -43,7 +43,7 @@ class StandardInput:
 
     async def read(self, after: int) -> AsyncIterator[Sequence[Message]]:
         numbered = Numbered(self.position, after)
-        more = await _reader(self.file)
+        more = _reader(self.file)
         rest, headed, ended = b"", False, False
         while not ended:
             stretch = await more()
@@ -104,11 +104,20 @@ def whole_number(record: Mapping[str, Any], name: str) -> int | None:
     return value if fits else None
 
 
-async def _reader(file: BinaryIO) -> Callable[[], Awaitable[bytes]]:
+def _reader(file: BinaryIO) -> Callable[[], Awaitable[bytes]]:
     """What reads on, and can be given up while nothing comes; nothing: it has ended."""
-    kind = os.fstat(file.fileno()).st_mode
-    if not (stat.S_ISFIFO(kind) or stat.S_ISSOCK(kind) or file.isatty()):
-        return lambda: asyncio.to_thread(os.read, file.fileno(), _AT_ONCE)
-    reader = asyncio.StreamReader(limit=_AT_ONCE)
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), file)
-    return lambda: reader.read(_AT_ONCE)
+    number, loop = file.fileno(), asyncio.get_running_loop()
+    kind = os.fstat(number).st_mode
+    if not (stat.S_ISFIFO(kind) or stat.S_ISSOCK(kind) or os.isatty(number)):  # a file, which never lets anybody wait
+        return lambda: asyncio.to_thread(os.read, number, _AT_ONCE)
+
+    async def more() -> bytes:
+        ready = asyncio.Event()
+        loop.add_reader(number, ready.set)
+        try:
+            await ready.wait()
+        finally:
+            loop.remove_reader(number)
+        return os.read(number, _AT_ONCE)
+
+    return more
