@@ -21,6 +21,8 @@ from tests.brokers import Feeder, Server, certificate_in, killed_again_and_again
 
 paho = pytest.importorskip("paho.mqtt.client")
 
+ANN = {"user": "ann", "password": "right"}
+
 
 @asynccontextmanager
 async def server(folder: Path, *more: str, persist: bool = True) -> AsyncIterator[Server]:
@@ -186,11 +188,10 @@ async def test_a_session_that_the_broker_forgot_is_told(tmp_path: Path) -> None:
 
 
 async def test_patience_ends(tmp_path: Path) -> None:
-    async with server(tmp_path) as at:
-        async with open_mqtt(**options_of(at, patience_s=0.1)) as (part,):
-            at.kill()
-            with pytest.raises(Unavailable, match=r"MQTT at 127.0.0.1.* was away for 0.1 s"):
-                await take(part, 1)
+    async with server(tmp_path) as at, open_mqtt(**options_of(at, patience_s=0.1)) as (part,):
+        at.kill()
+        with pytest.raises(Unavailable, match=r"MQTT at 127.0.0.1.* was away for 0.1 s"):
+            await take(part, 1)
 
 
 # The library leaves a socket to the garbage collector where TLS fails.
@@ -216,7 +217,7 @@ async def test_who_is_not_known_is_told_so_at_once(tmp_path: Path) -> None:
                 pass
         ann = Access("ann", "right", ca=certificate)
         async with open_mqtt(**options_of(at, access=ann)) as (part,):
-            async with publishing(at, user="ann", password="right", tls=ann.context()) as publish:
+            async with publishing(at, **ANN, tls=ann.context()) as publish:
                 await publish(b"1")
             assert len(await take(part, 1)) == 1
 

@@ -19,6 +19,8 @@ from tests.brokers import Feeder, Server, certificate_in, killed_again_and_again
 
 redis = pytest.importorskip("redis.asyncio")
 
+ANN = {"password": "right"}
+
 
 @asynccontextmanager
 async def server(folder: Path, *more: str, tls: bool = False) -> AsyncIterator[Server]:
@@ -131,7 +133,7 @@ async def test_who_is_not_known_is_told_so_at_once(tmp_path: Path) -> None:
                 async with open_redis(**options_of(at, access=access)):
                     pass
             assert "right" not in str(refused.value)
-        async with client(at, password="right") as to:
+        async with client(at, **ANN) as to:
             await add(to, 0, 1)
         async with open_redis(**options_of(at, access=Access("ben", "right"))) as (part,):
             with pytest.raises(NotReady, match="permissions"):

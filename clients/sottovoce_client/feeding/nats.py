@@ -70,6 +70,13 @@ class _Link:
                 self._connection = await self._connected()
             return self._connection.jetstream(timeout=_CALL_S)
 
+    async def asked(self, call: str) -> dict[str, Any]:
+        """What JetStream answers."""
+        await self.jetstream()
+        answer = await self._connection.request(f"$JS.API.{call}", b"", timeout=_CALL_S)
+        found: dict[str, Any] = json.loads(answer.data)
+        return found
+
     async def _connected(self) -> Any:
         """To the first server that answers."""
         failed: BaseException | None = None
@@ -125,7 +132,9 @@ class _Link:
             await self._closed(self._connection)
 
     async def _closed(self, connection: Any) -> None:
-        with contextlib.suppress(*self.away):
+        with contextlib.suppress(
+            *self.away, AttributeError
+        ):  # of a library before 2.10, where there is no connection yet
             async with asyncio.timeout(_CLOSE_S):  # it would wait for ever where TLS had failed
                 await connection.close()
 
@@ -182,25 +191,26 @@ class _Stream:
     async def _begin(self, after: int) -> int:
         """Position behind which to read, of a stream that is the one it was."""
         info, bookmark = await self._info(), await self._bookmark()
-        self._created = str(info.created)
+        self._created = str(info["created"])
         same = bookmark is not None and bookmark.created == self._created
         if after >= 0 and bookmark is not None and not same:
             raise self._anew(f"the learner has its message {after}, of one that was made at another time")
         if after < 0:
-            oldest = max(0, info.state.first_seq - 1)
+            oldest = max(0, info["state"]["first_seq"] - 1)
             committed = bookmark.position if bookmark is not None and same else oldest
-            after = {"committed": committed, "start": oldest, "new": info.state.last_seq}[self._begin_at]
+            after = {"committed": committed, "start": oldest, "new": info["state"]["last_seq"]}[self._begin_at]
         if not same:
             await self._mark(after)
         return after
 
-    async def _info(self) -> Any:
-        """Of the stream, as it is now."""
-        try:
-            info = await (await self._link.jetstream()).stream_info(self._stream)
-        except self._link.api_errors.NotFoundError:
-            raise DataError(f"{self._link.what} has no stream {self._stream}") from None
-        if (retention := str(getattr(info.config.retention, "value", info.config.retention))) != "limits":
+    async def _info(self) -> dict[str, Any]:
+        """Of the stream, as it is now, in JetStream's own words: the library's had no time of making before its version 2.15."""
+        info = await self._link.asked(f"STREAM.INFO.{self._stream}")
+        if (error := info.get("error")) is not None:
+            if error.get("code") == 404:
+                raise DataError(f"{self._link.what} has no stream {self._stream}")
+            raise self._link.errors.Error(str(error.get("description")))
+        if (retention := info["config"]["retention"]) != "limits":
             raise DataError(f"stream {self._stream} must keep messages by limits, not by {retention}, to be read again")
         return info
 
@@ -211,9 +221,9 @@ class _Stream:
             DataError: it is not.
         """
         info = await self._info()
-        if str(info.created) != self._created or info.state.last_seq < after:
-            raise self._anew(f"it ends with message {info.state.last_seq}, and the learner has {after}")
-        if self._subject and (gone := info.state.first_seq - 1 - after) > 0:
+        if str(info["created"]) != self._created or info["state"]["last_seq"] < after:
+            raise self._anew(f"it ends with message {info['state']['last_seq']}, and the learner has {after}")
+        if self._subject and (gone := info["state"]["first_seq"] - 1 - after) > 0:
             self._gone.add(gone, at_most=True)  # some may be of other subjects
 
     def _anew(self, why: str) -> DataError:

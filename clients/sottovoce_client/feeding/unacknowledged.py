@@ -1,8 +1,8 @@
 """What a broker sends again: packet identifiers of messages that it may not know to be kept, beyond a feeder's death.
 
 A broker of MQTT sends what was not acknowledged again, under the same packet identifier, and marks it. Whether the learner has it
-already is known here: a message's identifier, a digest and its position are written down before it is fed, and the learner's own
-position says, after a death, which of them it has. A digest tells a message from another one that was given the same identifier later.
+is known here: a message's identifier, a digest and its position are written down before it is fed, and the learner's own position
+says, after a death, which of them it has. A digest tells a message from a later one under the same identifier.
 """
 
 from __future__ import annotations
