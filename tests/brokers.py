@@ -59,6 +59,8 @@ class Server:
                 with contextlib.suppress(OSError):
                     _, writer = await asyncio.open_connection("127.0.0.1", self.port)
                     writer.close()
+                    await asyncio.sleep(0.02)  # if it is another's, ours has ended by now
+                    assert self.process.poll() is None, f"{self.command[0]} has ended"
                     return
                 await asyncio.sleep(0.02)
 
@@ -69,16 +71,28 @@ class Server:
             self.process.wait()
 
 
+async def _started(program: str, command: Callable[[int], Sequence[str]]) -> Server:
+    """On a port that nobody else took meanwhile."""
+    for left in reversed(range(5)):
+        port = free_port()
+        server = Server([program, *command(port)], port)
+        try:
+            await server.start()
+            break
+        except AssertionError:
+            if not left:
+                raise
+    return server
+
+
 @asynccontextmanager
 async def serving(program: str, command: Callable[[int], Sequence[str]]) -> AsyncIterator[Server]:
     """A server, on a free port; skips the test where it is not installed."""
     found = shutil.which(program) or shutil.which(program, path="/usr/sbin:/usr/local/sbin")
     if found is None:
         pytest.skip(f"{program} is not installed")
-    port = free_port()
-    server = Server([found, *command(port)], port)
+    server = await _started(found, command)
     try:
-        await server.start()
         yield server
     finally:
         server.kill()

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """How many messages a second come from one NATS into learners, each fed with a subject of its own.
 
-A server of this machine, with JetStream on disk; a process that publishes; and the feeders of all learners in this one. By default
-the learners are real, in processes of their own, and take records of three fields; with `--bare` there are none: feeders read, and
-tell the server what they have. Nothing is asserted.
+A server of this machine, with JetStream on disk; a process that publishes, whose start is counted; and the feeders of all learners in
+this one. By default learners are real, in processes of their own, and take records of three fields; with `--bare` there are none:
+feeders read, and tell the server what they have. Nothing is asserted.
 """
 
 from __future__ import annotations
@@ -100,6 +100,10 @@ async def into_learners(address: str, names: Sequence[str], services: LocalServi
     await asyncio.gather(*feeding)
 
 
+async def not_yet(_: Exception) -> None:
+    """The server begins."""
+
+
 async def measured(learners: int, messages: int, *, real: bool) -> float:
     """Messages/s, published and read at the same time."""
     with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as found:
@@ -109,7 +113,7 @@ async def measured(learners: int, messages: int, *, real: bool) -> float:
         server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # noqa: ASYNC220
         address = f"127.0.0.1:{port}"
         try:
-            connection = await nats.connect(address, max_reconnect_attempts=60, reconnect_time_wait=0.1)
+            connection = await nats.connect(address, reconnect_time_wait=0.1, error_cb=not_yet)
             await connection.jetstream().add_stream(name="wards", subjects=["wards.>"])
             await connection.close()
             if not real:
