@@ -71,18 +71,19 @@ class Server:
             self.process.wait()
 
 
-async def _started(program: str, command: Callable[[int], Sequence[str]]) -> Server:
+async def _started(program: str, command: Callable[[int], Sequence[str]], tries: int = 5) -> Server:
     """On a port that nobody else took meanwhile."""
-    for left in reversed(range(5)):
+    while True:
         port = free_port()
         server = Server([program, *command(port)], port)
         try:
             await server.start()
-            break
         except AssertionError:
-            if not left:
+            tries -= 1
+            if not tries:
                 raise
-    return server
+        else:
+            return server
 
 
 @asynccontextmanager
