@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """How many messages a second come from one NATS into learners, each fed with a subject of its own.
 
-A server of this machine, with JetStream on disk; a process that publishes, whose start is counted; and the feeders of all learners
-in this one. By default learners are real, in processes of their own, and take records of three fields; with `--bare` there are none:
-feeders read, and tell the server what they have. Nothing is asserted.
+A server of this machine, with JetStream on disk; a process that publishes, whose start is counted; and the feeders of all
+learners in this one. By default learners are real, in processes of their own, and take records of three fields; with `--bare`
+there are none: feeders read, and tell the server what they have. Nothing is asserted.
 """
 
 from __future__ import annotations

@@ -159,6 +159,31 @@ async def test_through_tls_the_server_is_known_by_its_authority(tmp_path: Path) 
                 pass
 
 
+@pytest.mark.parametrize("scheme", ["nats", "tls"])
+async def test_no_password_is_shown_in_the_clear_where_tls_was_asked_for(scheme: str) -> None:
+    said = list[bytes]()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b'INFO {"server_id": "a", "max_payload": 1000, "auth_required": true}\r\n')
+        said.append(await reader.read())
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1") as at:
+        server = f"{scheme}://127.0.0.1:{at.sockets[0].getsockname()[1]}"
+        with pytest.raises(NotReady, match="the server speaks no TLS"):
+            async with open_nats([server], "wards", access=Access("ann", "right", tls=scheme == "nats")):
+                pass
+        await until(lambda: bool(said))
+    assert said == [b""]
+
+
+async def test_what_is_no_stream_is_refused() -> None:
+    for stream, subject in (("a b", ""), ("a.b", ""), ("", ""), ("wards", "a\r\nPUB b 0")):
+        with pytest.raises(SpecError, match="as NATS has them"):
+            async with open_nats(["nowhere"], stream, subject):
+                pass
+
+
 async def test_a_stream_that_was_made_anew_is_refused(tmp_path: Path) -> None:
     async with server(tmp_path) as at, jetstream(at) as js:
         await js.add_stream(name="wards", subjects=["wards.>"])

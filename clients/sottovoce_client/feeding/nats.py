@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import json
 import re
+import ssl
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from sottovoce.data.files import import_extra
-from sottovoce.errors import DataError, NotReady
+from sottovoce.errors import DataError, NotReady, SpecError
 from sottovoce_client.feeding.access import Access, address_of
 from sottovoce_client.feeding.broker import NOBODY, REFUSED, Begin, Gone, Patience, why_of
 from sottovoce_client.feeding.source import Message, Part, Unreadable
@@ -53,7 +54,7 @@ class _Link:
         schemes = {"nats": 4222, "tls": 4222}
         places = [address_of(each, schemes) for each in servers]
         self._servers = [f"{scheme}://{host}:{port}" for scheme, host, port in places]
-        tls = access.context()
+        tls = access.context() or Access(tls=any(scheme == "tls" for scheme, _, _ in places)).context()
         own = {"user": access.user, "password": access.password} if access.user else {"token": access.password or None}
         self._options = {**own, "tls": tls, "user_credentials": None if creds is None else str(creds)}
         self.what = f"NATS at {', '.join(self._servers)}"
@@ -81,7 +82,7 @@ class _Link:
         """To the first server that answers."""
         failed: BaseException | None = None
         for server in self._servers:
-            connection, connecting = self.client.Client(), True
+            connection, connecting = _encrypting(self.client.Client)(), True
             self._said.clear()
 
             async def hear(error: BaseException) -> None:
@@ -137,6 +138,18 @@ class _Link:
         ):  # of a library before 2.10, where there is no connection yet
             async with asyncio.timeout(_CLOSE_S):  # it would wait for ever where TLS had failed
                 await connection.close()
+
+
+def _encrypting(client: type[Any]) -> type[Any]:
+    """A client that shows no password in the clear where TLS was asked for: the library's own does, if the server says no."""
+
+    class Encrypting(client):  # type: ignore[misc]
+        def _connect_command(self) -> Any:
+            if self.options.get("tls") is not None and not self._server_info.get("tls_required"):
+                raise ssl.SSLError("authentication in the clear is refused: the server speaks no TLS")
+            return super()._connect_command()
+
+    return Encrypting
 
 
 class _Stream:
@@ -319,9 +332,13 @@ async def open_nats(
         patience_s: how long the server may be away.
 
     Raises:
-        NotReady: the server refuses these credentials.
+        SpecError: that is no stream, or no address.
+        NotReady: the server refuses these credentials, or speaks no TLS.
         Unavailable: it is away for too long.
     """
+    for each, what in ((stream, "stream"), (subject, "subject")):
+        if re.search(r"\s", each) or (each is stream and not re.fullmatch(r"[^.*>/\\]+", each)):
+            raise SpecError(f"a {what} of NATS must be a name as NATS has them, got {each!r}")
     link = _Link(servers, access, creds)
     patience = Patience(link.what, patience_s)
     part = _Stream(link, stream, subject, group, begin, patience_s)
