@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 from rich.console import Console
 
 from sottovoce.errors import DataError, NotReady, SottovoceError, SpecError, Unavailable
@@ -211,6 +212,15 @@ async def test_a_run_that_ends_ends_its_feeders(tmp_path: Path) -> None:
         assert ((await fed(up, part)).fed, part.after) == (1, -1)
 
 
+async def test_a_learner_that_stays_away_ends_its_feeders(tmp_path: Path) -> None:
+    async with ann(tmp_path) as (up, learner):
+        feeding = asyncio.ensure_future(fed(up, Told(*good(1), ends=False), patience_s=0.5))
+        await learned_some(learner)
+        await up.leave("ann")
+        with pytest.raises(Unavailable):
+            await feeding
+
+
 async def test_many_files_and_a_map(tmp_path: Path) -> None:
     lines = [{"patient": {"age": n}, "ward": "icu", "outcome": "home", "seen": n} for n in range(30)]
     for name in ("a", "b"):
@@ -242,7 +252,10 @@ def test_a_bug_is_told_by_its_place_alone(capsys: pytest.CaptureFixture[str]) ->
     async def work(account: Account, stop: asyncio.Event) -> None:
         raise ValueError(f"could not convert {SECRET}")
 
-    assert conduct(work) == 2
+    try:
+        assert conduct(work) == 2
+    finally:
+        structlog.reset_defaults()  # it logs to what is standard error now
     told = "".join(capsys.readouterr())
     assert "ValueError" in told and str(SECRET) not in told
 
