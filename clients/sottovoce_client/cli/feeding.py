@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -104,7 +104,7 @@ def csv(
 
     target = _target(learner, source, name, identity, insecure, patience, allow_imports)
     _feed(
-        csv_files(files, delimiter=delimiter, follow=follow),
+        nullcontext(csv_files(files, delimiter=delimiter, follow=follow)),
         target,
         _terms(map_, ignore_unknown, dead_letters),
         log_level,
@@ -131,7 +131,7 @@ def jsonl(
     from sottovoce_client.feeding.files import jsonl_files
 
     target = _target(learner, source, name, identity, insecure, patience, allow_imports)
-    _feed(jsonl_files(files, follow=follow), target, _terms(map_, ignore_unknown, dead_letters), log_level)
+    _feed(nullcontext(jsonl_files(files, follow=follow)), target, _terms(map_, ignore_unknown, dead_letters), log_level)
 
 
 @feed_app.command("parquet")
@@ -153,7 +153,7 @@ def parquet(
     from sottovoce_client.feeding.parquet import parquet_files
 
     target = _target(learner, source, name, identity, insecure, patience, allow_imports)
-    _feed(parquet_files(files), target, _terms(map_, ignore_unknown, dead_letters), log_level)
+    _feed(nullcontext(parquet_files(files)), target, _terms(map_, ignore_unknown, dead_letters), log_level)
 
 
 @feed_app.command("stdin")
@@ -179,7 +179,7 @@ def stdin(
 
     target = _target(learner, "", name, identity, insecure, patience, allow_imports)
     part = StandardInput(source or "stdin", Csv(delimiter) if form == "csv" else JsonLines(), position)
-    _feed([part], target, _terms(map_, ignore_unknown, dead_letters, position), log_level)
+    _feed(nullcontext([part]), target, _terms(map_, ignore_unknown, dead_letters, position), log_level)
 
 
 @feed_app.command("http")
@@ -264,7 +264,7 @@ def _terms(maps: list[str] | None, ignore_unknown: bool, dead_letters: Path | No
     return Terms(tuple(maps or ()), ignore_unknown, position, dead_letters)
 
 
-def _feed(parts: Sequence[Part], target: Target, terms: Terms, log_level: str) -> None:
+def _feed(opened: AbstractAsyncContextManager[Sequence[Part]], target: Target, terms: Terms, log_level: str) -> None:
     from sottovoce_client.feeding.conduct import conduct, feeding
 
-    raise typer.Exit(conduct(feeding(lambda: nullcontext(parts), target, terms), log_level))
+    raise typer.Exit(conduct(feeding(opened, target, terms), log_level))

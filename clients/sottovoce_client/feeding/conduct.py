@@ -73,16 +73,16 @@ async def _conducted(work: Work) -> int:
     return 1 if account.dropped else 0
 
 
-def feeding(opened: Callable[[], AbstractAsyncContextManager[Sequence[Part]]], target: Target, terms: Terms) -> Work:
+def feeding(opened: AbstractAsyncContextManager[Sequence[Part]], target: Target, terms: Terms) -> Work:
     """The work of feeding parts.
 
     Args:
-        opened: gives them, open, for an `async with` block.
+        opened: gives them, open.
         target, terms: as of `feed`.
     """
 
     async def work(account: Account, stop: asyncio.Event) -> None:
-        async with opened() as parts:
+        async with opened as parts:
             await feed(parts, target, terms, account, stop)
 
     return work
