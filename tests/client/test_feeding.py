@@ -9,22 +9,29 @@ import signal
 import stat
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
+from rich.console import Console
 
 from sottovoce.errors import DataError, NotReady, SottovoceError, SpecError, Unavailable
+from sottovoce_client.cli.feeding import http
+from sottovoce_client.feeding.conduct import conduct
 from sottovoce_client.feeding.dead_letters import dead_letters
 from sottovoce_client.feeding.files import csv_files, jsonl_files
 from sottovoce_client.feeding.pump import HOPELESS, Target, Terms, feed
+from sottovoce_client.feeding.showing import facts_of, picture
 from sottovoce_client.feeding.source import Message, Part
-from sottovoce_client.feeding.tally import Account
+from sottovoce_client.feeding.tally import Account, Tally
 from sottovoce_client.live.learner import ConnectedLearner
 from sottovoce_learner.entries import Kind
 from sottovoce_learner.standing import Files, look
+from sottovoce_rpc.learner_status import LearnerStatus
 from sottovoce_wire.v1.learner_pb2 import SampleBatch
 from tests.client.test_live_learner import NAMES, RECORD, SCHEMA, ann_in, learned, spec_of
 from tests.services.network import Network, network
@@ -205,6 +212,15 @@ async def test_a_run_that_ends_ends_its_feeders(tmp_path: Path) -> None:
         assert ((await fed(up, part)).fed, part.after) == (1, -1)
 
 
+async def test_a_learner_that_stays_away_ends_its_feeders(tmp_path: Path) -> None:
+    async with ann(tmp_path) as (up, learner):
+        feeding = asyncio.ensure_future(fed(up, Told(*good(1), ends=False), patience_s=0.5))
+        await learned_some(learner)
+        await up.leave("ann")
+        with pytest.raises(Unavailable):
+            await feeding
+
+
 async def test_many_files_and_a_map(tmp_path: Path) -> None:
     lines = [{"patient": {"age": n}, "ward": "icu", "outcome": "home", "seen": n} for n in range(30)]
     for name in ("a", "b"):
@@ -230,6 +246,44 @@ def command(up: Network, *arguments: str, **more: Any) -> subprocess.Popen[str]:
 async def ended(process: subprocess.Popen[str], given: str | None = None) -> tuple[int, str, str]:
     out, error = await asyncio.to_thread(process.communicate, given, 300)
     return process.returncode, out, error
+
+
+def test_a_bug_is_told_by_its_place_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    async def work(account: Account, stop: asyncio.Event) -> None:
+        raise ValueError(f"could not convert {SECRET}")
+
+    try:
+        assert conduct(work) == 2
+    finally:
+        structlog.reset_defaults()  # it logs to what is standard error now
+    told = "".join(capsys.readouterr())
+    assert "ValueError" in told and str(SECRET) not in told
+
+
+def test_an_endpoint_needs_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "starlette"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "starlette", None)
+    with pytest.raises(SpecError, match=r"sottovoce feed http needs starlette: pip install 'sottovoce\[feed\]'"):
+        http("127.0.0.1:1")
+
+
+def test_a_display_says_how_it_goes_and_nothing_of_records() -> None:
+    account = Account([Tally("a", 1_200, 3, 40, Counter({"age: beyond its bounds": 12}))])
+    console = Console(width=80, force_terminal=False)
+
+    def seen() -> str:
+        with console.capture() as shown:
+            console.print(picture(account, 310.4))
+        return shown.get()
+
+    assert "waiting for the learner" in seen()
+    account.run_id = "run-1"
+    assert "1,200 fed  310 records/s  40 waiting  3 came again\nthe learner does not answer\n" in seen()
+    assert "12 messages refused and DROPPED:\n  12  age: beyond its bounds\n" in seen()
+    account.kept, account.status = "written to d", LearnerStatus("ann", rounds_done=7, epsilon_budget=4.0)
+    assert "ann: round 7  ε 0 of 4  0 wait for their round\n12 messages refused, and written to d:\n" in seen()
+    assert facts_of(account)["dropped"] == 0
 
 
 async def test_standard_input_is_fed_by_a_command(tmp_path: Path) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -19,14 +17,13 @@ from sottovoce_client.cli.feeding import (
     Name,
     Patience,
     Source,
+    feed_from,
     target_of,
     terms_of,
 )
 
 if TYPE_CHECKING:
     from sottovoce_client.feeding.access import Access
-    from sottovoce_client.feeding.pump import Target, Terms
-    from sottovoce_client.feeding.source import Part
 
 PASSWORD = "SOTTOVOCE_FEED_PASSWORD"  # noqa: S105 - of a variable
 Servers = Annotated[
@@ -104,8 +101,8 @@ def nats(
     from sottovoce_client.feeding.nats import open_nats
 
     access = _access(user, password_file, tls, tls_ca, tls_cert, tls_key)
-    _fed(
-        lambda: open_nats(
+    feed_from(
+        open_nats(
             server,
             stream,
             subject,
@@ -157,8 +154,8 @@ def redis(
     from sottovoce_client.feeding.redis import open_redis
 
     access = _access(user, password_file, tls, tls_ca, tls_cert, tls_key)
-    _fed(
-        lambda: open_redis(
+    feed_from(
+        open_redis(
             server,
             streams,
             field=field,
@@ -227,8 +224,8 @@ def mqtt(
     from sottovoce_client.feeding.unacknowledged import usual_place
 
     access = _access(user, password_file, tls, tls_ca, tls_cert, tls_key)
-    _fed(
-        lambda: open_mqtt(
+    feed_from(
+        open_mqtt(
             server,
             topics,
             client=client,
@@ -278,8 +275,8 @@ def kafka(
     from sottovoce_client.feeding.kafka import open_kafka
 
     access = _access(user, password_file, tls, tls_ca, tls_cert, tls_key)
-    _fed(
-        lambda: open_kafka(
+    feed_from(
+        open_kafka(
             server,
             topics,
             group=group or name or learner,
@@ -301,11 +298,3 @@ def _access(
 
     password = os.environ.get(PASSWORD, "") if password_file is None else secret_in(password_file)
     return Access(user, password, tls, ca, certificate, key)
-
-
-def _fed(
-    opened: Callable[[], AbstractAsyncContextManager[Sequence[Part]]], target: Target, terms: Terms, log_level: str
-) -> None:
-    from sottovoce_client.feeding.conduct import conduct, feeding
-
-    raise typer.Exit(conduct(feeding(opened, target, terms), log_level))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -103,8 +103,8 @@ def csv(
     from sottovoce_client.feeding.files import csv_files
 
     target = target_of(learner, source, name, identity, insecure, patience, allow_imports)
-    _feed(
-        csv_files(files, delimiter=delimiter, follow=follow),
+    feed_from(
+        nullcontext(csv_files(files, delimiter=delimiter, follow=follow)),
         target,
         terms_of(map_, ignore_unknown, dead_letters),
         log_level,
@@ -131,7 +131,9 @@ def jsonl(
     from sottovoce_client.feeding.files import jsonl_files
 
     target = target_of(learner, source, name, identity, insecure, patience, allow_imports)
-    _feed(jsonl_files(files, follow=follow), target, terms_of(map_, ignore_unknown, dead_letters), log_level)
+    feed_from(
+        nullcontext(jsonl_files(files, follow=follow)), target, terms_of(map_, ignore_unknown, dead_letters), log_level
+    )
 
 
 @feed_app.command("parquet")
@@ -153,7 +155,7 @@ def parquet(
     from sottovoce_client.feeding.parquet import parquet_files
 
     target = target_of(learner, source, name, identity, insecure, patience, allow_imports)
-    _feed(parquet_files(files), target, terms_of(map_, ignore_unknown, dead_letters), log_level)
+    feed_from(nullcontext(parquet_files(files)), target, terms_of(map_, ignore_unknown, dead_letters), log_level)
 
 
 @feed_app.command("stdin")
@@ -179,7 +181,7 @@ def stdin(
 
     target = target_of(learner, "", name, identity, insecure, patience, allow_imports)
     part = StandardInput(source or "stdin", Csv(delimiter) if form == "csv" else JsonLines(), position)
-    _feed([part], target, terms_of(map_, ignore_unknown, dead_letters, position), log_level)
+    feed_from(nullcontext([part]), target, terms_of(map_, ignore_unknown, dead_letters, position), log_level)
 
 
 @feed_app.command("http")
@@ -266,7 +268,10 @@ def terms_of(maps: list[str] | None, ignore_unknown: bool, dead_letters: Path | 
     return Terms(tuple(maps or ()), ignore_unknown, position, dead_letters)
 
 
-def _feed(parts: Sequence[Part], target: Target, terms: Terms, log_level: str) -> None:
+def feed_from(
+    opened: AbstractAsyncContextManager[Sequence[Part]], target: Target, terms: Terms, log_level: str
+) -> None:
+    """Feed, and exit as that went."""
     from sottovoce_client.feeding.conduct import conduct, feeding
 
-    raise typer.Exit(conduct(feeding(lambda: nullcontext(parts), target, terms), log_level))
+    raise typer.Exit(conduct(feeding(opened, target, terms), log_level))

@@ -11,12 +11,13 @@ from typing import Any
 
 import structlog
 
+from sottovoce.errors import SottovoceError
 from sottovoce_client import terminal
 from sottovoce_client.feeding.pump import Target, Terms, feed
 from sottovoce_client.feeding.showing import facts_of, print_summary, shown
 from sottovoce_client.feeding.source import Part
 from sottovoce_client.feeding.tally import Account
-from sottovoce_rpc.logs import configure_logs, tell_no_texts
+from sottovoce_rpc.logs import configure_logs, failure, tell_no_texts
 
 log = structlog.get_logger()
 
@@ -33,13 +34,19 @@ def conduct(work: Work, log_level: str = "info") -> int:
         log_level: of what is logged where there is no terminal.
 
     Returns:
-        0: it ended, and all that was read was fed or written down. 1: some messages were dropped. 130: it was forced to end.
+        0: it ended, and all that was read was fed or written down. 1: some messages were dropped. 2: a bug. 130: it was forced.
 
     Raises:
         SottovoceError, OSError: what it failed of.
     """
     configure_logs(log_level)
-    return asyncio.run(_conducted(work))
+    try:
+        return asyncio.run(_conducted(work))
+    except (SottovoceError, OSError):
+        raise
+    except Exception as error:  # noqa: BLE001 - a traceback ends with the error's text, and that may quote a record
+        log.critical("bug", **failure(error))
+        return 2
 
 
 async def _conducted(work: Work) -> int:
@@ -66,16 +73,16 @@ async def _conducted(work: Work) -> int:
     return 1 if account.dropped else 0
 
 
-def feeding(opened: Callable[[], AbstractAsyncContextManager[Sequence[Part]]], target: Target, terms: Terms) -> Work:
+def feeding(opened: AbstractAsyncContextManager[Sequence[Part]], target: Target, terms: Terms) -> Work:
     """The work of feeding parts.
 
     Args:
-        opened: gives them, open, for an `async with` block.
+        opened: gives them, open.
         target, terms: as of `feed`.
     """
 
     async def work(account: Account, stop: asyncio.Event) -> None:
-        async with opened() as parts:
+        async with opened as parts:
             await feed(parts, target, terms, account, stop)
 
     return work

@@ -8,6 +8,7 @@ record that the learner has: it passes over what came twice, and a message that 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import AsyncExitStack
@@ -139,7 +140,9 @@ async def feed(parts: Sequence[Part], target: Target, terms: Terms, account: Acc
         ]
         once = any(getattr(part, "once", False) for part in parts)
         works = [pump.run(stop) for pump in pumps]
-        await _all(works, until_over(learners[0], account), stop, target.patience_s if once else DRAIN_S)
+        await _all(
+            works, until_over(learners[0], account, target.patience_s), stop, target.patience_s if once else DRAIN_S
+        )
         if once and account.waiting:
             raise Unavailable(
                 f"the learner took nothing more: {account.waiting} messages that were read are fed by nobody"
@@ -176,17 +179,28 @@ async def _all(
             raise failed
 
 
-async def until_over(learner: ConnectedLearner, account: Account) -> None:
+async def until_over(learner: ConnectedLearner, account: Account, patience_s: float = math.inf) -> None:
     """Look at the learner again and again.
+
+    Args:
+        learner: connected.
+        account: where it is written how the learner stands.
+        patience_s: how long it may be away, even if there is nothing to feed.
 
     Raises:
         NotReady: its run is over.
+        Unavailable: it is away for too long.
     """
+    now = asyncio.get_running_loop().time
+    seen = now()
     while True:
         try:
             account.status = status = await learner.status()
-        except SottovoceError:  # away, or nobody who may ask: whoever feeds is told so by feeding
+            seen = now()
+        except SottovoceError as error:
             account.status = None
+            if isinstance(error, Unavailable) and now() - seen > patience_s:
+                raise
         else:
             if status.run_id != learner.run_id or not status.state.under_way:
                 state = "over" if status.run_id != learner.run_id else status.state.name.lower().replace("_", " ")
