@@ -19,7 +19,7 @@ from tests.brokers import Feeder, Server, certificate_in, killed_again_and_again
 
 nats = pytest.importorskip("nats")
 
-# The library leaves sockets to the garbage collector where connecting fails, and, before its version 2.16, where a server is gone.
+# The library leaves sockets to the garbage collector where connecting fails, and before version 2.16 where a server is gone.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 
