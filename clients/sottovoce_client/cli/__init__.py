@@ -10,6 +10,7 @@ from sottovoce_client.cli.app import (
     app,
     data_app,
     eavesdropper_app,
+    feed_app,
     ledger_app,
     pki_app,
     policy_app,
@@ -24,6 +25,8 @@ from sottovoce_client.cli.app import (
 from sottovoce_client.cli import runs as runs
 from sottovoce_client.cli import experiments as experiments
 from sottovoce_client.cli import data as data
+from sottovoce_client.cli import feeding as feeding
+from sottovoce_client.cli import brokers as brokers
 from sottovoce_client.cli import transcripts as transcripts
 from sottovoce_client.cli import services as services
 from sottovoce_client.cli import operating as operating
@@ -41,6 +44,7 @@ __all__ = [
     "console",
     "data",
     "experiments",
+    "feeding",
     "main",
     "operating",
     "pki",
@@ -53,6 +57,7 @@ __all__ = [
 ]
 
 app.add_typer(data_app, name="data", rich_help_panel="Runs")
+app.add_typer(feed_app, name="feed", rich_help_panel="Runs")
 app.add_typer(runs_app, name="runs", rich_help_panel="Runs")
 app.add_typer(transcript_app, name="transcript", rich_help_panel="Runs")
 app.add_typer(eavesdropper_app, name="eavesdropper", rich_help_panel="Services")

@@ -16,6 +16,7 @@ import grpc
 import numpy as np
 
 from sottovoce.arrays import FloatArray, IntArray
+from sottovoce.data.encoding import Encoded
 from sottovoce.data.live import LiveRecords
 from sottovoce.errors import DataError, NotReady
 from sottovoce.spec import RunSpec
@@ -96,7 +97,7 @@ class ConnectedLearner:
 
         Args:
             records: with a schema, mappings of fields to values, or a table (of pandas, polars or Arrow, or a mapping of
-                fields to columns); without, numbers `(records, features)`.
+                fields to columns); without, numbers `(records, features)`. Or what `records.encode` gave: of that, what fits.
             labels: `(records,)`; None: they are a field of the records.
             positions: where each record stands in its source, ascending: one at or below `position` is passed over. None: they
                 are counted on.
@@ -109,26 +110,17 @@ class ConnectedLearner:
             NotReady: the run is over.
             Unavailable: the learner is away for too long.
         """
-        found = self.records.fitting(records, labels)
-        given = None if positions is None else _rising(positions, len(found.labels))
-        return await self.feed_encoded(found.features, found.labels, given)
-
-    async def feed_encoded(self, features: FloatArray, labels: FloatArray, positions: IntArray | None = None) -> int:
-        """As `feed`, of what `records.encode` gave.
-
-        Args:
-            features: `(records, features)`.
-            labels: `(records,)`.
-            positions: `(records,)`, ascending.
-        """
+        found = records if isinstance(records, Encoded) else self.records.fitting(records, labels)
+        features, labels, n = found.features, found.labels, len(found.labels)
+        given = None if positions is None else _rising(positions, n)
         async with self._turn:  # who came first is sent first
             first = self._sender.last + 1
-            places = np.arange(first, first + len(labels)) if positions is None else positions
+            places = np.arange(first, first + n) if given is None else given
             old = int(np.searchsorted(places, first))
             again = self._sender.under_way(int(places[old - 1])) if old else []
             kept = again + await self._sender.put(features[old:], labels[old:], places[old:])
         await asyncio.gather(*map(asyncio.shield, kept))
-        return len(labels) - old
+        return n - old
 
     async def predict(self, records: Any) -> Prediction:
         """What the model in use says of records, where the run opted in (`telemetry.predict`).

@@ -7,6 +7,10 @@ import contextlib
 from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+import numpy as np
+
+from sottovoce.arrays import FloatArray
+from sottovoce.data.encoding import Encoded
 from sottovoce.data.files import import_extra
 from sottovoce.errors import SottovoceError, SpecError
 from sottovoce_client.live.behind import Behind
@@ -32,7 +36,11 @@ class PlainLearner:
 
     def __init__(self, learner: ConnectedLearner, loop: asyncio.AbstractEventLoop) -> None:
         self._learner, self._loop = learner, loop
-        self._behind = Behind(learner.feed_encoded, loop)
+
+        async def bring(features: FloatArray, labels: FloatArray) -> int:
+            return await learner.feed(Encoded(features, labels, None, np.ones(len(labels), dtype=bool), {}))
+
+        self._behind = Behind(bring, loop)
         self.run_id, self.spec, self.records, self.source = (
             learner.run_id,
             learner.spec,

@@ -1,0 +1,175 @@
+#!/usr/bin/env python3
+"""How many messages a second come from one NATS into learners, each fed with a subject of its own.
+
+A server of this machine, with JetStream on disk; a process that publishes, whose start is counted; and the feeders of all
+learners in this one. By default learners are real, in processes of their own, and take records of three fields; with `--bare`
+there are none: feeders read, and tell the server what they have. Nothing is asserted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import os
+import shutil
+import socket
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import nats
+from rich.console import Console
+from rich.table import Table
+
+from sottovoce.experiment import prepare
+from sottovoce.spec import parse_spec
+from sottovoce_client.feeding.nats import open_nats
+from sottovoce_client.feeding.pump import Target, Terms, feed
+from sottovoce_client.feeding.tally import Account
+from sottovoce_client.running.local import LocalServices
+from sottovoce_client.running.operate import run_on
+
+RECORD = json.dumps({"age": 61, "ward": "icu", "outcome": "home"}).encode()
+SCHEMA = {
+    "features": {
+        "age": {"type": "number", "bounds": [0, 120]},
+        "ward": {"type": "category", "categories": ["icu", "surgery"]},
+    },
+    "label": {"name": "outcome", "type": "category", "categories": ["home", "died"]},
+}
+GOAL = 5_000
+
+
+def publish(address: str, learners: int, messages: int) -> None:
+    """So many, in turn to each learner, as fast as the server takes them."""
+
+    async def all_of_them() -> None:
+        connection = await nats.connect(address)
+        js = connection.jetstream(publish_async_max_pending=1_000)
+        for k in range(messages):
+            await js.publish_async(f"wards.{k % learners}", RECORD)
+        await js.publish_async_completed()
+        await connection.close()
+
+    asyncio.run(all_of_them())
+
+
+def published(address: str, learners: int, messages: int) -> multiprocessing.process.BaseProcess:
+    """By a process of its own."""
+    process = multiprocessing.get_context("spawn").Process(target=publish, args=(address, learners, messages))
+    process.start()
+    return process
+
+
+async def bare(address: str, learners: int, messages: int) -> None:
+    """Feeders without learners, until each has its messages."""
+
+    async def one(part: Any) -> None:
+        left = messages // learners
+        async for each in part.read(-1):
+            await part.keep(each[-1].position)
+            left -= len(each)
+            if left <= 0:
+                return
+
+    async with AsyncExitStack() as stack:
+        opened = [open_nats([address], "wards", f"wards.{k}", group=f"bench-{k}") for k in range(learners)]
+        parts = [(await stack.enter_async_context(each))[0] for each in opened]
+        await asyncio.gather(*map(one, parts))
+
+
+async def into_learners(address: str, names: Sequence[str], services: LocalServices, messages: int) -> None:
+    """Feeders into real learners, until these have all."""
+    stop, accounts = asyncio.Event(), [Account() for _ in names]
+
+    async def one(k: int, name: str) -> None:
+        async with open_nats([address], "wards", f"wards.{k}", group=name) as parts:
+            await feed(parts, Target(services.learners[name]), Terms(), accounts[k], stop)
+
+    feeding = [asyncio.ensure_future(one(k, name)) for k, name in enumerate(names)]
+    while sum(tally.fed for each in accounts for tally in each.tallies) < messages:  # noqa: ASYNC110 - tallies are no events
+        await asyncio.sleep(0.01)
+    stop.set()
+    await asyncio.gather(*feeding)
+
+
+async def not_yet(_: Exception) -> None:
+    """The server begins."""
+
+
+async def measured(learners: int, messages: int, *, real: bool) -> float:
+    """Messages/s, published and read at the same time."""
+    with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as found:
+        port = found.getsockname()[1]
+        found.close()
+        command = ["nats-server", "-js", "-sd", folder, "-a", "127.0.0.1", "-p", str(port)]
+        server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # noqa: ASYNC220
+        address = f"127.0.0.1:{port}"
+        try:
+            connection = await nats.connect(address, reconnect_time_wait=0.1, error_cb=not_yet)
+            await connection.jetstream().add_stream(name="wards", subjects=["wards.>"])
+            await connection.close()
+            if not real:
+                process, began = published(address, learners, messages), time.monotonic()
+                await bare(address, learners, messages)
+                took = time.monotonic() - began
+            else:
+                process, took = await with_learners(address, learners, messages, Path(folder))
+            process.join()
+            return messages / took
+        finally:
+            server.kill()
+            server.wait()
+
+
+async def with_learners(address: str, learners: int, messages: int, folder: Path) -> tuple[Any, float]:
+    """The publisher, and seconds until learners have all."""
+    names, stop = [f"ward-{k}" for k in range(learners)], asyncio.Event()
+    document = {
+        "rounds": 1_000_000,
+        "learners": names,
+        "algorithm": {"name": "ldp-dol", "sigma": 1.0},
+        "data": {"source": "live", "batch_size": 10_000, "schema": SCHEMA},
+        "clock": {"mode": "paced", "period_s": 1.0},
+    }
+    spec = parse_spec(document, imports=False)
+    async with LocalServices(spec, folder) as services:
+        data = prepare(spec, live=True).data
+        running = asyncio.ensure_future(run_on(services.coordinator, spec, data, lambda *_: None, stop))
+        process, began = published(address, learners, messages), time.monotonic()
+        try:
+            await into_learners(address, names, services, messages)
+            return process, time.monotonic() - began
+        finally:
+            stop.set()
+            await running
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--learners", type=int, nargs="+", default=[1, 3])
+    parser.add_argument("--messages", type=int, default=20_000)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--bare", action="store_true", help="Without learners.")
+    given = parser.parse_args()
+    assert shutil.which("nats-server"), "nats-server is not installed"
+    table = Table("learners", "messages/s", "least", "most")
+    for learners in given.learners:
+        messages = given.messages // learners * learners
+        found = [asyncio.run(measured(learners, messages, real=not given.bare)) for _ in range(given.repeats)]
+        table.add_row(str(learners), *(f"{each:,.0f}" for each in (statistics.median(found), min(found), max(found))))
+    console = Console(width=100)
+    console.print(table)
+    console.print(f"goal: {GOAL:,} messages/s into 100 learners; load of this machine: {os.getloadavg()[0]:.1f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""Dead letters: messages that are no records of the run, kept for whoever mends them, in a file that is its user's alone."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import fcntl
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from sottovoce.errors import DataError, NotReady
+from sottovoce_client.feeding.source import Message
+
+Letter = tuple[int, int]
+"""A message in this process: its position, and a hash of it, for a position alone does not tell it from another."""
+
+
+def letter_of(message: Message) -> Letter:
+    """A message, to be compared with those that were written."""
+    return message.position, hash(json.dumps(_as_json(message.body)))
+
+
+class DeadLetters:
+    """A file of JSON lines: `run`, `source`, `position`, `reason`, `message`. `dead_letters` opens one.
+
+    Args:
+        file: open for reading and appending.
+        path: what errors call it.
+    """
+
+    def __init__(self, file: BinaryIO, path: Path) -> None:
+        self._file, self._path = file, path
+        self._turn = asyncio.Lock()
+
+    async def written(self, run_id: str, source: str) -> Counter[Letter]:
+        """What stands in it of a source in a run, each letter as often as it does.
+
+        Raises:
+            DataError: a line of it is none of ours.
+        """
+        async with self._turn:
+            return await asyncio.to_thread(self._letters, run_id, source)
+
+    def _letters(self, run_id: str, source: str) -> Counter[Letter]:
+        self._file.seek(0)
+        found = Counter[Letter]()
+        for number, line in enumerate(self._file, 1):
+            try:
+                told = json.loads(line)
+                if (told["run"], told["source"]) == (run_id, source):
+                    found[told["position"], hash(json.dumps(told["message"]))] += 1
+            except (ValueError, KeyError, TypeError, RecursionError):
+                raise DataError(f"{self._path} has a line {number} that no feeder wrote: take another file") from None
+        return found
+
+    async def write(self, run_id: str, source: str, refused: Sequence[tuple[Message, str]]) -> None:
+        """Add messages, and come back when they are on the disk; OSError: they are not.
+
+        Args:
+            run_id: of the run.
+            source: that they came from.
+            refused: each with its reason.
+        """
+        lines = "".join(
+            json.dumps(
+                {
+                    "run": run_id,
+                    "source": source,
+                    "position": message.position,
+                    "reason": reason,
+                    "message": _as_json(message.body),
+                }
+            )
+            + "\n"
+            for message, reason in refused
+        )
+        async with self._turn:
+            await asyncio.to_thread(self._append, lines.encode())
+
+    def _append(self, lines: bytes) -> None:
+        self._file.seek(0, os.SEEK_END)
+        self._file.write(lines)
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+
+@contextmanager
+def dead_letters(path: Path) -> Iterator[DeadLetters]:
+    """A file for dead letters, made where it is not there: nobody else may read it, and no other feeder writes to it meanwhile.
+
+    Half a line at its end, of a feeder that died, is cut off: its message has not been passed.
+
+    Raises:
+        NotReady: another feeder writes to it.
+        OSError: it cannot be written to.
+    """
+    number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    with os.fdopen(number, "r+b") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise NotReady(f"another feeder writes dead letters to {path}: stop it, or take another file") from None
+        os.fchmod(number, 0o600)
+        os.truncate(number, _whole(file))
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+        yield DeadLetters(file, path)
+
+
+def _whole(file: BinaryIO) -> int:
+    """Bytes up to the end of the last whole line."""
+    end = file.seek(0, os.SEEK_END)
+    while end:
+        begin = max(0, end - 65_536)
+        file.seek(begin)
+        if (found := file.read(end - begin).rfind(b"\n")) >= 0:
+            return begin + found + 1
+        end = begin
+    return 0
+
+
+def _as_json(value: Any) -> Any:
+    """What came, as JSON has it: text of bytes that are text, text of what JSON has no word for."""
+    if isinstance(value, bytes):
+        try:
+            return value.decode("utf-8")
+        except UnicodeDecodeError:
+            return {"base64": base64.b64encode(value).decode()}
+    if isinstance(value, Mapping):
+        return {str(name): _as_json(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_json(each) for each in value]
+    if value is None or isinstance(value, str | bool | int) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    return str(value)

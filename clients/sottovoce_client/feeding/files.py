@@ -1,0 +1,239 @@
+"""Files of lines that may grow while they are fed: CSV and JSON lines."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import zlib
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
+
+from sottovoce.errors import DataError
+from sottovoce_client.feeding.forms import LONGEST, Csv, Cut, Form, JsonLines
+from sottovoce_client.feeding.source import Message, Part, Unreadable
+
+T = TypeVar("T")
+
+_AT_ONCE, _MESSAGES = 256 * 1024, 1_024
+"""Bytes that are read, and messages that are handed on, at once."""
+_LOOK_S = 0.25
+_CONTEXT = 1_024
+"""Bytes before a record that tell its file from others."""
+_CHECK_BITS = 16
+
+
+def position_of(place: int, check: int) -> int:
+    """A position that rises with a place in a file, and says by what stands there which file it is.
+
+    Args:
+        place: bytes or rows before it; below 2**47.
+        check: a checksum, of which the lowest 16 bits are taken: another file has the same by chance once in 65,536 times.
+    """
+    return place << _CHECK_BITS | (check & (1 << _CHECK_BITS) - 1)
+
+
+def place_of(position: int) -> int:
+    """Where a position is."""
+    return position >> _CHECK_BITS
+
+
+async def in_thread(work: Callable[..., T], *arguments: Any) -> T:
+    """Work on a file in a thread, which has ended when this does, however it does: only then the file may be closed."""
+    working = asyncio.ensure_future(asyncio.to_thread(work, *arguments))
+    try:
+        return await asyncio.shield(working)
+    finally:
+        await asyncio.wait([working])
+
+
+@dataclass(frozen=True, slots=True)
+class LinesOfFile:
+    """A file of lines. A position is where a record begins, and a checksum of it, of what is before it and the header.
+
+    Attributes:
+        path: of the file.
+        form: gives how its records are written, anew for each reading.
+        follow: wait for more at its end.
+    """
+
+    path: Path
+    form: Callable[[], Form]
+    follow: bool
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    async def keep(self, position: int) -> None:
+        """The file stays as it is."""
+
+    async def read(self, after: int) -> AsyncIterator[Sequence[Message]]:
+        try:
+            if not self.path.is_file():  # opening a pipe would wait for ever
+                raise DataError(f"{self.path} is no file: what comes in a pipe is fed by `sottovoce feed stdin`")
+            file = self.path.open("rb")
+        except OSError as error:
+            raise DataError(f"cannot read {self.path}: {error.strerror}") from None
+        with file:
+            reading = _Reading(self, file, self.form())
+            await reading.begin(after)
+            async for messages in reading.messages():
+                yield messages
+
+
+class _Reading:
+    """A file from some place on, to its end or for ever."""
+
+    def __init__(self, of: LinesOfFile, file: BinaryIO, form: Form) -> None:
+        self._of, self._file, self._form = of, file, form
+        self._at, self._rest, self._before = (
+            0,
+            b"",
+            b"",
+        )  # what was read and not used, where that begins, what is before it
+        self._header, self._ended, self._gone = 0, False, ""
+
+    async def begin(self, after: int) -> None:
+        """Go to the record behind one.
+
+        Raises:
+            DataError: that one is not there any more: this is another file.
+        """
+        while (used := self._form.header(self._rest, whole=self._ended)) is None:
+            await self._more()
+        self._header = zlib.crc32(self._rest[:used])
+        self._use(used)
+        self._before = b""
+        if after < 0:
+            return
+        place, size = place_of(after), os.fstat(self._file.fileno()).st_size
+        if used <= place < size:
+            begin = max(used, place - _CONTEXT)
+            self._file.seek(begin)
+            stretch = self._file.read(place - begin + 2 * LONGEST)
+            self._before, self._rest, self._at = stretch[: place - begin], stretch[place - begin :], place
+            self._ended = False
+            found, _ = self._form.cut(self._rest, whole=True)
+            if found and found[0].begin == 0 and self._position(found[0], self._before + self._rest) == after:
+                self._use(found[0].end)
+                self._trim_line_end()
+                return
+        raise DataError(
+            f"{self._of.path} is not the file whose records were fed up to byte {place}: what stands there differs. Put the old "
+            "one back, or feed this one under another --source, and all of it is learned"
+        )
+
+    async def messages(self) -> AsyncIterator[Sequence[Message]]:
+        """What follows, a few at a time."""
+        while True:
+            for messages in self._cut():
+                yield messages
+            if self._gone:
+                raise DataError(self._gone)
+            if self._ended:
+                return
+            await self._more()
+
+    def _cut(self) -> Iterator[Sequence[Message]]:
+        """What has been read, as messages."""
+        found, used = self._form.cut(self._rest, whole=self._ended)
+        stretch = self._before + self._rest
+        made = [self._message(each, stretch) for each in found]
+        self._use(used)
+        for first in range(0, len(made), _MESSAGES):
+            yield made[first : first + _MESSAGES]
+
+    def _message(self, cut: Cut, stretch: bytes) -> Message:
+        position = self._position(cut, stretch)
+        return Unreadable(cut.body, position, cut.reason) if cut.reason else Message(cut.body, position)
+
+    def _position(self, cut: Cut, stretch: bytes) -> int:
+        """Of a record; a stretch begins with what stands before the rest."""
+        begin, end = len(self._before) + cut.begin, len(self._before) + cut.end
+        check = zlib.crc32(memoryview(stretch)[max(0, begin - _CONTEXT) : end], self._header)
+        return position_of(self._at + cut.begin, check)
+
+    def _use(self, used: int) -> None:
+        """So many bytes of the rest are done with."""
+        if used:
+            self._before = (self._before + self._rest[:used])[-_CONTEXT:]
+            self._rest, self._at = self._rest[used:], self._at + used
+
+    def _trim_line_end(self) -> None:
+        """What ends the record that was fed last."""
+        for each in (b"\r", b"\n"):
+            if self._rest.startswith(each):
+                self._use(1)
+
+    async def _more(self) -> None:
+        """Read on; at the end of a file that is followed, wait until there is more.
+
+        Raises:
+            DataError: it was cut or replaced, or what it holds is not what it should be.
+        """
+        if len(self._rest) > 2 * LONGEST:
+            raise DataError(
+                f"{self._of.path}: the line at byte {self._at} has no end within {2 * LONGEST:,} bytes: these are no lines"
+            )
+        if self._of.follow:
+            self._require_same()
+        stretch = await in_thread(self._file.read, _AT_ONCE)
+        if stretch:
+            self._rest += stretch
+        elif not self._of.follow:
+            self._ended = True
+        else:
+            await self._wait()
+
+    async def _wait(self) -> None:
+        """Until a file is longer or shorter; or it is known that it never will be."""
+        own, path = self._file.fileno(), self._of.path
+        read = self._at + len(self._rest)
+        while os.fstat(own).st_size == read:
+            try:
+                there = path.stat()
+            except FileNotFoundError:  # moved away, and the next one is not there yet
+                there = os.fstat(own)
+            if not os.path.samestat(there, os.fstat(own)) and os.fstat(own).st_size == read:
+                self._ended = True
+                self._gone = (
+                    f"{path} was replaced by another file: the old one was read to its end. Feed the new one under another "
+                    "--source, or let every file have a name of its own"
+                )
+                return
+            await asyncio.sleep(_LOOK_S)
+
+    def _require_same(self) -> None:
+        """What was read stands where it did.
+
+        Raises:
+            DataError: it does not.
+        """
+        own, known, read = self._file.fileno(), self._before + self._rest, self._at + len(self._rest)
+        if os.fstat(own).st_size < read or os.pread(own, len(known), read - len(known)) != known:
+            raise DataError(
+                f"{self._of.path} was cut or written anew after byte {self._at} was read: feed what it holds now under "
+                "another --source, and all of it is learned"
+            )
+
+
+def csv_files(paths: Sequence[Path], *, delimiter: str = ",", follow: bool = False) -> list[Part]:
+    """CSV files with a header, in UTF-8.
+
+    Args:
+        paths: each with a name of its own, for that is its source's.
+        delimiter: between values.
+        follow: wait for more at a file's end, and for the end of half a line; else half a line is one.
+
+    Raises:
+        DataError: no such delimiter.
+    """
+    Csv(delimiter)
+    return [LinesOfFile(path, lambda: Csv(delimiter), follow) for path in paths]
+
+
+def jsonl_files(paths: Sequence[Path], *, follow: bool = False) -> list[Part]:
+    """Files with a JSON object on each line; as `csv_files`."""
+    return [LinesOfFile(path, JsonLines, follow) for path in paths]

@@ -1,0 +1,171 @@
+"""Records in a stretch of bytes: lines of JSON, and CSV, whose records may have several lines."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from sottovoce.data.cells import normal
+from sottovoce.errors import DataError
+from sottovoce_client.feeding.fields import NOT_UTF8
+
+LONGEST = 1024 * 1024
+"""Bytes of a record at most."""
+NO_END, ODD_QUOTES, OTHER_WIDTH = (
+    "a quote that is never closed",
+    "quotes that are not CSV",
+    "not as many values as the header",
+)
+_MARK = b"\xef\xbb\xbf"
+"""What some programs write before UTF-8."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A record that was found.
+
+    Attributes:
+        begin, end: the bytes that it has, without the end of its line.
+        body: fields and their values, or the bytes of an object; where it cannot be read, its bytes.
+        reason: why it cannot be read; empty: it can.
+    """
+
+    begin: int
+    end: int
+    body: Mapping[str, Any] | bytes
+    reason: str = ""
+
+
+class Form(Protocol):
+    """How records are written."""
+
+    def header(self, stretch: bytes, *, whole: bool) -> int | None:
+        """Bytes of what stands before the first record, and is taken in; None: it is not all there yet.
+
+        Raises:
+            DataError: it is none.
+        """
+        ...
+
+    def cut(self, stretch: bytes, *, whole: bool) -> tuple[Sequence[Cut], int]:
+        """Records, and how many bytes were used up.
+
+        Args:
+            stretch: begins with a record, or with an empty line.
+            whole: nothing will follow it.
+        """
+        ...
+
+
+def _line(stretch: bytes, at: int, *, whole: bool) -> tuple[int, int] | None:
+    """Where a line ends, without and with its line feed; None: that is not there yet."""
+    feed = stretch.find(b"\n", at)
+    if feed < 0 and (not whole or at >= len(stretch)):
+        return None
+    end, after = (len(stretch), len(stretch)) if feed < 0 else (feed, feed + 1)
+    return (end - 1 if end > at and stretch[end - 1] == 0x0D else end), after
+
+
+@dataclass(frozen=True, slots=True)
+class JsonLines:
+    """An object on each line."""
+
+    def header(self, stretch: bytes, *, whole: bool) -> int | None:
+        return 0
+
+    def cut(self, stretch: bytes, *, whole: bool) -> tuple[Sequence[Cut], int]:
+        found, at = list[Cut](), 0
+        while (line := _line(stretch, at, whole=whole)) is not None:
+            end, after = line
+            if stretch[at:end].strip():
+                found.append(Cut(at, end, stretch[at:end].removeprefix(_MARK)))
+            at = after
+        return found, at
+
+
+@dataclass(slots=True)
+class Csv:
+    """Values with a delimiter between them, under a header.
+
+    Attributes:
+        delimiter: one character.
+        names: of the columns; empty until the header was read.
+    """
+
+    delimiter: str = ","
+    names: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if len(self.delimiter) != 1 or self.delimiter in '"\r\n':
+            raise DataError(
+                f"--delimiter must be one character that is neither a quote nor a line's end, got {self.delimiter!r}"
+            )
+
+    def header(self, stretch: bytes, *, whole: bool) -> int | None:
+        at = 0
+        while (line := _line(stretch, at, whole=whole)) is not None and not stretch[at : line[0]].removeprefix(
+            _MARK
+        ).strip():
+            at = line[1]
+        found = self._record(stretch, at, whole=whole)
+        if found is None:
+            if whole or len(stretch) - at > LONGEST:
+                raise DataError("a CSV must begin with a header: there is none")
+            return None
+        values, _, after = found
+        names = [normal(each) for each in values] if isinstance(values, list) else []
+        if not names or len(set(names)) < len(names) or not all(names):
+            raise DataError(
+                f"a CSV must begin with a header, {len(names)} names that differ: these do not, or are no CSV in UTF-8"
+            )
+        self.names = names
+        return after
+
+    def cut(self, stretch: bytes, *, whole: bool) -> tuple[Sequence[Cut], int]:
+        found, at = list[Cut](), 0
+        while (record := self._record(stretch, at, whole=whole)) is not None:
+            values, end, after = record
+            if isinstance(values, str):
+                found.append(Cut(at, end, stretch[at:end], values))
+            elif values and len(values) != len(self.names):
+                found.append(Cut(at, end, stretch[at:end], OTHER_WIDTH))
+            elif values:
+                found.append(Cut(at, end, dict(zip(self.names, values, strict=True))))
+            at = after
+        return found, at
+
+    def _record(self, stretch: bytes, at: int, *, whole: bool) -> tuple[list[str] | str, int, int] | None:
+        """Values of a record, or why it has none; and where it ends, without and with its line feed. None: it does not end yet.
+
+        A line ends a record unless a quote is open, of which there is an odd number then.
+        """
+        first = line = _line(stretch, at, whole=whole)
+        begin, quotes = at, 0
+        while line is not None:
+            end, after = line
+            quotes += stretch.count(b'"', begin, end)
+            if begin == at or quotes % 2 == 0:
+                values = self._values(stretch[at:end].removeprefix(_MARK))
+                if values is not None:
+                    return values, end, after
+            if after - at > LONGEST:
+                break
+            begin, line = after, _line(stretch, after, whole=whole)
+        if first is None or (not whole and len(stretch) - at <= LONGEST):
+            return None
+        return NO_END, *first
+
+    def _values(self, record: bytes) -> list[str] | str | None:
+        """Values, or why there are none; None: it goes on with the next line."""
+        try:
+            rows = list(
+                csv.reader(io.StringIO(record.decode("utf-8"), newline=""), delimiter=self.delimiter, strict=True)
+            )
+        except UnicodeDecodeError:
+            return NOT_UTF8
+        except csv.Error:
+            return None if record.count(b'"') % 2 else ODD_QUOTES
+        return rows[0] if rows else []

@@ -1,0 +1,101 @@
+"""Parquet files, a row group at a time."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sottovoce.data.files import import_extra
+from sottovoce.errors import DataError
+from sottovoce_client.feeding.files import in_thread, place_of, position_of
+from sottovoce_client.feeding.source import Message, Part
+
+_ROWS = 1_024
+
+
+@dataclass(frozen=True, slots=True)
+class RowsOfFile:
+    """A Parquet file. A position is the number of a row, and a checksum of the file's footer.
+
+    Attributes:
+        path: of the file.
+        parquet: `pyarrow.parquet`.
+    """
+
+    path: Path
+    parquet: Any
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    async def keep(self, position: int) -> None:
+        """The file stays as it is."""
+
+    async def read(self, after: int) -> AsyncIterator[Sequence[Message]]:
+        try:
+            check = await in_thread(self._check)
+            file = await in_thread(self.parquet.ParquetFile, self.path)
+        except (OSError, ValueError) as error:  # its own errors are ValueErrors, and quote no values
+            raise DataError(f"cannot read {self.path} as Parquet: {type(error).__name__}") from None
+        with file:
+            row = -1 if after < 0 else place_of(after)
+            if after >= 0 and (position_of(row, check) != after or row >= file.metadata.num_rows):
+                raise DataError(
+                    f"{self.path} is not the file whose records were fed up to row {row}. Put the old one back, or feed this "
+                    "one under another --source, and all of it is learned"
+                )
+            first, groups = _groups_from(file.metadata, row + 1)
+            batches = file.iter_batches(batch_size=_ROWS, row_groups=groups, use_threads=False) if groups else iter(())
+            try:
+                while (batch := await in_thread(next, batches, None)) is not None:
+                    records = await in_thread(batch.to_pylist)
+                    numbered = enumerate(records, first)
+                    first += len(records)
+                    found = [Message(record, position_of(at, check)) for at, record in numbered if at > row]
+                    if found:
+                        yield found
+            except (OSError, ValueError) as error:
+                raise DataError(f"cannot read {self.path} from row {first} on: {type(error).__name__}") from None
+
+    def _check(self) -> int:
+        """A checksum of the footer, which says where everything is and how much.
+
+        Raises:
+            ValueError: it has none.
+        """
+        with self.path.open("rb") as file:
+            size = file.seek(0, 2)
+            if size < 12:
+                raise ValueError
+            file.seek(size - 8)
+            length = int.from_bytes(file.read(4), "little")
+            file.seek(max(0, size - 8 - length))
+            return zlib.crc32(file.read())
+
+
+def _groups_from(metadata: Any, row: int) -> tuple[int, list[int]]:
+    """Row groups with a row and those after it, and the number of their first row."""
+    begin = 0
+    for group in range(metadata.num_row_groups):
+        end = begin + metadata.row_group(group).num_rows
+        if row < end:
+            return begin, list(range(group, metadata.num_row_groups))
+        begin = end
+    return begin, []
+
+
+def parquet_files(paths: Sequence[Path]) -> list[Part]:
+    """Parquet files; memory holds a row group's page at a time.
+
+    Args:
+        paths: each with a name of its own, for that is its source's.
+
+    Raises:
+        SpecError: pyarrow is not installed.
+    """
+    parquet = import_extra("pyarrow.parquet", "pyarrow", "feeding Parquet")
+    return [RowsOfFile(path, parquet) for path in paths]

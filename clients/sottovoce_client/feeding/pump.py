@@ -1,0 +1,321 @@
+"""The pump: from the parts of a source into a learner, each record once, what is no record into a file, and nothing lost.
+
+For each part, in this order: read on from where the learner stands; write down what is no record; feed what is one, and wait
+until it is in the learner's keeping; let the source forget both. Whatever dies in between, reading begins again behind the last
+record that the learner has: it passes over what came twice, and a message that was written down is not written again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter, deque
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from sottovoce.errors import DataError, NotReady, SottovoceError, SpecError, Unavailable
+from sottovoce_client.feeding.dead_letters import DeadLetters, Letter, dead_letters, letter_of
+from sottovoce_client.feeding.fields import Fields
+from sottovoce_client.feeding.sieve import Sieve, Sifted
+from sottovoce_client.feeding.source import Message, Part
+from sottovoce_client.feeding.tally import Account, Tally
+from sottovoce_client.live.learner import ConnectedLearner, connect_learner
+from sottovoce_rpc.tasks import Tasks
+
+T = TypeVar("T")
+
+MOST_PARTS, WAITING, _AT_ONCE = 256, 8_192, 1_024
+"""Parts of one feeder; messages of a part that wait; and that are fed at once."""
+HOPELESS = 100
+"""After so many messages of a part of which none is a record, a feeder that would drop them stops."""
+DRAIN_S = 10.0
+"""What was read is fed for so long when a feeder is told to end; the rest is read again next time."""
+_LOOK_S, _OVER_S = 1.0, 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A learner that is fed; as the arguments of `connect_learner`.
+
+    Attributes:
+        source: what stands before the names of parts, where the learner counts them; empty: nothing.
+    """
+
+    address: str
+    source: str = ""
+    name: str = ""
+    identity: Path | None = None
+    insecure: bool = False
+    patience_s: float = 60.0
+    allow_imports: bool = False
+
+    def connect(self, source: str) -> connect_learner:
+        """For one source."""
+        return connect_learner(
+            self.address,
+            source=source,
+            name=self.name,
+            identity=self.identity,
+            insecure=self.insecure,
+            patience_s=self.patience_s,
+            allow_imports=self.allow_imports,
+        )
+
+    def source_of(self, part: Part) -> str:
+        """Under which the learner counts a part."""
+        return f"{self.source}/{part.name}" if self.source else part.name
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What becomes of messages.
+
+    Attributes:
+        maps: where fields of records stand in them, `FIELD=PATH`.
+        ignore_unknown: leave out fields that neither the schema nor a map knows, in place of refusing the message.
+        position: field that says where a message stands, and is none of the record's; empty: there is none.
+        dead_letters: file for messages that are no records; None: they are dropped.
+    """
+
+    maps: Sequence[str] = ()
+    ignore_unknown: bool = False
+    position: str = ""
+    dead_letters: Path | None = None
+
+    def sieve(self, learner: ConnectedLearner) -> Sieve:
+        """For the run that a learner is in.
+
+        Raises:
+            SpecError: a map does not fit its records.
+        """
+        schema = learner.spec.data.schema
+        fields = Fields.of(schema, self.maps, ignore_unknown=self.ignore_unknown, position=self.position)
+        return Sieve(learner.records, fields)
+
+
+async def feed(parts: Sequence[Part], target: Target, terms: Terms, account: Account, stop: asyncio.Event) -> None:
+    """Feed parts until they end, or it is told to stop; what was read by then is fed.
+
+    Args:
+        parts: whose names differ.
+        target: the learner.
+        terms: what becomes of messages.
+        account: what becomes of them is counted here.
+        stop: set it to end.
+
+    Raises:
+        SpecError: parts have one name, or a map does not fit; and as `connect_learner`.
+        DataError: a source is not what it was, or none of its first messages is a record.
+        NotReady: the run is over.
+        Unavailable: the learner, or a source, was away for too long.
+        OSError: dead letters cannot be written.
+    """
+    sources = [target.source_of(part) for part in parts]
+    if twice := [source for source, times in Counter(sources).items() if times > 1]:
+        raise SpecError(
+            f"sources must differ in name, and two are called {twice[0]!r}: feed one of them under another --source"
+        )
+    if len(parts) > MOST_PARTS:
+        raise SpecError(f"one feeder takes at most {MOST_PARTS} sources, got {len(parts)}: start several")
+    account.kept = "" if terms.dead_letters is None else f"written to {terms.dead_letters}"
+    async with AsyncExitStack() as stack:
+        dead = None if terms.dead_letters is None else stack.enter_context(dead_letters(terms.dead_letters))
+        learners = list[ConnectedLearner]()
+        for source in sources:
+            learner = await unless(stop, stack.enter_async_context(target.connect(source)))
+            if learner is None:
+                return
+            learners.append(learner)
+        if not learners:
+            return
+        sieve = terms.sieve(learners[0])
+        account.run_id = learners[0].run_id
+        account.tallies = [Tally(source) for source in sources]
+        pumps = [
+            Pump(part, learner, sieve, dead, tally)
+            for part, learner, tally in zip(parts, learners, account.tallies, strict=True)
+        ]
+        once = any(getattr(part, "once", False) for part in parts)
+        works = [pump.run(stop) for pump in pumps]
+        await _all(
+            works, until_over(learners[0], account, target.patience_s), stop, target.patience_s if once else DRAIN_S
+        )
+        if once and account.waiting:
+            raise Unavailable(
+                f"the learner took nothing more: {account.waiting} messages that were read are fed by nobody"
+            )
+
+
+async def _all(
+    works: Sequence[Coroutine[Any, Any, None]],
+    looking: Coroutine[Any, Any, None],
+    stop: asyncio.Event,
+    drain_s: float,
+) -> None:
+    """Pump until all is done, the run is over, or so long after it was told to stop. One that fails tells the others to."""
+
+    async def late() -> None:
+        await stop.wait()
+        await asyncio.sleep(drain_s)
+
+    async with Tasks() as tasks:
+        over, overdue = tasks.start(looking), tasks.start(late())
+        pumping = {tasks.start(work) for work in works}
+        failed: BaseException | None = None
+        while pumping and not (over.done() or overdue.done()):
+            done, _ = await asyncio.wait({*pumping, over, overdue}, return_when=asyncio.FIRST_COMPLETED)
+            failed = failed or next((error for each in done & pumping if (error := each.exception()) is not None), None)
+            pumping -= done
+            if failed is not None:
+                stop.set()
+        if over.done() and pumping:
+            stop.set()
+            await asyncio.wait(pumping, timeout=_OVER_S)  # they have a reason of their own, perhaps
+            failed = failed or over.exception()
+        if failed is not None:
+            raise failed
+
+
+async def until_over(learner: ConnectedLearner, account: Account, patience_s: float = math.inf) -> None:
+    """Look at the learner again and again.
+
+    Args:
+        learner: connected.
+        account: where it is written how the learner stands.
+        patience_s: how long it may be away, even if there is nothing to feed.
+
+    Raises:
+        NotReady: its run is over.
+        Unavailable: it is away for too long.
+    """
+    now = asyncio.get_running_loop().time
+    seen = now()
+    while True:
+        try:
+            account.status = status = await learner.status()
+            seen = now()
+        except SottovoceError as error:
+            account.status = None
+            if isinstance(error, Unavailable) and now() - seen > patience_s:
+                raise
+        else:
+            if status.run_id != learner.run_id or not status.state.under_way:
+                state = "over" if status.run_id != learner.run_id else status.state.name.lower().replace("_", " ")
+                raise NotReady(
+                    f"run {learner.run_id} takes no more records: {state}; what it did not take was not learned"
+                )
+        await asyncio.sleep(_LOOK_S)
+
+
+async def unless(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
+    """What comes of a work; None: it was told to stop before."""
+    async with Tasks() as tasks:
+        working, stopping = tasks.start(work), tasks.start(stop.wait())
+        await asyncio.wait([working, stopping], return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+
+
+class Pump:
+    """One part into the learner.
+
+    Args:
+        part: where messages come from.
+        learner: connected for the part's source.
+        sieve: tells what is a record.
+        dead: takes what is none; None: that is dropped.
+        tally: counts.
+    """
+
+    def __init__(
+        self, part: Part, learner: ConnectedLearner, sieve: Sieve, dead: DeadLetters | None, tally: Tally
+    ) -> None:
+        self._part, self._learner, self._sieve, self._dead, self._tally = part, learner, sieve, dead, tally
+        self._read: deque[Message] = deque()
+        self._more, self._room = asyncio.Event(), asyncio.Event()
+        self._written = Counter[Letter]()
+        self._last = learner.position
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Until the part ends or it is told to stop; what was read by then is fed.
+
+        Raises:
+            SottovoceError, OSError: as `feed`.
+        """
+        if self._dead is not None:
+            self._written = await self._dead.written(self._learner.run_id, self._learner.source)
+        async with Tasks() as tasks:
+            reading = tasks.start(self._read_on(self._learner.position))
+            reading.add_done_callback(lambda _: self._more.set())
+            stopping = tasks.start(stop.wait())
+            stopping.add_done_callback(lambda _: reading.cancel())
+            while self._read or not reading.done():
+                if self._read:
+                    await self._pass_on([self._read.popleft() for _ in range(min(_AT_ONCE, len(self._read)))])
+                else:
+                    self._more.clear()
+                    await self._more.wait()
+            if not reading.cancelled():
+                reading.result()
+
+    async def _read_on(self, after: int) -> None:
+        """Read, as far as there is room."""
+        messages = self._part.read(after)
+        try:
+            async for each in messages:
+                self._read.extend(each)
+                self._tally.waiting += len(each)
+                self._more.set()
+                while len(self._read) >= WAITING:
+                    self._room.clear()
+                    await self._room.wait()
+        finally:
+            if isinstance(messages, AsyncGenerator):
+                await messages.aclose()
+
+    async def _pass_on(self, messages: Sequence[Message]) -> None:
+        """Messages to where they belong; then the source may forget them."""
+        self._room.set()
+        sifted = self._sieve.sift(messages, self._last)
+        self._last, self._tally.again = sifted.last, self._tally.again + sifted.again
+        await self._bury(sifted)
+        if sifted.fitting is not None:
+            records, positions = sifted.fitting
+            self._tally.fed += await self._learner.feed(records, positions=positions)
+        self._tally.waiting -= len(messages)
+        if not self._hopeless:  # where all came again, too: a broker waits for its receipt
+            await self._part.keep(self._last)
+
+    @property
+    def _hopeless(self) -> bool:
+        """Nothing was a record so far, and all would be dropped: the source keeps it, for the map may be wrong."""
+        return self._dead is None and self._learner.position < 0
+
+    async def _bury(self, sifted: Sifted) -> None:
+        """What is no record.
+
+        Raises:
+            DataError: nothing was one so far, and all would be dropped.
+        """
+        refused = self._tally.refused
+        refused.update(reason for _, reason in sifted.refused)
+        if self._dead is not None:
+            new = [each for each in sifted.refused if not self._was_written(each[0])]
+            if new:
+                await self._dead.write(self._learner.run_id, self._learner.source, new)
+        elif self._hopeless and sifted.fitting is None and refused.total() >= HOPELESS:
+            ((reason, _),) = refused.most_common(1)
+            raise DataError(
+                f"none of the first {refused.total()} messages of {self._learner.source} is a record of this run, mostly because "
+                f"of: {reason}. The source still has them: mend the map, or say by --dead-letters where what is none goes"
+            )
+
+    def _was_written(self, message: Message) -> bool:
+        """By a feeder before this one."""
+        if not self._written or self._written[letter := letter_of(message)] <= 0:
+            return False
+        self._written[letter] -= 1
+        self._tally.written += 1
+        return True

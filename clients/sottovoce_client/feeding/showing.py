@@ -1,0 +1,147 @@
+"""How feeding goes on, for people and for logs: counts and reasons, and never what stands in a record."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+
+import structlog
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from sottovoce_client.feeding.tally import Account
+from sottovoce_client.wording import count, duration, number, plural
+from sottovoce_rpc.tasks import beside
+
+log = structlog.get_logger()
+
+LIVE_S, LOG_S = 0.25, 10.0
+MOST_REASONS = 8
+
+
+class Speed:
+    """Records per second over the last looks."""
+
+    def __init__(self) -> None:
+        self._looks: deque[tuple[float, int]] = deque(maxlen=20)
+
+    def look(self, fed: int) -> float:
+        """How fast it is, when so many were fed by now."""
+        self._looks.append((time.monotonic(), fed))
+        (since, before), (now, done) = self._looks[0], self._looks[-1]
+        return (done - before) / (now - since) if now > since else 0.0
+
+
+@asynccontextmanager
+async def shown(account: Account, console: Console) -> AsyncIterator[None]:
+    """Show it while the block lasts: a display on a terminal, else a line of the log every so often."""
+    if not console.is_terminal:
+        async with beside(_log(account)):
+            yield
+        return
+    with Live(console=console, auto_refresh=False, transient=True) as live:
+        async with beside(_display(account, live)):
+            yield
+
+
+async def _display(account: Account, live: Live) -> None:
+    speed = Speed()
+    while True:
+        live.update(picture(account, speed.look(account.fed)), refresh=True)
+        await asyncio.sleep(LIVE_S)
+
+
+async def _log(account: Account) -> None:
+    speed = Speed()
+    speed.look(0)
+    while True:
+        await asyncio.sleep(LOG_S)
+        facts = facts_of(account)
+        tell = log.warning if account.dropped else log.info
+        tell("feeding", records_per_second=round(speed.look(account.fed), 1), **facts)
+
+
+def facts_of(account: Account) -> dict[str, object]:
+    """For a log."""
+    facts: dict[str, object] = {
+        "run": account.run_id,
+        "fed": account.fed,
+        "waiting": account.waiting,
+        "again": account.again,
+        "refused": dict(account.refused.most_common(MOST_REASONS)),
+        "dropped": account.dropped,
+    }
+    if (status := account.status) is not None:
+        facts |= {"round": status.rounds_done, "epsilon": status.epsilon_spent, "epsilon_limit": status.limit}
+        facts |= {"learner_waiting": status.records_waiting}
+    return facts
+
+
+def picture(account: Account, speed: float) -> RenderableType:
+    """For a terminal: two lines, and one for each reason."""
+    if not account.run_id:
+        return Text("waiting for the learner to be in a run", style="cyan")
+    head = Text.assemble(
+        (count(account.fed), "bold green"), " fed  ", f"{number(speed, 3)} records/s  {count(account.waiting)} waiting"
+    )
+    if account.again:
+        head.append(f"  {count(account.again)} came again")
+    return Group(head, _learner_line(account), *_reasons(account))
+
+
+def _learner_line(account: Account) -> Text:
+    status = account.status
+    if status is None:
+        return Text("the learner does not answer", style="yellow")
+    limit = "" if status.limit is None else f" of {number(status.limit)}"
+    line = f"{status.learner}: round {count(status.rounds_done)}  ε {number(status.epsilon_spent)}{limit}"
+    return Text(f"{line}  {count(status.records_waiting)} wait for their round", style="dim")
+
+
+def _reasons(account: Account) -> Iterator[Text]:
+    """Why messages were refused, the commonest first, and what became of them."""
+    refused: Counter[str] = account.refused
+    if not refused:
+        return
+    if account.kept:
+        yield Text(f"{plural(refused.total(), 'message')} refused, and {account.kept}:", style="yellow")
+    else:
+        yield Text(f"{plural(refused.total(), 'message')} refused and DROPPED:", style="bold red")
+    for reason, times in refused.most_common(MOST_REASONS):
+        yield Text(f"  {count(times)}  {reason}")
+    if len(refused) > MOST_REASONS:
+        yield Text(f"  … {plural(len(refused) - MOST_REASONS, 'other reason')}")
+
+
+def print_summary(account: Account, seconds: float, console: Console) -> None:
+    """What feeding came to."""
+    for line in _summary(account, seconds):
+        console.print(line, soft_wrap=True)
+
+
+def _summary(account: Account, seconds: float) -> Iterator[Text]:
+    if not account.run_id:
+        yield Text("Nothing was fed: no learner was in a run.")
+        return
+    speed = number(account.fed / seconds if seconds else 0.0, 3)
+    fed, sources = plural(account.fed, "record"), plural(len(account.tallies), "source")
+    yield Text(f"Fed {fed} of {sources} to run {account.run_id} in {duration(seconds)}, {speed} records/s.")
+    if account.again:
+        yield Text(f"{plural(account.again, 'message')} came a second time, and {_were(account.again)} passed over.")
+    yield from _reasons(account)
+    if account.dropped:
+        yield Text("What was dropped is kept nowhere by this feeder: --dead-letters FILE keeps it.", style="bold red")
+    elif written := sum(each.written for each in account.tallies):
+        yield Text(f"{count(written)} of them had been written before.")
+    if account.waiting:
+        yield Text(
+            f"{plural(account.waiting, 'message')} had been read and {_were(account.waiting)} not fed.", style="yellow"
+        )
+
+
+def _were(value: int) -> str:
+    return "was" if value == 1 else "were"

@@ -1,0 +1,352 @@
+"""Feeders into a real learner: each record once, what is none written down, and nothing lost."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import signal
+import stat
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+from rich.console import Console
+
+from sottovoce.errors import DataError, NotReady, SottovoceError, SpecError, Unavailable
+from sottovoce_client.cli.feeding import http
+from sottovoce_client.feeding.conduct import conduct
+from sottovoce_client.feeding.dead_letters import dead_letters
+from sottovoce_client.feeding.files import csv_files, jsonl_files
+from sottovoce_client.feeding.pump import HOPELESS, Target, Terms, feed
+from sottovoce_client.feeding.showing import facts_of, picture
+from sottovoce_client.feeding.source import Message, Part
+from sottovoce_client.feeding.tally import Account, Tally
+from sottovoce_client.live.learner import ConnectedLearner
+from sottovoce_learner.entries import Kind
+from sottovoce_learner.standing import Files, look
+from sottovoce_rpc.learner_status import LearnerStatus
+from sottovoce_wire.v1.learner_pb2 import SampleBatch
+from tests.client.test_live_learner import NAMES, RECORD, SCHEMA, ann_in, learned, spec_of
+from tests.services.network import Network, network
+
+SECRET = 31_337
+LINE = json.dumps(RECORD)
+
+
+class Told:
+    """A part that gives what it is told to, and remembers what it may forget."""
+
+    name = "told"
+
+    def __init__(self, *messages: Message, then: SottovoceError | None = None, ends: bool = True) -> None:
+        self.messages, self.then, self.ends, self.kept = messages, then, ends, list[int]()
+        self.after = -2
+
+    async def read(self, after: int) -> AsyncIterator[Sequence[Message]]:
+        self.after = after
+        for each in self.messages:
+            yield [each]
+        if self.then is not None:
+            raise self.then
+        if not self.ends:
+            await asyncio.Event().wait()
+
+    async def keep(self, position: int) -> None:
+        self.kept.append(position)
+
+
+async def fed(up: Network, *parts: Part, terms: Terms | None = None, **more: Any) -> Account:
+    account = Account()
+    target = Target(up.addresses["ann"], **{"patience_s": 20.0, **more})
+    await feed(parts, target, terms or Terms(), account, asyncio.Event())
+    return account
+
+
+@asynccontextmanager
+async def ann(folder: Path) -> AsyncIterator[tuple[Network, ConnectedLearner]]:
+    async with ann_in(folder, spec_of({"schema": SCHEMA})) as found:
+        yield found
+
+
+def good(*positions: int) -> list[Message]:
+    return [Message(dict(RECORD), position) for position in positions]
+
+
+def letters(path: Path) -> list[tuple[str, int, str, Any]]:
+    """Source, position, reason and message of each."""
+    found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [(each["source"], each["position"], each["reason"], each["message"]) for each in found]
+
+
+def kept_positions(state: Path, name: str, source: str) -> list[int]:
+    """Of a source's records, as they stand in a learner's log."""
+    log = look(Files(state, name)).log
+    assert log is not None
+    batches = [SampleBatch.FromString(each.body) for each in log.entries if each.kind is Kind.BATCH]
+    return [place for batch in batches if batch.source == source for place in batch.positions]
+
+
+# ---- the pump --------------------------------------------------------------------------------------------------------
+
+
+async def test_records_are_fed_once_and_the_rest_is_written_down_once(tmp_path: Path) -> None:
+    dead = tmp_path / "dead.jsonl"
+    terms = Terms(dead_letters=dead)
+    messages = [
+        *good(1),
+        Message({**RECORD, "age": SECRET}, 4),
+        Message(b"\xff\x00", 5),
+        *good(7),
+        Message({**RECORD, "age": float("nan")}, 9),
+    ]
+    async with ann(tmp_path) as (up, learner):
+        first, again = Told(*messages), Told(*messages, *good(12), Message(b"[]", 13))
+        account = await fed(up, first, terms=terms)
+        assert (account.fed, account.again, account.dropped, account.waiting) == (2, 0, 0, 0)
+        assert account.refused == {"age: beyond its bounds": 1, "not UTF-8": 1, "age: not a finite number": 1}
+        assert first.kept == sorted(first.kept) and first.kept[-1] == 9
+        account = await fed(up, again, terms=terms)
+        assert (again.after, account.fed, account.again, account.tallies[0].written) == (7, 1, 4, 1)
+        await learned(learner, 3)
+    assert letters(dead) == [
+        ("told", 4, "age: beyond its bounds", {**RECORD, "age": SECRET}),
+        ("told", 5, "not UTF-8", {"base64": "/wA="}),
+        ("told", 9, "age: not a finite number", {**RECORD, "age": "nan"}),
+        ("told", 13, "not a JSON object", "[]"),
+    ]
+    assert stat.S_IMODE(dead.stat().st_mode) == 0o600
+
+
+async def test_without_a_file_what_is_none_is_dropped_and_counted(tmp_path: Path) -> None:
+    async with ann(tmp_path) as (up, _):
+        part = Told(*good(1), Message(b"", 2), *good(3), Message(b"", 4))
+        account = await fed(up, part)
+        assert (account.fed, account.dropped) == (2, 2)
+        assert part.kept[-1] == 4
+        account = await fed(up, part)
+        assert (account.fed, account.again, account.dropped) == (0, 3, 1)
+
+
+async def test_a_source_of_which_nothing_fits_keeps_all_of_it(tmp_path: Path) -> None:
+    async with ann(tmp_path) as (up, _):
+        few, many = Told(Message({"age": SECRET}, 0)), Told(*(Message({"age": SECRET}, n) for n in range(2 * HOPELESS)))
+        assert (await fed(up, few)).dropped == 1 and few.kept == []
+        with pytest.raises(
+            DataError, match=r"none of the first \d+ messages of told .* age: beyond its bounds"
+        ) as error:
+            await fed(up, many)
+        assert many.kept == [] and str(SECRET) not in str(error.value)
+        assert (await fed(up, many, terms=Terms(dead_letters=tmp_path / "dead"))).refused.total() == 2 * HOPELESS
+        assert many.kept[-1] == 2 * HOPELESS - 1
+
+
+async def test_what_was_read_before_a_source_failed_is_fed(tmp_path: Path) -> None:
+    async with ann(tmp_path) as (up, learner):
+        endless, failing = Told(*good(1), ends=False), Told(*good(1, 2, 3), then=Unavailable("the broker is away"))
+        endless.name = "endless"
+        with pytest.raises(Unavailable, match="the broker is away"):
+            await fed(up, endless, failing)
+        assert (failing.kept[-1], endless.kept) == (3, [1])
+        await learned(learner, 4)
+
+
+async def test_a_feeder_that_is_told_to_end_feeds_what_it_has_read(tmp_path: Path) -> None:
+    async with ann(tmp_path) as (up, learner):
+        part, account, stop = Told(*good(*range(3_000)), ends=False), Account(), asyncio.Event()
+        feeding = asyncio.ensure_future(feed([part], Target(up.addresses["ann"]), Terms(), account, stop))
+        await learned_some(learner)
+        stop.set()
+        await feeding
+        status = await learner.status()
+        assert (account.waiting, account.fed) == (0, status.records) and part.kept[-1] == status.records - 1
+
+
+async def learned_some(learner: ConnectedLearner, least: int = 1) -> None:
+    async for status in learner.watch(0.01):
+        if status.records >= least:
+            return
+
+
+async def test_what_cannot_be_fed_is_said(tmp_path: Path) -> None:
+    async with ann(tmp_path) as (up, _):
+        with pytest.raises(SpecError, match="two are called 'a/told'"):
+            await fed(up, Told(), Told(), source="a")
+        with pytest.raises(SpecError, match="at most 256 sources"):
+            await fed(up, *(csv_files([tmp_path / str(n)])[0] for n in range(257)))
+        with pytest.raises(SpecError, match="--map names a field"):
+            await fed(up, Told(), terms=Terms(maps=["weight=w"]))
+        with dead_letters(tmp_path / "dead"), pytest.raises(NotReady, match="another feeder writes dead letters"):
+            await fed(up, Told(), terms=Terms(dead_letters=tmp_path / "dead"))
+        (tmp_path / "mine").write_text("precious\n")
+        with pytest.raises(DataError, match="has a line 1 that no feeder wrote"):
+            await fed(up, Told(), terms=Terms(dead_letters=tmp_path / "mine"))
+        assert (tmp_path / "mine").read_text() == "precious\n"
+
+
+async def test_half_a_dead_letter_is_cut_off(tmp_path: Path) -> None:
+    with dead_letters(tmp_path / "dead") as dead:
+        await dead.write("run", "a", [(Message(b"1", 3), "why"), (Message(b"2", 3), "why")])
+    with (tmp_path / "dead").open("a") as file:
+        file.write('{"run": "ru' + "n" * 100_000)
+    with dead_letters(tmp_path / "dead") as dead:
+        assert sorted(place for place, _ in (await dead.written("run", "a")).elements()) == [3, 3]
+        assert not await dead.written("run", "b") and not await dead.written("other", "a")
+    assert len(letters(tmp_path / "dead")) == 2
+
+
+async def test_a_run_that_ends_ends_its_feeders(tmp_path: Path) -> None:
+    async with network(tmp_path, NAMES) as up:
+        spec = spec_of({"schema": SCHEMA}, rounds=100)
+        await up.start(spec, 4)
+        with pytest.raises(NotReady, match=r"takes no more records: finished"):
+            await fed(up, Told(*good(1), ends=False))
+        await up.start(spec_of({"schema": SCHEMA}), 4)
+        part = Told(*good(1))
+        assert ((await fed(up, part)).fed, part.after) == (1, -1)
+
+
+async def test_a_learner_that_stays_away_ends_its_feeders(tmp_path: Path) -> None:
+    async with ann(tmp_path) as (up, learner):
+        feeding = asyncio.ensure_future(fed(up, Told(*good(1), ends=False), patience_s=0.5))
+        await learned_some(learner)
+        await up.leave("ann")
+        with pytest.raises(Unavailable):
+            await feeding
+
+
+async def test_many_files_and_a_map(tmp_path: Path) -> None:
+    lines = [{"patient": {"age": n}, "ward": "icu", "outcome": "home", "seen": n} for n in range(30)]
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    async with ann(tmp_path) as (up, learner):
+        terms = Terms(maps=["age=patient.age"], ignore_unknown=True)
+        parts = jsonl_files([tmp_path / "a.jsonl", tmp_path / "b.jsonl"])
+        account = await fed(up, *parts, terms=terms, source="ward")
+        assert {each.source: each.fed for each in account.tallies} == {"ward/a.jsonl": 30, "ward/b.jsonl": 30}
+        assert (await fed(up, *parts, terms=terms, source="ward")).fed == 0
+        await learned(learner, 60)
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+def command(up: Network, *arguments: str, **more: Any) -> subprocess.Popen[str]:
+    line = [sys.executable, "-m", "sottovoce_client", "feed", *arguments, "--learner", up.addresses["ann"]]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(line, stdin=pipe, stdout=pipe, stderr=pipe, text=True, **more)
+
+
+async def ended(process: subprocess.Popen[str], given: str | None = None) -> tuple[int, str, str]:
+    out, error = await asyncio.to_thread(process.communicate, given, 300)
+    return process.returncode, out, error
+
+
+def test_a_bug_is_told_by_its_place_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    async def work(account: Account, stop: asyncio.Event) -> None:
+        raise ValueError(f"could not convert {SECRET}")
+
+    try:
+        assert conduct(work) == 2
+    finally:
+        structlog.reset_defaults()  # it logs to what is standard error now
+    told = "".join(capsys.readouterr())
+    assert "ValueError" in told and str(SECRET) not in told
+
+
+def test_an_endpoint_needs_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "starlette"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "starlette", None)
+    with pytest.raises(SpecError, match=r"sottovoce feed http needs starlette: pip install 'sottovoce\[feed\]'"):
+        http("127.0.0.1:1")
+
+
+def test_a_display_says_how_it_goes_and_nothing_of_records() -> None:
+    account = Account([Tally("a", 1_200, 3, 40, Counter({"age: beyond its bounds": 12}))])
+    console = Console(width=80, force_terminal=False)
+
+    def seen() -> str:
+        with console.capture() as shown:
+            console.print(picture(account, 310.4))
+        return shown.get()
+
+    assert "waiting for the learner" in seen()
+    account.run_id = "run-1"
+    assert "1,200 fed  310 records/s  40 waiting  3 came again\nthe learner does not answer\n" in seen()
+    assert "12 messages refused and DROPPED:\n  12  age: beyond its bounds\n" in seen()
+    account.kept, account.status = "written to d", LearnerStatus("ann", rounds_done=7, epsilon_budget=4.0)
+    assert "ann: round 7  ε 0 of 4  0 wait for their round\n12 messages refused, and written to d:\n" in seen()
+    assert facts_of(account)["dropped"] == 0
+
+
+async def test_standard_input_is_fed_by_a_command(tmp_path: Path) -> None:
+    async with ann(tmp_path) as (up, learner):
+        code, out, error = await ended(command(up, "stdin", "--source", "ward"), f'{LINE}\n{LINE}\n{{"age": {SECRET}}}')
+        assert code == 1 and re.search(r"Fed 2 records of 1 source to run run-\w+ in", out), (out, error)
+        assert "1 message refused and DROPPED" in out and str(SECRET) not in out + error
+        lines = [json.dumps({**RECORD, "at": at}) for at in (3, 4, 4, 9)]
+        arguments = ("stdin", "--source", "seq", "--position", "at", "--dead-letters", str(tmp_path / "dead"))
+        code, out, _ = await ended(command(up, *arguments), "\n".join(lines))
+        assert code == 0 and f"1 message refused, and written to {tmp_path / 'dead'}" in out
+        code, out, _ = await ended(command(up, *arguments), "\n".join([*lines, json.dumps({**RECORD, "at": 10})]))
+        assert code == 0 and "Fed 1 record" in out and "3 messages came a second time" in out
+        await learned(learner, 2 + 3 + 1)
+    assert [each[1] for each in letters(tmp_path / "dead")] == [4]
+
+
+async def test_a_command_ends_well_when_it_is_told_to(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("age,ward,outcome\n61,icu,home\n62,ic")
+    async with ann(tmp_path) as (up, learner):
+        for count, number in enumerate((signal.SIGTERM, signal.SIGINT), 1):
+            process = command(up, "csv", str(path), "--follow", "--log-level", "error")
+            await learned_some(learner, count)
+            process.send_signal(number)
+            code, out, error = await ended(process)
+            assert (code, error) == (0, ""), out
+            with path.open("a") as file:
+                file.write("u,home\n63,ic")
+        await learned(learner, 2)
+        code, out, error = await ended(command(up, "csv", str(tmp_path / "none.csv")))
+        assert (code, error.splitlines()[-1]) == (2, f"sottovoce: {tmp_path / 'none.csv'} is no file: what comes in a pipe is "
+        "fed by `sottovoce feed stdin`")  # fmt: skip
+
+
+@pytest.mark.slow
+async def test_each_record_is_learned_once_by_a_feeder_that_is_killed_while_a_file_grows(tmp_path: Path) -> None:
+    """By the learner's log: every position of the file once; and every dead letter once."""
+    wanted, deaths, path, dead = 200, 3, tmp_path / "a.csv", tmp_path / "dead.jsonl"
+    path.write_text("age,ward,outcome\n")
+    clock = {"mode": "paced", "period_s": 0.1, "deadline_s": 100.0}  # few rounds, so that the log holds all of them
+    spec = spec_of({"schema": SCHEMA, "batch_size": 1_000}, clock=clock)
+    arguments = ("csv", str(path), "--follow", "--dead-letters", str(dead), "--log-level", "error")
+    async with ann_in(tmp_path, spec) as (up, learner):
+        process = command(up, *arguments)
+        with path.open("a", buffering=1) as file:
+            for number in range(wanted):
+                row = f"{number % 100},icu,home\n" if number % 10 else f'{number},"no\nward",home\n'
+                file.write(row[:5])
+                if number in range(wanted // (deaths + 1), wanted, wanted // (deaths + 1)):
+                    await learned_some(learner, number // 2)
+                    process.kill()
+                    await ended(process)
+                    process = command(up, *arguments)
+                file.write(row[5:])
+                await asyncio.sleep(0.005)
+            file.write("100,icu,home\n")
+        await learned(learner, wanted * 9 // 10 + 1)
+        process.terminate()
+        assert (await ended(process))[0] == 0
+        assert (await learner.status()).records == wanted * 9 // 10 + 1
+        (part,) = csv_files([path])
+        messages = [message async for each in part.read(-1) for message in each]
+        fits = [each.position for each in messages if isinstance(each.body, dict) and each.body["ward"] == "icu"]
+        assert kept_positions(tmp_path / "journals", "ann", "a.csv") == fits
+    assert [each[1] for each in letters(dead)] == [each.position for each in messages if each.position not in fits]

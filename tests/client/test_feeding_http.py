@@ -1,0 +1,265 @@
+"""Records by HTTP into a real learner: answered when they are in keeping, or told why they are not."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from sottovoce.errors import SpecError, Unavailable
+from sottovoce_client.feeding import sinks
+from sottovoce_client.feeding.endpoint import Endpoint, Listening, serve, serving
+from sottovoce_client.feeding.pump import Target, Terms
+from sottovoce_client.feeding.sinks import Sinks
+from sottovoce_client.feeding.tally import Account
+from tests.client.test_live_learner import NAMES, RECORD, SCHEMA, ann_in, learned, spec_of
+from tests.services.identities import Identities
+from tests.services.network import Network, network
+
+SECRET = 31_337
+WRONG = {**RECORD, "age": SECRET}
+
+
+@asynccontextmanager
+async def endpoint(
+    up: Network,
+    terms: Terms | None = None,
+    patience_s: float = 20.0,
+    when_full: Any = "wait",
+    most: int = 8_192,
+    **more: Any,
+) -> AsyncIterator[tuple[httpx.AsyncClient, Account]]:
+    """An endpoint, and a client of it."""
+    account, target = Account(), Target(up.addresses["ann"], "http", patience_s=patience_s)
+    async with (
+        Sinks(target, terms or Terms(), account, when_full, most) as to,
+        serving(Endpoint(to, Listening("127.0.0.1:0", **more))) as (address, _),
+        httpx.AsyncClient(base_url=address.removesuffix("/records"), timeout=100.0) as client,
+    ):
+        yield client, account
+
+
+async def post(client: httpx.AsyncClient, records: Any, **query: Any) -> tuple[int, Any]:
+    answer = await client.post("/records", json=records, params=query)
+    assert str(SECRET) not in answer.text
+    return answer.status_code, answer.json()
+
+
+async def test_records_are_answered_when_they_are_in_keeping(tmp_path: Path) -> None:
+    async with ann_in(tmp_path, spec_of({"schema": SCHEMA})) as (up, learner):
+        async with endpoint(up) as (client, account):
+            assert await post(client, RECORD) == (200, {"records": 1, "new": 1, "positions": [0, 0]})
+            assert (await learner.status()).records == 1
+            assert await post(client, [RECORD] * 3) == (200, {"records": 3, "new": 3, "positions": [1, 3]})
+            for new in (2, 0):
+                found = await post(client, [RECORD] * 2, source="ward", positions="7")
+                assert found == (200, {"records": 2, "new": new, "positions": [7, 8]})
+            found = await post(client, [RECORD] * 3, source="ward", positions="8,9,12")
+            assert found == (200, {"records": 3, "new": 2, "positions": [8, 12]})
+        async with endpoint(up) as (client, _):  # it goes on where the one before it ended
+            assert await post(client, RECORD) == (200, {"records": 1, "new": 1, "positions": [4, 4]})
+        await learned(learner, 9)
+        assert {each.source: (each.fed, each.again) for each in account.tallies} == {"http": (4, 0), "ward": (4, 3)}
+
+
+async def test_what_does_not_fit_is_refused_whole_by_number_and_reason(tmp_path: Path) -> None:
+    async with ann_in(tmp_path, spec_of({"schema": SCHEMA})) as (up, learner), endpoint(up) as (client, account):
+        code, told = await post(client, [RECORD, WRONG, {**RECORD, "more": SECRET}])
+        assert code == 400 and told["error"].startswith("record 1 (counted from 0): age: beyond its bounds, and 1 more")
+        assert told["refused"].keys() == {"1", "2"}
+        code, told = await post(client, [WRONG] * 500)
+        assert code == 400 and len(told["refused"]) == 100
+        refused: list[tuple[Any, dict[str, Any]]] = [
+            ([RECORD] * 2, {"positions": "1,2,3"}),
+            ([RECORD] * 2, {"positions": "2,2"}),
+            (RECORD, {"positions": "-1"}),
+            (RECORD, {"positions": "9" * 19}),
+            (RECORD, {"source": "x" * 200}),
+            (RECORD, {"source": "x\x1b[2J"}),
+            (RECORD, {"sauce": "x"}),
+            ([], {}),
+            ([RECORD, SECRET], {}),
+            (SECRET, {}),
+        ]
+        for records, query in refused:
+            assert (await post(client, records, **query))[0] == 400, query
+        json_type = {"Content-Type": "application/json"}
+        for body in (b"{", b"\xff", b"[" * 50_000, b'{"age": 1, "age": 2}'):
+            assert (await client.post("/records", content=body, headers=json_type)).status_code == 400
+        assert (await client.post("/records", content=b"{}")).status_code == 415
+        assert (await client.post("/records", json=RECORD, headers={"Idempotency-Key": "k"})).status_code == 400
+        assert (await client.get("/records")).status_code == 405
+        assert await post(client, RECORD) == (200, {"records": 1, "new": 1, "positions": [0, 0]})
+        assert (await learner.status()).records == 1
+        assert account.refused.total() == 502 and account.dropped == 0
+
+
+async def test_a_field_says_the_positions(tmp_path: Path) -> None:
+    terms = Terms(position="seq")
+    async with ann_in(tmp_path, spec_of({"schema": SCHEMA})) as (up, learner), endpoint(up, terms) as (client, _):
+        rows = [{**RECORD, "seq": at} for at in (3, 8)]
+        assert await post(client, rows) == (200, {"records": 2, "new": 2, "positions": [3, 8]})
+        assert await post(client, rows) == (200, {"records": 2, "new": 0, "positions": [3, 8]})
+        code, told = await post(client, [*reversed(rows), RECORD])
+        assert code == 400 and told["refused"].keys() == {"1", "2"}
+        assert (await learner.status()).records == 2
+
+
+async def test_a_request_is_bounded(tmp_path: Path) -> None:
+    async with ann_in(tmp_path, spec_of({"schema": SCHEMA})) as (up, _), endpoint(up, most_bytes=500) as (client, _):
+        assert (await post(client, [RECORD] * 100))[0] == 413
+
+        async def parts() -> AsyncIterator[bytes]:
+            for _ in range(100):
+                yield b" " * 10
+
+        answer = await client.post("/records", content=parts(), headers={"Content-Type": "application/json"})
+        assert answer.status_code == 413
+        assert (await post(client, RECORD))[0] == 200
+
+
+@pytest.mark.parametrize(("when_full", "code"), [("reject", 429), ("wait", 503)])
+async def test_while_too_many_wait_others_do_or_are_refused(tmp_path: Path, when_full: str, code: int) -> None:
+    """The learner is held up, as by a full disk; then it goes on."""
+    async with (
+        ann_in(tmp_path, spec_of({"schema": SCHEMA})) as (up, learner),
+        endpoint(up, when_full=when_full, most=3, patience_s=0.5) as (client, account),
+    ):
+        assert (await post(client, RECORD))[0] == 200
+        session = up.learners["ann"]._session
+        assert session is not None
+        go_on = asyncio.Event()
+        settled = session.settled
+
+        async def held() -> None:
+            await go_on.wait()
+            await settled()
+
+        session.settled = held  # type: ignore[method-assign]
+        taken = asyncio.ensure_future(post(client, [RECORD] * 3))
+        while account.waiting < 3:  # noqa: ASYNC110 - a number is no event
+            await asyncio.sleep(0.01)
+        answer = await client.post("/records", json=RECORD)
+        assert (answer.status_code, answer.headers["retry-after"]) == (code, "1")
+        go_on.set()
+        assert await taken == (200, {"records": 3, "new": 3, "positions": [1, 3]})
+        assert await post(client, RECORD) == (200, {"records": 1, "new": 1, "positions": [4, 4]})
+        assert (await learner.status()).records == 5
+
+
+async def test_many_clients_at_once(tmp_path: Path) -> None:
+    spec = spec_of({"schema": SCHEMA, "batch_size": 1_000})
+    async with ann_in(tmp_path, spec) as (up, learner), endpoint(up, most=50) as (client, _):
+        found = await asyncio.gather(*(post(client, [RECORD] * 7, source=f"s{n % 3}") for n in range(60)))
+        assert {code for code, _ in found} == {200}
+        for source in range(3):
+            spans = sorted(tuple(told["positions"]) for _, told in found[source::3])
+            assert spans == [(first, first + 6) for first in range(0, 140, 7)]
+        await learned(learner, 420)
+
+
+async def test_sources_come_and_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sinks, "MOST_SOURCES", 2)
+    async with ann_in(tmp_path, spec_of({"schema": SCHEMA})) as (up, _), endpoint(up) as (client, account):
+        for turn in range(2):
+            for source in ("a", "b", "c"):
+                assert (await post(client, RECORD, source=source))[1]["positions"] == [turn, turn]
+        assert sorted(each.source for each in account.tallies) == ["a", "b", "c", "http"]
+
+
+async def test_a_learner_that_is_away_is_said_and_comes_back(tmp_path: Path) -> None:
+    spec = spec_of({"schema": SCHEMA}, rounds=60)
+    async with network(tmp_path, NAMES) as up:
+        await up.start(spec, 4)
+        async with endpoint(up, patience_s=1.0) as (client, _):
+            assert (await post(client, RECORD))[0] == 200
+            while (answer := await client.post("/records", json=RECORD)).status_code == 200:  # noqa: ASYNC110 - asked anew
+                await asyncio.sleep(0.05)
+            assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
+            assert "may have taken these records" in answer.json()["error"]
+            await up.start(spec_of({"schema": SCHEMA}), 4)
+            while (answer := await client.post("/records", json=RECORD)).status_code == 503:  # noqa: ASYNC110 - asked anew
+                await asyncio.sleep(0.05)
+            assert answer.json() == {"records": 1, "new": 1, "positions": [0, 0]}  # positions count within a run
+
+
+# ---- who may ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        ({}, "needs --token-file, --tls-cert and --tls-key; or --insecure"),
+        ({"token_file": "token"}, "needs --token-file"),
+        ({"tls_cert": "c", "tls_key": "k"}, "needs --token-file"),
+        ({"tls_cert": "c"}, "TLS needs both"),
+    ],
+)
+def test_other_machines_are_not_listened_to_by_accident(tmp_path: Path, more: dict[str, str], text: str) -> None:
+    (tmp_path / "token").write_text("0123456789abcdef")
+    paths: dict[str, Any] = {name: tmp_path / path for name, path in more.items()}
+    for listen in ("0.0.0.0:1", "[::]:1", "ward.example:1"):
+        with pytest.raises(SpecError, match=text):
+            Listening(listen, **paths)
+    assert Listening("0.0.0.0:1", insecure=True).token == b""
+    for wrong in ("127.0.0.1", "127.0.0.1:x", ":80", "127.0.0.1:99999"):
+        with pytest.raises(SpecError, match=r"--listen must be host:port|which other machines reach"):
+            _ = Listening(wrong).address
+
+
+def test_a_token_is_long_enough_to_be_one(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("short\n")
+    with pytest.raises(SpecError, match="must have 16 characters at least"):
+        Listening(token_file=tmp_path / "token")
+    with pytest.raises(SpecError, match="cannot read the token"):
+        Listening(token_file=tmp_path / "none")
+
+
+async def test_a_token_and_tls_let_in_whom_they_should(tmp_path: Path) -> None:
+    ids, token = Identities(tmp_path / "ids", "localhost"), "0123456789abcdef"
+    (tmp_path / "token").write_text(f"{token}\n")
+    own = ids.at("learner/ann")
+    more: dict[str, Any] = {"token_file": tmp_path / "token", "tls_cert": own / "tls.crt", "tls_key": own / "tls.key"}
+    trust = ssl.create_default_context(cafile=str(own / "ca.crt"))
+    trust.check_hostname = False
+    async with (
+        ann_in(tmp_path, spec_of({"schema": SCHEMA})) as (up, learner),
+        endpoint(up, **more) as (plain, _),
+        httpx.AsyncClient(base_url=plain.base_url, verify=trust, timeout=100.0) as client,
+    ):
+        assert str(client.base_url).startswith("https://")
+        for header in ({}, {"Authorization": "Bearer 0123456789abcdeg"}, {"Authorization": f"Basic {token}"}):
+            answer = await client.post("/records", json=RECORD, headers=header)
+            assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")
+        answer = await client.post("/records", json=RECORD, headers={"Authorization": f"Bearer {token}"})
+        assert answer.status_code == 200
+        assert (await learner.status()).records == 1
+        (tmp_path / "no.key").write_text("")
+        with pytest.raises(SpecError, match="the files for TLS cannot be used"):
+            async with endpoint(up, **{**more, "tls_key": tmp_path / "no.key"}):
+                pass
+
+
+async def test_an_endpoint_ends_when_it_is_told_to(tmp_path: Path) -> None:
+    with pytest.raises(Unavailable, match="cannot reach"):
+        await serve(Target("127.0.0.1:1", "a", patience_s=0.2), Terms(), Listening(), "wait", print)(
+            Account(), asyncio.Event()
+        )
+    async with ann_in(tmp_path, spec_of({"schema": SCHEMA})) as (up, _):
+        stop, told = asyncio.Event(), asyncio.get_running_loop().create_future()
+        work = serve(Target(up.addresses["ann"], "a"), Terms(), Listening("127.0.0.1:0"), "wait", told.set_result)
+        serving_it = asyncio.ensure_future(work(Account(), stop))
+        address = await told
+        async with httpx.AsyncClient() as client:
+            assert (await client.post(address, json=RECORD)).status_code == 200
+            busy = Listening(address.removeprefix("http://").removesuffix("/records"))
+            with pytest.raises(SpecError, match="cannot listen on"):
+                await serve(Target(up.addresses["ann"], "b"), Terms(), busy, "wait", print)(Account(), asyncio.Event())
+        stop.set()
+        await serving_it
