@@ -91,7 +91,7 @@ def heard(capture: Capture) -> list[set[int]]:
     """Rounds of each learner that were captured."""
     rounds: list[set[int]] = [set() for _ in NAMES]
     codec = RoundCodec(SHAPES)
-    for payload in capture.messages()["payload"].to_pylist():
+    for payload in capture.messages()["payload"].to_pylist() if capture.facts["messages"] else []:
         t, sender, _ = codec.decode(payload)
         rounds[sender].add(t)
     return rounds
