@@ -29,7 +29,8 @@ from rich.table import Table
 
 from sottovoce.experiment import prepare
 from sottovoce.spec import parse_spec
-from sottovoce_client.live.learner import ConnectedLearner, connect_learner
+from sottovoce_client.live.connecting import connect_learner
+from sottovoce_client.live.learner import ConnectedLearner
 from sottovoce_client.running.local import LocalServices
 from sottovoce_client.running.operate import run_on
 from sottovoce_rpc.codec import to_tensor

@@ -43,7 +43,7 @@ _PLACES = {
     # alone, for who has the door has the whole house.
     "Prequential": "sottovoce_client.live.prequential",
     "connect": "sottovoce_client.deployment",
-    "connect_learner": "sottovoce_client.live.learner",
+    "connect_learner": "sottovoce_client.live.connecting",
     "sweep": "sottovoce_client.running.sweep",
 }
 """Where each name is defined."""

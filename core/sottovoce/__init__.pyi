@@ -13,7 +13,7 @@ from sottovoce.experiment import load as load
 from sottovoce.privacy.guarantee import Guarantee as Guarantee
 from sottovoce.table import Table as Table
 from sottovoce_client.deployment import connect as connect
-from sottovoce_client.live.learner import connect_learner as connect_learner
+from sottovoce_client.live.connecting import connect_learner as connect_learner
 from sottovoce_client.live.prequential import Prequential as Prequential
 from sottovoce_client.running.sweep import sweep as sweep
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from sottovoce.spec import RunSpec
-from sottovoce_client.live.learner import connect_learner
+from sottovoce_client.live.connecting import connect_learner
 from sottovoce_client.live.plain import PlainLearner
 from tests.client.test_live_learner import NAMES
 from tests.services.network import network

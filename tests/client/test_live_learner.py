@@ -17,7 +17,8 @@ from sottovoce.data.live import LiveRecords
 from sottovoce.errors import DataError, NotReady, SpecError, Unavailable
 from sottovoce.losses.logistic import Logistic
 from sottovoce.spec import RunSpec, parse_spec
-from sottovoce_client.live.learner import ConnectedLearner, connect_learner
+from sottovoce_client.live.connecting import connect_learner
+from sottovoce_client.live.learner import ConnectedLearner
 from sottovoce_client.live.plain import PlainLearner
 from sottovoce_rpc.learner_status import LearnerState
 from tests.examples import small_spec

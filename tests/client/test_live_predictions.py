@@ -15,7 +15,8 @@ from sottovoce.errors import DataError, NotReady
 from sottovoce.losses.logistic import Logistic, PassGlm
 from sottovoce.losses.quadratic import LeastSquares
 from sottovoce.losses.softmax import Softmax
-from sottovoce_client.live.learner import Prediction, connect_learner
+from sottovoce_client.live.connecting import connect_learner
+from sottovoce_client.live.learner import Prediction
 from sottovoce_client.live.prequential import Calibration, Prequential
 from sottovoce_rpc.server import SERVER_OPTIONS
 from tests.client.test_live_learner import NAMES, SCHEMA, SECRET, ann_in, spec_of

@@ -14,7 +14,7 @@ import yaml
 import sottovoce as sv
 from sottovoce.errors import SpecError
 from sottovoce.experiment import prepare
-from sottovoce_client.live.learner import connect_learner
+from sottovoce_client.live.connecting import connect_learner
 from sottovoce_client.running.conduct import conduct
 from sottovoce_client.running.launch import run_up
 from tests.examples import small_spec

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from sottovoce.errors import DataError, NotReady, SpecError
-from sottovoce_client.live.learner import connect_learner
+from sottovoce_client.live.connecting import connect_learner
 from sottovoce_client.live.plain import PlainLearner
 from tests.client.plainly import plainly
 from tests.client.test_live_learner import NAMES, RECORD, SCHEMA, SECRET, spec_of

@@ -20,7 +20,8 @@ import pytest
 
 from sottovoce.running.placement import unplaced
 from sottovoce.spec import RunSpec
-from sottovoce_client.live.learner import ConnectedLearner, connect_learner
+from sottovoce_client.live.connecting import connect_learner
+from sottovoce_client.live.learner import ConnectedLearner
 from sottovoce_client.running.operate import Outcome, run_on
 from sottovoce_client.running.summary import Progress
 from sottovoce_eavesdropper.reading import open_capture

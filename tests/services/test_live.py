@@ -13,7 +13,8 @@ import pytest
 
 from sottovoce.arrays import FloatArray, as_floats
 from sottovoce.spec import RunSpec
-from sottovoce_client.live.learner import ConnectedLearner, connect_learner
+from sottovoce_client.live.connecting import connect_learner
+from sottovoce_client.live.learner import ConnectedLearner
 from sottovoce_learner.session import Session
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_wire.v1 import coordinator_pb2

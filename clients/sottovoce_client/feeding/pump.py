@@ -22,7 +22,8 @@ from sottovoce_client.feeding.fields import Fields
 from sottovoce_client.feeding.sieve import Sieve, Sifted
 from sottovoce_client.feeding.source import Message, Part
 from sottovoce_client.feeding.tally import Account, Tally
-from sottovoce_client.live.learner import ConnectedLearner, connect_learner
+from sottovoce_client.live.connecting import connect_learner
+from sottovoce_client.live.learner import ConnectedLearner
 from sottovoce_rpc.tasks import Tasks
 
 T = TypeVar("T")

@@ -13,7 +13,8 @@ from sottovoce_client.feeding.pump import WAITING, Target, Terms, until_over
 from sottovoce_client.feeding.sieve import Sieve
 from sottovoce_client.feeding.standard_input import NO_POSITION, whole_number
 from sottovoce_client.feeding.tally import Account, Tally
-from sottovoce_client.live.learner import ConnectedLearner, connect_learner
+from sottovoce_client.live.connecting import connect_learner
+from sottovoce_client.live.learner import ConnectedLearner
 from sottovoce_rpc.tasks import Tasks
 
 MOST_SOURCES = 64

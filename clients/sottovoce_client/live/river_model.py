@@ -10,7 +10,7 @@ import numpy as np
 from river import base
 
 from sottovoce.errors import DataError, SpecError
-from sottovoce_client.live.plain import PlainLearner
+from sottovoce_client.live.calls import PlainCalls
 
 
 class _Model:
@@ -26,7 +26,7 @@ class _Model:
 
     _learns = True
 
-    def __init__(self, learner: PlainLearner, features: Sequence[str] | None = None) -> None:
+    def __init__(self, learner: PlainCalls, features: Sequence[str] | None = None) -> None:
         self.learner, self.features = learner, features
         data = learner.spec.data
         if data.schema is not None and features is not None:
@@ -73,7 +73,7 @@ class _Model:
     def __deepcopy__(self, memo: object) -> Self:
         return self.clone()
 
-    def _learner_of(self) -> PlainLearner:
+    def _learner_of(self) -> PlainCalls:
         if not self._learns:
             raise SpecError(
                 "a clone must only predict: a record that several clones bring would be learned by each of them"
@@ -132,7 +132,7 @@ class RiverRegressor(_Model, base.MiniBatchRegressor):  # type: ignore[misc]
     """A learner of numbers, as River has it. `PlainLearner.as_river` makes it."""
 
 
-def chances_of(probabilities: Any, learner: PlainLearner) -> Any:
+def chances_of(probabilities: Any, learner: PlainCalls) -> Any:
     """Probabilities, `(records, classes)`.
 
     Raises:

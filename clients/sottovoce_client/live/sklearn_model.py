@@ -11,7 +11,7 @@ from sklearn.utils.metaestimators import available_if
 
 from sottovoce.arrays import FloatArray
 from sottovoce.errors import DataError, SpecError
-from sottovoce_client.live.plain import PlainLearner
+from sottovoce_client.live.calls import PlainCalls
 
 
 class _Estimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no types
@@ -23,7 +23,7 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no ty
 
     _learns = True
 
-    def __init__(self, learner: PlainLearner) -> None:
+    def __init__(self, learner: PlainCalls) -> None:
         self.learner = learner
 
     @property

@@ -1,0 +1,124 @@
+"""Connecting to a learner, from programs with and without `await`."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import Future
+from functools import cache
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import grpc
+
+from sottovoce.errors import NotReady
+from sottovoce_client.live.learner import ConnectedLearner
+from sottovoce_client.live.plain import PlainLearner
+from sottovoce_client.live.sending import At, intake
+from sottovoce_rpc.credentials import Credentials
+from sottovoce_rpc.server import reach
+from sottovoce_rpc.tasks import Tasks
+from sottovoce_wire.v1 import learner_pb2, learner_pb2_grpc
+
+CONNECT_S = 10.0
+_NO_RUN_S = 0.2
+
+
+class connect_learner:  # noqa: N801 - it reads as a function, and is entered in two ways
+    """A learner that is in a run of live records (`data.source: live`), for an `async with` block, or a plain `with`.
+
+    Args:
+        address: of the learner, `host:port`.
+        source: what your records are counted under. Who feeds under the same name later goes on where this one ended.
+        name: of the learner, which its certificate must hold (default: any).
+        identity: folder with the identity of the learner's owner or feeder, `tls.crt`, `tls.key` and `ca.crt`; None: this machine
+            only.
+        insecure: without one, speak in the clear to other machines, too.
+        patience_s: how long the learner may be away, or between two runs, before a call fails.
+        allow_imports: import code that the run's spec names (`module:Class`); whoever starts runs can then have any installed
+            code run here.
+
+    Raises:
+        SpecError: it is on another machine, and there is no identity; or the records of its run are not live.
+        NotReady: it is in no run, for longer than `patience_s`; or the files of the identity cannot be used.
+        Unavailable: nobody answers there.
+
+    >>> import asyncio
+    >>> async def main() -> None:
+    ...     async with connect_learner("host:7001", source="ward 3") as learner:
+    ...         await learner.feed([{"age": 61, "ward": "icu", "outcome": "home"}])
+    ...         print((await learner.predict([{"age": 70, "ward": "icu"}])).labels)
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        source: str = "client",
+        name: str = "",
+        identity: str | Path | None = None,
+        insecure: bool = False,
+        patience_s: float = 60.0,
+        allow_imports: bool = False,
+    ) -> None:
+        folder = None if identity is None else Path(identity)
+        self._at = At(address, name, Credentials(folder, insecure))
+        self._source, self._patience_s, self._imports = source, patience_s, allow_imports
+        self._tasks = Tasks()
+        self._channel: Any = None
+
+    async def __aenter__(self) -> ConnectedLearner:
+        at = self._at
+        self._channel = at.channel()
+        try:
+            await reach(self._channel, f"the learner at {at.address}", min(CONNECT_S, self._patience_s))
+            stub = learner_pb2_grpc.LearnerStub(self._channel)
+            told = await self._in_a_run(stub)
+            return ConnectedLearner(at, stub, told, self._source, self._patience_s, self._tasks, imports=self._imports)
+        except BaseException:
+            await self._channel.close()
+            raise
+
+    async def _in_a_run(self, stub: Any) -> learner_pb2.IntakeResponse:
+        """Wait until it is in one."""
+        until = asyncio.get_running_loop().time() + self._patience_s
+        while True:
+            try:
+                return await intake(stub, self._source)
+            except grpc.aio.AioRpcError as failure:
+                error = self._at.error(failure)
+                if not isinstance(error, NotReady) or asyncio.get_running_loop().time() > until:
+                    raise error from None
+            await asyncio.sleep(_NO_RUN_S)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._tasks.end()
+        await self._channel.close()
+
+    def __enter__(self) -> PlainLearner:
+        loop = _background()
+        entered: Future[ConnectedLearner] = asyncio.run_coroutine_threadsafe(self.__aenter__(), loop)
+        self._plain = PlainLearner(entered.result(), loop)
+        return self._plain
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._plain.end(kind)
+        finally:
+            asyncio.run_coroutine_threadsafe(self.__aexit__(kind, error, trace), _background()).result()
+
+
+@cache
+def _background() -> asyncio.AbstractEventLoop:
+    """A loop for programs without one, on a thread that lasts as long as the process.
+
+    gRPC shares a queue between a process's loops: one that is closed would break the others.
+    """
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="sottovoce", daemon=True).start()
+    return loop
