@@ -17,6 +17,8 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
+SCRIPTS = {".py": "python", ".mjs": "js"}
+"""What is shown as code, and in which language."""
 INTO_DOCS = re.compile(r"(?<=\]\()docs/")
 OUT_OF_DOCS = re.compile(rf"(?<=\]\()\.\./({'|'.join(PAGES)}|examples/\w+\.\w+)(?=[)#])")
 
@@ -29,8 +31,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         text = (ROOT / name).read_text(encoding="utf-8")
         files.append(File.generated(config, name, content=INTO_DOCS.sub("", text)))
     for path in sorted((ROOT / "examples").iterdir()):
-        if path.suffix in {".py", ".ipynb"}:
-            made = script(path) if path.suffix == ".py" else notebook(path)
+        if path.suffix in {*SCRIPTS, ".ipynb"}:
+            made = script(path) if path.suffix in SCRIPTS else notebook(path)
             files.append(File.generated(config, f"examples/{path.stem}.md", content=made))
     return files
 
@@ -53,7 +55,7 @@ def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
 
 def script(path: Path) -> str:
     """A script as a page."""
-    return f"# `{relpath(path, ROOT)}`\n\n```python\n{path.read_text(encoding='utf-8')}```\n"
+    return f"# `{relpath(path, ROOT)}`\n\n```{SCRIPTS[path.suffix]}\n{path.read_text(encoding='utf-8')}```\n"
 
 
 def notebook(path: Path) -> str:
