@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import math
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic_core import to_json
+from pydantic_core import to_json, to_jsonable_python
+
+
+def page_json(document: Any) -> bytes:
+    """JSON for a page, on one line; numbers that are not finite stand as text, which scripts make numbers of."""
+    return json.dumps(_finite(to_jsonable_python(document)), allow_nan=False).encode()
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_finite(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
 
 
 def write_json(path: Path, document: Any, *, not_finite: Literal["null", "constants"] = "null") -> None:

@@ -11,8 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pydantic_core import to_json
-
+from sottovoce_client.documents import page_json
 from sottovoce_client.web.app import console_app
 from sottovoce_client.web.files import Files
 from sottovoce_client.web.plans import Plan, plan_of
@@ -128,7 +127,7 @@ class Told:
         while not self._ended:
             if self._turn != turn:
                 turn = self._turn
-                yield to_json(self._page, inf_nan_mode="strings")
+                yield page_json(self._page)
             async with self._changed:
                 await self._changed.wait_for(partial(self._new_since, turn))
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
 
 from sottovoce.errors import SpecError
+from sottovoce_client.documents import page_json
 from sottovoce_client.web.plans import plan_of
 from sottovoce_client.web.services import run_line
 from sottovoce_client.web.view import History, Look, edge_views, learner_views, run_view
@@ -151,3 +153,16 @@ def test_what_a_watch_tells_prometheus() -> None:
     (north,) = told.learners
     assert (north.name, north.e, north.line, north.rounds) == ("north", 2.5, 12.0, 17)
     assert north.change == float("-inf") and north.change_line is None
+
+
+def test_a_run_without_an_end_is_a_run() -> None:
+    spec = small_spec(None, [f"learner-{i}" for i in range(3)], data={"source": "live", "features": 2})
+    planned = plan_of(spec_to_wire(spec))
+    shown = a_run(planned=planned)
+    assert (planned.rounds, shown.rounds, shown.left_s) == (None, None, None)
+    assert shown.round == 20 and shown.rate == pytest.approx(1.0) and len(shown.edges) == 3
+
+
+@pytest.mark.parametrize(("number", "text"), [(math.inf, "Infinity"), (-math.inf, "-Infinity"), (math.nan, "NaN")])
+def test_numbers_that_are_not_finite_reach_a_page_as_text(number: float, text: str) -> None:
+    assert page_json({"a": [number, 1.5], "b": number}).decode() == f'{{"a": ["{text}", 1.5], "b": "{text}"}}'

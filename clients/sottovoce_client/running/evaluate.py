@@ -59,7 +59,9 @@ def summarise(run: Run, data: PlacedData, outcome: Outcome) -> RunSummary:
         warnings=tuple((finding.code, finding.text) for finding in run.warnings),
         spec_yaml=dump_spec(run.spec),
         version=version("sottovoce"),
-        started_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        started_at=(datetime.datetime.now(datetime.UTC) - datetime.timedelta(seconds=outcome.seconds)).isoformat(
+            timespec="seconds"
+        ),
         progress=outcome.progress,
         private_noise=not any(status.noise_is_not_private for status in outcome.statuses),
         noticed=noticed_in(outcome),

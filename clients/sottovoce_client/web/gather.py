@@ -10,11 +10,10 @@ from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from pydantic_core import to_json
-
 import sottovoce
 from sottovoce.errors import NotReady, SottovoceError
 from sottovoce.plain import plain
+from sottovoce_client.documents import page_json
 from sottovoce_client.web.files import End, Files, Results
 from sottovoce_client.web.plans import Plan, plan_of
 from sottovoce_client.web.services import Asked, Services, capture_line, course_of, look_at, run_line
@@ -142,7 +141,7 @@ class Gathering:
         asked = {f"run {run_id}" for run_id in looked.values()}
         for stale in [what for what in self._problems if what.startswith("run ") and what not in asked]:
             del self._problems[stale]
-        self._pages = {wanted: to_json(self._page(run_id), inf_nan_mode="strings") for wanted, run_id in looked.items()}
+        self._pages = {wanted: page_json(self._page(run_id)) for wanted, run_id in looked.items()}
         async with self._changed:
             self._turn += 1
             self._changed.notify_all()

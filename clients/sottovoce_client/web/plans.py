@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from sottovoce.errors import SottovoceError, SpecError
 from sottovoce.network.roster import Absence, Roster, names_of
 from sottovoce.network.topology import Topology
+from sottovoce.registry import ENDLESS
 from sottovoce_rpc.specs import document_from_wire
 
 _FEW_ROUNDS = 64
@@ -27,7 +28,7 @@ class Plan:
 
     Attributes:
         name: of the run.
-        rounds: planned.
+        rounds: planned; None: no end is.
         algorithm: by name.
         learners: names.
         ways: who says something to whom; empty where only code of the run could tell.
@@ -39,7 +40,7 @@ class Plan:
     """
 
     name: str
-    rounds: int
+    rounds: int | None
     algorithm: str
     learners: tuple[str, ...]
     ways: tuple[Way, ...]
@@ -69,7 +70,7 @@ def _plan(document: Any) -> Plan:
     clock, algorithm = document.get("clock") or {}, document["algorithm"]
     return Plan(
         name=str(document.get("name") or "run"),
-        rounds=int(document["rounds"]),
+        rounds=None if document["rounds"] is None else int(document["rounds"]),
         algorithm=str(algorithm.get("name") if isinstance(algorithm, Mapping) else algorithm),
         learners=names,
         ways=_ways(document, names, absences),
@@ -85,7 +86,7 @@ def _ways(document: Mapping[str, Any], names: tuple[str, ...], absences: tuple[A
     """Who says something to whom in any round."""
     try:
         topology = Topology.model_validate(document.get("topology") or {})
-        network = topology.network(len(names), int(document["rounds"]), Roster(names, absences))
+        network = topology.network(len(names), int(document["rounds"] or ENDLESS), Roster(names, absences))
         if network.horizon > _FEW_ROUNDS:
             return tuple(way for i, j in network.edges for way in ((i, j), (j, i)))
         heard = np.any([network.at(t).neighbours > 0 for t in range(network.horizon)], axis=0)

@@ -119,7 +119,7 @@ class RunView:
     started: float
     ended: float | None
     round: int
-    rounds: int
+    rounds: int | None
     rate: float | None
     left_s: float | None
     pace: tuple[float, ...]
@@ -254,7 +254,7 @@ def run_view(course: Course, plan: Plan, history: History) -> RunView:
     now, before = history.looks[-1], history.before(max(WINDOW_S, FEW_ROUNDS * (plan.period_s or 0.0)))
     rate = None if before is None else _rate(now.round, before.round, now.at - before.at)
     over = course.ended is not None
-    left = max(0, plan.rounds - now.round)
+    left = None if plan.rounds is None else max(0, plan.rounds - now.round)
     return RunView(
         run_id=course.run_id,
         name=plan.name,
@@ -270,7 +270,7 @@ def run_view(course: Course, plan: Plan, history: History) -> RunView:
         round=now.round,
         rounds=plan.rounds,
         rate=_mean_rate(course, now) if over else rate,
-        left_s=left / rate if rate and not over else None,
+        left_s=left / rate if left is not None and rate and not over else None,
         pace=history.pace,
         counted_by="learners" if now.heard is None else "eavesdropper",
         learners=learner_views(plan, now, before),

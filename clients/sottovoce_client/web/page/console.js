@@ -154,9 +154,11 @@ function figure(id, said, more) {
 }
 
 function cards(now) {
-  figure("round", count(now.round), ` of ${count(now.rounds)}`);
-  share(at("done"), shared(now.round, now.rounds));
-  text(at("left"), now.left_s !== null ? `${duration(now.left_s)} to go` : now.ended ? now.detail || "over" : "");
+  const endless = now.rounds === null;
+  figure("round", count(now.round), endless ? "" : ` of ${count(now.rounds)}`);
+  at("done").parentElement.hidden = endless;
+  share(at("done"), endless ? 0 : shared(now.round, now.rounds));
+  text(at("left"), now.ended ? now.detail || "over" : endless ? "until it is stopped" : now.left_s !== null ? `${duration(now.left_s)} to go` : "");
   figure("rate", number(now.rate), " rounds/s");
   pace(now.pace);
   text(at("pace-note"), now.ended ? "on average" : now.pace.length > 1 ? `the last ${duration(now.pace.length)}` : "");
