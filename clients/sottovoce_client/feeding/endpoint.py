@@ -295,17 +295,15 @@ async def serving(endpoint: Endpoint) -> AsyncIterator[tuple[str, asyncio.Task[N
         raise SpecError(f"cannot listen on {at.listen}: {error.strerror}") from None
     with listener:
         server = _Server(config)
-        task = asyncio.ensure_future(server.serve(sockets=[listener]))
-        scheme = "http" if at.tls_cert is None else "https"
-        shown = f"[{host}]" if ":" in host else host
-        try:
-            yield f"{scheme}://{shown}:{listener.getsockname()[1]}/records", task
-        finally:
-            server.should_exit = True
+        async with Tasks() as tasks:
+            task = tasks.start(server.serve(sockets=[listener]))
+            scheme = "http" if at.tls_cert is None else "https"
+            shown = f"[{host}]" if ":" in host else host
             try:
-                await asyncio.shield(task)
+                yield f"{scheme}://{shown}:{listener.getsockname()[1]}/records", task
             finally:
-                task.cancel()
+                server.should_exit = True
+                await asyncio.shield(task)
 
 
 def serve(target: Target, terms: Terms, listening: Listening, when_full: WhenFull, tell: Callable[[str], None]) -> Work:

@@ -7,6 +7,7 @@ import os
 import zlib
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -41,7 +42,7 @@ def place_of(position: int) -> int:
 
 async def in_thread(work: Callable[..., T], *arguments: Any) -> T:
     """Work on a file in a thread, which has ended when this does, however it does: only then the file may be closed."""
-    working = asyncio.ensure_future(asyncio.to_thread(work, *arguments))
+    working = asyncio.get_running_loop().run_in_executor(None, partial(work, *arguments))
     try:
         return await asyncio.shield(working)
     finally:
