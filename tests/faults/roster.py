@@ -173,9 +173,13 @@ def _dies(who: str) -> Act:
         stage.away |= {_PLACE} if who == "joins" else set()
         stage.arm(victim, stage.random.choice(_LEARNERS), _SECOND)
         await stage.sometime()
-        changing = asyncio.ensure_future(change(stage, name))
-        await stage.death(victim)
-        await stage.start(victim)
+        changing, dying = asyncio.ensure_future(change(stage, name)), asyncio.ensure_future(stage.death(victim))
+        await asyncio.wait({changing, dying}, return_when=asyncio.FIRST_COMPLETED)
+        if changing.done() and changing.exception() is not None:  # the run was over before
+            dying.cancel()
+        else:
+            await dying
+            await stage.start(victim)
         await changing
 
     return act

@@ -21,7 +21,7 @@ CHEAP = {  # and a seed: of either clock, and of either noise
     "torn at the mark": 3,
     "learner's disk full": 2,
     "links reset": 1,
-    "one leaves and dies meanwhile": 0,
+    "one leaves and dies meanwhile": 1,
     "lost by an operator, another dies meanwhile": 1,
     "late: frozen": 2,
 }
