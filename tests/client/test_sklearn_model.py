@@ -188,8 +188,9 @@ async def test_a_regressor_says_numbers_in_the_unit_of_the_records(tmp_path: Pat
         model: Any = learner.as_sklearn()
         model.partial_fit([{"age": 5}, {"age": 90}], [100, 250.5]).flush()
         assert not hasattr(model, "classes_") and not hasattr(model, "predict_proba")
-        found, scores = model.predict([{"age": 60}]), learner.predict([{"age": 60}]).scores
-        assert found.dtype == np.float64 and abs(found[0] - 200.0) <= 100.0 * max(1.0, abs(scores[0]))
+        assert model.predict([{"age": 60}]).dtype == np.float64
+        told = learner.predict([{"age": 60}])  # rounds go on: of another call it may be another model
+        assert told.labels == pytest.approx(200.0 + 100.0 * told.scores)
         assert model.score([{"age": 5}, {"age": 90}], [100, 250]) < 1.0
 
     await plainly(tmp_path, spec_of({"schema": schema}, loss="least_squares"), program)
