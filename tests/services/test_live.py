@@ -107,7 +107,9 @@ async def test_a_learner_that_dies_goes_on_where_it_stood(
     spec = spec_of(120, most=2, clock={"mode": "data", "window": 5, "deadline_s": 100.0})
     async with network(tmp_path, NAMES) as up:
         run_id = (await up.start(spec, 3)).run_id
-        feeding = [asyncio.ensure_future(fed(up, name, 240, 5)) for name in ("ann", "cleo")]
+        feeding = [
+            asyncio.ensure_future(fed(up, name, 240, 4)) for name in ("ann", "cleo")
+        ]  # even: each round takes two
         address = up.addresses["ben"]
         for rounds in (10, 40, 80):
             async with connected(up, "ben") as learner:
