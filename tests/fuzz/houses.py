@@ -31,9 +31,9 @@ from sottovoce_wire.v1 import (
     learner_pb2,
     learner_pb2_grpc,
 )
-from tests.examples import small_spec
+from tests.examples import ALLOWING, small_spec
 from tests.faults.processes import Process, chance, command, learners
-from tests.fuzz.hostile import COORDINATOR, EAVESDROPPER, LEARNER, Call, Known, call
+from tests.fuzz.hostile import COORDINATOR, EAVESDROPPER, LEARNER, METHODS, Call, Known, call
 
 MOST_MIB = 512
 """What no service may ever hold of memory, whatever it is sent."""
@@ -76,6 +76,8 @@ class Houses:
                     sizes = [len(each) for each in said.payloads]
                     found.append(f"{house}, lot {seed}, input {k}: {said.method} {sizes}: {code}: {text[:300]}")
 
+            if house == LEARNER:
+                await self._stranger(to[0])
             calls = [call(random, house, self.known) for _ in range(inputs)]
             await asyncio.gather(
                 self._strangers(house, random.randbytes(4_096)), *(one(*each) for each in enumerate(calls))
@@ -100,6 +102,17 @@ class Houses:
                     except grpc.aio.AioRpcError as error:
                         found.append(f"capture {capture.capture_id} is not closed: {error.code()}: {error.details()}")
         return found
+
+    async def _stranger(self, to: grpc.aio.Channel) -> None:
+        """Greet a learner as one who is no neighbour, as soon as it has the run."""
+        greeting = learner_pb2.ExchangeMessage.FromString(self.known.hello)
+        greeting.hello.learner = len(_NAMES)
+        (path,) = (path for path, *_ in METHODS[LEARNER] if path.endswith("/Exchange"))
+        said, code = Call(path, (greeting.SerializeToString(),), True, PATIENCE_S), grpc.StatusCode.FAILED_PRECONDITION
+        async with asyncio.timeout(PATIENCE_S):
+            while code is grpc.StatusCode.FAILED_PRECONDITION:  # it has no run yet
+                code, _ = await _answered(to, said)
+        self.answers["Exchange", code.name] += 1
 
     async def _strangers(self, house: str, noise: bytes) -> None:
         """Connections on which no gRPC is spoken: some say nothing, some anything."""
@@ -246,7 +259,7 @@ async def houses(folder: Path) -> AsyncIterator[Houses]:
         assert await processes[COORDINATOR].up(), processes[COORDINATOR].words
         to, state = processes[COORDINATOR].address, folder / "learners"
         configs = [
-            LearnerConfig(name, to, state_folder=state) for name in ("ben", "ann", _IDLE)
+            LearnerConfig(name, to, state_folder=state, policy=ALLOWING) for name in ("ben", "ann", _IDLE)
         ]  # ben is who is called
         processes[LEARNER] = Process(partial(learners, configs), folder / "learners-log")
         assert await processes[LEARNER].up(), processes[LEARNER].words

@@ -24,7 +24,8 @@ async def test_every_service_lives_through_a_lot_and_serves(tmp_path: Path) -> N
         path.rsplit("/", 1)[-1] for of in METHODS.values() for path, *_ in of
     }
     codes = {code for _, code in tried.answers}
-    assert {"OK", "INVALID_ARGUMENT", "FAILED_PRECONDITION"} <= codes  # who may ask is tried in test_access
+    assert {"OK", "INVALID_ARGUMENT", "FAILED_PRECONDITION", "PERMISSION_DENIED"} <= codes
+    assert tried.answers["Exchange", "PERMISSION_DENIED"]  # who is no neighbour
 
 
 async def test_what_is_broken_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
