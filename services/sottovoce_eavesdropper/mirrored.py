@@ -8,14 +8,13 @@ from dataclasses import dataclass
 
 from sottovoce.errors import RemoteProtocolError, StrangerError
 from sottovoce.network.roster import names_of
+from sottovoce.spec import MOST_LEARNERS
 from sottovoce_eavesdropper.lookout import Row
 from sottovoce_eavesdropper.relay import MOST_PAYLOAD
 from sottovoce_rpc.principals import Principal
 from sottovoce_rpc.signatures import is_signature
 from sottovoce_wire.v1 import eavesdropper_pb2
 
-_MOST_NAMED = 65_536
-"""Learners whose names are looked at: more are in no run."""
 _MOST_COPIES = 1_024
 """In one request: learners send far fewer at a time."""
 _MOST_INDEX, _MOST_NS = 2**31 - 1, 2**63 - 1
@@ -29,7 +28,7 @@ class Participants:
     Attributes:
         learners: how many; as many as a column holds where nobody said.
         mirrored: whether learners send copies. Else a relay hears them, and a copy is somebody else's forgery.
-        names: of the learners, in their order; empty where nobody said.
+        names: of the learners, in their order; empty where nobody said, or so many that no run has them.
     """
 
     learners: int
@@ -44,7 +43,7 @@ class Participants:
         told = fields.get("learners")
         n = told if isinstance(told, int) else len(told) if isinstance(told, list) else 0
         n = n if 0 < n <= _MOST_INDEX else _MOST_INDEX
-        names = names_of(told) if isinstance(told, int | list) and n <= _MOST_NAMED else ()
+        names = names_of(told) if isinstance(told, int | list) and n <= MOST_LEARNERS else ()
         names = names if all(isinstance(name, str) for name in names) else ()
         return cls(n, fields.get("capture") == "mirror", names)
 
@@ -86,7 +85,7 @@ class Participants:
         return [row for message in request.messages for row in self._rows(request.sender, message, now)]
 
     def _rows(self, sender: int, message: eavesdropper_pb2.MirroredMessage, now: int) -> list[Row]:
-        if len(message.receivers) > min(self.learners, _MOST_NAMED):
+        if len(message.receivers) > min(self.learners, MOST_LEARNERS):
             raise RemoteProtocolError(
                 f"a message of {self.learners} learners goes to fewer, got {len(message.receivers)}"
             )

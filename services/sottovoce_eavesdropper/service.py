@@ -368,7 +368,7 @@ class Eavesdropper(eavesdropper_pb2_grpc.EavesdropperServicer):
         await asyncio.gather(*(relay.stop() for relay in capture.relays))
         await capture.writing.end(WRITE_S)
         if over and capture.who.mirrored:
-            capture.file.gaps.silent(capture.who.learners)
+            capture.file.gaps.silent(len(capture.who.names))
         await capture.file.close(over=over)
         capture.closed = True
         log.info(

@@ -155,6 +155,22 @@ async def test_who_takes_no_part_is_not_missing(tmp_path: Path) -> None:
     assert outcome.state == "finished" and open_capture(outcome.capture or "").complete
 
 
+@pytest.mark.parametrize("told", [2**31 - 1, 2**63, 5_000, ["x"] * 5_000, [3], "zoe", None])
+async def test_of_learners_that_no_run_has_none_is_missing(tmp_path: Path, told: object) -> None:
+    """A stranger's capture would else have two thousand million gaps."""
+    eavesdropper = Eavesdropper(EavesdropperConfig(folder=tmp_path))
+    address = await eavesdropper.start()
+    try:
+        spec = json.dumps({"learners": told, "capture": "mirror"})
+        capture_id = (await opened(eavesdropper, PATIENCE_S, spec=spec)).capture_id
+        async with channel(address) as to:
+            closing = eavesdropper_pb2.CloseCaptureRequest(capture_id=capture_id)
+            await eavesdropper_pb2_grpc.EavesdropperStub(to).CloseCapture(closing, timeout=PATIENCE_S)
+    finally:
+        await eavesdropper.stop()
+    assert open_capture(tmp_path / capture_id).facts["gaps"] == []
+
+
 async def test_a_full_disk_is_said_to_whoever_asked_for_the_capture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
