@@ -207,7 +207,7 @@ async def test_a_run_that_ends_ends_its_feeders(tmp_path: Path) -> None:
         await up.start(spec, 4)
         with pytest.raises(NotReady, match=r"takes no more records: finished"):
             await fed(up, Told(*good(1), ends=False))
-        await up.start(spec_of({"schema": SCHEMA}), 4)
+        await up.start_another(spec_of({"schema": SCHEMA}), 4)
         part = Told(*good(1))
         assert ((await fed(up, part)).fed, part.after) == (1, -1)
 

@@ -196,7 +196,7 @@ async def test_a_run_that_is_over_takes_nothing_more(tmp_path: Path) -> None:
         assert states[-1] is LearnerState.FINISHED
         with pytest.raises(NotReady, match="is over for this learner"):
             await learner.feed(np.ones((1, 2)), [0])
-        await up.start(spec_of({"schema": SCHEMA}), 4)
+        await up.start_another(spec_of({"schema": SCHEMA}), 4)
         with pytest.raises(NotReady, match="is over for this learner"):
             await learner.feed(np.ones((1, 2)), [0])
         async with connect_learner(up.addresses["ann"]) as anew:

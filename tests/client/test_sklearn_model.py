@@ -68,10 +68,10 @@ async def test_what_was_sent_and_is_not_kept_is_said(tmp_path: Path) -> None:
                     raise fails("of its own")
 
         await asyncio.to_thread(program, told=True)
-        await up.start(spec_of({"features": 2}, rounds=30), 3)
+        await up.start_another(spec_of({"features": 2}, rounds=30), 3)
         with pytest.raises(NotReady, match="some are not kept"):
             await asyncio.to_thread(program, told=False)
-        await up.start(spec_of({"features": 2}, rounds=30), 3)
+        await up.start_another(spec_of({"features": 2}, rounds=30), 3)
         with pytest.raises(OSError, match="of its own"):
             await asyncio.to_thread(program, told=False, fails=OSError)
 

@@ -117,6 +117,15 @@ class Network:
             request = coordinator_pb2.StartRunRequest(spec=spec_to_wire(spec), n_features=n_features)
             return await coordinator_pb2_grpc.CoordinatorStub(to).StartRun(request, timeout=PATIENCE_S)
 
+    async def start_another(self, spec: RunSpec, n_features: int) -> coordinator_pb2.Run:
+        """Start a run, and wait until its learners have it: until then they are in the one before."""
+        run = await self.start(spec, n_features)
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                if {self.learners[name].status.run_id for name in spec.names} == {run.run_id}:
+                    return run
+                await asyncio.sleep(0)
+
     async def run(self, spec: RunSpec, data: PlacedData, stop: asyncio.Event | None = None, **more: Any) -> Outcome:
         """Run to the end, as the client does."""
         more = {"credentials": self.operator, **more}
