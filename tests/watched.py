@@ -64,7 +64,7 @@ def alarms(
 ) -> Iterator[Alarm]:
     """All alarms of a run."""
     run, data = a_run(rounds, learners, numbers)
-    watch = Watch(run, data, alpha, range(learners), keys)
+    watch = Watch(run, data.learners, alpha, range(learners), keys)
     for step in simulate(run, data, noise):
         yield from watch.take(step.t, step.by_sender())
 

@@ -38,6 +38,7 @@ class LearnerConfig:
         owners: who may see its ledger, ask for predictions, and bring records besides itself, as `role/name`.
         feeders: who else may bring records besides `feeder/NAME`, as `role/name`.
         policy: in which runs it takes part, and what they may cost.
+        keep_log: whether the logs of its runs are kept, with the records in them, for `sottovoce watch --log`.
     """
 
     name: str
@@ -55,6 +56,7 @@ class LearnerConfig:
     owners: tuple[str, ...] = ()
     feeders: tuple[str, ...] = ()
     policy: Policy = field(default_factory=Policy)
+    keep_log: bool = False
 
     @property
     def own_budget(self) -> float | None:

@@ -114,10 +114,11 @@ class Log:
         folder: the run's, of this learner.
         about: whose it is.
         reading: what it holds already; None: it begins here.
+        kept: folder for what is forgotten; None: it is deleted.
     """
 
-    def __init__(self, folder: Path, about: About, reading: Reading | None = None) -> None:
-        self.folder, self._about = folder, about
+    def __init__(self, folder: Path, about: About, reading: Reading | None = None, kept: Path | None = None) -> None:
+        self.folder, self._about, self._kept = folder, about, kept
         self.sequence, self.chain = 0, START
         self._unsynced, self._doubtful = False, False
         if reading is None or reading.about is None:
@@ -164,12 +165,12 @@ class Log:
         self._unsynced = False
 
     def forget(self, covers: int) -> None:
-        """Delete all segments and files that a snapshot, up to this entry, stands in place of, and drafts of others."""
+        """Put away all segments that a snapshot, up to this entry, stands in place of; delete other snapshots, and drafts."""
         segments = sorted(self.folder.glob("*.log"))
         for segment, after in pairwise(segments):  # oldest first, so that what is left hangs together
             if (_first(after) or 0) > covers + 1:
                 break
-            segment.unlink()
+            put_away(segment, self._kept)
         for other in self.folder.glob("*.snapshot*"):
             if other.name != f"{covers:016d}.snapshot":
                 other.unlink()
@@ -222,6 +223,15 @@ class Log:
                 other.unlink()
 
 
+def put_away(segment: Path, kept: Path | None) -> None:
+    """Delete a segment, or move it to a folder of the same disk."""
+    if kept is None:
+        segment.unlink()
+        return
+    kept.mkdir(mode=0o700, parents=True, exist_ok=True)
+    segment.replace(kept / segment.name)
+
+
 def read_log(folder: Path) -> Reading:
     """All that is right in a log.
 
@@ -245,6 +255,17 @@ def read_log(folder: Path) -> Reading:
         path, end = segment, found[-1].end if found else PAGE
         due, chain = due + len(found), found[-1].chain if found else chain
     return Reading(about, first, base, tuple(entries), tuple(chains), path, end)
+
+
+def begins(segment: Path, sequence: int, chain: bytes) -> bool:
+    """Does a segment begin with this entry, behind this chain?
+
+    Raises:
+        FileNotFoundError: there is no such segment.
+    """
+    with segment.open("rb") as file:
+        facts = _facts(file.read(PAGE), segment)
+    return facts is not None and (facts["sequence"], facts["chain"]) == (sequence, chain.hex())
 
 
 def write_snapshot(folder: Path, covers: int, chain: bytes, reserved: Grant, raw: bytes) -> Snapshot:

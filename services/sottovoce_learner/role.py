@@ -57,7 +57,9 @@ class Others:
     lately: float
 
 
-def open_log(folder: Path, role: Role, terms: Terms, since: datetime) -> tuple[Others, RunLog]:
+def open_log(
+    folder: Path, role: Role, terms: Terms, since: datetime, *, keep_log: bool = False
+) -> tuple[Others, RunLog]:
     """What all other runs have cost, and the log of this one.
 
     Args:
@@ -65,6 +67,7 @@ def open_log(folder: Path, role: Role, terms: Terms, since: datetime) -> tuple[O
         role: of the learner.
         terms: what the log is kept by.
         since: when lately begins.
+        keep_log: whether the log is kept when the run is over.
 
     Raises:
         NotReady: the learner has been in another run since, or an earlier version has spoken in this one; or the log cannot be
@@ -77,7 +80,7 @@ def open_log(folder: Path, role: Role, terms: Terms, since: datetime) -> tuple[O
             "an earlier version of this learner has spoken in this run: its journal counts, and cannot be gone on with; start a "
             "new run"
         )
-    store, before = Store(folder, role.name), math.fsum(line.spent for line in old)
+    store, before = Store(folder, role.name, keep_log=keep_log), math.fsum(line.spent for line in old)
     elsewhere = store.spent(but=role.run_id) + before
     lately = store.spent_since(since, role.run_id, before)
     line = LedgerLine(role.name, role.run_id, role.index, role.n_features, role.spec.model_dump_json())

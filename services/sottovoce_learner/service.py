@@ -105,7 +105,10 @@ class Learner:
             try:
                 self._identity = Identity.of(folder, self.config.name)
                 with contextlib.suppress(DataError):  # a damaged folder is told to whoever starts a run
-                    await asyncio.to_thread(end_run, folder, self.config.name)  # what a death has left of it
+                    keep = self.config.keep_log
+                    await asyncio.to_thread(
+                        end_run, folder, self.config.name, keep_log=keep
+                    )  # what a death has left of it
                 self.service = await start_server(self.config.listen, self.face.add_to, [NAME], self.config.credentials)
             except BaseException:
                 held.close()
@@ -391,6 +394,7 @@ class Learner:
             own_budget=self.config.own_budget,
             credentials=self.config.credentials,
             changed=self._changed,
+            keep_log=self.config.keep_log,
         )
         self._mirror, self._refused = mirror, None
 
@@ -452,7 +456,8 @@ class Learner:
         if not run_id:
             return
         try:
-            await asyncio.to_thread(end_run, self.config.state_folder, self.config.name, run_id)
+            own = self.config
+            await asyncio.to_thread(end_run, own.state_folder, own.name, run_id, keep_log=own.keep_log)
         except DataError as error:  # nothing is deleted that may be evidence; the next run is told
             log.error("the run's log stays", run_id=run_id, reason=str(error))
         except OSError as error:

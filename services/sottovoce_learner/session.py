@@ -80,6 +80,7 @@ class Session:
         own_budget: epsilon that the owner allows in all runs together; None: no limit.
         credentials: of the learner: with an identity it signs what it says, and so must its neighbours.
         changed: set when there is something to report.
+        keep_log: whether the log is kept when the run is over.
 
     Raises:
         DataError: what stands in the state folder is damaged, so that what was spent is not known.
@@ -99,6 +100,7 @@ class Session:
         own_budget: float | None = None,
         credentials: Credentials = NO_IDENTITY,
         changed: asyncio.Event | None = None,
+        keep_log: bool = False,
     ) -> None:
         self.role, self.policy, self._noise, self._mirror = role, policy, noise, mirror
         spec, index = role.spec, role.index
@@ -110,7 +112,7 @@ class Session:
         self._name = role.name
         terms = Terms(spec.durability, self.codec.length, spec.clock.window, spec.rounds, role.budget)
         since = datetime.now(UTC) - timedelta(days=DAYS)
-        others, self._log = open_log(state_folder, role, terms, since)
+        others, self._log = open_log(state_folder, role, terms, since, keep_log=keep_log)
         limits = Allowance(policy.epsilon_per_run, policy.epsilon_per_month, own_budget, others.lately, others.in_all)
         self._books = Books(self.algorithm.accountant(index), role.budget, limits)
         self._inputs = Said(b"")

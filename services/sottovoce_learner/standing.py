@@ -4,6 +4,7 @@
     NAME.runs            the ledger: chained lines, each run opened, closed, or repaired (`lines.py`)
     NAME.mark            how far something visible rests on the others (`mark.py`)
     RUN@NAME/K.log       the log of the open run, and of the last one until another is opened (`log.py`)
+    kept/RUN@NAME/K.log  what was put away of logs, where they are kept (`kept.py`)
 
 Each is held against the others: whatever is cut, lost, set back or another learner's does not fit, and then nothing is said.
 """
@@ -28,14 +29,22 @@ from sottovoce_learner.log import Reading, hashed, host, read_log
 from sottovoce_learner.mark import NO_RUN, Mark, read_mark
 
 OPENED, CLOSED, REPAIRED = "opened", "closed", "repaired"
+KEPT = "kept"
 
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """Where a learner's files stand."""
+    """Where a learner's files stand.
+
+    Attributes:
+        folder: the state folder.
+        learner: its name.
+        keep_log: logs of runs are kept when they are over.
+    """
 
     folder: Path
     learner: str
+    keep_log: bool = False
 
     @property
     def runs(self) -> Path:
@@ -50,6 +59,10 @@ class Files:
     def log(self, run_id: str) -> Path:
         """The folder of a run's log. Neither a run's id nor a learner's name has an @, so no two share one."""
         return self.folder / f"{run_id}@{self.learner}"
+
+    def kept(self, log: Path) -> Path | None:
+        """Where of a log stands what is no longer needed to go on; None: nowhere."""
+        return self.folder / KEPT / log.name if self.keep_log else None
 
     def logs(self) -> list[Path]:
         """Folders of all logs that are there."""

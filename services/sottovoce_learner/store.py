@@ -24,7 +24,7 @@ from sottovoce_learner import lines as ledger_lines
 from sottovoce_learner.bodies import Grant, Said, Snapshot
 from sottovoce_learner.entries import Kind
 from sottovoce_learner.ledger_line import LedgerLine
-from sottovoce_learner.log import About, Durability, Log, Reading, hashed, host, sync_folder, write_snapshot
+from sottovoce_learner.log import About, Durability, Log, Reading, hashed, host, put_away, sync_folder, write_snapshot
 from sottovoce_learner.mark import NO_RUN, Mark, MarkFile
 from sottovoce_learner.standing import CLOSED, OPENED, Files, Standing, done, said, stand
 
@@ -228,13 +228,14 @@ class Store:
     Args:
         folder: the state folder.
         learner: its name.
+        keep_log: whether logs of runs are kept when they are over.
 
     Raises:
         DataError: something was lost, cut, changed, or is another learner's.
     """
 
-    def __init__(self, folder: Path, learner: str) -> None:
-        self._files = Files(folder, learner)
+    def __init__(self, folder: Path, learner: str, *, keep_log: bool = False) -> None:
+        self._files = Files(folder, learner, keep_log)
         standing = stand(self._files)
         if standing is None or standing.mark is None:
             standing, self._mark = self._founded(standing)
@@ -287,7 +288,8 @@ class Store:
         if reading is None:
             shutil.rmtree(folder, ignore_errors=True)  # begun, and nothing said in it
             folder.mkdir(mode=0o700)
-        log = Log(folder, About(self._mark.store.hex(), line.learner, line.run_id, terms.durability), reading)
+        about = About(self._mark.store.hex(), line.learner, line.run_id, terms.durability)
+        log = Log(folder, about, reading, self._files.kept(folder))
         if reading is None:
             log.append(Kind.OPEN, 0, 0.0, elsewhere, line.spec.encode())
             log.sync()
@@ -303,7 +305,7 @@ class Store:
         return RunLog(log, mark_file, mark, elsewhere, terms, reading)
 
     def end(self) -> None:
-        """The open run is over for good: its line says what it has cost, and its log, with the records in it, is deleted."""
+        """The open run is over for good: its line says what it has cost, and its log, with the records in it, is put away."""
         self._close(self._standing.opened)
         mark_file = MarkFile(self._files.mark)
         mark_file.settle(self._base())
@@ -313,6 +315,9 @@ class Store:
     def _forget_logs(self, but: Path | None = None) -> None:
         for other in self._files.logs():
             if other != but:
+                if self._files.keep_log:
+                    for segment in sorted(other.glob("*.log")):
+                        put_away(segment, self._files.kept(other))
                 shutil.rmtree(other)
 
     def _close(self, opened: LedgerLine | None) -> None:
@@ -370,13 +375,14 @@ def _amended(found: LedgerLine, line: LedgerLine, reading: Reading | None, path:
     return True
 
 
-def end_run(folder: Path, learner: str, run_id: str = "") -> None:
-    """A run is over for all who were in it: its log is deleted, the ledger keeps what it has cost. Only for who has the claim.
+def end_run(folder: Path, learner: str, run_id: str = "", *, keep_log: bool = False) -> None:
+    """A run is over for all who were in it: its log is put away, the ledger keeps what it has cost. Only for who has the claim.
 
     Args:
         folder: the state folder.
         learner: its name.
         run_id: the run; nothing is done where another one is open. Empty: one that was over, and whose log a death has left.
+        keep_log: whether its log is kept; else it is deleted.
 
     Raises:
         DataError: as `Store`.
@@ -385,4 +391,4 @@ def end_run(folder: Path, learner: str, run_id: str = "") -> None:
     files = Files(folder, learner)
     standing = stand(files)
     if standing is not None and files.logs() and (standing.opened is None or standing.opened.run_id == run_id):
-        Store(folder, learner).end()
+        Store(folder, learner, keep_log=keep_log).end()

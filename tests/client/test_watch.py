@@ -336,7 +336,7 @@ async def _first_of(address: str) -> Capture | None:
 
 def a_sight(alarm: Alarm | None = None) -> Sight:
     run = small_run(5)
-    watch = Watch(run, made_up(run.spec), 1e-3, (0, 1, 2))
+    watch = Watch(run, made_up(run.spec).learners, 1e-3, (0, 1, 2))
     watch.learners[0].e, watch.learners[1].e = 5.0, 30.0
     return Sight("a run", 5, ("ann", "bob", "eve"), 1e-3, watch, alarms=[alarm] if alarm else [])
 

@@ -149,7 +149,7 @@ def test_a_watch_needs_everybody() -> None:
     run = small_run(clock=HOLD)
     data = made_up(run.spec)
     with pytest.raises(SpecError, match="a watch needs a run that waits for late neighbours"):
-        Watch(run, data, 0.05, [0])
+        Watch(run, data.learners, 0.05, [0])
     with pytest.raises(SpecError, match="guessing canaries needs a run that waits for late neighbours"):
         draw(run, data, 2, np.random.default_rng(1))
 

@@ -717,7 +717,7 @@ def test_a_watch_accuses_nobody_who_is_away() -> None:
     spec = spec_of(rounds=40, algorithm={"sigma": 3.0})
     run, data = build_run(spec, 3), made_up(spec)
     for seed in range(5):
-        whole, heard_only = (Watch(run, data, 1e-3, range(4)) for _ in range(2))
+        whole, heard_only = (Watch(run, data.learners, 1e-3, range(4)) for _ in range(2))
         for step in simulate(run, data, SeededNoise(seed)):
             messages = step.by_sender()
             there = {i: said for i, said in messages.items() if spec.roster.is_there(i, step.t)}
@@ -739,7 +739,7 @@ def test_a_watch_sees_too_little_noise_of_who_joined_late() -> None:
             drawn[3] = np.rint(drawn[3] / 4.0 / request.grid) * request.grid
             return drawn
 
-    watch, alarms = Watch(run, data, 1e-3, range(4)), []
+    watch, alarms = Watch(run, data.learners, 1e-3, range(4)), []
     for step in simulate(run, data, Quartered(1)):
         alarms += watch.take(step.t, step.by_sender())
     assert 3 in {alarm.learner for alarm in alarms} and {alarm.learner for alarm in alarms} <= {3, None}

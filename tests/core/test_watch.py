@@ -102,7 +102,7 @@ def alarms_of(watch: Watch, rounds: Iterator[list[dict[int, Message]]]) -> list[
 def test_false_alarms_are_as_rare_as_stated() -> None:
     """200 runs, looked at in every round; more alarms than these have probability below 1e-3, if each has alpha."""
     run, data = a_run(3, 6, 2)
-    watches = [Watch(run, data, 0.05, (0, 1)) for _ in range(200)]
+    watches = [Watch(run, data.learners, 0.05, (0, 1)) for _ in range(200)]
     alarmed: dict[float, set[int]] = {0.05: set(), 0.001: set()}
     more = math.log(0.05 / 0.001)  # by so much the thresholds of a Watch at alpha 0.001 are higher
     for t, replicas in enumerate(overheard(run, data, SeededNoise(7), len(watches))):
@@ -119,7 +119,7 @@ def test_false_alarms_are_as_rare_as_stated() -> None:
 def test_a_long_correct_run_raises_no_alarm() -> None:
     """With probability at least 0.999."""
     run, data = a_run(10, 150)
-    watch = Watch(run, data, 1e-3, (0, 1, 2))
+    watch = Watch(run, data.learners, 1e-3, (0, 1, 2))
     assert alarms_of(watch, overheard(run, data, SeededNoise(1))) == []
     assert watch.round == 150
     assert watch.e < 0.0
@@ -164,7 +164,7 @@ def test_a_broken_learner_is_named_soon(change: Change, dim: int, most: int, tes
     run, data = a_run(dim, most + 1)
     rounds = []
     for seed in range(5):
-        watch = Watch(run, data, 1e-3, (0, 1, 2))
+        watch = Watch(run, data.learners, 1e-3, (0, 1, 2))
         found = [a for a in alarms_of(watch, overheard(run, data, Broken(seed, change))) if not a.change]
         assert {alarm.learner for alarm in found} <= {BROKEN}
         rounds += [found[0].round + 1 if found else most + 1]
@@ -175,7 +175,7 @@ def test_a_broken_learner_is_named_soon(change: Change, dim: int, most: int, tes
 def test_what_breaks_on_the_way_is_seen_by_the_detector_first() -> None:
     """After 300 correct rounds of one number; the detector needs no more than half as long. Probability below 0.01."""
     run, data = a_run(1, 600, 2)
-    watch = Watch(run, data, 1e-3, (0, 1))
+    watch = Watch(run, data.learners, 1e-3, (0, 1))
     found = alarms_of(watch, overheard(run, data, Broken(3, times(0.25), since=300)))
     first = {change: min((a.round for a in found if a.change is change), default=600) for change in (False, True)}
     assert {alarm.learner for alarm in found} == {BROKEN}
@@ -184,7 +184,7 @@ def test_what_breaks_on_the_way_is_seen_by_the_detector_first() -> None:
 
 def test_two_different_messages_of_a_round_refute_a_learner() -> None:
     run, data = a_run(2, 5)
-    watch = Watch(run, data, 1e-3, (0, BROKEN))
+    watch = Watch(run, data.learners, 1e-3, (0, BROKEN))
     assert watch.equivocated(2, 3) == []  # is not watched
     (alarm,) = watch.equivocated(BROKEN, 3)
     assert (alarm.learner, alarm.round, alarm.test, alarm.e) == (BROKEN, 3, "equivocation", math.inf)
@@ -198,15 +198,15 @@ def test_only_the_records_of_those_who_are_watched_are_needed() -> None:
     run, data = a_run(4, 20)
     rounds = list(overheard(run, data, SeededNoise(0)))
     blank = data.with_learner(0, data.learners[1]).with_learner(2, data.learners[1])
-    some, all_of_them = Watch(run, blank, 1e-3, (1,)), Watch(run, data, 1e-3, (0, 1, 2))
-    alone = Watch(run, data, 1e-3, (1,))
+    some, all_of_them = Watch(run, blank.learners, 1e-3, (1,)), Watch(run, data.learners, 1e-3, (0, 1, 2))
+    alone = Watch(run, data.learners, 1e-3, (1,))
     assert alarms_of(some, iter(rounds)) == alarms_of(alone, iter(rounds)) == alarms_of(all_of_them, iter(rounds)) == []
     assert some.learners[0].e == alone.learners[0].e
 
 
 def test_who_was_not_overheard_is_not_watched_from_there_on() -> None:
     run, data = a_run(4, 20)
-    watch = Watch(run, data, 1e-3, (0, 1, 2))
+    watch = Watch(run, data.learners, 1e-3, (0, 1, 2))
     for t, (messages,) in enumerate(overheard(run, data, SeededNoise(0))):
         watch.take(t, {i: m for i, m in messages.items() if (t, i) != (7, 2)})
     heard_by = [run.network.at(7).heard_by(i) for i in range(3)]
@@ -217,7 +217,7 @@ def test_who_was_not_overheard_is_not_watched_from_there_on() -> None:
 def test_rounds_come_in_order() -> None:
     run, data = a_run(2, 5)
     with pytest.raises(CaptureError, match="must be 0, got 1"):
-        Watch(run, data, 1e-3, (0,)).take(1, {})
+        Watch(run, data.learners, 1e-3, (0,)).take(1, {})
 
 
 def bytes_of(thing: Any) -> int:
@@ -236,7 +236,7 @@ def bytes_of(thing: Any) -> int:
 
 def test_state_is_as_large_after_many_rounds_as_after_few() -> None:
     run, data = a_run(2, 3 * BLOCKS[0])
-    watch, sizes = Watch(run, data, 1e-3, (0,)), []
+    watch, sizes = Watch(run, data.learners, 1e-3, (0,)), []
     for t, (messages,) in enumerate(overheard(run, data, SeededNoise(0))):
         watch.take(t, messages)
         sizes.append(bytes_of(watch))

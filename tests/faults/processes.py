@@ -114,7 +114,7 @@ def _begin(work: Callable[[], None], out: str, err: str, point: Point | None) ->
         os.dup2(file, descriptor)
         os.close(file)
     # Logs are looked at when the run is over: they are not deleted then.
-    learner_service.end_run = lambda *_: None  # type: ignore[attr-defined]
+    learner_service.end_run = lambda *_, **__: None  # type: ignore[attr-defined]
     if point is not None:
         strike(point)
     work()

@@ -59,6 +59,7 @@ class Network:
         addresses: of the learners, by name.
         budget: epsilon in all runs that the owners of learners that join from now on allow.
         policy: what they allow else.
+        keep_log: whether they keep their logs.
     """
 
     folder: Path
@@ -69,6 +70,7 @@ class Network:
     addresses: dict[str, str] = field(default_factory=dict)
     budget: float | None = None
     policy: Policy = ALLOWING
+    keep_log: bool = False
     coordinating: Coordinator | None = None
     eavesdropping: Eavesdropper | None = None
     _tasks: Tasks = field(default_factory=Tasks)
@@ -88,6 +90,7 @@ class Network:
                 credentials=credentials_of(self.identities, f"learner/{name}"),
                 owners=(OPERATOR,),
                 policy=self.policy,
+                keep_log=self.keep_log,
             )
         )
         self.addresses[name] = await learner.start()

@@ -90,7 +90,7 @@ def recorded(spec: RunSpec, data: PlacedData, path: Path) -> tuple[Path, FloatAr
 @pytest.fixture
 def kept_logs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Learners keep the log of a run that is over."""
-    monkeypatch.setattr(learner_service, "end_run", lambda *_: None)
+    monkeypatch.setattr(learner_service, "end_run", lambda *_, **__: None)
 
 
 @pytest.mark.parametrize("capture", ["none", "mirror", "relay"])

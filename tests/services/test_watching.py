@@ -41,7 +41,7 @@ async def test_a_capture_is_fetched_while_it_is_written(tmp_path: Path) -> None:
             await up.end(started.run_id)
             capture, parts = await fetching, set()
             codec, rounds = RoundCodec(capture.shapes), Assembly[Message](3, 12, run.network, KEPT)
-            watch = Watch(run, data, 1e-3, (0, 1, 2))
+            watch = Watch(run, data.learners, 1e-3, (0, 1, 2))
             for part, batch in capture.parts_since(0):
                 parts.add(part)
                 capture.assemble(batch, codec, rounds)

@@ -80,6 +80,14 @@ AllowImports = Annotated[
         help="Import code that a run spec names (module:Class). Whoever starts a run can then run any installed code.",
     ),
 ]
+KeepLog = Annotated[
+    bool,
+    typer.Option(
+        "--keep-log",
+        envvar="SOTTOVOCE_KEEP_LOG",
+        help="Keep the logs of runs, with the records in them, in the state folder, below kept: for `sottovoce watch --log`.",
+    ),
+]
 IdentityFolder = Annotated[
     Path | None,
     typer.Option(

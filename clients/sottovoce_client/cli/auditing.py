@@ -305,6 +305,15 @@ def watch(
         Path | None,
         typer.Option(metavar="FILE", help="Noise of this deployment's runs before, kept here: none may be said again."),
     ] = None,
+    log: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="STATE",
+            help="State folder of learners, whose logs say what they learned; repeatable. For live records: start learners with "
+            "--keep-log.",
+            show_default="data.source of the spec",
+        ),
+    ] = None,
     metrics: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="Serve e-values and alarms to Prometheus.")
     ] = None,
@@ -315,7 +324,8 @@ def watch(
 ) -> None:
     """Watch a run while it goes on: is every learner's noise what is claimed? May be looked at in every round.
 
-    Exits with 1 at the first alarm, which is a log line, too. You need the records: the spec's data.source must be here.
+    Exits with 1 at the first alarm, which is a log line, too. You need the records: the spec's data.source must be here, or the
+    learners' logs (--log).
     """
     from sottovoce_client.lab.watching.watch import WatchRequest, where
     from sottovoce_client.lab.watching.watch import watch as follow
@@ -323,6 +333,9 @@ def watch(
     from sottovoce_rpc.logs import configure_logs
 
     configure_logs(log_level)
-    question = WatchRequest(alpha, tuple(learner or ()), canaries, commitment, keep_going, once, keys, allow_imports)
+    logs = tuple(log or ())
+    question = WatchRequest(
+        alpha, tuple(learner or ()), canaries, commitment, keep_going, once, keys, logs, allow_imports
+    )
     source = where(capture, eavesdropper, run, Credentials(identity, insecure))
     raise typer.Exit(follow(source, question, prepared_from, metrics=metrics))

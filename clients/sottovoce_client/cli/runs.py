@@ -17,6 +17,7 @@ from sottovoce_client.cli.app import (
     Export,
     IdentityFolder,
     Insecure,
+    KeepLog,
     Out,
     SpecFile,
     app,
@@ -51,7 +52,7 @@ def demo(
         document["data"]["source"] = data
     if rounds is not None:
         document["rounds"] = rounds
-    _up(parse_spec(document, source="demo", imports=True), out, per_process=1)
+    _up(parse_spec(document, source="demo", imports=True), out)
 
 
 @app.command(rich_help_panel="Runs")
@@ -66,9 +67,11 @@ def up(
     tls: Annotated[
         bool, typer.Option("--tls", help="Encrypt all channels, with identities made for this run.")
     ] = False,
+    keep_log: KeepLog = False,
 ) -> None:
     """Start all services of a spec on this machine, run it, stop them."""
-    _up(load_spec(spec), out, per_process=per_process, noise=recorded_noise, canaries=canaries, tls=tls)
+    services = {"per_process": per_process, "noise": recorded_noise, "tls": tls, "keep_log": keep_log}
+    _up(load_spec(spec), out, canaries, **services)
 
 
 @app.command(rich_help_panel="Runs")
@@ -175,24 +178,15 @@ def compare(
     raise typer.Exit(run_all(sources, prepared_from, folder_for("compare", out), replicas=replicas, seed=seed))
 
 
-def _up(
-    spec: RunSpec,
-    out: Path | None,
-    *,
-    per_process: int,
-    noise: Path | None = None,
-    canaries: int = 0,
-    tls: bool = False,
-) -> None:
+def _up(spec: RunSpec, out: Path | None, canaries: int = 0, **services: Any) -> None:
+    """On services as `LocalServices` has them."""
     from sottovoce_client.running.launch import run_up
 
     folder = folder_for(spec.name, out)
     _conduct(
         spec,
         folder,
-        lambda prepared, watch, stop: run_up(
-            prepared.run.spec, prepared.data, folder, watch, stop, per_process=per_process, noise=noise, tls=tls
-        ),
+        lambda prepared, watch, stop: run_up(prepared.run.spec, prepared.data, folder, watch, stop, **services),
         canaries,
     )
 

@@ -16,6 +16,7 @@ from sottovoce_client.cli.app import (
     ConfigFile,
     IdentityFolder,
     Insecure,
+    KeepLog,
     Listen,
     LogLevel,
     StopWithStdin,
@@ -121,6 +122,7 @@ def learner(
             show_default="feeder/NAME",
         ),
     ] = None,
+    keep_log: KeepLog = False,
     allow_imports: AllowImports = False,
     log_level: LogLevel = "info",
     stop_with_stdin: StopWithStdin = False,
@@ -152,6 +154,7 @@ def learner(
             tuple(owner or ()),
             tuple(feeder or ()),
             allowed,
+            keep_log,
         )
         for each in name
     ]

@@ -32,10 +32,7 @@ async def run_up(
     folder: Path,
     watch: Watcher,
     stop: asyncio.Event,
-    *,
-    per_process: int = 1,
-    noise: Path | None = None,
-    tls: bool = False,
+    **services: Any,
 ) -> Outcome:
     """Start all services here, run the spec, stop them.
 
@@ -45,23 +42,21 @@ async def run_up(
         folder: for journals, captures and logs.
         watch: called a few times a second.
         stop: when set, the run is stopped.
-        per_process: learners in one process.
-        noise: a file of recorded noise, for tests.
-        tls: whether channels are encrypted.
+        services: as `LocalServices` has them.
 
     Raises:
         SottovoceError: a service did not start, or the run was refused.
         ServiceDied: a service died, and the run's outcome with it.
         Interrupted: told to stop before the run had begun.
     """
-    async with LocalServices(spec, folder, per_process=per_process, noise=noise, tls=tls) as services:
+    async with LocalServices(spec, folder, **services) as up:
         if stop.is_set():
             raise Interrupted("stopped before the run had begun")
         if spec.data.live:
-            _tell_feeders(services.learners, folder)
-        with _told(services, folder / "services.json"):
-            running = run_on(services.coordinator, spec, data, watch, stop, credentials=services.credentials)
-            return await while_alive(services, running, stop)
+            _tell_feeders(up.learners, folder)
+        with _told(up, folder / "services.json"):
+            running = run_on(up.coordinator, spec, data, watch, stop, credentials=up.credentials)
+            return await while_alive(up, running, stop)
 
 
 @contextmanager

@@ -75,6 +75,7 @@ class LocalServices:
         per_process: learners in one process.
         noise: a file of recorded noise, for tests.
         tls: whether channels are encrypted, with an authority made for these services.
+        keep_log: learners keep their logs.
 
     Attributes:
         spec: the run.
@@ -84,9 +85,17 @@ class LocalServices:
     """
 
     def __init__(
-        self, spec: RunSpec, folder: Path, *, per_process: int = 1, noise: Path | None = None, tls: bool = False
+        self,
+        spec: RunSpec,
+        folder: Path,
+        *,
+        per_process: int = 1,
+        noise: Path | None = None,
+        tls: bool = False,
+        keep_log: bool = False,
     ) -> None:
         self.spec, self._folder, self._per_process, self._noise = spec, folder, per_process, noise
+        self._keep_log = keep_log
         self._processes: list[_Process] = []
         self._identities = folder / "identities" if tls else None
         self.coordinator, self.eavesdropper, self.credentials = "", "", Credentials()
@@ -182,6 +191,7 @@ class LocalServices:
             command += ["--owner", _OPERATOR.replace("-", "/")]
         for name in names:
             command += ["--name", name]
+        command += ["--keep-log"] if self._keep_log else []
         return command + (["--recorded-noise", str(self._noise)] if self._noise else [])
 
     async def _start(self, name: str, command: Sequence[str]) -> _Process:

@@ -38,7 +38,7 @@ class Sight:
 
     Attributes:
         title: of the run.
-        rounds: planned.
+        rounds: planned; None: it goes on until it is stopped.
         names: of all learners.
         alpha: the chance of a false alarm.
         watch: of the noise.
@@ -48,7 +48,7 @@ class Sight:
     """
 
     title: str
-    rounds: int
+    rounds: int | None
     names: tuple[str, ...]
     alpha: float
     watch: Watch
@@ -90,7 +90,7 @@ class _Lines:
         self._said = (-math.inf, 0)
 
     def update(self, sight: Sight) -> None:
-        now, tenth = self._clock(), 10 * sight.watch.round // max(1, sight.rounds)
+        now, tenth = self._clock(), 10 * sight.watch.round // sight.rounds if sight.rounds else 0
         if now - self._said[0] < PLAIN_SECONDS and tenth == self._said[1]:
             return
         self._said = (now, tenth)
@@ -103,7 +103,7 @@ class _Lines:
 def _words(sight: Sight) -> Iterator[str]:
     watch = sight.watch
     worst = max(watch.learners, key=lambda each: each.e)
-    yield f"round {watch.round}/{sight.rounds}"
+    yield f"round {watch.round}" + (f"/{sight.rounds}" if sight.rounds else "")
     yield f"e-value {power(watch.e)} of {power(watch.threshold)}, most at {sight.names[worst.learner]} ({worst.test})"
     yield f"of late {power(watch.change)} of {power(watch.change_threshold)}"
     if sight.canaries is not None:
@@ -135,7 +135,7 @@ class _Panel:
 def picture(sight: Sight, most: int = 40) -> RenderableType:
     """Everything: of `most` learners at most, those with the largest e-values first if there are more."""
     head = Text.assemble((sight.title, "bold"), "  ", (sight.state, _COLOURS.get(sight.state, "")))
-    head.append(f"  round {count(sight.watch.round)}/{count(sight.rounds)}")
+    head.append(f"  round {count(sight.watch.round)}" + (f"/{count(sight.rounds)}" if sight.rounds else ""))
     parts: list[RenderableType] = [head, _table(sight, max(3, most))]
     if sight.canaries is not None:
         parts.append(Text(_canary_words(sight.canaries), style="magenta"))

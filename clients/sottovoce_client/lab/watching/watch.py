@@ -18,7 +18,7 @@ from sottovoce.experiment import Prepared
 from sottovoce.lab.watch.canaries import CanaryTest
 from sottovoce.lab.watch.watch import Alarm, Watch
 from sottovoce.running.assembly import KEPT, Assembly
-from sottovoce.running.run import Run
+from sottovoce.running.run import Run, build_run
 from sottovoce.spec import RunSpec, parse_spec
 from sottovoce_client import terminal
 from sottovoce_client.lab.watching import keys
@@ -28,6 +28,7 @@ from sottovoce_client.lab.watching.view import Gauges, Sight, View, print_end, v
 from sottovoce_client.privacy.budget import learner_index
 from sottovoce_client.running.launch import run_async
 from sottovoce_eavesdropper.reading import Capture
+from sottovoce_learner.kept import Learned, learners_in
 from sottovoce_rpc.codec import RoundCodec
 from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
 
@@ -48,6 +49,7 @@ class WatchRequest:
         keep_going: watch on after an alarm.
         once: do not wait for more than is there.
         keys: file of the noise that was heard in the runs before; this run's is added when it has been watched to its end.
+        logs: state folders of learners, whose logs have the records; none: the spec's data source has them.
         allow_imports: import code that the capture's spec names.
     """
 
@@ -58,6 +60,7 @@ class WatchRequest:
     keep_going: bool = False
     once: bool = False
     keys: Path | None = None
+    logs: tuple[Path, ...] = ()
     allow_imports: bool = False
 
 
@@ -134,6 +137,7 @@ class _Watching:
         self._source, self._question, self._prepare = source, question, prepare
         self._metrics, self._stop = metrics, stop
         self._part, self._noticed = 0, 0
+        self._logs: dict[int, Learned] = {}
 
     async def to_its_end(self, console: Console) -> Sight | None:
         """Returns what there was to see; None: nothing before somebody interrupted."""
@@ -150,10 +154,15 @@ class _Watching:
                     break
                 capture = await self._source.latest() or capture
         sight.state = self._state(sight)
-        if self._question.keys is not None and sight.watch.round == sight.rounds:
+        if self._question.keys is not None and (
+            sight.watch.round == sight.rounds or (sight.rounds is None and capture.complete)
+        ):
             keys.save(self._question.keys, sight.watch.keys, capture.facts["run_id"])
-        if capture.complete and rounds.next < sight.rounds and not self._over_early(sight):
+        if capture.complete and sight.rounds is not None and rounds.next < sight.rounds and not self._over_early(sight):
             console.out(_unheard(rounds, sight), highlight=False)
+        if sight.watch.round < rounds.next and not self._over_early(sight):
+            text = f"The logs do not say what was learned in round {sight.watch.round}: those before it were watched."
+            console.out(text, highlight=False)
         return sight
 
     async def _first(self, console: Console) -> Capture | None:
@@ -170,8 +179,16 @@ class _Watching:
     def _begin(self, capture: Capture) -> tuple[Sight, Run]:
         question = self._question
         capture.require_messages()
-        prepared = self._prepare(parse_spec(capture.facts["spec"], source=capture.name, imports=question.allow_imports))
-        spec, canaries, alpha = prepared.run.spec, None, question.alpha
+        spec = parse_spec(capture.facts["spec"], source=capture.name, imports=question.allow_imports)
+        if question.logs:
+            return self._by_logs(capture, spec)
+        if spec.data.live:
+            raise SpecError(
+                "records of a live run stand in the logs of its learners alone: start these with --keep-log, and give their "
+                "state folders (--log STATE)"
+            )
+        prepared, canaries, alpha = self._prepare(spec), None, question.alpha
+        spec = prepared.run.spec
         if question.canaries is None and (found := canaries_beside(capture.name)) is not None:
             raise SpecError(f"this run has canaries in its records ({found}): give --canaries canaries.json")
         if question.canaries is not None:
@@ -179,9 +196,41 @@ class _Watching:
             prepared, alpha = placed(prepared, canaries), alpha * 2.0 / 3.0  # a third for each of three questions
         learners = sorted({learner_index(spec, name) for name in question.learners or spec.names})
         before = keys.load(question.keys, capture.facts["run_id"])
-        watched = Watch(prepared.run, prepared.data, alpha, learners, before)
+        watched = Watch(prepared.run, prepared.data.learners, alpha, learners, before)
         test = None if canaries is None else CanaryTest(prepared.run, prepared.data, canaries, question.alpha / 3.0)
-        return Sight(spec.name, spec.rounds, tuple(spec.names), question.alpha, watched, test), prepared.run
+        return Sight(spec.name, _planned(spec), tuple(spec.names), question.alpha, watched, test), prepared.run
+
+    def _by_logs(self, capture: Capture, spec: RunSpec) -> tuple[Sight, Run]:
+        """As `_begin`, of records that learners' logs have."""
+        question, run_id, n_features = self._question, capture.facts["run_id"], capture.facts["n_features"]
+        if question.canaries is not None:
+            raise SpecError("canaries stand in the records of the spec's data source: give --canaries or --log")
+        found = {name: folder for folder in question.logs for name in learners_in(folder, run_id)}
+        names = question.learners or tuple(name for name in spec.names if name in found)
+        if not names or not set(names) <= found.keys():
+            whose = " and of ".join(names) or "one of its learners"
+            raise SpecError(
+                f"--log must name state folders with the log of {whose} in run {run_id}: it is there while the run goes on, "
+                "and behind it where the learner was started with --keep-log"
+            )
+        indices = {learner_index(spec, name): name for name in names}
+        self._logs = {i: Learned(found[name], name, run_id, spec, n_features) for i, name in sorted(indices.items())}
+        run, before = build_run(spec, n_features), keys.load(question.keys, run_id)
+        watched = Watch(run, self._logs, question.alpha, sorted(indices), before)
+        return Sight(spec.name, _planned(spec), tuple(spec.names), question.alpha, watched), run
+
+    async def _learned(self, t: int) -> bool:
+        """Wait until the logs have what was learned in a round; False: they will not."""
+        over = self._question.once
+        while True:
+            for each in self._logs.values():
+                each.look()
+            if all(t < each.rounds for each in self._logs.values()):
+                return True
+            if over or await self._told():
+                return False
+            latest = await self._source.latest()
+            over = latest is None or latest.complete  # then all is written down by now: look once more
 
     async def _take(
         self, capture: Capture, codec: RoundCodec, rounds: Assembly[Message], sight: Sight, shown: View
@@ -190,6 +239,8 @@ class _Watching:
         for part, batch in capture.parts_since(self._part):
             capture.assemble(batch, codec, rounds)
             for t, messages in rounds.ready():
+                if not await self._learned(t):
+                    return
                 alarms = sight.watch.take(t, messages)
                 alarms += sight.canaries.take(t, messages) if sight.canaries else []
                 self._tell(alarms, sight, shown)
@@ -243,6 +294,10 @@ class _Watching:
         except TimeoutError:
             return False
         return True
+
+
+def _planned(spec: RunSpec) -> int | None:
+    return None if spec.endless else spec.rounds
 
 
 def _unheard(rounds: Assembly[Message], sight: Sight) -> str:

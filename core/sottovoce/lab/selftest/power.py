@@ -164,7 +164,7 @@ def _alarmed(plan: AuditPlan, broken: Broken, seed: np.random.SeedSequence) -> f
     from sottovoce.lab.watch.watch import Watch  # it needs scipy from the start
 
     data = plan.worlds.data(plan.data, 0)
-    watch = Watch(plan.run, data, WATCH_LEVEL, range(plan.run.spec.n_learners))
+    watch = Watch(plan.run, data.learners, WATCH_LEVEL, range(plan.run.spec.n_learners))
     for step in simulate(broken.actual or plan.run, data, broken.noise(seed)):
         if watch.take(step.t, step.by_sender()):
             return step.t + 1.0

@@ -254,7 +254,7 @@ def _alarm_under_watch(run: Run, data: PlacedData, seed: np.random.SeedSequence,
     """Is there an alarm in a correct run?"""
     from sottovoce.lab.watch.watch import Watch  # it needs scipy from the start
 
-    watch = Watch(run, data, alpha, range(run.spec.n_learners))
+    watch = Watch(run, data.learners, alpha, range(run.spec.n_learners))
     return any(watch.take(step.t, step.by_sender()) for step in simulate(run, data, SeededNoise(seed)))
 
 

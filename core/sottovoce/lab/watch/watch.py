@@ -21,13 +21,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Protocol
 
 import numpy as np
 
 from sottovoce.algorithms.interface import Message
-from sottovoce.arrays import FloatArray
+from sottovoce.arrays import Batch, FloatArray
 from sottovoce.auditing.conformance.residuals import learned, noise_of
-from sottovoce.data import PlacedData
 from sottovoce.errors import CaptureError
 from sottovoce.lab.watch.keys import Keys
 from sottovoce.lab.watch.seen import Memory, RoundNoise
@@ -35,6 +35,13 @@ from sottovoce.lab.watch.sequential import e_bh, mixture
 from sottovoce.lab.watch.stakes import Gain, Stakes
 from sottovoce.running.replay import Replay
 from sottovoce.running.run import Run
+
+
+class Records(Protocol):
+    """What a learner learns."""
+
+    def batch(self, t: int) -> Batch:
+        """In round t; asked once for every round, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +121,7 @@ class _Watched(_Stake):
             self.refute(self._impossible)
 
     def take(
-        self, messages: Mapping[int, Message], data: PlacedData, into: RoundNoise, row: int, starts: Mapping[str, int]
+        self, messages: Mapping[int, Message], records: Records, into: RoundNoise, row: int, starts: Mapping[str, int]
     ) -> None:
         """Take the noise of the next round off, and put it into its row."""
         if not self.heard:
@@ -125,7 +132,7 @@ class _Watched(_Stake):
                 into.put(row, starts[name], noise, said[name], self._learned)
                 if noise.off.any():
                     self.refute("lattice")
-        batch = data.learners[self.learner].batch(self._replay.t)
+        batch = records.batch(self._replay.t)
         self._replay.step(messages, batch)
         if self.heard:
             self._learned = learned(self._replay, batch)
@@ -136,9 +143,9 @@ class Watch:
 
     Args:
         run: the run that is overheard.
-        data: what its learners learn.
+        records: what its learners learn, by index.
         alpha: the chance of a false alarm, in all planned rounds together.
-        learners: indices of those to watch; the records of the others are not looked at.
+        learners: indices of those to watch; the records of the others are not needed.
         keys: of noise in the runs before, of the same deployment; it is kept up. None: there was none.
 
     Raises:
@@ -151,7 +158,12 @@ class Watch:
     """
 
     def __init__(
-        self, run: Run, data: PlacedData, alpha: float, learners: Sequence[int], keys: Keys | None = None
+        self,
+        run: Run,
+        records: Sequence[Records] | Mapping[int, Records],
+        alpha: float,
+        learners: Sequence[int],
+        keys: Keys | None = None,
     ) -> None:
         run.require_waiting("a watch")
         self.round = 0
@@ -160,7 +172,7 @@ class Watch:
         self.learners = tuple(_Watched(run, i) for i in learners)
         self.threshold = math.log(2.0 / alpha)
         self.change_threshold = math.log(2.0 * run.spec.rounds / alpha)
-        self._data, self._level = data, alpha / 2.0
+        self._records, self._level = records, alpha / 2.0
         self._alarmed: set[tuple[int | None, bool]] = set()
         widths = {name: math.prod(shape) for name, shape in run.field_shapes.items()}
         self._starts = dict(zip(widths, accumulate(widths.values(), initial=0), strict=False))
@@ -203,7 +215,7 @@ class Watch:
             raise CaptureError(f"the next round to watch must be {self.round}, got {t}")
         said = RoundNoise(len(self.learners), self._numbers)
         for row, watched in enumerate(self.learners):
-            watched.take(messages, self._data, said, row, self._starts)
+            watched.take(messages, self._records[watched.learner], said, row, self._starts)
         gain = self._stakes.add(self._memory.see(said))
         for k, stake in enumerate((self.together, *self.learners)):
             stake.update(gain, k)

@@ -1,0 +1,240 @@
+"""Watching by the logs of learners: runs of live records, whose records nobody else has."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from sottovoce.arrays import Batch
+from sottovoce.errors import DataError, SottovoceError, SpecError
+from sottovoce.experiment import prepare
+from sottovoce.spec import RunSpec
+from sottovoce_client.lab.watching.watch import WatchRequest, watch, where
+from sottovoce_client.live.connecting import connect_learner
+from sottovoce_learner import log, store
+from sottovoce_learner.kept import Learned, learners_in
+from sottovoce_rpc.learner_status import LearnerState
+from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc
+from tests.client.test_watch import started
+from tests.examples import made_up, small_spec
+from tests.services.network import PATIENCE_S, Network, network
+
+NAMES = ["ann", "ben", "cleo"]
+CLOCK = {"mode": "paced", "period_s": 0.005, "deadline_s": 100.0}
+AFTER = pytest.mark.parametrize("after", [store.SNAPSHOT_AFTER, 0], ids=["one segment", "many"])
+ROWS = np.random.default_rng(7).uniform(-1.0, 1.0, (90, 2))
+LABELS = np.arange(90.0) % 2
+
+
+def live_spec(rounds: int | None = None) -> RunSpec:
+    data = {"source": "live", "features": 2, "batch_size": 4}
+    return small_spec(rounds, NAMES, data=data, clock=CLOCK, capture="relay")
+
+
+@asynccontextmanager
+async def keeping(folder: Path) -> AsyncIterator[Network]:
+    """Learners that keep their logs."""
+    async with network(folder, []) as up:
+        up.keep_log = True
+        for name in NAMES:
+            await up.join(name)
+        yield up
+
+
+async def stopped(up: Network, run_id: str) -> None:
+    """End a run that would go on, and wait until its capture is whole."""
+    async with up._to_coordinator() as to:
+        asked = coordinator_pb2.StopRunRequest(run_id=run_id)
+        await coordinator_pb2_grpc.CoordinatorStub(to).StopRun(asked, timeout=PATIENCE_S)
+    await up.end(run_id)
+
+
+async def lived(folder: Path) -> tuple[str, dict[str, list[int]]]:
+    """A run of live records at ann and ben, of which ann is started again on the way.
+
+    Returns:
+        Its number, and how many records each learner counted in which round.
+    """
+    async with keeping(folder) as up:
+        run_id = (await up.start(live_spec(), 3)).run_id
+        for name, first in (("ann", 0), ("ben", 30), ("ann", 60)):
+            async with connect_learner(up.addresses[name], source=f"of {first}") as learner:
+                for k in range(first, first + 30, 6):
+                    await learner.feed(ROWS[k : k + 6], LABELS[k : k + 6])
+                async for status in learner.watch(0.01):
+                    if status.records_waiting == 0:
+                        break
+            if name == "ben":
+                await up.leave("ann")
+                await up.join("ann")
+        await up.until("cleo", LearnerState.RUNNING, up.learners["cleo"].status.rounds_done + 20)
+        await stopped(up, run_id)
+        sessions = {name: learner._session for name, learner in up.learners.items()}
+        return run_id, {name: list(own._books.counts) for name, own in sessions.items() if own is not None}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, dict[str, list[int]]]:
+    folder = tmp_path_factory.mktemp("lived")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store, "SNAPSHOT_AFTER", 4_096)
+        return folder, *asyncio.run(lived(folder))
+
+
+def followed(folder: Path, **question: Any) -> tuple[int, str]:
+    console = Console(file=io.StringIO(), width=100)
+    code = watch(where(str(folder), None, None), WatchRequest(**question), prepare, console=console)
+    assert isinstance(console.file, io.StringIO)
+    return code, console.file.getvalue()
+
+
+def batches(known: Learned, rounds: int) -> list[Batch]:
+    known.look()
+    assert known.rounds >= rounds
+    return [known.batch(t) for t in range(rounds)]
+
+
+@AFTER
+async def test_a_log_says_what_was_learned_in_every_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
+    monkeypatch.setattr(store, "SNAPSHOT_AFTER", after)
+    spec = small_spec(
+        40, NAMES, topology={"graph": "complete"}, absences=[{"learner": "ben", "first_round": 9, "until_round": 21}]
+    )
+    data = made_up(spec)
+    async with keeping(tmp_path) as up:
+        outcome = await up.run(spec, data)
+    assert outcome.state == "finished"
+    state = tmp_path / "journals"
+    assert learners_in(state, outcome.run_id) == NAMES
+    for i, name in enumerate(NAMES):
+        known = Learned(state, name, outcome.run_id, spec, data.n_features)
+        for t, found in enumerate(batches(known, 40)):
+            there = t in spec.roster.attendance(i, 40)
+            assert found.size == (data.learners[i].batch(t).size if there else 0)
+            if there:
+                np.testing.assert_array_equal(found.features, data.learners[i].batch(t).features)
+                np.testing.assert_array_equal(found.labels, data.learners[i].batch(t).labels)
+
+
+def test_of_live_records_each_stands_in_one_round(run: tuple[Path, str, dict[str, list[int]]]) -> None:
+    folder, run_id, counts = run
+    segments = list((folder / "journals").glob("kept/*@ann/*.log"))
+    assert len(segments) > 2
+    for name, rows in (("ann", [*range(30), *range(60, 90)]), ("ben", range(30, 60)), ("cleo", [])):
+        known = Learned(folder / "journals", name, run_id, live_spec(), 3)
+        known.look()
+        found = [known.batch(t) for t in range(known.rounds)]
+        assert [each.size for each in found] == counts[name][: len(found)] and len(found) >= len(counts[name]) - 1
+        np.testing.assert_array_equal(np.concatenate([each.labels for each in found]), LABELS[list(rows)])
+        assert len(np.concatenate([each.features for each in found])) == len(rows)
+
+
+def test_a_run_of_live_records_is_watched(run: tuple[Path, str, dict[str, list[int]]]) -> None:
+    """A false alarm has a chance of 0.001."""
+    folder, *_ = run
+    code, said = followed(folder, logs=(folder / "journals",))
+    assert code == 0 and "No alarm in" in said and "18,014" not in said
+    assert all(name in said for name in NAMES)
+
+
+async def test_a_watch_waits_for_logs_that_are_behind(tmp_path: Path) -> None:
+    """While the run goes on, by logs that are being written."""
+    async with keeping(tmp_path) as up:
+        run_id = (await up.start(live_spec(), 3)).run_id
+        process = started("watch", str(tmp_path), "--log", str(tmp_path / "journals"))
+        following = asyncio.ensure_future(asyncio.to_thread(process.communicate, timeout=PATIENCE_S))
+        async with connect_learner(up.addresses["ann"]) as learner:
+            for k in range(0, 90, 6):
+                await learner.feed(ROWS[k : k + 6], LABELS[k : k + 6])
+                await asyncio.sleep(0.02)
+        await up.until("cleo", LearnerState.RUNNING, 100)
+        await stopped(up, run_id)
+        said, wrong = await following
+    assert process.returncode == 0 and "No alarm in" in said, wrong
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({}, "records of a live run stand in the logs of its learners"),
+    ({"logs": (Path("nowhere"),)}, "--log must name state folders with the log of one of its learners"),
+    ({"canaries": Path("c.json")}, "canaries stand in the records of the spec's data source"),
+    ({"learners": ("ann", "zoe")}, "--log must name state folders with the log of ann and of zoe"),
+]
+
+
+@pytest.mark.parametrize(("question", "text"), WRONG, ids=[text for _, text in WRONG])
+def test_what_cannot_be_watched_is_said(
+    run: tuple[Path, str, dict[str, list[int]]], question: dict[str, Any], text: str
+) -> None:
+    folder, *_ = run
+    if question and "logs" not in question:
+        question = {**question, "logs": (folder / "journals",)}
+    with pytest.raises(SottovoceError, match=text):
+        followed(folder, **question)
+
+
+def test_a_log_that_was_not_kept_from_the_beginning_is_refused(
+    run: tuple[Path, str, dict[str, list[int]]], tmp_path: Path
+) -> None:
+    folder, run_id, _ = run
+    shutil.copytree(folder / "journals", tmp_path / "state")
+    with pytest.raises(DataError, match="has no log of run run-0 by learner 'ann'"):
+        Learned(tmp_path / "state", "ann", "run-0", live_spec(), 3)
+    (tmp_path / "state" / "kept" / f"{run_id}@ann" / "00000000.log").unlink()
+    with pytest.raises(DataError, match=r"has lost its beginning: start the learner with\n?.*--keep-log"):
+        Learned(tmp_path / "state", "ann", run_id, live_spec(), 3)
+
+
+def test_a_log_that_was_changed_ends_there(run: tuple[Path, str, dict[str, list[int]]], tmp_path: Path) -> None:
+    folder, run_id, _ = run
+    whole = Learned(folder / "journals", "ann", run_id, live_spec(), 3)
+    whole.look()
+    shutil.copytree(folder / "journals" / "kept" / f"{run_id}@ann", tmp_path / f"{run_id}@ann")
+    path = tmp_path / f"{run_id}@ann" / "00000001.log"
+    raw = bytearray(path.read_bytes())
+    raw[log.PAGE + 60] ^= 1
+    path.write_bytes(raw)
+    cut = Learned(tmp_path, "ann", run_id, live_spec(), 3)
+    cut.look()
+    assert 0 < cut.rounds < whole.rounds
+    code, said = followed(folder, learners=("ann",), logs=(tmp_path,))
+    assert code == 0 and f"The logs do not say what was learned in round {cut.rounds}" in said
+    with pytest.raises(KeyError):
+        cut.batch(cut.rounds)
+
+
+def test_without_being_asked_for_nothing_is_kept(tmp_path: Path) -> None:
+    async def forgetful() -> None:
+        spec = small_spec(20, NAMES)
+        async with network(tmp_path, NAMES) as up:
+            assert (await up.run(spec, made_up(spec))).state == "finished"
+
+    asyncio.run(forgetful())
+    assert not (tmp_path / "journals" / "kept").exists()
+
+
+def test_of_a_planned_run_the_data_source_is_not_needed(tmp_path: Path) -> None:
+    async def planned() -> None:
+        spec = small_spec(30, NAMES, capture="relay")
+        async with keeping(tmp_path) as up:
+            assert (await up.run(spec, made_up(spec))).state == "finished"
+
+    asyncio.run(planned())
+
+    def never(spec: RunSpec, **more: Any) -> Any:
+        raise SpecError("nobody has the data source")
+
+    console = Console(file=io.StringIO(), width=100)
+    question = WatchRequest(logs=(tmp_path / "journals",))
+    assert watch(where(str(tmp_path), None, None), question, never, console=console) == 0
+    assert isinstance(console.file, io.StringIO) and "No alarm in 30 rounds" in console.file.getvalue()
