@@ -55,6 +55,10 @@ def verdict_of(summary: RunSummary) -> _Headline:
         text = "A wiretap reads no messages, so the promise below was not put to the test. What sizes and times of ciphertext "
         text += "give away takes many runs to see: sottovoce audit --on wiretap."
         return _Headline("open", "Only ciphertext was recorded", text)
+    if worst is None and summary.live and summary.capture is not None:
+        text = "The records are with their learners, and without them nobody can say what this capture tells of one. Whether "
+        text += "the noise is what is claimed: sottovoce watch --log, with learners that keep their logs."
+        return _Headline("open", "Recorded, and not put to the test", text)
     if worst is None:
         text = "Without a capture the promise below was not put to the test."
         return _Headline("open", "Nobody listened", text)

@@ -145,7 +145,8 @@ class _Lines:
         if any(value is not None for value in progress.accuracy):
             yield f"accuracy {share_range(progress.accuracy)}"
         yield f"epsilon <= {number(max(progress.epsilon, default=0.0))}"
-        yield f"{plural(overheard, 'message')} overheard"
+        if overheard:
+            yield f"{plural(overheard, 'message')} overheard"
 
 
 # ---- live -------------------------------------------------------------------------------------------------------------
@@ -258,11 +259,12 @@ def _state_line(summary: RunSummary) -> Text:
 
 
 def _learner_table(summary: RunSummary, width: int) -> Table:
-    claims = ("test\naccuracy", "paper’s\nε", "ε per\nevent", "ε per\nrecord")
-    losses = ("capture’s loss\nper event", "capture’s loss\nper record")
-    table = _table("learner", *claims, *losses, name_width=max(11, width - 69))
+    claims = ("paper’s\nε", "ε per\nevent", "ε per\nrecord")
+    losses = () if summary.live else ("capture’s loss\nper event", "capture’s loss\nper record")
+    learned = "records\nlearned" if summary.live else "test\naccuracy"
+    table = _table("learner", learned, *claims, *losses, name_width=max(11, width - 69))
     for learner in summary.learners[:MOST_ROWS]:
-        table.add_row(*_cells(learner))
+        table.add_row(*_cells(learner, live=summary.live))
     if len(summary.learners) > MOST_ROWS:
         table.add_row(f"… {len(summary.learners) - MOST_ROWS} more", style="dim")
     if summary.central_accuracy is not None:
@@ -271,8 +273,10 @@ def _learner_table(summary: RunSummary, width: int) -> Table:
     return table
 
 
-def _cells(learner: LearnerSummary) -> tuple[RenderableType, ...]:
+def _cells(learner: LearnerSummary, *, live: bool) -> tuple[RenderableType, ...]:
     epsilons = (number(learner.paper), number(learner.event), number(learner.record))
+    if live:
+        return (Text(learner.name), count(learner.records), *epsilons)
     losses = (_loss(learner.swap_event), _loss(learner.swap_record))
     return (Text(learner.name), share(learner.test_accuracy), *epsilons, *losses)
 
@@ -295,7 +299,8 @@ def _facts(summary: RunSummary, report: Path | None) -> Iterator[tuple[str, Text
         yield "together", Text(text)
     accuracies = share_range(learner.test_accuracy for learner in summary.learners)
     disagree = f"; two learners differ on at most {share(summary.disagreement)} of held-out records"
-    yield "accuracy", Text(accuracies + (disagree if summary.disagreement is not None else ""))
+    if not summary.live:
+        yield "accuracy", Text(accuracies + (disagree if summary.disagreement is not None else ""))
     if summary.away:
         yield "away", Text("\n".join(summary.away))
     if summary.misconduct:

@@ -239,6 +239,11 @@ class RunSummary:
     tapped: Tapped | None = None
 
     @property
+    def live(self) -> bool:
+        """Whether its records came while it went on: they are with its learners, and nobody else has them."""
+        return self.data == "live"
+
+    @property
     def rounds_done(self) -> int:
         """Rounds that all learners have done who were there to the end."""
         return min((learner.rounds for learner in self.learners if not learner.left), default=0)
