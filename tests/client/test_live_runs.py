@@ -89,9 +89,9 @@ def test_up_says_where_records_go_and_what_they_cost(tmp_path: Path, capsys: pyt
     assert len(north["event_curve"]) == 60
 
 
-@pytest.mark.parametrize("ending", ["told", "spent"])
+@pytest.mark.parametrize("ending", ["told", "spent", "kept"])
 def test_a_run_without_an_end_ends_well(ending: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    more = {"capture": "relay"} if ending == "told" else {"privacy": {"budget": 3.0}}
+    more = {"privacy": {"budget": 3.0}} if ending == "spent" else {"capture": "relay"}
     spec = small_spec(None, ["north", "south"], data=LIVE, clock=CLOCK, **more)
 
     async def start(prepared: Any, watch: Any, stop: asyncio.Event) -> Any:
@@ -102,11 +102,11 @@ def test_a_run_without_an_end_ends_well(ending: str, tmp_path: Path, capsys: pyt
             async with connect_learner(json.loads(place.read_text())["north"]) as learner:
                 await learner.feed(np.ones((7, 2)), np.ones(7))
                 async for status in learner.watch(0.01):
-                    if status.rounds_done >= 20 and ending == "told":
+                    if status.rounds_done >= 20 and status.records_waiting == 0 and ending != "spent":
                         return stop.set()
 
         feeding = asyncio.ensure_future(feed())
-        outcome = await run_up(prepared.run.spec, prepared.data, tmp_path, watch, stop)
+        outcome = await run_up(prepared.run.spec, prepared.data, tmp_path, watch, stop, keep_log=ending == "kept")
         await asyncio.gather(feeding, return_exceptions=True)
         return outcome
 
@@ -117,9 +117,19 @@ def test_a_run_without_an_end_ends_well(ending: str, tmp_path: Path, capsys: pyt
     north = summary["learners"][0]
     assert (summary["state"], summary["rounds"], north["records"]) == ("stopped", None, 7)
     assert north["rounds"] > 0
-    assert (summary["capture"] is not None) == (ending == "told")
+    assert (summary["capture"] is not None) == (ending != "spent")
+    assert (north["swap_event"] is not None) == (ending == "kept") == ("capture’s loss" in said)
+    for swap in filter(None, (north["swap_event"], north["swap_record"])):
+        assert abs(swap["loss"]) <= swap["supremum"] * (1 + 1e-9) <= swap["budget"] * (1 + 1e-9)
+        assert 0.0 < swap["budget"] <= north["spent"] * (1 + 1e-9)
+    verdict = {
+        "told": "Recorded, and not put to the test",
+        "spent": "Nobody listened",
+        "kept": "Consistent with the promise",
+    }
+    assert verdict[ending] in (tmp_path / "report.html").read_text()
     assert len(north["event_curve"]) == len(north["paper_curve"]) >= north["rounds"]
-    assert 0.0 < north["event"] <= 3.0 or ending == "told"
+    assert 0.0 < north["event"] <= 3.0 or ending != "spent"
     assert yaml.safe_load((tmp_path / "spec.yaml").read_text())["rounds"] is None
     assert "until it is stopped" not in (tmp_path / "report.html").read_text()
 

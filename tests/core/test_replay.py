@@ -248,6 +248,15 @@ def test_a_lone_learner_has_a_worst_swap_too() -> None:
     assert worst is not None and 0.0 < worst.score <= claimed(run, data.learners[0])[-1]
 
 
+def test_a_learner_among_others_without_records_has_a_worst_swap_too() -> None:
+    run = small_run(rounds=5, learners=2)
+    data = made_up(run.spec)
+    own = data.learners[0]
+    nothing = LearnerData(own.features[:0], own.labels[:0], own.order[:0], np.zeros_like(own.offsets))
+    worst = most_telling(run, overheard(run, data.with_learner(1, nothing), 5), data.with_learner(1, nothing), 0)
+    assert worst is not None and 0.0 < worst.score <= claimed(run, own)[-1]
+
+
 def test_a_record_without_another_one_has_no_swap() -> None:
     run = small_run(rounds=5, learners=1)
     data = made_up(run.spec)

@@ -56,8 +56,10 @@ def verdict_of(summary: RunSummary) -> _Headline:
         text += "give away takes many runs to see: sottovoce audit --on wiretap."
         return _Headline("open", "Only ciphertext was recorded", text)
     if worst is None and summary.live and summary.capture is not None:
-        text = "The records are with their learners, and without them nobody can say what this capture tells of one. Whether "
-        text += "the noise is what is claimed: sottovoce watch --log, with learners that keep their logs."
+        text = (
+            "The records are with their learners, and without them nobody can say what this capture tells of one. With "
+        )
+        text += "sottovoce up --keep-log they are weighed here, too; sottovoce watch --log looks at the noise."
         return _Headline("open", "Recorded, and not put to the test", text)
     if worst is None:
         text = "Without a capture the promise below was not put to the test."

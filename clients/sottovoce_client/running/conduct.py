@@ -16,6 +16,7 @@ from sottovoce_client.reports.run_report import run_page
 from sottovoce_client.running.console import print_summary, run_console
 from sottovoce_client.running.evaluate import not_captured, noticed_in, summarise
 from sottovoce_client.running.launch import ServiceDied, run_async
+from sottovoce_client.running.local import JOURNALS
 from sottovoce_client.running.operate import BY_OPERATOR, Interrupted, Outcome, Watcher
 from sottovoce_client.running.summary import Progress
 from sottovoce_client.wording import noticed_line
@@ -54,7 +55,7 @@ def conduct(prepared: Prepared, folder: Path, start: _Start) -> int:
         if (outcome.absences or ()) != (spec.absences or ()):
             prepared = again(spec.model_copy(update={"absences": outcome.absences}))
             (folder / "spec.yaml").write_text(dump_spec(prepared.run.spec), encoding="utf-8")
-        summary = summarise(prepared.run, prepared.data, outcome)
+        summary = summarise(prepared.run, prepared.data, outcome, folder / JOURNALS)
         summary.save(folder / "summary.json")
         report = folder / "report.html"
         run_page(summary).write(report)

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from sottovoce.plain import plain
 from sottovoce_client import terminal
-from sottovoce_client.reports.verdict import exceeds, verdict_of
+from sottovoce_client.reports.verdict import exceeds, telling, verdict_of
 from sottovoce_client.running.summary import LearnerSummary, Progress, RunSummary, Swap
 from sottovoce_client.wording import (
     ciphertext_line,
@@ -260,11 +260,12 @@ def _state_line(summary: RunSummary) -> Text:
 
 def _learner_table(summary: RunSummary, width: int) -> Table:
     claims = ("paper’s\nε", "ε per\nevent", "ε per\nrecord")
-    losses = () if summary.live else ("capture’s loss\nper event", "capture’s loss\nper record")
+    unknown = summary.live and telling(summary) is None
+    losses = () if unknown else ("capture’s loss\nper event", "capture’s loss\nper record")
     learned = "records\nlearned" if summary.live else "test\naccuracy"
     table = _table("learner", learned, *claims, *losses, name_width=max(11, width - 69))
     for learner in summary.learners[:MOST_ROWS]:
-        table.add_row(*_cells(learner, live=summary.live))
+        table.add_row(*_cells(learner, live=summary.live)[: len(table.columns)])
     if len(summary.learners) > MOST_ROWS:
         table.add_row(f"… {len(summary.learners) - MOST_ROWS} more", style="dim")
     if summary.central_accuracy is not None:
@@ -275,10 +276,8 @@ def _learner_table(summary: RunSummary, width: int) -> Table:
 
 def _cells(learner: LearnerSummary, *, live: bool) -> tuple[RenderableType, ...]:
     epsilons = (number(learner.paper), number(learner.event), number(learner.record))
-    if live:
-        return (Text(learner.name), count(learner.records), *epsilons)
-    losses = (_loss(learner.swap_event), _loss(learner.swap_record))
-    return (Text(learner.name), share(learner.test_accuracy), *epsilons, *losses)
+    learned = count(learner.records) if live else share(learner.test_accuracy)
+    return (Text(learner.name), learned, *epsilons, _loss(learner.swap_event), _loss(learner.swap_record))
 
 
 def _loss(swap: Swap | None) -> Text:

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
+from pathlib import Path
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from sottovoce.auditing.swaps import most_telling
 from sottovoce.budget.composition import dearest_losses, record_losses
 from sottovoce.data import LearnerData, PlacedData
 from sottovoce.errors import CaptureError, EquivocationError
+from sottovoce.experiment import Prepared
 from sottovoce.losses.hinge import Hinge, SmoothedHinge
 from sottovoce.losses.logistic import Logistic, PassGlm
 from sottovoce.losses.quadratic import Squared
@@ -27,19 +29,30 @@ from sottovoce.running.late import USED, lateness
 from sottovoce.running.run import Run
 from sottovoce.running.transcript import Transcript
 from sottovoce.spec import dump_spec
+from sottovoce_client.running.kept import learned_by
 from sottovoce_client.running.operate import Outcome, has_left
 from sottovoce_client.running.summary import CaptureSummary, LearnerSummary, Noticed, Promise, RunSummary, Swap, Tapped
 from sottovoce_client.wording import away_line, plural
 from sottovoce_eavesdropper.reading import open_capture
 
 
-def summarise(run: Run, data: PlacedData, outcome: Outcome) -> RunSummary:
-    """Gather everything that is shown and saved of a run."""
+def summarise(run: Run, data: PlacedData, outcome: Outcome, logs: Path | None = None) -> RunSummary:
+    """Gather everything that is shown and saved of a run.
+
+    Args:
+        run: as it was prepared.
+        data: what its learners learned, and held-out records.
+        outcome: what it came to.
+        logs: the learners' state folder, where it is here: what they keep there says which live records they learned.
+    """
     transcript, capture = _overheard(run, outcome)
     took_part = [run.attendance(i).end > 0 for i in range(run.spec.n_learners)]
     predictions = [labels if part else None for labels, part in zip(outcome.predictions, took_part, strict=True)]
     accuracies = [_accuracy(labels, data.test_labels) for labels in predictions]
-    learners = tuple(_learner(run, data, outcome, transcript, i, accuracy) for i, accuracy in enumerate(accuracies))
+    known: Prepared | None = Prepared(run, data)
+    if run.spec.data.live:
+        known = None if logs is None or transcript is None else learned_by(logs, run, data, outcome.run_id)
+    learners = tuple(_learner(run, known, outcome, transcript, i, accuracy) for i, accuracy in enumerate(accuracies))
     return RunSummary(
         name=run.spec.name,
         run_id=outcome.run_id,
@@ -203,24 +216,41 @@ def gaps_in(outcome: Outcome) -> tuple[str, ...]:
 
 
 def _learner(
-    run: Run, data: PlacedData, outcome: Outcome, transcript: Transcript | None, index: int, accuracy: float | None
+    run: Run,
+    known: Prepared | None,
+    outcome: Outcome,
+    transcript: Transcript | None,
+    index: int,
+    accuracy: float | None,
 ) -> LearnerSummary:
-    own, status = data.learners[index], outcome.statuses[index]
-    said, live = status.rounds_said, run.spec.data.live
-    spent = _as_charged(run, outcome, index) if live else _planned(run, own, index)
+    """One learner.
+
+    Args:
+        run: as it was prepared.
+        known: the same, with what was learned; None: nobody knows that here.
+        outcome, transcript: of the run.
+        index: the learner's.
+        accuracy: on the held-out records.
+    """
+    status, live = outcome.statuses[index], run.spec.data.live
+    said = status.rounds_said
+    own = None if known is None else known.data.learners[index]
+    spent = _as_charged(run, outcome, index) if live or own is None else _planned(run, own, index)
     swaps: tuple[Swap | None, Swap | None] = (None, None)
     heard = 0 if transcript is None else transcript.unbroken(index, run.attendance(index))
-    if transcript is not None and heard and len(own.order):
-        every = run.guarantee(index, np.diff(own.offsets), own.uses_by_round(int(own.order[0]))).cumulative
-        transcript = transcript.until(heard)
+    if known is not None and own is not None and transcript is not None and heard and len(own.order):
+        counts, uses = np.diff(own.offsets), own.uses_by_round(int(own.order[0]))
+        event = known.run.guarantee(index, counts).cumulative if live else spent.event
+        every = known.run.guarantee(index, counts, uses).cumulative
+        transcript = transcript.until(min(heard, own.rounds))
         swaps = (
-            _swap(run, transcript, data, index, spent.event, every_use=False),
-            _swap(run, transcript, data, index, every, every_use=True),
+            _swap(known.run, transcript, known.data, index, event, every_use=False),
+            _swap(known.run, transcript, known.data, index, every, every_use=True),
         )
     return LearnerSummary(
         name=run.spec.names[index],
-        records=status.records if live else len(np.unique(own.order)),
-        most_uses=min(status.records, 1) if live else int(own.uses().max(initial=0)),
+        records=status.records if live or own is None else len(np.unique(own.order)),
+        most_uses=min(status.records, 1) if live or own is None else int(own.uses().max(initial=0)),
         rounds=status.rounds_done,
         left=has_left(run.spec, index),
         test_accuracy=accuracy,

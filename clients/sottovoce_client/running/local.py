@@ -30,6 +30,8 @@ from sottovoce_rpc.tasks import Tasks
 _START_S = 300.0
 """A guard against a service that hangs, not a promise: one that dies is noticed at once, whatever the machine has to do."""
 _OPERATOR = "operator-local"
+JOURNALS = "journals"
+"""State folder of the learners, in that of the services."""
 _STOP_S = 3.5
 """How long a service may take to end; an eavesdropper also writes what it holds."""
 
@@ -184,7 +186,7 @@ class LocalServices:
         return ["--allow-imports"] if code_to_import(self.spec.model_dump(mode="json")) else []
 
     def _learner_command(self, names: Sequence[str]) -> list[str]:
-        command = ["learner", "--coordinator", self.coordinator, "--state", str(self._folder / "journals")]
+        command = ["learner", "--coordinator", self.coordinator, "--state", str(self._folder / JOURNALS)]
         command += ["--policy", str(self._policy), *self._imports]
         command += self._as(f"learner-{names[0]}" if len(names) == 1 else "")
         if self._identities is not None:

@@ -104,7 +104,7 @@ def swaps(data: PlacedData, learner: int, *, every_use: bool = False, schema: Sc
         (mirror, label, "its mirror image"),
         (mirror, other, "its mirror image with the other label"),
     ]
-    others = [each for i, each in enumerate(data.learners) if i != learner]
+    others = [each for i, each in enumerate(data.learners) if i != learner and len(each.labels)]
     pool = np.concatenate([each.features for each in others]) if others else own.features
     pool_labels = np.concatenate([each.labels for each in others]) if others else own.labels
     picked = np.unique(np.linspace(0, len(pool) - 1, _OTHERS).astype(int))
