@@ -124,7 +124,7 @@ def _arrow_table(path: Path, *, as_text: bool = False) -> Any:
     except OSError as error:
         raise DataError(f"{path} must be a readable {path.suffix} file: {error.strerror or 'it is broken'}") from None
     except arrow.ArrowException as error:  # its text may quote a row: what comes after the last colon
-        raise DataError(f"{path} must be a readable {path.suffix} file: {_unquoted(str(error))}") from None
+        raise DataError(f"{path} must be a readable {path.suffix} file: {_unquoted(path, str(error))}") from None
 
 
 def _csv_table(path: Path, *, as_text: bool) -> Any:
@@ -161,14 +161,29 @@ def _require_csv(path: Path) -> None:
             )
 
 
-def _unquoted(text: str) -> str:
+_RAGGED = re.compile(r"CSV parse error: (?:Row #(\d+): )?Expected (\d+) columns, got (\d+)")
+
+
+def _unquoted(path: Path, text: str) -> str:
     """What Arrow says of a broken file, as far as it quotes nothing of it."""
     if "Empty CSV file" in text:
         return "it has no record"
     if "invalid UTF8" in text:
         return _AS_UTF_8
-    known = re.match(r"CSV parse error: (Row #\d+: )?Expected \d+ columns, got \d+", text)
-    return known[0] if known else "it is broken"
+    if (ragged := _RAGGED.match(text)) is None:
+        return "it is broken"
+    row, wanted, got = (_RAGGED.match(_in_one_thread(path)) or ragged).groups()
+    return f"each row must have {wanted} columns, as the first one has, got {got}" + (f" in row {row}" if row else "")
+
+
+def _in_one_thread(path: Path) -> str:
+    """What Arrow says of a broken file if it counts the rows."""
+    arrow, csv = (import_extra(name, "pyarrow", "reading .csv files") for name in ("pyarrow", "pyarrow.csv"))
+    try:
+        csv.read_csv(path, csv.ReadOptions(use_threads=False), csv.ParseOptions(newlines_in_values=True))
+    except arrow.ArrowException as error:
+        return str(error)
+    return ""
 
 
 def default_label(names: list[str]) -> str:
