@@ -40,7 +40,7 @@ from sottovoce_rpc.certificates import (
     require_fit,
     revoked_in,
 )
-from sottovoce_rpc.loopback import is_loopback, of_this_user
+from sottovoce_rpc.loopback import is_loopback, of_this_user, served
 from sottovoce_rpc.principals import Principal, Role, host_of
 from sottovoce_rpc.signatures import Signed, Statement, sign
 
@@ -205,7 +205,7 @@ class Credentials:
             Unavailable: its certificate has ended since it connected.
         """
         if self.folder is None:
-            if not self.admits(context.peer()):
+            if not (self.insecure or of_this_user(context.peer(), served.values())):
                 raise StrangerError("another user of this machine")
             return None
         shown = context.auth_context()

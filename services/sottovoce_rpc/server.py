@@ -26,6 +26,7 @@ from sottovoce_rpc.access import Access
 from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
 from sottovoce_rpc.decoding import Decoding
 from sottovoce_rpc.logs import tell_no_texts
+from sottovoce_rpc.loopback import served
 from sottovoce_rpc.principals import Role
 from sottovoce_rpc.status import handshake
 from sottovoce_rpc.tasks import Tasks, drained
@@ -188,7 +189,9 @@ def listen_on(server: grpc.aio.Server, listen: str, credentials: grpc.ServerCred
     if listen.startswith("unix:"):
         Path(listen.removeprefix("unix:").removeprefix("//")).chmod(0o600)  # for this user alone
         return listen
-    return f"{listen.rsplit(':', 1)[0]}:{port}"
+    address = f"{listen.rsplit(':', 1)[0]}:{port}"
+    served[server] = address
+    return address
 
 
 def announce(service: str, **facts: str) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import datetime
 import os
+import socket
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -275,6 +277,50 @@ def test_whose_a_connection_is_is_read_off_the_kernels_table(tmp_path: Path, mon
     assert not of_this_user("ipv4:127.0.0.2:4096")
     monkeypatch.setattr("sottovoce_rpc.loopback._TABLES", (tmp_path / "none",))
     assert of_this_user("ipv4:127.0.0.1:4097")  # where nobody can tell, everybody is let in
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux says whose a connection is")
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_the_kernel_says_of_one_connection_whose_it_is(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked for the very connection, it lists none."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    monkeypatch.setattr("sottovoce_rpc.loopback._listed_users", lambda host, port: set())
+    with socket.socket(family) as server, socket.socket(family) as client:
+        server.bind((host, 0))
+        server.listen()
+        client.connect((host, server.getsockname()[1]))
+        accepted, _ = server.accept()
+        with accepted:
+            at = f"[{host}]:{server.getsockname()[1]}".replace("[127.0.0.1]", "127.0.0.1")
+            port = client.getsockname()[1]
+            peer = f"ipv6:%5B::1%5D:{port}" if ":" in host else f"ipv4:{host}:{port}"
+            if not of_this_user(peer, [at]):
+                pytest.skip("this kernel, or sandbox, answers no such question")
+            assert of_this_user(peer, ["127.0.0.1:1", at, "localhost:2", "ward.example:3"])
+            assert not of_this_user(peer, [])  # the table, which is empty here
+            assert not of_this_user(peer, ["127.0.0.1:1"])  # no server of ours has it
+            monkeypatch.setattr("os.getuid", lambda: 4_321)
+            assert of_this_user(peer, [at]) == (client.fileno() >= 0 and os.geteuid() == 0)  # root may always
+            client.close()
+            assert not of_this_user(peer, [at])  # nobody's any more
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user for a while")
+def test_the_kernel_names_another_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it is asked for the connection, or lists all."""
+    connect = "import os, socket, sys\nos.setuid(65_534)\nto = socket.socket()\n"
+    connect += "to.connect(('127.0.0.1', int(sys.argv[1])))\nto.recv(1)"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(PATIENCE_S)
+        at = f"127.0.0.1:{server.getsockname()[1]}"
+        with subprocess.Popen([sys.executable, "-c", connect, at.rpartition(":")[2]]) as process:
+            accepted, other = server.accept()
+            with accepted:
+                peer = f"ipv4:127.0.0.1:{other[1]}"
+                assert not of_this_user(peer) and not of_this_user(peer, [at])
+                monkeypatch.setattr("os.getuid", lambda: 65_534)
+                assert of_this_user(peer) and of_this_user(peer, [at])
+            process.wait(PATIENCE_S)
 
 
 # ---- files ---------------------------------------------------------------------------------------------------
