@@ -158,10 +158,11 @@ def label_line(encoder: Encoder) -> str:
 
 
 def used_lines(spec: RunSpec, schema: Schema) -> Iterator[str]:
-    """What a run makes of its schema: features, and what is learned."""
+    """What a run makes of its schema: features, what is learned, and of records that are too long."""
     names = (*schema.names, *(["intercept"] if spec.data.intercept else []))
     yield f"features: {_listed(names, 60)}"
     yield f"label {label_line(Encoder.of(schema, spec.loss, spec.data.positive))}"
+    yield f"l2 norm of a record: {norm_line(schema, spec)}"
 
 
 def norm_line(schema: Schema, spec: RunSpec | None) -> str:
