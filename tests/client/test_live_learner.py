@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -20,7 +21,10 @@ from sottovoce.spec import RunSpec, parse_spec
 from sottovoce_client.live.connecting import connect_learner
 from sottovoce_client.live.learner import ConnectedLearner
 from sottovoce_client.live.plain import PlainLearner
+from sottovoce_client.live.sending import BATCH_RECORDS, Sender, _Batch
+from sottovoce_learner.session import Session
 from sottovoce_rpc.learner_status import LearnerState
+from sottovoce_wire.v1 import learner_pb2
 from tests.examples import small_spec
 from tests.gossip import GOSSIP
 from tests.services.identities import Identities
@@ -201,6 +205,62 @@ async def test_a_run_that_is_over_takes_nothing_more(tmp_path: Path) -> None:
             await learner.feed(np.ones((1, 2)), [0])
         async with connect_learner(up.addresses["ann"]) as anew:
             assert await anew.feed([RECORD]) == 1
+
+
+# ---- on their way ----------------------------------------------------------------------------------------------------
+
+
+async def test_of_records_that_go_together_the_refused_are_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The learner refuses whole messages, and says not which of their records it was."""
+    wrong, sizes, feed = (3, 20, 21, 49), list[int](), Session.feed
+
+    async def noted(self: Session, batch: learner_pb2.SampleBatch) -> None:
+        sizes.append(len(batch.positions))
+        await feed(self, batch)
+
+    monkeypatch.setattr(Session, "feed", noted)
+    async with ann_in(tmp_path, spec_of({"features": 2})) as (_, learner):
+        kept = []
+        for k in range(50):
+            label = np.array([7.0 if k in wrong else k % 2])
+            kept += await learner._sender.put(np.ones((1, 3)), label, np.array([k]))
+        ends = await asyncio.gather(*kept, return_exceptions=True)
+        assert [k for k, end in enumerate(ends) if end is not None] == list(wrong)
+        assert all(isinstance(ends[k], DataError) for k in wrong)
+        assert max(sizes) > 10
+        await learned(learner, 50 - len(wrong))
+
+
+async def test_records_behind_the_ones_before_go_apart(tmp_path: Path) -> None:
+    """What jumps back is passed over, as if it came alone."""
+    async with ann_in(tmp_path, spec_of({"features": 2})) as (_, learner):
+        places = [0, 1, 5, 2, 6, 7]
+        kept = [
+            each
+            for place in places
+            for each in await learner._sender.put(np.ones((1, 3)), np.zeros(1), np.array([place]))
+        ]
+        await asyncio.wait_for(asyncio.gather(*kept), 100.0)
+        await learned(learner, 5)
+
+
+def test_a_message_has_no_more_than_fits() -> None:
+    def batch(first: int, records: int, width: int = 3) -> _Batch:
+        kept: Any = None
+        return _Batch(np.zeros((records, width)), np.zeros(records), list(range(first, first + records)), kept)
+
+    sender = object.__new__(Sender)
+    sender._batches, sender._apart = deque(batch(k, 1) for k in range(3_000)), False
+    assert [len(each) for each in sender._together(-1)] == [BATCH_RECORDS, BATCH_RECORDS, 3_000 - 2 * BATCH_RECORDS]
+    assert sum(len(each) for each in sender._together(999)) == 2_000
+    sender._batches = deque([batch(0, 600), batch(600, 600), batch(1_200, 424), batch(1_624, 1)])
+    assert [[each.positions[0] for each in group] for group in sender._together(-1)] == [[0], [600, 1_200], [1_624]]
+    sender._batches = deque(batch(k, 1, 200_000) for k in range(5))  # 1.6 MB each
+    assert [len(each) for each in sender._together(-1)] == [2, 2, 1]
+    sender._apart = True
+    assert [len(each) for each in sender._together(-1)] == [1] * 5
 
 
 # ---- without await ---------------------------------------------------------------------------------------------------

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
+import numpy as np
 
 from sottovoce.arrays import FloatArray, IntArray
 from sottovoce.errors import DataError, NotReady, RemoteProtocolError, SottovoceError, Unavailable
@@ -78,8 +79,15 @@ class _Batch:
     kept: asyncio.Future[None]
 
 
+def _most(features: FloatArray) -> int:
+    """Records of a message."""
+    return max(1, min(BATCH_RECORDS, _BATCH_BYTES // (8 * (int(features.shape[1]) + 1))))
+
+
 class Sender:
     """Sends records under one source, in one run. It reconnects and sends again what has no receipt, in a task of its own.
+
+    What waits goes together: a message costs about as much with one record as with a hundred.
 
     Args:
         at: where the learner is.
@@ -98,6 +106,7 @@ class Sender:
         self._more, self._less = asyncio.Event(), asyncio.Event()
         self._failing_since: float | None = None
         self._over: SottovoceError | None = None
+        self._apart = False  # each batch is a message, so that the one that is refused is known
         tasks.start(self._run(), "records are not sent")
 
     @property
@@ -125,7 +134,7 @@ class Sender:
             NotReady: the run is over, or another one.
             Unavailable: the learner was away for too long.
         """
-        rows, waits = max(1, min(BATCH_RECORDS, _BATCH_BYTES // (8 * (features.shape[1] + 1)))), []
+        rows, waits = _most(features), []
         for at in range(0, len(labels), rows):
             while self._records >= WAITING and self._over is None:
                 self._less.clear()
@@ -156,8 +165,9 @@ class Sender:
             while True:
                 try:
                     await self._on_one_stream(refused)
-                except (DataError, RemoteProtocolError) as error:  # of the first that has no receipt then
-                    refused = error
+                except (DataError, RemoteProtocolError) as error:
+                    refused = error if self._apart else None  # of the first that has no receipt then
+                    self._apart = True
                     continue
                 except (Unavailable, NotReady) as error:
                     refused = None
@@ -192,6 +202,7 @@ class Sender:
                 self._receive(told.receipt)
                 if refused is not None and self._batches:
                     self._done(refused)
+                    self._apart = False
                 call = stub.Ingest()
                 ending = Ending(call)
                 async with beside(self._said(call)):
@@ -215,16 +226,30 @@ class Sender:
         sent = self._kept
         while True:
             self._more.clear()
-            for batch in list(self._batches):
-                if batch.positions[-1] > sent:
-                    sent = batch.positions[-1]
-                    yield learner_pb2.SampleBatch(
-                        source=self._source,
-                        features=to_tensor(batch.features),
-                        labels=to_tensor(batch.labels),
-                        positions=batch.positions,
-                    )
+            for together in self._together(sent):
+                sent = together[-1].positions[-1]
+                yield learner_pb2.SampleBatch(
+                    source=self._source,
+                    features=to_tensor(np.concatenate([each.features for each in together])),
+                    labels=to_tensor(np.concatenate([each.labels for each in together])),
+                    positions=[position for each in together for position in each.positions],
+                )
             await self._more.wait()
+
+    def _together(self, sent: int) -> Iterator[list[_Batch]]:
+        """Batches behind a position, in their order, as many at a time as go into a message."""
+        found: list[_Batch] = []
+        room = 0
+        for batch in [each for each in self._batches if each.positions[-1] > sent]:
+            room -= len(batch.labels)
+            if found and (self._apart or room < 0 or batch.positions[0] <= found[-1].positions[-1]):
+                yield found
+                found = []
+            if not found:
+                room = _most(batch.features) - len(batch.labels)
+            found.append(batch)
+        if found:
+            yield found
 
     def _receive(self, receipt: learner_pb2.IngestReceipt) -> None:
         """So much is in keeping."""
