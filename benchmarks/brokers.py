@@ -45,6 +45,7 @@ SCHEMA = {
     "label": {"name": "outcome", "type": "category", "categories": ["home", "died"]},
 }
 GOAL = 5_000
+MOST_PROCESSES = 5
 
 
 def publish(address: str, learners: int, messages: int) -> None:
@@ -140,7 +141,7 @@ async def with_learners(address: str, learners: int, messages: int, folder: Path
         "clock": {"mode": "paced", "period_s": 1.0},
     }
     spec = parse_spec(document, imports=False)
-    async with LocalServices(spec, folder) as services:
+    async with LocalServices(spec, folder, per_process=-(-learners // MOST_PROCESSES)) as services:
         data = prepare(spec, live=True).data
         running = asyncio.ensure_future(run_on(services.coordinator, spec, data, lambda *_: None, stop))
         process, began = published(address, learners, messages), time.monotonic()

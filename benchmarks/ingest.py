@@ -47,7 +47,7 @@ def spec_of(period_s: float) -> Any:
         "learners": ["one", "two"],
         "algorithm": {"name": "ldp-dol", "sigma": 1.0},
         "loss": "least_squares",
-        "data": {"source": "live", "features": DIM - 1, "batch_size": 10_000},
+        "data": {"source": "live", "features": DIM - 1, "batch_size": 100_000},
         "clock": {"mode": "paced", "period_s": period_s},
         "telemetry": {"predict": True},
         "durability": "process",
