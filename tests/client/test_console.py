@@ -78,6 +78,17 @@ def test_plain_lines(plain: tuple[Console, bool]) -> None:
     )
 
 
+def test_where_nobody_listens_nothing_is_said_of_it() -> None:
+    console = piped()
+    with run_console("mushrooms", 500, NAMES, console=console, clock=Clock()) as shown:
+        shown.update(look(0), "running", overheard=None)
+    assert "overheard" not in written(console) and "round 0/500  running" in written(console)
+    console = terminal()
+    with run_console("mushrooms", 500, NAMES, console=console, clock=Clock()) as shown:
+        shown.update(look(0), "running", overheard=None)
+    assert "overheard" not in written(console) and "0/500" in written(console)
+
+
 def test_plain_lines_hold_no_escape_codes_and_do_not_wrap(plain: tuple[Console, bool]) -> None:
     console, asked = plain
     with run_console("[bold]run[/bold] " + "x" * 100, 500, NAMES, asked, console=console) as shown:

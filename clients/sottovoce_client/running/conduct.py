@@ -35,13 +35,13 @@ def conduct(prepared: Prepared, folder: Path, start: _Start) -> int:
     """
     spec = prepared.run.spec
     (folder / "spec.yaml").write_text(dump_spec(spec), encoding="utf-8")
-    per_message = 1 if spec.capture in ("relay", "mirror") else 0
+    captured = spec.capture in ("relay", "mirror")
     budget = spec.privacy.budget
     budgets = () if budget is None else spread(budget, spec.n_learners, "privacy.budget")
     with run_console(spec.name, None if spec.endless else spec.rounds, spec.names, budgets=budgets) as console:
 
         def watch(progress: Progress, state: str) -> None:
-            console.update(progress, state, overheard=per_message * sum(progress.messages))
+            console.update(progress, state, overheard=sum(progress.messages) if captured else None)
 
         try:
             outcome: Outcome = run_async(lambda stop: start(prepared, watch, stop))

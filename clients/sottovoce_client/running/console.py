@@ -61,7 +61,8 @@ def run_console(
     """Show a run while the context lasts: live on a terminal, else (or if `plain`) as lines without escape codes.
 
     The live display disappears at the end, to make room for `print_summary`. Either may be told as often as one likes, of
-    `progress`, the run's `state` in a word, and messages `overheard`; what comes too soon after the last it leaves out.
+    `progress`, the run's `state` in a word, and messages `overheard` (None: nobody listens); what comes too soon after the last
+    it leaves out.
 
     Args:
         rounds: planned; None: no end is.
@@ -125,7 +126,7 @@ class _Lines:
         # As it is: neither wrapped at the 80 columns that a pipe is said to have, nor coloured, nor read as markup.
         self._console.out(plain(text), highlight=False)
 
-    def update(self, progress: Progress, state: str, overheard: int) -> None:
+    def update(self, progress: Progress, state: str, overheard: int | None) -> None:
         self._pace.look(progress)
         now, tenth = self._clock(), 10 * self._pace.done // self._rounds if self._rounds else 0
         state = _with_away(state, progress)
@@ -138,14 +139,14 @@ class _Lines:
         self._said_misconduct = len(progress.misconduct)
         self.say("  ".join(self._parts(progress, state, overheard)))
 
-    def _parts(self, progress: Progress, state: str, overheard: int) -> Iterator[str]:
+    def _parts(self, progress: Progress, state: str, overheard: int | None) -> Iterator[str]:
         yield f"round {self._pace.done}" + (f"/{self._rounds}" if self._rounds else "")
         yield state
         yield f"{number(self._pace.speed, 3)} rounds/s"
         if any(value is not None for value in progress.accuracy):
             yield f"accuracy {share_range(progress.accuracy)}"
         yield f"epsilon <= {number(max(progress.epsilon, default=0.0))}"
-        if overheard:
+        if overheard is not None:
             yield f"{plural(overheard, 'message')} overheard"
 
 
@@ -167,7 +168,7 @@ class _Display:
         self._live, self._title, self._rounds, self._names, self._budgets = live, title, rounds, names, budgets
         self._clock, self._pace, self._shown = clock, _Pace(rounds), (-math.inf, "")
 
-    def update(self, progress: Progress, state: str, overheard: int) -> None:
+    def update(self, progress: Progress, state: str, overheard: int | None) -> None:
         shown_at, shown_state = self._shown
         now = self._clock()
         if now - shown_at < LIVE_SECONDS and state == shown_state:
@@ -176,14 +177,15 @@ class _Display:
         self._pace.look(progress)
         self._live.update(self._picture(progress, state, overheard), refresh=True)
 
-    def _picture(self, progress: Progress, state: str, overheard: int) -> RenderableType:
+    def _picture(self, progress: Progress, state: str, overheard: int | None) -> RenderableType:
         head = Text.assemble(
             (self._title, "bold"), ("  ", ""), (_with_away(state, progress), _STATES.get(state, "cyan"))
         )
-        said = plural(overheard, "message")
         noticed = [_cut(f"misconduct: {line}") for line in progress.misconduct[:MOST_NOTICED]]
-        overheard_line = Text(f"{said} overheard", style="magenta")
-        return Group(head, self._bar(), self._table(progress), *noticed, overheard_line)
+        said = "" if overheard is None else f"{plural(overheard, 'message')} overheard"
+        return Group(
+            head, self._bar(), self._table(progress), *noticed, *([Text(said, style="magenta")] if said else [])
+        )
 
     def _bar(self) -> RenderableType:
         row = Table.grid(padding=(0, 2))
