@@ -115,7 +115,9 @@ def test_a_run_without_an_end_ends_well(ending: str, tmp_path: Path, capsys: pyt
     assert "run: 2 learners, rounds until it is stopped" in said
     summary = json.loads((tmp_path / "summary.json").read_text())
     north = summary["learners"][0]
-    assert (summary["state"], summary["rounds"], north["records"]) == ("stopped", None, 7)
+    assert (summary["state"], summary["rounds"], north["records"] + north["waiting"]) == ("stopped", None, 7)
+    assert north["records"] > 0 and (north["waiting"] == 0 or ending == "spent")
+    assert ("waited when the run ended" in said) == (north["waiting"] > 0)
     assert north["rounds"] > 0
     assert (summary["capture"] is not None) == (ending != "spent")
     assert (north["swap_event"] is not None) == (ending == "kept") == ("capture’s loss" in said)

@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from sottovoce.arrays import Batch
-from sottovoce.errors import DataError, SottovoceError, SpecError
+from sottovoce.errors import CaptureError, DataError, SottovoceError, SpecError
 from sottovoce.experiment import prepare
 from sottovoce.spec import RunSpec
 from sottovoce_client.lab.watching.watch import WatchRequest, watch, where
@@ -181,6 +181,22 @@ def test_what_cannot_be_watched_is_said(
         question = {**question, "logs": (folder / "journals",)}
     with pytest.raises(SottovoceError, match=text):
         followed(folder, **question)
+
+
+def test_a_run_that_nobody_records_is_not_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "spec.yaml").write_text("name: wards\nrounds: null\n")
+    with pytest.raises(CaptureError, match=r"is of a run that nobody records: its spec must have `capture: relay`"):
+        followed(tmp_path, logs=(tmp_path,))
+    for text in ("capture: relay", "capture: mirror", "[", "7"):
+        (tmp_path / "spec.yaml").write_text(text)
+        with pytest.raises(CaptureError, match="there is no capture to watch"):
+            followed(tmp_path, once=True)
+
+
+def test_who_is_not_watched_is_said(run: tuple[Path, str, dict[str, list[int]]]) -> None:
+    folder, *_ = run
+    code, said = followed(folder, logs=(folder / "journals",), learners=("ben",))
+    assert code == 0 and "Not watched: ann, cleo." in said
 
 
 def test_a_log_that_was_not_kept_from_the_beginning_is_refused(

@@ -300,6 +300,11 @@ def _facts(summary: RunSummary, report: Path | None) -> Iterator[tuple[str, Text
         yield "together", Text(text)
     accuracies = share_range(learner.test_accuracy for learner in summary.learners)
     disagree = f"; two learners differ on at most {share(summary.disagreement)} of held-out records"
+    if waiting := sum(learner.waiting for learner in summary.learners):
+        yield (
+            "waiting",
+            Text(f"{plural(waiting, 'record')} waited when the run ended: nobody learned them", style="yellow"),
+        )
     if not summary.live:
         yield "accuracy", Text(accuracies + (disagree if summary.disagreement is not None else ""))
     if summary.away:

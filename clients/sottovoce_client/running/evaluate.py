@@ -233,7 +233,7 @@ def _learner(
         accuracy: on the held-out records.
     """
     status, live = outcome.statuses[index], run.spec.data.live
-    said = status.rounds_said
+    said, learned = status.rounds_said, status.records - status.records_waiting
     own = None if known is None else known.data.learners[index]
     spent = _as_charged(run, outcome, index) if live or own is None else _planned(run, own, index)
     swaps: tuple[Swap | None, Swap | None] = (None, None)
@@ -249,8 +249,8 @@ def _learner(
         )
     return LearnerSummary(
         name=run.spec.names[index],
-        records=status.records if live or own is None else len(np.unique(own.order)),
-        most_uses=min(status.records, 1) if live or own is None else int(own.uses().max(initial=0)),
+        records=learned if live or own is None else len(np.unique(own.order)),
+        most_uses=min(learned, 1) if live or own is None else int(own.uses().max(initial=0)),
         rounds=status.rounds_done,
         left=has_left(run.spec, index),
         test_accuracy=accuracy,
@@ -268,6 +268,7 @@ def _learner(
         record_curve=spent.record,
         swap_event=swaps[0],
         swap_record=swaps[1],
+        waiting=status.records_waiting,
     )
 
 

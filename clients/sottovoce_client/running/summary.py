@@ -63,7 +63,7 @@ class LearnerSummary:
     """One learner at the end.
 
     Attributes:
-        records: how many records it holds.
+        records: how many records it holds; of live ones, has learned.
         most_uses: in how many rounds the most used of them was learned.
         rounds: rounds done.
         left: whether it left, or was lost, before the last round.
@@ -77,6 +77,7 @@ class LearnerSummary:
         record: tight cumulative epsilon of the record that costs most in all its uses.
         infinite_horizon: bound on `event` over infinitely many rounds; may be infinite.
         paper_curve, event_curve, record_curve: the same after every round.
+        waiting: live records that waited when the run ended, and were learned by none.
         swap_event, swap_record: the record that is learned first, swapped for the worst one in its first use, and in all
             its uses; None without a capture.
     """
@@ -101,6 +102,7 @@ class LearnerSummary:
     swap_event: Swap | None = None
     swap_record: Swap | None = None
     left: bool = False
+    waiting: int = 0
 
     def swap(self, level: str) -> Swap | None:
         """Its swap at this level: `event` or `record`."""

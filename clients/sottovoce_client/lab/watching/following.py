@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Protocol
 
 import grpc
+import yaml
 
 from sottovoce.errors import CaptureError
 from sottovoce_eavesdropper.reading import Capture, open_capture
@@ -50,6 +51,10 @@ class InFolder:
         self._found: Folder | None = None
         if "://" not in place and not Path(place).is_dir():
             raise CaptureError(f"{place} must be a capture's folder, or a run's, and there is none")
+        if "://" not in place and _unrecorded(Path(place) / "spec.yaml"):
+            raise CaptureError(
+                f"{place} is of a run that nobody records: its spec must have `capture: relay`, or mirror"
+            )
 
     async def latest(self) -> Capture | None:
         self._found = self._found or self._search()
@@ -62,6 +67,15 @@ class InFolder:
             if "capture.json" in folder.names():
                 return folder
         return None
+
+
+def _unrecorded(spec: Path) -> bool:
+    """Whether a run that is written down here has no capture; what cannot be read says nothing."""
+    try:
+        found = yaml.safe_load(spec.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return False
+    return isinstance(found, dict) and found.get("capture", "none") == "none"
 
 
 def _written(folder: Folder) -> float:

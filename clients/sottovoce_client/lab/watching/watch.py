@@ -147,6 +147,8 @@ class _Watching:
         sight, run = self._begin(capture)
         codec = RoundCodec(run.field_shapes)
         rounds = Assembly[Message](run.spec.n_learners, run.spec.rounds, run.network, KEPT)
+        if self._logs and (others := [name for i, name in enumerate(sight.names) if i not in self._logs]):
+            console.out(f"Not watched: {', '.join(others)}.", highlight=False)
         with view(console) as shown:
             while True:
                 await self._take(capture, codec, rounds, sight, shown)
