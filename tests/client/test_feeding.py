@@ -25,7 +25,7 @@ from sottovoce_client.feeding.conduct import conduct
 from sottovoce_client.feeding.dead_letters import dead_letters
 from sottovoce_client.feeding.files import csv_files, jsonl_files
 from sottovoce_client.feeding.pump import HOPELESS, Target, Terms, feed
-from sottovoce_client.feeding.showing import facts_of, picture
+from sottovoce_client.feeding.showing import _summary, facts_of, picture
 from sottovoce_client.feeding.source import Message, Part
 from sottovoce_client.feeding.tally import Account, Tally
 from sottovoce_client.live.learner import ConnectedLearner
@@ -199,6 +199,17 @@ async def test_half_a_dead_letter_is_cut_off(tmp_path: Path) -> None:
         assert sorted(place for place, _ in (await dead.written("run", "a")).elements()) == [3, 3]
         assert not await dead.written("run", "b") and not await dead.written("other", "a")
     assert len(letters(tmp_path / "dead")) == 2
+
+
+async def test_what_waits_at_the_learner_is_said_in_the_end(tmp_path: Path) -> None:
+    """As it is then, and not when it was last looked at."""
+    clock = {"mode": "paced", "period_s": 100.0, "deadline_s": 1_000.0}
+    async with network(tmp_path, NAMES) as up:
+        await up.start(spec_of({"schema": SCHEMA, "batch_size": 1}, clock=clock), 4)
+        account = await fed(up, Told(*good(1, 2, 3)))
+    assert account.status is not None and account.status.records_waiting >= 2
+    lines = [line.plain for line in _summary(account, 1.0)]
+    assert any(re.search(r"At ann \d records still wait for a round", line) for line in lines)
 
 
 async def test_a_run_that_ends_ends_its_feeders(tmp_path: Path) -> None:

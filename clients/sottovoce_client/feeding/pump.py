@@ -11,7 +11,7 @@ import asyncio
 import math
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, Coroutine, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,7 +34,7 @@ HOPELESS = 100
 """After so many messages of a part of which none is a record, a feeder that would drop them stops."""
 DRAIN_S = 10.0
 """What was read is fed for so long when a feeder is told to end; the rest is read again next time."""
-_LOOK_S, _OVER_S = 1.0, 2.0
+_LOOK_S, _OVER_S, _LAST_LOOK_S = 1.0, 2.0, 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +144,9 @@ async def feed(parts: Sequence[Part], target: Target, terms: Terms, account: Acc
         await _all(
             works, until_over(learners[0], account, target.patience_s), stop, target.patience_s if once else DRAIN_S
         )
+        with suppress(SottovoceError, TimeoutError):
+            async with asyncio.timeout(_LAST_LOOK_S):
+                account.status = await learners[0].status()
         if once and account.waiting:
             raise Unavailable(
                 f"the learner took nothing more: {account.waiting} messages that were read are fed by nobody"

@@ -130,6 +130,11 @@ def _summary(account: Account, seconds: float) -> Iterator[Text]:
     speed = number(account.fed / seconds if seconds else 0.0, 3)
     fed, sources = plural(account.fed, "record"), plural(len(account.tallies), "source")
     yield Text(f"Fed {fed} of {sources} to run {account.run_id} in {duration(seconds)}, {speed} records/s.")
+    if (status := account.status) is not None and status.records_waiting:
+        waiting = plural(status.records_waiting, "record")
+        yield Text(
+            f"At {status.learner} {waiting} still wait for a round: what waits when its run ends is learned by none."
+        )
     if account.again:
         yield Text(f"{plural(account.again, 'message')} came a second time, and {_were(account.again)} passed over.")
     yield from _reasons(account)
