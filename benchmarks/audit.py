@@ -10,26 +10,25 @@ import argparse
 import json
 import os
 import resource
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before numpy: as the client does, and the floor
-import numpy as np
+from machine import used, write_json
 from rich.console import Console
+from simulator import DIM, LEARNERS, data_of
 
 from sottovoce.auditing.audit import audit_simulated
 from sottovoce.auditing.plan import plan_audit
-from sottovoce.data import LearnerData, PlacedData
 from sottovoce.running.run import build_run
 from sottovoce.spec import parse_spec
 from sottovoce_client.auditing.report import audit_page
 from sottovoce_client.backends import mapper_over
 
 FLOOR = Path(__file__).resolve().with_name("bare_simulation.py")
-LEARNERS, DIM, ROUNDS = 5, 117, 50
+ROUNDS = 50
 TARGET_S, TARGET_MB = 120.0, 2048.0
 SPEC = {
     "name": "audit",
@@ -41,21 +40,11 @@ SPEC = {
 }
 
 
-def records() -> PlacedData:
-    """One record per learner and round."""
-    rng = np.random.default_rng(0)
-    features = rng.normal(size=(LEARNERS, ROUNDS, DIM)) / np.sqrt(DIM)
-    labels = (features @ rng.normal(size=DIM) > 0).astype(np.float64)
-    order, offsets = np.arange(ROUNDS), np.arange(ROUNDS + 1)
-    learners = tuple(LearnerData(x, y, order, offsets) for x, y in zip(features, labels, strict=True))
-    return PlacedData(learners, np.empty((0, DIM)), np.empty(0))
-
-
 def floor_s(floor: Path, runs: int) -> float:
     """Seconds that the bare simulation of `2 runs` takes in one process."""
     numbers = ("--learners", LEARNERS, "--dim", DIM, "--rounds", ROUNDS, "--replicas", runs // 10, "--history")
-    done = subprocess.run([sys.executable, str(floor), *map(str, numbers)], capture_output=True, text=True, check=True)
-    return 2 * runs * ROUNDS / float(json.loads(done.stdout)["replica_rounds_per_s"])
+    done = used([sys.executable, str(floor), *map(str, numbers)])
+    return 2 * runs * ROUNDS / float(json.loads(done.said)["replica_rounds_per_s"])
 
 
 def peak_mb(jobs: int) -> float:
@@ -73,6 +62,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2, help="processes (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="200 runs: does it run at all?")
     parser.add_argument("--floor", type=Path, default=FLOOR, help="the yardstick (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was measured to a file")
     options = parser.parse_args()
     runs = 200 if options.quick else options.runs
     console = Console(highlight=False)
@@ -85,7 +75,7 @@ def main() -> int:
             stages.append((time.perf_counter(), what))
             status.update(what)
 
-        plan = plan_audit(run, records(), 0, runs=runs)
+        plan = plan_audit(run, data_of(ROUNDS), 0, runs=runs)
         with mapper_over("processes", options.jobs) as mapper:
             done = audit_simulated(plan, mapper=mapper, say=say)
         say("report")
@@ -105,6 +95,9 @@ def main() -> int:
     console.print(
         f"bare simulation of as many runs in one process: {bare:.1f} s; the audit takes {(end - began) / bare:.1f} times that"
     )
+    if options.json is not None:
+        facts = {"runs": runs, "jobs": options.jobs, "seconds": end - began, "floor_s": bare}
+        write_json(options.json, facts | {"peak_mb": peak_mb(options.jobs)})
     return 0
 
 

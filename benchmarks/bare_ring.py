@@ -3,8 +3,9 @@
 
 In every round each learner sends its vector to both neighbours, waits for theirs of that round, and goes half the way to their
 mean. One stream per edge, opened by the lower index, carries the round as eight bytes, and raw float64: no coordinator, no
-protobuf, no noise, no journal, no learning. Prints a JSON line: rounds/s, microseconds of processor time per message, and seconds
-until the first round.
+protobuf, no noise, no journal, no learning. With --arithmetic each learner also does what no private one can do without, in its
+least form: a row of Laplace noise, a gradient, its message in one of two slots of a file. Prints a JSON line: rounds/s,
+microseconds of processor time per message, and seconds until the first round.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ import json
 import multiprocessing
 import os
 import struct
+import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -33,6 +35,10 @@ ROUND = struct.Struct("<Q")
 UNLIMITED = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
 OVERRIDE, HOST = "grpc.ssl_target_name_override", "learner.bench"
 OPTIONS = (*UNLIMITED, ("grpc.use_local_subchannel_pool", 1), ("grpc.so_reuseport", 0))
+SPARSE_FROM = 1_000
+"""Parameters from which the exact statistics of the squared loss (a square matrix) would outweigh the exchange."""
+STEP = 1e-9
+"""Of noise and gradient: values stay near the mean of all, which costs what any others would."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +50,42 @@ class Window:
     cpu_s: float
 
 
+class Arithmetic:
+    """What no private learner can do without, in its least form: noise, gradient, journal.
+
+    The gradient is that of the squared loss from its statistics, a product of (dim, dim) and (dim,); from `SPARSE_FROM`
+    parameters on that of one record. The journal has two slots in a file that is gone with the process; nothing is synced.
+    """
+
+    def __init__(self, dim: int) -> None:
+        self._noise = np.random.Generator(np.random.SFC64(1))
+        self._moments = np.eye(dim) if dim < SPARSE_FROM else None
+        self._record = np.full(dim, dim**-0.5)
+        self._journal = tempfile.TemporaryFile()  # noqa: SIM115 - open for as long as the process lives
+
+    def said(self, value: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The values with noise on them."""
+        return value + self._noise.laplace(scale=STEP, size=len(value))
+
+    def journal(self, t: int, message: bytes) -> None:
+        """Write a message down before it is sent; whole pages, so that no slot touches the other."""
+        os.pwrite(self._journal.fileno(), message, t % 2 * (len(message) // 4096 + 1) * 4096)
+
+    def stepped(self, mean: NDArray[np.float64], value: NDArray[np.float64]) -> NDArray[np.float64]:
+        """A step from a mean along the gradient at a value."""
+        if self._moments is None:
+            return mean - STEP * (self._record @ value) * self._record
+        return mean - STEP * (self._moments @ value)
+
+
 class Learner:
     """One learner: a server for the edge from below, and a stream to the neighbour above."""
 
-    def __init__(self, index: int, learners: int, dim: int, identity: Path | None = None) -> None:
-        self.index, self._identity = index, identity
-        self.neighbours = sorted({(index - 1) % learners, (index + 1) % learners} - {index})
-        self._value = np.full(dim, float(index))
+    def __init__(self, index: int, options: argparse.Namespace) -> None:
+        self.index, self._identity = index, options.identity
+        self.neighbours = neighbours(index, options.learners)
+        self._value = np.full(options.dim, float(index))
+        self._arithmetic = Arithmetic(options.dim) if options.arithmetic else None
         self._heard: defaultdict[int, list[bytes]] = defaultdict(list)
         self._awaited, self._complete = -1, asyncio.Event()
         self._streams: list[Any] = []
@@ -96,13 +131,19 @@ class Learner:
         """So many rounds."""
         sent: Sequence[asyncio.Future[Any]] = ()
         for t in range(first, first + rounds):
-            message = ROUND.pack(t) + self._value.tobytes()
+            message = ROUND.pack(t) + self._said().tobytes()
+            if self._arithmetic is not None:
+                self._arithmetic.journal(t, message)
             for write in sent:  # a stream takes one message at a time; last round's have long gone
                 await write
             sent = [asyncio.ensure_future(stream.write(message)) for stream in self._streams]
-            self._value = 0.5 * (self._value + _mean(await self._all_of(t)))
+            mean = 0.5 * (self._value + _mean(await self._all_of(t)))
+            self._value = mean if self._arithmetic is None else self._arithmetic.stepped(mean, self._value)
         for write in sent:
             await write
+
+    def _said(self) -> NDArray[np.float64]:
+        return self._value if self._arithmetic is None else self._arithmetic.said(self._value)
 
     async def _answer(self, _: Any, context: Any) -> None:
         await context.send_initial_metadata(())  # before any message: it would be sent with the first one otherwise
@@ -130,6 +171,11 @@ class Learner:
         return self._heard.pop(t)
 
 
+def neighbours(index: int, learners: int) -> list[int]:
+    """Of a learner on the ring."""
+    return sorted({(index - 1) % learners, (index + 1) % learners} - {index})
+
+
 def _pems(folder: Path) -> tuple[bytes, bytes, bytes]:
     """Key, certificate and authorities."""
     key, chain, authorities = ((folder / name).read_bytes() for name in ("tls.key", "tls.crt", "ca.crt"))
@@ -153,7 +199,7 @@ async def measured(learners: Sequence[Learner], warmup: int, rounds: int) -> Win
 
 async def together(options: argparse.Namespace) -> tuple[float, list[Window]]:
     """All learners in this process: seconds to the first round, and the window."""
-    learners = [Learner(i, options.learners, options.dim, options.identity) for i in range(options.learners)]
+    learners = [Learner(i, options) for i in range(options.learners)]
     addresses = [await learner.serve() for learner in learners]
     await asyncio.gather(*(learner.connect(addresses) for learner in learners))
     await asyncio.gather(*(learner.run(0, options.warmup) for learner in learners))
@@ -187,7 +233,7 @@ def work(index: int, options: argparse.Namespace, pipe: Connection) -> None:
     """One learner in a process of its own: address, addresses; ready, go; window."""
 
     async def run() -> None:
-        learner = Learner(index, options.learners, options.dim, options.identity)
+        learner = Learner(index, options)
         pipe.send(await learner.serve())
         await learner.connect(await asyncio.to_thread(pipe.recv))
         await learner.run(0, options.warmup)
@@ -197,7 +243,17 @@ def work(index: int, options: argparse.Namespace, pipe: Connection) -> None:
         await asyncio.to_thread(pipe.recv)  # streams stay open for whoever is slower
         os._exit(0)  # taking them down politely is no part of it
 
-    asyncio.run(run())
+    with asyncio.Runner(loop_factory=event_loop(options.loop)) as runner:
+        runner.run(run())
+
+
+def event_loop(name: str) -> Callable[[], asyncio.AbstractEventLoop]:
+    """What makes one."""
+    if name == "asyncio":
+        return asyncio.new_event_loop
+    from uvloop import new_event_loop
+
+    return new_event_loop
 
 
 def main() -> None:
@@ -208,13 +264,19 @@ def main() -> None:
     parser.add_argument(
         "--identity", type=Path, help="folder with tls.crt, tls.key, ca.crt, of learner.bench: mutual TLS"
     )
+    parser.add_argument("--arithmetic", action="store_true", help="noise, a gradient and a journal besides")
+    parser.add_argument("--loop", choices=["asyncio", "uvloop"], default="asyncio", help="default: %(default)s")
     layout = parser.add_mutually_exclusive_group()
     layout.add_argument("--single", action="store_true", help="all learners in one process (default)")
     layout.add_argument("--processes", action="store_true", help="a process for each")
     options = parser.parse_args()
-    up, windows = apart(options) if options.processes else asyncio.run(together(options))
+    if options.processes:
+        up, windows = apart(options)
+    else:
+        with asyncio.Runner(loop_factory=event_loop(options.loop)) as runner:
+            up, windows = runner.run(together(options))
     seconds = max(w.ended for w in windows) - min(w.began for w in windows)
-    messages = sum(len(Learner(i, options.learners, 1).neighbours) for i in range(options.learners)) * options.rounds
+    messages = sum(len(neighbours(i, options.learners)) for i in range(options.learners)) * options.rounds
     facts = {
         "rounds_per_s": options.rounds / seconds,
         "cpu_us_per_msg": 1e6 * sum(w.cpu_s for w in windows) / messages,

@@ -15,8 +15,9 @@ import multiprocessing
 import statistics
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from typing import Any
 import grpc
 import numpy as np
 import psutil
+from machine import write_json
 from rich.console import Console
 from rich.table import Table
 
@@ -37,6 +39,7 @@ from sottovoce_rpc.codec import to_tensor
 from sottovoce_wire.v1 import learner_pb2
 
 DIM, EVERY, METHOD = 117, 16, "/bare.Bare/Stream"
+RATES = (0, 1, 10, 100, 1_000, 10_000)
 TARGETS = {"records/s": "50,000", "of the floor": "0.5", "predict p99, ms": "10"}
 
 
@@ -84,6 +87,44 @@ async def ingest(batch: int, seconds: float, in_flight: int) -> tuple[float, flo
             sent += in_flight * batch
             sizes.append(memory().rss / 2**20)
         return sent / (time.monotonic() - began), sizes[-1] - sizes[len(sizes) // 2]
+
+
+@dataclass(frozen=True, slots=True)
+class Paced:
+    """What a learner uses that is fed at a rate, ten rounds a second.
+
+    Attributes:
+        rate, taken: records/s that are due, and that were acknowledged.
+        cpu: CPU seconds a second.
+        rss_mb: resident memory at the end.
+        written: bytes a second that it wrote to its log.
+    """
+
+    rate: int
+    taken: float
+    cpu: float
+    rss_mb: float
+    written: float
+
+
+async def paced(rate: int, seconds: float) -> Paced:
+    """Feed so many records a second, in at most a hundred calls a second."""
+    rng, batch = np.random.default_rng(0), max(1, rate // 100)
+    features, labels = rng.normal(size=(batch, DIM - 1)) / DIM, rng.uniform(-1, 1, batch)
+    async with learner(0.1) as (one, services):
+        own = psutil.Process(next(p for p in services._processes if "one" in p.addresses).child.pid)
+        await one.feed(features, labels)
+        await asyncio.sleep(1.0)  # what starts once has started
+        before, began, calls = own.as_dict(["cpu_times", "io_counters"]), time.monotonic(), []
+        for k in range(int(rate * seconds / batch)):
+            await asyncio.sleep(max(0.0, began + k * batch / rate - time.monotonic()))
+            calls.append(asyncio.ensure_future(one.feed(features, labels)))
+        await asyncio.gather(*calls)
+        await asyncio.sleep(max(0.0, began + seconds - time.monotonic()))
+        took, after = time.monotonic() - began, own.as_dict(["cpu_times", "io_counters", "memory_info"])
+    cpu = sum(after["cpu_times"][:2]) - sum(before["cpu_times"][:2])
+    written = after["io_counters"].write_chars - before["io_counters"].write_chars
+    return Paced(rate, len(calls) * batch / took, cpu / took, after["memory_info"].rss / 2**20, written / took)
 
 
 async def predict(rate: int, seconds: float) -> list[float]:
@@ -177,13 +218,31 @@ def measured(batch: int, seconds: float, in_flight: int) -> tuple[float, float, 
     return *asyncio.run(ingest(batch, seconds, in_flight)), asyncio.run(floor(batch, seconds))
 
 
+def at_rates(rates: Sequence[int], seconds: float, file: Path | None) -> None:
+    """Measure and print a line for each rate."""
+    table, found = Table("records/s due", "taken", "CPU, s a second", "memory, MB", "written, kB/s"), list[Paced]()
+    for rate in rates:
+        each = asyncio.run(paced(rate, seconds))
+        found.append(each)
+        numbers = (f"{each.taken:,.1f}", f"{each.cpu:.3f}", f"{each.rss_mb:.0f}", f"{each.written / 1e3:,.1f}")
+        table.add_row(f"{rate:,}", *numbers)
+    Console(width=100).print(table)
+    if file is not None:
+        write_json(file, {"seconds": seconds, "rates": [asdict(each) for each in found]})
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--rate", type=int, default=500, help="Predict calls a second.")
+    parser.add_argument("--rates", type=int, nargs="*", help="Only what a learner uses at these rates of records/s.")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="Write what --rates found to a file.")
     given = parser.parse_args()
+    if given.rates is not None:
+        at_rates(given.rates or RATES, given.seconds, given.json)
+        return
     table = Table("records in a batch", "records/s", "floor", "ratio", "growth, MiB")
     for batch, in_flight in ((1_024, 8), (256, 16), (16, 64), (1, 256)):
         found = [measured(batch, given.seconds, in_flight) for _ in range(given.repeats)]

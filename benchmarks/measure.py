@@ -10,8 +10,9 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before numpy: one core
 import grpc
 import numpy as np
 import psutil
+from bare_ring import SPARSE_FROM
 
 from sottovoce.data import LearnerData, PlacedData
 from sottovoce.errors import SottovoceError
@@ -33,6 +35,9 @@ from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc, learner_pb2
 
 EVENT_ENGINE = "GRPC_EXPERIMENTS"
 """The variable by which the services can be run without gRPC's event engine; the floor never is."""
+
+Loops = Literal["installed", "asyncio", "uvloop"]
+"""Event loops. `installed`: uvloop's for services where it is installed, asyncio's for the floor; else the same for both."""
 
 WINDOW, DEADLINE_S, CALL_S = 100, 20.0, 40.0
 OPEN = (learner_pb2.LEARNER_STATE_CONNECTING, learner_pb2.LEARNER_STATE_RUNNING, learner_pb2.LEARNER_STATE_IDLE)
@@ -58,6 +63,8 @@ class Case:
     durability: Literal["process", "power"] = "process"
     tls: bool = False
     target: float | None = None
+    deadline_s: float = DEADLINE_S
+    loops: Loops = "installed"
 
     @property
     def margin(self) -> int:
@@ -71,7 +78,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """A run of the yardstick."""
+    """A run of the yardstick, bare or with the least arithmetic of a private learner."""
 
     name: str
     rounds: int
@@ -79,6 +86,8 @@ class Floor:
     learners: int = 5
     tls: bool = False
     layout: Literal["--processes", "--single"] = "--processes"
+    arithmetic: bool = False
+    loops: Loops = "installed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +114,15 @@ class Probe:
     at: float
     cpu_s: dict[str, float]
     rss_mb: tuple[float, ...]
+    peak_mb: dict[str, float]
+    """The largest resident memory of a process until then, by role."""
 
 
 # ---- the yardstick ---------------------------------------------------------------------------------------
 
 
-async def run_floor(script: Path, floor: Floor) -> Sample:
-    """Run the yardstick once.
+async def run_floor(script: Path, floor: Floor, place: Path | None = None) -> Sample:
+    """Run the yardstick once; what it writes lies in a place, or where temporary files do.
 
     Raises:
         SottovoceError: it failed.
@@ -119,7 +130,11 @@ async def run_floor(script: Path, floor: Floor) -> Sample:
     numbers = {"--dim": floor.dim, "--learners": floor.learners, "--rounds": floor.rounds}
     numbers["--warmup"] = max(floor.rounds // 10, 20)
     arguments = [floor.layout, *(str(part) for pair in numbers.items() for part in pair)]
-    with tempfile.TemporaryDirectory() as folder:  # it leaves its own behind where it is cut off
+    if floor.arithmetic:
+        arguments.append("--arithmetic")
+    if floor.loops == "uvloop":
+        arguments += ["--loop", "uvloop"]
+    with tempfile.TemporaryDirectory(dir=place) as folder:  # it leaves its own behind where it is cut off
         if floor.tls:
             own = Path(folder) / "learner"
             Authority.init(Path(folder) / "authority", "bench").issue("learner/any", own)
@@ -190,7 +205,31 @@ class Ring:
 
     def _probe(self, t: int, at: float) -> Probe:
         cpu = {role: sum(map(_cpu, processes)) for role, processes in self.processes.items()}
-        return Probe(t, at, cpu, tuple(p.memory_info().rss / 2**20 for p in self.processes["learner"]))
+        rss = tuple(p.memory_info().rss / 2**20 for p in self.processes["learner"])
+        return Probe(t, at, cpu, rss, {role: max(map(_peak_mb, each)) for role, each in self.processes.items()})
+
+
+@contextlib.contextmanager
+def on_loop(loops: Loops, folder: Path) -> Iterator[None]:
+    """Processes that are started meanwhile have this event loop: asyncio's, if uvloop cannot be imported.
+
+    Raises:
+        SottovoceError: uvloop is asked for, and is not installed.
+    """
+    if loops == "uvloop" and find_spec("uvloop") is None:
+        raise SottovoceError("the event loop uvloop is not installed: pip install 'sottovoce[fast]'")
+    before = os.environ.get("PYTHONPATH")
+    if loops == "asyncio":
+        hidden = folder.resolve() / "without-uvloop"
+        hidden.mkdir(parents=True)
+        (hidden / "uvloop.py").write_text("raise ImportError\n", encoding="ascii")
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(hidden), *([before] if before else [])])
+    try:
+        yield
+    finally:
+        if loops == "asyncio":
+            os.environ.pop("PYTHONPATH")
+            os.environ.update({"PYTHONPATH": before} if before else {})
 
 
 @contextlib.asynccontextmanager
@@ -203,6 +242,7 @@ async def ring_of(case: Case, rounds: int, folder: Path) -> AsyncIterator[Ring]:
     spec, data = spec_of(case, rounds), data_of(case, rounds)
     began = time.monotonic()
     async with contextlib.AsyncExitStack() as stack:
+        stack.enter_context(on_loop(case.loops, folder))
         services = await stack.enter_async_context(
             LocalServices(spec, folder, per_process=case.per_process, tls=case.tls)
         )
@@ -218,7 +258,7 @@ async def ring_of(case: Case, rounds: int, folder: Path) -> AsyncIterator[Ring]:
                     for i, d in zip(started.learners, data.learners, strict=True)
                 )
             )
-            stack.push_async_callback(_cancelled, feeders)
+            stack.push_async_callback(cancelled, feeders)
             yield Ring(_processes(), feeders, learner_pb2_grpc.LearnerStub(first), joined, began)
         except grpc.aio.AioRpcError as error:
             raise SottovoceError(f"{error.code().name}: {error.details()}") from None
@@ -248,7 +288,8 @@ async def _start(to: grpc.aio.Channel, spec: RunSpec, data: PlacedData) -> coord
     return await coordinator_pb2_grpc.CoordinatorStub(to).StartRun(request, timeout=CALL_S)
 
 
-async def _cancelled(task: asyncio.Future[Any]) -> None:
+async def cancelled(task: asyncio.Future[Any]) -> None:
+    """It has ended, whatever that has led to."""
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
 
@@ -268,10 +309,13 @@ def _cpu(process: psutil.Process) -> float:
     return float(times.user + times.system)
 
 
-# ---- what is run -----------------------------------------------------------------------------------------
+def _peak_mb(process: psutil.Process) -> float:
+    """As Linux counts it."""
+    lines = Path(f"/proc/{process.pid}/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) / 2**10
 
-SPARSE_FROM = 1_000
-"""Parameters from which the exact statistics of the squared loss (a square matrix) would outweigh the exchange."""
+
+# ---- what is run -----------------------------------------------------------------------------------------
 
 
 def spec_of(case: Case, rounds: int) -> RunSpec:
@@ -285,7 +329,7 @@ def spec_of(case: Case, rounds: int) -> RunSpec:
             "algorithm": {"name": "ldp-dol"},
             "loss": {"kind": loss},
             "topology": {"graph": "ring"},
-            "clock": {"mode": "free", "window": WINDOW, "deadline_s": DEADLINE_S},
+            "clock": {"mode": "free", "window": WINDOW, "deadline_s": case.deadline_s},
             "capture": case.capture,
             "durability": case.durability,
         },

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from importlib.util import find_spec
+from itertools import count
 
 os.environ["OPENBLAS_NUM_THREADS"] = "1"  # before numpy: one core
 import numpy as np
@@ -56,11 +57,18 @@ def of(source: Noise, law: Law = "laplace") -> Sample:
     return lambda dim: source(Draw(law, "y", 0, SCALE, spacing, (dim,)))
 
 
+def ahead(source: Noise) -> Sample:
+    """The same round after round, their scales known beforehand: short vectors are drawn ahead."""
+    rounds = count()
+    return lambda dim: source(Draw("laplace", "y", next(rounds), SCALE, SPACING, (dim,), lambda t: SCALE))
+
+
 def samplers(dims: list[int]) -> dict[str, Sample]:
     """What is measured, by name."""
     system = SystemNoise()
     found = {
         "bitwise (default)": of(system),
+        "bitwise, drawn ahead": ahead(system),
         "keyed": of(KeyedNoise("hush", "run", 0)),
         "seeded": of(SeededNoise(0)),
         "numpy, continuous": numpy_alone(),

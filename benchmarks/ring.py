@@ -9,39 +9,97 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import signal
-import statistics
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from measure import EVENT_ENGINE, Case, Floor, Sample, ring_of, run_floor, run_services
+from machine import median, write_json
+from measure import EVENT_ENGINE, Case, Floor, Loops, Sample, ring_of, run_floor, run_services
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from sottovoce.errors import SottovoceError
+from sottovoce_eavesdropper.reading import find_captures
+from sottovoce_eavesdropper.storage import open_folder
 
+ARITHMETIC = "-arith"
+"""Of a floor's name, where it also does the least arithmetic."""
 FLOOR = Path(__file__).resolve().with_name("bare_ring.py")
 START_TARGET_S = 5.0
-MEMORY_TAIL = 4_200
-"""Rounds planned after the last look at memory: more than a learner takes in ahead, so that this share stays the same."""
+TAIL = 4_200
+"""Rounds planned after the last look at a long run: more than a learner takes in ahead, so that this share stays the same."""
+LONG = (1_000, 10_000, 100_000, 200_000)
+"""Rounds after which a long run is looked at."""
 
-console = Console() if sys.stdout.isatty() else Console(width=100)
+console = Console() if sys.stdout.isatty() else Console(width=110)
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Cases that are compared with the first of these floors."""
+    """Cases that are compared with a floor, and with the same one that also does the least arithmetic.
 
-    floors: tuple[Floor, ...]
+    Attributes:
+        besides: other floors, for the record.
+    """
+
+    floor: Floor
     cases: tuple[Case, ...]
+    besides: tuple[Floor, ...] = ()
+
+    @property
+    def floors(self) -> tuple[Floor, ...]:
+        """All that are run."""
+        return self.floor, replace(self.floor, name=self.floor.name + ARITHMETIC, arithmetic=True), *self.besides
+
+    def on(self, loops: Loops) -> Group:
+        """The same on these event loops."""
+        floor, *besides = (replace(each, loops=loops) for each in (self.floor, *self.besides))
+        return Group(floor, tuple(replace(case, loops=loops) for case in self.cases), tuple(besides))
+
+
+@dataclass(frozen=True, slots=True)
+class Grown:
+    """What three learners on a ring use, overheard by relays, with so many numbers in a message.
+
+    Attributes:
+        dim: so many.
+        rounds: that were measured.
+        message: bytes of one.
+        captured: bytes of the capture, a message that was recorded.
+        rounds_per_s: of the run.
+        cpu_us: CPU microseconds a message, by role of the process.
+        peak_mb: largest resident memory of a process, by role.
+    """
+
+    dim: int
+    rounds: int
+    message: float
+    captured: float
+    rounds_per_s: float
+    cpu_us: dict[str, float]
+    peak_mb: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """What two learners of one process use, so many rounds into a run with the squared loss.
+
+    Attributes:
+        rounds: so many.
+        cpu_us: CPU microseconds a learner-round, by role, in the tenth before, or 500 rounds.
+        rss_mb: resident memory of the learners' process.
+    """
+
+    rounds: int
+    cpu_us: dict[str, float]
+    rss_mb: float
 
 
 @dataclass(slots=True)
@@ -50,23 +108,24 @@ class Results:
 
     samples: dict[str, list[Sample | None]] = field(default_factory=dict)
     floor_of: dict[str, str] = field(default_factory=dict)
-    memory: dict[int, tuple[float, ...]] = field(default_factory=dict)
+    long: list[Passed] = field(default_factory=list)
+    grown: list[Grown] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
 
     def of(self, name: str) -> list[Sample]:
         """The samples that there are."""
         return [sample for sample in self.samples.get(name, []) if sample is not None]
 
-    def ratio(self, name: str) -> float | None:
-        """Median of the ratios of rounds/s to the floor of the same repetition."""
-        return _median(case.rounds_per_s / floor.rounds_per_s for case, floor in self._pairs(name))
+    def ratio(self, name: str, kind: str = "") -> float | None:
+        """Median of the ratios of rounds/s to the floor of the same repetition, or of its kind `ARITHMETIC`."""
+        return median(case.rounds_per_s / floor.rounds_per_s for case, floor in self._pairs(name, kind))
 
-    def cpu_ratio(self, name: str) -> float | None:
+    def cpu_ratio(self, name: str, kind: str = "") -> float | None:
         """The same of the learners' CPU per message: steadier than rounds/s on a machine that others use, too."""
-        return _median(case.cpu_us["learner"] / floor.cpu_us["learner"] for case, floor in self._pairs(name))
+        return median(case.cpu_us["learner"] / floor.cpu_us["learner"] for case, floor in self._pairs(name, kind))
 
-    def _pairs(self, name: str) -> list[tuple[Sample, Sample]]:
-        floor = self.samples.get(self.floor_of.get(name, ""), [])
+    def _pairs(self, name: str, kind: str) -> list[tuple[Sample, Sample]]:
+        floor = self.samples.get(self.floor_of.get(name, "") + kind, [])
         pairs = zip(self.samples.get(name, []), floor, strict=False)
         return [(a, b) for a, b in pairs if a is not None and b is not None]
 
@@ -76,7 +135,7 @@ def groups(rounds: int) -> tuple[Group, ...]:
     large, fifty = max(rounds // 4, 50), max(rounds // 8, 25)
     return (
         Group(
-            (Floor("floor", rounds),),
+            Floor("floor", rounds),
             (
                 Case("unrecorded", rounds, target=0.7),
                 Case("mirror", rounds, capture="mirror", target=0.65),
@@ -85,7 +144,7 @@ def groups(rounds: int) -> tuple[Group, ...]:
             ),
         ),
         Group(
-            (Floor("floor-tls", rounds, tls=True),),
+            Floor("floor-tls", rounds, tls=True),
             (
                 Case("tls", rounds, tls=True),
                 Case("tls-mirror", rounds, tls=True, capture="mirror"),
@@ -93,7 +152,7 @@ def groups(rounds: int) -> tuple[Group, ...]:
             ),
         ),
         Group(
-            (Floor("floor-d10000", large, dim=10_000),),
+            Floor("floor-d10000", large, dim=10_000),
             (
                 Case("d10000", large, dim=10_000),
                 Case("d10000-mirror", large, dim=10_000, capture="mirror"),
@@ -101,17 +160,16 @@ def groups(rounds: int) -> tuple[Group, ...]:
             ),
         ),
         Group(
-            (
-                Floor("floor50", fifty, learners=50, layout="--single"),
-                Floor("floor50-processes", fifty, learners=50),
-            ),
+            Floor("floor50", fifty, learners=50, layout="--single"),
             (Case("ring50", fifty, learners=50, per_process=25),),
+            (Floor("floor50-processes", fifty, learners=50),),
         ),
     )
 
 
-ALONE = ("startup", "memory")
+ALONE = ("startup", "rounds", "scale")
 """Cases without a floor."""
+DIMS = (100, 1_000, 10_000, 100_000, 1_000_000)
 
 
 # ---- running ---------------------------------------------------------------------------------------------
@@ -129,19 +187,22 @@ class Bench:
         chosen = set(self.options.cases)
         for group in groups(self.options.rounds):
             cases = [case for case in group.cases if case.name in chosen]
+            chosen_group = replace(group, cases=tuple(cases)).on(self.options.loop)
             for repeat in range(self.options.repeats if cases else 0):
-                await self._group(group.floors, cases, repeat)
+                await self._group(chosen_group, repeat)
         if "startup" in chosen:
             for repeat in range(self.options.repeats):
                 await self._keep("startup", repeat, self._services(Case("startup", 100, capture="relay")))
-        if "memory" in chosen:
-            await self._attempt("memory", self._memory)
+        if "rounds" in chosen:
+            await self._attempt("rounds", self._long)
+        for dim in self.options.dims if "scale" in chosen else ():
+            await self._attempt(f"scale, d = {dim:,}", partial(self._scale, dim))
 
-    async def _group(self, floors: Sequence[Floor], cases: Iterable[Case], repeat: int) -> None:
-        for floor in floors:
-            await self._keep(floor.name, repeat, partial(run_floor, self.options.floor, floor))
-        for case in cases:
-            self.results.floor_of[case.name] = floors[0].name
+    async def _group(self, group: Group, repeat: int) -> None:
+        for floor in group.floors:
+            await self._keep(floor.name, repeat, partial(run_floor, self.options.floor, floor, self.options.folder))
+        for case in group.cases:
+            self.results.floor_of[case.name] = group.floor.name
             await self._keep(case.name, repeat, self._services(case))
 
     async def _keep(self, name: str, repeat: int, work: Callable[[], Awaitable[Sample]]) -> None:
@@ -164,21 +225,34 @@ class Bench:
 
         return work
 
-    async def _memory(self) -> None:
-        marks = (max(self.options.memory_rounds // 10, 1), self.options.memory_rounds)
-        case = Case("memory", marks[-1])
+    async def _long(self) -> None:
+        last = max(self.options.long)
+        case = Case("rounds", last, learners=2, per_process=2)
         with tempfile.TemporaryDirectory(dir=self.options.folder) as folder:
-            async with ring_of(case, marks[-1] + MEMORY_TAIL, Path(folder)) as ring:
-                for mark in marks:
-                    self.results.memory[mark] = (await ring.reach(mark)).rss_mb
+            async with ring_of(case, last + TAIL, Path(folder)) as ring:
+                for mark in sorted(self.options.long):
+                    begin, end = await ring.reach(mark - max(mark // 10, min(mark, 500))), await ring.reach(mark)
+                    units = case.learners * (end.round - begin.round)
+                    used = {role: 1e6 * (end.cpu_s[role] - begin.cpu_s[role]) / units for role in end.cpu_s}
+                    self.results.long.append(Passed(end.round, used, sum(end.rss_mb)))
+
+    async def _scale(self, dim: int) -> None:
+        rounds = max(min(self.options.rounds, 4_000_000 // dim), 8)
+        margin = max(rounds // 10, 4)
+        case = Case("scale", rounds, dim=dim, learners=3, capture="relay", deadline_s=600.0)
+        with tempfile.TemporaryDirectory(dir=self.options.folder) as folder:
+            async with ring_of(case, rounds + 2 * margin, Path(folder)) as ring:
+                begin, end = await ring.reach(margin), await ring.reach(margin + rounds)
+            (capture,) = find_captures(open_folder(Path(folder) / "captures"))
+            messages, said = capture.totals()
+            stored = sum(capture.place.size(name) for name in capture.place.names())
+        passed = end.round - begin.round
+        used = {role: 1e6 * (end.cpu_s[role] - begin.cpu_s[role]) / case.messages(passed) for role in end.cpu_s}
+        rate = passed / (end.at - begin.at)
+        self.results.grown.append(Grown(dim, passed, said / messages, stored / messages, rate, used, end.peak_mb))
 
 
 # ---- showing ---------------------------------------------------------------------------------------------
-
-
-def _median(values: Iterable[float]) -> float | None:
-    kept = list(values)
-    return statistics.median(kept) if kept else None
 
 
 def _number(value: float | None, form: str) -> str:
@@ -186,7 +260,7 @@ def _number(value: float | None, form: str) -> str:
 
 
 def _cpu(samples: Sequence[Sample], role: str) -> str:
-    return _number(_median(s.cpu_us[role] for s in samples if role in s.cpu_us), ".0f")
+    return _number(median(s.cpu_us[role] for s in samples if role in s.cpu_us), ".0f")
 
 
 def _spread(samples: Sequence[Sample]) -> str:
@@ -200,14 +274,14 @@ def rates_table(results: Results, targets: dict[str, float | None]) -> Table:
         title="Rings, medians over the repetitions", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
     )
     table.add_column("case", no_wrap=True)
-    for head in ("rounds/s", "range", "ratio", "target", "learn", "x floor", "relay", "coord"):
+    for head in ("rounds/s", "range", "ratio", "arith", "target", "learn", "x floor", "x arith", "relay", "coord"):
         table.add_column(head, justify="right", no_wrap=True)
     for name in results.samples:
         if name != "startup":
             table.add_row(*_row(results, name, targets.get(name)))
     table.caption = (
-        "ratio: of the floor's rounds/s in the same repetition. learn, relay, coord: CPU microseconds per message of all "
-        "learners, of the eavesdropper, of the coordinator. x floor: learn, in the floor's"
+        "ratio: of the floor's rounds/s in the same repetition; arith: of the floor's with the least arithmetic. learn, relay, "
+        "coord: CPU microseconds per message of all learners, of the eavesdropper, of the coordinator. x: learn, in a floor's"
     )
     table.caption_justify = "left"
     return table
@@ -218,40 +292,78 @@ def _row(results: Results, name: str, target: float | None) -> list[str]:
     shown = _number(ratio, ".2f")
     if ratio is not None and target is not None:
         shown = f"[{'green' if ratio >= target else 'yellow'}]{shown}[/]"
-    rate = _number(_median(s.rounds_per_s for s in samples), ".0f")
+    rate = _number(median(s.rounds_per_s for s in samples), ".0f")
     learn, relay, coordinator = (_cpu(samples, role) for role in ("learner", "eavesdropper", "coordinator"))
-    more = _number(results.cpu_ratio(name), ".2f")
-    return [name, rate, _spread(samples), shown, _number(target, ".2f"), learn, more, relay, coordinator]
+    beside, *more = (
+        _number(value, ".2f")
+        for value in (results.ratio(name, ARITHMETIC), results.cpu_ratio(name), results.cpu_ratio(name, ARITHMETIC))
+    )
+    return [name, rate, _spread(samples), shown, beside, _number(target, ".2f"), learn, *more, relay, coordinator]
 
 
 def others(results: Results) -> list[str]:
-    """Start-up and memory, a line each."""
+    """Start-up and a long run, a line each."""
     lines = []
     if samples := results.of("startup"):
-        joined, running = (_median(getattr(s, name) for s in samples) for name in ("joined_s", "running_s"))
+        joined, running = (median(getattr(s, name) for s in samples) for name in ("joined_s", "running_s"))
         lines.append(
             f"Start-up of seven processes: {_number(joined, '.2f')} s until all have joined (target {START_TARGET_S:g}), "
             f"{_number(running, '.2f')} s until learner 0 has its streams"
         )
-    for mark, sizes in results.memory.items():
-        lines.append(f"Resident memory of a learner in round {mark:,}: {_number(_median(sizes), '.1f')} MB")
+    for each in results.long:
+        learner, coordinator = (each.cpu_us[role] for role in ("learner", "coordinator"))
+        lines.append(
+            f"Two learners in a process, {each.rounds:,} rounds on: {learner:.0f} us CPU a learner-round, {coordinator:.0f} "
+            f"of the coordinator, {each.rss_mb:.1f} MB resident"
+        )
     return lines
 
 
-def as_json(options: argparse.Namespace, results: Results) -> str:
+def scale_table(grown: Sequence[Grown]) -> Table:
+    """What grows with the numbers in a message, one size a line."""
+    table = Table(title="Three learners, relayed", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for head in (
+        "d",
+        "message B",
+        "captured B",
+        "rounds/s",
+        "learn us",
+        "relay us",
+        "learn MB",
+        "relay MB",
+        "coord MB",
+    ):
+        table.add_column(head, justify="right", no_wrap=True)
+    for each in grown:
+        sizes = (each.dim, each.message, each.captured)
+        cpu = (each.cpu_us[role] for role in ("learner", "eavesdropper"))
+        peaks = (each.peak_mb[role] for role in ("learner", "eavesdropper", "coordinator"))
+        numbers = [*(f"{size:,.0f}" for size in sizes), f"{each.rounds_per_s:,.1f}", *(f"{us:,.0f}" for us in cpu)]
+        table.add_row(*numbers, *(f"{peak:,.0f}" for peak in peaks))
+    table.caption = (
+        "captured: bytes of the capture, a recorded message. us: CPU a message of all learners, of the eavesdropper. "
+        "MB: largest resident memory of a process"
+    )
+    table.caption_justify = "left"
+    return table
+
+
+def as_json(options: argparse.Namespace, results: Results) -> dict[str, Any]:
     """Everything that was measured."""
     kept = {name: [None if s is None else asdict(s) for s in samples] for name, samples in results.samples.items()}
-    facts = {
+    return {
         "rounds": options.rounds,
         "repeats": options.repeats,
-        "cores": os.cpu_count(),
         "samples": kept,
+        "loop": options.loop,
         "ratio_to_floor": {name: results.ratio(name) for name in results.floor_of},
+        "ratio_to_arithmetic": {name: results.ratio(name, ARITHMETIC) for name in results.floor_of},
         "cpu_ratio_to_floor": {name: results.cpu_ratio(name) for name in results.floor_of},
-        "memory_mb": results.memory,
+        "cpu_ratio_to_arithmetic": {name: results.cpu_ratio(name, ARITHMETIC) for name in results.floor_of},
+        "long": [asdict(each) for each in results.long],
+        "scale": [asdict(each) for each in results.grown],
         "failures": results.failures,
     }
-    return json.dumps(facts, indent=2)
 
 
 # ---- the command -----------------------------------------------------------------------------------------
@@ -264,8 +376,23 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"which to run (default: all): {', '.join(names)}")
     parser.add_argument("--repeats", type=int, default=5, help="how often each case is run (default: 5)")
     parser.add_argument("--rounds", type=int, default=2000, help="measured rounds at d = 117 (default: 2000)")
-    parser.add_argument("--memory-rounds", type=int, default=20_000, help="rounds of the memory case (default: 20000)")
+    parser.add_argument(
+        "--long",
+        type=int,
+        nargs="+",
+        default=LONG,
+        help=f"rounds after which the case rounds is looked at (default: {LONG})",
+    )
+    parser.add_argument(
+        "--dims", type=int, nargs="+", default=DIMS, help=f"numbers in a message of the scale case (default: {DIMS})"
+    )
     parser.add_argument("--quick", action="store_true", help="once, few rounds: does it run at all?")
+    parser.add_argument(
+        "--loop",
+        choices=get_args(Loops),
+        default="installed",
+        help="event loop of services and floor; installed: uvloop's for services where it is, asyncio's for the floor (default)",
+    )
     parser.add_argument(
         "--no-event-engine", action="store_true", help="services with GRPC_EXPERIMENTS as in deploy/README.md"
     )
@@ -279,9 +406,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     if unknown := sorted(set(options.cases) - set(names)):
         parser.error(f"unknown case {unknown[0]!r}: choose from {', '.join(names)}")
     if options.quick:
-        options.repeats, options.rounds, options.memory_rounds = 1, min(options.rounds, 400), 1_000
-    if min(options.repeats, options.rounds, options.memory_rounds) < 1:
-        parser.error("--repeats, --rounds and --memory-rounds must be at least 1")
+        options.repeats, options.rounds, options.long = 1, min(options.rounds, 400), [1_000]
+        options.dims = [min(options.dims)]
+    if min(options.repeats, options.rounds, *options.dims) < 1 or min(options.long) < 100:
+        parser.error("--repeats, --rounds and --dims must be at least 1, --long at least 100")
     if not options.floor.is_file():
         parser.error(f"there is no yardstick {options.floor}")
     return options
@@ -308,10 +436,12 @@ def main() -> int:
     targets = {case.name: case.target for group in groups(options.rounds) for case in group.cases}
     if set(bench.results.samples) - {"startup"}:
         console.print(rates_table(bench.results, targets))
+    if bench.results.grown:
+        console.print(scale_table(bench.results.grown))
     for line in others(bench.results):
         console.print(line, highlight=False)
     if options.json is not None:
-        options.json.write_text(as_json(options, bench.results) + "\n", encoding="utf-8")
+        write_json(options.json, as_json(options, bench.results))
     return 1 if bench.results.failures else 0
 
 

@@ -11,15 +11,15 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 os.environ["OPENBLAS_NUM_THREADS"] = "1"  # before numpy: as the client does, and the floor
 import numpy as np
+from machine import used, write_json
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -120,15 +120,9 @@ def sample(command: list[str]) -> Sample:
     Raises:
         OSError: it failed.
     """
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdout is not None
-        said = child.stdout.read()
-        _, status, used = os.wait4(child.pid, 0)
-        child.returncode = os.waitstatus_to_exitcode(status)
-    if child.returncode != 0:
-        raise OSError(f"{Path(command[1]).name} failed with exit code {child.returncode}")
-    facts = json.loads(said)
-    return Sample(facts["replica_rounds_per_s"], facts["cpu_us"], used.ru_maxrss / 1024)
+    done = used(command)
+    facts = json.loads(done.said)
+    return Sample(facts["replica_rounds_per_s"], facts["cpu_us"], done.peak_mb)
 
 
 def pair(case: Case, rounds: int, floor: Path) -> tuple[Sample, Sample]:
@@ -209,16 +203,9 @@ def main() -> int:
     console.print(table_of(results))
     if options.json is not None:
         samples = {
-            name: [
-                {
-                    "case": [a.replica_rounds_per_s, a.cpu_us, a.peak_mb],
-                    "floor": [b.replica_rounds_per_s, b.cpu_us, b.peak_mb],
-                }
-                for a, b in pairs
-            ]
-            for name, pairs in results.pairs.items()
+            name: [{"case": asdict(a), "floor": asdict(b)} for a, b in pairs] for name, pairs in results.pairs.items()
         }
-        options.json.write_text(json.dumps({"rounds": options.rounds, "samples": samples}, indent=2) + "\n", "utf-8")
+        write_json(options.json, {"rounds": options.rounds, "samples": samples})
     return 1 if results.failures else 0
 
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
+import time
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -14,9 +18,52 @@ from sottovoce_client.entry import settle
 
 settle()  # before a test imports NumPy
 
+# Services flush to disk before they speak, and their tests would mostly wait for that: in memory a flush costs nothing.
+MEMORY, ROOM = "/dev/shm", 2**31  # noqa: S108 - each session has a folder of its own there
+if os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > ROOM:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", MEMORY)
+
+PATIENCE_S = 60.0
+KEPT_BY_LIBRARIES = 32
+"""Descriptors that one module may make libraries open for good: a loop of gRPC's has three, Ray's client some twenty."""
+
 # Examples have no deadline: how long one takes says more about the machine than about the code.
 settings.register_profile("house", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("house")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    what = "of a test there only the first parameters, unless it is marked `each`; may be given several times"
+    parser.addoption("--once", action="append", default=[], metavar="FOLDER", help=what)
+
+
+@pytest.hookimpl(trylast=True)  # of those that -m and -k leave
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    folders = [config.rootpath / folder for folder in config.getoption("--once")]
+    kept, again, seen = list[pytest.Item](), list[pytest.Item](), set[str]()
+    for item in items:
+        name = item.nodeid.partition("[")[0]
+        there = any(item.path.is_relative_to(folder) for folder in folders)
+        once = name in seen and there and item.get_closest_marker("each") is None
+        (again if once else kept).append(item)
+        seen.add(name)
+    config.hook.pytest_deselected(items=again)
+    items[:] = kept
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests stay to the end: the collector need not walk through all of them after every module."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def same_umask() -> Iterator[None]:
+    """Commands that are run in the test's own process take it away from others, for good."""
+    before = os.umask(0o022)
+    os.umask(before)
+    yield
+    os.umask(before)
 
 
 @pytest.fixture(scope="session")
@@ -28,8 +75,35 @@ def data_folder() -> Path:
     return folder
 
 
+def _open_files() -> Counter[str]:
+    """What this process has open, by name; nothing where the system has no such list."""
+    names = Counter[str]()
+    for descriptor in Path("/proc/self/fd").glob("*"):
+        with suppress(FileNotFoundError):  # closed since, as the list itself is
+            names[os.readlink(descriptor)] += 1
+    return names
+
+
 @pytest.fixture(scope="module", autouse=True)
-def _left_behind() -> Iterator[None]:
-    """What a module leaves unclosed is told of it, not of a later one in which the collector happens to run."""
+def _left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What a module leaves unclosed is told of it, not of a later one in which the collector runs, or no descriptor is left.
+
+    No file in the folder of the tests stays open. What else does is a library's, for as long as the process lives.
+    """
+    ours, before = str(tmp_path_factory.getbasetemp()), _open_files()
     yield
     gc.collect()
+    patience = time.monotonic() + PATIENCE_S  # threads, gRPC's among them, may be about to close some
+    while True:
+        left = _open_files() - before
+        files = [name for name in left if name.startswith(f"{ours}/")]
+        if not files and left.total() <= KEPT_BY_LIBRARIES:
+            return
+        if time.monotonic() > patience:
+            break
+        time.sleep(0.1)
+        gc.collect()
+    pytest.fail(
+        f"no file of a test may stay open, nor more than {KEPT_BY_LIBRARIES} descriptors of others: this module leaves "
+        f"{left.total()}, of them {len(files)} names of files, such as {(files or [*left])[:3]}; close what its tests open"
+    )

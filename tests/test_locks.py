@@ -15,7 +15,11 @@ from packaging.requirements import Requirement
 
 CHECKOUT = Path(__file__).parents[1]
 FOLDER, ADVISORIES = CHECKOUT / "deploy" / "requirements", CHECKOUT / ".ci" / "advisories.py"
-LOCKS = {"services": ["fast"], "audit": ["audit", "fast"]}
+LOCKS = {
+    "services": ["fast", "metrics"],
+    "audit": ["audit", "fast", "metrics"],
+    "tools": ["audit", "fast", "feed", "metrics", "query"],
+}
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 PROJECT = tomllib.loads((CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
@@ -40,7 +44,7 @@ def chosen(name: str, python: str) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("name", LOCKS)
+@pytest.mark.parametrize("name", [*LOCKS, "build"])
 def test_everything_is_pinned_with_its_hashes(name: str) -> None:
     for each, hashes in locked(name):
         assert re.fullmatch(r"==[^*,]+", str(each.specifier)) and not each.url and hashes, each
@@ -61,7 +65,7 @@ def test_a_lock_fits_the_project_on_every_python(name: str, python: str) -> None
 
 def test_locks_of_more_hold_the_versions_of_less() -> None:
     for python in PYTHONS:
-        assert chosen("services", python).items() <= chosen("audit", python).items()
+        assert chosen("services", python).items() <= chosen("audit", python).items() <= chosen("tools", python).items()
 
 
 # ---- advisories ------------------------------------------------------------------------------------------------------

@@ -1,18 +1,42 @@
-"""Much work side by side: joblib's processes here, or a Ray or Dask cluster."""
+"""Much work side by side: processes here, or a Ray or Dask cluster."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from sottovoce.data.files import import_extra
+from sottovoce.errors import SpecError, Unavailable
 
-Backend = Literal["processes", "ray", "dask"]
+Backend = str
+"""`processes`, `ray`, `dask`, or the address of a cluster: `ray://HOST:PORT`, `dask://HOST:PORT`."""
 
 Mapper = Callable[[Callable[[Any], Any], Sequence[Any]], Iterator[Any]]
 """As `map`: works on pieces, one after the other or side by side; results come in order."""
+
+_CONNECT_S = 20
+_TRIES = 3
+"""Of a piece on Ray whose worker dies."""
+_AHEAD = 4
+"""Pieces that are on their way for each core of a cluster of Ray."""
+
+
+def named(backend: Backend) -> tuple[str, str]:
+    """What works, `processes`, `ray` or `dask`, and at which address; empty: the one that the environment names, or none.
+
+    Raises:
+        SpecError: there is no such backend.
+    """
+    engine, scheme, address = backend.partition("://")
+    if engine not in ("processes", "ray", "dask") or (scheme and (engine == "processes" or not address)):
+        raise SpecError(f"a backend must be processes, ray, dask, ray://HOST:PORT or dask://HOST:PORT, got {backend!r}")
+    if not address and engine != "processes":
+        address = os.environ.get({"ray": "RAY_ADDRESS", "dask": "DASK_SCHEDULER_ADDRESS"}[engine], "")
+        return engine, address
+    return engine, backend if engine == "ray" and address else address
 
 
 @contextlib.contextmanager
@@ -21,45 +45,110 @@ def mapper_over(backend: Backend, jobs: int | None = None) -> Iterator[Mapper]:
 
     Args:
         backend: `processes` of this machine; `ray` or `dask`: the cluster that RAY_ADDRESS or DASK_SCHEDULER_ADDRESS names, or
-            one of this machine's own for the time being.
-        jobs: at a time (default: one for each core).
+            one of this machine's own for the time being; or the address of a cluster, `ray://HOST:PORT` or `dask://HOST:PORT`.
+        jobs: at a time (default: one for each core; on a cluster that is there, what it has room for).
 
     Raises:
-        SpecError: the extra is not installed.
+        SpecError: no such backend, or the extra is not installed.
+        Unavailable: nobody answers at the address; or, while pieces are worked on, workers died again and again.
     """
+    engine, address = named(backend)
+    with {"processes": _processes, "ray": _ray, "dask": _dask}[engine](address, jobs) as mapper:
+        yield mapper
+
+
+@contextlib.contextmanager
+def _processes(address: str, jobs: int | None) -> Iterator[Mapper]:
     jobs = jobs or os.cpu_count() or 1
-    if backend == "processes" and jobs == 1:
+    if jobs == 1:
         yield map
         return
     joblib = import_extra("joblib", "joblib", "several jobs at a time")
-    kind = "list" if backend == "ray" else "generator"  # Ray's backend gives all back at once
 
     def over(work: Callable[[Any], Any], pieces: Sequence[Any]) -> Iterator[Any]:
-        if backend == "processes" and len(pieces) < 2:  # not worth starting processes for
+        if len(pieces) < 2:  # not worth starting processes for
             return map(work, pieces)
-        results = joblib.Parallel(return_as=kind)(joblib.delayed(work)(piece) for piece in pieces)
-        return iter(results)
+        results: Iterator[Any] = joblib.Parallel(return_as="generator")(joblib.delayed(work)(piece) for piece in pieces)
+        return results
 
-    with _cluster(backend, jobs) as name, joblib.parallel_config(name, n_jobs=jobs):
+    with joblib.parallel_config("loky", n_jobs=jobs):
         yield over
 
 
 @contextlib.contextmanager
-def _cluster(backend: Backend, jobs: int) -> Iterator[str]:
-    """The name of joblib's backend, while what it needs is up."""
-    if backend == "processes":
-        yield "loky"
-    elif backend == "dask":
-        here = {"n_workers": jobs, "threads_per_worker": 1, "dashboard_address": "127.0.0.1:0"}
-        address = os.environ.get("DASK_SCHEDULER_ADDRESS")
-        with import_extra("distributed", "dask", "--backend dask", "dask").Client(address, **({} if address else here)):
-            yield "dask"
-    else:
-        ray = import_extra("ray", "ray", "--backend ray", "ray")
-        here = {} if os.environ.get("RAY_ADDRESS") else {"num_cpus": jobs}
-        ray.init(include_dashboard=False, log_to_driver=False, logging_level="error", **here)
+def _dask(address: str, jobs: int | None) -> Iterator[Mapper]:
+    distributed = import_extra("distributed", "dask", "--backend dask", "dask")
+    here = {"n_workers": jobs or os.cpu_count() or 1, "threads_per_worker": 1, "dashboard_address": "127.0.0.1:0"}
+    with _reaching("Dask", address):
+        client = distributed.Client(address or None, timeout=_CONNECT_S, **({} if address else here))
+    joblib = import_extra("joblib", "joblib", "--backend dask")
+
+    def over(work: Callable[[Any], Any], pieces: Sequence[Any]) -> Iterator[Any]:
+        results: Iterator[Any] = joblib.Parallel(return_as="generator")(joblib.delayed(work)(piece) for piece in pieces)
+        return results
+
+    with client, _dying("Dask", distributed.KilledWorker), joblib.parallel_config("dask", n_jobs=jobs or -1):
+        yield over
+
+
+@contextlib.contextmanager
+def _ray(address: str, jobs: int | None) -> Iterator[Mapper]:
+    ray = import_extra("ray", "ray", "--backend ray", "ray")
+    here = {"num_cpus": jobs or os.cpu_count() or 1, "include_dashboard": False}
+    with _reaching("Ray", address):
+        ray.init(address or None, log_to_driver=False, logging_level="error", **({} if address else here))
+
+    def result(reference: Any) -> Any:
         try:
-            import_extra("ray.util.joblib", "ray", "--backend ray", "ray").register_ray()
-            yield "ray"
-        finally:
-            ray.shutdown()
+            return ray.get(reference)
+        except ray.exceptions.RayTaskError as error:  # whose text is the worker's traceback
+            raise error.cause from None
+
+    try:
+        most = jobs or _AHEAD * max(int(ray.cluster_resources().get("CPU", 1)), 1)
+        task = ray.remote(_done).options(max_retries=_TRIES)
+        with _dying("Ray", ray.exceptions.RayError):
+            yield lambda work, pieces: _in_order(pieces, most, lambda piece: task.remote(work, piece), result)
+    finally:
+        ray.shutdown()
+
+
+def _done(work: Callable[[Any], Any], piece: Any) -> Any:
+    return work(piece)
+
+
+def _in_order(
+    pieces: Sequence[Any], most: int, submit: Callable[[Any], Any], result: Callable[[Any], Any]
+) -> Iterator[Any]:
+    """Results of pieces, as they come, of which so many are on their way at a time."""
+    under_way = deque[Any]()
+    for piece in pieces:
+        if len(under_way) == most:
+            yield result(under_way.popleft())
+        under_way.append(submit(piece))
+    while under_way:
+        yield result(under_way.popleft())
+
+
+@contextlib.contextmanager
+def _reaching(engine: str, address: str) -> Iterator[None]:
+    """Whatever an engine raises where it finds no cluster, in a line."""
+    try:
+        yield
+    except (OSError, RuntimeError, ValueError) as error:
+        first = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        where = f"the {engine} cluster at {address}" if address else f"a {engine} cluster of this machine"
+        raise Unavailable(f"cannot reach {where}: {first}") from None
+
+
+@contextlib.contextmanager
+def _dying(engine: str, died: type[Exception]) -> Iterator[None]:
+    """Workers that died again and again, or that lack what this process has, in a line."""
+    try:
+        yield
+    except died as error:
+        raise Unavailable(
+            f"{engine}'s workers died at one piece of work again and again ({type(error).__name__}): have they enough memory?"
+        ) from None
+    except ImportError as error:
+        raise SpecError(f"{engine}'s workers must have what is installed here: {error}") from None

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.metadata
 import importlib.util
 import os
 import platform
 import shutil
+import ssl
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -15,20 +17,24 @@ from pathlib import Path
 from typing import Any, Literal
 
 import grpc
+from cryptography import x509
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rich.console import Console
 from rich.text import Text
 
 from sottovoce.errors import DataError, SottovoceError
+from sottovoce.plain import plain
 from sottovoce_client import terminal
 from sottovoce_learner.ledger import Ledger
 from sottovoce_learner.repair import verify
 from sottovoce_rpc.certificates import AUTHORITIES, CERTIFICATE, REVOKED
 from sottovoce_rpc.credentials import SOON, Credentials
-from sottovoce_rpc.principals import Role
+from sottovoce_rpc.loopback import is_loopback
+from sottovoce_rpc.principals import Principal, Role
 from sottovoce_rpc.private import open_to_others
+from sottovoce_rpc.scraping import Scraped
 from sottovoce_rpc.server import channel, reach
-from sottovoce_rpc.status import as_error
+from sottovoce_rpc.status import as_error, handshake
 from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc
 
 State = Literal["well", "warning", "wrong"]
@@ -36,12 +42,17 @@ _SIGNS: Mapping[State, tuple[str, str]] = {"well": ("✓", "green"), "warning": 
 _REACH_S = 10.0
 _MOST_SKEW_S = 30.0
 """Between two clocks: certificates begin a few minutes before they are issued, and times of runs are compared by people."""
+_MOST_METRICS = 16 * 1024**2
+"""Bytes of an answer that are read."""
 _LEAST_FREE = 1024**3
 """Bytes on a disk with a state folder."""
 _EXTRAS = {
-    "audit": ("pyarrow", "duckdb", "jinja2", "plotly", "pooch", "scipy"),
+    "audit": ("pyarrow", "jinja2", "plotly", "pooch", "scipy"),
     "fast": ("uvloop",),
     "accounting": ("dp_accounting",),
+    "metrics": ("prometheus_client",),
+    "query": ("duckdb",),
+    "trace": ("opentelemetry.sdk", "opentelemetry.exporter"),
 }
 
 
@@ -68,11 +79,13 @@ class Patient:
         credentials: of whoever asks.
         services: addresses of services, by role.
         states: state folders of learners.
+        metrics: addresses at which services tell metrics.
     """
 
     credentials: Credentials
     services: Sequence[tuple[Role, str]] = ()
     states: Sequence[Path] = ()
+    metrics: Sequence[str] = ()
 
 
 async def examine(patient: Patient) -> list[Finding]:
@@ -80,7 +93,8 @@ async def examine(patient: Patient) -> list[Finding]:
     found = [*_installed(), *_identity(patient.credentials)]
     for folder in patient.states:
         found += await asyncio.to_thread(lambda own: list(_state(own)), folder)
-    asked = await asyncio.gather(*(_service(*each, patient.credentials) for each in patient.services))
+    services = [_service(*each, patient.credentials) for each in patient.services]
+    asked = await asyncio.gather(*services, *(_metrics(each, patient.credentials) for each in patient.metrics))
     return found + [finding for findings in asked for finding in findings]
 
 
@@ -114,7 +128,10 @@ def _installed() -> Iterator[Finding]:
 
 
 def _there(module: str) -> bool:
-    return importlib.util.find_spec(module) is not None
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # nor is there what it is part of
+        return False
 
 
 def _identity(credentials: Credentials) -> Iterator[Finding]:
@@ -128,15 +145,20 @@ def _identity(credentials: Credentials) -> Iterator[Finding]:
         text = "none: only services of this user on this machine can be asked, or with --insecure any in the clear"
         yield Finding("identity", "warning" if credentials.insecure else "well", text)
         return
-    left = expires - datetime.now(UTC)
-    soon = left < SOON
-    text = f"{principal} of {principal.domain}, until {expires:%Y-%m-%d %H:%M} UTC"
-    yield Finding("identity", "warning" if soon else "well", f"{text}: renew it" if soon else text)
+    yield _certificate("identity", principal, expires)
     if not credentials.rooted:
         text = f"{CERTIFICATE} leads to no authority of {AUTHORITIES}: others may refuse it; are those between missing from it?"
         yield Finding("chain", "warning", text)
     if not (folder / REVOKED).exists():
         yield Finding("revoked", "warning", f"no {REVOKED}: whoever was revoked is still believed here")
+
+
+def _certificate(what: str, principal: Principal, expires: datetime) -> Finding:
+    """Whose it is, and whether it ends soon."""
+    text = f"{principal} of {principal.domain}, until {expires:%Y-%m-%d %H:%M} UTC"
+    if expires - datetime.now(UTC) < SOON:
+        return Finding(what, "warning", f"{text}: renew it")
+    return Finding(what, "well", text)
 
 
 def _state(folder: Path) -> Iterator[Finding]:
@@ -205,3 +227,93 @@ async def _clock(what: str, to: grpc.aio.Channel) -> list[Finding]:
         text = f"it is {off:.0f} s from this machine's: certificates may seem out of their time; set both by NTP"
         return [Finding(f"{what}: clock", "wrong", text)]
     return [Finding(f"{what}: clock", "well", "as this machine's")]
+
+
+# ---- metrics --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What somebody says to a request for metrics.
+
+    Attributes:
+        status: of HTTP; 0: it is none.
+        body: what is told, or why not.
+        certificate: that was shown, DER; empty: none was.
+    """
+
+    status: int
+    body: str
+    certificate: bytes
+
+
+async def _metrics(address: str, credentials: Credentials) -> list[Finding]:
+    """Whether metrics are told there, by whom, and who else may read them on the way."""
+    what = f"metrics {address}"
+    try:
+        answer = await _asked(address, credentials.to_https())
+        found = [_told(what, answer)]
+        if answer.certificate:
+            shown = x509.load_der_x509_certificate(answer.certificate)
+            principal = credentials.known(ssl.DER_cert_to_PEM_cert(answer.certificate).encode())
+            found.append(_certificate(f"{what}: certificate", principal, shown.not_valid_after_utc))
+        elif not is_loopback(address):
+            text = (
+                "in the clear: whoever is on the way reads and changes them; give the service an identity (--identity)"
+            )
+            found.append(Finding(f"{what}: channel", "warning", text))
+        return found
+    except SottovoceError as error:
+        return [Finding(what, "wrong", str(error))]
+    except (OSError, TimeoutError) as error:
+        return [Finding(what, "wrong", _unanswered(error))]
+
+
+async def _asked(address: str, tls: ssl.SSLContext | None) -> _Answer:
+    """The answer to a request for metrics: in the clear, which whoever speaks TLS ends at once, or else over TLS.
+
+    Raises:
+        SpecError: this is no address.
+        OSError, TimeoutError: nobody answers, or one of the two does not believe the other.
+    """
+    host, port = Scraped(address).place()
+    async with asyncio.timeout(_REACH_S):
+        answer = await _said(host, port, None)
+        return answer if answer.status or tls is None else await _said(host, port, tls)
+
+
+async def _said(host: str, port: int, tls: ssl.SSLContext | None) -> _Answer:
+    reader, writer = await asyncio.open_connection(host, port, ssl=tls)
+    try:
+        own, said = writer.get_extra_info("ssl_object"), bytearray()
+        certificate = (own.getpeercert(True) or b"") if own else b""
+        with contextlib.suppress(ConnectionResetError):  # with what was said until then
+            writer.write(f"GET /metrics HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
+            while len(said) < _MOST_METRICS and (more := await reader.read(_MOST_METRICS)):
+                said += more
+    finally:
+        writer.transport.abort()
+    head, _, body = bytes(said).partition(b"\r\n\r\n")
+    words = head.split(None, 2)
+    status = int(words[1]) if len(words) > 1 and words[0].startswith(b"HTTP/") and words[1].isdigit() else 0
+    return _Answer(status, body.decode(errors="replace"), certificate)
+
+
+def _told(what: str, answer: _Answer) -> Finding:
+    if answer.status == 200 and "sottovoce_build_info" in answer.body:
+        series = sum(bool(line) and not line.startswith("#") for line in answer.body.splitlines())
+        return Finding(what, "well", f"it answers: {series} series")
+    if answer.status == 403:
+        return Finding(what, "warning", f"it answers, and tells nothing: {plain(answer.body.strip())}")
+    if not answer.status and not answer.certificate:
+        text = "it says nothing in the clear: its channel may be encrypted, and this process shows no identity (--identity)"
+        return Finding(what, "wrong", text)
+    return Finding(what, "wrong", f"no service of ours answers there: HTTP status {answer.status or 'none'}")
+
+
+def _unanswered(error: Exception) -> str:
+    if isinstance(error, ssl.SSLError):
+        return handshake(str(error)) or f"the handshake failed: {plain(error.reason or str(error))}"
+    if isinstance(error, TimeoutError):
+        return f"no answer within {_REACH_S:g} s"
+    return f"it cannot be reached ({plain(str(error))}): is it running with --metrics, and is the address right?"

@@ -1,13 +1,49 @@
-"""Files for programs: JSON of plain values, dataclasses and arrays."""
+"""Files that commands write: those that are new, and JSON of plain values, dataclasses and arrays, for programs."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 from pydantic_core import to_json, to_jsonable_python
+
+from sottovoce.errors import SpecError
+
+
+def require_new(out: Path | None) -> None:
+    """What an earlier command wrote is not replaced: refused before anything is done for it. None: nothing is written.
+
+    Raises:
+        SpecError: something is there.
+    """
+    if out is not None and os.path.lexists(out):
+        raise SpecError(f"there is a file {out} already: give another --out, or move it away")
+
+
+@contextmanager
+def new_file(out: Path) -> Iterator[BinaryIO]:
+    """A file that was not there, while the block lasts; where that fails, nothing stays.
+
+    Raises:
+        SpecError: something is there by now, or it cannot be written.
+    """
+    try:
+        with out.open("xb") as file:
+            try:
+                yield file
+            except BaseException:
+                out.unlink(missing_ok=True)
+                raise
+    except FileExistsError:
+        require_new(out)
+        raise
+    except OSError as error:
+        raise SpecError(f"cannot write {out}: {error.strerror or error}") from None
 
 
 def page_json(document: Any) -> bytes:

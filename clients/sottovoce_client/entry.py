@@ -7,6 +7,7 @@ process changes nothing there.
 from __future__ import annotations
 
 import os
+import signal
 
 
 def settle() -> None:
@@ -19,7 +20,12 @@ def settle() -> None:
 
 def main() -> None:
     """The command `sottovoce`."""
+    heeded = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # a shell's background job ignores it
+    if heeded:  # while there is nothing yet that could end well, Ctrl-C just ends it
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     settle()
     from sottovoce_client.cli import main as command
 
+    if heeded:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     command()

@@ -16,13 +16,13 @@ from sottovoce.data.drafting import Draft, draft
 from sottovoce.data.encoding import Encoded, Encoder
 from sottovoce.data.fields import Category, Date, Number
 from sottovoce.data.schema import Schema
-from sottovoce.errors import SpecError
 from sottovoce.losses import Loss
 from sottovoce.losses.logistic import Logistic
 from sottovoce.losses.quadratic import Ridge
 from sottovoce.losses.softmax import Softmax
 from sottovoce.spec import RunSpec
 from sottovoce_client import terminal
+from sottovoce_client.documents import new_file, require_new
 from sottovoce_client.wording import NOTHING, count, number, plural
 
 _MOST_WORDS = 12
@@ -50,26 +50,16 @@ def infer(sample: Path, label: str | None, out: Path | None, console: Console | 
         DataError: the sample gives no schema.
     """
     console = console or terminal.console(stderr=True)
-    if out is not None and out.exists():
-        raise SpecError(_there_already(out))
+    require_new(out)
     made = draft(read_cells(schema_reads(sample))[0], label)
     console.print(PUBLIC, style="bold")
     if out is None:
         print(made.text, end="")
         return
-    try:
-        with out.open("x", encoding="utf-8") as file:
-            file.write(made.text)
-    except FileExistsError:
-        raise SpecError(_there_already(out)) from None
-    except OSError as error:
-        raise SpecError(f"cannot write {out}: {error.strerror}") from None
+    with new_file(out) as file:
+        file.write(made.text.encode())
     _print_draft(made, console)
     console.print(Text(f"{out}: put what is possible in place of what was seen"), soft_wrap=True)
-
-
-def _there_already(out: Path) -> str:
-    return f"there is a file {out} already: give another --out, or move it away"
 
 
 def _print_draft(made: Draft, console: Console) -> None:

@@ -49,7 +49,7 @@ class Conductor:
             self._members.tell(book.run_id, {name: [own] for name, own in zip(book.index, directives, strict=True)})
         for name, index in book.index.items():  # who joined while the run was being started
             if name in self._members:
-                self._back(course, index, self._members.address(name))
+                self._back(course, index, self._members.member(name))
         self._accompany(course)
 
     def go_on(self, course: Course) -> None:
@@ -69,14 +69,25 @@ class Conductor:
         book, here = course.book, [name for name in course.book.index if name in self._members and course.has(name)]
         self._reserve(course)
         for name in here:
-            self._back(course, book.index[name], self._members.address(name))
+            self._back(course, book.index[name], self._members.member(name))
         self._members.tell(book.run_id, {name: book.briefing(book.index[name]) for name in here})
 
     def _accompany(self, course: Course) -> None:
         """What goes on beside a run until it ends."""
         self._captures.keep(course, lambda why: self.end(course, RunState.FAILED, why))
+        self._tasks.start(self._look_ahead(course), "grants are not prepared")
         if (period_s := course.book.run.spec.clock.period_s) is not None:
             self._tasks.start(self._pace(course, period_s), "the clock stands still")
+
+    async def _look_ahead(self, course: Course) -> None:
+        """Know what the next grants will say of the network, a round at a time: none of them holds up everybody."""
+        book = course.book
+        if book.digests.needed:
+            for t in range(
+                book.clock.granted, min(book.clock.granted + book.run.spec.clock.window, book.run.spec.rounds)
+            ):
+                book.digests.know(t)
+                await asyncio.sleep(0)
 
     async def _pace(self, course: Course, period_s: float) -> None:
         """Grant one round a period (paced mode)."""
@@ -103,6 +114,7 @@ class Conductor:
         course.told = book.clock.granted
         told = zip(book.index, book.go_on(), strict=True)
         self._members.tell(book.run_id, {name: own for name, own in told if course.has(name)})
+        self._tasks.start(self._look_ahead(course), "grants are not prepared")
 
     def _reserve(self, course: Course) -> None:
         """Before anybody is told how far it may go.
@@ -142,7 +154,7 @@ class Conductor:
         """A learner of the run is there again, and may know of more grants than this coordinator."""
         book = course.book
         index = book.index[member.name]
-        self._back(course, index, member.address)
+        self._back(course, index, member)
         ours = member.run_id == book.run_id
         if ours:
             book.clock.resume(max(member.granted, member.claim.journaled or 0))
@@ -170,11 +182,12 @@ class Conductor:
             course.book.rests(status)
             course.heard.set()
 
-    def _back(self, course: Course, index: int, address: str) -> None:
+    def _back(self, course: Course, index: int, member: Member) -> None:
         """A learner is there again; whoever opens streams to it is told where, if that is elsewhere."""
         book, names = course.book, course.book.run.spec.names
-        book.back(index)
-        self._members.tell(book.run_id, {names[i]: [epoch] for i, epoch in book.move(index, address).items()})
+        book.back(index, by_digest=member.digests)
+        moved = book.move(index, member.address)
+        self._members.tell(book.run_id, {names[i]: [epoch] for i, epoch in moved.items()})
 
     def miss(self, course: Course, name: str) -> None:
         """A learner's stream has ended: who is away is told at once; the run ends if it is not back by the deadline."""

@@ -51,6 +51,11 @@ class Course:
     over: asyncio.Event = field(default_factory=asyncio.Event)
     closing: asyncio.Task[str] | None = None
 
+    @property
+    def outcome(self) -> tuple[RunState, datetime | None]:
+        """Where it stands, and when it ended."""
+        return self.book.state, self.ended
+
     def has(self, learner: str) -> bool:
         """Is a learner in it? Not one that was lost."""
         return learner in self.book.index and self.book.index[learner] not in self.book.lost
@@ -116,8 +121,7 @@ class Course:
         book.overhearing = kept.overhearing
         if view.capture_error:  # its relays are gone
             book.overhearing = Overhearing(kept.overhearing.capture_id, kept.overhearing.location)
-        state = RunState(coordinator_pb2.RunState.Name(view.state).removeprefix("RUN_STATE_").lower())
-        book.restore(state, [LearnerStatus.from_wire(each.status) for each in view.learners], now)
+        book.restore(_state(view), [LearnerStatus.from_wire(each.status) for each in view.learners], now)
         book.reserved = kept.granted
         book.misconduct = noticed_of(view)
         return cls(book, view.started_at.ToDatetime(UTC), durable=view.durable, uncaptured=view.capture_error)
@@ -128,6 +132,12 @@ class PastRun:
     """A run that ended before this process began."""
 
     kept: KeptRun
+
+    @property
+    def outcome(self) -> tuple[RunState, datetime | None]:
+        """How it ended, and when."""
+        run = self.view()
+        return _state(run), run.ended_at.ToDatetime(UTC) if run.HasField("ended_at") else None
 
     def view(self, *, whole: bool = False) -> coordinator_pb2.Run:
         """The run as it ended; `whole`: with the spec."""
@@ -283,6 +293,10 @@ class Courses:
                     f"{in_short(taken)} {are} in run {run_id}, which is under way: wait for its end, stop it first "
                     f"(`sottovoce runs stop {run_id}`), or take other learners"
                 )
+
+
+def _state(run: coordinator_pb2.Run) -> RunState:
+    return RunState(coordinator_pb2.RunState.Name(run.state).removeprefix("RUN_STATE_").lower())
 
 
 def _timestamp(moment: datetime) -> Timestamp:

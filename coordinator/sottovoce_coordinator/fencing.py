@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from sottovoce.errors import NotReady, RemoteProtocolError, StrangerError, Unavailable
 
 STORE_BYTES = 16
+MOST_STARTS = 2**32
+"""That anything can have had: a learner may tell whatever it likes, and its next starts need higher numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +63,16 @@ class Membership:
             journaled: rounds of the run under way that it is known to have journaled.
 
         Raises:
+            RemoteProtocolError: nothing was started as often as it says.
             StrangerError: it has another state folder.
             Unavailable: the learner is here already; if it has died, that will be noticed.
             NotReady: its state is an old one, or it is an old process.
         """
         name = claim.name
+        if claim.incarnation > (most := max(self.issued, MOST_STARTS)):  # by a coordinator of before, maybe
+            raise RemoteProtocolError(
+                f"an incarnation is one more at each start of a learner, at most {most}, got {claim.incarnation}"
+            )
         if self.confirmed and claim.store != self.store:
             raise StrangerError(
                 f"learner {name!r} has joined with another state folder than this one: start it on that folder, or take "

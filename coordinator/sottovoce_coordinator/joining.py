@@ -11,11 +11,11 @@ from typing import Any
 import grpc
 
 from sottovoce.errors import NotReady, RemoteProtocolError, StrangerError, Unavailable
-from sottovoce.spec import LEARNER_NAME
-from sottovoce_coordinator.fencing import Claim, Membership
+from sottovoce.spec import LEARNER_NAME, LEARNER_NAMES
+from sottovoce_coordinator.fencing import MOST_STARTS, Claim, Membership
 from sottovoce_coordinator.runs import in_short, missing
 from sottovoce_coordinator.store import Store
-from sottovoce_rpc.directives import Confirmed, Directive, Issued, Origin, to_wire
+from sottovoce_rpc.directives import Confirmed, Directive, Epoch, Issued, Origin, to_wire
 from sottovoce_rpc.principals import Principal
 from sottovoce_rpc.server import HELLO_S
 from sottovoce_wire.v1 import coordinator_pb2
@@ -26,8 +26,6 @@ MOST_HERE, MOST_KNOWN = 4_096, 65_536
 """Learners that are here, and names that ever joined: these are kept for good."""
 _MOST_DIRECTIVES = 131_072
 """On their way to a learner: twice what is announced at a time where the network changes."""
-_MOST_TERMS = 2**32
-"""That any coordinator can have had: a learner may tell whatever it likes, and later ones have to outrank it."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -45,8 +43,9 @@ class Member:
     attempt: int = 0
     plan_hash: bytes = b""
     closed: bool = False  # by its log the last round that it has said was learned, too
-    # None: that was the last one.
-    directives: asyncio.Queue[coordinator_pb2.Directive | None] = field(default_factory=asyncio.Queue)
+    digests: bool = False  # it takes the digest of a grant in place of epochs
+    # Made a message when its turn comes: so many of them do not hold up everybody. None: that was the last one.
+    directives: asyncio.Queue[tuple[str, Directive, Origin] | None] = field(default_factory=asyncio.Queue)
     displaced: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -59,7 +58,7 @@ class Member:
         if self.directives.qsize() >= _MOST_DIRECTIVES:
             self.displaced.set()
             return
-        self.directives.put_nowait(to_wire(run_id, directive, self.origin))
+        self.directives.put_nowait((run_id, directive, self.origin))
 
 
 class Members:
@@ -75,13 +74,18 @@ class Members:
         self._here: dict[str, Member] = {}
         self._last: dict[str, Member] = {}  # as they introduced themselves last, here or not
         self._changed = asyncio.Condition()
+        self.epochs = 0
+        """Topology epochs that were told."""
 
     def __contains__(self, name: object) -> bool:
         return name in self._here
 
-    def address(self, name: str) -> str:
-        """Where a learner that is here is reached by others."""
-        return self._here[name].address
+    def __len__(self) -> int:
+        return len(self._here)
+
+    def member(self, name: str) -> Member:
+        """A learner that is here."""
+        return self._here[name]
 
     async def admit(
         self, member: Member, events: AsyncIterator[coordinator_pb2.Event], context: Context, *, journaled: int
@@ -163,6 +167,7 @@ class Members:
         for name, own in directives.items():
             if name in self._here:
                 for directive in own:
+                    self.epochs += isinstance(directive, Epoch)
                     self._here[name].tell(run_id, directive)
 
     def dismiss(self) -> None:
@@ -236,7 +241,7 @@ async def introduced(
         raise RemoteProtocolError("a learner must introduce itself first, by its name")
     name, address = first.introduction.learner, first.introduction.address
     if re.fullmatch(LEARNER_NAME, name) is None:
-        raise RemoteProtocolError(f"a learner's name must match {LEARNER_NAME}, got {name[:80]!r}")
+        raise RemoteProtocolError(f"a learner's name must be {LEARNER_NAMES}, got {name[:80]!r}")
     if caller is not None and caller.name != name:
         raise StrangerError(f"{caller} must join as itself, got {name!r}")
     if len(address) > _LONGEST_ADDRESS:
@@ -244,12 +249,21 @@ async def introduced(
     said = first.introduction
     journaled = said.journaled if said.run_id else None
     claim = Claim(name, said.store, said.incarnation, said.rejoins, journaled)
-    if said.term > _MOST_TERMS:
+    if said.term > MOST_STARTS:
         raise RemoteProtocolError(
-            f"a term is one more at each start of a coordinator, at most {_MOST_TERMS}, got {said.term}"
+            f"a term is one more at each start of a coordinator, at most {MOST_STARTS}, got {said.term}"
         )
     return Member(
-        claim, address, origin, said.run_id, said.granted, said.term, said.attempt, said.plan_hash, said.closed
+        claim,
+        address,
+        origin,
+        said.run_id,
+        said.granted,
+        said.term,
+        said.attempt,
+        said.plan_hash,
+        said.closed,
+        said.digests,
     )
 
 
@@ -273,7 +287,7 @@ async def told(member: Member, context: Context) -> None:
         Unavailable: that was all, for the coordinator ends.
     """
     while (directive := await member.directives.get()) is not None:
-        await context.write(directive)
+        await context.write(to_wire(*directive))
     raise Unavailable("the coordinator was told to end")
 
 

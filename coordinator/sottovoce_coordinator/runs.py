@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from enum import Enum
 
+from sottovoce.network.digests import Digests
 from sottovoce.network.mixing import Mixing
 from sottovoce.network.roster import Attendance
 from sottovoce.running.run import Run
@@ -75,6 +76,9 @@ class RunBook:
         unsure: who may speak by what a coordinator before this one, or a stream that broke, has told them.
         misconduct: what was noticed, by who noticed it and who did it.
         reserved: no round from this one on was granted by a coordinator before this one.
+        digests: of the network's rounds.
+        by_digest: who takes these in place of epochs, by index.
+        first: those who take part from the first round on, by index.
     """
 
     run_id: str
@@ -93,6 +97,9 @@ class RunBook:
     unsure: set[int] = field(default_factory=set)
     misconduct: dict[tuple[int, int], Misconduct] = field(default_factory=dict)
     reserved: int = 0
+    digests: Digests = field(init=False)
+    by_digest: set[int] = field(default_factory=set)
+    first: list[int] = field(init=False)
     clock: RoundClock = field(init=False)
     _announced: int = 1
     _told: str = field(init=False)
@@ -117,7 +124,9 @@ class RunBook:
         spec = run.spec
         told = spec.model_copy(update={"topology": spec.topology.explicit(spec.n_learners)})
         self.run, self._told = run, spec_to_wire(told)  # once: it may list many edges
+        self.digests = Digests(run.network, 4 * min(spec.clock.window, spec.rounds))
         self._attendances = [spec.roster.attendance(i, spec.rounds) for i in range(spec.n_learners)]
+        self.first = [i for i, attendance in enumerate(self._attendances) if 0 in attendance]
         self.lost = {self.index[each.learner] for each in spec.absences or () if each.unheard}
 
     def amend(self, run: Run) -> None:
@@ -189,11 +198,8 @@ class RunBook:
         needs the first one, too, which names everybody and where they are.
         """
         done = max(self.statuses[index].rounds_done - 1, 0)
-        (first,), (epochs,) = (
-            self._epochs([index], 0, min(done, 1)),
-            self._epochs([index], done, max(self.clock.granted, 1)),
-        )
-        return [self.assignment(index), *first, *epochs, self.grant()]
+        (first,), (told,) = self._epochs([index], 0, min(done, 1)), self._granted([index], done)
+        return [self.assignment(index), *first, *told]
 
     def move(self, index: int, address: str) -> dict[int, Epoch]:
         """A learner is there again, where it was or elsewhere.
@@ -213,14 +219,26 @@ class RunBook:
     def briefings(self) -> list[list[Directive]]:
         """Of all learners, by index, at the start."""
         learners = range(len(self.addresses))
-        told = self._epochs(learners, 0, max(self.clock.granted, 1))
-        return [[self.assignment(i), *epochs, self.grant()] for i, epochs in zip(learners, told, strict=True)]
+        return [[self.assignment(i), *told] for i, told in zip(learners, self._granted(learners, 0), strict=True)]
 
     def go_on(self) -> list[list[Directive]]:
         """What each learner, by index, is told when the grant has grown: new epochs, then the grant."""
         first, self._announced = self._announced, max(self._announced, self.clock.granted)
-        grant = self.grant()
-        return [[*epochs, grant] for epochs in self._epochs(range(len(self.addresses)), first, self._announced)]
+        return self._granted(range(len(self.addresses)), first)
+
+    def _granted(self, learners: Sequence[int], first: int) -> list[list[Directive]]:
+        """For each of these learners the network from round `first` on, as it takes it, and what is granted now."""
+        since, until = max(first, 1), self.clock.granted
+        short = [i for i in learners if i in self.by_digest]
+        known = self.digests.of(since, until) if short else b""
+        alike = Grant(until, since, known) if known else self.grant()
+        told: dict[int, list[Directive]] = {
+            i: [*own, alike] for i, own in zip(short, self._epochs(short, first, 1), strict=True)
+        }
+        others = [i for i in learners if i not in told]
+        for i, own in zip(others, self._epochs(others, first, max(until, 1)), strict=True):
+            told[i] = [*own, self.grant()]
+        return [told[i] for i in learners]
 
     def assignment(self, index: int) -> Assignment:
         """The preparation of one learner."""
@@ -345,11 +363,6 @@ class RunBook:
             return
         self.clock.progress(index, *map(attendance.following, (status.rounds_done, status.rounds_with_data)))
 
-    @property
-    def first(self) -> list[int]:
-        """Those who take part from the first round on."""
-        return [i for i, attendance in enumerate(self._attendances) if 0 in attendance]
-
     def _through(self, index: int) -> bool:
         """Is nothing left to a learner to do?"""
         finished = self.statuses[index].state is LearnerState.FINISHED
@@ -429,8 +442,9 @@ class RunBook:
             self.statuses[index] = status
             self.unsure.discard(index)
 
-    def back(self, index: int) -> None:
-        """A learner is there again."""
+    def back(self, index: int, *, by_digest: bool = False) -> None:
+        """A learner is there again; `by_digest`: it takes the digest of a grant in place of epochs."""
+        (self.by_digest.add if by_digest else self.by_digest.discard)(index)
         self.away.pop(index, None)
         self.unsure.discard(index)
 

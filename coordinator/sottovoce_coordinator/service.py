@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import structlog
 
-from sottovoce.errors import StrangerError, Unavailable
+from sottovoce.errors import SottovoceError, StrangerError, Unavailable
 from sottovoce_coordinator.captures import Captures
 from sottovoce_coordinator.conducting import Conductor
 from sottovoce_coordinator.courses import Course, Courses
 from sottovoce_coordinator.joining import Context, Member, Members, displacement, introduced, told
+from sottovoce_coordinator.metrics import CATALOGUE, readings
 from sottovoce_coordinator.runs import RunState
 from sottovoce_coordinator.starting import Starter
 from sottovoce_coordinator.store import Store
+from sottovoce_rpc.access import Refusals
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.directives import Stop
 from sottovoce_rpc.learner_status import LearnerStatus
+from sottovoce_rpc.metrics import Reading, common
 from sottovoce_rpc.misconduct import noticed_in
 from sottovoce_rpc.principals import Role
 from sottovoce_rpc.private import tell_if_open
+from sottovoce_rpc.scraping import Scraped, scraped
 from sottovoce_rpc.server import MAX_CONTROL, Service, announce, page, serve_until_stopped, start_server
 from sottovoce_rpc.status import answering
 from sottovoce_rpc.tasks import Tasks, beside
@@ -34,6 +39,8 @@ log = structlog.get_logger()
 
 NAME = "sottovoce_wire.v1.Coordinator"
 WATCH_S = 0.2
+_VIEWED = 1_000
+"""Learners that a watcher is shown a second, or all of them so often: a view has a line for each."""
 _KEEP_S = 1.0
 """How old what is written of the learners' progress may be."""
 
@@ -70,6 +77,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         parts = self._store, self._members, self._courses, self._captures, self._conductor
         self._starter = Starter(*parts, imports=config.allow_imports)
         self._ending = False
+        self._refused = Counter[str]()  # streams of learners, by kind of error
         self.service: Service | None = None
 
     async def start(self) -> str:
@@ -121,7 +129,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
 
     async def Join(self, events: AsyncIterator[coordinator_pb2.Event], context: Context) -> None:  # type: ignore[override] # reads and writes, so it is no generator
         """Hold the stream of one learner: its reports come in, its directives go out."""
-        async with answering(context):
+        async with answering(context), self._counting():
             member = await introduced(events, self._store.origin, self.config.credentials.caller(context))
             await context.send_initial_metadata(
                 ()
@@ -137,6 +145,21 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
                     log.info("left", learner=member.name)
                     if (course := self._courses.of(member.name)) is not None:
                         self._conductor.miss(course, member.name)
+
+    @contextlib.asynccontextmanager
+    async def _counting(self) -> AsyncIterator[None]:
+        """Count what streams of learners are refused for."""
+        try:
+            yield
+        except SottovoceError as error:
+            self._refused[type(error).__name__] += 1
+            raise
+
+    def readings(self, refused: Refusals) -> Iterator[Reading]:
+        """For Prometheus; refused: who asked for it, and may not."""
+        refusals = [refused] if self.service is None else [refused, self.service.refused]
+        yield from common([self.config.credentials], refusals)
+        yield from readings(self._courses.newest_first.values(), self._members, self._refused)
 
     def _journaled(self, member: Member) -> int:
         """Rounds that a learner is known to have journaled in the run that it is in."""
@@ -260,7 +283,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
                     raise Unavailable("the coordinator was told to end")
                 yield run.view()
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(WATCH_S):
+                    async with asyncio.timeout(max(WATCH_S, len(run.book.addresses) / _VIEWED)):
                         await run.over.wait()
             if isinstance(run, Course) and run.closing is not None:  # the last view comes when the capture is complete
                 await asyncio.wait([run.closing])
@@ -276,12 +299,18 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
         return coordinator_pb2.RebindLearnerResponse()
 
 
-async def serve(config: CoordinatorConfig, *, with_stdin: bool = False) -> None:
+async def serve(config: CoordinatorConfig, *, with_stdin: bool = False, metrics: Scraped | None = None) -> None:
     """Run the coordinator in this process until it is told to stop.
 
+    Args:
+        config: of the coordinator.
+        with_stdin: stop when standard input ends.
+        metrics: where it tells Prometheus how it is; None: nowhere.
+
     Raises:
-        SottovoceError: the address is taken.
+        SottovoceError: an address is taken.
     """
-    service = Coordinator(config)
-    announce("coordinator", address=await service.start())
-    await serve_until_stopped(service.stop, with_stdin=with_stdin)
+    service, refused = Coordinator(config), Refusals()
+    async with scraped(metrics, CATALOGUE, lambda: service.readings(refused), refused):
+        announce("coordinator", address=await service.start())
+        await serve_until_stopped(service.stop, with_stdin=with_stdin)

@@ -81,7 +81,7 @@ class Starter:
     async def _start(self, spec: RunSpec, request: coordinator_pb2.StartRunRequest) -> Course:
         run = await asyncio.to_thread(_built, spec, request.n_features)
         self._members.require_here(_first(spec))  # gone in the meantime
-        addresses = tuple(self._members.address(name) if name in self._members else "" for name in spec.names)
+        addresses = tuple(self._members.member(name).address if name in self._members else "" for name in spec.names)
         run_id = f"{spec.name}-{uuid.uuid4().hex[:12]}"
         book = await asyncio.to_thread(RunBook, run_id, run, request.n_features, addresses)
         book.overhearing = await self._captures.open(book, request)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,12 @@ Scalars = float | FloatArray
 """One number, or one per learner shaped `(learners, 1, 1)` to broadcast against `(learners, replicas, dim)`."""
 
 
+def scalars(per_learner: Sequence[float]) -> Scalars:
+    """A number of each learner, ready to broadcast: one number if all are equal."""
+    first = per_learner[0]
+    return first if per_learner.count(first) == len(per_learner) else np.array(per_learner).reshape(-1, 1, 1)
+
+
 def as_floats(values: Any) -> FloatArray:
     """`values` as a C-contiguous float64 array (no copy where none is needed)."""
     return np.ascontiguousarray(values, dtype=np.float64)
@@ -32,11 +39,20 @@ class Batch:
         features: `(..., records, features)`.
         labels: `(..., records)`.
         present: `(..., records)` of 1.0 and 0.0; 0.0 marks padding, where stacked learners got unequal numbers. None: all.
+        bounded_by: a loss whose bounds all records are known to obey as they are (`known_bounded`); None: that is not known.
+            A batch that is made from this one says nothing of it.
     """
 
     features: FloatArray
     labels: FloatArray
     present: FloatArray | None = None
+    bounded_by: object | None = field(default=None, init=False)
+
+    def known_bounded(self, loss: object) -> Batch:
+        """The same records, known to obey the bounds of a loss."""
+        same = Batch(self.features, self.labels, self.present)
+        object.__setattr__(same, "bounded_by", loss)
+        return same
 
     @classmethod
     def empty(cls, n_features: int) -> Batch:

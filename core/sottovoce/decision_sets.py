@@ -82,6 +82,8 @@ DECISION_SETS: Registry[DecisionSet] = Registry(
 AnyDecisionSet = Annotated[SerializeAsAny[DecisionSet], DECISION_SETS]
 """A field of a spec: the decision set of the kind that it names."""
 
+_ROOM = 1e-6
+"""More than what rounding does to a sum of billions of squares, relative to it."""
 _SIMPLE = {kind: where for kind, where in DECISION_SETS.built_in.items() if kind != "product"}
 OneDecisionSet = Annotated[SerializeAsAny[DecisionSet], replace(DECISION_SETS, built_in=_SIMPLE)]
 """The same, but for products: those of products are products."""
@@ -105,6 +107,8 @@ class L2Ball(_Ball):
     kind: Literal["l2_ball"] = "l2_ball"
 
     def project(self, theta: FloatArray) -> FloatArray:
+        if np.vdot(theta, theta) <= (1.0 - _ROOM) * self.radius * self.radius:  # all vectors together
+            return theta
         square: FloatArray = np.vecdot(theta, theta)
         if np.count_nonzero(square <= self.radius * self.radius) == square.size:
             return theta

@@ -55,6 +55,18 @@ class NotReady(SottovoceError):
     """Asked for something that this service cannot give in its present state."""
 
 
+class RunOver(NotReady):
+    """A run is over for a learner, for good: nobody will take it up again.
+
+    Attributes:
+        state: how it ended for the learner that says so, in a word.
+    """
+
+    def __init__(self, text: str, state: str = "") -> None:
+        super().__init__(text)
+        self.state = state
+
+
 class LocalProtocolError(SottovoceError):
     """Our own side broke the exchange protocol: a bug here, never the peer's fault."""
 

@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -15,14 +16,19 @@ import numpy as np
 from pydantic import ValidationError, ValidationInfo, model_validator
 from pydantic.functional_validators import ModelWrapValidatorHandler
 
+from sottovoce.algorithms.setting import Caveat
 from sottovoce.budget.lattice_slack import check_lattice
 from sottovoce.data import LearnerData, PlacedData, load_dataset
 from sottovoce.data.folders import data_folders
 from sottovoce.errors import SpecError
+from sottovoce.explaining import explain
 from sottovoce.privacy.guarantee import Guarantee, overall
 from sottovoce.running.placement import foreseen, place, unplaced
 from sottovoce.running.run import Run, build_run
-from sottovoce.spec import RunSpec, dump_spec, explain, read_document, with_schema
+from sottovoce.spec import RunSpec, dump_spec, read_document, with_schema
+
+PAUSES = "PAUSES"
+"""Of a run of live records that does not outlast a pause of theirs."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,17 +60,30 @@ def prepare(spec: RunSpec, *, folders: Sequence[Path] = (), live: bool = False) 
         raise SpecError(
             "data.source: live has no records before services run it (sottovoce up, sottovoce run): name a data set or a file"
         )
-    data = unplaced(spec) if spec.data.live else place(spec, load_dataset(spec.data, spec.loss, folders=folders))
-    return _checked(spec, data)
+    if not spec.data.live:
+        return _checked(spec, place(spec, load_dataset(spec.data, spec.loss, folders=folders)))
+    found = _checked(spec, unplaced(spec))
+    return replace(found, run=replace(found.run, warnings=(*found.run.warnings, *_pauses(spec))))
 
 
-def foresee(spec: RunSpec, rounds: int | None, rate: float) -> Prepared:
+def _pauses(spec: RunSpec) -> Iterator[Caveat]:
+    """What becomes of a run whose records stay away for a while."""
+    if spec.clock.mode in ("free", "async"):
+        yield Caveat(
+            PAUSES,
+            f"clock.mode {spec.clock.mode} waits in every round for a record at each learner, and the run fails where none comes "
+            f"for {spec.clock.deadline_s:g} s (clock.deadline_s): take paced where streams pause",
+        )
+
+
+def foresee(spec: RunSpec, rounds: int | None, rate: float, horizon: float | None = None) -> Prepared:
     """A run of live records as if they came evenly: what it costs follows from their numbers alone.
 
     Args:
         spec: the run spec.
-        rounds: look at so many (None: all that are planned).
+        rounds: look at so many (None: all that are planned, or else the horizon).
         rate: records a round on average.
+        horizon: rounds that a promise is to cover; infinity: all that there ever are. Those with the fewest records count then.
 
     Raises:
         SpecError: its records are not live, no number of rounds is known, or it cannot be run as it is.
@@ -73,6 +92,13 @@ def foresee(spec: RunSpec, rounds: int | None, rate: float) -> Prepared:
         raise SpecError(
             f"how many records a round brings is known where they come from {spec.data.source}: give neither"
         )
+    if horizon == math.inf:
+        rounds, rate = (
+            rounds or 2,
+            math.floor(rate) if rate >= 1.0 else min(rate, 0.5),
+        )  # so that one of two brings none
+    elif rounds is None and spec.endless and horizon is not None and horizon >= 1.0:
+        rounds = int(horizon)
     if rounds is None and spec.endless:
         raise SpecError("this run has no planned end: give the number of rounds to look at (--rounds)")
     if rounds is not None:
@@ -125,7 +151,7 @@ class Experiment(RunSpec):
     53.748
     >>> Experiment(rounds=0, algorithm="ldp-dol")
     Traceback (most recent call last):
-    sottovoce.errors.SpecError: experiment: rounds: input should be greater than 0, got 0
+    sottovoce.errors.SpecError: experiment: rounds: must be greater than 0, got 0
     """
 
     @model_validator(mode="wrap")
@@ -137,7 +163,7 @@ class Experiment(RunSpec):
             return handler(fields)
         except ValidationError as error:
             source = (info.context or {}).get("source", "experiment")
-            raise SpecError(explain(error, source, fields)) from None
+            raise SpecError(explain(error, source, fields, RunSpec)) from None
 
     def __repr__(self) -> str:
         size = f"{self.n_learners} learners, {self.rounds:,} rounds of {self.data.source}"
@@ -147,7 +173,7 @@ class Experiment(RunSpec):
 
     def to_yaml(self, path: Path | str | None = None) -> str:
         """The spec file that says the same, complete with defaults; written to `path` if one is given."""
-        text = dump_spec(self)
+        text = dump_spec(self, None if path is None else Path(path).parent)
         if path is not None:
             Path(path).write_text(text, encoding="utf-8")
         return text
@@ -250,8 +276,7 @@ def load(path: Path | str) -> Experiment:
     """An experiment from a spec file (YAML), as the command line reads it.
 
     Args:
-        path: the file. A relative `data.source` in it is looked for from the working directory, a `data.schema` from the
-            file's own folder.
+        path: the file. Relative paths in it begin in the file's own folder.
 
     Raises:
         SpecError: unreadable, not YAML, or not a valid spec: one line per problem.

@@ -47,6 +47,9 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False), AfterValidator(_in
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False), AfterValidator(_not_beyond)]
 Finite = Annotated[float, Field(allow_inf_nan=False), AfterValidator(_not_beyond)]
 
+Seconds = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
+"""Up to thirty years: timers take no more."""
+
 
 class Section(BaseModel):
     """Part of a spec: frozen, and an unknown field is an error."""

@@ -7,7 +7,9 @@ A spec is checked once, here, and is a frozen value afterwards. What a section m
 from __future__ import annotations
 
 import json
-import reprlib
+import os
+import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -25,19 +27,41 @@ from pydantic import (
 
 from sottovoce.algorithms import AnyAlgorithm
 from sottovoce.algorithms.per_learner import spread
+from sottovoce.data.files import READABLE
 from sottovoce.data.schema import Schema
 from sottovoce.data.source import DataSpec
 from sottovoce.decision_sets import AnyDecisionSet, L2Ball
 from sottovoce.errors import SpecError
+from sottovoce.explaining import explain
 from sottovoce.losses import AnyLoss
 from sottovoce.losses.logistic import Logistic
 from sottovoce.network.roster import Absence, Roster, check_absences, names_of
 from sottovoce.network.topology import Topology
-from sottovoce.registry import ENDLESS, Count, Positive, Registry, Section
+from sottovoce.registry import ENDLESS, Count, Positive, Seconds, Section
 
 LEARNER_NAME = r"^\w[\w .-]{0,62}$"
 """It is part of file names: no slashes."""
-_LearnerName = Annotated[str, Field(pattern=LEARNER_NAME)]
+LEARNER_NAMES = "1 to 63 letters and digits of any language, after the first also blanks, dots and hyphens"
+"""The same in words."""
+_RUN_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
+
+
+def _learner_name(name: str) -> str:
+    if re.fullmatch(LEARNER_NAME, name) is None:
+        raise ValueError(f"a learner's name must be {LEARNER_NAMES}, for it is part of file names")
+    return name
+
+
+def _run_name(name: str) -> str:
+    if re.fullmatch(_RUN_NAME, name) is None:
+        raise ValueError(
+            "a run's name must be 1 to 63 of the letters a to z, digits, and after the first also dots, hyphens and underscores, "
+            "for folders and addresses are made of it"
+        )
+    return name
+
+
+_LearnerName = Annotated[str, AfterValidator(_learner_name), Field(json_schema_extra={"pattern": LEARNER_NAME})]
 _SHORTEST_PERIOD_S = 0.002
 """Of a paced clock: a shorter one keeps a coordinator busy with nothing else."""
 USUAL_PATIENCE_S = 4 * 3600.0
@@ -74,11 +98,11 @@ class ClockSpec(Section):
     free, and nobody waits for a neighbour: the newest message is used."""
     window: Count = 100
     """Rounds granted at a time; nobody gets further ahead of the slowest learner."""
-    period_s: Annotated[float, Field(ge=_SHORTEST_PERIOD_S, allow_inf_nan=False)] | None = None
+    period_s: Annotated[float, Field(ge=_SHORTEST_PERIOD_S, le=1e9, allow_inf_nan=False)] | None = None
     """Seconds per round (paced mode)."""
-    deadline_s: Positive = 60.0
+    deadline_s: Seconds = 60.0
     """How long a run waits for a learner that is away or silent, for records or for a grant before it fails."""
-    patience_s: Positive | None = None
+    patience_s: Seconds | None = None
     """How long learners wait for a coordinator that is away and keeps its runs (`--state`), and for room on their disks; None:
     four hours."""
 
@@ -87,7 +111,7 @@ class ClockSpec(Section):
     )
     """A neighbour's message is not there. wait: the round waits for it. hold: after `late_s` the newest message of that neighbour
     is used again. drop: the round waits, and the run goes on without a learner that is gone for longer than `deadline_s`."""
-    late_s: Positive | None = None
+    late_s: Seconds | None = None
     """Seconds after which a neighbour is late, where `late` is hold; None: one."""
 
     @property
@@ -131,7 +155,7 @@ class TelemetrySpec(Section):
 class RunSpec(Section):
     """A whole run."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")] = "run"
+    name: Annotated[str, AfterValidator(_run_name), Field(json_schema_extra={"pattern": _RUN_NAME})] = "run"
     rounds: Rounds
     """How many; null: until it is stopped, or a learner's budget is spent. For live records."""
     learners: (
@@ -200,6 +224,14 @@ class RunSpec(Section):
         """Who is there in which round."""
         return Roster(self.names, self.absences or ())
 
+    @field_validator("learners")
+    @classmethod
+    def _names_differ(cls, learners: int | tuple[str, ...]) -> int | tuple[str, ...]:
+        names = Counter(names_of(learners))
+        if twice := [name for name, times in names.items() if times > 1]:
+            raise ValueError(f"learner names must differ, and {twice[0]!r} is there {names[twice[0]]} times")
+        return learners
+
     @field_validator("absences")
     @classmethod
     def _absences_fit(cls, absences: tuple[Absence, ...] | None, before: ValidationInfo) -> tuple[Absence, ...] | None:
@@ -211,12 +243,6 @@ class RunSpec(Section):
     def _records_go_on(self) -> RunSpec:
         if self.endless and not self.data.live:
             raise ValueError(f"rounds: null needs records that go on, data.source: live, got {self.data.source}")
-        return self
-
-    @model_validator(mode="after")
-    def _names_differ(self) -> RunSpec:
-        if len(set(self.names)) != len(self.names):
-            raise ValueError(f"learner names must differ, got {list(self.names)}")
         return self
 
 
@@ -239,7 +265,7 @@ def parse_spec(document: object, *, imports: bool, source: str = "spec") -> RunS
     try:
         return RunSpec.model_validate(document, context={"imports": imports})
     except ValidationError as error:
-        raise SpecError(explain(error, source, document)) from None
+        raise SpecError(explain(error, source, document, RunSpec)) from None
 
 
 def _fields_of(document: object, source: str, what: str = "a run spec") -> Mapping[Any, Any]:
@@ -279,11 +305,37 @@ def load_spec(path: Path) -> RunSpec:
 def read_document(path: Path) -> Mapping[Any, Any]:
     """What a YAML file says, not checked yet; a schema that it names as a file stands in it.
 
+    Relative paths in a file begin in the file's folder. What is read has them from the working directory.
+
     Raises:
         SpecError: unreadable, not YAML, or no mapping of fields; or its schema is.
     """
-    document: Mapping[Any, Any] = with_schema(_read(path, "a run spec"), path.parent)
+    document: dict[Any, Any] = dict(with_schema(_read(path, "a run spec"), path.parent))
+    move_paths(document, path.parent, Path())
     return document
+
+
+def move_paths(document: dict[Any, Any], begin: Path, end: Path) -> None:
+    """Let a document name the same files from another folder: those of `data.source` and of a graph."""
+    data, topology = document.get("data"), document.get("topology")
+    graph = topology.get("graph") if isinstance(topology, Mapping) else None
+    if (
+        isinstance(data, Mapping)
+        and isinstance(source := data.get("source"), str)
+        and Path(source).suffix.lower() in READABLE
+    ):
+        document["data"] = {**data, "source": _moved(source, begin, end)}
+    if isinstance(topology, Mapping) and isinstance(graph, Mapping) and isinstance(path := graph.get("path"), str):
+        document["topology"] = {**topology, "graph": {**graph, "path": _moved(path, begin, end)}}
+
+
+def _moved(path: str, begin: Path, end: Path) -> str:
+    if Path(path).is_absolute() or begin.absolute() == end.absolute():
+        return path
+    try:
+        return os.path.relpath(begin / path, end)
+    except ValueError:  # on another drive
+        return str((begin / path).absolute())
 
 
 def _read(path: Path, what: str) -> Mapping[Any, Any]:
@@ -371,63 +423,19 @@ def document_of(text: str, source: str, what: str = "a run spec") -> Mapping[Any
     return _fields_of(document, source, what)
 
 
-def dump_spec(spec: RunSpec) -> str:
-    """The spec as YAML, complete with defaults."""
-    return yaml.safe_dump(spec.model_dump(mode="json"), sort_keys=False)
+def dump_spec(spec: RunSpec, folder: Path | None = None) -> str:
+    """The spec as YAML, complete with defaults.
+
+    Args:
+        spec: its relative paths begin in the working directory.
+        folder: that the file will lie in, and its paths begin in; None: as they are.
+    """
+    document = spec.model_dump(mode="json")
+    if folder is not None:
+        move_paths(document, Path(), folder)
+    return yaml.safe_dump(document, sort_keys=False)
 
 
 def spec_schema() -> str:
     """JSON schema of a run spec, for editors, with all built-in kinds."""
     return json.dumps(RunSpec.model_json_schema(), indent=2)
-
-
-def explain(error: ValidationError, source: str, document: Mapping[Any, Any], model: type[Section] = RunSpec) -> str:
-    """What is wrong with a document of a model, a line per problem, each with the field, the value and what is allowed."""
-    return "\n".join(_explain(problem, source, document, model) for problem in error.errors())
-
-
-def _explain(problem: Any, source: str, document: Mapping[Any, Any], model: type[Section]) -> str:
-    """One pydantic problem as a line for a person."""
-    where = ".".join(str(part) for part in problem["loc"]) or "spec"
-    match problem["type"]:
-        case "extra_forbidden":
-            known = _fields_at(problem["loc"][:-1], document, model)
-            there = (
-                f"the fields are {', '.join(known)}"
-                if known
-                else "see `sottovoce spec schema` for the fields there are"
-            )
-            return f"{source}: unknown field {where}; {there}"
-        case "missing":
-            return f"{source}: field {where} is required"
-        case "kind":  # a registry's own words
-            text = problem["msg"]
-            dot = "." if text.startswith(("kind", "name", "type")) else ": "
-            field = "field " if " is required" in text else ""
-            return f"{source}: {field}{where}{dot}{text}"
-        case _:
-            text = problem["msg"].removeprefix("Value error, ")
-            return f"{source}: {where}: {text[0].lower() + text[1:]}, got {_short(problem.get('input'))}"
-
-
-def _short(value: object) -> str:
-    """A value as far as a line holds it: aliases of YAML make one of a few lines endless."""
-    short = reprlib.Repr()  # its limits are arguments from Python 3.12 on
-    short.maxlevel, short.maxlist, short.maxtuple, short.maxdict = 2, 10, 10, 10
-    short.maxstring, short.maxlong, short.maxother = 200, 60, 200
-    return short.repr(value)
-
-
-def _fields_at(place: tuple[int | str, ...], document: Any, model: type[Section]) -> tuple[str, ...]:
-    """The fields of the section at a place of a document; none where it is not known which it is."""
-    section: Any = model
-    for part in place:
-        field = (
-            section.model_fields.get(str(part)) if isinstance(section, type) and issubclass(section, Section) else None
-        )
-        document = document.get(part) if isinstance(document, Mapping) else None
-        if field is None:
-            return ()
-        registry = next((each for each in field.metadata if isinstance(each, Registry)), None)
-        section = field.annotation if registry is None else registry.class_of(document)
-    return tuple(section.model_fields) if isinstance(section, type) and issubclass(section, Section) else ()

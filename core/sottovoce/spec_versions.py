@@ -16,8 +16,8 @@ from pydantic import BaseModel
 
 from sottovoce.errors import SpecError
 
-FORMAT = 1
-"""Of the documents that this version writes. One more whenever a field is added, or means something else."""
+FORMAT = 2
+"""Of the documents that this version writes. One more whenever a field is added, or means something else; 2: `data.features`."""
 FIELD = "format"
 STRICT = frozenset({"algorithm", "loss", "decision_set", "topology", "privacy"})
 """Sections that a guarantee rests on."""

@@ -13,6 +13,7 @@ from sottovoce.errors import CaptureError, SpecError, Unavailable
 from sottovoce_eavesdropper.records import WRITE_S, CaptureFile
 from sottovoce_eavesdropper.relay import FINISH_S, Relay
 from sottovoce_eavesdropper.storage import open_folder
+from sottovoce_rpc.addresses import require_address
 from sottovoce_rpc.server import CHANNEL_OPTIONS, SERVER_OPTIONS, announce, serve_until_stopped
 from sottovoce_rpc.tasks import Tasks
 from sottovoce_wire.v1 import eavesdropper_pb2
@@ -59,9 +60,8 @@ class ForeignConfig:
             raise SpecError("--tls-cert and --tls-key belong together, got one of them")
         if self.to_ca is not None and not self.to_tls:
             raise SpecError("--to-ca needs --to-tls")
-        for name, address in (("--to", self.to), ("--listen", self.listen)):
-            if not address.startswith("unix:") and not address.rpartition(":")[2].isdigit():
-                raise SpecError(f"{name} must be host:port, got {address}")
+        require_address(self.to, "--to")
+        require_address(self.listen, "--listen", listen=True)
 
     def listen_credentials(self) -> grpc.ServerCredentials | None:
         """Of the side where clients call; None: no TLS.

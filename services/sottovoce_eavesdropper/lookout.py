@@ -83,6 +83,7 @@ class Lookout:
 
     Attributes:
         count: of findings.
+        kinds: of them, by kind.
         first: the first `_MOST_KEPT` of them.
         not_checked: what could not be looked for, and why; None: all was.
     """
@@ -91,6 +92,7 @@ class Lookout:
         self, capture_id: str, spec: Mapping[str, Any], n_features: int, fields: Shapes, *, allow_imports: bool
     ) -> None:
         self.count = 0
+        self.kinds = dict[str, int]()
         self.first: list[Notice] = []
         self.not_checked: str | None = None if spec else "anything: there is no run spec"
         if is_tapped(spec):
@@ -194,6 +196,7 @@ class Lookout:
 
     def _note(self, finding: Notice) -> None:
         self.count += 1
+        self.kinds[finding.kind] = self.kinds.get(finding.kind, 0) + 1
         if self.count <= _MOST_KEPT:
             self.first.append(finding)
         if self.count <= _MOST_LOGGED:
@@ -215,7 +218,7 @@ def _expected_of(run: Run) -> Expected:
     def due(sender: int, receiver: int, t: int) -> int | None:
         return first_heard(run.network, spec.rounds, sender, receiver, t)
 
-    return Expected(RoundCodec(run.field_shapes).length, due, lattice)
+    return Expected(RoundCodec(run.field_shapes).length, due, lattice, spec.names)
 
 
 def first_heard(network: Network, rounds: int, sender: int, receiver: int, t: int) -> int | None:

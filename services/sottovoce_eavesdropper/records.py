@@ -152,8 +152,11 @@ class CaptureFile:
     _rows: list[Row] = field(default_factory=list)
     _held: int = 0
     _complete: bool = False
+    _due: list[Sequence[Row]] = field(default_factory=list)  # looked at, and not yet in the store
+    _away: bool = False
     _full: asyncio.Event = field(default_factory=asyncio.Event)
     _writing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _closing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def __post_init__(self) -> None:
         parquet()
@@ -184,6 +187,11 @@ class CaptureFile:
         self._held += len(row.payload)
         if len(self._rows) >= PART_ROWS or self._held >= PART_BYTES:
             self._full.set()
+
+    @property
+    def unwritten(self) -> tuple[int, int]:
+        """Rows in memory, and the bytes of what they hold."""
+        return len(self._rows), self._held
 
     def passed(self, caller: int, callee: int, sender: int, size: int, times: int = 1) -> None:
         """So many messages, or records of TLS, passed on an edge, and the bytes of all of them."""
@@ -230,17 +238,35 @@ class CaptureFile:
             await self.flush()
 
     async def flush(self) -> None:
-        """Write what is in memory. Where that fails the capture ends, and what stands of it says that it is not complete."""
+        """Write what is in memory.
+
+        Where that fails the capture ends, and what stands of it says that it is not complete. A store that is away is waited for,
+        as long as two parts hold what it has not got.
+        """
         async with self._writing:
             rows, self._rows, self._held = self._rows, [], 0
-            if not rows:
+            if not rows and not self._due:
                 return
             try:
                 await _to_its_end(lambda: self._write(rows))
             except Exception as error:  # noqa: BLE001 - a full disk must not fill the memory as well, nor any bug
-                self.open, self.broken = False, getattr(error, "strerror", None) or type(error).__name__
-                reason = {"reason": str(error)} if isinstance(error, OSError) else failure(error)
-                log.error("capture cannot be written: nothing more is recorded", capture=self.capture_id, **reason)
+                self._failed(error)
+
+    def _failed(self, error: Exception) -> None:
+        """A part could not be written."""
+        reason = {"reason": str(error)} if isinstance(error, OSError) else failure(error)
+        held = sum(len(row.payload) for own in self._due for row in own)
+        few = held < 2 * PART_BYTES and sum(map(len, self._due)) < _MOST_HELD
+        if self.open and few and self.place.remote and isinstance(error, OSError):
+            if not self._away:
+                log.error(
+                    "the store of a capture does not answer: held until it does", capture=self.capture_id, **reason
+                )
+            self._away = True
+            return
+        self.open, self._due = False, []
+        self.broken = (error.strerror or str(error)) if isinstance(error, OSError) else type(error).__name__
+        log.error("capture cannot be written: nothing more is recorded", capture=self.capture_id, **reason)
 
     async def close(self, *, over: bool = True) -> None:
         """Write the rest; if all came and could be written, the capture is complete.
@@ -248,8 +274,18 @@ class CaptureFile:
         Args:
             over: False: its run may go on, and an eavesdropper after this one takes it up.
         """
-        self.open = False
-        await self.flush()
+        async with self._closing:
+            self.open = False
+            await self.flush()
+            await self._conclude(over=over)
+
+    async def settle(self) -> None:
+        """Write what is in memory; of a capture that is being closed, all that it will ever say."""
+        async with self._closing:
+            await self.flush()
+
+    async def _conclude(self, *, over: bool) -> None:
+        """Write down how the capture ended."""
         told = json.loads(self.spec).get("rounds", 0)
         rounds = ENDLESS if told is None else told if isinstance(told, int) else 0
         for way, due in self.awaited.items():
@@ -269,9 +305,14 @@ class CaptureFile:
     def _write(self, rows: Sequence[Row]) -> None:
         """In a thread: look at what was recorded, and write it in parts."""
         noticed = self.lookout.count
-        for own in _in_parts(self.lookout.look(rows)):
-            self.place.write(part_name(self.parts + 1), _part(own, self.run_id, self.world, self.replica))
+        self._due += _in_parts(self.lookout.look(rows))
+        while self._due:
+            self.place.write(part_name(self.parts + 1), _part(self._due[0], self.run_id, self.world, self.replica))
             self.parts += 1
+            del self._due[0]
+        if self._away:
+            log.info("the store of a capture answers again: nothing is lost", capture=self.capture_id)
+            self._away = False
         if self.lookout.count > noticed:
             self._describe()
 

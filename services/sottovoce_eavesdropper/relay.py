@@ -19,7 +19,7 @@ import grpc
 from sottovoce.errors import StrangerError
 from sottovoce_eavesdropper.lookout import EXCHANGE, Row
 from sottovoce_eavesdropper.records import CaptureFile
-from sottovoce_rpc.access import Access
+from sottovoce_rpc.access import Access, Refusals
 from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
 from sottovoce_rpc.principals import Role
 from sottovoce_rpc.server import MOST_CALLS, SERVER_OPTIONS, Options, channel, listen_on
@@ -65,6 +65,7 @@ class Relay(grpc.GenericRpcHandler):
         streams: of this edge that were recorded before, by an eavesdropper that died.
         ends: names of who opens the stream and who accepts it; empty: anybody.
         credentials: of the eavesdropper, as which it stands in the middle where channels are encrypted.
+        refused: counts calls that are.
         to: leads to whoever accepts (default: a channel to the route's target, by the credentials).
         options: of the listening side.
     """
@@ -77,6 +78,7 @@ class Relay(grpc.GenericRpcHandler):
         streams: int = 0,
         ends: tuple[str, str] = ("", ""),
         credentials: Credentials = NO_IDENTITY,
+        refused: Refusals | None = None,
         to: grpc.aio.Channel | None = None,
         options: Options = SERVER_OPTIONS,
     ) -> None:
@@ -85,7 +87,7 @@ class Relay(grpc.GenericRpcHandler):
         self._connections: dict[str, int] = {}
         self._ends, self._credentials = ends, credentials
         self._own = to is None  # else of a service that is not ours, and of its clients
-        guards = [Access(credentials)] if self._own else []
+        guards = [Access(credentials, refused)] if self._own else []
         self._server = grpc.aio.server(interceptors=guards, options=options, maximum_concurrent_rpcs=MOST_CALLS)
         self._to, self._before = to or self._channel(), list[grpc.aio.Channel]()
 

@@ -7,10 +7,11 @@ object only when all of it has arrived. A plain path needs no fsspec.
 from __future__ import annotations
 
 import errno
+import io
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,17 @@ from sottovoce.errors import CaptureError
 
 _OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "oci", "memory"})
 """Protocols of fsspec that put an object in one piece. All others are taken for file systems."""
+_S3 = frozenset({"s3", "s3a"})
+_PATIENCE_S = {"connect_timeout": 5, "read_timeout": 20}
+"""Of calls to S3, each tried a few times: whoever writes a capture tries again by itself, and a start is to fail soon."""
+_PROBE = ".sottovoce-may-write"
 
 
 class Folder:
     """A folder of this machine: files side by side, and folders below."""
+
+    remote = False
+    """Whether what cannot be written now may be written a moment later: a store that is away comes back, a full disk hardly."""
 
     def __init__(self, path: Path) -> None:
         self._local = path
@@ -53,6 +61,35 @@ class Folder:
         partial = self._local / f"{name}.partial"
         partial.write_bytes(content)
         os.replace(partial, self._local / name)
+
+    def require_writable(self) -> None:
+        """Make the folder, and see that files can be written to it.
+
+        Raises:
+            CaptureError: they cannot.
+        """
+        try:
+            self.make()
+            self.write(_PROBE, b"")
+        except OSError as error:
+            raise CaptureError(f"cannot keep captures at {self.name}: {error.strerror or error}") from None
+        with suppress(OSError):  # may be written and not be deleted, where the store says so
+            self.remove(_PROBE)
+
+    def remove(self, name: str) -> None:
+        """Delete a file.
+
+        Raises:
+            OSError: it cannot be deleted.
+        """
+        (self._local / name).unlink()
+
+    def written(self, name: str) -> float:
+        """When a file was written, in seconds of Unix time; 0 where there is none, or nobody knows."""
+        try:
+            return (self._local / name).stat().st_mtime
+        except OSError:
+            return 0.0
 
     def names(self) -> list[str]:
         """Files and folders in here, sorted; empty where there is no such folder."""
@@ -91,6 +128,8 @@ class RemoteFolder(Folder):
         scheme: its protocol, as in the URL.
     """
 
+    remote = True
+
     def __init__(self, files: Any, path: str, scheme: str) -> None:
         self._files, self._path, self._scheme = files, path.rstrip("/"), scheme
 
@@ -102,8 +141,21 @@ class RemoteFolder(Folder):
         return RemoteFolder(self._files, f"{self._path}/{name}", self._scheme)
 
     def make(self) -> None:
+        if self._scheme in _OBJECT_STORES:  # they have no folders, and a bucket is its owner's to make
+            return
         with _as_os_error():
             self._files.makedirs(self._path, exist_ok=True)
+
+    def remove(self, name: str) -> None:
+        with _as_os_error():
+            self._files.rm_file(f"{self._path}/{name}")
+
+    def written(self, name: str) -> float:
+        try:
+            with _as_os_error():
+                return float(self._files.modified(f"{self._path}/{name}").timestamp())
+        except OSError:
+            return 0.0
 
     def write(self, name: str, content: bytes) -> None:
         final = f"{self._path}/{name}"
@@ -132,7 +184,36 @@ class RemoteFolder(Folder):
         with _as_os_error():
             file = self._files.open(f"{self._path}/{name}", "rb")
         with file:
-            yield file
+            yield _Reading(file)
+
+
+class _Reading(io.RawIOBase):
+    """A file of a store: what its library raises while it is read is an `OSError`, too."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return int(self._file.tell())
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        with _as_os_error():
+            return int(self._file.seek(offset, whence))
+
+    def read(self, size: int | None = -1) -> bytes:
+        with _as_os_error():
+            return bytes(self._file.read(-1 if size is None else size))
+
+    def readinto(self, buffer: Any) -> int:
+        read = self.read(len(buffer))
+        buffer[: len(read)] = read
+        return len(read)
 
 
 @contextmanager
@@ -140,7 +221,7 @@ def _as_os_error() -> Iterator[None]:
     """What a store's own library raises (no credentials, no bucket) is an `OSError` to us."""
     try:
         yield
-    except OSError:
+    except (OSError, ValueError, ImportError):
         raise
     except Exception as error:
         raise OSError(f"{type(error).__name__}: {error}") from error
@@ -157,8 +238,15 @@ def open_folder(place: str | Path) -> Folder:
     if "://" not in text:
         return Folder(Path(text).absolute())
     fsspec = import_extra("fsspec", "fsspec", f"keeping captures at {text}")
+    scheme = text.split("://", 1)[0]
+    if scheme in _S3:
+        import_extra("s3fs", "s3fs", f"keeping captures at {text}", "s3")
+    # Captures grow while they are read: what was listed a moment ago says nothing.
+    options: dict[str, Any] = {"use_listings_cache": False} if scheme in _OBJECT_STORES else {}
+    options |= {"config_kwargs": _PATIENCE_S} if scheme in _S3 else {}
     try:
-        files, path = fsspec.url_to_fs(text)
+        with _as_os_error():
+            files, path = fsspec.url_to_fs(text, **options)
     except (ValueError, ImportError, OSError) as error:
         raise CaptureError(f"cannot keep captures at {text}: {error}") from None
-    return RemoteFolder(files, path, text.split("://", 1)[0])
+    return RemoteFolder(files, path, scheme)

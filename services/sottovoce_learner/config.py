@@ -10,8 +10,9 @@ from typing import Literal
 
 from sottovoce.errors import SpecError
 from sottovoce.running.policy import Policy
-from sottovoce.spec import LEARNER_NAME
+from sottovoce.spec import LEARNER_NAME, LEARNER_NAMES
 from sottovoce_rpc import principals
+from sottovoce_rpc.addresses import require_address
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.loopback import is_loopback
 
@@ -76,9 +77,15 @@ class LearnerConfig:
                 address to give to others, an owner or a feeder that is no identity, or a policy that needs an identity.
         """
         if re.fullmatch(LEARNER_NAME, self.name) is None:
-            raise SpecError(f"a learner's name is part of file names: it must match {LEARNER_NAME}, got {self.name!r}")
+            raise SpecError(f"a learner's name is part of file names: it must be {LEARNER_NAMES}, got {self.name!r}")
         if self.budget is not None and not 0 < self.budget < math.inf:
             raise SpecError(f"a learner's budget must be a positive number, got {self.budget:g}")
+        if not 0 <= self.join_timeout_s < math.inf:
+            raise SpecError(f"--join-timeout must be a number of seconds, got {self.join_timeout_s:g}")
+        require_address(self.listen, "--listen", listen=True)
+        require_address(self.coordinator, "--coordinator")
+        if self.advertise:
+            require_address(self.advertise, "--advertise")
         addresses = [self.listen, *([self.advertise] if self.advertise else [])]
         if not self.private and not all(map(is_loopback, addresses)):
             kind = "seeded noise" if self.recorded_noise is None else "recorded noise"

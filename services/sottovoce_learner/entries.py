@@ -17,6 +17,7 @@ import struct
 import zlib
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 _HEADER = struct.Struct("<IB3xQQQddI4x")
 CHAIN = 16
@@ -38,8 +39,7 @@ class Kind(IntEnum):
 _KINDS = frozenset(Kind)
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """One entry.
 
     Attributes:

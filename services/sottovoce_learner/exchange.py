@@ -16,13 +16,13 @@ import structlog
 from sottovoce.errors import RemoteProtocolError, SottovoceError, StrangerError, Unavailable
 from sottovoce.running.policy import accepted
 from sottovoce_learner.session import Session
+from sottovoce_learner.sharing import plan_hash
 from sottovoce_rpc.codec import from_fields, read_hello, to_fields
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.directives import Neighbour
 from sottovoce_rpc.misconduct import KnownBy
 from sottovoce_rpc.principals import Principal, Role
 from sottovoce_rpc.server import HELLO_S, channel
-from sottovoce_rpc.specs import plan_hash
 from sottovoce_rpc.status import Ending
 from sottovoce_wire.v1 import learner_pb2
 
@@ -133,7 +133,7 @@ async def keep_open(session: Session, neighbour: Neighbour, credentials: Credent
         if overheard
         else (Role.LEARNER, (spec.names[index],))
     )
-    while not session.silent:
+    while not session.life.silent:
         name = names[attempt % len(names)]
         try:
             async with channel(

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 
-from sottovoce.errors import NotReady, StrangerError, Unavailable
+from sottovoce.errors import NotReady, StrangerError
 from sottovoce_learner import exchange
 from sottovoce_learner.config import LearnerConfig
 from sottovoce_learner.ledger import Ledger
@@ -26,6 +26,7 @@ NAME = "sottovoce_wire.v1.Learner"
 _RECEIPT_EVERY, _LULL_S = 16, 0.002
 """Batches between receipts on a stream that does not pause, and how long a pause is."""
 
+T = TypeVar("T")
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -88,7 +89,7 @@ class Face:
         """A stream that a neighbour opens, or a relay for it."""
         async with answering(context):
             session = self._in_run()
-            if not session.introduced:
+            if not session.plan.announced:
                 raise NotReady("this learner does not know its neighbours yet")
             await self._open(context)
             async with beside(_replacement(session)):
@@ -104,22 +105,25 @@ class Face:
     async def ingest(
         self, batches: AsyncIterator[learner_pb2.SampleBatch], context: Context
     ) -> AsyncIterator[learner_pb2.IngestReceipt]:
-        """Records, answered by receipts for what is in keeping."""
+        """Records, answered by receipts for what is in keeping. The end of a run of live ones ends the stream, and is told."""
         async with answering(context):
             self._require(context, self._feeders)
             session = self._in_run()
             taken, source = 0, ""
-            with session.receipts.stream():
+            with session.ingest.receipts.stream():
                 async with Tasks() as tasks:
+                    over = tasks.start(session.life.over() if session.role.spec.data.live else asyncio.Event().wait())
                     coming = tasks.start(_next(batches))
-                    while (batch := await coming) is not None:
+                    while (batch := await _unless(over, coming)) is not None:
                         coming = tasks.start(_next(batches))
-                        await session.feed(batch)
+                        await session.ingest.feed(batch)
                         taken, source = taken + 1, batch.source
                         # At once what is due: more may be here than its feeder knows. Then seldom, and in every lull.
                         if taken == 1 or taken % _RECEIPT_EVERY == 0 or not await _at_once(coming):
                             yield await _receipt(session, source)
                 yield await _receipt(session, source)
+            if session.life.dismissed and session.role.spec.data.live:
+                raise await session.life.over()
 
     async def intake(self, request: learner_pb2.IntakeRequest, context: Context) -> learner_pb2.IntakeResponse:
         """What whoever brings records needs before the first one."""
@@ -167,12 +171,19 @@ async def _receipt(session: Session, source: str) -> learner_pb2.IngestReceipt:
     """
     intake = session.intake
     receipt = learner_pb2.IngestReceipt(next_sequence=intake.next_sequence(source), position=intake.position(source))
-    await session.settled()
+    await session.ingest.settled()
     return receipt
 
 
 async def _next(batches: AsyncIterator[learner_pb2.SampleBatch]) -> learner_pb2.SampleBatch | None:
     return await anext(batches, None)
+
+
+async def _unless(over: asyncio.Task[object], coming: asyncio.Task[T]) -> T | None:
+    """What comes; None: the run is over before."""
+    if not coming.done():
+        await asyncio.wait((over, coming), return_when=asyncio.FIRST_COMPLETED)
+    return coming.result() if coming.done() else None
 
 
 async def _at_once(coming: asyncio.Task[object]) -> bool:
@@ -186,5 +197,4 @@ async def _replacement(session: Session) -> None:
     Raises:
         Unavailable: it is.
     """
-    await session.replaced.wait()
-    raise Unavailable("this learner takes the run up again")
+    raise await session.life.replaced()

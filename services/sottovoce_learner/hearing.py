@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from sottovoce.algorithms.interface import Message
 from sottovoce.errors import EquivocationError, RemoteProtocolError, Rule, StrangerError
-from sottovoce.running.assembly import Recent
 from sottovoce_learner.inbox import Inbox
 from sottovoce_learner.role import Role
 from sottovoce_learner.signing import Unsigned
@@ -20,8 +19,7 @@ REMEMBERED = 1_024
 """Rounds of a neighbour after which it is still noticed that it says another thing of one."""
 
 
-@dataclass(frozen=True, slots=True)
-class Received:
+class Received(NamedTuple):
     """A neighbour's message: of which round, as it came, and what it says."""
 
     round: int
@@ -36,19 +34,18 @@ class Hearing:
         role: of the learner.
         codec: of the run.
         inbox: which messages may come next.
-        neighbours: how many there are.
         credentials: of the learner: with an identity its neighbours must sign what they say.
     """
 
-    def __init__(
-        self, role: Role, codec: RoundCodec, inbox: Inbox[Received], neighbours: int, credentials: Credentials
-    ) -> None:
+    def __init__(self, role: Role, codec: RoundCodec, inbox: Inbox[Received], credentials: Credentials) -> None:
         self._role, self._codec, self._inbox, self._credentials = role, codec, inbox, credentials
-        self._digests: Recent[tuple[int, int], bytes] = Recent(REMEMBERED * neighbours)
+        self._digests = dict[tuple[int, int], tuple[int, bytes]]()
         self._unsigned = None if credentials.principal is None else Unsigned()
         self._misconduct = dict[int, Misconduct]()
         self.rules_broken = 0
         """Messages that broke one, of whomever."""
+        self.messages = 0
+        """Messages that were taken in."""
 
     def take(self, neighbour: int, payload: bytes) -> bool:
         """Take a neighbour's message in, or its signature of several; True when by it the current round is complete.
@@ -72,10 +69,12 @@ class Hearing:
         try:
             complete = self._inbox.put(neighbour, t, sender, Received(t, payload, message))
         except RemoteProtocolError:
-            if sender == neighbour and self._digests.get((neighbour, t), said) != said:
+            before = self._digests.get((neighbour, t % REMEMBERED))
+            if sender == neighbour and before is not None and before[0] == t and before[1] != said:
                 raise EquivocationError(f"learner {neighbour} said two different things in round {t}") from None
             raise
-        self._digests[neighbour, t] = said
+        self._digests[neighbour, t % REMEMBERED] = t, said
+        self.messages += 1
         if self._unsigned is not None:
             self._unsigned.heard(neighbour, t, said)
         return complete

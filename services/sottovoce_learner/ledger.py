@@ -14,6 +14,7 @@ from pathlib import Path
 
 from sottovoce.errors import DataError
 from sottovoce_learner.ledger_line import LedgerLine
+from sottovoce_learner.lines import ending
 from sottovoce_learner.old_journal import WAY_OUT, is_blank, last_entry
 from sottovoce_learner.standing import Files, stand
 
@@ -64,7 +65,7 @@ class Ledger:
         return list(self._all(learner))
 
     def _all(self, learner: str | None) -> Iterator[LedgerLine]:
-        for about in sorted(self.folder.glob("*.ledger")):
+        for about in ending(self.folder, ".ledger"):
             line = _line(about)
             if learner not in (None, line.learner):
                 continue
@@ -77,7 +78,7 @@ class Ledger:
         Raises:
             DataError: one does.
         """
-        for journal in sorted(self.folder.glob("*.journal")):
+        for journal in ending(self.folder, ".journal"):
             about = journal.with_suffix(".ledger")
             theirs = learner is None or journal.stem.endswith((f"@{learner}", f"-{learner}"))
             # Asked again at the end: a journal that was new may have got its line by now.

@@ -91,8 +91,8 @@ class LedgerLine:
 
     @property
     def but_absences(self) -> dict[str, Any]:
-        """The spec, as a document, without what may change in a run."""
-        document: dict[str, Any] = json.loads(self.spec)
+        """The spec without what may change in a run, and without what nobody set: another version may know more fields."""
+        document: dict[str, Any] = _set(json.loads(self.spec))
         return {key: value for key, value in document.items() if key != "absences"}
 
     @property
@@ -104,3 +104,10 @@ class LedgerLine:
     def unknown(cls, learner: str, run_id: str) -> LedgerLine:
         """A run of which only its price is known."""
         return cls(learner, run_id or "repaired", 0, 1, json.dumps({"learners": 1, "algorithm": {"name": "unknown"}}))
+
+
+def _set(section: Any) -> Any:
+    """A document without fields that are None, as `plan_hash` takes it."""
+    if not isinstance(section, dict):
+        return section
+    return {key: _set(value) for key, value in section.items() if value is not None}

@@ -105,3 +105,20 @@ def append(path: Path, line: bytes, at: int) -> None:
 
 def _after(chain: bytes, text: bytes) -> bytes:
     return hashlib.sha256(chain + text).digest()[:_CHAIN]
+
+
+def ending(folder: Path, suffix: str) -> list[Path]:
+    """What stands in a folder under a name with this end, by name: a folder of many learners is looked through often."""
+    try:
+        names = os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return []
+    return [folder / name for name in sorted(names) if name.endswith(suffix)]
+
+
+def content(path: Path) -> bytes:
+    """Of a file; nothing where it is not, or was deleted just now."""
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return b""

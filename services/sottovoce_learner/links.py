@@ -8,6 +8,7 @@ there with the same bytes; the signature before that may not have come, and is s
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Callable
 from typing import Protocol
@@ -19,6 +20,14 @@ from sottovoce_rpc.tasks import Tasks
 
 _QUIET_S = 1.0
 """How long a write to a stream that has ended is waited for."""
+_BREAKS = (
+    grpc.RpcError,
+    grpc.aio.BaseError,
+    grpc.aio.UsageError,
+    asyncio.InvalidStateError,
+    asyncio.CancelledError,
+)
+"""How a write ends whose call is over."""
 
 
 class _Stream(Protocol):
@@ -44,7 +53,11 @@ class Link:
         self._displaced: Callable[[], object] = lambda: None
         self._tasks = Tasks()
         self._writing: asyncio.Task[None] | None = None
+        self._more, self._idle = asyncio.Event(), asyncio.Event()
+        self._idle.set()
         self.attached = asyncio.Event()
+        self.streams = 0
+        """That were attached."""
         self.incarnation = 0
         """The highest that the neighbour has greeted with: a lower one is an old process, or a copy."""
 
@@ -76,6 +89,7 @@ class Link:
         if self.has(self._stream):
             self._displaced()
         self._stream, self._displaced = stream, displaced
+        self.streams += 1
         self._due.clear()
         self._due.extend(self._from(next_round))
         self.attached.set()
@@ -88,6 +102,11 @@ class Link:
         due += [(t, 1, signature()) for t, signature in self._signatures if t >= next_round]
         return [*before, *(payload for _, _, payload in sorted(due))]
 
+    @property
+    def waiting(self) -> int:
+        """Messages and signatures that are yet to be written."""
+        return len(self._due)
+
     def has(self, stream: _Stream | None) -> bool:
         """True when this is the stream that the link writes to."""
         return stream is not None and self._stream is stream
@@ -97,16 +116,17 @@ class Link:
         if self.has(stream):
             self._stream = None
             self.attached.clear()
+            self._more.set()
 
     async def flushed(self) -> None:
         """Wait until all that was said is written, or the stream is gone."""
-        while self._writing is not None and not self._writing.done():
-            await asyncio.wait([self._writing])
+        await self._idle.wait()
 
     async def quiet(self) -> None:
         """Wait for a moment until nothing is being written: a call that ends meanwhile does not end on the other side."""
-        if self._writing is not None and not self._writing.done():
-            await asyncio.wait([self._writing], timeout=_QUIET_S)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_QUIET_S):
+                await self._idle.wait()
 
     async def close(self) -> None:
         """Write nothing more."""
@@ -114,22 +134,24 @@ class Link:
         await self._tasks.end()
 
     def _kick(self) -> None:
-        if self._stream is not None and (self._writing is None or self._writing.done()):
-            self._writing = self._tasks.start(self._drain(self._stream), "a channel cannot be written")
+        if self._stream is not None:
+            self._idle.clear()
+            self._more.set()
+            if self._writing is None or self._writing.done():
+                self._writing = self._tasks.start(self._write(), "a channel cannot be written")
 
-    async def _drain(self, stream: _Stream) -> None:
-        """Write what is due, one message at a time: two writes in flight on one stream are an error."""
+    async def _write(self) -> None:
+        """As long as there is a stream, write what is due, one message at a time: two writes in flight on one are an error."""
         try:
-            while self._stream is stream and self._due:
-                await stream.write(self._due.popleft())
-        except (
-            grpc.RpcError,
-            grpc.aio.BaseError,
-            grpc.aio.UsageError,
-            asyncio.InvalidStateError,
-            asyncio.CancelledError,
-        ):
-            self.detach(stream)
-        if self._stream is not stream:  # another one may have come while the last write was under way, or failed
-            self._writing = None
-            self._kick()
+            while (stream := self._stream) is not None:
+                if self._due:
+                    try:
+                        await stream.write(self._due.popleft())
+                    except _BREAKS:
+                        self.detach(stream)
+                else:
+                    self._idle.set()
+                    self._more.clear()
+                    await self._more.wait()
+        finally:
+            self._idle.set()

@@ -11,16 +11,17 @@ import hashlib
 import json
 import os
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Literal
 
 from sottovoce.errors import DataError
 from sottovoce_learner.bodies import Grant, Snapshot
 from sottovoce_learner.entries import START, Entry, Kind, encode, walk
+from sottovoce_learner.lines import content, ending
 
 Durability = Literal["process", "power"]
 
@@ -128,8 +129,11 @@ class Log:
         self.chain = reading.chains[-1] if reading.chains else reading.base
         self._file = os.open(reading.path, os.O_RDWR | os.O_CLOEXEC)
         self._at = reading.end
-        self._allocated = os.fstat(self._file).st_size
-        self._wipe()
+        try:
+            self._wipe()
+        except BaseException:
+            self.close()
+            raise
 
     def append(self, kind: Kind, t: int, spent: float, in_all: float, body: bytes, incarnation: int = 0) -> int:
         """Write an entry; returns its sequence number. Only after `sync` does it survive what it must.
@@ -141,7 +145,7 @@ class Log:
         if self._at > PAGE and self._at + len(raw) > SEGMENT:
             self.turn()
         self._allocate(self._at + len(raw))
-        with _room():
+        with _room:
             if os.pwrite(self._file, raw, self._at) != len(raw):
                 raise DiskFull
         self._at, self.chain = self._at + len(raw), after
@@ -188,10 +192,10 @@ class Log:
 
     def _begin(self, number: int) -> None:
         path = _path(self.folder, number)
-        with _room():
+        with _room:
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
-            with _room():
+            with _room:
                 os.posix_fallocate(file, 0, PAGE + AHEAD)
                 os.pwrite(file, _header(self._about, self.sequence, self.chain), 0)
             os.fsync(file)
@@ -206,7 +210,7 @@ class Log:
     def _allocate(self, size: int) -> None:
         if size > self._allocated:
             wanted = size + AHEAD
-            with _room():
+            with _room:
                 os.posix_fallocate(self._file, self._allocated, wanted - self._allocated)
             if self._about.durability == "power":
                 os.fsync(self._file)
@@ -233,7 +237,7 @@ def put_away(segment: Path, kept: Path | None) -> None:
 
 
 def read_log(folder: Path) -> Reading:
-    """All that is right in a log.
+    """All that is right in a log; of one whose learner deletes segments meanwhile, what comes before the first of them.
 
     Raises:
         DataError: a segment is of a newer format.
@@ -241,8 +245,8 @@ def read_log(folder: Path) -> Reading:
     about, entries, chains = None, [], []
     path, end, first, base = folder / "none", 0, 0, START
     due, chain = first, base
-    for segment in sorted(folder.glob("*.log")):
-        raw = segment.read_bytes()
+    for segment in ending(folder, ".log"):
+        raw = content(segment)
         facts = _facts(raw, segment)
         if facts is not None and about is None:
             due, chain = first, base = facts["sequence"], bytes.fromhex(facts["chain"])
@@ -292,15 +296,17 @@ def write_snapshot(folder: Path, covers: int, chain: bytes, reserved: Grant, raw
     return snapshot
 
 
-@contextmanager
-def _room() -> Iterator[None]:
+class _Room:
     """Tells a disk that has no room from one that fails. Not of a sync: what that could not write may be lost."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise DiskFull from None
-        raise
+
+
+_room = _Room()
 
 
 def host() -> bytes:

@@ -61,10 +61,13 @@ class MarkFile:
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        self._turn = 0
-        if found := _newest(os.pread(self._file, 2 * SLOT, 0), path):
-            self._turn = found.turn + 1
-        self._inode = os.fstat(self._file).st_ino
+        try:
+            found = _newest(os.pread(self._file, 2 * SLOT, 0), path)
+            self._inode = os.fstat(self._file).st_ino
+        except BaseException:
+            self.close()
+            raise
+        self._turn = 0 if found is None else found.turn + 1
 
     def write(self, mark: Mark) -> None:
         """Make a mark, in the place of the one before the last.
@@ -72,7 +75,7 @@ class MarkFile:
         Raises:
             OSError: it could not be written.
         """
-        os.pwrite(self._file, _encode(mark._replace(turn=self._turn, inode=self._inode)), self._turn % 2 * SLOT)
+        os.pwrite(self._file, _encode(mark, self._turn, self._inode), self._turn % 2 * SLOT)
         self._turn += 1
 
     def settle(self, mark: Mark, *, sync: bool = True) -> None:
@@ -111,12 +114,12 @@ def read_mark(path: Path, *, copied: bool = False) -> Mark | None:
     return found
 
 
-def _encode(mark: Mark) -> bytes:
+def _encode(mark: Mark, turn: int, inode: int) -> bytes:
     raw = _SLOT.pack(
         _MAGIC,
         FORMAT,
-        mark.inode,
-        mark.turn,
+        inode,
+        turn,
         mark.store,
         mark.host,
         mark.lines,

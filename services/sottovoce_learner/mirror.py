@@ -79,6 +79,11 @@ class Mirror:
         if len(self._waiting) >= _BATCH:
             self._full.set()
 
+    @property
+    def waiting(self) -> int:
+        """Copies that are yet to be sent."""
+        return len(self._waiting)
+
     def end(self) -> None:
         """Send what is left, then end `run`."""
         self._ended_at = time.monotonic()

@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from sottovoce.errors import RemoteProtocolError
+from sottovoce.network.digests import Digests
 from sottovoce.network.network import Network
 
 _ROUNDING = 1e-9
@@ -37,11 +38,12 @@ class Plan:
     Args:
         network: of the run.
         index: the learner.
+        digests: of the network.
     """
 
-    def __init__(self, network: Network, index: int) -> None:
-        self._network, self._index = network, index
-        self.neighbours = frozenset(j for edge in network.edges if index in edge for j in edge if j != index)
+    def __init__(self, network: Network, index: int, digests: Digests) -> None:
+        self._network, self._index, self._digests = network, index, digests
+        self.neighbours = network.neighbours(index)
         """Everybody whom the learner hears or tells in some round."""
         self.announced = 0
         """Rounds below this one are as the coordinator says."""
@@ -64,6 +66,20 @@ class Plan:
     def heard(self, t: int) -> Mapping[int, float]:
         """Whose messages round t needs."""
         return self.part(t).heard
+
+    def reach(self, window: int, *, late: bool) -> tuple[int, int]:
+        """How many rounds' messages of a neighbour may come, the current one's included, and how many of ours it may lack.
+
+        In lockstep nobody is more than a round apart. Elsewhere a neighbour goes as far as the clock lets it: a window beyond the
+        slowest learner, which may die, and stand a round before what it has reported. Where nobody waits for late ones, it may be
+        as far behind in what it has heard of us.
+
+        Args:
+            window: rounds that are granted beyond the slowest learner.
+            late: whether a round may go on without who is late.
+        """
+        ahead = 2 if self.lockstep and not late else window + 1
+        return ahead, 2 * ahead + 1 if late else ahead
 
     def announce(self, first_round: int, weights: Mapping[int, float], told: Collection[int]) -> None:
         """An epoch of the coordinator's; one that is known already is passed over.
@@ -93,6 +109,23 @@ class Plan:
         # What a learner did before it died was announced then, and needs no epochs again, but for the first, with the addresses.
         self.announced = max(first_round + 1, self._over)
         self._last = self.part(self.announced - 1)
+
+    def agree(self, since: int, until: int, network_hash: bytes) -> None:
+        """A digest of the coordinator's, in place of epochs for rounds `since` to `until - 1`; empty: epochs say it.
+
+        Raises:
+            RemoteProtocolError: it is not of what the run spec says, or rounds before them are missing.
+        """
+        if not network_hash or until <= self.announced:  # known already
+            return
+        self.require(max(since, 1))
+        if self._digests.of(since, until) != network_hash:
+            raise RemoteProtocolError(
+                f"in rounds {since} to {until - 1} everybody must hear whom the run spec says, with its weights, and the "
+                "coordinator's digest of them is another one: do both run the same version, with the same code of your own?"
+            )
+        self.announced = until
+        self._last = self.part(until - 1)
 
     def require(self, until: int) -> None:
         """Rounds below `until` need no further epoch.

@@ -6,6 +6,7 @@ import secrets
 import shutil
 from array import array
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -124,9 +125,8 @@ def moved(folder: Path, learner: str) -> None:
         standing = stand(files, copied=True)
         if standing is None or standing.mark is None:
             raise DataError(f"there is no ledger of {learner!r} in the state folder {folder}")
-        mark_file = MarkFile(files.mark)
-        mark_file.settle(standing.mark)
-        mark_file.close()
+        with closing(MarkFile(files.mark)) as mark_file:
+            mark_file.settle(standing.mark)
     finally:
         held.close()
 
@@ -185,9 +185,8 @@ def _replace(files: Files, raw: bytes, elsewhere: float) -> None:
     ledger_lines.append(draft, raw, 0)
     draft.replace(files.runs)
     lines = ledger_lines.walk(raw)
-    mark_file = MarkFile(draft)
-    mark_file.settle(Mark(bytes.fromhex(lines[0].facts["store"]), host(), len(lines), lines[-1].chain, elsewhere))
-    mark_file.close()
+    with closing(MarkFile(draft)) as mark_file:
+        mark_file.settle(Mark(bytes.fromhex(lines[0].facts["store"]), host(), len(lines), lines[-1].chain, elsewhere))
     draft.replace(files.mark)
 
 

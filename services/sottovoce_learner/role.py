@@ -9,9 +9,14 @@ from pathlib import Path
 
 from sottovoce.errors import NotReady, RemoteProtocolError
 from sottovoce.spec import RunSpec
+from sottovoce_learner.config import LearnerConfig
+from sottovoce_learner.identity import Identity
 from sottovoce_learner.ledger import Ledger
 from sottovoce_learner.ledger_line import LedgerLine
+from sottovoce_learner.sharing import document_of, spec_of
 from sottovoce_learner.store import RunLog, Store, Terms
+from sottovoce_rpc.directives import Assignment
+from sottovoce_rpc.specs import require_run_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +52,19 @@ class Role:
     def budget(self) -> float | None:
         """Epsilon that it may spend in the run; None: there is no limit."""
         return self.spec.budget_of(self.index)
+
+
+def role_of(run_id: str, told: Assignment, own: Identity, config: LearnerConfig) -> Role:
+    """What the coordinator said, checked: its run id becomes part of a file name.
+
+    Raises:
+        RemoteProtocolError: it contradicts itself, or is another learner's.
+        SpecError: the run spec is not valid, or names code that may not be imported.
+    """
+    require_run_id(run_id)
+    config.policy.require_code(document_of(told.spec))
+    spec = spec_of(told.spec, imports=config.allow_imports)
+    return Role(run_id, spec, told.n_features, told.index, own.learner, own.incarnation)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,67 +5,53 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import secrets
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TextIO
 
-import grpc
 import structlog
 
-from sottovoce.errors import (
-    DataError,
-    NotReady,
-    RemoteProtocolError,
-    SottovoceError,
-    SpecError,
-    Unavailable,
-)
+from sottovoce.errors import DataError, NotReady, SottovoceError, SpecError
 from sottovoce.noise import KeyedNoise, Noise, OpenDpNoise, RecordedNoise, SystemNoise
 from sottovoce.running.policy import accepted
 from sottovoce.running.transcript import read_noise
-from sottovoce.spec import parse_spec
 from sottovoce_learner import exchange
 from sottovoce_learner.config import LearnerConfig
 from sottovoce_learner.face import NAME, Face
+from sottovoce_learner.following import Following, Report
+from sottovoce_learner.hosting import Host
 from sottovoce_learner.identity import Identity
+from sottovoce_learner.metrics import CATALOGUE, readings
 from sottovoce_learner.mirror import Mirror
-from sottovoce_learner.role import Role
+from sottovoce_learner.role import Role, role_of
 from sottovoce_learner.session import Session
+from sottovoce_learner.sharing import plan_hash
 from sottovoce_learner.standing import Files, under_way
 from sottovoce_learner.store import claim, end_run
+from sottovoce_learner.tracing import Tracing
 from sottovoce_rpc import directives, principals
-from sottovoce_rpc.directives import Directive, Epoch, Grant, Neighbour, Stop, from_wire
+from sottovoce_rpc.access import Refusals
+from sottovoce_rpc.directives import Directive, Epoch, Grant, Neighbour, Stop
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 from sottovoce_rpc.logs import failure
-from sottovoce_rpc.misconduct import Misconduct
+from sottovoce_rpc.metrics import Reading, common
 from sottovoce_rpc.private import tell_if_open
-from sottovoce_rpc.server import HELLO_S, Service, announce, channel, reach, serve_until_stopped, start_server
-from sottovoce_rpc.specs import document_from_wire, plan_hash, require_run_id
-from sottovoce_rpc.status import Ending, as_error
-from sottovoce_rpc.tasks import Tasks, beside, drained
-from sottovoce_rpc.waiting import Waiting
-from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc
+from sottovoce_rpc.scraping import Scraped, scraped
+from sottovoce_rpc.server import Service, serve_until_stopped, start_server
+from sottovoce_rpc.tasks import Tasks, drained
 
 log = structlog.get_logger()
 
-REPORT_S = 0.25
-_REJOIN_S, _LONGEST_REJOIN_S = 0.5, 10.0
-"""Between two attempts to join: the first pause, and the longest: a run that is started waits twice as long for its learners."""
-_JITTER = secrets.SystemRandom()
 FLUSH_S = 1.0
 _LONGEST_RUN_ID = 128
-
-_JoinCall = grpc.aio.StreamStreamCall[coordinator_pb2.Event, coordinator_pb2.Directive]
 
 
 class Learner:
     """A learner process: serves its neighbours and its owner, follows its coordinator."""
 
-    def __init__(self, config: LearnerConfig) -> None:
+    def __init__(self, config: LearnerConfig, tracing: Tracing | None = None) -> None:
         config.check()
-        self.config = config
+        self.config, self._make = config, Session if tracing is None else tracing.session
         self._noise_fields = None if config.recorded_noise is None else read_noise(config.recorded_noise)
         self._sampler = OpenDpNoise() if config.noise == "opendp" else SystemNoise()
         self._session: Session | None = None
@@ -75,14 +61,13 @@ class Learner:
         self._over = ""  # run that nobody goes on with, until its log is deleted
         self._changed = asyncio.Event()  # there is something to report
         self._rounds, self._channels, self._copying = Tasks(), Tasks(), Tasks()
-        self._opened: dict[
-            int, tuple[str, asyncio.Task[None] | None]
-        ] = {}  # streams to neighbours, and where they lead
+        # Streams to neighbours, and where they lead.
+        self._opened: dict[int, tuple[str, asyncio.Task[None] | None]] = {}
         self._mirror: Mirror | None = None
         self._claim: TextIO | None = None
-        self._identity = Identity(config.name, b"")  # until the state folder is claimed
-        self._confirmed = False  # this process is that incarnation
-        self._origin = directives.Origin()  # whom it obeys
+        self._following = Following(
+            config, lambda: self._session, self._under_way, self._obey_or_tell, self._report, self._changed
+        )
         self.face = Face(config, self.in_run, lambda: self.status)
         self.service: Service | None = None
 
@@ -103,7 +88,7 @@ class Learner:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # records lie below it
             held = claim(folder, self.config.name)
             try:
-                self._identity = Identity.of(folder, self.config.name)
+                self._following.identity = Identity.of(folder, self.config.name)
                 with contextlib.suppress(DataError):  # a damaged folder is told to whoever starts a run
                     keep = self.config.keep_log
                     await asyncio.to_thread(
@@ -125,93 +110,7 @@ class Learner:
         Raises:
             Unavailable: it could not be reached in the first place.
         """
-        trusted = await self._reach()
-        attempts = 0
-        while True:
-            joined = asyncio.Event()
-            async with self._to_coordinator(trusted[0]) as to:  # a new one: an old one waits ever longer by itself
-                await self._follow_once(coordinator_pb2_grpc.CoordinatorStub(to), address, joined)
-            if joined.is_set():
-                attempts = 0
-            else:
-                attempts += 1
-                trusted.rotate(-1)
-            await asyncio.sleep(self._pause(attempts))
-
-    async def _reach(self) -> deque[str]:
-        """Wait for a coordinator that its owner trusts; returns the names of all, that one's first.
-
-        Raises:
-            Unavailable: none is there.
-        """
-        trusted, at = deque(accepted(self.config.policy.coordinators)), self.config.coordinator
-        for left in reversed(range(len(trusted))):
-            who = f"coordinator/{trusted[0]}, whom its owner trusts," if trusted[0] else "the coordinator"
-            try:
-                async with self._to_coordinator(trusted[0]) as to:
-                    await reach(to, f"{who} at {at}", self.config.join_timeout_s / len(trusted))
-                    break
-            except Unavailable:
-                if not left:
-                    raise
-            trusted.rotate(-1)
-        return trusted
-
-    def _to_coordinator(self, name: str) -> grpc.aio.Channel:
-        """To the coordinator of a name, or to any."""
-        return channel(self.config.coordinator, principals.Role.COORDINATOR, name, credentials=self.config.credentials)
-
-    def _pause(self, attempts: int) -> float:
-        """Seconds until the next attempt to join: longer each time, never as long as a run's deadline, and not all at once."""
-        longest = _LONGEST_REJOIN_S
-        if self._session is not None and not self._session.ended:
-            longest = min(longest, self._session.role.spec.clock.deadline_s / 4)
-        return _JITTER.uniform(0.5, 1.0) * min(_REJOIN_S * 2.0**attempts, longest)
-
-    async def _follow_once(
-        self, stub: coordinator_pb2_grpc.CoordinatorAsyncStub, address: str, joined: asyncio.Event
-    ) -> None:
-        """Join, and obey until the stream of directives ends."""
-        call = stub.Join()
-        ending = Ending(call)
-        try:
-            await self._join(call, address)
-            joined.set()
-            async with beside(self._report(call)):
-                while (said := await _told(call)) is not None:
-                    self._require_newest(said)
-                    if self._session is not None:  # whoever leads it is back
-                        self._session.coordinated(away=False)
-                    await self._obey_or_tell(said.run_id, from_wire(said))
-        except Unavailable as error:
-            log.warning("coordinator away", reason=str(error))
-        except asyncio.InvalidStateError:  # it broke while something was being written; the next attempt says why
-            log.warning("coordinator away", reason="the stream broke")
-        except grpc.aio.AioRpcError:
-            status = await ending.status()
-            refusal = as_error(status, f"the coordinator at {self.config.coordinator}")
-            # Its end in the middle of a report is none to end here, nor is a bug over there: runs of other operators may come.
-            if not isinstance(refusal, Unavailable) and status.code() not in (
-                grpc.StatusCode.OK,
-                grpc.StatusCode.INTERNAL,
-            ):
-                raise refusal from None
-            log.warning("coordinator away", reason=str(refusal))
-        finally:
-            call.cancel()
-            if self._session is not None and self._origin.term:  # without a memory it cannot go on with the run
-                self._session.coordinated(away=True)
-
-    def _require_newest(self, said: coordinator_pb2.Directive) -> None:
-        """As long as it is in a run, a learner obeys who led it, and who has taken that one's place.
-
-        Raises:
-            Unavailable: this is an older coordinator, or a second one.
-        """
-        origin = directives.Origin(said.term, said.nonce)
-        if self._session is not None and not self._session.ended:
-            self._origin.require_newest(origin)
-        self._origin = origin
+        await self._following.follow(address)
 
     async def stop(self) -> None:
         """Finish the message on its way, then end."""
@@ -223,50 +122,17 @@ class Learner:
         if self._claim is not None:
             self._claim.close()
 
-    async def _join(self, call: _JoinCall, address: str) -> None:
-        """Introduce ourselves and be let in: with a new incarnation, written and confirmed, or with that of this process.
-
-        Only then may this learner greet a neighbour or speak.
-
-        Raises:
-            RemoteProtocolError: the coordinator says something else first.
-            Unavailable: it says nothing: is it older than this learner?
-            NotReady: the state folder cannot be written.
-        """
-        pb, own = coordinator_pb2, self._identity
-        introduction = pb.Introduction(
-            learner=own.learner,
-            address=address,
-            store=own.store,
-            incarnation=own.incarnation,
-            rejoins=self._confirmed,
-            **await self._under_way(),
-        )
-        await call.write(pb.Event(introduction=introduction))
-        told = await _answer(call)
-        if isinstance(told, directives.Issued) and not self._confirmed:
-            try:
-                self._identity = own.issued(told.incarnation, self.config.state_folder)
-            except OSError as error:
-                raise NotReady(f"the state folder cannot be written: {error.strerror}") from None
-            await call.write(pb.Event(confirmation=pb.Confirmation(incarnation=told.incarnation)))
-            told = await _answer(call)
-        if told != directives.Confirmed(self._identity.incarnation):
-            raise RemoteProtocolError(
-                f"the coordinator must confirm incarnation {self._identity.incarnation}, got {told}"
-            )
-        self._confirmed = True
-
     async def _under_way(self) -> dict[str, Any]:
         """How far it is in its run, for a coordinator that may know less of it, or more: then its state was set back."""
         session = self._session
-        if session is not None and not session.silent:  # one that has finished may not have been told that all have
+        # One that has finished may not have been told that all have.
+        if session is not None and not session.life.silent:
             role, said = session.role, session.status.rounds_said
             return {
                 "run_id": role.run_id,
                 "journaled": said,
-                "granted": session.granted,
-                "term": 0 if session.ended else self._origin.term,
+                "granted": session.grants.until,
+                "term": 0 if session.life.ended else self._following.term,
                 "attempt": self._attempt,
                 "plan_hash": plan_hash(role.spec, role.n_features),
             }
@@ -329,6 +195,11 @@ class Learner:
             idle if session is None else session.status, run_id=run_id, state=LearnerState.FAILED, detail=detail
         )
 
+    def readings(self) -> Iterator[Reading]:
+        """For Prometheus."""
+        following = self._following
+        return readings(self.status, self._session, self._mirror, following.joins, joined=following.joined)
+
     def in_run(self) -> Session:
         """Its session in the run of now.
 
@@ -339,15 +210,11 @@ class Learner:
             raise NotReady("this learner is not in a run yet")
         return self._session
 
-    @property
-    def _waiting(self) -> Waiting | None:
-        """What it waits for in its run."""
-        return self._session.waiting if self._session is not None and self._refused is None else None
-
-    @property
-    def _misconduct(self) -> tuple[Misconduct, ...]:
-        """What it has noticed of its neighbours in its run."""
-        return () if self._session is None or self._refused is not None else self._session.misconduct
+    def _report(self) -> Report:
+        """What its coordinator is told of its run."""
+        session = None if self._refused is not None else self._session
+        waits, noticed = (None, ()) if session is None else (session.waiting, session.hearing.misconduct)
+        return Report(self.status, waits, self._attempt, noticed)
 
     async def _obey(self, run_id: str, told: Directive | None) -> None:
         session = self._of_run(run_id)
@@ -357,12 +224,14 @@ class Learner:
                 await self._prepare(run_id, told)
             case Epoch() if session is not None:
                 self._meet(session, told)
-            case Grant(until_round) if session is not None:
-                session.grant(until_round)
+            case Grant() if session is not None:
+                session.grant(told)
             case Stop(_, over):
                 self._stopped, self._over = run_id, run_id if over else ""
                 if session is not None:
                     await self._end_run()
+                    if over:
+                        session.life.dismiss()
                 await self._let_go()
 
     def _anew(self, run_id: str, told: Directive | None) -> bool:
@@ -379,12 +248,12 @@ class Learner:
     async def _prepare(self, run_id: str, told: directives.Assignment) -> None:
         await self._end_run()
         self._attempt, self._stopped = told.attempt, ""
-        role = _role(run_id, told, self._identity, self.config)
+        role = role_of(run_id, told, self._following.identity, self.config)
         to = accepted(self.config.policy.eavesdroppers)
         mirror = Mirror(run_id, told.index, told.mirror, self.config.credentials, to) if told.mirror else None
         if (before := self._of_run(run_id)) is not None:
-            before.replaced.set()
-        self._session = Session(
+            before.life.replace()
+        self._session = self._make(
             role,
             self._noise(role),
             self.config.state_folder,
@@ -410,8 +279,8 @@ class Learner:
         return RecordedNoise({name: values[:, index, 0] for name, values in self._noise_fields.items()})
 
     def _meet(self, session: Session, epoch: Epoch) -> None:
-        begun = session.introduced
-        session.announce(
+        begun = session.plan.announced > 0
+        session.plan.announce(
             epoch.first_round,
             {neighbour.index: neighbour.weight for neighbour in epoch.neighbours},
             [neighbour.index for neighbour in epoch.neighbours if neighbour.told],
@@ -445,7 +314,7 @@ class Learner:
         """Begin no other round, let the message on its way reach the neighbours, then close the channels."""
         if self._session is not None:
             await self._rounds.end()
-            await drained(self._session.flush(), FLUSH_S)
+            await drained(self._session.telling.flush(), FLUSH_S)
             await self._session.close()
         await self._channels.end()
         self._opened.clear()
@@ -464,74 +333,44 @@ class Learner:
             log.error("the run's log stays", run_id=run_id, reason=error.strerror)
         self._over = ""
 
-    async def _report(self, call: _JoinCall) -> None:
-        """Say how far we are, when it matters for the clock and a few times a second.
 
-        A stream that breaks is noticed by whoever reads it, so here it just ends.
-        """
-        pb, last = coordinator_pb2, None
-        with contextlib.suppress(grpc.RpcError, grpc.aio.BaseError, grpc.aio.UsageError, asyncio.InvalidStateError):
-            while True:
-                if (now := (self.status, self._waiting, self._attempt, self._misconduct)) != last:
-                    status, waiting, attempt, noticed = now
-                    waits = None if waiting is None else waiting.to_wire()
-                    report = pb.Report(status=status.to_wire(), waiting=waits, attempt=attempt)
-                    report.misconduct.extend(each.to_wire() for each in noticed)
-                    await call.write(pb.Event(report=report))
-                    last = now
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(REPORT_S):
-                        await self._changed.wait()
-                self._changed.clear()
+def measured(learners: Sequence[Learner], refused: Refusals) -> Iterator[Reading]:
+    """What learners of one process tell Prometheus; refused: who asked for it, and may not."""
+    services = (learner.service for learner in learners)
+    refusals = [refused, *(service.refused for service in services if service is not None)]
+    yield from common([learner.config.credentials for learner in learners], refusals)
+    for learner in learners:
+        yield from learner.readings()
 
 
-async def _told(call: _JoinCall) -> coordinator_pb2.Directive | None:
-    """The next directive; None: the stream has ended well."""
-    said = await call.read()
-    return said if isinstance(said, coordinator_pb2.Directive) else None
-
-
-async def _answer(call: _JoinCall) -> Directive | None:
-    """What a coordinator says to an introduction, or to a confirmation."""
-    try:
-        async with asyncio.timeout(HELLO_S):
-            said = await _told(call)
-    except TimeoutError:
-        raise Unavailable(
-            f"the coordinator does not answer within {HELLO_S:g} s: is it older than this learner?"
-        ) from None
-    if said is None:
-        raise Unavailable("the coordinator ended the stream without a word")
-    return from_wire(said)
-
-
-def _role(run_id: str, told: directives.Assignment, own: Identity, config: LearnerConfig) -> Role:
-    """What the coordinator said, checked: its run id becomes part of a file name.
-
-    Raises:
-        RemoteProtocolError: it contradicts itself, or is another learner's.
-        SpecError: the run spec is not valid, or names code that may not be imported.
-    """
-    require_run_id(run_id)
-    document = document_from_wire(told.spec)
-    config.policy.require_code(document)
-    spec = parse_spec(document, imports=config.allow_imports)
-    return Role(run_id, spec, told.n_features, told.index, own.learner, own.incarnation)
-
-
-async def serve(configs: Sequence[LearnerConfig], *, with_stdin: bool = False) -> None:
+async def serve(
+    configs: Sequence[LearnerConfig],
+    *,
+    with_stdin: bool = False,
+    metrics: Scraped | None = None,
+    trace_every: int | None = None,
+) -> None:
     """Run learners in this process until it is told to stop.
 
+    Args:
+        configs: of the learners.
+        with_stdin: stop when standard input ends.
+        metrics: where all of them tell Prometheus how they are; None: nowhere.
+        trace_every: of so many rounds one is traced; None: none is.
+
     Raises:
-        SottovoceError: an address is taken, or the coordinator cannot be reached.
+        SottovoceError: one of them cannot start; or one has ended by itself, and the others were stopped later.
     """
-    learners = [Learner(config) for config in configs]
-    addresses = [await learner.start() for learner in learners]
-    for learner, address in zip(learners, addresses, strict=True):
-        announce("learner", name=learner.config.name, address=address)
+    tracing = None if trace_every is None else Tracing(trace_every)
+    learners, refused = [Learner(config, tracing) for config in configs], Refusals()
+    host = Host(learners)
 
     async def stop() -> None:
-        await asyncio.gather(*(learner.stop() for learner in learners))
+        await host.stop()
+        if tracing is not None:
+            await tracing.end()
 
-    following = [learner.follow(address) for learner, address in zip(learners, addresses, strict=True)]
-    await serve_until_stopped(stop, following, with_stdin=with_stdin)
+    async with scraped(metrics, CATALOGUE, lambda: measured(learners, refused), refused):
+        addresses = await host.start()
+        await serve_until_stopped(stop, [host.follow(addresses)], with_stdin=with_stdin)
+    host.require_whole()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from datetime import datetime
 from itertools import chain
 
 from sottovoce.errors import EquivocationError, RemoteProtocolError, Rule
+from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.signatures import BLOCK, DIGEST, UNSAID, Statement
 
 
@@ -42,7 +44,9 @@ class Own:
         """A round was said, to some neighbours."""
         block, k = divmod(t, BLOCK)
         for j in told:
-            own = self._told.setdefault(j, deque(maxlen=self._most))
+            own = self._told.get(j)
+            if own is None:
+                own = self._told[j] = deque(maxlen=self._most)
             if block not in own:
                 own.append(block)
         if block not in self._blocks:
@@ -134,3 +138,15 @@ class Unsigned:
                 )
         for t in of_block:
             del waiting[t]
+
+
+def signature_of(statement: Statement, credentials: Credentials) -> Callable[[], bytes]:
+    """Makes a signature, once for all neighbours, and anew where the identity was renewed since."""
+    made = dict[datetime | None, bytes]()
+
+    def make() -> bytes:
+        if (until := credentials.expires) not in made:
+            made[until] = credentials.signed(statement).encode()
+        return made[until]
+
+    return make

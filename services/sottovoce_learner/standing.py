@@ -24,7 +24,7 @@ from sottovoce_learner import lines as ledger_lines
 from sottovoce_learner.bodies import Grant
 from sottovoce_learner.entries import Kind
 from sottovoce_learner.ledger_line import LedgerLine
-from sottovoce_learner.lines import Line
+from sottovoce_learner.lines import Line, content, ending
 from sottovoce_learner.log import Reading, hashed, host, read_log
 from sottovoce_learner.mark import NO_RUN, Mark, read_mark
 
@@ -66,8 +66,7 @@ class Files:
 
     def logs(self) -> list[Path]:
         """Folders of all logs that are there."""
-        found = self.folder.glob("*@*")
-        return sorted(each for each in found if each.is_dir() and each.name.endswith(f"@{self.learner}"))
+        return [each for each in ending(self.folder, f"@{self.learner}") if each.is_dir()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +166,7 @@ def look(files: Files, *, copied: bool = False) -> Standing:
         DataError: it is of a newer format, or a copy.
     """
     mark = read_mark(files.mark, copied=copied)  # before the rest: whatever it says must be in them by then
-    raw = files.runs.read_bytes() if files.runs.exists() else b""
+    raw = content(files.runs)
     standing = Standing(files, mark, tuple(ledger_lines.walk(raw)), None)
     if (opened := standing.opened) is None:
         return standing
@@ -257,7 +256,7 @@ def _require_snapshot(standing: Standing, log: Reading) -> None:
     if log.chain(snapshot.covers) != snapshot.chain:
         _damaged(standing, f"the log {log.folder} is lost between entry {snapshot.covers} and entry {log.first}")
     path = log.folder / snapshot.name
-    raw = path.read_bytes() if path.exists() else b""
+    raw = content(path)
     if len(raw) != snapshot.size or hashlib.sha256(raw).digest() != snapshot.digest:
         _damaged(standing, f"the snapshot {path} is lost or damaged")
 

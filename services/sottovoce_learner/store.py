@@ -12,6 +12,7 @@ import math
 import secrets
 import shutil
 from collections.abc import Callable
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
@@ -90,6 +91,8 @@ class RunLog:
     ) -> None:
         self._log, self._mark_file, self._mark = log, mark_file, mark
         self._elsewhere, self._terms, self.reading = elsewhere, terms, reading
+        self.spent = mark.spent
+        """Epsilon of the run, charged."""
         self._open = True
         self._grown = self._last_size = self._rounds = self._since = 0
         if reading is not None:
@@ -98,11 +101,6 @@ class RunLog:
             self._last_size = 0 if covered is None else covered.size
             self._grown = sum(len(entry.body) for entry in reading.entries)
             self._since = sum(entry.kind is Kind.ROUND for entry in reading.entries)
-
-    @property
-    def spent(self) -> float:
-        """Epsilon of the run, charged."""
-        return self._mark.spent
 
     def say(self, t: int, spent: float, said: Said) -> None:
         """Make a round's message and inputs last. Only after this may it be sent.
@@ -119,7 +117,7 @@ class RunLog:
             self._reserve(t, spent)
         self._append(Kind.ROUND, t, spent, said.encode())
         self._rounds, self._since = t + 1, self._since + 1
-        self._mark = self._mark._replace(spent=spent)
+        self.spent = spent
         self.settle()
 
     def close_rounds(self, rounds: int, said: Said) -> None:
@@ -195,7 +193,7 @@ class RunLog:
         if not self._open:
             raise OSError(errno.EBADF, "the log is closed")
         self._log.sync()
-        self._mark = self._mark._replace(sequence=self._log.sequence - 1, chain=self._log.chain)
+        self._mark = self._mark._replace(sequence=self._log.sequence - 1, chain=self._log.chain, spent=self.spent)
         self._mark_file.write(self._mark)
 
     def close(self) -> None:
@@ -289,27 +287,28 @@ class Store:
             shutil.rmtree(folder, ignore_errors=True)  # begun, and nothing said in it
             folder.mkdir(mode=0o700)
         about = About(self._mark.store.hex(), line.learner, line.run_id, terms.durability)
-        log = Log(folder, about, reading, self._files.kept(folder))
-        if reading is None:
-            log.append(Kind.OPEN, 0, 0.0, elsewhere, line.spec.encode())
-            log.sync()
-            sync_folder(self._files.folder)
-        else:  # what a snapshot that was under way has left
-            log.forget(-1 if reading.snapshot is None else reading.snapshot.covers)
-        mark = self._base()._replace(run=hashed(line.run_id), sequence=log.sequence - 1, chain=log.chain)
-        if reading is not None:
-            mark = mark._replace(spent=reading.entries[-1].spent, reserved=self._mark.reserved)
-        mark_file = MarkFile(self._files.mark)
-        mark_file.settle(mark)
-        self._forget_logs(but=folder)
+        with ExitStack() as opened:
+            log = opened.enter_context(closing(Log(folder, about, reading, self._files.kept(folder))))
+            if reading is None:
+                log.append(Kind.OPEN, 0, 0.0, elsewhere, line.spec.encode())
+                log.sync()
+                sync_folder(self._files.folder)
+            else:  # what a snapshot that was under way has left
+                log.forget(-1 if reading.snapshot is None else reading.snapshot.covers)
+            mark = self._base()._replace(run=hashed(line.run_id), sequence=log.sequence - 1, chain=log.chain)
+            if reading is not None:
+                mark = mark._replace(spent=reading.entries[-1].spent, reserved=self._mark.reserved)
+            mark_file = opened.enter_context(closing(MarkFile(self._files.mark)))
+            mark_file.settle(mark)
+            self._forget_logs(but=folder)
+            opened.pop_all()
         return RunLog(log, mark_file, mark, elsewhere, terms, reading)
 
     def end(self) -> None:
         """The open run is over for good: its line says what it has cost, and its log, with the records in it, is put away."""
         self._close(self._standing.opened)
-        mark_file = MarkFile(self._files.mark)
-        mark_file.settle(self._base())
-        mark_file.close()
+        with closing(MarkFile(self._files.mark)) as mark_file:
+            mark_file.settle(self._base())
         self._forget_logs()
 
     def _forget_logs(self, but: Path | None = None) -> None:
@@ -333,11 +332,10 @@ class Store:
             ledger_lines.append(self._files.runs, ledger_lines.encode(facts, bytes(16))[0], 0)
         founded = Standing(self._files, None, tuple(ledger_lines.walk(self._files.runs.read_bytes())), None)
         ledger_lines.require_readable(list(founded.lines), self._files.learner, self._files.runs)
-        mark_file = MarkFile(self._files.mark)
         first = founded.lines[0]
         mark = Mark(bytes.fromhex(first.facts["store"]), host(), 1, first.chain)
-        mark_file.settle(mark)
-        mark_file.close()
+        with closing(MarkFile(self._files.mark)) as mark_file:
+            mark_file.settle(mark)
         sync_folder(self._files.folder)
         return replace(founded, mark=mark), mark
 

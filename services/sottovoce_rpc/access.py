@@ -8,8 +8,10 @@ too. A process without an identity has no roles to tell apart: there this machin
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +30,11 @@ _LEARNER, _COORDINATOR, _EAVESDROPPER = (
 _AGAIN_S = 5.0
 """How often whoever holds a stream is looked at again: certificates are revoked, and end."""
 _MOST_LOGGED = 20
+_DENIED: Container[object] = (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.PERMISSION_DENIED.value[0])
+"""As gRPC says it, by its version."""
 _NOBODY = "not allowed: whoever calls is not believed here"
+STRANGER, ROLE, CONDITION = "stranger", "role", "condition"
+"""Why somebody is refused: not believed at all, in another role than is needed, or not whom the service itself takes."""
 
 log = structlog.get_logger()
 
@@ -52,19 +58,20 @@ def _rule(*roles: Role, condition: str = "") -> Rule:
     return Rule(frozenset(roles), condition)
 
 
+_ANY = tuple(role for role in Role if role is not Role.MONITOR)
 _RUNS = _rule(Role.OPERATOR)
-_OWNER = _rule(*Role, condition="one of the learner's owners (`--owner`)")
+_OWNER = _rule(*_ANY, condition="one of the learner's owners (`--owner`)")
 ACCESS: Mapping[str, Rule] = {
     f"{_LEARNER}/Exchange": _rule(
         Role.LEARNER,
         Role.EAVESDROPPER,
         condition="a neighbour in this run, as itself; an eavesdropper where the run's spec has `capture: relay`",
     ),
-    f"{_LEARNER}/Ingest": _rule(*Role, condition="one of the learner's owners or feeders (`--owner`, `--feeder`)"),
+    f"{_LEARNER}/Ingest": _rule(*_ANY, condition="one of the learner's owners or feeders (`--owner`, `--feeder`)"),
     f"{_LEARNER}/Predict": _OWNER,
     f"{_LEARNER}/Ledger": _OWNER,
-    f"{_LEARNER}/Intake": _rule(*Role, condition="as `Ingest`"),
-    f"{_LEARNER}/Status": _rule(*Role, condition="as `Ingest`, or an operator, or a coordinator"),
+    f"{_LEARNER}/Intake": _rule(*_ANY, condition="as `Ingest`"),
+    f"{_LEARNER}/Status": _rule(*_ANY, condition="as `Ingest`, or an operator, or a coordinator"),
     f"{_COORDINATOR}/Join": _rule(Role.LEARNER, condition="as itself"),
     f"{_COORDINATOR}/StartRun": _RUNS,
     f"{_COORDINATOR}/StopRun": _RUNS,
@@ -81,12 +88,30 @@ ACCESS: Mapping[str, Rule] = {
     f"{_EAVESDROPPER}/ListCaptures": _RUNS,
     f"{_EAVESDROPPER}/StreamCapture": _RUNS,
     f"{_EAVESDROPPER}/Mirror": _rule(Role.LEARNER, condition="as itself, in the run that is captured"),
-    "/grpc.health.v1.Health/Check": _rule(*Role),
-    "/grpc.health.v1.Health/List": _rule(*Role),
-    "/grpc.health.v1.Health/Watch": _rule(*Role),
+    "/grpc.health.v1.Health/Check": _rule(*_ANY),
+    "/grpc.health.v1.Health/List": _rule(*_ANY),
+    "/grpc.health.v1.Health/Watch": _rule(*_ANY),
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _RUNS,
 }
 """By method, for all services."""
+
+
+class Refusals:
+    """Counts who was refused, and tells of some: a stranger does not fill the disk.
+
+    Attributes:
+        by_reason: so many were.
+    """
+
+    def __init__(self) -> None:
+        self.by_reason = Counter({STRANGER: 0, ROLE: 0, CONDITION: 0})
+
+    def note(self, reason: str, **facts: str) -> None:
+        """One more."""
+        self.by_reason[reason] += 1
+        refused = self.by_reason.total()
+        if refused <= _MOST_LOGGED or refused.bit_count() == 1:
+            log.warning("call refused", **facts, refused=refused)
 
 
 class Access(grpc.aio.ServerInterceptor):
@@ -94,13 +119,11 @@ class Access(grpc.aio.ServerInterceptor):
 
     Args:
         credentials: of the server, which know the callers.
-
-    Attributes:
-        refused: so many calls were.
+        refused: counts calls that are (default: those of this server alone).
     """
 
-    def __init__(self, credentials: Credentials) -> None:
-        self.refused, self._credentials = 0, credentials
+    def __init__(self, credentials: Credentials, refused: Refusals | None = None) -> None:
+        self.refused, self._credentials = refused or Refusals(), credentials
 
     def require(self, method: str, context: Context) -> Principal | None:
         """Who calls; None: this machine's user, or anybody, where the server answers anybody.
@@ -111,19 +134,14 @@ class Access(grpc.aio.ServerInterceptor):
         try:
             caller = self._credentials.caller(context)
         except StrangerError as error:
-            self._note(method, context, str(error))
+            self.refused.note(STRANGER, method=method, caller=str(error), peer=context.peer())
             raise StrangerError(_NOBODY) from None
         if caller is not None:
             rule = ACCESS.get(method)
             if rule is None or caller.role not in rule.roles:
-                self._note(method, context, str(caller))
+                self.refused.note(ROLE, method=method, caller=str(caller), peer=context.peer())
                 raise StrangerError(f"{caller} may not call {method.rsplit('/', 1)[-1]}")
         return caller
-
-    def _note(self, method: str, context: Context, who: str) -> None:
-        self.refused += 1
-        if self.refused <= _MOST_LOGGED or self.refused.bit_count() == 1:  # a stranger does not fill the disk
-            log.warning("call refused", method=method, caller=who, peer=context.peer(), refused=self.refused)
 
     async def intercept_service(
         self,
@@ -153,10 +171,11 @@ class Access(grpc.aio.ServerInterceptor):
         async def answer(request: Any, context: Context) -> Any:
             async with answering(context):
                 caller = self.require(method, context)
-                if not streams or caller is None:
-                    return await own(request, context)
-                async with beside(self._still(method, context)):
-                    return await own(request, context)
+                with self._counted(method, caller, context):
+                    if not streams or caller is None:
+                        return await own(request, context)
+                    async with beside(self._still(method, context)):
+                        return await own(request, context)
 
         return answer
 
@@ -164,12 +183,23 @@ class Access(grpc.aio.ServerInterceptor):
         async def answers(request: Any, context: Context) -> AsyncIterator[Any]:
             async with answering(context):
                 caller = self.require(method, context)
-                async for each in own(request, context):
-                    if caller is not None:
-                        self.require(method, context)
-                    yield each
+                with self._counted(method, caller, context):
+                    async for each in own(request, context):
+                        if caller is not None:
+                            self.require(method, context)
+                        yield each
 
         return answers
+
+    @contextlib.contextmanager
+    def _counted(self, method: str, caller: Principal | None, context: Context) -> Iterator[None]:
+        """Count a call to which the service that answers it says no."""
+        try:
+            yield
+        except grpc.aio.AbortError:
+            if context.code() in _DENIED:
+                self.refused.note(CONDITION, method=method, caller=str(caller or ""), peer=context.peer())
+            raise
 
     async def _still(self, method: str, context: Context) -> None:
         """While a stream is held.

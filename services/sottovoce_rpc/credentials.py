@@ -12,13 +12,16 @@ answers its own user (and root) alone; unless it is told to speak to anybody (`i
 
 from __future__ import annotations
 
+import contextlib
+import ssl
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import grpc
 import structlog
@@ -51,11 +54,14 @@ SOON = timedelta(days=14)
 
 log = structlog.get_logger()
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """What stands in the files, at one time."""
+    """What stands in the files of a folder, at one time."""
 
+    folder: Path
     chain: bytes
     key: bytes = field(repr=False)
     signing: PrivateKeyTypes = field(repr=False)
@@ -82,6 +88,7 @@ class Credentials:
     insecure: bool = False
     _loaded: _Loaded | None = field(default=None, init=False)
     _seen: tuple[object, ...] = field(default=(), init=False)
+    _serving: WeakKeyDictionary[object, str] = field(default_factory=WeakKeyDictionary, init=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.folder is not None and self.insecure:
@@ -178,24 +185,81 @@ class Credentials:
             SpecError: others can reach it there, and there is no identity.
             NotReady: the files of the identity cannot be used.
         """
-        if self.folder is None:
-            self._require_here(listen)
+        shown = self._shown(listen, _configuration)
+        if shown is None:
             return None
-        served = self._current()
+        served = shown()
 
         def renewed() -> grpc.ServerCertificateConfiguration | None:
             """Asked for before each handshake, in a thread of gRPC's; None: as before."""
             nonlocal served
-            if (now := self._current()) is served:
-                return None
-            served = now
-            return _configuration(now)
+            before, served = served, shown()
+            return None if served is before else served
 
         return grpc.dynamic_ssl_server_credentials(
-            _configuration(served),
+            served,
             renewed,  # type: ignore[arg-type] # the stubs do not know that None means unchanged
             require_client_authentication=True,
         )
+
+    def __reduce__(self) -> tuple[type[Credentials], tuple[Path | None, bool]]:
+        """In another process they begin anew: what was read here, and who serves here, is this one's."""
+        return Credentials, (self.folder, self.insecure)
+
+    def serves(self, server: object, address: str) -> None:
+        """A server with these credentials listens there: who calls may be asked for among its connections alone."""
+        self._serving[server] = address
+
+    def of_https(self, listen: str) -> ssl.SSLContext | None:
+        """The same for a server of HTTPS, whose callers show a certificate, too; renewed files are taken in as they come.
+
+        Nothing is resumed: each connection is believed anew.
+
+        Raises:
+            SpecError: others can reach it there, and there is no identity.
+            NotReady: the files of the identity cannot be used.
+        """
+        shown = self._shown(listen, _https)
+        if shown is None:
+            return None
+        first = shown()
+
+        def renewed(tls: ssl.SSLObject, *_: object) -> None:
+            """Asked at the beginning of each handshake."""
+            tls.context = shown()
+
+        first.sni_callback = renewed
+        return first
+
+    def to_https(self) -> ssl.SSLContext | None:
+        """To ask such a server, of whatever name: its certificate says who it is (`known`). None: this process has no identity.
+
+        Raises:
+            NotReady: the files of the identity cannot be used.
+        """
+        return None if self.folder is None else _https(self._current(), ssl.PROTOCOL_TLS_CLIENT)
+
+    def _shown(self, listen: str, made: Callable[[_Loaded], T]) -> Callable[[], T] | None:
+        """What a server shows whoever calls, made anew where the files have changed; None: it speaks in the clear.
+
+        Raises:
+            SpecError: others can reach it there, and there is no identity.
+            NotReady: the files of the identity cannot be used.
+        """
+        if self.folder is None:
+            self._require_here(listen)
+            return None
+        loaded = self._current()
+        latest = made(loaded)
+
+        def shown() -> T:
+            nonlocal loaded, latest
+            if (now := self._current()) is not loaded:
+                with contextlib.suppress(OSError):  # they are just being written: the next one asks again
+                    latest, loaded = made(now), now
+            return latest
+
+        return shown
 
     def caller(self, context: grpc.aio.ServicerContext[Any, Any]) -> Principal | None:
         """Who calls; None: whoever this machine's user is, or anybody, where that was wanted.
@@ -205,7 +269,7 @@ class Credentials:
             Unavailable: its certificate has ended since it connected.
         """
         if self.folder is None:
-            if not (self.insecure or of_this_user(context.peer(), served.values())):
+            if not (self.insecure or of_this_user(context.peer(), list(self._serving.values()) or served.values())):
                 raise StrangerError("another user of this machine")
             return None
         shown = context.auth_context()
@@ -328,7 +392,7 @@ def _load(folder: Path) -> _Loaded:
     if (folder / REVOKED).exists():
         revoked = revoked_in(_read(folder / REVOKED), [*believed, *between])
     rooted = leads_to(own, between, believed)
-    return _Loaded(chain, key, signing, authorities, principal, own.not_valid_after_utc, revoked, rooted)
+    return _Loaded(folder, chain, key, signing, authorities, principal, own.not_valid_after_utc, revoked, rooted)
 
 
 def _read(path: Path) -> bytes:
@@ -379,6 +443,18 @@ def _numbers(chain: bytes) -> frozenset[tuple[bytes, int]]:
 
 def _configuration(loaded: _Loaded) -> grpc.ServerCertificateConfiguration:
     return grpc.ssl_server_certificate_configuration([(loaded.key, loaded.chain)], loaded.authorities)
+
+
+def _https(loaded: _Loaded, protocol: int = ssl.PROTOCOL_TLS_SERVER) -> ssl.SSLContext:
+    """Raises `OSError` where the files are no longer those that were loaded."""
+    context = ssl.SSLContext(protocol)
+    context.minimum_version, context.check_hostname = ssl.TLSVersion.TLSv1_3, False
+    if protocol == ssl.PROTOCOL_TLS_SERVER:
+        context.num_tickets = 0
+    context.load_cert_chain(loaded.folder / CERTIFICATE, loaded.folder / KEY)
+    context.load_verify_locations(cadata=loaded.authorities.decode("ascii", "ignore"))
+    context.verify_mode = ssl.CERT_REQUIRED
+    return context
 
 
 def _in_words(error: Exception) -> str:

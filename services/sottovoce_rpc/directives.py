@@ -57,9 +57,16 @@ class Epoch:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Rounds below `until_round` may be run."""
+    """Rounds below `until_round` may be run.
+
+    Attributes:
+        until_round: so far.
+        since_round, network_hash: in place of epochs from that round on: what `network_hash` says of them; empty: epochs say it.
+    """
 
     until_round: int
+    since_round: int = 0
+    network_hash: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +157,9 @@ def _to_wire(run_id: str, told: Directive) -> coordinator_pb2.Directive:
                 for each in neighbours
             ]
             return pb.Directive(run_id=run_id, epoch=pb.TopologyEpoch(first_round=first_round, neighbours=named))
-        case Grant(until_round):
-            return pb.Directive(run_id=run_id, grant=pb.Grant(until_round=until_round))
+        case Grant(until_round, since_round, network):
+            grant = pb.Grant(until_round=until_round, since_round=since_round, network_hash=network)
+            return pb.Directive(run_id=run_id, grant=grant)
         case Stop(reason, over):
             return pb.Directive(run_id=run_id, stop=pb.Stop(reason=reason, over=over))
         case Issued(incarnation):
@@ -172,7 +180,7 @@ def from_wire(said: coordinator_pb2.Directive) -> Directive | None:
             )
             return Epoch(said.epoch.first_round, tuple(neighbours))
         case "grant":
-            return Grant(said.grant.until_round)
+            return Grant(said.grant.until_round, said.grant.since_round, said.grant.network_hash)
         case "stop":
             return Stop(said.stop.reason, said.stop.over)
         case "issued":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any
 
@@ -79,15 +79,19 @@ class LearnerStatus:
 
     def to_wire(self) -> learner_pb2.LearnerStatus:
         """As a message; of a detail that quotes what somebody sent, as much as a message may hold."""
-        return learner_pb2.LearnerStatus(**{**asdict(self), "state": self.state.value, "detail": _sayable(self.detail)})
+        own = {name: getattr(self, name) for name in _FIELDS}
+        return learner_pb2.LearnerStatus(**{**own, "state": self.state.value, "detail": _sayable(self.detail)})
 
     @classmethod
     def from_wire(cls, said: learner_pb2.LearnerStatus) -> LearnerStatus:
         """Read a message."""
-        known = said.state if said.state in {state.value for state in LearnerState} else 0
-        given = {field.name for field, _ in said.ListFields()}  # what is absent or zero is what a status begins with
-        values = {field.name: _readable(getattr(said, field.name)) for field in fields(cls) if field.name in given}
-        return cls(**{**values, "state": LearnerState(known)})
+        # What is absent or zero is what a status begins with; what a newer learner tells besides is passed over.
+        values = {field.name: _readable(value) for field, value in said.ListFields() if field.name in _FIELDS}
+        return cls(**{**values, "state": _STATES.get(said.state, LearnerState.UNSPECIFIED)})
+
+
+_FIELDS = frozenset(field.name for field in fields(LearnerStatus))
+_STATES = {state.value: state for state in LearnerState}
 
 
 def _sayable(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Logs of a service: one event a line, for people on a terminal, else JSON. No event ever carries records or states.
+"""Logs of a service: one event a line, for people on a terminal, else JSON, or as asked. No event ever carries records or states.
 
 Of an error that is not ours a log has the kind and the place, never the text: that may quote a record.
 """
@@ -27,26 +27,30 @@ _OURS = frozenset(
 """Packages of this project; somebody else's may begin with the same word."""
 
 
-def configure_logs(level: str = "info") -> None:
+def configure_logs(level: str = "info", form: str = "auto") -> None:
     """Send structured logs to standard error.
 
     Args:
         level: `debug`, `info`, `warning` or `error`.
+        form: `json`, `people`, or `auto`: for people on a terminal, as JSON elsewhere.
 
     Raises:
-        SpecError: another level.
+        SpecError: another level or form.
     """
-    levels = ("debug", "info", "warning", "error")
+    levels, forms = ("debug", "info", "warning", "error"), ("auto", "json", "people")
     if level not in levels:
         raise errors.SpecError(f"the log level must be one of {', '.join(levels)}, got {level}")
+    if form not in forms:
+        raise errors.SpecError(f"the log format must be one of {', '.join(forms)}, got {form}")
     warnings.simplefilter("ignore", RuntimeWarning)  # of numbers that overflow: whether one does depends on records
     tty = sys.stderr.isatty()
+    people = [_plainly, structlog.dev.ConsoleRenderer(colors=tty)]
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso"),
-            *([_plainly, structlog.dev.ConsoleRenderer()] if tty else [structlog.processors.JSONRenderer()]),
+            *(people if form == "people" or (tty and form == "auto") else [structlog.processors.JSONRenderer()]),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),

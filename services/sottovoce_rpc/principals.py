@@ -31,6 +31,8 @@ class Role(StrEnum):
     EAVESDROPPER = "eavesdropper"
     FEEDER = "feeder"
     OPERATOR = "operator"
+    MONITOR = "monitor"
+    """It reads metrics, and may call nothing."""
 
 
 @dataclass(frozen=True, slots=True)

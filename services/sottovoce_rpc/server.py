@@ -22,7 +22,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from sottovoce.errors import SpecError, Unavailable
-from sottovoce_rpc.access import Access
+from sottovoce_rpc.access import Access, Refusals
+from sottovoce_rpc.addresses import require_address
 from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
 from sottovoce_rpc.decoding import Decoding
 from sottovoce_rpc.logs import tell_no_texts
@@ -123,11 +124,12 @@ async def _why_not(to: Channel) -> str:
 
 @dataclass(slots=True)
 class Service:
-    """A started server and where it listens."""
+    """A started server and where it listens, and whom it refused."""
 
     server: grpc.aio.Server
     address: str
     health: health.aio.HealthServicer
+    refused: Refusals
 
     async def stop(self) -> None:
         """Tell health checkers, let open calls end, then cut them."""
@@ -156,9 +158,9 @@ async def start_server(
         NotReady: the files of the identity cannot be used.
         Unavailable: the address cannot be listened on.
     """
-    secured = credentials.of_server(listen)
+    secured = credentials.of_server(require_address(listen, "--listen", listen=True))
     options = {**dict(SERVER_OPTIONS), "grpc.max_receive_message_length": max_message}
-    interceptors = [Access(credentials), Decoding(MAX_CONTROL)]
+    interceptors = [access := Access(credentials), Decoding(MAX_CONTROL)]
     server = grpc.aio.server(
         interceptors=interceptors, options=tuple(options.items()), maximum_concurrent_rpcs=MOST_CALLS
     )
@@ -168,10 +170,11 @@ async def start_server(
     services = [*names, ""]
     reflection.enable_server_reflection([*services[:-1], health.SERVICE_NAME, reflection.SERVICE_NAME], server)
     address = listen_on(server, listen, secured)
+    credentials.serves(server, address)
     await server.start()
     for name in services:
         await checks.set(name, health_pb2.HealthCheckResponse.SERVING)
-    return Service(server, address, checks)
+    return Service(server, address, checks, access.refused)
 
 
 def listen_on(server: grpc.aio.Server, listen: str, credentials: grpc.ServerCredentials | None = None) -> str:

@@ -34,7 +34,7 @@ _TABLE: dict[type[errors.SottovoceError], tuple[errors_pb2.ErrorReason.ValueType
 }
 _PREFIX = "ERROR_REASON_"
 _KINDS = {errors_pb2.ErrorReason.Name(reason).removeprefix(_PREFIX): kind for kind, (reason, _) in _TABLE.items()}
-_DOMAIN = "sottovoce"
+_DOMAIN, _STATE = "sottovoce", "run-state"
 _DETAILS = "grpc-status-details-bin"
 # Whoever cancels a call is told by `asyncio.CancelledError`: a status CANCELLED is of a server that cuts its calls as it ends.
 _BROKEN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
@@ -110,6 +110,8 @@ def _details(
     info = error_details_pb2.ErrorInfo(reason=name, domain=_DOMAIN)
     if isinstance(error, errors.CheckFailed):
         info.metadata["code"] = error.code
+    if isinstance(error, errors.RunOver):
+        info.metadata[_STATE] = error.state
     packed = any_pb2.Any()
     packed.Pack(info)
     packed_status: bytes = status_pb2.Status(code=code.value[0], message=text, details=[packed]).SerializeToString()
@@ -175,10 +177,15 @@ def as_error(refusal: grpc.aio.AioRpcError, who: str) -> errors.SottovoceError:
     if refusal.code() in _BROKEN:
         return errors.Unavailable(f"cannot reach {who}: {handshake(text) or text}")
     info = _info(refusal)
+    if info is None and refusal.code() is grpc.StatusCode.UNIMPLEMENTED:
+        text = f"{who} does not know this call: another service listens there, or a much older one"
+        return errors.NotReady(f"{text}; is the address right?")
     kind = errors.SottovoceError if info is None else _KINDS.get(info.reason, errors.SottovoceError)
     if kind is errors.CheckFailed and info is not None:
         code = info.metadata["code"]
         return errors.CheckFailed(code, text.removesuffix(f" [{code}]"))
+    if kind is errors.NotReady and info is not None and _STATE in info.metadata:
+        return errors.RunOver(text, plain(info.metadata[_STATE]))
     if kind not in (errors.SottovoceError, errors.LocalProtocolError):  # the latter's bug is not ours, but theirs
         return kind(text)
     if info is None and refusal.code() is grpc.StatusCode.INVALID_ARGUMENT:

@@ -25,7 +25,7 @@ from sottovoce_client.auditing.network import RunFailed, coins, on_network
 from sottovoce_client.running.operate import BY_OPERATOR, Interrupted, Outcome
 from sottovoce_coordinator import service as coordinator_service
 from sottovoce_eavesdropper.storage import open_folder
-from sottovoce_learner import service as learner_service
+from sottovoce_learner import following
 from sottovoce_rpc.credentials import Credentials
 from tests.examples import made_up, small_spec
 from tests.services.network import network
@@ -223,6 +223,6 @@ async def test_runs_follow_each_other_without_waiting_for_the_next_look(
     async with network(tmp_path, spec.names) as up:
         assert (await up.run(spec, data)).state == "finished"
         monkeypatch.setattr(coordinator_service, "WATCH_S", 600.0)
-        monkeypatch.setattr(learner_service, "REPORT_S", 600.0)
+        monkeypatch.setattr(following, "REPORT_S", 600.0)
         await asyncio.sleep(0.4)  # until learners look at the old run for that long
         assert [(await up.run(spec, data)).state for _ in range(2)] == ["finished"] * 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -40,20 +41,29 @@ SURE = 0.9999
 # ---- real services ---------------------------------------------------------------------------------------------------
 
 
-def by_wiretap(broken: BrokenService) -> Any:
+def by_wiretap(broken: BrokenService) -> tuple[Any, dict[int, float]]:
+    """The audit, and how many connections a run of each world has."""
     plan = plan_beside_numbers(QUIET, RUNS, 1, SURE)
     with made_with(broken, plan, "wiretap") as made:
         assert made.tapped and len(made.kept) == 2 * RUNS
-        return audit_ciphertext(plan, made, 1, lambda what: None)
+        heard = {
+            world: [each.ciphertext.connections for each in made.kept if each.ciphertext and each.world == world]
+            for world in (0, 1)
+        }
+        usual = {world: statistics.median(counts) for world, counts in heard.items()}
+        return audit_ciphertext(plan, made, 1, lambda what: None), usual
 
 
 @pytest.mark.slow
 def test_a_connection_more_is_found_by_a_wiretap() -> None:
-    """The coins and the split are seeded, and the connection is there in every run of one world and in none of the other."""
-    done = by_wiretap(BROKEN["another connection"])
+    """The coins and the split are seeded, and the connection is there in every run of one world and in none of the other.
+
+    A guess may be wrong where the machine was so busy that a run had to connect again.
+    """
+    done, connections = by_wiretap(BROKEN["another connection"])
     assert done.verdict.kind == "refuted"
     assert any(bound.rejects for bound in done.found.bounds)
-    assert all(bound.correct == bound.guesses for bound in done.found.bounds)
+    assert abs(connections[1] - connections[0]) == 1
     assert done.timed == ()  # times are judged with the rest
 
 
@@ -68,9 +78,10 @@ def test_a_connection_more_is_not_found_by_a_relay() -> None:
 @pytest.mark.slow
 def test_an_honest_learner_is_not_accused_by_a_wiretap() -> None:
     """By construction with probability 0.0001 at most, and then a sign of less is no refutation."""
-    done = by_wiretap(BROKEN["correct"])
+    done, connections = by_wiretap(BROKEN["correct"])
     assert done.verdict.kind == "consistent"
     assert done.found.largest == 0.0 and done.verdict.evidence == ()
+    assert connections[0] == connections[1]
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from sottovoce.spec import load_spec
 from sottovoce_client.cli import app
 from sottovoce_client.cli.app import levels
 from sottovoce_client.privacy.budget import BudgetLine, Question, budget, line_of
-from sottovoce_client.privacy.calibrate import target_of
+from sottovoce_client.privacy.calibrate import horizon_of, target_of
 from sottovoce_client.privacy.tradeoff import Measured, Trade, answer_of, measure
 
 SMALL: dict[str, Any] = {"rounds": 15, "learners": ["a", "b", "c"], "algorithm": {"name": "ldp-dol", "sigma": 2.0}}
@@ -180,6 +180,14 @@ def test_calibrate_changes_the_noise_and_nothing_else(records: Path, tmp_path: P
         assert 0.999 * target <= spent <= target
 
 
+def test_calibrate_replaces_no_file(records: Path, tmp_path: Path) -> None:
+    source = written(records)
+    before = source.read_text(encoding="utf-8")
+    result = CliRunner().invoke(app, ["calibrate", str(source), "--epsilon", "3", "--out", str(source)])
+    assert isinstance(result.exception, SpecError) and "give another --out" in str(result.exception)
+    assert source.read_text(encoding="utf-8") == before
+
+
 def test_calibrate_takes_an_algorithm_by_its_name_alone(records: Path) -> None:
     source = written(records)
     document = {**yaml.safe_load(source.read_text(encoding="utf-8")), "algorithm": "ldp-dol"}
@@ -198,8 +206,8 @@ def test_calibrate_writes_to_standard_output(records: Path) -> None:
 
 def test_options_of_calibrate(records: Path) -> None:
     spec = load_spec(written(records))
-    assert target_of(spec, 2.0, ["c=0.5"], "inf", "event").epsilons == (2.0, 2.0, 0.5)
-    assert target_of(spec, None, ["a=1", "b=2", "c=3"], "7", "record").horizon == 7
+    assert target_of(spec, 2.0, ["c=0.5"], math.inf, "event").epsilons == (2.0, 2.0, 0.5)
+    assert target_of(spec, None, ["a=1", "b=2", "c=3"], horizon_of("7"), "record").horizon == 7
     for epsilon, single, horizon, reason in (
         (None, ["a=1"], None, "every learner needs a target, got none for b, c; give --epsilon"),
         (1.0, ["a"], None, "--learner must be NAME=EPSILON, got a"),
@@ -209,7 +217,7 @@ def test_options_of_calibrate(records: Path) -> None:
         (1.0, [], "soon", "--horizon must be a number, got 'soon'"),
     ):
         with pytest.raises(SpecError, match=reason):
-            target_of(spec, epsilon, single, horizon, "event")
+            target_of(spec, epsilon, single, horizon_of(horizon), "event")
 
 
 # ---- tradeoff --------------------------------------------------------------------------------------------------------
@@ -300,6 +308,33 @@ def test_without_an_end_it_is_priced_for_as_many_rounds_as_asked_for(tmp_path: P
     assert found["rounds"] is None
     run = build_run(load_spec(Path(live(tmp_path, rounds=200, algorithm=found["algorithm"]))), 3)
     assert math.fsum(run.algorithm.accountant(0).losses(np.full(200, 4))) == pytest.approx(1.0, rel=1e-2)
+
+
+@pytest.mark.parametrize("planned", [{"rounds": None}, {}])
+@pytest.mark.parametrize("rate", ["1", "3", "3.9"])
+def test_a_promise_for_ever_needs_no_number_of_rounds(rate: str, planned: dict[str, Any], tmp_path: Path) -> None:
+    """The rounds with the fewest records count, however seldom they are: 3 of 3.9 a round."""
+    more = ["--horizon", "inf", "--records", rate]
+    said = CliRunner().invoke(app, ["calibrate", live(tmp_path, **planned), "--epsilon", "2", *more])
+    assert said.exit_code == 0, said.output
+    found = load_spec(Path(live(tmp_path, rounds=200, algorithm=yaml.safe_load(said.stdout)["algorithm"])))
+    promised = build_run(found, 3).guarantee(0, np.full(200, int(float(rate))))
+    assert promised.infinite_horizon == pytest.approx(2.0, rel=1e-2)
+
+
+@pytest.mark.parametrize("rate", ["0.1", "0.999"])
+def test_there_is_none_where_a_round_may_bring_nothing(rate: str, tmp_path: Path) -> None:
+    command = ["calibrate", live(tmp_path, rounds=None), "--epsilon", "2", "--horizon", "inf", "--records", rate]
+    with pytest.raises(SpecError, match="every round brings records"):
+        CliRunner().invoke(app, command, catch_exceptions=False)
+
+
+def test_a_horizon_says_how_many_rounds_to_look_at(tmp_path: Path) -> None:
+    asked = ["calibrate", live(tmp_path, rounds=None), "--epsilon", "1"]
+    said = [CliRunner().invoke(app, [*asked, more, "200"]) for more in ("--horizon", "--rounds")]
+    assert said[0].exit_code == 0 and said[0].stdout == said[1].stdout
+    with pytest.raises(SpecError, match="--rounds"):
+        CliRunner().invoke(app, [*asked, "--horizon", "0"], catch_exceptions=False)
 
 
 def test_records_of_a_file_are_counted_there(records: Path) -> None:

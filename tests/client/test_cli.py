@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,12 @@ import yaml
 
 from sottovoce.running.transcript import read_transcript
 from sottovoce.spec import load_spec, parse_spec
+from sottovoce.spec_versions import FORMAT
+from sottovoce_client.cli import main
 from sottovoce_client.running.local import LocalServices
 from sottovoce_eavesdropper.reading import open_capture
+from sottovoce_eavesdropper.records import FORMAT as CAPTURES
+from sottovoce_wire.v1.learner_pb2 import DESCRIPTOR
 
 GUARD_S = 300.0  # against a hang; a busy machine may take its time
 """Longest that anything here may take: a guard against hanging, not a promise."""
@@ -81,6 +86,23 @@ def at_once(commands: list[list[str]]) -> list[tuple[int, str, str]]:
     return [ended(process) for process in [started(*command) for command in commands]]
 
 
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """`ran` in this process: what starts nothing comes to the same there, and a process takes a second to begin."""
+    for name in [name for name in os.environ if name.startswith("SOTTOVOCE_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("COLUMNS", "100")
+
+    def ran_here(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["sottovoce", *arguments])
+        with pytest.raises(SystemExit) as left:
+            main()
+        said = capsys.readouterr()
+        return int(left.value.code or 0), said.out, said.err
+
+    return ran_here
+
+
 def eventually(holds: Callable[[], bool]) -> None:
     """Wait for something that must happen."""
     until = time.monotonic() + GUARD_S
@@ -111,6 +133,7 @@ COMMANDS = {
     "spec check": "without running anything",
     "spec show": "all defaults filled in",
     "spec schema": "JSON schema",
+    "spec values": "for the Helm chart",
     "schema": "infer",
     "schema infer": "a sample that is public",
     "schema check": "how many records of a file fit",
@@ -118,65 +141,84 @@ COMMANDS = {
 }
 
 
-def test_every_command_explains_itself() -> None:
-    helping = at_once([[*command.split(), "--help"] for command in COMMANDS])
-    for command, (code, out, err) in zip(COMMANDS, helping, strict=True):
+def test_every_command_explains_itself(here: Callable[..., tuple[int, str, str]]) -> None:
+    """Groups as people ask them, in a process."""
+    groups = ["", *{command.split()[0] for command in COMMANDS if " " in command}]
+    asked = at_once([[*command.split(), "--help"] for command in groups])
+    helping = [(command, here(*command.split(), "--help")) for command in COMMANDS]
+    for command, (code, out, err) in [*helping, *zip(groups, asked, strict=True)]:
         assert (code, err) == (0, ""), command
         assert COMMANDS[command] in out, command
 
 
-def test_what_is_printed_can_be_used(tmp_path: Path) -> None:
+def test_the_version_is_said_with_the_formats_that_others_must_read() -> None:
+    code, out, err = ran("--version")
+    assert (code, err) == (0, "")
+    assert version("sottovoce") in out.splitlines()[0]
+    for format_ in (DESCRIPTOR.package, f"of format {FORMAT}", CAPTURES):
+        assert format_ in out.splitlines()[1]
+
+
+def test_what_is_printed_can_be_used(tmp_path: Path, here: Callable[..., tuple[int, str, str]]) -> None:
     demo = tmp_path / "demo.yaml"
     demo.write_text(ran("demo", "--print-spec")[1], encoding="utf-8")
-    shown, checked, schema = at_once([["spec", "show", str(demo)], ["spec", "check", str(demo)], ["spec", "schema"]])
+    shown, checked, schema = ran("spec", "show", str(demo)), here("spec", "check", str(demo)), here("spec", "schema")
 
     assert (shown[0], checked[0], schema[0]) == (0, 0, 0)
     (tmp_path / "shown.yaml").write_text(shown[1], encoding="utf-8")
     assert load_spec(tmp_path / "shown.yaml") == load_spec(demo)
-    assert "5 learners, 31 features: fine" in checked[1]
+    assert "5 learners, 30 features and an intercept: fine" in checked[1]
     assert json.loads(schema[1])["title"] == "RunSpec"
 
 
 # ---- what goes wrong -------------------------------------------------------------------------------------------------
 
 
-def test_what_goes_wrong_is_said_in_a_line_and_exits_with_2(tmp_path: Path) -> None:
-    """All at once, because each is a process; never a traceback."""
+def test_what_goes_wrong_is_said_in_a_line_and_exits_with_2(
+    tmp_path: Path, here: Callable[..., tuple[int, str, str]]
+) -> None:
+    """Once for every command in a process, all of those at once; never a traceback."""
     np.savez(tmp_path / "nan.npz", X=np.full((30, 2), np.nan), y=np.arange(30) % 2)
     np.savez(tmp_path / "noise.npz", y=np.zeros((5, 3, FEATURES)))
     nan, nobody = {"source": str(tmp_path / "nan.npz")}, "127.0.0.1:1"
     edges = {"graph": {"kind": "edges", "edges": [[0, 1]]}}
     out = ["--out", str(tmp_path / "out")]
     tiny = written(tmp_path)
+    wrong_before: list[tuple[list[str], str]] = [  # before anything is started
+        (["up", written(tmp_path, "b.yaml", topology=edges), *out], "the communication graph is not connected"),
+        (["up", written(tmp_path, "c.yaml", data=nan), *out], "must be a finite number, got nan"),
+        (
+            ["simulate", written(tmp_path, "e.yaml", algorithm={"name": "ldp-dol", "sigma": -1}), *out],
+            "sigma must be positive, got -1.0",
+        ),
+        (["simulate", str(tmp_path / "none.yaml"), *out], "cannot read the run spec"),
+        (["simulate", tiny, "--out", f"{tiny}/x"], "cannot write to the folder"),
+        (["run", tiny, "--resume", "a", "--recover", "a", *out], "give one of the two"),
+        (["coordinator", "--log-level", "loud"], "debug, info, warning"),
+        (["coordinator", "--config", written(tmp_path, "f.yaml")], "must map options of this command"),
+    ]
     with socket.create_server(("127.0.0.1", 0)) as taken:
         used = f"127.0.0.1:{taken.getsockname()[1]}"
         wrong: list[tuple[list[str], str]] = [
             (["up", written(tmp_path, "a.yaml", colour="red"), *out], "unknown field colour"),
-            (["up", written(tmp_path, "b.yaml", topology=edges), *out], "the communication graph is not connected"),
-            (["up", written(tmp_path, "c.yaml", data=nan), *out], "must be a finite number, got nan"),
             (
                 ["spec", "check", written(tmp_path, "d.yaml", algorithm={"name": "sgd"})],
                 "or module:Class of your own, got 'sgd'",
             ),
-            (
-                ["simulate", written(tmp_path, "e.yaml", algorithm={"name": "ldp-dol", "sigma": -1}), *out],
-                "sigma must be positive, got -1.0",
-            ),
-            (["simulate", str(tmp_path / "none.yaml"), *out], "cannot read the run spec"),
             (["simulate", tiny, *out, "--noise", str(tmp_path / "noise.npz")], "noise must cover 20 rounds"),
-            (["simulate", tiny, "--out", f"{tiny}/x"], "cannot write to the folder"),
-            (["run", tiny, "--coordinator", nobody, *out], "cannot reach the coordinator at 127.0.0.1:1"),
-            (["run", tiny, "--resume", "a", "--recover", "a", *out], "give one of the two"),
+            (
+                ["run", tiny, "--coordinator", nobody, "--out", str(tmp_path / "run")],
+                "cannot reach the coordinator at 127.0.0.1:1",
+            ),
             (
                 ["learner", "--name", "a", "--coordinator", nobody, "--join-timeout", "0.3", "--state", out[1]],
                 "cannot reach the coordinator at 127.0.0.1:1 within 0.3 s",
             ),
             (["coordinator", "--listen", used], f"cannot listen on {used}: the port is in use"),
-            (["coordinator", "--log-level", "loud"], "debug, info, warning"),
-            (["coordinator", "--config", written(tmp_path, "f.yaml")], "must map options of this command"),
         ]
         results = at_once([arguments for arguments, _ in wrong])
-    for (arguments, text), (code, _, err) in zip(wrong, results, strict=True):
+    results += [here(*arguments) for arguments, _ in wrong_before]
+    for (arguments, text), (code, _, err) in zip([*wrong, *wrong_before], results, strict=True):
         lines = [line for line in err.splitlines() if not line.startswith("{")]  # a service's log is JSON
         assert code == 2, (arguments, err)
         assert text in err, arguments

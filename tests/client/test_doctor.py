@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -12,9 +14,13 @@ from typer.testing import CliRunner
 from sottovoce_client import doctor
 from sottovoce_client.cli import app
 from sottovoce_client.doctor import Finding, Patient, examine, show
+from sottovoce_coordinator.metrics import CATALOGUE as COORDINATOR
+from sottovoce_rpc.access import Refusals
 from sottovoce_rpc.certificates import REVOKED
 from sottovoce_rpc.credentials import Credentials
+from sottovoce_rpc.metrics import common
 from sottovoce_rpc.principals import Role
+from sottovoce_rpc.scraping import Scraped, scraped
 from tests.examples import made_up, small_spec
 from tests.services.identities import Elsewhen, Identities
 from tests.services.network import network
@@ -92,6 +98,72 @@ def test_an_identity_that_ends_soon_or_cannot_be_used(tmp_path: Path) -> None:
     assert (lost.state, "tls.key" in lost.text) == ("wrong", True)
     (open_to_all,) = doctor._identity(Credentials(insecure=True))
     assert open_to_all.state == "warning"
+
+
+# ---- metrics ---------------------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def told(credentials: Credentials, listen: str = "127.0.0.1:0") -> AsyncIterator[str]:
+    """Where a service tells metrics."""
+    pytest.importorskip("prometheus_client")
+    refused = Refusals()
+    at = Scraped(listen, credentials)
+    async with scraped(at, COORDINATOR, lambda: common([credentials], [refused]), refused) as address:
+        yield address
+
+
+async def test_metrics_are_asked_for_and_whose_certificate_is_shown(tmp_path: Path) -> None:
+    ids = Identities(tmp_path / "ids")
+    async with told(ids.of("learner/ann")) as address:
+        found = await examine(Patient(ids.of("operator/alice"), metrics=[address]))
+        other = await examine(Patient(ids.of("feeder/ann"), metrics=[address]))
+    assert of(found, f"metrics {address}").state == "well"
+    assert "it answers: " in of(found, f"metrics {address}").text
+    assert of(found, f"metrics {address}: certificate").text.startswith("learner/ann of ward.example, until ")
+    assert not any(each.what.endswith("channel") for each in found)
+    assert "not for feeder/ann" in of(other, f"metrics {address}").text
+    assert of(other, f"metrics {address}: certificate").state == "well"
+
+
+async def test_metrics_with_a_certificate_that_ends_soon(tmp_path: Path) -> None:
+    ids = Identities(tmp_path / "ids")
+    ids.authority.issue("learner/soon", tmp_path / "soon", days=3)
+    async with told(Credentials(tmp_path / "soon")) as address:
+        found = await examine(Patient(ids.of("monitor/prometheus"), metrics=[address]))
+    shown = of(found, f"metrics {address}: certificate")
+    assert (shown.state, shown.text.endswith(": renew it")) == ("warning", True)
+
+
+async def test_metrics_in_the_clear_are_warned_of_where_others_can_read_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a service without an identity, whether who asks has one or not."""
+    ids = Identities(tmp_path / "ids")
+    async with told(Credentials(insecure=True)) as address:
+        here = await examine(Patient(Credentials(), metrics=[address]))
+        monkeypatch.setattr(doctor, "is_loopback", lambda address: False)  # as seen from another machine
+        there = [await examine(Patient(each, metrics=[address])) for each in (Credentials(), ids.of("operator/alice"))]
+    assert [of(here, f"metrics {address}").state, len(there)] == ["well", 2]
+    assert not any(each.what.endswith("channel") for each in here)
+    for found in there:
+        channel = of(found, f"metrics {address}: channel")
+        assert (channel.state, channel.text.startswith("in the clear")) == ("warning", True)
+
+
+async def test_metrics_that_are_not_told_are_said_with_why(tmp_path: Path) -> None:
+    ids, others = Identities(tmp_path / "ids"), Identities(tmp_path / "others")
+    async with told(ids.of("learner/ann")) as address:
+        found = [
+            await examine(Patient(credentials, metrics=[address]))
+            for credentials in (Credentials(), others.of("operator/alice"))
+        ]
+    nobody = await examine(Patient(Credentials(), metrics=["127.0.0.1:1", "nonsense"]))
+    silent, stranger = (of(each, f"metrics {address}") for each in found)
+    assert (silent.state, "--identity" in silent.text) == ("wrong", True)
+    assert (stranger.state, "no authority that this process believes" in stranger.text) == ("wrong", True)
+    assert "is it running with --metrics" in of(nobody, "metrics 127.0.0.1:1").text
+    assert "HOST:PORT" in of(nobody, "metrics nonsense").text
 
 
 def test_the_command() -> None:

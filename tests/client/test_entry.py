@@ -66,3 +66,19 @@ def test_importing_sets_nothing() -> None:
     houses = "sottovoce, sottovoce.running.run, sottovoce_learner.service, sottovoce_coordinator.service"
     clients = "sottovoce_eavesdropper.service, sottovoce_client.running.operate, sottovoce_client.cli"
     assert changed_by(f"import {houses}, {clients}")[0] == {}
+
+
+@pytest.mark.parametrize("words", [["--help"], ["learner", "--help"], ["simulate", "--help"], ["audit", "--help"]])
+def test_help_waits_for_nothing_large(words: list[str]) -> None:
+    """Nobody who asks what there is waits for what computes it."""
+    code = f"""
+import sys
+from sottovoce_client.cli import app
+try:
+    app({words!r})
+finally:
+    print(sorted({{"numpy", "grpc", "pyarrow", "yaml", "sottovoce.spec"}} & sys.modules.keys()), file=sys.stderr)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "Usage" in done.stdout
+    assert done.stderr.strip() == "[]"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import signal
 import stat
@@ -12,6 +13,7 @@ import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +26,16 @@ from sottovoce_client.cli.feeding import http
 from sottovoce_client.feeding.conduct import conduct
 from sottovoce_client.feeding.dead_letters import dead_letters
 from sottovoce_client.feeding.files import csv_files, jsonl_files
-from sottovoce_client.feeding.pump import HOPELESS, Target, Terms, feed
+from sottovoce_client.feeding.pump import HOPELESS, Target, Terms, feed, until_over
 from sottovoce_client.feeding.showing import _summary, facts_of, picture
 from sottovoce_client.feeding.source import Message, Part
 from sottovoce_client.feeding.tally import Account, Tally
+from sottovoce_client.live.connecting import connect_learner
 from sottovoce_client.live.learner import ConnectedLearner
 from sottovoce_learner.entries import Kind
 from sottovoce_learner.standing import Files, look
 from sottovoce_rpc.learner_status import LearnerStatus
+from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc
 from sottovoce_wire.v1.learner_pb2 import SampleBatch
 from tests.client.test_live_learner import NAMES, RECORD, SCHEMA, ann_in, learned, spec_of
 from tests.services.network import Network, network
@@ -325,8 +329,9 @@ async def test_a_command_ends_well_when_it_is_told_to(tmp_path: Path) -> None:
             with path.open("a") as file:
                 file.write("u,home\n63,ic")
         await learned(learner, 2)
-        code, out, error = await ended(command(up, "csv", str(tmp_path / "none.csv")))
-        assert (code, error.splitlines()[-1]) == (2, f"sottovoce: {tmp_path / 'none.csv'} is no file: what comes in a pipe is "
+        os.mkfifo(tmp_path / "pipe.csv")
+        code, out, error = await ended(command(up, "csv", str(tmp_path / "pipe.csv")))
+        assert (code, error.splitlines()[-1]) == (2, f"sottovoce: {tmp_path / 'pipe.csv'} is no file: what comes in a pipe is "
         "fed by `sottovoce feed stdin`")  # fmt: skip
 
 
@@ -361,3 +366,81 @@ async def test_each_record_is_learned_once_by_a_feeder_that_is_killed_while_a_fi
         fits = [each.position for each in messages if isinstance(each.body, dict) and each.body["ward"] == "icu"]
         assert kept_positions(tmp_path / "journals", "ann", "a.csv") == fits
     assert [each[1] for each in letters(dead)] == [each.position for each in messages if each.position not in fits]
+
+
+# ---- what is not there, or no longer ---------------------------------------------------------------------------------
+
+
+async def test_a_learner_is_held_to_the_name_that_it_should_have(tmp_path: Path) -> None:
+    async with ann(tmp_path) as (up, learner):
+        with pytest.raises(NotReady, match=rf"at {up.addresses['ann']} is the learner 'ann', not 'ben'"):
+            await fed(up, Told(*good(1)), name="ben")
+        assert (await fed(up, Told(*good(1)), name="ann")).fed == 1
+        await learned(learner, 1)
+
+
+async def test_another_learner_that_comes_in_its_place_gets_nothing(tmp_path: Path) -> None:
+    """At an address that two learners of one run have, one after the other: its receipts are not those of the first one."""
+    async with ann(tmp_path) as (_, learner):
+        sender = learner._sender
+        sender._at = replace(sender._at, name="ben")
+        with pytest.raises(NotReady, match="is the learner 'ann', not 'ben'"):
+            await sender._on_one_stream(None)
+
+
+async def test_a_learner_that_is_told_to_end_with_its_run_is_believed(tmp_path: Path) -> None:
+    """As `sottovoce up` does it: the run is over, and the process gone before anybody could ask it again."""
+    async with network(tmp_path, NAMES) as up:
+        run = await up.start(spec_of({"schema": SCHEMA}), 4)
+        async with connect_learner(up.addresses["ann"], patience_s=10_000.0) as learner:
+            account = Account()
+            await learner.feed([RECORD])
+            async with up._to_coordinator() as to:
+                stop = coordinator_pb2.StopRunRequest(run_id=run.run_id, reason="enough")
+                await coordinator_pb2_grpc.CoordinatorStub(to).StopRun(stop)
+            while learner.over is None:  # noqa: ASYNC110 - what a stream brings is no event here
+                await asyncio.sleep(0.01)
+            await up.leave("ann")
+            with pytest.raises(NotReady, match=rf"run {run.run_id} takes no more records: stopped"):
+                await until_over(learner, account, 10_000.0)
+            with pytest.raises(NotReady, match=r"is over for this learner \(stopped\)"):
+                await learner.feed([RECORD])
+
+
+async def test_a_learner_that_is_gone_is_said_to_be_gone(tmp_path: Path) -> None:
+    """It was told to end, and not that its run is over: it may come back, and go on."""
+    async with ann(tmp_path) as (up, learner):
+        feeding = asyncio.ensure_future(fed(up, Told(*good(1), ends=False), patience_s=0.5))
+        await learned_some(learner)
+        await up.leave("ann")
+        with structlog.testing.capture_logs() as logs, pytest.raises(Unavailable) as gone:
+            await feeding
+    words = rf"the learner at .* was in run {learner.run_id}, and has not answered for 0.5 s; `sottovoce up` ends"
+    assert re.match(words, str(gone.value))
+    assert [each["event"] for each in logs].count("the learner does not answer") <= 1
+
+
+@pytest.mark.parametrize("kind", ["learner", "broker"])
+def test_what_could_not_be_reached_is_named(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(LINE, encoding="utf-8")
+    what = {
+        "learner": ["jsonl", str(tmp_path / "a.jsonl"), "--patience", "0.2"],
+        "broker": ["nats", "WARDS", "--server", "nats://127.0.0.1:1", "--broker-patience", "0.2"],
+    }
+    if kind == "broker":
+        pytest.importorskip("nats")
+    line = [sys.executable, "-m", "sottovoce_client", "feed", *what[kind], "--learner", "127.0.0.1:1"]
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    named = {"learner": "cannot reach the learner at 127.0.0.1:1", "broker": "127.0.0.1:1 was away for 0.2 s"}
+    assert done.returncode == 2 and named[kind] in done.stderr.splitlines()[-1]
+    assert done.stdout == "Nothing was fed.\n"
+
+
+def test_whoever_ends_a_feeder_that_waits_is_told_for_what() -> None:
+    account = Account(awaited="the learner at 127.0.0.1:1 to be in a run")
+    (line,) = _summary(account, 1.0)
+    assert line.plain == f"Nothing was fed: told to end while it waited for {account.awaited}."
+    console = Console(width=200)
+    with console.capture() as shown:
+        console.print(picture(account, 0.0))
+    assert shown.get() == f"waiting for {account.awaited}\n"

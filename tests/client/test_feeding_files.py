@@ -15,9 +15,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sottovoce.data.columns import OTHER_WIDTH
 from sottovoce.errors import DataError, SpecError
 from sottovoce_client.feeding.files import csv_files, jsonl_files, place_of
-from sottovoce_client.feeding.forms import OTHER_WIDTH, JsonLines
+from sottovoce_client.feeding.forms import JsonLines
 from sottovoce_client.feeding.parquet import parquet_files
 from sottovoce_client.feeding.source import Message, Part, Unreadable
 from sottovoce_client.feeding.standard_input import StandardInput
@@ -91,8 +92,12 @@ async def test_another_file_of_that_name_is_refused(tmp_path: Path, change: Call
 
 async def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    for name in ("pipe", "nowhere", "."):
-        with pytest.raises(DataError, match="is no file"):
+    for name, words in {
+        "pipe": "is no file: what comes in a pipe",
+        "nowhere": "there is no file",
+        ".": "is a folder",
+    }.items():
+        with pytest.raises(DataError, match=words):
             await read(jsonl_files([tmp_path / name])[0])
     endless = wrote(tmp_path / "endless", b"x" * (3 * 1024 * 1024))
     with pytest.raises(DataError, match=r"line at byte 0 has no end within 2,097,152 bytes"):
@@ -175,9 +180,17 @@ async def test_parquet_goes_on_behind_any_row(tmp_path: Path) -> None:
     pq.write_table(pa.table({"n": range(1, 2_501)}), path)
     with pytest.raises(DataError, match="is not the file whose records were fed up to row 1700"):
         await read(part, found[1_700].position)
-    for wrong in (b"", b"PAR1 and no more", b"\0" * 100):
-        with pytest.raises(DataError, match=r"cannot read .* as Parquet"):
-            await read(parquet_files([wrote(path, wrong)])[0])
+    with pytest.raises(DataError, match=r"cannot read .* as Parquet"):
+        await read(parquet_files([wrote(path, b"\0" * 100 + b"PAR1")])[0])
+
+
+@pytest.mark.parametrize("content", [b"", b"PAR1 and no more", b"\0" * 100, b"age,label\n71,1\n64,0\n"])
+async def test_what_is_no_parquet_is_said_with_what_takes_it(tmp_path: Path, content: bytes) -> None:
+    path = wrote(tmp_path / "a.parquet", content)
+    with pytest.raises(DataError, match="must be a Parquet file, which ends in PAR1, got one that does not") as said:
+        await read(parquet_files([path])[0])
+    assert str(path) in str(said.value) and "`sottovoce feed csv` takes CSV" in str(said.value)
+    assert "71" not in str(said.value).replace(str(path), "")
 
 
 def test_parquet_needs_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

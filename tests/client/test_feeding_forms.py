@@ -12,11 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sottovoce.data.columns import OTHER_WIDTH
 from sottovoce.data.encoding import UNDECLARED
 from sottovoce.data.live import LiveRecords
 from sottovoce.errors import DataError, SpecError
 from sottovoce_client.feeding.fields import NO_OBJECT, NOT_UTF8, TWICE, Fields, Unfit
-from sottovoce_client.feeding.forms import LONGEST, NO_END, ODD_QUOTES, OTHER_WIDTH, Csv, Cut, Form, JsonLines
+from sottovoce_client.feeding.forms import LONGEST, NO_END, ODD_QUOTES, Csv, Cut, Form, JsonLines
 from sottovoce_client.feeding.sieve import NO_NUMBERS, Sieve
 from sottovoce_client.feeding.source import Message, Unreadable
 from sottovoce_client.feeding.standard_input import NO_POSITION, Numbered
@@ -108,7 +109,7 @@ def test_a_quote_that_is_never_closed_swallows_no_file() -> None:
 
 @pytest.mark.parametrize("text", [b"", b"\n\n", b"a,a\n1,2\n", b"a,\n", b"\xff\n", b'"a\n1,2\n'])
 def test_a_csv_begins_with_a_header(text: bytes) -> None:
-    with pytest.raises(DataError, match="a CSV must begin with a header"):
+    with pytest.raises(DataError, match="must begin with a line of column names"):
         all_of(Csv(), text, [100])
 
 

@@ -135,13 +135,13 @@ async def test_while_too_many_wait_others_do_or_are_refused(tmp_path: Path, when
         session = up.learners["ann"]._session
         assert session is not None
         go_on = asyncio.Event()
-        settled = session.settled
+        settled = session.ingest.settled
 
         async def held() -> None:
             await go_on.wait()
             await settled()
 
-        session.settled = held  # type: ignore[method-assign]
+        session.ingest.settled = held  # type: ignore[method-assign]
         taken = asyncio.ensure_future(post(client, [RECORD] * 3))
         while account.waiting < 3:  # noqa: ASYNC110 - a number is no event
             await asyncio.sleep(0.01)
@@ -209,7 +209,9 @@ def test_other_machines_are_not_listened_to_by_accident(tmp_path: Path, more: di
             Listening(listen, **paths)
     assert Listening("0.0.0.0:1", insecure=True).token == b""
     for wrong in ("127.0.0.1", "127.0.0.1:x", ":80", "127.0.0.1:99999"):
-        with pytest.raises(SpecError, match=r"--listen must be host:port|which other machines reach"):
+        with pytest.raises(
+            SpecError, match=r"--listen must be HOST:PORT with a port from 0 to 65535|which other machines reach"
+        ):
             _ = Listening(wrong).address
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import resource
 import shutil
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from structlog.testing import capture_logs
 
 from sottovoce.errors import DataError, NotReady, Unavailable
 from sottovoce_client.feeding.access import Access
-from sottovoce_client.feeding.mqtt import open_mqtt
+from sottovoce_client.feeding.mqtt import drive, open_mqtt
 from sottovoce_client.feeding.source import Unreadable
 from sottovoce_client.feeding.unacknowledged import Unacknowledged
 from tests.brokers import Feeder, Server, certificate_in, killed_again_and_again, serving, take, until
@@ -50,17 +52,17 @@ async def publishing(at: Server, **options: Any) -> AsyncIterator[Any]:
     if "tls" in options:
         found.tls_set_context(options["tls"])
     found.connect("127.0.0.1", at.port)
-    found.loop_start()
+    drive(found)
 
     async def publish(*bodies: bytes, topic: str = "wards/north", **more: Any) -> None:
         for each in bodies:
-            await asyncio.to_thread(found.publish(topic, each, qos=1, **more).wait_for_publish, 100)
+            await until(found.publish(topic, each, qos=1, **more).is_published)
 
     try:
         yield publish
     finally:
         found.disconnect()
-        await asyncio.to_thread(found.loop_stop)
+        found.loop_write()
 
 
 def options_of(at: Server, **more: Any) -> dict[str, Any]:
@@ -69,6 +71,20 @@ def options_of(at: Server, **more: Any) -> dict[str, Any]:
 
 def bodies(first: int, end: int) -> list[bytes]:
     return [b"%d" % k for k in range(first, end)]
+
+
+async def test_a_process_may_have_many_files_open(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 4_096:
+        pytest.skip(f"a process may have {hard} files open here")
+    with ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 4_096), hard))
+        for _ in range(1_100):
+            stack.enter_context(open(os.devnull))  # noqa: ASYNC230 - for its descriptor
+        async with server(tmp_path) as at, publishing(at) as publish, open_mqtt(**options_of(at)) as (part,):
+            await publish(*bodies(0, 10))
+            assert [each.body for each in await take(part, 10)] == bodies(0, 10)
 
 
 async def test_messages_come_in_order_and_wait_for_the_next_feeder(tmp_path: Path) -> None:
@@ -192,6 +208,18 @@ async def test_patience_ends(tmp_path: Path) -> None:
         at.kill()
         with pytest.raises(Unavailable, match=r"MQTT at 127.0.0.1.* was away for 0.1 s"):
             await take(part, 1)
+
+
+async def test_a_server_that_hangs_up_at_once_is_away() -> None:
+    async with await asyncio.start_server(lambda _, writer: writer.transport.abort(), "127.0.0.1", 0) as nobody:
+        options: dict[str, Any] = {
+            "server": f"127.0.0.1:{nobody.sockets[0].getsockname()[1]}",
+            "topics": ["wards/#"],
+            "patience_s": 0.1,
+        }
+        with pytest.raises(Unavailable, match=r"was away for 0.1 s"):
+            async with open_mqtt(**options):
+                pass
 
 
 # The library leaves a socket to the garbage collector where TLS fails.

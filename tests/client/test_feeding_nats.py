@@ -180,6 +180,18 @@ async def test_no_password_is_shown_in_the_clear_where_tls_was_asked_for(scheme:
     assert said == [b""]
 
 
+async def test_a_subject_that_a_stream_cannot_have_is_refused(tmp_path: Path) -> None:
+    async with server(tmp_path) as at:
+        async with jetstream(at) as js:
+            await js.add_stream(name="wards", subjects=["wards.*"])
+            await publish(js, 0, 1)
+        async with open_nats(**options_of(at, subject="wrads.north")) as (part,):
+            with pytest.raises(DataError, match=r"has messages of wards\.\*: wrads\.north is none of them"):
+                await take(part, 1)
+        async with open_nats(**options_of(at, subject="wards.north")) as (part,):
+            assert len(await take(part, 1)) == 1
+
+
 async def test_what_is_no_stream_is_refused() -> None:
     for stream, subject in (("a b", ""), ("a.b", ""), ("", ""), ("wards", "a\r\nPUB b 0")):
         with pytest.raises(SpecError, match="as NATS has them"):

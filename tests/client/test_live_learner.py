@@ -22,7 +22,7 @@ from sottovoce_client.live.connecting import connect_learner
 from sottovoce_client.live.learner import ConnectedLearner
 from sottovoce_client.live.plain import PlainLearner
 from sottovoce_client.live.sending import BATCH_RECORDS, Sender, _Batch
-from sottovoce_learner.session import Session
+from sottovoce_learner.ingest import Ingest
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_wire.v1 import learner_pb2
 from tests.examples import small_spec
@@ -214,13 +214,13 @@ async def test_of_records_that_go_together_the_refused_are_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The learner refuses whole messages, and says not which of their records it was."""
-    wrong, sizes, feed = (3, 20, 21, 49), list[int](), Session.feed
+    wrong, sizes, feed = (3, 20, 21, 49), list[int](), Ingest.feed
 
-    async def noted(self: Session, batch: learner_pb2.SampleBatch) -> None:
+    async def noted(self: Ingest, batch: learner_pb2.SampleBatch) -> None:
         sizes.append(len(batch.positions))
         await feed(self, batch)
 
-    monkeypatch.setattr(Session, "feed", noted)
+    monkeypatch.setattr(Ingest, "feed", noted)
     async with ann_in(tmp_path, spec_of({"features": 2})) as (_, learner):
         kept = []
         for k in range(50):

@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from typer.testing import CliRunner
 
 import sottovoce as sv
 from sottovoce.errors import SpecError
 from sottovoce.experiment import prepare
+from sottovoce_client.cli import app
 from sottovoce_client.live.connecting import connect_learner
 from sottovoce_client.running.conduct import conduct
 from sottovoce_client.running.launch import run_up
@@ -55,6 +57,25 @@ def test_what_needs_records_beforehand_says_so() -> None:
     shared = sv.Experiment(**{**document(), "algorithm": {"name": "dpsda-c", "sigma": 1.0}})
     with pytest.raises(SpecError, match="live ones are each learner's own"):
         prepare(shared, live=True)
+
+
+@pytest.mark.parametrize(
+    ("clock", "warned"),
+    [({}, True), ({"mode": "async"}, True), ({"mode": "data"}, False), ({"mode": "paced", "period_s": 1.0}, False)],
+)
+def test_who_does_not_outlast_a_pause_is_told_before(
+    clock: dict[str, Any], warned: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By `spec check`, and by whatever starts the run, before it starts; nobody is hindered."""
+    (tmp_path / "spec.yaml").write_text(yaml.safe_dump({**document(), "clock": {"deadline_s": 7.0, **clock}}))
+    monkeypatch.setattr("sottovoce_client.running.conduct.conduct", lambda *_: 0)
+    checked, begun = (
+        CliRunner().invoke(app, [*command, str(tmp_path / "spec.yaml"), *more])
+        for command, more in ((["spec", "check"], []), (["up"], ["--out", str(tmp_path / "out")]))
+    )
+    assert (checked.exit_code, begun.exit_code) == (0, 0)
+    words = "where none comes for 7 s (clock.deadline_s): take paced where streams pause [PAUSES]"
+    assert [words in each for each in (checked.stdout, begun.stderr)] == [warned, warned]
 
 
 def test_a_spec_with_all_its_defaults_is_the_same_spec() -> None:

@@ -56,7 +56,7 @@ def test_it_is_read_from_the_capture(tmp_path: Path) -> None:
     spec = json.dumps(small_spec(4, 2, topology={"graph": "path"}).model_dump(mode="json"))
     asyncio.run(captured(tmp_path / "c", [row(frame(0, 1), 0, 1)], spec=spec, n_features=3))
     found = noticed_in(outcome(str(tmp_path / "c")))
-    assert found is not None and found.count == 1 and "speaks as learner 1" in found.first[0]
+    assert found is not None and found.count == 1 and "speaks as learner-1" in found.first[0]
     assert noticed_in(outcome(None)) is None and gaps_in(outcome(None)) == ()
     assert noticed_in(outcome(str(tmp_path / "nowhere"))) is None
 

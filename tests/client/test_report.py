@@ -272,6 +272,7 @@ def test_a_curve_that_becomes_infinite_ends_there() -> None:
 @pytest.mark.parametrize(
     "make",
     [
+        lambda: summary(),
         lambda: summary(1, 1),
         lambda: summary(1),
         lambda: summary(2),
@@ -285,6 +286,7 @@ def test_odd_runs_leave_no_trace_of_nothing(make: Callable[[], RunSummary]) -> N
     shown = page(make())
 
     assert not re.search(r"\b(nan|NaN|inf|None)\b", shown.text)
+    assert not re.search(r".{20}[a-z]\.[A-Z].{20}", shown.text)  # between two sentences is a blank
     for name in shown.plots:
         assert shown.plot(name)  # which fails on NaN and Infinity
 

@@ -253,6 +253,25 @@ def test_records_that_do_not_fit_are_counted_and_not_shown(folder: Path) -> None
     assert not re.search("471|Geheim|31.12|4,7|P000", str(refused.value))
 
 
+def test_rows_of_another_width_are_counted_among_the_others(folder: Path) -> None:
+    """As a feeder does it: they are no records, and those behind them are."""
+    found = rows()
+    odd = [*found[:2], found[2][:-1], [*found[3], "more"], found[4], ["Geheim"], *found[5:]]
+    write(folder / "wards.csv", odd)
+    done = ran("check", "schema.yaml", "wards.csv")
+    text = " ".join(done.output.split())
+    assert done.exit_code == 1 and f"wards.csv: {len(found) - 2} of {len(odd)} records fit" in text
+    assert "3 not as many values as the header 2" in text and "Geheim" not in text  # the first is row 2, counted from 0
+    with pytest.raises(
+        DataError, match=r"3 of 61 records .* not as many values as the header \(3\); the first is row 2"
+    ):
+        ran("spec.yaml", group="spec check")
+    with pytest.raises(DataError, match="each row must have 8 columns"):  # nothing is drafted from what is odd
+        ran("infer", "wards.csv")
+    write(folder / "wards.csv", [found[0][:-1]])
+    assert "0 of 1 record fit" in " ".join(ran("check", "schema.yaml", "wards.csv").output.split())
+
+
 @pytest.mark.parametrize(
     ("head", "message"),
     [
@@ -276,7 +295,7 @@ def test_a_spec_says_its_features_and_what_counts_as_1(folder: Path) -> None:
         "features: admitted, age, insured, stay, stay missing, ward=Süd, ward=no, ward=north, ward missing, intercept"
         in text
     )
-    assert "label outcome: 0 is died; 1 is home" in text and "3 learners, 10 features: fine" in text
+    assert "label outcome: 0 is died; 1 is home" in text and "3 learners, 9 features and an intercept: fine" in text
 
 
 def test_describe_leads_to_schemas(folder: Path) -> None:

@@ -196,6 +196,20 @@ def test_an_answer_is_a_table_a_csv_or_a_file(tmp_path: Path, monkeypatch: pytes
     assert "The first 1 rows" in runner.invoke(app, ["transcript", "query", place, sql]).output
 
 
+def test_an_answer_replaces_no_file_and_leaves_none_by_half(tmp_path: Path) -> None:
+    capture(tmp_path / "cap")
+    out = tmp_path / "answer.parquet"
+    failing = "SELECT CAST(kind AS INTEGER) FROM messages"
+    arguments = ["transcript", "query", str(tmp_path / "cap"), failing, "--out", str(out)]
+    assert "the query failed" in str(CliRunner().invoke(app, arguments).exception)
+    assert not out.exists()
+    out.write_text("of an earlier command")
+    arguments[3] = "SELECT sender FROM messages"
+    result = CliRunner().invoke(app, arguments)
+    assert isinstance(result.exception, SpecError) and "give another --out" in str(result.exception)
+    assert out.read_text() == "of an earlier command"
+
+
 def test_a_capture_is_shown(tmp_path: Path) -> None:
     rows = [each for each in conversation(6) if each.payload != frame(3, 1)]
     greetings = [row(hello(i), i, 1 - i, kind="hello") for i in range(2)]
@@ -209,10 +223,20 @@ def test_a_capture_is_shown(tmp_path: Path) -> None:
     assert "█" in text
 
 
+def test_learners_are_shown_by_their_names(tmp_path: Path) -> None:
+    spec = json.dumps(small_run(4, ["Krankenhaus Süd", "north"]).spec.model_dump(mode="json"))
+    place = capture(tmp_path, [row(frame(0, 0), 0, 1), row(frame(0, 1), 1, 0)], spec=spec, n_features=3)
+    text = " ".join(shown(place, sender="north").split())
+    assert "what north said first" in text
+    assert "Krankenhaus Süd north 1" in text
+    with pytest.raises(SpecError, match="--sender must be one of Krankenhaus Süd, north, or an index, got 'south'"):
+        shown(place, sender="south")
+
+
 def test_what_was_noticed_is_shown(tmp_path: Path) -> None:
     spec = json.dumps(small_run(4, 2, topology={"graph": "path"}).spec.model_dump(mode="json"))
     text = shown(capture(tmp_path, [row(frame(0, 1), 0, 1)], spec=spec, n_features=3))
-    assert "The eavesdropper noticed 1 thing that must never happen: learner 0 to learner 1" in " ".join(text.split())
+    assert "The eavesdropper noticed 1 thing that must never happen: learner-0 to learner-1" in " ".join(text.split())
 
 
 def test_nothing_said_can_paint_the_terminal(tmp_path: Path) -> None:
@@ -231,6 +255,19 @@ def test_nothing_said_can_paint_the_terminal(tmp_path: Path) -> None:
     assert "[red]x" in text
     assert "cut short" in text
     assert "\x1b" not in cell_text(evil)
+
+
+def test_a_capture_that_was_closed_and_has_gaps_says_so(tmp_path: Path) -> None:
+    """The eavesdropper was away for a while: it is not said to have never closed it."""
+
+    async def made() -> None:
+        file = await captured(tmp_path / "one", conversation(2), close=False)
+        file.gaps.resumed(0, 1, due=2, t=9)
+        await file.close()
+
+    asyncio.run(made())
+    text = shown(tmp_path / "one")
+    assert "not whole: 1 gap where nobody listened" in " ".join(text.split()) and "cut short" not in text
 
 
 def test_an_empty_capture_is_shown(tmp_path: Path) -> None:

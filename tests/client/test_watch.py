@@ -374,5 +374,5 @@ def test_numbers_for_prometheus() -> None:
     assert 'sottovoce_watch_alarms{learner="bob",run="a run"} 1.0' in lines
     assert 'sottovoce_watch_alarms{learner="ann",run="a run"} 0.0' in lines
     assert 'sottovoce_watch_round{learner="eve",run="a run"} 0.0' in lines
-    with pytest.raises(SpecError, match="must be HOST:PORT, got 9400"):
+    with pytest.raises(SpecError, match="must be HOST:PORT with a port from 0 to 65535, got '9400'"):
         Gauges("9400")

@@ -79,7 +79,7 @@ async def lived(folder: Path) -> tuple[str, dict[str, list[int]]]:
         await up.until("cleo", LearnerState.RUNNING, up.learners["cleo"].status.rounds_done + 20)
         await stopped(up, run_id)
         sessions = {name: learner._session for name, learner in up.learners.items()}
-        return run_id, {name: list(own._books.counts) for name, own in sessions.items() if own is not None}
+        return run_id, {name: list(own.memory.books.counts) for name, own in sessions.items() if own is not None}
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from sottovoce.errors import NotReady, RemoteProtocolError, SottovoceError, StrangerError, Unavailable
-from sottovoce_coordinator.fencing import Claim, Membership
+from sottovoce_coordinator.fencing import MOST_STARTS, Claim, Membership
 
 HERE, ELSEWHERE = bytes(16), bytes([1] * 16)
 
@@ -47,11 +47,23 @@ def test_a_death_between_issue_and_confirmation_is_harmless(disk: int) -> None:
         (claim(2), False, NotReady, "it knows incarnation 2 and 0 rounds, and must know 3 and 9"),
         (claim(3, journaled=8), False, NotReady, "it knows incarnation 3 and 8 rounds, and must know 3 and 9"),
         (claim(2, rejoins=True), False, NotReady, "is an old one and ends"),
+        (claim(2**32 + 1), False, RemoteProtocolError, "one more at each start of a learner, at most 4294967296"),
+        (claim(2**63, rejoins=True), True, RemoteProtocolError, "got 9223372036854775808"),
     ],
 )
 def test_who_is_refused(said: Claim, live: bool, kind: type[SottovoceError], text: str) -> None:
     with pytest.raises(kind, match=text):
         joined(3).admit(said, live=live, journaled=9)
+
+
+def test_whoever_tells_of_too_many_starts_locks_nobody_out() -> None:
+    """A stranger joins with the highest number: the learner itself is let in all the same, once its name is free again."""
+    strange = Membership().admit(claim(MOST_STARTS, store=ELSEWHERE), live=False)
+    known = strange.confirm(claim(MOST_STARTS, store=ELSEWHERE), strange.issued).unbound()
+    for _ in range(3):
+        known = known.admit(claim(known.confirmed), live=False)
+        known = known.confirm(claim(known.confirmed), known.issued)
+        assert known.admit(claim(known.confirmed, rejoins=True), live=True) == known
 
 
 def test_a_process_that_never_stopped_is_taken_back_also_by_a_coordinator_that_knows_nothing() -> None:

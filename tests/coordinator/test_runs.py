@@ -9,6 +9,7 @@ import pytest
 
 from sottovoce.errors import Rule
 from sottovoce.network.graphs import Edges
+from sottovoce.network.mixing import digest_of
 from sottovoce.running.run import build_run
 from sottovoce_coordinator.runs import Overhearing, RunBook, RunState, missing
 from sottovoce_rpc.directives import Assignment, Directive, Epoch, Grant, Neighbour
@@ -133,6 +134,27 @@ def test_a_learner_that_was_away_is_told_the_epochs_of_all_rounds_that_it_may_la
     # It may have been started again, from a log that lacks the last round: it needs all addresses, and that round's epoch.
     assert [first for first, _, _ in told_in(held.briefing(1))] == [0, 1, 2, 3]
     assert [first for first, _, _ in told_in(held.briefing(0))] == [0, 2, 3]
+
+
+def test_learners_that_take_digests_are_granted_the_network_of_all_alike() -> None:
+    """And the epoch of the first round, which has the addresses; where nothing changes there is nothing to compare."""
+    held = changing()
+    for i in (0, 2):
+        held.back(i, by_digest=True)
+    running(held)
+    network = held.run.network
+    first, others, same = held.go_on()
+    assert first == same == [Grant(4, 1, digest_of(network.at(t).digest for t in range(1, 4)))]
+    assert [epoch.first_round for epoch in others if isinstance(epoch, Epoch)] == [1, 2, 3]
+    held.report(status("a", RUNNING, 3))
+    _, known, grant = held.briefing(0)
+    assert isinstance(known, Epoch) and known.first_round == 0
+    assert grant == Grant(4, 2, digest_of(network.at(t).digest for t in (2, 3)))
+    fixed = book()
+    for i in range(3):
+        fixed.back(i, by_digest=True)
+    running(fixed)
+    assert fixed.go_on() == [[Grant(4)]] * 3
 
 
 def test_routes_of_a_changing_topology_are_those_of_all_rounds() -> None:

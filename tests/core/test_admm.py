@@ -69,7 +69,7 @@ def driven(run: Run, data: PlacedData, noise: Noise, replicas: int = 1) -> Itera
     for t in range(run.spec.rounds):
         spoken, message = run.algorithm.speak(state, noise)
         mixing = run.network.at(t)
-        state = run.algorithm.listen(spoken, HeardByAll(mixing.neighbours, mixing.own, message), data.stacked(t))
+        state = run.algorithm.listen(spoken, HeardByAll(mixing, message), data.stacked(t))
         yield spoken, state
 
 
@@ -348,7 +348,7 @@ def test_the_noise_has_the_rate_that_is_accounted_for_and_replay_knows_the_state
         for meter in meters:
             meter.advance(2)
         mixing = run.network.at(t)
-        heard = HeardByAll(mixing.neighbours, mixing.own, message)
+        heard = HeardByAll(mixing, message)
         state = run.algorithm.listen(spoken, heard, data.stacked(t))
 
 

@@ -21,6 +21,8 @@ from sottovoce.running.metrics import Metrics
 from sottovoce.running.simulator import simulate as rounds_of
 from tests.core.test_experiment import small
 
+pytestmark = pytest.mark.each
+
 NAMES = [
     "Audit",
     "DataError",

@@ -24,6 +24,8 @@ from sottovoce.losses.quadratic import Ridge
 from sottovoce.losses.softmax import Softmax
 from sottovoce.spec import load_schema
 
+pytestmark = pytest.mark.each
+
 MANY = 20
 """Records of the tables below."""
 

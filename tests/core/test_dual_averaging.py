@@ -133,7 +133,7 @@ def rounds_of(run: Run, data: PlacedData, noise: Noise, network: Network | None 
     for t in range(run.spec.rounds):
         spoken, message = algorithm.speak(state, noise)
         mix = (network or run.network).at(t)
-        after = algorithm.listen(spoken, HeardByAll(mix.neighbours, mix.own, message), data.stacked(t))
+        after = algorithm.listen(spoken, HeardByAll(mix, message), data.stacked(t))
         yield Step(t, state, spoken, message, after)
         state = after
 

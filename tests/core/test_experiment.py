@@ -68,7 +68,7 @@ def test_a_file_is_read_as_the_command_line_reads_it(tmp_path: Path) -> None:
     assert small(tmp_path, name="wards").to_yaml(path) == load(str(path)).to_yaml()
 
     path.write_text("{rounds: 0, algorithm: ldp-dol}", encoding="utf-8")
-    with pytest.raises(SpecError, match=r"wards\.yaml: rounds: input should be greater than 0, got 0"):
+    with pytest.raises(SpecError, match=r"wards\.yaml: rounds: must be greater than 0, got 0"):
         load(path)
     with pytest.raises(SpecError, match="cannot read the run spec"):
         load(tmp_path / "none.yaml")
@@ -82,7 +82,7 @@ def test_replace_changes_a_field_of_a_section_and_checks_it(tmp_path: Path) -> N
     assert changed.records.rounds == 7
     assert experiment.rounds == 6
     for place, said in (
-        ("decision_set.radius", "decision_set.radius: input should be greater than 0, got -1"),
+        ("decision_set.radius", "decision_set.radius: must be greater than 0, got -1"),
         ("algorithm.nonsense", "unknown field"),
         ("rounds.x", "rounds must be"),
     ):

@@ -441,7 +441,7 @@ def test_a_state_is_a_value(name: str) -> None:
     for t in range(45):
         spoken, message = run.algorithm.speak(state, SeededNoise(t))
         assert (run.algorithm.speak(state, SeededNoise(t))[1]["y"] == message["y"]).all()
-        heard = HeardByAll(mixing.neighbours, mixing.own, message)
+        heard = HeardByAll(mixing, message)
         before = run.algorithm.decision(spoken).copy()
         one, two = (run.algorithm.listen(spoken, heard, data.stacked(t)) for _ in range(2))
         assert (run.algorithm.decision(spoken) == before).all()
@@ -463,7 +463,7 @@ def test_memory_does_not_grow_with_blocks() -> None:
     state, mixing = algorithm.start(Who((0, 1, 2, 3, 4), 1)), run.network.at(0)
     for t in range(399):
         state, message = algorithm.speak(state, SeededNoise(t))
-        state = algorithm.listen(state, HeardByAll(mixing.neighbours, mixing.own, message), data.stacked(t))
+        state = algorithm.listen(state, HeardByAll(mixing, message), data.stacked(t))
         assert len(state.nodes.noise) <= levels(398)
 
 
@@ -625,7 +625,7 @@ def test_a_replay_refuses_what_could_not_be_said() -> None:
         _, density = run.algorithm.overheard(state, message)
         assert np.isfinite(density).all()
         assert np.isfinite(run.algorithm.overheard(state, wrong)[1]).all() == (t == 10)
-        state = run.algorithm.listen(said, HeardByAll(mixing.neighbours, mixing.own, message), data.stacked(t))
+        state = run.algorithm.listen(said, HeardByAll(mixing, message), data.stacked(t))
 
 
 # ---- parameters and checks -------------------------------------------------------------------------------------------

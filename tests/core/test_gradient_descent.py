@@ -269,7 +269,7 @@ def test_a_state_is_a_value(form: dict[str, Any]) -> None:
     for t in range(4):
         before = run.algorithm.decision(state).copy()
         spoken, message = run.algorithm.speak(state, SeededNoise(t))
-        heard = HeardByAll(mixing.neighbours, mixing.own, message)
+        heard = HeardByAll(mixing, message)
         one, two = (run.algorithm.listen(spoken, heard, data.stacked(t)) for _ in range(2))
         assert (run.algorithm.decision(state) == before).all()
         assert (run.algorithm.decision(one) == run.algorithm.decision(two)).all()

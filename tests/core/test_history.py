@@ -166,9 +166,9 @@ def test_statistics_do_not_grow(loss: Quadratic) -> None:
     history = QuadraticHistory(loss)
     for batch in random_batches([2] * 50):
         history = history.observe(batch)
-        assert history.recent is None or history.recent[0].length < FOLD
-    assert history.S is not None and history.q is not None
-    assert (history.S.size, history.q.size) == (DIM * DIM, DIM)
+        assert history.recent is None or history.recent.length < FOLD
+    assert history.moments is not None
+    assert history.moments.shape == (DIM + 1, DIM + 1)
 
 
 @pytest.mark.parametrize(

@@ -23,12 +23,12 @@ def test_a_small_epsilon_over_many_numbers_is_told() -> None:
     """About epsilon 1 for a million numbers: fine for 100 rounds, and for 2,000 it is not."""
     assert found(100, 10**6, sigma=4e4) == []
     (text,) = found(2_000, 10**6, sigma=4e4, varsigma=0.0)
-    assert "got up to 0.00182 of " in text and "for learner 0" in text
+    assert "got up to 0.00182 of " in text and "for learner-0" in text
 
 
 def test_the_learner_with_the_largest_share_is_named() -> None:
     (text,) = found(2_000, 10**6, sigma=[1e3, 1e6, 1e3], varsigma=0.0)
-    assert "for learner 1" in text
+    assert "for learner-1" in text
 
 
 @pytest.mark.parametrize("dim", [100, 10_000, 10**6])

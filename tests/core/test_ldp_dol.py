@@ -226,8 +226,8 @@ def test_a_state_is_a_value() -> None:
     for t in range(6):
         _, message = run.algorithm.speak(state, SeededNoise(t))
         before = run.algorithm.decision(state).copy()
-        one = run.algorithm.listen(state, HeardByAll(mixing.neighbours, mixing.own, message), data.stacked(t))
-        two = run.algorithm.listen(state, HeardByAll(mixing.neighbours, mixing.own, message), data.stacked(t))
+        one = run.algorithm.listen(state, HeardByAll(mixing, message), data.stacked(t))
+        two = run.algorithm.listen(state, HeardByAll(mixing, message), data.stacked(t))
 
         assert (run.algorithm.decision(state) == before).all()
         assert (run.algorithm.decision(one) == run.algorithm.decision(two)).all()

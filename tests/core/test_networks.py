@@ -14,11 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sottovoce.errors import CaptureError, CheckFailed, SpecError
+from sottovoce.network.digests import Digests
 from sottovoce.network.fixed import FixedNetwork
 from sottovoce.network.graphs import Edges, RandomGraphs
-from sottovoce.network.mixing import Mixing
+from sottovoce.network.mixing import Mixing, digest_of
 from sottovoce.network.network import Network, PeriodicNetwork, cut_off
 from sottovoce.network.topology import Topology
+from sottovoce.network.weights import MetropolisWeights
 from sottovoce.noise import SeededNoise
 from sottovoce.running.replay import replay
 from sottovoce.running.run import build_run
@@ -27,6 +29,8 @@ from sottovoce.running.transcript import Transcript
 from sottovoce.spec import parse_spec
 from tests.examples import made_up
 from tests.gossip import gossip_spec
+
+pytestmark = pytest.mark.each
 
 CYCLE = {"kind": "edges", "edges": [(0, 1), (1, 2), (2, 0)], "directed": True}
 FORK = {"kind": "edges", "edges": [(0, 1), (0, 2), (1, 2), (2, 0)], "directed": True}
@@ -390,3 +394,29 @@ def test_a_learner_is_replayed_until_nobody_heard_it() -> None:
     np.testing.assert_allclose(found, expected[:4], rtol=1e-12)
     with pytest.raises(CaptureError, match="nobody heard learner 2 in round 0"):
         replay(run, broken, 2, [data.learners[2], other])
+
+
+def test_a_digest_tells_networks_apart_and_forgives_the_last_bit() -> None:
+    """Machines may differ in the last bits of a weight."""
+    true = MetropolisWeights().mix(np.ones((4, 4)) - np.eye(4), one_way=False)
+    nearly = Mixing(np.nextafter(true.neighbours, 1.0) * (true.neighbours > 0), true.own)
+    heavier, fewer = true.neighbours.copy(), true.neighbours.copy()
+    heavier[0, 1] += 1e-6
+    fewer[0, 1] = 0.0
+    turned = Mixing(fewer.T.copy(), true.own)
+    assert not np.array_equal(nearly.neighbours, true.neighbours)
+    assert nearly.digest == true.digest
+    others = {true.digest, Mixing(heavier, true.own).digest, Mixing(fewer, true.own).digest, turned.digest}
+    assert len(others) == 4
+
+
+def test_digests_of_rounds_are_the_same_whatever_is_kept_of_them() -> None:
+    """Also of rounds before those that are kept, which somebody may ask for who was away for long."""
+    rings = {"sequence": {"kind": "periodic", "graphs": ["ring", "star", "path"]}}
+    network = Topology.model_validate(rings).network(5, 50)
+    few, all_ = Digests(network, 2), Digests(network, 50)
+    asked = [(1, 9), (0, 3), (7, 20), (2, 19)]
+    expected = [digest_of(network.at(t).digest for t in range(*each)) for each in asked]
+    assert [few.of(*each) for each in asked] == [all_.of(*each) for each in asked] == expected
+    assert len(set(expected)) == len(asked)
+    assert few.of(4, 4) == b"" == Digests(Topology().network(5), 2).of(1, 9)

@@ -42,18 +42,30 @@ DRAWS = 200_000
 needs_opendp = pytest.mark.skipif(
     importlib.util.find_spec("opendp") is None, reason="OpenDP is not installed (extra: opendp)"
 )
-SAMPLERS = ["bitwise", "keyed", "seeded", pytest.param("opendp", marks=needs_opendp)]
+SAMPLERS = ["bitwise", "ahead", "keyed", "seeded", pytest.param("opendp", marks=needs_opendp)]
 
 
 class Entropy:
     """An endless stream of bytes that is the same in every test run: SHAKE-128 in counter mode."""
 
     def __init__(self, seed: int) -> None:
-        self._seed, self._calls = seed, 0
+        self._seed = seed
+        self.asked: list[int] = []
 
     def __call__(self, count: int) -> bytes:
-        self._calls += 1
-        return hashlib.shake_128(f"{self._seed}/{self._calls}".encode()).digest(count)
+        self.asked.append(count)
+        return hashlib.shake_128(f"{self._seed}/{len(self.asked)}".encode()).digest(count)
+
+
+class InRounds:
+    """The numbers of one draw, a hundred a round, whose scales are known beforehand."""
+
+    def __init__(self, source: Noise) -> None:
+        self._source = source
+
+    def __call__(self, draw: Draw) -> FloatArray:
+        one = replace(draw, shape=(100,), later=lambda t: draw.scale)
+        return np.concatenate([self._source(replace(one, round=t)) for t in range(math.prod(draw.shape) // 100)])
 
 
 COARSE = 0.125
@@ -65,6 +77,8 @@ def source_of(sampler: str) -> Noise:
     match sampler:
         case "bitwise":
             return SystemNoise(Entropy(20))
+        case "ahead":
+            return InRounds(SystemNoise(Entropy(23)))
         case "keyed":
             return KeyedNoise("hush", "run", 0)
         case "seeded":
@@ -241,15 +255,25 @@ def test_an_unknown_law_is_not_taken_for_another_one(source: Noise) -> None:
 @pytest.mark.parametrize("scale", [1.0, 1.37, 0.3])
 def test_system_noise_has_the_discrete_laplace_law(scale: float) -> None:
     """Chi-square over single lattice points. A right sampler fails with probability 1e-6; the seed is fixed."""
-    q = math.exp(-COARSE / scale)
-    points = np.rint(drawn(SystemNoise(Entropy(1)), scale, spacing=COARSE) / COARSE).astype(int)
-    edge = math.ceil(4 * scale / COARSE)
-    observed = np.bincount(np.clip(points, -edge, edge) + edge, minlength=2 * edge + 1)
+    assert discrete_laplace(drawn(SystemNoise(Entropy(1)), scale, spacing=COARSE) / COARSE, COARSE / scale) > 1e-6
+
+
+def test_numbers_of_several_rates_have_a_law_each() -> None:
+    """The same for rows that are drawn together. Each fails with probability 1e-6; the seed is fixed."""
+    rates = COARSE / np.array([1.0, 1.37, 0.3])
+    for rate, row in zip(rates, SystemNoise(Entropy(24))._whole(rates, DRAWS).reshape(3, -1), strict=True):
+        assert discrete_laplace(row, rate) > 1e-6
+
+
+def discrete_laplace(points: FloatArray, rate: float) -> float:
+    """p-value of chi-square over single whole numbers within four scales."""
+    q, edge = math.exp(-rate), math.ceil(4 / rate)
+    observed = np.bincount(np.clip(np.rint(points).astype(int), -edge, edge) + edge, minlength=2 * edge + 1)
     expected = (1 - q) / (1 + q) * q ** np.abs(np.arange(-edge, edge + 1)).astype(float)
     expected[[0, -1]] = q**edge / (1 + q)  # both tails
 
     assert expected.sum() == pytest.approx(1.0)
-    assert stats.chisquare(observed, DRAWS * expected).pvalue > 1e-6
+    return float(stats.chisquare(observed, points.size * expected).pvalue)
 
 
 @pytest.mark.parametrize("bits", [8, 10, 12, 20])
@@ -317,7 +341,8 @@ def test_high_bits_are_set_below_their_probability(rest: bytes) -> None:
     rate = 1.3 * 2.0**-12
     chance = 1 / (1 + np.exp(rate * 2.0 ** np.arange(18)))
     coins = np.floor(chance * 2**16)[:, None] + np.array([-1, 0, 1])
-    bits = SystemNoise(lambda count: rest * count)._high_bits(np.maximum(coins, 0).astype(np.uint16), rate)
+    rows = np.maximum(coins, 0).astype(np.uint16)[:, None]
+    bits = SystemNoise(lambda count: rest * count)._high_bits(rows, np.array([rate]))[:, 0]
 
     tossed = (np.maximum(coins, 0) + (0.0 if rest == b"\x00" else 1 - 2.0**-40)) / 2**16
     settled = chance > 2.0**-40  # the 64 bits of a coin are too few for what is rarer
@@ -338,7 +363,9 @@ def test_low_bits_are_accepted_with_their_probability(coin: int, share: float) -
     rate, low = 1.9 * 2.0**-41, int(share * 2**29)
     words = np.zeros(22, np.uint16)
     words[0], words[2:4] = coin, np.array([low << 3], np.uint32).view(np.uint16)
-    drawn, rejected = SystemNoise(lambda count: words.tobytes() if count == 44 else bytes(count))._attempt(1, rate)
+    drawn, rejected = SystemNoise(lambda count: words.tobytes() if count == 44 else bytes(count))._attempt(
+        np.array([rate]), 1
+    )
 
     assert drawn[0] % 2**29 == low
     assert bool(rejected.size) == (coin / 2**16 >= math.exp(-rate * low))

@@ -27,6 +27,8 @@ from sottovoce.spec import RunSpec, parse_spec
 from tests.examples import ALLOWING, small_run, small_spec
 from tests.gossip import Gossip, GossipSpec
 
+pytestmark = pytest.mark.each
+
 LOSS = 0.25
 """Epsilon of a message of `Promising`."""
 
@@ -271,7 +273,7 @@ def test_code_is_refused_before_it_is_imported() -> None:
 def test_a_policy_for_a_spec_allows_it_and_no_other() -> None:
     spec = asking(10, 3)
     policy = Policy.for_spec(spec)
-    policy.admit(spec, 10**9, 2)
+    policy.admit(spec, 10**7, 2)
     policy.require_code(spec.model_dump(mode="json"))
     assert "most_rounds 10" in refused(policy, asking(11, 3))
     assert "algorithms" in refused(policy, small_spec(10, 3))
@@ -319,17 +321,17 @@ BAD = {
     "epsilon: 1\nepsilon: 1000": "p.yaml is not YAML: 'epsilon' stands there twice",
     "telemtry: []": "p.yaml: unknown field telemtry; the fields are algorithms, imports, epsilon_per_run, ",
     "guarantees: {prof: true}": "unknown field guarantees.prof; the fields are adjacency, threat_model, proof",
-    "epsilon_per_run: much": "p.yaml: epsilon_per_run: input should be a valid number, unable to parse",
-    "epsilon_per_run: .inf": "p.yaml: epsilon_per_run: input should be a finite number, got inf",
-    "epsilon: 0": "p.yaml: epsilon: input should be greater than 0, got 0",
-    "telemetry: accuracy": "p.yaml: telemetry: input should be a valid tuple, got 'accuracy'",
-    "telemetry: [loss]": "p.yaml: telemetry.0: input should be 'accuracy' or 'predict', got 'loss'",
-    "recorded: always": "p.yaml: recorded: input should be a valid tuple, got 'always'",
+    "epsilon_per_run: much": "p.yaml: epsilon_per_run: must be a number, got",
+    "epsilon_per_run: .inf": "p.yaml: epsilon_per_run: must be a finite number, got inf",
+    "epsilon: 0": "p.yaml: epsilon: must be greater than 0, got 0",
+    "telemetry: accuracy": "p.yaml: telemetry: must be a list, got 'accuracy': write [accuracy]",
+    "telemetry: [loss]": "p.yaml: telemetry.0: must be 'accuracy' or 'predict', got 'loss'",
+    "recorded: always": "p.yaml: recorded: must be a list, got 'always': write [always]",
     "coordinators: [learner/main]": "coordinators: must name one or more as coordinator/NAME, got ['learner/main']",
     "coordinators: []": "p.yaml: coordinators: must name one or more as coordinator/NAME, got []",
     "eavesdroppers: [ear]": "p.yaml: eavesdroppers: must name one or more as eavesdropper/NAME, got ['ear']",
     "algorithms: [lpd-dol]": "did you mean ldp-dol?",
-    "guarantees: {adjacency: person}": "guarantees.adjacency: input should be 'record', 'learner' or 'round', got 'person'",
+    "guarantees: {adjacency: person}": "guarantees.adjacency: must be 'record', 'learner' or 'round', got 'person'",
     "most_rounds: 1.5": "p.yaml: most_rounds: ",
     "\x00": "p.yaml is not YAML: ",
     f"# {'x' * LONGEST_FILE}": f"p.yaml: a policy has at most {LONGEST_FILE} bytes",

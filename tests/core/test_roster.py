@@ -135,7 +135,7 @@ def test_attendance_is_a_learners_column_of_it(some: tuple[Absence, ...], t: int
         ([{"learner": "ben", "until_round": 13}], "must lie within the 12 rounds of the run"),
         ([{"learner": "ben", "first_round": 13, "unheard": {"ann": 4}}], "must lie within the 12 rounds of the run"),
         ([{"learner": "ben", "first_round": 5, "until_round": 5}], "until_round must be above first_round, got 5 and 5"),
-        ([{"learner": "ben", "first_round": -1}], "first_round: input should be greater than or equal to 0, got -1"),
+        ([{"learner": "ben", "first_round": -1}], "first_round: must be greater than or equal to 0, got -1"),
         ([{"learner": "ben", "first_round": 5, "unheard": {"ann": 6}}], "unheard must name rounds up to first_round (5)"),
         (
             [{"learner": "ben", "until_round": 5}, {"learner": "ben", "first_round": 5}],

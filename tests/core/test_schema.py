@@ -33,6 +33,8 @@ from sottovoce.losses.softmax import Softmax
 from sottovoce.spec import codes_to_import, dump_spec, load_schema, load_spec, parse_spec, spec_schema
 from sottovoce_rpc.specs import document_from_wire, plan_hash, spec_from_wire, spec_to_wire
 
+pytestmark = pytest.mark.each
+
 WARDS = """
 features:
   age:      {type: number, bounds: [0, 120]}
@@ -646,8 +648,8 @@ def test_a_file_of_windows_reads_alike(adult: Callable[..., DataSpec]) -> None:
         (ROWS.replace("name", "nåme").encode("latin-1"), "must be UTF-8"),
         (ROWS.encode("utf-16"), "must be UTF-8"),
         (ROWS.replace("name,", '"nåm\ne",').encode("latin-1"), "must be UTF-8"),
-        (ROWS.replace("e,28,", "e,28,28,").encode(), "each row must have 7 columns, as the first one has, got 8 in row "),
-        (ROWS.replace('"Doe, J."', '"Doe, J.').encode(), "must be a readable"),
+        (ROWS.replace("e,28,", "e,28,28,").encode(), r"1 of 8 records .*: not as many values as the header \(1\); .* row 4 "),
+        (ROWS.replace('"Doe, J."', '"Doe, J.').encode(), "a quote in row . .* is never closed"),
         (ROWS.partition("\n")[2].encode(), "must begin with a line of column names"),
         (ROWS.replace("name, age", ", age").encode(), "'' is not: declare it"),
         (b"", "it has no record"),

@@ -8,6 +8,7 @@ from scipy import stats
 
 from sottovoce import noise
 from sottovoce.data import LearnerData, PlacedData
+from sottovoce.losses.quadratic import Ridge
 from sottovoce.noise import Draw, SeededNoise, grid
 from sottovoce.running import simulator
 
@@ -22,6 +23,8 @@ def dealt(sizes: np.ndarray) -> PlacedData:
         learners.append(LearnerData(generator.normal(size=(7, 3)), generator.normal(size=7), order, offsets))
     return PlacedData(tuple(learners), np.empty((0, 3)), np.empty(0))
 
+
+LOSS = Ridge(feature_bound=9.0, label_bound=9.0)
 
 SIZES = {
     "even": np.full((2, 9), 2),
@@ -38,7 +41,7 @@ SIZES = {
 def test_every_round_has_its_records(sizes: np.ndarray, ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(simulator, "AHEAD", ahead)
     data = dealt(sizes)
-    batches = list(simulator._batches(data, 9))
+    batches = list(simulator._batches(data, 9, LOSS))
     assert len(batches) == 9
     for t, batch in enumerate(batches):
         wanted = data.stacked(t)

@@ -15,6 +15,8 @@ from sottovoce.errors import CheckFailed, SpecError
 from sottovoce.running.run import build_run
 from sottovoce.spec import RunSpec, dump_spec, load_spec, parse_spec, parse_yaml, spec_schema
 
+pytestmark = pytest.mark.each
+
 LEAST: dict[str, Any] = {"rounds": 10, "algorithm": {"name": "ldp-dol"}}
 
 
@@ -44,8 +46,11 @@ def refusal(**changes: Any) -> str:
         ),
         ({"algorithm": {}}, ["field algorithm.name is required"]),
         ({"rounds": 0}, ["rounds", "greater than 0", "got 0"]),
-        ({"rounds": "many"}, ["rounds", "integer", "got 'many'"]),
-        ({"name": "no spaces"}, ["name", "pattern", "got 'no spaces'"]),
+        ({"rounds": "many"}, ["rounds: must be a whole number, got 'many'"]),
+        (
+            {"name": "no spaces"},
+            ["name: a run's name must be 1 to 63 of the letters a to z, digits", "got 'no spaces'"],
+        ),
         ({"topology": {"graph": "moebius"}}, ["topology.graph.kind", "'moebius'", "ring", "complete"]),
         ({"topology": {"weights": {"kind": "constant", "value": -1}}}, ["topology.weights.value", "got -1"]),
         ({"loss": {"kind": "huber"}}, ["loss.kind", "logistic, ridge, smoothed_hinge, softmax", "got 'huber'"]),
@@ -80,7 +85,10 @@ def refusal(**changes: Any) -> str:
         ({"clock": {"window": 10**30}}, ["clock.window", "less than or equal to 9007199254740992"]),
         ({"data": {"batch_size": 10**18}}, ["data.batch_size", "less than or equal to 9007199254740992"]),
         ({"learners": []}, ["learners", "at least 1", "got []"]),
-        ({"learners": ["a", "../b"]}, ["learners", "pattern", "got '../b'"]),
+        (
+            {"learners": ["a", "../b"]},
+            ["learners.1: a learner's name must be 1 to 63 letters and digits", "got '../b'"],
+        ),
         ({"capture": "all"}, ["capture", "'relay', 'mirror', 'wiretap' or 'none'", "got 'all'"]),
         ({"durability": "none"}, ["durability", "'process' or 'power'", "got 'none'"]),
     ],

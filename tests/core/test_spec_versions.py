@@ -11,6 +11,8 @@ from sottovoce.spec import RunSpec, parse_spec
 from sottovoce.spec_versions import FIELD, FORMAT, STRICT, stamped, tolerated
 from tests.examples import small_spec
 
+pytestmark = pytest.mark.each
+
 DOCUMENT: dict[str, Any] = small_spec(7, ["a", "b"], clock={"window": 3}).model_dump(mode="json")
 
 

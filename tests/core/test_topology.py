@@ -20,6 +20,8 @@ from sottovoce.errors import CheckFailed, SpecError
 from sottovoce.network.fixed import FixedNetwork
 from sottovoce.network.topology import Topology
 
+pytestmark = pytest.mark.each
+
 TEXTS = {
     "W_SHAPE": "weights must be a finite square matrix",
     "W_NEGATIVE": "coupling weights must be non-negative",

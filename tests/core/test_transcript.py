@@ -15,6 +15,8 @@ from sottovoce.arrays import FloatArray
 from sottovoce.errors import CaptureError
 from sottovoce.running.transcript import COLUMNS, Transcript, TranscriptWriter, read_noise, read_transcript
 
+pytestmark = pytest.mark.each
+
 ROUNDS, LEARNERS, REPLICAS, DIM = 7, 3, 2, 4
 
 
@@ -91,7 +93,7 @@ def test_runs_worlds_and_fields_are_kept_apart(tmp_path: Path, values: FloatArra
         read_transcript(path, "c")
 
 
-def test_the_file_is_complete_after_an_error_too(tmp_path: Path, values: FloatArray) -> None:
+def test_after_an_error_the_file_is_called_partial_and_can_be_read(tmp_path: Path, values: FloatArray) -> None:
     def fail_after_a_round() -> None:
         with TranscriptWriter(tmp_path / "t.parquet", "r") as writer:
             writer.write(0, "y", values[0])
@@ -99,7 +101,8 @@ def test_the_file_is_complete_after_an_error_too(tmp_path: Path, values: FloatAr
 
     with pytest.raises(KeyError, match="later"):
         fail_after_a_round()
-    assert np.array_equal(read_transcript(tmp_path / "t.parquet").fields["y"], values[:1])
+    assert [each.name for each in tmp_path.iterdir()] == ["t.parquet.partial"]
+    assert np.array_equal(read_transcript(tmp_path / "t.parquet.partial").fields["y"], values[:1])
 
 
 def drop(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

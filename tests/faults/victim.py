@@ -103,9 +103,8 @@ def _told_one(nth: int) -> None:
         if calls < nth:
             await true(self, t)
             return
-        part = self._plan.part(t)
-        frame = await self._speak(t, len(part.told))
-        first = min(part.told)
+        frame = await self._speak(t)
+        first = min(self.plan.part(t).told)
         self.links[first].say(t, frame)
         await self.links[first].flushed()
         await asyncio.sleep(_TRANSPORT_S)

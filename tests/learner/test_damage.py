@@ -18,6 +18,7 @@ from sottovoce_learner import standing as standings
 from sottovoce_learner.bodies import Said
 from sottovoce_learner.ledger import Ledger
 from sottovoce_learner.ledger_line import LedgerLine
+from sottovoce_learner.lines import content
 from sottovoce_learner.log import PAGE, Durability
 from sottovoce_learner.mark import SLOT
 from sottovoce_learner.repair import repair
@@ -197,6 +198,23 @@ def lived_with_snapshots(folder: Path) -> float:
     say(log, range(ROUNDS, ROUNDS + 1))
     log.close()
     return PRICE * (ROUNDS + 1)
+
+
+def test_a_learner_may_delete_what_is_being_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = open_run(tmp_path, "run-a")
+    say(log, range(ROUNDS))
+
+    def first_it_goes_on(path: Path) -> bytes:
+        monkeypatch.setattr("sottovoce_learner.log.content", content)
+        log.covered(log.turn()(bytes(100)))
+        assert not path.exists()
+        say(log, range(ROUNDS, ROUNDS + 1))
+        return content(path)
+
+    monkeypatch.setattr("sottovoce_learner.log.content", first_it_goes_on)
+    standing = stand(Files(tmp_path, NAME))
+    assert standing is not None and standing.log is not None and standing.log.snapshot is not None
+    assert [run.said for run in standing.runs()] == [ROUNDS + 1]
 
 
 def test_a_snapshot_stands_in_place_of_what_it_covers(tmp_path: Path) -> None:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from sottovoce.errors import DataError
 from sottovoce_learner import log as logs
 from sottovoce_learner.entries import Kind
+from sottovoce_learner.ledger_line import LedgerLine
 from sottovoce_learner.log import About, DiskFull, Log, read_log
+from sottovoce_learner.store import RunLog, Store, Terms, end_run
 
 ABOUT = About("00" * 16, "ann", "run-1", "power")
 
@@ -109,3 +115,58 @@ def test_a_sync_that_finds_no_room_is_not_tried_again(tmp_path: Path, monkeypatc
         with pytest.raises(OSError, match="an earlier sync failed"):
             log.sync()
     log.close()
+
+
+# ---- files that stay open ----------------------------------------------------------------------------------------------
+
+
+def opened(folder: Path) -> RunLog:
+    """The log of a run: a new one, or the one that stands there."""
+    terms = Terms("power", message_size=8, window=1, rounds=2, budget=None)
+    return Store(folder, "ann").open_run(LedgerLine("ann", "run-1", 0, 3, "{}"), terms, 0.0)
+
+
+def left_open(folder: Path) -> list[str]:
+    """Files below a folder that this process has open."""
+    names = []
+    for descriptor in Path("/proc/self/fd").glob("*"):
+        with suppress(FileNotFoundError):
+            names.append(os.readlink(descriptor))
+    return [name for name in names if name.startswith(f"{folder}/")]
+
+
+@pytest.mark.parametrize("begun", [False, True], ids=["begun", "gone on with"])
+def test_a_run_that_cannot_be_opened_leaves_no_file_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: bool
+) -> None:
+    """Whatever fails: a learner that is told of it again and again lives on. Nor does one whose log cannot be put away."""
+    change, at = math.inf, 0  # of a file, before one that fails
+
+    def failing(real: Any) -> Any:
+        def call(*given: Any, **named: Any) -> Any:
+            nonlocal change
+            change -= 1
+            if change == 0:
+                raise OSError(errno.EIO, "")
+            return real(*given, **named)
+
+        return call
+
+    for name in ("pwrite", "pread", "ftruncate", "fsync", "posix_fallocate", "unlink", "rmdir"):
+        monkeypatch.setattr(os, name, failing(getattr(os, name)))
+    ways: list[Callable[[Path], None]] = [
+        lambda folder: opened(folder).close(),
+        lambda folder: end_run(folder, "ann", "run-1"),
+    ]
+    reached = True
+    while reached:
+        at, reached, folder, change = at + 1, False, tmp_path / str(at), math.inf
+        if begun:
+            opened(folder).close()
+        for what in ways:
+            change = at
+            with suppress(OSError, DataError):  # the latter of what the former has left
+                what(folder)
+            assert left_open(tmp_path) == []
+            reached |= change <= 0
+    assert at > 9

@@ -37,16 +37,16 @@ def session(folder: Path, run_id: str, *, own_budget: float | None = None, name:
     fixed = {"rounds": 9, "algorithm": {"name": "ldp-dol"}, "durability": "process"}
     spec = parse_spec({**fixed, "learners": [name, "another"]}, imports=True)
     made = Session(Role(run_id, spec, 3, 0, name), SystemNoise(), folder, policy=ALLOWING, own_budget=own_budget)
-    made.announce(0, {1: 0.5}, [1])
+    made.plan.announce(0, {1: 0.5}, [1])
     return made
 
 
 async def spend(made: Session, rounds: int) -> float:
     """Say so many rounds; what they cost."""
     for t in range(rounds):
-        await made._speak(t, 1)
-        made._books.round_over(1)
-    return made._books.spent
+        await made._speak(t)
+        made.memory.books.round_over(1)
+    return made.memory.books.spent
 
 
 async def test_runs_add_up(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ async def test_an_owners_budget_spans_all_runs(tmp_path: Path) -> None:
 
     with pytest.raises(BudgetExhausted, match=r"in all runs from .* above what this learner's owner allows"):
         await spend(again, 9)
-    assert 0 < again._books.spent <= allowed - first
+    assert 0 < again.memory.books.spent <= allowed - first
     assert Ledger(tmp_path).spent("learner-0") <= allowed
 
 

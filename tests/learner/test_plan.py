@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from sottovoce.errors import RemoteProtocolError
+from sottovoce.network.digests import Digests
+from sottovoce.network.mixing import digest_of
 from sottovoce.network.topology import Topology
 from sottovoce_learner.plan import Plan
 
@@ -26,7 +28,8 @@ TURNS = {
 
 
 def plan(topology: dict[str, Any], n: int, index: int) -> Plan:
-    return Plan(Topology.model_validate(topology).network(n, 100), index)
+    network = Topology.model_validate(topology).network(n, 100)
+    return Plan(network, index, Digests(network, 100))
 
 
 def test_parts_follow_the_network() -> None:
@@ -128,3 +131,50 @@ def test_old_rounds_are_forgotten() -> None:
         assert mine.heard(t + 1) is mine.part(t + 1).heard
         mine.forget(t)
     assert list(mine._parts) == [50]
+
+
+def digest(topology: dict[str, Any], n: int, first: int, until: int) -> bytes:
+    """As a coordinator of this network says it."""
+    network = Topology.model_validate(topology).network(n, 100)
+    return digest_of(network.at(t).digest for t in range(first, until))
+
+
+def introduced() -> Plan:
+    """Of learner 1, told the first epoch."""
+    mine = plan(TURNS, 3, 1)
+    mine.announce(0, {0: 0.5, 2: 0.0}, [2])
+    return mine
+
+
+def test_a_digest_stands_for_the_epochs_of_its_rounds() -> None:
+    mine = introduced()
+    mine.agree(1, 7, digest(TURNS, 3, 1, 7))
+    mine.require(7)
+    mine.require(8)  # round 7 is as round 6
+    with pytest.raises(RemoteProtocolError, match="an epoch for round 8 must come first"):
+        mine.require(9)
+    for t in range(6):
+        mine.forget(t)
+    mine.agree(4, 9, digest(TURNS, 3, 4, 9))  # as after a reconnect: of rounds that are over, too
+    mine.require(9)
+    mine.announce(9, {0: 0.5}, [2])  # and epochs may follow
+    assert mine.announced == 10
+
+
+@pytest.mark.parametrize(
+    ("first", "until", "of"),
+    [(1, 7, {**TURNS, "weights": "out_degree"}), (1, 7, {"graph": "ring"}), (1, 6, TURNS), (2, 7, TURNS)],
+    ids=["weights", "graphs", "fewer rounds", "other rounds"],
+)
+def test_a_digest_of_anything_else_is_found_out(first: int, until: int, of: dict[str, Any]) -> None:
+    mine = introduced()
+    with pytest.raises(RemoteProtocolError, match="in rounds 1 to 6 everybody must hear whom the run spec says"):
+        mine.agree(1, 7, digest(of, 3, first, until))
+    assert mine.announced == 1
+
+
+def test_a_digest_needs_the_rounds_before_it() -> None:
+    with pytest.raises(RemoteProtocolError, match="an epoch for round 0 must come first"):
+        plan(TURNS, 3, 1).agree(1, 7, digest(TURNS, 3, 1, 7))
+    with pytest.raises(RemoteProtocolError, match="an epoch for round 2 must come first"):
+        introduced().agree(5, 7, digest(TURNS, 3, 5, 7))

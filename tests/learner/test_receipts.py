@@ -201,7 +201,7 @@ async def test_no_receipt_for_what_a_closed_log_does_not_keep(tmp_path: Path) ->
     fed._log.keep(0, b"records")
     await fed.close()
     with pytest.raises(NotReady, match="records cannot be kept: the log is closed"):
-        await fed.settled()
+        await fed.ingest.settled()
 
 
 async def test_a_disk_that_failed_at_one_receipt_gives_no_other(
@@ -217,7 +217,7 @@ async def test_a_disk_that_failed_at_one_receipt_gives_no_other(
     with monkeypatch.context() as failing:
         failing.setattr(os, "fdatasync", fails)
         with pytest.raises(NotReady, match="records cannot be kept: Input/output error"):
-            await fed.settled()
+            await fed.ingest.settled()
     with pytest.raises(NotReady, match="records cannot be kept: an earlier sync failed"):
-        await fed.settled()
+        await fed.ingest.settled()
     await fed.close()

@@ -87,16 +87,17 @@ class Crew:
                 return
             except Died:
                 assert index == mortal
+                self.learners[index]._log.close()
                 self.learners[index] = self.born(index)
 
     async def said(self, one: Session, t: int) -> None:
         """Round t, and before it whatever a learner that died has lost: neighbours say it again."""
         for number in range(one.intake.next_sequence("s"), t + 1):
-            await one.feed(records(one.role.index, number))
-            await one.settled()
-        for k in range(one._done, t):
+            await one.ingest.feed(records(one.role.index, number))
+            await one.ingest.settled()
+        for k in range(one.memory.done, t):
             await self._learned(one, k)
-        if one._said == t:
+        if one.memory.said == t:
             await one._say(t)
         await one._snapshots.finish()
         for link in one.links.values():
@@ -105,21 +106,26 @@ class Crew:
 
     async def learned(self, one: Session, t: int) -> None:
         await self.said(one, t)
-        for k in range(one._done, t + 1):
+        for k in range(one.memory.done, t + 1):
             await self._learned(one, k)
 
     async def _learned(self, one: Session, t: int) -> None:
-        for j in one._plan.heard(t):
+        for j in one.plan.heard(t):
             if one.inbox.next_round(j) == t:
                 one.hear(j, dict(self.learners[j].links[one.role.index]._frames)[t])
         await one._learn(t)
+
+    def die(self) -> None:
+        """All of them."""
+        for one in self.learners:
+            one._log.close()
 
     def kept(self, index: int) -> list[str]:
         """Kinds of files in the folder of a learner's log."""
         return sorted(path.suffix[1:] for path in (self.folder / str(index)).glob("*@*/*"))
 
     def models(self) -> list[bytes]:
-        return [one.algorithm.decision(one._state).tobytes() for one in self.learners]
+        return [one.algorithm.decision(one.memory.state).tobytes() for one in self.learners]
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +135,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
 
     crew = Crew(tmp_path_factory.mktemp("undisturbed"), spec_of(), keyed=True)
     asyncio.run(crew.live(range(ROUNDS)))
+    crew.die()
     return crew.models()
 
 
@@ -208,7 +215,8 @@ async def test_it_goes_on_wherever_it_died(
         one = crew.learners[0]
         assert Ledger(folder / "0").spent("learner-0") == one.status.epsilon_spent > 0
         assert one.status.rounds_done == ROUNDS and one.status.prequential_accuracy is not None
-        crew.born(0)
+        crew.die()
+        crew.born(0)._log.close()
         assert crew.kept(0).count("snapshot") <= snapshots and "draft" not in crew.kept(0)
 
 
@@ -217,8 +225,7 @@ async def test_the_log_of_a_run_that_is_over_goes_wherever_its_learner_dies(tmp_
     whole, deaths, at = tmp_path / "whole", 0, 0
     crew = Crew(whole, spec_of(), keyed=False)
     await crew.live(range(4))
-    for one in crew.learners:
-        one._log.close()
+    crew.die()
     spent = Ledger(whole / "0").spent("learner-0")
     while True:
         at += 1
@@ -265,7 +272,10 @@ async def test_a_learner_that_had_finished_has_its_model_and_what_neighbours_lac
     before, last = crew.learners[0], ROUNDS - 1
     frames = {j: list(link._frames) for j, link in before.links.items()}
     again = crew.born(0)
-    assert again.algorithm.decision(again._state).tobytes() == before.algorithm.decision(before._state).tobytes()
+    assert (
+        again.algorithm.decision(again.memory.state).tobytes()
+        == before.algorithm.decision(before.memory.state).tobytes()
+    )
     assert (again.status.rounds_done, again.status.rounds_said) == (ROUNDS, ROUNDS)
     assert {j: list(link._frames) for j, link in again.links.items()} == frames
     assert frames[1][-1][0] == last
@@ -316,15 +326,17 @@ async def test_noise_that_no_message_shows_is_not_drawn_again(tmp_path: Path, sn
         before._log.close()
         crew.learners[0] = crew.born(0)
         await crew.learned(crew.learners[0], t)
-        assert pack(crew.learners[0]._state, crew.learners[0]._named) == pack(before._state, before._named)
-    assert any(noise.any() for noise in crew.learners[0]._state.nodes.noise)
+        assert pack(crew.learners[0].memory.state, before._snapshots._names) == pack(
+            before.memory.state, before._snapshots._names
+        )
+    assert any(noise.any() for noise in crew.learners[0].memory.state.nodes.noise)
     assert all(len(frames) == 1 for frames in crew.left.values())
 
 
 async def test_noise_that_was_not_written_down_is_missed(tmp_path: Path) -> None:
     """Versions that wrote none refused to go on, too."""
     crew = Crew(tmp_path, hidden(), keyed=False)
-    crew.learners[0]._hidden = False
+    crew.learners[0].memory.hidden = False
     await crew.live(range(5))
     crew.learners[0]._log.close()
     with pytest.raises(

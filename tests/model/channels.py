@@ -28,10 +28,7 @@ class Reach(NamedTuple):
 
 @cache
 def reach(shape: Shape, learner: int) -> Reach:
-    """`Session.__init__`."""
-    late = run_of(shape).late
-    ahead = 2 if plan_of(shape, learner).lockstep and not late else min(shape.window, shape.rounds) + 1
-    return Reach(ahead, 2 * ahead + 1 if late else ahead)
+    return Reach(*plan_of(shape, learner).reach(min(shape.window, shape.rounds), late=run_of(shape).late))
 
 
 # ---- links -----------------------------------------------------------------------------------------------------------
@@ -195,10 +192,9 @@ def _session(shape: Shape, own: Greeting, neighbour: int) -> Session:
         inbox=_inbox(Inbox, shape, own.learner, own.box),
         codec=codec_of(shape),
         links={neighbour: link},
-        _plan=plan_of(shape, own.learner),
+        plan=plan_of(shape, own.learner),
         _late_s=run.spec.clock.hold_s,
-        _said=own.said,
-        _done=own.done,
+        memory=SimpleNamespace(said=own.said, done=own.done),
     )
     bare.require_own_past = lambda j, asked: Session.require_own_past(bare, j, asked)
     return cast(Session, bare)

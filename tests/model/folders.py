@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,8 +21,8 @@ from sottovoce_learner.ledger_line import LedgerLine
 from sottovoce_learner.links import Link
 from sottovoce_learner.log import About, Log, Reading, hashed, host
 from sottovoce_learner.mark import Mark, MarkFile
-from sottovoce_learner.recovery import Recovery
-from sottovoce_learner.signing import Own
+from sottovoce_learner.memory import Memory
+from sottovoce_learner.recovery import replay
 from sottovoce_learner.store import RunLog, Terms
 from sottovoce_wire.v1 import learner_pb2
 from tests.model.channels import reach
@@ -330,27 +329,24 @@ class Recovered:
 
 @cache
 def recovered(link: Callable[[int], Link], shape: Shape, learner: int, log: bytes) -> Recovered | None:
-    """A learner that is started again (`Session._recover`, and then `_pass_absence`); None: its log does not fit the spec."""
+    """A learner that is started again (`Session._recover`); None: its log does not fit the spec."""
     run, there = run_of(shape), attendance(shape, learner)
     new = link(reach(shape, learner).keep)
-    recovery = Recovery(
-        run.algorithm,
-        codec_of(shape),
+    memory = Memory(
+        run,
         plan_of(shape, learner),
         there,
         Books(run.algorithm.accountant(learner), None),
         Planned(FEATURES, run.spec.loss, shape.rounds, there),
         run.algorithm.start(Who(learner)),
-        Own(reach(shape, learner).keep),
-        lambda state, batch: None,
-        deque(maxlen=new._frames.maxlen),
+        new._frames.maxlen or 0,
     )
     try:
         for entry in read(shape, learner, log).entries:
-            recovery.take(entry)
+            replay(memory, codec_of(shape), entry)
     except DataError:
         return None
-    recovery.pass_absence(there.end)
-    for t, message in recovery.frames:
+    memory.pass_absence(there.end)
+    for t, message in memory.frames:
         new.say(t, message)
-    return Recovered(recovery.said, recovery.done, tuple(new._frames), recovery.heard)
+    return Recovered(memory.said, memory.done, tuple(new._frames), memory.inputs.heard)

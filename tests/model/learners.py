@@ -114,7 +114,7 @@ class Learners(Streams):
     # ---- directives -----------------------------------------------------------------------------------------
 
     def _reads(self, state: State, f: int) -> Iterator[Step]:
-        """`Learner._follow_once`: the next directive."""
+        """`Following._follow_once`: the next directive."""
         process = state.processes[f]
         if not process.told:
             return

@@ -16,6 +16,7 @@ import numpy as np
 
 from sottovoce.algorithms.interface import Message
 from sottovoce.arrays import as_floats
+from sottovoce.network.digests import Digests
 from sottovoce.network.roster import Attendance
 from sottovoce.running.late import USED, slots, used_field
 from sottovoce.running.run import Run, build_run
@@ -78,7 +79,8 @@ def run_of(shape: Shape) -> Run:
 
 def plan_of(shape: Shape, learner: int) -> Plan:
     """Whom a learner hears and tells; new, for it remembers rounds."""
-    return Plan(run_of(shape).network, learner)
+    network = run_of(shape).network
+    return Plan(network, learner, Digests(network, 1))
 
 
 @cache
@@ -113,7 +115,7 @@ def told_in(shape: Shape, learner: int, t: int) -> tuple[int, ...]:
 
 @cache
 def met(shape: Shape, learner: int, t: int) -> frozenset[int]:
-    """Whom a learner that begins in a round is connected with first (`Session._met`)."""
+    """Whom a learner that begins in a round is connected with first (`Session.met`)."""
     return (there(shape, t) - run_of(shape).spec.roster.lost_to(learner, t)) & {*neighbours(shape, learner)}
 
 

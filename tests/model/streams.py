@@ -136,5 +136,5 @@ class Streams(Stage):
         return stream
 
     def _silent(self, process: Process) -> bool:
-        """`Session.silent`: who has finished still answers its neighbours, until it is told to rest."""
+        """`Lifecycle.silent`: who has finished still answers its neighbours, until it is told to rest."""
         return process.session is None or process.resting

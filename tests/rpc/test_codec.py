@@ -181,8 +181,9 @@ HELLO = learner_pb2.ExchangeMessage(
         (said(np.array([0.0, np.nan, 0.0])), "field 'y' must be finite and within 1e\\+100"),
         (said(np.array([0.0, -np.inf, 0.0])), "field 'y' must be finite and within 1e\\+100"),
         (said(np.array([0.0, 2 * LARGEST, 0.0])), "field 'y' must be finite and within 1e\\+100"),
+        (said(np.array([0.0, 0.0, -np.nextafter(LARGEST, np.inf)])), "field 'y' must be finite and within 1e\\+100"),
     ],
-    ids=["garbage", "nothing", "a hello", "another length", "nan", "infinite", "huge"],
+    ids=["garbage", "nothing", "a hello", "another length", "nan", "infinite", "huge", "just too large"],
 )
 def test_a_refusal_says_what_a_message_must_be(payload: bytes, text: str) -> None:
     with pytest.raises(RemoteProtocolError, match=text):

@@ -36,6 +36,20 @@ def test_an_unknown_level_is_refused() -> None:
         configure_logs("loud")
 
 
+def test_an_unknown_format_is_refused() -> None:
+    with pytest.raises(SpecError, match="the log format must be one of auto, json, people, got xml"):
+        configure_logs("info", "xml")
+
+
+@pytest.mark.parametrize(("form", "is_json"), [("auto", True), ("json", True), ("people", False)])
+def test_how_logs_are_written_where_there_is_no_terminal(form: str, is_json: bool) -> None:
+    """Those for people have no colours there."""
+    code = f"import structlog\nfrom sottovoce_rpc.logs import configure_logs\nconfigure_logs('info', {form!r})\n"
+    code += "structlog.get_logger().info('joined', learner='ann')"
+    line = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stderr
+    assert ('"event": "joined"' in line) is is_json and "joined" in line and "\x1b" not in line
+
+
 # ---- errors of others ------------------------------------------------------------------------------------------------
 
 

@@ -29,6 +29,7 @@ KNOWN = {
     "CheckFailed": (grpc.StatusCode.INVALID_ARGUMENT, "CHECK_FAILED"),
     "DataError": (grpc.StatusCode.INVALID_ARGUMENT, "DATA"),
     "NotReady": (grpc.StatusCode.FAILED_PRECONDITION, "NOT_READY"),
+    "RunOver": (grpc.StatusCode.FAILED_PRECONDITION, "NOT_READY"),
     "LocalProtocolError": (grpc.StatusCode.INTERNAL, "LOCAL_PROTOCOL"),
     "RemoteProtocolError": (grpc.StatusCode.INVALID_ARGUMENT, "REMOTE_PROTOCOL"),
     "StrangerError": (grpc.StatusCode.PERMISSION_DENIED, "STRANGER"),
@@ -77,7 +78,8 @@ async def failure(address: str) -> grpc.aio.AioRpcError:
 
 
 def instance(kind: type[SottovoceError]) -> SottovoceError:
-    return errors.CheckFailed("CODE", WORDS) if kind is errors.CheckFailed else kind(WORDS)
+    own = {errors.CheckFailed: errors.CheckFailed("CODE", WORDS), errors.RunOver: errors.RunOver(WORDS, "stopped")}
+    return own.get(kind) or kind(WORDS)
 
 
 def test_every_class_has_a_reason_and_every_reason_a_class() -> None:
@@ -122,7 +124,8 @@ async def test_every_error_crosses_the_wire_and_comes_back(
     info = error_details_pb2.ErrorInfo()
     assert status is not None and status.details[0].Unpack(info)
     assert (info.reason, info.domain) == (KNOWN[kind.__name__][1], "sottovoce")
-    assert dict(info.metadata) == ({"code": "CODE"} if kind is errors.CheckFailed else {})
+    own = {errors.CheckFailed: {"code": "CODE"}, errors.RunOver: {"run-state": "stopped"}}
+    assert dict(info.metadata) == own.get(kind, {})
 
     back = as_error(got, "the service")
     expected = SottovoceError if kind is errors.LocalProtocolError else kind
@@ -132,7 +135,8 @@ async def test_every_error_crosses_the_wire_and_comes_back(
         errors.Unavailable: f"cannot reach the service: {WORDS}",
     }
     assert str(back) == texts.get(expected, str(handler.error))
-    assert getattr(back, "code", None) == getattr(handler.error, "code", None)
+    for own_field in ("code", "state"):
+        assert getattr(back, own_field, None) == getattr(handler.error, own_field, None)
 
 
 async def test_an_error_that_is_not_ours_tells_nothing(failing: tuple[Failing, str]) -> None:

@@ -24,6 +24,7 @@ from sottovoce_learner.config import LearnerConfig
 from sottovoce_learner.entries import Kind
 from sottovoce_learner.service import Learner
 from sottovoce_learner.standing import Files, look
+from sottovoce_learner.tracing import Tracing
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
 from sottovoce_rpc.principals import Role
@@ -60,6 +61,8 @@ class Network:
         budget: epsilon in all runs that the owners of learners that join from now on allow.
         policy: what they allow else.
         keep_log: whether they keep their logs.
+        noise_seed: that all their noise follows from; None: it is the operating system's.
+        tracing: sends spans of their rounds.
     """
 
     folder: Path
@@ -71,6 +74,8 @@ class Network:
     budget: float | None = None
     policy: Policy = ALLOWING
     keep_log: bool = False
+    noise_seed: str | None = None
+    tracing: Tracing | None = None
     coordinating: Coordinator | None = None
     eavesdropping: Eavesdropper | None = None
     _tasks: Tasks = field(default_factory=Tasks)
@@ -91,7 +96,9 @@ class Network:
                 owners=(OPERATOR,),
                 policy=self.policy,
                 keep_log=self.keep_log,
-            )
+                noise_seed=self.noise_seed,
+            ),
+            self.tracing,
         )
         self.addresses[name] = await learner.start()
         self.learners[name] = learner

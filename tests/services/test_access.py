@@ -47,7 +47,7 @@ METHODS = [
     for method in service.methods
 ]
 CALLERS = ["learner/ann", "learner/ben", "learner/zoe", "coordinator/main", "coordinator/other", "eavesdropper/ear"]
-CALLERS += ["feeder/ann", "feeder/ben", "operator/alice", "operator/bob"]
+CALLERS += ["feeder/ann", "feeder/ben", "operator/alice", "operator/bob", "monitor/prometheus"]
 
 LEARNER, COORDINATOR, EAVESDROPPER = (
     f"/{own.full_name}" for own in (HOUSES["learner"], HOUSES["coordinator"], HOUSES["eavesdropper"])
@@ -147,7 +147,7 @@ async def test_a_neighbour_speaks_as_itself(tmp_path: Path) -> None:
         spec = small_spec(10_000, NAMES)
         started = await up.start(spec, 3)
         session = up.learners["ann"]._session
-        while session is None or not session.introduced:
+        while session is None or not session.plan.announced:
             session = await _later(up)
         hello = _hello(session, 1)
         for caller in ("learner/cleo", "eavesdropper/ear"):
@@ -205,7 +205,11 @@ async def test_a_copy_is_of_whoever_sends_it(tmp_path: Path) -> None:
 def test_the_page_shows_the_table() -> None:
     page = (Path(__file__).parents[2] / "docs" / "identities.md").read_text(encoding="utf-8")
     for method, rule in ACCESS.items():
-        roles = "any" if rule.roles == set(Role) else ", ".join(role for role in Role if role in rule.roles)
+        roles = (
+            "any"
+            if rule.roles == set(Role) - {Role.MONITOR}
+            else ", ".join(role for role in Role if role in rule.roles)
+        )
         assert f"| `{method.split('.')[-1]}` | {roles} | {rule.condition} |" in page, method
 
 
@@ -226,11 +230,11 @@ async def test_a_learner_lets_itself_be_overheard_only_where_the_spec_says_so(
 
     def noting(address: str, role: Role, name: str, **_: Any) -> None:
         asked.append((role, name))
-        session.silent = True
+        session.life.silent = True
         raise Unavailable("nobody is there")
 
     role = SimpleNamespace(spec=small_spec(5, NAMES, capture=capture))
-    session = SimpleNamespace(role=role, silent=False, policy=Policy())
+    session = SimpleNamespace(role=role, life=SimpleNamespace(silent=False), policy=Policy())
     monkeypatch.setattr(exchange, "channel", noting)
     await exchange.keep_open(
         cast(Session, session), Neighbour(1, "mallory", "here:1", 0.5, True, relayed), Credentials()

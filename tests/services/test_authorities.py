@@ -29,6 +29,8 @@ from tests.services.network import network
 from tests.services.test_access import host
 from tests.services.test_identity import checked, shown
 
+pytestmark = pytest.mark.each
+
 SERVED, CALLS = "coordinator/main", "operator/alice"
 
 

@@ -28,6 +28,8 @@ from sottovoce_eavesdropper.records import schema
 from tests.services.capturing import METHOD, SHAPES, captured, conversation, encode_round, frame, hello, row
 from tests.services.network import PATIENCE_S
 
+pytestmark = pytest.mark.each
+
 PART = "part-000001.parquet"
 
 

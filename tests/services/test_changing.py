@@ -13,13 +13,15 @@ import pytest
 from sottovoce.arrays import FloatArray
 from sottovoce.data import PlacedData
 from sottovoce.errors import CaptureError
+from sottovoce.network.digests import Digests
 from sottovoce.network.mixing import Mixing
 from sottovoce.running.replay import replay
 from sottovoce.running.run import build_run
 from sottovoce.spec import RunSpec
 from sottovoce_client.running.feeder import feed
+from sottovoce_coordinator import runs
 from sottovoce_coordinator.runs import RunBook
-from sottovoce_eavesdropper import service as eavesdropper_service
+from sottovoce_eavesdropper import captures
 from sottovoce_eavesdropper.reading import open_capture
 from sottovoce_learner.session import Session
 from sottovoce_rpc.directives import Epoch, Grant
@@ -61,7 +63,7 @@ def told(spec: RunSpec) -> FloatArray:
 
 def decisions(up: Network) -> list[FloatArray]:
     sessions = [up.learners[name].in_run() for name in NAMES]
-    return [session.algorithm.decision(session._state) for session in sessions]
+    return [session.algorithm.decision(session.memory.state) for session in sessions]
 
 
 # ---- runs that go well -----------------------------------------------------------------------------------------------
@@ -138,7 +140,7 @@ async def test_a_learner_that_is_not_waited_for_is_rounds_ahead_and_a_broken_str
     data, left = made_up(spec), list(rounds)
     noise, said, last = recorded(spec, data, tmp_path / "noise.npz")
     monkeypatch.setattr(Cutting, "cuts", {(*edge, direction): left})
-    monkeypatch.setattr(eavesdropper_service, "Relay", Cutting)
+    monkeypatch.setattr(captures, "Relay", Cutting)
     async with network(tmp_path, NAMES, noise=noise) as up:
         run_id = (await up.start(spec, 3)).run_id
         await up.feed(run_id, spec, data, but=["cleo"])
@@ -198,6 +200,28 @@ async def test_a_learner_whose_directives_break_off_is_told_the_epochs_that_it_m
     np.testing.assert_allclose(found, last, rtol=1e-12, atol=1e-12)
 
 
+def older_learners(monkeypatch: pytest.MonkeyPatch, *indices: int) -> None:
+    """These learners (none given: all) do not say that they take digests, as those that know of none."""
+    true = RunBook.back
+
+    def back(book: RunBook, index: int, *, by_digest: bool = False) -> None:
+        true(book, index, by_digest=by_digest and index not in (indices or range(len(NAMES))))
+
+    monkeypatch.setattr(RunBook, "back", back)
+
+
+async def test_a_learner_that_knows_no_digests_is_told_epochs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    older_learners(monkeypatch, 1, 2)
+    spec = spec_of(TURNS)
+    data = made_up(spec)
+    noise, _, last = recorded(spec, data, tmp_path / "noise.npz")
+    async with network(tmp_path, NAMES, noise=noise) as up:
+        outcome = await up.run(spec, data)
+        found = decisions(up)
+    assert (outcome.state, outcome.detail) == ("finished", "")
+    np.testing.assert_allclose(found, last, rtol=1e-12, atol=1e-12)
+
+
 # ---- a coordinator that errs -----------------------------------------------------------------------------------------
 
 
@@ -222,12 +246,30 @@ async def test_a_coordinator_with_another_network_is_found_out(
         return epoch
 
     monkeypatch.setattr(RunBook, "_epoch", altered)
+    older_learners(monkeypatch)
     spec = spec_of(topology)
     async with network(tmp_path, NAMES) as up:
         outcome = await up.run(spec, made_up(spec))
     assert outcome.state == "failed"
     assert outcome.detail.startswith("ben failed: ")
     assert text in outcome.detail
+
+
+async def test_a_coordinator_with_another_network_is_found_out_by_its_digest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Another(Digests):
+        def know(self, t: int) -> bytes:
+            return b"another" if t == 9 else super().know(t)
+
+    monkeypatch.setattr(runs, "Digests", Another)  # the coordinator's
+    spec = spec_of(TURNS)
+    async with network(tmp_path, NAMES) as up:
+        outcome = await up.run(spec, made_up(spec))
+    assert outcome.state == "failed"
+    assert (
+        "everybody must hear whom the run spec says, with its weights, and the coordinator's digest" in outcome.detail
+    )
 
 
 async def test_rounds_whose_epochs_are_missing_are_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

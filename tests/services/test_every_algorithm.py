@@ -19,6 +19,8 @@ from sottovoce_eavesdropper.reading import open_capture
 from tests.examples import made_up
 from tests.services.network import network
 
+pytestmark = pytest.mark.each
+
 FIELD: dict[str, Any] = yaml.safe_load(
     resources.files("sottovoce_client.running").joinpath("field.yaml").read_text("utf-8")
 )
@@ -46,7 +48,7 @@ async def test_the_network_equals_the_simulator(tmp_path: Path, changes: dict[st
     async with network(tmp_path, spec.names, noise=tmp_path / "noise.npz") as up:
         outcome = await up.run(spec, data)
         sessions = [up.learners[name].in_run() for name in spec.names]
-        decisions = np.stack([session.algorithm.decision(session._state) for session in sessions])
+        decisions = np.stack([session.algorithm.decision(session.memory.state) for session in sessions])
 
     assert (outcome.state, outcome.detail) == ("finished", "")
     np.testing.assert_allclose(decisions, steps[-1].after[:, 0], rtol=1e-9, atol=1e-9)

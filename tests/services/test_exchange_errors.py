@@ -85,7 +85,7 @@ async def run_that_ends_well(folder: Path, spec: RunSpec) -> AsyncIterator[tuple
         end = await up.end(run_id)
         assert (end.state, end.detail) == (coordinator_pb2.RUN_STATE_FINISHED, "")
         sessions = [up.learners[name].in_run() for name in NAMES]
-        decisions = [session.algorithm.decision(session._state) for session in sessions]
+        decisions = [session.algorithm.decision(session.memory.state) for session in sessions]
         np.testing.assert_allclose(decisions, last, rtol=1e-12, atol=1e-12)
 
 
@@ -279,14 +279,14 @@ async def test_a_stream_that_ends_as_it_opens_is_told_so(tmp_path: Path, monkeyp
         def greeting(session: Session, neighbour: int) -> bytes:
             """The run is taken up again just then."""
             if session is cleo:
-                session.replaced.set()
+                session.life.replace()
             return say(session, neighbour)
 
         say = exchanging._hello
         with monkeypatch.context() as patched:
             patched.setattr(exchanging, "_hello", greeting)
             failure = await spoken(up.addresses["cleo"], introduced(up))
-        cleo.replaced.clear()
+        cleo.life._replaced.clear()
         assert (failure.code(), failure.details()) == (Code.UNAVAILABLE, "this learner takes the run up again")
 
 
@@ -605,7 +605,7 @@ async def test_a_learner_joins_by_a_name_that_a_spec_may_give(tmp_path: Path, na
             far.introduction.address = "a" * 301
             away = await refused(join(several(far), timeout=PATIENCE_S))
     assert (failure.code(), reason(failure)) == (Code.INVALID_ARGUMENT, "RemoteProtocolError")
-    assert "a learner's name must match" in (failure.details() or "")
+    assert "a learner's name must be 1 to 63 letters and digits" in (failure.details() or "")
     assert (away.code(), reason(away)) == (Code.INVALID_ARGUMENT, "RemoteProtocolError")
     assert "joined" not in [event["event"] for event in logs]
 
@@ -617,6 +617,16 @@ async def test_no_coordinator_has_had_more_terms_than_can_be_outranked(tmp_path:
         failure = await refused(join(several(introducing("ann", term=2**32 + 1)), timeout=PATIENCE_S))
     assert (failure.code(), reason(failure)) == (Code.INVALID_ARGUMENT, "RemoteProtocolError")
     assert "a term is one more at each start of a coordinator" in (failure.details() or "")
+
+
+@pytest.mark.parametrize("rejoins", [False, True])
+async def test_no_learner_was_started_more_often_than_its_coordinator_can_count(tmp_path: Path, rejoins: bool) -> None:
+    async with network(tmp_path, []) as up, channel(up.coordinator) as to:
+        join = coordinator_pb2_grpc.CoordinatorStub(to).Join
+        said = introducing("ann", incarnation=2**64 - 1, rejoins=rejoins)
+        failure = await refused(join(several(said), timeout=PATIENCE_S))
+    assert (failure.code(), reason(failure)) == (Code.INVALID_ARGUMENT, "RemoteProtocolError")
+    assert "an incarnation is one more at each start of a learner" in (failure.details() or "")
 
 
 async def test_a_stream_on_which_nobody_joins_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -636,7 +646,7 @@ async def test_somebody_else_does_not_take_the_place_of_a_learner(tmp_path: Path
     """With another state folder, without one, or without a word of confirmation: refused, and the run goes on."""
     async with run_that_ends_well(tmp_path, spec_of()) as (up, _, _), channel(up.coordinator) as to:
         join = coordinator_pb2_grpc.CoordinatorStub(to).Join
-        ann = up.learners["ann"]._identity
+        ann = up.learners["ann"]._following.identity
         other = await refused(join(several(introducing("ann")), timeout=PATIENCE_S))
         again = await refused(join(several(introducing("ann", store=ann.store, incarnation=1)), timeout=PATIENCE_S))
         older = await refused(join(several(introducing("ann", store=b"")), timeout=PATIENCE_S))

@@ -143,7 +143,7 @@ async def test_a_directive_that_this_machine_cannot_follow_fails_the_run_and_lea
 async def test_records_too_wide_for_a_message_are_refused_before_anything_is_made(tmp_path: Path) -> None:
     spec = small_spec(5, NAMES)
     async with network(tmp_path, NAMES) as up:
-        with pytest.raises(grpc.aio.AioRpcError, match="n_features is too large"):
+        with pytest.raises(grpc.aio.AioRpcError, match="take fewer features or classes"):
             await up.start(spec, 2**32 - 1)
         outcome = await up.run(spec, made_up(spec))
     assert outcome.state == "finished"

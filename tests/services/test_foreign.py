@@ -458,8 +458,8 @@ async def test_a_server_that_nobody_vouches_for_is_not_talked_to(
 @pytest.mark.parametrize(
     ("config", "text"),
     [
-        ({"to": "localhost"}, "--to must be host:port"),
-        ({"to": "a:1", "listen": "b"}, "--listen must be host:port"),
+        ({"to": "localhost"}, "--to must be HOST:PORT with a port from 1 to 65535"),
+        ({"to": "a:1", "listen": "b"}, "--listen must be HOST:PORT with a port from 0 to 65535"),
         ({"to": "a:1", "tls_cert": Path("x")}, "belong together"),
         ({"to": "a:1", "to_ca": Path("x")}, "--to-ca needs --to-tls"),
     ],
@@ -483,11 +483,11 @@ async def test_an_address_that_is_taken_and_a_certificate_that_is_none(tmp_path:
 def test_the_eavesdropper_itself_starts_without_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
     started = []
 
-    async def serve(config: Any, *, with_stdin: bool) -> None:
+    async def serve(config: Any, **_: Any) -> None:
         started.append(config)
 
     monkeypatch.setattr("sottovoce_eavesdropper.service.serve", serve)
-    monkeypatch.setattr("sottovoce_rpc.logs.configure_logs", lambda level: None)  # what it sets outlives the test
+    monkeypatch.setattr("sottovoce_rpc.logs.configure_logs", lambda level, form: None)  # what it sets outlives the test
     monkeypatch.setenv("SOTTOVOCE_CAPTURES", "here")
     result = CliRunner().invoke(app, ["eavesdropper", "--listen", "127.0.0.1:0"])
 

@@ -194,7 +194,7 @@ async def test_an_eavesdropper_that_is_started_again_takes_up_its_captures(tmp_p
         await up.until("ann", LearnerState.RUNNING, 30)
         old = up.eavesdropping
         assert old is not None and old.service is not None
-        (recording,) = old._captures.values()
+        (recording,) = old._captures.recordings.values()
         await recording.writing.end()
         await old.service.server.stop(None)
         for relay in recording.relays:
@@ -204,7 +204,7 @@ async def test_an_eavesdropper_that_is_started_again_takes_up_its_captures(tmp_p
         up.eavesdropping = Eavesdropper(replace(old.config, listen=up.eavesdropper))
         assert await up.eavesdropping.start() == up.eavesdropper
         outcome = await running
-        (again,) = up.eavesdropping._captures.values()
+        (again,) = up.eavesdropping._captures.recordings.values()
         await up.eavesdropping.stop()
     taken = open_capture(outcome.capture or "")
     assert outcome.state == "finished"
@@ -232,7 +232,7 @@ async def test_an_eavesdropper_that_is_told_to_end_in_a_run_leaves_the_capture_t
         old = up.eavesdropping
         assert old is not None
         await old.stop()
-        (recording,) = old._captures.values()
+        (recording,) = old._captures.recordings.values()
         left = open_capture(recording.file.place)
         assert not left.complete
         assert left.totals()[0] == left.facts["messages"] > 0
@@ -267,7 +267,7 @@ async def test_a_capture_is_taken_up_once_however_often_somebody_gave_up_waiting
     await first.start()
     capture_id = (await opened(first, PATIENCE_S)).capture_id
     await first.stop()
-    monkeypatch.setattr("sottovoce_eavesdropper.service.resumed", slowly)
+    monkeypatch.setattr("sottovoce_eavesdropper.captures.resumed", slowly)
     await second.start()
     for _ in range(3):
         with pytest.raises(grpc.aio.AioRpcError, match="Deadline Exceeded"):

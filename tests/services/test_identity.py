@@ -32,6 +32,8 @@ from tests.services.identities import Elsewhen, Identities, raw_channel
 from tests.services.network import PATIENCE_S, network
 from tests.services.test_access import address, host
 
+pytestmark = pytest.mark.each
+
 HEALTH = "/grpc.health.v1.Health/Check"
 HOUSES = ("coordinator", "eavesdropper", "learner")
 

@@ -46,13 +46,14 @@ Started = tuple[subprocess.Popen[str], str]
 
 
 @contextmanager
-def service(*arguments: str) -> Iterator[Started]:
+def service(*arguments: str, log: Path = Path(os.devnull)) -> Iterator[Started]:
     """A process of ours and its address; killed at the end, if it still lives."""
     command = [sys.executable, "-m", "sottovoce_client", *arguments]
     environment = {**os.environ, "SOTTOVOCE_POLICY": str(ALLOWING_FILE)}
-    with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as process:
+    with (
+        log.open("ab") as errors,
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
+    ):
         try:
             assert process.stdout is not None
             yield process, json.loads(process.stdout.readline())["address"]

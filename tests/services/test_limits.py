@@ -21,6 +21,7 @@ from sottovoce_coordinator import joining
 from sottovoce_coordinator.fencing import Claim
 from sottovoce_coordinator.joining import Member, displacement
 from sottovoce_coordinator.starting import MOST_EDGES
+from sottovoce_eavesdropper import captures
 from sottovoce_eavesdropper import service as eavesdropping
 from sottovoce_eavesdropper.relay import Relay
 from sottovoce_learner.mirror import Mirror
@@ -60,11 +61,11 @@ async def all_serve(up: Network, name: str = "ann") -> None:
 # ---- sizes -----------------------------------------------------------------------------------------------------------
 
 LARGE: list[tuple[dict[str, Any], int, str]] = [
-    ({}, 2**32 - 1, "n_features is too large"),
+    ({}, 2**32 - 1, "4294967295 features give 4294967295 with this loss"),
     ({"learners": 2_000_000}, 3, "learners"),
     ({"learners": [f"l{k}" for k in range(20_000)]}, 3, "learners"),
     ({"learners": 3_000, "topology": {"graph": {"kind": "complete"}}}, 3, "at most 1024 learners, got 3000"),
-    ({"clock": {"mode": "paced", "period_s": 1e-9}}, 3, "period_s: input should be greater than or equal to 0.002"),
+    ({"clock": {"mode": "paced", "period_s": 1e-9}}, 3, "period_s: must be greater than or equal to 0.002"),
     ({"absences": [{"learner": "ann"}] * (MOST_ABSENCES + 1)}, 3, f"at most {MOST_ABSENCES} items"),
 ]
 
@@ -283,7 +284,7 @@ async def opened(up: Network, run_id: str, wanted: list[eavesdropper_pb2.Route])
 
 async def test_relays_are_so_many_and_none_is_opened_beyond(up: Network, monkeypatch: pytest.MonkeyPatch) -> None:
     before = descriptors()
-    failure = await refused(opened(up, "run-1", routes(eavesdropping.MOST_RELAYS + 1)))
+    failure = await refused(opened(up, "run-1", routes(captures.MOST_RELAYS + 1)))
     assert failure.code() is Code.FAILED_PRECONDITION
     assert "at most 1024 captures and 4096 relays at a time, asked for 1 and 4097" in (failure.details() or "")
     failure = await refused(opened(up, "run-1", routes(1) * 2))
@@ -292,7 +293,7 @@ async def test_relays_are_so_many_and_none_is_opened_beyond(up: Network, monkeyp
         "the routes of a capture must be of different channels",
     )
     assert descriptors() < before + 100
-    monkeypatch.setattr(eavesdropping, "MOST_RELAYS", 3)
+    monkeypatch.setattr(captures, "MOST_RELAYS", 3)
     first = await opened(up, "run-1", routes(2))
     for _ in range(2):  # what was refused holds no place
         failure = await refused(opened(up, "run-2", routes(2)))
@@ -331,7 +332,7 @@ async def test_others_are_served_while_relays_are_opened(up: Network, monkeypatc
             order.append("opened")
             return address
 
-    monkeypatch.setattr(eavesdropping, "Relay", Counted)
+    monkeypatch.setattr(captures, "Relay", Counted)
     served = 0
     async with channel(up.eavesdropper) as to:
         stub = eavesdropper_pb2_grpc.EavesdropperStub(to)
@@ -352,7 +353,8 @@ async def test_a_relay_in_the_clear_leads_to_this_machine_alone(up: Network) -> 
     )
     assert failure.code() is Code.INVALID_ARGUMENT
     assert "192.0.2.1:80 is reached from other machines" in (failure.details() or "")
-    assert up.eavesdropping is not None and not up.eavesdropping._opening and not up.eavesdropping._captures
+    assert up.eavesdropping is not None
+    assert not up.eavesdropping._captures._opening and not up.eavesdropping._captures.recordings
 
 
 async def test_copies_come_few_at_a_time_and_go_to_learners_of_the_run(up: Network) -> None:

@@ -197,7 +197,7 @@ async def test_the_capture_says_what_was_noticed(tmp_path: Path) -> None:
         "sender": 0,
         "receiver": 2,
         "round": 0,
-        "text": "learner 0 to learner 2, round 0: other bytes than learner 1 heard",
+        "text": "learner-0 to learner-2, round 0: other bytes than learner-1 heard",
     }
 
 

@@ -17,7 +17,7 @@ from sottovoce_client.running.operate import run_on
 from sottovoce_coordinator import starting
 from sottovoce_coordinator.runs import RunState
 from sottovoce_eavesdropper.reading import open_capture
-from sottovoce_learner import service
+from sottovoce_learner import following
 from sottovoce_learner.session import Session
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_rpc.server import channel
@@ -39,7 +39,7 @@ ROUNDS = 150
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Learners that are refused ask again soon."""
-    monkeypatch.setattr(service, "_LONGEST_REJOIN_S", 0.5)
+    monkeypatch.setattr(following, "_LONGEST_REJOIN_S", 0.5)
 
 
 async def recover(up: Network, run_id: str, spec: RunSpec, n_features: int = 3) -> coordinator_pb2.Run:

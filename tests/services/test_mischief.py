@@ -173,4 +173,4 @@ async def test_a_huge_number_of_a_neighbour_is_taken_and_holds_nobody_up(
         assert (end.state, end.detail) == (coordinator_pb2.RUN_STATE_FINISHED, "")
         for name in NAMES:
             session = up.learners[name].in_run()
-            assert np.linalg.norm(session.algorithm.decision(session._state)) <= 100.0 + 1e-9
+            assert np.linalg.norm(session.algorithm.decision(session.memory.state)) <= 100.0 + 1e-9

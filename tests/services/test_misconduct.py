@@ -21,6 +21,7 @@ from sottovoce.running.run import build_run
 from sottovoce.spec import RunSpec
 from sottovoce_client.running.operate import Outcome
 from sottovoce_coordinator.runs import RunBook
+from sottovoce_learner.hearing import Hearing
 from sottovoce_learner.links import Link
 from sottovoce_learner.session import Session
 from sottovoce_rpc.learner_status import LearnerState
@@ -313,7 +314,7 @@ async def test_what_cannot_be_clipped_stops_the_run(tmp_path: Path, monkeypatch:
 async def until_noticed(up: Network, *names: str) -> None:
     async with asyncio.timeout(PATIENCE_S):
         while True:
-            if all(up.learners[name].in_run().misconduct for name in names):
+            if all(up.learners[name].in_run().hearing.misconduct for name in names):
                 return
             await asyncio.sleep(0.01)
 
@@ -368,7 +369,7 @@ async def test_what_a_learner_says_of_who_is_no_neighbour_is_passed_over(
             return self._said
 
     lies = tuple(map(Lying, extra))
-    monkeypatch.setattr(Session, "misconduct", property(lambda self: lies if self.role.name == "ann" else ()))
+    monkeypatch.setattr(Hearing, "misconduct", property(lambda self: lies if self._role.name == "ann" else ()))
     async with network(tmp_path, NAMES) as up:
         outcome = await up.run(spec, made_up(spec))
         known = await noticed(up, outcome.run_id)

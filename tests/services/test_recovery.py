@@ -45,7 +45,9 @@ async def test_a_run_goes_on_when_its_coordinator_is_started_again(tmp_path: Pat
             await up.until("ann", LearnerState.RUNNING, rounds)
             await up.restart_coordinator()
         outcome = await running
-        decisions = [up.learners[name].in_run().algorithm.decision(up.learners[name].in_run()._state) for name in NAMES]
+        decisions = [
+            up.learners[name].in_run().algorithm.decision(up.learners[name].in_run().memory.state) for name in NAMES
+        ]
         capture = open_capture(outcome.capture or "")
     assert (outcome.state, outcome.detail) == ("finished", "")
     np.testing.assert_allclose(decisions, last, rtol=1e-12, atol=1e-12)
@@ -66,7 +68,7 @@ async def test_a_changing_network_goes_on_with_the_epochs_that_each_learner_lack
             await up.restart_coordinator()
         outcome = await running
         sessions = [up.learners[name].in_run() for name in NAMES]
-        decisions = [session.algorithm.decision(session._state) for session in sessions]
+        decisions = [session.algorithm.decision(session.memory.state) for session in sessions]
     assert (outcome.state, outcome.detail) == ("finished", "")
     np.testing.assert_allclose(decisions, last, rtol=1e-12, atol=1e-12)
 

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import grpc
 import numpy as np
 import pytest
+import structlog
 
 from sottovoce.arrays import FloatArray
 from sottovoce.data import PlacedData, load_dataset
@@ -28,7 +29,7 @@ from sottovoce_client.running.feeder import batch_of
 from sottovoce_client.running.operate import BY_OPERATOR, Interrupted, Outcome
 from sottovoce_coordinator.clock import RoundClock
 from sottovoce_coordinator.runs import RunBook
-from sottovoce_eavesdropper import service as eavesdropper_service
+from sottovoce_eavesdropper import captures
 from sottovoce_eavesdropper.reading import Capture, open_capture
 from sottovoce_eavesdropper.relay import Relay
 from sottovoce_learner import service as learner_service
@@ -101,7 +102,9 @@ async def test_a_run_equals_its_simulation_and_the_capture_shows_it(tmp_path: Pa
     noise, said, last = recorded(spec, data, tmp_path / "noise.npz")
     async with network(tmp_path, NAMES, noise=noise) as up:
         outcome = await up.run(spec, data)
-        decisions = [up.learners[name].in_run().algorithm.decision(up.learners[name].in_run()._state) for name in NAMES]
+        decisions = [
+            up.learners[name].in_run().algorithm.decision(up.learners[name].in_run().memory.state) for name in NAMES
+        ]
         if capture != "none":
             closed(outcome)
 
@@ -454,11 +457,13 @@ async def test_a_broken_stream_is_opened_again_and_the_same_bytes_are_said_again
     noise, said, last = recorded(spec, data, tmp_path / "noise.npz")
     left = list(rounds)
     monkeypatch.setattr(Cutting, "cuts", {(1, 2, direction): left})
-    monkeypatch.setattr(eavesdropper_service, "Relay", Cutting)
+    monkeypatch.setattr(captures, "Relay", Cutting)
     async with network(tmp_path, NAMES, noise=noise) as up:
         outcome = await up.run(spec, data)
         capture = closed(outcome)
-        decisions = [up.learners[name].in_run().algorithm.decision(up.learners[name].in_run()._state) for name in NAMES]
+        decisions = [
+            up.learners[name].in_run().algorithm.decision(up.learners[name].in_run().memory.state) for name in NAMES
+        ]
 
     assert left == []
     assert (outcome.state, outcome.detail) == ("finished", "")
@@ -476,7 +481,7 @@ async def test_a_relay_that_is_restarted_on_its_port_is_found_again(tmp_path: Pa
         running = asyncio.ensure_future(up.run(spec, data))
         await up.until("ann", LearnerState.RUNNING, 20)
         assert up.eavesdropping is not None
-        (recording,) = up.eavesdropping._captures.values()
+        (recording,) = up.eavesdropping._captures.recordings.values()
         relay = recording.relays[0]
         assert up.coordinating is not None
         address = up.coordinating._courses.under_way[0].book.overhearing.relays[0, 1]
@@ -542,22 +547,28 @@ async def test_a_full_disk_is_waited_for(tmp_path: Path, monkeypatch: pytest.Mon
         append(own, asked, t, spent, body)
 
     monkeypatch.setattr(RunLog, "_append", appended)
-    monkeypatch.setattr("sottovoce_learner.session.ROOM_S", 0.05)
+    monkeypatch.setattr("sottovoce_learner.room.ROOM_S", 0.05)
     spec = spec_of()
     noise, _, last = recorded(spec, made_up(spec, batch=2), tmp_path / "noise.npz")
-    async with network(tmp_path, NAMES, noise=noise) as up:
-        running = asyncio.ensure_future(up.run(spec, made_up(spec, batch=2)))
-        cleo = up.learners["cleo"]
-        async with asyncio.timeout(PATIENCE_S):
-            while cleo._session is None or cleo._session.waiting is None or len(tried) < 3:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-        assert cleo._session.waiting.cause is Cause.DISK
-        room.set()
-        outcome = await running
-        found = np.stack(
-            [up.learners[name].in_run().algorithm.decision(up.learners[name].in_run()._state) for name in NAMES]
-        )
+    with structlog.testing.capture_logs() as logs:
+        async with network(tmp_path, NAMES, noise=noise) as up:
+            running = asyncio.ensure_future(up.run(spec, made_up(spec, batch=2)))
+            cleo = up.learners["cleo"]
+            async with asyncio.timeout(PATIENCE_S):
+                while cleo._session is None or cleo._session.waiting is None or len(tried) < 3:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            assert cleo._session.waiting.cause is Cause.DISK
+            room.set()
+            outcome = await running
+            found = np.stack(
+                [
+                    up.learners[name].in_run().algorithm.decision(up.learners[name].in_run().memory.state)
+                    for name in NAMES
+                ]
+            )
     assert (outcome.state, outcome.detail) == ("finished", "")
+    full = [(each["learner"], each["log_level"]) for each in logs if each["event"].startswith("disk full")]
+    assert full == [("cleo", "warning")]
     assert len(set(tried)) == 1 or kind is Kind.BATCH
     np.testing.assert_allclose(found, last, rtol=1e-12, atol=1e-12)
 
@@ -574,7 +585,7 @@ async def test_a_learner_that_is_started_again_on_a_full_disk_waits_for_room(
         allocate(file, at, size)
 
     monkeypatch.setattr(os, "posix_fallocate", allocated)
-    monkeypatch.setattr("sottovoce_learner.session.ROOM_S", 0.05)
+    monkeypatch.setattr("sottovoce_learner.room.ROOM_S", 0.05)
     async with network(tmp_path, NAMES) as up:
         running = asyncio.ensure_future(up.run(spec, made_up(spec)))
         await up.until("ben", LearnerState.RUNNING, 5)
@@ -583,7 +594,7 @@ async def test_a_learner_that_is_started_again_on_a_full_disk_waits_for_room(
         await up.join("ben")
         async with asyncio.timeout(PATIENCE_S):
             ben = up.learners["ben"]
-            while ben._session is None or (wait := ben._session._wait_is) is None or wait.cause is not Cause.DISK:  # noqa: ASYNC110
+            while ben._session is None or (wait := ben._session.waits.newest) is None or wait.cause is not Cause.DISK:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         full.clear()
         outcome = await running
@@ -622,7 +633,7 @@ async def test_a_feeder_that_leaves_a_full_disk_is_not_waited_for(
         feeding = asyncio.ensure_future(up.feed(run_id, spec, made_up(spec)))
         async with asyncio.timeout(PATIENCE_S):
             ann = up.learners["ann"]
-            while ann._session is None or (wait := ann._session._wait_is) is None or wait.cause is not Cause.DISK:  # noqa: ASYNC110
+            while ann._session is None or (wait := ann._session.waits.newest) is None or wait.cause is not Cause.DISK:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         feeding.cancel()
         end = await up.end(run_id)
@@ -791,7 +802,7 @@ async def test_a_feeder_makes_no_more_than_its_learner_takes(tmp_path: Path, mon
         run_id = (await up.start(spec, data.n_features)).run_id
         feeding = asyncio.ensure_future(up.feed(run_id, spec, data, but=NAMES[1:]))
         async with asyncio.timeout(PATIENCE_S):
-            while not up.learners["ann"]._session or not up.learners["ann"].in_run()._has_enough():  # noqa: ASYNC110
+            while not up.learners["ann"]._session or not up.learners["ann"].in_run().ingest.enough:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         await asyncio.sleep(0.5)
         assert 64 <= made[0] < 200

@@ -62,7 +62,7 @@ def ends_as_simulated(up: Network, each: Work, end: coordinator_pb2.Run) -> None
     assert (end.state, end.detail) == (coordinator_pb2.RUN_STATE_FINISHED, "")
     sessions = [up.learners[name].in_run() for name in each.spec.names]
     assert {session.role.run_id for session in sessions} == {end.run_id}
-    decisions = [session.algorithm.decision(session._state) for session in sessions]
+    decisions = [session.algorithm.decision(session.memory.state) for session in sessions]
     np.testing.assert_allclose(decisions, each.last, rtol=1e-12, atol=1e-12)
     if each.spec.capture != "none":
         capture = open_capture(end.capture_location)

@@ -20,6 +20,7 @@ from sottovoce_eavesdropper import relay
 from sottovoce_eavesdropper.reading import open_capture
 from sottovoce_eavesdropper.records import CaptureFile
 from sottovoce_learner.session import Session
+from sottovoce_learner.telling import Telling
 from sottovoce_rpc.certificates import AUTHORITIES
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_rpc.signatures import BLOCK, Signed, Statement, digest, is_signature
@@ -121,7 +122,9 @@ async def test_who_is_heard_seldom_signs_what_was_heard_also_after_a_death(
         running = asyncio.ensure_future(up.run(spec, made_up(spec)))
         await up.until("ann", LearnerState.RUNNING, 12)
         with monkeypatch.context() as dying:
-            dying.setattr(up.learners["ann"].in_run(), "_sign", lambda t: None)  # as it would when it is told to end
+            dying.setattr(
+                up.learners["ann"].in_run().telling, "_sign", lambda t: None
+            )  # as it would when it is told to end
             await up.leave("ann")
         await up.until_gone("ann")
         await up.join("ann")
@@ -184,13 +187,13 @@ async def test_a_relay_that_says_something_else_is_found_out(tmp_path: Path, mon
 async def test_who_does_not_sign_is_not_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And is told of at once: the run fails before any deadline."""
     ids, spec = Identities(tmp_path / "identities"), spec_of()
-    true_sign, refusals = Session._sign, refused(monkeypatch, asyncio.Event())
+    true_sign, refusals = Telling._sign, refused(monkeypatch, asyncio.Event())
 
-    def sign(self: Session, t: int) -> None:
-        if self.role.name != "ben":
+    def sign(self: Telling, t: int) -> None:
+        if self._role.name != "ben":
             true_sign(self, t)
 
-    monkeypatch.setattr(Session, "_sign", sign)
+    monkeypatch.setattr(Telling, "_sign", sign)
     async with network(tmp_path, NAMES, identities=ids) as up:
         outcome = await up.run(spec, made_up(spec))
     assert set(refusals) == {

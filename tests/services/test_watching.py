@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from sottovoce.algorithms.interface import Message
 from sottovoce.lab.watch.watch import Watch
 from sottovoce.running.assembly import KEPT, Assembly
 from sottovoce.running.run import build_run
 from sottovoce_client.lab.watching.following import InFolder, Source, at_eavesdropper
+from sottovoce_eavesdropper import records
+from sottovoce_eavesdropper.lookout import Row
 from sottovoce_eavesdropper.reading import Capture
+from sottovoce_eavesdropper.records import CaptureFile
+from sottovoce_eavesdropper.storage import Folder
 from sottovoce_rpc.codec import RoundCodec
 from tests.examples import made_up, small_spec
 from tests.services.network import PATIENCE_S, network
@@ -53,3 +60,71 @@ async def test_a_capture_is_fetched_while_it_is_written(tmp_path: Path) -> None:
     assert there.facts == capture.facts
     assert (watch.round, rounds.equivocations) == (12, [])
     assert all(np.isfinite(each.e) and each.heard for each in watch.learners)
+
+
+async def test_a_capture_that_is_being_closed_is_fetched_as_it_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its last part is on its way to the disk, then its last words; who asks is told those: nothing changes after."""
+    spec, closing, asked, may_end = small_spec(12, NAMES, capture="relay"), *(threading.Event() for _ in range(3))
+    write, describe = CaptureFile._write, CaptureFile._describe
+
+    def write_slowly(self: CaptureFile, rows: Sequence[Row]) -> None:
+        if not self.open:
+            closing.set()
+            assert asked.wait(PATIENCE_S)
+        write(self, rows)
+
+    def describe_slowly(self: CaptureFile) -> None:
+        if not self.open:
+            assert may_end.wait(PATIENCE_S)
+        describe(self)
+
+    monkeypatch.setattr(records, "_PART_S", PATIENCE_S)  # all is written in the end
+    monkeypatch.setattr(CaptureFile, "_write", write_slowly)
+    monkeypatch.setattr(CaptureFile, "_describe", describe_slowly)
+    async with network(tmp_path, NAMES) as up:
+        started = await up.start(spec, 3)
+        async with at_eavesdropper(up.eavesdropper, started.run_id) as source:
+            await up.feed(started.run_id, spec, made_up(spec))
+            assert await asyncio.to_thread(closing.wait, PATIENCE_S)
+            asking = asyncio.ensure_future(source.latest())
+            await asyncio.sleep(0.2)  # it has asked
+            asked.set()
+            early, _ = await asyncio.wait([asking], timeout=0.2)
+            may_end.set()
+            capture = await asking
+            assert not early
+            assert capture is not None
+            assert capture.complete
+            await up.end(started.run_id)
+
+
+async def test_a_capture_that_ends_while_it_is_fetched_has_all_that_it_tells_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts are looked for, and are then written, and the capture is closed, before any file is sent."""
+    spec, looking, may_send = small_spec(12, NAMES, capture="relay"), threading.Event(), threading.Event()
+    names = Folder.names
+
+    def slowly(self: Folder) -> list[str]:
+        found = names(self)
+        if Path(self.name).parent == tmp_path / "captures" and not looking.is_set():
+            looking.set()
+            assert may_send.wait(PATIENCE_S)
+        return found
+
+    async with network(tmp_path, NAMES) as up:
+        started = await up.start(spec, 3)
+        async with at_eavesdropper(up.eavesdropper, started.run_id) as source:
+            monkeypatch.setattr(Folder, "names", slowly)
+            asking = asyncio.ensure_future(source.latest())
+            assert await asyncio.to_thread(looking.wait, PATIENCE_S)
+            await up.feed(started.run_id, spec, made_up(spec))
+            await up.end(started.run_id)
+            may_send.set()
+            early = await asking
+            assert early is not None
+            assert not early.complete
+            capture = await complete(source)
+            assert sum(batch.num_rows for batch in capture.batches()) >= 12 * 6  # and what learners say first

@@ -36,6 +36,8 @@ from tests.examples import made_up, small_spec
 from tests.services.identities import Identities
 from tests.services.network import PATIENCE_S, network
 
+pytestmark = pytest.mark.each
+
 NAMES = ["ann", "ben", "cleo"]
 SPEC = '{"capture": "wiretap"}'
 
@@ -338,7 +340,7 @@ async def test_an_eavesdropper_that_is_started_again_taps_on_and_says_that_somet
         await up.until("ann", LearnerState.RUNNING, 30)
         old = up.eavesdropping
         assert old is not None and old.service is not None
-        (recording,) = old._captures.values()
+        (recording,) = old._captures.recordings.values()
         if killed:
             recording.file.open = False  # what it has in memory goes with it
             await recording.writing.end()

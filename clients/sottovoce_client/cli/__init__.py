@@ -75,6 +75,13 @@ def main() -> None:
     except SottovoceError as error:
         print(f"sottovoce: {plain_lines(str(error))}", file=sys.stderr)
         raise SystemExit(2) from None
+    except MemoryError as error:
+        asked = f" ({error})" if str(error) else ""
+        print(
+            f"sottovoce: this needs more memory than there is{asked}: ask for less, or for fewer at a time",
+            file=sys.stderr,
+        )
+        raise SystemExit(2) from None
     except OSError as error:  # a full disk, a folder that nobody may write to: what to do is its owner's to know
         print(f"sottovoce: {plain_lines(str(error))}", file=sys.stderr)
         raise SystemExit(2) from None

@@ -5,14 +5,16 @@ from __future__ import annotations
 import datetime
 import math
 import os
+from collections.abc import Collection
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-import yaml
 
 from sottovoce.errors import SpecError
-from sottovoce.spec import RunSpec, parse_yaml
+
+if TYPE_CHECKING:
+    from sottovoce.spec import RunSpec
 
 app = typer.Typer(
     name="sottovoce",
@@ -26,6 +28,41 @@ app = typer.Typer(
         "Start with [bold]sottovoce demo[/]: five learners, a coordinator and an eavesdropper on this machine."
     ),
 )
+
+
+def installed_version() -> str:
+    """Of the package that is installed."""
+    from importlib.metadata import version
+
+    return version("sottovoce")
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        from sottovoce.spec_versions import FORMAT
+        from sottovoce_eavesdropper.records import FORMAT as CAPTURES
+        from sottovoce_wire.v1.learner_pb2 import DESCRIPTOR
+
+        print(f"sottovoce {installed_version()}")
+        print(f"wire {DESCRIPTOR.package}, run specs of format {FORMAT}, captures {CAPTURES}")
+        raise typer.Exit
+
+
+@app.callback()
+def _sottovoce(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            is_eager=True,
+            callback=_print_version,
+            help="Print the version, and the formats of wire, specs and captures.",
+        ),
+    ] = False,
+) -> None:
+    """What stands before any command."""
+
+
 data_app = typer.Typer(no_args_is_help=True, help="Data sets that have a name: list, fetch and describe them.")
 feed_app = typer.Typer(
     no_args_is_help=True,
@@ -34,7 +71,7 @@ feed_app = typer.Typer(
 schema_app = typer.Typer(
     no_args_is_help=True, help="What the fields of a record may say: draft a schema, check it and records against it."
 )
-spec_app = typer.Typer(no_args_is_help=True, help="Check and print run specs.")
+spec_app = typer.Typer(no_args_is_help=True, help="Check and print run specs, and what follows from them.")
 eavesdropper_app = typer.Typer(invoke_without_command=True)
 pki_app = typer.Typer(no_args_is_help=True, help="Identities: a certificate authority of your own.")
 ledger_app = typer.Typer(invoke_without_command=True)
@@ -47,10 +84,18 @@ SpecFile = Annotated[Path, typer.Argument(metavar="SPEC", help="The run spec, a 
 
 def results_of(name: str) -> Any:
     """The option that says where results go; without it, to a folder of this name and the time."""
-    return typer.Option("--out", help="Folder for the results.", show_default=f"sottovoce-runs/{name}-TIME")
+    return typer.Option(
+        "--out", help="Folder for the results; none is replaced.", show_default=f"sottovoce-runs/{name}-TIME"
+    )
 
 
 Out = Annotated[Path | None, results_of("NAME")]
+MOST, MOST_JOBS = 10**7, 4096
+"""Of runs, repetitions, records and the like that an option asks for; and of those at a time."""
+MOST_SECONDS = 1e9
+"""Thirty years: what timers take."""
+SERVED = ("captures", "journals", "logs", "identities", "ca.crt", "services.json", "learners.json")
+"""What services that a command has started write into its folder."""
 Export = Annotated[
     str,
     typer.Option(
@@ -61,7 +106,9 @@ Export = Annotated[
 ]
 LiveRounds = Annotated[
     int | None,
-    typer.Option("--rounds", min=1, help="Of live records: over so many rounds.", show_default="those of the spec"),
+    typer.Option(
+        "--rounds", min=1, max=2**27, help="Of live records: over so many rounds.", show_default="those of the spec"
+    ),
 ]
 LiveRecords = Annotated[
     float | None,
@@ -71,7 +118,46 @@ LiveRecords = Annotated[
         show_default="1",
     ),
 ]
-Listen = Annotated[str, typer.Option(envvar="SOTTOVOCE_LISTEN", help="host:port to listen on; port 0 picks one.")]
+
+
+def _addresses(parameter: typer.CallbackParam, value: Any) -> Any:
+    """Callback of options that are addresses of services, or lists of them.
+
+    Raises:
+        SpecError: one is no address.
+    """
+    return _held(parameter, value, listen=False)
+
+
+def _places(parameter: typer.CallbackParam, value: Any) -> Any:
+    """Callback of options that are addresses to listen on.
+
+    Raises:
+        SpecError: it is no address.
+    """
+    return _held(parameter, value, listen=True)
+
+
+def _held(parameter: typer.CallbackParam, value: Any, *, listen: bool) -> Any:
+    from sottovoce_rpc.addresses import require_address
+
+    for each in value if isinstance(value, list | tuple) else [value] if value else []:
+        require_address(each, parameter.opts[0], listen=listen)
+    # What is done with None there differs between versions of typer.
+    return [] if value is None and getattr(parameter, "multiple", False) else value
+
+
+def address(*flags: str, listen: bool = False, **options: Any) -> Any:
+    """An option that is an address, or a list of them; as `typer.Option`."""
+    return typer.Option(*flags, callback=_places if listen else _addresses, **options)
+
+
+Listen = Annotated[
+    str, address(listen=True, envvar="SOTTOVOCE_LISTEN", help="host:port to listen on; port 0 picks one.")
+]
+Coordinator = Annotated[str, address(envvar="SOTTOVOCE_COORDINATOR", help="Address of the coordinator.")]
+HERE = "127.0.0.1:7400"
+"""Where a coordinator of this machine listens, if nobody says where."""
 AllowImports = Annotated[
     bool,
     typer.Option(
@@ -107,12 +193,34 @@ Insecure = Annotated[
     ),
 ]
 LogLevel = Annotated[str, typer.Option(envvar="SOTTOVOCE_LOG_LEVEL", help="debug, info, warning or error.")]
+LogFormat = Annotated[
+    Literal["auto", "json", "people"],
+    typer.Option(
+        envvar="SOTTOVOCE_LOG_FORMAT", help="How logs are written; auto: for people on a terminal, as JSON elsewhere."
+    ),
+]
+Metrics = Annotated[
+    str | None,
+    address(
+        "--metrics",
+        listen=True,
+        metavar="HOST:PORT",
+        envvar="SOTTOVOCE_METRICS",
+        help="Serve metrics for Prometheus there, at /metrics: with an identity over TLS, to monitors and operators; without "
+        "one to this user of this machine. An extra.",
+        show_default="none",
+    ),
+]
 StopWithStdin = Annotated[bool, typer.Option(help="Stop when standard input ends.", hidden=True)]
 
 
 def _config(context: typer.Context, path: Path | None) -> Path | None:
     """Defaults from a file: weaker than flags and environment."""
     if path is not None:
+        import yaml
+
+        from sottovoce.spec import parse_yaml
+
         try:
             defaults = parse_yaml(path.read_text(encoding="utf-8")) or {}
         except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
@@ -127,10 +235,20 @@ def _config(context: typer.Context, path: Path | None) -> Path | None:
     return path
 
 
+WorkedOnBy = Annotated[
+    str,
+    typer.Option(
+        "--backend",
+        metavar="WHAT",
+        help="What works on simulated runs: processes; ray or dask (RAY_ADDRESS or DASK_SCHEDULER_ADDRESS, or a cluster of this "
+        "machine's own); or a cluster's address, ray://HOST:PORT or dask://HOST:PORT.",
+    ),
+]
 Canaries = Annotated[
     int,
     typer.Option(
         min=0,
+        max=MOST,
         help="Hide so many coins in the records, for watch --canaries to guess. They replace records, so they cost accuracy.",
     ),
 ]
@@ -175,8 +293,8 @@ def prepared_from(spec: RunSpec, *, live: bool = False) -> Any:
     return prepare(spec, folders=data_folders(), live=live)
 
 
-def priced_from(spec: RunSpec, rounds: int | None, records: float | None) -> Any:
-    """The run, and how many records its rounds bring: of live ones, as many as are asked for.
+def priced_from(spec: RunSpec, rounds: int | None, records: float | None, horizon: float | None = None) -> Any:
+    """The run, and how many records its rounds bring: of live ones, as many as are asked for, over the horizon.
 
     Raises:
         SottovoceError: as `prepared_from`; or something was asked for that the data say.
@@ -184,22 +302,63 @@ def priced_from(spec: RunSpec, rounds: int | None, records: float | None) -> Any
     from sottovoce.experiment import foresee
 
     if spec.data.live or rounds is not None or records is not None:
-        return foresee(spec, rounds, 1.0 if records is None else records)
+        return foresee(spec, rounds, 1.0 if records is None else records, horizon)
     return prepared_from(spec)
 
 
-def folder_for(name: str, out: Path | None) -> Path:
-    """The folder for results, made where it is missing.
+def folder_for(name: str, out: Path | None, writes: Collection[str], spec: str | None = None) -> Path:
+    """The folder for results, made where it is missing. What earlier results wrote there is never replaced.
+
+    Args:
+        name: what a folder is called that nobody has named, with the time behind it.
+        out: the folder that somebody has named; None: nobody.
+        writes: names of what will be written there.
+        spec: what will be written there as `spec.yaml`, which may stand there already; None: nothing.
 
     Raises:
-        SpecError: it cannot be written to.
+        SpecError: it cannot be written to, or has results of these names.
     """
     if out is None:
-        out = Path("sottovoce-runs") / f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+        return _new_folder(Path("sottovoce-runs") / f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}")
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise SpecError(f"cannot write to the folder {out}: {error.strerror}") from None
     if not os.access(out, os.W_OK):  # before there are results that would be lost
         raise SpecError(f"cannot write to the folder {out}")
+    there = [each for each in writes if os.path.lexists(out / each)]
+    if spec is not None and _says_else(out / "spec.yaml", spec):
+        there.insert(0, "a spec.yaml that says something else")
+    if there:
+        raise SpecError(
+            f"{out} holds results that would be replaced: {', '.join(there)}; choose another --out, or move them away"
+        )
     return out
+
+
+def _new_folder(wanted: Path) -> Path:
+    """A folder that nobody else has, whoever else makes one in the same second.
+
+    Raises:
+        SpecError: it cannot be made.
+    """
+    folder, number = wanted, 1
+    while True:
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            number += 1
+            folder = wanted.with_name(f"{wanted.name}-{number}")
+        except OSError as error:
+            raise SpecError(f"cannot write to the folder {folder}: {error.strerror}") from None
+
+
+def _says_else(path: Path, text: str) -> bool:
+    """Is something there, and not this text?"""
+    try:
+        return path.read_text(encoding="utf-8") != text
+    except FileNotFoundError:
+        return False
+    except (OSError, UnicodeDecodeError):
+        return True

@@ -13,12 +13,16 @@ import typer
 
 from sottovoce.errors import SpecError
 from sottovoce.plain import plain
-from sottovoce.spec import RunSpec, load_spec
 from sottovoce_client.cli.app import (
+    MOST,
+    MOST_JOBS,
+    SERVED,
     AllowImports,
     IdentityFolder,
     Insecure,
     LogLevel,
+    WorkedOnBy,
+    address,
     app,
     folder_for,
     levels,
@@ -28,9 +32,11 @@ from sottovoce_client.cli.app import (
 
 if TYPE_CHECKING:
     from sottovoce.experiment import Prepared
+    from sottovoce.spec import RunSpec
     from sottovoce_client.auditing.audit import Auditor, AuditRequest
 
 
+_WRITES = ("audit.json", "audit.html")
 _WHERE, _SWAP, _TEST = "Where the runs come from", "The two worlds, and who listens", "The auditor's own test"
 
 
@@ -44,7 +50,9 @@ def audit(
     ] = None,
     runs: Annotated[
         int | None,
-        typer.Option(min=1, help="Runs of each of the two worlds.", show_default="1000; network, wiretap: 100"),
+        typer.Option(
+            min=1, max=MOST, help="Runs of each of the two worlds.", show_default="1000; network, wiretap: 100"
+        ),
     ] = None,
     learner: Annotated[
         str | None, typer.Option(help="Whose messages.", show_default="the one with the largest epsilon")
@@ -72,17 +80,18 @@ def audit(
         str | None,
         typer.Option("--from", metavar="CAPTURES", help="Captures of earlier runs: a folder.", rich_help_panel=_WHERE),
     ] = None,
-    backend: Annotated[
-        Literal["processes", "ray", "dask"],
-        typer.Option(help="What works on simulated runs.", rich_help_panel=_WHERE),
-    ] = "processes",
+    backend: WorkedOnBy = "processes",
     jobs: Annotated[
-        int | None, typer.Option(min=1, help="How many at a time.", show_default="one per core", rich_help_panel=_WHERE)
+        int | None,
+        typer.Option(
+            min=1, max=MOST_JOBS, help="How many at a time.", show_default="one per core", rich_help_panel=_WHERE
+        ),
     ] = None,
     record: Annotated[
         int | None,
         typer.Option(
             min=0,
+            max=2**53,
             help="Row of the learner's record to swap.",
             show_default="the swap that shows most",
             rich_help_panel=_SWAP,
@@ -118,25 +127,33 @@ def audit(
             "--power", help="How many runs find every break of the catalogue? Half an hour.", rich_help_panel=_TEST
         ),
     ] = False,
-    alarms: Annotated[int, typer.Option(min=0, help="Audits of every correct algorithm.", rich_help_panel=_TEST)] = 5,
+    alarms: Annotated[
+        int, typer.Option(min=0, max=MOST, help="Audits of every correct algorithm.", rich_help_panel=_TEST)
+    ] = 5,
 ) -> None:
     """Try to refute what a run promises about one learner: many runs in two worlds that differ in one record.
 
     Writes audit.json and audit.html (of a wiretap: audit.json). Exits with 1 if the promise is refuted.
     """
+    from sottovoce.spec import load_spec
+
     if power:
         if not self_test or spec is not None:
             raise SpecError("--power goes with --self-test, and with no SPEC: it breaks runs of its own")
         from sottovoce_client.lab.power import measure_power
 
-        raise typer.Exit(measure_power(mutants=mutant or [], runs=runs, jobs=jobs, seed=seed or 0, out=out))
+        raise typer.Exit(
+            measure_power(mutants=mutant or [], runs=runs, backend=backend, jobs=jobs, seed=seed or 0, out=out)
+        )
     if self_test:
         from sottovoce_client.lab import selftest
 
+        if out is not None:
+            folder_for("audit", out, ["selftest.json"])
         broken = None if spec is None else prepared_from(load_spec(spec))
         tested = partial(selftest.self_test, learner=learner, mutants=mutant or [], alarms=alarms)
-        raise typer.Exit(tested(broken, runs=runs, jobs=jobs, seed=seed or 0, out=out))
-    _require_heeded(captures, runs, on, record, replacement, threat, neighbour)
+        raise typer.Exit(tested(broken, runs=runs, backend=backend, jobs=jobs, seed=seed or 0, out=out))
+    _require_heeded(captures, runs, on, backend, record, replacement, threat, neighbour)
     from sottovoce.privacy.guarantee import ThreatModel
     from sottovoce_client.auditing.audit import AuditRequest
 
@@ -155,9 +172,9 @@ def audit(
         raise typer.Exit(_from(captures, asked, given, out))
     if given is None:
         raise SpecError("audit needs a SPEC, or --from CAPTURES, or --self-test")
-    prepared, folder = prepared_from(given), folder_for("audit", out)
-    if on == "simulator" and (folder / "captures").exists():
-        raise SpecError(f"{folder} holds captures of other runs, whose results would be replaced: choose another --out")
+    prepared = prepared_from(given)
+    # Captures of other runs are what `--from` would take for the audit's own.
+    folder = folder_for("audit", out, [*_WRITES, *(["captures"] if on == "simulator" else SERVED)])
     raise typer.Exit(_made(prepared, asked, folder, on, backend, jobs, seeded=seed is not None))
 
 
@@ -165,6 +182,7 @@ def _require_heeded(
     captures: str | None,
     runs: int | None,
     on: str,
+    backend: str,
     record: int | None,
     replacement: str | None,
     threat: str,
@@ -179,6 +197,8 @@ def _require_heeded(
         raise SpecError(
             "--from audits the runs that there are: it goes with neither --runs nor --on network or wiretap"
         )
+    if backend != "processes" and (captures is not None or on != "simulator"):
+        raise SpecError(f"--backend works on simulated runs: it goes with neither --from nor --on {on}, got {backend}")
     if replacement is not None and record is None:
         raise SpecError("--replacement needs --record: which record of the learner is to be replaced?")
     if neighbour is not None and threat != "neighbour":
@@ -190,7 +210,7 @@ def _made(
     asked: AuditRequest,
     folder: Path,
     on: Literal["simulator", "network", "wiretap"],
-    backend: Literal["processes", "ray", "dask"],
+    backend: str,
     jobs: int | None,
     *,
     seeded: bool,
@@ -215,7 +235,7 @@ def _made(
 def _work(
     on: Literal["simulator", "network"],
     folder: Path,
-    backend: Literal["processes", "ray", "dask"],
+    backend: str,
     jobs: int | None,
     *,
     seeded: bool,
@@ -246,7 +266,7 @@ def _from(captures: str, asked: AuditRequest, spec: RunSpec | None, out: Path | 
             told = partial(show_ciphertext, audit_ciphertext(plan, runs, asked.seed, status.update), plan, runs, source)
         else:
             told = partial(show, audit_of(plan, runs, source, status.update))
-    return told(asked.seed, folder_for("audit", out), console)
+    return told(asked.seed, folder_for("audit", out, _WRITES), console)
 
 
 @app.command(rich_help_panel="Privacy")
@@ -258,7 +278,7 @@ def gallery(
     epsilons: Annotated[
         str, typer.Option(metavar="E,E,...", help="Noise of the pictures: epsilon of a record over the whole run.")
     ] = "100000,10000,1000,100,1",
-    runs: Annotated[int, typer.Option(min=10, help="Simulated runs in which membership is guessed.")] = 4000,
+    runs: Annotated[int, typer.Option(min=10, max=MOST, help="Simulated runs in which membership is guessed.")] = 4000,
     seed: Annotated[int, typer.Option(min=0, help="Seed of noise, coins and searches.")] = 0,
     allow_imports: AllowImports = False,
     out: Annotated[Path | None, results_of("gallery")] = None,
@@ -271,7 +291,7 @@ def gallery(
     from sottovoce_client.lab.gallery.gallery import gallery as show
     from sottovoce_client.lab.gallery.gallery import gallery_of
 
-    folder = folder_for("gallery", out)
+    folder = folder_for("gallery", out, ["gallery.json", "gallery.html"])
     if capture is None:
         show(folder, levels(epsilons)[::-1], runs, seed)  # from little noise to much
     else:
@@ -285,7 +305,7 @@ def watch(
         typer.Argument(metavar="FOLDER", help="A capture's folder, or the run's that it is in.", show_default=False),
     ] = None,
     eavesdropper: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Fetch the capture of --run from this eavesdropper.")
+        str | None, address(metavar="HOST:PORT", help="Fetch the capture of --run from this eavesdropper.")
     ] = None,
     run: Annotated[str | None, typer.Option(metavar="RUN_ID", help="Which run; with --eavesdropper.")] = None,
     learner: Annotated[
@@ -315,7 +335,7 @@ def watch(
         ),
     ] = None,
     metrics: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Serve e-values and alarms to Prometheus.")
+        str | None, address(listen=True, metavar="HOST:PORT", help="Serve e-values and alarms to Prometheus.")
     ] = None,
     identity: IdentityFolder = None,
     insecure: Insecure = False,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from sottovoce_client.cli.app import AllowImports, IdentityFolder, Insecure, LogLevel, feed_app
+from sottovoce_client.cli.app import MOST_SECONDS, AllowImports, IdentityFolder, Insecure, LogLevel, feed_app
 from sottovoce_client.cli.feeding import (
     DeadLetters,
     IgnoreUnknown,
@@ -63,7 +63,9 @@ TlsCert = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Certificate that the broker is shown.", show_default=False)
 ]
 TlsKey = Annotated[Path | None, typer.Option(metavar="FILE", help="Its key.", show_default=False)]
-BrokerPatience = Annotated[float, typer.Option(min=0.0, metavar="SECONDS", help="How long the broker may be away.")]
+BrokerPatience = Annotated[
+    float, typer.Option(min=0.0, max=MOST_SECONDS, metavar="SECONDS", help="How long the broker may be away.")
+]
 
 
 @feed_app.command("nats")
@@ -125,7 +127,7 @@ def redis(
     ],
     learner: Learner,
     server: Annotated[str, typer.Option(metavar="ADDRESS", help="Of Redis 7 or newer.")] = "redis://127.0.0.1:6379",
-    database: Annotated[int, typer.Option(min=0, help="Its number.")] = 0,
+    database: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Its number.")] = 0,
     field: Annotated[
         str,
         typer.Option(help="Of an entry, that holds a JSON object.", show_default="an entry's fields are the record's"),
@@ -199,7 +201,8 @@ def mqtt(
         ),
     ] = None,
     session: Annotated[
-        int, typer.Option(min=1, metavar="SECONDS", help="How long the broker keeps it while nobody feeds.")
+        int,
+        typer.Option(min=1, max=2**32 - 1, metavar="SECONDS", help="How long the broker keeps it while nobody feeds."),
     ] = 604_800,
     user: User = "",
     password_file: PasswordFile = None,

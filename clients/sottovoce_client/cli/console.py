@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from sottovoce.errors import SpecError
-from sottovoce_client.cli.app import IdentityFolder, Insecure, LogLevel, app
+from sottovoce_client.cli.app import IdentityFolder, Insecure, LogLevel, address, app
 
 
 @app.command(rich_help_panel="Services")
@@ -24,7 +24,7 @@ def console(
     ] = None,
     coordinator: Annotated[
         str | None,
-        typer.Option(
+        address(
             envvar="SOTTOVOCE_COORDINATOR",
             help="Address of the coordinator.",
             show_default="the one in FOLDER, else 127.0.0.1:7400",
@@ -32,18 +32,14 @@ def console(
     ] = None,
     eavesdropper: Annotated[
         str | None,
-        typer.Option(
-            envvar="SOTTOVOCE_EAVESDROPPER", help="Address of the eavesdropper.", show_default="the one in FOLDER"
-        ),
+        address(envvar="SOTTOVOCE_EAVESDROPPER", help="Address of the eavesdropper.", show_default="the one in FOLDER"),
     ] = None,
     watch: Annotated[
         str | None,
-        typer.Option(
-            metavar="HOST:PORT", help="Show what `sottovoce watch --metrics HOST:PORT` sees.", show_default="none"
-        ),
+        address(metavar="HOST:PORT", help="Show what `sottovoce watch --metrics HOST:PORT` sees.", show_default="none"),
     ] = None,
     listen: Annotated[
-        str, typer.Option(envvar="SOTTOVOCE_LISTEN", help="host:port of this machine; port 0 picks one.")
+        str, address(listen=True, envvar="SOTTOVOCE_LISTEN", help="host:port of this machine; port 0 picks one.")
     ] = "127.0.0.1:7480",
     token_file: Annotated[
         Path | None,

@@ -6,17 +6,16 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.text import Text
 
-from sottovoce.data.folders import data_folders, find
 from sottovoce.errors import SpecError
-from sottovoce_client import terminal
 from sottovoce_client.cli.app import data_app
 
 
 @data_app.command("list")
 def list_() -> None:
     """Show every data set that has a name: what is in it, its licence, and whether it is on this machine."""
+    from sottovoce.data.folders import data_folders
+    from sottovoce_client import terminal
     from sottovoce_client.data.catalogue import show
 
     show(data_folders(), terminal.console())
@@ -42,7 +41,10 @@ def fetch(
 ) -> None:
     """Download data sets from their owners, check them, and keep them as runs read them. One that is here is left as it is."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+    from rich.text import Text
 
+    from sottovoce.data.folders import data_folders, find
+    from sottovoce_client import terminal
     from sottovoce_client.data.catalogue import known
     from sottovoce_client.data.fetch import fetch as bring
 
@@ -82,6 +84,8 @@ def describe(
 
     Of a file of your own these are figures of its records: nothing protects them.
     """
+    from sottovoce.data.folders import data_folders
+    from sottovoce_client import terminal
     from sottovoce_client.data.describe import describe as show
 
     show(source, data_folders(), terminal.console(), label)

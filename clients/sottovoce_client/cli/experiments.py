@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
-import yaml
 
 from sottovoce.errors import SpecError
-from sottovoce_client.cli.app import Export, SpecFile, app, folder_for, results_of
+from sottovoce_client.cli.app import MOST, MOST_JOBS, Export, SpecFile, WorkedOnBy, app, folder_for, results_of
 
 
 @app.command(rich_help_panel="Runs")
@@ -21,15 +20,15 @@ def sweep(
             "--set", metavar="FIELD=V,V,...", help="Values of a field; repeat for every combination of several."
         ),
     ],
-    seeds: Annotated[int, typer.Option(min=1, help="Repetitions of each combination.")] = 20,
+    seeds: Annotated[int, typer.Option(min=1, max=MOST, help="Repetitions of each combination.")] = 20,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the noise, and of the bootstrap.")] = 0,
     vary_data: Annotated[
         bool, typer.Option("--vary-data", help="Deal the records anew for each seed, not the noise alone.")
     ] = False,
-    backend: Annotated[
-        Literal["processes", "ray", "dask"], typer.Option(help="What works on simulated runs.")
-    ] = "processes",
-    jobs: Annotated[int | None, typer.Option(min=1, help="How many at a time.", show_default="one per core")] = None,
+    backend: WorkedOnBy = "processes",
+    jobs: Annotated[
+        int | None, typer.Option(min=1, max=MOST_JOBS, help="How many at a time.", show_default="one per core")
+    ] = None,
     export: Export = "",
     out: Annotated[Path | None, results_of("sweep")] = None,
 ) -> None:
@@ -46,15 +45,16 @@ def sweep(
 
     asked, wanted = formats(export), dict(map(values_of, changes))
     options: dict[str, Any] = {"seed": seed, "vary_data": vary_data, "backend": backend, "jobs": jobs}
+    experiment = load(spec)
+    folder = folder_for("sweep", out, ["sweep.parquet"])
     with terminal.console().status("simulating") as status:
         table = run_all(
-            load(spec),
+            experiment,
             wanted,
             seeds,
             **options,
             progress=lambda done, of: status.update(f"{done:,} of {of:,} simulated"),
         )
-    folder = folder_for("sweep", out)
     write_table(table, folder / "sweep.parquet")
     print(table)
     print(f"{folder}: sweep.parquet")
@@ -67,6 +67,8 @@ def values_of(text: str) -> tuple[str, list[Any]]:
     Raises:
         SpecError: not so.
     """
+    import yaml
+
     field, equals, values = text.partition("=")
     try:
         found = yaml.safe_load(f"[{values}]")
@@ -100,7 +102,7 @@ def plot(
     if len(tables) < len(files):
         raise SpecError(f"plot names lines by their folders, which must differ, got {', '.join(map(str, files))}")
     shown = figures(tables)
-    folder = folder_for("plot", out)
+    folder = folder_for("plot", out, ["plot.html"])
     write_page(folder / "plot.html", shown)
     print(f"{folder}: plot.html")
     export_results(folder, asked, tables)

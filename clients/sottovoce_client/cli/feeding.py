@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from sottovoce_client.cli.app import AllowImports, IdentityFolder, Insecure, LogLevel, feed_app
+from sottovoce_client.cli.app import (
+    MOST_SECONDS,
+    AllowImports,
+    IdentityFolder,
+    Insecure,
+    Listen,
+    LogLevel,
+    address,
+    feed_app,
+)
 
 if TYPE_CHECKING:
     from sottovoce_client.feeding.pump import Target, Terms
@@ -17,7 +26,7 @@ if TYPE_CHECKING:
 
 Learner = Annotated[
     str,
-    typer.Option(
+    address(
         "--learner",
         "-l",
         metavar="HOST:PORT",
@@ -27,7 +36,7 @@ Learner = Annotated[
     ),
 ]
 Name = Annotated[
-    str, typer.Option("--name", help="Of the learner, which its certificate must hold.", show_default="any")
+    str, typer.Option("--name", help="Of the learner: another one at the address is refused.", show_default="any")
 ]
 Source = Annotated[
     str,
@@ -64,7 +73,10 @@ DeadLetters = Annotated[
     ),
 ]
 Patience = Annotated[
-    float, typer.Option(min=0.0, metavar="SECONDS", help="How long the learner may be away, or between two runs.")
+    float,
+    typer.Option(
+        min=0.0, max=MOST_SECONDS, metavar="SECONDS", help="How long the learner may be away, or between two runs."
+    ),
 ]
 Position = Annotated[
     str,
@@ -187,9 +199,7 @@ def stdin(
 @feed_app.command("http")
 def http(
     learner: Learner,
-    listen: Annotated[
-        str, typer.Option(envvar="SOTTOVOCE_LISTEN", help="host:port to listen on; port 0 picks one.")
-    ] = "127.0.0.1:7490",
+    listen: Listen = "127.0.0.1:7490",
     token_file: Annotated[
         Path | None,
         typer.Option(
@@ -202,7 +212,7 @@ def http(
         Literal["wait", "reject"],
         typer.Option("--when-full", help="Whether a request that finds no room waits, or is refused (429)."),
     ] = "wait",
-    most_bytes: Annotated[int, typer.Option(min=1, help="Bytes of a request at most.")] = 1024 * 1024,
+    most_bytes: Annotated[int, typer.Option(min=1, max=2**31 - 1, help="Bytes of a request at most.")] = 1024 * 1024,
     position: Position = "",
     source: Source = "http",
     map_: Map = None,

@@ -8,11 +8,9 @@ from typing import Annotated
 
 import typer
 
-from sottovoce_client.cli.app import IdentityFolder, Insecure, app, runs_app
+from sottovoce_client.cli.app import HERE, Coordinator, IdentityFolder, Insecure, address, app, runs_app
 
-Coordinator = Annotated[str, typer.Option(envvar="SOTTOVOCE_COORDINATOR", help="Address of the coordinator.")]
 RunId = Annotated[str, typer.Argument(metavar="RUN", help="As `runs list` shows it.", show_default=False)]
-HERE = "127.0.0.1:7400"
 
 
 @runs_app.command("list")
@@ -119,10 +117,14 @@ def rebind(
 
 @app.command(rich_help_panel="Services")
 def doctor(
-    coordinator: Annotated[str | None, typer.Option(help="Address of a coordinator.", show_default="none")] = None,
-    eavesdropper: Annotated[str | None, typer.Option(help="Address of an eavesdropper.", show_default="none")] = None,
+    coordinator: Annotated[str | None, address(help="Address of a coordinator.", show_default="none")] = None,
+    eavesdropper: Annotated[str | None, address(help="Address of an eavesdropper.", show_default="none")] = None,
     learner: Annotated[
-        list[str] | None, typer.Option(help="Address of a learner; repeat for several.", show_default="none")
+        list[str] | None, address(help="Address of a learner; repeat for several.", show_default="none")
+    ] = None,
+    metrics: Annotated[
+        list[str] | None,
+        address(help="Where a service tells metrics (its --metrics); repeat for several.", show_default="none"),
     ] = None,
     state: Annotated[
         list[Path] | None, typer.Option(help="A learner's state folder; repeat for several.", show_default="none")
@@ -141,5 +143,5 @@ def doctor(
 
     given = ((Role.COORDINATOR, [coordinator]), (Role.EAVESDROPPER, [eavesdropper]), (Role.LEARNER, learner or []))
     services = [(role, address) for role, addresses in given for address in addresses if address]
-    findings = asyncio.run(examine(Patient(Credentials(identity, insecure), services, state or [])))
+    findings = asyncio.run(examine(Patient(Credentials(identity, insecure), services, state or [], metrics or [])))
     raise typer.Exit(show(findings, terminal.console()))

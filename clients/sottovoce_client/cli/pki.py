@@ -6,9 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.text import Text
 
-from sottovoce_client import terminal
 from sottovoce_client.cli.app import pki_app
 
 AuthorityFolder = Annotated[
@@ -25,6 +23,9 @@ def init(
     days: Days = 3_650,
 ) -> None:
     """Make a certificate authority. Keep its folder where nobody else reads it: whoever has it can be anybody."""
+    from rich.text import Text
+
+    from sottovoce_client import terminal
     from sottovoce_client.pki import Authority
 
     Authority.init(authority, domain, days)
@@ -54,6 +55,9 @@ def issue(
     ] = None,
 ) -> None:
     """Issue identities: folders with a key, a certificate and whom to believe, for --identity."""
+    from rich.text import Text
+
+    from sottovoce_client import terminal
     from sottovoce_client.pki import Authority
 
     own, console = Authority(authority), terminal.console()
@@ -73,6 +77,9 @@ def renew(
     days: Days = 90,
 ) -> None:
     """Give identities new keys and certificates. Services that run take them up by themselves."""
+    from rich.text import Text
+
+    from sottovoce_client import terminal
     from sottovoce_client.pki import Authority
 
     own, console = Authority(authority), terminal.console()
@@ -90,6 +97,9 @@ def revoke(
     ),
 ) -> None:
     """Take back certificates. A service honours that as soon as the new crl.pem is in the folder of its own identity."""
+    from rich.text import Text
+
+    from sottovoce_client import terminal
     from sottovoce_client.pki import Authority, spread
 
     own, console = Authority(authority), terminal.console()
@@ -107,6 +117,7 @@ def show(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Of an authority, or of an identity.")] = HERE,
 ) -> None:
     """Who has certificates, and until when. Exits with 1 if one that is in use ends within two weeks."""
+    from sottovoce_client import terminal
     from sottovoce_client.pki import shown
 
     raise typer.Exit(shown(folder, terminal.console()))

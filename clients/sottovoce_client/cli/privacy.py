@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from sottovoce.spec import load_spec
 from sottovoce_client.cli.app import (
+    MOST,
     AllowImports,
     LiveRecords,
     LiveRounds,
@@ -60,7 +60,8 @@ def ledger_repair(
     state: State,
     learner: Annotated[str, typer.Option(help="Whose ledger.")],
     charge: Annotated[
-        float | None, typer.Option(min=0.0, help="Charge at least this much epsilon, beside what is still known.")
+        float | None,
+        typer.Option(min=0.0, max=1e100, help="Charge at least this much epsilon, beside what is still known."),
     ] = None,
 ) -> None:
     """Charge the most that may have been spent where something is lost or damaged, for ever. The learner must be stopped."""
@@ -101,12 +102,13 @@ def policy_check(
         typer.Option(envvar="SOTTOVOCE_POLICY", help="Its owner's policy.", show_default="the default policy"),
     ] = None,
     features: Annotated[
-        int | None, typer.Option(min=1, help="Features of a record.", show_default="those of the spec's data")
+        int | None, typer.Option(min=1, max=MOST, help="Features of a record.", show_default="those of the spec's data")
     ] = None,
 ) -> None:
     """Say whether a learner with a policy would take part in a run. Nothing is run; exits with 1 if it would not."""
     from sottovoce.running.policy import load_policy
     from sottovoce.running.run import build_run
+    from sottovoce.spec import load_spec
     from sottovoce_client.privacy.budget import learner_index
     from sottovoce_client.privacy.policy import check_policy
 
@@ -127,7 +129,7 @@ def budget(
     learner: Annotated[
         list[str] | None, typer.Option(help="Show this learner; repeat for several.", show_default="all")
     ] = None,
-    group: Annotated[int | None, typer.Option(min=1, help="Also for so many records of one learner.")] = None,
+    group: Annotated[int | None, typer.Option(min=1, max=MOST, help="Also for so many records of one learner.")] = None,
     uses: Annotated[bool, typer.Option("--uses", help="Also per record, in all of its uses.")] = False,
     rounds: LiveRounds = None,
     records: LiveRecords = None,
@@ -137,12 +139,18 @@ def budget(
 
     Writes budget.json and budget.html.
     """
+    from sottovoce.spec import load_spec
     from sottovoce_client.privacy.budget import Question
     from sottovoce_client.privacy.budget import budget as show
 
     prepared = priced_from(load_spec(spec), rounds, records)
     rate = (1.0 if records is None else records) if prepared.run.spec.data.live else None
-    show(prepared, folder_for("budget", out), learner or [], Question(delta, group, uses, rate))
+    show(
+        prepared,
+        folder_for("budget", out, ["budget.json", "budget.html"]),
+        learner or [],
+        Question(delta, group, uses, rate),
+    )
 
 
 @app.command(rich_help_panel="Privacy")
@@ -163,10 +171,12 @@ def calibrate(
     ] = None,
 ) -> None:
     """Write a spec with the noise that a privacy budget asks for."""
-    from sottovoce_client.privacy.calibrate import calibrate_to, target_of
+    from sottovoce.spec import load_spec
+    from sottovoce_client.privacy.calibrate import calibrate_to, horizon_of, target_of
 
-    prepared = priced_from(load_spec(spec), rounds, records)
-    calibrate_to(spec, prepared, target_of(prepared.run.spec, epsilon, learner or [], horizon, per), out)
+    asked, covered = load_spec(spec), horizon_of(horizon)
+    target = target_of(asked, epsilon, learner or [], covered, per)
+    calibrate_to(spec, priced_from(asked, rounds, records, covered), target, out)
 
 
 @app.command(rich_help_panel="Privacy")
@@ -188,7 +198,7 @@ def tradeoff(
     ceiling: Annotated[
         float | None, typer.Option(help="Largest acceptable epsilon.", show_default="the largest level")
     ] = None,
-    replicas: Annotated[int, typer.Option(min=1, help="Independent repetitions at every level.")] = 20,
+    replicas: Annotated[int, typer.Option(min=1, max=MOST, help="Independent repetitions at every level.")] = 20,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the noise.")] = 0,
     out: Annotated[Path | None, results_of("tradeoff")] = None,
 ) -> None:
@@ -197,8 +207,11 @@ def tradeoff(
     Writes tradeoff.json and tradeoff.html.
     """
     from sottovoce.budget.tradeoff import Utility
+    from sottovoce.spec import load_spec
     from sottovoce_client.privacy.tradeoff import Trade
     from sottovoce_client.privacy.tradeoff import tradeoff as run_tradeoff
 
     trade = Trade(levels(epsilons, 3), metric, Utility(*weights), threshold, ceiling, replicas, seed)
-    run_tradeoff(prepared_from(load_spec(spec)), folder_for("tradeoff", out), trade)
+    prepared = prepared_from(load_spec(spec))
+    folder = folder_for("tradeoff", out, ["tradeoff.json", "tradeoff.html"])
+    run_tradeoff(prepared, folder, trade)

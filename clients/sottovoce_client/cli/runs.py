@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-import yaml
 
 from sottovoce.errors import SpecError
-from sottovoce.spec import RunSpec, load_spec, parse_spec
 from sottovoce_client.cli.app import (
+    HERE,
+    MOST,
+    SERVED,
     Canaries,
+    Coordinator,
     Export,
     IdentityFolder,
     Insecure,
@@ -26,6 +28,13 @@ from sottovoce_client.cli.app import (
     results_of,
 )
 
+if TYPE_CHECKING:
+    from sottovoce.spec import RunSpec
+
+_RUN = ("summary.json", "report.html", "canaries.json", "commitment.json")
+"""What a run leaves in its folder beside its spec. One that failed left none of it, and is taken up again in the same folder."""
+_SIMULATED = ("transcript.parquet", "decisions.parquet", "noise.parquet", "metrics.parquet", "metrics.json")
+
 
 @app.command(rich_help_panel="Runs")
 def demo(
@@ -35,7 +44,7 @@ def demo(
             help="A name (sottovoce data list), or a .npz, .csv or .parquet file.", show_default="breast_cancer"
         ),
     ] = None,
-    rounds: Annotated[int | None, typer.Option(min=1, help="Rounds to run.", show_default="500")] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, max=MOST, help="Rounds to run.", show_default="500")] = None,
     out: Out = None,
     print_spec: Annotated[bool, typer.Option("--print-spec", help="Print the demo's run spec and exit.")] = False,
 ) -> None:
@@ -43,6 +52,10 @@ def demo(
 
     Learners run LDP-DOL on a ring; every edge passes through the eavesdropper. Ends with a summary and an HTML report.
     """
+    import yaml
+
+    from sottovoce.spec import parse_spec
+
     text = resources.files("sottovoce_client.running").joinpath("demo.yaml").read_text(encoding="utf-8")
     if print_spec:
         typer.echo(text, nl=False)
@@ -59,7 +72,7 @@ def demo(
 def up(
     spec: SpecFile,
     out: Out = None,
-    per_process: Annotated[int, typer.Option(min=1, help="Learners in one process.")] = 1,
+    per_process: Annotated[int, typer.Option(min=1, max=MOST, help="Learners in one process.")] = 1,
     recorded_noise: Annotated[
         Path | None, typer.Option(help="Use this noise instead of drawing it. Protects nobody: for tests.")
     ] = None,
@@ -70,6 +83,8 @@ def up(
     keep_log: KeepLog = False,
 ) -> None:
     """Start all services of a spec on this machine, run it, stop them."""
+    from sottovoce.spec import load_spec
+
     services = {"per_process": per_process, "noise": recorded_noise, "tls": tls, "keep_log": keep_log}
     _up(load_spec(spec), out, canaries, **services)
 
@@ -77,9 +92,7 @@ def up(
 @app.command(rich_help_panel="Runs")
 def run(
     spec: SpecFile,
-    coordinator: Annotated[
-        str, typer.Option(envvar="SOTTOVOCE_COORDINATOR", help="Address of the coordinator.")
-    ] = "127.0.0.1:7400",
+    coordinator: Coordinator = HERE,
     out: Out = None,
     canaries: Canaries = 0,
     resume: Annotated[
@@ -98,6 +111,7 @@ def run(
     insecure: Insecure = False,
 ) -> None:
     """Run a spec on services that are already up, feeding the learners from here."""
+    from sottovoce.spec import load_spec
     from sottovoce_client.running.conduct import again
     from sottovoce_client.running.operate import run_on
     from sottovoce_rpc.credentials import Credentials
@@ -108,7 +122,7 @@ def run(
     _conduct(
         load_spec(spec),
         out,
-        lambda prepared, watch, stop: run_on(
+        lambda prepared, _, watch, stop: run_on(
             coordinator,
             prepared.run.spec,
             prepared.data,
@@ -127,7 +141,14 @@ def run(
 def simulate(
     spec: SpecFile,
     out: Out = None,
-    replicas: Annotated[int, typer.Option(min=1, help="Independent repetitions, side by side.")] = 1,
+    replicas: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            max=MOST,
+            help="Independent repetitions, side by side. One seed is for all of them: the first of 4 is not that of 1 alone.",
+        ),
+    ] = 1,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the noise.")] = 0,
     noise: Annotated[
         Path | None, typer.Option(help="Recorded noise to use instead (.parquet or .npz; zeros are allowed).")
@@ -140,13 +161,14 @@ def simulate(
 ) -> None:
     """Run a spec without a network, many replicas at once. Writes transcript.parquet and decisions.parquet."""
     from sottovoce.experiment import load
+    from sottovoce.spec import dump_spec
     from sottovoce_client.reports.export import formats
     from sottovoce_client.running.plot import export_results
     from sottovoce_client.running.simulation import simulate_to
 
     experiment, asked = load(spec), formats(export)
     _ = experiment.prepared  # before a folder is made: a spec that cannot be run leaves none
-    folder = folder_for(experiment.name, out)
+    folder = folder_for(experiment.name, out, _SIMULATED, dump_spec(experiment.run.spec, out))
     measured = metrics or bool(asked)
     done = simulate_to(
         folder, experiment, replicas=replicas, seed=seed, noise=noise, record_noise=record_noise, metrics=measured
@@ -162,7 +184,7 @@ def compare(
     ] = None,
     field: Annotated[bool, typer.Option("--field", help="Every built-in algorithm on one problem.")] = False,
     out: Annotated[Path | None, results_of("compare")] = None,
-    replicas: Annotated[int, typer.Option(min=1, help="Independent repetitions of each, side by side.")] = 10,
+    replicas: Annotated[int, typer.Option(min=1, max=MOST, help="Independent repetitions of each, side by side.")] = 10,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the noise.")] = 0,
 ) -> None:
     """Run several specs in the simulator and show what they came to in one table.
@@ -175,31 +197,39 @@ def compare(
     sources = [*(the_field() if field else []), *from_files(specs or [])]
     if not sources:
         raise SpecError("compare needs specs, or --field for every built-in algorithm")
-    raise typer.Exit(run_all(sources, prepared_from, folder_for("compare", out), replicas=replicas, seed=seed))
+    folder = folder_for("compare", out, ["compare.json", "compare.md", "compare.html"])
+    raise typer.Exit(run_all(sources, prepared_from, folder, replicas=replicas, seed=seed))
 
 
 def _up(spec: RunSpec, out: Path | None, canaries: int = 0, **services: Any) -> None:
     """On services as `LocalServices` has them."""
     from sottovoce_client.running.launch import run_up
 
-    folder = folder_for(spec.name, out)
-    _conduct(
-        spec,
-        folder,
-        lambda prepared, watch, stop: run_up(prepared.run.spec, prepared.data, folder, watch, stop, **services),
-        canaries,
-    )
+    def start(prepared: Any, folder: Path, watch: Any, stop: Any) -> Coroutine[Any, Any, Any]:
+        return run_up(prepared.run.spec, prepared.data, folder, watch, stop, **services)
+
+    _conduct(spec, out, start, canaries, SERVED)
 
 
 def _conduct(
-    spec: RunSpec, out: Path | None, start: Callable[..., Coroutine[Any, Any, Any]], canaries: int = 0
+    spec: RunSpec,
+    out: Path | None,
+    start: Callable[..., Coroutine[Any, Any, Any]],
+    canaries: int = 0,
+    writes: Sequence[str] = (),
 ) -> None:
-    """Prepare, run while the console shows it, then summarise."""
+    """Prepare, run while the console shows it, then summarise; a spec that cannot be run leaves no folder."""
+    from sottovoce.experiment import PAUSES
+    from sottovoce.spec import dump_spec
     from sottovoce_client.running.conduct import conduct
 
-    folder, prepared = folder_for(spec.name, out), prepared_from(spec, live=True)
+    prepared = prepared_from(spec, live=True)
+    for finding in prepared.run.warnings:  # the others are for whoever reads the results
+        if finding.code == PAUSES:
+            typer.echo(f"warning: {finding.text} [{finding.code}]", err=True)
+    folder = folder_for(spec.name, out, [*_RUN, *writes], dump_spec(prepared.run.spec, out))
     if canaries:
         from sottovoce_client.lab.watching.canaries import with_canaries
 
         prepared = with_canaries(prepared, canaries, folder)
-    raise typer.Exit(conduct(prepared, folder, start))
+    raise typer.Exit(conduct(prepared, folder, lambda ready, *watching: start(ready, folder, *watching)))

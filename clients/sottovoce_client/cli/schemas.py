@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from sottovoce.spec import load_schema, load_spec
 from sottovoce_client.cli.app import schema_app
 
 
@@ -47,6 +46,7 @@ def check(
 
     Counts of your own records are figures of them: nothing protects them.
     """
+    from sottovoce.spec import load_schema, load_spec
     from sottovoce_client import schemas
 
     fits = schemas.check(load_schema(schema), records, None if spec is None else load_spec(spec))

@@ -12,14 +12,19 @@ import typer
 
 from sottovoce.errors import SottovoceError, SpecError
 from sottovoce_client.cli.app import (
+    MOST,
+    MOST_SECONDS,
     AllowImports,
     ConfigFile,
     IdentityFolder,
     Insecure,
     KeepLog,
     Listen,
+    LogFormat,
     LogLevel,
+    Metrics,
     StopWithStdin,
+    address,
     app,
     eavesdropper_app,
     folder_for,
@@ -32,7 +37,7 @@ def coordinator(
     listen: Listen = "127.0.0.1:7400",
     eavesdropper: Annotated[
         str | None,
-        typer.Option(envvar="SOTTOVOCE_EAVESDROPPER", help="Address of the eavesdropper, for runs that are captured."),
+        address(envvar="SOTTOVOCE_EAVESDROPPER", help="Address of the eavesdropper, for runs that are captured."),
     ] = None,
     allow_imports: AllowImports = False,
     state: Annotated[
@@ -45,27 +50,48 @@ def coordinator(
     ] = None,
     identity: IdentityFolder = None,
     insecure: Insecure = False,
+    metrics: Metrics = None,
     log_level: LogLevel = "info",
+    log_format: LogFormat = "auto",
     stop_with_stdin: StopWithStdin = False,
     config: ConfigFile = None,
 ) -> None:
     """Start a [bold]coordinator[/] in the foreground: it distributes the topology and the round clock."""
     from sottovoce_coordinator.service import CoordinatorConfig, serve
     from sottovoce_rpc.credentials import Credentials
+    from sottovoce_rpc.scraping import Scraped
 
     deployed = CoordinatorConfig(listen, eavesdropper, allow_imports, state, Credentials(identity, insecure))
-    _serve(lambda: serve(deployed, with_stdin=stop_with_stdin), log_level)
+    at = None if metrics is None else Scraped(metrics, deployed.credentials)
+    _serve(lambda: serve(deployed, with_stdin=stop_with_stdin, metrics=at), log_level, log_format)
 
 
 @app.command(rich_help_panel="Services")
 def learner(
     name: Annotated[
-        list[str], typer.Option(envvar="SOTTOVOCE_NAME", help="Its name; repeat for several learners in one process.")
-    ],
-    coordinator: Annotated[str, typer.Option(envvar="SOTTOVOCE_COORDINATOR", help="Address of the coordinator.")],
+        list[str] | None,
+        typer.Option(
+            envvar="SOTTOVOCE_NAME",
+            help="Its name; repeat for several learners in one process, of which all else is the same.",
+            show_default=False,
+        ),
+    ] = None,
+    coordinator: Annotated[
+        str | None, address(envvar="SOTTOVOCE_COORDINATOR", help="Address of the coordinator.", show_default=False)
+    ] = None,
+    host: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            envvar="SOTTOVOCE_HOST",
+            help="In place of --name: YAML file with learners of one process, each with settings of its own, by the names of "
+            "these options. What it leaves open, the options say.",
+            show_default="none",
+        ),
+    ] = None,
     listen: Listen = "127.0.0.1:0",
     advertise: Annotated[
-        str | None, typer.Option(envvar="SOTTOVOCE_ADVERTISE", help="Address for others, where it differs.")
+        str | None, address(envvar="SOTTOVOCE_ADVERTISE", help="Address for others, where it differs.")
     ] = None,
     state: Annotated[
         Path, typer.Option(envvar="SOTTOVOCE_STATE", help="Folder for the journal. It must survive restarts.")
@@ -77,7 +103,13 @@ def learner(
         ),
     ] = None,
     join_timeout: Annotated[
-        float, typer.Option(envvar="SOTTOVOCE_JOIN_TIMEOUT", help="Seconds to wait for the coordinator at the start.")
+        float,
+        typer.Option(
+            min=0.0,
+            max=MOST_SECONDS,
+            envvar="SOTTOVOCE_JOIN_TIMEOUT",
+            help="Seconds to wait for the coordinator at the start.",
+        ),
     ] = 30.0,
     policy: Annotated[
         Path | None,
@@ -124,41 +156,61 @@ def learner(
     ] = None,
     keep_log: KeepLog = False,
     allow_imports: AllowImports = False,
+    metrics: Metrics = None,
+    metrics_process: Annotated[
+        bool,
+        typer.Option(
+            "--metrics-process",
+            envvar="SOTTOVOCE_METRICS_PROCESS",
+            help="Also what the process has used of processor and memory. That may depend on records.",
+        ),
+    ] = False,
+    trace: Annotated[
+        bool,
+        typer.Option(
+            "--trace",
+            envvar="SOTTOVOCE_TRACE",
+            help="Send the times of rounds to an OpenTelemetry collector (OTEL_EXPORTER_OTLP_ENDPOINT). They may depend on "
+            "records. An extra.",
+        ),
+    ] = False,
+    trace_every: Annotated[
+        int, typer.Option(min=1, max=MOST, envvar="SOTTOVOCE_TRACE_EVERY", help="Of every so many rounds one.")
+    ] = 1,
     log_level: LogLevel = "info",
+    log_format: LogFormat = "auto",
     stop_with_stdin: StopWithStdin = False,
     config: ConfigFile = None,
 ) -> None:
     """Start a [bold]learner[/] in the foreground: it learns from its owner's stream and talks to its neighbours."""
-    from sottovoce.running.policy import load_policy
-    from sottovoce_learner.config import LearnerConfig
+    from sottovoce_learner.host_file import hosted, named
     from sottovoce_learner.service import serve
-    from sottovoce_rpc.credentials import Credentials
+    from sottovoce_rpc.scraping import Scraped
 
-    allowed = load_policy(policy)
-    if len(name) > 1 and not listen.endswith(":0"):
-        raise SpecError(f"several learners in one process need --listen HOST:0, got {listen}")
-    configs = [
-        LearnerConfig(
-            each,
-            coordinator,
-            listen,
-            advertise,
-            state,
-            join_timeout,
-            recorded_noise,
-            allow_imports,
-            budget,
-            noise,
-            noise_seed,
-            Credentials(identity / f"learner-{each}" if identity and len(name) > 1 else identity, insecure),
-            tuple(owner or ()),
-            tuple(feeder or ()),
-            allowed,
-            keep_log,
-        )
-        for each in name
-    ]
-    _serve(lambda: serve(configs, with_stdin=stop_with_stdin), log_level)
+    options = {
+        "coordinator": coordinator,
+        "listen": listen,
+        "advertise": advertise,
+        "state": state,
+        "join_timeout": join_timeout,
+        "recorded_noise": recorded_noise,
+        "allow_imports": allow_imports,
+        "budget": budget,
+        "noise": noise,
+        "noise_seed": noise_seed,
+        "identity": identity,
+        "insecure": insecure,
+        "owner": owner or (),
+        "feeder": feeder or (),
+        "policy": policy,
+        "keep_log": keep_log,
+    }
+    if bool(name) == (host is not None):
+        raise SpecError("a learner has a name (--name), or several stand in a file (--host): give one of the two")
+    configs = named(name or (), options) if host is None else hosted(host, options)
+    at = None if metrics is None else Scraped(metrics, configs[0].credentials, metrics_process)
+    every = trace_every if trace else None
+    _serve(lambda: serve(configs, with_stdin=stop_with_stdin, metrics=at, trace_every=every), log_level, log_format)
 
 
 @eavesdropper_app.callback()
@@ -176,7 +228,9 @@ def eavesdropper(
     identity: IdentityFolder = None,
     insecure: Insecure = False,
     allow_imports: AllowImports = False,
+    metrics: Metrics = None,
     log_level: LogLevel = "info",
+    log_format: LogFormat = "auto",
     stop_with_stdin: StopWithStdin = False,
     config: ConfigFile = None,
 ) -> None:
@@ -188,14 +242,16 @@ def eavesdropper(
         return
     from sottovoce_eavesdropper.service import EavesdropperConfig, serve
     from sottovoce_rpc.credentials import Credentials
+    from sottovoce_rpc.scraping import Scraped
 
     deployed = EavesdropperConfig(listen, folder, advertise_host, allow_imports, Credentials(identity, insecure))
-    _serve(lambda: serve(deployed, with_stdin=stop_with_stdin), log_level)
+    at = None if metrics is None else Scraped(metrics, deployed.credentials)
+    _serve(lambda: serve(deployed, with_stdin=stop_with_stdin, metrics=at), log_level, log_format)
 
 
 @eavesdropper_app.command("relay")
 def eavesdropper_relay(
-    to: Annotated[str, typer.Option(help="host:port of the server.", show_default=False)],
+    to: Annotated[str, address(help="host:port of the server.", show_default=False)],
     listen: Listen = "127.0.0.1:7600",
     folder: Annotated[
         str,
@@ -214,6 +270,7 @@ def eavesdropper_relay(
         Path | None, typer.Option(help="PEM file: who vouches for the server.", show_default="the system's authorities")
     ] = None,
     log_level: LogLevel = "info",
+    log_format: LogFormat = "auto",
     stop_with_stdin: StopWithStdin = False,
     config: ConfigFile = None,
 ) -> None:
@@ -221,7 +278,7 @@ def eavesdropper_relay(
     from sottovoce_eavesdropper.foreign import ForeignConfig, serve
 
     relayed = ForeignConfig(to, listen, folder, world, tls_cert, tls_key, to_tls, to_ca)
-    _serve(lambda: serve(relayed, with_stdin=stop_with_stdin), log_level)
+    _serve(lambda: serve(relayed, with_stdin=stop_with_stdin), log_level, log_format)
 
 
 @eavesdropper_app.command("audit")
@@ -235,7 +292,9 @@ def eavesdropper_audit(
     ] = "connection",
     claim: Annotated[
         float | None,
-        typer.Option(min=0.0, help="Epsilon that the service's owner claims for a run.", show_default="none"),
+        typer.Option(
+            min=0.0, max=1e100, help="Epsilon that the service's owner claims for a run.", show_default="none"
+        ),
     ] = None,
     confidence: Annotated[
         float, typer.Option(min=0.5, max=0.999999, help="With which a claim that holds is not refuted.")
@@ -256,18 +315,18 @@ def eavesdropper_audit(
         claim=math.inf if claim is None else claim,
         confidence=confidence,
         seed=seed,
-        out=folder_for("audit", out),
+        out=folder_for("audit", out, ["audit.json"]),
     )
     raise typer.Exit(code)
 
 
-def _serve(work: Callable[[], Coroutine[Any, Any, None]], log_level: str) -> None:
+def _serve(work: Callable[[], Coroutine[Any, Any, None]], log_level: str, log_format: str = "auto") -> None:
     import structlog
 
     from sottovoce_rpc.logs import configure_logs, failure
     from sottovoce_rpc.private import keep_private
 
-    configure_logs(log_level)
+    configure_logs(log_level, log_format)
     keep_private()
     try:
         with asyncio.Runner(loop_factory=_event_loop()) as runner:

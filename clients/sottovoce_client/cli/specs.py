@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Annotated
+
 import typer
 
 from sottovoce.plain import plain
-from sottovoce.spec import dump_spec, load_spec, spec_schema
-from sottovoce_client.cli.app import SpecFile, app, prepared_from, spec_app
+from sottovoce_client.cli.app import SpecFile, app, installed_version, prepared_from, spec_app
 
 
 @spec_app.command("check")
 def spec_check(spec: SpecFile) -> None:
-    """Check a spec, its algorithm's conditions and its data, without running anything."""
+    """Check a spec, its algorithm's conditions and its data, without running anything.
+
+    Shows how the records are read: columns, labels and what counts as 1, the intercept, and the first five of them.
+    """
+    from sottovoce.data.folders import data_folders
+    from sottovoce.spec import load_spec
+
     prepared = prepared_from(load_spec(spec), live=True)
     for finding in prepared.run.warnings:
         typer.echo(f"warning: {finding.text} [{finding.code}]")
@@ -20,24 +28,59 @@ def spec_check(spec: SpecFile) -> None:
 
         for line in used_lines(prepared.run.spec, prepared.run.spec.data.schema):
             typer.echo(plain(line))
-    typer.echo(f"{spec}: {prepared.run.spec.n_learners} learners, {prepared.data.n_features} features: fine")
+    width = f"{prepared.data.n_features} features"
+    if prepared.run.spec.data.intercept:
+        width = f"{prepared.data.n_features - 1} features and an intercept"
+    if not prepared.run.spec.data.live:
+        from sottovoce_client.data.reading import reading_lines
+
+        for line in reading_lines(prepared.run.spec, prepared.data, data_folders()):
+            typer.echo(plain(line))
+    typer.echo(f"{spec}: {prepared.run.spec.n_learners} learners, {width}: fine")
 
 
 @spec_app.command("show")
 def spec_show(spec: SpecFile) -> None:
     """Print a spec with all defaults filled in."""
+    from sottovoce.spec import dump_spec, load_spec
+
     typer.echo(dump_spec(load_spec(spec)), nl=False)
 
 
 @spec_app.command("schema")
 def spec_schema_() -> None:
     """Print the JSON schema of a run spec, for editors."""
+    from sottovoce.spec import spec_schema
+
     typer.echo(spec_schema())
+
+
+@spec_app.command("values")
+def spec_values(
+    specs: Annotated[list[Path], typer.Argument(metavar="SPEC", help="The run specs, YAML files.", show_default=False)],
+    own: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="A learner of this release; repeat for several.", show_default="all"),
+    ] = None,
+    coordinator: Annotated[
+        bool,
+        typer.Option(
+            "--coordinator", help="This release has the coordinator, and of the learners those of --own alone."
+        ),
+    ] = False,
+) -> None:
+    """Print values for the Helm chart: learners, who opens a stream to whom, and how runs are captured.
+
+    Of all runs that are to be started on one deployment. Where a release has not all learners, it also prints what is to be
+    filled in about those elsewhere.
+    """
+    from sottovoce.spec import load_spec
+    from sottovoce_client.chart import as_yaml, chart_values
+
+    typer.echo(as_yaml(chart_values([load_spec(spec) for spec in specs], own or (), coordinator=coordinator)), nl=False)
 
 
 @app.command(rich_help_panel="Specs")
 def version() -> None:
-    """Print the version."""
-    from importlib.metadata import version as installed
-
-    typer.echo(installed("sottovoce"))
+    """Print the version alone, for programs; `sottovoce --version` says which formats it writes, too."""
+    typer.echo(installed_version())

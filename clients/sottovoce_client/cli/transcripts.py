@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from sottovoce_client.cli.app import transcript_app
+from sottovoce_client.cli.app import MOST, transcript_app
 
 Overheard = Annotated[
     str,
@@ -23,8 +23,10 @@ Overheard = Annotated[
 @transcript_app.command("show")
 def transcript_show(
     folder: Overheard,
-    sender: Annotated[int, typer.Option(min=0, help="Whose first messages to show, by index.")] = 0,
-    first: Annotated[int, typer.Option(min=0, help="How many of them.")] = 3,
+    sender: Annotated[
+        str, typer.Option(metavar="LEARNER", help="Whose first messages to show: a name, or an index.")
+    ] = "0",
+    first: Annotated[int, typer.Option(min=0, max=MOST, help="How many of them.")] = 3,
 ) -> None:
     """Who spoke when, how much, what is missing, what was said first, and what was noticed that must never happen."""
     from sottovoce_client.transcripts.show import show

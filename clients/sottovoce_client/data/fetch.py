@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from sottovoce.data.known import KnownSource, Original
 from sottovoce.errors import DataError, NotReady, SpecError, Unavailable
 from sottovoce_client.data.convert import convert
 from sottovoce_client.data.unpack import gunzip, unzip
+from sottovoce_client.scratch import scratch
 
 RETRIES = 2
 """How often a download is begun anew that broke off, or that a server in trouble did not give; after 1 s, then 2."""
@@ -109,8 +109,8 @@ def _workplace(folder: Path, source: KnownSource) -> Iterator[Path]:
     """A folder in which to work, on the disk of the result."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{source.name}-", dir=folder) as work:
-            yield Path(work)
+        with scratch(f".{source.name}-", folder) as work:
+            yield work
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             text = f"there is no room for {source.name} on the disk of {folder}, and nothing was kept: free some"

@@ -61,13 +61,15 @@ async def _conducted(work: Work) -> int:
 
     for each in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(each, tell)
+    failed = True  # in a line that follows
     try:
         async with shown(account, console):
             await work(account, stop)
+        failed = False
     except asyncio.CancelledError:
         return 130
     finally:
-        print_summary(account, time.monotonic() - begun, console)
+        print_summary(account, time.monotonic() - begun, console, failed=failed)
         if not console.is_terminal and account.run_id:
             log.info("fed", **facts_of(account))
     return 1 if account.dropped else 0
@@ -82,6 +84,7 @@ def feeding(opened: AbstractAsyncContextManager[Sequence[Part]], target: Target,
     """
 
     async def work(account: Account, stop: asyncio.Event) -> None:
+        account.awaited = "the broker"  # files are there
         async with opened as parts:
             await feed(parts, target, terms, account, stop)
 

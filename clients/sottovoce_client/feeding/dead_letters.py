@@ -97,10 +97,13 @@ def dead_letters(path: Path) -> Iterator[DeadLetters]:
     Half a line at its end, of a feeder that died, is cut off: its message has not been passed.
 
     Raises:
-        NotReady: another feeder writes to it.
-        OSError: it cannot be written to.
+        NotReady: another feeder writes to it, or it cannot be written to.
     """
-    number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        where = f": there is no folder {path.parent.absolute()}" if not path.parent.exists() else f": {error.strerror}"
+        raise NotReady(f"dead letters cannot be written to {path}{where}") from None
     with os.fdopen(number, "r+b") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

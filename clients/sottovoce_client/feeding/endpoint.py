@@ -26,6 +26,7 @@ from sottovoce_client.feeding.fields import Unfit, json_of
 from sottovoce_client.feeding.pump import Target, Terms, unless
 from sottovoce_client.feeding.sinks import Full, Refused, Sinks, WhenFull
 from sottovoce_client.feeding.tally import Account
+from sottovoce_rpc.addresses import place_of
 from sottovoce_rpc.logs import failure
 from sottovoce_rpc.loopback import is_loopback, of_this_user
 from sottovoce_rpc.tasks import Tasks
@@ -86,10 +87,7 @@ class Listening:
         Raises:
             SpecError: there are none.
         """
-        host, _, port = self.listen.rpartition(":")
-        if not host or not port.isdigit() or int(port) > 65_535:
-            raise SpecError(f"--listen must be host:port, got {self.listen!r}")
-        return host.strip("[]"), int(port)
+        return place_of(self.listen, "--listen", listen=True)
 
 
 def _token(path: Path) -> bytes:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from sottovoce.data.cells import normal
 from sottovoce.data.encoding import UNDECLARED
+from sottovoce.data.header import misfit
 from sottovoce.data.schema import Schema
 from sottovoce.errors import SpecError
 
@@ -30,12 +31,14 @@ class Fields:
         known: fields that may stand in a message under their own names.
         ignore_unknown: leave out all others, in place of refusing the message.
         position: field that says where a message stands in its source, and is no field of the record; empty: there is none.
+        own: fields of a record.
     """
 
     paths: Mapping[str, tuple[str, ...]]
     known: frozenset[str]
     ignore_unknown: bool = False
     position: str = ""
+    own: tuple[str, ...] = ()
     _places: Mapping[tuple[str, ...], list[str]] = field(default_factory=dict, repr=False)
     """Fields that a map names, by where they may stand: nested, or under the whole path as a name."""
     _reached: frozenset[tuple[str, ...]] = field(default=frozenset(), repr=False)
@@ -55,7 +58,7 @@ class Fields:
         Raises:
             SpecError: a map is none, names a field that records do not have, or one twice.
         """
-        own = WITHOUT_SCHEMA if schema is None else (*schema.features, schema.label.name)
+        own: tuple[str, ...] = WITHOUT_SCHEMA if schema is None else (*schema.features, schema.label.name)
         paths = dict[str, tuple[str, ...]]()
         for each in maps:
             name, equals, path = each.partition("=")
@@ -76,7 +79,21 @@ class Fields:
         ignored = () if schema is None else schema.ignored
         reached = frozenset(steps[:n] for steps in paths.values() for n in range(1, len(steps)))
         known = frozenset((*own, *ignored)) - paths.keys()
-        return cls(paths, known, ignore_unknown, normal(position), places, reached)
+        return cls(paths, known, ignore_unknown, normal(position), own, places, reached)
+
+    def misfit(self, columns: Sequence[str]) -> str:
+        """Why messages with these columns, by their names as they are compared, are no records; empty: they may be."""
+        there = set(columns)
+        places = {name: {name} for name in self.own if name not in self.paths}
+        for name, steps in self.paths.items():  # a column of the whole path, or an object that has the field
+            places[f"{name}={'.'.join(steps)}"] = {".".join(steps), steps[0]}
+        wanted = {name: bool(there & here) for name, here in places.items()}
+        if self.own == WITHOUT_SCHEMA and not all(wanted.values()):
+            return "must have the columns features, lists of numbers, and label: this run has no schema, so it knows no others"
+        allowed = {*self.known, self.position}.union(*places.values(), there if self.ignore_unknown else ())
+        return misfit(
+            there, wanted, allowed, "--map FIELD=COLUMN says where a field stands, --ignore-unknown leaves others out"
+        )
 
     def record(self, body: Mapping[str, Any] | bytes) -> Mapping[str, Any]:
         """A message's record, by the fields' own names; what a map does not find is left out.

@@ -6,14 +6,14 @@ import asyncio
 import os
 import zlib
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from sottovoce.errors import DataError
-from sottovoce_client.feeding.forms import LONGEST, Csv, Cut, Form, JsonLines
-from sottovoce_client.feeding.source import Message, Part, Unreadable
+from sottovoce_client.feeding.forms import LONGEST, Csv, Cut, Form, JsonLines, anything
+from sottovoce_client.feeding.source import Message, Misfit, Part, Unreadable
 
 T = TypeVar("T")
 
@@ -49,19 +49,38 @@ async def in_thread(work: Callable[..., T], *arguments: Any) -> T:
         await asyncio.wait([working])
 
 
+def require_file(path: Path) -> None:
+    """Refuse what is no file: opening a pipe would wait for ever.
+
+    Raises:
+        DataError: there is none, or it is something else.
+    """
+    if not path.exists():
+        raise DataError(f"there is no file {path} (looked for at {path.absolute()})")
+    if path.is_dir():
+        raise DataError(f"{path} is a folder: name the files in it")
+    if not path.is_file():
+        raise DataError(f"{path} is no file: what comes in a pipe is fed by `sottovoce feed stdin`")
+
+
 @dataclass(frozen=True, slots=True)
 class LinesOfFile:
     """A file of lines. A position is where a record begins, and a checksum of it, of what is before it and the header.
 
     Attributes:
         path: of the file.
-        form: gives how its records are written, anew for each reading.
+        form: how its records are written.
         follow: wait for more at its end.
+        misfit: why columns are not those of records.
     """
 
     path: Path
-    form: Callable[[], Form]
+    form: Form
     follow: bool
+    misfit: Misfit = anything
+
+    def held(self, misfit: Misfit) -> LinesOfFile:
+        return replace(self, misfit=misfit)
 
     @property
     def name(self) -> str:
@@ -72,13 +91,12 @@ class LinesOfFile:
 
     async def read(self, after: int) -> AsyncIterator[Sequence[Message]]:
         try:
-            if not self.path.is_file():  # opening a pipe would wait for ever
-                raise DataError(f"{self.path} is no file: what comes in a pipe is fed by `sottovoce feed stdin`")
+            require_file(self.path)
             file = self.path.open("rb")
         except OSError as error:
             raise DataError(f"cannot read {self.path}: {error.strerror}") from None
         with file:
-            reading = _Reading(self, file, self.form())
+            reading = _Reading(self, file, self.form.anew(self.misfit))
             await reading.begin(after)
             async for messages in reading.messages():
                 yield messages
@@ -102,7 +120,7 @@ class _Reading:
         Raises:
             DataError: that one is not there any more: this is another file.
         """
-        while (used := self._form.header(self._rest, whole=self._ended)) is None:
+        while (used := self._headed()) is None:
             await self._more()
         self._header = zlib.crc32(self._rest[:used])
         self._use(used)
@@ -125,6 +143,12 @@ class _Reading:
             f"{self._of.path} is not the file whose records were fed up to byte {place}: what stands there differs. Put the old "
             "one back, or feed this one under another --source, and all of it is learned"
         )
+
+    def _headed(self) -> int | None:
+        try:
+            return self._form.header(self._rest, whole=self._ended)
+        except DataError as error:
+            raise DataError(f"{self._of.path} {error}") from None
 
     async def messages(self) -> AsyncIterator[Sequence[Message]]:
         """What follows, a few at a time."""
@@ -231,10 +255,10 @@ def csv_files(paths: Sequence[Path], *, delimiter: str = ",", follow: bool = Fal
     Raises:
         DataError: no such delimiter.
     """
-    Csv(delimiter)
-    return [LinesOfFile(path, lambda: Csv(delimiter), follow) for path in paths]
+    form = Csv(delimiter)
+    return [LinesOfFile(path, form, follow) for path in paths]
 
 
 def jsonl_files(paths: Sequence[Path], *, follow: bool = False) -> list[Part]:
     """Files with a JSON object on each line; as `csv_files`."""
-    return [LinesOfFile(path, JsonLines, follow) for path in paths]
+    return [LinesOfFile(path, JsonLines(), follow) for path in paths]

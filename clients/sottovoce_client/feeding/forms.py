@@ -9,18 +9,23 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from sottovoce.data.cells import normal
+from sottovoce.data.columns import OTHER_WIDTH
 from sottovoce.errors import DataError
 from sottovoce_client.feeding.fields import NOT_UTF8
+from sottovoce_client.feeding.source import Misfit
 
 LONGEST = 1024 * 1024
 """Bytes of a record at most."""
-NO_END, ODD_QUOTES, OTHER_WIDTH = (
-    "a quote that is never closed",
-    "quotes that are not CSV",
-    "not as many values as the header",
-)
+NO_END, ODD_QUOTES = "a quote that is never closed", "quotes that are not CSV"
+_DELIMITERS = {",": "','", ";": "';'", "\t": "$'\\t'", "|": "'|'"}
+"""Those that are usual, as a shell takes them."""
 _MARK = b"\xef\xbb\xbf"
 """What some programs write before UTF-8."""
+
+
+def anything(names: Sequence[str]) -> str:
+    """Columns may be any."""
+    return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +47,19 @@ class Cut:
 class Form(Protocol):
     """How records are written."""
 
+    def anew(self, misfit: Misfit) -> Form:
+        """For another reading.
+
+        Args:
+            misfit: why columns are not those of records.
+        """
+        ...
+
     def header(self, stretch: bytes, *, whole: bool) -> int | None:
         """Bytes of what stands before the first record, and is taken in; None: it is not all there yet.
 
         Raises:
-            DataError: it is none.
+            DataError: it is none; the text goes on behind the name of what has it.
         """
         ...
 
@@ -73,6 +86,9 @@ def _line(stretch: bytes, at: int, *, whole: bool) -> tuple[int, int] | None:
 class JsonLines:
     """An object on each line."""
 
+    def anew(self, misfit: Misfit) -> JsonLines:
+        return self
+
     def header(self, stretch: bytes, *, whole: bool) -> int | None:
         return 0
 
@@ -92,10 +108,12 @@ class Csv:
 
     Attributes:
         delimiter: one character.
+        misfit: why columns are not those of records.
         names: of the columns; empty until the header was read.
     """
 
     delimiter: str = ","
+    misfit: Misfit = anything
     names: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -103,6 +121,9 @@ class Csv:
             raise DataError(
                 f"--delimiter must be one character that is neither a quote nor a line's end, got {self.delimiter!r}"
             )
+
+    def anew(self, misfit: Misfit) -> Csv:
+        return Csv(self.delimiter, misfit)
 
     def header(self, stretch: bytes, *, whole: bool) -> int | None:
         at = 0
@@ -113,16 +134,30 @@ class Csv:
         found = self._record(stretch, at, whole=whole)
         if found is None:
             if whole or len(stretch) - at > LONGEST:
-                raise DataError("a CSV must begin with a header: there is none")
+                raise DataError("must begin with a line of column names, and has none")
             return None
-        values, _, after = found
+        values, end, after = found
         names = [normal(each) for each in values] if isinstance(values, list) else []
+        if names and (why := self.misfit(names)):
+            raise DataError(f"{why}{self._other_delimiter(stretch[at:end])}")
         if not names or len(set(names)) < len(names) or not all(names):
             raise DataError(
-                f"a CSV must begin with a header, {len(names)} names that differ: these do not, or are no CSV in UTF-8"
+                f"must begin with a line of column names that differ: these do not, or are no CSV in UTF-8"
+                f"{self._other_delimiter(stretch[at:end])}"
             )
         self.names = names
         return after
+
+    def _other_delimiter(self, header: bytes) -> str:
+        """What to do about a header that has something else between its names; empty: nothing else is there."""
+        for sign, called in _DELIMITERS.items():
+            other = Csv(sign)._values(header.removeprefix(_MARK))
+            if sign != self.delimiter and isinstance(other, list) and len(other) > 1:
+                if not self.misfit([normal(each) for each in other]):
+                    return f". With --delimiter {called} they fit"
+                if self.delimiter.encode() not in header:
+                    return f". They seem to have another delimiter: --delimiter {called}"
+        return ""
 
     def cut(self, stretch: bytes, *, whole: bool) -> tuple[Sequence[Cut], int]:
         found, at = list[Cut](), 0

@@ -24,10 +24,36 @@ from sottovoce_client.feeding.standard_input import NO_POSITION, whole_number
 from sottovoce_client.feeding.unacknowledged import Unacknowledged
 
 EMPTY = "an empty message"
-_BATCH, _RECEIVE, _CALL_S, _CLOSE_S, _KEEPALIVE_S = 512, 4_096, 10.0, 2.0, 20
+_BATCH, _RECEIVE, _CALL_S, _CLOSE_S, _KEEPALIVE_S, _TURN_S = 512, 4_096, 10.0, 2.0, 20, 1.0
 _NOT_AUTHORIZED = frozenset({0x84, 0x85, 0x86, 0x87, 0x8A, 0x8C, 0x90})
 """Reasons that no patience mends: protocol, client identifier, password, not authorized, banned, method, topic."""
 _TAKEN_OVER = 0x8E
+_CLOSED = "the connection was closed"
+
+
+def drive(connection: Any) -> None:
+    """Have this event loop do what a client of the library's, which has connected, would do in a thread of its own.
+
+    That thread waits with `select`, which knows no descriptor above 1,023: in a process with more it would do nothing.
+    """
+    loop, socket = asyncio.get_running_loop(), connection.socket()
+
+    def read() -> None:
+        connection.loop_read()
+        while connection.socket() is not None and getattr(socket, "pending", int)():  # TLS has more, decrypted
+            connection.loop_read()
+
+    def turn() -> None:
+        if connection.loop_misc() == 0:  # it is still connected
+            loop.call_later(_TURN_S, turn)
+
+    connection.on_socket_close = lambda *_: loop.remove_reader(socket)
+    connection.on_socket_register_write = lambda *_: loop.add_writer(socket, connection.loop_write)
+    connection.on_socket_unregister_write = lambda *_: loop.remove_writer(socket)
+    loop.add_reader(socket, read)
+    if connection.want_write():
+        loop.add_writer(socket, connection.loop_write)
+    turn()
 
 
 class _Link:
@@ -52,8 +78,8 @@ class _Link:
     async def connect(self) -> bool:
         """On a new connection; whether the broker knows the session."""
         await self.close()
-        loop, arrived = asyncio.get_running_loop(), asyncio.Queue[Any]()
-        connected: asyncio.Future[Any] = loop.create_future()
+        arrived = asyncio.Queue[Any]()
+        connected: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.arrived = arrived
 
         def tell(whom: asyncio.Future[Any], what: Any) -> None:
@@ -72,14 +98,10 @@ class _Link:
                 arrived.put_nowait(message)
 
         connection = self._made()
-        connection.on_connect = lambda _c, _u, flags, reason, _p: loop.call_soon_threadsafe(
-            tell, connected, (flags.session_present, reason)
-        )
-        connection.on_subscribe = lambda _c, _u, _m, reasons, _p: loop.call_soon_threadsafe(
-            lambda: tell(self._answered, reasons)
-        )
-        connection.on_disconnect = lambda _c, _u, _f, reason, _p: loop.call_soon_threadsafe(lost, reason)
-        connection.on_message = lambda _c, _u, message: loop.call_soon_threadsafe(take, message)
+        connection.on_connect = lambda _c, _u, flags, reason, _p: tell(connected, (flags.session_present, reason))
+        connection.on_subscribe = lambda _c, _u, _m, reasons, _p: tell(self._answered, reasons)
+        connection.on_disconnect = lambda _c, _u, _f, reason, _p: lost(reason)
+        connection.on_message = lambda _c, _u, message: take(message)
         await asyncio.to_thread(
             connection.connect,
             self._host,
@@ -88,8 +110,10 @@ class _Link:
             clean_start=False,
             properties=self._of_session(),
         )
+        if connection.socket() is None:  # closed before it had said who it is
+            raise ConnectionError(_CLOSED)
         self._connection = connection
-        connection.loop_start()
+        drive(connection)
         async with asyncio.timeout(_CALL_S):
             present, reason = await connected
             self.require(reason)
@@ -164,7 +188,7 @@ class _Link:
                         await self._subscribed()
             connection, self._connection = self._connection, None
             connection.disconnect()
-            await asyncio.to_thread(connection.loop_stop)
+            connection.loop_write()
 
 
 class _Session:
@@ -234,7 +258,7 @@ class _Session:
         for each in found:
             if not hasattr(each, "mid"):
                 self._link.require(each)
-                raise ConnectionError("the connection was closed")
+                raise ConnectionError(_CLOSED)
         return found
 
     def _taken(self, arrived: Sequence[Any]) -> list[Message]:

@@ -29,6 +29,8 @@ BUCKET, EMPTY = "sottovoce", "an empty message"
 """Of the bookmarks: how far each feeder's learner is, beyond a run; and why a message is no record."""
 _BATCH, _FETCH_S, _CALL_S, _UNUSED_S, _LOOK_S = 512, 0.25, 5.0, 60.0, 10.0
 _PING_S, _CLOSE_S = 10, 1.0
+_NO_SUBJECT = 10093
+"""Error of JetStream: a filter that is no part of the stream's subjects."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +163,7 @@ class _Stream:
         self._key = re.sub(r"[^-_a-zA-Z0-9]", lambda found: f"={ord(found[0]):02X}", f"{group}/{self.name}")
         self._patience = Patience(link.what, patience_s)
         self._gone = Gone(f"stream {stream}")
-        self._created = ""
+        self._created = self._subjects = ""
         self._due: int | None = None
         """What the bookmark should say, and does not yet."""
 
@@ -183,6 +185,11 @@ class _Stream:
                         await self._look(looked[0])
                         looked = after, asyncio.get_running_loop().time()
             except self._link.away as error:
+                if getattr(error, "err_code", None) == _NO_SUBJECT:
+                    raise DataError(
+                        f"stream {self._stream} has messages of {self._subjects}: {self._subject} is none of them, nor part "
+                        "of one"
+                    ) from None
                 await self._patience.away(self._link.why(error))
 
     async def keep(self, position: int) -> None:
@@ -204,7 +211,7 @@ class _Stream:
     async def _begin(self, after: int) -> int:
         """Position behind which to read, of a stream that is the one it was."""
         info, bookmark = await self._info(), await self._bookmark()
-        self._created = str(info["created"])
+        self._created, self._subjects = str(info["created"]), ", ".join(info["config"].get("subjects") or ())
         same = bookmark is not None and bookmark.created == self._created
         if after >= 0 and bookmark is not None and not same:
             raise self._anew(f"the learner has its message {after}, of one that was made at another time")

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from sottovoce.data.cells import normal
 from sottovoce.data.files import import_extra
 from sottovoce.errors import DataError
-from sottovoce_client.feeding.files import in_thread, place_of, position_of
-from sottovoce_client.feeding.source import Message, Part
+from sottovoce_client.feeding.files import in_thread, place_of, position_of, require_file
+from sottovoce_client.feeding.forms import anything
+from sottovoce_client.feeding.source import Message, Misfit, Part
 
 _ROWS = 1_024
+_ENDS = (b"PAR1", b"PARE")
+"""Of a file, and of one whose footer is encrypted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +27,15 @@ class RowsOfFile:
     Attributes:
         path: of the file.
         parquet: `pyarrow.parquet`.
+        misfit: why columns are not those of records.
     """
 
     path: Path
     parquet: Any
+    misfit: Misfit = anything
+
+    def held(self, misfit: Misfit) -> RowsOfFile:
+        return replace(self, misfit=misfit)
 
     @property
     def name(self) -> str:
@@ -36,12 +45,19 @@ class RowsOfFile:
         """The file stays as it is."""
 
     async def read(self, after: int) -> AsyncIterator[Sequence[Message]]:
+        require_file(self.path)
         try:
-            check = await in_thread(self._check)
+            if (check := await in_thread(self._check)) is None:
+                raise DataError(
+                    f"{self.path} must be a Parquet file, which ends in PAR1, got one that does not. `sottovoce feed csv` takes "
+                    "CSV, `sottovoce feed jsonl` a JSON object a line"
+                )
             file = await in_thread(self.parquet.ParquetFile, self.path)
         except (OSError, ValueError) as error:  # its own errors are ValueErrors, and quote no values
             raise DataError(f"cannot read {self.path} as Parquet: {type(error).__name__}") from None
         with file:
+            if why := self.misfit([normal(name) for name in file.schema_arrow.names]):
+                raise DataError(f"{self.path} {why}")
             row = -1 if after < 0 else place_of(after)
             if after >= 0 and (position_of(row, check) != after or row >= file.metadata.num_rows):
                 raise DataError(
@@ -61,18 +77,16 @@ class RowsOfFile:
             except (OSError, ValueError) as error:
                 raise DataError(f"cannot read {self.path} from row {first} on: {type(error).__name__}") from None
 
-    def _check(self) -> int:
-        """A checksum of the footer, which says where everything is and how much.
-
-        Raises:
-            ValueError: it has none.
-        """
+    def _check(self) -> int | None:
+        """A checksum of the footer, which says where everything is and how much; None: there is none."""
         with self.path.open("rb") as file:
             size = file.seek(0, 2)
             if size < 12:
-                raise ValueError
+                return None
             file.seek(size - 8)
             length = int.from_bytes(file.read(4), "little")
+            if file.read(4) not in _ENDS:
+                return None
             file.seek(max(0, size - 8 - length))
             return zlib.crc32(file.read())
 

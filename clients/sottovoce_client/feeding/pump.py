@@ -16,17 +16,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import structlog
+
 from sottovoce.errors import DataError, NotReady, SottovoceError, SpecError, Unavailable
 from sottovoce_client.feeding.dead_letters import DeadLetters, Letter, dead_letters, letter_of
 from sottovoce_client.feeding.fields import Fields
 from sottovoce_client.feeding.sieve import Sieve, Sifted
-from sottovoce_client.feeding.source import Message, Part
+from sottovoce_client.feeding.source import Message, Part, Tabular
 from sottovoce_client.feeding.tally import Account, Tally
 from sottovoce_client.live.connecting import connect_learner
 from sottovoce_client.live.learner import ConnectedLearner
 from sottovoce_rpc.tasks import Tasks
 
 T = TypeVar("T")
+
+log = structlog.get_logger()
 
 MOST_PARTS, WAITING, _AT_ONCE = 256, 8_192, 1_024
 """Parts of one feeder; messages of a part that wait; and that are fed at once."""
@@ -125,6 +129,7 @@ async def feed(parts: Sequence[Part], target: Target, terms: Terms, account: Acc
     async with AsyncExitStack() as stack:
         dead = None if terms.dead_letters is None else stack.enter_context(dead_letters(terms.dead_letters))
         learners = list[ConnectedLearner]()
+        account.awaited = f"the learner at {target.address} to be in a run"
         for source in sources:
             learner = await unless(stop, stack.enter_async_context(target.connect(source)))
             if learner is None:
@@ -135,6 +140,7 @@ async def feed(parts: Sequence[Part], target: Target, terms: Terms, account: Acc
         sieve = terms.sieve(learners[0])
         account.run_id = learners[0].run_id
         account.tallies = [Tally(source) for source in sources]
+        parts = [part.held(sieve.fields.misfit) if isinstance(part, Tabular) else part for part in parts]
         pumps = [
             Pump(part, learner, sieve, dead, tally)
             for part, learner, tally in zip(parts, learners, account.tallies, strict=True)
@@ -202,16 +208,22 @@ async def until_over(learner: ConnectedLearner, account: Account, patience_s: fl
             account.status = status = await learner.status()
             seen = now()
         except SottovoceError as error:
-            account.status = None
+            seen_last, account.status = account.status, None
+            if learner.over is not None:
+                raise _over(learner.run_id, learner.over.state) from None
+            if seen_last is not None:
+                log.warning("the learner does not answer", run=learner.run_id, waits_s=patience_s)
             if isinstance(error, Unavailable) and now() - seen > patience_s:
-                raise
+                raise learner.gone(patience_s, error) from None
         else:
             if status.run_id != learner.run_id or not status.state.under_way:
                 state = "over" if status.run_id != learner.run_id else status.state.name.lower().replace("_", " ")
-                raise NotReady(
-                    f"run {learner.run_id} takes no more records: {state}; what it did not take was not learned"
-                )
+                raise _over(learner.run_id, state)
         await asyncio.sleep(_LOOK_S)
+
+
+def _over(run_id: str, state: str) -> NotReady:
+    return NotReady(f"run {run_id} takes no more records: {state}; what it did not take was not learned")
 
 
 async def unless(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:

@@ -84,7 +84,7 @@ def facts_of(account: Account) -> dict[str, object]:
 def picture(account: Account, speed: float) -> RenderableType:
     """For a terminal: two lines, and one for each reason."""
     if not account.run_id:
-        return Text("waiting for the learner to be in a run", style="cyan")
+        return Text(f"waiting for {account.awaited}", style="cyan")
     head = Text.assemble(
         (count(account.fed), "bold green"), " fed  ", f"{number(speed, 3)} records/s  {count(account.waiting)} waiting"
     )
@@ -117,23 +117,25 @@ def _reasons(account: Account) -> Iterator[Text]:
         yield Text(f"  … {plural(len(refused) - MOST_REASONS, 'other reason')}")
 
 
-def print_summary(account: Account, seconds: float, console: Console) -> None:
-    """What feeding came to."""
-    for line in _summary(account, seconds):
+def print_summary(account: Account, seconds: float, console: Console, *, failed: bool = False) -> None:
+    """What feeding came to; where it failed, an error says why."""
+    for line in _summary(account, seconds, failed=failed):
         console.print(line, soft_wrap=True)
 
 
-def _summary(account: Account, seconds: float) -> Iterator[Text]:
+def _summary(account: Account, seconds: float, *, failed: bool = False) -> Iterator[Text]:
     if not account.run_id:
-        yield Text("Nothing was fed: no learner was in a run.")
+        yield Text(
+            "Nothing was fed." if failed else f"Nothing was fed: told to end while it waited for {account.awaited}."
+        )
         return
     speed = number(account.fed / seconds if seconds else 0.0, 3)
     fed, sources = plural(account.fed, "record"), plural(len(account.tallies), "source")
     yield Text(f"Fed {fed} of {sources} to run {account.run_id} in {duration(seconds)}, {speed} records/s.")
     if (status := account.status) is not None and status.records_waiting:
-        waiting = plural(status.records_waiting, "record")
+        waiting, verb = plural(status.records_waiting, "record"), "waits" if status.records_waiting == 1 else "wait"
         yield Text(
-            f"At {status.learner} {waiting} still wait for a round: what waits when its run ends is learned by none."
+            f"At {status.learner} {waiting} still {verb} for a round: what waits when its run ends is learned by none."
         )
     if account.again:
         yield Text(f"{plural(account.again, 'message')} came a second time, and {_were(account.again)} passed over.")

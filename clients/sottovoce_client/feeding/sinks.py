@@ -92,6 +92,7 @@ class Sinks:
             SottovoceError: as `connect_learner`, and where a map does not fit.
         """
         self.account.kept = "sent back"
+        self.account.awaited = f"the learner at {self.target.address} to be in a run"
         await self._sink(self.target.source)
         self._tasks.start(self._look())
         return self

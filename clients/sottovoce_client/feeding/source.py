@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, Self, runtime_checkable
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,10 @@ class Unreadable(Message):
     reason: str
 
 
+Misfit = Callable[[Sequence[str]], str]
+"""Why names of columns are not those of a run's records; empty: they are."""
+
+
 class Part(Protocol):
     """Messages in order: a file, a stream, one partition of a topic. A learner counts each under a name of its own.
 
@@ -55,4 +59,13 @@ class Part(Protocol):
 
     async def keep(self, position: int) -> None:
         """Everything up to a position is in the learner's keeping: the source may forget it."""
+        ...
+
+
+@runtime_checkable
+class Tabular(Protocol):
+    """A part whose messages all have the same fields, its columns: they are known before the first message."""
+
+    def held(self, misfit: Misfit) -> Self:
+        """The same part, which raises `DataError` in place of reading messages where its columns do not fit."""
         ...

@@ -7,14 +7,14 @@ import os
 import stat
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, BinaryIO
 
 from sottovoce.data.cells import normal
 from sottovoce.errors import DataError
 from sottovoce_client.feeding.fields import Unfit, object_of
 from sottovoce_client.feeding.forms import LONGEST, Cut, Form
-from sottovoce_client.feeding.source import Message, Unreadable
+from sottovoce_client.feeding.source import Message, Misfit, Unreadable
 
 _AT_ONCE = 64 * 1024
 NO_POSITION = "its position: not a whole number above the one before it"
@@ -38,8 +38,17 @@ class StandardInput:
     file: BinaryIO = field(default_factory=lambda: sys.stdin.buffer)
     once: bool = field(default=True, init=False)
 
+    def held(self, misfit: Misfit) -> StandardInput:
+        return replace(self, form=self.form.anew(misfit))
+
     async def keep(self, position: int) -> None:
         """What was read is gone."""
+
+    def _headed(self, rest: bytes, *, ended: bool) -> int | None:
+        try:
+            return self.form.header(rest, whole=ended)
+        except DataError as error:
+            raise DataError(f"standard input {error}") from None
 
     async def read(self, after: int) -> AsyncIterator[Sequence[Message]]:
         numbered = Numbered(self.position, after)
@@ -49,7 +58,7 @@ class StandardInput:
             stretch = await more()
             rest, ended = rest + stretch, not stretch
             if not headed:
-                used = self.form.header(rest, whole=ended) if rest else None
+                used = self._headed(rest, ended=ended) if rest else None
                 if used is None:
                     continue
                 rest, headed = rest[used:], True

@@ -37,11 +37,13 @@ class Account:
         tallies: one for each source.
         run_id: that is fed; empty: no learner has been reached yet.
         status: of the learner, when it was last asked; None: it does not answer.
+        awaited: what must be there before anything is fed.
         kept: what becomes of refused messages, as "written to a file"; empty: they are dropped.
     """
 
     tallies: list[Tally] = field(default_factory=list)
     run_id: str = ""
+    awaited: str = "the learner to be in a run"
     status: LearnerStatus | None = None
     kept: str = ""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import groupby
@@ -17,6 +16,7 @@ from sottovoce.lab.selftest.catalogue import CATALOGUE
 from sottovoce.lab.selftest.evidence import FOUND
 from sottovoce.lab.selftest.power import CONFIDENCE, LADDER, WATCHED, Power, measure
 from sottovoce_client import terminal
+from sottovoce_client.backends import Backend
 from sottovoce_client.documents import write_json
 from sottovoce_client.lab.breaks import foreign, network
 from sottovoce_client.lab.breaks.foreign import FOREIGN, measure_foreign
@@ -59,6 +59,7 @@ def measure_power(
     mutants: Sequence[str] = (),
     runs: int | None = None,
     audits: int = 10,
+    backend: Backend = "processes",
     jobs: int | None = None,
     seed: int = 0,
     out: Path | None = None,
@@ -70,7 +71,8 @@ def measure_power(
         mutants: more than the catalogue has, each `module:NAME`.
         runs: of each world, at most.
         audits: with each number of runs.
-        jobs: processes (default: one for each core).
+        backend: what works on it, as of `mapper_over`.
+        jobs: at a time (default: one for each core).
         seed: of the first audit.
         out: folder for `power.md` and `power.json`; None: none are written.
         console: where to print (default: standard output).
@@ -90,7 +92,7 @@ def measure_power(
     found: list[Power] = []
     services: list[Served] = []
     with console.status("") as status:
-        for k, each in enumerate(side_by_side(work, jobs or os.cpu_count() or 1)):
+        for k, each in enumerate(side_by_side(work, backend, jobs)):
             status.update(f"{k + 1} of {len(work)}")
             if isinstance(each, Power):
                 found.append(each)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -32,7 +31,7 @@ from sottovoce.lab.selftest.trial import (
 from sottovoce.registry import load
 from sottovoce_client import terminal
 from sottovoce_client.auditing.audit import index_of
-from sottovoce_client.backends import mapper_over
+from sottovoce_client.backends import Backend, mapper_over
 from sottovoce_client.documents import write_json
 from sottovoce_client.wording import NOTHING, count
 
@@ -50,6 +49,7 @@ def self_test(
     mutants: Sequence[str] = (),
     alarms: int = _LOT,
     runs: int | None = None,
+    backend: Backend = "processes",
     jobs: int | None = None,
     seed: int = 0,
     out: Path | None = None,
@@ -63,7 +63,8 @@ def self_test(
         mutants: more of them, each `module:NAME`.
         alarms: audits of every correct algorithm.
         runs: of each world, at most (default: each mutant's own limit).
-        jobs: processes (default: one for each core).
+        backend: what works on it, as of `mapper_over`.
+        jobs: at a time (default: one for each core).
         seed: of coins and noise.
         out: folder for `selftest.json`; None: none is written.
         console: where to print (default: standard output).
@@ -80,7 +81,7 @@ def self_test(
     outcomes: list[MutantOutcome] = []
     lots: list[Alarms] = []
     with console.status("") as status:
-        for k, result in enumerate(side_by_side(work, jobs or os.cpu_count() or 1)):
+        for k, result in enumerate(side_by_side(work, backend, jobs)):
             status.update(f"{k + 1} of {len(work)}")
             if isinstance(result, MutantOutcome):
                 outcomes.append(result)
@@ -140,9 +141,11 @@ def _alarms_of(name: str, seeds: Sequence[int]) -> Alarms:
     return false_alarms(*ALGORITHMS[name].build(), seeds, name=name)
 
 
-def side_by_side(work: Sequence[Callable[[], Result]], jobs: int) -> Iterator[Result]:
+def side_by_side(
+    work: Sequence[Callable[[], Result]], backend: Backend = "processes", jobs: int | None = None
+) -> Iterator[Result]:
     """Results in order, as they come."""
-    with mapper_over("processes", jobs) as over:
+    with mapper_over(backend, jobs) as over:
         yield from over(operator.call, work)
 
 

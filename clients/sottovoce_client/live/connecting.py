@@ -31,7 +31,7 @@ class connect_learner:  # noqa: N801 - it reads as a function, and is entered in
     Args:
         address: of the learner, `host:port`.
         source: what your records are counted under. Who feeds under the same name later goes on where this one ended.
-        name: of the learner, which its certificate must hold (default: any).
+        name: of the learner, which it must say, and its certificate hold where it has one (default: any).
         identity: folder with the identity of the learner's owner or feeder, `tls.crt`, `tls.key` and `ca.crt`; None: this machine
             only.
         insecure: without one, speak in the clear to other machines, too.
@@ -41,7 +41,8 @@ class connect_learner:  # noqa: N801 - it reads as a function, and is entered in
 
     Raises:
         SpecError: it is on another machine, and there is no identity; or the records of its run are not live.
-        NotReady: it is in no run, for longer than `patience_s`; or the files of the identity cannot be used.
+        NotReady: it is another learner than `name`, or in no run, for longer than `patience_s`; or the files of the identity
+            cannot be used.
         Unavailable: nobody answers there.
 
     >>> import asyncio
@@ -85,11 +86,15 @@ class connect_learner:  # noqa: N801 - it reads as a function, and is entered in
         until = asyncio.get_running_loop().time() + self._patience_s
         while True:
             try:
-                return await intake(stub, self._source)
+                told = await intake(stub, self._source)
+                await self._at.require_name(stub)
+                return told
             except grpc.aio.AioRpcError as failure:
                 error = self._at.error(failure)
-                if not isinstance(error, NotReady) or asyncio.get_running_loop().time() > until:
+                if not isinstance(error, NotReady):
                     raise error from None
+                if asyncio.get_running_loop().time() > until:
+                    raise NotReady(f"the learner at {self._at.address} does not take records: {error}") from None
             await asyncio.sleep(_NO_RUN_S)
 
     async def __aexit__(

@@ -13,7 +13,7 @@ import numpy as np
 from sottovoce.arrays import FloatArray, IntArray
 from sottovoce.data.encoding import Encoded
 from sottovoce.data.live import LiveRecords
-from sottovoce.errors import DataError
+from sottovoce.errors import DataError, RunOver, SottovoceError
 from sottovoce.spec import RunSpec
 from sottovoce_client.live.sending import At, Sender, position_of
 from sottovoce_rpc.codec import from_tensor, to_tensor
@@ -80,6 +80,11 @@ class ConnectedLearner:
         """Of the last record of this source that was fed; -1: there is none. Whoever goes on begins with the next."""
         return self._sender.last
 
+    @property
+    def over(self) -> RunOver | None:
+        """How the learner said that the run is over for it; None: it has not."""
+        return self._sender.told
+
     async def feed(self, records: Any, labels: Any = None, *, positions: Sequence[int] | None = None) -> int:
         """Bring records. It comes back when they are in the learner's keeping, and survive its death: each is learned once.
 
@@ -109,6 +114,10 @@ class ConnectedLearner:
             kept = again + await self._sender.put(features[old:], labels[old:], places[old:])
         await asyncio.gather(*map(asyncio.shield, kept))
         return n - old
+
+    def gone(self, seconds: float, error: SottovoceError) -> SottovoceError:
+        """Why it is given up after so many seconds; the error is that of the last call."""
+        return self._at.gone(self.run_id, seconds, error)
 
     async def predict(self, records: Any) -> Prediction:
         """What the model in use says of records, where the run opted in (`telemetry.predict`).

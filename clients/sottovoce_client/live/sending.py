@@ -13,7 +13,15 @@ import grpc
 import numpy as np
 
 from sottovoce.arrays import FloatArray, IntArray
-from sottovoce.errors import DataError, NotReady, RemoteProtocolError, SottovoceError, Unavailable
+from sottovoce.errors import (
+    DataError,
+    NotReady,
+    RemoteProtocolError,
+    RunOver,
+    SottovoceError,
+    Unavailable,
+)
+from sottovoce.plain import plain
 from sottovoce_rpc.codec import to_tensor
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.principals import Role
@@ -50,6 +58,32 @@ class At:
     def error(self, failure: grpc.aio.AioRpcError) -> SottovoceError:
         """A failed call, as ours."""
         return as_error(failure, f"the learner at {self.address}")
+
+    def gone(self, run_id: str, seconds: float, error: SottovoceError) -> SottovoceError:
+        """Why nothing more is sent, where it was away for longer than it may be.
+
+        Args:
+            run_id: that it was in before.
+            seconds: that it may be away.
+            error: of the last try.
+        """
+        if not isinstance(error, Unavailable):
+            return error
+        return Unavailable(
+            f"the learner at {self.address} was in run {run_id}, and has not answered for {seconds:g} s; `sottovoce up` ends its "
+            f"learners with their run ({error})"
+        )
+
+    async def require_name(self, stub: Any) -> None:
+        """Refuse another learner than the one that is named; where it has a certificate, that was looked at before.
+
+        Raises:
+            NotReady: it is another one.
+        """
+        if self.name:
+            answer = await stub.Status(learner_pb2.StatusRequest(), timeout=_CALL_S)
+            if answer.status.learner != self.name:
+                raise NotReady(f"at {self.address} is the learner {plain(answer.status.learner)!r}, not {self.name!r}")
 
 
 async def intake(stub: Any, source: str) -> learner_pb2.IntakeResponse:
@@ -105,6 +139,8 @@ class Sender:
         self._records = 0
         self._more, self._less = asyncio.Event(), asyncio.Event()
         self._failing_since: float | None = None
+        self.told: RunOver | None = None
+        """How the learner said that the run is over; None: it has not."""
         self._over: SottovoceError | None = None
         self._apart = False  # each batch is a message, so that the one that is refused is known
         tasks.start(self._run(), "records are not sent")
@@ -170,10 +206,13 @@ class Sender:
                     self._apart = True
                     continue
                 except (Unavailable, NotReady) as error:
+                    if isinstance(error, RunOver):
+                        self.told = error
+                        raise
                     refused = None
                     self._failing_since = self._failing_since or now()
                     if self._over is not None or (self._batches and now() - self._failing_since > self._patience_s):
-                        self._give_up(error)
+                        self._give_up(self._at.gone(self._run_id, self._patience_s, error))
                         return
                 await asyncio.sleep(_RETRY_S)
         except SottovoceError as error:
@@ -199,6 +238,7 @@ class Sender:
                         f"run {self._run_id} is over for this learner; it is in run {told.run_id} now"
                     )
                     raise self._over
+                await self._at.require_name(stub)
                 self._receive(told.receipt)
                 if refused is not None and self._batches:
                     self._done(refused)

@@ -14,8 +14,9 @@ from sottovoce.algorithms.parameters import AlgorithmSpec
 from sottovoce.budget.calibration import Calibrated, Per, Target, calibrate
 from sottovoce.errors import SpecError
 from sottovoce.experiment import Prepared
-from sottovoce.spec import RunSpec, read_document
+from sottovoce.spec import RunSpec, move_paths, read_document
 from sottovoce_client import terminal
+from sottovoce_client.documents import new_file, require_new
 from sottovoce_client.privacy.budget import learner_index
 from sottovoce_client.wording import number
 
@@ -31,7 +32,11 @@ def calibrate_to(
         target: what to meet.
         out: where to write (None: to standard output).
         console: where to say what was found.
+
+    Raises:
+        SpecError: there is a file at `out` already, or the budget cannot be met.
     """
+    require_new(out)
     console = console or terminal.console(stderr=True)
     spec = prepared.run.spec
     with console.status("searching"):
@@ -42,20 +47,20 @@ def calibrate_to(
         console.print(
             "learners share their records: these are epsilons of all their messages together", highlight=False
         )
-    text = yaml.safe_dump(_with_algorithm(source, spec.algorithm, found), sort_keys=False)
+    text = yaml.safe_dump(_with_algorithm(source, spec.algorithm, found, out), sort_keys=False)
     if out is None:
         print(text, end="")
         return
-    try:
-        out.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise SpecError(f"cannot write {out}: {error.strerror}") from None
+    with new_file(out) as file:
+        file.write(text.encode())
     console.print(str(out), highlight=False)
 
 
-def _with_algorithm(source: Path, before: AlgorithmSpec, found: Calibrated) -> dict[str, Any]:
+def _with_algorithm(source: Path, before: AlgorithmSpec, found: Calibrated, out: Path | None) -> dict[str, Any]:
     """The document of a file, its schema in place, with those parameters of the algorithm that have changed."""
     document: dict[str, Any] = dict(read_document(source))
+    if out is not None:
+        move_paths(document, Path(), out.parent)
     old, new = (each.model_dump(mode="json") for each in (before, found.spec.algorithm))
     named = document["algorithm"]
     document["algorithm"] = ({"name": named} if isinstance(named, str) else named) | {
@@ -64,14 +69,26 @@ def _with_algorithm(source: Path, before: AlgorithmSpec, found: Calibrated) -> d
     return document
 
 
-def target_of(spec: RunSpec, epsilon: float | None, single: Sequence[str], horizon: str | None, per: Per) -> Target:
+def horizon_of(text: str | None) -> float | None:
+    """How many rounds an option asks for: a number, `inf`, or None for all of the run.
+
+    Raises:
+        SpecError: none of these.
+    """
+    rounds = None if text is None else _number("--horizon", text)
+    if rounds is not None and rounds < math.inf and rounds != round(rounds):
+        raise SpecError(f"--horizon must be a whole number of rounds, or inf, got {text}")
+    return rounds
+
+
+def target_of(spec: RunSpec, epsilon: float | None, single: Sequence[str], horizon: float | None, per: Per) -> Target:
     """What the command's options ask for.
 
     Args:
         spec: the run.
         epsilon: for every learner that is not named.
         single: `NAME=E` each.
-        horizon: rounds, or `inf`.
+        horizon: rounds, or infinity; None: all.
         per: for an event or a record.
 
     Raises:
@@ -86,10 +103,7 @@ def target_of(spec: RunSpec, epsilon: float | None, single: Sequence[str], horiz
     without = [name for name, target in zip(spec.names, targets, strict=True) if target is None]
     if without:
         raise SpecError(f"every learner needs a target, got none for {', '.join(without)}; give --epsilon")
-    rounds = None if horizon is None else _number("--horizon", horizon)
-    if rounds is not None and rounds < math.inf and rounds != round(rounds):
-        raise SpecError(f"--horizon must be a whole number of rounds, or inf, got {horizon}")
-    return Target(tuple(target for target in targets if target is not None), rounds, per)
+    return Target(tuple(target for target in targets if target is not None), horizon, per)
 
 
 def _number(option: str, text: str) -> float:

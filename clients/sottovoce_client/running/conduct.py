@@ -34,7 +34,7 @@ def conduct(prepared: Prepared, folder: Path, start: _Start) -> int:
         SottovoceError: the run was refused, or a service did not start.
     """
     spec = prepared.run.spec
-    (folder / "spec.yaml").write_text(dump_spec(spec), encoding="utf-8")
+    (folder / "spec.yaml").write_text(dump_spec(spec, folder), encoding="utf-8")
     captured = spec.capture in ("relay", "mirror")
     budget = spec.privacy.budget
     budgets = () if budget is None else spread(budget, spec.n_learners, "privacy.budget")
@@ -54,7 +54,7 @@ def conduct(prepared: Prepared, folder: Path, start: _Start) -> int:
     if outcome.state != "failed" and (spec.endless or outcome.detail != BY_OPERATOR):
         if (outcome.absences or ()) != (spec.absences or ()):
             prepared = again(spec.model_copy(update={"absences": outcome.absences}))
-            (folder / "spec.yaml").write_text(dump_spec(prepared.run.spec), encoding="utf-8")
+            (folder / "spec.yaml").write_text(dump_spec(prepared.run.spec, folder), encoding="utf-8")
         summary = summarise(prepared.run, prepared.data, outcome, folder / JOURNALS)
         summary.save(folder / "summary.json")
         report = folder / "report.html"

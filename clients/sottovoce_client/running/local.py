@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import shutil
 import signal
 import sys
@@ -212,6 +213,9 @@ class LocalServices:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,
+                env={
+                    name: value for name, value in os.environ.items() if name != "SOTTOVOCE_METRICS"
+                },  # one port, many services
                 start_new_session=True,  # Ctrl-C is for the parent, which stops its children in order
             )
         process = _Process(name, child, path, _STOP_S + (DRAIN_S if name == "eavesdropper" else 0.0))

@@ -41,7 +41,7 @@ def simulate_to(
     spec = experiment.run.spec
     source = noise_of(noise, seed, spec.rounds)
     recorder = Recorder(source) if record_noise else None
-    (folder / "spec.yaml").write_text(dump_spec(spec), encoding="utf-8")
+    (folder / "spec.yaml").write_text(dump_spec(spec, folder), encoding="utf-8")
     with ExitStack() as files:
 
         def writer(name: str) -> TranscriptWriter:

@@ -67,7 +67,7 @@ def sweep(
         seed: of the noise, and of the bootstrap.
         metrics: names of those wanted (default: all; docs/metrics.md lists them), each after the last round.
         vary_data: deal the records anew for each seed.
-        backend: `processes` of this machine; `ray` or `dask`: a cluster.
+        backend: `processes` of this machine; `ray` or `dask`; or the address of a cluster, `ray://…` or `dask://…`.
         jobs: at a time (default: one for each core).
         progress: told how many of how many jobs are done.
 
@@ -78,6 +78,7 @@ def sweep(
 
     Raises:
         SpecError: a field or value is not allowed, no such metric, or what the backend or the metrics need is not installed.
+        Unavailable: nobody answers where the cluster should be.
         DataError: the data cannot be used.
 
     >>> from sottovoce.experiment import Experiment

@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import csv
 import re
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
 import numpy as np
 from rich.console import Console
@@ -31,6 +30,8 @@ from sottovoce.errors import CaptureError, SpecError
 from sottovoce.plain import cell_of
 from sottovoce.running.transcript import COLUMNS, parquet
 from sottovoce_client import terminal
+from sottovoce_client.documents import new_file, require_new
+from sottovoce_client.scratch import scratch
 from sottovoce_eavesdropper.reading import Capture, open_capture, rounds_only
 from sottovoce_eavesdropper.storage import Folder, open_folder
 from sottovoce_rpc.codec import RoundCodec
@@ -106,9 +107,9 @@ def tables(found: _Found, wanted: str) -> Iterator[Any]:
         SpecError: duckdb is not installed, or a table is not there.
         CaptureError: something cannot be read.
     """
-    duckdb = import_extra("duckdb", "duckdb", "querying transcripts")
-    with tempfile.TemporaryDirectory(prefix="sottovoce-") as folder:
-        connection = duckdb.connect(str(Path(folder) / "query.duckdb"), config={"memory_limit": _MEMORY})
+    duckdb = import_extra("duckdb", "duckdb", "querying transcripts", "query")
+    with scratch("sottovoce-query-") as folder:
+        connection = duckdb.connect(str(folder / "query.duckdb"), config={"memory_limit": _MEMORY})
         try:
             named = set(re.findall(r"\w+", wanted.lower()))
             if "messages" in named and not found.captures:
@@ -243,17 +244,19 @@ def query(place: str, sql: str, *, out: Path | None = None, as_csv: TextIO | Non
     """Ask in SQL, and show the answer, write it as CSV, or as a Parquet file.
 
     Raises:
-        SpecError: not a question in SQL.
+        SpecError: not a question in SQL, or a file at `out` already.
         CaptureError: something cannot be read.
     """
-    duckdb = import_extra("duckdb", "duckdb", "querying transcripts")
+    require_new(out)
+    duckdb = import_extra("duckdb", "duckdb", "querying transcripts", "query")
     with tables(find(place), sql) as connection:
         try:
             statements = connection.extract_statements(sql)
             if len(statements) != 1 or statements[0].type != duckdb.StatementType.SELECT:
                 raise SpecError("a query must be one SELECT statement: nothing here can be changed")
             if out is not None:
-                _write_parquet(connection.sql(sql), out)
+                with new_file(out) as file:
+                    _write_parquet(connection.sql(sql), file)
             elif as_csv is not None:
                 _write_csv(connection.execute(sql), as_csv)
             else:
@@ -269,14 +272,11 @@ def _write_csv(answer: Any, to: TextIO) -> None:
         writer.writerows([cell.hex() if isinstance(cell, bytes) else cell_of(cell) for cell in row] for row in rows)
 
 
-def _write_parquet(answer: Any, path: Path) -> None:
+def _write_parquet(answer: Any, to: BinaryIO) -> None:
     reader = answer.to_arrow_reader(_FETCHED)
-    try:
-        with parquet().ParquetWriter(path, reader.schema, compression="zstd") as writer:
-            for batch in reader:
-                writer.write_batch(batch)
-    except OSError as error:
-        raise SpecError(f"cannot write {path}: {error.strerror or error}") from None
+    with parquet().ParquetWriter(to, reader.schema, compression="zstd") as writer:
+        for batch in reader:
+            writer.write_batch(batch)
 
 
 def _show(answer: Any, console: Console) -> None:

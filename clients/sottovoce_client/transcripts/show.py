@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from sottovoce.arrays import FloatArray, IntArray
+from sottovoce.errors import SpecError
+from sottovoce.network.roster import names_of
+from sottovoce.plain import plain
 from sottovoce_client import terminal
 from sottovoce_client.transcripts.query import cell_text, decoded, find, numbers_text, tables
 from sottovoce_client.wording import NOTHING, ciphertext_line, count, duration, noticed_line, number, plural, size
@@ -26,6 +29,8 @@ _BARS = " ▁▂▃▄▅▆▇█"
 _WIDE = 40
 """Slices of time in the picture of who spoke when."""
 MOST_EDGES, MOST_LEARNERS, _MOST_NOTICED = 30, 30, 20
+MOST_NAMED, _LONGEST_NAME = 4096, 63
+"""Learners that a capture may name, and letters of a name: it may be anybody's."""
 
 
 @dataclass(slots=True)
@@ -136,16 +141,17 @@ def _keep(picture: _Picture, fields: Any, rounds: IntArray, own: Any, first: int
 # ---- on the terminal -------------------------------------------------------------------------------------------------
 
 
-def show(place: str, *, sender: int = 0, first: int = 3, console: Console | None = None) -> None:
+def show(place: str, *, sender: int | str = 0, first: int = 3, console: Console | None = None) -> None:
     """Show what lies in a folder.
 
     Args:
         place: a capture, a folder with captures, or a simulator's transcript.
-        sender: whose first messages are shown.
+        sender: whose first messages are shown: an index, or a name of the run's spec.
         first: how many.
 
     Raises:
         CaptureError: there is nothing, or it cannot be read.
+        SpecError: there is no such learner.
     """
     console = console or terminal.console(highlight=False)
     found = find(place)
@@ -168,7 +174,9 @@ def _many(captures: tuple[Capture, ...], console: Console) -> None:
     for capture in captures:
         facts = capture.facts
         labels = ["–" if facts.get(key) is None else str(facts[key]) for key in ("world", "replica")]
-        state = Text("closed") if capture.complete else Text("cut short", style="yellow")
+        state = (
+            Text("closed") if capture.complete else Text("gaps" if facts.get("gaps") else "cut short", style="yellow")
+        )
         found = facts.get("noticed_count", 0)
         noticed = Text(count(found), style="bold red" if found else "")
         name = cell_text(capture.name.rstrip("/").rsplit("/", 1)[-1])
@@ -185,16 +193,56 @@ def _many(captures: tuple[Capture, ...], console: Console) -> None:
     console.print(f"{plural(len(captures), 'capture')}. Name one to see what it holds.", style="dim")
 
 
-def _one(capture: Capture, sender: int, first: int, console: Console) -> None:
-    picture = _look(capture, sender, first)
+def _one(capture: Capture, sender: int | str, first: int, console: Console) -> None:
+    names = _names(capture)
+    index = _index(names, sender)
+    picture = _look(capture, index, first)
     facts = terminal.facts()
     for name, value in _facts(capture, picture):
         facts.add_row(name, value)
     console.print(facts)
-    console.print(_channels(picture, tapped=capture.ciphertext is not None))
-    console.print(_who_when(picture, "message" if capture.ciphertext is None else "record"))
+    console.print(_channels(picture, names, tapped=capture.ciphertext is not None))
+    console.print(_who_when(picture, names, "message" if capture.ciphertext is None else "record"))
     if picture.first:
-        console.print(_first(picture, sender))
+        console.print(_first(picture, names[index] if index < len(names) else f"learner {index}"))
+
+
+def _names(capture: Capture) -> tuple[str, ...]:
+    """Of the run's learners, by index, plain enough for a terminal; none where the capture does not say."""
+    learners = capture.facts["spec"].get("learners") if isinstance(capture.facts["spec"], Mapping) else None
+    if isinstance(learners, bool) or not isinstance(learners, int | list) or learners in (0, []):
+        return ()
+    if isinstance(learners, int):
+        return names_of(min(max(learners, 0), MOST_NAMED))
+    return tuple(plain(str(each))[:_LONGEST_NAME] for each in learners[:MOST_NAMED])
+
+
+def _named(names: Sequence[str], learner: int) -> str:
+    return names[learner] if 0 <= learner < len(names) else str(learner)
+
+
+def _index(names: Sequence[str], sender: int | str) -> int:
+    """The index of a learner by its name, or by its index as text.
+
+    Raises:
+        SpecError: there is none of this name.
+    """
+    if str(sender) in names:
+        return list(names).index(str(sender))
+    if str(sender).isdecimal() and len(str(sender)) < 10:
+        return int(sender)
+    known = (
+        f"one of {', '.join(names[:MOST_LEARNERS])}, or an index"
+        if names
+        else "an index: this capture names no learners"
+    )
+    raise SpecError(f"--sender must be {known}, got {sender!r}")
+
+
+def _not_whole(gaps: object) -> str:
+    if isinstance(gaps, list) and gaps:
+        return f"not whole: {plural(len(gaps), 'gap')} where nobody listened"
+    return "cut short: the eavesdropper did not close it, so what came last may be missing"
 
 
 def _facts(capture: Capture, picture: _Picture) -> Iterator[tuple[str, Text | str]]:
@@ -208,10 +256,7 @@ def _facts(capture: Capture, picture: _Picture) -> Iterator[tuple[str, Text | st
         planned = "no end" if rounds is None else f"{cell_text(rounds)} rounds"
         yield "spec", Text(f"{cell_text(algorithm.get('name'))}, {planned} planned")
     if not capture.complete:
-        yield (
-            "state",
-            Text("cut short: the eavesdropper did not close it, so what came last may be missing", style="yellow"),
-        )
+        yield "state", Text(_not_whole(facts.get("gaps")), style="yellow")
     heard = sum(channel.messages for channel in picture.channels.values())
     others = ", ".join(f"{count(n)} {kind}" for kind, n in sorted(picture.kinds.items()) if kind != "message")
     total = sum(channel.bytes for channel in picture.channels.values())
@@ -239,7 +284,7 @@ def _noticed(facts: Any) -> Iterator[tuple[str, Text | str]]:
         yield "not checked", Text(str(facts["not_checked"])[:300])
 
 
-def _channels(picture: _Picture, *, tapped: bool) -> Table:
+def _channels(picture: _Picture, names: Sequence[str], *, tapped: bool) -> Table:
     """Bytes, sizes and gaps of every channel; of ciphertext no gap is known."""
     heads = ("records", "bytes", "size", "connections") if tapped else ("messages", "bytes", "size", "streams")
     table = _plain("from", "to", *heads, *(() if tapped else ("rounds", "missing")))
@@ -251,8 +296,8 @@ def _channels(picture: _Picture, *, tapped: bool) -> Table:
         )
         gap = channel.missing()
         cells = (
-            str(sender),
-            str(receiver),
+            Text(_named(names, sender)),
+            Text(_named(names, receiver)),
             count(channel.messages),
             size(channel.bytes),
             sizes,
@@ -265,7 +310,7 @@ def _channels(picture: _Picture, *, tapped: bool) -> Table:
     return table
 
 
-def _who_when(picture: _Picture, what: str) -> Table:
+def _who_when(picture: _Picture, names: Sequence[str], what: str) -> Table:
     """Messages, or records, of each learner over time, a bar for each slice; the longest silence of each."""
     table = _plain("learner", "who spoke when", "longest silence")
     times = {i: np.sort(np.concatenate(own)) for i, own in sorted(picture.times.items())}
@@ -279,7 +324,7 @@ def _who_when(picture: _Picture, what: str) -> Table:
     for i, own in list(times.items())[:MOST_LEARNERS]:
         bars = "".join(_BARS[-(-int(n) * (len(_BARS) - 1) // highest)] for n in counts[i])
         silence = duration(float(np.diff(own).max(initial=0)) / 1e9)
-        table.add_row(str(i), Text(bars, style="cyan"), silence)
+        table.add_row(Text(_named(names, i)), Text(bars, style="cyan"), silence)
     table.caption = f"from {_clock(begin)} over {duration((end - begin) / 1e9)}; a full bar: {plural(highest, what)}"
     return table
 
@@ -291,8 +336,8 @@ def _clock(ns: int) -> str:
         return f"{ns} ns"
 
 
-def _first(picture: _Picture, sender: int) -> Table:
-    table = _plain("round", "field", f"what learner {sender} said first", "largest")
+def _first(picture: _Picture, sender: str) -> Table:
+    table = _plain("round", "field", f"what {sender} said first", "largest")
     for t, name, values in picture.first:
         flat = values.reshape(-1)
         largest = number(float(np.abs(flat).max(initial=0.0)))

@@ -15,6 +15,7 @@ from sottovoce_client.web.app import console_app
 from sottovoce_client.web.gather import Gathering
 from sottovoce_client.web.guard import token_of
 from sottovoce_client.web.services import Asked
+from sottovoce_rpc.addresses import place_of
 from sottovoce_rpc.loopback import is_loopback
 from sottovoce_rpc.server import serve_until_stopped
 from sottovoce_rpc.tasks import Tasks
@@ -58,18 +59,14 @@ async def serve_console(asked: Asked, listen: str, token_file: Path | None) -> N
 
 def _listening(listen: str) -> socket.socket:
     """A socket of this machine alone."""
-    host, _, port = listen.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:
-        raise SpecError(f"--listen must be HOST:PORT, got {listen}")
+    host, port = place_of(listen, "--listen", listen=True)
     if not is_loopback(listen):
         raise SpecError(
             f"the console answers on this machine alone, got {listen}: listen on 127.0.0.1, and come from another machine by "
             f"`ssh -L {port}:127.0.0.1:{port} HOST`"
         )
     try:
-        return socket.create_server(
-            (host.strip("[]"), int(port)), family=socket.AF_INET6 if ":" in host else socket.AF_INET
-        )
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:
         raise Unavailable(f"the console cannot listen on {listen}: {error.strerror or error}") from None
 

@@ -6,9 +6,10 @@ import urllib.request
 from collections import defaultdict
 
 from sottovoce.data.files import import_extra
-from sottovoce.errors import SpecError, Unavailable
+from sottovoce.errors import Unavailable
 from sottovoce.plain import plain
 from sottovoce_client.web.view import WatchLine, WatchView
+from sottovoce_rpc.addresses import place_of
 
 _PREFIX = "sottovoce_watch_"
 _WAIT_S, _MOST = 2.0, 4 * 1024 * 1024
@@ -21,9 +22,7 @@ def read_watch(address: str) -> tuple[WatchView, ...]:
         SpecError: this is no address, or prometheus_client is not installed.
         Unavailable: it does not answer.
     """
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal():
-        raise SpecError(f"--watch must be HOST:PORT, got {address}")
+    place_of(address, "--watch")
     try:
         with urllib.request.urlopen(f"http://{address}/metrics", timeout=_WAIT_S) as answer:
             text = answer.read(_MOST).decode("utf-8", "replace")

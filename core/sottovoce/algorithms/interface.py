@@ -19,7 +19,8 @@ from typing import Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
-from sottovoce.arrays import Batch, FloatArray, Scalars
+from sottovoce.arrays import Batch, FloatArray, Scalars, scalars
+from sottovoce.network.mixing import Mixing
 from sottovoce.noise.draw import Noise
 from sottovoce.privacy.accountant import Accountant
 
@@ -48,10 +49,7 @@ class Who:
         """The entries of a per-learner parameter that belong to this state, ready to broadcast: one number if all are equal."""
         if isinstance(self.learner, int):
             return per_learner[self.learner]
-        entries = [per_learner[i] for i in self.learner]
-        if entries.count(entries[0]) == len(entries):
-            return entries[0]
-        return np.array(entries).reshape(-1, 1, 1)
+        return scalars([per_learner[i] for i in self.learner])
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +76,7 @@ class Heard(Protocol):
         ...
 
     def weighted_sum(self, name: str) -> FloatArray:
-        """`sum_j w_ij y_j` over the neighbours j, for the field `name`."""
+        """`sum_j w_ij y_j` over the neighbours j, for the field `name`: an array of its own."""
         ...
 
     def total(self, name: str) -> FloatArray:
@@ -102,7 +100,10 @@ class HeardFromNeighbours:
         total: FloatArray | None = None
         for j, weight in self.weights.items():
             term = weight * self.messages[j][name]
-            total = term if total is None else total + term
+            if total is None:
+                total = term
+            else:
+                total += term
         return np.zeros(()) if total is None else total  # a learner without neighbours hears nothing
 
     def total(self, name: str) -> FloatArray:
@@ -112,30 +113,28 @@ class HeardFromNeighbours:
 
 @dataclass(frozen=True, slots=True)
 class HeardByAll:
-    """`Heard` of all learners at once: messages `(learners, replicas, dim)`, weights as in `topology.Mixing`."""
+    """`Heard` of all learners at once: messages `(learners, replicas, dim)`, and the weights of the round."""
 
-    neighbours: FloatArray
-    own: FloatArray
+    mixing: Mixing
     message: Message
 
     @property
-    def total_weight(self) -> FloatArray:
-        total: FloatArray = self.neighbours.sum(axis=1)
-        return total.reshape(-1, 1, 1)
+    def total_weight(self) -> Scalars:
+        return self.mixing.totals
 
     @property
-    def own_weight(self) -> FloatArray:
-        return self.own.reshape(-1, 1, 1)
+    def own_weight(self) -> Scalars:
+        return self.mixing.owns
 
     def weighted_sum(self, name: str) -> FloatArray:
-        return self._sum(self.neighbours, name)
+        return self._sum(self.mixing.neighbours, name)
 
     def total(self, name: str) -> FloatArray:
-        return self._sum((self.neighbours != 0).astype(np.float64), name)
+        return self._sum((self.mixing.neighbours != 0).astype(np.float64), name)
 
     def _sum(self, weights: FloatArray, name: str) -> FloatArray:
         said = self.message[name]
-        mixed: FloatArray = weights @ said.reshape(len(said), -1)
+        mixed: FloatArray = weights.dot(said.reshape(len(said), -1))
         return mixed.reshape(said.shape)
 
 

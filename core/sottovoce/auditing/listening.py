@@ -73,10 +73,15 @@ def listener(
         raise SpecError(f"{run.algorithm.name}: all learners hold the record, so a neighbour knows it; audit the wire")
     mixings = [run.network.at(t) for t in range(run.spec.rounds)]
     hearers = [j for j in range(run.spec.n_learners) if any(worlds.learner in m.heard_by(j) for m in mixings)]
+    names = run.spec.names
     if not hearers:
-        raise SpecError(f"nobody ever hears learner {worlds.learner}, so no neighbour can listen: audit the wire")
+        raise SpecError(
+            f"nobody ever hears {run.spec.names[worlds.learner]}, so no neighbour can listen: audit the wire"
+        )
     if neighbour is not None and neighbour not in hearers:
-        raise SpecError(f"the neighbour must be one of {hearers}, who ever hear learner {worlds.learner}")
+        raise SpecError(
+            f"the neighbour must be one of {', '.join(names[j] for j in hearers)}, who ever hear {names[worlds.learner]}"
+        )
     neighbour = hearers[0] if neighbour is None else neighbour
     needed = set(concerned(run, worlds)) - {neighbour}
     return Listener(threat, neighbour, all(needed <= set(m.heard_by(neighbour)) for m in mixings), rounds)

@@ -17,7 +17,7 @@ the messages longest ago nothing is known any more, and nothing that they contra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -80,11 +80,17 @@ class Expected:
         due: (sender, receiver, t) to the first round from t on in which the receiver hears the sender, None for no more;
             where it is not known, rounds must increase.
         lattice: (learner, round) to the spacing of each field that is on a lattice.
+        names: of the learners, by index; those that are not known are told by their index.
     """
 
     length: int | None = None
     due: Callable[[int, int, int], int | None] | None = None
     lattice: Callable[[int, int], Mapping[str, float]] = lambda learner, t: {}
+    names: Sequence[str] = ()
+
+    def called(self, learner: int) -> str:
+        """A learner's name."""
+        return self.names[learner] if 0 <= learner < len(self.names) else f"learner {learner}"
 
 
 class Noticing:
@@ -109,7 +115,7 @@ class Noticing:
     def garbled(self, sender: int, receiver: int, stream: int, why: str) -> tuple[Notice, ...]:
         """A message came that cannot be decoded."""
         self._next.pop((sender, receiver, stream), None)  # it may have been any round
-        return (Notice("decoding", sender, receiver, None, f"{_way(sender, receiver)}: {why}"),)
+        return (Notice("decoding", sender, receiver, None, f"{self._way(sender, receiver)}: {why}"),)
 
     def remember(self, sender: int, receiver: int, t: int, digest: bytes) -> None:
         """A message was heard; it is known from now on."""
@@ -128,7 +134,7 @@ class Noticing:
         """A message came; what is wrong with it."""
         found = [*self._length(said), *self._turn(said)]
         if said.claimed != said.sender:
-            found.insert(0, _finding("impostor", said, f"speaks as learner {said.claimed}"))
+            found.insert(0, self._finding("impostor", said, f"speaks as {self.expected.called(said.claimed)}"))
         key = said.sender, said.round
         other = self._versions.first(key, said.digest) != said.digest
         receivers = self._receivers.get(key, {})
@@ -145,7 +151,9 @@ class Noticing:
             usual = self._lengths.get(said.sender)
         if usual is None:
             self._lengths[said.sender] = usual = said.size
-        return [] if said.size == usual else [_finding("length", said, f"{said.size} bytes; all others have {usual}")]
+        return (
+            [] if said.size == usual else [self._finding("length", said, f"{said.size} bytes; all others have {usual}")]
+        )
 
     def _turn(self, said: Said) -> list[Notice]:
         if said.stream == 0:
@@ -160,13 +168,17 @@ class Noticing:
         else:
             due = self.expected.due(said.sender, said.receiver, earliest)
             right, wanted = said.round == due, "no round" if due is None else f"round {due}"
-        return [] if right else [_finding("turn", said, f"out of turn: stream {said.stream} must go on with {wanted}")]
+        return (
+            []
+            if right
+            else [self._finding("turn", said, f"out of turn: stream {said.stream} must go on with {wanted}")]
+        )
 
     def _contradiction(self, said: Said, receivers: Collection[int]) -> Notice:
         if said.receiver in receivers:
-            return _finding("again", said, "said once more to the same neighbour, in other bytes")
-        others = ", ".join(map(str, sorted(receivers)[:3]))
-        return _finding("equivocation", said, f"other bytes than learner {others} heard")
+            return self._finding("again", said, "said once more to the same neighbour, in other bytes")
+        others = ", ".join(map(self.expected.called, sorted(receivers)[:3]))
+        return self._finding("equivocation", said, f"other bytes than {others} heard")
 
     def _lattice(self, said: Said) -> list[Notice]:
         found = []
@@ -177,8 +189,15 @@ class Noticing:
                 first = f"{name}[{off[0]}] = {float(values[off[0]])!r}"
                 count = f"{len(off)} of {len(values)}" if len(off) > 1 else "one"
                 text = f"{count} off the lattice of spacing {spacing:g}, {first}"
-                found.append(_finding("lattice", said, text))
+                found.append(self._finding("lattice", said, text))
         return found
+
+    def _way(self, sender: int, receiver: int) -> str:
+        return f"{self.expected.called(sender)} to {self.expected.called(receiver)}"
+
+    def _finding(self, kind: _Kind, said: Said, what: str) -> Notice:
+        text = f"{self._way(said.sender, said.receiver)}, round {said.round}: {what}"
+        return Notice(kind, said.sender, said.receiver, said.round, text)
 
 
 def off_lattice(values: FloatArray, spacing: float) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
@@ -190,12 +209,3 @@ def off_lattice(values: FloatArray, spacing: float) -> np.ndarray[tuple[int, ...
         steps = values / spacing
     off: np.ndarray[tuple[int, ...], np.dtype[np.bool_]] = steps != np.rint(steps)
     return off
-
-
-def _way(sender: int, receiver: int) -> str:
-    return f"learner {sender} to learner {receiver}"
-
-
-def _finding(kind: _Kind, said: Said, what: str) -> Notice:
-    text = f"{_way(said.sender, said.receiver)}, round {said.round}: {what}"
-    return Notice(kind, said.sender, said.receiver, said.round, text)

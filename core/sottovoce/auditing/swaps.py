@@ -204,7 +204,9 @@ def worst(
     own, common = data.learners[learner], swaps(data, learner, schema=run.spec.data.schema)
     made = [(first, [swap]) for first, swap in _extremes(run, data, learner)]
     if not common and (as_they_are or not made):
-        raise DataError(f"learner {learner}'s first record must have another one to be swapped for, and has none")
+        raise DataError(
+            f"{run.spec.names[learner]}'s first record must have another one to be swapped for, and has none"
+        )
     groups = [(own, common), *([] if as_they_are else made)] if common else made[:1] + made
     shared, rounds = run.guarantee(learner).shared, _screened(run, learner)
     found: list[tuple[float, Worlds]] = []

@@ -36,7 +36,8 @@ def check_lattice(run: Run) -> tuple[Caveat, ...]:
         Caveat(
             "LATTICE_SLACK",
             f"rounding to the noise's lattice may cost at most {100 * SHARE:g} % of epsilon unnoticed, got up to {slack:.3g} of "
-            f"{epsilon:.3g} for learner {learner} (it is charged); fewer rounds or parameters, or a larger epsilon, would do",
+            f"{epsilon:.3g} for {run.spec.names[learner]} (it is charged); fewer rounds or parameters, or a larger epsilon, "
+            "would do",
         ),
     )
 

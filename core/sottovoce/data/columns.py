@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ from sottovoce.data.files import PLACEMENT, AnyArray, RawTable, import_extra
 from sottovoce.errors import DataError, SpecError
 
 _DECLARE = "declare its fields in a schema (`sottovoce schema infer` drafts one from public records)"
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 _LONGEST_LINE = 2**24
 """Bytes of a header line that are looked at."""
+OTHER_WIDTH = "not as many values as the header"
 _NO_VALUE = (ValueError, OverflowError)  # those of Arrow are ValueErrors, too
 
 
@@ -34,24 +37,32 @@ def read_columns(path: Path, label: str | None) -> RawTable:
     """
     table = _arrow_table(path)
     names = _names_of(table.schema, path, compared=str)
+    if path.suffix.lower() == ".csv":
+        _require_header(names, path)
+    if not table.num_rows:
+        raise DataError(f"{path} must hold at least one record, and has column names alone")
     label = _label_column(names, label, path)
     features = [name for name in names if name != label and name not in PLACEMENT]
     if not features:
         raise DataError(f"{path} must have a feature column beside {label!r}, got the columns {names}")
     columns = {name: _values(table, name, path) for name in names}
-    for name in features:
-        if columns[name].dtype.kind != "f":
-            kind = table.schema.field(name).type
-            raise DataError(f"{path}: column {name!r} must be numeric, got type {kind}; {_DECLARE}, or drop it")
+    if odd := [name for name in features if columns[name].dtype.kind != "f"]:
+        told = " and ".join(
+            f"column {name!r} must be numeric, got type {table.schema.field(name).type}" for name in odd[:12]
+        )
+        raise DataError(f"{path}: {told}; {_DECLARE}, or drop {'it' if len(odd) == 1 else 'them'}")
     matrix = np.column_stack([columns[name] for name in features])
-    return RawTable(as_floats(matrix), columns[label], tuple(features), columns.get("learner"), columns.get("round"))
+    placed = columns.get("learner"), columns.get("round")
+    return RawTable(as_floats(matrix), columns[label], tuple(features), *placed, label=label)
 
 
-def read_cells(path: Path) -> tuple[dict[str, Any], AnyArray | None, AnyArray | None]:
+def read_cells(path: Path, ragged: list[int] | None = None) -> tuple[dict[str, Any], AnyArray | None, AnyArray | None]:
     """Read a `.csv` (with a header line) or `.parquet` file as a schema needs it: nothing is taken for a number yet.
 
     Args:
         path: the file; its suffix tells the format.
+        ragged: gets the places of rows that have not as many values as the header, which are left out then; None: there must be
+            none. Where rows are so, nothing places a record.
 
     Returns:
         Columns by name, text of a `.csv`; and the columns `learner` and `round`, as `RawTable` has them, where there are such.
@@ -60,7 +71,7 @@ def read_cells(path: Path) -> tuple[dict[str, Any], AnyArray | None, AnyArray | 
         DataError: unreadable, or an empty cell among those that place a record.
         SpecError: pyarrow is not installed.
     """
-    table = _arrow_table(path, as_text=True)
+    table = _arrow_table(path, as_text=True, ragged=ragged)
     names = _names_of(table.schema, path)
     placed = {normal(name): name for name in names if normal(name) in PLACEMENT}
     columns = {name: _cells(table.column(name)) for name in names if name not in placed.values()}
@@ -88,6 +99,21 @@ def _names_of(columns: Any, path: Path, compared: Callable[[str], str] = normal)
     return names
 
 
+def _require_header(names: list[str], path: Path) -> None:
+    """Refuse a first line that is a record; it is not quoted. Columns may be numbered: 0, 1, 2, or 2019, 2020.
+
+    Raises:
+        DataError: most of its names are numbers, and do not count up by one.
+    """
+    numbers = [float(name) for name in names if _NUMBER.fullmatch(name.strip())]
+    counted = len(numbers) > 2 and all(later == one + 1 for one, later in pairwise(numbers))
+    if 2 * len(numbers) > len(names) and not counted:
+        raise DataError(
+            f"{path} must begin with a line of column names, and {len(numbers)} of the {len(names)} in its first line are "
+            "numbers, as of a record: put a line of names before it, or declare its fields in a schema if they are names"
+        )
+
+
 def _cells(column: Any) -> Any:
     """A column as numbers where all are, else as a list."""
     arrow = import_extra("pyarrow", "pyarrow", "reading columns")
@@ -113,12 +139,17 @@ def _value_of_python(cell: Any) -> Any:
         return OTHER
 
 
-def _arrow_table(path: Path, *, as_text: bool = False) -> Any:
-    """The file as a pyarrow table; `as_text`: with the cells of a `.csv` as they stand there, but for those of `PLACEMENT`."""
+def _arrow_table(path: Path, *, as_text: bool = False, ragged: list[int] | None = None) -> Any:
+    """The file as a pyarrow table; `as_text`: with the cells of a `.csv` as they stand there, but for those of `PLACEMENT`.
+
+    Args:
+        path, ragged: as of `read_cells`.
+        as_text: see above.
+    """
     arrow = import_extra("pyarrow", "pyarrow", f"reading {path.suffix} files")
     try:
         if path.suffix.lower() == ".csv":
-            return _csv_table(path, as_text=as_text)
+            return _csv_table(path, as_text=as_text, ragged=ragged)
         # One file, not a data set: a folder named a=b on the way to it must not become a column.
         return import_extra("pyarrow.parquet", "pyarrow", "reading .parquet files").ParquetFile(path).read()
     except OSError as error:
@@ -127,15 +158,53 @@ def _arrow_table(path: Path, *, as_text: bool = False) -> Any:
         raise DataError(f"{path} must be a readable {path.suffix} file: {_unquoted(path, str(error))}") from None
 
 
-def _csv_table(path: Path, *, as_text: bool) -> Any:
+def _csv_table(path: Path, *, as_text: bool, ragged: list[int] | None) -> Any:
     _require_csv(path)
     arrow, csv = (import_extra(name, "pyarrow", "reading .csv files") for name in ("pyarrow", "pyarrow.csv"))
     lines, convert = csv.ParseOptions(newlines_in_values=True), csv.ConvertOptions()
     if as_text:
-        with csv.open_csv(path, parse_options=lines) as first:
+        with csv.open_csv(path, parse_options=lines if ragged is None else _passing_over(lambda row: None)) as first:
             names = [name for name in _names_of(first.schema, path) if normal(name) not in PLACEMENT]
         convert = csv.ConvertOptions(column_types=dict.fromkeys(names, arrow.string()))
-    return csv.read_csv(path, parse_options=lines, convert_options=convert)
+    try:
+        return csv.read_csv(path, parse_options=lines, convert_options=convert)
+    except arrow.ArrowInvalid as error:
+        if ragged is not None and _RAGGED.match(str(error)):
+            return _without_ragged(path, convert, ragged)
+        raise
+
+
+def _without_ragged(path: Path, convert: Any, ragged: list[int]) -> Any:
+    """The rows that have as many values as the header; where the others are is told.
+
+    Raises:
+        DataError: one of the others is all that follows a quote which is never closed.
+    """
+    csv, found = import_extra("pyarrow.csv", "pyarrow", "reading .csv files"), list[tuple[int, bool]]()
+
+    def note(row: Any) -> None:  # rows are numbered from 1, the header's
+        found.append((row.number - 2, bool(row.text.count('"') % 2)))
+
+    # In threads nobody knows the numbers of rows.
+    table = csv.read_csv(path, csv.ReadOptions(use_threads=False), _passing_over(note), convert)
+    for place, is_open in found:
+        if is_open:
+            raise DataError(
+                f"{path} must be a readable .csv file: a quote in row {place} (counted from 0) is never closed, or a lone one"
+            )
+    ragged += [place for place, _ in found]
+    return table
+
+
+def _passing_over(note: Callable[[Any], None]) -> Any:
+    """To leave out rows that have not as many values as the header, each of which is told."""
+
+    def skip(row: Any) -> str:
+        note(row)
+        return "skip"
+
+    csv = import_extra("pyarrow.csv", "pyarrow", "reading .csv files")
+    return csv.ParseOptions(newlines_in_values=True, invalid_row_handler=skip)
 
 
 _AS_UTF_8 = "it must be UTF-8 (spreadsheets call it CSV UTF-8)"

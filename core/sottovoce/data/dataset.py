@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,10 +11,11 @@ import numpy as np
 
 from sottovoce.arrays import FloatArray, IntArray, as_floats
 from sottovoce.data.cells import normal
-from sottovoce.data.columns import read_cells, read_columns
+from sottovoce.data.columns import OTHER_WIDTH, read_cells, read_columns
 from sottovoce.data.encoding import Encoded, Encoder
-from sottovoce.data.files import AnyArray, RawTable, import_extra, read_npz
+from sottovoce.data.files import READABLE, SCHEMA_READS, AnyArray, RawTable, import_extra, read_npz
 from sottovoce.data.folders import VARIABLE, find
+from sottovoce.data.header import misfit
 from sottovoce.data.known import KNOWN, nearest
 from sottovoce.data.labels import map_labels
 from sottovoce.data.schema import Schema
@@ -55,12 +56,6 @@ class Dataset:
     learner_names: tuple[str, ...] | None = None
     round: IntArray | None = None
     test: Labelled | None = None
-
-
-SCHEMA_READS = (".csv", ".parquet")
-_SHOWN = 12
-"""How many columns an error message lists."""
-_READABLE = (".npz", *SCHEMA_READS)
 
 
 def load_dataset(data: DataSpec, loss: Loss, *, folders: Sequence[Path] = ()) -> Dataset:
@@ -110,9 +105,9 @@ def _read(data: DataSpec, folders: Sequence[Path]) -> RawTable:
     if known is not None:
         return _plain(read_npz(_public_file(data.source, folders)), data.source)
     path = Path(data.source)
-    if path.suffix.lower() not in _READABLE:
+    if path.suffix.lower() not in READABLE:
         raise SpecError(
-            f"data.source must be one of {', '.join(KNOWN)}, or a path to a {', '.join(_READABLE)} file, got {path}"
+            f"data.source must be one of {', '.join(KNOWN)}, or a path to a {', '.join(READABLE)} file, got {path}"
             f"{nearest(data.source)}"
         )
     _there(path)
@@ -140,19 +135,14 @@ def encode_file(path: Path, encoder: Encoder) -> tuple[Encoded, AnyArray | None,
         SpecError: there is no such file, or it is of another format.
         DataError: it is unreadable, a field has no column, a column is neither declared nor ignored, or there is no record.
     """
-    columns, learner, rounds = read_cells(schema_reads(path))
+    ragged = list[int]()
+    columns, learner, rounds = read_cells(schema_reads(path), ragged)
     schema, there = encoder.schema, {normal(name) for name in columns}
     declared = [*schema.features, schema.label.name]
-    lacking = [name for name in declared if name not in there]
-    if len(lacking) == len(declared):  # what stands there may be a record
-        raise DataError(f"{path} must begin with a line of column names, and none of them is a field of the schema")
-    if lacking:
-        raise DataError(f"{path} must have a column for every field of the schema, and has none for {_listed(lacking)}")
-    if odd := sorted(there - {*declared, *schema.ignored}):
-        raise DataError(
-            f"{path}: every column must be in the schema, and {_listed(odd)} is not: declare it, or name it under ignored"
-        )
-    found = encoder.columns(columns)
+    wanted = {name: name in there for name in declared}
+    if why := misfit(there, wanted, {*declared, *schema.ignored}, "declare it, or name it under ignored"):
+        raise DataError(f"{path} {why}")
+    found = encoder.columns(columns).among(dict.fromkeys(ragged, OTHER_WIDTH))
     if not len(found.fits):
         raise DataError(f"{path} must hold at least one record")
     return found, learner, rounds
@@ -167,10 +157,6 @@ def schema_reads(path: Path) -> Path:
     if path.suffix.lower() not in SCHEMA_READS:
         raise SpecError(f"a schema reads {' and '.join(SCHEMA_READS)} files, got {path}")
     return _there(path)
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(map(repr, names[:_SHOWN])) + (", ..." if len(names) > _SHOWN else "")
 
 
 def _there(path: Path) -> Path:
@@ -204,7 +190,7 @@ def _plain(table: RawTable, source: str) -> RawTable:
         return labels.astype(np.str_) if labels.dtype.kind in "US" else as_floats(labels)
 
     test = None if table.test is None else (table.test[0], plain(table.test[1]))
-    return RawTable(table.features, plain(table.labels), table.columns, table.learner, table.round, test)
+    return replace(table, labels=plain(table.labels), test=test)
 
 
 # ---- checks ----------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from sottovoce.data.columns import default_label
 from sottovoce.data.guessing import Drafted, Seen
 from sottovoce.data.schema import Schema
 from sottovoce.errors import DataError, SpecError
+from sottovoce.explaining import requirement
 
 _MISSING: tuple[str, ...] = Schema.model_fields["missing_values"].default
 _WIDE = 100
@@ -127,6 +128,6 @@ def draft(columns: Mapping[str, Any], label: str | None = None) -> Draft:
         Schema.model_validate(made.document)
     except ValidationError as error:
         problem = error.errors()[0]
-        where, what = ".".join(map(str, problem["loc"])), problem["msg"].removeprefix("Value error, ")
+        where, what = ".".join(map(str, problem["loc"])), requirement(problem)
         raise DataError(f"these columns give no schema: {f'{where}: ' if where else ''}{what}") from None
     return made

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -46,6 +46,21 @@ class Encoded:
     def reasons(self) -> dict[str, int]:
         """How many records were refused for which reason, most of them first."""
         return dict(Counter(self.refused.values()).most_common())
+
+    def among(self, others: Mapping[int, str]) -> Encoded:
+        """These records among some that could not even be read.
+
+        Args:
+            others: why, by their place among all.
+        """
+        if not others:
+            return self
+        here = np.ones(len(self.fits) + len(others), dtype=bool)
+        here[list(others)] = False
+        places, fits = np.flatnonzero(here), here.copy()
+        fits[here] = self.fits
+        refused = {int(places[row]): why for row, why in self.refused.items()} | dict(others)
+        return replace(self, fits=fits, refused=dict(sorted(refused.items())))
 
 
 @dataclass(frozen=True, slots=True)

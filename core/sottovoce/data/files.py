@@ -16,6 +16,9 @@ from sottovoce.arrays import FloatArray, as_floats
 from sottovoce.errors import DataError, SpecError
 
 AnyArray = npt.NDArray[Any]
+SCHEMA_READS = (".csv", ".parquet")
+READABLE = (".npz", *SCHEMA_READS)
+"""Suffixes of files of records."""
 PLACEMENT = ("learner", "round")
 """Columns that say who learns a record, and when."""
 
@@ -31,6 +34,7 @@ class RawTable:
         learner: `(records,)` indices or names.
         round: `(records,)`.
         test: features and labels that the source itself holds out.
+        label: the name of the label column, where the source has names.
     """
 
     features: FloatArray
@@ -39,6 +43,7 @@ class RawTable:
     learner: AnyArray | None = None
     round: AnyArray | None = None
     test: tuple[FloatArray, AnyArray] | None = None
+    label: str | None = None
 
 
 def import_extra(module: str, package: str, what: str, extra: str = "audit") -> Any:

@@ -20,7 +20,7 @@ def map_labels(labels: AnyArray, loss: Loss, positive: tuple[int | str, ...] | N
 
     Squared losses: numbers as they are. Many classes: the class, its rank among the sorted labels. Logistic and hinges: 1 for
     a label in `positive`, else 0; by default the later half of the k sorted labels is positive (with an odd k the middle one
-    is not), so of two labels the second.
+    is not), so of two labels the second. Of a file with one label, `positive` must say it, unless that is 0 or 1.
 
     Args:
         labels: `(records,)`, finite numbers or text.
@@ -31,19 +31,34 @@ def map_labels(labels: AnyArray, loss: Loss, positive: tuple[int | str, ...] | N
         Mapped labels `(records,)`, and classes `(records,)`: the rank of the original label among the distinct ones.
 
     Raises:
-        DataError: labels of a squared loss are not numbers, or those of two classes all the same.
+        DataError: labels of a squared loss are not numbers, or those of two classes all the same, and nothing says which.
         SpecError: `positive` names a label that does not occur, or all of them; or there are more labels than classes.
     """
     distinct, classes = np.unique(labels, return_inverse=True)
     classes = classes.astype(np.int64)
     if loss.n_classes is None:
         if labels.dtype.kind != "f":
-            raise DataError(f"labels of the {loss.kind} loss must be numbers, got text: {_listed(_texts(distinct))}")
+            raise DataError(f"labels of the {loss.kind} loss must be numbers, got text: {_listed(texts_of(distinct))}")
         return as_floats(labels), classes
     if loss.binary and len(distinct) < 2:
-        only = _listed(_texts(distinct))
-        raise DataError(f"the {loss.kind} loss needs at least two distinct labels, got only {only}")
-    return class_labels(_texts(distinct), loss, positive, "that occur")[classes], classes
+        return np.full(len(labels), _of_one(texts_of(distinct)[0], loss, positive)), classes
+    return class_labels(texts_of(distinct), loss, positive, "that occur")[classes], classes
+
+
+def _of_one(only: str, loss: Loss, positive: tuple[int | str, ...] | None) -> float:
+    """What the label of all records counts as, where they have one only: as `positive` says, or it is 0 or 1 itself.
+
+    Raises:
+        DataError: nothing says it.
+    """
+    if positive is not None:
+        return float(only in map(str, positive))
+    if only in ("0", "1"):
+        return float(only)
+    raise DataError(
+        f"the {loss.kind} loss needs two labels, got only {only}: name in data.positive what counts as 1 (if it is another one, "
+        f"{only} counts as 0)"
+    )
 
 
 def class_labels(
@@ -80,7 +95,7 @@ def _is_positive(texts: Sequence[str], positive: tuple[int | str, ...] | None, t
     return as_floats([text in wanted for text in texts])
 
 
-def _texts(distinct: AnyArray) -> list[str]:
+def texts_of(distinct: AnyArray) -> list[str]:
     """Labels as a spec writes them: the float 3.0 is `3`."""
     if distinct.dtype.kind != "f":
         return [str(label) for label in distinct]

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import SerializeAsAny
 
-from sottovoce.losses.loss import Loss, beside, mean_gradient, scale_rows
+from sottovoce.losses.loss import Loss, beside, bounded, mean_gradient, scale_rows
 from sottovoce.losses.margin import MarginLoss
 from sottovoce.registry import Registry
 
@@ -26,4 +26,4 @@ LOSSES: Registry[Loss] = Registry(
 AnyLoss = Annotated[SerializeAsAny[Loss], LOSSES]
 """A field of a spec: the loss of the kind that it names."""
 
-__all__ = ["LOSSES", "AnyLoss", "Loss", "MarginLoss", "beside", "mean_gradient", "scale_rows"]
+__all__ = ["LOSSES", "AnyLoss", "Loss", "MarginLoss", "beside", "bounded", "mean_gradient", "scale_rows"]

@@ -11,7 +11,7 @@ from typing import Protocol, Self
 
 import numpy as np
 
-from sottovoce.arrays import Batch, FloatArray
+from sottovoce.arrays import Batch, FloatArray, Scalars
 from sottovoce.losses.loss import Loss, beside, mean_gradient
 from sottovoce.losses.margin import scores_of
 from sottovoce.losses.quadratic import Quadratic
@@ -38,23 +38,29 @@ class _Log:
     filled: list[int]  # of the shared buffer: how far some value has written it
 
     @classmethod
-    def empty(cls, like: FloatArray) -> _Log:
-        return cls(np.empty((*like.shape[:-2], 8, like.shape[-1])), 0, [0])
+    def empty(cls, like: FloatArray, more: int = 0) -> _Log:
+        """For rows as these, or with more columns."""
+        return cls(np.empty((*like.shape[:-2], 8, like.shape[-1] + more)), 0, [0])
 
     @property
     def rows(self) -> FloatArray:
         return self.buffer[..., : self.length, :]
 
     def append(self, rows: FloatArray) -> _Log:
-        new = self.length + rows.shape[-2]
+        longer, new = self.longer(rows.shape[-2])
+        new[...] = rows
+        return longer
+
+    def longer(self, rows: int) -> tuple[_Log, FloatArray]:
+        """With so many rows more, and these, which are still to be written."""
+        new = self.length + rows
         buffer, filled = self.buffer, self.filled
         if new > buffer.shape[-2] or filled[0] != self.length:
             buffer = np.empty((*buffer.shape[:-2], max(2 * new, 8), buffer.shape[-1]))
             buffer[..., : self.length, :] = self.rows
             filled = [self.length]
-        buffer[..., self.length : new, :] = rows
         filled[0] = new
-        return _Log(buffer, new, filled)
+        return _Log(buffer, new, filled), buffer[..., self.length : new, :]
 
     def packed(self) -> FloatArray:
         """For a snapshot: what is in use of the buffer."""
@@ -105,55 +111,54 @@ class RecordHistory:
         return np.zeros_like(theta) if records is None else mean_gradient(self.loss, theta, records)
 
 
+_ZERO = np.zeros(())
 FOLD = 32
 """Records that exact statistics keep as they are before adding them in: one update of a large matrix instead of many."""
 
 
 @dataclass(frozen=True, slots=True)
 class QuadraticHistory:
-    """Exact statistics of an unclipped quadratic loss: `S = sum a a^T`, `q = sum phi'(0, b) a`, `d = (c S theta + q) / count`.
+    """Exact statistics of an unclipped quadratic loss: of rows `r = (a, phi'(0, b))`, the moments `M = sum r r^T`.
 
-    `(..., dim, dim)` and `(..., dim)` numbers, and fewer than `FOLD` records not yet in them: constant time per round.
+    `d = (c theta, 1) M / count`, but for its last number. `(..., dim + 1, dim + 1)` numbers, and fewer than `FOLD` rows not
+    yet in them: constant time per round.
     """
 
     loss: Quadratic
-    S: FloatArray | None = None
-    q: FloatArray | None = None
-    count: FloatArray | None = None
-    recent: tuple[_Log, _Log] | None = None  # features, and phi'(0, b) as a column
+    moments: FloatArray | None = None
+    recent: _Log | None = None
+    count: Scalars = 0.0  # (..., 1) where stacked learners have unequal numbers of records
 
     def observe(self, batch: Batch) -> QuadraticHistory:
         if batch.size == 0:
             return self
-        features = batch.features
-        slopes = self.loss.slope(np.zeros_like(batch.labels), batch.labels)[..., None]
-        count = np.full(batch.labels.shape[:-1], float(batch.size)) if self.count is None else self.count + batch.size
+        recent, new = (self.recent or _Log.empty(batch.features, 1)).longer(batch.size)
+        new[..., :-1] = batch.features
+        new[..., -1] = self.loss.slope(_ZERO, batch.labels)
+        count = self.count + batch.size
         if batch.present is not None:  # what is padding counts for nothing, and neither do rows of zeros
-            features = features * batch.present[..., None]
-            count = count - batch.size + batch.present.sum(axis=-1)
-        logs = self.recent or (_Log.empty(features), _Log.empty(slopes))
-        recent = (logs[0].append(features), logs[1].append(slopes))
-        if recent[0].length < FOLD:
-            return QuadraticHistory(self.loss, self.S, self.q, count, recent)
-        rows, column = recent[0].rows, recent[1].rows
-        S, q = np.matmul(rows.swapaxes(-1, -2), rows), np.matmul(column.swapaxes(-1, -2), rows)[..., 0, :]
-        if self.S is not None and self.q is not None:
-            S += self.S  # into the new array: old values stay as they are
-            q += self.q
-        return QuadraticHistory(self.loss, S, q, count)
+            new *= batch.present[..., None]
+            count = self.count + batch.present.sum(axis=-1, keepdims=True)
+        if recent.length < FOLD:
+            return QuadraticHistory(self.loss, self.moments, recent, count)
+        rows = recent.rows
+        moments = np.matmul(rows.swapaxes(-1, -2), rows)
+        if self.moments is not None:
+            moments += self.moments  # into the new array: old values stay as they are
+        return QuadraticHistory(self.loss, moments, None, count)
 
     def gradient(self, theta: FloatArray) -> FloatArray:
-        if self.count is None:
+        if self.moments is None and self.recent is None:
             return np.zeros_like(theta)
-        curvature, stacked = self.loss.curvature, theta.ndim > self.count.ndim + 1
-        total: FloatArray | float = 0.0
-        if self.S is not None and self.q is not None:
-            total = curvature * np.matmul(theta, self.S) + (self.q[..., None, :] if stacked else self.q)
+        point = np.empty((*theta.shape[:-1], theta.shape[-1] + 1))
+        np.multiply(self.loss.curvature, theta, out=point[..., :-1])
+        point[..., -1] = 1.0
+        total = np.zeros_like(point) if self.moments is None else np.matmul(point, self.moments)
         if self.recent is not None:
-            features, at_zero = self.recent[0].rows, beside(self.recent[1].rows[..., 0], theta)
-            total = total + np.matmul(curvature * scores_of(theta, features) + at_zero, features)
-        count = self.count[..., None, None] if stacked else self.count[..., None]
-        gradient: FloatArray = total / np.maximum(count, 1.0)
+            rows = self.recent.rows
+            total += np.matmul(scores_of(point, rows), rows)
+        gradient: FloatArray = total[..., :-1]
+        gradient /= self.count if isinstance(self.count, float) else np.maximum(beside(self.count, theta), 1.0)
         return gradient
 
 

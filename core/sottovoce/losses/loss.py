@@ -109,15 +109,22 @@ class Loss(Section, ABC):
         return None
 
 
+def bounded(loss: Loss, batch: Batch) -> Batch:
+    """The batch, made to obey the bounds that the loss declares (`Loss.enforce`)."""
+    if batch.bounded_by is loss:
+        return batch
+    return Batch(*loss.enforce(batch.features, batch.labels), batch.present).known_bounded(loss)
+
+
 def mean_gradient(loss: Loss, theta: FloatArray, batch: Batch) -> FloatArray:
     """Mean of the batch's clipped data gradients, without the ridge: `(..., dim)`; zero for a round without records."""
     if batch.size == 0:
         return np.zeros_like(theta)
     total = loss.gradient_sum(theta, batch)
-    if batch.present is None:
-        total /= batch.size
-    else:
+    if batch.present is not None:
         total /= np.maximum(beside(batch.present, theta).sum(axis=-1, keepdims=True), 1.0)
+    elif batch.size > 1:
+        total /= batch.size
     return total
 
 
@@ -128,6 +135,9 @@ def beside(per_record: FloatArray, theta: FloatArray) -> FloatArray:
 
 def scale_rows(features: FloatArray, bound: float) -> FloatArray:
     """Rows of l2 norm above `bound` scaled down to it, each by its own norm alone."""
+    if features.size == features.shape[-1]:  # a single row: the same in fewer calls
+        norm = math.sqrt(np.vdot(features, features))
+        return features * (bound / norm) if norm > bound else features
     norms = np.sqrt(np.vecdot(features, features))
     if not np.count_nonzero(norms > bound):
         return features

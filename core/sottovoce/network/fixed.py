@@ -69,6 +69,9 @@ class FixedNetwork(Network):
         rows, columns = np.nonzero(np.triu(self.weights, k=1))
         return tuple(zip(rows.tolist(), columns.tolist(), strict=True))
 
+    def neighbours(self, learner: int) -> frozenset[int]:
+        return self._mixing.neighbours_of(learner)
+
     @property
     def delta_2(self) -> float:
         """Second largest eigenvalue of W, always negative: the slowest rate at which disagreement dies out.

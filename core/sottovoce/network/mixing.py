@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from hashlib import sha256
 
 import numpy as np
 
-from sottovoce.arrays import FloatArray
+from sottovoce.arrays import FloatArray, Scalars, scalars
 
 ROUNDING = 1e-12
 """How far sums of weights may be from what they must be, relative to the largest weight."""
+_GRAIN = 2.0**-24
+"""Weights that round to the same multiple of it are the same to a digest: machines may differ in the last bits of theirs."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -23,6 +27,25 @@ class Mixing:
 
     neighbours: FloatArray
     own: FloatArray
+    _digests: list[bytes] = field(init=False, repr=False, default_factory=list)
+    totals: Scalars = field(init=False, repr=False)
+    """What each learner gives to all others, as `scalars`."""
+    owns: Scalars = field(init=False, repr=False)
+    """`own`, as `scalars`."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "totals", scalars(self.neighbours.sum(axis=1).tolist()))
+        object.__setattr__(self, "owns", scalars(self.own.tolist()))
+
+    @property
+    def digest(self) -> bytes:
+        """SHA-256 of who hears whom with which weight: of all hearers, then of whom they hear, then of the weights."""
+        if not self._digests:
+            hearers, heard = np.nonzero(self.neighbours)
+            weights = np.rint(self.neighbours[hearers, heard] / _GRAIN)
+            parts = (hearers.astype("<u4"), heard.astype("<u4"), weights.astype("<f8"))
+            self._digests.append(sha256(b"".join(part.tobytes() for part in parts)).digest())
+        return self._digests[0]
 
     @property
     def matrix(self) -> FloatArray:
@@ -57,7 +80,16 @@ class Mixing:
         """Who hears `learner`, ascending."""
         return tuple(int(i) for i in np.flatnonzero(self.neighbours[:, learner]))
 
+    def neighbours_of(self, learner: int) -> frozenset[int]:
+        """Whom `learner` hears or tells."""
+        return frozenset((*self.heard_by(learner), *self.told_by(learner)))
+
     def _stochastic(self, axis: int) -> bool:
         sums = self.neighbours.sum(axis=axis) + self.own
         least = min(float(self.neighbours.min()), float(self.own.min()))
         return least >= -ROUNDING and float(np.abs(sums - 1.0).max()) <= ROUNDING
+
+
+def digest_of(rounds: Iterable[bytes]) -> bytes:
+    """SHA-256 of the digests of several rounds, one after the other: of who hears whom in all of them."""
+    return sha256(b"".join(rounds)).digest()

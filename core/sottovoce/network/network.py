@@ -16,6 +16,9 @@ from sottovoce.network.mixing import Mixing
 from sottovoce.network.roster import Mask, Roster
 from sottovoce.network.weights import WeightRule
 
+_KEPT = 2_000_000
+"""Weights of a network that changes in every round that are kept: many learners of one process ask for the same rounds."""
+
 
 class Network(ABC):
     """Who hears whom with which weights, round by round. Public: everybody may know all of it."""
@@ -31,6 +34,10 @@ class Network(ABC):
     @abstractmethod
     def edges(self) -> tuple[Edge, ...]:
         """Pairs (i, j), i < j, ascending, of which one may hear the other in some round."""
+
+    def neighbours(self, learner: int) -> frozenset[int]:
+        """Everybody whom a learner hears or tells in some round."""
+        return frozenset(j for edge in self.edges if learner in edge for j in edge if j != learner)
 
     @property
     @abstractmethod
@@ -97,6 +104,9 @@ class PeriodicNetwork(Network):
         heard = np.any([mixing.neighbours > 0 for mixing in self.mixings], axis=0)
         return tuple((int(i), int(j)) for i, j in np.argwhere(np.triu(heard | heard.T, k=1)))
 
+    def neighbours(self, learner: int) -> frozenset[int]:
+        return frozenset().union(*(mixing.neighbours_of(learner) for mixing in self.mixings))
+
     @property
     def horizon(self) -> int:
         return len(self.mixings)
@@ -120,6 +130,8 @@ class ChangingNetwork(Network):
     weights: WeightRule
     learners: int
     rounds: int
+    _known: dict[int, Mixing] = field(init=False, repr=False, default_factory=dict)
+    """The rounds that were asked for last."""
 
     def __post_init__(self) -> None:
         complete = np.ones((self.learners, self.learners)) - np.eye(self.learners)
@@ -146,8 +158,15 @@ class ChangingNetwork(Network):
     def column_stochastic(self) -> bool:
         return self.weights.columns or (self.weights.symmetric and not self.graphs.one_way)
 
+    def neighbours(self, learner: int) -> frozenset[int]:
+        return frozenset(range(self.learners)) - {learner}
+
     def at(self, t: int) -> Mixing:
-        return self.weights.mix(self.graphs.adjacency(t, self.learners), one_way=self.graphs.one_way)
+        if t not in self._known:
+            if len(self._known) >= max(_KEPT // self.learners**2, 1):
+                del self._known[next(iter(self._known))]
+            self._known[t] = self.weights.mix(self.graphs.adjacency(t, self.learners), one_way=self.graphs.one_way)
+        return self._known[t]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -173,6 +192,9 @@ class PartialNetwork(Network):
     @property
     def edges(self) -> tuple[Edge, ...]:
         return self.whole.edges
+
+    def neighbours(self, learner: int) -> frozenset[int]:
+        return self.whole.neighbours(learner)
 
     @property
     def horizon(self) -> int:

@@ -6,8 +6,8 @@ import hashlib
 import itertools
 import math
 import ssl
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import assert_never
 
 import numpy as np
@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from sottovoce.arrays import FloatArray, IntArray
 from sottovoce.errors import SpecError
+from sottovoce.noise.ahead import MOST_ROWS, Ahead, Row
 from sottovoce.noise.draw import Draw
 
 _AT_ONCE = 2**14
@@ -26,7 +27,7 @@ _SURE = 2**16 - 2**5
 
 
 class SystemNoise:
-    """Noise of a deployed learner: discrete Laplace from cryptographic random bytes; no number is kept, there is no seed.
+    """Noise of a deployed learner: discrete Laplace from cryptographic random bytes; no number is given twice, there is no seed.
 
     The bytes are those of OpenSSL's generator, which the operating system seeds, again and again and after every fork; what
     it gave out cannot be computed from what it holds. They cost a tenth of the operating system's own.
@@ -37,28 +38,46 @@ class SystemNoise:
     `1 / (1 + q^-v)`; the next one would be with probability below e^-64, and is not drawn. What is rejected is drawn again,
     and so is minus zero, else zero counted twice. Every comparison of a random number with a probability is decided by 16
     bits, and by 48 more where those tie.
+
+    Where later scales are known (`Draw.later`), short Laplace vectors of several rounds are drawn together (`ahead`).
     """
 
     def __init__(self, entropy: Callable[[int], bytes] = ssl.RAND_bytes) -> None:
-        self._entropy = entropy
+        self._entropy, self._ahead = entropy, Ahead()
 
     def __call__(self, draw: Draw) -> FloatArray:
         match draw.law:
             case "laplace":
-                sample = self._laplace
+                return self._next(draw)
             case "gaussian":
-                sample = self._gaussian
+                return self._gaussian(math.prod(draw.shape), *draw.of_one()).reshape(draw.shape)
             case "spherical":
                 return self._spherical(draw)
             case _:  # a law that is not here must fail, not be taken for another one
                 assert_never(draw.law)
-        return sample(math.prod(draw.shape), *draw.of_one()).reshape(draw.shape)
+
+    def _next(self, draw: Draw) -> FloatArray:
+        """Laplace numbers: those that wait, or new ones, and then those of later rounds with them, as many as one pass takes."""
+        row, count = Row(draw.round, *draw.of_one(), draw.shape), math.prod(draw.shape)
+        if draw.later is None or 2 * count > _AT_ONCE:
+            return self._laplace(count, row.scale, row.grid).reshape(draw.shape)
+        waiting = self._ahead.take(draw.field, row)
+        if waiting is not None:
+            return waiting
+        rows = row.following(draw.later, min(MOST_ROWS, _AT_ONCE // max(count, 1)))
+        return self._ahead.draw(draw.field, rows, self._rows)
+
+    def _rows(self, rows: list[Row]) -> Iterator[FloatArray]:
+        """Numbers of each row, in an array of its own: none keeps the others in memory."""
+        rates = np.array([row.rate for row in rows])
+        whole = self._whole(rates, math.prod(rows[0].shape)).reshape(len(rows), *rows[0].shape)
+        return (numbers * row.grid for row, numbers in zip(rows, whole, strict=True))
 
     def _laplace(self, count: int, scale: float, grid: float) -> FloatArray:
-        drawn = np.empty(count)
+        drawn, rate = np.empty(count), np.array([grid / scale])
         for start in range(0, count, _AT_ONCE):
             part = drawn[start : start + _AT_ONCE]
-            part[:] = self._whole(part.size, grid / scale)
+            part[:] = self._whole(rate, part.size)
         drawn *= grid
         return drawn
 
@@ -89,41 +108,41 @@ class SystemNoise:
         normal *= radius / np.linalg.norm(normal, axis=-1, keepdims=True)
         return normal
 
-    def _whole(self, count: int, rate: float) -> FloatArray:
-        """`(count,)` whole numbers: the noise in units of `grid`."""
-        drawn, rejected = self._attempt(count, rate)
+    def _whole(self, rates: FloatArray, count: int) -> FloatArray:
+        """`(rates * count,)` whole numbers, `count` of each rate: the noise in units of `grid`."""
+        drawn, rejected = self._attempt(rates, count)
         while rejected.size:
-            drawn[rejected], still = self._attempt(rejected.size, rate)
+            drawn[rejected], still = self._attempt(rates[rejected // count], 1)
             rejected = rejected[still]
         return drawn
 
-    def _attempt(self, count: int, rate: float) -> tuple[FloatArray, IntArray]:
-        """Signed whole numbers, and the places of those that do not count."""
-        low_bits = max(0, -11 - math.frexp(rate)[1])
-        if not rate > 0.0 or low_bits > 32:  # a rate of 0 has no low bits, and would draw next to nothing
-            raise SpecError(f"scale must be at most 2^43 times grid, got grid/scale of {rate:g}")
-        words = np.frombuffer(self._entropy((8 + 2 * _LEVELS) * count), np.uint16)
-        coin, sign = words[:count], words[count : 2 * count].view(np.int16)
-        low = words[2 * count : 4 * count].view(np.uint32) >> np.uint32(32 - low_bits) if low_bits else np.zeros(count)
-        bits = self._high_bits(words[4 * count :].reshape(_LEVELS, count), math.ldexp(rate, low_bits))
-        magnitude = (math.ldexp(1.0, low_bits) * _POWERS) @ bits
+    def _attempt(self, rates: FloatArray, count: int) -> tuple[FloatArray, IntArray]:
+        """Signed whole numbers, and the places of those that do not count. Rates have one exponent."""
+        low_bits, total = max(0, -11 - math.frexp(rates[0])[1]), rates.size * count
+        if not rates[0] > 0.0 or low_bits > 32:  # a rate of 0 has no low bits, and would draw next to nothing
+            raise SpecError(f"scale must be at most 2^43 times grid, got grid/scale of {rates[0]:g}")
+        words = np.frombuffer(self._entropy((8 + 2 * _LEVELS) * total), np.uint16)
+        coin, sign = words[:total], words[total : 2 * total].view(np.int16)
+        low = words[2 * total : 4 * total].view(np.uint32) >> np.uint32(32 - low_bits) if low_bits else np.zeros(total)
+        unit = math.ldexp(1.0, low_bits)
+        bits = self._high_bits(words[4 * total :].reshape(_LEVELS, rates.size, count), unit * rates)
+        magnitude = (unit * _POWERS) @ bits.reshape(_LEVELS, total)
         magnitude += low
         rejected = np.flatnonzero(coin >= _SURE)
         if rejected.size:  # not yet: they are looked at more closely
-            rejected = rejected[~self._below(coin[rejected], np.exp(-rate * low[rejected]))]
-        if np.count_nonzero(magnitude) < count:
+            rejected = rejected[~self._below(coin[rejected], np.exp(-rates[rejected // count] * low[rejected]))]
+        if np.count_nonzero(magnitude) < total:
             rejected = np.union1d(rejected, np.flatnonzero((magnitude == 0) & (sign < 0)))
         return np.copysign(magnitude, sign), rejected
 
-    def _high_bits(self, coarse: npt.NDArray[np.uint16], rate: float) -> FloatArray:
-        """`(levels, count)` independent zeros and ones; the lowest level's value times `grid/scale` is `rate`."""
-        chance = 1.0 / (1.0 + np.exp(np.minimum(rate * _POWERS, 700.0)))
-        leading = (chance * 2.0**16).astype(np.uint16)[:, None]
+    def _high_bits(self, coarse: npt.NDArray[np.uint16], rates: FloatArray) -> FloatArray:
+        """`(levels, rates, count)` independent zeros and ones; the lowest level's value times `grid/scale` is in `rates`."""
+        chance = 1.0 / (1.0 + np.exp(np.minimum(rates * _POWERS[:, None], 700.0)))
+        leading = (chance * 2.0**16).astype(np.uint16)[..., None]
         bits = coarse < leading
-        tied = coarse == leading
-        if np.count_nonzero(tied):
-            level, sample = np.divmod(np.flatnonzero(tied), coarse.shape[1])
-            bits[level, sample] = self._below(coarse[level, sample], chance[level])
+        tied = (coarse == leading).reshape(-1).nonzero()[0]
+        if tied.size:
+            bits.reshape(-1)[tied] = self._below(coarse.reshape(-1)[tied], chance.reshape(-1)[tied // coarse.shape[-1]])
         return bits.astype(np.float64)
 
     def _below(self, leading: npt.NDArray[np.uint16], chance: FloatArray) -> npt.NDArray[np.bool_]:
@@ -159,4 +178,4 @@ class KeyedNoise:
             key = (self.secret, self.run, self.learner, draw.field, draw.round, next(calls))
             return hashlib.shake_256(repr(key).encode()).digest(count)
 
-        return SystemNoise(stream)(draw)
+        return SystemNoise(stream)(replace(draw, later=None))

@@ -31,6 +31,8 @@ class Draw:
         scale: of the law, in units of the message.
         grid: spacing of the lattice that the numbers are on, a power of two; None: they are on none.
         shape: of the result.
+        later: the scale of this field's noise in a later round, where it is known beforehand; a source may draw ahead then. Of
+            no effect on the law: what is drawn ahead is given out for a draw with that very scale alone.
     """
 
     law: Law
@@ -39,6 +41,7 @@ class Draw:
     scale: Scalars
     grid: Scalars | None
     shape: tuple[int, ...]
+    later: Callable[[int], Scalars] | None = None
 
     def rounded(self, values: FloatArray) -> FloatArray:
         """`values` on the lattice, if there is one."""

@@ -10,6 +10,7 @@ Our algorithms promise pure epsilon, so none has Gaussian noise: it is there for
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 
@@ -20,7 +21,14 @@ _FARTHEST, _ROUNDING = 65.0, 1e-9
 """Scales that Laplace noise keeps within, with probability above `1 - e^-64`, the lattice included; and of float64, with room."""
 
 
-def say_laplace(noise: Noise, field: str, t: int, vector: FloatArray, scale: Scalars) -> FloatArray:
+def say_laplace(
+    noise: Noise,
+    field: str,
+    t: int,
+    vector: FloatArray,
+    scale: Scalars,
+    later: Callable[[int], Scalars] | None = None,
+) -> FloatArray:
     """`vector (..., dim)` with independent Laplace noise of this scale on every coordinate.
 
     Args:
@@ -29,8 +37,9 @@ def say_laplace(noise: Noise, field: str, t: int, vector: FloatArray, scale: Sca
         t: its round.
         vector: the secret; any leading axes.
         scale: one number, or one per learner; all zero: no noise.
+        later: of a later round, where it is known (`Draw.later`).
     """
-    return _said(noise, "laplace", field, t, vector, scale)
+    return _said(noise, "laplace", field, t, vector, scale, later)
 
 
 def say_gaussian(noise: Noise, field: str, t: int, vector: FloatArray, scale: Scalars) -> FloatArray:
@@ -38,12 +47,20 @@ def say_gaussian(noise: Noise, field: str, t: int, vector: FloatArray, scale: Sc
     return _said(noise, "gaussian", field, t, vector, scale)
 
 
-def _said(noise: Noise, law: Law, field: str, t: int, vector: FloatArray, scale: Scalars) -> FloatArray:
-    if not np.count_nonzero(scale):
+def _said(
+    noise: Noise,
+    law: Law,
+    field: str,
+    t: int,
+    vector: FloatArray,
+    scale: Scalars,
+    later: Callable[[int], Scalars] | None = None,
+) -> FloatArray:
+    if not (scale if isinstance(scale, float) else np.count_nonzero(scale)):
         return vector
     spacing = grid(scale)
     said = on_grid(vector, spacing)
-    said += noise(Draw(law, field, t, scale, spacing, vector.shape))
+    said += noise(Draw(law, field, t, scale, spacing, vector.shape, later))
     return said
 
 

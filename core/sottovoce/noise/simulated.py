@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import assert_never
@@ -13,6 +14,8 @@ from sottovoce.arrays import FloatArray
 from sottovoce.errors import SpecError
 from sottovoce.noise.draw import Draw, Noise
 
+_LEADING = 7 if sys.byteorder == "little" else 0
+"""Of the eight bytes of a float64: the one with its sign."""
 AHEAD = 2**14
 """Numbers that `SeededNoise` draws at a time, at least."""
 
@@ -40,15 +43,16 @@ class SeededNoise:
             case _:
                 assert_never(draw.law)
         if draw.grid is None:
-            return drawn * draw.scale
-        drawn = drawn * (draw.scale / draw.grid)
+            drawn *= draw.scale
+            return drawn
+        drawn *= draw.scale / draw.grid
         drawn += 0.5
         np.floor(drawn, out=drawn)
         drawn *= draw.grid
         return drawn
 
     def _standard(self, count: int) -> FloatArray:
-        """Laplace numbers of scale 1: small draws are cut from a large one, for numpy's calls cost more than they."""
+        """Laplace numbers of scale 1, each given out once: small draws are cut from a large one, whose calls cost more."""
         if 4 * count > AHEAD:
             return self._signed(count)
         if self._used + count > self._ahead.size:
@@ -58,9 +62,10 @@ class SeededNoise:
 
     def _signed(self, count: int) -> FloatArray:
         drawn = self._generator.standard_exponential(count)
-        bits = np.unpackbits(np.frombuffer(self._generator.bytes((count + 7) // 8), np.uint8), count=count)
-        whole = drawn.view(np.uint64)
-        whole |= bits.astype(np.uint64) << np.uint64(63)  # the sign's bit
+        signs = np.unpackbits(np.frombuffer(self._generator.bytes((count + 7) // 8), np.uint8), count=count)
+        signs *= 128
+        leading = drawn.view(np.uint8)[_LEADING::8]
+        leading |= signs
         return drawn
 
     def _spherical(self, draw: Draw) -> FloatArray:

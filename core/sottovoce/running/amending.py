@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pydantic import ValidationError
 
 from sottovoce.errors import SpecError
+from sottovoce.explaining import lines_of
 from sottovoce.network.roster import Absence, Roster
 from sottovoce.spec import RunSpec
 
@@ -58,7 +59,7 @@ def _with(spec: RunSpec, absences: list[Absence]) -> RunSpec:
     try:
         return RunSpec.model_validate(document, context={"imports": True})
     except ValidationError as error:
-        raise SpecError("; ".join(problem["msg"].removeprefix("Value error, ") for problem in error.errors())) from None
+        raise SpecError("; ".join(lines_of(error, document, RunSpec))) from None
 
 
 def require_amendment(before: Roster, after: Roster, learner: int, said: int, done: int) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -21,10 +21,11 @@ from pydantic_core import PydanticCustomError
 
 from sottovoce.algorithms import ALGORITHMS
 from sottovoce.errors import SpecError
+from sottovoce.explaining import explain
 from sottovoce.privacy.guarantee import Event, Grounds, ThreatModel
 from sottovoce.registry import Count, Positive, Section
 from sottovoce.running.run import Run, build_run
-from sottovoce.spec import LEARNER_NAME, RunSpec, codes_to_import, document_of, explain
+from sottovoce.spec import LEARNER_NAME, RunSpec, codes_to_import, document_of
 
 LONGEST_FILE = 64 * 1024
 """Bytes of a policy's file: a few lines, and nobody's records."""
@@ -182,7 +183,15 @@ class Policy(Section):
         """
         self._require([self._code(document)])
 
-    def admit(self, spec: RunSpec, n_features: int, learner: int, *, mirrored: bool = False) -> Run:
+    def admit(
+        self,
+        spec: RunSpec,
+        n_features: int,
+        learner: int,
+        *,
+        mirrored: bool = False,
+        build: Callable[[RunSpec, int], Run] = build_run,
+    ) -> Run:
         """The run, where a learner may take part in it.
 
         Args:
@@ -190,6 +199,7 @@ class Policy(Section):
             n_features: of a record.
             learner: its index.
             mirrored: whether it was told to copy its messages to somebody, whatever the spec says.
+            build: as `build_run`: learners of one process need not build it more than once.
 
         Raises:
             SpecError: it may not, with all clauses that say so; or as `build_run`.
@@ -197,7 +207,7 @@ class Policy(Section):
         sizes, run = list(self._sizes(spec, n_features)), None
         findings = [*sizes, *self._terms(spec, mirrored=mirrored)]
         if all(each.fits for each in sizes):  # else it is too large to be built
-            run = build_run(spec, n_features)
+            run = build(spec, n_features)
             findings += self._promises(run, learner)
         self._require(findings)
         assert run is not None  # noqa: S101 - what did not fit was refused

@@ -24,6 +24,9 @@ from sottovoce.running.clipping import Clipping, clipping
 from sottovoce.running.late import USED, late_caveats, slots
 from sottovoce.spec import RunSpec
 
+MOST_PARAMETERS = 2**24
+"""Numbers of a model: a message of more is none that services take, or a capture is read with."""
+
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -159,6 +162,11 @@ def build_run(spec: RunSpec, n_features: int) -> Run:
 def _built(spec: RunSpec, n_features: int) -> Run:
     network = spec.topology.network(spec.n_learners, spec.rounds, spec.roster)
     setting = Setting(spec.rounds, n_features, spec.loss, spec.decision_set, network)
+    if setting.dim > MOST_PARAMETERS:
+        text = f"a model has at most {MOST_PARAMETERS} numbers, which every message carries"
+        raise SpecError(
+            f"{text}: {n_features} features give {setting.dim} with this loss; take fewer features or classes"
+        )
     spec.decision_set.require_dim(setting.dim)
     if spec.privacy.budget is not None:
         spread(spec.privacy.budget, spec.n_learners, "privacy.budget")

@@ -117,14 +117,18 @@ def parquet() -> Any:
 
 
 class TranscriptWriter:
-    """Writes rounds as they come, in row groups of bounded size. Use it in a `with` block: leaving it completes the file."""
+    """Writes rounds as they come, in row groups of bounded size. Use it in a `with` block: leaving it completes the file.
+
+    Until then, and for good where an error or Ctrl-C ends the block, the file is called NAME.partial.
+    """
 
     def __init__(self, path: Path, run: str, world: int = 0, *, rows_per_group: int = 20_000) -> None:
         self._parquet = parquet()
         self._run, self._world, self._most = run, world, rows_per_group
         self._pending: list[pa.Table] = []
         self._rows = 0
-        self._writer = self._parquet.ParquetWriter(path, _schema(), compression="zstd")
+        self._path, self._partial = path, path.with_name(f"{path.name}.partial")
+        self._writer = self._parquet.ParquetWriter(self._partial, _schema(), compression="zstd")
 
     def write(self, t: int, field: str, values: FloatArray) -> None:
         """Add one round of one field, `(learners, replicas, dim)`."""
@@ -141,6 +145,8 @@ class TranscriptWriter:
     ) -> None:
         self._flush()
         self._writer.close()
+        if kind is None:
+            self._partial.replace(self._path)
 
     def _flush(self) -> None:
         import pyarrow as pa

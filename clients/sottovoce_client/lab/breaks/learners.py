@@ -120,7 +120,7 @@ class _Leaking(Noised):
     @property
     def introduced(self) -> bool:
         """True when it is in a run, and knows its neighbours."""
-        return self._session is not None and self._session.introduced
+        return self._session is not None and self._session.plan.announced > 0
 
     def _take(self, batch: Batch) -> None:
         if self.broken.takes is not None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Protocol
 
 import grpc
 import yaml
 
 from sottovoce.errors import CaptureError
+from sottovoce_client.scratch import scratch
 from sottovoce_eavesdropper.reading import Capture, open_capture
 from sottovoce_eavesdropper.records import part_number
 from sottovoce_eavesdropper.storage import Folder, open_folder
@@ -79,9 +79,8 @@ def _unrecorded(spec: Path) -> bool:
 
 
 def _written(folder: Folder) -> float:
-    """When it was written, where a clock tells: on this machine."""
-    path = Path(folder.name) / "capture.json"
-    return path.stat().st_mtime if path.is_file() else 0.0
+    """When it was written, where that is known."""
+    return folder.written("capture.json")
 
 
 @asynccontextmanager
@@ -93,9 +92,9 @@ async def at_eavesdropper(address: str, run_id: str, credentials: Credentials = 
         run_id: of the run.
         credentials: of an operator.
     """
-    with TemporaryDirectory(prefix="sottovoce-watch-") as folder:
+    with scratch("sottovoce-watch-") as folder:
         async with channel(address, Role.EAVESDROPPER, credentials=credentials) as to:
-            yield _Fetched(eavesdropper_pb2_grpc.EavesdropperStub(to), address, run_id, Path(folder))
+            yield _Fetched(eavesdropper_pb2_grpc.EavesdropperStub(to), address, run_id, folder)
 
 
 class _Fetched:

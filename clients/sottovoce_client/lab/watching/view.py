@@ -15,12 +15,13 @@ from rich.table import Table
 from rich.text import Text
 
 from sottovoce.data.files import import_extra
-from sottovoce.errors import SpecError, Unavailable
+from sottovoce.errors import Unavailable
 from sottovoce.lab.watch.canaries import CanaryTest
 from sottovoce.lab.watch.watch import Alarm, Watch
 from sottovoce_client import terminal
 from sottovoce_client.running.console import LIVE_SECONDS, PLAIN_SECONDS
 from sottovoce_client.wording import count, number, plural
+from sottovoce_rpc.addresses import place_of
 
 _BAR = 12
 """Characters from an e-value of one to the line of alarm."""
@@ -228,9 +229,7 @@ class Gauges:
 
     def __init__(self, address: str) -> None:
         prometheus_client = import_extra("prometheus_client", "prometheus_client", "--metrics", "metrics")
-        host, _, port = address.rpartition(":")
-        if not host or not port.isdecimal() or int(port) > 65535:
-            raise SpecError(f"--metrics must be HOST:PORT, got {address}")
+        host, port = place_of(address, "--metrics", listen=True)
         registry = prometheus_client.CollectorRegistry()
 
         def gauge(name: str, text: str, *labels: str) -> Any:
@@ -246,10 +245,10 @@ class Gauges:
         self._round = gauge("round", "Rounds watched.", "learner")
         self._bound = gauge("epsilon_lower_bound", "Lower bound on epsilon from canaries.")
         try:
-            self._server, _ = prometheus_client.start_http_server(int(port), host, registry)
+            self._server, _ = prometheus_client.start_http_server(port, host, registry)
         except OSError as error:
             raise Unavailable(f"--metrics cannot listen on {address}: {error.strerror or error}") from None
-        self.address = f"{host}:{self._server.server_port}"
+        self.address = f"{address.rpartition(':')[0]}:{self._server.server_port}"
 
     def __enter__(self) -> Gauges:
         return self

@@ -27,7 +27,7 @@ from sottovoce.algorithms.admm.calibrations import Calibration, Node, Perturbati
 from sottovoce.algorithms.admm.local import ROUNDING, LocalProblem, cut, norm
 from sottovoce.algorithms.interface import Heard, Message, Who
 from sottovoce.arrays import Batch, FloatArray, Scalars
-from sottovoce.losses import MarginLoss
+from sottovoce.losses import MarginLoss, bounded
 from sottovoce.losses.history import RecordHistory
 from sottovoce.noise import Draw, Noise
 from sottovoce.noise.mechanisms import say_laplace, spherical_density
@@ -105,13 +105,12 @@ class Admm:
 
     def listen(self, state: State, heard: Heard, batch: Batch) -> State:
         node, around = state.node, heard.total("y")
-        features, labels = self.loss.enforce(batch.features, batch.labels)
         return replace(
             state,
             t=state.t + 1,
             around=around,
             dual=state.dual + node.penalty / 2.0 * (node.degree * state.said - around),
-            history=state.history.observe(Batch(features, labels, batch.present)),
+            history=state.history.observe(bounded(self.loss, batch)),
             count=state.count + _records(batch),
         )
 

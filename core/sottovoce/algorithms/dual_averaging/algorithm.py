@@ -30,7 +30,7 @@ from sottovoce.algorithms.dual_averaging.accounting import Carry, DualAveragingA
 from sottovoce.algorithms.interface import Heard, Message, Who
 from sottovoce.arrays import Batch, FloatArray
 from sottovoce.decision_sets import Box, DecisionSet
-from sottovoce.losses import Loss, mean_gradient
+from sottovoce.losses import Loss, bounded, mean_gradient
 from sottovoce.noise import Noise
 from sottovoce.noise.mechanisms import laplace_density, say_laplace
 
@@ -108,7 +108,7 @@ class DualAveraging:
         return State(who, 0, origin, origin, ones, origin, first, _rows(self.owned, who), _rows(noisy, who))
 
     def speak(self, state: State, noise: Noise) -> tuple[State, Message]:
-        drawn = say_laplace(noise, "h", state.t, state.fresh, self.sigma)
+        drawn = say_laplace(noise, "h", state.t, state.fresh, self.sigma, lambda t: self.sigma)
         said = state.known + np.where(_perturbed(state), drawn, state.fresh)
         return self._decide(state, said), Message({"h": said, "w": state.push_weight} if self.push else {"h": said})
 
@@ -153,8 +153,7 @@ class DualAveraging:
 
     def _block_gradient(self, state: State, batch: Batch) -> FloatArray:
         """u_t, zero off the own block. The exact ridge stays outside the clip: it is no record's."""
-        features, labels = self.loss.enforce(batch.features, batch.labels)
-        records, at = Batch(features, labels, batch.present), state.decision
+        records, at = bounded(self.loss, batch), state.decision
         data = mean_gradient(self.loss, at, records) if self.mean else self.loss.gradient_sum(at, records)
         data = np.where(state.owned, data, 0.0)
         if self.clip < math.inf:

@@ -32,7 +32,7 @@ from sottovoce.algorithms.follow_the_leader.tree import OpenNodes
 from sottovoce.algorithms.interface import Heard, Message, Who
 from sottovoce.arrays import Batch, FloatArray, Scalars
 from sottovoce.decision_sets import DecisionSet
-from sottovoce.losses import Loss, mean_gradient
+from sottovoce.losses import Loss, bounded, mean_gradient
 from sottovoce.noise import Noise, grid, on_grid
 from sottovoce.noise.mechanisms import certain_density, laplace_density, lattice_of, say_laplace
 from sottovoce.privacy.guarantee import Constant, Grounds
@@ -154,8 +154,7 @@ class PdFtgl:
     def listen(self, state: State, heard: Heard, batch: Batch) -> State:
         t, theta = state.t, self.momentum
         current, previous, ahead = state.current, state.previous, state.ahead
-        features, labels = self.loss.enforce(batch.features, batch.labels)
-        seen = mean_gradient(self.loss, state.decision, Batch(features, labels, batch.present))
+        seen = mean_gradient(self.loss, state.decision, bounded(self.loss, batch))
         if self._projection_free:
             ahead = self._step_ahead(state)
         if self.blocks.leaf(t):

@@ -25,7 +25,7 @@ from sottovoce.algorithms.setting import Caveat, Setting
 from sottovoce.arrays import Batch, FloatArray
 from sottovoce.decision_sets import DecisionSet
 from sottovoce.errors import SpecError
-from sottovoce.losses import Loss, mean_gradient
+from sottovoce.losses import Loss, bounded, mean_gradient
 from sottovoce.noise import Noise
 from sottovoce.noise.mechanisms import certain_density
 from sottovoce.privacy.accountant import ListedLosses
@@ -90,8 +90,7 @@ class DFtgl:
         return state, Message({"y": state.sum})
 
     def listen(self, state: State, heard: Heard, batch: Batch) -> State:
-        features, labels = self.loss.enforce(batch.features, batch.labels)
-        seen = mean_gradient(self.loss, state.decision, Batch(features, labels, batch.present))
+        seen = mean_gradient(self.loss, state.decision, bounded(self.loss, batch))
         total = self.gossip.mix(state.sum, heard.weighted_sum("y"), heard.own_weight) + seen
         return self._deciding(state.t + 1, total)
 

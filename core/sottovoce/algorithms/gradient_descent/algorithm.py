@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -28,7 +29,7 @@ from sottovoce.algorithms.gradient_descent.accounting import Adjacency, DescentA
 from sottovoce.algorithms.interface import Heard, Message, Who
 from sottovoce.arrays import Batch, FloatArray, Scalars
 from sottovoce.decision_sets import DecisionSet
-from sottovoce.losses import Loss, mean_gradient
+from sottovoce.losses import Loss, bounded, mean_gradient
 from sottovoce.network.network import Network
 from sottovoce.noise import Noise
 from sottovoce.noise.mechanisms import laplace_density, largest_said, lattice_of, say_laplace
@@ -80,8 +81,8 @@ class GossipDescent:
         return State(who, 0, first, first, first)
 
     def speak(self, state: State, noise: Noise) -> tuple[State, Message]:
-        said = say_laplace(noise, "y", state.t, state.x, self._scale(state))
-        return replace(state, said=said), Message({"y": said})
+        said = say_laplace(noise, "y", state.t, state.x, self._scale(state), partial(picked, state.who, self.noise))
+        return State(state.who, state.t, state.x, said, state.played), Message({"y": said})
 
     def listen(self, state: State, heard: Heard, batch: Batch) -> State:
         return self.descend(state, heard, batch, picked(state.who, self.step, state.t))
@@ -89,11 +90,14 @@ class GossipDescent:
     def descend(self, state: State, heard: Heard, batch: Batch, step: Scalars) -> State:
         """`listen` with a step size of one's own."""
         own = state.said if self.own_value == "said" else state.x
-        mixed = heard.own_weight * own + heard.weighted_sum("y")
+        mixed = heard.own_weight * own
+        mixed += heard.weighted_sum("y")
         point = mixed if self.gradient_at == "mixed" else state.x
-        features, labels = self.loss.enforce(batch.features, batch.labels)
-        gradient = mean_gradient(self.loss, point, Batch(features, labels, batch.present)) + self.loss.ridge * point
-        x = self.decision_set.project(mixed - step * gradient)
+        gradient = mean_gradient(self.loss, point, bounded(self.loss, batch))
+        if self.loss.ridge:
+            gradient += self.loss.ridge * point
+        gradient *= step
+        x = self.decision_set.project(np.subtract(mixed, gradient, out=gradient))
         played = self.decision_set.project(mixed) if self.play == "mixed" else x
         return State(state.who, state.t + 1, x, state.said, played)
 

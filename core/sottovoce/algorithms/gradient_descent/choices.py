@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field
 
@@ -74,7 +75,7 @@ class ZeroNoise(Section):
     kind: Literal["none"] = "none"
 
     def schedules(self, setting: Setting, known: Regularity, steps: tuple[Schedule, ...]) -> tuple[Schedule, ...]:
-        return (partial(_power, 0.0, 0.0),) * setting.n_learners
+        return _each(_power, (0.0,) * setting.n_learners, (0.0,) * setting.n_learners)
 
     def louder(self, factors: tuple[float, ...]) -> ZeroNoise:
         raise SpecError("algorithm.noise.kind must be power, geometric, harmonic or calibrated to be scaled, got none")
@@ -91,8 +92,8 @@ class PowerNoise(Section):
         growth = setting.per_learner(self.varsigma, "algorithm.noise.varsigma")
         for value in growth:
             require(-1 <= value <= 1, "VARSIGMA_RANGE", f"varsigma must lie in [-1, 1], got {value}")
-        sizes = _sizes(setting, self.sigma, "sigma")
-        return tuple(partial(_power, size / math.sqrt(2.0), value) for size, value in zip(sizes, growth, strict=True))
+        sizes = [size / math.sqrt(2.0) for size in _sizes(setting, self.sigma, "sigma")]
+        return _each(_power, sizes, growth)
 
     def louder(self, factors: tuple[float, ...]) -> PowerNoise:
         return self.model_copy(update={"sigma": times(self.sigma, factors)})
@@ -114,7 +115,7 @@ class GeometricNoise(_ScaledNoise):
     ratio: Annotated[float, Field(gt=0, lt=1)]
 
     def schedules(self, setting: Setting, known: Regularity, steps: tuple[Schedule, ...]) -> tuple[Schedule, ...]:
-        return tuple(partial(_geometric, scale, self.ratio) for scale in _sizes(setting, self.scale, "scale"))
+        return _each(_geometric, _sizes(setting, self.scale, "scale"), (self.ratio,) * setting.n_learners)
 
 
 class HarmonicNoise(_ScaledNoise):
@@ -123,7 +124,7 @@ class HarmonicNoise(_ScaledNoise):
     kind: Literal["harmonic"] = "harmonic"
 
     def schedules(self, setting: Setting, known: Regularity, steps: tuple[Schedule, ...]) -> tuple[Schedule, ...]:
-        return tuple(partial(_harmonic, scale, 1.0) for scale in _sizes(setting, self.scale, "scale"))
+        return _each(_harmonic, _sizes(setting, self.scale, "scale"), (1.0,) * setting.n_learners)
 
 
 class CalibratedNoise(Section):
@@ -139,7 +140,7 @@ class CalibratedNoise(Section):
     def schedules(self, setting: Setting, known: Regularity, steps: tuple[Schedule, ...]) -> tuple[Schedule, ...]:
         require_change(known.change)
         factors = [self._factor(each, setting, known.change) for each in _sizes(setting, self.epsilon, "epsilon")]
-        return tuple(partial(_following, step, factor) for step, factor in zip(steps, factors, strict=True))
+        return _each(_following, steps, factors)
 
     def _factor(self, epsilon: float, setting: Setting, change: float) -> float:
         """`sqrt(n) C / epsilon`, less what the lattice costs."""
@@ -167,6 +168,12 @@ def _sizes(setting: Setting, value: PerLearner, field: str) -> tuple[float, ...]
     for size in sizes:
         require(0 <= size < math.inf, "SIGMA", f"noise.{field} must be finite and at least 0, got {size}")
     return sizes
+
+
+def _each(schedule: Callable[..., float], *numbers: Sequence[Any]) -> tuple[Schedule, ...]:
+    """A schedule for each learner, of its own numbers; learners whose numbers are equal share one."""
+    known: dict[tuple[Any, ...], Schedule] = {}
+    return tuple(known.setdefault(each, partial(schedule, *each)) for each in zip(*numbers, strict=True))
 
 
 # ---- by round: module functions, so that a run can be pickled --------------------------------------------------------

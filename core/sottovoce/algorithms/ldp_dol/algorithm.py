@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -23,7 +24,7 @@ from sottovoce.algorithms.ldp_dol.accounting import LdpDolAccountant
 from sottovoce.algorithms.ldp_dol.sensitivity import LearnerScales, Mode, Schedules
 from sottovoce.arrays import Batch, FloatArray, Scalars
 from sottovoce.decision_sets import DecisionSet
-from sottovoce.losses import Loss
+from sottovoce.losses import Loss, bounded
 from sottovoce.losses.history import History, start_history
 from sottovoce.network.network import Network
 from sottovoce.noise import Noise
@@ -68,18 +69,21 @@ class LdpDol:
         return State(who, 0, origin, start_history(self.loss), who.pick(self.sigma), who.pick(self.varsigma))
 
     def speak(self, state: State, noise: Noise) -> tuple[State, Message]:
-        return state, Message({"y": say_laplace(noise, "y", state.t, state.theta, _laplace_scale(state))})
+        scale, later = _laplace_scale(state, state.t), partial(_laplace_scale, state)
+        return state, Message({"y": say_laplace(noise, "y", state.t, state.theta, scale, later)})
 
     def listen(self, state: State, heard: Heard, batch: Batch) -> State:
         t, theta, ridge = state.t, state.theta, self.loss.ridge
         coupling, step = self.schedules.coupling(t), self.schedules.step_size(t)
-        features, labels = self.loss.enforce(batch.features, batch.labels)
-        history = state.history.observe(Batch(features, labels, batch.present))
+        history = state.history.observe(bounded(self.loss, batch))
         pulled = heard.weighted_sum("y")
         keep = 1.0 - coupling * heard.total_weight - step * ridge
         moved = keep * theta
-        moved += coupling * pulled
-        moved -= step * history.gradient(theta)
+        pulled *= coupling
+        moved += pulled
+        gradient = history.gradient(theta)
+        gradient *= step
+        moved -= gradient
         theta = self.decision_set.project(moved)
         return State(state.who, t + 1, theta, history, state.sigma, state.varsigma)
 
@@ -87,7 +91,7 @@ class LdpDol:
         return state.theta
 
     def overheard(self, state: State, message: Message) -> tuple[State, FloatArray]:
-        return state, laplace_density(message["y"], state.theta, _laplace_scale(state))
+        return state, laplace_density(message["y"], state.theta, _laplace_scale(state, state.t))
 
     def accountant(self, learner: int) -> LdpDolAccountant:
         known = regularity_of(self.loss, self.decision_set, self.dim)
@@ -119,6 +123,6 @@ class LdpDol:
         return float(self.network.at(t).neighbours[learner].sum())
 
 
-def _laplace_scale(state: State) -> Scalars:
+def _laplace_scale(state: State, t: int) -> Scalars:
     """`rho_t = sigma/sqrt(2) (t+1)^varsigma`."""
-    return state.sigma / math.sqrt(2.0) * (state.t + 1.0) ** state.varsigma
+    return state.sigma / math.sqrt(2.0) * (t + 1.0) ** state.varsigma

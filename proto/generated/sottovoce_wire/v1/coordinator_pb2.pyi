@@ -181,6 +181,7 @@ class Introduction(_message.Message):
     ATTEMPT_FIELD_NUMBER: _builtins.int
     PLAN_HASH_FIELD_NUMBER: _builtins.int
     CLOSED_FIELD_NUMBER: _builtins.int
+    DIGESTS_FIELD_NUMBER: _builtins.int
     learner: _builtins.str
     address: _builtins.str
     """Where neighbours and feeders reach this learner."""
@@ -203,7 +204,10 @@ class Introduction(_message.Message):
     closed: _builtins.bool
     """By its log, the last of the rounds journaled was learned, too: it was the last one, or one before an absence. Of the process
     that never stopped, its reports say so.
-    13 to 15 are free for recovery: the epoch of the run; the highest incarnation of each neighbour that it has seen.
+    """
+    digests: _builtins.bool
+    """13 to 15 are free for recovery: the epoch of the run; the highest incarnation of each neighbour that it has seen.
+    It compares the digest of a grant with its own network: no epoch but the first need be told it.
     """
     def __init__(
         self,
@@ -220,10 +224,11 @@ class Introduction(_message.Message):
         attempt: _builtins.int = ...,
         plan_hash: _builtins.bytes = ...,
         closed: _builtins.bool = ...,
+        digests: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "attempt", b"attempt", "closed", b"closed", "granted", b"granted", "incarnation", b"incarnation", "journaled", b"journaled", "learner", b"learner", "plan_hash", b"plan_hash", "rejoins", b"rejoins", "run_id", b"run_id", "store", b"store", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "attempt", b"attempt", "closed", b"closed", "digests", b"digests", "granted", b"granted", "incarnation", b"incarnation", "journaled", b"journaled", "learner", b"learner", "plan_hash", b"plan_hash", "rejoins", b"rejoins", "run_id", b"run_id", "store", b"store", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -567,15 +572,24 @@ class Grant(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     UNTIL_ROUND_FIELD_NUMBER: _builtins.int
+    SINCE_ROUND_FIELD_NUMBER: _builtins.int
+    NETWORK_HASH_FIELD_NUMBER: _builtins.int
     until_round: _builtins.int
+    since_round: _builtins.int
+    """In place of the epochs of rounds `since_round` to `until_round - 1`, to a learner that takes them so: SHA-256 of who hears
+    whom in them with which weights, as docs/topology.md says. Empty: epochs say it.
+    """
+    network_hash: _builtins.bytes
     def __init__(
         self,
         *,
         until_round: _builtins.int = ...,
+        since_round: _builtins.int = ...,
+        network_hash: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["until_round", b"until_round"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["network_hash", b"network_hash", "since_round", b"since_round", "until_round", b"until_round"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

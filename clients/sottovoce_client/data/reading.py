@@ -1,0 +1,68 @@
+"""What a spec makes of its records, for `sottovoce spec check`: how each column is read, what is 1, who gets how many."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from sottovoce.data import PlacedData
+from sottovoce.data.dataset import read_source
+from sottovoce.data.files import AnyArray, RawTable
+from sottovoce.data.labels import map_labels, texts_of
+from sottovoce.losses import Loss
+from sottovoce.spec import RunSpec
+from sottovoce_client.wording import count, plural
+
+_SHOWN = 5
+"""Records."""
+_COLUMNS, _CLASSES = 12, 12
+"""That are shown of them, and of the labels."""
+
+
+def reading_lines(spec: RunSpec, data: PlacedData, folders: Sequence[Path]) -> Iterator[str]:
+    """Of records that are there; of those of a schema, which says what is read as what, only how they are dealt.
+
+    Raises:
+        SottovoceError: they cannot be read.
+    """
+    if spec.data.schema is None:
+        yield from _columns(spec, read_source(spec.data, folders))
+    sizes = [len(each.labels) for each in data.learners]
+    got = f"{count(min(sizes))} to {count(max(sizes))}" if min(sizes) < max(sizes) else count(sizes[0])
+    held = f"{count(len(data.test_labels))} held out for accuracy"
+    yield f"learners: {plural(len(sizes), 'learner')} with {got} records each; {held}"
+
+
+def _columns(spec: RunSpec, table: RawTable) -> Iterator[str]:
+    names = table.columns or tuple(f"column {k}" for k in range(table.features.shape[1]))
+    yield f"{spec.data.source}: {plural(len(table.labels), 'record')}, as they are read:"
+    intercept = ", and a constant one, the intercept (data.intercept)" if spec.data.intercept else ""
+    yield f"features: {len(names)} ({_some(names)}){intercept}"
+    label = "label" if table.label is None else f"label, column {table.label!r}"
+    yield f"{label}: {_meaning(table.labels, spec.loss, spec.data.positive)}"
+    yield f"the first {min(_SHOWN, len(table.labels))}, not scaled yet: {_some((*names[:_COLUMNS], 'label'), _COLUMNS + 1)}"
+    for row, own in zip(table.features[:_SHOWN], texts_of(table.labels[:_SHOWN]), strict=True):
+        cut = ", ..." if len(row) > _COLUMNS else ""
+        yield f"  {', '.join(f'{value:g}' for value in row[:_COLUMNS])}{cut}, {own}"
+
+
+def _meaning(labels: AnyArray, loss: Loss, positive: tuple[int | str, ...] | None) -> str:
+    """What each label is for the loss, and how many records have it."""
+    mapped, _ = map_labels(labels, loss, positive)
+    if loss.n_classes is None:
+        return f"a number from {mapped.min():g} to {mapped.max():g}"
+    distinct, first, many = np.unique(labels, return_index=True, return_counts=True)
+    told = [
+        f"{text} is {mapped[k]:g} ({plural(int(n), 'record')})"
+        for text, k, n in zip(texts_of(distinct), first, many, strict=True)
+    ]
+    how = "" if positive is not None or not loss.binary else "; where another is to be 1, name it in data.positive"
+    if loss.binary and len(told) == 1:
+        how += ": all are the same, so there is nothing to tell apart"
+    return f"{_some(told, _CLASSES)}{how}"
+
+
+def _some(parts: Sequence[str], most: int = _COLUMNS) -> str:
+    return ", ".join(parts[:most]) + (", ..." if len(parts) > most else "")

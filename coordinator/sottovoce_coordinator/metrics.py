@@ -1,0 +1,89 @@
+"""What a coordinator tells Prometheus: its runs, who is there, who lags, what was refused. It has no records to tell of."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from sottovoce_coordinator.courses import Course, PastRun
+from sottovoce_coordinator.joining import Members
+from sottovoce_coordinator.runs import RunState
+from sottovoce_rpc.metrics import Catalogue, Reading
+
+CATALOGUE = Catalogue("sottovoce_coordinator")
+_metric = CATALOGUE.add
+
+_RUNS = _metric("runs", "Runs that are under way, or remembered, by state.", "state")
+_ENDED = _metric(
+    "run_ended_timestamp_seconds",
+    "When the last run ended that ended in a state, in Unix time; none: none has.",
+    "state",
+)
+_RUN = _metric("run_info", "Always 1: a run that is under way.", "run", "state")
+_ROUNDS = _metric(
+    "run_rounds", "Rounds that all learners of a run under way have done, but those that were lost.", "run"
+)
+_GRANTED = _metric("run_granted_rounds", "Rounds that the clock of a run under way has granted.", "run")
+_ATTEMPT = _metric("run_attempts", "How often a run under way was taken up again, or its learners changed.", "run")
+_UNCAPTURED = _metric("runs_uncaptured", "Runs under way of which the spec wants a capture, and nothing is captured.")
+_MISCONDUCT = _metric("misconduct", "What learners of remembered runs have noticed of neighbours, by rule.", "rule")
+
+_JOINED = _metric("learners_joined", "Learners that are here.")
+_AWAY = _metric("learners_away", "Learners of runs under way that are not here.")
+_LEARNER_AWAY = _metric("learner_away", "1 where a learner of a run under way is not here, else 0.", "learner")
+_LEARNER_LAG = _metric(
+    "learner_lag_rounds", "Rounds that a learner of a run under way is behind the one that is furthest.", "learner"
+)
+_REFUSED = _metric(
+    "joins_refused_total", "Learners that were not let in, or whose stream was ended, by kind of error.", "kind"
+)
+_EPOCHS = _metric("epochs_total", "Topology epochs that were told to learners.")
+
+
+def readings(runs: Iterable[Course | PastRun], members: Members, refused: Mapping[str, int]) -> Iterator[Reading]:
+    """Of a coordinator.
+
+    Args:
+        runs: that it remembers.
+        members: learners that are here.
+        refused: streams of learners, by kind of error.
+    """
+    runs = list(runs)
+    courses = [run for run in runs if isinstance(run, Course)]
+    yield from _states(runs)
+    yield from _under_way([course for course in courses if not course.book.ended])
+    rules = Counter(each.rule.name.lower() for course in courses for each in course.book.misconduct.values())
+    for rule, count in rules.items():
+        yield _MISCONDUCT.of(count, rule)
+    yield _JOINED.of(len(members))
+    yield _EPOCHS.of(members.epochs)
+    for kind, count in refused.items():
+        yield _REFUSED.of(count, kind)
+
+
+def _states(runs: Sequence[Course | PastRun]) -> Iterator[Reading]:
+    outcomes = [run.outcome for run in runs]
+    for state in RunState:
+        own = [ended for found, ended in outcomes if found is state]
+        yield _RUNS.of(len(own), state.value)
+        if times := [ended.timestamp() for ended in own if ended is not None]:
+            yield _ENDED.of(max(times), state.value)
+
+
+def _under_way(courses: Sequence[Course]) -> Iterator[Reading]:
+    away = 0
+    for course in courses:
+        book = course.book
+        yield _RUN.of(1, book.run_id, book.state.value)
+        yield _GRANTED.of(book.clock.granted, book.run_id)
+        yield _ATTEMPT.of(book.attempt, book.run_id)
+        done = {name: book.statuses[i].rounds_done for name, i in book.index.items() if i not in book.lost}
+        yield _ROUNDS.of(min(done.values(), default=0), book.run_id)
+        furthest = max(done.values(), default=0)
+        for name, rounds in done.items():
+            gone = book.index[name] in book.away
+            away += gone
+            yield _LEARNER_AWAY.of(gone, name)
+            yield _LEARNER_LAG.of(furthest - rounds, name)
+    yield _AWAY.of(away)
+    yield _UNCAPTURED.of(sum(bool(course.uncaptured) for course in courses))

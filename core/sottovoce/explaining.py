@@ -1,0 +1,168 @@
+"""What is wrong with a document of fields, in words for the person who wrote it."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Mapping
+from itertools import groupby
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from sottovoce.registry import Registry, Section
+
+Place = tuple[int | str, ...]
+
+_BY_FORM = {
+    "int_type": "a whole number",
+    "int_parsing": "a whole number",
+    "int_parsing_size": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "string_type": "text",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "path_type": "a path",
+    "none_required": "null",
+    "model_type": "a mapping of fields",
+    "model_attributes_type": "a mapping of fields",
+    "dict_type": "a mapping of fields",
+    "mapping_type": "a mapping of fields",
+    "finite_number": "a finite number",
+}
+"""What a value must be that is of another type, by the kind of Pydantic's error."""
+_LISTS = ("tuple_type", "list_type", "set_type", "frozen_set_type")
+_OTHER_TYPE = {*_BY_FORM, *_LISTS, "literal_error"} - {"finite_number"}
+
+
+def explain(error: ValidationError, source: str, document: Mapping[Any, Any], model: type[Section]) -> str:
+    """What is wrong with a document of a model, a line per problem, each with the field, the value and what is allowed."""
+    return "\n".join(f"{source}: {line}" for line in lines_of(error, document, model))
+
+
+def lines_of(error: ValidationError, document: Mapping[Any, Any], model: type[Section]) -> list[str]:
+    """The same, a line each."""
+    return [_line(place, alike, document, model) for place, alike in _by_place(error.errors(), document)]
+
+
+def requirement(problem: Any) -> str:
+    """What was required, of one problem of Pydantic's, as a sentence without a subject: `must be a number`."""
+    kind, context, text = problem["type"], problem.get("ctx", {}), problem["msg"]
+    if kind in _BY_FORM or kind in _LISTS:
+        return f"must be {_form(problem)}"
+    match kind:
+        case "literal_error" | "enum":
+            return f"must be {context['expected']}"
+        case "too_short" | "too_long":
+            least, most = context.get("min_length"), context.get("max_length")
+            return f"must have {f'at least {least}' if kind == 'too_short' else f'at most {most}'} items"
+        case "greater_than" | "greater_than_equal" | "less_than" | "less_than_equal":
+            return f"must be {text.removeprefix('Input should be ')}"
+        case _:
+            text = text.removeprefix("Value error, ").removeprefix("Assertion failed, ")
+            return f"{text[0].lower()}{text[1:]}"
+
+
+def _by_place(problems: list[Any], document: object) -> list[tuple[Place, list[Any]]]:
+    """The problems of each place in the document.
+
+    Where a field may be of several types, Pydantic tells what is wrong with the value as each of them. What is wrong within a
+    list is not that it is one; and a number that is too large is not wrong for being no list.
+    """
+    found = [(_place(each, document), each) for each in problems]
+    deeper = {place[:k] for place, _ in found for k in range(len(place))}
+    kept = [(place, each) for place, each in found if not (_of_several(each, place) and place in deeper)]
+    groups = []
+    for place, pairs in groupby(kept, key=lambda pair: pair[0]):
+        alike = [each for _, each in pairs]
+        fitting = [each for each in alike if each["type"] not in _OTHER_TYPE]
+        groups.append((place, fitting if fitting and _of_several(alike[0], place) else alike))
+    return groups
+
+
+def _place(problem: Any, document: object) -> Place:
+    """Where in the document: Pydantic also names the type that it took the value for."""
+    place: list[int | str] = []
+    for part in problem["loc"]:
+        if (isinstance(document, Mapping) and part in document) or (
+            isinstance(part, int) and isinstance(document, list | tuple) and part < len(document)
+        ):
+            document = document[part]
+        elif problem["type"] != "missing" or part != problem["loc"][-1]:
+            continue
+        place.append(part)
+    return tuple(place)
+
+
+def _of_several(problem: Any, place: Place) -> bool:
+    """Is it of a field that may be of several types?"""
+    return len(problem["loc"]) > len(place)
+
+
+def _line(place: Place, alike: list[Any], document: object, model: type[Section]) -> str:
+    problem, where = alike[0], ".".join(map(str, place))
+    match problem["type"]:
+        case "extra_forbidden":
+            known = _fields_at(place[:-1], document, model)
+            there = (
+                f"the fields are {', '.join(known)}" if known else "`sottovoce spec schema` has the fields there are"
+            )
+            return f"unknown field {where}; {there}"
+        case "missing":
+            return f"field {where} is required"
+        case "kind":  # a registry's own words
+            text = problem["msg"]
+            dot = "." if text.startswith(("kind", "name", "type")) else ": "
+            field = "field " if " is required" in text else ""
+            return f"{field}{where}{dot}{text}"
+    told = list(dict.fromkeys(map(requirement, alike)))
+    if len(told) > 1 and all(each.startswith("must be ") for each in told):
+        told = ["must be " + " or ".join(each.removeprefix("must be ") for each in told)]
+    value = problem.get("input")
+    subject = f"{where}: " if where else ""
+    came = f", got {short(value)}" if where else ""  # the whole document says nothing
+    return f"{subject}{', or '.join(told)}{came}{_advice(alike, value)}"
+
+
+def _form(problem: Any) -> str:
+    if problem["type"] not in _LISTS:
+        return _BY_FORM[problem["type"]]
+    of = next((each for each in problem["loc"][::-1] if isinstance(each, str)), "")
+    return "a list of numbers" if of.startswith(("tuple[float", "tuple[constrained-float")) else "a list"
+
+
+def _advice(alike: list[Any], value: object) -> str:
+    kinds = {each["type"] for each in alike}
+    if isinstance(value, bool) and "string_type" in kinds:
+        return ": without quotes YAML takes yes, no, on and off for true and false; put quotes around it"
+    if kinds <= set(_LISTS) and isinstance(value, str | int | float):
+        if isinstance(value, bool):
+            return f': put it in brackets, and where it is the text yes, no, on or off, in quotes: ["{"yes" if value else "no"}"]'
+        written = yaml.safe_dump([value], default_flow_style=True, allow_unicode=True).strip()
+        return f": write {written}" if len(written) < 40 else ": put it in brackets"
+    return ""
+
+
+def short(value: object) -> str:
+    """A value as far as a line holds it: aliases of YAML make one of a few lines endless."""
+    shortened = reprlib.Repr()  # its limits are arguments from Python 3.12 on
+    shortened.maxlevel, shortened.maxlist, shortened.maxtuple, shortened.maxdict = 2, 10, 10, 10
+    shortened.maxstring, shortened.maxlong, shortened.maxother = 200, 60, 200
+    return shortened.repr(value)
+
+
+def _fields_at(place: Place, document: Any, model: type[Section]) -> tuple[str, ...]:
+    """The fields of the section at a place of a document; none where it is not known which it is."""
+    section: Any = model
+    for part in place:
+        field = (
+            section.model_fields.get(str(part)) if isinstance(section, type) and issubclass(section, Section) else None
+        )
+        document = document.get(part) if isinstance(document, Mapping) else None
+        if field is None:
+            return ()
+        registry = next((each for each in field.metadata if isinstance(each, Registry)), None)
+        section = field.annotation if registry is None else registry.class_of(document)
+    return tuple(section.model_fields) if isinstance(section, type) and issubclass(section, Section) else ()

@@ -1,0 +1,39 @@
+"""Publishes the demo's records to NATS: 569 tumours, each at one of five hospitals.
+
+    python publish.py nats://HOST:4222 NAME...
+
+Each time it is run they come once more, as new records.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+
+import nats
+from sklearn.datasets import load_breast_cancer
+
+STREAM = "WARDS"
+FIELDS = ("radius", "texture", "smoothness", "compactness", "concavity", "symmetry")
+
+
+async def main(server: str, *names: str) -> None:
+    """Publish one record after another, to the hospitals by turns."""
+    found = load_breast_cancer()
+    columns = [list(found.feature_names).index(f"mean {field}") for field in FIELDS]
+    client = await nats.connect(server, connect_timeout=5, max_reconnect_attempts=30)
+    try:
+        stream = client.jetstream()
+        await stream.add_stream(name=STREAM, subjects=["wards.*"], max_bytes=64 * 1024 * 1024)
+        for number, (row, label) in enumerate(zip(found.data, found.target, strict=True)):
+            record = dict(zip(FIELDS, map(float, row[columns]), strict=True))
+            record["diagnosis"] = str(found.target_names[label])
+            await stream.publish(f"wards.{names[number % len(names)]}", json.dumps(record).encode())
+    finally:
+        await client.close()
+    print(f"published {len(found.data)} records for {', '.join(names)}")
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:]))

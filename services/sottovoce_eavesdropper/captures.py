@@ -1,0 +1,225 @@
+"""The captures of a process: opened with all their relays or not at all, taken up where they were left open, and found."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from sottovoce.errors import CaptureError, NotReady, RemoteProtocolError, SpecError
+from sottovoce_eavesdropper.mirrored import Participants
+from sottovoce_eavesdropper.recording import Recording
+from sottovoce_eavesdropper.records import CaptureFile
+from sottovoce_eavesdropper.relay import Relay
+from sottovoce_eavesdropper.resuming import left_open, resumed
+from sottovoce_eavesdropper.storage import open_folder
+from sottovoce_eavesdropper.wiretap import Wiretap
+from sottovoce_rpc.access import Refusals
+from sottovoce_rpc.codec import RoundCodec, from_fields
+from sottovoce_rpc.credentials import Credentials
+from sottovoce_rpc.tasks import Tasks
+from sottovoce_wire.v1 import eavesdropper_pb2
+
+log = structlog.get_logger()
+
+MOST_OPEN, MOST_RELAYS = 1_024, 4_096
+"""Captures, and relays of all of them, at a time: each relay is a port, and its opening takes a millisecond or two."""
+_MOST_WORLD, _MOST_REPLICA = 2**7 - 1, 2**31 - 1
+
+
+class Captures:
+    """Any number of captures, of one run each.
+
+    Args:
+        folder: where they are written: a path, or a URL for fsspec.
+        host: where relays listen.
+        credentials: of the eavesdropper.
+        allow_imports: whether a run spec may name code to import.
+    """
+
+    def __init__(self, folder: str | Path, host: str, credentials: Credentials, *, allow_imports: bool) -> None:
+        self._folder, self._host, self._credentials, self._allow_imports = folder, host, credentials, allow_imports
+        self.recordings: dict[str, Recording] = {}
+        """By the capture's id, the oldest first."""
+        self.refused = Refusals()
+        """Calls that relays refused."""
+        self._tasks = Tasks()
+        self._opening: list[int] = []  # relays of captures that are being opened
+        self._taking_up: dict[str, asyncio.Task[Recording | None]] = {}
+
+    async def open(self, request: eavesdropper_pb2.OpenCaptureRequest, spec: str, opener: str) -> Recording:
+        """Begin a capture, with one relay or wiretap per route.
+
+        Args:
+            request: which.
+            spec: of its run, a document in JSON.
+            opener: whose it is.
+
+        Raises:
+            RemoteProtocolError: a route is of nobody, or a channel comes twice.
+            NotReady: there are as many captures or relays as are served.
+            SottovoceError: it cannot be written, or a relay cannot listen.
+        """
+        Participants.of(spec).require(*(index for route in request.routes for index in (route.caller, route.callee)))
+        with self._room(request.routes):
+            return await self._begun(request, spec, opener)
+
+    async def stop(self) -> None:
+        """Write everything that is in memory, then end. A capture that nobody closed stays open for who comes after."""
+        await self._tasks.end()
+        await asyncio.gather(*(each.close(drain_s=0.0, over=False) for each in self.recordings.values()))
+
+    def known(self, capture_id: str) -> Recording:
+        """The capture of this id.
+
+        Raises:
+            CaptureError: there is none.
+        """
+        if capture_id not in self.recordings:
+            raise CaptureError(f"no capture {capture_id!r} here; there are {sorted(self.recordings)}")
+        return self.recordings[capture_id]
+
+    async def of_run(self, run_id: str) -> Recording:
+        """The open capture of a run; one that was left open is taken up, though whoever asked no longer waits for that.
+
+        Raises:
+            CaptureError: there is none.
+        """
+        own = [each for each in self.recordings.values() if each.file.run_id == run_id]
+        if not own:
+            if run_id not in self._taking_up:
+                taking = self._taking_up[run_id] = self._tasks.start(self._take_up(run_id))
+                taking.add_done_callback(lambda _: self._taking_up.pop(run_id))
+            if (left := await asyncio.shield(self._taking_up[run_id])) is not None:
+                return left
+        for each in own:
+            if each.file.open:
+                return each
+        raise CaptureError(f"no open capture of run {run_id!r}")
+
+    async def _begun(self, request: eavesdropper_pb2.OpenCaptureRequest, spec: str, opener: str) -> Recording:
+        capture_id, who = f"{request.run_id}-{uuid.uuid4().hex[:6]}", Participants.of(spec)
+        folder = open_folder(self._folder).below(Path(capture_id).name).name
+        file = await asyncio.to_thread(_begin, folder, capture_id, request, spec, allow_imports=self._allow_imports)
+        file.opener = opener
+        new = (self._between(route, file, who) for route in request.routes)
+        relays, addresses = await _listening((relay, f"{self._host}:0") for relay in new)
+        file.routes = [_route(*each) for each in zip(request.routes, addresses, strict=True)]
+        await file.describe()
+        return self._recording(file, relays)
+
+    @contextlib.contextmanager
+    def _room(self, routes: Sequence[eavesdropper_pb2.Route]) -> Iterator[None]:
+        """While a capture is opened: refuse it beyond what is served, before a port is opened.
+
+        Raises:
+            RemoteProtocolError: a channel comes twice.
+            NotReady: there are as many captures or relays as are served.
+        """
+        if len({(route.caller, route.callee) for route in routes}) < len(routes):
+            raise RemoteProtocolError("the routes of a capture must be of different channels")
+        served = [*self._opening, *(len(each.relays) for each in self.recordings.values() if not each.closed)]
+        captures, relays = len(served) + 1, sum(served) + len(routes)
+        if captures > MOST_OPEN or relays > MOST_RELAYS:
+            raise NotReady(
+                f"an eavesdropper serves at most {MOST_OPEN} captures and {MOST_RELAYS} relays at a time, asked for "
+                f"{captures} and {relays}: take `capture: mirror`, or another eavesdropper"
+            )
+        self._opening.append(len(routes))
+        try:
+            yield
+        finally:
+            self._opening.remove(len(routes))
+
+    def _between(
+        self, route: eavesdropper_pb2.Route, file: CaptureFile, who: Participants, before: int = 0
+    ) -> Relay | Wiretap:
+        """What stands between two learners, where so many streams, or connections, of theirs were recorded before."""
+        if file.ciphertext is not None:
+            return Wiretap(route, file, connections=before, credentials=self._credentials)
+        ends, refused = who.ends(route), self.refused
+        return Relay(route, file, streams=before, ends=ends, credentials=self._credentials, refused=refused)
+
+    def _recording(self, file: CaptureFile, relays: list[Relay | Wiretap]) -> Recording:
+        who = Participants.of(file.spec)
+        recording = self.recordings[file.capture_id] = Recording(file, relays, Tasks(), who, RoundCodec(file.fields))
+        recording.writing.start(file.write_parts(), "a capture is no longer written")
+        log.info("capture opened", capture=file.capture_id, relays=len(relays), folder=file.place.name)
+        return recording
+
+    async def _take_up(self, run_id: str) -> Recording | None:
+        """A capture that an eavesdropper before this one left open; None: there is none."""
+        left = await asyncio.to_thread(left_open, self._folder, run_id)
+        if left is None:
+            return None
+        file, before = await asyncio.to_thread(resumed, left, allow_imports=self._allow_imports)
+        await file.describe()
+        who = Participants.of(file.spec)
+
+        def known() -> Iterator[tuple[Relay | Wiretap, str]]:
+            for each in file.routes:
+                route = eavesdropper_pb2.Route(caller=each["caller"], callee=each["callee"], target=each["target"])
+                yield self._between(route, file, who, before.get((route.caller, route.callee), 0)), each["address"]
+
+        relays, _ = await _listening(
+            known()
+        )  # a port that is taken may be free later, and then the others must be, too
+        return self._recording(file, relays)
+
+
+async def _listening(
+    wanted: Iterable[tuple[Relay | Wiretap, str]],
+) -> tuple[list[Relay | Wiretap], list[str]]:
+    """Let relays listen, all or none, each made when its turn comes: others are served in between.
+
+    Args:
+        wanted: relays, made one by one, and where each is to listen.
+
+    Returns:
+        The relays, and where they listen.
+
+    Raises:
+        SottovoceError: one of them cannot.
+    """
+    relays, addresses = list[Relay | Wiretap](), list[str]()
+    try:
+        for relay, listen in wanted:
+            relays.append(relay)
+            addresses.append(await relay.open(listen))
+    except BaseException:
+        await asyncio.gather(*(relay.stop() for relay in relays))
+        raise
+    return relays, addresses
+
+
+def _route(route: eavesdropper_pb2.Route, address: str) -> dict[str, Any]:
+    """As it is written down."""
+    return {"caller": route.caller, "callee": route.callee, "target": route.target, "address": address}
+
+
+def _begin(
+    folder: str, capture_id: str, request: eavesdropper_pb2.OpenCaptureRequest, spec: str, *, allow_imports: bool
+) -> CaptureFile:
+    if request.world > _MOST_WORLD or request.replica > _MOST_REPLICA:
+        raise SpecError(
+            f"world must be at most {_MOST_WORLD} and replica at most {_MOST_REPLICA}, got {request.world}, {request.replica}"
+        )
+    try:
+        return CaptureFile(
+            folder,
+            capture_id,
+            request.run_id,
+            spec,
+            request.n_features,
+            request.world if request.HasField("world") else None,
+            request.replica if request.HasField("replica") else None,
+            allow_imports,
+            from_fields(request.fields),
+        )
+    except OSError as error:
+        raise CaptureError(f"cannot write to the folder {folder}: {error.strerror or error}") from None

@@ -1,0 +1,276 @@
+"""A learner's stream to its coordinator: it joins as itself, hears what to do, reports, and comes back when that breaks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import structlog
+
+from sottovoce.errors import NotReady, RemoteProtocolError, Unavailable
+from sottovoce.running.policy import accepted
+from sottovoce_learner.config import LearnerConfig
+from sottovoce_learner.identity import Identity
+from sottovoce_learner.session import Session
+from sottovoce_rpc import directives, principals
+from sottovoce_rpc.directives import Directive, from_wire
+from sottovoce_rpc.learner_status import LearnerStatus
+from sottovoce_rpc.misconduct import Misconduct
+from sottovoce_rpc.server import HELLO_S, channel, reach
+from sottovoce_rpc.status import Ending, as_error
+from sottovoce_rpc.tasks import beside
+from sottovoce_rpc.waiting import Waiting
+from sottovoce_wire.v1 import coordinator_pb2, coordinator_pb2_grpc
+
+log = structlog.get_logger()
+
+REPORT_S, _REPORTS = 0.25, 500
+"""Between two reports of a learner that nothing hangs on; and of all learners of a run, so many a second."""
+_REJOIN_S, _LONGEST_REJOIN_S = 0.5, 10.0
+"""Between two attempts to join: the first pause, and the longest: a run that is started waits twice as long for its learners."""
+_JITTER = secrets.SystemRandom()
+
+_JoinCall = grpc.aio.StreamStreamCall[coordinator_pb2.Event, coordinator_pb2.Directive]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a learner reports.
+
+    Attributes:
+        status: how far it is.
+        waiting: what it waits for; None: nothing that need be told.
+        attempt: at its run.
+        misconduct: what it has noticed of its neighbours.
+    """
+
+    status: LearnerStatus
+    waiting: Waiting | None
+    attempt: int
+    misconduct: tuple[Misconduct, ...]
+
+    def to_wire(self) -> coordinator_pb2.Event:
+        """As a message."""
+        waits = None if self.waiting is None else self.waiting.to_wire()
+        report = coordinator_pb2.Report(status=self.status.to_wire(), waiting=waits, attempt=self.attempt)
+        report.misconduct.extend(each.to_wire() for each in self.misconduct)
+        return coordinator_pb2.Event(report=report)
+
+
+class Following:
+    """Follows the coordinator of one learner.
+
+    Args:
+        config: of the learner.
+        session: its run of now.
+        known: what it tells of its run when it joins.
+        obey: does what a directive of a run says.
+        report: what there is to report now.
+        changed: set when it is to be reported at once.
+    """
+
+    def __init__(
+        self,
+        config: LearnerConfig,
+        session: Callable[[], Session | None],
+        known: Callable[[], Awaitable[dict[str, Any]]],
+        obey: Callable[[str, Directive | None], Awaitable[None]],
+        report: Callable[[], Report],
+        changed: asyncio.Event,
+    ) -> None:
+        self._config, self._session, self._known, self._obey = config, session, known, obey
+        self._report, self._changed = report, changed
+        self.identity = Identity(config.name, b"")  # until the state folder is claimed
+        self._confirmed = False  # this process is that incarnation
+        self._origin = directives.Origin()  # whom it obeys
+        self.joins, self.joined = 0, False
+        """So often it was let in, and is."""
+
+    @property
+    def term(self) -> int:
+        """Of the coordinator that it obeys; 0: that one remembers nothing."""
+        return self._origin.term
+
+    async def follow(self, address: str) -> None:
+        """Follow the coordinator for ever; it may come back after having been away.
+
+        Args:
+            address: of the learner, for others.
+
+        Raises:
+            Unavailable: it could not be reached in the first place.
+        """
+        trusted = await self._reach()
+        attempts = 0
+        while True:
+            joined = self.joins
+            async with self._to_coordinator(trusted[0]) as to:  # a new one: an old one waits ever longer by itself
+                await self._follow_once(coordinator_pb2_grpc.CoordinatorStub(to), address)
+            if self.joins > joined:
+                attempts = 0
+            else:
+                attempts += 1
+                trusted.rotate(-1)
+            await asyncio.sleep(self._pause(attempts))
+
+    async def _reach(self) -> deque[str]:
+        """Wait for a coordinator that its owner trusts; returns the names of all, that one's first.
+
+        Raises:
+            Unavailable: none is there.
+        """
+        trusted, at = deque(accepted(self._config.policy.coordinators)), self._config.coordinator
+        for left in reversed(range(len(trusted))):
+            who = f"coordinator/{trusted[0]}, whom its owner trusts," if trusted[0] else "the coordinator"
+            try:
+                async with self._to_coordinator(trusted[0]) as to:
+                    await reach(to, f"{who} at {at}", self._config.join_timeout_s / len(trusted))
+                    break
+            except Unavailable:
+                if not left:
+                    raise
+            trusted.rotate(-1)
+        return trusted
+
+    def _to_coordinator(self, name: str) -> grpc.aio.Channel:
+        """To the coordinator of a name, or to any."""
+        own = self._config
+        return channel(own.coordinator, principals.Role.COORDINATOR, name, credentials=own.credentials)
+
+    def _pause(self, attempts: int) -> float:
+        """Seconds until the next attempt to join: longer each time, never as long as a run's deadline, and not all at once."""
+        longest, session = _LONGEST_REJOIN_S, self._session()
+        if session is not None and not session.life.ended:
+            longest = min(longest, session.role.spec.clock.deadline_s / 4)
+        return _JITTER.uniform(0.5, 1.0) * min(_REJOIN_S * 2.0**attempts, longest)
+
+    async def _follow_once(self, stub: coordinator_pb2_grpc.CoordinatorAsyncStub, address: str) -> None:
+        """Join, and obey until the stream of directives ends."""
+        call = stub.Join()
+        ending = Ending(call)
+        try:
+            await self._join(call, address)
+            self.joins, self.joined = self.joins + 1, True
+            async with beside(self._reports(call)):
+                while (said := await _told(call)) is not None:
+                    self._require_newest(said)
+                    self._coordinated(away=False)  # whoever leads it is back
+                    await self._obey(said.run_id, from_wire(said))
+        except Unavailable as error:
+            log.warning("coordinator away", reason=str(error))
+        except asyncio.InvalidStateError:  # it broke while something was being written; the next attempt says why
+            log.warning("coordinator away", reason="the stream broke")
+        except grpc.aio.AioRpcError:
+            status = await ending.status()
+            refusal = as_error(status, f"the coordinator at {self._config.coordinator}")
+            # Its end in the middle of a report is none to end here, nor is a bug over there: runs of other operators may come.
+            if not isinstance(refusal, Unavailable) and status.code() not in (
+                grpc.StatusCode.OK,
+                grpc.StatusCode.INTERNAL,
+            ):
+                raise refusal from None
+            log.warning("coordinator away", reason=str(refusal))
+        finally:
+            self.joined = False
+            call.cancel()
+            if self.term:  # without a memory it cannot go on with the run
+                self._coordinated(away=True)
+
+    def _coordinated(self, *, away: bool) -> None:
+        if (session := self._session()) is not None:
+            session.waits.coordinated(away=away)
+
+    def _require_newest(self, said: coordinator_pb2.Directive) -> None:
+        """As long as it is in a run, a learner obeys who led it, and who has taken that one's place.
+
+        Raises:
+            Unavailable: this is an older coordinator, or a second one.
+        """
+        origin, session = directives.Origin(said.term, said.nonce), self._session()
+        if session is not None and not session.life.ended:
+            self._origin.require_newest(origin)
+        self._origin = origin
+
+    async def _join(self, call: _JoinCall, address: str) -> None:
+        """Introduce ourselves and be let in: with a new incarnation, written and confirmed, or with that of this process.
+
+        Only then may this learner greet a neighbour or speak.
+
+        Raises:
+            RemoteProtocolError: the coordinator says something else first.
+            Unavailable: it says nothing: is it older than this learner?
+            NotReady: the state folder cannot be written.
+        """
+        pb, own = coordinator_pb2, self.identity
+        introduction = pb.Introduction(
+            learner=own.learner,
+            address=address,
+            store=own.store,
+            incarnation=own.incarnation,
+            rejoins=self._confirmed,
+            digests=True,
+            **await self._known(),
+        )
+        await call.write(pb.Event(introduction=introduction))
+        told = await _answer(call)
+        if isinstance(told, directives.Issued) and not self._confirmed:
+            try:
+                self.identity = own.issued(told.incarnation, self._config.state_folder)
+            except OSError as error:
+                raise NotReady(f"the state folder cannot be written: {error.strerror}") from None
+            await call.write(pb.Event(confirmation=pb.Confirmation(incarnation=told.incarnation)))
+            told = await _answer(call)
+        if told != directives.Confirmed(self.identity.incarnation):
+            raise RemoteProtocolError(
+                f"the coordinator must confirm incarnation {self.identity.incarnation}, got {told}"
+            )
+        self._confirmed = True
+
+    async def _reports(self, call: _JoinCall) -> None:
+        """Say how far we are, when it matters for the clock and a few times a second.
+
+        A stream that breaks is noticed by whoever reads it, so here it just ends.
+        """
+        last = None
+        with contextlib.suppress(grpc.RpcError, grpc.aio.BaseError, grpc.aio.UsageError, asyncio.InvalidStateError):
+            while True:
+                if (now := self._report()) != last:
+                    await call.write(now.to_wire())
+                    last = now
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._report_s):
+                        await self._changed.wait()
+                self._changed.clear()
+
+    @property
+    def _report_s(self) -> float:
+        """Between reports that the clock does not need: what a coordinator hears of a run does not grow with its learners."""
+        session = self._session()
+        learners = 0 if session is None else session.role.spec.n_learners
+        return max(REPORT_S, learners / _REPORTS)
+
+
+async def _told(call: _JoinCall) -> coordinator_pb2.Directive | None:
+    """The next directive; None: the stream has ended well."""
+    said = await call.read()
+    return said if isinstance(said, coordinator_pb2.Directive) else None
+
+
+async def _answer(call: _JoinCall) -> Directive | None:
+    """What a coordinator says to an introduction, or to a confirmation."""
+    try:
+        async with asyncio.timeout(HELLO_S):
+            said = await _told(call)
+    except TimeoutError:
+        raise Unavailable(
+            f"the coordinator does not answer within {HELLO_S:g} s: is it older than this learner?"
+        ) from None
+    if said is None:
+        raise Unavailable("the coordinator ended the stream without a word")
+    return from_wire(said)

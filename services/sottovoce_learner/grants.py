@@ -1,0 +1,39 @@
+"""The rounds that a learner may run, and what it reports of its own accord, because more of them hang on that. No network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from sottovoce.spec import ClockSpec
+
+
+class Grants:
+    """What the coordinator's clock has granted.
+
+    Args:
+        clock: of the run.
+        report: reports now how far the learner is.
+    """
+
+    def __init__(self, clock: ClockSpec, report: Callable[[], None]) -> None:
+        self._clock, self._report = clock, report
+        self.until = 0
+        """Rounds below this one may be run."""
+        self._asked = self._filled = 0
+
+    def extend(self, until: int, filled: int) -> None:
+        """More rounds may be run; those below `filled` have their records."""
+        self.until = max(self.until, until)
+        self.fill(filled)
+
+    def fill(self, filled: int) -> None:
+        """Rounds below this one have their records. The clock may wait for those of the first round that is not granted."""
+        if self._clock.mode == "data" and self._filled <= self.until and filled > self._filled:
+            self._filled = filled
+            self._report()
+
+    def use(self, rounds: int) -> None:
+        """So many rounds are over: once per grant it is time for the next one."""
+        if self._asked != self.until and 2 * (self.until - rounds) <= self._clock.window:
+            self._asked = self.until
+            self._report()

@@ -1,0 +1,127 @@
+"""Learners of one process: they start all or none, and from then on none of them takes another one down."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+from collections.abc import Sequence
+from typing import Protocol
+
+import structlog
+
+from sottovoce.errors import SottovoceError, Unavailable
+from sottovoce_learner.config import LearnerConfig
+from sottovoce_rpc.logs import failure
+from sottovoce_rpc.server import announce
+from sottovoce_rpc.tasks import Tasks, drained
+
+log = structlog.get_logger()
+
+_STOP_S = 3.0
+_A_LEARNER, _BESIDE = 16, 256
+"""Files and connections that a learner with a few neighbours has open, and the process beside them."""
+_NAMED = 10
+"""Learners that an error names."""
+
+
+class Hosted(Protocol):
+    """A learner of the process."""
+
+    config: LearnerConfig
+
+    async def start(self) -> str:
+        """Listen; returns the address for others."""
+
+    async def follow(self, address: str) -> None:
+        """Follow the coordinator for ever."""
+
+    async def stop(self) -> None:
+        """End what it does, and let its state folder go."""
+
+
+class Host:
+    """The learners of one process.
+
+    Args:
+        learners: that they are.
+    """
+
+    def __init__(self, learners: Sequence[Hosted]) -> None:
+        self._learners, self._ended = learners, dict[str, BaseException]()
+
+    async def start(self) -> dict[str, str]:
+        """Let all of them listen, and say where, or none.
+
+        Raises:
+            SottovoceError: one of them cannot; by its name, where there are several.
+        """
+        addresses = dict[str, str]()
+        _make_room(len(self._learners))
+        try:
+            for learner in self._learners:
+                addresses[learner.config.name] = await self._started(learner)
+        except BaseException:
+            await self.stop()
+            raise
+        for name, address in addresses.items():
+            announce("learner", name=name, address=address)
+        return addresses
+
+    async def _started(self, learner: Hosted) -> str:
+        try:
+            return await learner.start()
+        except SottovoceError as error:
+            if len(self._learners) == 1:
+                raise
+            raise type(error)(f"learner {learner.config.name}: {error}") from None
+
+    async def follow(self, addresses: dict[str, str]) -> None:
+        """Follow until all have ended: who does is told in a line, and lets its address and its state folder go.
+
+        Raises:
+            SottovoceError: what the last one failed with.
+        """
+        async with Tasks() as tasks:
+            works = [tasks.start(self._followed(each, addresses[each.config.name])) for each in self._learners]
+            await asyncio.wait(works)
+        raise next(reversed(self._ended.values()))
+
+    async def _followed(self, learner: Hosted, address: str) -> None:
+        name = learner.config.name
+        try:
+            await learner.follow(address)
+        except Exception as error:  # noqa: BLE001 - a bug in the run of one learner is none of the others'
+            self._ended[name] = error
+            if len(self._learners) > 1:
+                why = {"reason": str(error)} if isinstance(error, SottovoceError) else failure(error)
+                log.error("learner ended", learner=name, others=len(self._learners) - len(self._ended), **why)
+                await drained(learner.stop(), _STOP_S)
+
+    async def stop(self) -> None:
+        """End all of them."""
+        await asyncio.gather(*(learner.stop() for learner in self._learners))
+
+    def require_whole(self) -> None:
+        """Whoever stopped the process learns whether all had gone on until then.
+
+        Raises:
+            Unavailable: some had not.
+        """
+        if self._ended:
+            ended, names = len(self._ended), ", ".join([*self._ended][:_NAMED])
+            more = f" and {ended - _NAMED} more" if ended > _NAMED else ""
+            raise Unavailable(
+                f"{ended} of {len(self._learners)} learners had ended before, the log says why: {names}{more}"
+            )
+
+
+def _make_room(learners: int) -> None:
+    """As many open files as the system lets this process have, and a warning where that is little for so many learners."""
+    needed, (soft, hard) = _A_LEARNER * learners + _BESIDE, resource.getrlimit(resource.RLIMIT_NOFILE)
+    if needed > soft != resource.RLIM_INFINITY:
+        most = needed if hard == resource.RLIM_INFINITY else hard
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        if needed > most:
+            log.warning(
+                "few open files are allowed", learners=learners, allowed=most, advised=needed, raise_it="ulimit -Hn"
+            )

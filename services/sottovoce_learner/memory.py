@@ -1,0 +1,165 @@
+"""All that a learner remembers of a run, round by round. No network, no file, no clock.
+
+A learner that lives and one whose log is replayed after a death (`recovery.py`) take the same steps here, so both come to the
+same state, to the last bit. A step is taken when it counts: a message when it is written down, a round when it is learned.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from sottovoce.algorithms.interface import HeardFromNeighbours, Message
+from sottovoce.arrays import Batch
+from sottovoce.errors import DataError
+from sottovoce.network.roster import Attendance
+from sottovoce.running.away import go_on_alone
+from sottovoce.running.run import Run
+from sottovoce_learner.bodies import Said
+from sottovoce_learner.books import Books
+from sottovoce_learner.hidden import hides_noise
+from sottovoce_learner.intake import Intake
+from sottovoce_learner.plan import Plan
+from sottovoce_learner.signing import Own
+from sottovoce_learner.snapshots import Image
+from sottovoce_rpc.signatures import digest
+
+ANOTHER = "it was written by another version of Sottovoce or of the algorithm, with which alone this learner can go on"
+
+
+class Memory:
+    """A learner's part of a run, so far.
+
+    Args:
+        run: as it was built.
+        plan: whom the learner hears and tells.
+        attendance: the rounds in which it takes part.
+        books: what it spends.
+        intake: its records.
+        state: of the algorithm, before round 0.
+        keep: rounds whose messages a neighbour may lack.
+
+    Attributes:
+        hidden: whether messages do not tell the state that said them.
+        said: rounds that were said.
+        done: rounds that were learned, too; one less than `said` until the run is over.
+        inputs: of the round that was learned last, from which the next message is made.
+        frames: what was said last, by round, as much of it as a neighbour may lack.
+        own: the same, as signatures say it.
+        correct, judged: records that were predicted before they were learned: those that it got right, and all.
+    """
+
+    def __init__(
+        self, run: Run, plan: Plan, attendance: Attendance, books: Books, intake: Intake, state: Any, keep: int
+    ) -> None:
+        self.plan, self.attendance, self.books, self.intake, self.state = plan, attendance, books, intake, state
+        self.algorithm, self._loss, self._clipping = run.algorithm, run.loss, run.clipping
+        self._judges, self._late = run.spec.telemetry.accuracy, run.late
+        self.hidden = hides_noise(run.algorithm)
+        self.said = self.done = 0
+        self.inputs = Said(b"")
+        self.frames: deque[tuple[int, bytes]] = deque(maxlen=keep)
+        self.own = Own(keep)
+        self.correct = self.judged = 0
+
+    @property
+    def over(self) -> bool:
+        """Were all rounds learned in which the learner takes part?"""
+        return self.done >= self.attendance.end
+
+    def say(self, t: int, state: Any, frame: bytes, spent: float) -> None:
+        """The message of round t is written down, whoever hears it.
+
+        Args:
+            t: the round.
+            state: of the algorithm, having said it.
+            frame: the message.
+            spent: epsilon of the run from now on.
+        """
+        self.state = state
+        self.books.charge(spent)
+        self.frames.append((t, frame))
+        self.own.said(t, digest(frame), self.plan.part(t).told)
+        self.said = t + 1
+
+    def hear(self, messages: Mapping[int, Message], batch: Batch) -> HeardFromNeighbours:
+        """What the round takes in that is learned now: messages as they were said, or clipped; its records are judged before."""
+        self._judge(batch)
+        t, part = self.done, self.plan.part(self.done)
+        used = {j: self._clipping.of(j, t, message) for j, message in messages.items()}
+        return HeardFromNeighbours(part.heard, used, part.own)
+
+    def learn(self, state: Any, inputs: Said) -> None:
+        """The round is learned.
+
+        Args:
+            state: of the algorithm, having learned it.
+            inputs: that it was learned from.
+        """
+        self.state, self.inputs = state, inputs
+        self._pass(inputs.records)
+
+    def pass_absence(self, until: int) -> None:
+        """The rounds from here on in which the learner is away, but for those from `until` on.
+
+        They are charged as if it spoke: a meter may follow the largest of several sums, of which none may be left out.
+        """
+        while self.done < until and self.done not in self.attendance and self.said <= self.done:
+            nothing = self.intake.take(self.done)
+            self.books.charge(self.books.price(self.done))
+            self.state = go_on_alone(self.algorithm, self.state, nothing)
+            self.inputs = Said(b"", (), self.intake.batches)
+            self._pass(nothing.size)
+
+    def _pass(self, records: int) -> None:
+        self.books.round_over(records)
+        self.plan.forget(self.done)
+        self.done += 1
+
+    def _judge(self, batch: Batch) -> None:
+        """Prequential accuracy: predict the records before learning them. Opt-in, because it depends on the data."""
+        if not self._judges or batch.size == 0:
+            return
+        scores = self._loss.predict(self.algorithm.decision(self.state), batch.features)
+        self.correct += int((self._loss.classify(scores) == batch.labels).sum())
+        self.judged += batch.size
+
+    def image(self) -> Image:
+        """What it is now, right after a round was said."""
+        return Image(
+            self.state,
+            self.books.spent,
+            self.books.counts.tobytes(),
+            self.intake.taken(),
+            tuple(self.frames),
+            (self.correct, self.judged),
+            self.own.vouched,
+            self.inputs.heard if self._late else (),
+        )
+
+    def restore(self, image: Image) -> None:
+        """Stand where an image was made, before any step was taken.
+
+        Raises:
+            DataError: what it has spent is not what its rounds cost.
+        """
+        counts = array("I", image.counts)
+        for t, records in enumerate(counts):
+            self.books.charge(self.books.price(t))
+            self.books.round_over(records)
+        self.books.charge(self.books.price(len(counts)))
+        if self.books.spent != image.spent:
+            raise DataError(
+                f"a snapshot says that {len(counts) + 1} rounds have cost {image.spent:.6g}, and by its records they cost "
+                f"{self.books.spent:.6g}: {ANOTHER}"
+            )
+        if counts:
+            self.plan.forget(len(counts) - 1)
+        self.intake.restore(image.taken)
+        self.own.restore(image.vouched)
+        self.state, self.inputs = image.state, Said(b"", image.heard)
+        self.frames.extend(image.frames)
+        self.correct, self.judged = image.judged
+        self.said, self.done = len(counts) + 1, len(counts)

@@ -1,0 +1,163 @@
+"""`sottovoce spec check` shows how records are read; paths begin where the spec lies; what is not whole is called partial."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from sottovoce.errors import DataError, SpecError
+from sottovoce.experiment import Experiment
+from sottovoce.spec import load_spec
+from sottovoce_client.cli import app
+from sottovoce_client.running.simulation import simulate_to
+
+RECORDS = "age,dose,outcome\n1,2,sick\n2,3,well\n4,5,well\n2,2,sick\n4,3,well\n1,1,sick\n3,3,well\n4,1,well\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder `ward` with a spec and records, and a working directory elsewhere."""
+    (ward := tmp_path / "ward").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (ward / "records.csv").write_text(RECORDS, encoding="utf-8")
+    write(ward)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    return ward
+
+
+def write(ward: Path, more: str = "") -> None:
+    text = f"rounds: 5\nlearners: 2\nalgorithm: ldp-dol\ndata: {{source: records.csv{more}}}\n"
+    (ward / "spec.yaml").write_text(text, encoding="utf-8")
+
+
+def check(ward: Path) -> str:
+    done = CliRunner().invoke(app, ["spec", "check", str(ward / "spec.yaml")])
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return done.output
+
+
+def test_a_check_shows_what_is_read_as_what(folder: Path) -> None:
+    text = check(folder)
+    assert "records.csv: 8 records, as they are read:" in text
+    assert "features: 2 (age, dose), and a constant one, the intercept" in text
+    assert "label, column 'outcome': sick is 0 (3 records), well is 1 (5 records); where another is to be 1" in text
+    assert [line for line in text.splitlines() if line.startswith("  ")] == [
+        "  1, 2, sick", "  2, 3, well", "  4, 5, well", "  2, 2, sick", "  4, 3, well",
+    ]  # fmt: skip
+    assert "2 learners with 3 records each; 2 held out" in text
+    assert "2 learners, 2 features and an intercept: fine" in text
+    write(folder, ", positive: [sick], intercept: false")
+    text = check(folder)
+    assert "sick is 1 (3 records), well is 0 (5 records)\n" in text
+    assert "2 learners, 2 features: fine" in text
+
+
+def test_labels_that_are_all_the_same_are_told(folder: Path) -> None:
+    (folder / "records.csv").write_text(RECORDS.replace("sick", "well"), encoding="utf-8")
+    with pytest.raises(DataError, match=r"needs two labels, got only well: name in data\.positive"):
+        check(folder)
+    write(folder, ", positive: [sick]")
+    assert "well is 0 (8 records): all are the same, so there is nothing to tell apart" in check(folder)
+
+
+@pytest.mark.parametrize("header", ["", "0.5,1,2\n", "1e3,-4,well\n"])
+def test_a_first_line_that_is_a_record_is_refused_and_not_quoted(folder: Path, header: str) -> None:
+    rows = RECORDS.partition("\n")[2].replace("sick", "0").replace("well", "1")
+    (folder / "records.csv").write_text(header + rows, encoding="utf-8")
+    with pytest.raises(DataError, match="must begin with a line of column names") as refused:
+        check(folder)
+    assert "1e3" not in str(refused.value)
+
+
+@pytest.mark.parametrize("header", ["0,1,2", "2019,2020,2021", "a,1,label"])
+def test_columns_may_be_numbered(folder: Path, header: str) -> None:
+    (folder / "records.csv").write_text(f"{header}\n{RECORDS.partition(chr(10))[2]}", encoding="utf-8")
+    assert "8 records" in check(folder)
+
+
+def test_a_file_of_names_alone_is_refused(folder: Path) -> None:
+    (folder / "records.csv").write_text("age,dose,outcome\n", encoding="utf-8")
+    with pytest.raises(DataError, match="must hold at least one record, and has column names alone"):
+        check(folder)
+
+
+def test_all_columns_of_text_are_told_at_once(folder: Path) -> None:
+    (folder / "records.csv").write_text("a,b,c,label\nx,1,y,0\nx,1,y,1\n", encoding="utf-8")
+    with pytest.raises(DataError, match=r"column 'a' must be numeric.* and column 'c' must be numeric"):
+        check(folder)
+
+
+# ---- paths -----------------------------------------------------------------------------------------------------------
+
+
+def test_paths_begin_where_the_spec_lies(folder: Path) -> None:
+    assert load_spec(folder / "spec.yaml").data.source == "../ward/records.csv"
+    out = folder.parent / "results"
+    out.mkdir()
+    experiment = Experiment.model_validate(load_spec(folder / "spec.yaml").model_dump(mode="json"))
+    simulate_to(out, experiment, replicas=1, seed=0, noise=None, record_noise=False)
+    assert "source: ../ward/records.csv" in (out / "spec.yaml").read_text(encoding="utf-8")
+    (deeper := out / "a" / "b").mkdir(parents=True)
+    experiment.to_yaml(deeper / "spec.yaml")
+    assert "source: ../../../ward/records.csv" in (deeper / "spec.yaml").read_text(encoding="utf-8")
+    assert Experiment.model_validate(load_spec(deeper / "spec.yaml").model_dump(mode="json")).records.n_features == 3
+
+
+def test_so_does_that_of_a_graph(folder: Path) -> None:
+    (folder / "graph.txt").write_text("0 1\n", encoding="utf-8")
+    text = (folder / "spec.yaml").read_text(encoding="utf-8")
+    (folder / "spec.yaml").write_text(text + "topology: {graph: {kind: file, path: graph.txt}}\n", encoding="utf-8")
+    assert "2 learners" in check(folder)
+
+
+def test_names_and_whole_paths_stay(folder: Path) -> None:
+    for source in ("breast_cancer", str(folder / "records.csv")):
+        spec = f"{{rounds: 5, algorithm: ldp-dol, data: {{source: '{source}'}}}}"
+        (folder / "spec.yaml").write_text(spec, encoding="utf-8")
+        assert load_spec(folder / "spec.yaml").data.source == source
+
+
+# ---- what is not whole -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", [KeyboardInterrupt, OSError])
+def test_a_simulation_that_is_interrupted_leaves_partial_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: type[BaseException]
+) -> None:
+    from sottovoce.running import transcript
+
+    experiment = Experiment(rounds=5, learners=2, algorithm="ldp-dol")
+    write = transcript.TranscriptWriter.write
+
+    def until_round_3(self: Any, t: int, *rest: Any) -> None:
+        if t == 3:
+            raise how
+        write(self, t, *rest)
+
+    monkeypatch.setattr(transcript.TranscriptWriter, "write", until_round_3)
+    with pytest.raises(how):
+        simulate_to(tmp_path, experiment, replicas=1, seed=0, noise=None, record_noise=False)
+    assert sorted(each.name for each in tmp_path.iterdir()) == [
+        "decisions.parquet.partial",
+        "spec.yaml",
+        "transcript.parquet.partial",
+    ]
+    monkeypatch.undo()
+    simulate_to(tmp_path, experiment, replicas=1, seed=0, noise=None, record_noise=False)
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_a_simulation_beyond_memory_is_refused(tmp_path: Path) -> None:
+    experiment = Experiment(rounds=5, learners=2, algorithm="ldp-dol")
+    with pytest.raises(SpecError, match=r"a simulation holds at most 134217728 numbers, .* take fewer replicas"):
+        simulate_to(tmp_path, experiment, replicas=10**9, seed=0, noise=None, record_noise=False)
+
+
+def test_a_model_beyond_what_services_take_is_refused() -> None:
+    spec = {"rounds": 5, "algorithm": "ldp-dol", "loss": {"kind": "softmax", "classes": 10**8}}
+    with pytest.raises(SpecError, match="a model has at most 16777216 numbers"):
+        _ = Experiment(**spec).run

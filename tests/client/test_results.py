@@ -1,0 +1,163 @@
+"""Where results go: nothing that an earlier command wrote is replaced, and two results never share a folder unasked."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from typer.testing import CliRunner, Result
+
+from sottovoce.errors import SpecError
+from sottovoce.spec import dump_spec
+from sottovoce_client.cli import app
+from sottovoce_client.cli.app import folder_for
+
+SMALL: dict[str, Any] = {"name": "small", "rounds": 6, "learners": 3, "algorithm": {"name": "ldp-dol", "sigma": 2.0}}
+COMMANDS: dict[str, list[str]] = {
+    "simulate": ["--metrics", "--record-noise"],
+    "compare": ["--replicas", "2"],
+    "sweep": ["--set", "algorithm.sigma=1,2", "--seeds", "2", "--jobs", "1"],
+    "budget": [],
+    "tradeoff": ["--epsilons", "5,10,20", "--replicas", "2"],
+    "audit": ["--runs", "30", "--jobs", "1"],
+}
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> Path:
+    features = np.random.default_rng(0).normal(size=(80, 3))
+    np.savez(tmp_path / "records.npz", X=features, y=(features[:, 0] > 0).astype(int))
+    path = tmp_path / "small.yaml"
+    data = {"source": str(tmp_path / "records.npz"), "reuse": True}
+    path.write_text(yaml.safe_dump({**SMALL, "data": data}), encoding="utf-8")
+    return path
+
+
+def ran(*arguments: object) -> Result:
+    return CliRunner().invoke(app, list(map(str, arguments)))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def refused(done: Result, *words: str) -> bool:
+    said = str(done.exception)
+    return isinstance(done.exception, SpecError) and all(word in said for word in ("choose another --out", *words))
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_replaces_nothing(command: str, spec: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    first = ran(command, spec, *COMMANDS[command], "--out", out)
+    assert first.exit_code == 0, first.output
+    before = contents(out)
+    names = {path.name for path in out.iterdir()} - {"spec.yaml"}
+    assert names
+    assert refused(
+        ran(command, spec, *COMMANDS[command], "--out", out), str(out), *names
+    )  # which are all that it writes
+    assert contents(out) == before
+
+
+def test_results_of_different_commands_may_lie_together(spec: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for command in ("simulate", "budget", "sweep"):
+        assert ran(command, spec, *COMMANDS[command], "--out", out).exit_code == 0
+    plotted = [ran("plot", out / "metrics.parquet", "--out", out) for _ in range(2)]
+    assert plotted[0].exit_code == 0 and refused(plotted[1], "plot.html")
+
+
+def test_a_spec_that_says_something_else_is_not_replaced(spec: Path, tmp_path: Path) -> None:
+    out = tmp_path / "mine"
+    out.mkdir()
+    own = "# my notes\n" + spec.read_text(encoding="utf-8")
+    (out / "spec.yaml").write_text(own, encoding="utf-8")
+    assert refused(ran("simulate", out / "spec.yaml", "--out", out), "a spec.yaml that says something else")
+    assert (out / "spec.yaml").read_text(encoding="utf-8") == own
+    assert [path.name for path in out.iterdir()] == ["spec.yaml"]
+
+
+def of_run(kind: str, spec: Path, out: Path) -> Result:
+    more = {
+        "run": ["--coordinator", "127.0.0.1:1"],
+        "up": [],
+        "resume": ["--coordinator", "127.0.0.1:1", "--resume", "x"],
+    }
+    return ran("run" if kind == "resume" else kind, spec, "--out", out, *more[kind])
+
+
+@pytest.mark.parametrize("kind", ["run", "up", "resume"])
+@pytest.mark.parametrize("there", ["summary.json", "report.html", "canaries.json"])
+def test_a_run_leaves_results_alone(kind: str, there: str, spec: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / there).write_text("of an earlier run", encoding="utf-8")
+    assert refused(of_run(kind, spec, out), str(out), there)
+    assert contents(out) == {there: b"of an earlier run"}
+
+
+@pytest.mark.parametrize("there", ["captures", "journals", "logs"])
+def test_services_are_not_started_where_others_were(there: str, spec: Path, tmp_path: Path) -> None:
+    (tmp_path / "out" / there).mkdir(parents=True)
+    assert refused(of_run("up", spec, tmp_path / "out"), there)
+    assert not list((tmp_path / "out" / there).iterdir())
+
+
+@pytest.mark.parametrize("kind", ["run", "resume"])
+def test_a_run_that_failed_is_tried_again_in_the_same_folder(
+    kind: str, spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, tried = tmp_path / "out", list[Path]()
+
+    def conduct(prepared: Any, folder: Path, start: Callable[..., Any]) -> int:
+        (folder / "spec.yaml").write_text(dump_spec(prepared.run.spec), encoding="utf-8")
+        tried.append(folder)
+        return 1
+
+    monkeypatch.setattr("sottovoce_client.running.conduct.conduct", conduct)
+    assert [of_run(each, spec, out).exit_code for each in ("run", kind)] == [1, 1]
+    assert tried == [out, out]
+
+
+@pytest.mark.parametrize("kind", ["run", "up"])
+def test_a_spec_that_cannot_be_run_leaves_no_folder(kind: str, spec: Path, tmp_path: Path) -> None:
+    (tmp_path / "records.npz").unlink()
+    assert isinstance(of_run(kind, spec, tmp_path / "out").exception, SpecError)
+    assert not (tmp_path / "out").exists()
+
+
+def test_all_that_up_writes_is_guarded(spec: Path, tmp_path: Path) -> None:
+    """A name that `up` learns to write, and nobody guards, is found here."""
+    out = tmp_path / "out"
+    captured = {**yaml.safe_load(spec.read_text(encoding="utf-8")), "capture": "relay"}
+    spec.write_text(yaml.safe_dump(captured), encoding="utf-8")
+    done = ran("up", spec, "--out", out, "--tls", "--canaries", "1", "--per-process", "3")
+    assert done.exit_code == 0, done.output
+    names = {path.name for path in out.iterdir()} - {"spec.yaml"}
+    before = contents(out)
+    assert {"captures", "journals", "logs", "summary.json"} <= names
+    assert refused(of_run("up", spec, out), *names)
+    assert contents(out) == before
+
+
+def test_results_of_one_second_have_folders_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    class Noon(datetime.datetime):
+        @classmethod
+        def now(cls, tz: datetime.tzinfo | None = None) -> Noon:
+            return cls(2026, 1, 1, 12)
+
+    monkeypatch.setattr(datetime, "datetime", Noon)
+    with ThreadPoolExecutor(8) as threads:
+        made = list(threads.map(lambda _: folder_for("wards", None, []), range(8)))
+    assert len(set(made)) == 8
+    first = "wards-20260101-120000"
+    assert {path.name for path in made} == {first, *(f"{first}-{n}" for n in range(2, 9))}

@@ -1,0 +1,81 @@
+"""What is wrong with a document is said once for each place in it, in words for the person who wrote it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from sottovoce.errors import SpecError
+from sottovoce.experiment import Experiment
+from sottovoce.explaining import lines_of
+from sottovoce.spec import RunSpec, parse_spec
+
+pytestmark = pytest.mark.each
+
+WRONG = [
+    ({"rounds": "1e20"}, "rounds: must be a whole number, got '1e20'"),
+    ({"rounds": 2.5}, "rounds: must be a whole number, got 2.5"),
+    ({"learners": "five"}, "learners: must be a whole number or a list, got 'five'"),
+    ({"learners": 1.5}, "learners: must be a whole number or a list, got 1.5"),
+    (
+        {"learners": [True, "b"]},
+        "learners.0: must be text, got True: without quotes YAML takes yes, no, on and off for true and false; "
+        "put quotes around it",
+    ),
+    ({"learners": ["a", "b", "a"]}, "learners: learner names must differ, and 'a' is there 2 times, got ['a', 'b', 'a']"),
+    ({"data": {"positive": "sick"}}, "data.positive: must be a list, got 'sick': write [sick]"),
+    ({"data": {"positive": "yes"}}, "data.positive: must be a list, got 'yes': write ['yes']"),
+    (
+        {"data": {"positive": True}},
+        "data.positive: must be a list, got True: put it in brackets, and where it is the text yes, no, on or off, "
+        'in quotes: ["yes"]',
+    ),
+    ({"data": {"positive": [2.5]}}, "data.positive.0: must be a whole number or text, got 2.5"),
+    ({"data": {"batch_size": "some"}}, "data.batch_size: must be a whole number or 'all', got 'some'"),
+    ({"data": {"batch_size": 0}}, "data.batch_size: must be greater than 0, got 0"),
+    ({"data": ["a.csv"]}, "data: must be a mapping of fields, got ['a.csv']"),
+    ({"algorithm": {"name": "ldp-dol", "sigma": "big"}}, "algorithm.sigma: must be a number or a list of numbers, got 'big'"),
+    ({"algorithm": {"name": "ldp-dol", "sigma": [1, "big"]}}, "algorithm.sigma.1: must be a number, got 'big'"),
+    ({"algorithm": {"name": "ldp-dol", "v": []}}, "algorithm.v: must be a number, got []"),
+    ({"privacy": {"budget": -1}}, "privacy.budget: must be greater than 0, got -1"),
+    ({"telemetry": {"accuracy": "often"}}, "telemetry.accuracy: must be true or false, got 'often'"),
+    ({"clock": {"window": None}}, "clock.window: must be a whole number, got None"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "line"), WRONG, ids=str)
+def test_a_place_has_one_line_in_our_words(changes: dict[str, Any], line: str) -> None:
+    document = {"rounds": 5, "algorithm": {"name": "ldp-dol"}, **changes}
+    with pytest.raises(SpecError) as refused:
+        parse_spec(document, source="s.yaml", imports=True)
+    assert str(refused.value) == f"s.yaml: {line}"
+    with pytest.raises(SpecError) as refused:
+        Experiment(**document)
+    assert str(refused.value) == f"experiment: {line}"
+
+
+def test_what_is_wrong_with_the_whole_does_not_quote_it() -> None:
+    with pytest.raises(SpecError) as refused:
+        parse_spec({"rounds": None, "algorithm": "ldp-dol"}, source="s.yaml", imports=True)
+    assert str(refused.value).startswith("s.yaml: rounds: null needs records that go on")
+    assert "{" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["Krankenhaus Süd", "北院", "a.b-c_d"])
+def test_learners_are_called_as_their_language_has_it(name: str) -> None:
+    spec = parse_spec({"rounds": 5, "algorithm": "ldp-dol", "learners": [name, "other"]}, imports=True)
+    assert spec.names == (name, "other")
+
+
+def test_every_problem_is_told_at_once() -> None:
+    document = {"rounds": "x", "learners": [1], "data": {"seed": -1}, "algorithm": {"name": "ldp-dol", "v": "y"}}
+    with pytest.raises(ValidationError) as refused:
+        RunSpec.model_validate(document)
+    assert [line.partition(":")[0] for line in lines_of(refused.value, document, RunSpec)] == [
+        "rounds",
+        "learners.0",
+        "algorithm.v",
+        "data.seed",
+    ]

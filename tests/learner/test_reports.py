@@ -1,0 +1,71 @@
+"""When a learner reports of its own accord: where the clock may wait for what it tells."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sottovoce.noise import SystemNoise
+from sottovoce_learner.role import Role
+from sottovoce_learner.session import Session
+from sottovoce_rpc.codec import to_tensor
+from sottovoce_rpc.directives import Grant
+from sottovoce_wire.v1 import learner_pb2
+from tests.examples import ALLOWING, small_spec
+
+
+class Fed:
+    """A learner that is brought records of a round at a time."""
+
+    def __init__(self, folder: Path, mode: str) -> None:
+        spec = small_spec(20, 2, clock={"mode": mode, "window": 5})
+        role = Role("run-1", spec, 3, 0, "learner-0")
+        self.session = Session(role, SystemNoise(), folder, policy=ALLOWING)
+        self.session.plan.announce(0, dict(self.session.plan.part(0).heard), self.session.plan.part(0).told)
+        self._due = 0
+
+    async def feed(self) -> bool:
+        """One round's; is that to be reported at once?"""
+        batch = learner_pb2.SampleBatch(
+            source="s",
+            sequence=self._due,
+            first_round=self._due,
+            counts=[1],
+            features=to_tensor(np.zeros((1, 3))),
+            labels=to_tensor(np.zeros(1)),
+        )
+        self._due += 1
+        await self.session.ingest.feed(batch)
+        return self.reported
+
+    @property
+    def reported(self) -> bool:
+        """Was there anything to report since this was asked last?"""
+        changed = self.session._changed.is_set()
+        self.session._changed.clear()
+        return changed
+
+
+@pytest.mark.parametrize("mode", ["free", "async"])
+async def test_records_are_no_news_to_a_clock_that_does_not_count_them(tmp_path: Path, mode: str) -> None:
+    fed = Fed(tmp_path, mode)
+    assert [await fed.feed() for _ in range(4)] == [False] * 4
+    assert fed.session.status.rounds_with_data == 4
+
+
+async def test_records_are_reported_where_the_clock_may_wait_for_them(tmp_path: Path) -> None:
+    """As long as more is granted than it has told, others are waited for; of what came meanwhile it tells when it is its turn."""
+    fed = Fed(tmp_path, "data")
+    assert [await fed.feed() for _ in range(3)] == [True, False, False]
+    fed.session.grant(Grant(1))
+    assert fed.reported
+    assert [await fed.feed() for _ in range(2)] == [False, False]
+    fed.session.grant(Grant(2))
+    assert not fed.reported
+    fed.session.grant(Grant(3))
+    assert fed.reported
+    fed.session.grant(Grant(5))
+    assert not fed.reported  # it has told of five
+    assert await fed.feed()

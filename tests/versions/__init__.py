@@ -1,0 +1,1 @@
+"""Versions of Sottovoce beside each other."""
