@@ -106,8 +106,10 @@ async def test_the_example_is_judged_as_the_page_says(
     assert told["verdict"]["kind"] == kind
     assert view in told["verdict"]["text"]
     assert code == (kind == "refuted")
-    again = told["connections_left_out"]  # a busy system uses a port again, now and then: that is no run of its own
-    assert again <= 3 and 200 - 3 * again <= sum(told["runs_of_each_world"]) + told["runs_left_out"] <= 200 - 2 * again
+    # A busy system uses a port again, now and then, or halts a client between its calls: a connection that may be two is no run.
+    # Of three that came from one port, two were not heard of as runs at all.
+    again, kept = told["connections_left_out"], sum(told["runs_of_each_world"]) + told["runs_left_out"]
+    assert again <= 20 and 200 - 3 * again <= kept <= 200 - again
     decoded = told["decoder"].pop("decoded")
     assert told["decoder"] == {"name": "decode:decode", "failed": 0, "first_failures": []}
     assert 800 - 12 * again <= decoded <= 800
