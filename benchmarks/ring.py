@@ -137,8 +137,8 @@ def groups(rounds: int) -> tuple[Group, ...]:
         Group(
             Floor("floor", rounds),
             (
-                Case("unrecorded", rounds, target=0.7),
-                Case("mirror", rounds, capture="mirror", target=0.65),
+                Case("unrecorded", rounds, target=0.60),
+                Case("mirror", rounds, capture="mirror", target=0.50),
                 Case("relay", rounds, capture="relay", target=0.33),
                 Case("power", large, durability="power"),
             ),
