@@ -253,10 +253,10 @@ async def test_who_is_not_known_is_told_so_at_once(tmp_path: Path) -> None:
 async def test_two_feeders_do_not_share_a_session(tmp_path: Path) -> None:
     ann, other = (Unacknowledged(tmp_path / "state", "ann") for _ in range(2))
     ann.begin(-1)
-    with pytest.raises(NotReady, match="another feeder has"):
-        other.begin(-1)
+    for _ in range(2):  # a refused one has not got it the second time either
+        with pytest.raises(NotReady, match="another feeder has"):
+            other.begin(-1)
     ann.close()
-    other.close()
     other.begin(-1)
     other.close()
 

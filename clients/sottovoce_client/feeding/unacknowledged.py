@@ -136,13 +136,17 @@ class Unacknowledged:
         """Nobody else has the file, until this process ends."""
         if self._path is not None and self._lock is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._lock = self._path.with_name(self._path.name + ".lock").open("w")
+            lock = self._path.with_name(self._path.name + ".lock").open("w")
             try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                lock.close()
+                if not isinstance(error, BlockingIOError):
+                    raise
                 raise NotReady(
                     f"another feeder has {self._path}: each needs a --client and a --state of its own"
                 ) from None
+            self._lock = lock
 
     def _write_anew(self) -> None:
         if self._path is None:
