@@ -9,6 +9,7 @@ from sottovoce.network.roster import Absence
 from sottovoce.running.late import Lateness
 
 NOTHING = "–"
+UNASKED = "not known: learners answer only with telemetry: {predict: true} in the spec, and where their owners allow it"
 
 
 def number(value: float | None, digits: int = 4) -> str:

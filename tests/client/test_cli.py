@@ -20,6 +20,7 @@ import psutil
 import pytest
 import yaml
 
+from sottovoce.experiment import load as load_experiment
 from sottovoce.running.transcript import read_transcript
 from sottovoce.spec import load_spec, parse_spec
 from sottovoce.spec_versions import FORMAT
@@ -167,8 +168,19 @@ def test_what_is_printed_can_be_used(tmp_path: Path, here: Callable[..., tuple[i
     assert (shown[0], checked[0], schema[0]) == (0, 0, 0)
     (tmp_path / "shown.yaml").write_text(shown[1], encoding="utf-8")
     assert load_spec(tmp_path / "shown.yaml") == load_spec(demo)
-    assert "5 learners, 30 features and an intercept: fine" in checked[1]
+    assert "5 learners, 6 features and an intercept: fine" in checked[1]
     assert json.loads(schema[1])["title"] == "RunSpec"
+
+
+def test_the_demo_keeps_to_the_theory_uses_each_record_once_and_promises_little(tmp_path: Path) -> None:
+    path = tmp_path / "demo.yaml"
+    path.write_text(ran("demo", "--print-spec")[1], encoding="utf-8")
+    demo = load_experiment(path)
+
+    assert not demo.run.warnings and not demo.data.reuse
+    learned = demo.records.learners[0]
+    assert len(learned.order) == len(np.unique(learned.order))
+    assert max(demo.guarantee(name).epsilon() for name in demo.names) <= 4
 
 
 # ---- what goes wrong -------------------------------------------------------------------------------------------------

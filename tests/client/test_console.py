@@ -14,6 +14,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
+from sottovoce_client.reports.run_report import run_page
 from sottovoce_client.running.console import MOST_ROWS, print_summary, run_console
 from sottovoce_client.running.summary import Progress, RunSummary, Swap
 from tests.client.summaries import boundless, learner, looks, summary, summary_of, tapped, unasked, unheard, unstarted
@@ -287,6 +288,16 @@ def test_many_learners_do_not_push_the_rest_off_the_screen() -> None:
 
     assert f"… {50 - MOST_ROWS} more" in text
     assert len(text.splitlines()) < 40
+
+
+def test_where_no_accuracy_is_known_it_is_said_what_opts_in() -> None:
+    unknown = summary_of(replace(learner("a"), test_accuracy=None), replace(learner("b"), test_accuracy=None))
+
+    assert "telemetry: {predict: true}" in " ".join(printed(unknown).split())
+    assert "telemetry: {predict: true}" in run_page(unknown).html()
+    assert "telemetry: {predict: true}" not in printed(
+        summary_of(replace(learner("a"), test_accuracy=None), learner("b"))
+    )
 
 
 def test_a_refuted_claim_is_red() -> None:

@@ -369,14 +369,18 @@ def test_a_refuted_claim_is_marked_in_the_table() -> None:
     assert 'class="verdict refuted"' in text
 
 
-def test_telling_swap_is_the_one_nearest_its_claim() -> None:
-    far = Swap(2.0, 2.0, 100.0, np.zeros(500))
-    near = Swap(0.9, 0.9, 1.0, np.zeros(500))
-    one = replace(learner("a"), swap_event=far, swap_record=near)
-
-    found = telling(summary_of(one))
-
-    assert found is not None and found[1:] == ("record", near)
+def test_the_telling_swap_is_the_largest_of_the_table_but_one_above_its_claim_comes_first() -> None:
+    large, small, above, unbound = (
+        Swap(loss, loss, claim, np.zeros(500)) for loss, claim in ((2.0, 100.0), (0.9, 1.0), (0.2, 0.1), (9.0, np.inf))
+    )
+    for event, record, wanted in (
+        (large, small, ("event", large)),
+        (small, large, ("record", large)),
+        (large, above, ("record", above)),
+        (unbound, small, ("record", small)),
+    ):
+        found = telling(summary_of(replace(learner("a"), swap_event=event, swap_record=record)))
+        assert found is not None and found[1:] == wanted
     assert telling(unheard(summary())) is None
 
 

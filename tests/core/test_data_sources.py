@@ -12,6 +12,7 @@ import pytest
 
 from sottovoce.data import Dataset, load_dataset
 from sottovoce.data.folders import cache_folder, data_folders
+from sottovoce.data.known import KNOWN
 from sottovoce.data.source import DataSpec
 from sottovoce.errors import DataError, SpecError
 from sottovoce.losses.hinge import Hinge
@@ -64,6 +65,16 @@ def test_scikit_learn_sources(source: str, shape: tuple[int, int], classes: int)
     assert dataset.learner is None
     assert dataset.round is None
     assert dataset.test is None
+
+
+def test_the_made_source_is_what_is_said_of_it_and_the_same_at_every_call() -> None:
+    known, made, again = KNOWN["vital_signs"], load("vital_signs"), load("vital_signs")
+
+    assert made.features.shape == (known.records, known.features)
+    assert made.test is not None and len(made.test.labels) == known.held_out
+    assert set(made.labels) == {0.0, 1.0}
+    assert np.array_equal(made.features, again.features) and np.array_equal(made.labels, again.labels)
+    assert abs(made.labels.mean() - made.test.labels.mean()) < 0.02
 
 
 def test_scikit_learn_missing_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

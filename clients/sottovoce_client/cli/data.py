@@ -54,7 +54,8 @@ def fetch(
         raise SpecError("there is no folder to put data sets in: give one with --folder, or set SOTTOVOCE_DATA to one")
     for source in sources:
         if not source.originals:
-            console.print(f"{source.name}: scikit-learn ships it, there is nothing to fetch")
+            whose = "it is made when it is asked for" if source.made else "scikit-learn ships it"
+            console.print(f"{source.name}: {whose}, there is nothing to fetch")
             continue
         if (path := find(source.name, folders)) is not None:
             console.print(Text(f"{source.name}: here already, {path}"))

@@ -41,7 +41,7 @@ def demo(
     data: Annotated[
         str | None,
         typer.Option(
-            help="A name (sottovoce data list), or a .npz, .csv or .parquet file.", show_default="breast_cancer"
+            help="A name (sottovoce data list), or a .npz, .csv or .parquet file.", show_default="vital_signs"
         ),
     ] = None,
     rounds: Annotated[int | None, typer.Option(min=1, max=MOST, help="Rounds to run.", show_default="500")] = None,
@@ -50,7 +50,8 @@ def demo(
 ) -> None:
     """The main job on this machine: five learners, a coordinator and an eavesdropper, each its own process.
 
-    Learners run LDP-DOL on a ring; every edge passes through the eavesdropper. Ends with a summary and an HTML report.
+    Learners run private push-sum dual averaging (dpps) on a ring; every edge passes through the eavesdropper, and every record is
+    used once, one a round with --data. Ends with a summary and an HTML report.
     """
     import yaml
 
@@ -62,7 +63,7 @@ def demo(
         return
     document = yaml.safe_load(text)
     if data is not None:
-        document["data"]["source"] = data
+        document["data"] |= {"source": data, "batch_size": 1}
     if rounds is not None:
         document["rounds"] = rounds
     _up(parse_spec(document, source="demo", imports=True), out)

@@ -58,7 +58,7 @@ def _size(download: int) -> str:
 def _here(source: KnownSource, folders: Sequence[Path]) -> str:
     """In which folder it is."""
     if not source.originals:
-        return "shipped"
+        return "made" if source.made else "shipped"
     path = find(source.name, folders)
     return "no" if path is None else _called(path.parent)
 

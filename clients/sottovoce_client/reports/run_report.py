@@ -10,7 +10,7 @@ from sottovoce_client.reports.page import Column, Page, PageTable
 from sottovoce_client.reports.plots import KINDS, LEVELS, MOST_HEARD, run_figures
 from sottovoce_client.reports.verdict import exceeds, telling, verdict_of
 from sottovoce_client.running.summary import LearnerSummary, RunSummary
-from sottovoce_client.wording import count, late_line, noticed_line, number, share, size, whole_line
+from sottovoce_client.wording import UNASKED, count, late_line, noticed_line, number, share, size, whole_line
 
 _MOST_NOTICED = 20
 
@@ -47,6 +47,7 @@ def run_page(summary: RunSummary) -> Page:
         "unpromised": [KINDS[kind][0] for kind in unpromised],
         "verdict": verdict_of(summary),
         "worst": telling(summary),
+        "unasked": UNASKED,
         "most_noticed": _MOST_NOTICED,
         "most_heard": MOST_HEARD,
     }

@@ -38,14 +38,16 @@ def _cases(summary: RunSummary) -> list[_Case]:
 
 
 def telling(summary: RunSummary) -> _Case | None:
-    """The swap whose loss uses up most of its claim; None without a capture."""
-    return max(_cases(summary), key=lambda case: (_used(case[2]), case[2].loss), default=None)
+    """The swap with the largest loss, of those above their claim if there are any; None without a capture.
 
+    One that claims nothing finite comes last.
+    """
 
-def _used(swap: Swap) -> float:
-    if swap.budget > 0:
-        return swap.loss / swap.budget if math.isfinite(swap.budget) else 0.0
-    return math.inf if exceeds(swap.loss, swap.budget) else 0.0
+    def rank(case: _Case) -> tuple[bool, bool, float]:
+        swap = case[2]
+        return exceeds(swap.loss, swap.budget), math.isfinite(swap.budget), swap.loss
+
+    return max(_cases(summary), key=rank, default=None)
 
 
 def verdict_of(summary: RunSummary) -> _Headline:

@@ -20,6 +20,7 @@ from sottovoce_client import terminal
 from sottovoce_client.reports.verdict import exceeds, telling, verdict_of
 from sottovoce_client.running.summary import LearnerSummary, Progress, RunSummary, Swap
 from sottovoce_client.wording import (
+    UNASKED,
     ciphertext_line,
     count,
     duration,
@@ -306,7 +307,11 @@ def _facts(summary: RunSummary, report: Path | None) -> Iterator[tuple[str, Text
             Text(f"{plural(waiting, 'record')} waited when the run ended: nobody learned them", style="yellow"),
         )
     if not summary.live:
-        yield "accuracy", Text(accuracies + (disagree if summary.disagreement is not None else ""))
+        asked = any(learner.test_accuracy is not None for learner in summary.learners)
+        yield (
+            "accuracy",
+            Text(accuracies + (disagree if summary.disagreement is not None else "") if asked else UNASKED),
+        )
     if summary.away:
         yield "away", Text("\n".join(summary.away))
     if summary.misconduct:

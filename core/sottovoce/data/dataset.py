@@ -18,6 +18,7 @@ from sottovoce.data.folders import VARIABLE, find
 from sottovoce.data.header import misfit
 from sottovoce.data.known import KNOWN, nearest
 from sottovoce.data.labels import map_labels
+from sottovoce.data.made import vital_signs
 from sottovoce.data.schema import Schema
 from sottovoce.data.source import DataSpec
 from sottovoce.errors import DataError, SpecError
@@ -98,6 +99,8 @@ def read_source(data: DataSpec, folders: Sequence[Path] = ()) -> RawTable:
 def _read(data: DataSpec, folders: Sequence[Path]) -> RawTable:
     """The source as a table whose labels are float64 or text."""
     known = KNOWN.get(data.source)
+    if known is not None and known.made:
+        return vital_signs()
     if known is not None and not known.originals:
         loaders = import_extra("sklearn.datasets", "scikit-learn", f"data.source {data.source}")
         features, labels = getattr(loaders, f"load_{data.source}")(return_X_y=True)

@@ -48,7 +48,8 @@ class KnownSource:
         citation: what its owner asks to be cited.
         page: where to read more.
         download: bytes, about. 0: a package ships it.
-        originals: what it is made from. Empty: scikit-learn ships it.
+        originals: what it is made from. Empty: it is here, shipped by scikit-learn or made by this package.
+        made: by this package, of nothing that happened.
     """
 
     name: str
@@ -63,6 +64,7 @@ class KnownSource:
     held_out: int = 0
     download: int = 0
     originals: tuple[Original, ...] = ()
+    made: bool = False
 
 
 def _uci(folder: str, name: str, archive: str, size: int, digest: str, member: str | None = None) -> Original:
@@ -102,6 +104,19 @@ _SOURCES = (
         citation="E. Alpaydin and C. Kaynak: Optical Recognition of Handwritten Digits. UCI Machine Learning Repository, 1998. "
         "doi 10.24432/C50P49",
         page=f"{_UCI}/dataset/80",
+    ),
+    KnownSource(
+        name="vital_signs",
+        title="made-up patients of a year, whose illness drifts with the season",
+        task="worse a day later, or not",
+        records=75_000,
+        held_out=25_000,
+        features=6,
+        classes=("not worse", "worse"),
+        licence="as the program",
+        citation="nobody: it is made by the program, the same at every call",
+        page="docs/data.md",
+        made=True,
     ),
     KnownSource(
         name="mushrooms",
