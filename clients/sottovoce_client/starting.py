@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 _EPSILON = 2.0
 _LEARNERS = 5
-_RADIUS = 10.0
+_RADIUS = 20.0
 PARTITIONS: Mapping[str, Mapping[str, Any]] = {
     "iid": {"kind": "iid"},
     "by_label": {"kind": "by_label", "mixed": 0.3},
@@ -330,8 +330,10 @@ def _learners(wishes: Wishes, dataset: Dataset, asking: _Asking) -> int | list[s
         if dataset.learner_names is not None:
             return list(dataset.learner_names)
         return int(dataset.learner.max()) + 1
-    given = None if wishes.learners is None else parsed(wishes.learners)
-    return asking.settle("learners: how many, or their names with commas", given, str(_LEARNERS), parsed)
+    if wishes.learners is not None:
+        return parsed(wishes.learners)
+    usual = str(_LEARNERS)
+    return asking.settle("learners: how many, or their names with commas", None, usual, parsed)
 
 
 def _many(document: Mapping[str, Any]) -> int:

@@ -45,7 +45,9 @@ class Publication:
         return self.cover is not Cover.NOTHING
 
 
-def publication(run: Run, learner: int, rounds: int, spent: float | None = None, *, private: bool = True) -> Publication:
+def publication(
+    run: Run, learner: int, rounds: int, spent: float | None = None, *, private: bool = True
+) -> Publication:
     """What it costs to hand out a learner's model.
 
     Args:
@@ -57,11 +59,19 @@ def publication(run: Run, learner: int, rounds: int, spent: float | None = None,
     """
     name = run.algorithm.name
     if not rounds:
-        return Publication(Cover.MESSAGES, 0.0, "no record was learned: it is where learning starts, which everybody knows")
+        return Publication(
+            Cover.MESSAGES, 0.0, "no record was learned: it is where learning starts, which everybody knows"
+        )
     if not private:
         return Publication(
-            Cover.NOTHING, math.inf, "its noise is from a seed or a recording, which protects nobody: no epsilon covers it"
+            Cover.NOTHING,
+            math.inf,
+            "its noise is from a seed or a recording, which protects nobody: no epsilon covers it",
         )
+    there = run.attendance(learner).stretches
+    if there and there[0].stop < rounds:
+        text = "its learner was away after it had learned, and goes on without noise then: no epsilon covers it"
+        return Publication(Cover.NOTHING, math.inf, text)
     if not isinstance(run.algorithm, SaysItsModel) or not run.algorithm.says_model(rounds):
         return _published(run, learner, rounds)
     if spent is None:
