@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic_core import to_json
 from rich import box
 from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook
 from rich.segment import Segment
@@ -38,6 +39,11 @@ class _Shown:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
         for text, style, control in console.render(self.inner, options):
             yield Segment(text if control else plain_lines(text), style, control)
+
+
+def print_json(document: Any) -> None:
+    """A result for programs, on standard output: plain values, dataclasses, paths and arrays; what is not finite is null."""
+    print(to_json(document, indent=2, inf_nan_mode="null", fallback=lambda array: array.tolist()).decode())
 
 
 def table(*heads: str, **look: Any) -> Table:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 from pathlib import Path
 
 import pytest
+from pydantic_core import to_json
 from rich.console import Console
 
 from sottovoce.errors import NotReady, Rule, Unavailable
-from sottovoce_client.running.known import list_runs, rebind, resume_run, show_run, stop_run
+from sottovoce_client.running.known import list_runs, rebind, resume_run, run_documents, show_run, stop_run
 from sottovoce_rpc.learner_status import LearnerState
 from sottovoce_rpc.misconduct import KnownBy
 from tests.examples import made_up, small_spec
@@ -44,7 +46,11 @@ async def test_runs_are_listed_shown_and_stopped(tmp_path: Path) -> None:
         await list_runs(up.coordinator, console)
         with pytest.raises(NotReady, match="no run 'x': the last one is"):
             await show_run(up.coordinator, "x", console)
+        told = json.loads(to_json(await run_documents(up.coordinator)))
+        assert await run_documents(up.coordinator, done.run_id) == (await run_documents(up.coordinator))[1:]
         outcome = await running
+    assert [each["run"] for each in told] == [run_id, done.run_id] and told[1]["rounds_done"] == 5
+    assert [each["epsilon"] > 0 for each in told[1]["learners"]] == [True, True]
     text = shown.getvalue()
     lines = [line.split() for line in text.splitlines() if line.strip()]
     assert text.startswith("no runs\n")

@@ -22,6 +22,7 @@ from sottovoce_client.cli.app import (
 
 # Importing them registers their commands: in the order of the help, which begins with what newcomers need.
 # isort: off
+from sottovoce_client.cli import starting as starting
 from sottovoce_client.cli import runs as runs
 from sottovoce_client.cli import experiments as experiments
 from sottovoce_client.cli import data as data
@@ -53,6 +54,7 @@ __all__ = [
     "schemas",
     "services",
     "specs",
+    "starting",
     "transcripts",
 ]
 

@@ -211,6 +211,7 @@ Metrics = Annotated[
         show_default="none",
     ),
 ]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON, for programs.")]
 StopWithStdin = Annotated[bool, typer.Option(help="Stop when standard input ends.", hidden=True)]
 
 

@@ -8,29 +8,46 @@ from typing import Annotated
 
 import typer
 
-from sottovoce_client.cli.app import HERE, Coordinator, IdentityFolder, Insecure, address, app, runs_app
+from sottovoce_client.cli.app import HERE, AsJson, Coordinator, IdentityFolder, Insecure, address, app, runs_app
 
 RunId = Annotated[str, typer.Argument(metavar="RUN", help="As `runs list` shows it.", show_default=False)]
 
 
 @runs_app.command("list")
-def list_runs(coordinator: Coordinator = HERE, identity: IdentityFolder = None, insecure: Insecure = False) -> None:
+def list_runs(
+    coordinator: Coordinator = HERE,
+    identity: IdentityFolder = None,
+    insecure: Insecure = False,
+    as_json: AsJson = False,
+) -> None:
     """The runs that the coordinator remembers, the newest first: several may be under way, each on learners of its own."""
     from sottovoce_client.running import known
+    from sottovoce_client.terminal import print_json
     from sottovoce_rpc.credentials import Credentials
 
-    asyncio.run(known.list_runs(coordinator, credentials=Credentials(identity, insecure)))
+    if as_json:
+        print_json(asyncio.run(known.run_documents(coordinator, credentials=Credentials(identity, insecure))))
+    else:
+        asyncio.run(known.list_runs(coordinator, credentials=Credentials(identity, insecure)))
 
 
 @runs_app.command("show")
 def show_run(
-    run: RunId, coordinator: Coordinator = HERE, identity: IdentityFolder = None, insecure: Insecure = False
+    run: RunId,
+    coordinator: Coordinator = HERE,
+    identity: IdentityFolder = None,
+    insecure: Insecure = False,
+    as_json: AsJson = False,
 ) -> None:
     """One run, and how its learners stand: rounds, epsilon, who is away."""
     from sottovoce_client.running import known
+    from sottovoce_client.terminal import print_json
     from sottovoce_rpc.credentials import Credentials
 
-    asyncio.run(known.show_run(coordinator, run, credentials=Credentials(identity, insecure)))
+    if as_json:
+        print_json(asyncio.run(known.run_documents(coordinator, run, Credentials(identity, insecure)))[0])
+    else:
+        asyncio.run(known.show_run(coordinator, run, credentials=Credentials(identity, insecure)))
 
 
 @runs_app.command("stop")

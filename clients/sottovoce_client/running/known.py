@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc
 from rich.console import Console
@@ -40,6 +40,43 @@ async def list_runs(coordinator: str, console: Console | None = None, credential
     for run in await _all(coordinator, credentials):
         table.add_row(_said(run.run_id), _state(run), _started(run), _took(run), count(_rounds(run)), _said(run.detail))
     (console or terminal.console()).print(table if table.row_count else "no runs")
+
+
+async def run_documents(
+    coordinator: str, run_id: str = "", credentials: Credentials = NO_IDENTITY
+) -> list[dict[str, Any]]:
+    """Runs for programs, the newest first: all, or one of them.
+
+    Raises:
+        SottovoceError: there is none of this name, or the coordinator cannot be reached.
+    """
+    request = coordinator_pb2.GetRunRequest(run_id=run_id)
+    if run_id:
+        return [_document(await _asked(coordinator, credentials, lambda stub: stub.GetRun(request, timeout=CALL_S)))]
+    return [_document(run) for run in await _all(coordinator, credentials)]
+
+
+def _document(run: coordinator_pb2.Run) -> dict[str, Any]:
+    return {
+        "run": run.run_id,
+        "state": _state(run),
+        "detail": run.detail,
+        "started": run.started_at.ToDatetime(UTC),
+        "ended": run.ended_at.ToDatetime(UTC) if run.HasField("ended_at") else None,
+        "rounds_done": _rounds(run),
+        "capture": run.capture_location or None,
+        "learners": [
+            {
+                "name": each.status.learner,
+                "address": each.address,
+                "state": LearnerStatus.from_wire(each.status).state.name.lower(),
+                "rounds_done": each.status.rounds_done,
+                "epsilon": each.status.epsilon_spent,
+                "away_since": each.away_since.ToDatetime(UTC) if each.HasField("away_since") else None,
+            }
+            for each in run.learners
+        ],
+    }
 
 
 async def show_run(

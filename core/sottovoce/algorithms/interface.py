@@ -173,6 +173,15 @@ class WithHiddenNoise(Protocol):
         ...
 
 
+@runtime_checkable
+class SaysItsModel(Protocol):
+    """An algorithm whose model may follow from what everybody has heard: then it tells nothing that was not charged."""
+
+    def says_model(self, rounds: int) -> bool:
+        """Whether the decision after so many rounds is a function of messages alone, whatever the records are."""
+        ...
+
+
 class Algorithm(Protocol[StateT]):
     """A decentralised online learning algorithm, pure: no network, clock, file or global random state."""
 

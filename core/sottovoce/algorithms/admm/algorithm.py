@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from sottovoce.algorithms.admm.accounting import AdmmAccountant
-from sottovoce.algorithms.admm.calibrations import Calibration, Node, Perturbation
+from sottovoce.algorithms.admm.calibrations import Calibration, Node, Perturbation, PrimalCalibration
 from sottovoce.algorithms.admm.local import ROUNDING, LocalProblem, cut, norm
 from sottovoce.algorithms.interface import Heard, Message, Who
 from sottovoce.arrays import Batch, FloatArray, Scalars
@@ -141,6 +141,12 @@ class Admm:
 
     def accountant(self, learner: int) -> AdmmAccountant:
         return AdmmAccountant(self.calibration, self.nodes[learner], self.rounds)
+
+    def says_model(self, rounds: int) -> bool:
+        """It is the last message, but where the noise is added to the minimiser as it is said."""
+        if isinstance(self.calibration, PrimalCalibration):
+            return self.calibration.last is not None and rounds == self.rounds
+        return True
 
     def noise_scale(self, learner: int, t: int) -> float:
         """`1/zeta` of a message, for one record a round; of e, which DVP adds to the dual variable and not to the message."""

@@ -176,6 +176,9 @@ class DualAveraging:
     def noise_scale(self, learner: int, t: int) -> float:
         return self.sigma if t else 0.0
 
+    def says_model(self, rounds: int) -> bool:
+        return self.noised
+
     def accountant(self, learner: int) -> DualAveragingAccountant:
         """Of one learner. Where the loss is shared, every learner's messages show it, and their losses add up."""
         return DualAveragingAccountant(

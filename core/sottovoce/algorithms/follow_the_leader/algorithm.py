@@ -218,6 +218,10 @@ class PdFtgl:
         """Of the tree node whose noise a message carries; 0 in rounds without gossip, and always after gossip."""
         return self.scales[learner] if self.before_gossip and self.blocks.leaf(t) else 0.0
 
+    def says_model(self, rounds: int) -> bool:
+        """A decision follows from what gossip made of messages; noise after gossip is in none of them."""
+        return not self.hides_noise
+
     def accountant(self, learner: int) -> TreeAccountant:
         published = None if self.before_gossip else TreeAccountant(self.blocks, self._output_cost(learner))
         scale = self.scales[learner]

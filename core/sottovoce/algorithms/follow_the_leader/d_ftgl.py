@@ -109,6 +109,10 @@ class DFtgl:
     def noise_scale(self, learner: int, t: int) -> float:
         return 0.0
 
+    def says_model(self, rounds: int) -> bool:
+        """Not the last gradients, which are in the sum before it is said."""
+        return False
+
     def accountant(self, learner: int) -> ListedLosses:
         """Nothing in the first message, which is zero; everything after it."""
         losses = np.full(self.rounds, math.inf)

@@ -117,6 +117,10 @@ class GossipDescent:
     def noise_scale(self, learner: int, t: int) -> float:
         return self.noise[learner](t)
 
+    def says_model(self, rounds: int) -> bool:
+        """The mix of what was said is; a clean value in it, or a step from it on the newest records, is in no message."""
+        return self.own_value == "said" and self.play == "mixed"
+
     def accountant(self, learner: int) -> DescentAccountant:
         own_weight = self._clean_weight(learner)
         update = LearnerUpdate(

@@ -88,5 +88,8 @@ class Dpsr:
     def noise_scale(self, learner: int, t: int) -> float:
         return self.descent.noise_scale(learner, t)
 
+    def says_model(self, rounds: int) -> bool:
+        return self.descent.says_model(rounds)
+
     def accountant(self, learner: int) -> DescentAccountant:
         return self.descent.accountant(learner)

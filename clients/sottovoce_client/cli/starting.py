@@ -1,0 +1,131 @@
+"""The first command of a user with records: a spec for them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from sottovoce_client.cli.app import MOST, AsJson, app
+
+
+@app.command(rich_help_panel="Runs")
+def init(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="Your records: a .csv, .parquet or .npz file.", show_default=False)
+    ],
+    label: Annotated[
+        str | None,
+        typer.Option(help="Label column.", show_default="label, else y, else the one of text, else the last"),
+    ] = None,
+    task: Annotated[
+        Literal["classify", "regress"] | None, typer.Option(help="What is learned.", show_default="by the labels")
+    ] = None,
+    positive: Annotated[
+        list[str] | None,
+        typer.Option(help="A label that counts as 1; repeat for several.", show_default="the last one of two"),
+    ] = None,
+    label_bound: Annotated[
+        float | None, typer.Option(help="Of labels that are numbers: clipped to plus and minus this, a public bound.")
+    ] = None,
+    schema: Annotated[
+        Path | None,
+        typer.Option(help="A schema of the fields (sottovoce schema infer), where some are text or missing."),
+    ] = None,
+    learners: Annotated[
+        str | None,
+        typer.Option(help="How many, or their names: north,east.", show_default="the file's column learner, else 5"),
+    ] = None,
+    partition: Annotated[
+        Literal["iid", "by_label"] | None,
+        typer.Option(help="How records are dealt to learners.", show_default="iid"),
+    ] = None,
+    scale: Annotated[
+        Literal["standard", "range", "none"] | None,
+        typer.Option(help="By constants of held-out records, which nothing protects.", show_default="standard"),
+    ] = None,
+    epsilon: Annotated[float | None, typer.Option(help="What a record may cost at most.", show_default="2")] = None,
+    delta: Annotated[
+        float | None, typer.Option(min=0, max=1, help="The promise is pure: it holds at any delta.", show_default="0")
+    ] = None,
+    rounds: Annotated[int | None, typer.Option(min=2, max=MOST, help="At most so many.", show_default="6")] = None,
+    name: Annotated[str | None, typer.Option(help="Of the run.", show_default="that of the file")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="File to write the spec to.", show_default="NAME.yaml, here")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write a commented spec for records of your own, with the noise that keeps your privacy wish.
+
+    On a terminal it asks what no option says; elsewhere it takes what is usual. Each record is learned once. No file is
+    replaced unasked.
+
+    Example: sottovoce init wards.csv --label outcome --positive died --learners north,east,south --epsilon 2
+    """
+    from sottovoce_client.documents import new_file, require_new
+    from sottovoce_client.starting import Wishes, begin, next_commands
+    from sottovoce_client.terminal import print_json
+
+    asks = sys.stdin.isatty() and not as_json
+    wishes = Wishes(
+        file,
+        label,
+        task,
+        tuple(positive) if positive else None,
+        label_bound,
+        schema,
+        learners,
+        partition,
+        scale,
+        epsilon,
+        delta,
+        rounds,
+        name,
+    )
+    path = out or Path(f"{file.stem}.yaml")
+    replaces = asks and path.exists() and typer.confirm(f"replace {path}?", err=True)
+    if not replaces:
+        require_new(path)
+    begun = begin(wishes, path.parent, _ask if asks else None, _say if asks else _unheard)
+    if replaces:
+        path.write_text(begun.text, encoding="utf-8")
+    else:
+        with new_file(path) as written:
+            written.write(begun.text.encode())
+    spec = begun.spec
+    if as_json:
+        print_json(
+            {
+                "spec": path,
+                "algorithm": spec.algorithm.name,
+                "epsilon": begun.epsilon,
+                "delta": 0.0,
+                "rounds": spec.rounds,
+                "learners": spec.names,
+                "batch_size": spec.data.batch_size,
+                "records": begun.records,
+            }
+        )
+        return
+    typer.echo(
+        f"{path}: {spec.algorithm.name}, {spec.n_learners} learners, {spec.rounds} rounds; epsilon {begun.epsilon:.4g} per record"
+    )
+    typer.echo("next:")
+    for command in next_commands(str(path)):
+        typer.echo(f"  {command}")
+
+
+def _ask(question: str, usual: str) -> str:
+    return str(typer.prompt(question, default=usual or None, err=True))
+
+
+def _say(text: str) -> None:
+    from sottovoce.plain import plain
+
+    typer.echo(plain(text), err=True)
+
+
+def _unheard(text: str) -> None:
+    """Nobody is there to be told."""

@@ -1,0 +1,467 @@
+"""`sottovoce init`: a commented spec for a file of one's own, by questions or by options alone."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import yaml
+
+from sottovoce.budget.calibration import epsilons
+from sottovoce.budget.first_spec import ROUNDS, first_spec
+from sottovoce.data.columns import default_label, read_cells
+from sottovoce.data.dataset import Dataset, load_dataset, read_source
+from sottovoce.data.files import PLACEMENT, READABLE, RawTable
+from sottovoce.data.labels import texts_of
+from sottovoce.data.source import DataSpec
+from sottovoce.errors import SpecError
+from sottovoce.running.placement import place
+from sottovoce.running.run import build_run
+from sottovoce.spec import RunSpec, load_schema, parse_spec
+from sottovoce_client.data.describe import classes_of
+from sottovoce_client.wording import count, number, plural
+
+Ask = Callable[[str, str], str]
+"""What somebody answers to a question; the second text is the answer of whoever only presses Enter."""
+T = TypeVar("T")
+
+_EPSILON = 2.0
+_LEARNERS = 5
+_RADIUS = 20.0
+PARTITIONS: Mapping[str, Mapping[str, Any]] = {
+    "iid": {"kind": "iid"},
+    "by_label": {"kind": "by_label", "mixed": 0.3},
+}
+SCALES = ("standard", "range", "none")
+TASKS = ("classify", "regress")
+_SHOWN = 12
+"""Columns and labels that are named."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What the options of the command say; None: nothing was said.
+
+    Attributes:
+        file: of records.
+        label: its label column.
+        task: `classify` or `regress`.
+        positive: labels that count as 1.
+        label_bound: of a regression: what labels are clipped to.
+        schema: a file that declares the fields.
+        learners: how many, or names with commas.
+        partition: one of `PARTITIONS`.
+        scale: one of `SCALES`.
+        epsilon: per record.
+        delta: the promise may fail with this probability.
+        rounds: at most so many.
+        name: of the run.
+    """
+
+    file: Path
+    label: str | None = None
+    task: str | None = None
+    positive: tuple[str, ...] | None = None
+    label_bound: float | None = None
+    schema: Path | None = None
+    learners: str | None = None
+    partition: str | None = None
+    scale: str | None = None
+    epsilon: float | None = None
+    delta: float | None = None
+    rounds: int | None = None
+    name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """What was chosen.
+
+    Attributes:
+        spec: the run, with the source as the written file has it.
+        text: the commented file.
+        epsilon: of the dearest record, by the product's own accounting.
+        records: that learners have, all together; and that nobody learns, at most, of each learner.
+    """
+
+    spec: RunSpec
+    text: str
+    epsilon: float
+    records: int
+    left: int
+
+
+def begin(wishes: Wishes, folder: Path, ask: Ask | None, say: Callable[[str], None]) -> Begun:
+    """Choose what was not said, by asking or as the file suggests, and make the spec.
+
+    Args:
+        wishes: what was said.
+        folder: where the spec will lie: paths in it begin there.
+        ask: somebody who answers; None: nobody does.
+        say: shows a line to whoever answers.
+
+    Raises:
+        SpecError: an option does not fit, or no spec keeps the wish.
+        DataError: the records cannot be used.
+    """
+    if wishes.file.suffix.lower() not in READABLE:
+        raise SpecError(f"FILE must be a {', '.join(READABLE)} file of records, got {wishes.file}")
+    if not wishes.file.is_file():
+        raise SpecError(f"records must be in a file that exists, got {wishes.file}")
+    asking = _Asking(ask, say)
+    data, loss, table = _reading(wishes, asking)
+    document: dict[str, Any] = {"name": _name(wishes), "loss": loss, "data": data}
+    document |= {"decision_set": {"kind": "l2_ball", "radius": _radius(loss)}}
+    dataset = _loaded(document)
+    document["learners"] = _learners(wishes, dataset, asking)
+    placed = dataset.learner is not None or dataset.round is not None
+    if dataset.learner is None:
+        told = asking.one(
+            "how records are dealt to learners", wishes.partition, "iid", tuple(PARTITIONS), "--partition"
+        )
+        data["partition"] = dict(PARTITIONS[told])
+    elif wishes.partition is not None:
+        raise SpecError("--partition must be left out: the column learner of the file says who has which records")
+    if wishes.schema is None and (not placed or dataset.test is not None):
+        data["scale"] = asking.one(
+            "how features are scaled: by mean and deviation (standard) or range of held-out records, which nothing protects, or "
+            "not at all (none)",
+            wishes.scale,
+            "standard",
+            SCALES,
+            "--scale",
+        )
+    elif wishes.scale not in (None, "none"):
+        why = "a schema scales by its bounds" if wishes.schema else "no record of this file is held out"
+        raise SpecError(f"--scale must be left out or none, for {why}, got {wishes.scale}")
+    epsilon = asking.number("epsilon per record: 1 is strict, 4 is loose", wishes.epsilon, _EPSILON, "--epsilon")
+    rounds = int(
+        asking.number("rounds: fewer have larger batches, and cost less accuracy", wishes.rounds, ROUNDS, "--rounds")
+    )
+    document |= {"topology": {"graph": _graph(_many(document))}, "privacy": {"budget": epsilon}}
+    document |= {"capture": "relay" if _many(document) > 1 else "none", "telemetry": {"predict": True}}
+    spec = first_spec(document, dataset, epsilon, rounds)
+    shares = place(spec, dataset)
+    spent = max(epsilons(build_run(spec, shares.n_features), shares, per="record"))
+    have = [len(own.labels) for own in shares.learners]
+    used = [int(own.offsets[-2]) for own in shares.learners]
+    left = max(own - learned for own, learned in zip(have, used, strict=True))
+    held = len(shares.test_labels)
+    text = "\n".join(_lines(spec, wishes, folder, table, epsilon, Dealt(spent, have, left, held))) + "\n"
+    return Begun(spec, text, spent, sum(have), left)
+
+
+# ---- what is asked -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Asking:
+    """Whoever answers, or nobody."""
+
+    ask: Ask | None
+    say: Callable[[str], None]
+
+    def settle(self, question: str, given: T | None, default: str, parsed: Callable[[str], T]) -> T:
+        """What was said, or is answered, or is usual; who answers something else is asked again."""
+        if given is not None:
+            return given
+        while self.ask is not None:
+            try:
+                return parsed(self.ask(question, default).strip())
+            except SpecError as error:
+                self.say(str(error))
+        return parsed(default)
+
+    def one(self, question: str, given: str | None, default: str, allowed: Sequence[str], option: str) -> str:
+        """One of some words."""
+
+        def parsed(text: str) -> str:
+            if text not in allowed:
+                raise SpecError(f"{option} must be one of {', '.join(allowed)}, got {text!r}")
+            return text
+
+        shown = question if list(allowed) == [default] else f"{question} ({', '.join(allowed[:_SHOWN])})"
+        return self.settle(shown, None if given is None else parsed(given), default, parsed)
+
+    def number(self, question: str, given: float | None, default: float | None, option: str) -> float:
+        """A number above 0."""
+
+        def parsed(text: str) -> float:
+            try:
+                value = float(text)
+            except ValueError:
+                value = math.nan
+            if not 0 < value < math.inf:
+                raise SpecError(f"{option} must be a number above 0, got {text!r}")
+            return value
+
+        usual = "" if default is None else f"{default:g}"
+        return self.settle(question, None if given is None else parsed(str(given)), usual, parsed)
+
+
+def _reading(wishes: Wishes, asking: _Asking) -> tuple[dict[str, Any], dict[str, Any], RawTable | None]:
+    """The sections `data` and `loss`, and the file as it is read without a schema."""
+    data: dict[str, Any] = {"source": str(wishes.file)}
+    if wishes.schema is not None:
+        for option, given in (("--label", wishes.label), ("--label-bound", wishes.label_bound)):
+            if given is not None:
+                raise SpecError(f"{option} must be left out with --schema, which says what the label is")
+        schema = load_schema(wishes.schema)
+        data["schema"] = schema.model_dump(mode="json")
+        classes = schema.label.classes
+        asking.say(f"{plural(len(schema.features), 'field')}, label {schema.label.name!r}")
+        task = "regress" if classes is None else "classify"
+        if wishes.task not in (None, task):
+            raise SpecError(f"--task must be {task}, for the schema's label is of type {schema.label.type}")
+        return data, _loss(wishes, data, classes, 1.0, asking), None
+    label = wishes.label
+    if wishes.file.suffix.lower() != ".npz":
+        names, guess = _columns(wishes.file)
+        asking.say(f"{plural(len(names), 'column')}: {_some(names)}")
+        label = asking.one("label column", label, guess, names, "--label")
+        data["label"] = label
+    table = read_source(DataSpec(source=str(wishes.file), label=label))
+    asking.say(f"{plural(len(table.labels), 'record')} of {plural(table.features.shape[1], 'feature')}")
+    found = classes_of(table)
+    asking.say(
+        "labels are numbers" if found is None else f"labels: {_some([f'{name} ({count(n)})' for name, n in found])}"
+    )
+    guess = "regress" if found is None else "classify"
+    task = asking.one("task", wishes.task, guess, TASKS, "--task")
+    labels = table.labels if table.test is None else np.concatenate([table.labels, table.test[1]])
+    texts = None if task == "regress" else texts_of(np.unique(labels))
+    return data, _loss(wishes, data, texts, None, asking), table
+
+
+def _loss(
+    wishes: Wishes, data: dict[str, Any], classes: Sequence[str] | None, bound: float | None, asking: _Asking
+) -> dict[str, Any]:
+    """The section `loss`, and what counts as 1.
+
+    Args:
+        wishes: what was said.
+        data: the section, which gets `positive`.
+        classes: of the label, sorted; None: it is a number.
+        bound: what numbers lie in; None: to be said.
+        asking: whoever answers.
+    """
+    if classes is None:
+        if wishes.positive is not None:
+            raise SpecError("--positive must be left out where labels are numbers: it says which labels count as 1")
+        if bound is None:
+            bound = asking.number(
+                "labels are clipped to plus and minus (a public bound, not one read off the records)",
+                wishes.label_bound,
+                None,
+                "--label-bound",
+            )
+        return {"kind": "ridge", "ridge": 0.001, "label_bound": bound, "clip_norm": bound}
+    if wishes.label_bound is not None:
+        raise SpecError("--label-bound must be left out where labels are classes: it bounds those that are numbers")
+    if len(classes) < 2:
+        raise SpecError(f"there must be two labels to tell apart, got {_some(classes)} alone")
+    if len(classes) > 2 and wishes.positive is None:
+        return {"kind": "softmax", "ridge": 0.001, "feature_bound": 1.0, "classes": len(classes)}
+
+    def parsed(text: str) -> tuple[str, ...]:
+        chosen = tuple(part.strip() for part in text.split(","))
+        if unknown := [each for each in chosen if each not in classes]:
+            raise SpecError(f"--positive must name labels that occur, {_some(classes)}, got {unknown[0]!r}")
+        if len(set(chosen)) == len(classes):
+            raise SpecError(f"--positive must name some of the labels {_some(classes)}, not all")
+        return chosen
+
+    given = None if wishes.positive is None else parsed(",".join(wishes.positive))
+    positive = asking.settle(f"which label counts as 1 ({_some(classes)})", given, classes[-1], parsed)
+    data["positive"] = [_as_number(each) for each in positive]
+    return {"kind": "logistic", "ridge": 0.001, "feature_bound": 1.0}
+
+
+def _as_number(text: str) -> int | str:
+    return int(text) if re.fullmatch(r"-?\d{1,15}", text) and str(int(text)) == text else text
+
+
+def _columns(path: Path) -> tuple[list[str], str]:
+    """Names of columns that may be the label, and which of them probably is."""
+    cells, _, _ = read_cells(path)
+    names = [name for name in cells if name not in PLACEMENT]
+    if not names:
+        raise SpecError(f"{path} must have a label column and a feature column, got none")
+    text = [name for name, column in cells.items() if any(_is_text(cell) for cell in column)]
+    if "label" in names or "y" in names or len(text) != 1:
+        return names, default_label(names)
+    return names, text[0]
+
+
+def _is_text(cell: Any) -> bool:
+    if not isinstance(cell, str):
+        return False
+    try:
+        float(cell)
+    except ValueError:
+        return bool(cell.strip())
+    return False
+
+
+def _loaded(document: Mapping[str, Any]) -> Dataset:
+    spec = parse_spec({"rounds": 1, "algorithm": "ldp-dol", **document}, imports=False)
+    return load_dataset(spec.data, spec.loss)
+
+
+def _learners(wishes: Wishes, dataset: Dataset, asking: _Asking) -> int | list[str]:
+    def parsed(text: str) -> int | list[str]:
+        if text.isascii() and text.isdigit() and 0 < int(text) <= len(dataset.labels):
+            return int(text)
+        names = [part.strip() for part in text.split(",")]
+        if all(names) and not names[0].isdigit():
+            return names
+        raise SpecError(
+            f"--learners must be how many, at most one for each of {count(len(dataset.labels))} records, or names with commas "
+            f"between them, got {text!r}"
+        )
+
+    if dataset.learner is not None and wishes.learners is None:
+        if dataset.learner_names is not None:
+            return list(dataset.learner_names)
+        return int(dataset.learner.max()) + 1
+    if wishes.learners is not None:
+        return parsed(wishes.learners)
+    usual = str(_LEARNERS)
+    return asking.settle("learners: how many, or their names with commas", None, usual, parsed)
+
+
+def _many(document: Mapping[str, Any]) -> int:
+    learners = document["learners"]
+    return learners if isinstance(learners, int) else len(learners)
+
+
+def _graph(learners: int) -> str:
+    return "ring" if learners > 2 else "complete"
+
+
+def _radius(loss: Mapping[str, Any]) -> float:
+    """Of the ball of models: rows have norm 1, so scores reach it."""
+    return max(_RADIUS, 2.0 * float(loss.get("label_bound", 0.0)))
+
+
+def _name(wishes: Wishes) -> str:
+    if wishes.name is not None:
+        return wishes.name
+    plain = re.sub(r"[^A-Za-z0-9._-]+", "-", wishes.file.stem).strip("-._")
+    return plain[:63] or "run"
+
+
+def _some(texts: Sequence[str]) -> str:
+    return ", ".join(texts[:_SHOWN]) + (", ..." if len(texts) > _SHOWN else "")
+
+
+# ---- what is written ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Dealt:
+    """What came of the records.
+
+    Attributes:
+        epsilon: of the dearest one.
+        have: by learner.
+        left: of a learner's, at most, that no message shows.
+        held: out.
+    """
+
+    epsilon: float
+    have: Sequence[int]
+    left: int
+    held: int
+
+
+def _lines(
+    spec: RunSpec, wishes: Wishes, folder: Path, table: RawTable | None, wished: float, dealt: Dealt
+) -> Iterator[str]:
+    """The file, line by line."""
+    document = spec.model_dump(mode="json", exclude_defaults=True)
+    noise = document["algorithm"]["noise"]["epsilon"] if "noise" in document["algorithm"] else 1.0
+    least, most = min(dealt.have), max(dealt.have)
+    have = count(least) if least == most else f"{count(least)} to {count(most)}"
+    yield f"# Written by `sottovoce init` for {wishes.file.name}. What each field means: docs/spec.md."
+    yield f"# One record, which is learned once, costs epsilon {number(dealt.epsilon)} at most, of {wished:g} that were wished."
+    if wishes.delta is not None:
+        yield f"# The promise is pure: it holds at delta 0, and so at delta {wishes.delta:g}, too."
+    yield "#"
+    yield "# Next:"
+    for command in next_commands("THIS_FILE"):
+        yield f"#   {command}"
+    yield ""
+    yield f"name: {_flow(spec.name)}"
+    yield f"rounds: {spec.rounds}  # fewer have larger batches, whose noise is smaller; more follow a stream that changes"
+    yield f"learners: {_flow(document.get('learners', spec.n_learners))}"
+    yield ""
+    yield "# PD-OGD: a record shows in one message, and its noise is in proportion to what one record of a batch can move."
+    yield "# The public mix of messages is the model (play: mixed), so what it predicts tells no more than they do."
+    yield "algorithm:"
+    yield "  name: pd-ogd"
+    yield "  play: mixed"
+    batch = spec.data.batch_size
+    yield f"  # what a record alone in its batch would cost; here {batch} share a round, and the message that shows them"
+    yield f"  noise: {{kind: calibrated, epsilon: {_flow(noise)}}}"
+    yield ""
+    yield "# Every row is scaled to norm 1 at most: what a record can move is bounded whatever it says."
+    yield f"loss: {_flow(_loss_document(spec))}"
+    yield f"decision_set: {_flow({'kind': 'l2_ball', 'radius': spec.decision_set.largest_norm(1)})}"
+    yield f"topology: {_flow({'graph': _graph(spec.n_learners)})}"
+    yield ""
+    yield f"# {have} records for each learner."
+    yield "data:"
+    yield f"  source: {_flow(_relative(wishes.file, folder))}"
+    if wishes.schema is not None:
+        yield f"  schema: {_flow(_relative(wishes.schema, folder))}"
+    if spec.data.label is not None:
+        yield f"  label: {_flow(spec.data.label)}"
+    if spec.data.positive is not None:
+        yield f"  positive: {_flow(list(spec.data.positive))}  # counts as 1, all others as 0"
+    if "partition" in document["data"] or (table is not None and table.learner is None):
+        yield f"  partition: {_flow(document['data'].get('partition', {'kind': 'iid'}))}"
+    if not (table is not None and table.round is not None):
+        yield f"  batch_size: {batch}  # all batches are full, for one of few records would cost more"
+        yield f"  # so of a learner's records up to {count(dealt.left)} are not learned"
+    yield "  reuse: false  # each record once"
+    if dealt.held:
+        yield f"  # {count(dealt.held)} records are held out, for accuracy and the constants of scale. Nothing protects these."
+    if wishes.schema is None:
+        yield f"  scale: {spec.data.scale}"
+    yield ""
+    yield f"privacy: {{budget: {_flow(wished)}}}  # a learner that would exceed it stops speaking"
+    yield f"capture: {spec.capture}  # relay: an eavesdropper stands on every edge, for an audit; none: nobody does"
+    yield "telemetry: {predict: true}  # learners answer their owners; accuracy of the summary needs it. Its policy must allow it"
+
+
+def next_commands(spec: str) -> tuple[str, ...]:
+    """What to do with a spec, in this order."""
+    return (
+        f"sottovoce spec check {spec}             # how the records are read: columns, what is 1",
+        f"sottovoce budget {spec}                 # what is promised, to whom, and on what it rests",
+        f"sottovoce simulate {spec} --metrics     # what it comes to, without services",
+        f"sottovoce up {spec}                     # all services on this machine",
+    )
+
+
+def _loss_document(spec: RunSpec) -> dict[str, Any]:
+    return spec.loss.model_dump(mode="json", exclude_none=True, exclude={"history", "score_bound"})
+
+
+def _relative(path: Path, folder: Path) -> str:
+    if path.is_absolute():
+        return str(path)
+    return os.path.relpath(path, folder)
+
+
+def _flow(value: Any) -> str:
+    """A value on one line of YAML."""
+    text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=math.inf, sort_keys=False)
+    return text.removesuffix("\n").removesuffix("\n...")

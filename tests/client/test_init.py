@@ -1,0 +1,232 @@
+"""`sottovoce init`: a spec for one's own records, which checks without a warning and keeps the wish."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import yaml
+from pyarrow import csv, parquet
+
+from sottovoce.budget.calibration import epsilons
+from sottovoce.errors import SpecError
+from sottovoce.experiment import prepare
+from sottovoce.spec import load_spec
+from sottovoce_client.starting import Wishes, begin
+from tests.client.test_cli import here as here
+
+Here = Callable[..., tuple[int, str, str]]
+N = 240
+
+
+def _table(labels: Any, **more: Any) -> pa.Table:
+    generator = np.random.default_rng(0)
+    own = {
+        "age": generator.normal(60, 10, N),
+        "stay": generator.integers(0, 9, N),
+        "weight": generator.normal(70, 9, N),
+    }
+    return pa.table({**own, "outcome": labels, **more})
+
+
+def _written(folder: Path, kind: str) -> tuple[Path, list[str]]:
+    """A file of records, and the options that it needs."""
+    generator = np.random.default_rng(1)
+    two = np.where(generator.random(N) < 0.4, "sick", "well")
+    path = folder / f"{kind}.csv"
+    if kind == "text":
+        csv.write_csv(_table(two).select(["outcome", "age", "stay", "weight"]), path)
+        return path, ["--positive", "sick"]
+    if kind == "three":
+        csv.write_csv(_table(np.array(["low", "mid", "high"])[np.arange(N) % 3]), path)
+        return path, []
+    if kind == "three as two":
+        csv.write_csv(_table(np.array(["low", "mid", "high"])[np.arange(N) % 3]), path)
+        return path, ["--positive", "mid", "--positive", "high"]
+    if kind == "number":
+        csv.write_csv(_table(generator.normal(size=N)), path)
+        return path, ["--label-bound", "2"]
+    if kind == "own learners":
+        csv.write_csv(_table(two, learner=np.array(["north", "south", "south"])[np.arange(N) % 3]), path)
+        return path, ["--label", "outcome"]
+    if kind == "own rounds":
+        csv.write_csv(_table(two, round=np.arange(N) % 7), path)
+        return path, ["--label", "outcome"]
+    if kind == "schema":
+        ward = np.array(["icu", "general"])[np.arange(N) % 2]
+        csv.write_csv(_table(two, ward=ward), path)
+        schema = {
+            "features": {
+                "age": {"type": "number", "bounds": [0, 120]},
+                "stay": {"type": "number", "bounds": [0, 100]},
+                "weight": {"type": "number", "bounds": [0, 300]},
+                "ward": {"type": "category", "categories": ["icu", "general"]},
+            },
+            "label": {"name": "outcome", "type": "category", "categories": ["well", "sick"]},
+        }
+        (folder / "fields.yaml").write_text(yaml.safe_dump(schema), encoding="utf-8")
+        return path, ["--schema", str(folder / "fields.yaml")]
+    if kind == "parquet":
+        path = folder / "records.parquet"
+        parquet.write_table(_table(np.arange(N) % 2), path)
+        return path, []
+    path, features = folder / f"{kind}.npz", generator.normal(size=(N, 5))
+    labels = (features[:, 0] > 0).astype(int)
+    if kind == "test part":
+        np.savez(path, X=features[:200], y=labels[:200], X_test=features[200:], y_test=labels[200:])
+    else:
+        np.savez(path, X=features, y=labels)
+    return path, []
+
+
+KINDS = [
+    "text",
+    "three",
+    "three as two",
+    "number",
+    "own learners",
+    "own rounds",
+    "schema",
+    "parquet",
+    "npz",
+    "test part",
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("epsilon", "learners"), [("0.1", "3"), ("2", "1"), ("1e-3", "2"), ("20", "north,Krankenhaus Süd")]
+)
+def test_a_spec_checks_without_a_warning_and_costs_what_was_wished(
+    tmp_path: Path, here: Here, kind: str, epsilon: str, learners: str
+) -> None:
+    path, options = _written(tmp_path, kind)
+    spec = tmp_path / "specs" / "own.yaml"
+    spec.parent.mkdir()
+    given = [] if kind == "own learners" else ["--learners", learners]
+
+    code, out, err = here("init", str(path), "--epsilon", epsilon, *given, *options, "--out", str(spec), "--json")
+
+    assert (code, err) == (0, "")
+    told = json.loads(out)
+    code, out, err = here("spec", "check", str(spec))
+    assert (code, err) == (0, "") and "warning" not in out and out.endswith("fine\n")
+    prepared = prepare(load_spec(spec))
+    spent = epsilons(prepared.run, prepared.data, per="record")
+    wished = float(epsilon)
+    assert max(spent) == pytest.approx(told["epsilon"], rel=1e-12) and told["delta"] == 0.0
+    assert all(0.997 * wished <= each <= wished for each in spent)
+    assert all(len(np.unique(own.order)) == len(own.order) for own in prepared.data.learners)  # each record once
+    assert load_spec(spec).budget_of(0) == wished
+
+
+@pytest.mark.parametrize("rounds", [2, 5, 40, 10_000])
+def test_no_batch_that_is_said_is_small(tmp_path: Path, rounds: int) -> None:
+    """Else its records would cost more, and the noise of all rounds would follow them."""
+    path, _ = _written(tmp_path, "npz")
+    begun = begin(Wishes(path, learners="3", rounds=rounds), tmp_path, None, print)
+    data = prepare(begun.spec).data
+    assert begun.spec.rounds <= rounds
+    for own in data.learners:
+        assert set(np.diff(own.offsets)[:-1]) == {begun.spec.data.batch_size}
+    assert begun.left < 60 // min(rounds - 1, 60) + rounds - 1
+
+
+def test_its_comments_say_what_was_chosen_and_what_comes_next(
+    tmp_path: Path, here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, options = _written(tmp_path, "text")
+    monkeypatch.chdir(tmp_path)
+    code, out, _ = here("init", "text.csv", *options, "--delta", "1e-6")
+    text = (tmp_path / "text.yaml").read_text(encoding="utf-8")
+    assert code == 0
+    for command in ("spec check", "budget", "simulate", "up"):
+        assert f"sottovoce {command} text.yaml" in out and f"#   sottovoce {command} " in text
+    for said in ("PD-OGD", "Nothing protects these", "of 2 that were wished", "at delta 1e-06, too"):
+        assert said in text
+    (tmp_path / "specs").mkdir()
+    here("init", "text.csv", *options, "--out", "specs/own.yaml")
+    assert "source: ../text.csv" in (tmp_path / "specs" / "own.yaml").read_text(encoding="utf-8")
+
+
+def test_no_file_is_replaced(tmp_path: Path, here: Here) -> None:
+    path, options = _written(tmp_path, "npz")
+    spec = tmp_path / "own.yaml"
+    spec.write_text("mine", encoding="utf-8")
+    code, out, err = here("init", str(path), *options, "--out", str(spec))
+    assert (code, out) == (2, "") and f"there is a file {spec} already" in err
+    assert spec.read_text(encoding="utf-8") == "mine"
+
+
+@pytest.mark.parametrize(("replace", "kept"), [("n", True), ("y", False)])
+def test_on_a_terminal_it_asks_what_no_option_says(
+    tmp_path: Path, here: Here, monkeypatch: pytest.MonkeyPatch, replace: str, kept: bool
+) -> None:
+    path, _ = _written(tmp_path, "text")
+    spec = tmp_path / "own.yaml"
+    spec.write_text("mine", encoding="utf-8")
+    answers = [replace, "nobody", "outcome", "", "ill", "sick", "2", "", "", "lots", "0.5", ""]
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr(sys, "stdin", Terminal("\n".join(answers) + "\n"))
+    code, _, err = here("init", str(path), "--out", str(spec))
+    if kept:
+        assert code == 2 and spec.read_text(encoding="utf-8") == "mine"
+        return
+    assert code == 0, err
+    assert "--label must be one of outcome, age, stay, weight, got 'nobody'" in err
+    assert "--positive must name labels that occur, sick, well, got 'ill'" in err
+    assert "--epsilon must be a number above 0, got 'lots'" in err
+    chosen = load_spec(spec)
+    assert (chosen.n_learners, chosen.data.positive, chosen.budget_of(0)) == (2, ("sick",), 0.5)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"positive": ("ill",)}, "--positive must name labels that occur, sick, well, got 'ill'"),
+        ({"positive": ("sick", "well")}, "not all"),
+        ({"label": "zip"}, "--label must be one of outcome, age, stay, weight, got 'zip'"),
+        ({"learners": "0"}, "--learners must be how many"),
+        ({"learners": "1000"}, "at most one for each of 240 records"),
+        ({"epsilon": float("nan")}, "--epsilon must be a number above 0"),
+        ({"epsilon": 1e-15}, "noise.epsilon must be above"),
+        ({"label_bound": 2.0}, "--label-bound must be left out where labels are classes"),
+        ({"scale": "log"}, "--scale must be one of standard, range, none, got 'log'"),
+    ],
+)
+def test_what_does_not_fit_is_refused(tmp_path: Path, options: dict[str, Any], said: str) -> None:
+    path, _ = _written(tmp_path, "text")
+    with pytest.raises(SpecError, match=said):
+        begin(Wishes(path, **options), tmp_path, None, print)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "said"),
+    [
+        ("number", {}, "--label-bound must be a number above 0, got ''"),
+        ("number", {"label_bound": 1.0, "positive": ("1",)}, "--positive must be left out where labels are numbers"),
+        ("own learners", {"partition": "iid"}, "--partition must be left out: the column learner"),
+        ("own learners", {"label": "outcome", "scale": "range"}, "no record of this file is held out"),
+        ("schema", {"scale": "range"}, "a schema scales by its bounds"),
+        ("schema", {"task": "regress"}, "--task must be classify"),
+    ],
+)
+def test_so_is_what_the_file_or_schema_says_otherwise(
+    tmp_path: Path, kind: str, options: dict[str, Any], said: str
+) -> None:
+    path, given = _written(tmp_path, kind)
+    if kind == "schema":
+        options = {**options, "schema": Path(given[1])}
+    with pytest.raises(SpecError, match=said):
+        begin(Wishes(path, **options), tmp_path, None, print)

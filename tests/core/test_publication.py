@@ -1,0 +1,138 @@
+"""Which models follow from messages, of every algorithm: tried in worlds that differ in all of a learner's records."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from sottovoce.algorithms import ALGORITHMS
+from sottovoce.algorithms.interface import SaysItsModel
+from sottovoce.arrays import FloatArray
+from sottovoce.noise import SeededNoise
+from sottovoce.running.publication import Cover, publication
+from sottovoce.running.replay import Replay
+from sottovoce.running.run import Run
+from tests.claims import EXPOSED, RING, SETUPS, Setup, _setup, learner_data, overhear, records
+from tests.examples import small_run
+from tests.gossip import GOSSIP
+
+MORE = {
+    "pd-ogd own": _setup("pd-ogd", parameters={"play": "own"}),
+    "dola mixed": _setup("dola", parameters={"play": "mixed"}),
+    "dola mixed own gradient": _setup("dola", parameters={"play": "mixed", "gradient_at": "own"}),
+    "pd-ocg after gossip": _setup(
+        "pd-ocg", parameters={"epsilon": 1.0, "block_length": 2, "noise_placement": "after_gossip"}, rounds=12
+    ),
+}
+EVERY: dict[str, Setup] = {**SETUPS, **EXPOSED, **MORE}
+
+
+def _decisions(setup: Setup, run: Run) -> list[FloatArray]:
+    """After each round, `(2, replicas, dim)`: in two worlds in which everybody said the same."""
+    generator = np.random.default_rng(5)
+    counts = np.full(run.spec.rounds, 2)
+    one, other = (learner_data(*records(run, setup.n_features, int(counts.sum()), generator), counts) for _ in range(2))
+    heard = overhear(run, one, 0, SeededNoise(7), 3, generator, loudest=2.0)
+    machine, found = Replay(run, 0, 3, 2), []
+    for t in range(run.spec.rounds):
+        machine.step(heard.messages(t, 0, machine.concerned), one.batch(t), other.batch(t))
+        found.append(run.algorithm.decision(machine._state))
+    return found
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_model_that_is_said_to_follow_from_messages_does_and_no_other(name: str) -> None:
+    """Where it is claimed, no record moves it once all messages are fixed; else records do, or noise that is in none."""
+    setup = EVERY[name]
+    run = setup.build()
+    apart = []
+    for t, decision in enumerate(_decisions(setup, run)):
+        differs = float(np.abs(decision[0] - decision[-1]).max()) > 1e-9  # equal worlds may share one row
+        claimed = isinstance(run.algorithm, SaysItsModel) and run.algorithm.says_model(t + 1)
+        assert not (claimed and differs), f"after round {t}"
+        apart += [] if claimed else [differs]
+    assert not apart or any(apart) or getattr(run.algorithm, "hides_noise", False)
+
+
+def test_every_algorithm_is_tried() -> None:
+    assert {setup.algorithm["name"] for setup in EVERY.values()} == set(ALGORITHMS.built_in)
+
+
+PROTECTED = {
+    "pd-ogd",
+    "pd-ogd t-fold",
+    "dola mixed",
+    "dola mixed own gradient",
+    "dpsda-c",
+    "dpsda-c sums",
+    "dpsda-ps",
+    "dpps noised",
+    "dpcda",
+    "pd-ftgl",
+    "pd-ftgl blocks",
+    "pd-ftgl plain",
+    "pd-ocg",
+    "dvp",
+    "dvp exact",
+    "dvp printed",
+    "pvp and dvp",
+}
+PUBLISHED = {"pd-ftgl after gossip", "pd-ocg after gossip"}
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_what_handing_out_the_model_costs(name: str) -> None:
+    run = EVERY[name].build()
+    told = publication(run, 0, run.spec.rounds)
+    cover = Cover.MESSAGES if name in PROTECTED else Cover.DECISIONS if name in PUBLISHED else Cover.NOTHING
+    assert told.cover is cover and told.protected == (cover is not Cover.NOTHING)
+    promise = run.guarantee(0)
+    if cover is Cover.MESSAGES:
+        assert told.epsilon == promise.epsilon() < math.inf
+        assert publication(run, 0, run.spec.rounds, 0.25).epsilon == 0.25
+        assert publication(run, 0, run.spec.rounds, private=False).cover is Cover.NOTHING
+    elif cover is Cover.DECISIONS:
+        assert promise.output is not None and told.epsilon == promise.output[-1]
+    else:
+        assert told.epsilon == math.inf and "no epsilon covers it" in told.text
+
+
+def test_before_its_last_step_pvp_says_no_model() -> None:
+    run = SETUPS["pvp and dvp"].build()
+    assert [publication(run, 0, t).cover for t in (4, 5)] == [Cover.NOTHING, Cover.MESSAGES]
+
+
+@pytest.mark.parametrize("name", sorted(PUBLISHED))
+def test_who_heard_the_messages_of_noise_after_gossip_is_promised_nothing(name: str) -> None:
+    setup = EVERY[name]
+    run = Setup(setup.algorithm, {**setup.sections, "capture": "relay"}, setup.n_features, setup.rounds).build()
+    told = publication(run, 0, run.spec.rounds)
+    assert told.cover is Cover.NOTHING and "this run was captured (capture: relay)" in told.text
+
+
+def test_who_was_away_went_on_without_noise() -> None:
+    """Its own value enters its next decision as it is. Who only joined late had learned nothing before."""
+    setup = EVERY["dola mixed"]
+    for absence, rounds, cover in (
+        ({"first_round": 5}, 5, Cover.MESSAGES),
+        ({"first_round": 5}, 6, Cover.NOTHING),
+        ({"until_round": 3}, 6, Cover.MESSAGES),
+    ):
+        away = {"absences": [{"learner": "learner-0", **absence}]}
+        run = Setup(setup.algorithm, {**setup.sections, **away}, setup.n_features, setup.rounds).build()
+        assert publication(run, 0, rounds).cover is cover
+
+
+def test_before_any_record_was_learned_a_model_is_public() -> None:
+    assert publication(small_run(), 0, 0).epsilon == 0.0
+
+
+def test_learners_that_share_their_records_are_told_of() -> None:
+    assert "epsilons add up" in publication(SETUPS["dpsda-c"].build(), 0, 5).text
+
+
+def test_an_algorithm_of_ones_own_that_does_not_say_is_covered_by_nothing() -> None:
+    run = Setup({"name": GOSSIP}, {"topology": RING}).build()
+    assert run.guarantee(0).epsilon() > 0.0 and publication(run, 0, 3).cover is Cover.NOTHING
