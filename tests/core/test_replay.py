@@ -13,6 +13,7 @@ from sottovoce.algorithms.interface import Message
 from sottovoce.arrays import Batch, FloatArray, IntArray
 from sottovoce.auditing.swaps import most_telling, swaps
 from sottovoce.data import LearnerData, PlacedData
+from sottovoce.errors import DataError
 from sottovoce.lab.selftest.bases import ALGORITHMS
 from sottovoce.noise import RecordedNoise, Recorder, SeededNoise, no_noise
 from sottovoce.running.replay import Losses, Replay, replay
