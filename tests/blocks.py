@@ -57,7 +57,7 @@ def block_of(
     *,
     scale: FloatArray | float = SCALE,
     fields: Sequence[tuple[str, int]] | None = None,
-    learners: Sequence[int] | None = None,
+    learners: Sequence[str] | None = None,
     centre: IntArray | int = 0,
     known: BoolArray | None = None,
     judged: BoolArray | None = None,
@@ -70,7 +70,7 @@ def block_of(
         steps: `(learners, rounds, runs, numbers)` noise in lattice spacings, K'.
         scale: of the noise, one for all or of a shape that broadcasts to `(learners, rounds, numbers)`; it says the spacing, too.
         fields: names and widths; None: one, "y".
-        learners: their indices; None: from 0.
+        learners: their names; None: learner 0, learner 1, ...
         centre: what was said without noise, in spacings; broadcasts to `steps`.
         known: where noise is known, of a shape that broadcasts to `steps`; None: everywhere.
         judged: likewise, where float64 resolves the lattice; None: wherever noise is known.
@@ -84,7 +84,7 @@ def block_of(
     resolved = everywhere & np.broadcast_to(True if judged is None else judged, steps.shape)
     values = steps * (spacing / scales)[:, :, None]
     return Block(
-        tuple(range(n_learners)) if learners is None else tuple(learners),
+        tuple(f"learner {i}" for i in range(n_learners)) if learners is None else tuple(learners),
         (("y", numbers),) if fields is None else tuple(fields),
         values=np.where(everywhere, values, np.nan),
         steps=np.where(resolved, steps, 0),

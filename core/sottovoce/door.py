@@ -17,6 +17,7 @@ from sottovoce.experiment import Experiment
 from sottovoce.noise import Noise, RecordedNoise, SeededNoise
 from sottovoce.privacy.guarantee import ThreatModel
 from sottovoce.running.metrics import Curves, Metrics
+from sottovoce.running.run import Run
 from sottovoce.running.simulator import SimulatedRound
 from sottovoce.running.simulator import simulate as rounds_of
 from sottovoce.running.transcript import Transcript, read_noise
@@ -116,7 +117,7 @@ def simulate(
     measured = None if metrics is False else Metrics(run, data, at=None if metrics is True else metrics)
     said: dict[str, FloatArray] = {}
     decisions = np.empty(0)
-    for step in rounds_of(run, data, noise_of(noise, seed, run.spec.rounds), replicas):
+    for step in rounds_of(run, data, noise_of(noise, seed, run), replicas):
         if transcript:
             _keep(said, step, run.spec.rounds)
         if measured is not None:
@@ -133,11 +134,11 @@ def _keep(said: dict[str, FloatArray], step: SimulatedRound, rounds: int) -> Non
         said.setdefault(name, np.empty((rounds, *values.shape)))[step.t] = values
 
 
-def noise_of(noise: Noise | Path | str | None, seed: int | np.random.SeedSequence, rounds: int) -> Noise:
+def noise_of(noise: Noise | Path | str | None, seed: int | np.random.SeedSequence, run: Run) -> Noise:
     """A simulation's noise: seeded, out of a file, or what is given.
 
     Raises:
-        SpecError: a file that does not cover the rounds.
+        SpecError: a file that does not cover the rounds, or has noise for other fields.
         CaptureError: a file that cannot be read.
     """
     if noise is None:
@@ -145,9 +146,14 @@ def noise_of(noise: Noise | Path | str | None, seed: int | np.random.SeedSequenc
     if not isinstance(noise, Path | str):
         return noise
     fields = read_noise(Path(noise))
-    if short := [name for name, values in fields.items() if len(values) < rounds]:
-        raise SpecError(f"{noise}: noise must cover {rounds} rounds, and {short} does not")
-    return RecordedNoise(fields)
+    if short := [name for name, values in fields.items() if len(values) < run.spec.rounds]:
+        raise SpecError(f"{noise}: noise must cover {run.spec.rounds} rounds, and {short} does not")
+    recorded = RecordedNoise(fields)
+    try:
+        recorded.require_known(run.algorithm.field_shapes())
+    except SpecError as error:
+        raise SpecError(f"{noise}: {error}") from None
+    return recorded
 
 
 def audit(

@@ -177,14 +177,16 @@ class Lookout:
         """The first round that who says this hello has not heard."""
         said = read_hello(row.payload)
         if said.learner != row.sender or list(said.fields) != to_fields(self._codec.shapes):
-            raise RemoteProtocolError(f"greets as learner {said.learner}, with fields {from_fields(said.fields)}")
+            raise RemoteProtocolError(
+                f"greets as {self._noticing.expected.called(said.learner)}, with fields {from_fields(said.fields)}"
+            )
         return said.next_round
 
     def _require_signature(self, row: Row) -> None:
         """It is one, and of its sender; whether it is right, only who knows its authority can say."""
         said = Signed.decode("", row.payload).statement
         if said.sender != row.sender:
-            raise RemoteProtocolError(f"signs as learner {said.sender}")
+            raise RemoteProtocolError(f"signs as {self._noticing.expected.called(said.sender)}")
 
     def _decode(self, payload: bytes, seen: bytes) -> tuple[int, int, Message]:
         """Decode, and keep for the other neighbours, who hear the same a moment later."""

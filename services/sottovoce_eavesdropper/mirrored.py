@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 
 from sottovoce.errors import RemoteProtocolError, StrangerError
-from sottovoce.network.roster import names_of
+from sottovoce.network.roster import called, names_of
 from sottovoce.spec import MOST_LEARNERS
 from sottovoce_eavesdropper.lookout import Row
 from sottovoce_eavesdropper.relay import MOST_PAYLOAD
@@ -54,7 +54,7 @@ class Participants:
             StrangerError: it speaks for another one.
         """
         if caller is not None and self.names[index : index + 1] != (caller.name,):
-            raise StrangerError(f"{caller} must not speak for learner {index}")
+            raise StrangerError(f"{caller} must not speak for {called(self.names, index)}")
 
     def require(self, *indices: int) -> None:
         """Refuse whoever is not one of them.
@@ -95,7 +95,7 @@ class Participants:
             text = f"a copy must have at most {MOST_PAYLOAD} bytes and a time of 64 bits in nanoseconds"
             raise RemoteProtocolError(f"{text}, got {size} and {wall}")
         if sender in message.receivers or len(set(message.receivers)) < len(message.receivers):
-            raise RemoteProtocolError(f"a message of learner {sender} must go to others, once to each")
+            raise RemoteProtocolError(f"a message of {called(self.names, sender)} must go to others, once to each")
         rows, kind = [], "signature" if is_signature(message.payload) else "message"
         for receiver in message.receivers:
             caller, callee = sorted((sender, receiver))

@@ -16,6 +16,8 @@ from sottovoce.algorithms.interface import Message
 from sottovoce.auditing.conversation import digest
 from sottovoce.errors import CaptureError, EquivocationError, RemoteProtocolError
 from sottovoce.network.network import Network
+from sottovoce.network.roster import called, names_of
+from sottovoce.plain import plain
 from sottovoce.running.assembly import Assembly
 from sottovoce.running.transcript import Transcript
 from sottovoce_eavesdropper.lookout import EXCHANGE
@@ -33,6 +35,8 @@ MOST_ROUNDS = 2**24
 """Beyond any run that is replayed: a message of a later round is made up."""
 _MOST_NUMBERS, _MOST_FIELDS = 2**24, 256
 """In a message."""
+MOST_NAMED, _LONGEST_NAME = 4096, 63
+"""Learners that a capture may name, and letters of a name: it may be anybody's."""
 
 _FACTS = {
     "capture_id": str,
@@ -93,6 +97,14 @@ class Capture:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The fields of a round, in their order, and their shapes; none: the capture is of no run of ours."""
         return {name: tuple(shape) for name, shape in self.facts["fields"].items()}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the run's learners, by index, plain enough for a terminal; none where the capture does not say."""
+        learners = self.facts["spec"].get("learners")
+        if isinstance(learners, list):
+            return tuple(plain(str(each))[:_LONGEST_NAME] for each in learners[:MOST_NAMED])
+        return names_of(min(max(learners, 0), MOST_NAMED)) if type(learners) is int else ()
 
     def batches(self, columns: Sequence[str] = ()) -> Iterator[pa.RecordBatch]:
         """All records, in the order in which they were overheard, in batches of bounded size.
@@ -195,13 +207,13 @@ class Capture:
         """
         self.require_messages()
         codec, rounds = RoundCodec(shapes), list[Message]()
-        assembly = Assembly[Message](learners, MOST_ROUNDS, network)
-        listening = _Listening(network)
+        assembly = Assembly[Message](learners, MOST_ROUNDS, network, names=self.names)
+        listening = _Listening(network, self.names)
         for batch in self.batches(("caller", "callee", "sender", "kind", "method", "payload")):
             self.assemble(batch, codec, assembly, listening)
             if assembly.equivocations:
                 t, sender = assembly.equivocations[0]
-                raise EquivocationError(f"learner {sender} said two different things in round {t}")
+                raise EquivocationError(f"{called(self.names, sender)} said two different things in round {t}")
             rounds += [_side_by_side(said, shapes, learners) for _, said in assembly.ready()]
         if not rounds:
             raise CaptureError(f"the capture {self.name} has no round in which all {learners} learners were overheard")
@@ -232,7 +244,7 @@ class Capture:
             try:
                 codec.decode(payloads[min(wrong)])
             except RemoteProtocolError as error:
-                where = f"a message of learner {senders[min(wrong)]} in {self.name}"
+                where = f"a message of {called(self.names, senders[min(wrong)])} in {self.name}"
                 raise CaptureError(f"{where} cannot be decoded: {error}") from None
         if listening is not None:
             ends = [said.column(name).to_pylist() for name in ("caller", "callee")]
@@ -287,8 +299,8 @@ class Capture:
 class _Listening:
     """Who hears whom: a message on an edge that is none was put there by somebody else."""
 
-    def __init__(self, network: Network | None) -> None:
-        self._network = network
+    def __init__(self, network: Network | None, names: Sequence[str] = ()) -> None:
+        self._network, self._names = network, names
         self._round, self._heard = -1, np.empty((0, 0), dtype=bool)
 
     def require(self, sender: int, caller: int, callee: int, t: int, where: str) -> None:
@@ -298,7 +310,8 @@ class _Listening:
             CaptureError: its sender is at neither end, or the other end does not hear it in this round.
         """
         if sender not in (caller, callee) or caller == callee:
-            raise CaptureError(f"{where}: learner {sender} cannot speak on the edge of {caller} and {callee}")
+            who, *ends = (called(self._names, i) for i in (sender, caller, callee))
+            raise CaptureError(f"{where}: {who} cannot speak on the edge of {' and '.join(ends)}")
         if self._network is None:
             return
         if t != self._round:
@@ -310,7 +323,8 @@ class _Listening:
                 f"{where}: there are {len(self._heard)} learners, got one on the edge {caller}, {callee}"
             )
         if not self._heard[receiver, sender]:
-            raise CaptureError(f"{where}: learner {receiver} does not hear learner {sender} in round {t}")
+            deaf, who = (called(self._names, i) for i in (receiver, sender))
+            raise CaptureError(f"{where}: {deaf} does not hear {who} in round {t}")
 
 
 def _side_by_side(said: Mapping[int, Message], shapes: Mapping[str, tuple[int, ...]], learners: int) -> Message:

@@ -154,7 +154,7 @@ class Relay(grpc.GenericRpcHandler):
         """
         caller, name = self._credentials.caller(context), self._ends[0]
         if caller is not None and name and (caller.role, caller.name) != (Role.LEARNER, name):
-            raise StrangerError(f"{caller} must not speak for learner {name!r}")
+            raise StrangerError(f"{caller} must not speak for {name}")
 
     async def _pass(self, method: str, context: Context) -> None:
         stream = self._streams = self._streams + 1

@@ -14,6 +14,7 @@ import grpc
 import structlog
 
 from sottovoce.errors import RemoteProtocolError, SottovoceError, StrangerError, Unavailable
+from sottovoce.network.roster import called
 from sottovoce.running.policy import accepted
 from sottovoce_learner.session import Session
 from sottovoce_learner.sharing import plan_hash
@@ -64,19 +65,18 @@ def _greeted(session: Session, payload: bytes, caller: Principal | None = None) 
         raise StrangerError(f"this learner is in another run than {said.run_id!r}")
     session.inbox.next_round(said.learner)
     _require_itself(session, said.learner, caller)
+    name = told.spec.names[said.learner]
     if said.plan_hash != (ours := plan_hash(told.spec, told.n_features)):
         raise RemoteProtocolError(
-            f"learner {said.learner} must have the plan {ours.hex()[:16]}, got {said.plan_hash.hex()[:16]}: it was told "
+            f"{name} must have the plan {ours.hex()[:16]}, got {said.plan_hash.hex()[:16]}: it was told "
             "another spec, or reads it in another way"
         )
     if list(said.fields) != to_fields(session.codec.shapes):  # in their order, too: it is that of the numbers
-        raise RemoteProtocolError(
-            f"learner {said.learner} must say the fields {session.codec.shapes}, got {from_fields(said.fields)}"
-        )
+        raise RemoteProtocolError(f"{name} must say the fields {session.codec.shapes}, got {from_fields(said.fields)}")
     link = session.links[said.learner]
     if said.incarnation < link.incarnation:
         raise StrangerError(
-            f"learner {said.learner} has greeted as incarnation {link.incarnation}, got {said.incarnation}: that is an older "
+            f"{name} has greeted as incarnation {link.incarnation}, got {said.incarnation}: that is an older "
             "process, or runs on a copy of its state"
         )
     link.incarnation = said.incarnation
@@ -98,7 +98,7 @@ def _require_itself(session: Session, learner: int, caller: Principal | None) ->
             raise StrangerError(f"the owner of {session.role.name!r} accepts no recording by {caller}")
         return
     if (caller.role, caller.name) != (Role.LEARNER, spec.names[learner]):
-        raise StrangerError(f"{caller} must not speak for learner {spec.names[learner]!r}")
+        raise StrangerError(f"{caller} must not speak for {spec.names[learner]}")
 
 
 async def accept(
@@ -116,7 +116,9 @@ async def accept(
     """
     neighbour, next_round = _greeted(session, await _first(context), caller)
     if neighbour > session.role.index:
-        raise RemoteProtocolError(f"the lower index opens the stream: learner {neighbour} must wait for us")
+        raise RemoteProtocolError(
+            f"the earlier of two in the spec opens their stream: {called(session.role.spec.names, neighbour)} must wait for us"
+        )
     await context.write(_hello(session, neighbour))  # before the link's first write: one operation at a time
     await _hold(session, neighbour, context, next_round, _known_by(None if caller is None else caller.role))
 
@@ -143,7 +145,7 @@ async def keep_open(session: Session, neighbour: Neighbour, credentials: Credent
             attempt = 0
         except SottovoceError as error:
             attempt += 1
-            log.warning("stream ended", neighbour=index, attempt=attempt, reason=str(error))
+            log.warning("stream ended", neighbour=called(spec.names, index), attempt=attempt, reason=str(error))
         await asyncio.sleep(_BACKOFF_S[min(attempt, len(_BACKOFF_S) - 1)])
 
 
@@ -168,7 +170,8 @@ async def _converse(session: Session, neighbour: int, to: grpc.aio.Channel, know
         await call.write(_hello(session, neighbour))
         peer, next_round = _greeted(session, await _first(call))
         if peer != neighbour:
-            raise StrangerError(f"expected learner {neighbour} at its address, found learner {peer}")
+            names = session.role.spec.names
+            raise StrangerError(f"expected {called(names, neighbour)} at its address, found {called(names, peer)}")
         await _hold(session, neighbour, call, next_round, known_by)
     except grpc.aio.AioRpcError:
         raise Unavailable((await ending.status()).details() or "the stream broke") from None
@@ -212,7 +215,8 @@ async def _hold(session: Session, neighbour: int, stream: Any, next_round: int, 
                 link.detach(stream)
                 await link.quiet()
     except TimeoutError:
-        raise Unavailable(f"another stream of learner {neighbour} took the place of this one") from None
+        name = called(session.role.spec.names, neighbour)
+        raise Unavailable(f"another stream of {name} took the place of this one") from None
 
 
 async def _listen(session: Session, neighbour: int, stream: Any, known_by: KnownBy) -> None:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from sottovoce.algorithms.interface import Message
 from sottovoce.errors import EquivocationError, RemoteProtocolError, Rule, StrangerError
+from sottovoce.network.roster import called
 from sottovoce_learner.inbox import Inbox
 from sottovoce_learner.role import Role
 from sottovoce_learner.signing import Unsigned
@@ -40,7 +41,7 @@ class Hearing:
     def __init__(self, role: Role, codec: RoundCodec, inbox: Inbox[Received], credentials: Credentials) -> None:
         self._role, self._codec, self._inbox, self._credentials = role, codec, inbox, credentials
         self._digests = dict[tuple[int, int], tuple[int, bytes]]()
-        self._unsigned = None if credentials.principal is None else Unsigned()
+        self._unsigned = None if credentials.principal is None else Unsigned(role.spec.names)
         self._misconduct = dict[int, Misconduct]()
         self.rules_broken = 0
         """Messages that broke one, of whomever."""
@@ -71,7 +72,8 @@ class Hearing:
         except RemoteProtocolError:
             before = self._digests.get((neighbour, t % REMEMBERED))
             if sender == neighbour and before is not None and before[0] == t and before[1] != said:
-                raise EquivocationError(f"learner {neighbour} said two different things in round {t}") from None
+                name = called(self._role.spec.names, neighbour)
+                raise EquivocationError(f"{name} said two different things in round {t}") from None
             raise
         self._digests[neighbour, t % REMEMBERED] = t, said
         self.messages += 1
@@ -90,7 +92,7 @@ class Hearing:
             return
         signer, name = self._credentials.signer(signed), self._role.spec.names[neighbour]
         if (signer.role, signer.name) != (principals.Role.LEARNER, name):
-            text = f"what learner {name!r} says must be signed by itself, got a signature of {signer}"
+            text = f"what {name} says must be signed by itself, got a signature of {signer}"
             raise StrangerError(text, Rule.NAME)
         unsigned.signed(neighbour, signed.statement)
 

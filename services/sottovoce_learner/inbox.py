@@ -11,10 +11,11 @@ is here may stand for the one that is missing, as long as it is not older than t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Generic, TypeVar
 
 from sottovoce.errors import RemoteProtocolError, Rule, StrangerError
+from sottovoce.network.roster import called
 
 V = TypeVar("V")
 
@@ -29,6 +30,7 @@ class Inbox(Generic[V]):
         first_round: the round to begin with.
         last: where rounds may go on without who is late: of each neighbour the last message that is here already, and its
             round. None: they may not.
+        names: of the learners, by index, for errors.
     """
 
     def __init__(
@@ -39,7 +41,9 @@ class Inbox(Generic[V]):
         first_round: int = 0,
         *,
         last: Mapping[int, tuple[int, V]] | None = None,
+        names: Sequence[str] = (),
     ) -> None:
+        self._names = names
         self.round, self._heard_in, self._ahead, self._late = first_round, heard, ahead, last is not None
         self._next = dict.fromkeys(neighbours, 0 if self._late else first_round)
         self._heard: dict[int, dict[int, V]] = {}
@@ -55,7 +59,7 @@ class Inbox(Generic[V]):
             StrangerError: not a neighbour.
         """
         if neighbour not in self._next:
-            raise StrangerError(f"learner {neighbour} is not a neighbour")
+            raise StrangerError(f"{called(self._names, neighbour)} is not a neighbour")
         due, beyond = self._next[neighbour], self.round + self._ahead
         if self._late:
             return due if neighbour in self._heard_in(self.round) else beyond
@@ -72,11 +76,11 @@ class Inbox(Generic[V]):
         """
         due = self.next_round(neighbour)
         if sender != neighbour:
-            text = f"learner {neighbour} sent a message in the name of learner {sender}"
+            text = f"{called(self._names, neighbour)} sent a message in the name of {called(self._names, sender)}"
             raise RemoteProtocolError(text, Rule.NAME)
         if t != due or t >= self.round + self._ahead:
             raise RemoteProtocolError(
-                f"learner {neighbour} must say round {due} next, got round {t} (we are in round {self.round})",
+                f"{called(self._names, neighbour)} must say round {due} next, got round {t} (we are in round {self.round})",
                 None if t < due else Rule.TURN,
             )
         self._next[neighbour] = t + 1

@@ -6,12 +6,13 @@ something changes, must agree: else the two work on different networks, and the 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from sottovoce.errors import RemoteProtocolError
 from sottovoce.network.digests import Digests
 from sottovoce.network.network import Network
+from sottovoce.network.roster import called
 
 _ROUNDING = 1e-9
 """How far an announced weight may be from ours."""
@@ -39,10 +40,11 @@ class Plan:
         network: of the run.
         index: the learner.
         digests: of the network.
+        names: of the learners, by index, for errors.
     """
 
-    def __init__(self, network: Network, index: int, digests: Digests) -> None:
-        self._network, self._index, self._digests = network, index, digests
+    def __init__(self, network: Network, index: int, digests: Digests, names: Sequence[str] = ()) -> None:
+        self._network, self._index, self._digests, self._names = network, index, digests, names
         self.neighbours = network.neighbours(index)
         """Everybody whom the learner hears or tells in some round."""
         self.announced = 0
@@ -99,12 +101,13 @@ class Plan:
         same = heard.keys() == part.heard.keys() and all(abs(heard[j] - part.heard[j]) <= _ROUNDING for j in heard)
         if not same or set(told) != set(part.told):  # not-a-number is refused, too
             raise RemoteProtocolError(
-                f"in round {first_round} neighbours and their weights must be {dict(part.heard)}, and those who are told "
-                f"{list(part.told)}, got {heard} and {sorted(told)}"
+                f"in round {first_round} neighbours and their weights must be {self._weighed(part.heard)}, and those who are "
+                f"told {self._called(part.told)}, got {self._weighed(heard)} and {self._called(told)}"
             )
         if first_round == 0 and weights.keys() != self.neighbours:
             raise RemoteProtocolError(
-                f"the first epoch must name the neighbours of all rounds, {sorted(self.neighbours)}, got {sorted(weights)}"
+                f"the first epoch must name the neighbours of all rounds, {self._called(self.neighbours)}, got "
+                f"{self._called(weights)}"
             )
         # What a learner did before it died was announced then, and needs no epochs again, but for the first, with the addresses.
         self.announced = max(first_round + 1, self._over)
@@ -146,6 +149,12 @@ class Plan:
         """Round t is over."""
         self._parts.pop(t, None)
         self._over = t + 1
+
+    def _called(self, learners: Iterable[int]) -> str:
+        return ", ".join(called(self._names, j) for j in sorted(learners)) or "nobody"
+
+    def _weighed(self, heard: Mapping[int, float]) -> str:
+        return ", ".join(f"{called(self._names, j)} {heard[j]:.6g}" for j in sorted(heard)) or "nobody"
 
     def _part(self, t: int) -> _Part:
         mixing, i = self._network.at(t), self._index

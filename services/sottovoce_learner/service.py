@@ -12,6 +12,7 @@ from typing import Any, TextIO
 import structlog
 
 from sottovoce.errors import DataError, NotReady, SottovoceError, SpecError
+from sottovoce.network.roster import called
 from sottovoce.noise import KeyedNoise, Noise, OpenDpNoise, RecordedNoise, SystemNoise
 from sottovoce.running.policy import accepted
 from sottovoce.running.transcript import read_noise
@@ -275,7 +276,8 @@ class Learner:
             return self._sampler
         for name, values in self._noise_fields.items():
             if index >= values.shape[1]:
-                raise SpecError(f"recorded noise of field {name!r} must cover learner {index}, got {values.shape[1]}")
+                own, of = called(role.spec.names, index), values.shape[1]
+                raise SpecError(f"recorded noise of field {name!r} must cover {own}, got that of {of} learners")
         return RecordedNoise({name: values[:, index, 0] for name, values in self._noise_fields.items()})
 
     def _meet(self, session: Session, epoch: Epoch) -> None:

@@ -19,7 +19,8 @@ import structlog
 from sottovoce.algorithms.interface import Message, Who
 from sottovoce.arrays import FloatArray
 from sottovoce.errors import BudgetExhausted, DataError, NotReady, Rule, Unavailable
-from sottovoce.noise import Noise
+from sottovoce.network.roster import called
+from sottovoce.noise import Noise, RecordedNoise
 from sottovoce.running.late import USED, used_field
 from sottovoce.running.policy import DAYS, Policy
 from sottovoce.running.run import Run
@@ -97,6 +98,8 @@ class Session:
         spec, index = role.spec, role.index
         run = policy.admit(spec, role.n_features, index, mirrored=mirror is not None, build=run_of)
         self.algorithm, self.loss = run.algorithm, run.loss
+        if isinstance(noise, RecordedNoise):
+            noise.require_known(self.algorithm.field_shapes())
         check_size(run.field_shapes)
         self.codec = RoundCodec(run.field_shapes)
         start = self.algorithm.start(Who(index))
@@ -108,7 +111,7 @@ class Session:
         self._roster = roster_of(spec)
         attendance = self._roster.attendance(index, spec.rounds)
         self.intake = intake_for(spec, role.n_features, attendance)
-        self.plan = Plan(run.network, index, digests_of(run))
+        self.plan = Plan(run.network, index, digests_of(run), spec.names)
         ahead, keep = self.plan.reach(min(spec.clock.window, spec.rounds), late=run.late)
         self.memory = Memory(run, self.plan, attendance, books, self.intake, start, keep)
         self.links = {j: Link(keep) for j in sorted(self.plan.neighbours)}
@@ -117,7 +120,9 @@ class Session:
         self._recover(run)
         self._late_s, self._used = spec.clock.hold_s, list[float]()
         last = self._heard_last() if run.late else None
-        self.inbox: Inbox[Received] = Inbox(self.plan.neighbours, self.plan.heard, ahead, self.memory.done, last=last)
+        self.inbox: Inbox[Received] = Inbox(
+            self.plan.neighbours, self.plan.heard, ahead, self.memory.done, last=last, names=spec.names
+        )
         self.hearing = Hearing(role, self.codec, self.inbox, credentials)
         self._changed = changed or asyncio.Event()
         self.life, self.grants = Lifecycle(role, self._changed.set), Grants(spec.clock, self._changed.set)
@@ -197,7 +202,7 @@ class Session:
         if self.life.ended or (found := self.hearing.notice(neighbour, rule, known_by)) is None:
             return
         told = {"round": found.round, "rule": rule.name.lower(), "known_by": known_by.name.lower()}
-        log.warning("misconduct", learner=self.role.name, neighbour=neighbour, **told)
+        log.warning("misconduct", learner=self.role.name, neighbour=called(self.role.spec.names, neighbour), **told)
         self._changed.set()
 
     def require_own_past(self, neighbour: int, next_round: int) -> None:
@@ -214,7 +219,8 @@ class Session:
             and neighbour in self.plan.part(0).told
         ):
             raise DataError(
-                f"learner {neighbour} has heard round {next_round - 1} of this learner, whose log has {self.memory.said} rounds: "
+                f"{called(self.role.spec.names, neighbour)} has heard round {next_round - 1} of this learner, whose log has "
+                f"{self.memory.said} rounds: "
                 "its state folder was set back, and nothing is said until it is put back"
             )
 
@@ -303,7 +309,8 @@ class Session:
                 async with asyncio.timeout(self.role.spec.clock.deadline_s):
                     await link.attached.wait()
             except TimeoutError:
-                raise Unavailable(f"no connection with learner {j} within the deadline") from None
+                name = called(self.role.spec.names, j)
+                raise Unavailable(f"no connection with {name} within the deadline") from None
         self.waits.over()
 
     async def _round(self, t: int) -> None:

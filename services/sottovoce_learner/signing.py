@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import chain
 
 from sottovoce.errors import EquivocationError, RemoteProtocolError, Rule
+from sottovoce.network.roster import called
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.signatures import BLOCK, DIGEST, UNSAID, Statement
 
@@ -88,9 +89,13 @@ class Unsigned:
     """What neighbours said and have not signed yet, as far as this process has heard it.
 
     A neighbour signs a block before it says anything of another one, so of each no more than a block is remembered.
+
+    Args:
+        names: of the learners, by index, for errors.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, names: Sequence[str] = ()) -> None:
+        self._names = names
         self._heard: defaultdict[int, dict[int, bytes]] = defaultdict(dict)
 
     def require_signed(self, neighbour: int, t: int) -> None:
@@ -102,8 +107,8 @@ class Unsigned:
         waiting = self._heard[neighbour]
         if waiting and (first := next(iter(waiting))) // BLOCK < t // BLOCK:
             raise RemoteProtocolError(
-                f"learner {neighbour} must sign what it said from round {first} on before it says round {t}: is it older than "
-                "this learner?",
+                f"{called(self._names, neighbour)} must sign what it said from round {first} on before it says round {t}: is it "
+                "older than this learner?",
                 Rule.SIGNATURE,
             )
 
@@ -122,18 +127,19 @@ class Unsigned:
             RemoteProtocolError: it signs in another one's name, or not all that it said.
             EquivocationError: it has said one thing here, and signed another one.
         """
+        name = called(self._names, neighbour)
         if statement.sender != neighbour:
-            text = f"learner {neighbour} signed in the name of learner {statement.sender}"
+            text = f"{name} signed in the name of {called(self._names, statement.sender)}"
             raise RemoteProtocolError(text, Rule.NAME)
         waiting = self._heard[neighbour]
         of_block = {t: own for t, own in waiting.items() if t // BLOCK == statement.block}
         for t, own in of_block.items():
             if (said := statement[t]) is None:
-                text = f"learner {neighbour} did not sign what it said in round {t}"
+                text = f"{name} did not sign what it said in round {t}"
                 raise RemoteProtocolError(text, Rule.SIGNATURE)
             if said != own:
                 raise EquivocationError(
-                    f"learner {neighbour} signed another message of round {t} than came here in its name: it, or whoever is in "
+                    f"{name} signed another message of round {t} than came here in its name: it, or whoever is in "
                     "between, says two things"
                 )
         for t in of_block:

@@ -215,8 +215,10 @@ def test_a_capture_is_shown(tmp_path: Path) -> None:
     greetings = [row(hello(i), i, 1 - i, kind="hello") for i in range(2)]
     text = shown(capture(tmp_path, [*greetings, *rows, row(b"\xff", 1, 0)]), sender=1, first=2)
     lines = [line.split() for line in text.splitlines()]
-    assert ["0", "1", "6", "252", "bytes", "42", "1", "0–5", "0"] in [line for line in lines if line[:2] == ["0", "1"]]
-    assert next(line for line in lines if line[:2] == ["1", "0"])[-2:] == ["0–5", "1"]  # one round is missing
+    ends = ["learner", "0", "learner", "1"]
+    assert [*ends, "6", "252", "bytes", "42", "1", "0–5", "0"] in [line for line in lines if line[:4] == ends]
+    back = ["learner", "1", "learner", "0"]
+    assert next(line for line in lines if line[:4] == back)[-2:] == ["0–5", "1"]  # one round is missing
     assert "what learner 1 said first" in text
     assert "12 messages" in text and "; 2 hello" in text
     assert "1 message cannot be decoded" in text

@@ -41,7 +41,9 @@ PRIVATE = [DVP, *({**PVP, "variant": variant} for variant in VARIANTS), *({**LAS
 names = [f"{each['name']}-{each.get('variant', '')}-{each.get('final', '')}" for each in PRIVATE]
 
 
-def a_run(algorithm: dict[str, Any], rounds: int = 8, learners: int = 4, n_features: int = 3, **sections: Any) -> Run:
+def a_run(
+    algorithm: dict[str, Any], rounds: int = 8, learners: int | list[str] = 4, n_features: int = 3, **sections: Any
+) -> Run:
     loss = {"kind": "logistic", "ridge": 0.1}
     document = {"rounds": rounds, "learners": learners, "algorithm": algorithm, "loss": loss, **sections}
     return build_run(parse_spec(document, imports=True), n_features)
@@ -651,6 +653,13 @@ def test_refused(code: str, algorithm: dict[str, Any], more: dict[str, Any]) -> 
 )
 def test_reported(codes: list[str], algorithm: dict[str, Any]) -> None:
     assert [finding.code for finding in a_run(algorithm).warnings] == codes
+
+
+def test_conditions_name_learners_as_the_spec_does() -> None:
+    names = ["ann", "ben", "Krankenhaus Süd", "eve"]
+    run = a_run({"name": "dvp", "alpha": [9.0, 9.0, 0.01, 9.0]}, learners=names)
+    (text,) = [finding.text for finding in run.warnings if finding.code == "EXTRA_RIDGE"]
+    assert text.startswith("alpha too small for Krankenhaus Süd while")
 
 
 def test_extra_ridge_names_the_number_of_records_that_avoids_it() -> None:

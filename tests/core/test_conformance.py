@@ -323,7 +323,7 @@ def test_a_test_says_where_it_failed() -> None:
     said = overheard(run, data, SeededNoise(2)).fields["y"].copy()
     said[17, 1] += 50.0 * run.algorithm.noise_scale(1, 17)  # nobody hears the noise alone: the message says it
     (worst, *_) = sorted(conformance(run, Transcript({"y": said}), data), key=lambda test: test.p_value)
-    assert "learner 1" in worst.where and "round 17" in " ".join(
+    assert "learner-1," in worst.where and "round 17" in " ".join(
         test.where for test in rejected(conformance(run, Transcript({"y": said}), data))
     )
 

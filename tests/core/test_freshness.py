@@ -319,7 +319,7 @@ def test_learners_and_worlds_are_looked_at_together() -> None:
     rng = np.random.default_rng(11)
     first, second = discrete_laplace(rng, (2, 4, 5, 6)), discrete_laplace(rng, (2, 4, 5, 6))
     second[1, 2, 4] = first[0, 3, 1]
-    one, other = (replace(block_of(each), learners=(3, 7)) for each in (first, second))
+    one, other = (replace(block_of(each), learners=("ann", "ben")) for each in (first, second))
     tests = examined(one, other)
-    assert "learner 3, round 3" in tests["pair ties"].where
-    assert "learner 7, round 2" in tests["pair ties"].where
+    assert "ann, round 3" in tests["pair ties"].where
+    assert "ben, round 2" in tests["pair ties"].where

@@ -155,10 +155,10 @@ def test_places_are_named() -> None:
     noise = discrete_laplace(rng, MID)
     noise[1, 7, 11, 5:] &= -(2**20)
     noise[3, ..., 5:] |= 2**13
-    tests = judged(block_of(noise, fields=(("x", 5), ("y", 12)), learners=(0, 2, 3, 5, 8)))
-    assert tests["coarse messages"].where == "learner 2, field 'y', round 7"
+    tests = judged(block_of(noise, fields=(("x", 5), ("y", 12)), learners=("ann", "ben", "eve", "Süd", "zoe")))
+    assert tests["coarse messages"].where == "ben, field 'y', round 7"
     assert tests["bits"].where == "bit 13"
-    assert tests["learner bits"].where == "learner 5, field 'y', bit 13"
+    assert tests["learner bits"].where == "Süd, field 'y', bit 13"
 
 
 # ---- correct noise ---------------------------------------------------------------------------------------------------

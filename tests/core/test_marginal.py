@@ -168,11 +168,11 @@ def test_places_are_named() -> None:
     noise = discrete_laplace(np.random.default_rng(4), MID)
     noise[1, 7, 11, 3] = 2**46
     noise[3, ..., 9] >>= 1
-    tests = judged(block_of(noise, fields=(("x", 5), ("y", 12)), learners=(0, 2, 3, 5, 8)))
-    assert tests["largest"].where == "learner 2, field 'x'"
-    assert tests["message scale"].where == "learner 2, round 7, run 11"
-    assert tests["learner's coordinate scale"].where == "learner 5, field 'y', coordinate 4"
-    assert tests["learner scale"].where == "learner 5, field 'y'"
+    tests = judged(block_of(noise, fields=(("x", 5), ("y", 12)), learners=("ann", "ben", "eve", "Süd", "zoe")))
+    assert tests["largest"].where == "ben, field 'x'"
+    assert tests["message scale"].where == "ben, round 7, run 11"
+    assert tests["learner's coordinate scale"].where == "Süd, field 'y', coordinate 4"
+    assert tests["learner scale"].where == "Süd, field 'y'"
 
 
 def test_the_run_is_named_in_whatever_block_it_came() -> None:

@@ -19,6 +19,7 @@ from sottovoce.network.fixed import FixedNetwork
 from sottovoce.network.graphs import Edges, RandomGraphs
 from sottovoce.network.mixing import Mixing, digest_of
 from sottovoce.network.network import Network, PeriodicNetwork, cut_off
+from sottovoce.network.roster import Roster
 from sottovoce.network.topology import Topology
 from sottovoce.network.weights import MetropolisWeights
 from sottovoce.noise import SeededNoise
@@ -232,6 +233,20 @@ def test_what_sums_to_one_in_a_random_sequence_follows_from_the_rule(
 @pytest.mark.parametrize(
     ("where", "lost"),
     [
+        ({"graph": edges((0, 1), (2, 3))}, "is not connected, got no path of messages from ann to Krankenhaus Süd"),
+        ({"graph": edges((0, 1), (1, 2), (2, 0), (2, 3), directed=True), "weights": "in_degree"}, "from eve to ann "),
+        ({"sequence": periodic(edges((0, 1)), edges((2, 3))), "weights": "in_degree"}, "from ann to Krankenhaus Süd"),
+    ],
+    ids=["graph", "directed", "sequence"],
+)
+def test_learners_that_are_cut_off_are_named(where: dict[str, Any], lost: str) -> None:
+    with pytest.raises(CheckFailed, match=lost):
+        Topology.model_validate(where).network(4, 50, Roster(["ann", "ben", "Krankenhaus Süd", "eve"], []))
+
+
+@pytest.mark.parametrize(
+    ("where", "lost"),
+    [
         ({"graph": edges((0, 1), (1, 2), (2, 0), (2, 3), directed=True)}, "from learner 3 to learner 0 .*1 of 4"),
         ({"graph": edges((0, 1), (1, 2), (2, 0), (3, 2), directed=True)}, "from learner 0 to learner 3 .*1 of 4"),
         (
@@ -392,7 +407,7 @@ def test_a_learner_is_replayed_until_nobody_heard_it() -> None:
     found = replay(run, broken, 1, [data.learners[1], other]).realised
     assert np.abs(expected).max() > 0.01
     np.testing.assert_allclose(found, expected[:4], rtol=1e-12)
-    with pytest.raises(CaptureError, match="nobody heard learner 2 in round 0"):
+    with pytest.raises(CaptureError, match="nobody heard learner-2 in round 0"):
         replay(run, broken, 2, [data.learners[2], other])
 
 

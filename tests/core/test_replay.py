@@ -13,6 +13,7 @@ from sottovoce.algorithms.interface import Message
 from sottovoce.arrays import Batch, FloatArray, IntArray
 from sottovoce.auditing.swaps import most_telling, swaps
 from sottovoce.data import LearnerData, PlacedData
+from sottovoce.errors import DataError
 from sottovoce.lab.selftest.bases import ALGORITHMS
 from sottovoce.noise import RecordedNoise, Recorder, SeededNoise, no_noise
 from sottovoce.running.replay import Losses, Replay, replay
@@ -262,4 +263,6 @@ def test_a_record_without_another_one_has_no_swap() -> None:
     data = made_up(run.spec)
     own = data.learners[0]
     alone = data.with_learner(0, replace(own, features=np.zeros_like(own.features), labels=np.ones_like(own.labels)))
+    with pytest.raises(DataError, match="Krankenhaus Süd must have a record to swap, and has none"):
+        swaps(data.with_learner(0, replace(own, order=own.order[:0])), 0, names=["Krankenhaus Süd"])
     assert swaps(alone, 0) == [] and most_telling(run, overheard(run, alone, 5), alone, 0) is None

@@ -53,7 +53,7 @@ def test_who_is_away_has_heard_nothing_that_was_not_said(tmp_path: Path) -> None
     )
     away = Session(Role("run-1", own.role.spec, 3, 2, "learner-2"), SystemNoise(), tmp_path, policy=ALLOWING)
     own.require_own_past(2, away.inbox.next_round(0))
-    with pytest.raises(DataError, match="learner 1 has heard round 0 of this learner, whose log has 0 rounds"):
+    with pytest.raises(DataError, match="learner-1 has heard round 0 of this learner, whose log has 0 rounds"):
         own.require_own_past(1, 1)
 
 

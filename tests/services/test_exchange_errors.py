@@ -118,7 +118,7 @@ async def exchange(address: str, *payloads: bytes) -> grpc.aio.AioRpcError:
         return await refused(method(said(), timeout=PATIENCE_S))
 
 
-DISPLACED = "another stream of learner 1 took the place of this one"
+DISPLACED = "another stream of ben took the place of this one"
 
 
 async def spoken(address: str, *payloads: bytes) -> grpc.aio.AioRpcError:
@@ -133,13 +133,18 @@ async def spoken(address: str, *payloads: bytes) -> grpc.aio.AioRpcError:
 STRANGERS: list[tuple[dict[str, Any], Code, str, str]] = [
     ({"run_id": ""}, Code.PERMISSION_DENIED, "StrangerError", "this learner is in another run than ''"),
     ({"run_id": "other"}, Code.PERMISSION_DENIED, "StrangerError", "this learner is in another run than 'other'"),
-    ({"learner": 0}, Code.PERMISSION_DENIED, "StrangerError", "learner 0 is not a neighbour"),
+    ({"learner": 0}, Code.PERMISSION_DENIED, "StrangerError", "ann is not a neighbour"),
     ({"learner": 2**32 - 1}, Code.PERMISSION_DENIED, "StrangerError", "learner 4294967295 is not a neighbour"),
-    ({"learner": 3}, Code.INVALID_ARGUMENT, "RemoteProtocolError", "the lower index opens the stream: learner 3"),
+    (
+        {"learner": 3},
+        Code.INVALID_ARGUMENT,
+        "RemoteProtocolError",
+        "the earlier of two in the spec opens their stream: dan",
+    ),
     ({"learner": None}, Code.INVALID_ARGUMENT, "RemoteProtocolError", "must carry learner and next_round"),
     ({"next_round": None}, Code.INVALID_ARGUMENT, "RemoteProtocolError", "must carry learner and next_round"),
-    ({"incarnation": 0}, Code.PERMISSION_DENIED, "StrangerError", "learner 1 has greeted as incarnation 1, got 0"),
-    ({"plan_hash": b""}, Code.INVALID_ARGUMENT, "RemoteProtocolError", "learner 1 must have the plan "),
+    ({"incarnation": 0}, Code.PERMISSION_DENIED, "StrangerError", "ben has greeted as incarnation 1, got 0"),
+    ({"plan_hash": b""}, Code.INVALID_ARGUMENT, "RemoteProtocolError", "ben must have the plan "),
     (
         {"plan_hash": bytes(32)},
         Code.INVALID_ARGUMENT,
@@ -149,7 +154,7 @@ STRANGERS: list[tuple[dict[str, Any], Code, str, str]] = [
     *(
         ({"fields": fields}, Code.INVALID_ARGUMENT, "RemoteProtocolError", text)
         for fields, text in (
-            ([], "learner 1 must say the fields {'y': (3,)}, got {}"),
+            ([], "ben must say the fields {'y': (3,)}, got {}"),
             (to_fields({"z": (3,)}), "must say the fields {'y': (3,)}, got {'z': (3,)}"),
             (to_fields({"y": (4,)}), "must say the fields {'y': (3,)}, got {'y': (4,)}"),
             (to_fields({"y": (3,), "z": ()}), "got {'y': (3,), 'z': ()}"),
@@ -204,8 +209,8 @@ async def test_both_sides_refuse_another_plan(tmp_path: Path, monkeypatch: pytes
             statuses = [await up.status(name) for name in NAMES]
     refusals = [event["reason"] for event in logs if event["event"] == "stream ended"]
     assert outcome.state == "failed"
-    assert any("learner 0 must have the plan" in text for text in refusals)  # ben's, who accepts ann's stream
-    assert any("learner 1 must have the plan" in text for text in refusals)  # cleo's, who accepts ben's
+    assert any("ann must have the plan" in text for text in refusals)  # ben's, who accepts ann's stream
+    assert any("ben must have the plan" in text for text in refusals)  # cleo's, who accepts ben's
     assert [status.messages_sent for status in statuses] == [0] * 4
 
 
@@ -217,9 +222,9 @@ WRONG = [
     (b"\xff\xff\xff", "expected a round of 42 bytes, for the fields {'y': (3,)}, got 3 bytes that are none"),
     (b"", "expected a round of 42 bytes, for the fields {'y': (3,)}, got another message"),
     (hello(1, 0), "expected a round of 42 bytes, for the fields {'y': (3,)}, got another message"),
-    (said(7, 1, np.zeros(3)), "learner 1 must say round "),
+    (said(7, 1, np.zeros(3)), "ben must say round "),
     (said(2**63, 1, np.zeros(3)), "next, got round 9223372036854775808"),
-    (said(0, 3, np.zeros(3)), "learner 1 sent a message in the name of learner 3"),
+    (said(0, 3, np.zeros(3)), "ben sent a message in the name of dan"),
     (said(0, 1, np.zeros(4)), "for the fields {'y': (3,)}, got one of 50 bytes or in another encoding"),
     (said(0, 1, [0.0, np.nan, 0.0]), "field 'y' must be finite"),
     (said(0, 1, [0.0, np.inf, 0.0]), "field 'y' must be finite"),
@@ -249,8 +254,8 @@ async def test_another_version_of_a_round_is_called_what_it_is(tmp_path: Path) -
                 await asyncio.sleep(0.01)
         again = next(said.frame for t, said in said_rounds(tmp_path / "journals", "ben") if t == 0)
         for payload, kind, text in (
-            (said(0, 1, np.zeros(3)), "EquivocationError", "learner 1 said two different things in round 0"),
-            (again, "RemoteProtocolError", "learner 1 must say round "),
+            (said(0, 1, np.zeros(3)), "EquivocationError", "ben said two different things in round 0"),
+            (again, "RemoteProtocolError", "ben must say round "),
         ):
             failure = await spoken(up.addresses["cleo"], introduced(up), payload)
             assert (failure.code(), reason(failure)) == (Code.INVALID_ARGUMENT, kind)
@@ -825,18 +830,19 @@ def test_recorded_noise_is_for_loopback_alone(tmp_path: Path, where: dict[str, s
 
 
 @pytest.mark.parametrize(
-    ("values", "text"),
+    ("fields", "text"),
     [
-        (np.zeros((ROUNDS, 2, 3)), "must cover learner [23], got 2"),
-        (np.zeros((5, 4, 3)), "must have field 'y' for round 5, and it does not"),
-        (np.zeros((ROUNDS, 4, 2)), r"must have shape \(3,\) in a round, got \(2,\)"),
+        ({"y": np.zeros((ROUNDS, 2, 3))}, "must cover (cleo|dan), got that of 2 learners"),
+        ({"y": np.zeros((5, 4, 3))}, "must have field 'y' for round 5, and it does not"),
+        ({"y": np.zeros((ROUNDS, 4, 2))}, r"must have shape \(3,\) in a round, got \(2,\)"),
+        ({name: np.zeros((ROUNDS, 4, 3)) for name in ("y", "yy")}, "got 'yy': is it 'y'"),
     ],
-    ids=["learners", "rounds", "numbers"],
+    ids=["learners", "rounds", "numbers", "fields"],
 )
 async def test_recorded_noise_that_does_not_fit_fails_the_run_with_its_reason(
-    tmp_path: Path, values: Any, text: str
+    tmp_path: Path, fields: dict[str, Any], text: str
 ) -> None:
-    np.savez(tmp_path / "n.npz", y=values)
+    np.savez(tmp_path / "n.npz", **fields)
     spec = spec_of()
     async with network(tmp_path, NAMES, noise=tmp_path / "n.npz") as up:
         outcome = await up.run(spec, made_up(spec))

@@ -122,7 +122,7 @@ async def test_what_a_mirror_could_not_keep_is_a_gap_that_the_capture_names(
     assert outcome.state == "finished"
     assert not capture.complete and all(named)
     assert named == [set(range(ROUNDS)) - rounds for rounds in heard(capture)]
-    assert gaps_in(outcome)[0].startswith("learner 0, rounds ")
+    assert gaps_in(outcome)[0].startswith("ann, rounds ")
 
 
 async def test_a_mirror_that_does_not_come_back_leaves_a_gap_to_the_end(
@@ -145,7 +145,7 @@ async def test_learners_that_never_copied_anything_are_missing(tmp_path: Path, m
     capture = open_capture(outcome.capture or "")
     assert outcome.state == "finished" and capture.facts["messages"] == 0 and not capture.complete
     assert capture.facts["gaps"] == [{"sender": i, "from": 0, "to": None} for i in range(3)]
-    assert gaps_in(outcome)[0].startswith("learner 0, rounds 0 to the end")
+    assert gaps_in(outcome)[0].startswith("ann, rounds 0 to the end")
 
 
 async def test_who_takes_no_part_is_not_missing(tmp_path: Path) -> None:

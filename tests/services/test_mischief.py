@@ -50,7 +50,7 @@ def in_the_name_of_others(
     route = eaves.Route(caller=0, callee=1, target="127.0.0.1:9")
     may_not = "learner/eve may not call "
     return [
-        (f"{LEARNER}/Exchange", "ben", [greeting, frame(0, 0, 1e99)], "learner/eve must not speak for learner 'ann'"),
+        (f"{LEARNER}/Exchange", "ben", [greeting, frame(0, 0, 1e99)], "learner/eve must not speak for ann"),
         (f"{LEARNER}/Ingest", "ann", [learner_pb2.SampleBatch(source="eve")], "is not one whom the owner"),
         (f"{COORDINATOR}/Join", "", [introducing("ben")], "learner/eve must join as itself, got 'ben'"),
         (
@@ -61,7 +61,7 @@ def in_the_name_of_others(
         ),
         (f"{COORDINATOR}/StartRun", "", [pb.StartRunRequest(spec=spec_to_wire(spec), n_features=3)], f"{may_not}StartRun"),
         (f"{COORDINATOR}/StopRun", "", [pb.StopRunRequest(run_id=run.run_id)], f"{may_not}StopRun"),
-        (f"{EAVESDROPPER}/Mirror", "", [copy], "learner/eve must not speak for learner 0"),
+        (f"{EAVESDROPPER}/Mirror", "", [copy], "learner/eve must not speak for ann"),
         (f"{EAVESDROPPER}/CloseCapture", "", [eaves.CloseCaptureRequest(capture_id=run.capture_id)], f"{may_not}CloseCapture"),
         (f"{EAVESDROPPER}/OpenCapture", "", [eaves.OpenCaptureRequest(run_id="x", routes=[route])], f"{may_not}OpenCapture"),
     ]  # fmt: skip

@@ -330,9 +330,9 @@ def test_what_came_of_a_lost_learner_and_was_not_used_is_no_forgery() -> None:
     """It is on the wire, as long as the learner may have spoken; afterwards nobody can have heard it."""
     lost = {"learner": "dora", "first_round": 20, "unheard": {"ann": 12, "ben": 12, "cleo": 13}}
     run = build_run(small_spec(30, NAMES, topology=COMPLETE, absences=[lost]), 3)
-    listening = _Listening(run.network)
+    listening = _Listening(run.network, NAMES)
     listening.require(3, 0, 3, 12, "a capture")
-    with pytest.raises(CaptureError, match="learner 0 does not hear learner 3 in round 20"):
+    with pytest.raises(CaptureError, match="ann does not hear dora in round 20"):
         listening.require(3, 0, 3, 20, "a capture")
 
 
@@ -727,7 +727,7 @@ def test_what_a_lost_learner_said_last_may_have_been_overheard() -> None:
     """Though nobody learned it any more."""
     lost = {"learner": "dora", "first_round": 10, "unheard": {"ann": 7, "ben": 7, "cleo": 7}}
     network = build_run(small_spec(**{**PLACE, **OPEN, "absences": [lost]}), 3).network
-    listening = _Listening(network)
+    listening = _Listening(network, NAMES)
     listening.require(3, 0, 3, 7, "a capture")
-    with pytest.raises(CaptureError, match="learner 0 does not hear learner 3 in round 10"):
+    with pytest.raises(CaptureError, match="ann does not hear dora in round 10"):
         listening.require(3, 0, 3, 10, "a capture")

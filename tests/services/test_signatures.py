@@ -197,7 +197,7 @@ async def test_who_does_not_sign_is_not_heard(tmp_path: Path, monkeypatch: pytes
     async with network(tmp_path, NAMES, identities=ids) as up:
         outcome = await up.run(spec, made_up(spec))
     assert set(refusals) == {
-        f"learner 1 must sign what it said from round 0 on before it says round {BLOCK}: is it older than this learner?"
+        f"ben must sign what it said from round 0 on before it says round {BLOCK}: is it older than this learner?"
     }
     said = f"ben, or the relay in between, said {Rule.SIGNATURE.value} when round {BLOCK} was due, as "
     assert outcome.state == "failed" and outcome.detail.startswith(said)

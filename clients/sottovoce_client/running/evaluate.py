@@ -24,6 +24,7 @@ from sottovoce.losses.quadratic import Squared
 from sottovoce.losses.softmax import Softmax
 from sottovoce.losses.torch import TorchLoss
 from sottovoce.network.network import Network
+from sottovoce.network.roster import called
 from sottovoce.privacy.accountant import guarantee as promised_by
 from sottovoce.running.late import USED, lateness
 from sottovoce.running.run import Run
@@ -205,12 +206,19 @@ def not_captured(outcome: Outcome) -> Iterator[str]:
 def gaps_in(outcome: Outcome) -> tuple[str, ...]:
     """What is missing in the middle of a capture, in words; nothing where there is none that can be read here."""
     try:
-        facts = open_capture(outcome.capture).facts if outcome.capture is not None else {}
+        capture = open_capture(outcome.capture) if outcome.capture is not None else None
     except CaptureError:
+        capture = None
+    if capture is None:
         return ()
-    gaps = [gap for gap in facts.get("gaps", ()) if isinstance(gap, dict) and isinstance(gap.get("to"), int | None)]
+    gaps = [
+        gap
+        for gap in capture.facts.get("gaps", ())
+        if isinstance(gap, dict) and isinstance(gap.get("to"), int | None) and isinstance(gap.get("sender"), int)
+    ]
     return tuple(
-        f"learner {gap.get('sender')}, rounds {gap.get('from')} to {'the end' if gap.get('to') is None else gap['to'] - 1}"
+        f"{called(capture.names, gap['sender'])}, rounds {gap.get('from')} to "
+        f"{'the end' if gap.get('to') is None else gap['to'] - 1}"
         for gap in gaps
     )
 

@@ -39,7 +39,7 @@ def simulate_to(
     With `metrics`, `metrics.parquet` and `metrics.json` are written, too, and the final values printed.
     """
     spec = experiment.run.spec
-    source = noise_of(noise, seed, spec.rounds)
+    source = noise_of(noise, seed, experiment.run)
     recorder = Recorder(source) if record_noise else None
     (folder / "spec.yaml").write_text(dump_spec(spec, folder), encoding="utf-8")
     with ExitStack() as files:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
@@ -14,8 +14,7 @@ from rich.text import Text
 
 from sottovoce.arrays import FloatArray, IntArray
 from sottovoce.errors import SpecError
-from sottovoce.network.roster import names_of
-from sottovoce.plain import plain
+from sottovoce.network.roster import called
 from sottovoce_client import terminal
 from sottovoce_client.transcripts.query import cell_text, decoded, find, numbers_text, tables
 from sottovoce_client.wording import NOTHING, ciphertext_line, count, duration, noticed_line, number, plural, size
@@ -29,8 +28,6 @@ _BARS = " ▁▂▃▄▅▆▇█"
 _WIDE = 40
 """Slices of time in the picture of who spoke when."""
 MOST_EDGES, MOST_LEARNERS, _MOST_NOTICED = 30, 30, 20
-MOST_NAMED, _LONGEST_NAME = 4096, 63
-"""Learners that a capture may name, and letters of a name: it may be anybody's."""
 
 
 @dataclass(slots=True)
@@ -194,7 +191,7 @@ def _many(captures: tuple[Capture, ...], console: Console) -> None:
 
 
 def _one(capture: Capture, sender: int | str, first: int, console: Console) -> None:
-    names = _names(capture)
+    names = capture.names
     index = _index(names, sender)
     picture = _look(capture, index, first)
     facts = terminal.facts()
@@ -204,21 +201,7 @@ def _one(capture: Capture, sender: int | str, first: int, console: Console) -> N
     console.print(_channels(picture, names, tapped=capture.ciphertext is not None))
     console.print(_who_when(picture, names, "message" if capture.ciphertext is None else "record"))
     if picture.first:
-        console.print(_first(picture, names[index] if index < len(names) else f"learner {index}"))
-
-
-def _names(capture: Capture) -> tuple[str, ...]:
-    """Of the run's learners, by index, plain enough for a terminal; none where the capture does not say."""
-    learners = capture.facts["spec"].get("learners") if isinstance(capture.facts["spec"], Mapping) else None
-    if isinstance(learners, bool) or not isinstance(learners, int | list) or learners in (0, []):
-        return ()
-    if isinstance(learners, int):
-        return names_of(min(max(learners, 0), MOST_NAMED))
-    return tuple(plain(str(each))[:_LONGEST_NAME] for each in learners[:MOST_NAMED])
-
-
-def _named(names: Sequence[str], learner: int) -> str:
-    return names[learner] if 0 <= learner < len(names) else str(learner)
+        console.print(_first(picture, called(names, index)))
 
 
 def _index(names: Sequence[str], sender: int | str) -> int:
@@ -296,8 +279,8 @@ def _channels(picture: _Picture, names: Sequence[str], *, tapped: bool) -> Table
         )
         gap = channel.missing()
         cells = (
-            Text(_named(names, sender)),
-            Text(_named(names, receiver)),
+            Text(called(names, sender)),
+            Text(called(names, receiver)),
             count(channel.messages),
             size(channel.bytes),
             sizes,
@@ -324,7 +307,7 @@ def _who_when(picture: _Picture, names: Sequence[str], what: str) -> Table:
     for i, own in list(times.items())[:MOST_LEARNERS]:
         bars = "".join(_BARS[-(-int(n) * (len(_BARS) - 1) // highest)] for n in counts[i])
         silence = duration(float(np.diff(own).max(initial=0)) / 1e9)
-        table.add_row(Text(_named(names, i)), Text(bars, style="cyan"), silence)
+        table.add_row(Text(called(names, i)), Text(bars, style="cyan"), silence)
     table.caption = f"from {_clock(begin)} over {duration((end - begin) / 1e9)}; a full bar: {plural(highest, what)}"
     return table
 

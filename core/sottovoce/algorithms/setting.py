@@ -36,6 +36,7 @@ class Setting:
         loss: of one record.
         decision_set: where parameters may lie.
         network: who hears whom, with which weights.
+        names: of the learners, by index, for what is told of one; empty: nobody has said.
     """
 
     rounds: int
@@ -43,6 +44,7 @@ class Setting:
     loss: Loss
     decision_set: DecisionSet
     network: Network
+    names: tuple[str, ...] = ()
 
     @property
     def n_learners(self) -> int:

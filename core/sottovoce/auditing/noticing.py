@@ -24,6 +24,7 @@ from typing import Literal
 import numpy as np
 
 from sottovoce.arrays import FloatArray
+from sottovoce.network.roster import called
 from sottovoce.running.assembly import KEPT, Recent, Versions
 
 _Kind = Literal["decoding", "impostor", "length", "turn", "again", "equivocation", "lattice"]
@@ -90,7 +91,7 @@ class Expected:
 
     def called(self, learner: int) -> str:
         """A learner's name."""
-        return self.names[learner] if 0 <= learner < len(self.names) else f"learner {learner}"
+        return called(self.names, learner)
 
 
 class Noticing:

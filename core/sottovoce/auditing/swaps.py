@@ -13,6 +13,7 @@ from sottovoce.auditing.worlds import Worlds, told
 from sottovoce.data import LearnerData, PlacedData
 from sottovoce.data.schema import Schema
 from sottovoce.errors import DataError
+from sottovoce.network.roster import called
 from sottovoce.noise import SeededNoise
 from sottovoce.running.replay import Losses
 from sottovoce.running.run import Run
@@ -79,7 +80,14 @@ def mirrored(record: FloatArray, schema: Schema | None) -> FloatArray:
     return np.concatenate([schema.opposite(record[: schema.width]), record[schema.width :]])
 
 
-def swaps(data: PlacedData, learner: int, *, every_use: bool = False, schema: Schema | None = None) -> list[_Swap]:
+def swaps(
+    data: PlacedData,
+    learner: int,
+    *,
+    every_use: bool = False,
+    schema: Schema | None = None,
+    names: Sequence[str] = (),
+) -> list[_Swap]:
     """Replacements of a learner's first record: itself with the other label, its mirror image, other learners' records.
 
     Args:
@@ -87,13 +95,16 @@ def swaps(data: PlacedData, learner: int, *, every_use: bool = False, schema: Sc
         learner: its index.
         every_use: in all rounds that use the record, not only in the first.
         schema: of the records, where there is one: what is tried is allowed by it.
+        names: of the learners, for errors.
 
     Raises:
         DataError: the learner has no record.
     """
     own = data.learners[learner]
     if not len(own.order):
-        raise DataError(f"learner {learner} must have a record to swap, and has none")
+        raise DataError(
+            f"{called(names, learner)} must have a record to swap, and has none: give it one, or audit another learner"
+        )
     row = int(own.order[0])
     features, label = own.features[row], float(own.labels[row])
     labels = np.unique(np.concatenate([each.labels for each in data.learners]))
@@ -201,7 +212,7 @@ def worst(
     Raises:
         DataError: the learner has no record, or there is no other one.
     """
-    own, common = data.learners[learner], swaps(data, learner, schema=run.spec.data.schema)
+    own, common = data.learners[learner], swaps(data, learner, schema=run.spec.data.schema, names=run.spec.names)
     made = [(first, [swap]) for first, swap in _extremes(run, data, learner)]
     if not common and (as_they_are or not made):
         raise DataError(
@@ -273,7 +284,7 @@ def most_telling(
         every_use: swap the record in all rounds that use it, not only in the first.
     """
     own = data.learners[learner]
-    tried = swaps(data, learner, every_use=every_use, schema=run.spec.data.schema)
+    tried = swaps(data, learner, every_use=every_use, schema=run.spec.data.schema, names=run.spec.names)
     if not tried:
         return None
     best = search(run, transcript.until(_screened(run, learner)), (learner,), own, tried, _possible)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from sottovoce.network.graphs import Edge, GraphSequence
 from sottovoce.network.mixing import Mixing
-from sottovoce.network.roster import Mask, Roster
+from sottovoce.network.roster import Mask, Roster, called
 from sottovoce.network.weights import WeightRule
 
 _KEPT = 2_000_000
@@ -233,15 +233,20 @@ def _rounds_to_connect(network: Network, start: int, limit: int) -> int | None:
     return None
 
 
-def cut_off(hears: npt.NDArray[Any]) -> str:
-    """Who cannot reach whom, where the row hears the column; empty where messages of everybody reach everybody."""
-    n = len(hears)
+def cut_off(hears: npt.NDArray[Any], names: Sequence[str] = ()) -> str:
+    """Who cannot reach whom, where the row hears the column; empty where messages of everybody reach everybody.
+
+    Args:
+        hears: `(learners, learners)`.
+        names: of the learners, by index.
+    """
+    n, first = len(hears), called(names, 0)
     if (deaf := np.flatnonzero(~reached(hears))).size:
-        lost = f"{deaf.size} of {n} learners hear nothing of learner 0"
-        return f"no path of messages from learner 0 to learner {int(deaf[0])} ({lost})"
+        lost = f"{deaf.size} of {n} learners hear nothing of {first}"
+        return f"no path of messages from {first} to {called(names, int(deaf[0]))} ({lost})"
     if (mute := np.flatnonzero(~reached(hears.T))).size:
-        lost = f"learner 0 hears nothing of {mute.size} of {n} learners"
-        return f"no path of messages from learner {int(mute[0])} to learner 0 ({lost})"
+        lost = f"{first} hears nothing of {mute.size} of {n} learners"
+        return f"no path of messages from {called(names, int(mute[0]))} to {first} ({lost})"
     return ""
 
 

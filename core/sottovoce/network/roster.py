@@ -193,6 +193,11 @@ def names_of(learners: int | Sequence[str]) -> tuple[str, ...]:
     return tuple(f"learner-{i}" for i in range(learners)) if isinstance(learners, int) else tuple(learners)
 
 
+def called(names: Sequence[str], learner: int) -> str:
+    """A learner's name, in words for people; `learner 3` where nobody has said it."""
+    return names[learner] if 0 <= learner < len(names) else f"learner {learner}"
+
+
 def check_absences(roster: Roster, rounds: int) -> None:
     """Refuse absences of nobody, outside the run, twice at a time, or of everybody.
 

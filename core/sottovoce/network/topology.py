@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -52,7 +52,7 @@ class Topology(Section):
             CheckFailed: W_DISCONNECTED, W_DIRECTED, W_OWN; or W_SHAPE, if a constant weight is so large that row sums
                 overflow.
         """
-        whole = self._whole(n_learners, rounds)
+        whole = self._whole(n_learners, rounds, () if roster is None else roster.names)
         if roster is None or not roster.absences:
             return whole
         partial = self.among(whole, roster)
@@ -69,19 +69,22 @@ class Topology(Section):
         """
         return PartialNetwork(whole, roster, self._among)
 
-    def _whole(self, n_learners: int, rounds: int) -> Network:
+    def _whole(self, n_learners: int, rounds: int, names: Sequence[str]) -> Network:
         if self.sequence is not None:
-            return self._connected(self._of_sequence(n_learners, rounds), rounds)
+            return self._connected(self._of_sequence(n_learners, rounds), rounds, names)
         graph = self._one_graph
         if graph.one_way or not self.weights.symmetric:
             mixing = self.weights.mix(graph.adjacency(n_learners), one_way=graph.one_way)
-            return self._connected(PeriodicNetwork((mixing,)), 1)
+            return self._connected(PeriodicNetwork((mixing,)), 1, names)
+        adjacency = graph.adjacency(n_learners)
         try:
-            return FixedNetwork.from_weights(self._coupling(graph.adjacency(n_learners)))
+            return FixedNetwork.from_weights(self._coupling(adjacency))
         except CheckFailed as failure:
             if failure.code != "W_DISCONNECTED":
                 raise
-            raise CheckFailed(failure.code, f"{failure.text}; {graph.advice}") from None
+            lacking = cut_off(adjacency, names)  # by name, where whole learners are, and not a weight too small
+            text = f"the communication graph is not connected, got {lacking}" if lacking else failure.text
+            raise CheckFailed(failure.code, f"{text}; {graph.advice}") from None
 
     def explicit(self, n_learners: int) -> Topology:
         """The same topology with its graphs as lists of edges: a learner elsewhere needs no file and no generator.
@@ -167,7 +170,7 @@ class Topology(Section):
             coupling = self.weights.couplings(adjacency)
             return coupling - np.diag(coupling.sum(axis=1))
 
-    def _connected(self, network: Network, rounds: int) -> Network:
+    def _connected(self, network: Network, rounds: int, names: Sequence[str]) -> Network:
         """The network, if its planned rounds together connect everybody with everybody.
 
         Raises:
@@ -176,7 +179,7 @@ class Topology(Section):
         union, lacking = np.zeros((network.n_learners, network.n_learners), dtype=bool), ""
         for t in range(min(rounds, network.horizon)):
             union |= network.at(t).neighbours > 0
-            if not (lacking := cut_off(union)):
+            if not (lacking := cut_off(union, names)):
                 return network
         one = network.horizon == 1
         what = "the communication graph is" if one else f"the graphs of rounds 0 to {rounds - 1} together are"

@@ -8,13 +8,14 @@ others are contradictions.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Generic, TypeVar
 
 import numpy as np
 
 from sottovoce.errors import CaptureError
 from sottovoce.network.network import Network
+from sottovoce.network.roster import called
 
 KEPT = 65_536
 """Messages that are remembered where memory must be bounded: of those said longest ago nothing is known any more, and
@@ -63,13 +64,23 @@ class Assembly(Generic[V]):
         learners, rounds: of the run.
         network: who hears whom in which round; None: everybody is heard in every round.
         kept: messages that are remembered after their round, to notice whoever says something else later; None: all.
+        names: of the learners, by index, for errors.
 
     Attributes:
         next: the first round that is not whole.
         equivocations: who said two different things in which round, `(round, learner)`.
     """
 
-    def __init__(self, learners: int, rounds: int, network: Network | None = None, kept: int | None = None) -> None:
+    def __init__(
+        self,
+        learners: int,
+        rounds: int,
+        network: Network | None = None,
+        kept: int | None = None,
+        *,
+        names: Sequence[str] = (),
+    ) -> None:
+        self._names = names
         self.next, self.equivocations = 0, list[tuple[int, int]]()
         self._learners, self._rounds, self._network = learners, rounds, network
         self._versions: Versions[tuple[int, int]] = Versions(kept)
@@ -92,7 +103,7 @@ class Assembly(Generic[V]):
         if claimed != sender or sender >= self._learners or t >= self._rounds:
             raise CaptureError(
                 f"each of {self._learners} learners must speak as itself, in one of {self._rounds} rounds, "
-                f"got learner {claimed} in round {t} from learner {sender}"
+                f"got {called(self._names, claimed)} in round {t} from {called(self._names, sender)}"
             )
         if self._versions.first((t, sender), digest) != digest:
             self.equivocations.append((t, sender))

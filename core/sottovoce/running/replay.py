@@ -18,6 +18,7 @@ from sottovoce.algorithms.interface import HeardFromNeighbours, Message, Who
 from sottovoce.arrays import Batch, FloatArray
 from sottovoce.data import LearnerData, stack
 from sottovoce.errors import CaptureError
+from sottovoce.network.roster import called
 from sottovoce.noise import Noise, no_noise
 from sottovoce.running.away import go_on_alone
 from sottovoce.running.run import Run
@@ -175,5 +176,7 @@ def replay(run: Run, transcript: Transcript, learner: int, worlds: Sequence[Lear
         if not machine.known:
             break
     if not realised:
-        raise CaptureError(f"nobody heard learner {learner} in round 0, so what it said later cannot be replayed")
+        raise CaptureError(
+            f"nobody heard {called(run.spec.names, learner)} in round 0, so what it said later cannot be replayed"
+        )
     return Losses(np.stack(realised), np.stack(largest))

@@ -161,7 +161,7 @@ def build_run(spec: RunSpec, n_features: int) -> Run:
 
 def _built(spec: RunSpec, n_features: int) -> Run:
     network = spec.topology.network(spec.n_learners, spec.rounds, spec.roster)
-    setting = Setting(spec.rounds, n_features, spec.loss, spec.decision_set, network)
+    setting = Setting(spec.rounds, n_features, spec.loss, spec.decision_set, network, spec.names)
     if setting.dim > MOST_PARAMETERS:
         text = f"a model has at most {MOST_PARAMETERS} numbers, which every message carries"
         raise SpecError(

@@ -16,6 +16,7 @@ import numpy as np
 from sottovoce.errors import CaptureError, SottovoceError, SpecError
 from sottovoce.experiment import Prepared
 from sottovoce.lab.watch.canaries import Canaries, Place, draw
+from sottovoce.network.roster import called
 from sottovoce_client import terminal
 from sottovoce_client.wording import number
 
@@ -113,9 +114,8 @@ def placed(prepared: Prepared, canaries: Canaries) -> Prepared:
     for place in canaries.places:
         own = prepared.data.learners[place.learner : place.learner + 1]
         if not own or not 0 <= place.round < own[0].rounds or not len(own[0].rows(place.round)):
-            raise CaptureError(
-                f"these canaries are of another run: learner {place.learner} has no record in round {place.round} here"
-            )
+            name = called(prepared.run.spec.names, place.learner)
+            raise CaptureError(f"these canaries are of another run: {name} has no record in round {place.round} here")
     return replace(prepared, data=canaries.in_data(prepared.data))
 
 

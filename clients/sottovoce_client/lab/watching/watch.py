@@ -146,7 +146,7 @@ class _Watching:
             return None
         sight, run = self._begin(capture)
         codec = RoundCodec(run.field_shapes)
-        rounds = Assembly[Message](run.spec.n_learners, run.spec.rounds, run.network, KEPT)
+        rounds = Assembly[Message](run.spec.n_learners, run.spec.rounds, run.network, KEPT, names=run.spec.names)
         if self._logs and (others := [name for i, name in enumerate(sight.names) if i not in self._logs]):
             console.out(f"Not watched: {', '.join(others)}.", highlight=False)
         with view(console) as shown:

@@ -15,9 +15,10 @@ import numpy as np
 from sottovoce.algorithms.admm.calibrations import Calibration, DualCalibration, Node, PrimalCalibration, Unperturbed
 from sottovoce.algorithms.admm.local import ROUNDING
 from sottovoce.algorithms.noise_range import require_scales
-from sottovoce.algorithms.setting import Caveat
+from sottovoce.algorithms.setting import Caveat, Setting
 from sottovoce.errors import require
 from sottovoce.losses import Loss, MarginLoss
+from sottovoce.network.roster import called
 from sottovoce.registry import LARGEST, SMALLEST
 
 _FLATTEST = 2.0**-40
@@ -28,7 +29,7 @@ _LARGE_LOSS = 10.0
 
 
 def checked(
-    calibration: Calibration, nodes: Sequence[Node], loss: Loss, rounds: int
+    calibration: Calibration, nodes: Sequence[Node], loss: Loss, setting: Setting
 ) -> tuple[MarginLoss, tuple[Caveat, ...]]:
     """The loss, known to be one of the score, and what the user is told; what has no guarantee or no solution is refused.
 
@@ -37,8 +38,8 @@ def checked(
             SOLVER, whichever fails first.
     """
     node = nodes[0]
-    lonely = [i for i, each in enumerate(nodes) if each.degree == 0]
-    require(not lonely, "GRAPH", f"the communication graph must be connected, got learner {lonely} without neighbours")
+    lonely = ", ".join(called(setting.names, i) for i, each in enumerate(nodes) if each.degree == 0)
+    require(not lonely, "GRAPH", f"the communication graph must be connected, got {lonely} without neighbours")
     for code, name, value in (
         ("PENALTY", "penalty", node.penalty),
         ("RIDGE", "loss.ridge", node.ridge),
@@ -55,7 +56,7 @@ def checked(
     _require_solver(node)
     for each in nodes:
         _require_solvable(each)
-    return cast(MarginLoss, loss), tuple(_findings(calibration, nodes, rounds))
+    return cast(MarginLoss, loss), tuple(_findings(calibration, nodes, setting))
 
 
 def _require_loss(calibration: Calibration, node: Node, loss: Loss) -> None:
@@ -107,9 +108,9 @@ def _require_solvable(node: Node) -> None:
     require(stiffness >= _FLATTEST * most, "SOLVER", f"{text}: float64 solves nothing flatter, got {stiffness:.3g}")
 
 
-def _findings(calibration: Calibration, nodes: Sequence[Node], rounds: int) -> Iterator[Caveat]:
+def _findings(calibration: Calibration, nodes: Sequence[Node], setting: Setting) -> Iterator[Caveat]:
     """LOSS_WEIGHT_RANGE, EXTRA_RIDGE, SOLVER, BUDGET."""
-    node = nodes[0]
+    node, rounds = nodes[0], setting.rounds
     if isinstance(calibration, Unperturbed):
         return
     if node.loss_weight > 1:
@@ -117,19 +118,19 @@ def _findings(calibration: Calibration, nodes: Sequence[Node], rounds: int) -> I
         yield Caveat("LOSS_WEIGHT_RANGE", f"{text}: outside the paper's range (privacy unaffected)")
     objective = calibration if isinstance(calibration, DualCalibration) else getattr(calibration, "last", None)
     if objective is not None:
-        yield from _objective_findings(objective, nodes)
+        yield from _objective_findings(objective, nodes, setting.names)
     largest = max((rounds - 2) * each.alpha + each.final_alpha for each in nodes) if rounds > 1 else 0.0
     if largest > _LARGE_LOSS:
         text = f"cumulative loss {largest:.6g} over {rounds - 1} iterations"
         yield Caveat("BUDGET", f"{text}: what protects is the sum, not the alpha of one; lower alpha or rounds")
 
 
-def _objective_findings(objective: DualCalibration, nodes: Sequence[Node]) -> Iterator[Caveat]:
+def _objective_findings(objective: DualCalibration, nodes: Sequence[Node], names: Sequence[str]) -> Iterator[Caveat]:
     """EXTRA_RIDGE, SOLVER."""
     for i, node in enumerate(nodes):
         if (phi := float(objective.step(node, 1.0, 0.0, last=True).extra_ridge)) > 0:
             least = _records_without_extra_ridge(objective, node)
-            text = f"alpha too small for learner {i} while it has fewer than {least} records"
+            text = f"alpha too small for {called(names, i)} while it has fewer than {least} records"
             got = f"extra regularisation biases the classifier, got Phi = {phi:.6g} with one record"
             yield Caveat("EXTRA_RIDGE", f"{text}: {got}")
             break

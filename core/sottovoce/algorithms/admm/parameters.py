@@ -119,6 +119,6 @@ def _build(
         )
         for i in range(setting.n_learners)
     )
-    margin_loss, findings = checked(calibration, nodes, loss, setting.rounds)
+    margin_loss, findings = checked(calibration, nodes, loss, setting)
     algorithm = Admm(spec.name, setting.dim, setting.rounds, margin_loss, calibration, nodes)
     return algorithm, findings

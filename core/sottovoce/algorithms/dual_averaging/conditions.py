@@ -11,12 +11,12 @@ from typing import Literal
 
 import numpy as np
 
-from sottovoce.algorithms.setting import Caveat
+from sottovoce.algorithms.setting import Caveat, Setting
 from sottovoce.decision_sets import Box, DecisionSet
 from sottovoce.errors import require
 from sottovoce.losses import Loss
 from sottovoce.network.mixing import Mixing
-from sottovoce.network.network import Network, cut_off
+from sottovoce.network.network import cut_off
 
 Stochastic = Literal["doubly", "columns"]
 """What the weights of every round must sum to one along: rows and columns, or columns only."""
@@ -28,15 +28,15 @@ _ROUNDING = 1e-9
 """How far sums of weights may be from one."""
 
 
-def check_network(network: Network, rounds: int, kind: Stochastic, *, rows_suffice: bool) -> Iterator[Caveat]:
+def check_network(setting: Setting, kind: Stochastic, *, rows_suffice: bool) -> Iterator[Caveat]:
     """W_SHAPE, W_NEGATIVE, SELF_WEIGHT, DOUBLY_STOCHASTIC or COLUMN_STOCHASTIC; reports ROW_STOCHASTIC, CONNECTIVITY.
 
     Args:
-        network: whose weights are checked, up to `_LONGEST_LOOK` rounds.
-        rounds: planned.
+        setting: with the network whose weights are checked, up to `_LONGEST_LOOK` of the planned rounds.
         kind: what the weights must be.
         rows_suffice: report weights of which only the rows sum to one, instead of refusing them.
     """
+    network, rounds = setting.network, setting.rounds
     hears, only_rows = np.zeros((network.n_learners, network.n_learners), dtype=bool), None
     for t in range(min(rounds, network.horizon, _LONGEST_LOOK)):
         mixing = network.planned(t)
@@ -47,7 +47,7 @@ def check_network(network: Network, rounds: int, kind: Stochastic, *, rows_suffi
     if only_rows is not None:
         text = "weights are row-stochastic only: every block gets a step size of its own, and no regret bound holds"
         yield Caveat("ROW_STOCHASTIC", f"{text}, got columns that do not sum to one in round {only_rows}")
-    if lost := cut_off(hears):
+    if lost := cut_off(hears, setting.names):
         text = "what some learners say never reaches others: the regret bounds do not apply"
         yield Caveat("CONNECTIVITY", f"{text}, got {lost} in all rounds")
 

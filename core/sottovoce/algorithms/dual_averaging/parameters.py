@@ -66,8 +66,8 @@ class _DualAveragingSpec(AlgorithmSpec):
         self, setting: Setting, owned: Mask, noisy: Mask, shared: bool, kind: Stochastic, allow_rows: bool
     ) -> tuple[DualAveraging, tuple[Caveat, ...]]:
         self._require_numbers()
-        network, rounds, push = setting.network, setting.rounds, kind == "columns"
-        findings = [*check_network(network, rounds, kind, rows_suffice=allow_rows)]
+        rounds, push = setting.rounds, kind == "columns"
+        findings = [*check_network(setting, kind, rows_suffice=allow_rows)]
         unscaled = DualAveraging(
             name=self.name,
             dim=setting.dim,

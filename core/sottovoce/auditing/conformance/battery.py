@@ -50,9 +50,8 @@ class Battery:
     def add(self, block: Block, audited: int) -> None:
         """Look at some more runs."""
         self.numbers += block.count
-        if audited in block.learners:
-            own = block.values[block.learners.index(audited)]
-            self._show(own[np.isfinite(own)])
+        own = block.values[audited]
+        self._show(own[np.isfinite(own)])
         for each in self._instruments:
             each.add(block)
 
@@ -91,7 +90,7 @@ def examine_noise(
     for part, near in _slices(transcript, max(1, _NUMBERS // numbers_of(run)), close):
         # Memory that is new to a process costs more than what is done with it.
         if room is None or room.runs != part.replicas:
-            room = Block.blank(run.spec.n_learners, fields, part.rounds, part.replicas)
+            room = Block.blank(run.spec.names, fields, part.rounds, part.replicas)
         room = room.cleared()
         other = worlds.of(1 - world) if near else None
         taken = [

@@ -23,7 +23,7 @@ class Block:
     Arrays are `(learners, rounds, runs, numbers)`.
 
     Attributes:
-        learners: indices of the learners, in order.
+        learners: names of the learners, in order.
         fields: names and widths of the fields, in order.
         values: independent standard Laplace numbers under the claim; NaN where no noise is known.
         steps: noise in lattice spacings, K'; a whole number within one of what was drawn. 0 where nothing is judged.
@@ -35,7 +35,7 @@ class Block:
         past: what every learner had before it drew the noise, by name; 0 where nothing is known. Empty: nobody asked.
     """
 
-    learners: tuple[int, ...]
+    learners: tuple[str, ...]
     fields: tuple[tuple[str, int], ...]
     values: FloatArray
     steps: IntArray
@@ -52,19 +52,19 @@ class Block:
         return bool(self.past)
 
     @classmethod
-    def blank(cls, learners: int, fields: Mapping[str, int], rounds: int, runs: int) -> Block:
+    def blank(cls, learners: tuple[str, ...], fields: Mapping[str, int], rounds: int, runs: int) -> Block:
         """Room for all noise of some runs, none of it known yet.
 
         Args:
-            learners: how many.
+            learners: their names.
             fields: their widths, by name.
             rounds, runs: how many.
         """
-        shape = (learners, rounds, runs, sum(fields.values()))
+        shape = (len(learners), rounds, runs, sum(fields.values()))
         return cls(
-            tuple(range(learners)),
+            learners,
             tuple(fields.items()),
-            **unknown(shape, (learners, rounds, shape[-1])),
+            **unknown(shape, (len(learners), rounds, shape[-1])),
             past={},
         )
 

@@ -116,7 +116,7 @@ def _looked_at(block: Block, words: IntArray, learner: int, name: str, part: sli
     messages = np.bincount((numbers * shape[1] + fewest).reshape(-1), minlength=math.prod(shape)).reshape(shape)
     bits = numbers * np.minimum(fewest, _ZEROS)
     t = int(np.unravel_index(int(bits.argmax()), bits.shape)[0])
-    where = f"learner {block.learners[learner]}, field {name!r}, round {t}"
+    where = f"{block.learners[learner]}, field {name!r}, round {t}"
     return _Words(counted, zeros, messages, (int(bits.max()), where))
 
 
@@ -188,7 +188,7 @@ class Lattice(Instrument):
         off = np.array([np.count_nonzero(each[..., part]) for each in block.off for _, part in block.parts()])
         if not off.any() and (block.lost > _MOST_LOST).all():
             return
-        self._places = tuple(f"learner {i}, field {name!r}" for i in block.learners for name, _ in block.parts())
+        self._places = tuple(f"{learner}, field {name!r}" for learner in block.learners for name, _ in block.parts())
         self._take(off, (_Words.of(block, block.steps), _Words.of(block, block.said)), _mantissas(block))
         if block.close:
             self._together = self._together + _together(block)

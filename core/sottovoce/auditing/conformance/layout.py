@@ -16,12 +16,12 @@ class Layout:
     """What all blocks of an audit have in common.
 
     Attributes:
-        learners: indices of the learners, in order.
+        learners: names of the learners, in order.
         rounds: how many.
         fields: names and widths.
     """
 
-    learners: tuple[int, ...]
+    learners: tuple[str, ...]
     rounds: int
     fields: tuple[tuple[str, int], ...]
 
@@ -58,7 +58,7 @@ class Layout:
 
     def learner(self, i: int) -> str:
         """The learner at a place of the first axis."""
-        return f"learner {self.learners[i]}"
+        return self.learners[i]
 
     def voice(self, v: int) -> str:
         """The learner, and the field where there are several."""

@@ -156,7 +156,7 @@ class Marginal(Instrument):
 
     def add(self, block: Block) -> None:
         if block.count:
-            self._learners = tuple(f"learner {i}" for i in block.learners)
+            self._learners = block.learners
             self._numbers = tuple(block.place(k) for k in range(block.values.shape[-1]))
             self._fields = tuple(block.parts())
             self._take(_Kept.of(block))

@@ -78,11 +78,6 @@ class Residuals:
     grid: FloatArray
     past: dict[str, FloatArray] = dataclass_field(default_factory=dict)
 
-    @property
-    def place(self) -> str:
-        """Learner and field, in words."""
-        return f"learner {self.learner}, field {self.field!r}"
-
     def at(self, t: int) -> Residuals:
         """A single round of it, as views."""
         rows = {name: getattr(self, name)[t : t + 1] for name in UNKNOWN}
