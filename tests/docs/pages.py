@@ -1,0 +1,70 @@
+"""What a page has its reader do: files to write, commands to run, and what these print.
+
+A block of `sh` holds commands; a block of `text` right below it is what they print, where `…` stands for anything. A block
+below a line that ends in a name, as "`wards.yaml`:", or that begins with one, as "# wards.yaml", is that file.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+PAGES = sorted(path.relative_to(CHECKOUT).as_posix() for path in CHECKOUT.glob("docs/tutorial-*.md"))
+"""Those that are followed, command by command."""
+FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+NAMED = re.compile(r"`([\w-]+\.\w+)`\)?[.:,]?[^`\n]*:?\n\s*$")
+FIRST = re.compile(r"# ([\w-]+\.\w+)\n")
+FILES = {"yaml", "python", "csv", "json"}
+SERVES = re.compile(r"sottovoce (coordinator|learner|eavesdropper|console)\b(?! relay| audit)[^&]*$")
+"""What goes on until somebody ends it, and so needs a terminal of its own."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block; `output` is what stands below its commands, and `span` where in the page that is."""
+
+    language: str
+    text: str
+    file: str = ""
+    output: str = ""
+    span: tuple[int, int] = (0, 0)
+
+    @cached_property
+    def commands(self) -> list[str]:
+        """Of a block of `sh`, one by one: what is quoted, or goes on in the next line, stays together."""
+        commands, lines = list[str](), list[str]()
+        for line in self.text.splitlines() if self.language in {"sh", "bash"} else ():
+            if lines or (line.strip() and not line.startswith("#")):
+                lines.append(line)
+            if lines and _whole("\n".join(lines)):
+                commands.append("\n".join(lines))
+                lines = []
+        return commands
+
+
+def _whole(command: str) -> bool:
+    """Whether Bash waits for no further line."""
+    read = subprocess.run(["bash", "-n"], input=command, capture_output=True, text=True, check=False)  # noqa: S607
+    return not command.endswith("\\") and not read.stderr
+
+
+def text_of(page: str) -> str:
+    """Of README.md, or of a page of docs/."""
+    return (CHECKOUT / page).read_text(encoding="utf-8")
+
+
+def blocks(page: str) -> list[Block]:
+    """All fenced blocks of a page's text."""
+    made, found, before = list[Block](), list(FENCE.finditer(page)), 0
+    for match, below in zip(found, [*found[1:], None], strict=True):
+        named = NAMED.search(page[before : match.start()]) or FIRST.match(match[2])
+        file = named[1] if named and match[1] in FILES else ""
+        shown = below is not None and below[1] == "text" and not page[match.end() : below.start()].strip()
+        output = (below[2], below.span(2)) if below is not None and shown else ("", (0, 0))
+        made.append(Block(match[1], match[2], file, *output))
+        before = match.end()
+    return made
