@@ -12,6 +12,7 @@ from sottovoce_client.cli.app import (
     eavesdropper_app,
     feed_app,
     ledger_app,
+    models_app,
     pki_app,
     policy_app,
     runs_app,
@@ -28,6 +29,7 @@ from sottovoce_client.cli import experiments as experiments
 from sottovoce_client.cli import data as data
 from sottovoce_client.cli import feeding as feeding
 from sottovoce_client.cli import brokers as brokers
+from sottovoce_client.cli import models as models
 from sottovoce_client.cli import transcripts as transcripts
 from sottovoce_client.cli import services as services
 from sottovoce_client.cli import operating as operating
@@ -47,6 +49,7 @@ __all__ = [
     "experiments",
     "feeding",
     "main",
+    "models",
     "operating",
     "pki",
     "privacy",
@@ -60,6 +63,7 @@ __all__ = [
 
 app.add_typer(data_app, name="data", rich_help_panel="Runs")
 app.add_typer(feed_app, name="feed", rich_help_panel="Runs")
+app.add_typer(models_app, name="models", rich_help_panel="Runs")
 app.add_typer(runs_app, name="runs", rich_help_panel="Runs")
 app.add_typer(transcript_app, name="transcript", rich_help_panel="Runs")
 app.add_typer(eavesdropper_app, name="eavesdropper", rich_help_panel="Services")

@@ -77,6 +77,7 @@ pki_app = typer.Typer(no_args_is_help=True, help="Identities: a certificate auth
 ledger_app = typer.Typer(invoke_without_command=True)
 policy_app = typer.Typer(no_args_is_help=True, help="What a learner's owner allows: print it, hold a run against it.")
 runs_app = typer.Typer(no_args_is_help=True, help="See the runs of a coordinator, stop them, take them up again.")
+models_app = typer.Typer(no_args_is_help=True, help="A learner's model as a file, and what handing it out costs.")
 transcript_app = typer.Typer(no_args_is_help=True, help="Look into what was overheard, or simulated.")
 
 SpecFile = Annotated[Path, typer.Argument(metavar="SPEC", help="The run spec, a YAML file.", show_default=False)]

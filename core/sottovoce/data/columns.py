@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from sottovoce.arrays import as_floats
+from sottovoce.arrays import FloatArray, as_floats
 from sottovoce.data.cells import OTHER, normal
 from sottovoce.data.files import PLACEMENT, AnyArray, RawTable, import_extra
+from sottovoce.data.header import listed
 from sottovoce.errors import DataError, SpecError
 
 _DECLARE = "declare its fields in a schema (`sottovoce schema infer` drafts one from public records)"
@@ -54,6 +55,38 @@ def read_columns(path: Path, label: str | None) -> RawTable:
     matrix = np.column_stack([columns[name] for name in features])
     placed = columns.get("learner"), columns.get("round")
     return RawTable(as_floats(matrix), columns[label], tuple(features), *placed, label=label)
+
+
+def column_features(path: Path, wanted: Sequence[str] | None, label: str | None) -> tuple[FloatArray, tuple[str, ...]]:
+    """Records of a `.csv` or `.parquet` file that are to be predicted, without their labels.
+
+    Args:
+        path: the file.
+        wanted: names of the features, in their order; None: all columns but the label and those of `PLACEMENT`.
+        label: of the label column, where there is one; None: `label` or `y`.
+
+    Returns:
+        `(records, features)`, and the names.
+
+    Raises:
+        DataError: unreadable, a column is missing or not numeric, or a cell is empty.
+        SpecError: pyarrow is not installed.
+    """
+    table = _arrow_table(path)
+    names = _names_of(table.schema, path, compared=str)
+    if path.suffix.lower() == ".csv":
+        _require_header(names, path)
+    if not table.num_rows:
+        raise DataError(f"{path} must hold at least one record, and has column names alone")
+    others = {*PLACEMENT, *(("label", "y") if label is None else (label,))}
+    if wanted is None:
+        wanted = [name for name in names if name not in others]
+    if lacking := [name for name in wanted if name not in names]:
+        raise DataError(f"{path} must have a column for every feature of the run, and has none for {listed(lacking)}")
+    columns = {name: _values(table, name, path) for name in wanted}
+    if odd := [name for name, column in columns.items() if column.dtype.kind != "f"]:
+        raise DataError(f"{path}: column {odd[0]!r} must be numeric, got type {table.schema.field(odd[0]).type}")
+    return as_floats(np.column_stack([*columns.values()])), tuple(columns)
 
 
 def read_cells(path: Path, ragged: list[int] | None = None) -> tuple[dict[str, Any], AnyArray | None, AnyArray | None]:

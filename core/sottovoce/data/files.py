@@ -88,6 +88,22 @@ def read_npz(path: Path) -> RawTable:
     return RawTable(features, labels, columns, arrays.get("learner"), arrays.get("round"), test)
 
 
+def npz_features(path: Path) -> tuple[FloatArray, tuple[str, ...] | None]:
+    """Records of a NumPy archive without their labels, in the layouts of `read_npz`; and the names of their columns.
+
+    Raises:
+        DataError: as `read_npz`.
+    """
+    arrays = _load_arrays(path)
+    if "num_train" in arrays:
+        return _mixed_table(arrays, "train", path)
+    raw = _first(arrays, "X_onehot", "X", "X_train")
+    if raw is None:
+        raise DataError(f"{path} must hold the array X, got {sorted(arrays)}")
+    features = _flat(raw, path)
+    return features, _column_names(arrays, features.shape[1])
+
+
 def _load_arrays(path: Path) -> dict[str, AnyArray]:
     """Every array of the archive."""
     try:

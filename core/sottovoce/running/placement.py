@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -15,9 +16,6 @@ from sottovoce.data.source import DataSpec
 from sottovoce.errors import DataError, SpecError
 from sottovoce.network.roster import Mask
 from sottovoce.spec import RunSpec
-
-_Prepare = Callable[[FloatArray], FloatArray]
-"""Feature rows of the source `(records, m)` to rows of the run `(records, n)`."""
 
 
 def place(spec: RunSpec, dataset: Dataset) -> PlacedData:
@@ -116,22 +114,46 @@ def _hold_out(dataset: Dataset, fraction: float, rng: np.random.Generator) -> tu
     return np.sort(rows[held:]), Labelled(dataset.features[test], dataset.labels[test])
 
 
-def _preparation(data: DataSpec, public: FloatArray) -> _Prepare:
+@dataclass(frozen=True, slots=True, eq=False)
+class Preparation:
+    """From feature rows of a source, `(records, m)`, to rows of a run, `(records, n)`: scaled, then with the intercept.
+
+    Attributes:
+        intercept: whether a last column of ones is appended.
+        shift, width: what is subtracted, and divided by then, `(m,)` each; None: nothing is scaled.
+    """
+
+    intercept: bool
+    shift: FloatArray | None = None
+    width: FloatArray | None = None
+
+    def __call__(self, features: FloatArray) -> FloatArray:
+        if self.shift is not None and self.width is not None:
+            features = (features - self.shift) / self.width
+        return _with_intercept(features) if self.intercept else np.asarray(features)
+
+
+def preparation(data: DataSpec, dataset: Dataset) -> Preparation:
+    """How rows of a source are made ready for a run of these records.
+
+    Raises:
+        SpecError: there is no held-out part to scale by.
+        DataError: it cannot be scaled by.
+    """
+    split_rng, *_ = np.random.default_rng(data.seed).spawn(3)
+    return _preparation(data, _hold_out(dataset, data.test_fraction, split_rng)[1].features)
+
+
+def _preparation(data: DataSpec, public: FloatArray) -> Preparation:
     """Scaling by constants of the held-out part, then the intercept."""
     if data.scale == "none":
-        return _with_intercept if data.intercept else np.asarray
+        return Preparation(data.intercept)
     if not len(public):
         raise SpecError(
             f"data.scale {data.scale} takes its constants from held-out records, and this source has none: give the "
             "file X_test and y_test, or scale the features beforehand and set data.scale to none"
         )
-    shift, width = _constants(data.scale, public)
-
-    def prepare(features: FloatArray) -> FloatArray:
-        scaled: FloatArray = (features - shift) / width
-        return _with_intercept(scaled) if data.intercept else scaled
-
-    return prepare
+    return Preparation(data.intercept, *_constants(data.scale, public))
 
 
 def _constants(scale: Literal["standard", "range"], public: FloatArray) -> tuple[FloatArray, FloatArray]:

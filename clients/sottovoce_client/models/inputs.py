@@ -1,0 +1,143 @@
+"""Records without labels, as a run reads them; and what its classes are called."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from sottovoce.arrays import FloatArray
+from sottovoce.data.columns import column_features, read_cells
+from sottovoce.data.dataset import load_dataset, read_source, schema_reads
+from sottovoce.data.encoding import Encoder
+from sottovoce.data.files import READABLE, AnyArray, npz_features
+from sottovoce.data.known import KNOWN
+from sottovoce.data.labels import map_labels, texts_of
+from sottovoce.data.live import LiveRecords
+from sottovoce.errors import DataError, SpecError
+from sottovoce.losses import Loss
+from sottovoce.running.placement import Preparation, preparation
+from sottovoce.spec import RunSpec
+
+Label = str | float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Inputs:
+    """What a record is in a run, without its label. `Inputs.of` makes one.
+
+    Attributes:
+        spec: of the run.
+        n_features: of a row, with the intercept.
+        columns: names of the features before the intercept; None: they are told apart by place.
+        preparation: from features to rows.
+        classes: what the loss's classes 0, 1, ... are called; None: labels are numbers.
+    """
+
+    spec: RunSpec
+    n_features: int
+    columns: tuple[str, ...] | None
+    preparation: Preparation
+    classes: tuple[Label, ...] | None
+
+    @classmethod
+    def of(cls, spec: RunSpec, n_features: int, own: RunSpec | None = None, folders: Sequence[Path] = ()) -> Inputs:
+        """For a run.
+
+        Args:
+            spec: of the run, whose paths may lead to files of another machine.
+            n_features: of a row.
+            own: the same spec, whose paths lead to files that are here; None: it is not known.
+            folders: where data sets that have a name are.
+
+        Raises:
+            SpecError: `own` says something else of the records; or constants are read off records that are not here.
+            DataError: the records of the run cannot be read.
+        """
+        data, loss = spec.data, spec.loss
+        if own is not None:
+            _require_same(spec, own)
+        if data.live or data.schema is not None:
+            encoder = None if data.schema is None else Encoder.of(data.schema, loss, data.positive)
+            names = None if data.schema is None else data.schema.names
+            return cls(spec, n_features, names, Preparation(data.intercept), LiveRecords(data, loss, encoder).classes)
+        here = data if data.source in KNOWN else None if own is None else own.data
+        if here is not None:
+            table = read_source(here, folders)
+            labels = table.labels if table.test is None else np.concatenate([table.labels, table.test[1]])
+            ready = preparation(here, load_dataset(here, loss, folders=folders))
+            return cls(spec, n_features, table.columns, ready, _called(labels, loss, data.positive))
+        if data.scale != "none":
+            raise SpecError(
+                f"records of this run are scaled by constants of those held out of {data.source}: give the run's spec "
+                "with --spec, where that file is"
+            )
+        numbers = None if loss.n_classes is None else tuple(range(loss.n_classes))
+        return cls(spec, n_features, None, Preparation(data.intercept), numbers)
+
+    def rows(self, path: Path) -> FloatArray:
+        """The records of a file, as rows of the run.
+
+        Raises:
+            SpecError: there is no such file, or it is of another format.
+            DataError: it is unreadable, or its records are not those of the run.
+        """
+        if path.suffix.lower() not in READABLE:
+            raise SpecError(f"FILE must be a {', '.join(READABLE)} file of records, got {path}")
+        if not path.is_file():
+            raise SpecError(f"records must be in a file that exists, got {path}")
+        rows = self.preparation(self._features(path))
+        if rows.shape[1] != self.n_features:
+            want, got = (width - self.preparation.intercept for width in (self.n_features, rows.shape[1]))
+            raise DataError(
+                f"{path}: a record of this run has {want} features, got {got} (a column label or y is none)"
+            )
+        return rows
+
+    def _features(self, path: Path) -> FloatArray:
+        data = self.spec.data
+        if data.schema is not None:
+            cells, _, _ = read_cells(schema_reads(path))
+            found = Encoder.of(data.schema, self.spec.loss, data.positive).columns(cells, labelled=False)
+            if found.refused:
+                row, why = next(iter(found.refused.items()))
+                many = f"{len(found.refused):,} of {len(found.fits):,} records do not fit the schema"
+                raise DataError(f"{path}: {many}; the first is row {row} (counted from 0), {why}")
+            return found.features
+        if path.suffix.lower() == ".npz":
+            features, _ = npz_features(path)
+        else:
+            features, _ = column_features(path, self.columns, data.label)
+        if not np.isfinite(features).all():
+            row = int(np.argwhere(~np.isfinite(features))[0][0])
+            raise DataError(f"{path}: row {row} (counted from 0) must have finite numbers alone")
+        if self.preparation.shift is not None and features.shape[1] != len(self.preparation.shift):
+            raise DataError(
+                f"{path}: a record of this run has {len(self.preparation.shift)} features, got {features.shape[1]}"
+            )
+        return features
+
+
+def _require_same(spec: RunSpec, own: RunSpec) -> None:
+    """Raises `SpecError` where two specs make other rows of the same records."""
+    same = own.model_copy(update={"data": own.data.model_copy(update={"source": spec.data.source})})
+    for section in ("data", "loss"):
+        if getattr(same, section) != getattr(spec, section):
+            raise SpecError(
+                f"--spec must be the spec of the learner's run, and its section {section} says something else"
+            )
+
+
+def _called(labels: AnyArray, loss: Loss, positive: tuple[int | str, ...] | None) -> tuple[Label, ...] | None:
+    """Names of the classes; a number where several labels are one class, or none is."""
+    if loss.n_classes is None:
+        return None
+    mapped, _ = map_labels(labels, loss, positive)
+    distinct, first = np.unique(labels, return_index=True)
+    called: list[list[str]] = [[] for _ in range(loss.n_classes)]
+    for text, k in zip(texts_of(distinct), first.tolist(), strict=True):
+        called[int(mapped[k])].append(text)
+    named = [texts[0] if len(texts) == 1 else k for k, texts in enumerate(called)]
+    return tuple(int(name) if str(name).isdigit() else name for name in named)
