@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -38,6 +39,11 @@ class _Shown:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
         for text, style, control in console.render(self.inner, options):
             yield Segment(text if control else plain_lines(text), style, control)
+
+
+def say(text: str) -> None:
+    """A line for whoever waits: on standard error, beside what the command came for."""
+    print(plain_lines(text), file=sys.stderr, flush=True)
 
 
 def table(*heads: str, **look: Any) -> Table:
