@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -44,6 +45,11 @@ class _Shown:
 def print_json(document: Any) -> None:
     """A result for programs, on standard output: plain values, dataclasses, paths and arrays; what is not finite is null."""
     print(to_json(document, indent=2, inf_nan_mode="null", fallback=lambda array: array.tolist()).decode())
+
+
+def say(text: str) -> None:
+    """A line for whoever waits: on standard error, beside what the command came for."""
+    print(plain_lines(text), file=sys.stderr, flush=True)
 
 
 def table(*heads: str, **look: Any) -> Table:

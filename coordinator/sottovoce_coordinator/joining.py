@@ -16,6 +16,7 @@ from sottovoce_coordinator.fencing import MOST_STARTS, Claim, Membership
 from sottovoce_coordinator.runs import in_short, missing
 from sottovoce_coordinator.store import Store
 from sottovoce_rpc.directives import Confirmed, Directive, Epoch, Issued, Origin, to_wire
+from sottovoce_rpc.early import Tell, if_long
 from sottovoce_rpc.principals import Principal
 from sottovoce_rpc.server import HELLO_S
 from sottovoce_wire.v1 import coordinator_pb2
@@ -175,16 +176,24 @@ class Members:
         for member in self._here.values():
             member.directives.put_nowait(None)
 
-    async def until_here(self, names: Sequence[str], seconds: float) -> None:
+    async def until_here(self, names: Sequence[str], seconds: float, tell: Tell) -> None:
         """Wait for learners.
+
+        Args:
+            names: of them.
+            seconds: to wait.
+            tell: whoever asked for them, who is missing.
 
         Raises:
             NotReady: not all of them have joined by then.
         """
-        await self._until_none(lambda: missing(names, self), len(names), seconds)
+        await self._until_none(lambda: missing(names, self), names, seconds, tell)
 
-    async def until_told(self, names: Sequence[str], seconds: float) -> list[Member]:
+    async def until_told(self, names: Sequence[str], seconds: float, tell: Tell) -> list[Member]:
         """What learners tell of themselves. Whoever obeys another coordinator does not stay, but joins again and again.
+
+        Args:
+            names, seconds, tell: as of `until_here`.
 
         Raises:
             NotReady: not all of them were here by then.
@@ -194,17 +203,30 @@ class Members:
         def absent() -> list[str]:
             return [name for name in missing(names, self) if self._last.get(name) is before.get(name)]
 
-        await self._until_none(absent, len(names), seconds)
+        await self._until_none(absent, names, seconds, tell)
         return [self._last[name] for name in names]
 
-    async def _until_none(self, absent: Callable[[], list[str]], learners: int, seconds: float) -> None:
-        async with self._changed:
+    async def _until_none(
+        self, absent: Callable[[], list[str]], names: Sequence[str], seconds: float, tell: Tell
+    ) -> None:
+        def others() -> str:
+            found = sorted(set(self._here) - set(names))
+            return f" Here are others: {in_short(found)}." if found else ""
+
+        async def early() -> None:
+            asked = "is each started, under the name that the spec has, with the address of this coordinator?"
+            await tell(f"{in_short(absent())}: not joined yet; {asked}{others()}")
+
+        async with if_long(early), self._changed:
             try:
                 async with asyncio.timeout(seconds):
                     await self._changed.wait_for(lambda: not absent())
             except TimeoutError:
-                names = absent()
-                raise NotReady(f"{len(names)} of {learners} learners have not joined: {in_short(names)}") from None
+                gone = absent()
+                raise NotReady(
+                    f"{len(gone)} of {len(names)} learners have not joined: {in_short(gone)}.{others()} Start each under the "
+                    "name that the spec has, with the address of this coordinator"
+                ) from None
 
     def outrank(self, term: int) -> None:
         """Speak from now on as a coordinator of a later term than this one."""

@@ -23,6 +23,7 @@ from sottovoce_coordinator.store import Store
 from sottovoce_rpc.access import Refusals
 from sottovoce_rpc.credentials import Credentials
 from sottovoce_rpc.directives import Stop
+from sottovoce_rpc.early import to_caller
 from sottovoce_rpc.learner_status import LearnerStatus
 from sottovoce_rpc.metrics import Reading, common
 from sottovoce_rpc.misconduct import noticed_in
@@ -217,7 +218,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
     async def StartRun(self, request: coordinator_pb2.StartRunRequest, context: Context) -> coordinator_pb2.Run:
         """Start a run on learners that have joined."""
         async with answering(context):
-            course = await self._starter.start(request)
+            course = await self._starter.start(request, to_caller(context))
             book = course.book
             log.info("run", run_id=book.run_id, learners=len(book.addresses), capture=book.run.spec.capture)
             return course.view()
@@ -252,7 +253,7 @@ class Coordinator(coordinator_pb2_grpc.CoordinatorServicer):
     async def RecoverRun(self, request: coordinator_pb2.RecoverRunRequest, context: Context) -> coordinator_pb2.Run:
         """Take up a run that its learners know, and no coordinator any more."""
         async with answering(context):
-            course = await self._starter.recover(request)
+            course = await self._starter.recover(request, to_caller(context))
             log.info("run recovered", run_id=request.run_id, granted=course.book.clock.granted)
             return course.view()
 

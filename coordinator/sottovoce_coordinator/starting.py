@@ -20,6 +20,7 @@ from sottovoce_coordinator.joining import Members
 from sottovoce_coordinator.recovering import recovered, require_in_run, require_plan
 from sottovoce_coordinator.runs import RunBook
 from sottovoce_coordinator.store import KeptRun, Store
+from sottovoce_rpc.early import Tell, if_long
 from sottovoce_rpc.specs import check_size, plan_hash, spec_from_wire
 from sottovoce_wire.v1 import coordinator_pb2
 
@@ -57,8 +58,12 @@ class Starter:
         self._store, self._members, self._courses = store, members, courses
         self._captures, self._conductor, self._imports = captures, conductor, imports
 
-    async def start(self, request: coordinator_pb2.StartRunRequest) -> Course:
+    async def start(self, request: coordinator_pb2.StartRunRequest, tell: Tell) -> Course:
         """Start a run on learners that have joined, and are in no other run.
+
+        Args:
+            request: for it.
+            tell: whoever asked for it, what is waited for.
 
         Raises:
             SpecError: it cannot be run, or is larger than a coordinator serves.
@@ -68,8 +73,8 @@ class Starter:
         spec = await self._asked_for(request)
         async with self._courses.reserved(spec.names):
             # Before anything as large as a network of them is made.
-            await self._members.until_here(_first(spec), min(_JOINING_S, spec.clock.deadline_s))
-            return await self._start(spec, request)
+            await self._members.until_here(_first(spec), min(_JOINING_S, spec.clock.deadline_s), tell)
+            return await self._start(spec, request, tell)
 
     async def _asked_for(self, request: coordinator_pb2.StartRunRequest | coordinator_pb2.RecoverRunRequest) -> RunSpec:
         spec = await asyncio.to_thread(_spec, request.spec, imports=self._imports)
@@ -78,13 +83,16 @@ class Starter:
         _require_size(spec)
         return spec
 
-    async def _start(self, spec: RunSpec, request: coordinator_pb2.StartRunRequest) -> Course:
+    async def _start(self, spec: RunSpec, request: coordinator_pb2.StartRunRequest, tell: Tell) -> Course:
         run = await asyncio.to_thread(_built, spec, request.n_features)
         self._members.require_here(_first(spec))  # gone in the meantime
         addresses = tuple(self._members.member(name).address if name in self._members else "" for name in spec.names)
         run_id = f"{spec.name}-{uuid.uuid4().hex[:12]}"
         book = await asyncio.to_thread(RunBook, run_id, run, request.n_features, addresses)
-        book.overhearing = await self._captures.open(book, request)
+        async with if_long(
+            lambda: tell(f"the eavesdropper at {self._captures.address}: no answer yet; is it running?")
+        ):
+            book.overhearing = await self._captures.open(book, request)
         try:
             briefings = await asyncio.to_thread(book.briefings)
             self._members.require_here(_first(spec))
@@ -127,8 +135,12 @@ class Starter:
             raise NotReady(f"only a run that failed can be taken up again, and run {run_id} is {_state(view)}")
         return run
 
-    async def recover(self, request: coordinator_pb2.RecoverRunRequest) -> Course:
+    async def recover(self, request: coordinator_pb2.RecoverRunRequest, tell: Tell) -> Course:
         """Take up a run that this coordinator does not know, as all its learners do: before all have told, none goes on.
+
+        Args:
+            request: for it.
+            tell: whoever asked for it, what is waited for.
 
         Raises:
             NotReady: the run is known here, or this coordinator keeps nothing; a learner is not there, in another run, or has no
@@ -141,7 +153,7 @@ class Starter:
         spec = await self._asked_for(request)
         async with self._courses.reserved(spec.names):
             self._require_lost(run_id)  # others may have taken it up meanwhile
-            told = await self._members.until_told(spec.names, _JOINING_S)
+            told = await self._members.until_told(spec.names, _JOINING_S, tell)
             require_in_run(run_id, told)
             run = await asyncio.to_thread(_built, spec, request.n_features)
             book = await asyncio.to_thread(recovered, run_id, run, request.n_features, told, datetime.now(UTC))

@@ -20,6 +20,7 @@ from sottovoce_learner.identity import Identity
 from sottovoce_learner.session import Session
 from sottovoce_rpc import directives, principals
 from sottovoce_rpc.directives import Directive, from_wire
+from sottovoce_rpc.early import if_long
 from sottovoce_rpc.learner_status import LearnerStatus
 from sottovoce_rpc.misconduct import Misconduct
 from sottovoce_rpc.server import HELLO_S, channel, reach
@@ -129,7 +130,7 @@ class Following:
         for left in reversed(range(len(trusted))):
             who = f"coordinator/{trusted[0]}, whom its owner trusts," if trusted[0] else "the coordinator"
             try:
-                async with self._to_coordinator(trusted[0]) as to:
+                async with self._to_coordinator(trusted[0]) as to, if_long(self._wonder):
                     await reach(to, f"{who} at {at}", self._config.join_timeout_s / len(trusted))
                     break
             except Unavailable:
@@ -137,6 +138,10 @@ class Following:
                     raise
             trusted.rotate(-1)
         return trusted
+
+    async def _wonder(self) -> None:
+        at, seconds = self._config.coordinator, self._config.join_timeout_s
+        log.warning("waiting for the coordinator", at=at, for_s=seconds, why="is it running, and is the address right?")
 
     def _to_coordinator(self, name: str) -> grpc.aio.Channel:
         """To the coordinator of a name, or to any."""

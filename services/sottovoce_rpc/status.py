@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Coroutine
 from types import TracebackType
 from typing import Any, TypeVar
@@ -175,7 +176,7 @@ def as_error(refusal: grpc.aio.AioRpcError, who: str) -> errors.SottovoceError:
     """What a failed call means to its caller: our own class where the status carries a reason that is known here."""
     text = plain("; ".join((refusal.details() or refusal.code().name).splitlines()))
     if refusal.code() in _BROKEN:
-        return errors.Unavailable(f"cannot reach {who}: {handshake(text) or text}")
+        return errors.Unavailable(f"cannot reach {who}: {handshake(text) or _nobody(text) or text}")
     info = _info(refusal)
     if info is None and refusal.code() is grpc.StatusCode.UNIMPLEMENTED:
         text = f"{who} does not know this call: another service listens there, or a much older one"
@@ -191,6 +192,24 @@ def as_error(refusal: grpc.aio.AioRpcError, who: str) -> errors.SottovoceError:
     if info is None and refusal.code() is grpc.StatusCode.INVALID_ARGUMENT:
         return errors.SpecError(text)
     return errors.SottovoceError(f"{who}: {text} ({refusal.code().name})")
+
+
+_NOBODY = (
+    (re.compile(r"Connection refused"), "nobody listens there: is it running, and is the address right?"),
+    (
+        re.compile(r"[Dd]omain name not found|DNS (resolution|query)|Name or service not known|Could not contact DNS"),
+        "no machine of this name is found: is the address right?",
+    ),
+    (
+        re.compile(r"[Nn]etwork is unreachable|No route to host"),
+        "there is no way to this machine: is the address right?",
+    ),
+    (
+        re.compile(r"^Deadline Exceeded$|before receiving SETTINGS frame|[Cc]onnection timed out"),
+        "no answer in time: is it running, and is the address right?",
+    ),
+)
+"""What gRPC says where no service is, in other words."""
 
 
 def handshake(text: str) -> str:
@@ -211,3 +230,8 @@ def _info(refusal: grpc.aio.AioRpcError) -> error_details_pb2.ErrorInfo | None:
         except DecodeError:
             pass
     return None
+
+
+def _nobody(text: str) -> str:
+    """Why there is nobody, where gRPC's words say so; else empty."""
+    return next((words for sign, words in _NOBODY if sign.search(text)), "")

@@ -240,3 +240,29 @@ async def test_a_call_that_its_server_cuts_is_a_break(failing: tuple[Failing, st
     handler.code, handler.trailers = grpc.StatusCode.CANCELLED, (("any-bin", b"x"),)
     back = as_error(await failure(address), "the service")
     assert (type(back), str(back)) == (errors.Unavailable, "cannot reach the service: odd")
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        (
+            "failed to connect to all addresses; last error: UNKNOWN: Failed to connect to remote host: Connection refused",
+            "nobody listens there: is it running, and is the address right?",
+        ),
+        (
+            "DNS resolution failed for nowhere:1: Domain name not found",
+            "no machine of this name is found: is the address right?",
+        ),
+        ("failed to connect: Network is unreachable", "there is no way to this machine: is the address right?"),
+        ("Deadline Exceeded", "no answer in time: is it running, and is the address right?"),
+        (
+            "last error: UNKNOWN: ipv4:127.0.0.1:7: connection attempt timed out before receiving SETTINGS frame",
+            "no answer in time: is it running, and is the address right?",
+        ),
+        ("something new", "something new"),
+    ],
+)
+def test_who_is_not_reached_is_told_of_in_words(said: str, told: str) -> None:
+    nothing = grpc.aio.Metadata()
+    refusal = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, nothing, nothing, said)
+    assert str(as_error(refusal, "the coordinator")) == f"cannot reach the coordinator: {told}"

@@ -25,7 +25,9 @@ from sottovoce.errors import NotReady, SpecError, Unavailable
 from sottovoce.running.run import Run, build_run
 from sottovoce.spec import RunSpec
 from sottovoce.spec_versions import FIELD, FORMAT
+from sottovoce_client import terminal
 from sottovoce_client.running.feeder import batch_of, feed
+from sottovoce_client.running.operate import Interrupted, run_on
 from sottovoce_coordinator import courses, joining, starting
 from sottovoce_coordinator.runs import RunBook
 from sottovoce_coordinator.service import Coordinator, CoordinatorConfig
@@ -34,6 +36,7 @@ from sottovoce_learner import exchange as exchanging
 from sottovoce_learner.config import LearnerConfig
 from sottovoce_learner.service import Learner
 from sottovoce_learner.session import Session
+from sottovoce_rpc import early
 from sottovoce_rpc.codec import to_fields, to_tensor
 from sottovoce_rpc.directives import Assignment
 from sottovoce_rpc.learner_status import LearnerState, LearnerStatus
@@ -532,7 +535,60 @@ async def test_learners_that_have_not_joined_are_named(tmp_path: Path) -> None:
     async with network(tmp_path, ["ann", "cleo"]) as up:
         failure = await start(up.coordinator, document(clock={"deadline_s": 0.3}))
     assert (failure.code(), reason(failure)) == (Code.FAILED_PRECONDITION, "NotReady")
-    assert failure.details() == "2 of 4 learners have not joined: ben, dan"
+    assert (failure.details() or "").startswith(
+        "2 of 4 learners have not joined: ben, dan. Start each under the name that"
+    )
+
+
+async def test_who_waits_for_learners_is_told_for_whom_while_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The word comes before the answer: the learner that it names joins only then, and the run begins."""
+    monkeypatch.setattr(early, "EARLY_S", 0.05)
+    spec, said, told = spec_of(), list[str](), asyncio.Event()
+
+    def say(text: str) -> None:
+        said.append(text)
+        told.set()
+
+    monkeypatch.setattr(terminal, "say", say)
+    async with network(tmp_path, [*NAMES[:3], "don"]) as up:
+        running = asyncio.ensure_future(up.run(spec, made_up(spec)))
+        await asyncio.wait_for(told.wait(), PATIENCE_S)
+        begun = running.done()
+        await up.join("dan")
+        outcome = await asyncio.wait_for(running, PATIENCE_S)
+    assert not begun and outcome.state == "finished"
+    assert (
+        said[0].startswith("waiting for dan: not joined yet; is each started,") and "Here are others: don." in said[0]
+    )
+
+
+async def test_who_waits_for_a_coordinator_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody accepts the connection and never says a word."""
+    monkeypatch.setattr(early, "EARLY_S", 0.05)
+    told, said = asyncio.Event(), list[str]()
+
+    def say(text: str) -> None:
+        said.append(text)
+        told.set()
+
+    monkeypatch.setattr(terminal, "say", say)
+
+    async def nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await told.wait()
+        writer.close()
+
+    silent = await asyncio.start_server(nothing, "127.0.0.1", 0)
+    async with silent:
+        at = f"127.0.0.1:{silent.sockets[0].getsockname()[1]}"
+        spec, stop = spec_of(), asyncio.Event()
+        running = asyncio.ensure_future(run_on(at, spec, made_up(spec), lambda progress, state: None, stop))
+        await asyncio.wait_for(told.wait(), PATIENCE_S)
+        stop.set()
+        with pytest.raises(Interrupted):
+            await asyncio.wait_for(running, PATIENCE_S)
+    assert said == [f"waiting for the coordinator at {at}: not reached yet; is it running, and is the address right?"]
 
 
 async def test_a_capture_needs_an_eavesdropper(tmp_path: Path) -> None:

@@ -224,7 +224,7 @@ async def test_nobody_goes_on_before_all_are_there(tmp_path: Path, monkeypatch: 
         await up.join("ben", first.noise)
         await asyncio.wait_for(going, PATIENCE_S)
         ends_as_simulated(up, first, await its_end(up, run_id, first))
-    assert missing == "1 of 3 learners have not joined: ben"
+    assert missing.startswith("1 of 3 learners have not joined: ben. Start each under the name that")
 
 
 async def test_a_run_is_taken_up_with_what_it_was_started_with(tmp_path: Path) -> None:

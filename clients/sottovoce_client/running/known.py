@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ from sottovoce_client import terminal
 from sottovoce_client.running.operate import BY_OPERATOR, RESUME_S
 from sottovoce_client.wording import NOTHING, away_line, count, duration, number
 from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
+from sottovoce_rpc.early import answered
 from sottovoce_rpc.learner_status import LearnerStatus
 from sottovoce_rpc.misconduct import misconduct_lines
 from sottovoce_rpc.principals import Role
@@ -203,13 +204,16 @@ async def _all(coordinator: str, credentials: Credentials) -> list[coordinator_p
 
 
 async def _asked(
-    coordinator: str, credentials: Credentials, ask: Callable[[coordinator_pb2_grpc.CoordinatorAsyncStub], Awaitable[T]]
+    coordinator: str,
+    credentials: Credentials,
+    ask: Callable[[coordinator_pb2_grpc.CoordinatorAsyncStub], grpc.aio.UnaryUnaryCall[Any, T]],
 ) -> T:
     async with channel(coordinator, Role.COORDINATOR, credentials=credentials) as to:
+        who = f"the coordinator at {coordinator}"
         try:
-            return await ask(coordinator_pb2_grpc.CoordinatorStub(to))
+            return await answered(ask(coordinator_pb2_grpc.CoordinatorStub(to)), to, who, terminal.say)
         except grpc.aio.AioRpcError as error:
-            raise as_error(error, f"the coordinator at {coordinator}") from None
+            raise as_error(error, who) from None
 
 
 def _learners(run: coordinator_pb2.Run) -> Table:

@@ -17,10 +17,12 @@ from sottovoce.errors import NotReady, SottovoceError, SpecError, Unavailable
 from sottovoce.network.roster import Absence
 from sottovoce.plain import plain
 from sottovoce.spec import RunSpec
+from sottovoce_client import terminal
 from sottovoce_client.running.feeder import feed
 from sottovoce_client.running.summary import Progress
 from sottovoce_rpc.codec import from_tensor, to_tensor
 from sottovoce_rpc.credentials import NO_IDENTITY, Credentials
+from sottovoce_rpc.early import answered, told_early
 from sottovoce_rpc.learner_status import LearnerStatus
 from sottovoce_rpc.misconduct import misconduct_lines
 from sottovoce_rpc.principals import Role
@@ -113,7 +115,7 @@ async def run_on(
                 spec=spec_to_wire(told), n_features=data.n_features, world=world, replica=replica
             )
             stop = stop or asyncio.Event()
-            started = await _unless_told(_begun(stub, request, resume, recover), stop)
+            started = await _unless_told(_begun(to, coordinator, request, resume, recover), stop)
             anew = place or (lambda _: data)
             return await _Running(stub, started, spec, data, watch, stop, anew, credentials).to_its_end()
         except grpc.aio.AioRpcError as error:
@@ -121,15 +123,15 @@ async def run_on(
 
 
 async def _begun(
-    stub: coordinator_pb2_grpc.CoordinatorAsyncStub, wanted: coordinator_pb2.StartRunRequest, resume: str, recover: str
+    to: grpc.aio.Channel, coordinator: str, wanted: coordinator_pb2.StartRunRequest, resume: str, recover: str
 ) -> coordinator_pb2.Run:
     """A new run; or one that failed, or was lost, goes on."""
     if resume:
-        return await _resumed(stub, wanted, resume)
-    if recover:
-        lost = coordinator_pb2.RecoverRunRequest(run_id=recover, spec=wanted.spec, n_features=wanted.n_features)
-        return await stub.RecoverRun(lost, timeout=_CALL_S)
-    return await stub.StartRun(wanted, timeout=_CALL_S)
+        return await _resumed(coordinator_pb2_grpc.CoordinatorStub(to), wanted, resume)
+    lost = coordinator_pb2.RecoverRunRequest(run_id=recover, spec=wanted.spec, n_features=wanted.n_features)
+    method, request = ("RecoverRun", lost) if recover else ("StartRun", wanted)
+    call = told_early(to, f"/sottovoce_wire.v1.Coordinator/{method}", request, coordinator_pb2.Run, _CALL_S)
+    return await answered(call, to, f"the coordinator at {coordinator}", terminal.say)
 
 
 async def _resumed(
